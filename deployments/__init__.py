@@ -1,0 +1,1 @@
+"""The Ray Serve application: HTTP, handles, command line."""

@@ -1,0 +1,1 @@
+"""Denoiser engines: tensors, ranks and time. Nothing here knows a model family or HTTP."""

@@ -1,0 +1,24 @@
+"""The engine interface: a compiled denoiser that answers ``predict`` on one or several ranks."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from engines.model import Branch
+
+
+class Engine(Protocol):
+    """A denoiser ready to run. Every rank of ``ranks`` makes the same call at the same time."""
+
+    def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """One prediction (noise or velocity, whole, on the device) per branch, equal on all of ``ranks``.
+
+        ``ranks`` are sorted global ranks of the gang and contain the caller; their number is the width of the step.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release graphs and contexts. The communicator must still be alive."""
+        ...

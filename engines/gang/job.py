@@ -1,0 +1,55 @@
+"""A job on its way through a gang, and what the gang says about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One request for the gang. ``request`` and ``conditioning`` go to ``Sampler.begin`` untouched.
+
+    ``conditioning`` may be an ``ObjectRef``; it is resolved on the ranks, never in the scheduler's process. ``width``
+    is how many ranks work on each step; None leaves it to the scheduler. ``preview_steps`` count from 1.
+    """
+
+    job_id: str
+    request: Any
+    conditioning: Any
+    num_steps: int
+    preview_steps: frozenset[int] = frozenset()
+    width: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepDone:
+    job_id: str
+    step: int
+    num_steps: int
+    step_ms: float
+    width: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreviewReady:
+    """Latents as they would come out if the job ended now, left in the object store by a rank."""
+
+    job_id: str
+    step: int
+    latents: ray.ObjectRef[Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobDone:
+    """Finished latents, in the object store. ``queue_s`` is the wait for the first step, ``denoise_s`` the rest."""
+
+    job_id: str
+    latents: ray.ObjectRef[Any]
+    queue_s: float
+    denoise_s: float
+
+
+JobEvent = StepDone | PreviewReady | JobDone

@@ -1,0 +1,45 @@
+"""What an engine gets from a model family: single-device modules and the data to split them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from engines.parallel.kernel import Kernel
+from engines.parallel.shard_plan import ShardPlan
+
+ModelInputs = Mapping[str, Tensor]
+"""Keyword arguments of the transformer's ``forward``, whole (unsplit), batch first where they have a batch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Branch:
+    """One forward of one step. Without true guidance a step has one branch; with it two: prompt, then negative prompt.
+
+    ``module`` names the transformer in ``DenoiserModel.modules`` (Wan 2.2 changes between two during a job).
+    """
+
+    inputs: ModelInputs
+    module: str = "transformer"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DenoiserModel:
+    """A family's transformer(s) with what an engine must know to split, compile or export them.
+
+    ``stream_lengths(inputs)`` gives the number of tokens per stream name; ``set_kernel(module, kernel)`` makes the
+    module's self-attention call ``kernel``; a module called with ``forward(module, inputs)`` returns the prediction.
+    ``head_dim`` and ``num_heads`` are those of self-attention. ``probe()`` makes the branches of one small, seeded,
+    known step (the same on every rank), for the self-check of a gang at its start.
+    """
+
+    modules: Mapping[str, nn.Module]
+    plan: ShardPlan
+    num_heads: int
+    head_dim: int
+    stream_lengths: Callable[[ModelInputs], Mapping[str, int]]
+    set_kernel: Callable[[nn.Module, Kernel], None]
+    forward: Callable[[nn.Module, ModelInputs], Tensor]
+    probe: Callable[[], tuple[Branch, ...]]

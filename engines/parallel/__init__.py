@@ -1,0 +1,1 @@
+"""Strategies that split one denoising step over several ranks. Each takes a kernel and returns a kernel."""

@@ -1,0 +1,1 @@
+"""Model families and their maths. Nothing here knows Ray or HTTP."""

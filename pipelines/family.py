@@ -1,0 +1,62 @@
+"""The interface of a model family, and what it says about itself. One folder implements it per family."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engines.model import DenoiserModel
+from engines.sampler import Sampler
+from pipelines.request import MediaKind, MediaRequest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Defaults:
+    """What a model does when the client does not say: sizes in pixels, frames per second, steps, scales."""
+
+    kind: MediaKind
+    width: int
+    height: int
+    num_frames: int
+    fps: int
+    num_inference_steps: int
+    guidance_scale: float
+    true_cfg_scale: float
+    size_multiple: int
+    frame_multiple: int
+    max_pixels: int
+    max_frames: int
+    max_steps: int
+
+
+class TextEncoder(Protocol):
+    def encode(self, request: MediaRequest) -> Any:
+        """The family's conditioning record (frozen, CPU tensors), negative prompt included if it is used."""
+        ...
+
+
+class Decoder(Protocol):
+    def decode(self, latents: Tensor, request: MediaRequest) -> NDArray[Any]:
+        """Frames as uint8, shape (frames, height, width, 3); one frame for a picture."""
+        ...
+
+
+class Family(Protocol):
+    """A module-level object ``FAMILY`` in each family's folder satisfies this. ``path`` is a diffusers directory."""
+
+    name: str
+
+    def defaults(self, path: Path) -> Defaults: ...
+
+    def load_text_encoder(self, path: Path, device: torch.device, dtype: torch.dtype) -> TextEncoder: ...
+
+    def load_denoiser(self, path: Path, device: torch.device, dtype: torch.dtype) -> DenoiserModel: ...
+
+    def load_sampler(self, path: Path, device: torch.device, dtype: torch.dtype) -> Sampler[Any]: ...
+
+    def load_decoder(self, path: Path, device: torch.device, dtype: torch.dtype) -> Decoder: ...
