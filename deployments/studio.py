@@ -1,0 +1,91 @@
+"""The seam between HTTP and the rest: what the API asks of the application, free of HTTP and of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from pipelines.family import Defaults
+from pipelines.request import MediaRequest
+
+MediaFormat = Literal["png", "jpeg", "webp", "mp4"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Output:
+    """How the bytes should come out. ``compression`` is 0–100 as in OpenAI's API (jpeg and webp)."""
+
+    format: MediaFormat
+    compression: int = 100
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelCard:
+    """A served model: its name in the API, its family, when it was configured (Unix seconds), its defaults and limits."""
+
+    name: str
+    family: str
+    created: int
+    defaults: Defaults
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timings:
+    """Where the time of a request went, in seconds; ``total_s`` is wall-clock from start to end."""
+
+    queue_s: float
+    encode_s: float
+    denoise_s: float
+    decode_s: float
+    total_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """After ``step`` of ``num_steps``; ``eta_s`` is the estimate for the rest of the denoising."""
+
+    step: int
+    num_steps: int
+    eta_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preview:
+    """A picture (PNG bytes) decoded from the latents after ``step``; ``index`` counts previews from 0."""
+
+    index: int
+    step: int
+    data: bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Media:
+    """The finished picture or clip; ``thumbnail`` is a WebP of the first frame for clips, else empty."""
+
+    data: bytes
+    format: MediaFormat
+    seed: int
+    timings: Timings
+    thumbnail: bytes = b""
+
+
+StudioEvent = Progress | Preview | Media
+
+
+class Studio(Protocol):
+    """The application behind the API. ``perform`` may be closed at any time, which cancels the job on all ranks."""
+
+    def cards(self) -> Mapping[str, ModelCard]: ...
+
+    async def not_ready(self) -> Mapping[str, str]:
+        """Models that cannot take requests now, with the reason; empty when all are ready."""
+        ...
+
+    def perform(self, request: MediaRequest, output: Output) -> AsyncIterator[StudioEvent]:
+        """Run one request: progress, previews, then exactly one ``Media``.
+
+        A gang that breaks under the job is rebuilt and the job run again (its progress starts over); after two broken
+        gangs ``GangBrokenError`` is raised. ``QueueFullError`` if too many jobs wait.
+        """
+        ...
