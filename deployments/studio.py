@@ -22,7 +22,7 @@ class Output:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelCard:
-    """A served model: its name in the API, its family, when it was configured (Unix seconds), its defaults and limits."""
+    """A served model: its name in the API, its family, its start (Unix seconds), its defaults and limits."""
 
     name: str
     family: str
