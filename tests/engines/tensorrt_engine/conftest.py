@@ -1,0 +1,33 @@
+"""Plans built once per test session: the real builder, a shared cache of its answers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+import pytest
+
+from engines.tensorrt_engine.builder import BuildError, BuildOptions, build
+from engines.tensorrt_engine.targets import Target
+
+Build = Callable[..., bytes]
+
+
+@pytest.fixture(scope="session")
+def build_plan() -> Build:
+    """``build_plan(onnx_bytes, "sm89", **options)`` -> plan; a refusal is raised again for every asker."""
+    answers: dict[tuple[str, str], bytes | BuildError] = {}
+
+    def plan_of(onnx_file: bytes, target: str = "sm89", **options: object) -> bytes:
+        key = (hashlib.sha256(onnx_file).hexdigest(), f"{target} {options}")
+        if key not in answers:
+            try:
+                answers[key] = build(onnx_file, BuildOptions(target=Target.parse(target), **options)).plan  # type: ignore[arg-type]
+            except BuildError as error:
+                answers[key] = error
+        answer = answers[key]
+        if isinstance(answer, BuildError):
+            raise answer
+        return answer
+
+    return plan_of
