@@ -45,6 +45,10 @@ class Decoder(Protocol):
         """Frames as uint8, shape (frames, height, width, 3); one frame for a picture."""
         ...
 
+    def preview(self, latents: Tensor, request: MediaRequest) -> NDArray[Any]:
+        """One frame, as ``decode`` would give it first, from the latents of a running job; cheap for clips too."""
+        ...
+
 
 class Family(Protocol):
     """A module-level object ``FAMILY`` in each family's folder satisfies this. ``path`` is a diffusers directory."""

@@ -1,0 +1,81 @@
+"""Prompt to conditioning: T5 gives one vector a token, CLIP one for the whole prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipelines.directory import load_from_transformers, load_text_model, read_config
+from pipelines.request import MediaRequest
+
+MAX_TOKENS = 512
+MAX_TOKENS_SCHNELL = 256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FluxPrompt:
+    """One encoded prompt: ``tokens_BTC`` of the T5 encoder, ``pooled_BC`` of CLIP."""
+
+    tokens_BTC: Tensor
+    pooled_BC: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FluxConditioning:
+    """What the text encoders made of a request; ``negative`` is there with true guidance only."""
+
+    prompt: FluxPrompt
+    negative: FluxPrompt | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FluxTextEncoder:
+    """Both encoders with their tokenizers. ``max_tokens`` is the fixed length of the T5 sequence."""
+
+    clip_tokenizer: Any
+    clip: Any
+    t5_tokenizer: Any
+    t5: Any
+    max_tokens: int
+
+    def encode(self, request: MediaRequest) -> FluxConditioning:
+        """``request.true_cfg_scale`` above 1 asks for the negative prompt (which may be empty) too."""
+        negative = self.encode_prompt(request.negative_prompt) if request.true_cfg_scale > 1 else None
+        return FluxConditioning(prompt=self.encode_prompt(request.prompt), negative=negative)
+
+    @torch.inference_mode()
+    def encode_prompt(self, prompt: str) -> FluxPrompt:
+        ids_BT = tokenize(self.clip_tokenizer, prompt, self.clip_tokenizer.model_max_length)
+        pooled_BC = self.clip(ids_BT.to(self.clip.device)).pooler_output
+        ids_BT = tokenize(self.t5_tokenizer, prompt, self.max_tokens)
+        tokens_BTC = self.t5(ids_BT.to(self.t5.device))[0]
+        return FluxPrompt(tokens_BTC=tokens_BTC.to(self.t5.dtype).cpu(), pooled_BC=pooled_BC.to(self.clip.dtype).cpu())
+
+
+def tokenize(tokenizer: Any, prompt: str, num_tokens: int) -> Tensor:
+    """Token ids (1, ``num_tokens``): cut or padded. The encoders see the padding too (FLUX was trained so)."""
+    ids_BT: Tensor = tokenizer(
+        prompt, padding="max_length", max_length=num_tokens, truncation=True, return_tensors="pt"
+    ).input_ids
+    return ids_BT.reshape(1, num_tokens)
+
+
+def max_tokens(path: Path, t5_tokenizer: Any) -> int:
+    """512 for guidance-distilled models (dev), 256 for the others (schnell), or fewer if the tokenizer says so."""
+    distilled = read_config(path, "transformer")["guidance_embeds"]
+    return min(MAX_TOKENS if distilled else MAX_TOKENS_SCHNELL, int(t5_tokenizer.model_max_length))
+
+
+def load_text_encoder(path: Path, device: torch.device, dtype: torch.dtype) -> FluxTextEncoder:
+    t5_tokenizer = load_from_transformers(path, "tokenizer_2")
+    return FluxTextEncoder(
+        clip_tokenizer=load_from_transformers(path, "tokenizer"),
+        clip=load_text_model(path, "text_encoder", device, dtype),
+        t5_tokenizer=t5_tokenizer,
+        t5=load_text_model(path, "text_encoder_2", device, dtype),
+        max_tokens=max_tokens(path, t5_tokenizer),
+    )

@@ -1,0 +1,64 @@
+"""From what a configuration names (a folder, a shipped checkpoint, a hub id) to a folder and a dtype."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+
+SHIPPED = Path(__file__).parent / "checkpoints"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_FILES = ["model_index.json", "troupe.json", "*/*.json", "*/*.safetensors", "*/*.txt", "*/*.model"]
+"""Only the diffusers layout: hub repositories often hold the same weights again as one large file at the top."""
+
+
+def resolve_path(source: str) -> Path:
+    """The diffusers directory that ``source`` names: a folder, the name of a shipped checkpoint, or a hub id.
+
+    A hub id is downloaded (or found in the hub cache). ValueError says what was tried and what to change.
+    """
+    if Path(source).is_dir():
+        return Path(source)
+    if (SHIPPED / source).is_dir():
+        return SHIPPED / source
+    if _HUB_ID.fullmatch(source):
+        return _download(source)
+    raise ValueError(f"no model {source!r}: give a diffusers folder, a hub id like owner/name, or {_shipped_names()}")
+
+
+def shipped_checkpoints() -> tuple[str, ...]:
+    """Names of the small trained models that ship with the project."""
+    return tuple(sorted(path.parent.name for path in SHIPPED.glob("*/model_index.json")))
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype that ``name`` means on ``device``; "auto" is bfloat16 on a GPU and float32 on the CPU."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if name not in DTYPES:
+        raise ValueError(f"unknown dtype {name!r}; known: auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _shipped_names() -> str:
+    return "one of " + ", ".join(shipped_checkpoints()) if shipped_checkpoints() else "a shipped checkpoint"
+
+
+def _download(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=_HUB_FILES))
+    except (OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
+        raise ValueError(
+            f"{hub_id!r} is not a folder here, and not in the hub cache, and the hub cannot be reached: unset "
+            f"HF_HUB_OFFLINE, or run `hf download {hub_id}` where there is a network, or give the path of a folder"
+        ) from error
+    except HfHubHTTPError as error:
+        raise ValueError(
+            f"the hub refused {hub_id!r} ({error}): check the name; for a gated model accept its terms on its page and "
+            "set HF_TOKEN"
+        ) from error

@@ -1,0 +1,84 @@
+"""The bare pipeline in one process: encode, denoise, decode. The slow reference of tests and benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engines.engine import Engine
+from engines.model import Branch, DenoiserModel
+from engines.sampler import Sampler
+from pipelines.defaults import check_request
+from pipelines.family import Decoder, TextEncoder
+from pipelines.registry import load_family
+from pipelines.request import MediaRequest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlainEngine:
+    """An ``Engine`` that calls the unsplit module: one rank, eager, one branch after the other."""
+
+    model: DenoiserModel
+
+    @torch.inference_mode()
+    def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...] = (0,)) -> tuple[Tensor, ...]:
+        assert len(ranks) == 1, "the plain engine runs on one rank"
+        return tuple(self.model.forward(self.model.modules[branch.module], branch.inputs) for branch in branches)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pipeline:
+    """All parts of one model in one process."""
+
+    text_encoder: TextEncoder
+    engine: Engine
+    sampler: Sampler[Any]
+    decoder: Decoder
+
+    def run(self, request: MediaRequest) -> NDArray[Any]:
+        """Frames as uint8, shape (frames, height, width, 3)."""
+        return self.decoder.decode(self.denoise(request), request)
+
+    def denoise(self, request: MediaRequest) -> Tensor:
+        """The finished latents on the CPU, as the decoder takes them."""
+        *_, state = self.states(request)
+        return self.sampler.latents(state)
+
+    def states(self, request: MediaRequest) -> Iterator[Any]:
+        """The sampler's states: the one before the first step, then one after each step."""
+        state = self.sampler.begin(request, self.text_encoder.encode(request))
+        yield state
+        for _ in range(self.sampler.num_steps(state)):
+            predictions = self.engine.predict(self.sampler.branches(state), (0,))
+            state = self.sampler.advance(state, predictions)
+            yield state
+
+
+def load_pipeline(
+    path: Path, device: torch.device, dtype: torch.dtype, denoiser: DenoiserModel | None = None
+) -> Pipeline:
+    """All parts of the diffusers directory ``path``; ``denoiser`` replaces the one in the directory."""
+    family = load_family(path)
+    return Pipeline(
+        text_encoder=family.load_text_encoder(path, device, dtype),
+        engine=PlainEngine(model=denoiser or family.load_denoiser(path, device, dtype)),
+        sampler=family.load_sampler(path, device, dtype),
+        decoder=family.load_decoder(path, device, dtype),
+    )
+
+
+def run_request(
+    path: Path, request: MediaRequest, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> NDArray[Any]:
+    """One request from prompt to frames, uint8 (frames, height, width, 3). ValueError outside the model's limits."""
+    check_request(request, load_family(path).defaults(path))
+    return load_pipeline(path, torch.device(device), dtype).run(request)
