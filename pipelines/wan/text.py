@@ -1,0 +1,65 @@
+"""Prompt to conditioning: one vector a token, from UMT5."""
+
+from __future__ import annotations
+
+import html
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ftfy
+import torch
+from torch import Tensor
+
+from pipelines.directory import load_from_transformers, load_text_model
+from pipelines.request import MediaRequest
+
+MAX_TOKENS = 512
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WanConditioning:
+    """``prompt_BTC`` and, with guidance only, ``negative_BTC``; positions after the prompt's end are zero."""
+
+    prompt_BTC: Tensor
+    negative_BTC: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WanTextEncoder:
+    """The encoder with its tokenizer. ``max_tokens`` is the fixed length of the sequence."""
+
+    tokenizer: Any
+    encoder: Any
+    max_tokens: int
+
+    def encode(self, request: MediaRequest) -> WanConditioning:
+        """``request.true_cfg_scale`` above 1 asks for the negative prompt (which may be empty) too."""
+        negative_BTC = self.encode_prompt(request.negative_prompt) if request.true_cfg_scale > 1 else None
+        return WanConditioning(prompt_BTC=self.encode_prompt(request.prompt), negative_BTC=negative_BTC)
+
+    @torch.inference_mode()
+    def encode_prompt(self, prompt: str) -> Tensor:
+        tokens = self.tokenizer(
+            clean(prompt), padding="max_length", max_length=self.max_tokens, truncation=True, return_tensors="pt"
+        )
+        ids_BT, mask_BT = (tokens[name].to(self.encoder.device) for name in ("input_ids", "attention_mask"))
+        states_BTC = self.encoder(ids_BT, mask_BT).last_hidden_state.to(self.encoder.dtype)
+        embeds_BTC: Tensor = states_BTC.masked_fill(mask_BT[..., None] == 0, 0)
+        return embeds_BTC.cpu()
+
+
+def clean(prompt: str) -> str:
+    """Broken Unicode mended, HTML entities decoded, runs of white space made one space: as in training."""
+    text = html.unescape(html.unescape(ftfy.fix_text(prompt)))
+    return re.sub(r"\s+", " ", text).strip()
+
+
+def load_text_encoder(path: Path, device: torch.device, dtype: torch.dtype) -> WanTextEncoder:
+    tokenizer = load_from_transformers(path, "tokenizer")
+    return WanTextEncoder(
+        tokenizer=tokenizer,
+        encoder=load_text_model(path, "text_encoder", device, dtype),
+        max_tokens=min(MAX_TOKENS, tokenizer.model_max_length),
+    )
