@@ -1,0 +1,46 @@
+"""One entry for all formats."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelines.media.picture import FORMATS, encode_picture, shrink
+
+Frames = NDArray[np.uint8]
+THUMBNAIL_SIDE = 320
+THUMBNAIL_COMPRESSION = 80
+
+
+def encode_frames(
+    frames_FHWC: Frames, format: Literal["png", "jpeg", "webp", "mp4"], *, compression: int = 100, fps: int = 0
+) -> bytes:
+    """Bytes of a picture (one frame) or a clip, from uint8 frames (frames, height, width, 3).
+
+    ``compression`` is 0–100 as in OpenAI's API: what is left of the quality of a JPEG or WebP; PNG is lossless.
+    ValueError for a picture format with several frames, for ``fps`` below 1 with mp4, and for unknown formats.
+    """
+    check_frames(frames_FHWC)
+    if format == "mp4":
+        from pipelines.media.clip import encode_clip
+
+        return encode_clip(frames_FHWC, fps)
+    if format not in FORMATS:
+        raise ValueError(f"unknown format {format!r}; known: {', '.join(FORMATS)}, mp4")
+    if len(frames_FHWC) != 1:
+        raise ValueError(f"{format} holds one frame, not {len(frames_FHWC)}; use mp4")
+    return encode_picture(frames_FHWC[0], format, compression)
+
+
+def encode_thumbnail(frame_HWC: Frames) -> bytes:
+    """A WebP, at most 320 pixels on its longer side, the ratio kept."""
+    return encode_picture(shrink(frame_HWC, THUMBNAIL_SIDE), "webp", THUMBNAIL_COMPRESSION)
+
+
+def check_frames(frames_FHWC: Frames) -> None:
+    assert frames_FHWC.dtype == np.uint8, frames_FHWC.dtype
+    assert frames_FHWC.ndim == 4, frames_FHWC.shape
+    assert frames_FHWC.shape[0] > 0, "no frames"
+    assert frames_FHWC.shape[3] == 3, frames_FHWC.shape

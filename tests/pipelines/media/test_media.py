@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import io
+
+import av
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+
+from pipelines.media import encode_frames, encode_thumbnail
+
+
+def gradient(num_frames: int, height: int, width: int) -> NDArray[np.uint8]:
+    """A smooth picture with a bright square that moves to the right."""
+    rows, columns = np.mgrid[0:height, 0:width]
+    channels = (255 * rows / height, 255 * columns / width, np.full_like(rows, 96))
+    frames = np.repeat(np.stack(channels, axis=-1)[None], num_frames, axis=0).astype(np.uint8)
+    for index in range(num_frames):
+        frames[index, 8:16, 4 * index : 4 * index + 8] = 240
+    return frames
+
+
+def decoded_picture(data: bytes) -> tuple[str | None, NDArray[np.int16]]:
+    with Image.open(io.BytesIO(data)) as picture:
+        return picture.format, np.asarray(picture.convert("RGB")).astype(np.int16)
+
+
+def decoded_clip(data: bytes) -> tuple[list[NDArray[np.int16]], av.VideoStream]:
+    with av.open(io.BytesIO(data)) as container:
+        stream = container.streams.video[0]
+        frames = [frame.to_ndarray(format="rgb24").astype(np.int16) for frame in container.decode(stream)]
+    return frames, stream
+
+
+def test_png_is_lossless() -> None:
+    frames = gradient(1, 33, 47)
+    kind, pixels = decoded_picture(encode_frames(frames, "png"))
+    assert kind == "PNG"
+    np.testing.assert_array_equal(pixels, frames[0])
+
+
+@pytest.mark.parametrize("format", ["jpeg", "webp"])
+def test_compression_is_the_quality_kept(format: str) -> None:
+    frames = gradient(1, 64, 96)
+    high, low = (encode_frames(frames, format, compression=level) for level in (100, 20))
+    kind, pixels = decoded_picture(high)
+    assert kind == format.upper()
+    assert np.abs(pixels - frames[0]).mean() < 2
+    assert len(low) < len(high)
+
+
+@pytest.mark.parametrize(("height", "width"), [(64, 96), (63, 97), (64, 95)])
+def test_mp4_holds_the_frames(height: int, width: int) -> None:
+    frames = gradient(7, height, width)
+    decoded, stream = decoded_clip(encode_frames(frames, "mp4", fps=12))
+    assert len(decoded) == 7
+    assert (stream.codec_context.name, stream.format.name, stream.average_rate) == ("h264", "yuv420p", 12)
+    assert decoded[0].shape == (height + height % 2, width + width % 2, 3)
+    for frame, pixels in zip(frames, decoded, strict=True):
+        assert np.abs(pixels[:height, :width] - frame).mean() < 4
+
+
+def test_mp4_colours_are_tagged_and_right() -> None:
+    red = np.zeros((1, 32, 32, 3), np.uint8)
+    red[..., 0] = 220
+    decoded, stream = decoded_clip(encode_frames(red, "mp4", fps=1))
+    assert stream.codec_context.colorspace == 1, "BT.709"
+    assert np.abs(decoded[0] - red[0]).max() <= 4
+
+
+def test_mp4_bytes_are_the_same_every_time_and_start_with_the_index() -> None:
+    frames = gradient(9, 64, 64)
+    first, second = (encode_frames(frames, "mp4", fps=16) for _ in range(2))
+    assert first == second
+    assert 0 < first.index(b"moov") < first.index(b"mdat")
+
+
+def test_thumbnail_is_small_and_keeps_the_ratio() -> None:
+    kind, pixels = decoded_picture(encode_thumbnail(gradient(1, 480, 960)[0]))
+    assert (kind, pixels.shape) == ("WEBP", (160, 320, 3))
+    assert decoded_picture(encode_thumbnail(gradient(1, 48, 64)[0]))[1].shape == (48, 64, 3)
+
+
+@pytest.mark.parametrize(
+    ("num_frames", "format", "options", "message"),
+    [
+        (2, "png", {}, "one frame, not 2"),
+        (2, "mp4", {}, "frames per second"),
+        (1, "gif", {}, "known: png, jpeg, webp, mp4"),
+        (1, "jpeg", {"compression": 101}, "0 to 100"),
+    ],
+)
+def test_bad_wishes_are_named(num_frames: int, format: str, options: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        encode_frames(gradient(num_frames, 16, 32), format, **options)
