@@ -14,20 +14,48 @@ from engines.sampler import Sampler
 class GangConfig:
     """``num_ranks`` actors with ``cpus_per_rank`` CPUs and ``gpus_per_rank`` GPUs each; NCCL with GPUs, Gloo without.
 
-    ``step_deadline_s`` is the longest a step may take once its ranks are warm, ``start_deadline_s`` covers loading,
-    compiling and the self-check. ``plans_ahead`` step plans are submitted before the first result is awaited.
+    ``model`` names what the gang serves, in logs and metrics. A gang on ``num_nodes`` > 1 has the same number of ranks
+    on each, in node order. ``step_deadline_s`` is the longest a step may take once its ranks are warm,
+    ``start_deadline_s`` covers loading, compiling and the self-check, and the first step of a cold shape.
+    ``plans_ahead`` step plans are submitted before the first result is awaited.
     """
 
     num_ranks: int
     cpus_per_rank: float
     gpus_per_rank: float = 0.0
     threads_per_rank: int = 1
+    num_nodes: int = 1
+    model: str = "unnamed"
     step_deadline_s: float = 30.0
     start_deadline_s: float = 300.0
     ping_deadline_s: float = 5.0
     plans_ahead: int = 2
     max_running_jobs: int = 4
     max_waiting_jobs: int = 32
+
+    def __post_init__(self) -> None:
+        for name in ("num_ranks", "threads_per_rank", "num_nodes", "plans_ahead", "max_running_jobs"):
+            _check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        for name in ("step_deadline_s", "start_deadline_s", "ping_deadline_s"):
+            _check(getattr(self, name) > 0, name, getattr(self, name), "a time above 0 s")
+        for name in ("cpus_per_rank", "max_waiting_jobs"):
+            _check(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+        _check(self.gpus_per_rank in (0, 1), "gpus_per_rank", self.gpus_per_rank, "0 or 1 (a rank is one device)")
+        _check(
+            self.num_ranks % self.num_nodes == 0,
+            "num_nodes",
+            self.num_nodes,
+            f"a divisor of num_ranks={self.num_ranks}",
+        )
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.num_ranks // self.num_nodes
+
+
+def _check(ok: bool, name: str, given: object, allowed: str) -> None:
+    if not ok:
+        raise ValueError(f"{name} is {given!r}; it must be {allowed}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

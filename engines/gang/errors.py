@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import pickle
+from typing import Literal
+
+BreakCause = Literal["death", "deadline", "error", "closed"]
+
 
 class GangBrokenError(RuntimeError):
-    """A rank died, hung past the step deadline, or gave a wrong answer; every job of the gang must be run again."""
+    """A rank died, hung past the step deadline, or gave a wrong answer; every job of the gang must be run again.
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
+    ``in_flight`` tells whether this job had a step under way when the gang broke. Only such a job can be the cause;
+    the others merely waited beside it.
+    """
+
+    def __init__(self, reason: str, cause: BreakCause = "error", in_flight: bool = False) -> None:
+        super().__init__(reason, cause, in_flight)
         self.reason = reason
+        self.cause: BreakCause = cause
+        self.in_flight = in_flight
+
+    def __str__(self) -> str:
+        return self.reason
 
 
 class QueueFullError(RuntimeError):
@@ -21,3 +35,13 @@ class QueueFullError(RuntimeError):
 
     def __str__(self) -> str:
         return f"{self.num_waiting} jobs are waiting already; try again in about {self.retry_after_s:.0f} s"
+
+
+def portable(error: Exception) -> Exception:
+    """``error`` itself if it survives pickling, else a RuntimeError that tells its type and text."""
+    try:
+        if type(pickle.loads(pickle.dumps(error))) is type(error):
+            return error
+    except Exception:
+        pass
+    return RuntimeError(f"{type(error).__name__}: {error}")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import ray
+if TYPE_CHECKING:  # the scheduler works with jobs, and must not need Ray
+    import ray
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -13,7 +15,9 @@ class Job:
     """One request for the gang. ``request`` and ``conditioning`` go to ``Sampler.begin`` untouched.
 
     ``conditioning`` may be an ``ObjectRef``; it is resolved on the ranks, never in the scheduler's process. ``width``
-    is how many ranks work on each step; None leaves it to the scheduler. ``preview_steps`` count from 1.
+    is how many ranks work on each step; None leaves it to the scheduler. ``preview_steps`` count from 1. Jobs of equal
+    ``shape`` share compiled programs: only the first step of a new shape gets the start deadline (None: of each job).
+    ``request_id`` is for the logs.
     """
 
     job_id: str
@@ -22,6 +26,8 @@ class Job:
     num_steps: int
     preview_steps: frozenset[int] = frozenset()
     width: int | None = None
+    shape: Hashable | None = None
+    request_id: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

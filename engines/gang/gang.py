@@ -1,0 +1,112 @@
+"""A gang: rank actors that live and die together, seen from the replica that owns them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from ray.util.placement_group import PlacementGroup
+
+from engines.gang.config import BuildRank, GangConfig
+from engines.gang.driver import Driver
+from engines.gang.errors import GangBrokenError
+from engines.gang.job import Job, JobDone, JobEvent
+from engines.gang.placement import current_group
+from engines.gang.rank import RankInfo, kill_ranks, spawn_ranks
+
+logger = logging.getLogger(__name__)
+
+
+class Gang:
+    """Made by ``Gang.start``. All methods run in the event loop that started it."""
+
+    def __init__(self, config: GangConfig, ranks: Sequence[Any], infos: Sequence[RankInfo]) -> None:
+        self.config = config
+        self.infos = tuple(infos)
+        self._ranks = ranks
+        self._driver = Driver(config, ranks)
+        self._driver.start()
+
+    @classmethod
+    async def start(
+        cls, config: GangConfig, build: BuildRank, *, placement_group: PlacementGroup | None = None
+    ) -> Gang:
+        """Spawn the ranks in the replica's own placement group, connect them, and run ``build`` on each.
+
+        All or nothing: on an error, on ``start_deadline_s`` (``GangBrokenError``) and on cancellation, what was
+        started is killed. An exception of ``build`` comes out as it was raised on the rank.
+        """
+        ranks = spawn_ranks(config, placement_group or current_group())
+        try:
+            async with asyncio.timeout(config.start_deadline_s):
+                infos = await _connect(ranks)
+                await asyncio.gather(*(rank.build.remote(build) for rank in ranks))
+        except BaseException as error:
+            kill_ranks(ranks)
+            if isinstance(error, TimeoutError):
+                reason = f"{config.num_ranks} ranks were not ready within {config.start_deadline_s:g} s"
+                raise GangBrokenError(reason, "deadline") from error
+            raise
+        logger.info("gang is ready", extra={"model": config.model, "pids": [info.pid for info in infos]})
+        return cls(config, ranks, infos)
+
+    @property
+    def broken(self) -> GangBrokenError | None:
+        """Why the gang takes no more jobs, if so."""
+        return self._driver.broken
+
+    async def submit(self, job: Job) -> AsyncGenerator[JobEvent, None]:
+        """The events of a job, ``JobDone`` last. Closing or cancelling the iterator stops the job on all ranks.
+
+        Raises ``QueueFullError`` and ``ValueError`` before the first event, ``GangBrokenError`` if the gang breaks, and
+        what the job's own sampler or conditioning raised.
+        """
+        open_job = self._driver.open(job)
+        try:
+            while True:
+                event = await open_job.events.get()
+                if isinstance(event, Exception):
+                    raise event
+                yield event
+                if isinstance(event, JobDone):
+                    return
+        finally:
+            self._driver.close(open_job)
+
+    async def check_health(self) -> None:
+        """Ping all ranks. ``ActorDiedError`` escapes as it is, upon which Serve replaces the replica at once.
+
+        A rank that does not answer in time breaks the gang, except while it may be compiling (the step's deadline
+        counts then).
+        """
+        try:
+            async with asyncio.timeout(self.config.ping_deadline_s):
+                await self._ping()
+        except TimeoutError:
+            if self._driver.is_cold:
+                logger.warning("no answer to a ping during the first step of a new shape")
+                return
+            reason = f"a rank did not answer a ping within {self.config.ping_deadline_s:g} s"
+            self._driver.break_gang(GangBrokenError(reason, "deadline"))
+            await self._ping()
+
+    async def close(self) -> None:
+        """Fail the jobs that are open, release engines, then communicators, then end the rank processes."""
+        if self.broken is None:
+            self._driver.stop(GangBrokenError("the gang is closed", "closed"))
+            try:
+                async with asyncio.timeout(self.config.step_deadline_s):
+                    await asyncio.gather(*(rank.close.remote() for rank in self._ranks))
+            except Exception as error:
+                logger.warning("ranks did not close in order: %s", error)
+            kill_ranks(self._ranks)
+
+    async def _ping(self) -> None:
+        await asyncio.gather(*(rank.ping.remote() for rank in self._ranks))
+
+
+async def _connect(ranks: Sequence[Any]) -> list[RankInfo]:
+    address = await ranks[0].open_store.remote()
+    return list(await asyncio.gather(*(rank.join.remote(address) for rank in ranks)))

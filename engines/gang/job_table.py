@@ -1,0 +1,95 @@
+"""The jobs that somebody waits for: what the requests' side and the scheduler's side of a gang share."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from engines.gang.config import GangConfig
+from engines.gang.errors import GangBrokenError, QueueFullError
+from engines.gang.job import Job, JobDone, JobEvent
+from engines.gang.metrics import GangMetrics, Outcome
+from engines.gang.scheduler import allowed_widths
+
+
+@dataclass(slots=True, eq=False)
+class OpenJob:
+    """A job, its events on their way to the request, and how it ended. Times are ``time.monotonic()``."""
+
+    job: Job
+    submitted_s: float
+    started_s: float = 0.0
+    events: asyncio.Queue[JobEvent | Exception] = field(default_factory=asyncio.Queue)
+    is_scheduled: bool = False
+    outcome: Outcome | None = None
+
+
+class JobTable:
+    """Open jobs by id. An ended job stays until the ranks have forgotten it, so that its id is not taken again."""
+
+    def __init__(self, config: GangConfig, metrics: GangMetrics) -> None:
+        self._config = config
+        self._metrics = metrics
+        self._jobs: dict[str, OpenJob] = {}
+
+    @property
+    def jobs(self) -> Mapping[str, Job]:
+        return {job_id: open_job.job for job_id, open_job in self._jobs.items()}
+
+    @property
+    def num_open(self) -> int:
+        return sum(open_job.outcome is None for open_job in self._jobs.values())
+
+    def get(self, job_id: str) -> OpenJob:
+        return self._jobs[job_id]
+
+    def open(self, job: Job, retry_after_s: float) -> OpenJob:
+        """``ValueError`` for a job that this gang cannot take, ``QueueFullError`` if too many wait."""
+        self._check(job)
+        num_waiting = max(0, self.num_open - self._config.max_running_jobs)
+        if self.num_open >= self._config.max_running_jobs + self._config.max_waiting_jobs:
+            self._metrics.job_ended("rejected")
+            raise QueueFullError(num_waiting, retry_after_s)
+        open_job = self._jobs[job.job_id] = OpenJob(job=job, submitted_s=time.monotonic())
+        self._metrics.open_jobs(self.num_open)
+        return open_job
+
+    def publish(self, job_id: str, event: JobEvent) -> None:
+        open_job = self._jobs[job_id]
+        if open_job.outcome is None:
+            open_job.events.put_nowait(event)
+            if isinstance(event, JobDone):
+                self.end(open_job, "done")
+                self.forget([job_id])
+
+    def fail(self, open_job: OpenJob, error: Exception, outcome: Outcome = "failed") -> None:
+        if open_job.outcome is None:
+            open_job.events.put_nowait(error)
+            self.end(open_job, outcome)
+
+    def fail_all(self, error: GangBrokenError, in_flight: Iterable[str]) -> None:
+        """Tell every open job that the gang is broken, and those ``in_flight`` that they may be the cause."""
+        suspects = frozenset(in_flight)
+        for job_id, open_job in self._jobs.items():
+            self.fail(open_job, GangBrokenError(error.reason, error.cause, job_id in suspects), "broken")
+        self._jobs.clear()
+
+    def end(self, open_job: OpenJob, outcome: Outcome) -> None:
+        open_job.outcome = outcome
+        self._metrics.job_ended(outcome)
+        self._metrics.open_jobs(self.num_open)
+
+    def forget(self, job_ids: Iterable[str]) -> None:
+        for job_id in job_ids:
+            self._jobs.pop(job_id, None)
+
+    def _check(self, job: Job) -> None:
+        widths = allowed_widths(self._config.num_ranks)
+        if job.width is not None and job.width not in widths:
+            raise ValueError(f"width {job.width} does not tile a gang of {self._config.num_ranks} ranks: use {widths}")
+        if job.num_steps < 1:
+            raise ValueError(f"a job has at least 1 step, not {job.num_steps}")
+        if job.job_id in self._jobs:
+            raise ValueError(f"job id {job.job_id!r} is in use: give every job its own")

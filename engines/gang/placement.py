@@ -1,0 +1,58 @@
+"""Where a gang lives: the bundles of its deployment's placement group, and each rank's place in it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ray.util.placement_group import PlacementGroup, get_current_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from engines.gang.config import GangConfig
+
+Bundle = dict[str, float]
+
+
+def gang_bundles(config: GangConfig, *, replica_cpus: float) -> list[Bundle]:
+    """For ``placement_group_bundles``: bundle 0 the replica, 1…N a rank each.
+
+    A gang wider than a node gets one bundle a node, each with all the node's ranks and the first with the replica too.
+    """
+    if config.num_nodes == 1:
+        return [{"CPU": replica_cpus}] + [_rank_bundle(config, 1) for _ in range(config.num_ranks)]
+    bundles = [_rank_bundle(config, config.ranks_per_node) for _ in range(config.num_nodes)]
+    bundles[0]["CPU"] = bundles[0].get("CPU", 0.0) + replica_cpus
+    return bundles
+
+
+def gang_strategy(config: GangConfig) -> Literal["STRICT_PACK", "STRICT_SPREAD"]:
+    """For ``placement_group_strategy``: all on one node, or one bundle on each of ``num_nodes``."""
+    return "STRICT_PACK" if config.num_nodes == 1 else "STRICT_SPREAD"
+
+
+def rank_bundle_index(config: GangConfig, rank: int) -> int:
+    """The bundle that holds ``rank``; ranks go to nodes in node order."""
+    return 1 + rank if config.num_nodes == 1 else rank // config.ranks_per_node
+
+
+def rank_strategy(config: GangConfig, rank: int, group: PlacementGroup) -> PlacementGroupSchedulingStrategy:
+    return PlacementGroupSchedulingStrategy(
+        group,
+        placement_group_bundle_index=rank_bundle_index(config, rank),
+        placement_group_capture_child_tasks=True,
+    )
+
+
+def current_group() -> PlacementGroup:
+    """The placement group that this process runs in: the replica's own."""
+    group = get_current_placement_group()
+    if group is None:
+        raise ValueError(
+            "a gang starts in the placement group of its deployment, and this process is in none: give the deployment "
+            "placement_group_bundles=gang_bundles(...), or pass placement_group to Gang.start"
+        )
+    return group
+
+
+def _rank_bundle(config: GangConfig, num_ranks: int) -> Bundle:
+    wanted = {"CPU": num_ranks * config.cpus_per_rank, "GPU": num_ranks * config.gpus_per_rank}
+    return {name: amount for name, amount in wanted.items() if amount}

@@ -1,0 +1,80 @@
+"""What a gang's ranks are told before every step, and what they answer. Small, frozen, free of tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Emit = Literal["preview", "final"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobStep:
+    """One step (counted from 1) of one job; with ``emit`` the lead rank hands out latents after it.
+
+    A job begins at its step 1, and a rank forgets it after ``final``.
+    """
+
+    job_id: str
+    step: int
+    emit: Emit | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """The jobs that one team of ranks advances by a step, in one prediction. The first rank leads."""
+
+    job_steps: tuple[JobStep, ...]
+    ranks: tuple[int, ...]
+
+    @property
+    def width(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def job_ids(self) -> tuple[str, ...]:
+        return tuple(job_step.job_id for job_step in self.job_steps)
+
+    @property
+    def emits(self) -> tuple[JobStep, ...]:
+        return tuple(job_step for job_step in self.job_steps if job_step.emit)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepPlan:
+    """One step of the gang. The teams in ``works`` are disjoint; ``drops`` are jobs to forget first."""
+
+    sequence: int
+    works: tuple[Work, ...] = ()
+    drops: tuple[str, ...] = ()
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        """The jobs that begin with this plan."""
+        return tuple(job.job_id for work in self.works for job in work.job_steps if job.step == 1)
+
+    def work_of(self, rank: int) -> Work | None:
+        return next((work for work in self.works if rank in work.ranks), None)
+
+    def emits_of(self, rank: int) -> tuple[JobStep, ...]:
+        """The job steps after which ``rank`` hands out latents, in the order of its results."""
+        return next((work.emits for work in self.works if work.ranks[0] == rank), ())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobFailure:
+    """``error`` ends the job and leaves the gang whole. ``shared``: every rank of the team must have seen it."""
+
+    job_id: str
+    error: Exception
+    shared: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReport:
+    """A rank's answer to a plan. On a GPU ``step_ms`` is the pace of the queue: see ``runner.Pace``."""
+
+    rank: int
+    sequence: int
+    step_ms: float
+    failures: tuple[JobFailure, ...] = ()

@@ -1,0 +1,134 @@
+"""The rank actor: one process, one device, one place in the communicator. All logic is in the parts that it joins."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+import torch
+from ray.util.placement_group import PlacementGroup
+
+from engines.gang.communicator import Communicator, StoreAddress
+from engines.gang.config import BuildRank, GangConfig, RankContext
+from engines.gang.errors import portable
+from engines.gang.job import Job
+from engines.gang.placement import rank_strategy
+from engines.gang.plan import JobFailure, StepPlan
+from engines.gang.runner import StepRunner
+
+logger = logging.getLogger(__name__)
+
+NUM_ADMISSION_THREADS = 8
+"""Conditionings that a rank waits for at the same time; more of them queue."""
+
+# Steps run on the main thread, in order. The other groups answer while a step runs, or hangs.
+CONCURRENCY_GROUPS = {"control": 1, "sentinel": 1, "admission": NUM_ADMISSION_THREADS}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankInfo:
+    rank: int
+    pid: int
+    host: str
+    device: str
+
+
+class Rank:
+    """Called by the gang alone, in this order: ``open_store`` (rank 0), ``join``, ``build``, then the others."""
+
+    def __init__(self, config: GangConfig, rank: int) -> None:
+        torch.set_num_threads(config.threads_per_rank)
+        device = "cuda:0" if config.gpus_per_rank else "cpu"  # Ray shows a rank its own GPU only
+        if config.gpus_per_rank:
+            torch.cuda.set_device(device)
+        self._context = RankContext(rank=rank, num_ranks=config.num_ranks, device=device)
+        self._communicator = Communicator(
+            rank=rank,
+            num_ranks=config.num_ranks,
+            device=torch.device(device),
+            timeout_s=2 * config.start_deadline_s + config.step_deadline_s,
+        )
+        self._runner: StepRunner | None = None
+
+    def open_store(self) -> StoreAddress:
+        return self._communicator.open_store(_node_ip())
+
+    def join(self, address: StoreAddress) -> RankInfo:
+        self._communicator.join(address)
+        return RankInfo(rank=self._context.rank, pid=os.getpid(), host=_node_ip(), device=self._context.device)
+
+    def build(self, build: BuildRank) -> None:
+        self._runner = StepRunner(build(self._context), self._context)
+        logger.info("rank is built", extra={"rank": self._context.rank})
+
+    def execute(self, plan: StepPlan) -> Any:
+        """The report, followed by what ``plan.emits_of`` this rank names; Ray makes an object of each."""
+        assert self._runner is not None
+        report, emitted = self._runner.execute(plan)
+        return (report, *emitted) if emitted else report
+
+    def close(self) -> None:
+        if self._runner is not None:
+            self._runner.close()  # graphs and contexts use the communicator: they go first
+        self._communicator.leave()
+
+    @ray.method(concurrency_group="admission")
+    def admit(self, job: Job) -> JobFailure | None:
+        """Resolve the conditioning, however long that takes, and hold the job. Steps of other jobs go on meanwhile."""
+        assert self._runner is not None
+        try:
+            if isinstance(job.conditioning, ray.ObjectRef):
+                job = replace(job, conditioning=ray.get(job.conditioning))
+        except Exception as error:
+            return JobFailure(job_id=job.job_id, error=portable(_cause(error)), shared=False)
+        self._runner.admit(job)
+        return None
+
+    @ray.method(concurrency_group="admission")
+    def held_jobs(self) -> tuple[str, ...]:
+        """The jobs that this rank has a state of."""
+        return self._runner.job_ids if self._runner else ()
+
+    @ray.method(concurrency_group="control")
+    def ping(self) -> int:
+        return self._context.rank
+
+    @ray.method(concurrency_group="sentinel")
+    def watch(self) -> None:
+        """Never returns: the caller learns of this process's death from the call, at once."""
+        threading.Event().wait()
+
+
+def spawn_ranks(config: GangConfig, group: PlacementGroup) -> list[Any]:
+    """One actor handle per rank. The actors end with the process that spawned them, and are never restarted."""
+    # Ray's types do not know of concurrency groups.
+    actor: Any = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups=CONCURRENCY_GROUPS)(Rank)  # type: ignore[call-overload]
+    return [
+        actor.options(
+            num_cpus=config.cpus_per_rank,
+            num_gpus=config.gpus_per_rank,
+            scheduling_strategy=rank_strategy(config, rank, group),
+        ).remote(config, rank)
+        for rank in range(config.num_ranks)
+    ]
+
+
+def kill_ranks(ranks: Sequence[Any]) -> None:
+    """End the processes, even of ranks that hang in an exchange. Rank 0, which keeps the store, goes last."""
+    for rank in reversed(ranks):
+        ray.kill(rank)
+
+
+def _node_ip() -> str:
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+
+
+def _cause(error: Exception) -> Exception:
+    """The exception that a task raised, rather than Ray's wrapping of it."""
+    cause = getattr(error, "cause", None)
+    return cause if isinstance(error, ray.exceptions.RayTaskError) and isinstance(cause, Exception) else error

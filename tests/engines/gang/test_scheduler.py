@@ -1,0 +1,158 @@
+"""The scheduler's policy, without ranks: plans are made one after the other as if all steps took the same time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.gang.job import Job
+from engines.gang.plan import StepPlan
+from engines.gang.scheduler import Scheduler, allowed_widths
+
+
+def job(job_id: str, num_steps: int = 3, width: int | None = None, previews: tuple[int, ...] = ()) -> Job:
+    return Job(
+        job_id=job_id,
+        request=None,
+        conditioning=None,
+        num_steps=num_steps,
+        width=width,
+        preview_steps=frozenset(previews),
+    )
+
+
+def scheduler(num_ranks: int = 4, max_running_jobs: int = 4, **options: object) -> Scheduler:
+    return Scheduler(num_ranks=num_ranks, max_running_jobs=max_running_jobs, **options)  # type: ignore[arg-type]
+
+
+def all_plans(scheduler: Scheduler) -> list[StepPlan]:
+    return list(iter(scheduler.next_plan, None))
+
+
+def served(plan: StepPlan) -> dict[str, tuple[int, ...]]:
+    return {work.job_steps[0].job_id: work.ranks for work in plan.works}
+
+
+def test_nothing_to_do_is_no_plan():
+    assert scheduler().next_plan() is None
+
+
+def test_a_job_alone_takes_all_ranks_and_ends_with_its_last_step():
+    alone = scheduler()
+    alone.add(job("a", num_steps=3, previews=(2, 3)))
+    steps = [work.job_steps[0] for plan in all_plans(alone) for work in plan.works]
+    assert [(s.step, s.emit) for s in steps] == [(1, None), (2, "preview"), (3, "final")]
+    assert alone.running_ids == ()
+
+
+def test_jobs_at_full_width_take_turns():
+    turns = scheduler()
+    for name in "abc":
+        turns.add(job(name, num_steps=2))
+    assert ["".join(served(plan)) for plan in all_plans(turns)] == list("abcabc")
+
+
+def test_a_late_job_joins_at_the_back_of_the_round():
+    turns = scheduler()
+    turns.add(job("a", num_steps=9))
+    turns.add(job("b", num_steps=9))
+    assert list(served(turns.next_plan())) == ["a"]
+    turns.add(job("c", num_steps=9))
+    assert ["".join(served(turns.next_plan())) for _ in range(4)] == list("bacb")
+
+
+def test_jobs_wait_while_enough_run():
+    narrow = scheduler(max_running_jobs=1)
+    narrow.add(job("a", num_steps=2))
+    narrow.add(job("b", num_steps=1))
+    assert ["".join(served(plan)) for plan in all_plans(narrow)] == list("aab")
+
+
+@pytest.mark.parametrize(
+    ("widths", "teams"),
+    [
+        ([4], [(0, 1, 2, 3)]),
+        ([2, 2], [(0, 1), (2, 3)]),
+        ([1, 1, 1, 1], [(0,), (1,), (2,), (3,)]),
+        ([2, 1, 1], [(0, 1), (2,), (3,)]),
+        ([1, 2, 1], [(0,), (2, 3), (1,)]),
+    ],
+)
+def test_jobs_narrower_than_the_gang_run_side_by_side(widths: list[int], teams: list[tuple[int, ...]]):
+    side_by_side = scheduler()
+    for i, width in enumerate(widths):
+        side_by_side.add(job(str(i), num_steps=5, width=width))
+    for plan in all_plans(side_by_side):
+        assert served(plan) == {str(i): team for i, team in enumerate(teams)}
+
+
+def test_a_full_width_job_and_two_narrow_ones_alternate():
+    mixed = scheduler()
+    for name, width in (("wide", 4), ("left", 2), ("right", 2)):
+        mixed.add(job(name, num_steps=2, width=width))
+    assert [set(served(plan)) for plan in all_plans(mixed)] == [{"wide"}, {"left", "right"}] * 2
+
+
+def test_the_policy_decides_for_jobs_that_leave_their_width_open():
+    halves = scheduler(width_policy=lambda job, num_ranks, num_jobs: num_ranks // 2 if num_jobs > 1 else num_ranks)
+    halves.add(job("a"))
+    halves.add(job("b"))
+    assert served(halves.next_plan()) == {"a": (0, 1), "b": (2, 3)}
+
+
+def test_a_dropped_job_is_planned_no_more_and_the_ranks_are_told_once():
+    dropping = scheduler()
+    dropping.add(job("a", num_steps=9))
+    dropping.add(job("b", num_steps=2))
+    dropping.next_plan()
+    dropping.drop("a")
+    plan = dropping.next_plan()
+    assert plan.drops == ("a",)
+    assert [tuple(served(plan)), *map(tuple, map(served, all_plans(dropping)))] == [("b",), ("b",)]
+
+
+def test_a_drop_alone_is_a_plan():
+    dropping = scheduler()
+    dropping.drop("admitted, and never started")
+    assert dropping.next_plan() == StepPlan(sequence=0, drops=("admitted, and never started",))
+
+
+def test_plans_are_numbered():
+    numbered = scheduler()
+    numbered.add(job("a", num_steps=4))
+    assert [plan.sequence for plan in all_plans(numbered)] == [0, 1, 2, 3]
+
+
+@given(
+    num_ranks=st.sampled_from([1, 2, 4, 6, 8]),
+    max_running=st.integers(1, 6),
+    jobs=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 3), st.integers(0, 3)), max_size=12),
+)
+def test_every_plan_is_sound_and_no_job_starves(num_ranks: int, max_running: int, jobs: list[tuple[int, int, int]]):
+    subject = scheduler(num_ranks=num_ranks, max_running_jobs=max_running)
+    widths = allowed_widths(num_ranks)
+    plans: list[StepPlan] = []
+    for i, (num_steps, width_index, num_plans_before) in enumerate(jobs):
+        plans += [plan for _ in range(num_plans_before) if (plan := subject.next_plan())]
+        subject.add(job(str(i), num_steps=num_steps, width=widths[width_index % len(widths)]))
+    plans += all_plans(subject)
+    for plan in plans:
+        ranks = [rank for work in plan.works for rank in work.ranks]
+        assert len(ranks) == len(set(ranks)), "a rank does one thing at a time"
+    for i, (num_steps, width_index, _) in enumerate(jobs):
+        mine = [(plan.sequence, work) for plan in plans for work in plan.works if work.job_ids == (str(i),)]
+        assert [work.job_steps[0].step for _, work in mine] == list(range(1, num_steps + 1))
+        assert {work.ranks[0] % work.width for _, work in mine} == {0}, "aligned"
+        assert {work.width for _, work in mine} == {widths[width_index % len(widths)]}
+        assert len({work.ranks for _, work in mine}) == 1, "a job stays with the ranks that hold its state"
+        assert all(after - before <= max_running for (before, _), (after, _) in pairwise(mine))
+
+
+def test_the_scheduler_does_not_import_ray():
+    check = "import sys, engines.gang.scheduler; sys.exit('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
