@@ -1,0 +1,136 @@
+"""What the API answers, in OpenAI's shapes. Fields that OpenAI does not have carry a word in their description."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+from deployments.api.event_stream import Event
+from deployments.studio import Media, ModelCard, Timings
+from pipelines.request import MediaKind
+
+
+class ModelDefaults(BaseModel):
+    """What a model does when the client does not say, and its limits."""
+
+    width: int
+    height: int
+    num_frames: int
+    fps: int
+    num_inference_steps: int
+    guidance_scale: float
+    true_cfg_scale: float
+    size_multiple: int
+    frame_multiple: int
+    max_pixels: int
+    max_frames: int
+    max_steps: int
+
+
+class Model(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "troupe"
+    kind: MediaKind = Field(description="image or video; beyond OpenAI")
+    family: str = Field(description="beyond OpenAI")
+    defaults: ModelDefaults = Field(description="beyond OpenAI")
+
+    @classmethod
+    def of(cls, card: ModelCard) -> Model:
+        defaults = ModelDefaults.model_validate(card.defaults, from_attributes=True)
+        return cls(id=card.name, created=card.created, kind=card.defaults.kind, family=card.family, defaults=defaults)
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class Health(BaseModel):
+    status: Literal["ready", "not_ready"]
+    models: dict[str, str] = Field(description="For each model: ready, or the reason why not.")
+
+
+class StageTimes(BaseModel):
+    """Seconds in each stage."""
+
+    queue_s: float
+    encode_s: float
+    denoise_s: float
+    decode_s: float
+    total_s: float
+
+    @classmethod
+    def of(cls, timings: Timings) -> StageTimes:
+        return cls.model_validate(timings, from_attributes=True)
+
+
+class Usage(BaseModel):
+    """Required by OpenAI's clients. Troupe counts no tokens."""
+
+    input_tokens: int = 0
+    output_tokens: int = 0
+    total_tokens: int = 0
+    input_tokens_details: dict[str, int] = {"image_tokens": 0, "text_tokens": 0}
+
+
+class Image(BaseModel):
+    b64_json: str | None = None
+    url: str | None = None
+    revised_prompt: str | None = None
+    seed: int = Field(description="The seed that draws this picture again; beyond OpenAI.")
+
+
+class ImagesResponse(BaseModel):
+    created: int
+    data: list[Image]
+    output_format: str
+    size: str
+    background: Literal["opaque"] = "opaque"
+    safety_identifier: str | None = None
+    usage: Usage = Usage()
+
+
+class PartialImage(Event):
+    type: Literal["image_generation.partial_image"] = "image_generation.partial_image"
+    b64_json: str
+    partial_image_index: int
+    created_at: int
+    output_format: str = "png"
+    size: str
+    background: str = "opaque"
+    quality: str = "auto"
+    image_index: int = Field(description="Which of the n pictures; beyond OpenAI.")
+    step: int = Field(description="The step it was decoded after; beyond OpenAI.")
+
+
+class CompletedImage(Event):
+    type: Literal["image_generation.completed"] = "image_generation.completed"
+    b64_json: str
+    created_at: int
+    output_format: str
+    size: str
+    background: str = "opaque"
+    quality: str = "auto"
+    usage: Usage = Usage()
+    safety_identifier: str | None = None
+    image_index: int = Field(description="Which of the n pictures; beyond OpenAI.")
+    seed: int = Field(description="beyond OpenAI")
+    timings: StageTimes = Field(description="beyond OpenAI")
+
+
+class StepProgress(Event):
+    type: Literal["troupe.progress"] = "troupe.progress"
+    image_index: int
+    step: int
+    of: int
+    eta_s: float
+
+
+def server_timing(media: list[Media]) -> str:
+    """A ``Server-Timing`` header in milliseconds; of several pictures, which ran side by side, each stage's slowest."""
+    stages = ("queue", "encode", "denoise", "decode", "total")
+    slowest = {stage: max(getattr(one.timings, f"{stage}_s") for one in media) for stage in stages}
+    return ", ".join(f"{stage};dur={1000 * seconds:.1f}" for stage, seconds in slowest.items())

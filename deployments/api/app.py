@@ -1,0 +1,70 @@
+"""The API as one application: routes, errors, limits, documents and the web page around a studio."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import PackageNotFoundError, version
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+from deployments.api.context import ApiContext
+from deployments.api.disconnect import ClientGoneError
+from deployments.api.documents import add_document
+from deployments.api.errors import add_error_handlers
+from deployments.api.files import FileShelf
+from deployments.api.images import image_routes
+from deployments.api.middleware import BodyLimit, RequestLog
+from deployments.api.models import health_routes, model_routes
+from deployments.api.page import page_routes
+from deployments.api.settings import ApiSettings
+from deployments.api.video_content import video_content_routes
+from deployments.api.videos import video_routes
+from deployments.jobs.jobs import Jobs
+from deployments.studio import Studio
+
+ROUTES = (health_routes, model_routes, image_routes, video_routes, video_content_routes, page_routes)
+DESCRIPTION = "Text to image and text to video. Works with OpenAI's clients; what goes beyond them is marked so."
+
+
+def create_api(studio: Studio, settings: ApiSettings, jobs: Jobs) -> FastAPI:
+    """The HTTP application. It starts ``jobs`` with its lifespan and stops them at its end."""
+    context = ApiContext(studio=studio, settings=settings, files=file_shelf(settings), jobs=jobs)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await jobs.start()
+        try:
+            yield
+        finally:
+            await jobs.stop()
+
+    app = FastAPI(
+        title="Troupe", version=own_version(), description=DESCRIPTION, lifespan=lifespan, redirect_slashes=False
+    )
+    for routes in ROUTES:
+        app.include_router(routes(context))
+    add_error_handlers(app)
+    app.add_exception_handler(ClientGoneError, _on_client_gone)
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    app.add_middleware(RequestLog, sends_request_id=settings.sends_request_id)
+    add_document(app)
+    return app
+
+
+def file_shelf(settings: ApiSettings) -> FileShelf:
+    folder = settings.data_dir / "files"
+    return FileShelf(folder=folder, lifetime_s=settings.file_lifetime_s, max_bytes=settings.max_files_bytes)
+
+
+def own_version() -> str:
+    try:
+        return version("troupe")
+    except PackageNotFoundError:  # run from a source tree that was not installed
+        return "0"
+
+
+async def _on_client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it; the access log does

@@ -1,0 +1,140 @@
+"""Errors as OpenAI's clients know them: a status, and ``{"error": {message, type, param, code}}``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from deployments.jobs.errors import TooManyJobsError
+from engines.gang.errors import GangBrokenError, QueueFullError
+
+TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong: for people, for programs, and which parameter it was."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The body of every answer that is not a success."""
+
+    error: ErrorDetail
+
+
+class ApiError(Exception):
+    """An answer other than success. ``message`` says what was given, what is allowed and what to change."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code or CODES.get(status)
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        detail = ErrorDetail(message=self.message, type=kind, param=self.param, code=self.code)
+        return ErrorBody(error=detail).model_dump()
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body, status_code=self.status, headers=self.headers)
+
+
+def invalid(param: str | None, message: str, *, code: str = "invalid_value") -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+def shown(value: object) -> str:
+    """``value`` for a message: quoted, short, and printable whatever the client sent."""
+    text = ascii(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def from_failure(failure: Exception) -> ApiError | None:
+    """The answer to what the studio or the jobs raise; None if it is a defect of ours."""
+    match failure:
+        case ApiError():
+            return failure
+        case QueueFullError() | TooManyJobsError():
+            seconds = max(1, math.ceil(failure.retry_after_s))
+            return ApiError(429, str(failure), code="queue_full", headers={"Retry-After": str(seconds)})
+        case GangBrokenError():
+            # The gang was rebuilt and the job run again already: a client that retries by itself breaks more gangs.
+            message = f"The ranks that worked on this request failed: {failure}"
+            return ApiError(502, message, code="gang_broken", headers={"x-should-retry": "false"})
+        case UnicodeError() | ValidationError():
+            return None
+        case ValueError():
+            return invalid(None, str(failure))
+    return None
+
+
+def from_pydantic(errors: list[Any], known: list[str]) -> ApiError:
+    """The first of pydantic's complaints as an error that names the field; ``known`` are the allowed fields."""
+    first = errors[0]
+    path = [str(part) for part in first["loc"] if part not in ("query", "path", "header")]
+    param = ascii(path[0])[1:-1] if path else None
+    if first["type"] == "extra_forbidden":
+        return invalid(param, f"Unknown field {shown(path[0])}; known fields: {', '.join(known)}", code="unknown_field")
+    if first["type"] == "missing":
+        return invalid(param, f"{param} is required", code="missing_field")
+    if param is None:
+        return invalid(None, f"The body must be a JSON object with the fields {', '.join(known)}")
+    return invalid(param, f"{param} is {shown(first.get('input'))}: {first['msg']}")
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    for kind in (QueueFullError, TooManyJobsError, GangBrokenError):
+        app.add_exception_handler(kind, _on_failure)
+
+
+async def _on_api_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def _on_failure(request: Request, failure: Exception) -> JSONResponse:
+    error = from_failure(failure)
+    assert error is not None
+    return error.response()
+
+
+async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    message = {
+        404: f"There is nothing at {shown(request.url.path)}",
+        405: f"{request.method} is not allowed at {shown(request.url.path)}",
+    }.get(error.status_code, str(error.detail))
+    return ApiError(error.status_code, message, headers=error.headers).response()
+
+
+async def _on_validation_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    return from_pydantic(list(error.errors()), []).response()

@@ -1,0 +1,50 @@
+"""Pictures that clients fetch by URL: stored for a while, and never more than fits."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from deployments.jobs.files import write_atomically
+
+NAME = re.compile(r"[0-9a-f]{32}\.(png|jpeg|webp)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileShelf:
+    """Files in ``folder``, gone ``lifetime_s`` after they were written, the oldest first if above ``max_bytes``.
+
+    Names hold 128 random bits: who knows one may read the file, as with the signed URLs of OpenAI.
+    """
+
+    folder: Path
+    lifetime_s: float
+    max_bytes: int
+
+    def put(self, data: bytes, suffix: str) -> str:
+        """The name under which ``data`` can be found."""
+        self.sweep(len(data))
+        name = f"{secrets.token_hex(16)}.{suffix}"
+        write_atomically(self.folder / name, data)
+        return name
+
+    def find(self, name: str) -> Path | None:
+        """Where ``name`` lies; None if it is unknown or too old."""
+        path = self.folder / name
+        if NAME.fullmatch(name) is None or not path.is_file():
+            return None
+        return path if time.time() - path.stat().st_mtime < self.lifetime_s else None
+
+    def sweep(self, num_new_bytes: int = 0) -> None:
+        """Delete what is too old, then the oldest, until ``num_new_bytes`` more fit."""
+        stats = ((path, path.stat()) for path in self.folder.glob("*") if NAME.fullmatch(path.name))
+        files = sorted((stat.st_mtime, stat.st_size, path) for path, stat in stats)
+        num_bytes = sum(size for _, size, _ in files) + num_new_bytes
+        for modified_s, size, path in files:
+            if time.time() - modified_s < self.lifetime_s and num_bytes <= self.max_bytes:
+                break
+            path.unlink(missing_ok=True)
+            num_bytes -= size

@@ -1,0 +1,82 @@
+"""Several pictures at once: their events as one stream, and nothing left running behind it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import TypeVar
+
+from deployments.jobs.tasks import cancel, closing, next_or_none
+from deployments.studio import Media, Output, Studio, StudioEvent
+from pipelines.request import MediaRequest
+
+T = TypeVar("T")
+
+Indexed = tuple[int, StudioEvent]
+
+
+async def perform_all(
+    studio: Studio, requests: Sequence[MediaRequest], output: Output
+) -> AsyncGenerator[Indexed, None]:
+    """Events of all ``requests``, run concurrently, each with the index of its request.
+
+    Closing this closes every ``perform``, and so does the first one that fails: its exception is raised here.
+    """
+    # A picture's pump puts an exception when it fails, None when it ends: the queue alone says what happened.
+    feed: asyncio.Queue[Indexed | Exception | None] = asyncio.Queue(maxsize=16)
+
+    async def pump(index: int, request: MediaRequest) -> None:
+        try:
+            async with closing(studio.perform(request, output)) as events:
+                async for event in events:
+                    await feed.put((index, event))
+        except Exception as failure:
+            await feed.put(failure)
+        else:
+            await feed.put(None)
+
+    pumps = [asyncio.create_task(pump(index, request)) for index, request in enumerate(requests)]
+    num_running = len(pumps)
+    try:
+        while num_running:
+            item = await feed.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                num_running -= 1
+            else:
+                yield item
+    finally:
+        await cancel(*pumps)
+
+
+async def collect(events: AsyncIterator[Indexed], num_media: int) -> list[Media]:
+    """The finished media of ``perform_all``, in the order of the requests."""
+    media: dict[int, Media] = {}
+    async with closing(events):
+        async for index, event in events:
+            if isinstance(event, Media):
+                media[index] = event
+    assert len(media) == num_media, f"{num_media} requests gave {len(media)} media"
+    return [media[index] for index in range(num_media)]
+
+
+async def with_idle(events: AsyncIterator[T], first_wait_s: float, wait_s: float) -> AsyncGenerator[T | None, None]:
+    """``events``, with a None whenever nothing came for ``wait_s`` (before the first event: ``first_wait_s``)."""
+    async with closing(events):
+        timeout_s = first_wait_s
+        coming = asyncio.ensure_future(next_or_none(events))
+        try:
+            while True:
+                done, _ = await asyncio.wait((coming,), timeout=timeout_s)
+                timeout_s = wait_s
+                if not done:
+                    yield None
+                    continue
+                event = coming.result()
+                if event is None:
+                    return
+                yield event
+                coming = asyncio.ensure_future(next_or_none(events))
+        finally:
+            await cancel(coming)

@@ -1,0 +1,75 @@
+"""The API around a fake studio: in process for raw HTTP, and behind a real server for clients."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import uvicorn
+from fastapi import FastAPI
+
+from deployments.api.app import create_api
+from deployments.api.settings import ApiSettings
+from deployments.jobs.jobs import Jobs
+from deployments.jobs.settings import JobSettings
+from tests.deployments.fake_studio import FakeStudio
+
+
+def build(studio: FakeStudio, data_dir: Path, *, jobs: dict[str, object] | None = None, **settings: object) -> FastAPI:
+    job_settings = JobSettings(data_dir=data_dir, **({"progress_s": 0.02, "poll_s": 0.1} | (jobs or {})))
+    api_settings = ApiSettings(data_dir=data_dir, **({"video_poll_s": 0.02} | settings))
+    return create_api(studio, api_settings, Jobs(studio, job_settings))
+
+
+@asynccontextmanager
+async def client_of(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://test") as client,
+    ):
+        yield client
+
+
+@contextmanager
+def serving(app: FastAPI) -> Iterator[str]:
+    """The URL of a real server for ``app``, on a port that was free, in a thread."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        listener.close()
+        assert not thread.is_alive()
+
+
+@pytest.fixture
+def studio() -> FakeStudio:
+    return FakeStudio()
+
+
+@pytest.fixture
+def api(studio: FakeStudio, tmp_path: Path) -> FastAPI:
+    return build(studio, tmp_path)
+
+
+@pytest.fixture
+async def client(api: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    async with client_of(api) as client:
+        yield client
+
+
+@pytest.fixture
+def url(api: FastAPI) -> Iterator[str]:
+    with serving(api) as url:
+        yield url
