@@ -57,7 +57,7 @@ def read_geometry(path: Path) -> Geometry:
         temporal=vae.get("scale_factor_temporal", 4),
         spatial=vae.get("scale_factor_spatial", 8),
         patch=(patch_frames, patch_rows, patch_columns),
-        max_positions=transformer["rope_max_seq_len"],
+        max_positions=transformer.get("rope_max_seq_len", 1024),
     )
 
 

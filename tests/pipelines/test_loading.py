@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipelines.defaults import check_request, with_own_defaults
+from pipelines.loading import SHIPPED, resolve_dtype, resolve_path, shipped_checkpoints
+from pipelines.registry import load_family
+from pipelines.run import run_request
+from tests.pipelines import tiny
+from tests.pipelines.sample_requests import clip, picture
+
+CPU = torch.device("cpu")
+
+
+def test_a_folder_is_itself(tmp_path: Path) -> None:
+    assert resolve_path(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize("name", shipped_checkpoints())
+def test_shipped_checkpoints_go_by_name(name: str) -> None:
+    assert resolve_path(name) == SHIPPED / name
+
+
+def test_an_unknown_name_lists_what_is_possible() -> None:
+    with pytest.raises(ValueError, match="no model 'nonsense': give a diffusers folder, a hub id"):
+        resolve_path("nonsense")
+
+
+def test_a_hub_id_without_a_network_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import huggingface_hub.constants as hub
+
+    monkeypatch.setattr(hub, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(hub, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ValueError, match="unset HF_HUB_OFFLINE, or run `hf download someone/something`"):
+        resolve_path("someone/something")
+
+
+def test_dtypes() -> None:
+    assert resolve_dtype("auto", CPU) == torch.float32
+    assert resolve_dtype("auto", torch.device("cuda")) == torch.bfloat16
+    assert resolve_dtype("float16", CPU) == torch.float16
+    with pytest.raises(ValueError, match="unknown dtype 'int4'; known: auto, float32"):
+        resolve_dtype("int4", CPU)
+
+
+def test_other_pipelines_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no model_index\.json"):
+        load_family(tmp_path)
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "OtherPipeline"}))
+    with pytest.raises(ValueError, match="OtherPipeline; known pipelines: FluxPipeline, WanPipeline"):
+        load_family(tmp_path)
+
+
+def test_other_schedulers_are_named(tiny_flux: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_flux, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "scheduler" / "scheduler_config.json").write_text(json.dumps({"_class_name": "DDIMScheduler"}))
+    with pytest.raises(ValueError, match="DDIMScheduler; this family knows FlowMatchEuler"):
+        load_family(tmp_path).load_sampler(tmp_path, CPU, torch.float32)
+
+
+def test_schedulers_that_do_not_solve_flows_are_refused(tiny_wan: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_wan, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "scheduler" / "scheduler_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "prediction_type": "epsilon"}))
+    with pytest.raises(ValueError, match="'epsilon'; Wan needs 'flow_prediction'"):
+        load_family(tmp_path).load_sampler(tmp_path, CPU, torch.float32)
+
+
+def test_defaults_follow_the_model(tiny_flux: Path, tiny_schnell: Path, tiny_wan: Path, tmp_path: Path) -> None:
+    dev, schnell = (load_family(path).defaults(path) for path in (tiny_flux, tiny_schnell))
+    assert (dev.num_inference_steps, dev.guidance_scale, dev.size_multiple) == (28, 3.5, 8)
+    assert (schnell.num_inference_steps, schnell.guidance_scale) == (4, 0.0)
+    wan21 = load_family(tiny_wan).defaults(tiny_wan)
+    assert (wan21.width, wan21.height, wan21.num_frames, wan21.fps, wan21.true_cfg_scale) == (832, 480, 81, 16, 5.0)
+    assert (wan21.size_multiple, wan21.frame_multiple) == (16, 4)
+    experts = tiny.wan(tmp_path / "experts", boundary_ratio=0.875)
+    assert load_family(experts).defaults(experts).num_inference_steps == 40
+    per_token = tiny.wan(tmp_path / "per_token", expand_timesteps=True)
+    assert load_family(per_token).defaults(per_token).fps == 24
+
+
+def test_a_folder_may_bring_its_own_defaults(tiny_flux: Path, tmp_path: Path) -> None:
+    known = load_family(tiny_flux).defaults(tiny_flux)
+    (tmp_path / "troupe.json").write_text(json.dumps({"width": 128, "num_inference_steps": 20}))
+    own = with_own_defaults(tmp_path, known)
+    assert (own.width, own.num_inference_steps, own.height) == (128, 20, known.height)
+    (tmp_path / "troupe.json").write_text(json.dumps({"widht": 128}))
+    with pytest.raises(ValueError, match="unknown keys widht; known: width, height"):
+        with_own_defaults(tmp_path, known)
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (clip(), "makes images, not videos"),
+        (picture(width=50), "size 50x32: width and height must be positive multiples of 8"),
+        (picture(height=0), "size 48x0"),
+        (picture(width=4096, height=4096), "at most 4194304 pixels"),
+        (picture(num_frames=5), "at most 1"),
+        (picture(num_inference_steps=0), "0 steps: 1 to 100"),
+    ],
+)
+def test_requests_outside_the_limits_are_refused(tiny_flux: Path, request_: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_request(request_, load_family(tiny_flux).defaults(tiny_flux))  # type: ignore[arg-type]
+
+
+def test_run_request_from_prompt_to_frames(tiny_flux: Path, tiny_wan: Path) -> None:
+    assert run_request(tiny_flux, picture()).shape == (1, 32, 48, 3)
+    assert run_request(tiny_wan, clip()).shape == (5, 32, 48, 3)
+    with pytest.raises(ValueError, match="multiples of"):
+        run_request(tiny_flux, picture(width=47))
+
+
+RANK = """
+import sys, torch
+from pathlib import Path
+from pipelines.registry import load_family
+path = Path(sys.argv[1])
+family, where = load_family(path), (torch.device("cpu"), torch.float32)
+family.load_denoiser(path, *where), family.load_sampler(path, *where)
+print(*sys.modules)
+"""
+ENCODER = RANK.replace(
+    "family.load_denoiser(path, *where), family.load_sampler(path, *where)", "family.load_text_encoder(path, *where)"
+)
+
+
+def modules_after(script: str, path: Path) -> set[str]:
+    done = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_a_rank_imports_neither_text_encoders_nor_auto_encoders(tiny_flux: Path) -> None:
+    loaded = modules_after(RANK, tiny_flux)
+    assert "pipelines.flux.denoiser" in loaded
+    for part in ("transformers.models.t5", "transformers.models.clip", "diffusers.models.autoencoders.autoencoder_kl"):
+        assert not {module for module in loaded if module.startswith(part)}, part
+    assert not {module for module in loaded if module.startswith(("pipelines.wan", "diffusers.pipelines"))}
+
+
+def test_a_text_encoder_does_not_import_diffusers(tiny_wan: Path) -> None:
+    loaded = modules_after(ENCODER, tiny_wan)
+    assert "pipelines.wan.text" in loaded
+    assert not {module for module in loaded if module.startswith(("diffusers", "pipelines.flux"))}
