@@ -1,0 +1,62 @@
+# Troupe: the same targets on a laptop, in CI and on a GPU host. `make` alone explains them.
+
+PYTHON ?= python3
+VENV ?= .venv
+PY ?= $(VENV)/bin/python
+CONFIG ?= deployments/configs/laptop.yaml
+PYTEST_ARGS ?=
+
+export RAY_USAGE_STATS_ENABLED ?= 0
+
+STAMP := $(VENV)/.installed
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+# With PY set to another interpreter (a GPU host that has everything already) no environment is made.
+READY := $(if $(filter $(VENV)/bin/python,$(PY)),$(STAMP))
+
+.DEFAULT_GOAL := help
+.PHONY: help venv lint test test-slow test-gpu demo serve bench constraints clean
+
+help: ## Say what each target does
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+venv: $(STAMP) ## Make .venv with exact versions (PYTHON=python3.12 chooses the interpreter)
+
+# torch goes first and by itself, so that the machine's own build of it (CPU or CUDA) is kept by all that follows.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Troupe needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Try: make venv PYTHON=python3.12")'
+	@echo "Installing into $(VENV) (a minute or two) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) "$$(grep '^torch==' constraints.txt)"
+	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+lint: $(READY) ## Check style and types
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
+
+test: $(READY) ## Run every test that needs neither a GPU nor minutes
+	@$(PY) -m pytest -m "not gpu and not slow" $(PYTEST_ARGS)
+
+test-slow: $(READY) ## Run the tests that take minutes on two cores
+	@$(PY) -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
+
+test-gpu: $(READY) ## Run the tests that need CUDA devices
+	@$(PY) -m pytest -m gpu $(PYTEST_ARGS)
+
+demo: $(READY) ## Start everything, paint one picture and one clip into out/, stop everything
+	@$(PY) -m deployments.cli.main demo
+
+serve: $(READY) ## Serve CONFIG (deployments/configs/laptop.yaml) on 127.0.0.1:8000 until Ctrl-C
+	@$(PY) -m deployments.cli.main serve $(CONFIG)
+
+bench: $(READY) ## Measure on this machine's CPU; the last line of output is one JSON document
+	@$(PY) -m benchmarks.serving
+
+constraints: $(READY) ## Write constraints.txt from what is installed
+	@$(PY) .ci/constraints.py > constraints.txt.new
+	@mv constraints.txt.new constraints.txt
+
+clean: ## Remove the environment, outputs and caches
+	rm -rf $(VENV) out build dist *.egg-info .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

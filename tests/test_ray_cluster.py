@@ -1,0 +1,111 @@
+"""``ray_cluster.yaml`` is what `ray up` accepts, keeps strangers out, and has a node for every gang that we ship."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jsonschema  # type: ignore[import-untyped]
+import pytest
+import ray.autoscaler
+import yaml
+from ray.autoscaler._private.util import prepare_config, validate_config
+
+from deployments.config import ModelConfig, ServeConfig
+
+ROOT = Path(__file__).parents[1]
+CLUSTER = ROOT / "ray_cluster.yaml"
+START_COMMANDS = ("head_start_ray_commands", "worker_start_ray_commands")
+REPLICA_CPUS = 1
+"""More than any of our replicas asks for beside its ranks."""
+
+Node = dict[str, int]
+
+
+@pytest.fixture
+def written() -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load(CLUSTER.read_text())
+    return loaded
+
+
+@pytest.fixture
+def prepared(written: dict[str, Any]) -> dict[str, Any]:
+    return prepare_config(copy.deepcopy(written))
+
+
+def nodes(cluster: dict[str, Any]) -> dict[str, Node]:
+    return {name: kind["resources"] for name, kind in cluster["available_node_types"].items()}
+
+
+def test_ray_accepts_it(written: dict[str, Any], prepared: dict[str, Any]) -> None:
+    schema = json.loads((Path(ray.autoscaler.__path__[0]) / "ray-schema.json").read_text())
+    jsonschema.validate(written, schema)
+    validate_config(prepared)
+
+
+def test_ray_would_refuse_a_misspelt_key(prepared: dict[str, Any]) -> None:
+    with pytest.raises(jsonschema.ValidationError, match="idle_timeout_hours"):
+        validate_config(prepared | {"idle_timeout_hours": 1})
+
+
+def test_the_head_has_no_gpu_and_workers_of_1_4_and_8_start_at_none(prepared: dict[str, Any]) -> None:
+    types = prepared["available_node_types"]
+    head = types.pop(prepared["head_node_type"])
+    assert head["resources"]["GPU"] == 0
+    assert sorted(kind["resources"]["GPU"] for kind in types.values()) == [1, 4, 8]
+    assert all(kind["min_workers"] == 0 < kind["max_workers"] <= prepared["max_workers"] for kind in types.values())
+
+
+@pytest.mark.parametrize("when", START_COMMANDS)
+def test_every_node_starts_with_token_authentication(prepared: dict[str, Any], when: str) -> None:
+    starts = [command for command in prepared[when] if "ray start" in command]
+    assert starts
+    assert all("RAY_AUTH_MODE=token" in command for command in starts)
+    assert "~/.ray/auth_token" in prepared["file_mounts"]
+
+
+def test_nothing_but_ssh_is_open_to_the_world(prepared: dict[str, Any]) -> None:
+    assert prepared["provider"]["security_group"]["IpPermissions"] == []
+    (head,) = [command for command in prepared["head_start_ray_commands"] if "ray start" in command]
+    assert "--dashboard-host=127.0.0.1" in head
+    assert "0.0.0.0" not in CLUSTER.read_text()
+
+
+def test_what_is_copied_is_there_and_is_all_that_an_install_needs(prepared: dict[str, Any]) -> None:
+    mounts = {local for remote, local in prepared["file_mounts"].items() if remote.startswith("~/troupe/")}
+    assert [local for local in sorted(mounts) if not (ROOT / local).exists()] == []
+    assert {
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "constraints.txt",
+        "engines",
+        "pipelines",
+        "deployments",
+    } == mounts
+
+
+def test_commands_are_shell(prepared: dict[str, Any]) -> None:
+    for when in ("setup_commands", "head_setup_commands", "worker_setup_commands", *START_COMMANDS):
+        script = "\n".join(prepared[when])
+        checked = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, check=False)
+        assert checked.returncode == 0, checked.stderr
+
+
+def gang_fits(model: ModelConfig, node: Node) -> bool:
+    """Whether one gang finds room on one node (it is packed strictly), beside its text encoder and decoder."""
+    gang, stages = model.denoiser, (model.text_encoder, model.decoder)
+    num_cpus = gang.num_ranks * gang.cpus_per_rank + REPLICA_CPUS + sum(stage.num_cpus for stage in stages)
+    num_gpus = gang.num_ranks if gang.gpus_per_rank > 0 else 0
+    return num_cpus <= node["CPU"] and num_gpus <= node["GPU"]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "deployments/configs").glob("gpu*.yaml")), ids=lambda path: path.stem)
+def test_every_gpu_config_finds_a_node(prepared: dict[str, Any], path: Path) -> None:
+    config = ServeConfig.model_validate(yaml.safe_load(path.read_text()))
+    for model in config.app.models:
+        fitting = [name for name, node in nodes(prepared).items() if gang_fits(model, node)]
+        assert fitting, f"no node type has room for a gang of {model.denoiser.num_ranks} ranks"
