@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -82,7 +82,7 @@ class Studio(Protocol):
         """Models that cannot take requests now, with the reason; empty when all are ready."""
         ...
 
-    def perform(self, request: MediaRequest, output: Output) -> AsyncIterator[StudioEvent]:
+    def perform(self, request: MediaRequest, output: Output) -> AsyncGenerator[StudioEvent]:
         """Run one request: progress, previews, then exactly one ``Media``.
 
         A gang that breaks under the job is rebuilt and the job run again (its progress starts over); after two broken

@@ -1,0 +1,80 @@
+"""The application builder: from a checked configuration to bound Serve deployments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ray import serve
+
+from deployments.config import AppConfig, AutoscalingConfig, DenoiserConfig, ModelConfig, StageConfig
+from deployments.denoiser import Denoiser, gang_config
+from deployments.ingress import Ingress
+from deployments.names import INGRESS, deployment_name
+from deployments.stage import StageSpec
+from deployments.text_encoder import TextEncoder
+from deployments.vae_decoder import VaeDecoder
+from engines.gang.placement import gang_bundles, gang_strategy
+
+HEALTH: dict[str, Any] = {
+    "health_check_period_s": 1.0,
+    "health_check_timeout_s": 10.0,
+    "graceful_shutdown_wait_loop_s": 0.1,
+}
+REPLICA_CPUS = 0.1
+
+
+def build_app(args: AppConfig) -> serve.Application:
+    """Bind one ingress and, for each model, a text encoder, a denoiser (a gang a replica) and a decoder."""
+    ingress = serve.deployment(
+        name=INGRESS,
+        num_replicas=args.api.num_replicas,
+        ray_actor_options={"num_cpus": args.api.num_cpus},
+        max_ongoing_requests=args.api.max_ongoing_requests,
+        **HEALTH,
+    )(Ingress)
+    return ingress.bind(args, {model.name: _bind_model(model) for model in args.models})
+
+
+def _bind_model(model: ModelConfig) -> dict[str, serve.Application]:
+    return {
+        "text_encoder": _bind_stage("text_encoder", TextEncoder, model, model.text_encoder),
+        "denoiser": _bind_denoiser(model, model.denoiser),
+        "decoder": _bind_stage("decoder", VaeDecoder, model, model.decoder),
+    }
+
+
+def _bind_stage(
+    stage: str, stage_class: Callable[..., Any], model: ModelConfig, config: StageConfig
+) -> serve.Application:
+    deployment = serve.deployment(
+        name=deployment_name(stage, model.name),
+        ray_actor_options={"num_cpus": config.num_cpus, "num_gpus": config.num_gpus},
+        max_ongoing_requests=64,
+        **_scale(config.num_replicas, config.autoscaling),
+        **HEALTH,
+    )(stage_class)
+    return deployment.bind(StageSpec(model=model, stage=config))
+
+
+def _bind_denoiser(model: ModelConfig, config: DenoiserConfig) -> serve.Application:
+    """The deployment's placement group holds the gang: bundle 0 the replica, the rest a rank each."""
+    gang = gang_config(model)
+    deployment = serve.deployment(
+        name=deployment_name("denoiser", model.name),
+        ray_actor_options={"num_cpus": REPLICA_CPUS},
+        placement_group_bundles=gang_bundles(gang, replica_cpus=REPLICA_CPUS),
+        placement_group_strategy=gang_strategy(gang),
+        # Far above what the gang takes: the gang refuses with a reason, Serve would only queue.
+        max_ongoing_requests=4 * (config.max_running_jobs + config.max_waiting_jobs),
+        graceful_shutdown_timeout_s=30.0,
+        **_scale(config.num_replicas, config.autoscaling),
+        **HEALTH,
+    )(Denoiser)
+    return deployment.bind(model)
+
+
+def _scale(num_replicas: int, autoscaling: AutoscalingConfig | None) -> dict[str, Any]:
+    if autoscaling is None:
+        return {"num_replicas": num_replicas}
+    return {"num_replicas": "auto", "autoscaling_config": autoscaling.model_dump()}

@@ -1,0 +1,1 @@
+"""The command line: ``troupe generate | serve | models | doctor | demo``."""

@@ -1,0 +1,110 @@
+"""A small HTTP client of the API, for the command line: streams a picture, follows a clip."""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+POLL_S = 0.2
+REQUEST_TIMEOUT_S = 3600.0
+
+
+class ApiError(RuntimeError):
+    """The server refused: OpenAI's error body, as one sentence."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """``step`` of ``num_steps`` is done; ``eta_s`` seconds are left by the server's estimate."""
+
+    step: int
+    num_steps: int
+    eta_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """Finished bytes, the seed that made them, and seconds by stage."""
+
+    data: bytes
+    seed: int
+    timings_s: Mapping[str, float] = field(default_factory=dict)
+
+
+class Client:
+    """Talks to one Troupe server. Use as a context manager."""
+
+    def __init__(self, url: str, api_key: str = "") -> None:
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=REQUEST_TIMEOUT_S)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.close()
+
+    def models(self) -> list[dict[str, Any]]:
+        return list(_checked(self._http.get("/v1/models")).json()["data"])
+
+    def picture(self, body: Mapping[str, Any]) -> Iterator[Step | Result]:
+        """``POST /v1/images/generations`` as a stream: steps, then the result."""
+        request = {**body, "stream": True, "stream_progress": True}
+        with self._http.stream("POST", "/v1/images/generations", json=request) as response:
+            if response.is_error:
+                response.read()
+            for event in _events(_checked(response)):
+                match event.get("type"):
+                    case "troupe.progress":
+                        yield Step(step=event["step"], num_steps=event["num_steps"], eta_s=event["eta_s"])
+                    case "image_generation.completed":
+                        yield Result(
+                            data=base64.b64decode(event["b64_json"]),
+                            seed=event["seed"],
+                            timings_s=event.get("timings", {}),
+                        )
+                    case "error":
+                        raise ApiError(event["error"]["message"])
+
+    def clip(self, body: Mapping[str, Any]) -> Iterator[Step | Result]:
+        """``POST /v1/videos``, then poll its progress; stops the job if the caller leaves early."""
+        job = _checked(self._http.post("/v1/videos", json=dict(body))).json()
+        url, started_s, finished = f"/v1/videos/{job['id']}", time.monotonic(), False
+        try:
+            while job["status"] in ("queued", "in_progress"):
+                time.sleep(POLL_S)
+                job = _checked(self._http.get(url)).json()
+                share = job["progress"] / 100
+                left_s = (time.monotonic() - started_s) * (1 - share) / share if share else 0.0
+                yield Step(step=job["progress"], num_steps=100, eta_s=left_s)
+            finished = True
+        finally:
+            if not finished:
+                self._http.delete(url)
+        if job["status"] != "completed":
+            raise ApiError((job.get("error") or {}).get("message", f"the job is {job['status']}"))
+        content = _checked(self._http.get(f"{url}/content")).content
+        yield Result(data=content, seed=job["seed"], timings_s=job.get("timings") or {})
+
+
+def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    """The JSON of each server-sent event (WHATWG HTML, section 9.2)."""
+    for line in response.iter_lines():
+        if line.startswith("data:") and line != "data: [DONE]":
+            yield json.loads(line.removeprefix("data:"))
+
+
+def _checked(response: httpx.Response) -> httpx.Response:
+    if response.is_error:
+        try:
+            message = response.json()["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            message = f"{response.status_code} {response.reason_phrase}"
+        raise ApiError(message)
+    return response

@@ -1,0 +1,93 @@
+"""``troupe doctor``: what is installed, what the machine has, what can run here and what cannot and why."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from rich.table import Table
+
+from deployments.cli.progress import console
+
+PACKAGES = ("ray", "torch", "diffusers", "transformers", "tensorrt", "tensorrt-rtx-cu13-bindings", "av", "pillow")
+NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One line of the report. ``ok`` is None for mere facts."""
+
+    subject: str
+    found: str
+    ok: bool | None = None
+
+
+def print_report() -> bool:
+    """Print every finding; True if nothing that the CPU path needs is missing."""
+    findings = [*_software(), *_devices(), *_engines(), *_models()]
+    table = Table("", "subject", "found")
+    for finding in findings:
+        mark = {True: "[green]yes[/]", False: "[red]no[/]", None: ""}[finding.ok]
+        table.add_row(mark, finding.subject, finding.found)
+    console.print(table)
+    return not any(finding.ok is False and finding.subject in ("ray", "torch", "diffusers") for finding in findings)
+
+
+def _software() -> list[Finding]:
+    rows = [Finding(subject="Python", found=platform.python_version())]
+    for name in PACKAGES:
+        installed = _version(name)
+        rows.append(Finding(subject=name, found=installed or "not installed", ok=installed is not None))
+    return rows
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _devices() -> list[Finding]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return [
+            Finding(subject="GPU", found="none that torch can use: ranks run on the CPU with Gloo", ok=False),
+            Finding(subject="Gloo", found="in torch", ok=torch.distributed.is_gloo_available()),
+        ]
+    rows = []
+    for index in range(torch.cuda.device_count()):
+        card = torch.cuda.get_device_properties(index)
+        found = f"{card.name}, {card.total_memory >> 30} GiB, compute capability {card.major}.{card.minor}"
+        rows.append(Finding(subject=f"GPU {index}", found=found, ok=True))
+    return [*rows, _nccl()]
+
+
+def _nccl() -> Finding:
+    import torch
+
+    wheels = [f"{name} {_version(name)}" for name in NCCL_PACKAGES if _version(name)]
+    nccl_version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    found = ".".join(map(str, nccl_version)) + f" in torch; wheels: {', '.join(wheels) or 'none'}"
+    return Finding(subject="NCCL", found=found, ok=torch.distributed.is_nccl_available())
+
+
+def _engines() -> list[Finding]:
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    rows = [Finding(subject="engine torch", found="compiled, CUDA graphs" if has_gpu else "eager on the CPU", ok=True)]
+    if _version("tensorrt") is None:
+        found = "needs the package tensorrt (pip install 'troupe[gpu]')"
+    else:
+        found = "ready" if has_gpu else "builds plans here; running them needs a GPU"
+    rows.append(Finding(subject="engine tensorrt", found=found, ok=_version("tensorrt") is not None and has_gpu))
+    return rows
+
+
+def _models() -> list[Finding]:
+    from pipelines.loading import resolve_path, shipped_checkpoints
+
+    return [Finding(subject=f"model {name}", found=str(resolve_path(name)), ok=True) for name in shipped_checkpoints()]

@@ -1,0 +1,129 @@
+"""Entry point of the ``troupe`` command. Heavy imports happen inside the commands, so that ``--help`` is instant."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False)
+
+ConfigOption = Annotated[str, typer.Option("--config", help="A config file, or the name of a shipped one.")]
+UrlOption = Annotated[str, typer.Option("--url", help="A running server; without it one is started for the purpose.")]
+KeyOption = Annotated[str, typer.Option("--api-key", help="Key of the server, if it asks for one.")]
+
+
+@app.command()
+def generate(
+    prompt: str,
+    out: Annotated[Path, typer.Option(help="PNG, JPEG, WebP or MP4 by its ending.")],
+    model: Annotated[str | None, typer.Option(help="Served model; the first one by default.")] = None,
+    size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT in pixels.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same bytes.")] = None,
+    negative_prompt: Annotated[str | None, typer.Option(help="What to keep out (true guidance).")] = None,
+    config: ConfigOption = "laptop",
+    url: UrlOption = "",
+    api_key: KeyOption = "",
+) -> None:
+    """A picture or a clip from words."""
+    from deployments.cli.generate import generate as run
+
+    given = {
+        "model": model,
+        "size": size,
+        "num_inference_steps": steps,
+        "seed": seed,
+        "negative_prompt": negative_prompt,
+    }
+    options = {name: value for name, value in given.items() if value is not None}
+    with _client(config, url, api_key) as client:
+        run(client, prompt, out, options)
+
+
+@app.command()
+def serve(
+    config: Annotated[str, typer.Argument(help="A config file, or the name of a shipped one.")] = "laptop",
+    host: Annotated[str | None, typer.Option(help="Address to bind; 127.0.0.1 unless the config says else.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to bind.")] = None,
+) -> None:
+    """Serve until Ctrl-C."""
+    from deployments.cli.progress import console, started
+    from deployments.serving import load_config
+
+    document = load_config(config)
+    chosen: dict[str, Any] = {name: value for name, value in (("host", host), ("port", port)) if value is not None}
+    document = document.model_copy(update={"http_options": document.http_options.model_copy(update=chosen)})
+    with _errors(), started(document) as url:
+        console.print(f"Serving at {url} (docs at {url}/docs). Ctrl-C ends it.", highlight=False)
+        signal.pause()
+
+
+@app.command()
+def models(url: UrlOption = "", api_key: KeyOption = "", config: ConfigOption = "laptop") -> None:
+    """Served models with their defaults: of a running server, or those a config would serve."""
+    from deployments.cli.models import print_models
+
+    with _errors():
+        print_models(url, api_key, config)
+
+
+@app.command()
+def doctor() -> None:
+    """What is installed, which devices and which NCCL there are, what can run here and what cannot and why."""
+    from deployments.cli.doctor import print_report
+
+    raise typer.Exit(0 if print_report() else 1)
+
+
+@app.command()
+def demo(out: Annotated[Path, typer.Option(help="Directory for picture.png and clip.mp4.")] = Path("out")) -> None:
+    """A picture and a clip through the real HTTP server, with the shipped models."""
+    from deployments.cli.demo import demo as run
+
+    with _errors():
+        run(out)
+
+
+@contextmanager
+def _client(config: str, url: str, api_key: str) -> Iterator[Any]:
+    from deployments.cli.client import Client
+    from deployments.cli.progress import started
+    from deployments.serving import load_config
+
+    with _errors():
+        if url:
+            with Client(url, api_key) as client:
+                yield client
+        else:
+            with started(load_config(config)) as own_url, Client(own_url, api_key) as client:
+                yield client
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """Users' mistakes and the server's refusals as one line, not as a traceback."""
+    from deployments.cli.client import ApiError
+
+    try:
+        yield
+    except (ValueError, ApiError, TimeoutError) as error:
+        typer.echo(f"troupe: {error}", err=True)
+        raise typer.Exit(2) from error
+    except KeyboardInterrupt:
+        raise typer.Exit(128 + signal.SIGINT) from None
+
+
+def main() -> None:
+    """SIGTERM ends like Ctrl-C, so that everything started is ended."""
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""``troupe models``: a table of served models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+from deployments.cli.client import Client
+from deployments.cli.progress import console
+
+
+def print_models(url: str, api_key: str, config: str) -> None:
+    rows = _served(url, api_key) if url else _configured(config)
+    table = Table("model", "family", "kind", "size", "frames", "steps", "size in multiples of")
+    for row in rows:
+        table.add_row(*(str(cell) for cell in row))
+    console.print(table)
+
+
+def _served(url: str, api_key: str) -> list[tuple[Any, ...]]:
+    with Client(url, api_key) as client:
+        return [_row(model["id"], model["family"], model["defaults"]) for model in client.models()]
+
+
+def _configured(config: str) -> list[tuple[Any, ...]]:
+    from dataclasses import asdict
+
+    from deployments.ingress import make_cards
+    from deployments.serving import load_config
+
+    cards = make_cards(load_config(config).app)
+    return [_row(card.name, card.family, asdict(card.defaults)) for card in cards.values()]
+
+
+def _row(name: str, family: str, defaults: dict[str, Any]) -> tuple[Any, ...]:
+    size = f"{defaults['width']}x{defaults['height']}"
+    frames = defaults["num_frames"] if defaults["kind"] == "video" else "–"
+    return name, family, defaults["kind"], size, frames, defaults["num_inference_steps"], defaults["size_multiple"]

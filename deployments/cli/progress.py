@@ -1,0 +1,51 @@
+"""Progress bars for one picture or clip, and for the start of the application."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+from deployments.cli.client import Result, Step
+from deployments.config import ServeConfig
+from deployments.serving import running
+
+console = Console()
+
+
+def follow(title: str, events: Iterator[Step | Result]) -> Result:
+    """Show ``title``, step x of y and the time left until the result is there."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[eta]}"))
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task(title, total=None, eta="")
+        for event in events:
+            if isinstance(event, Result):
+                bar.update(task, eta="done")
+                return event
+            bar.update(task, completed=event.step, total=event.num_steps, eta=f"ETA {event.eta_s:.1f} s")
+    raise RuntimeError("the server ended the stream without a result")
+
+
+@contextmanager
+def started(config: ServeConfig) -> Iterator[str]:
+    """The application, started with a spinner that says what it waits for."""
+    with ExitStack() as stack:
+        with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console) as bar:
+            task = bar.add_task("Starting Ray Serve", total=1)
+            url = stack.enter_context(running(config, on_wait=lambda reason: bar.update(task, description=reason)))
+            bar.update(task, description=f"Ready at {url}", completed=1)
+        yield url
+
+
+def timings_line(result: Result) -> str:
+    """Seconds by stage, in one line."""
+    return " · ".join(f"{stage.removesuffix('_s')} {seconds:.2f} s" for stage, seconds in result.timings_s.items())

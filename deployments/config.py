@@ -1,0 +1,130 @@
+"""The application's configuration: what YAML may say, checked when it is read. Unknown keys are errors."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+
+DataType = Literal["auto", "float32", "bfloat16", "float16"]
+EngineName = Literal["auto", "torch", "tensorrt"]
+
+
+class _Config(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class AutoscalingConfig(_Config):
+    """Replicas (for a Denoiser: gangs) between ``min_replicas`` and ``max_replicas``, by requests under way."""
+
+    min_replicas: int = Field(default=1, ge=0)
+    max_replicas: PositiveInt = 1
+    target_ongoing_requests: PositiveFloat = 2.0
+    downscale_delay_s: PositiveFloat = 600.0
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.max_replicas < max(self.min_replicas, 1):
+            raise ValueError(f"max_replicas {self.max_replicas} is below min_replicas {self.min_replicas}")
+        return self
+
+
+class StageConfig(_Config):
+    """One text encoder or decoder deployment. CPUs are Ray's logical ones; ``num_threads`` is what torch uses."""
+
+    num_replicas: PositiveInt = 1
+    num_cpus: float = Field(default=0.2, ge=0)
+    num_gpus: float = Field(default=0.0, ge=0)
+    num_threads: PositiveInt = 1
+    autoscaling: AutoscalingConfig | None = None
+
+
+class DenoiserConfig(_Config):
+    """The gang: how many ranks, what each gets, how a step is split and compiled, how long things may take."""
+
+    num_ranks: PositiveInt = 2
+    num_nodes: PositiveInt = 1
+    cpus_per_rank: float = Field(default=0.5, ge=0)
+    gpus_per_rank: float = Field(default=0.0, ge=0, le=1)
+    threads_per_rank: PositiveInt = 1
+    engine: EngineName = "auto"
+    strategy: str = "auto"
+    precision: str = "auto"
+    num_replicas: PositiveInt = 1
+    autoscaling: AutoscalingConfig | None = None
+    step_deadline_s: PositiveFloat = 60.0
+    start_deadline_s: PositiveFloat = 600.0
+    plans_ahead: PositiveInt = 2
+    max_running_jobs: PositiveInt = 4
+    max_waiting_jobs: PositiveInt = 32
+
+
+class ModelConfig(_Config):
+    """One served model. ``path``: a shipped checkpoint's name, a diffusers directory, or a hub id."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    path: str = ""
+    dtype: DataType = "auto"
+    text_encoder: StageConfig = StageConfig()
+    denoiser: DenoiserConfig = DenoiserConfig()
+    decoder: StageConfig = StageConfig()
+
+    @property
+    def source(self) -> str:
+        return self.path or self.name
+
+
+class ApiConfig(_Config):
+    """Limits of the HTTP API. Keys, data directory and database URL come from the environment."""
+
+    max_body_bytes: PositiveInt = 1 << 20
+    max_images_per_request: PositiveInt = 4
+    max_concurrent_videos: PositiveInt = 2
+    max_ongoing_requests: PositiveInt = 256
+    num_replicas: PositiveInt = 1
+    num_cpus: float = Field(default=0.2, ge=0)
+
+
+class AppConfig(_Config):
+    """Everything that ``build_app`` needs: the ``args`` of the application in a Serve config file."""
+
+    models: tuple[ModelConfig, ...] = Field(min_length=1)
+    api: ApiConfig = ApiConfig()
+
+    @model_validator(mode="after")
+    def _unique_names(self) -> Self:
+        names = [model.name for model in self.models]
+        if len(set(names)) != len(names):
+            raise ValueError(f"model names must differ, given: {', '.join(names)}")
+        return self
+
+
+class ServeConfig(_Config):
+    """A whole config file, which is also a Ray Serve config file (``serve deploy`` takes it as it is)."""
+
+    proxy_location: Literal["HeadOnly", "EveryNode"] = "HeadOnly"
+    http_options: HttpOptions
+    logging_config: dict[str, Any] = {}
+    applications: tuple[ApplicationConfig, ...] = Field(min_length=1, max_length=1)
+
+    @property
+    def app(self) -> AppConfig:
+        return self.applications[0].args
+
+
+class HttpOptions(_Config):
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=0, le=65535)
+    keep_alive_timeout_s: PositiveInt = 90
+    request_timeout_s: PositiveFloat | None = None
+
+
+class ApplicationConfig(_Config):
+    name: Literal["troupe"] = "troupe"
+    route_prefix: Literal["/"] = "/"
+    import_path: Literal["deployments.app:build_app"] = "deployments.app:build_app"
+    runtime_env: dict[str, Any] = {}
+    args: AppConfig
+
+
+ServeConfig.model_rebuild()

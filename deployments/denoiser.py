@@ -1,0 +1,64 @@
+"""Serve deployment: one replica holds one gang, which turns conditioning into latents."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import ray
+
+from deployments.config import ModelConfig
+from deployments.rank_parts import BuildRankParts
+from engines.gang.config import GangConfig
+from engines.gang.gang import Gang
+from engines.gang.job import Job, JobEvent
+from pipelines.request import MediaRequest
+
+
+def gang_config(model: ModelConfig) -> GangConfig:
+    config = model.denoiser
+    return GangConfig(
+        model=model.name,
+        num_nodes=config.num_nodes,
+        num_ranks=config.num_ranks,
+        cpus_per_rank=config.cpus_per_rank,
+        gpus_per_rank=config.gpus_per_rank,
+        threads_per_rank=config.threads_per_rank,
+        step_deadline_s=config.step_deadline_s,
+        start_deadline_s=config.start_deadline_s,
+        plans_ahead=config.plans_ahead,
+        max_running_jobs=config.max_running_jobs,
+        max_waiting_jobs=config.max_waiting_jobs,
+    )
+
+
+class Denoiser:
+    """Thin: the gang does the work. A broken gang fails ``check_health``, and Serve replaces the replica."""
+
+    async def __init__(self, model: ModelConfig) -> None:  # type: ignore[misc]  # Serve awaits it
+        self._gang = await Gang.start(gang_config(model), BuildRankParts(model=model))
+
+    async def denoise(
+        self, job_id: str, request: MediaRequest, conditioning: list[ray.ObjectRef[Any]]
+    ) -> AsyncGenerator[JobEvent]:
+        """Steps, previews and at last ``JobDone``. Closing the iterator cancels the job on all ranks."""
+        job = Job(
+            job_id=job_id,
+            request=request,
+            conditioning=conditioning[0],
+            num_steps=request.num_inference_steps,
+            preview_steps=frozenset(request.preview_steps),
+            shape=(request.width, request.height, request.num_frames, request.true_cfg_scale > 1),
+            request_id=request.request_id,
+        )
+        async for event in self._gang.submit(job):
+            yield event
+
+    async def check_health(self) -> None:
+        await self._gang.check_health()
+
+    def __del__(self) -> None:
+        gang = getattr(self, "_gang", None)
+        if gang is not None:
+            asyncio.get_running_loop().create_task(gang.close())

@@ -1,0 +1,63 @@
+"""The studio of a deployed application: the flow, plus what Serve's controller knows of the deployments."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+
+from ray import serve
+from ray.serve.schema import DeploymentStatusOverview, ServeStatus
+
+from deployments.flow import Flow, StageHandles
+from deployments.names import APPLICATION, STAGES, deployment_name
+from deployments.studio import ModelCard
+
+STATUS_LIFETIME_S = 1.0
+
+
+class DeployedStudio(Flow):
+    """Answers ``not_ready`` from a status at most about ``STATUS_LIFETIME_S`` old.
+
+    Asking the controller takes up to some 100 ms, and every request wants to know. So while all is well the answer is
+    the last known one, renewed behind the requests; only while something is missing do requests wait for a fresh one.
+    """
+
+    def __init__(self, cards: Mapping[str, ModelCard], stages: Mapping[str, StageHandles]) -> None:
+        super().__init__(cards, stages)
+        self._reasons: Mapping[str, str] = dict.fromkeys(cards, "the application is starting")
+        self._asked_s = -STATUS_LIFETIME_S
+        self._asking: asyncio.Task[None] | None = None
+
+    async def not_ready(self) -> Mapping[str, str]:
+        """Models with a deployment that has no running replica, with the first such deployment."""
+        if time.monotonic() - self._asked_s >= STATUS_LIFETIME_S and self._asking is None:
+            self._asking = asyncio.create_task(self._ask())
+        if self._reasons and self._asking is not None:
+            await asyncio.shield(self._asking)
+        return self._reasons
+
+    async def _ask(self) -> None:
+        try:
+            self._reasons = find_reasons(await asyncio.to_thread(serve.status), tuple(self.cards()))
+            self._asked_s = time.monotonic()
+        finally:
+            self._asking = None
+
+
+def find_reasons(status: ServeStatus, models: tuple[str, ...]) -> dict[str, str]:
+    """For each model that cannot serve: which of its deployments has no running replica."""
+    application = status.applications.get(APPLICATION)
+    deployments = application.deployments if application else {}
+    reasons: dict[str, str] = {}
+    for model in models:
+        for stage in STAGES:
+            name = deployment_name(stage, model)
+            if name not in deployments or not num_running(deployments[name]):
+                reasons.setdefault(model, f"{name} has no running replica")
+    return reasons
+
+
+def num_running(deployment: DeploymentStatusOverview) -> int:
+    # Keys are an enum in Ray's annotations, and strings after the way through the controller.
+    return sum(count for state, count in deployment.replica_states.items() if str(state).endswith("RUNNING"))

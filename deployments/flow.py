@@ -1,0 +1,143 @@
+"""From request to media through the Serve deployments: encode, denoise, decode; run again if a gang breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from ray import exceptions as ray_errors
+from ray.serve.handle import DeploymentHandle
+
+from deployments.observability.metrics import observe_failure, observe_stage
+from deployments.records import Decoded, Encoded
+from deployments.studio import Media, ModelCard, Output, Preview, Progress, StudioEvent, Timings
+from engines.gang.errors import GangBrokenError
+from engines.gang.job import JobDone, JobEvent, PreviewReady, StepDone
+from pipelines.request import MediaRequest
+
+MAX_ATTEMPTS = 2
+RECOVERY_DEADLINE_S = 180.0
+RETRY_PAUSE_S = 0.25
+RETRYABLE = (GangBrokenError, ray_errors.RayActorError, ray_errors.ObjectLostError)
+
+logger = logging.getLogger("troupe.flow")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageHandles:
+    """The three deployments of one model."""
+
+    text_encoder: DeploymentHandle[Any]
+    denoiser: DeploymentHandle[Any]
+    decoder: DeploymentHandle[Any]
+
+
+@dataclass(kw_only=True, slots=True)
+class _Attempt:
+    """What one run through the stages has seen so far."""
+
+    started_s: float = field(default_factory=time.perf_counter)
+    encoded: Encoded | None = None
+    num_steps_seen: int = 0
+    num_previews: int = 0
+    done: JobDone | None = None
+
+
+class Flow:
+    """Runs requests for all served models."""
+
+    def __init__(self, cards: Mapping[str, ModelCard], stages: Mapping[str, StageHandles]) -> None:
+        self._cards, self._stages = cards, stages
+
+    def cards(self) -> Mapping[str, ModelCard]:
+        return self._cards
+
+    async def perform(self, request: MediaRequest, output: Output) -> AsyncGenerator[StudioEvent]:
+        """See ``Studio.perform``."""
+        num_broken, give_up_s = 0, time.monotonic() + RECOVERY_DEADLINE_S
+        while True:
+            attempt = _Attempt()
+            try:
+                async with aclosing(self._attempt(request, output, attempt)) as events:
+                    async for event in events:
+                        yield event
+                return
+            except RETRYABLE as error:
+                num_broken += _counts(error, attempt)
+                observe_failure(request.model, type(error).__name__)
+                logger.warning("request %s lost its gang (%s): %s", request.request_id, num_broken, error)
+                if num_broken >= MAX_ATTEMPTS or time.monotonic() > give_up_s:
+                    raise GangBrokenError(f"given up after {num_broken} broken gangs; the last: {error}") from error
+            await asyncio.sleep(RETRY_PAUSE_S)
+
+    async def _attempt(self, request: MediaRequest, output: Output, attempt: _Attempt) -> AsyncGenerator[StudioEvent]:
+        stages = self._stages[request.model]
+        attempt.encoded = await stages.text_encoder.encode.remote(request)
+        async with aclosing(_job_events(stages, request, attempt.encoded)) as events:
+            async for event in events:
+                async for seen in _translate(stages, request, event, attempt):
+                    yield seen
+        assert attempt.done is not None, "the gang ended a job without JobDone"
+        decoded: Decoded = await stages.decoder.decode.remote([attempt.done.latents], request, output)
+        timings = _timings(attempt, decoded)
+        _observe(request.model, timings)
+        yield Media(
+            data=decoded.data, format=output.format, seed=request.seed, timings=timings, thumbnail=decoded.thumbnail
+        )
+
+
+async def _job_events(stages: StageHandles, request: MediaRequest, encoded: Encoded) -> AsyncGenerator[JobEvent]:
+    """The denoiser's stream. Left early (the client went away), it is cancelled, which stops the job on all ranks."""
+    job_id = f"{request.request_id}-{uuid.uuid4().hex[:8]}"
+    stream: Any = stages.denoiser.options(stream=True).denoise.remote(job_id, request, [encoded.conditioning])
+    try:
+        async for event in stream:
+            yield event
+    except BaseException:
+        stream.cancel()
+        raise
+
+
+async def _translate(
+    stages: StageHandles, request: MediaRequest, event: JobEvent, attempt: _Attempt
+) -> AsyncGenerator[StudioEvent]:
+    match event:
+        case StepDone():
+            attempt.num_steps_seen += 1
+            yield Progress(
+                step=event.step, num_steps=event.num_steps, eta_s=event.step_ms / 1e3 * (event.num_steps - event.step)
+            )
+        case PreviewReady():
+            data = await stages.decoder.preview.remote([event.latents], request)
+            yield Preview(index=attempt.num_previews, step=event.step, data=data)
+            attempt.num_previews += 1
+        case JobDone():
+            attempt.done = event
+
+
+def _counts(error: BaseException, attempt: _Attempt) -> bool:
+    """Whether a broken gang counts against the request: it was running on it, not merely waiting."""
+    return attempt.num_steps_seen > 0 or (isinstance(error, GangBrokenError) and error.in_flight)
+
+
+def _timings(attempt: _Attempt, decoded: Decoded) -> Timings:
+    assert attempt.encoded is not None
+    assert attempt.done is not None
+    return Timings(
+        queue_s=attempt.done.queue_s,
+        encode_s=attempt.encoded.encode_s,
+        denoise_s=attempt.done.denoise_s,
+        decode_s=decoded.decode_s,
+        total_s=time.perf_counter() - attempt.started_s,
+    )
+
+
+def _observe(model: str, timings: Timings) -> None:
+    for stage in ("queue", "encode", "denoise", "decode", "total"):
+        observe_stage(stage, model, getattr(timings, f"{stage}_s"))

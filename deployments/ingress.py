@@ -1,0 +1,65 @@
+"""Serve deployment at the door: the HTTP API, and ``generate`` for Python handles."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from deployments.api.app import create_api
+from deployments.api.settings import ApiSettings
+from deployments.config import AppConfig
+from deployments.deployed_studio import DeployedStudio
+from deployments.flow import StageHandles
+from deployments.jobs.jobs import Jobs
+from deployments.jobs.settings import JobSettings
+from deployments.settings import Settings
+from deployments.studio import ModelCard
+from pipelines.loading import resolve_path
+from pipelines.registry import load_family
+
+
+def make_cards(config: AppConfig) -> dict[str, ModelCard]:
+    """What the served models say about themselves. Reads configuration files only, no weights."""
+    cards: dict[str, ModelCard] = {}
+    for model in config.models:
+        path = resolve_path(model.source)
+        family = load_family(path)
+        cards[model.name] = ModelCard(
+            name=model.name, family=family.name, created=int(time.time()), defaults=family.defaults(path)
+        )
+    return cards
+
+
+@serve.ingress()
+class Ingress:
+    """``stages`` maps model to stage to handle (Serve turns bound deployments into handles)."""
+
+    def __init__(self, config: AppConfig, stages: Mapping[str, Mapping[str, DeploymentHandle[Any]]]) -> None:
+        self._config, self._settings = config, Settings()
+        handles = {model: StageHandles(**by_stage) for model, by_stage in stages.items()}
+        self._studio = DeployedStudio(make_cards(config), handles)
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return create_api(self._studio, self._api_settings(), Jobs(self._studio, self._job_settings()))
+
+    def _api_settings(self) -> ApiSettings:
+        limits = self._config.api
+        return ApiSettings(
+            data_dir=self._settings.data_dir,
+            api_keys=self._settings.all_api_keys,
+            max_body_bytes=limits.max_body_bytes,
+            max_n=limits.max_images_per_request,
+            sends_request_id=False,
+        )
+
+    def _job_settings(self) -> JobSettings:
+        return JobSettings(
+            data_dir=self._settings.data_dir,
+            database_url=self._settings.database_url,
+            max_running=self._config.api.max_concurrent_videos,
+        )

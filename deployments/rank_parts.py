@@ -1,0 +1,30 @@
+"""What each rank of a gang builds at start: the family's denoiser inside an engine, and its sampler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deployments.config import ModelConfig
+from engines.gang.config import RankContext, RankParts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuildRankParts:
+    """A ``BuildRank``. Travels to the ranks by pickling, so it holds configuration only; imports happen there."""
+
+    model: ModelConfig
+
+    def __call__(self, context: RankContext) -> RankParts:
+        import torch
+
+        from engines.registry import load_engine
+        from pipelines.loading import resolve_dtype, resolve_path
+        from pipelines.registry import load_family
+
+        device = torch.device(context.device)
+        path, dtype = resolve_path(self.model.source), resolve_dtype(self.model.dtype, device)
+        family = load_family(path)
+        denoiser = family.load_denoiser(path, device, dtype)
+        config = self.model.denoiser
+        engine = load_engine(config.engine, denoiser, context, strategy=config.strategy, precision=config.precision)
+        return RankParts(engine=engine, sampler=family.load_sampler(path, device, dtype))

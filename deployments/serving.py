@@ -1,0 +1,114 @@
+"""Start and stop the whole application from one process: what the command line, the demo and the tests use."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import ray
+import yaml
+from ray import serve
+from ray.serve.schema import ApplicationStatus, ServeDeploySchema
+
+from deployments.app import build_app
+from deployments.config import ServeConfig
+from deployments.names import APPLICATION
+
+CONFIGS = Path(__file__).parent / "configs"
+READY_DEADLINE_S = 900.0
+
+
+def load_config(name: str | Path) -> ServeConfig:
+    """A config file, or one of the shipped configs by its bare name ("laptop"). ValueError lists what is there."""
+    path = Path(name)
+    if not path.is_file():
+        path = CONFIGS / f"{name}.yaml"
+    if not path.is_file():
+        known = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.yaml")))
+        raise ValueError(f"{name} is neither a file nor a shipped config; shipped: {known}")
+    return parse_config(yaml.safe_load(path.read_text()))
+
+
+def parse_config(document: Mapping[str, Any]) -> ServeConfig:
+    """Checked twice: by Ray Serve's own schema, since ``serve deploy`` must take the same file, and by ours."""
+    ServeDeploySchema.model_validate(document)
+    return ServeConfig.model_validate(document)
+
+
+@contextmanager
+def running(config: ServeConfig, *, on_wait: Callable[[str], None] = lambda reason: None) -> Iterator[str]:
+    """The application up and ready; yields its URL. Starts a local Ray cluster unless one is connected already.
+
+    ``on_wait`` is told, again and again until everything is ready, what is still missing. Whatever was started here is
+    ended on the way out, on Ctrl-C too.
+    """
+    own_cluster = not ray.is_initialized()
+    if own_cluster:
+        ray.init(num_cpus=num_logical_cpus(config), include_dashboard=False, log_to_driver=False)
+    try:
+        url = _deploy(config)
+        wait_ready(url, on_wait)
+        yield url
+    finally:
+        serve.shutdown()  # type: ignore[no-untyped-call]
+        if own_cluster:
+            ray.shutdown()
+
+
+def num_logical_cpus(config: ServeConfig) -> int:
+    """Logical CPUs for a local cluster: the machine's, or what the config asks for if that is more."""
+    wanted = config.app.api.num_cpus + 1.0
+    for model in config.app.models:
+        for stage in (model.text_encoder, model.decoder):
+            wanted += stage.num_replicas * stage.num_cpus
+        denoiser = model.denoiser
+        wanted += denoiser.num_replicas * (0.1 + denoiser.num_ranks * denoiser.cpus_per_rank)
+    return max(os.cpu_count() or 1, int(wanted) + 1)
+
+
+def _deploy(config: ServeConfig) -> str:
+    options = config.http_options.model_dump()
+    options["port"] = options["port"] or free_port(config.http_options.host)
+    serve.start(proxy_location=config.proxy_location, http_options=options)
+    target = serve.RunTarget(target=build_app(config.app), name=APPLICATION, route_prefix="/")
+    serve.run_many([target], wait_for_applications_running=False)
+    return f"http://{options['host']}:{options['port']}"
+
+
+def free_port(host: str) -> int:
+    """A port that was free a moment ago (Serve cannot be asked which port it took)."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_ready(url: str, on_wait: Callable[[str], None], deadline_s: float = READY_DEADLINE_S) -> None:
+    """Poll ``GET /health`` until it answers 200. TimeoutError carries the last reason."""
+    end_s, reason = time.monotonic() + deadline_s, "starting"
+    while time.monotonic() < end_s:
+        try:
+            response = httpx.get(f"{url}/health", timeout=5.0)
+            if response.status_code == httpx.codes.OK:
+                return
+            reason = response.text
+            if response.status_code != httpx.codes.SERVICE_UNAVAILABLE:
+                raise RuntimeError(f"GET /health answered {response.status_code}: {reason}")
+        except httpx.TransportError as error:
+            reason = f"the server does not answer yet ({type(error).__name__})"
+        _raise_if_failed()
+        on_wait(reason)
+        time.sleep(0.2)
+    raise TimeoutError(f"not ready after {deadline_s:.0f} s: {reason}")
+
+
+def _raise_if_failed() -> None:
+    """RuntimeError with Serve's own message if it has given up on a deployment."""
+    application = serve.status().applications.get(APPLICATION)
+    if application is not None and application.status == ApplicationStatus.DEPLOY_FAILED:
+        raise RuntimeError(f"the application cannot start: {application.message}")

@@ -1,0 +1,33 @@
+"""The one file that reads the environment. Secrets and places come from here; everything else from the YAML config."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+
+from pydantic import Field, SecretStr
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class Settings(BaseSettings):
+    """Variables ``TROUPE_*``.
+
+    ``TROUPE_API_KEYS`` (comma-separated) and ``TROUPE_API_KEYS_FILE`` (one key a line) are added up; with neither, no
+    key is asked for. ``TROUPE_DATABASE_URL`` is an SQLAlchemy async URL; by default SQLite inside the data directory.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="TROUPE_", frozen=True, extra="ignore")
+
+    api_keys: SecretStr = SecretStr("")
+    api_keys_file: Path | None = None
+    data_dir: Path = Field(default_factory=lambda: Path.home() / ".local" / "share" / "troupe")
+    database_url: str = ""
+    url: str = ""
+
+    @cached_property
+    def all_api_keys(self) -> tuple[str, ...]:
+        """All accepted keys. OSError if the key file cannot be read."""
+        keys = self.api_keys.get_secret_value().split(",")
+        if self.api_keys_file is not None:
+            keys += self.api_keys_file.read_text().splitlines()
+        return tuple(key.strip() for key in keys if key.strip())

@@ -1,0 +1,25 @@
+"""Serve deployment: prompt in, conditioning out (by reference)."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import ray
+
+from deployments.records import Encoded
+from deployments.stage import StageSpec, load_stage
+from pipelines.request import MediaRequest
+
+
+class TextEncoder:
+    """Loads the family's text encoder once; requests run one after the other (they take milliseconds)."""
+
+    def __init__(self, spec: StageSpec) -> None:
+        family, path, device, dtype = load_stage(spec)
+        self._encoder: Any = family.load_text_encoder(path, device, dtype)
+
+    def encode(self, request: MediaRequest) -> Encoded:
+        started_s = time.perf_counter()
+        conditioning = self._encoder.encode(request)
+        return Encoded(conditioning=ray.put(conditioning), encode_s=time.perf_counter() - started_s)

@@ -1,0 +1,36 @@
+"""Serve deployment: latents in (by reference), PNG, JPEG, WebP or MP4 bytes out."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import ray
+
+from deployments.records import Decoded
+from deployments.stage import StageSpec, load_stage
+from deployments.studio import Output
+from pipelines.media import encode_frames, encode_thumbnail
+from pipelines.request import MediaRequest
+
+
+class VaeDecoder:
+    """Decodes finished jobs and previews of running ones."""
+
+    def __init__(self, spec: StageSpec) -> None:
+        family, path, device, dtype = load_stage(spec)
+        self._decoder: Any = family.load_decoder(path, device, dtype)
+
+    def decode(self, latents: list[ray.ObjectRef[Any]], request: MediaRequest, output: Output) -> Decoded:
+        """``latents`` is a list of one reference, so that Ray does not resolve it on the way."""
+        started_s = time.perf_counter()
+        frames = self._decoder.decode(ray.get(latents[0]), request)
+        data = encode_frames(frames, output.format, compression=output.compression, fps=request.fps)
+        thumbnail = encode_thumbnail(frames[0]) if request.kind == "video" else b""
+        return Decoded(data=data, thumbnail=thumbnail, decode_s=time.perf_counter() - started_s)
+
+    def preview(self, latents: list[ray.ObjectRef[Any]], request: MediaRequest) -> bytes:
+        """PNG bytes of the first frame of unfinished ``latents``."""
+        frames = self._decoder.decode(ray.get(latents[0]), request)
+        preview: bytes = encode_frames(frames[:1], "png")
+        return preview
