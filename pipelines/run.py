@@ -26,7 +26,7 @@ class PlainEngine:
 
     model: DenoiserModel
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...] = (0,)) -> tuple[Tensor, ...]:
         assert len(ranks) == 1, "the plain engine runs on one rank"
         return tuple(self.model.forward(self.model.modules[branch.module], branch.inputs) for branch in branches)

@@ -30,7 +30,7 @@ class FluxDecoder:
         """The same for the latents of a running job."""
         return self.decode(latents, request)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def pixels(self, latents_BCHW: Tensor) -> Tensor:
         """``pixels_BCHW`` in about [-1, 1], on the device."""
         config = self.vae.config

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pipelines.directory import load_from_transformers, load_text_model, read_config
+from pipelines.prompts import tokenize, warn_if_cut
 from pipelines.request import MediaRequest
 
 MAX_TOKENS = 512
@@ -47,21 +48,15 @@ class FluxTextEncoder:
         negative = self.encode_prompt(request.negative_prompt) if request.true_cfg_scale > 1 else None
         return FluxConditioning(prompt=self.encode_prompt(request.prompt), negative=negative)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def encode_prompt(self, prompt: str) -> FluxPrompt:
-        ids_BT = tokenize(self.clip_tokenizer, prompt, self.clip_tokenizer.model_max_length)
+        """Both encoders see the padding too: FLUX was trained so. CLIP cuts long prompts first, which is as usual."""
+        warn_if_cut(self.t5_tokenizer, prompt, self.max_tokens)
+        ids_BT, _ = tokenize(self.clip_tokenizer, prompt, self.clip_tokenizer.model_max_length)
         pooled_BC = self.clip(ids_BT.to(self.clip.device)).pooler_output
-        ids_BT = tokenize(self.t5_tokenizer, prompt, self.max_tokens)
+        ids_BT, _ = tokenize(self.t5_tokenizer, prompt, self.max_tokens)
         tokens_BTC = self.t5(ids_BT.to(self.t5.device))[0]
         return FluxPrompt(tokens_BTC=tokens_BTC.to(self.t5.dtype).cpu(), pooled_BC=pooled_BC.to(self.clip.dtype).cpu())
-
-
-def tokenize(tokenizer: Any, prompt: str, num_tokens: int) -> Tensor:
-    """Token ids (1, ``num_tokens``): cut or padded. The encoders see the padding too (FLUX was trained so)."""
-    ids_BT: Tensor = tokenizer(
-        prompt, padding="max_length", max_length=num_tokens, truncation=True, return_tensors="pt"
-    ).input_ids
-    return ids_BT.reshape(1, num_tokens)
 
 
 def max_tokens(path: Path, t5_tokenizer: Any) -> int:

@@ -30,7 +30,7 @@ class WanDecoder:
         """The first frame: the auto-encoder is causal, so the first latent frame is enough."""
         return self.decode(latents[:, :, :1], request)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def pixels(self, latents_BCFHW: Tensor) -> Tensor:
         """``pixels_BCFHW`` in about [-1, 1], on the device."""
         latents_BCFHW = latents_BCFHW.to(self.vae.device, self.vae.dtype)

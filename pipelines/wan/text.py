@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pipelines.directory import load_from_transformers, load_text_model
+from pipelines.prompts import tokenize, warn_if_cut
 from pipelines.request import MediaRequest
 
 MAX_TOKENS = 512
@@ -39,13 +40,13 @@ class WanTextEncoder:
         negative_BTC = self.encode_prompt(request.negative_prompt) if request.true_cfg_scale > 1 else None
         return WanConditioning(prompt_BTC=self.encode_prompt(request.prompt), negative_BTC=negative_BTC)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def encode_prompt(self, prompt: str) -> Tensor:
-        tokens = self.tokenizer(
-            clean(prompt), padding="max_length", max_length=self.max_tokens, truncation=True, return_tensors="pt"
-        )
-        ids_BT, mask_BT = (tokens[name].to(self.encoder.device) for name in ("input_ids", "attention_mask"))
-        states_BTC = self.encoder(ids_BT, mask_BT).last_hidden_state.to(self.encoder.dtype)
+        """Embeddings (1, ``max_tokens``, channels)."""
+        warn_if_cut(self.tokenizer, clean(prompt), self.max_tokens)
+        ids_BT, mask_BT = tokenize(self.tokenizer, clean(prompt), self.max_tokens)
+        mask_BT = mask_BT.to(self.encoder.device)
+        states_BTC = self.encoder(ids_BT.to(self.encoder.device), mask_BT).last_hidden_state.to(self.encoder.dtype)
         embeds_BTC: Tensor = states_BTC.masked_fill(mask_BT[..., None] == 0, 0)
         return embeds_BTC.cpu()
 

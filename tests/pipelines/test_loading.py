@@ -150,3 +150,11 @@ def test_a_text_encoder_does_not_import_diffusers(tiny_wan: Path) -> None:
     loaded = modules_after(ENCODER, tiny_wan)
     assert "pipelines.wan.text" in loaded
     assert not {module for module in loaded if module.startswith(("diffusers", "pipelines.flux"))}
+
+
+@pytest.mark.parametrize("length", [10, 100])
+def test_a_prompt_that_is_cut_is_logged(tiny_wan: Path, caplog: pytest.LogCaptureFixture, length: int) -> None:
+    encoder = load_family(tiny_wan).load_text_encoder(tiny_wan, CPU, torch.float32)
+    encoder.encode(clip(prompt="x" * length))
+    expected = ["the prompt has 101 tokens; the model sees the first 24"] if length > 24 else []
+    assert [record.getMessage() for record in caplog.records if record.name == "pipelines.prompts"] == expected
