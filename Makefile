@@ -9,7 +9,7 @@ PYTEST_ARGS ?=
 export RAY_USAGE_STATS_ENABLED ?= 0
 
 STAMP := $(VENV)/.installed
-PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 # With PY set to another interpreter (a GPU host that has everything already) no environment is made.
 READY := $(if $(filter $(VENV)/bin/python,$(PY)),$(STAMP))
 
