@@ -34,7 +34,7 @@ def choose_card(cards: Mapping[str, ModelCard], name: str | None, kind: MediaKin
     if name not in cards:
         raise no_model(name, cards)
     if cards[name] not in fitting:
-        message = f"{shown(name)} makes a {cards[name].defaults.kind}, not a {kind}; {kind} models served: {names}"
+        message = f"{shown(name)} makes {cards[name].defaults.kind}s, not {kind}s; {kind} models served: {names}"
         raise invalid("model", message, code="wrong_kind")
     return cards[name]
 

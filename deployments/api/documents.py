@@ -14,7 +14,15 @@ from deployments.api.bodies import ImageBody, VideoBody
 from deployments.api.errors import ErrorBody
 from deployments.api.video_answers import VideoEvent
 
-EVENTS: tuple[type[BaseModel], ...] = (PartialImage, CompletedImage, StepProgress, VideoEvent)
+UNSEEN_MODELS: tuple[type[BaseModel], ...] = (
+    ImageBody,
+    VideoBody,
+    PartialImage,
+    CompletedImage,
+    StepProgress,
+    VideoEvent,
+)
+"""Bodies that routes read by themselves, and events: FastAPI does not see them."""
 REFERENCE = "#/components/schemas/{model}"
 ERRORS = {
     400: "A value is missing, unknown, or not allowed; `param` says which",
@@ -85,9 +93,7 @@ def add_document(app: FastAPI) -> None:
 
 def _build(app: FastAPI) -> dict[str, Any]:
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-    _, extra = models_json_schema(
-        [(model, "validation") for model in (ImageBody, VideoBody, *EVENTS)], ref_template=REFERENCE
-    )
+    _, extra = models_json_schema([(model, "validation") for model in UNSEEN_MODELS], ref_template=REFERENCE)
     schemas = document["components"]["schemas"]
     schemas |= extra["$defs"]
     for unused in ("HTTPValidationError", "ValidationError"):

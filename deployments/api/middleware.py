@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
 import uuid
+from contextlib import suppress
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -13,6 +15,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from deployments.api.errors import ApiError
 from deployments.observability.logs import request_context
 
+DRAIN_BYTES = 16 << 20
+DRAIN_S = 2.0
 SANE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 
 access_logger = logging.getLogger("troupe.access")
@@ -75,6 +79,7 @@ class BodyLimit:
             return
         told = Headers(scope=scope).get("content-length", "0")
         if told.isascii() and told.isdigit() and int(told[:20]) > self.max_bytes:
+            await self._drain(receive)
             await self._error().response()(scope, receive, send)
             return
         num_bytes = 0
@@ -84,13 +89,26 @@ class BodyLimit:
             message = await receive()
             num_bytes += len(message.get("body", b""))
             if num_bytes > self.max_bytes:
+                await self._drain(receive)
                 raise self._error()
             return message
 
         await self.app(scope, limited_receive, send)
 
     def _error(self) -> ApiError:
-        return ApiError(413, f"The body is larger than {self.max_bytes} bytes")
+        message = f"The body is larger than {self.max_bytes} bytes"
+        return ApiError(413, message, headers={"Connection": "close"})
+
+    async def _drain(self, receive: Receive) -> None:
+        """Read on for a while: a connection closed upon unread data is reset, and the client never sees the answer."""
+        num_bytes = 0
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_S):
+                while num_bytes < DRAIN_BYTES:
+                    message = await receive()
+                    num_bytes += len(message.get("body", b""))
+                    if not message.get("more_body", False):
+                        return
 
 
 def choose_request_id(given: str | None) -> str:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import TypeVar
 
+from deployments.api.errors import from_failure
 from deployments.jobs.tasks import cancel, closing, next_or_none
 from deployments.studio import Media, Output, Studio, StudioEvent
 from pipelines.request import MediaRequest
@@ -20,7 +21,8 @@ async def perform_all(
 ) -> AsyncGenerator[Indexed, None]:
     """Events of all ``requests``, run concurrently, each with the index of its request.
 
-    Closing this closes every ``perform``, and so does the first one that fails: its exception is raised here.
+    Closing this closes every ``perform``, and so does the first one that fails: what it raised is raised here, as an
+    ApiError if it has a meaning for clients.
     """
     # A picture's pump puts an exception when it fails, None when it ends: the queue alone says what happened.
     feed: asyncio.Queue[Indexed | Exception | None] = asyncio.Queue(maxsize=16)
@@ -41,7 +43,7 @@ async def perform_all(
         while num_running:
             item = await feed.get()
             if isinstance(item, Exception):
-                raise item
+                raise from_failure(item) or item
             if item is None:
                 num_running -= 1
             else:

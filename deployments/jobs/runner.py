@@ -45,7 +45,8 @@ class JobRunner:
             while True:
                 await self._take_what_fits()
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._news.wait(), self._poll_s)
+                    async with asyncio.timeout(self._poll_s):  # wait_for can swallow a cancellation in Python 3.11
+                        await self._news.wait()
                 self._news.clear()
         finally:
             await cancel(*self._running.values())

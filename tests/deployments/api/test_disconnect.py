@@ -1,0 +1,72 @@
+"""A client that goes away takes its job with it, whatever it was waiting for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+
+import httpx
+import pytest
+
+from tests.deployments.api.conftest import build, serving
+from tests.deployments.fake_studio import FakeStudio
+
+IMAGES = "/v1/images/generations"
+
+
+async def until(condition, timeout_s: float = 5.0) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end_s, "waited in vain"
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("body", [{}, {"n": 3}, {"stream": True}, {"stream": True, "stream_progress": True, "n": 2}])
+async def test_client_that_hangs_up(url, studio, body):
+    studio.step_s = 0.1
+    num_jobs = body.get("n", 1)
+    payload = json.dumps({"prompt": "a", "num_inference_steps": 100} | body).encode()
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    head = (
+        f"POST {IMAGES} HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
+    )
+    writer.write(head.encode() + payload)
+    await until(lambda: len(studio.performed) == num_jobs)
+    if "stream_progress" in body:
+        await reader.readuntil(b"troupe.progress")
+    assert studio.closed == []
+    writer.close()
+    await until(lambda: len(studio.closed) == num_jobs)
+    assert studio.finished == []
+    async with httpx.AsyncClient() as client:
+        studio.step_s = 0.001
+        assert (await client.post(url + IMAGES, json={"prompt": "b"})).status_code == 200
+
+
+async def test_cancelled_handler(api, studio):
+    """Ray Serve cancels the handler's task instead of sending http.disconnect."""
+    studio.step_s = 0.1
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://test") as client:
+        for body in ({}, {"stream": True}):
+            request = asyncio.create_task(client.post(IMAGES, json={"prompt": "a", "n": 2} | body))
+            await until(lambda: len(studio.performed) == 2)
+            request.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await request
+            assert len(studio.closed) == 2
+            studio.performed.clear()
+            studio.closed.clear()
+
+
+async def test_keepalive_while_the_job_waits(tmp_path):
+    studio = FakeStudio(step_s=0.2)
+    with serving(build(studio, tmp_path, first_event_wait_s=0.05, keepalive_s=0.05)) as url:
+        async with httpx.AsyncClient() as client:
+            answer = await client.post(url + IMAGES, json={"prompt": "a", "stream": True, "num_inference_steps": 2})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.headers["cache-control"] == "no-cache"
+    assert 3 <= answer.text.count(": nothing new\n\n") <= 8
+    assert "event: image_generation.completed\n" in answer.text

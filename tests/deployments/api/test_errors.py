@@ -1,0 +1,272 @@
+"""Bad input never reaches the studio; every error has OpenAI's shape, its status, and the request's id."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from engines.gang.errors import GangBrokenError, QueueFullError
+from tests.deployments.api.conftest import build, client_of, serving
+from tests.deployments.fake_studio import FakeStudio
+
+IMAGES = "/v1/images/generations"
+
+BAD_IMAGES = {
+    "no prompt": ('{"n": 1}', "prompt", "required"),
+    "empty prompt": ('{"prompt": ""}', "prompt", "match pattern"),
+    "blank prompt": ('{"prompt": " \\n "}', "prompt", "match pattern"),
+    "prompt with NUL": ('{"prompt": "a\\u0000"}', "prompt", "match pattern"),
+    "prompt not text": ('{"prompt": 5}', "prompt", "valid string"),
+    "long prompt": ('{"prompt": "%s"}' % ("a" * 32_001), "prompt", "32000"),
+    "unknown field": ('{"prompt": "a", "stepz": 3}', "stepz", "Unknown field 'stepz'; known fields: prompt, model"),
+    "size without x": ('{"prompt": "a", "size": "64"}', "size", "match pattern"),
+    "size zero": ('{"prompt": "a", "size": "0x64"}', "size", "match pattern"),
+    "size not a multiple": ('{"prompt": "a", "size": "65x70"}', "size", "multiples of 16, such as 64x64"),
+    "size too large": ('{"prompt": "a", "size": "512x512"}', "size", "at most 65536"),
+    "size huge": ('{"prompt": "a", "size": "99999999999x16"}', "size", "match pattern"),
+    "n zero": ('{"prompt": "a", "n": 0}', "n", "greater than or equal to 1"),
+    "n above the limit": ('{"prompt": "a", "n": 11}', "n", "from 1 to 10"),
+    "n as text": ('{"prompt": "a", "n": "2"}', "n", "valid integer"),
+    "n as truth": ('{"prompt": "a", "n": true}', "n", "valid integer"),
+    "negative seed": ('{"prompt": "a", "seed": -1}', "seed", "greater than or equal to 0"),
+    "seed beyond exact": ('{"prompt": "a", "seed": 9007199254740992}', "seed", "9007199254740991"),
+    "seeds beyond exact": ('{"prompt": "a", "seed": 9007199254740991, "n": 2}', "seed", "seed + n - 1"),
+    "seed with 5000 digits": ('{"prompt": "a", "seed": %s}' % ("9" * 5000), None, "not valid JSON"),
+    "steps zero": ('{"prompt": "a", "num_inference_steps": 0}', "num_inference_steps", "or equal to 1"),
+    "steps above": ('{"prompt": "a", "num_inference_steps": 101}', "num_inference_steps", "from 1 to 100"),
+    "guidance NaN": ('{"prompt": "a", "guidance_scale": NaN}', None, "NaN is not JSON"),
+    "guidance infinite": ('{"prompt": "a", "guidance_scale": 1e999}', "guidance_scale", "finite"),
+    "cfg below 1": ('{"prompt": "a", "true_cfg_scale": 0.5}', "true_cfg_scale", "or equal to 1"),
+    "negative prompt unused": ('{"prompt": "a", "negative_prompt": "b"}', "negative_prompt", "true_cfg_scale is 1"),
+    "png compression": ('{"prompt": "a", "output_compression": 50}', "output_compression", "png is lossless"),
+    "compression above": (
+        '{"prompt": "a", "output_format": "jpeg", "output_compression": 101}',
+        "output_compression",
+        "100",
+    ),
+    "format": ('{"prompt": "a", "output_format": "gif"}', "output_format", "'png', 'jpeg' or 'webp'"),
+    "quality": ('{"prompt": "a", "quality": "hd"}', "quality", "'auto'"),
+    "transparent": ('{"prompt": "a", "background": "transparent"}', "background", "'opaque' or 'auto'"),
+    "style": ('{"prompt": "a", "style": "vivid"}', "style", "Unknown field"),
+    "stream url": ('{"prompt": "a", "stream": true, "response_format": "url"}', "response_format", "b64_json"),
+    "partial without stream": ('{"prompt": "a", "partial_images": 1}', "partial_images", "stream"),
+    "4 partial": ('{"prompt": "a", "stream": true, "partial_images": 4}', "partial_images", "3"),
+    "progress without stream": ('{"prompt": "a", "stream_progress": true}', "stream_progress", "stream"),
+    "video model": ('{"prompt": "a", "model": "fake-clips"}', "model", "makes videos, not images"),
+    "half a surrogate pair": ('{"prompt": "a\\ud800"}', None, "surrogate"),
+    "surrogate as a name": ('{"prompt": "a", "\\udfff": 1}', None, "surrogate"),
+    "field twice": ('{"prompt": "a", "prompt": "b"}', None, "'prompt' is given twice"),
+    "empty body": ("", None, "not valid JSON"),
+    "cut body": ('{"prompt": "a"', None, "not valid JSON"),
+    "list": ("[1]", None, "must be a JSON object"),
+    "null": ("null", None, "must be a JSON object"),
+    "deep": ("[" * 100_000, None, "not valid JSON"),
+    "not UTF-8": (b'{"prompt": "\xff"}', None, "not valid JSON"),
+    "UTF-16": ('{"prompt": "a"}'.encode("utf-16"), None, "not valid JSON"),
+}
+
+BAD_VIDEOS = {
+    "seconds zero": ({"seconds": "0"}, "seconds", "above 0 and at most 6.125"),
+    "seconds text": ({"seconds": "four"}, "seconds", "match pattern"),
+    "seconds too long": ({"seconds": "60"}, "seconds", "at most 6.125"),
+    "seconds and frames": ({"seconds": "1", "num_frames": 5}, "seconds", "give one of them"),
+    "frames": ({"num_frames": 7}, "num_frames", "1 + a multiple of 4, such as 9"),
+    "frames too many": ({"num_frames": 53}, "num_frames", "at most 49"),
+    "fps": ({"fps": 0}, "fps", "or equal to 1"),
+    "image model": ({"model": "fake-pictures"}, "model", "makes images, not videos"),
+    "reference": ({"input_reference": "x"}, "input_reference", "Unknown field"),
+    "images only": ({"n": 2}, "n", "Unknown field"),
+}
+
+
+def error_of(answer: httpx.Response, status: int) -> dict[str, str | None]:
+    assert answer.status_code == status, answer.text
+    assert answer.headers["x-request-id"]
+    assert answer.headers["content-type"] == "application/json"
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory) -> FastAPI:
+    """An API whose jobs were never started and whose studio is none: what gets past the checks is a 500."""
+    return build(BareStudio(), tmp_path_factory.mktemp("data"))
+
+
+class BareStudio(FakeStudio):
+    def perform(self, request, output):
+        raise AssertionError(request)
+
+
+@pytest.mark.parametrize("case", BAD_IMAGES)
+async def test_bad_image_request(untouched, case):
+    body, param, message = BAD_IMAGES[case]
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(untouched), base_url="http://test") as client:
+        answer = await client.post(IMAGES, content=body, headers={"Content-Type": "application/json"})
+    error = error_of(answer, 400)
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert message in error["message"]
+    assert len(error["message"]) < 700
+
+
+@pytest.mark.parametrize("as_form", [False, True], ids=["json", "form"])
+@pytest.mark.parametrize("case", BAD_VIDEOS)
+async def test_bad_video_request(untouched, case, as_form):
+    fields, param, message = BAD_VIDEOS[case]
+    body = {"prompt": "a"} | fields
+    form = {name: (None, str(value)) for name, value in body.items()}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(untouched), base_url="http://test") as client:
+        answer = await client.post("/v1/videos", **({"files": form} if as_form else {"json": body}))
+    error = error_of(answer, 400)
+    assert error["param"] == param
+    assert message in error["message"]
+
+
+async def test_bad_forms(client):
+    for files, message in (
+        ([("prompt", ("p.txt", b"a"))], "is a file"),
+        ([("prompt", (None, "a")), ("prompt", (None, "b"))], "given twice"),
+        ([("prompt", (None, "a")), ("input_reference", ("i.png", b"..."))], "Unknown field 'input_reference'"),
+    ):
+        assert message in error_of(await client.post("/v1/videos", files=files), 400)["message"]
+    broken = await client.post("/v1/videos", content=b"--x", headers={"Content-Type": "multipart/form-data"})
+    error_of(broken, 400)
+
+
+async def test_unknown_model_route_method_and_content_type(client):
+    error = error_of(await client.post(IMAGES, json={"prompt": "a", "model": "nope"}), 404)
+    assert (error["param"], error["code"]) == ("model", "model_not_found")
+    assert "fake-pictures" in error["message"]
+    assert error_of(await client.get("/v1/models/nope"), 404)["code"] == "model_not_found"
+    assert error_of(await client.get("/v1/nothing"), 404)["code"] == "not_found"
+    assert error_of(await client.get("/v1/files/../secrets"), 404)
+    assert error_of(await client.get(f"/v1/files/{'0' * 32}.png"), 404)["param"] == "name"
+    for method, path in (("GET", IMAGES), ("PATCH", "/v1/videos"), ("DELETE", "/health")):
+        answer = await client.request(method, path)
+        assert error_of(answer, 405)["code"] == "method_not_allowed"
+        assert answer.headers["allow"]
+    answer = await client.post(
+        IMAGES, content="prompt=a", headers={"Content-Type": "application/x-www-form-urlencoded"}
+    )
+    assert "application/json" in error_of(answer, 415)["message"]
+    for params in ({"limit": 0}, {"limit": 101}, {"limit": "9" * 5000}, {"order": "up"}):
+        assert error_of(await client.get("/v1/videos", params=params), 400)["param"] == next(iter(params))
+    for after in ("video_1", f"video_{'0' * 32}", "\x00"):
+        assert error_of(await client.get("/v1/videos", params={"after": after}), 404)["param"] == "after"
+
+
+async def test_body_too_large(studio, tmp_path):
+    async with client_of(build(studio, tmp_path, max_body_bytes=1000)) as client:
+        told = await client.post(IMAGES, json={"prompt": "a" * 1000})
+        assert error_of(told, 413)["code"] == "body_too_large"
+
+        async def chunks():
+            for _ in range(20):
+                yield b" " * 100
+
+        answer = await client.post(IMAGES, content=chunks(), headers={"Content-Type": "application/json"})
+        assert "1000 bytes" in error_of(answer, 413)["message"]
+        part = await client.post("/v1/videos", files={"prompt": (None, "a" * 1000)})
+        error_of(part, 413)
+    assert studio.performed == []
+
+
+def test_endless_body_is_cut_off(studio, tmp_path):
+    num_sent = 0
+
+    def endless():
+        nonlocal num_sent
+        while True:
+            num_sent += 1
+            yield b" " * 10_000
+
+    with serving(build(studio, tmp_path, max_body_bytes=20_000)) as url:
+        answer = httpx.post(url + IMAGES, content=endless(), headers={"Content-Type": "application/json"})
+    assert answer.status_code == 413
+    assert num_sent < 10_000
+
+
+async def test_api_keys(studio, tmp_path):
+    async with client_of(build(studio, tmp_path, api_keys=("alpha", "bêta"))) as client:
+        answer = await client.post(IMAGES, content="not even JSON")
+        assert error_of(answer, 401)["code"] == "missing_api_key"
+        assert answer.headers["www-authenticate"] == "Bearer"
+        for wrong in ("Bearer alph", "Bearer alphaa", "Bearer ", "Basic alpha", "alpha", "Bearer \xff"):
+            headers = {"Authorization": wrong.encode("latin-1")}
+            for path in ("/v1/models", "/v1/videos", f"/v1/videos/video_{'0' * 32}", "/v1/models/nope"):
+                assert error_of(await client.get(path, headers=headers), 401)["type"] == "authentication_error"
+        for right in (b"Bearer alpha", b"bearer alpha", "Bearer bêta".encode()):
+            assert (await client.get("/v1/models", headers={"Authorization": right})).status_code == 200
+        assert (await client.get("/health")).status_code == 200
+        headers = {"Authorization": "Bearer alpha"}
+        made = await client.post(IMAGES, json={"prompt": "a", "response_format": "url"}, headers=headers)
+        assert (await client.get(made.json()["data"][0]["url"])).status_code == 200  # the name is the secret
+
+
+FAILURES = [
+    (QueueFullError(7, 3.2), 429, "queue_full", {"retry-after": "4"}),
+    (GangBrokenError("rank 1 died"), 502, "gang_broken", {"x-should-retry": "false"}),
+    (ValueError("prompt has 900 tokens; 512 are allowed"), 400, "invalid_value", {}),
+    (RuntimeError("secret detail"), 500, "internal", {}),
+    (UnicodeDecodeError("utf-8", b"", 0, 1, "secret detail"), 500, "internal", {}),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+@pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: type(failure[0]).__name__)
+async def test_failures_of_the_studio(client, studio, failure, stream):
+    raised, status, code, headers = failure
+
+    def fail(request):
+        raise raised
+
+    studio.before = fail
+    answer = await client.post(IMAGES, json={"prompt": "a", "stream": stream, "n": 2})
+    error = error_of(answer, status)
+    assert error["code"] == code
+    assert headers.items() <= dict(answer.headers).items()
+    assert "secret" not in answer.text
+    assert status == 500 or str(raised) in error["message"]
+
+
+async def test_one_failing_picture_stops_the_others(client, studio):
+    studio.step_s = 0.2
+
+    def fail(request):
+        if request.seed == 2:
+            raise GangBrokenError("rank 0 died")
+
+    studio.before = fail
+    error_of(await client.post(IMAGES, json={"prompt": "a", "n": 3, "seed": 1}), 502)
+    assert len(studio.closed) == 3
+    assert studio.finished == []
+
+
+async def test_not_ready(client, studio):
+    studio.reasons["fake-pictures"] = "loading weights"
+    answer = await client.get("/health")
+    assert answer.status_code == 503
+    assert answer.json()["models"] == {"fake-pictures": "loading weights", "fake-clips": "ready"}
+    answer = await client.post(IMAGES, json={"prompt": "a"})
+    assert "loading weights" in error_of(answer, 503)["message"]
+    assert answer.headers["retry-after"]
+    assert (await client.post("/v1/videos", json={"prompt": "a"})).status_code == 200
+    studio.reasons.clear()
+    assert (await client.get("/health")).json()["status"] == "ready"
+
+
+async def test_request_ids(client):
+    for given in ("abc-1.2:3_x", "f3b6e0c4-0000-4000-8000-000000000000"):
+        assert (await client.get("/nope", headers={"X-Request-Id": given})).headers["x-request-id"] == given
+    for given in ("a b", "a" * 129, "", "ü".encode()):
+        answer = await client.get("/health", headers={"X-Request-Id": given})
+        assert answer.headers["x-request-id"].startswith("req_")
+    ids = {(await client.get("/health")).headers["x-request-id"] for _ in range(3)}
+    assert len(ids) == 3
+
+
+async def test_proxy_that_answers_with_the_id_itself(studio, tmp_path):
+    async with client_of(build(studio, tmp_path, sends_request_id=False)) as client:
+        assert "x-request-id" not in (await client.get("/health")).headers

@@ -1,0 +1,148 @@
+"""Pictures over raw HTTP: what the studio is asked for, how streams look on the wire, files by URL."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+import httpx
+
+from deployments.api.checks import preview_steps
+from tests.deployments.api.conftest import build, client_of
+
+IMAGES = "/v1/images/generations"
+
+
+def sse(text: str) -> list[tuple[str, dict]]:
+    """Events of a stream, by the rules of the HTML standard."""
+    events = []
+    for block in text.split("\n\n"):
+        fields = [line.split(": ", 1) for line in block.split("\n") if line and not line.startswith(":")]
+        if fields:
+            data = "\n".join(value for name, value in fields if name == "data")
+            events.append((dict(fields)["event"], json.loads(data)))
+    return events
+
+
+async def test_what_the_studio_is_asked_for(client, studio):
+    body = {
+        "prompt": "a red circle",
+        "negative_prompt": "blue",
+        "model": "fake-pictures",
+        "n": 2,
+        "size": "128x32",
+        "seed": 11,
+        "num_inference_steps": 9,
+        "guidance_scale": 2,
+        "true_cfg_scale": 4.5,
+        "stream": True,
+        "partial_images": 2,
+        "user": "me",
+        "quality": "auto",
+        "background": None,
+    }
+    answer = await client.post(IMAGES, json=body, headers={"X-Request-Id": "mine"})
+    assert answer.status_code == 200
+    first, second = sorted(studio.performed, key=lambda request: request.seed)
+    assert (first.model, first.kind, first.prompt, first.negative_prompt) == (
+        "fake-pictures",
+        "image",
+        "a red circle",
+        "blue",
+    )
+    assert (first.width, first.height, first.num_frames, first.fps) == (128, 32, 1, 0)
+    assert (first.num_inference_steps, first.guidance_scale, first.true_cfg_scale) == (9, 2.0, 4.5)
+    assert first.preview_steps == (3, 6)
+    assert (first.seed, second.seed) == (11, 12)
+    assert first.request_id.startswith("mine-")
+    assert second.request_id.startswith("mine-")
+    assert first.request_id != second.request_id
+    completed = [data for name, data in sse(answer.text) if name == "image_generation.completed"]
+    assert {data["image_index"] for data in completed} == {0, 1}
+    assert all(data["safety_identifier"] == "me" and data["timings"]["total_s"] > 0 for data in completed)
+
+
+async def test_defaults_and_random_seeds(client, studio):
+    for _ in range(2):
+        answer = await client.post(IMAGES, json={"prompt": "a", "size": "auto"})
+        assert answer.json()["size"] == "64x64"
+    first, second = studio.performed
+    assert (first.num_inference_steps, first.guidance_scale, first.true_cfg_scale) == (4, 3.5, 1.0)
+    assert first.seed != second.seed
+    assert first.preview_steps == ()
+
+
+async def test_same_seed_same_bytes(client):
+    bodies = [(await client.post(IMAGES, json={"prompt": "a", "seed": seed})).json()["data"] for seed in (5, 5, 6)]
+    assert bodies[0] == bodies[1] != bodies[2]
+
+
+async def test_jpeg_compression(client):
+    sizes = []
+    for compression in (10, 100):
+        body = {"prompt": "a", "output_format": "jpeg", "output_compression": compression, "response_format": "url"}
+        made = (await client.post(IMAGES, json=body)).json()
+        assert made["output_format"] == "jpeg"
+        got = await client.get(made["data"][0]["url"])
+        assert got.headers["content-type"] == "image/jpeg"
+        sizes.append(len(got.content))
+    assert sizes[0] < sizes[1]
+
+
+async def test_stream_on_the_wire(client):
+    body = {"prompt": "a", "stream": True, "stream_progress": True, "partial_images": 1, "num_inference_steps": 3}
+    async with client.stream("POST", IMAGES, json=body) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert "content-length" not in answer.headers
+        events = sse("".join([chunk async for chunk in answer.aiter_text()]))
+    assert [name for name, _ in events] == [
+        "troupe.progress",
+        "troupe.progress",
+        "image_generation.partial_image",
+        "troupe.progress",
+        "image_generation.completed",
+    ]
+    assert all(data["type"] == name for name, data in events)
+    assert events[0][1] == {"type": "troupe.progress", "image_index": 0, "step": 1, "of": 3, "eta_s": 0.1}
+    assert events[2][1]["step"] == 2
+
+
+async def test_preview_steps_are_spread_and_never_the_last():
+    assert preview_steps(20, 3) == (5, 10, 15)
+    assert preview_steps(2, 3) == (1,)
+    assert preview_steps(1, 3) == ()
+    assert preview_steps(20, 0) == ()
+
+
+async def test_files_expire_and_do_not_pile_up(studio, tmp_path):
+    url_body = {"prompt": "a", "response_format": "url"}
+    async with client_of(build(studio, tmp_path, file_lifetime_s=100, max_files_bytes=600)) as client:
+        urls = [(await client.post(IMAGES, json=url_body)).json()["data"][0]["url"] for _ in range(8)]
+        found = [(await client.get(url)).status_code for url in urls]
+        assert found == sorted(found, reverse=True)  # the old ones are gone
+        assert 404 in found
+        assert found[-1] == 200
+        last = tmp_path / "files" / urls[-1].rsplit("/", 1)[1]
+        os.utime(last, (time.time() - 101,) * 2)
+        assert (await client.get(urls[-1])).status_code == 404
+        await client.post(IMAGES, json=url_body)
+        assert not last.exists()
+
+
+async def test_public_url(studio, tmp_path):
+    async with client_of(build(studio, tmp_path, public_url="https://pictures.example/api/")) as client:
+        made = (await client.post(IMAGES, json={"prompt": "a", "response_format": "url"})).json()
+        assert made["data"][0]["url"].startswith("https://pictures.example/api/v1/files/")
+
+
+async def test_page_and_documents(client):
+    page = await client.get("/")
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert (await client.get("/docs")).status_code == 200
+
+
+def test_health_over_a_real_server(url):
+    answer = httpx.get(f"{url}/health")
+    assert answer.json() == {"status": "ready", "models": {"fake-pictures": "ready", "fake-clips": "ready"}}

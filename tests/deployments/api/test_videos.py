@@ -1,0 +1,161 @@
+"""Clips over raw HTTP: forms, progress, ranges, previews, deletion."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from deployments.api.checks import clip_length
+from engines.gang.errors import GangBrokenError
+from tests.deployments.api.conftest import build, client_of
+from tests.deployments.api.test_disconnect import until
+from tests.deployments.api.test_images import sse
+from tests.deployments.fake_studio import CLIPS
+
+
+async def finished(client, video_id: str) -> dict:
+    while (video := (await client.get(f"/v1/videos/{video_id}")).json())["status"] in ("queued", "in_progress"):
+        await asyncio.sleep(0.02)
+    return video
+
+
+async def make(client, **fields) -> dict:
+    answer = await client.post("/v1/videos", json={"prompt": "a"} | fields)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def test_form_and_json_ask_for_the_same(client, studio):
+    fields = {"prompt": "ä b", "seconds": "2", "seed": 3, "num_inference_steps": 2, "true_cfg_scale": 2.5, "fps": 8}
+    form = {name: (None, str(value)) for name, value in fields.items()}
+    by_form = (await client.post("/v1/videos", files=form)).json()
+    by_json = await make(client, **fields)
+    for video in (by_form, by_json):
+        assert (await finished(client, video["id"]))["status"] == "completed"
+    asked = [(r.prompt, r.seed, r.num_frames, r.fps, r.true_cfg_scale, r.num_inference_steps) for r in studio.performed]
+    assert asked == [("ä b", 3, 17, 8, 2.5, 2)] * 2
+    contents = [(await client.get(f"/v1/videos/{video['id']}/content")).content for video in (by_form, by_json)]
+    assert contents[0] == contents[1]
+
+
+async def test_progress_is_that_of_the_steps(client, studio):
+    studio.step_s = 0.02
+
+    seen = []
+    video = await make(client, num_inference_steps=10)
+    assert (video["status"], video["progress"], video["completed_at"]) == ("queued", 0, None)
+    while (video := (await client.get(f"/v1/videos/{video['id']}")).json())["status"] != "completed":
+        seen.append(video["progress"])
+        await asyncio.sleep(0.02)
+    assert seen == sorted(seen)
+    assert len(set(seen)) >= 4
+    assert max(seen) <= 99
+    assert all(progress % 10 == 0 or progress == 99 for progress in seen)
+    assert (video["progress"], video["num_previews"], video["error"]) == (100, 3, None)
+    assert video["completed_at"] >= video["created_at"]
+
+
+async def test_events_tell_the_whole_way(client, studio):
+    studio.step_s = 0.03
+    video = await make(client, num_inference_steps=8)
+    events = sse((await client.get(f"/v1/videos/{video['id']}/events")).text)
+    assert [name for name, _ in events[:-1]] == ["video.progress"] * (len(events) - 1)
+    assert len(events) > 4
+    assert events[-1][0] == "video.completed"
+    assert events[-1][1]["video"]["progress"] == 100
+    again = sse((await client.get(f"/v1/videos/{video['id']}/events")).text)
+    assert [name for name, _ in again] == ["video.completed"]
+
+
+async def test_ranges(client):
+    video = await make(client)
+    await finished(client, video["id"])
+    path = f"/v1/videos/{video['id']}/content"
+    whole = await client.get(path)
+    assert (whole.status_code, whole.headers["content-type"]) == (200, "video/mp4")
+    assert whole.headers["accept-ranges"] == "bytes"
+    size = len(whole.content)
+    for given, start, end in (("0-9", 0, 10), ("10-", 10, size), ("-5", size - 5, size), ("0-999999999", 0, size)):
+        part = await client.get(path, headers={"Range": f"bytes={given}"})
+        assert part.status_code == 206
+        assert part.content == whole.content[start:end]
+        assert part.headers["content-range"] == f"bytes {start}-{end - 1}/{size}"
+    for nonsense in ("bytes=9-1", "bytes=-", "lines=1-2", "bytes=a-b", "bytes", "bytes=0-1,4-5"):
+        assert (await client.get(path, headers={"Range": nonsense})).content == whole.content
+    for beyond in (f"bytes={size}-", "bytes=-0"):
+        answer = await client.get(path, headers={"Range": beyond})
+        assert (answer.status_code, answer.headers["content-range"]) == (416, f"bytes */{size}")
+        assert answer.json()["error"]["code"] == "range_not_satisfiable"
+
+
+async def test_variants(client, studio):
+    studio.step_s = 0.05
+    video = await make(client, num_inference_steps=8)
+    path = f"/v1/videos/{video['id']}/content"
+    early = await client.get(path)
+    assert (early.status_code, early.json()["error"]["code"]) == (409, "video_not_ready")
+    while (preview := await client.get(path, params={"variant": "preview"})).status_code == 409:
+        await asyncio.sleep(0.02)
+    assert preview.content.startswith(b"\x89PNG")
+    await finished(client, video["id"])
+    thumbnail = await client.get(path, params={"variant": "thumbnail"})
+    assert (thumbnail.headers["content-type"], thumbnail.content[8:12]) == ("image/webp", b"WEBP")
+    unknown = await client.get(path, params={"variant": "spritesheet"})
+    assert (unknown.status_code, unknown.json()["error"]["param"]) == (400, "variant")
+
+
+async def test_delete_stops_the_job(client, studio, tmp_path):
+    studio.step_s = 0.05
+    video = await make(client, num_inference_steps=100)
+    watching = asyncio.create_task(client.get(f"/v1/videos/{video['id']}/events"))
+    while (await client.get(f"/v1/videos/{video['id']}/content?variant=preview")).status_code != 200:
+        await asyncio.sleep(0.02)
+    answer = await client.delete(f"/v1/videos/{video['id']}")
+    assert answer.json() == {"id": video["id"], "object": "video.deleted", "deleted": True}
+    assert len(studio.closed) == 1  # at once, not with the next report
+    assert not (tmp_path / "videos" / video["id"]).exists()
+    assert sse((await watching).text)[-1][0] == "video.deleted"
+    for method in ("GET", "DELETE"):
+        assert (await client.request(method, f"/v1/videos/{video['id']}")).status_code == 404
+    assert (await finished(client, (await make(client))["id"]))["status"] == "completed"
+
+
+async def test_failed_job(client, studio):
+    def fail(request):
+        raise GangBrokenError("rank 1 died")
+
+    studio.before = fail
+    video = await finished(client, (await make(client))["id"])
+    assert video["status"] == "failed"
+    assert video["error"]["code"] == "gang_broken"
+    assert "rank 1 died" in video["error"]["message"]
+    answer = await client.get(f"/v1/videos/{video['id']}/content")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "video_failed")
+    assert sse((await client.get(f"/v1/videos/{video['id']}/events")).text)[-1][0] == "video.failed"
+
+
+async def test_full_queue(studio, tmp_path):
+    studio.step_s = 1
+    async with client_of(build(studio, tmp_path, jobs={"max_running": 1, "max_waiting": 1})) as client:
+        await make(client)
+        await until(lambda: len(studio.performed) == 1)
+        await make(client)
+        answer = await client.post("/v1/videos", json={"prompt": "a"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
+        assert int(answer.headers["retry-after"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ((None, None, None), (17, 8)),
+        ((None, 9, 4), (9, 4)),
+        (("1", None, None), (9, 8)),
+        ((2, None, 4), (9, 4)),
+        (("0.1", None, None), (1, 8)),
+        (("6.1", None, None), (49, 8)),
+    ],
+)
+def test_clip_length(given, expected):
+    assert clip_length(*given, CLIPS) == expected

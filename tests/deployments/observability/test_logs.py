@@ -1,0 +1,83 @@
+"""Log lines as JSON, with the request's id in every task that belongs to it."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+
+import httpx
+import pytest
+
+from deployments.observability.logs import configure_logs, request_context
+from tests.deployments.api.conftest import build
+from tests.deployments.fake_studio import FakeStudio
+
+
+@pytest.fixture
+def lines():
+    logger = logging.getLogger("troupe")
+    before = (logger.handlers[:], logger.level, logger.propagate)
+    stream = io.StringIO()
+    configure_logs("INFO", stream)
+    yield lambda: [json.loads(line) for line in stream.getvalue().splitlines()]
+    logger.handlers[:], logger.level, logger.propagate = before
+
+
+def test_fields(lines):
+    with request_context("r1"):
+        logging.getLogger("troupe.x").warning("%d\nlines", 2, extra={"model": "m", "object": object})
+    logging.getLogger("troupe.x").debug("too quiet")
+    (line,) = lines()
+    assert (line["level"], line["logger"], line["message"], line["request_id"]) == (
+        "warning",
+        "troupe.x",
+        "2\nlines",
+        "r1",
+    )
+    assert (line["model"], line["time"][-6:]) == ("m", "+00:00")
+
+
+def test_exception_and_no_request(lines):
+    try:
+        raise KeyError("k")
+    except KeyError:
+        logging.getLogger("troupe").exception("failed")
+    (line,) = lines()
+    assert "KeyError: 'k'" in line["exception"]
+    assert "request_id" not in line
+
+
+async def test_tasks_keep_their_request(lines):
+    async def work() -> None:
+        await asyncio.sleep(0)
+        logging.getLogger("troupe.x").info("working")
+
+    tasks = []
+    for name in ("a", "b"):
+        with request_context(name):
+            tasks.append(asyncio.create_task(work()))
+    await asyncio.gather(*tasks)
+    assert sorted(line["request_id"] for line in lines()) == ["a", "b"]
+
+
+async def test_access_log(lines, tmp_path):
+    def fail(request):
+        raise RuntimeError("broken")
+
+    app = build(FakeStudio(before=fail), tmp_path)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        await client.get("/health", headers={"X-Request-Id": "mine"})
+        await client.post("/v1/images/generations", json={"prompt": "a"}, headers={"X-Request-Id": "bad"})
+    health, error, access = lines()
+    assert (health["logger"], health["request_id"], health["status"], health["path"]) == (
+        "troupe.access",
+        "mine",
+        200,
+        "/health",
+    )
+    assert health["duration_ms"] >= 0
+    assert (error["request_id"], error["level"]) == ("bad", "error")
+    assert "RuntimeError: broken" in error["exception"]
+    assert (access["request_id"], access["status"], access["method"]) == ("bad", 500, "POST")
