@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from engines.model import Branch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Engine(Protocol):

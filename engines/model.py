@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, TypeAlias
 
 from engines.parallel.kernel import Kernel
 from engines.parallel.shard_plan import ShardPlan
 
-ModelInputs = Mapping[str, Tensor]
+if TYPE_CHECKING:  # processes that only pass these records on do without torch
+    from torch import Tensor, nn
+
+ModelInputs: TypeAlias = Mapping[str, "Tensor"]
 """Keyword arguments of the transformer's ``forward``, whole (unsplit), batch first where they have a batch."""
 
 

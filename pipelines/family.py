@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol
 
 from engines.model import DenoiserModel
 from engines.sampler import Sampler
 from pipelines.request import MediaKind, MediaRequest
+
+if TYPE_CHECKING:  # the ingress reads defaults, and does without torch
+    import torch
+    from numpy.typing import NDArray
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 SHIPPED = Path(__file__).parent / "checkpoints"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = ("float32", "bfloat16", "float16")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ["model_index.json", "troupe.json", "*/*.json", "*/*.safetensors", "*/*.txt", "*/*.model"]
 """Only the diffusers layout: hub repositories often hold the same weights again as one large file at the top."""
@@ -35,11 +37,14 @@ def shipped_checkpoints() -> tuple[str, ...]:
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """The dtype that ``name`` means on ``device``; "auto" is bfloat16 on a GPU and float32 on the CPU."""
+    import torch
+
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     if name not in DTYPES:
         raise ValueError(f"unknown dtype {name!r}; known: auto, {', '.join(DTYPES)}")
-    return DTYPES[name]
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def _shipped_names() -> str:

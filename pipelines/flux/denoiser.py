@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from engines.model import Branch, DenoiserModel, ModelInputs
 from engines.parallel.local import local_kernel
 from pipelines.directory import load_diffusers_model
+from pipelines.flux import geometry
 from pipelines.flux import latents as shapes
 from pipelines.flux.attention import set_kernel
 from pipelines.flux.shard_plan import SHARD_PLAN, stream_lengths
@@ -59,7 +60,9 @@ class Probe:
 
     def __call__(self) -> tuple[Branch, ...]:
         generator = torch.Generator().manual_seed(PROBE_SEED)
-        latents_BSD = self._randn(generator, PROBE_HEIGHT * PROBE_WIDTH // shapes.PATCH**2, self.config["in_channels"])
+        latents_BSD = self._randn(
+            generator, PROBE_HEIGHT * PROBE_WIDTH // geometry.PATCH**2, self.config["in_channels"]
+        )
         return tuple(Branch(inputs=self._inputs(generator, latents_BSD)) for _ in range(2))
 
     def _inputs(self, generator: torch.Generator, latents_BSD: Tensor) -> dict[str, Tensor]:

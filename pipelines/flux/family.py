@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from pipelines.defaults import with_own_defaults
 from pipelines.directory import read_config
 from pipelines.family import Defaults
-from pipelines.flux.latents import PATCH, scale_factor
+from pipelines.flux.geometry import PATCH, scale_factor
 
 if TYPE_CHECKING:
+    import torch
+
     from engines.model import DenoiserModel
     from pipelines.flux.decoder import FluxDecoder
     from pipelines.flux.sampler import FluxSampler

@@ -5,20 +5,10 @@ Dims: B batch, C channels of the latent, H and W its height and width, S image t
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
-from pipelines.directory import read_config
-
-PATCH = 2
-
-
-def scale_factor(path: Path) -> int:
-    """Pixels per latent value along height and width: the auto-encoder halves once between two of its stages."""
-    stages: int = len(read_config(path, "vae")["block_out_channels"])
-    return 1 << (stages - 1)
+from pipelines.flux.geometry import PATCH
 
 
 def draw_noise(seed: int, num_channels: int, height: int, width: int, dtype: torch.dtype) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engines.model import Branch
 from pipelines.directory import read_config
+from pipelines.flux import geometry
 from pipelines.flux import latents as shapes
 from pipelines.flux.text import FluxConditioning, FluxPrompt
 from pipelines.guidance import guided
@@ -89,7 +90,7 @@ class FluxSampler:
         return shapes.unpack(estimate_BSD, state.height, state.width).cpu()
 
     def _latent_size(self, request: MediaRequest) -> tuple[int, int]:
-        multiple = self.scale_factor * shapes.PATCH
+        multiple = self.scale_factor * geometry.PATCH
         if request.height % multiple or request.width % multiple:
             raise ValueError(f"size {request.width}x{request.height}: both must be multiples of {multiple}")
         return request.height // self.scale_factor, request.width // self.scale_factor
@@ -143,9 +144,9 @@ def load_sampler(path: Path, device: torch.device, dtype: torch.dtype) -> FluxSa
     transformer = read_config(path, "transformer")
     return FluxSampler(
         scheduler=load_scheduler(path, ("FlowMatchEulerDiscreteScheduler",)),
-        num_channels=transformer["in_channels"] // shapes.PATCH**2,
+        num_channels=transformer["in_channels"] // geometry.PATCH**2,
         guidance_embeds=transformer["guidance_embeds"],
-        scale_factor=shapes.scale_factor(path),
+        scale_factor=geometry.scale_factor(path),
         device=device,
         dtype=dtype,
     )

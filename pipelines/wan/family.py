@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from pipelines.defaults import with_own_defaults
 from pipelines.directory import read_config, read_index
 from pipelines.family import Defaults
-from pipelines.wan.latents import read_geometry
+from pipelines.wan.geometry import read_geometry
 
 if TYPE_CHECKING:
+    import torch
+
     from engines.model import DenoiserModel
     from pipelines.wan.decoder import WanDecoder
     from pipelines.wan.sampler import WanSampler

@@ -13,7 +13,8 @@ from pipelines.directory import read_config, read_index
 from pipelines.guidance import guided
 from pipelines.request import MediaRequest
 from pipelines.solver import Scheduler, clean_estimate, load_scheduler, solve_step, timesteps_on
-from pipelines.wan.latents import Geometry, draw_noise, read_geometry
+from pipelines.wan.geometry import Geometry, read_geometry
+from pipelines.wan.latents import draw_noise
 from pipelines.wan.text import WanConditioning
 
 HIGH_NOISE, LOW_NOISE = "transformer", "transformer_2"
