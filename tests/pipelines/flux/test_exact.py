@@ -3,44 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from pipelines.flux.latents import pack
-from pipelines.request import MediaRequest
-from pipelines.run import Pipeline, load_pipeline
+from tests.pipelines.pairs import Pair, check_latents, check_pixels
 from tests.pipelines.sample_requests import picture
-
-TOLERANCE = 1e-4
-CPU = torch.device("cpu")
-
-
-class Pair:
-    """Our pipeline and theirs, from the same directory."""
-
-    def __init__(self, path: Path) -> None:
-        from diffusers import FluxPipeline
-
-        self.ours: Pipeline = load_pipeline(path, CPU, torch.float32)
-        self.theirs = FluxPipeline.from_pretrained(path)
-        self.theirs.set_progress_bar_config(disable=True)
-
-    def reference(self, request: MediaRequest, output_type: str) -> Any:
-        guided = {"true_cfg_scale": request.true_cfg_scale, "negative_prompt": request.negative_prompt}
-        return self.theirs(
-            request.prompt,
-            width=request.width,
-            height=request.height,
-            num_inference_steps=request.num_inference_steps,
-            guidance_scale=request.guidance_scale,
-            max_sequence_length=self.ours.text_encoder.max_tokens,
-            generator=torch.Generator().manual_seed(request.seed),
-            output_type=output_type,
-            **(guided if request.true_cfg_scale > 1 else {}),
-        ).images
 
 
 @pytest.fixture(scope="module")
@@ -69,50 +37,22 @@ REQUESTS = {
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_latents_equal_diffusers(dev: Pair, name: str) -> None:
-    request = REQUESTS[name]
-    latents_BCHW = dev.ours.denoise(request)
-    expected_BSD = dev.reference(request, "latent")
-    assert expected_BSD.std() > 0.1
-    torch.testing.assert_close(pack(latents_BCHW), expected_BSD, rtol=0, atol=TOLERANCE)
+    check_latents(dev, REQUESTS[name])
 
 
 @pytest.mark.parametrize("name", ["plain", "true guidance"])
 def test_schnell_latents_equal_diffusers(schnell: Pair, name: str) -> None:
-    request = REQUESTS[name]
-    assert "guidance" not in schnell.ours.sampler.branches(next(schnell.ours.states(request)))[0].inputs
-    torch.testing.assert_close(
-        pack(schnell.ours.denoise(request)), schnell.reference(request, "latent"), rtol=0, atol=TOLERANCE
-    )
+    state = next(schnell.ours.states(REQUESTS[name]))
+    assert "guidance" not in schnell.ours.sampler.branches(state)[0].inputs
+    check_latents(schnell, REQUESTS[name])
 
 
 @pytest.mark.parametrize("name", ["plain", "true guidance"])
 def test_pixels_equal_diffusers(dev: Pair, name: str) -> None:
-    request = REQUESTS[name]
-    expected_HWC = np.asarray(dev.reference(request, "pil")[0])
-    frames = dev.ours.run(request)
-    assert frames.shape == (1, request.height, request.width, 3)
-    assert expected_HWC.std() > 10
-    assert np.abs(frames[0].astype(int) - expected_HWC.astype(int)).max() <= 1
-    assert (frames[0] != expected_HWC).mean() < 0.01
+    check_pixels(dev, REQUESTS[name])
 
 
 def test_bfloat16_equals_diffusers(tiny_flux: Path) -> None:
-    from diffusers import FluxPipeline
-
-    request = picture()
-    ours = load_pipeline(tiny_flux, CPU, torch.bfloat16)
-    theirs = FluxPipeline.from_pretrained(tiny_flux, dtype=torch.bfloat16)
-    theirs.set_progress_bar_config(disable=True)
-    expected_BSD = theirs(
-        request.prompt,
-        width=request.width,
-        height=request.height,
-        num_inference_steps=request.num_inference_steps,
-        guidance_scale=request.guidance_scale,
-        max_sequence_length=24,
-        generator=torch.Generator().manual_seed(request.seed),
-        output_type="latent",
-    ).images
-    latents_BSD = pack(ours.denoise(request))
-    assert latents_BSD.dtype == torch.bfloat16
-    torch.testing.assert_close(latents_BSD.float(), expected_BSD.float(), rtol=0, atol=0.05)
+    pair = Pair(tiny_flux, torch.bfloat16)
+    assert pair.ours.denoise(REQUESTS["plain"]).dtype == torch.bfloat16
+    check_latents(pair, REQUESTS["plain"], tolerance=0.05)

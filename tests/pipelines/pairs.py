@@ -1,0 +1,80 @@
+"""Our pipeline and diffusers', from the same directory, asked the same thing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pipelines.registry import pipeline_class
+from pipelines.request import MediaRequest
+from pipelines.run import Pipeline, load_pipeline
+
+
+class Pair:
+    """``latents`` and ``pixels`` return (ours, theirs)."""
+
+    def __init__(self, path: Path, dtype: torch.dtype = torch.float32) -> None:
+        import diffusers
+
+        self.ours: Pipeline = load_pipeline(path, torch.device("cpu"), dtype)
+        self.is_video = pipeline_class(path) == "WanPipeline"
+        parts = {"vae": diffusers.AutoencoderKLWan.from_pretrained(path / "vae")} if self.is_video else {}
+        self.theirs = getattr(diffusers, pipeline_class(path)).from_pretrained(path, dtype=dtype, **parts)
+        self.theirs.set_progress_bar_config(disable=True)
+
+    def latents(self, request: MediaRequest) -> tuple[Tensor, Tensor]:
+        """Both as the pipeline of diffusers returns them."""
+        from pipelines.flux.latents import pack
+
+        ours, theirs = self.ours.denoise(request), self._reference(request, "latent")
+        return ours if self.is_video else pack(ours), theirs
+
+    def pixels(self, request: MediaRequest) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Frames with values from 0 to 255."""
+        theirs = np.asarray(self._reference(request, "np"))
+        theirs = theirs[0] if self.is_video else theirs
+        return self.ours.run(request).astype(int), np.round(theirs * 255).astype(int)
+
+    def _reference(self, request: MediaRequest, output_type: str) -> Any:
+        output = self.theirs(
+            request.prompt,
+            width=request.width,
+            height=request.height,
+            num_inference_steps=request.num_inference_steps,
+            max_sequence_length=self.ours.text_encoder.max_tokens,  # type: ignore[attr-defined]
+            generator=torch.Generator().manual_seed(request.seed),
+            output_type=output_type,
+            **(self._video_options(request) if self.is_video else self._picture_options(request)),
+        )
+        return output.frames if self.is_video else output.images
+
+    def _video_options(self, request: MediaRequest) -> dict[str, Any]:
+        return {
+            "negative_prompt": request.negative_prompt,
+            "guidance_scale": request.true_cfg_scale,
+            "num_frames": request.num_frames,
+        }
+
+    def _picture_options(self, request: MediaRequest) -> dict[str, Any]:
+        guided = {"true_cfg_scale": request.true_cfg_scale, "negative_prompt": request.negative_prompt}
+        return {"guidance_scale": request.guidance_scale, **(guided if request.true_cfg_scale > 1 else {})}
+
+
+def check_latents(pair: Pair, request: MediaRequest, tolerance: float = 1e-4) -> None:
+    ours, theirs = pair.latents(request)
+    assert theirs.std() > 0.1
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
+
+
+def check_pixels(pair: Pair, request: MediaRequest) -> None:
+    """Equal but for values so near to the middle of two that they are rounded apart."""
+    ours, theirs = pair.pixels(request)
+    assert ours.shape == theirs.shape == (request.num_frames, request.height, request.width, 3)
+    assert theirs.std() > 10
+    assert np.abs(ours - theirs).max() <= 1
+    assert (ours != theirs).mean() < 0.001

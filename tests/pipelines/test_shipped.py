@@ -1,0 +1,76 @@
+"""The trained checkpoints that ship: exactly as diffusers runs them, with defaults that suit them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pipelines.defaults import check_request
+from pipelines.loading import resolve_path, shipped_checkpoints
+from pipelines.registry import load_family
+from pipelines.request import MediaRequest
+from tests.pipelines.pairs import Pair, check_latents, check_pixels
+
+PROMPTS = {"image": "a large red circle in the centre", "video": "a red circle moves from left to right"}
+
+
+@pytest.fixture(params=shipped_checkpoints(), scope="module")
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def pair(name: str) -> Pair:
+    return Pair(resolve_path(name))
+
+
+def default_request(name: str) -> MediaRequest:
+    path = resolve_path(name)
+    defaults = load_family(path).defaults(path)
+    return MediaRequest(
+        request_id="test",
+        model=name,
+        kind=defaults.kind,
+        prompt=PROMPTS[defaults.kind],
+        width=defaults.width,
+        height=defaults.height,
+        num_frames=defaults.num_frames,
+        fps=defaults.fps,
+        num_inference_steps=3,
+        guidance_scale=defaults.guidance_scale,
+        true_cfg_scale=defaults.true_cfg_scale,
+        seed=11,
+    )
+
+
+def small(request: MediaRequest) -> MediaRequest:
+    return replace(request, width=64, height=96, num_frames=min(request.num_frames, 5), num_inference_steps=5)
+
+
+def test_defaults_are_within_the_limits(name: str) -> None:
+    path = resolve_path(name)
+    assert (path / "troupe.json").is_file()
+    check_request(default_request(name), load_family(path).defaults(path))
+
+
+def test_latents_equal_diffusers(pair: Pair, name: str) -> None:
+    request = default_request(name)
+    check_latents(pair, request)
+    check_latents(pair, replace(small(request), true_cfg_scale=3.0, negative_prompt="blue"))
+    check_latents(pair, replace(small(request), true_cfg_scale=1.0))
+
+
+def test_pixels_equal_diffusers(pair: Pair, name: str) -> None:
+    check_pixels(pair, small(default_request(name)))
+
+
+@torch.no_grad()
+def test_prompts_decide_the_colours(pair: Pair, name: str) -> None:
+    """A sign of life of the training: a red circle is redder than a blue one."""
+    request = replace(default_request(name), num_inference_steps=8)
+    red = pair.ours.run(request).astype(int)
+    blue = pair.ours.run(replace(request, prompt=request.prompt.replace("red", "blue"))).astype(int)
+    redness = [(frames[..., 0] - frames[..., 2]).max() for frames in (red, blue)]
+    assert redness[0] > redness[1] + 50
