@@ -1,0 +1,20 @@
+"""AllGather-KV: a rank keeps its queries and gathers keys and values in one exchange (Llama 3, arXiv:2407.21783)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engines.parallel.collectives import Axis, all_gather
+from engines.parallel.kernel import Kernel
+
+
+def allgather_kv(kernel: Kernel, axis: Axis) -> Kernel:
+    """``kernel`` of my queries over the keys of all ranks of the axis, in rank order. Any number of heads will do."""
+
+    def gathered(q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor, /) -> tuple[Tensor, Tensor]:
+        all_N2BLHD = all_gather(torch.stack((k_BLHD, v_BLHD)), axis)
+        k_BMHD, v_BMHD = all_N2BLHD.permute(1, 2, 0, 3, 4, 5).flatten(2, 3).unbind(0)
+        return kernel(q_BLHD, k_BMHD, v_BMHD)
+
+    return gathered

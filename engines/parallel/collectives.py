@@ -1,0 +1,77 @@
+"""The collectives that strategies use: functional ops, so that one module runs, compiles, is captured and exports.
+
+Only ``torch.ops._c10d_functional`` is called here (traceable, one op per exchange, the group entering by name). Nothing
+else in ``engines`` talks to ``torch.distributed`` inside a forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+_ops = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Axis:
+    """One axis of a team's mesh, seen from one rank: the ``ranks`` along it (global numbers) and the caller's place.
+
+    ``group`` is the name of their process group; an axis of size 1 has none, and every exchange on it is the identity.
+    """
+
+    ranks: tuple[int, ...]
+    index: int
+    group: str = ""
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+def all_to_all(x: Tensor, axis: Axis) -> Tensor:
+    """Send ``x[j]`` to rank j of the axis; row i of the result came from rank i. ``x`` is contiguous, ``size`` rows."""
+    return x if axis.size == 1 else wait(start_all_to_all(x, axis))
+
+
+def start_all_to_all(x: Tensor, axis: Axis) -> Tensor:
+    """Start ``all_to_all`` on an axis of several ranks; pass the result to ``wait`` before reading it."""
+    assert x.shape[0] == axis.size, (x.shape, axis)
+    ones = [1] * axis.size
+    return cast(Tensor, _ops.all_to_all_single(x, ones, ones, axis.group))
+
+
+def all_gather(x: Tensor, axis: Axis) -> Tensor:
+    """The ``x`` of every rank, stacked in rank order along a new first dim."""
+    if axis.size == 1:
+        return x[None]
+    gathered = wait(_ops.all_gather_into_tensor(x.contiguous()[None], axis.size, axis.group))
+    assert gathered.shape == (axis.size, *x.shape), (gathered.shape, x.shape, axis)
+    return gathered
+
+
+def all_reduce_sum(x: Tensor, axis: Axis) -> Tensor:
+    """The sum of ``x`` over the axis, bitwise the same on every rank."""
+    if axis.size == 1:
+        return x
+    return wait(_ops.all_reduce(x.contiguous(), "sum", axis.group))
+
+
+def start_rotation(x: Tensor, axis: Axis) -> Tensor:
+    """Start sending ``x`` to the next rank of the axis and receiving the previous one's; pass the result to ``wait``.
+
+    An all-to-all in which all but one split is empty: the one form of send/receive that is functional on every backend
+    (NCCL turns it into one grouped send and receive).
+    """
+    send = [0] * axis.size
+    receive = [0] * axis.size
+    send[(axis.index + 1) % axis.size] = x.shape[0]
+    receive[(axis.index - 1) % axis.size] = x.shape[0]
+    return cast(Tensor, _ops.all_to_all_single(x.contiguous(), receive, send, axis.group))
+
+
+def wait(x: Tensor) -> Tensor:
+    """Make the current stream (the caller, on the CPU) wait for an exchange."""
+    return cast(Tensor, _ops.wait_tensor(x))

@@ -1,0 +1,28 @@
+"""Guidance: two branches on two halves of a team (classifier-free guidance, Ho & Salimans 2022, arXiv:2207.12598)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from engines.model import Branch
+from engines.parallel.collectives import Axis, all_gather
+from engines.parallel.shard_plan import ShardPlan
+
+
+def exchange_predictions(mine: Tensor, axis: Axis) -> tuple[Tensor, ...]:
+    """Every branch's prediction, in branch order, given my half's. All have the same shape."""
+    return all_gather(mine, axis).unbind(0)
+
+
+def may_pair(one: Branch, other: Branch, plan: ShardPlan) -> bool:
+    """Whether two branches give predictions of one shape.
+
+    Streams that are cut but never gathered (the text of a joint attention) may differ in length, nothing else.
+    """
+    return _shapes(one, plan) == _shapes(other, plan)
+
+
+def _shapes(branch: Branch, plan: ShardPlan) -> dict[str, tuple[int, ...]]:
+    gathered = {gather.stream for gather in plan.gathers}
+    inner = {shard.key for shard in plan.shards if shard.module == "" and shard.stream not in gathered}
+    return {name: tuple(x.shape) for name, x in branch.inputs.items() if name not in inner}

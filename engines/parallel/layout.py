@@ -1,0 +1,90 @@
+"""Where tokens lie when a sequence is split: equal, padded chunks per stream, so that any length runs at any width."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn import functional
+
+Rows = tuple[tuple[int, int], ...]
+"""Half-open ranges of rows, in order."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenLayout:
+    """``num_chunks`` equal chunks of each stream; the last ones are padded with zeros at the stream's end.
+
+    ``lengths`` are (stream, number of tokens) in the order in which attention concatenates the streams. Chunk r of all
+    streams together ("text_r | image_r") is what context rank r holds.
+    """
+
+    lengths: tuple[tuple[str, int], ...]
+    num_chunks: int
+
+    @classmethod
+    def of(cls, streams: tuple[str, ...], lengths: Mapping[str, int], num_chunks: int) -> TokenLayout:
+        missing = set(streams) - set(lengths)
+        if missing:
+            raise ValueError(f"stream_lengths gave {sorted(lengths)}, but the shard plan names {list(streams)}")
+        return cls(lengths=tuple((name, int(lengths[name])) for name in streams), num_chunks=num_chunks)
+
+    @property
+    def is_even(self) -> bool:
+        return all(length % self.num_chunks == 0 for _, length in self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(length for _, length in self.lengths)
+
+    @property
+    def chunk_length(self) -> int:
+        """Tokens of all streams that one rank holds, padding included."""
+        return sum(self.chunk(stream) for stream, _ in self.lengths)
+
+    def length(self, stream: str) -> int:
+        return dict(self.lengths)[stream]
+
+    def chunk(self, stream: str) -> int:
+        return -(-self.length(stream) // self.num_chunks)
+
+    def valid_rows(self, first: int, num: int) -> Rows | None:
+        """Rows that are no padding in chunks ``first`` to ``first + num - 1``, one after another; None: all of them."""
+        rows: list[tuple[int, int]] = []
+        start = 0
+        for index in range(first, first + num):
+            for stream, length in self.lengths:
+                chunk = self.chunk(stream)
+                valid = min(max(length - index * chunk, 0), chunk)
+                _append(rows, start, start + valid)
+                start += chunk
+        return None if rows == [(0, start)] else tuple(rows)
+
+    def cut(self, x: Tensor, *, dim: int, stream: str, index: int) -> Tensor:
+        """Chunk ``index`` of ``x``, whose dim ``dim`` is the whole stream, padded with zeros."""
+        length, chunk = self.length(stream), self.chunk(stream)
+        if x.shape[dim] != length:
+            raise ValueError(f"dim {dim} of {tuple(x.shape)} should be stream {stream!r} with {length} tokens")
+        start = min(index * chunk, length)
+        stop = min(start + chunk, length)
+        piece = x.narrow(dim, start, stop - start)
+        if stop - start == chunk:
+            return piece.contiguous()
+        after = x.ndim - 1 - (dim % x.ndim)
+        return functional.pad(piece, [0, 0] * after + [0, chunk - (stop - start)])
+
+    def join(self, gathered: Tensor, *, dim: int, stream: str) -> Tensor:
+        """The whole stream from its chunks, stacked along a new first dim; ``dim`` is the token dim of one chunk."""
+        dim = dim % (gathered.ndim - 1)
+        joined = gathered.movedim(0, dim).flatten(dim, dim + 1)
+        return joined.narrow(dim, 0, self.length(stream))
+
+
+def _append(rows: list[tuple[int, int]], start: int, stop: int) -> None:
+    if stop == start:
+        return
+    if rows and rows[-1][1] == start:
+        rows[-1] = (rows[-1][0], stop)
+    else:
+        rows.append((start, stop))

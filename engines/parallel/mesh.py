@@ -1,0 +1,116 @@
+"""Teams: which ranks of a gang may work together on a step, and the process groups between them.
+
+Making a process group is collective over the whole gang, so all of them are made at start, on every rank in the same
+order. A step then only looks its team up.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from engines.parallel.collectives import Axis
+from engines.parallel.spec import AXES, ParallelSpec
+
+_CONTEXT = ("ring", "allgather_kv", "ulysses")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Team:
+    """The ranks of one step as their member ``rank`` sees them: an ``Axis`` per strategy.
+
+    ``context`` runs over all ranks that hold different tokens of the same branch and the same weights, in chunk order.
+    """
+
+    ranks: tuple[int, ...]
+    spec: ParallelSpec
+    guidance: Axis
+    ring: Axis
+    allgather_kv: Axis
+    ulysses: Axis
+    tensor: Axis
+    context: Axis
+
+
+class Teams:
+    """All teams that a gang may form: ``specs`` on every aligned run of ranks (0-1, 2-3, 0-3 in a gang of four)."""
+
+    def __init__(self, *, rank: int, num_ranks: int, specs: Iterable[ParallelSpec]) -> None:
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._groups: dict[tuple[int, ...], str] = {}
+        self._teams: dict[tuple[tuple[int, ...], ParallelSpec], Team] = {}
+        for spec in sorted(set(specs), key=lambda spec: (spec.width, spec.name)):
+            for ranks in aligned_runs(num_ranks, spec.width):
+                self._form(ranks, spec)
+
+    def team(self, ranks: tuple[int, ...], spec: ParallelSpec) -> Team:
+        """The team of ``ranks``, of which the caller is one, for ``spec``. Asks nobody: it was formed at start."""
+        team = self._teams.get((ranks, spec))
+        if team is None:
+            known = ", ".join(f"{ranks} {spec.name}" for ranks, spec in self._teams)
+            raise ValueError(f"rank {self._rank} is in no team {ranks} for {spec.name}; its teams are: {known}")
+        return team
+
+    def all(self) -> tuple[Team, ...]:
+        """The caller's teams, narrow ones first."""
+        return tuple(self._teams.values())
+
+    def _form(self, ranks: tuple[int, ...], spec: ParallelSpec) -> None:
+        for axes in ((axis,) for axis in AXES):
+            self._make_groups(ranks, spec, axes)
+        self._make_groups(ranks, spec, _CONTEXT)
+        if self._rank in ranks:
+            axes_of = {axis: self._axis(ranks, spec, (axis,)) for axis in AXES}
+            context = self._axis(ranks, spec, _CONTEXT)
+            self._teams[ranks, spec] = Team(ranks=ranks, spec=spec, context=context, **axes_of)
+
+    def _make_groups(self, ranks: tuple[int, ...], spec: ParallelSpec, axes: tuple[str, ...]) -> None:
+        for line in lines(ranks, spec, axes):
+            if len(line) > 1 and line not in self._groups:
+                self._groups[line] = new_group(line, self._num_ranks)
+
+    def _axis(self, ranks: tuple[int, ...], spec: ParallelSpec, axes: tuple[str, ...]) -> Axis:
+        line = next(line for line in lines(ranks, spec, axes) if self._rank in line)
+        return Axis(ranks=line, index=line.index(self._rank), group=self._groups.get(line, ""))
+
+
+def aligned_runs(num_ranks: int, width: int) -> list[tuple[int, ...]]:
+    """Consecutive ranks of that number, starting at its multiples."""
+    return [tuple(range(start, start + width)) for start in range(0, num_ranks - width + 1, width)]
+
+
+def gang_widths(num_ranks: int) -> tuple[int, ...]:
+    """Widths at which a gang can run steps: the divisors of its size, so that teams of one width fill it."""
+    return tuple(width for width in range(1, num_ranks + 1) if num_ranks % width == 0)
+
+
+def lines(ranks: tuple[int, ...], spec: ParallelSpec, axes: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
+    """The groups of ranks that differ only in their place on ``axes``, when ``ranks`` fill the mesh in order."""
+    members: dict[tuple[int, ...], list[int]] = {}
+    places = itertools.product(*(range(spec.degree(axis)) for axis in AXES))
+    for rank, place in zip(ranks, places, strict=True):
+        elsewhere = tuple(index for axis, index in zip(AXES, place, strict=True) if axis not in axes)
+        members.setdefault(elsewhere, []).append(rank)
+    return (tuple(line) for line in members.values())
+
+
+def new_group(ranks: tuple[int, ...], num_ranks: int) -> str:
+    """The name of a process group; every rank of the gang must make this call."""
+    if not dist.is_initialized():
+        raise ValueError(f"torch.distributed must be initialised before a team of ranks {ranks} can be formed")
+    if len(ranks) == num_ranks:
+        assert dist.group.WORLD is not None
+        return str(dist.group.WORLD.group_name)
+    group = dist.new_group(list(ranks))
+    return str(group.group_name) if isinstance(group, dist.ProcessGroup) else ""
+
+
+def team_of_one(rank: int = 0) -> Team:
+    """The team in which a rank works alone; needs no process group."""
+    alone = Axis(ranks=(rank,), index=0)
+    axes: Mapping[str, Axis] = dict.fromkeys(AXES, alone)
+    return Team(ranks=(rank,), spec=ParallelSpec(), context=alone, **axes)

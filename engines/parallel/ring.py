@@ -1,0 +1,50 @@
+"""Ring attention: keys and values travel round the ring while attention runs (Liu et al. 2023, arXiv:2310.01889)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engines.parallel.collectives import Axis, start_rotation, wait
+from engines.parallel.kernel import Kernel
+from engines.parallel.layout import Rows
+from engines.parallel.local import crop_keys
+
+
+def ring(kernel: Kernel, axis: Axis, rows: tuple[Rows | None, ...]) -> Kernel:
+    """``kernel`` over the keys of every rank of the axis, one rank's share after the other.
+
+    ``rows[j]`` are the valid rows of rank j's keys (None: all; empty: that turn is passed over). The next share is
+    under way while attention works on the present one; partial results are merged in float32.
+    """
+    turns = tuple(_turn(kernel, rows[(axis.index - turn) % axis.size]) for turn in range(axis.size))
+
+    def travelled(q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor, /) -> tuple[Tensor, Tensor]:
+        merged: tuple[Tensor, Tensor] | None = None
+        here = torch.stack((k_BLHD, v_BLHD))
+        for number, turn in enumerate(turns):
+            last = number == len(turns) - 1
+            coming = here if last else start_rotation(here, axis)
+            if turn is not None:
+                merged = _merge(merged, turn(q_BLHD, here[0], here[1]))
+            here = here if last else wait(coming)
+        assert merged is not None, "every rank's keys are padding"
+        return merged[0].to(q_BLHD.dtype), merged[1]
+
+    return travelled
+
+
+def _turn(kernel: Kernel, rows: Rows | None) -> Kernel | None:
+    return None if rows == () else crop_keys(kernel, rows)
+
+
+def _merge(merged: tuple[Tensor, Tensor] | None, part: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return (part[0].float(), part[1]) if merged is None else merge(*merged, *part)
+
+
+def merge(outA_BLHD: Tensor, lseA_BHL: Tensor, outB_BLHD: Tensor, lseB_BHL: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over two disjoint sets of keys together, from its results over each (arXiv:1805.02867), in float32."""
+    lse_BHL = torch.logaddexp(lseA_BHL, lseB_BHL)
+    shareA_BLH1 = (lseA_BHL - lse_BHL).exp().mT[..., None]
+    shareB_BLH1 = (lseB_BHL - lse_BHL).exp().mT[..., None]
+    return outA_BLHD.float() * shareA_BLH1 + outB_BLHD.float() * shareB_BLH1, lse_BHL

@@ -1,0 +1,132 @@
+"""How one step is divided: a degree per strategy, checked once against the model it is for."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+
+STRATEGIES = ("ulysses", "ring", "allgather_kv", "hybrid", "tensor", "guidance")
+"""Names that a configuration may use, alone or as a product ("guidance2xulysses2"), besides "auto"."""
+
+AXES = ("guidance", "ring", "allgather_kv", "ulysses", "tensor")
+"""Mesh axes from the outermost to the innermost: neighbours on the last axes are neighbours in rank order."""
+
+_FACTOR = re.compile(r"([a-z_]+?)(\d*)")
+_KEEP_FIRST = ("tensor", "ulysses", "allgather_kv", "ring", "guidance")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelSpec:
+    """Degrees of every strategy; their product is the number of ranks that work on a step.
+
+    ``ring`` × ``ulysses`` is what the field calls hybrid or unified sequence parallelism (arXiv:2405.07719).
+    """
+
+    guidance: int = 1
+    ring: int = 1
+    allgather_kv: int = 1
+    ulysses: int = 1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        degrees = {axis: self.degree(axis) for axis in AXES}
+        if min(degrees.values()) < 1:
+            raise ValueError(f"every degree must be at least 1, not {degrees}")
+        if self.guidance > 2:
+            raise ValueError(f"guidance {self.guidance}: a step has at most two branches, so 1 and 2 are allowed")
+        if self.ring > 1 and self.allgather_kv > 1:
+            raise ValueError("ring and allgather_kv both bring the keys together: use one of them")
+
+    @classmethod
+    def of(cls, strategy: str, width: int) -> ParallelSpec:
+        """The division of a step over ``width`` ranks by the strategy of that name.
+
+        In a product such as "guidance2xulysses", a factor without a number takes what the others leave.
+        """
+        if width == 1:
+            return cls()
+        if strategy == "hybrid":
+            return cls(ulysses=width) if width < 4 or width % 2 else cls(ring=2, ulysses=width // 2)
+        degrees = _parse(strategy)
+        known = math.prod(degree for degree in degrees.values() if degree)
+        open_axes = [axis for axis, degree in degrees.items() if not degree]
+        if strategy == "guidance":
+            return cls(guidance=2, ulysses=_share(width, 2, strategy))
+        if len(open_axes) > 1:
+            raise ValueError(f"{strategy!r}: give a number to all factors but one, for instance {strategy}{width}")
+        for axis in open_axes:
+            degrees[axis] = _share(width, known, strategy)
+        spec = cls(**{axis: degree for axis, degree in degrees.items() if degree})
+        return spec if open_axes else spec.narrowed(width)
+
+    @property
+    def width(self) -> int:
+        return math.prod(self.degree(axis) for axis in AXES)
+
+    @property
+    def context(self) -> int:
+        """Over how many ranks the tokens are split."""
+        return self.ring * self.allgather_kv * self.ulysses
+
+    @property
+    def name(self) -> str:
+        factors = [f"{axis}{self.degree(axis)}" for axis in AXES if self.degree(axis) > 1]
+        return "x".join(factors) or "single"
+
+    def degree(self, axis: str) -> int:
+        return int(getattr(self, axis))
+
+    def narrowed(self, width: int) -> ParallelSpec:
+        """The same kinds of division over fewer ranks; tensor and ulysses are kept before ring and guidance."""
+        left, degrees = width, dict.fromkeys(AXES, 1)
+        for axis in _KEEP_FIRST:
+            degrees[axis] = math.gcd(self.degree(axis), left)
+            left //= degrees[axis]
+        if left > 1:
+            raise ValueError(f"{self.name} divides a step over {self.width} ranks; it cannot be spread over {width}")
+        return ParallelSpec(**degrees)
+
+    def without_guidance(self) -> ParallelSpec:
+        """For steps with one branch: the guidance axis goes to the strategy that each half used (ulysses if none)."""
+        axis = next(
+            (axis for axis in ("ulysses", "allgather_kv", "ring", "tensor") if self.degree(axis) > 1), "ulysses"
+        )
+        return replace(self, guidance=1, **{axis: self.degree(axis) * self.guidance})
+
+    def check(self, *, num_heads: int, has_tensor_plan: bool = True) -> None:
+        """Raise ``ValueError``, with the numbers, if a model with ``num_heads`` heads cannot be divided so."""
+        if self.tensor > 1 and not has_tensor_plan:
+            raise ValueError(f"{self.name}: this model's shard plan names no linears, so tensor must be 1")
+        _check_divides("tensor", self.tensor, num_heads, f"{num_heads} heads")
+        heads = num_heads // self.tensor
+        what = (
+            f"{num_heads} heads" if self.tensor == 1 else f"{heads} heads per tensor rank ({num_heads} / {self.tensor})"
+        )
+        _check_divides("ulysses", self.ulysses, heads, what)
+
+
+def _parse(strategy: str) -> dict[str, int]:
+    """Degrees by axis; 0 for a factor without a number."""
+    degrees: dict[str, int] = {}
+    for factor in strategy.split("x"):
+        match = _FACTOR.fullmatch(factor)
+        if match is None or match[1] not in AXES or match[1] in degrees:
+            known = ", ".join(STRATEGIES)
+            raise ValueError(
+                f"unknown strategy {strategy!r}; known: {known}, and products such as 'guidance2xulysses2'"
+            )
+        degrees[match[1]] = int(match[2] or 0)
+    return degrees
+
+
+def _share(width: int, known: int, strategy: str) -> int:
+    if width % known:
+        raise ValueError(f"{strategy!r} needs a multiple of {known} ranks, not {width}")
+    return width // known
+
+
+def _check_divides(axis: str, degree: int, num_heads: int, what: str) -> None:
+    if num_heads % degree:
+        allowed = ", ".join(str(n) for n in range(1, num_heads + 1) if num_heads % n == 0)
+        raise ValueError(f"{axis} {degree} does not fit: {what}, not divisible by {degree}; allowed: {allowed}")

@@ -1,0 +1,26 @@
+"""The attention kernel of a team: strategies wrapped round one another as its spec says."""
+
+from __future__ import annotations
+
+from engines.parallel.allgather_kv import allgather_kv
+from engines.parallel.kernel import Kernel
+from engines.parallel.layout import TokenLayout
+from engines.parallel.local import crop_keys
+from engines.parallel.mesh import Team
+from engines.parallel.ring import ring
+from engines.parallel.ulysses import ulysses
+
+
+def team_kernel(local: Kernel, team: Team, layout: TokenLayout) -> Kernel:
+    """``local`` made to attend over the tokens of the whole team: ulysses(ring(local)), ulysses(allgather_kv(local)).
+
+    Padded keys are dropped by the innermost layer, where it is known which rows they are.
+    """
+    inner = team.ulysses.size
+    if team.ring.size > 1:
+        rows = tuple(layout.valid_rows(turn * inner, inner) for turn in range(team.ring.size))
+        kernel = ring(local, team.ring, rows)
+    else:
+        kernel = crop_keys(local, layout.valid_rows(0, layout.num_chunks))
+        kernel = allgather_kv(kernel, team.allgather_kv) if team.allgather_kv.size > 1 else kernel
+    return ulysses(kernel, team.ulysses) if inner > 1 else kernel

@@ -1,0 +1,120 @@
+"""Tensor parallelism: linears split by column or row over an axis (Shoeybi et al. 2019, arXiv:1909.08053)."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from engines.parallel.collectives import Axis, all_reduce_sum
+from engines.parallel.shard_plan import ColumnLinear, FullWidthNorm, RowLinear, ShardPlan
+
+
+def split_weights(module: nn.Module, plan: ShardPlan, axis: Axis) -> nn.Module:
+    """A copy of ``module`` in which the plan's linears hold this rank's share; all other tensors are shared with it.
+
+    Raises ``ValueError`` if a layer's features are no multiple of the axis' size.
+    """
+    tensors = [*module.parameters(), *module.buffers()]
+    twin = copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
+    for rule in plan.linears:
+        for name in matching(twin, rule.pattern):
+            twin.set_submodule(name, _split(name, twin.get_submodule(name), rule, axis))
+    return twin
+
+
+def matching(module: nn.Module, pattern: str) -> list[str]:
+    """Names of submodules that fit, ``*`` standing for a block number. ``ValueError`` if there is none."""
+    regex = re.compile(r"\d+".join(re.escape(part) for part in pattern.split("*")))
+    names = [name for name, _ in module.named_modules() if regex.fullmatch(name)]
+    if not names:
+        raise ValueError(f"the shard plan's pattern {pattern!r} fits no submodule of {type(module).__name__}")
+    return names
+
+
+class RowSplitLinear(nn.Module):
+    """A linear whose ranks hold different input features: partial products are summed, then the bias is added once."""
+
+    def __init__(self, partial: nn.Linear, bias: nn.Parameter | None, axis: Axis) -> None:
+        super().__init__()
+        self.partial = partial
+        self.bias = bias
+        self._axis = axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = all_reduce_sum(self.partial(x), self._axis)
+        return total if self.bias is None else total + self.bias
+
+
+class SplitRMSNorm(nn.Module):
+    """An RMS norm over features that are spread over the axis."""
+
+    def __init__(self, weight: Tensor | None, eps: float, axis: Axis) -> None:
+        super().__init__()
+        self.weight = None if weight is None else nn.Parameter(weight, requires_grad=False)
+        self._eps = eps
+        self._axis = axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        total = all_reduce_sum(wide.square().sum(-1, keepdim=True), self._axis)
+        normed = wide * torch.rsqrt(total / (x.shape[-1] * self._axis.size) + self._eps)
+        return (normed if self.weight is None else normed * self.weight).to(x.dtype)
+
+
+def _split(name: str, layer: nn.Module, rule: ColumnLinear | RowLinear | FullWidthNorm, axis: Axis) -> nn.Module:
+    try:
+        match rule:
+            case ColumnLinear():
+                return split_columns(cast(nn.Linear, layer), axis)
+            case RowLinear():
+                return split_rows(cast(nn.Linear, layer), rule.segments, axis)
+            case FullWidthNorm():
+                return split_norm(cast(nn.RMSNorm, layer), axis)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def split_columns(layer: nn.Linear, axis: Axis) -> nn.Linear:
+    """The share of the output features: views of the weight and bias, no memory of their own."""
+    share = _share(layer.out_features, axis)
+    bias = None if layer.bias is None else layer.bias[share]
+    return _linear(layer.weight[share], bias)
+
+
+def split_rows(layer: nn.Linear, segments: tuple[int, ...], axis: Axis) -> RowSplitLinear:
+    """The share of each segment of the input features, one after another."""
+    unit, rest = divmod(layer.in_features, sum(segments))
+    if rest:
+        raise ValueError(f"{layer.in_features} input features do not divide into segments {segments}")
+    pieces, start = [], 0
+    for segment in segments:
+        share = _share(segment * unit, axis)
+        pieces.append(layer.weight[:, start + share.start : start + share.stop])
+        start += segment * unit
+    return RowSplitLinear(_linear(torch.cat(pieces, dim=1), None), layer.bias, axis)
+
+
+def split_norm(layer: nn.RMSNorm, axis: Axis) -> SplitRMSNorm:
+    (features,) = layer.normalized_shape
+    weight = None if layer.weight is None else layer.weight.detach()[_share(features, axis)]
+    eps = torch.finfo(torch.float32).eps if layer.eps is None else layer.eps
+    return SplitRMSNorm(weight, eps, axis)
+
+
+def _share(features: int, axis: Axis) -> slice:
+    if features % axis.size:
+        raise ValueError(f"{features} features cannot be split over {axis.size} ranks of the tensor axis")
+    size = features // axis.size
+    return slice(axis.index * size, (axis.index + 1) * size)
+
+
+def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.detach(), requires_grad=False)
+    return linear

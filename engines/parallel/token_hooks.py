@@ -1,0 +1,79 @@
+"""Cut and gather tokens at the submodules that a shard plan names, from outside: the module itself stays as it is.
+
+The hooks sit on modules, not inside their ``forward``, so a compiled or captured ``forward`` never sees which rank it
+is on.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from engines.parallel.collectives import Axis, all_gather
+from engines.parallel.layout import TokenLayout
+from engines.parallel.shard_plan import ShardPlan, TokenGather, TokenShard
+
+
+class TokenHooks:
+    """Hooks on one module. They do nothing until ``over`` says which layout and axis a forward is for."""
+
+    def __init__(self, module: nn.Module, plan: ShardPlan) -> None:
+        self._layout: TokenLayout | None = None
+        self._axis: Axis | None = None
+        self._handles: list[RemovableHandle] = []
+        for shard in plan.shards:
+            self._register_shard(module.get_submodule(shard.module), shard)
+        for gather in plan.gathers:
+            self._register_gather(module.get_submodule(gather.module), gather)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    @contextmanager
+    def over(self, layout: TokenLayout, axis: Axis) -> Iterator[None]:
+        """Split forwards in this context over ``axis``."""
+        assert layout.num_chunks == axis.size, (layout, axis)
+        self._layout, self._axis = layout, axis
+        try:
+            yield
+        finally:
+            self._layout = self._axis = None
+
+    def _cut(self, x: Tensor, shard: TokenShard) -> Tensor:
+        if self._layout is None or self._axis is None or self._axis.size == 1:
+            return x
+        return self._layout.cut(x, dim=shard.dim, stream=shard.stream, index=self._axis.index)
+
+    def _register_shard(self, target: nn.Module, shard: TokenShard) -> None:
+        if shard.where == "output":
+
+            def cut_output(_module: nn.Module, _args: Any, output: Any) -> Any:
+                if isinstance(output, Tensor):
+                    return self._cut(output, shard)
+                return type(output)(self._cut(x, shard) if i == shard.key else x for i, x in enumerate(output))
+
+            self._handles.append(target.register_forward_hook(cut_output))
+            return
+        position = list(inspect.signature(target.forward).parameters).index(str(shard.key))
+
+        def cut_input(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if shard.key in kwargs:
+                value = kwargs[str(shard.key)]
+                return args, {**kwargs, str(shard.key): value if value is None else self._cut(value, shard)}
+            return tuple(self._cut(x, shard) if i == position else x for i, x in enumerate(args)), kwargs
+
+        self._handles.append(target.register_forward_pre_hook(cut_input, with_kwargs=True))
+
+    def _register_gather(self, target: nn.Module, gather: TokenGather) -> None:
+        def join_output(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+            if self._layout is None or self._axis is None or self._axis.size == 1:
+                return output
+            return self._layout.join(all_gather(output, self._axis), dim=gather.dim, stream=gather.stream)
+
+        self._handles.append(target.register_forward_hook(join_output))

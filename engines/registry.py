@@ -1,0 +1,35 @@
+"""Engines by name, imported when they are asked for."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Literal, cast
+
+from engines.engine import Engine
+from engines.model import DenoiserModel
+
+if TYPE_CHECKING:
+    from engines.gang.config import RankContext
+
+EngineName = Literal["torch", "tensorrt", "auto"]
+
+ENGINES = {
+    "torch": "engines.torch_engine.load:load_torch_engine",
+    "tensorrt": "engines.tensorrt_engine.load:load_tensorrt_engine",
+    "auto": "engines.torch_engine.load:load_torch_engine",
+}
+"""Engine to the function that makes one: ``(model, context, *, strategy, precision) -> Engine``."""
+
+
+def load_engine(
+    name: EngineName, model: DenoiserModel, context: RankContext, *, strategy: str = "auto", precision: str = "auto"
+) -> Engine:
+    """The engine of that name, compared with width 1 on every team. All ranks of a gang make the call together.
+
+    Raises ``ValueError`` for an unknown name and for options that the engine or the model does not allow.
+    """
+    if name not in ENGINES:
+        raise ValueError(f"unknown engine {name!r}; known: {', '.join(ENGINES)}")
+    module, _, function = ENGINES[name].partition(":")
+    load = getattr(import_module(module), function)
+    return cast(Engine, load(model, context, strategy=strategy, precision=precision))

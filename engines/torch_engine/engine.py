@@ -1,0 +1,58 @@
+"""The engine that runs a family's PyTorch module on one rank or any team of a gang."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engines.model import Branch, DenoiserModel
+from engines.parallel.guidance import exchange_predictions, may_pair
+from engines.parallel.mesh import Team, Teams
+from engines.parallel.sharded import ShardedModel
+from engines.torch_engine.compiler import compile_blocks
+from engines.torch_engine.config import TorchEngineConfig
+
+
+class TorchEngine:
+    """An ``Engine``, made on every rank at the same time, after ``torch.distributed`` is initialised (alone: without).
+
+    Raises ``ValueError`` if the model cannot be divided over the gang as ``config`` says.
+    """
+
+    def __init__(self, model: DenoiserModel, *, config: TorchEngineConfig | None = None) -> None:
+        rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        device = next(next(iter(model.modules.values())).parameters()).device
+        self.config = (config or TorchEngineConfig()).resolve(model, num_ranks=num_ranks, device=device)
+        self.teams = Teams(rank=rank, num_ranks=num_ranks, specs=self.config.all_specs())
+        self._model = model
+        self._sharded = ShardedModel(model, on_new_module=compile_blocks if self.config.compile_blocks else None)
+
+    @torch.no_grad()
+    def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """See ``Engine.predict``. Two neighbouring branches of equal shape may run at the same time (guidance)."""
+        predictions: list[Tensor] = []
+        while len(predictions) < len(branches):
+            predictions.extend(self._next(branches[len(predictions) :], ranks))
+        return tuple(predictions)
+
+    def close(self) -> None:
+        """Let go of modules and compiled code. Process groups go with the communicator."""
+        self._sharded.close()
+
+    def team(self, ranks: tuple[int, ...], num_branches: int = 1) -> Team:
+        """How ``ranks`` divide one branch, or two at once."""
+        return self.teams.team(ranks, self.config.spec(len(ranks), num_branches))
+
+    def checked_teams(self) -> tuple[Team, ...]:
+        """The caller's teams of more than one rank as they divide two branches, narrow ones first."""
+        teams = {team.ranks: team for team in self.teams.all() if len(team.ranks) > 1}
+        return tuple(self.team(ranks, 2) for ranks in teams)
+
+    def _next(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """Predictions of the first one or two of ``branches``."""
+        pair = self.team(ranks, 2)
+        if pair.guidance.size == 2 and len(branches) > 1 and may_pair(branches[0], branches[1], self._model.plan):
+            mine = self._sharded.forward(branches[pair.guidance.index], pair)
+            return exchange_predictions(mine, pair.guidance)
+        return (self._sharded.forward(branches[0], self.team(ranks)),)

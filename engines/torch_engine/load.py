@@ -1,0 +1,23 @@
+"""The PyTorch engine for a rank of a gang."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from engines.model import DenoiserModel
+from engines.parallel.self_check import self_check
+from engines.torch_engine.config import TorchEngineConfig
+from engines.torch_engine.engine import TorchEngine
+
+if TYPE_CHECKING:
+    from engines.gang.config import RankContext
+
+
+def load_torch_engine(
+    model: DenoiserModel, context: RankContext, *, strategy: str = "auto", precision: str = "auto"
+) -> TorchEngine:
+    """Made and self-checked. Every rank of the gang makes this call at the same time."""
+    engine = TorchEngine(model, config=TorchEngineConfig(strategy=strategy, precision=precision))
+    teams = ((team.ranks, team.spec.name) for team in engine.checked_teams())
+    self_check(engine, model.probe(), rank=context.rank, teams=teams)
+    return engine

@@ -1,0 +1,98 @@
+"""Every strategy gives the unsharded module's answer, on real Gloo ranks; with its exchange broken it does not."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import nullcontext
+from functools import cache
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from engines.parallel.self_check import relative_difference
+from engines.torch_engine.config import TorchEngineConfig
+from engines.torch_engine.engine import TorchEngine
+from tests.engines.parallel import models
+from tests.engines.parallel.gloo import gang
+
+BOUND = 1e-5
+STRATEGIES = ["ulysses", "ring", "allgather_kv", "tensor", "guidance"]
+CASES = [
+    *((strategy, width) for strategy, width in itertools.product(STRATEGIES, (2, 4))),
+    ("hybrid", 4),
+    ("guidance2xulysses2", 4),
+    ("guidance2xring2", 4),
+    ("guidance2xtensor2", 4),
+    ("ulysses2xtensor2", 4),
+    ("ring2xtensor2", 4),
+    ("allgather_kv2xulysses2", 4),
+]
+
+
+@pytest.mark.parametrize("length", ["even", "uneven"])
+@pytest.mark.parametrize("family", ["flux", "wan"])
+@pytest.mark.parametrize(("strategy", "width"), CASES)
+def test_equals_unsharded_module(strategy: str, width: int, family: str, length: str) -> None:
+    answers = gang(4).run(predict, strategy, width, family, length, None)[:width]
+    errors = [relative_difference(x, y) for x, y in zip(answers[0], reference(family, length), strict=True)]
+    assert max(errors) <= BOUND
+    for answer in answers[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(answer, answers[0], strict=True)), "ranks differ"
+
+
+EXCHANGES = {
+    "ulysses.all_to_all": lambda x, axis: x,
+    "ring.start_rotation": lambda x, axis: x.clone(),
+    "allgather_kv.all_gather": lambda x, axis: torch.stack([x] * axis.size),
+    "tensor.all_reduce_sum": lambda x, axis: x,
+    "guidance.all_gather": lambda x, axis: torch.stack([x] * axis.size),
+    "token_hooks.all_gather": lambda x, axis: torch.stack([x] * axis.size),
+}
+"""Each exchange, by where it is called, made a silent no-op of the right shape: ranks keep what they had."""
+
+BROKEN = [
+    ("ulysses", "ulysses.all_to_all"),
+    ("ulysses", "token_hooks.all_gather"),
+    ("ring", "ring.start_rotation"),
+    ("allgather_kv", "allgather_kv.all_gather"),
+    ("tensor", "tensor.all_reduce_sum"),
+    ("guidance", "guidance.all_gather"),
+    ("guidance", "ulysses.all_to_all"),
+    ("hybrid", "ulysses.all_to_all"),
+    ("hybrid", "ring.start_rotation"),
+    ("ulysses2xtensor2", "ulysses.all_to_all"),
+    ("ulysses2xtensor2", "tensor.all_reduce_sum"),
+]
+
+
+@pytest.mark.parametrize("family", ["flux", "wan"])
+@pytest.mark.parametrize(("strategy", "exchange"), BROKEN)
+def test_control_with_an_exchange_left_out_fails(strategy: str, exchange: str, family: str) -> None:
+    answers = gang(4).run(predict, strategy, 4, family, "uneven", exchange)
+    errors = [relative_difference(x, y) for x, y in zip(answers[0], reference(family, "uneven"), strict=True)]
+    assert max(errors) > 1000 * BOUND
+
+
+@cache
+def reference(family: str, length: str) -> tuple[Tensor, ...]:
+    """Diffusers' own module with its own attention, in this process, in float32."""
+    module = models.transformer(family)
+    with torch.no_grad():
+        every = (branch.inputs for branch in models.branches(family, length, num=2))
+        return tuple(module(**inputs, return_dict=False)[0] for inputs in every)
+
+
+def predict(strategy: str, width: int, family: str, length: str, broken: str | None) -> tuple[Tensor, ...]:
+    rank = torch.distributed.get_rank()
+    engine = engine_for(strategy, family)
+    first = rank // width * width
+    broken_call = patch(f"engines.parallel.{broken}", EXCHANGES[broken]) if broken else nullcontext()
+    with broken_call:
+        return engine.predict(models.branches(family, length, num=2), tuple(range(first, first + width)))
+
+
+@cache
+def engine_for(strategy: str, family: str) -> TorchEngine:
+    return TorchEngine(models.model(family), config=TorchEngineConfig(strategy=strategy))
