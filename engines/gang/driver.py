@@ -83,7 +83,7 @@ class Driver:
 
     def break_gang(self, error: GangBrokenError) -> None:
         if self.broken is None:
-            logger.error("gang is broken: %s", error.reason, extra={"model": self._config.model})
+            logger.error("gang is broken: %s", error.reason, extra={"model": self._config.model}, exc_info=error)
             self._metrics.gang_broke(error.cause)
             self.stop(error)
             kill_ranks(self._ranks)
@@ -196,9 +196,10 @@ class Driver:
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("task %s ends", task.get_coro(), exc_info=error)
-            known = error if isinstance(error, GangBrokenError) else None
-            self.break_gang(known or GangBrokenError(f"the scheduler failed: {error!r}"))
+            if not isinstance(error, GangBrokenError):
+                logger.error("the scheduler failed", exc_info=error)
+                error = GangBrokenError(f"the scheduler failed: {error!r}")
+            self.break_gang(error)
 
 
 def agreed_failure(job_id: str, reports: Sequence[StepReport]) -> JobFailure | None:

@@ -65,8 +65,7 @@ class StepRunner:
         if work is not None:
             self._step(work)
         emitted = tuple(self._emit(job_step) for job_step in plan.emits_of(self._context.rank))
-        if work is not None:
-            self._forget_finished(work)
+        self._forget_finished(plan)
         step_ms = (time.perf_counter() - started_s) * 1e3
         return self._report(plan, step_ms), emitted
 
@@ -132,8 +131,9 @@ class StepRunner:
             self._fail(held, error, shared=False)
             return None
 
-    def _forget_finished(self, work: Work) -> None:
-        for job_step in work.job_steps:
+    def _forget_finished(self, plan: StepPlan) -> None:
+        """Also on ranks outside of the job's team, which were given it too."""
+        for job_step in (job_step for work in plan.works for job_step in work.emits):
             if job_step.emit == "final":
                 held = self._held.pop(job_step.job_id)
                 logger.info("job ends", extra=self._log_fields(held.job) | {"failed": held.failed})

@@ -47,19 +47,27 @@ class Watchdog:
         keys = dict(self._warmth_keys(flight.plan, jobs))
         self.is_cold = not all(keys.values())
         deadline_s = self._config.start_deadline_s if self.is_cold else self._config.step_deadline_s
-        answers = [asyncio.ensure_future(answer_of(rank, ref)) for rank, ref in enumerate(flight.reports)]
-        _, late = await asyncio.wait(answers, timeout=deadline_s, return_when=asyncio.FIRST_EXCEPTION)
-        for error in _errors(answers):
-            raise await self._explain(error)
-        if late:
-            raise GangBrokenError(_describe_late(answers, flight.plan, deadline_s), "deadline")
+        reports = await self._answers(flight, deadline_s)
         self._warm.update(keys)
         self.is_cold = False
-        return [answer.result() for answer in answers]
+        return reports
 
     def close(self) -> None:
         for watch in self._watches:
             watch.cancel()
+
+    async def _answers(self, flight: Flight, deadline_s: float) -> list[StepReport]:
+        answers = [asyncio.ensure_future(answer_of(rank, ref)) for rank, ref in enumerate(flight.reports)]
+        try:
+            _, late = await asyncio.wait(answers, timeout=deadline_s, return_when=asyncio.FIRST_EXCEPTION)
+            for error in _errors(answers):
+                raise await self._explain(error)
+            if late:
+                raise GangBrokenError(_describe_late(answers, flight.plan, deadline_s), "deadline")
+            return [answer.result() for answer in answers]
+        finally:
+            for answer in answers:
+                answer.cancel()
 
     def _warmth_keys(self, plan: StepPlan, jobs: Mapping[str, Job]) -> Iterable[tuple[Hashable, bool]]:
         """What each work of the plan warms up, and whether it is warm by now."""

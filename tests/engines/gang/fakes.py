@@ -23,7 +23,10 @@ Fault = Literal["exit", "hang", "error", "value_error"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FakeRequest:
-    """``fault`` strikes in the engine at ``fault_step``, on ``fault_rank`` or on all ranks."""
+    """``fault`` strikes in the engine at ``fault_step``, on ``fault_rank`` or on all ranks.
+
+    Every rank appends a line with its pid to the file ``trace`` for each step that it has done.
+    """
 
     seed: int
     num_steps: int
@@ -31,6 +34,7 @@ class FakeRequest:
     fault: Fault | None = None
     fault_step: int = 1
     fault_rank: int | None = None
+    trace: str | None = None
     bad_begin: bool = False
     bad_preview: bool = False
 
@@ -66,6 +70,9 @@ class FakeSampler:
         return (Branch(inputs={"x_L": state.x_L, "conditioning_L": state.conditioning_L}, module=module),)
 
     def advance(self, state: FakeState, predictions: tuple[Tensor, ...]) -> FakeState:
+        if state.request.trace:
+            with open(state.request.trace, "a") as trace:
+                trace.write(f"{os.getpid()}\n")
         return replace(state, x_L=state.x_L - 0.1 * predictions[0], step=state.step + 1)
 
     def latents(self, state: FakeState) -> Tensor:

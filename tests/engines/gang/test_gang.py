@@ -1,44 +1,50 @@
-"""A gang of two real ranks over Gloo."""
+"""A gang of two real ranks over Gloo: jobs, failures of jobs, and cancellation."""
 
 from __future__ import annotations
 
 import asyncio
+import random
+from collections import Counter
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
+import ray
 import torch
-from ray.util.placement_group import placement_group, remove_placement_group
 
 from engines.gang.config import GangConfig
 from engines.gang.errors import QueueFullError
 from engines.gang.gang import Gang
-from engines.gang.job import Job, JobDone, JobEvent, PreviewReady, StepDone
-from engines.gang.placement import gang_bundles, gang_strategy
-from tests.engines.gang.fakes import FakeRequest, build_fake, fake_job, reference_latents
+from engines.gang.job import Job, JobDone, PreviewReady, StepDone
+from tests.engines.gang.fakes import CONDITIONING_L, FakeRequest, fake_job, reference_latents
+from tests.engines.gang.helpers import eventually, gang_of, latents, run
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-CONFIG = GangConfig(num_ranks=2, cpus_per_rank=0.1, max_running_jobs=4, max_waiting_jobs=60, step_deadline_s=10.0)
+CONFIG = GangConfig(num_ranks=2, cpus_per_rank=0.1, max_running_jobs=4, max_waiting_jobs=60, step_deadline_s=20.0)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def gang(ray_cluster: None) -> AsyncIterator[Gang]:
-    group = placement_group(gang_bundles(CONFIG, replica_cpus=0.1), strategy=gang_strategy(CONFIG))
-    gang = await Gang.start(CONFIG, build_fake, placement_group=group)
-    yield gang
-    await gang.close()
-    remove_placement_group(group)
+    async with gang_of(CONFIG) as gang:
+        yield gang
+        assert gang.broken is None
 
 
-async def run(gang: Gang, job: Job) -> list[JobEvent]:
-    return [event async for event in gang.submit(job)]
+def assert_equal(left: torch.Tensor, right: torch.Tensor) -> None:
+    torch.testing.assert_close(left, right, rtol=0, atol=0)
 
 
-async def latents(gang: Gang, job: Job) -> torch.Tensor:
-    done = (await run(gang, job))[-1]
-    assert isinstance(done, JobDone)
-    return await done.latents
+async def assert_unharmed(gang: Gang, job_id: str) -> None:
+    """The next job equals its reference, and the ranks hold nothing when it is done."""
+    request = FakeRequest(seed=7, num_steps=4)
+    assert_equal(await latents(gang, fake_job(job_id, request)), reference_latents(request))
+    await eventually(lambda: held_jobs(gang) == [(), ()])
+
+
+def held_jobs(gang: Gang) -> list[tuple[str, ...]]:
+    return ray.get([rank.held_jobs.remote() for rank in gang._ranks])
 
 
 async def test_a_job_gives_its_steps_previews_and_latents(gang: Gang):
@@ -48,17 +54,184 @@ async def test_a_job_gives_its_steps_previews_and_latents(gang: Gang):
     assert {(e.num_steps, e.width) for e in events if isinstance(e, StepDone)} == {(5, 2)}
     (preview,) = [e for e in events if isinstance(e, PreviewReady)]
     assert preview.step == 2
-    torch.testing.assert_close(
-        await preview.latents, reference_latents(FakeRequest(seed=1, num_steps=2)), rtol=0, atol=0
-    )
+    assert_equal(await preview.latents, reference_latents(FakeRequest(seed=1, num_steps=2)))
     assert isinstance(done, JobDone)
-    torch.testing.assert_close(await done.latents, reference_latents(request), rtol=0, atol=0)
+    assert_equal(await done.latents, reference_latents(request))
 
 
-async def test_queue_full(gang: Gang):
+async def test_times_are_told_apart(gang: Gang):
+    slow = FakeRequest(seed=1, num_steps=10, step_s=0.05)
+    first = asyncio.ensure_future(run(gang, fake_job("first", slow)))
+    done = (await run(gang, fake_job("alone", slow)))[-1]
+    await first
+    assert isinstance(done, JobDone)
+    assert done.denoise_s > 15 * 0.05, "the two jobs took turns"
+    assert 0 < done.queue_s < 4 * 0.05
+
+
+async def test_jobs_take_turns_and_each_gets_its_own_progress(gang: Gang):
+    order: list[str] = []
+
+    async def follow(name: str, num_steps: int) -> torch.Tensor:
+        async for event in gang.submit(fake_job(name, FakeRequest(seed=len(name), num_steps=num_steps, step_s=0.01))):
+            order.append(name)
+            last = event
+        assert isinstance(last, JobDone)
+        return await last.latents
+
+    results = await asyncio.gather(follow("long", 30), follow("short", 5), follow("other", 5))
+    assert_equal(results[0], reference_latents(FakeRequest(seed=4, num_steps=30)))
+    assert Counter(order) == {"long": 31, "short": 6, "other": 6}
+    assert order[:17].count("long") <= 7, "the long job does not hold up the short ones"
+
+
+async def test_conditioning_by_reference_is_awaited_on_the_ranks(gang: Gang):
+    @ray.remote(num_cpus=0.1)
+    def encode() -> torch.Tensor:
+        import time
+
+        time.sleep(1.0)
+        return CONDITIONING_L
+
+    request = FakeRequest(seed=3, num_steps=2)
+    pending = asyncio.ensure_future(latents(gang, fake_job("pending", request, conditioning=encode.remote())))
+    await assert_unharmed_meanwhile(gang, pending)
+    assert_equal(await pending, reference_latents(request))
+
+
+async def assert_unharmed_meanwhile(gang: Gang, pending: asyncio.Future[torch.Tensor]) -> None:
+    request = FakeRequest(seed=5, num_steps=3)
+    assert_equal(await latents(gang, fake_job("meanwhile", request)), reference_latents(request))
+    assert not pending.done(), "a job whose conditioning is not there yet does not stop the others"
+
+
+async def test_a_failed_conditioning_fails_the_job_with_its_error(gang: Gang):
+    @ray.remote(num_cpus=0.1)
+    def encode() -> torch.Tensor:
+        raise ValueError("no such language")
+
+    with pytest.raises(ValueError, match="no such language"):
+        await run(gang, fake_job("unencoded", FakeRequest(seed=1, num_steps=2), conditioning=encode.remote()))
+    await assert_unharmed(gang, "after unencoded")
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ({"bad_begin": True}, "this request has no beginning"),
+        ({"fault": "value_error", "fault_step": 3}, "the engine cannot take this shape"),
+        ({"bad_preview": True}, "this request has no preview"),
+    ],
+)
+async def test_a_job_that_fails_in_its_maths_fails_alone(gang: Gang, fault: dict[str, object], message: str):
+    bad = fake_job(f"bad {message}", FakeRequest(seed=1, num_steps=6, **fault), preview_steps=frozenset({2}))  # type: ignore[arg-type]
+    good = FakeRequest(seed=2, num_steps=6)
+    beside = asyncio.ensure_future(latents(gang, fake_job(f"beside {message}", good)))
+    with pytest.raises(ValueError, match=message):
+        await run(gang, bad)
+    assert_equal(await beside, reference_latents(good))
+    await assert_unharmed(gang, f"after {message}")
+
+
+async def test_a_schedule_of_another_length_than_promised_is_an_error(gang: Gang):
+    with pytest.raises(ValueError, match="the job says 3 steps and its schedule has 2"):
+        await run(gang, fake_job("long", FakeRequest(seed=1, num_steps=2), num_steps=3))
+
+
+async def test_bad_jobs_never_reach_a_rank(gang: Gang):
+    with pytest.raises(ValueError, match=r"width 3 does not tile a gang of 2 ranks: use \(1, 2\)"):
+        await run(gang, fake_job("three", FakeRequest(seed=1, num_steps=2), width=3))
+    with pytest.raises(ValueError, match="at least 1 step"):
+        await run(gang, fake_job("none", FakeRequest(seed=1, num_steps=0)))
+    stream = gang.submit(fake_job("twice", FakeRequest(seed=1, num_steps=50)))
+    await anext(stream)
+    with pytest.raises(ValueError, match="job id 'twice' is in use"):
+        await run(gang, fake_job("twice", FakeRequest(seed=1, num_steps=2)))
+    await stream.aclose()
+
+
+async def test_a_full_queue_turns_jobs_away(gang: Gang):
     jobs = [asyncio.ensure_future(run(gang, fake_job(f"full{i}", FakeRequest(seed=i, num_steps=3)))) for i in range(64)]
     await asyncio.sleep(0)
     with pytest.raises(QueueFullError) as caught:
         await run(gang, fake_job("too many", FakeRequest(seed=0, num_steps=1)))
     assert caught.value.num_waiting == 60
+    assert caught.value.retry_after_s >= 1
     await asyncio.gather(*jobs)
+
+
+@pytest.mark.parametrize("way", ["aclose", "cancel"])
+async def test_a_cancelled_job_stops_on_all_ranks_within_two_steps(gang: Gang, tmp_path: Path, way: str):
+    trace = tmp_path / "trace"
+    request = FakeRequest(seed=1, num_steps=1000, step_s=0.03, trace=str(trace))
+    reached = asyncio.Event()
+
+    async def follow() -> None:
+        stream = gang.submit(fake_job(f"cancelled by {way}", request))
+        async for event in stream:
+            if isinstance(event, StepDone) and event.step == 5:
+                reached.set()
+                if way == "aclose":
+                    await stream.aclose()
+                    return
+
+    task = asyncio.ensure_future(follow())
+    await reached.wait()
+    task.cancel()
+    await asyncio.wait([task])
+    await assert_unharmed(gang, f"after {way}")
+    num_steps = Counter(trace.read_text().split())
+    assert set(num_steps) == {str(info.pid) for info in gang.infos}
+    assert len(set(num_steps.values())) == 1, "all ranks stopped at the same step"
+    assert 5 <= max(num_steps.values()) <= 7
+
+
+async def test_half_of_sixty_jobs_dropped_at_random_moments(gang: Gang):
+    rng = random.Random(0)
+    requests = [FakeRequest(seed=i, num_steps=rng.randint(3, 12)) for i in range(60)]
+
+    async def keep(i: int) -> None:
+        await asyncio.sleep(rng.random())
+        job = fake_job(f"kept{i}", requests[i], width=rng.choice([None, 1, 2]))
+        assert_equal(await latents(gang, job), reference_latents(requests[i]))
+
+    async def abandon(i: int) -> None:
+        await asyncio.sleep(rng.random())
+        task = asyncio.ensure_future(run(gang, fake_job(f"dropped{i}", requests[i])))
+        await asyncio.sleep(rng.random())
+        task.cancel()
+        await asyncio.wait([task])
+
+    await asyncio.gather(*(keep(i) if i % 2 else abandon(i) for i in range(60)))
+    await assert_unharmed(gang, "after the storm")
+
+
+async def test_health_is_checked_while_a_step_runs(gang: Gang):
+    stream = gang.submit(fake_job("slow", FakeRequest(seed=1, num_steps=5, step_s=0.5)))
+    await anext(stream)
+    await asyncio.wait_for(gang.check_health(), timeout=0.4)
+    await stream.aclose()
+
+
+async def test_jobs_at_width_1_run_side_by_side(gang: Gang, tmp_path: Path):
+    requests = [FakeRequest(seed=i, num_steps=10, trace=str(tmp_path / str(i))) for i in range(2)]
+    jobs = [fake_job(f"narrow{i}", request, width=1) for i, request in enumerate(requests)]
+    for request, result in zip(requests, await asyncio.gather(*(latents(gang, job) for job in jobs)), strict=True):
+        assert_equal(result, reference_latents(request))
+    pids = [set((tmp_path / str(i)).read_text().split()) for i in range(2)]
+    assert [len(p) for p in pids] == [1, 1]
+    assert pids[0] != pids[1]
+
+
+async def test_a_gang_of_four_at_every_width(ray_cluster: None):
+    config = GangConfig(num_ranks=4, cpus_per_rank=0.1, max_running_jobs=6, step_deadline_s=20.0)
+    widths = [4, 2, 2, 1, 1, None]
+    requests = [FakeRequest(seed=i, num_steps=5 + i) for i in range(len(widths))]
+
+    def job(i: int) -> Job:
+        return fake_job(str(i), requests[i], width=widths[i])
+
+    async with gang_of(config) as four:
+        results = await asyncio.gather(*(latents(four, job(i)) for i in range(len(widths))))
+    for request, result in zip(requests, results, strict=True):
+        assert_equal(result, reference_latents(request))

@@ -1,0 +1,123 @@
+"""A gang in a Serve replica's placement group: what Serve cancels, replaces and cleans up."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+import torch
+from ray import serve
+from ray.serve.config import ProxyLocation
+from ray.serve.handle import DeploymentHandle
+
+from engines.gang.errors import GangBrokenError
+from engines.gang.job import Job, JobDone, StepDone
+from tests.engines.gang.fakes import FakeRequest, fake_job, reference_latents
+from tests.engines.gang.helpers import alive, eventually, num_placement_groups
+from tests.engines.gang.serve_app import gang_app
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture(scope="module")
+def handle(ray_cluster: None) -> Iterator[DeploymentHandle[Any]]:
+    num_before = num_placement_groups()
+    serve.start(proxy_location=ProxyLocation.Disabled)
+    handle = serve.run(gang_app(), name="gang", route_prefix=None)
+    pids = handle.pids.remote().result()
+    yield handle
+    serve.delete("gang")
+    asyncio.run(eventually(lambda: not alive(pids)))
+    asyncio.run(eventually(lambda: num_placement_groups() == num_before))
+    serve.shutdown()
+
+
+async def latents(handle: DeploymentHandle[Any], job: Job) -> torch.Tensor:
+    async for event in handle.options(stream=True).denoise.remote(job):
+        last = event
+    assert isinstance(last, JobDone)
+    return await last.latents
+
+
+async def assert_serves(handle: DeploymentHandle[Any], job_id: str) -> None:
+    request = FakeRequest(seed=7, num_steps=4)
+    assert (await latents(handle, fake_job(job_id, request))).equal(reference_latents(request))
+
+
+async def assert_serves_again(handle: DeploymentHandle[Any], job_id: str, within_s: float) -> float:
+    """Seconds until a job succeeds."""
+    started_s = time.monotonic()
+    while True:
+        try:
+            await assert_serves(handle, job_id)
+            return time.monotonic() - started_s
+        except (GangBrokenError, ray.exceptions.RayActorError):
+            assert time.monotonic() - started_s < within_s
+            await asyncio.sleep(0.1)
+
+
+async def break_during_a_job(handle: DeploymentHandle[Any], pid: int) -> BaseException:
+    """kill -9 the process in the middle of a job; how the job ends."""
+    job = fake_job("victim", FakeRequest(seed=1, num_steps=1000, step_s=0.02))
+    killed_s = 0.0
+    try:
+        async for event in handle.options(stream=True).denoise.remote(job):
+            if isinstance(event, StepDone) and event.step == 3:
+                os.kill(pid, signal.SIGKILL)
+                killed_s = time.monotonic()
+    except (GangBrokenError, ray.exceptions.RayActorError) as error:
+        assert time.monotonic() - killed_s < 2.0
+        return error
+    raise AssertionError("the job ended well")
+
+
+async def test_large_latents_and_conditioning_pass_by_reference(handle: DeploymentHandle[Any]):
+    conditioning_L = torch.linspace(-1, 1, 200_000)
+    request = FakeRequest(seed=2, num_steps=2)
+    job = fake_job("large", request, conditioning=ray.put(conditioning_L))
+    result = await latents(handle, job)
+    assert result.equal(reference_latents(request, conditioning_L))
+
+
+async def test_dropped_streams_leave_the_others_and_the_ranks_unharmed(handle: DeploymentHandle[Any]):
+    rng = random.Random(1)
+    requests = [FakeRequest(seed=i, num_steps=rng.randint(3, 12), step_s=0.002) for i in range(30)]
+
+    async def keep(i: int) -> None:
+        await asyncio.sleep(rng.random())
+        result = await latents(handle, fake_job(f"kept{i}", requests[i]))
+        assert result.equal(reference_latents(requests[i]))
+
+    async def drop(i: int) -> None:
+        await asyncio.sleep(rng.random())
+        stream = handle.options(stream=True).denoise.remote(fake_job(f"dropped{i}", requests[i]))
+        await asyncio.sleep(rng.random() / 2)
+        stream.cancel()
+
+    pids = await handle.pids.remote()
+    await asyncio.gather(*(keep(i) if i % 2 else drop(i) for i in range(30)))
+    await assert_serves(handle, "after the storm")
+    assert await handle.pids.remote() == pids, "the same gang all along"
+    for _ in range(20):
+        if (held := await handle.held_jobs.remote()) == [(), ()]:
+            break
+        await asyncio.sleep(0.1)
+    assert held == [(), ()]
+
+
+@pytest.mark.parametrize("victim", ["replica", "rank 0", "rank 1"])
+async def test_serve_replaces_a_broken_gang(handle: DeploymentHandle[Any], victim: str):
+    pids = dict(zip(("replica", "rank 0", "rank 1"), await handle.pids.remote(), strict=True))
+    num_before = num_placement_groups()
+    error = await break_during_a_job(handle, pids[victim])
+    assert victim == "replica" or victim in str(error)
+    await assert_serves_again(handle, f"again after {victim}", within_s=20.0)
+    await eventually(lambda: not alive(pids.values()))
+    await eventually(lambda: num_placement_groups() == num_before)
