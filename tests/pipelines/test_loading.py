@@ -158,3 +158,10 @@ def test_a_prompt_that_is_cut_is_logged(tiny_wan: Path, caplog: pytest.LogCaptur
     encoder.encode(clip(prompt="x" * length))
     expected = ["the prompt has 101 tokens; the model sees the first 24"] if length > 24 else []
     assert [record.getMessage() for record in caplog.records if record.name == "pipelines.prompts"] == expected
+
+
+def test_defaults_need_neither_torch_nor_diffusers(tiny_flux: Path) -> None:
+    """The ingress reads them, and should start fast and stay small."""
+    script = "import sys; from pathlib import Path; from pipelines.registry import load_family; "
+    script += "path = Path(sys.argv[1]); load_family(path).defaults(path); print(*sys.modules)"
+    assert not modules_after(script, tiny_flux) & {"torch", "diffusers", "transformers", "PIL"}
