@@ -83,7 +83,7 @@ class Driver:
 
     def break_gang(self, error: GangBrokenError) -> None:
         if self.broken is None:
-            logger.error("gang is broken: %s", error.reason, extra={"model": self._config.model}, exc_info=error)
+            logger.error("gang is broken: %s", error.reason, extra={"model": self._config.model})
             self._metrics.gang_broke(error.cause)
             self.stop(error)
             kill_ranks(self._ranks)

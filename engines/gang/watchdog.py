@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,8 @@ from engines.gang.config import GangConfig
 from engines.gang.errors import GangBrokenError
 from engines.gang.job import Job
 from engines.gang.plan import StepPlan, StepReport
+
+logger = logging.getLogger(__name__)
 
 DEATH_NOTICE_S = 0.5
 """How long news of a dead rank may take. Its peers see a failed exchange first, and that is the lesser explanation."""
@@ -88,6 +91,7 @@ async def answer_of(rank: int, ref: Any) -> Any:
     except RayActorError as error:
         raise GangBrokenError(f"rank {rank} died: {_first_line(error)}", "death") from error
     except Exception as error:
+        logger.exception("rank %d failed", rank)
         raise GangBrokenError(f"rank {rank} failed: {_last_line(error)}", "error") from error
 
 
