@@ -9,6 +9,7 @@ from typing import Any
 import ray
 
 from deployments.config import ModelConfig
+from deployments.observability.logs import configure_logs
 from deployments.rank_parts import BuildRankParts
 from engines.gang.config import GangConfig
 from engines.gang.gang import Gang
@@ -37,6 +38,7 @@ class Denoiser:
     """Thin: the gang does the work. A broken gang fails ``check_health``, and Serve replaces the replica."""
 
     async def __init__(self, model: ModelConfig) -> None:  # type: ignore[misc]  # Serve awaits it
+        configure_logs()
         self._gang = await Gang.start(gang_config(model), BuildRankParts(model=model))
 
     async def denoise(

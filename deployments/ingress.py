@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+import uuid
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from typing import Any
 
 from fastapi import FastAPI
@@ -15,10 +17,12 @@ from deployments.api.settings import ApiSettings
 from deployments.config import AppConfig
 from deployments.deployed_studio import DeployedStudio
 from deployments.flow import StageHandles
+from deployments.handle_api import plan_generate
 from deployments.jobs.jobs import Jobs
 from deployments.jobs.settings import JobSettings
+from deployments.observability.logs import configure_logs
 from deployments.settings import Settings
-from deployments.studio import ModelCard
+from deployments.studio import ModelCard, StudioEvent
 from pipelines.loading import resolve_path
 from pipelines.registry import load_family
 
@@ -40,9 +44,22 @@ class Ingress:
     """``stages`` maps model to stage to handle (Serve turns bound deployments into handles)."""
 
     def __init__(self, config: AppConfig, stages: Mapping[str, Mapping[str, DeploymentHandle[Any]]]) -> None:
+        configure_logs()
         self._config, self._settings = config, Settings()
         handles = {model: StageHandles(**by_stage) for model, by_stage in stages.items()}
         self._studio = DeployedStudio(make_cards(config), handles)
+
+    async def generate(self, prompt: str, **fields: Any) -> AsyncGenerator[StudioEvent]:
+        """For handles: ``handle.options(stream=True).generate.remote("a red circle", seed=1)``.
+
+        Yields ``Progress`` for every step, ``Preview`` if asked for (``partial_images``; clips always have some),
+        and at last ``Media`` with the bytes. ``fields`` are those of the HTTP API; ValueError names a wrong one.
+        Cancelling the response stops the job on all ranks.
+        """
+        request, output = plan_generate(self._studio.cards(), uuid.uuid4().hex, {"prompt": prompt, **fields})
+        async with aclosing(self._studio.perform(request, output)) as events:
+            async for event in events:
+                yield event
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return create_api(self._studio, self._api_settings(), Jobs(self._studio, self._job_settings()))

@@ -17,10 +17,12 @@ class BuildRankParts:
     def __call__(self, context: RankContext) -> RankParts:
         import torch
 
+        from deployments.observability.logs import configure_logs
         from engines.registry import load_engine
         from pipelines.loading import resolve_dtype, resolve_path
         from pipelines.registry import load_family
 
+        configure_logs()
         device = torch.device(context.device)
         path, dtype = resolve_path(self.model.source), resolve_dtype(self.model.dtype, device)
         family = load_family(path)

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from deployments.config import ModelConfig, StageConfig
+from deployments.observability.logs import configure_logs
 from pipelines.family import Family
 from pipelines.loading import resolve_dtype, resolve_path
 from pipelines.registry import load_family
@@ -23,6 +24,7 @@ class StageSpec:
 
 def load_stage(spec: StageSpec) -> tuple[Family, Path, torch.device, torch.dtype]:
     """Set this process's threads; give the family, its directory, the device and the dtype to load with."""
+    configure_logs()
     torch.set_num_threads(spec.stage.num_threads)
     device = torch.device("cuda" if spec.stage.num_gpus else "cpu")
     path = resolve_path(spec.model.source)

@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
+from starlette.routing import compile_path
 
 from deployments.jobs.errors import TooManyJobsError
 from engines.gang.errors import GangBrokenError, QueueFullError
@@ -132,7 +133,18 @@ async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
         404: f"There is nothing at {shown(request.url.path)}",
         405: f"{request.method} is not allowed at {shown(request.url.path)}",
     }.get(error.status_code, str(error.detail))
-    return ApiError(error.status_code, message, headers=error.headers).response()
+    headers = dict(error.headers or {})
+    if error.status_code == 405 and (methods := methods_at(request.app, request.url.path)):
+        headers["Allow"] = ", ".join(methods)  # Starlette names those of one route, and a path may have several
+    return ApiError(error.status_code, message, headers=headers).response()
+
+
+def methods_at(app: FastAPI, path: str) -> list[str]:
+    """The documented methods of ``path``."""
+    paths = app.openapi()["paths"].items()
+    return sorted(
+        method.upper() for known, methods in paths if compile_path(known)[0].match(path) for method in methods
+    )
 
 
 async def _on_validation_error(request: Request, error: Exception) -> JSONResponse:

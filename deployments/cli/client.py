@@ -62,7 +62,7 @@ class Client:
             for event in _events(_checked(response)):
                 match event.get("type"):
                     case "troupe.progress":
-                        yield Step(step=event["step"], num_steps=event["num_steps"], eta_s=event["eta_s"])
+                        yield Step(step=event["step"], num_steps=event["of"], eta_s=event["eta_s"])
                     case "image_generation.completed":
                         yield Result(
                             data=base64.b64decode(event["b64_json"]),

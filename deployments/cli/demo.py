@@ -10,8 +10,8 @@ from deployments.cli.generate import generate
 from deployments.cli.progress import console, started
 from deployments.serving import load_config
 
-PICTURE = ("flux-shapes", "a small red circle above a large blue square on a white background", "picture.png")
-CLIP = ("wan-shapes", "a green triangle moves from left to right on a black background", "clip.mp4")
+PICTURE = ("image", "a small red circle above a large blue square on a white background", "picture.png")
+CLIP = ("video", "a green triangle moves from left to right on a black background", "clip.mp4")
 
 
 def demo(out: Path, seed: int = 0) -> None:
@@ -19,6 +19,7 @@ def demo(out: Path, seed: int = 0) -> None:
     begun_s = time.perf_counter()
     with started(load_config("laptop")) as url, Client(url) as client:
         console.print(f"started in {time.perf_counter() - begun_s:.1f} s", highlight=False)
-        for model, prompt, name in (PICTURE, CLIP):
-            generate(client, prompt, out / name, {"model": model, "seed": seed})
+        models = {model["kind"]: model["id"] for model in client.models()}
+        for kind, prompt, name in (PICTURE, CLIP):
+            generate(client, prompt, out / name, {"model": models[kind], "seed": seed})
     console.print(f"everything took {time.perf_counter() - begun_s:.1f} s", highlight=False)

@@ -14,6 +14,9 @@ request_id_var: ContextVar[str] = ContextVar("troupe_request_id", default="")
 
 STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "request_id"}
 
+LOGGERS = ("troupe", "deployments", "engines", "pipelines")
+"""Roots of the project's loggers: one for what concerns requests, one for each package."""
+
 
 @contextmanager
 def request_context(request_id: str) -> Iterator[None]:
@@ -44,11 +47,12 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_logs(level: int | str = "INFO", stream: TextIO | None = None) -> logging.Handler:
-    """Send everything logged under ``troupe`` to ``stream`` (stderr) as JSON lines. Calling it again replaces it."""
-    logger = logging.getLogger("troupe")
+    """Send everything that the project logs to ``stream`` (stderr) as JSON lines. Calling it again replaces it."""
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter())
-    logger.handlers[:] = [handler]
-    logger.setLevel(level)
-    logger.propagate = False
+    for name in LOGGERS:
+        logger = logging.getLogger(name)
+        logger.handlers[:] = [handler]
+        logger.setLevel(level)
+        logger.propagate = False
     return handler
