@@ -38,6 +38,7 @@ def load_from_transformers(path: Path, part: str, **kwargs: Any) -> Any:
     library, class_name = read_index(path)[part]
     if library != "transformers":
         raise ValueError(f"{path}: {part} is a {library}.{class_name}; only classes of transformers are known here")
+    transformers.logging.disable_progress_bar()  # it would fill the logs of servers
     return getattr(transformers, class_name).from_pretrained(path / part, **kwargs)
 
 

@@ -63,22 +63,25 @@ class Pipeline:
             yield state
 
 
-def load_pipeline(
-    path: Path, device: torch.device, dtype: torch.dtype, denoiser: DenoiserModel | None = None
-) -> Pipeline:
-    """All parts of the diffusers directory ``path``; ``denoiser`` replaces the one in the directory."""
+def load_pipeline(path: Path, device: torch.device, dtype: torch.dtype, engine: Engine | None = None) -> Pipeline:
+    """All parts of the diffusers directory ``path``; without ``engine`` the plain one runs its denoiser."""
     family = load_family(path)
     return Pipeline(
         text_encoder=family.load_text_encoder(path, device, dtype),
-        engine=PlainEngine(model=denoiser or family.load_denoiser(path, device, dtype)),
+        engine=engine or PlainEngine(model=family.load_denoiser(path, device, dtype)),
         sampler=family.load_sampler(path, device, dtype),
         decoder=family.load_decoder(path, device, dtype),
     )
 
 
 def run_request(
-    path: Path, request: MediaRequest, device: str = "cpu", dtype: torch.dtype = torch.float32
+    path: Path,
+    request: MediaRequest,
+    engine: Engine | None = None,
+    *,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
 ) -> NDArray[Any]:
     """One request from prompt to frames, uint8 (frames, height, width, 3). ValueError outside the model's limits."""
     check_request(request, load_family(path).defaults(path))
-    return load_pipeline(path, torch.device(device), dtype).run(request)
+    return load_pipeline(path, torch.device(device), dtype, engine).run(request)
