@@ -110,5 +110,7 @@ def wait_ready(url: str, on_wait: Callable[[str], None], deadline_s: float = REA
 def _raise_if_failed() -> None:
     """RuntimeError with Serve's own message if it has given up on a deployment."""
     application = serve.status().applications.get(APPLICATION)
-    if application is not None and application.status == ApplicationStatus.DEPLOY_FAILED:
-        raise RuntimeError(f"the application cannot start: {application.message}")
+    if application is None or application.status != ApplicationStatus.DEPLOY_FAILED:
+        return
+    reasons = [f"{name}: {one.message}" for name, one in application.deployments.items() if one.message]
+    raise RuntimeError("\n".join(("the application cannot start", *reasons)))

@@ -108,11 +108,9 @@ def _client(config: str, url: str, api_key: str) -> Iterator[Any]:
 @contextmanager
 def _errors() -> Iterator[None]:
     """Users' mistakes and the server's refusals as one line, not as a traceback."""
-    from deployments.cli.client import ApiError
-
     try:
         yield
-    except (ValueError, ApiError, TimeoutError) as error:
+    except (ValueError, RuntimeError, TimeoutError) as error:
         typer.echo(f"troupe: {error}", err=True)
         raise typer.Exit(2) from error
     except KeyboardInterrupt:
