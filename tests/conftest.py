@@ -31,6 +31,7 @@ def ray_cluster() -> Iterator[None]:
             logging_level=logging.WARNING,
             configure_logging=True,
             object_store_memory=200 * 2**20,
+            _system_config={"metrics_report_interval_ms": 1000},
             _temp_dir=temp_dir,
         )
         try:

@@ -67,7 +67,7 @@ class Driver:
     def close(self, open_job: OpenJob) -> None:
         """The request no longer listens; a job that has not ended is cancelled."""
         if open_job.outcome is None:
-            logger.info("job is cancelled", extra=_log_fields(open_job.job))
+            logger.info("job is cancelled", extra=open_job.job.log_fields)
             self._table.end(open_job, "cancelled")
             self._drop(open_job)
 
@@ -210,7 +210,3 @@ def agreed_failure(job_id: str, reports: Sequence[StepReport]) -> JobFailure | N
         told = "; ".join(f"{type(failure.error).__name__}: {failure.error}" for failure in shared)
         raise GangBrokenError(f"{len(shared)} of {len(reports)} ranks failed job {job_id}: {told}")
     return failures[0] if failures else None
-
-
-def _log_fields(job: Job) -> dict[str, object]:
-    return {"job_id": job.job_id, "request_id": job.request_id}

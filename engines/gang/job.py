@@ -29,6 +29,11 @@ class Job:
     shape: Hashable | None = None
     request_id: str = ""
 
+    @property
+    def log_fields(self) -> dict[str, object]:
+        """For ``extra``. Not ``job_id``: Ray's JSON logs write the id of their own job over a field of that name."""
+        return {"gang_job_id": self.job_id, "request_id": self.request_id}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepDone:

@@ -152,7 +152,7 @@ class StepRunner:
         logger.error("job fails: %s", error, extra=self._log_fields(held.job), exc_info=error)
 
     def _log_fields(self, job: Job) -> dict[str, object]:
-        return {"job_id": job.job_id, "request_id": job.request_id, "rank": self._context.rank}
+        return job.log_fields | {"rank": self._context.rank}
 
 
 class Pace:

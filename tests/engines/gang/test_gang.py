@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx
 import pytest
 import pytest_asyncio
 import ray
@@ -22,7 +24,9 @@ from tests.engines.gang.helpers import eventually, gang_of, latents, run
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-CONFIG = GangConfig(num_ranks=2, cpus_per_rank=0.1, max_running_jobs=4, max_waiting_jobs=60, step_deadline_s=20.0)
+CONFIG = GangConfig(
+    num_ranks=2, cpus_per_rank=0.1, model="fake", max_running_jobs=4, max_waiting_jobs=60, step_deadline_s=20.0
+)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -221,6 +225,31 @@ async def test_jobs_at_width_1_run_side_by_side(gang: Gang, tmp_path: Path):
     pids = [set((tmp_path / str(i)).read_text().split()) for i in range(2)]
     assert [len(p) for p in pids] == [1, 1]
     assert pids[0] != pids[1]
+
+
+def metric_names(model: str) -> set[str]:
+    """The series of a model on Ray's page for Prometheus, with the labels that tell them apart."""
+    node = ray.nodes()[0]
+    page = httpx.get(f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics").text
+    lines = [line for line in page.splitlines() if line.startswith("ray_troupe_") and f'model="{model}"' in line]
+    labels = re.compile(r'(width|outcome)="([^"]*)"')
+    return {" ".join([line.partition("{")[0], *(value for _, value in labels.findall(line))]) for line in lines}
+
+
+async def test_metrics_reach_prometheus_by_model_width_and_outcome(gang: Gang):
+    await latents(gang, fake_job("measured", FakeRequest(seed=1, num_steps=2)))
+    await latents(gang, fake_job("measured narrow", FakeRequest(seed=1, num_steps=2), width=1))
+    with pytest.raises(ValueError, match="no beginning"):
+        await run(gang, fake_job("measured badly", FakeRequest(seed=1, num_steps=2, bad_begin=True)))
+    expected = {
+        "ray_troupe_step_ms_count 1",
+        "ray_troupe_step_ms_count 2",
+        "ray_troupe_jobs_total done",
+        "ray_troupe_jobs_total failed",
+        "ray_troupe_gang_starts_total",
+        "ray_troupe_open_jobs",
+    }
+    await eventually(lambda: expected <= metric_names("fake"), within_s=20.0)
 
 
 async def test_a_gang_of_four_at_every_width(ray_cluster: None):

@@ -131,7 +131,7 @@ def test_logs_carry_the_job_and_the_request(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO, logger="engines.gang"):
         runner.execute(plan(("job-1", 1, "final")))
     assert [record.message for record in caplog.records] == ["job begins", "job ends"]
-    assert {(r.job_id, r.request_id, r.rank) for r in caplog.records} == {("job-1", "request-1", 0)}  # type: ignore[attr-defined]
+    assert {(r.gang_job_id, r.request_id, r.rank) for r in caplog.records} == {("job-1", "request-1", 0)}  # type: ignore[attr-defined]
 
 
 def test_close_releases_the_engine():

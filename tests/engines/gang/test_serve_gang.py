@@ -64,8 +64,8 @@ async def assert_serves_again(handle: DeploymentHandle[Any], job_id: str, within
 
 
 async def break_during_a_job(handle: DeploymentHandle[Any], pid: int) -> BaseException:
-    """kill -9 the process in the middle of a job; how the job ends."""
-    job = fake_job("victim", FakeRequest(seed=1, num_steps=1000, step_s=0.02))
+    """kill -9 the process just before one rank hangs and leaves the other alone in the exchange; how the job ends."""
+    job = fake_job("victim", FakeRequest(seed=1, num_steps=1000, step_s=0.05, fault="hang", fault_step=5, fault_rank=1))
     killed_s = 0.0
     try:
         async for event in handle.options(stream=True).denoise.remote(job):
