@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
+from deployments.jobs.folders import Variant
+
 MAX_SEED = 2**53 - 1
 """Largest seed: every JSON reader keeps integers up to here exact, so the seed in an answer can be sent again."""
 MAX_PROMPT_CHARS = 32_000
@@ -56,3 +58,21 @@ class VideoBody(MediaBody):
     seconds: Seconds | Annotated[int, Field(ge=1, le=9999)] | None = Field(None, description="Length of the clip.")
     num_frames: int | None = Field(None, ge=1, le=100_000, description="Length in frames, instead of seconds.")
     fps: int | None = Field(None, ge=1, le=120, description="Frames a second.")
+
+
+class PageQuery(BaseModel):
+    """GET /v1/videos"""
+
+    model_config = ConfigDict(extra="forbid")
+
+    after: str | None = Field(None, description="The last id of the page before.")
+    limit: int = Field(20, ge=1, le=100)
+    order: Literal["asc", "desc"] = Field("desc", description="By creation.")
+
+
+class ContentQuery(BaseModel):
+    """GET /v1/videos/{video_id}/content"""
+
+    model_config = ConfigDict(extra="forbid")
+
+    variant: Variant = Field("video", description="preview: the last one of a job that runs.")

@@ -100,7 +100,8 @@ def from_pydantic(errors: list[Any], known: list[str]) -> ApiError:
     path = [str(part) for part in first["loc"] if part not in ("query", "path", "header")]
     param = ascii(path[0])[1:-1] if path else None
     if first["type"] == "extra_forbidden":
-        return invalid(param, f"Unknown field {shown(path[0])}; known fields: {', '.join(known)}", code="unknown_field")
+        hint = f"; known fields: {', '.join(known)}" if known else ""
+        return invalid(param, f"Unknown field {shown(path[0])}{hint}", code="unknown_field")
     if first["type"] == "missing":
         return invalid(param, f"{param} is required", code="missing_field")
     if param is None:

@@ -11,6 +11,7 @@ from fastapi.responses import FileResponse
 from starlette.requests import Request
 from starlette.responses import Response
 
+from deployments.api.bodies import ContentQuery
 from deployments.api.context import ApiContext
 from deployments.api.documents import error_documents, file_answers, stream_answers
 from deployments.api.errors import ApiError
@@ -38,11 +39,11 @@ def video_content_routes(context: ApiContext) -> APIRouter:
     async def read_content(
         video_id: str,
         request: Request,
-        variant: Annotated[Variant, Query(description="preview: the last one of a job that runs")] = "video",
+        query: Annotated[ContentQuery, Query()],
         range_header: Annotated[str | None, Header(alias="Range", examples=["bytes=0-1023"])] = None,
     ) -> Response:
         """The clip as MP4 (H.264), a still of it as WebP, or a preview as PNG. One byte range is honoured."""
-        job = await find_job(context.jobs, video_id)
+        job, variant = await find_job(context.jobs, video_id), query.variant
         path = context.jobs.file(video_id, variant)
         if not (variant == "preview" or job.status == "completed") or not await asyncio.to_thread(path.is_file):
             raise not_there(job, variant)

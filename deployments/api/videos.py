@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from deployments.api.bodies import VideoBody
+from deployments.api.bodies import PageQuery, VideoBody
 from deployments.api.checks import clip_length, media_request, ready_card
 from deployments.api.context import ApiContext
 from deployments.api.documents import body_document, error_documents
@@ -46,14 +46,10 @@ def video_routes(context: ApiContext) -> APIRouter:
         return Video.of(await context.jobs.submit(wanted, seconds))
 
     @router.get("/v1/videos", responses=error_documents(400, 401, 404))
-    async def list_videos(
-        after: Annotated[str | None, Query(description="The last id of the page before")] = None,
-        limit: Annotated[int, Query(ge=1, le=100)] = 20,
-        order: Annotated[Literal["asc", "desc"], Query(description="By creation")] = "desc",
-    ) -> VideoPage:
+    async def list_videos(query: Annotated[PageQuery, Query()]) -> VideoPage:
         """Clips, the newest first unless order is asc."""
-        last = None if after is None else await find_job(context.jobs, after, "after")
-        return VideoPage.of(*await context.jobs.page(after=last, limit=limit, ascending=order == "asc"))
+        last = None if query.after is None else await find_job(context.jobs, query.after, "after")
+        return VideoPage.of(*await context.jobs.page(after=last, limit=query.limit, ascending=query.order == "asc"))
 
     @router.get("/v1/videos/{video_id}", responses=error_documents(401, 404))
     async def read_video(video_id: str, response: Response) -> Video:
