@@ -1,0 +1,1 @@
+"""Measurements. Each program prints a floor first and one JSON document last."""

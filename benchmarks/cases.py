@@ -1,0 +1,115 @@
+"""The table of cases. A name says everything: who, picture side, width, options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engines.torch_engine.fast_model import Precision
+from engines.torch_engine.fast_step import Overlap
+
+PLAIN = Overlap()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """``maker``: "fast" (ours), "blocks" (the module, blocks compiled), "eager"; "diffusers-..." are the peers.
+
+    ``exchange``: "nccl", "nccl-8" (at most so many of NCCL's thread blocks), "none" (left out: what computing costs).
+    """
+
+    maker: str
+    side: int
+    width: int
+    strategy: str = "ulysses"
+    precision: Precision = "native"
+    batch: int = 1
+    overlap: Overlap = PLAIN
+    exchange: str = "nccl"
+    graph: bool = True
+    default: bool = True
+    repeats: int = 20
+
+    @property
+    def name(self) -> str:
+        options: list[str] = [self.precision if self.precision != "native" else "bf16"]
+        options += [self.strategy] if self.width > 1 else []
+        options += [f"batch{self.batch}"] if self.batch > 1 else []
+        options += [self.exchange] if self.width > 1 and self.exchange != "nccl" else []
+        options += [] if self.graph else ["uncaptured"]
+        options += self._overlaps() if self.maker == "fast" else []
+        return "/".join((self.maker, str(self.side), f"w{self.width}", *options))
+
+    def can_run(self, world: int) -> bool:
+        """Without its exchange, a rank's share of any width can be timed alone."""
+        return self.width <= world or self.exchange == "none"
+
+    def _overlaps(self) -> list[str]:
+        options = [] if self.overlap.stream_lane == PLAIN.stream_lane else ["one-stream"]
+        options += ["mlp-lane"] if self.overlap.mlp_lane else []
+        options += [f"parts{self.overlap.num_parts}"] if self.overlap.num_parts > 1 else []
+        return options + (["peer"] if self.overlap.peer_memory else [])
+
+
+PEER, LANE, TWO = Overlap(peer_memory=True), Overlap(mlp_lane=True), Overlap(num_parts=2)
+PEER_LANE = Overlap(peer_memory=True, mlp_lane=True)
+
+GOALS = (
+    Case(maker="fast", side=1024, width=1),
+    Case(maker="fast", side=1024, width=2),
+    Case(maker="fast", side=1024, width=4),
+    Case(maker="fast", side=2048, width=4),
+    Case(maker="fast", side=512, width=4),
+    Case(maker="fast", side=1024, width=1, precision="fp8"),
+    Case(maker="fast", side=1024, width=4, precision="fp8"),
+    Case(maker="fast", side=512, width=1),
+    Case(maker="fast", side=512, width=1, batch=2),
+)
+
+NATIVE: Precision = "native"
+FP8: Precision = "fp8"
+
+VARIANTS = tuple(
+    Case(maker="fast", side=side, width=width, precision=precision, overlap=overlap, default=False)
+    for side, width, precision in (
+        (1024, 2, NATIVE),
+        (1024, 4, NATIVE),
+        (1024, 4, FP8),
+        (512, 4, NATIVE),
+        (2048, 4, NATIVE),
+    )
+    for overlap in (PEER, PEER_LANE, LANE, TWO)
+)
+
+SINGLE_RANK = (
+    *(
+        Case(maker="fast", side=side, width=1, precision=precision, overlap=overlap, default=False)
+        for side, precision in ((1024, NATIVE), (1024, FP8), (512, NATIVE))
+        for overlap in (Overlap(stream_lane=False), LANE)
+    ),
+    Case(maker="fast", side=2048, width=1, default=False, repeats=6),
+    Case(maker="fast", side=1024, width=1, graph=False, default=False),
+    Case(maker="eager", side=1024, width=1, graph=False, default=False, repeats=6),
+    Case(maker="blocks", side=1024, width=1, default=False),
+)
+
+EXCHANGES = tuple(
+    Case(maker="fast", side=1024, width=4, exchange=exchange, overlap=overlap, default=False)
+    for exchange in ("none", "nccl-4", "nccl-8", "nccl-16")
+    for overlap in (Overlap(), LANE)
+) + tuple(
+    Case(maker="fast", side=side, width=width, precision=precision, exchange="none", default=False)
+    for side, width, precision in ((1024, 2, NATIVE), (512, 4, NATIVE), (2048, 4, NATIVE), (1024, 4, FP8))
+)
+
+STRATEGIES = tuple(
+    Case(maker="fast", side=1024, width=width, strategy=strategy, default=False)
+    for strategy, width in (("allgather_kv", 2), ("allgather_kv", 4), ("ring", 2), ("ring", 4), ("hybrid", 4))
+)
+
+PEERS = tuple(
+    Case(maker=maker, side=side, width=width, graph=False, default=False)
+    for maker in ("diffusers-ulysses", "diffusers-ring")
+    for side, width in ((1024, 4), (2048, 4), (512, 4))
+)
+
+CASES = GOALS + VARIANTS + SINGLE_RANK + EXCHANGES + STRATEGIES + PEERS

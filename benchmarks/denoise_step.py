@@ -1,0 +1,109 @@
+"""Milliseconds per denoising step of FLUX.1-dev (random weights) at every width, beside its peers.
+
+    python -m benchmarks.denoise_step [CASE ...]                            one GPU (or a small model on the CPU)
+    torchrun --nproc_per_node 4 -m benchmarks.denoise_step [CASE ...]       four GPUs: widths 1, 2 and 4
+
+A case is ``<maker>/<side>/w<width>[/<option>...]``, as ``--list`` prints them; an argument picks those that contain it.
+The last line is one JSON document. Report: benchmarks/reports/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import flux_case
+from benchmarks.cases import CASES, Case
+from benchmarks.runners import Bench
+from benchmarks.timing import rank_synchronize
+
+BF16_TFLOPS, FP8_TFLOPS = 790.0, 1500.0
+"""What an H200 reaches in a large bf16 product on random data, and about what is left of twice that in float8."""
+
+
+def floor_ms(case: Case) -> float:
+    """All arithmetic of the step at the rates above, divided over the ranks. Attention is bf16 in every case."""
+    products, attention = flux_case.flop(case.side, batch=case.batch)
+    rate = FP8_TFLOPS if case.precision == "fp8" else BF16_TFLOPS
+    return (products / rate + attention / BF16_TFLOPS) / 1e9 / case.width
+
+
+def main() -> None:
+    arguments = parse(sys.argv[1:])
+    rank, world = start_distributed()
+    chosen = [case for case in CASES if case.can_run(world) and arguments.wants(case)]
+    if arguments.list:
+        print("\n".join(case.name for case in chosen))
+        return
+    say = print if rank == 0 else (lambda *_, **__: None)
+    bench = Bench(rank=rank, world=world, small=not torch.cuda.is_available(), say=say)
+    say(f"{platform.node()}: {world} x {bench.device_name}, torch {torch.__version__}", flush=True)
+    results = [result for case in chosen if (result := run_case(bench, case, say)) is not None]
+    document = {"hardware": f"{world} x {bench.device_name}", "torch": torch.__version__, "results": results}
+    if rank == 0:
+        if arguments.out:
+            Path(arguments.out).write_text(json.dumps(document, indent=1))
+        print(json.dumps(document), flush=True)
+    rank_synchronize()
+    os._exit(0)  # graphs hold the communicator: an orderly shutdown would wait for them
+
+
+def run_case(bench: Bench, case: Case, say: Any) -> dict[str, Any] | None:
+    floor = floor_ms(case)
+    try:
+        times, extra = bench.run(case)
+    except Exception:
+        say(f"{case.name}: failed\n{traceback.format_exc()[-1500:]}", flush=True)
+        return {"case": case.name, "error": traceback.format_exc()[-300:]}
+    if times is None:
+        return None
+    result = {"case": case.name, "floor_ms": round(floor, 2), **asdict(times), **extra}
+    result["share_of_floor"] = round(floor / times.median_ms, 3)
+    say(
+        f"{case.name:58} floor {floor:7.2f}  median {times.median_ms:8.2f}  lowest {times.lowest_ms:8.2f}  "
+        f"p90 {times.p90_ms:8.2f} ms  {100 * floor / times.median_ms:4.0f} %  {extra or ''}",
+        flush=True,
+    )
+    return result
+
+
+class Arguments(argparse.Namespace):
+    cases: list[str]
+    out: str
+    list: bool
+
+    def wants(self, case: Case) -> bool:
+        return (case.default and not self.cases) or any(part in case.name for part in self.cases)
+
+
+def parse(arguments: list[str]) -> Arguments:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*")
+    parser.add_argument("--out", default="", help="file for the JSON document")
+    parser.add_argument("--list", action="store_true", help="print the names of the cases and stop")
+    return parser.parse_args(arguments, namespace=Arguments())
+
+
+def start_distributed() -> tuple[int, int]:
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1 and torch.cuda.is_available():
+        torch.cuda.set_device(rank)
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        dist.init_process_group("nccl", pg_options=options, device_id=torch.device("cuda", rank))
+    elif world > 1:
+        dist.init_process_group("gloo")
+    return rank, world
+
+
+if __name__ == "__main__":
+    main()

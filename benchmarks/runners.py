@@ -1,0 +1,167 @@
+"""Makes each case's step ready, checks its answer and times it."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import cache, cached_property
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks import flux_case, peers
+from benchmarks.cases import Case
+from benchmarks.timing import Times, measure
+from engines.parallel.collectives import Axis
+from engines.parallel.layout import TokenLayout
+from engines.parallel.mesh import Team, Teams, aligned_runs, team_of_one
+from engines.parallel.spec import ParallelSpec
+from engines.torch_engine.fast_model import FastWeights, Precision, StepTensors
+from engines.torch_engine.fast_step import FastStep
+from engines.torch_engine.graph import CapturedStep, GraphPool
+from pipelines.flux.fast import fast_weights
+from pipelines.flux.shard_plan import SHARD_PLAN, stream_lengths
+
+STRATEGIES = ("ulysses", "allgather_kv", "ring", "hybrid")
+Step = Callable[[], Tensor]
+
+
+class Bench:
+    """One model, its arranged weights, all teams; cases one after the other."""
+
+    def __init__(self, *, rank: int, world: int, small: bool, say: Any) -> None:
+        self.rank, self.world, self.small, self.say = rank, world, small, say
+        on_gpu = torch.cuda.is_available()
+        self.device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+        self.device_name = torch.cuda.get_device_name() if on_gpu else "CPU"
+        self.dtype = torch.bfloat16 if on_gpu else torch.float32
+        self.module = flux_case.build(self.device, self.dtype, small=small)
+        self.pool = GraphPool(self.device) if on_gpu else None
+        self.weights = cache(self._weights)
+        self.inputs = cache(self._inputs)
+        self.reference = cache(self._reference)
+        self.group = cache(self._group)
+
+    @torch.no_grad()
+    def run(self, case: Case) -> tuple[Times | None, dict[str, Any]]:
+        """None if this rank has no part in the case."""
+        if self.small:
+            case = dataclasses.replace(case, side=min(case.side, 128), graph=False, repeats=3)
+        step, close = self.prepare(case)
+        error = self._error(case, step())
+        times = measure(step, repeats=case.repeats)
+        close()
+        gc.collect()
+        return times, {} if error is None else {"relative_error": error}
+
+    def prepare(self, case: Case) -> tuple[Step, Callable[[], None]]:
+        if case.maker == "fast":
+            return self._fast(case)
+        if case.maker.startswith("diffusers"):
+            return peers.diffusers_step(self.module, self.inputs(case.side, case.batch), case.maker), lambda: None
+        inputs = self.inputs(case.side, case.batch)
+        if case.maker == "blocks":
+            self.module.compile_repeated_blocks(dynamic=False, fullgraph=True)
+        step = self._module_step(inputs)
+        return (self._captured(lambda _: step(), {}) if case.graph and self.pool else step), lambda: None
+
+    def _module_step(self, inputs: dict[str, Tensor]) -> Step:
+        self.module.set_attention_backend("_native_cudnn" if self.pool else "native")
+        return lambda: self.module(**inputs, return_dict=False)[0]
+
+    def _fast(self, case: Case) -> tuple[Step, Callable[[], None]]:
+        inputs = self.inputs(case.side, case.batch)
+        team = self._team(case)
+        layout = TokenLayout.of(SHARD_PLAN.streams, stream_lengths(inputs), team.context.size)
+        sample = inputs["hidden_states"]
+        fast = FastStep(self.weights(case.precision), SHARD_PLAN, team, layout, case.overlap, sample)
+        around = _without_exchange if case.exchange == "none" else nullcontext
+
+        def run(latents: Tensor, ahead: StepTensors) -> Tensor:
+            with around():
+                return fast(latents, ahead)
+
+        ahead = fast.ahead(inputs)
+        latents = fast.latents(inputs)
+        if not (case.graph and self.pool):
+            return (lambda: run(latents, ahead)), lambda: None
+        named = {"latents": latents, **ahead}
+        captured = CapturedStep(lambda tensors: run(tensors["latents"], tensors), named, self.pool)
+        return (lambda: captured(captured.inputs)), captured.close
+
+    def _captured(self, function: Callable[[Any], Tensor], tensors: dict[str, Tensor]) -> Step:
+        assert self.pool is not None
+        captured = CapturedStep(function, tensors, self.pool)
+        return lambda: captured(captured.inputs)
+
+    def _team(self, case: Case) -> Team:
+        if case.width == 1:
+            return team_of_one(self.rank)
+        if case.exchange == "none":
+            return _pretended_team(ParallelSpec.of(case.strategy, case.width))
+        first = self.rank // case.width * case.width
+        ranks = tuple(range(first, first + case.width))
+        team = self.teams.team(ranks, ParallelSpec.of(case.strategy, case.width))
+        if not case.exchange.startswith("nccl-"):
+            return team
+        name = self.group(case.width, int(case.exchange.removeprefix("nccl-")))
+        return dataclasses.replace(team, ulysses=dataclasses.replace(team.ulysses, group=name))
+
+    @cached_property
+    def teams(self) -> Teams:
+        widths = [width for width in (2, 4, 8) if width <= self.world]
+        specs = {ParallelSpec.of(strategy, width) for strategy in STRATEGIES for width in widths}
+        return Teams(rank=self.rank, num_ranks=self.world, specs=specs)
+
+    def _group(self, width: int, max_ctas: int) -> str:
+        """A communicator that uses at most so many thread blocks, for each run of ranks."""
+        mine = ""
+        for ranks in aligned_runs(self.world, width):
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            options.config.max_ctas = max_ctas
+            group: Any = dist.new_group(list(ranks), pg_options=options)
+            mine = str(group.group_name) if self.rank in ranks else mine
+        return mine
+
+    def _weights(self, precision: Precision) -> FastWeights:
+        return fast_weights(self.module, precision)
+
+    def _inputs(self, side: int, batch: int) -> dict[str, Tensor]:
+        return flux_case.inputs(self.module, side, batch=batch, text=64 if self.small else flux_case.TEXT_TOKENS)
+
+    def _reference(self, side: int, batch: int) -> Tensor:
+        """The module's own answer, computed once before anything was swapped."""
+        with torch.no_grad():
+            answer: Tensor = self._module_step(self.inputs(side, batch))()
+        return answer.float()
+
+    def _error(self, case: Case, answer: Tensor) -> float | None:
+        if case.exchange == "none" or case.maker.startswith("diffusers"):
+            return None
+        reference = self.reference(case.side, case.batch)
+        error = ((answer.float() - reference).norm() / reference.norm()).item()
+        assert error < (0.15 if case.precision == "fp8" else 0.05), f"wrong answer: relative error {error:.3f}"
+        return float(f"{error:.2e}")
+
+
+def _without_exchange() -> AbstractContextManager[Any]:
+    """Ranks keep what they have: a wrong answer in the right shapes."""
+    stack = ExitStack()
+    exchange = "engines.torch_engine.head_exchange"
+    stack.enter_context(patch.multiple(exchange, start_all_to_all=lambda x, axis: x, wait=lambda x: x))
+    stacked = patch("engines.torch_engine.fast_step.all_gather", lambda x, axis: torch.stack([x] * axis.size))
+    stack.enter_context(stacked)
+    return stack
+
+
+def _pretended_team(spec: ParallelSpec) -> Team:
+    """Rank 0's view of a team whose other ranks are not there."""
+    ranks = tuple(range(spec.width))
+    alone, everyone = Axis(ranks=(0,), index=0), Axis(ranks=ranks, index=0)
+    axes = dict.fromkeys(("guidance", "ring", "allgather_kv", "tensor"), alone)
+    return Team(ranks=ranks, spec=spec, ulysses=everyone, context=everyone, **axes)

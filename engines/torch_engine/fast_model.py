@@ -1,0 +1,65 @@
+"""What a family gives for its fast path: the same step as its module, cut where an engine can gain time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor, nn
+
+from engines.model import ModelInputs
+from engines.torch_engine.head_exchange import HeadExchange, join_columns
+from engines.torch_engine.kernels import QuantRows, Rows, quantize_rows
+from engines.torch_engine.lanes import Lane
+from engines.torch_engine.product import Float8Product, NativeProduct, Product
+
+Precision = Literal["native", "fp8"]
+StepTensors = Mapping[str, Tensor]
+"""Everything that one step reads, by name. A captured step keeps buffers of these shapes."""
+
+
+class FastModel(Protocol):
+    """One transformer's step, for one team's exchange."""
+
+    def ahead(self, inputs: ModelInputs) -> dict[str, Tensor]:
+        """What a step needs and the latents do not change, from (split) inputs: small, computed outside the graph."""
+        ...
+
+    def step(self, latents: Tensor, ahead: StepTensors) -> Tensor:
+        """My tokens of the prediction from my tokens of the latents."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepParts:
+    """What an engine gives a fast model: the team's exchange, and lanes for the second stream and for the MLP."""
+
+    exchange: HeadExchange
+    stream_lane: Lane
+    mlp_lane: Lane
+
+
+class FastWeights(Protocol):
+    """A transformer's weights arranged for the fast path, once per module; teams share them."""
+
+    def model(self, parts: StepParts) -> FastModel: ...
+
+
+ArrangeWeights = Callable[[nn.Module, Precision], FastWeights]
+
+
+def make_product(weight_NK: Tensor, bias_N: Tensor | None, precision: Precision) -> Product:
+    return NativeProduct(weight_NK, bias_N) if precision == "native" else Float8Product(weight_NK, bias_N)
+
+
+def collected_rows(groups: tuple[Tensor, ...], precision: Precision) -> Rows:
+    """What an exchange brought back, as the next product wants it."""
+    if precision == "native":
+        return join_columns(groups)
+    return quantize_rows(groups[0] if len(groups) == 1 else join_columns(groups))
+
+
+def run_of_rows(x: Rows, start: int, stop: int | None) -> Rows:
+    rows: Tensor | QuantRows = x[start:stop]
+    return rows

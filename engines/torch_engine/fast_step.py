@@ -1,0 +1,95 @@
+"""One branch's step by a fast model: inputs cut for the team, the step over my tokens, the prediction put together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from engines.model import ModelInputs
+from engines.parallel.collectives import all_gather
+from engines.parallel.layout import TokenLayout
+from engines.parallel.local import local_kernel
+from engines.parallel.mesh import Team
+from engines.parallel.shard_plan import ShardPlan
+from engines.parallel.strategy import team_kernel
+from engines.torch_engine.fast_model import FastWeights, StepParts, StepTensors
+from engines.torch_engine.head_exchange import HeadExchange, LocalHeads, UlyssesHeads, local_attention, without_lse
+from engines.torch_engine.lanes import Lane
+from engines.torch_engine.peer_exchange import PeerHeads
+
+LATENTS = "hidden_states"
+"""The input that changes with every step and is read inside the step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Overlap:
+    """What may run side by side, and how heads are exchanged.
+
+    ``stream_lane``: the second stream's products beside the first's. ``mlp_lane``: the MLP of single-stream blocks beside
+    attention. ``num_parts``: shares of a rank's heads that are exchanged one after the other. ``peer_memory``: ranks write
+    straight into each other's memory (one host, NVLink) instead of calling NCCL.
+    """
+
+    stream_lane: bool = True
+    mlp_lane: bool = False
+    num_parts: int = 1
+    peer_memory: bool = False
+
+
+def can_run(team: Team) -> bool:
+    """Whether the fast path knows how this team divides a step: by tokens, whichever strategy, but not by weights."""
+    return team.tensor.size == 1
+
+
+class FastStep:
+    """A fast model for one team and one layout of tokens. Every rank of the team makes the same calls."""
+
+    def __init__(
+        self, weights: FastWeights, plan: ShardPlan, team: Team, layout: TokenLayout, overlap: Overlap, sample: Tensor
+    ) -> None:
+        """``sample`` is any activation: it says on which device and in which dtype the step computes."""
+        self._plan, self._team, self._layout = plan, team, layout
+        parts = StepParts(
+            exchange=make_exchange(team, layout, overlap, sample),
+            stream_lane=Lane(sample.device, enabled=overlap.stream_lane),
+            mlp_lane=Lane(sample.device, enabled=overlap.mlp_lane),
+        )
+        self._model = weights.model(parts)
+
+    def ahead(self, inputs: ModelInputs) -> dict[str, Tensor]:
+        """What the step reads besides my latents, from whole inputs. Holds for every step with the same of them."""
+        return self._model.ahead(self._split(inputs))
+
+    def latents(self, inputs: ModelInputs) -> Tensor:
+        """My tokens of the latents."""
+        return self._split({LATENTS: inputs[LATENTS]})[LATENTS]
+
+    def __call__(self, latents: Tensor, ahead: StepTensors) -> Tensor:
+        """The whole prediction, equal on all ranks of the team."""
+        return self._gathered(self._model.step(latents, ahead))
+
+    def _split(self, inputs: ModelInputs) -> dict[str, Tensor]:
+        index = self._team.context.index
+        cuts = {shard.key: shard for shard in self._plan.shards if shard.module == ""}
+        return {
+            name: self._layout.cut(x, dim=cuts[name].dim, stream=cuts[name].stream, index=index) if name in cuts else x
+            for name, x in inputs.items()
+        }
+
+    def _gathered(self, prediction: Tensor) -> Tensor:
+        (gather,) = self._plan.gathers
+        gathered = all_gather(prediction, self._team.context)
+        return self._layout.join(gathered, dim=gather.dim, stream=gather.stream)
+
+
+def make_exchange(team: Team, layout: TokenLayout, overlap: Overlap, sample: Tensor) -> HeadExchange:
+    """Ulysses in pieces that overlap with other work; the other strategies inside attention's moment."""
+    if team.context.size != team.ulysses.size:
+        return LocalHeads(without_lse(team_kernel(local_kernel(sample.device, sample.dtype), team, layout)))
+    attend = local_attention(sample.device, sample.dtype, layout.valid_rows(0, layout.num_chunks))
+    if team.ulysses.size == 1:
+        return LocalHeads(attend)
+    if overlap.peer_memory:
+        return PeerHeads(attend, team.ulysses, sample.device)
+    return UlyssesHeads(attend, team.ulysses, num_parts=overlap.num_parts)

@@ -1,0 +1,62 @@
+"""A whole step in one CUDA graph: every kernel, copy and collective recorded once and replayed with one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engines.torch_engine.fast_model import StepTensors
+from engines.torch_engine.lanes import new_stream
+
+NUM_WARM_UP_RUNS = 2
+"""Uncaptured runs before recording: they compile kernels, create handles and open NCCL channels."""
+
+
+class GraphPool:
+    """Memory that all graphs of a process share. Graphs that share it must not run at the same time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = new_stream(device)
+        self.handle: Any = torch.cuda.graph_pool_handle()
+
+
+class CapturedStep:
+    """``function`` of named tensors, recorded for the shapes of ``example``.
+
+    All ranks of a team capture at the same time and replay in the same order. The result lies in the graph's own
+    memory: it holds until the pool's next replay.
+    """
+
+    def __init__(self, function: Callable[[StepTensors], Tensor], example: StepTensors, pool: GraphPool) -> None:
+        self._inputs = {name: tensor.detach().clone() for name, tensor in example.items()}
+        self._graph = torch.cuda.CUDAGraph()
+        pool.stream.wait_stream(torch.cuda.current_stream(pool.device))
+        with torch.no_grad(), torch.cuda.stream(pool.stream):
+            for _ in range(NUM_WARM_UP_RUNS):
+                function(self._inputs)
+        pool.stream.synchronize()
+        # Other threads (watchdogs, a server's event loop) may call CUDA while this one records.
+        capture = torch.cuda.graph(self._graph, pool=pool.handle, stream=pool.stream, capture_error_mode="thread_local")
+        with torch.no_grad(), capture:
+            self._result = function(self._inputs)
+
+    def __call__(self, tensors: StepTensors) -> Tensor:
+        """Copy ``tensors`` in (those that are not yet the graph's own) and replay on the current stream."""
+        for name, buffer in self._inputs.items():
+            if tensors[name] is not buffer:
+                buffer.copy_(tensors[name])
+        self._graph.replay()
+        return self._result
+
+    @property
+    def inputs(self) -> StepTensors:
+        """The graph's own input buffers."""
+        return self._inputs
+
+    def close(self) -> None:
+        """Let go of the recording and its memory; the communicator must still be alive."""
+        self._graph.reset()

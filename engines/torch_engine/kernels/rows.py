@@ -1,0 +1,37 @@
+"""Rows of activations: plain, or quantised with one scale a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+SMALLEST_AMAX = 1e-12
+"""Keeps the scale of an all-zero row finite."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantRows:
+    """``values_RC`` (float8 e4m3) times ``scale_R1`` (float32) are the rows."""
+
+    values_RC: Tensor
+    scale_R1: Tensor
+
+    def dequantized(self) -> Tensor:
+        """float32."""
+        return self.values_RC.float() * self.scale_R1
+
+    def __getitem__(self, rows: slice) -> QuantRows:
+        return QuantRows(values_RC=self.values_RC[rows], scale_R1=self.scale_R1[rows])
+
+
+Rows = Tensor | QuantRows
+
+
+def quantized(x_RC: Tensor) -> QuantRows:
+    """``x_RC`` with the largest magnitude of each row mapped to the largest float8; plain PyTorch."""
+    scale_R1 = x_RC.float().abs().amax(-1, keepdim=True).clamp(min=SMALLEST_AMAX) / FP8_MAX
+    return QuantRows(values_RC=(x_RC.float() / scale_R1).to(FP8), scale_R1=scale_R1)

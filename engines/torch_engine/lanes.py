@@ -1,0 +1,46 @@
+"""Side streams, so that work which does not depend on an exchange fills the time and the multiprocessors it leaves.
+
+Inside a CUDA graph a lane becomes a parallel branch. On the CPU everything runs in program order.
+
+Memory rule: what is allocated inside ``aside()`` may be read after ``join()`` and dropped at once: the next ``aside()``
+waits for the main stream before it can reuse the block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+def new_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
+    """Lower numbers go first."""
+    return torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+
+
+class Lane:
+    """One side stream of a device (none on the CPU, or if ``enabled`` is false: then the code runs in line)."""
+
+    def __init__(self, device: torch.device, *, enabled: bool = True, priority: int = 0) -> None:
+        in_use = enabled and device.type == "cuda"
+        self._stream = new_stream(device, priority) if in_use else None
+
+    @contextmanager
+    def aside(self, *, after_main: bool = True) -> Iterator[None]:
+        """Run the body on the side stream, after everything that the current stream was given so far.
+
+        ``after_main=False`` goes on where the lane's last body ended: only for work that needs nothing newer.
+        """
+        if self._stream is None:
+            yield
+            return
+        if after_main:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def join(self) -> None:
+        """Make the current stream wait for the side stream."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)

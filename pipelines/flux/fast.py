@@ -1,0 +1,130 @@
+"""FLUX blocks as a hand-ordered sequence of matrix products, fused steps and exchanges, on the module's own parameters.
+
+Equal to ``FluxTransformer2DModel.forward``; what differs is order and grouping. Both streams lie in one tensor, text
+first, tokens before batch (rows ``R = tokens x batch``), so that a block needs no concatenation. Modulation vectors,
+rotary tables and the embedded text do not depend on the latents and are computed ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engines.model import ModelInputs
+from engines.torch_engine.fast_model import Precision, StepParts, StepTensors, collected_rows, run_of_rows
+from engines.torch_engine.kernels import HeadNorms, Rows, norm_modulate, residual_norm_modulate
+from pipelines.flux.fast_weights import DualWeights, FluxWeights, SingleWeights
+from pipelines.flux.modulation import FluxModulation, modulation_vectors
+
+
+def fast_weights(transformer: nn.Module, precision: Precision) -> FluxWeights:
+    """``transformer`` (a ``FluxTransformer2DModel``) arranged for ``FastFlux``; its parameters become views."""
+    return FluxWeights(transformer, precision, make_model=FastFlux)
+
+
+class FastFlux:
+    """One step over my tokens. Implements ``engines.torch_engine.fast_model.FastModel``."""
+
+    def __init__(self, weights: FluxWeights, parts: StepParts) -> None:
+        self._weights, self._parts = weights, parts
+        self._quantize = weights.precision == "fp8"
+
+    def ahead(self, inputs: ModelInputs) -> dict[str, Tensor]:
+        module = self._weights.module
+        cos_LD, sin_LD = module.pos_embed(torch.cat((inputs["txt_ids"], inputs["img_ids"])))
+        text_BTC = module.context_embedder(inputs["encoder_hidden_states"])
+        return {
+            "modulation_VBC": modulation_vectors(module, embedded_time(module, inputs)),
+            "text_TBC": text_BTC.transpose(0, 1).contiguous(),
+            "cos_LP": cos_LD[:, ::2].float().contiguous(),
+            "sin_LP": sin_LD[:, ::2].float().contiguous(),
+        }
+
+    def step(self, latents: Tensor, ahead: StepTensors) -> Tensor:
+        """``velocity_BSD`` of my image tokens from ``latents_BSD``."""
+        module, text_TBC = self._weights.module, ahead["text_TBC"]
+        image_SBC = module.x_embedder(latents.transpose(0, 1))
+        x_RC = torch.cat((text_TBC, image_SBC)).flatten(0, 1)
+        num_text, batch = text_TBC.shape[0], text_TBC.shape[1]
+        normed = self._blocks(x_RC, ahead, num_text * batch, batch)
+        velocity_RD: Tensor = module.proj_out(normed[num_text * batch :])
+        return velocity_RD.view(-1, batch, velocity_RD.shape[-1]).transpose(0, 1).contiguous()
+
+    def _blocks(self, x_RC: Tensor, ahead: StepTensors, first_rows: int, batch: int) -> Tensor:
+        """All blocks and the last norm; each residual is added in the pass that norms for what comes next."""
+        weights = self._weights
+        modulation = FluxModulation(ahead["modulation_VBC"], len(weights.duals), len(weights.singles), first_rows)
+        rope = (ahead["cos_LP"], ahead["sin_LP"])
+        normed = norm_modulate(x_RC, modulation.first(), quantize=self._quantize)
+        for index, dual in enumerate(weights.duals):
+            norms = HeadNorms(weight_S2D=dual.head_norms_S2D, cos_LP=rope[0], sin_LP=rope[1], first_rows=first_rows)
+            update_RC = self._dual_attention(normed, dual, norms, x_RC, batch)
+            gate_SBC, middle = modulation.dual_middle(index)
+            normed = residual_norm_modulate(x_RC, (update_RC,), gate_SBC, middle, quantize=self._quantize)
+            update_RC = self._dual_mlp(normed, dual, x_RC, first_rows)
+            gate_SBC, following = modulation.dual_end(index)
+            quantize = self._quantize and (index + 1 < len(weights.duals) or bool(weights.singles))
+            normed = residual_norm_modulate(x_RC, (update_RC,), gate_SBC, following, quantize=quantize)
+        for index, single in enumerate(weights.singles):
+            norms = HeadNorms(weight_S2D=single.head_norms_S2D, cos_LP=rope[0], sin_LP=rope[1], first_rows=first_rows)
+            updates = self._single(normed, single, norms, batch)
+            gate_SBC, following = modulation.single_end(index)
+            quantize = self._quantize and index + 1 < len(weights.singles)
+            normed = residual_norm_modulate(x_RC, updates, gate_SBC, following, quantize=quantize)
+        assert isinstance(normed, Tensor)
+        return normed
+
+    def _dual_attention(self, normed: Rows, dual: DualWeights, norms: HeadNorms, x_RC: Tensor, batch: int) -> Tensor:
+        """``update_RC``: both streams' projections on two lanes, attention over both."""
+        exchange, lane, first = self._parts.exchange, self._parts.stream_lane, norms.first_rows
+        text, image = run_of_rows(normed, 0, first), run_of_rows(normed, first, None)
+        qkv_RE = x_RC.new_empty(x_RC.shape[0], 3 * x_RC.shape[1])
+        with lane.aside():
+            dual.qkv.text(text, out=qkv_RE[:first])
+        dual.qkv.image(image, out=qkv_RE[first:])
+        lane.join()
+        attended = exchange.attend(exchange.send(self._by_head(qkv_RE, norms), batch, norms))
+        result = collected_rows(exchange.collect(attended), self._weights.precision)
+        update_RC = torch.empty_like(x_RC)
+        with lane.aside():
+            dual.out.text(run_of_rows(result, 0, first), out=update_RC[:first])
+        dual.out.image(run_of_rows(result, first, None), out=update_RC[first:])
+        lane.join()
+        return update_RC
+
+    def _dual_mlp(self, normed: Rows, dual: DualWeights, x_RC: Tensor, first: int) -> Tensor:
+        lane = self._parts.stream_lane
+        update_RC = torch.empty_like(x_RC)
+        with lane.aside():
+            dual.down.text(dual.up.text.activated(run_of_rows(normed, 0, first)), out=update_RC[:first])
+        dual.down.image(dual.up.image.activated(run_of_rows(normed, first, None)), out=update_RC[first:])
+        lane.join()
+        return update_RC
+
+    def _single(self, normed: Rows, single: SingleWeights, norms: HeadNorms, batch: int) -> tuple[Tensor, ...]:
+        """The MLP's first product runs while queries and keys travel, its second while the result comes back."""
+        exchange, lane = self._parts.exchange, self._parts.mlp_lane
+        sent = exchange.send(self._by_head(single.qkv(normed), norms), batch, norms)
+        with lane.aside():
+            hidden = single.up.activated(normed)
+        attended = exchange.attend(sent)
+        with lane.aside(after_main=False):
+            update_RC = single.out_mlp(hidden)
+        result = collected_rows(exchange.collect(attended), self._weights.precision)
+        lane.join()
+        return single.out_attention.add(update_RC, result)
+
+    def _by_head(self, qkv_RE: Tensor, norms: HeadNorms) -> Tensor:
+        return qkv_RE.view(qkv_RE.shape[0], 3, -1, norms.weight_S2D.shape[-1])
+
+
+def embedded_time(module: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+    """``temb_BC``: timestep, guidance and pooled prompt, as the module's ``forward`` embeds them."""
+    pooled_BC = inputs["pooled_projections"]
+    dtype = inputs["hidden_states"].dtype
+    time = [inputs[name].to(dtype) * 1000 for name in ("timestep", "guidance") if name in inputs]
+    temb_BC: Tensor = module.time_text_embed(*time, pooled_BC)
+    return temb_BC
