@@ -34,7 +34,7 @@ CONCURRENCY_GROUPS = {"control": 1, "sentinel": 1, "admission": NUM_ADMISSION_TH
 class RankInfo:
     rank: int
     pid: int
-    host: str
+    node_id: str
     device: str
 
 
@@ -60,7 +60,8 @@ class Rank:
 
     def join(self, address: StoreAddress) -> RankInfo:
         self._communicator.join(address)
-        return RankInfo(rank=self._context.rank, pid=os.getpid(), host=_node_ip(), device=self._context.device)
+        node_id = ray.get_runtime_context().get_node_id()
+        return RankInfo(rank=self._context.rank, pid=os.getpid(), node_id=node_id, device=self._context.device)
 
     def build(self, build: BuildRank) -> None:
         self._runner = StepRunner(build(self._context), self._context)

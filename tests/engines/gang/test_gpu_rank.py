@@ -1,0 +1,83 @@
+"""What only a GPU shows: the pace of steps in flight, and the communicator over NCCL."""
+
+from __future__ import annotations
+
+import time
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, multiprocessing
+
+from engines.gang.communicator import Communicator
+from engines.gang.config import RankContext, RankParts
+from engines.gang.plan import JobStep, StepPlan, Work
+from engines.gang.runner import StepRunner
+from engines.model import Branch
+from tests.engines.gang.fakes import FakeRequest, FakeSampler, fake_job
+
+pytestmark = pytest.mark.gpu
+
+NUM_SLEEP_CYCLES = 400_000_000
+"""About 0.2 s of a GPU at 2 GHz."""
+
+
+class SleepingEngine:
+    """Keeps the device busy, and returns at once, as a captured step does."""
+
+    def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> tuple[Tensor, ...]:
+        torch.cuda._sleep(NUM_SLEEP_CYCLES)  # type: ignore[no-untyped-call]
+        return tuple(branch.inputs["x_L"] for branch in branches)
+
+    def close(self) -> None: ...
+
+
+def step(number: int) -> StepPlan:
+    work = Work(job_steps=(JobStep(job_id="a", step=number),), ranks=(0,))
+    return StepPlan(sequence=number, works=(work,))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU")
+def test_a_step_is_queued_while_the_one_before_it_runs():
+    parts = RankParts(engine=SleepingEngine(), sampler=FakeSampler())
+    runner = StepRunner(parts, RankContext(rank=0, num_ranks=1, device="cuda:0"))
+    conditioning_L = torch.zeros(8)
+    runner.admit(fake_job("a", FakeRequest(seed=1, num_steps=9), conditioning=conditioning_L))
+    torch.cuda.synchronize()
+    reports = [runner.execute(step(number))[0] for number in range(1, 4)]
+    started_s = time.perf_counter()
+    torch.cuda.synchronize()
+    left_ms = (time.perf_counter() - started_s) * 1e3
+    one_step_ms = reports[2].step_ms
+    assert reports[0].step_ms < 0.5 * one_step_ms, "the first step is queued and not waited for"
+    assert reports[1].step_ms > 0.5 * one_step_ms, "the second waits for the first"
+    assert left_ms > 0.5 * one_step_ms, "the last still runs"
+
+
+def member(rank: int, pipe: Connection) -> None:
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    communicator = Communicator(rank=rank, num_ranks=2, device=device, timeout_s=60.0)
+    if rank == 0:
+        address = communicator.open_store("127.0.0.1")
+        pipe.send(address)
+    else:
+        address = pipe.recv()
+    communicator.join(address)
+    total = torch.full((), rank + 1.0, device=device)
+    dist.all_reduce(total)
+    communicator.leave()
+    assert total.item() == 3.0
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_join_over_nccl():
+    context = multiprocessing.get_context("spawn")
+    pipes = context.Pipe()
+    members = [context.Process(target=member, args=(rank, pipes[rank])) for rank in range(2)]
+    for process in members:
+        process.start()
+    for process in members:
+        process.join(120)
+    assert [process.exitcode for process in members] == [0, 0]

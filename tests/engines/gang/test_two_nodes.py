@@ -1,0 +1,17 @@
+"""A gang wider than a node, on a cluster of two nodes in one machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.slow
+def test_ranks_go_to_nodes_in_node_order():
+    command = [sys.executable, "-m", "tests.engines.gang.two_nodes"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    nodes = json.loads(run.stdout.splitlines()[-1])
+    assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
