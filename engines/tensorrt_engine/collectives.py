@@ -71,10 +71,11 @@ def _on_root(collective: Collective, out: Array) -> list[Array]:
 
 def _reduced(collective: Collective, inputs: list[Array]) -> Array:
     stacked = np.stack(inputs)
-    reduce: Callable[..., Array] = {
+    reduce: Any = {
         "sum": np.sum, "avg": np.mean, "prod": np.prod, "max": np.max, "min": np.min,
     }[collective.reduction]  # fmt: skip
-    return reduce(stacked, axis=0).astype(stacked.dtype)
+    reduced: Array = reduce(stacked, axis=0).astype(stacked.dtype)
+    return reduced
 
 
 def _all_to_all(collective: Collective, inputs: list[Array]) -> list[Array]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable
 
@@ -9,6 +10,9 @@ import pytest
 
 from engines.tensorrt_engine.builder import BuildError, BuildOptions, build
 from engines.tensorrt_engine.targets import Target
+from tests.engines.tensorrt_engine.all_ranks import Case, export_case
+from tests.engines.tensorrt_engine.cases import DTYPES, Key
+from tests.engines.tensorrt_engine.zoo import SPECIMENS, cast
 
 Build = Callable[..., bytes]
 
@@ -31,3 +35,21 @@ def build_plan() -> Build:
         return answer
 
     return plan_of
+
+
+Exports = Callable[[Key], Case]
+
+
+@pytest.fixture(scope="session")
+def exports() -> Exports:
+    """Each case of the matrix, exported once."""
+
+    @functools.cache
+    def case_of(key: Key) -> Case:
+        specimen, dtype = SPECIMENS[key.family], DTYPES[key.dtype]
+        model = specimen.model()
+        for module in model.modules.values():
+            module.to(dtype)
+        return export_case(model, cast(specimen, specimen.inputs(), dtype), key.spec)
+
+    return case_of

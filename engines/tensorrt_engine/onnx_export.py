@@ -1,0 +1,159 @@
+"""The core of a traced forward as an ONNX graph that TensorRT takes."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from onnxscript import optimizer
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import Dim
+
+from engines.tensorrt_engine.collectives import OP_TYPE
+from engines.tensorrt_engine.onnx_nodes import FUSED_ONLY
+from engines.tensorrt_engine.partition import Parts
+from engines.tensorrt_engine.translate import translation_table
+
+OPSET = 23
+"""The first with ``Attention``, which TensorRT runs as one fused kernel."""
+
+WEIGHT_PREFIX = "module."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineGraph:
+    """An ONNX graph and what it is fed. ``weights`` are ``state_dict`` keys; empty when they are constants inside."""
+
+    model: ir.Model
+    inputs: tuple[str, ...]
+    weights: tuple[str, ...]
+    outputs: tuple[str, ...]
+    num_ranks: int
+
+    def serialized(self) -> bytes:
+        """The graph as bytes (below 2 GiB: so with weights outside, or a small model)."""
+        return bytes(ir.to_proto(self.model).SerializeToString())
+
+    def collectives(self) -> dict[str, int]:
+        """Number of nodes of each collective."""
+        found = (n.attributes["collective_operation"].as_string() for n in self.model.graph if n.op_type == OP_TYPE)
+        return dict(Counter(found))
+
+    def dynamic_inputs(self) -> tuple[str, ...]:
+        """Inputs of which some dim is not fixed."""
+        shapes = {str(value.name): value.shape for value in self.model.graph.inputs}
+        return tuple(name for name, shape in shapes.items() if shape is not None and not shape.is_static())
+
+    def num_attentions(self) -> int:
+        return sum(node.op_type == "Attention" for node in self.model.graph)
+
+
+def export_core(parts: Parts, num_ranks: int, *, weights_as_inputs: bool = True) -> EngineGraph:
+    """Translate ``parts.core``. Raises ValueError for exchanges that TensorRT cannot do (groups, unequal shares)."""
+    arguments = example_inputs(parts.core)
+    with torch.no_grad(), _quiet():
+        program = torch.onnx.export(
+            parts.core,
+            arguments,
+            dynamo=True,
+            opset_version=OPSET,
+            custom_translation_table=translation_table(num_ranks),
+            dynamic_shapes=_dynamic_shapes(parts.core),
+            optimize=False,  # it would fold weights before they can become inputs
+            verbose=False,
+        )
+    assert program is not None
+    model = program.model
+    _rename(model.graph.inputs, parts.core_inputs)
+    _rename(model.graph.outputs, parts.core_outputs)
+    weights = _name_weights(model.graph, _parameters(parts.core), as_inputs=weights_as_inputs)
+    optimizer.optimize_ir(model)
+    _mark_attention(model.graph)
+    _drop_metadata(model)
+    return EngineGraph(
+        model=model, inputs=parts.core_inputs, weights=weights, outputs=parts.core_outputs, num_ranks=num_ranks
+    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The exporter warns that torchvision is missing; nothing here uses it."""
+    registration = logging.getLogger("torch.onnx._internal.exporter._registration")
+    level = registration.level
+    registration.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        registration.setLevel(level)
+
+
+def example_inputs(core: fx.GraphModule) -> tuple[Tensor, ...]:
+    """Inputs of the traced shapes, fake where the weights are."""
+    weight = next(iter(core.parameters()), None)
+    with weight.fake_mode if isinstance(weight, FakeTensor) else nullcontext():
+        values = [node.meta["val"] for node in core.graph.nodes if node.op == "placeholder"]
+        return tuple(torch.zeros(_hint(value), dtype=value.dtype, device=value.device) for value in values)
+
+
+def _hint(value: Tensor) -> tuple[int, ...]:
+    return tuple(size.node.hint if isinstance(size, torch.SymInt) else size for size in value.shape)
+
+
+def _dynamic_shapes(core: fx.GraphModule) -> tuple[dict[int, Any], ...] | None:
+    values = [node.meta["val"] for node in core.graph.nodes if node.op == "placeholder"]
+    dims = tuple({d: Dim.AUTO for d, size in enumerate(v.shape) if isinstance(size, torch.SymInt)} for v in values)
+    return dims if any(dims) else None
+
+
+def _rename(values: Any, names: tuple[str, ...]) -> None:
+    for value, name in zip(values, names, strict=True):
+        value.name = name
+
+
+def _parameters(core: fx.GraphModule) -> set[str]:
+    return {name for name, _ in core.named_parameters()}
+
+
+def _name_weights(graph: ir.Graph, parameters: set[str], *, as_inputs: bool) -> tuple[str, ...]:
+    """Name parameters by their ``state_dict`` keys and, ``as_inputs``, make them inputs. Buffers stay constants."""
+    weights = [value for name, value in graph.initializers.items() if name in parameters]
+    for value in weights:
+        del graph.initializers[str(value.name)]
+        value.name = str(value.name).removeprefix(WEIGHT_PREFIX)
+        if as_inputs:
+            value.const_value = None
+            graph.inputs.append(value)
+        else:
+            graph.initializers[value.name] = value
+    return tuple(str(value.name) for value in weights) if as_inputs else ()
+
+
+def _mark_attention(graph: ir.Graph) -> None:
+    """Half precision must be fused (or the build fails); float32 has no fused kernel and must be decomposable."""
+    for node in graph:
+        if node.op_type == "Attention":
+            wide = node.inputs[0] is not None and node.inputs[0].dtype == ir.DataType.FLOAT
+            node.attributes[FUSED_ONLY] = ir.AttrInt64(FUSED_ONLY, int(wide))
+
+
+def _drop_metadata(model: ir.Model) -> None:
+    """Stack traces and paths out: the same model gives the same bytes wherever it is exported."""
+    model.metadata_props.clear()
+    model.graph.metadata_props.clear()
+    for node in model.graph:
+        node.metadata_props.clear()
+        node.doc_string = None
+        for value in node.outputs:
+            value.metadata_props.clear()
+    for value in (*model.graph.inputs, *model.graph.initializers.values()):
+        value.metadata_props.clear()

@@ -1,0 +1,84 @@
+"""Trace a family's module as one rank of a team runs it: strategy, hooks and collectives included."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.nn import functional
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from engines.model import Branch, DenoiserModel, ModelInputs
+from engines.parallel.mesh import Team, Teams
+from engines.parallel.spec import ParallelSpec
+from engines.parallel.strategy import team_kernel
+from engines.parallel.tensor import split_weights
+from engines.parallel.token_hooks import TokenHooks
+from engines.tensorrt_engine.group_free import group_free_kernel
+from engines.tensorrt_engine.markers import MarkedLayout
+
+DynamicDims = Mapping[str, Any]
+"""``torch.export``'s ``dynamic_shapes`` per input name."""
+
+
+def sdpa(q_BLHD: Tensor, k_BMHD: Tensor, v_BMHD: Tensor, /) -> tuple[Tensor, Tensor]:
+    """The kernel that becomes ONNX's ``Attention``; it has no log-sum-exp, and no strategy that exports needs one."""
+    q_BHLD, k_BHMD, v_BHMD = (x.transpose(1, 2) for x in (q_BLHD, k_BMHD, v_BMHD))
+    out_BHLD = functional.scaled_dot_product_attention(q_BHLD, k_BHMD, v_BHMD)
+    return out_BHLD.transpose(1, 2), q_BLHD.new_empty(0)
+
+
+class _OneRank(nn.Module):
+    """The sharded forward as a module: inputs in by name, the whole prediction out."""
+
+    def __init__(self, model: DenoiserModel, name: str, team: Team) -> None:
+        super().__init__()
+        module = _twin(model.modules[name])
+        self.module = split_weights(module, model.plan, team.tensor) if team.tensor.size > 1 else module
+        self._model = model
+        self._team = team
+        self._hooks = TokenHooks(self.module, model.plan)
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        lengths = self._model.stream_lengths(inputs)
+        layout = MarkedLayout.tracing(self._model.plan.streams, lengths, self._team.context.size)
+        grouped = self._team.spec.ring > 1 or (self._team.spec.allgather_kv > 1 and self._team.spec.ulysses > 1)
+        kernel = (group_free_kernel if grouped else team_kernel)(sdpa, self._team, layout)
+        self._model.set_kernel(self.module, kernel)
+        with self._hooks.over(layout, self._team.context):
+            return self._model.forward(self.module, inputs)
+
+
+def _twin(module: nn.Module) -> nn.Module:
+    """A copy that shares every tensor: hooks and kernels of the original stay as they are."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
+
+
+def trace(model: DenoiserModel, branch: Branch, team: Team, dynamic: DynamicDims | None = None) -> fx.GraphModule:
+    """``torch.export`` of one branch's forward; parameters are ``get_attr`` nodes named ``module.<state_dict key>``."""
+    inputs: ModelInputs = {name: value for name, value in branch.inputs.items() if value is not None}
+    shapes = None if dynamic is None else ({name: dynamic.get(name) for name in inputs},)
+    with torch.no_grad():
+        rank = _OneRank(model, branch.module, team).eval()
+        exported = torch.export.export(rank, (dict(inputs),), dynamic_shapes=shapes, strict=False)
+        traced = exported.module(check_guards=False)
+    assert isinstance(traced, fx.GraphModule)
+    return traced
+
+
+@contextmanager
+def offline_team(spec: ParallelSpec, rank: int = 0) -> Iterator[Team]:
+    """``spec``'s team as one process alone can trace it: torch's fake process group answers for the other ranks."""
+    if dist.is_initialized():
+        raise ValueError("an engine is exported before torch.distributed is initialised, or for the gang's own team")
+    dist.init_process_group("fake", rank=rank, world_size=spec.width, store=FakeStore())
+    try:
+        yield Teams(rank=rank, num_ranks=spec.width, specs=(spec,)).team(tuple(range(spec.width)), spec)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,56 @@
+"""Export for a team, then run the engine graph for all its ranks and finish the prediction on each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from engines.model import Branch, DenoiserModel, ModelInputs
+from engines.parallel.spec import ParallelSpec
+from engines.tensorrt_engine.export import Exported, export, rank_weights
+from engines.tensorrt_engine.simulate import Simulator
+from engines.tensorrt_engine.trace import DynamicDims, offline_team
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """An exported engine with the weights of each rank."""
+
+    exported: Exported
+    weights: tuple[dict[str, Tensor], ...]
+
+    def predictions(self, inputs: ModelInputs, *, deaf: int | None = None) -> list[Tensor]:
+        graph = self.exported.graph
+        handed = [self.exported.feed(inputs, rank) for rank in range(graph.num_ranks)]
+        feeds = [self._feed(rank, self.exported.engine_inputs(values)) for rank, values in enumerate(handed)]
+        results = Simulator(graph.serialized(), deaf=deaf).run(feeds)
+        outputs = [dict(zip(graph.outputs, map(torch.from_numpy, result), strict=True)) for result in results]
+        return [self.exported.finish(*pair).float() for pair in zip(handed, outputs, strict=True)]
+
+    def _feed(self, rank: int, activations: dict[str, Tensor]) -> dict[str, object]:
+        mine = self.weights[rank]
+        tensors = activations | {name: mine[name] for name in self.exported.graph.weights}
+        return {name: tensor.contiguous().numpy() for name, tensor in tensors.items()}
+
+
+def export_case(
+    model: DenoiserModel,
+    inputs: ModelInputs,
+    spec: ParallelSpec,
+    *,
+    dynamic: DynamicDims | None = None,
+    weights_as_inputs: bool = True,
+) -> Case:
+    name = next(iter(model.modules))
+    with offline_team(spec) as team:
+        branch = Branch(inputs=inputs, module=name)
+        exported = export(model, branch, team, dynamic=dynamic, weights_as_inputs=weights_as_inputs)
+        teams = [replace(team, tensor=replace(team.tensor, index=index)) for index in range(team.tensor.size)]
+    weights = [rank_weights(model, name, team) for team in teams]
+    return Case(exported=exported, weights=tuple(weights * (spec.width // len(weights))))
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
