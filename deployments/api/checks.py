@@ -58,6 +58,7 @@ def media_request(
     num_steps = check_steps(body.num_inference_steps, card.defaults)
     scale = card.defaults.true_cfg_scale if body.true_cfg_scale is None else body.true_cfg_scale
     check_negative_prompt(body.negative_prompt, scale)
+    check_guidance(body.guidance_scale, card)
     return MediaRequest(
         # Clients may send one id twice; in the gang each job needs its own.
         request_id=f"{request_id}-{secrets.token_hex(4)}",
@@ -105,6 +106,12 @@ def check_negative_prompt(negative_prompt: str | None, true_cfg_scale: float) ->
     if negative_prompt and true_cfg_scale <= 1:
         message = f"negative_prompt has no effect while true_cfg_scale is {true_cfg_scale:g}; set it above 1"
         raise invalid("negative_prompt", message)
+
+
+def check_guidance(guidance_scale: float | None, card: ModelCard) -> None:
+    if guidance_scale and not card.defaults.guidance_scale:
+        message = f"guidance_scale is {guidance_scale:g}, but {card.name} has no distilled guidance; use true_cfg_scale"
+        raise invalid("guidance_scale", message)
 
 
 def check_seeds(seed: int, n: int) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 from pydantic import BaseModel
 from starlette.responses import Response
@@ -14,7 +15,7 @@ from deployments.api.disconnect import ClientGoneError, until_disconnect
 from deployments.api.errors import ApiError, from_failure
 from deployments.api.performing import with_idle
 from deployments.api.settings import ApiSettings
-from deployments.jobs.tasks import closing, next_or_none
+from deployments.jobs.tasks import next_or_none
 
 logger = logging.getLogger("troupe.api")
 
@@ -35,7 +36,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncIterator[bytes]) -> None:
+    def __init__(self, chunks: AsyncGenerator[bytes]) -> None:
         self.chunks = chunks
         self.status_code = 200
         self.background = None
@@ -49,14 +50,14 @@ class EventStream(Response):
             logger.info("the client left the stream")
 
     async def _send(self, send: Send) -> None:
-        async with closing(self.chunks):
+        async with aclosing(self.chunks):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             async for chunk in self.chunks:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def start_stream(events: AsyncIterator[Event], receive: Receive, settings: ApiSettings) -> EventStream:
+async def start_stream(events: AsyncGenerator[Event], receive: Receive, settings: ApiSettings) -> EventStream:
     """A response with ``events``, once the first is there or ``first_event_wait_s`` over.
 
     What ``events`` raises until then is raised here, so that it gets its own HTTP status; later it becomes an event
@@ -67,8 +68,8 @@ async def start_stream(events: AsyncIterator[Event], receive: Receive, settings:
     return EventStream(_chunks(first, beats))
 
 
-async def _chunks(first: Event | None, rest: AsyncIterator[Event | None]) -> AsyncGenerator[bytes, None]:
-    async with closing(rest):
+async def _chunks(first: Event | None, rest: AsyncGenerator[Event | None]) -> AsyncGenerator[bytes, None]:
+    async with aclosing(rest):
         yield first.encode() if first else KEEPALIVE
         try:
             async for event in rest:

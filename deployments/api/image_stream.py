@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import time
 from base64 import b64encode
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 from deployments.api.answers import CompletedImage, PartialImage, StageTimes, StepProgress
 from deployments.api.event_stream import Event
 from deployments.api.image_plan import ImagePlan
 from deployments.api.performing import Indexed
-from deployments.jobs.tasks import closing
 from deployments.studio import Media, Preview, StudioEvent
 
 
-async def image_events(plan: ImagePlan, events: AsyncIterator[Indexed]) -> AsyncGenerator[Event, None]:
+async def image_events(plan: ImagePlan, events: AsyncGenerator[Indexed]) -> AsyncGenerator[Event, None]:
     """What the client of ``plan`` is told: previews, finished pictures and, if wanted, every step."""
-    async with closing(events):
+    async with aclosing(events):
         async for index, event in events:
             if told := translate(plan, index, event):
                 yield told

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import TypeVar
 
 from deployments.api.errors import from_failure
-from deployments.jobs.tasks import cancel, closing, next_or_none
+from deployments.jobs.tasks import cancel, next_or_none
 from deployments.studio import Media, Output, Studio, StudioEvent
 from pipelines.request import MediaRequest
 
@@ -29,7 +30,7 @@ async def perform_all(
 
     async def pump(index: int, request: MediaRequest) -> None:
         try:
-            async with closing(studio.perform(request, output)) as events:
+            async with aclosing(studio.perform(request, output)) as events:
                 async for event in events:
                     await feed.put((index, event))
         except Exception as failure:
@@ -52,10 +53,10 @@ async def perform_all(
         await cancel(*pumps)
 
 
-async def collect(events: AsyncIterator[Indexed], num_media: int) -> list[Media]:
+async def collect(events: AsyncGenerator[Indexed], num_media: int) -> list[Media]:
     """The finished media of ``perform_all``, in the order of the requests."""
     media: dict[int, Media] = {}
-    async with closing(events):
+    async with aclosing(events):
         async for index, event in events:
             if isinstance(event, Media):
                 media[index] = event
@@ -63,9 +64,9 @@ async def collect(events: AsyncIterator[Indexed], num_media: int) -> list[Media]
     return [media[index] for index in range(num_media)]
 
 
-async def with_idle(events: AsyncIterator[T], first_wait_s: float, wait_s: float) -> AsyncGenerator[T | None, None]:
+async def with_idle(events: AsyncGenerator[T], first_wait_s: float, wait_s: float) -> AsyncGenerator[T | None, None]:
     """``events``, with a None whenever nothing came for ``wait_s`` (before the first event: ``first_wait_s``)."""
-    async with closing(events):
+    async with aclosing(events):
         timeout_s = first_wait_s
         coming = asyncio.ensure_future(next_or_none(events))
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 from sqlalchemy.exc import DBAPIError
@@ -13,7 +14,7 @@ from deployments.jobs.claims import Claim, Claims
 from deployments.jobs.folders import JobFolders
 from deployments.jobs.records import JobError
 from deployments.jobs.settings import JobSettings
-from deployments.jobs.tasks import EndedError, closing, unless
+from deployments.jobs.tasks import EndedError, unless
 from deployments.studio import Media, Output, Preview, Progress, Studio
 from engines.gang.errors import GangBrokenError, QueueFullError
 
@@ -54,7 +55,7 @@ class Attempt:
     async def _perform(self) -> Media:
         job, owner = self.claim.job, self.claim.owner
         request = replace(job.request, request_id=f"{job.request.request_id}-{owner[:8]}")
-        async with closing(self.studio.perform(request, Output(format="mp4"))) as events:
+        async with aclosing(self.studio.perform(request, Output(format="mp4"))) as events:
             async for event in events:
                 match event:
                     case Media():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 
 import av
@@ -38,7 +38,7 @@ CLIPS = Defaults(
     num_frames=17,
     fps=8,
     num_inference_steps=4,
-    guidance_scale=1.0,
+    guidance_scale=0.0,
     true_cfg_scale=5.0,
     size_multiple=16,
     frame_multiple=4,
@@ -72,7 +72,7 @@ class FakeStudio:
     async def not_ready(self) -> Mapping[str, str]:
         return self.reasons
 
-    async def perform(self, request: MediaRequest, output: Output) -> AsyncIterator[StudioEvent]:
+    async def perform(self, request: MediaRequest, output: Output) -> AsyncGenerator[StudioEvent, None]:
         self.performed.append(request)
         try:
             async for event in self._perform(request, output):
@@ -82,7 +82,7 @@ class FakeStudio:
             if request.request_id not in self.finished:
                 self.closed.append(request.request_id)
 
-    async def _perform(self, request: MediaRequest, output: Output) -> AsyncIterator[StudioEvent]:
+    async def _perform(self, request: MediaRequest, output: Output) -> AsyncGenerator[StudioEvent, None]:
         self.before(request)
         start_s = time.perf_counter()
         num_previews = 0

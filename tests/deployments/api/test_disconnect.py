@@ -68,5 +68,5 @@ async def test_keepalive_while_the_job_waits(tmp_path):
             answer = await client.post(url + IMAGES, json={"prompt": "a", "stream": True, "num_inference_steps": 2})
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert answer.headers["cache-control"] == "no-cache"
-    assert 3 <= answer.text.count(": nothing new\n\n") <= 8
+    assert answer.text.count(": nothing new\n\n") >= 3
     assert "event: image_generation.completed\n" in answer.text

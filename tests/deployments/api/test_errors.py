@@ -75,6 +75,7 @@ BAD_VIDEOS = {
     "frames too many": ({"num_frames": 53}, "num_frames", "at most 49"),
     "fps": ({"fps": 0}, "fps", "or equal to 1"),
     "image model": ({"model": "fake-pictures"}, "model", "makes images, not videos"),
+    "guidance": ({"guidance_scale": 2.5}, "guidance_scale", "use true_cfg_scale"),
     "reference": ({"input_reference": "x"}, "input_reference", "Unknown field"),
     "images only": ({"n": 2}, "n", "Unknown field"),
 }

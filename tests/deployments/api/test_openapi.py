@@ -26,7 +26,7 @@ def server(tmp_path_factory) -> Iterator[str]:
 
 
 @schema.parametrize()
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_no_answer_surprises(case, server):
     case.call_and_validate(
         base_url=server,

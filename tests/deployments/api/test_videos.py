@@ -40,8 +40,7 @@ async def test_form_and_json_ask_for_the_same(client, studio):
 
 
 async def test_progress_is_that_of_the_steps(client, studio):
-    studio.step_s = 0.02
-
+    studio.step_s = 0.05
     seen = []
     video = await make(client, num_inference_steps=10)
     assert (video["status"], video["progress"], video["completed_at"]) == ("queued", 0, None)

@@ -85,13 +85,13 @@ async def test_many_takers_never_share_a_job(store, tmp_path):
 
 async def test_a_claim_that_ran_out_is_taken_over(store):
     await store.create(REQUEST, "1")
-    claims = Claims(store=store, lease_s=0.15)
+    claims = Claims(store=store, lease_s=0.8)
     first = await claims.take(["clips"])
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.45)
     assert await claims.report(first, 40, 1)
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.45)
     assert await claims.take(["clips"]) is None  # the report renewed it
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.45)
     second = await claims.take(["clips"])
     assert (second.job.id, second.job.attempts, second.job.progress) == (first.job.id, 2, 0)
     assert not await claims.report(first, 50, 1)

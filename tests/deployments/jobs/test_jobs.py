@@ -127,7 +127,7 @@ async def test_deleted_by_another_replica(tmp_path):
         start_s = time.monotonic()
         while not first.closed:
             await asyncio.sleep(0.01)
-        assert time.monotonic() - start_s < 1
+        assert time.monotonic() - start_s < 3
         await asyncio.sleep(0.1)
         assert not (tmp_path / "videos" / job.id).exists()
         assert not await one.delete(job.id)
