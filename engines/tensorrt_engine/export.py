@@ -61,7 +61,9 @@ def export(
             "tensor parallelism gives every rank its own weights: they must be inputs, or no plan fits all"
         )
     parts = partition(trace(model, branch, team, dynamic))
-    return Exported(graph=export_core(parts, len(team.ranks), weights_as_inputs=weights_as_inputs), parts=parts)
+    return Exported(
+        graph=export_core(parts, team.context.size * team.tensor.size, weights_as_inputs=weights_as_inputs), parts=parts
+    )
 
 
 def rank_weights(model: DenoiserModel, module: str, team: Team) -> dict[str, Tensor]:

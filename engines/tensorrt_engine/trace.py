@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from engines.model import Branch, DenoiserModel, ModelInputs
-from engines.parallel.mesh import Team, Teams
+from engines.parallel.mesh import Groups, Team, Teams
 from engines.parallel.spec import ParallelSpec
 from engines.parallel.strategy import team_kernel
 from engines.parallel.tensor import split_weights
@@ -79,6 +79,8 @@ def offline_team(spec: ParallelSpec, rank: int = 0) -> Iterator[Team]:
         raise ValueError("an engine is exported before torch.distributed is initialised, or for the gang's own team")
     dist.init_process_group("fake", rank=rank, world_size=spec.width, store=FakeStore())
     try:
-        yield Teams(rank=rank, num_ranks=spec.width, specs=(spec,)).team(tuple(range(spec.width)), spec)
+        yield Teams(rank=rank, num_ranks=spec.width, specs=(spec,), groups=Groups(spec.width)).team(
+            tuple(range(spec.width)), spec
+        )
     finally:
         dist.destroy_process_group()

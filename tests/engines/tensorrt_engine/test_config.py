@@ -1,0 +1,83 @@
+"""What the configuration refuses, and that the refusal says what would work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from engines.model import DenoiserModel
+from engines.tensorrt_engine import config as config_module
+from engines.tensorrt_engine.bindings import Bindings, load_bindings
+from engines.tensorrt_engine.config import TensorRTConfig
+from engines.tensorrt_engine.targets import Target
+from tests.engines.tensorrt_engine.zoo import flux_model
+
+SM86, SM89, SM100 = (Target.parse(name) for name in ("sm86", "sm89", "sm100"))
+
+
+@pytest.fixture(scope="module")
+def model() -> Callable[[torch.dtype], DenoiserModel]:
+    made = flux_model()
+
+    def of(dtype: torch.dtype) -> DenoiserModel:
+        for module in made.modules.values():
+            module.to(dtype)
+        return made
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strategy": "tensor2xulysses2"}, "ignores the groups.*tensor4 or ulysses4 alone"),
+        ({"strategy": "tensor2xring2"}, "ignores the groups"),
+        ({"strategy": "tensor", "weights": "constants"}, "one plan per rank"),
+        ({"strategy": "magic"}, "unknown strategy"),
+        ({"precision": "fp4"}, "knows auto"),
+        ({"weights": "elsewhere"}, "inputs or constants"),
+    ],
+)
+def test_refused_when_read(options: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TensorRTConfig(**options)  # type: ignore[arg-type]
+
+
+def test_fp8_needs_a_gpu_that_has_it(model: Callable[[torch.dtype], DenoiserModel]) -> None:
+    with pytest.raises(ValueError, match="use int8, bf16 or fp16"):
+        TensorRTConfig(precision="fp8").resolve(model(torch.bfloat16), 2, SM86)
+    assert TensorRTConfig(precision="fp8").resolve(model(torch.bfloat16), 2, SM89).precision == "fp8"
+
+
+def test_one_head_per_rank_is_refused_in_half_precision(model: Callable[[torch.dtype], DenoiserModel]) -> None:
+    with pytest.raises(ValueError, match=r"leaves 1 of 8 heads.*allgather_kv"):
+        TensorRTConfig(strategy="ulysses").resolve(model(torch.bfloat16), 8, SM89)
+    assert TensorRTConfig(strategy="ulysses").resolve(model(torch.float32), 8, SM89).spec.ulysses == 8
+
+
+def test_auto_keeps_two_heads_per_rank(model: Callable[[torch.dtype], DenoiserModel]) -> None:
+    specs = [TensorRTConfig().resolve(model(torch.bfloat16), width, SM89).spec.name for width in (1, 2, 4, 8)]
+    assert specs == ["single", "ulysses2", "ulysses4", "allgather_kv8"]
+
+
+def test_precision_is_the_models(model: Callable[[torch.dtype], DenoiserModel]) -> None:
+    assert TensorRTConfig().resolve(model(torch.float16), 2, SM89).precision == "fp16"
+    with pytest.raises(ValueError, match="set the model's dtype to fp16"):
+        TensorRTConfig(precision="fp16").resolve(model(torch.bfloat16), 2, SM89)
+
+
+def test_ring_is_native_only_where_tensorrt_has_it(
+    model: Callable[[torch.dtype], DenoiserModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ring = TensorRTConfig(strategy="ring")
+    assert ring.resolve(model(torch.bfloat16), 2, SM89).ring == "segments"
+    assert TensorRTConfig(strategy="hybrid").resolve(model(torch.bfloat16), 4, SM89).ring == "none"
+    rtx = Bindings(module=load_bindings().module, product="tensorrt_rtx", version="1")
+    monkeypatch.setattr(config_module, "load_bindings", lambda: rtx)
+    assert ring.resolve(model(torch.bfloat16), 2, SM100).ring == "segments"
+    full = Bindings(module=load_bindings().module, product="tensorrt", version="11")
+    monkeypatch.setattr(config_module, "load_bindings", lambda: full)
+    assert ring.resolve(model(torch.bfloat16), 2, SM100).ring == "native"
+    assert ring.resolve(model(torch.bfloat16), 2, SM89).ring == "segments"
