@@ -35,13 +35,28 @@ class Team:
     context: Axis
 
 
+class Groups:
+    """Process groups by the ranks in them. Every rank of the gang asks for the same ones in the same order."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._names: dict[tuple[int, ...], str] = {}
+
+    def name(self, ranks: tuple[int, ...]) -> str:
+        """Made at the first call, which is collective over the gang. A rank alone needs no group."""
+        if len(ranks) == 1:
+            return ""
+        if ranks not in self._names:
+            self._names[ranks] = new_group(ranks, self._num_ranks)
+        return self._names[ranks]
+
+
 class Teams:
     """All teams that a gang may form: ``specs`` on every aligned run of ranks (0-1, 2-3, 0-3 in a gang of four)."""
 
-    def __init__(self, *, rank: int, num_ranks: int, specs: Iterable[ParallelSpec]) -> None:
+    def __init__(self, *, rank: int, num_ranks: int, specs: Iterable[ParallelSpec], groups: Groups) -> None:
         self._rank = rank
-        self._num_ranks = num_ranks
-        self._groups: dict[tuple[int, ...], str] = {}
+        self._groups = groups
         self._teams: dict[tuple[tuple[int, ...], ParallelSpec], Team] = {}
         for spec in sorted(set(specs), key=lambda spec: (spec.width, spec.name)):
             for ranks in aligned_runs(num_ranks, spec.width):
@@ -70,12 +85,11 @@ class Teams:
 
     def _make_groups(self, ranks: tuple[int, ...], spec: ParallelSpec, axes: tuple[str, ...]) -> None:
         for line in lines(ranks, spec, axes):
-            if len(line) > 1 and line not in self._groups:
-                self._groups[line] = new_group(line, self._num_ranks)
+            self._groups.name(line)
 
     def _axis(self, ranks: tuple[int, ...], spec: ParallelSpec, axes: tuple[str, ...]) -> Axis:
         line = next(line for line in lines(ranks, spec, axes) if self._rank in line)
-        return Axis(ranks=line, index=line.index(self._rank), group=self._groups.get(line, ""))
+        return Axis(ranks=line, index=line.index(self._rank), group=self._groups.name(line))
 
 
 def aligned_runs(num_ranks: int, width: int) -> list[tuple[int, ...]]:

@@ -14,6 +14,10 @@ from torch import Tensor
 
 from engines.engine import Engine
 from engines.model import Branch
+from engines.parallel.layout import Rows, TokenLayout
+from engines.parallel.local import local_kernel, take_rows
+from engines.parallel.mesh import Team
+from engines.parallel.strategy import team_kernel
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +59,42 @@ def self_check(
             differences[f"{ranks} {strategy}"] = max(worst, differences.get(f"{ranks} {strategy}", 0.0))
     logger.info("self-check passed", extra={"rank": rank, "differences": differences})
     return differences
+
+
+def check_attention(team: Team, *, num_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype) -> float:
+    """The team's attention of known queries, keys and values against one rank's, told apart even with weights of 0.
+
+    Returns the relative difference; raises ``WrongAnswerError``. Every rank of the team makes the call.
+    """
+    layout = TokenLayout(lengths=(("short", 3), ("long", 8 * team.context.size - 3)), num_chunks=team.context.size)
+    generator = torch.Generator().manual_seed(20251122)
+    heads = num_heads // team.tensor.size
+    whole = [torch.randn(1, layout.num_tokens, heads, head_dim, generator=generator) for _ in "qkv"]
+    q_BLHD, k_BLHD, v_BLHD = (x.to(device, dtype) for x in whole)
+    local = local_kernel(device, dtype)
+    expected = _my_rows(local(q_BLHD, k_BLHD, v_BLHD)[0], layout, team)
+    mine = (_my_rows(x, layout, team) for x in (q_BLHD, k_BLHD, v_BLHD))
+    rows = layout.valid_rows(team.context.index, 1)
+    given = team_kernel(local, team, layout)(*mine)[0]
+    difference = relative_difference(crop(given, rows), crop(expected, rows))
+    allowed = TOLERANCE.get(dtype, 1e-4)
+    if not difference <= allowed:
+        raise WrongAnswerError(team.ranks, team.spec.name, difference, allowed)
+    return difference
+
+
+def _my_rows(x_BLHD: Tensor, layout: TokenLayout, team: Team) -> Tensor:
+    """What this rank holds of a whole tensor: its chunk of each stream, one after another."""
+    streams = torch.split(x_BLHD, [length for _, length in layout.lengths], dim=1)
+    names = [name for name, _ in layout.lengths]
+    pieces = [
+        layout.cut(x, dim=1, stream=name, index=team.context.index) for name, x in zip(names, streams, strict=True)
+    ]
+    return torch.cat(pieces, dim=1)
+
+
+def crop(x_BLHD: Tensor, rows: Rows | None) -> Tensor:
+    return x_BLHD if rows is None else take_rows(x_BLHD, rows)
 
 
 def relative_difference(given: Tensor, expected: Tensor) -> float:

@@ -12,7 +12,7 @@ STRATEGIES = ("ulysses", "ring", "allgather_kv", "hybrid", "tensor", "guidance")
 AXES = ("guidance", "ring", "allgather_kv", "ulysses", "tensor")
 """Mesh axes from the outermost to the innermost: neighbours on the last axes are neighbours in rank order."""
 
-_FACTOR = re.compile(r"([a-z_]+?)(\d*)")
+_FACTOR = re.compile(r"([a-z_]+?)([1-9]\d*)?")
 _KEEP_FIRST = ("tensor", "ulysses", "allgather_kv", "ring", "guidance")
 
 
@@ -44,20 +44,20 @@ class ParallelSpec:
 
         In a product such as "guidance2xulysses", a factor without a number takes what the others leave.
         """
+        degrees = _parse("ulysses2xring2" if strategy == "hybrid" else strategy)
         if width == 1:
             return cls()
         if strategy == "hybrid":
             return cls(ulysses=width) if width < 4 or width % 2 else cls(ring=2, ulysses=width // 2)
-        degrees = _parse(strategy)
-        known = math.prod(degree for degree in degrees.values() if degree)
-        open_axes = [axis for axis, degree in degrees.items() if not degree]
         if strategy == "guidance":
             return cls(guidance=2, ulysses=_share(width, 2, strategy))
+        open_axes = [axis for axis, degree in degrees.items() if not degree]
         if len(open_axes) > 1:
             raise ValueError(f"{strategy!r}: give a number to all factors but one, for instance {strategy}{width}")
+        known = math.prod(degree for degree in degrees.values() if degree)
         for axis in open_axes:
             degrees[axis] = _share(width, known, strategy)
-        spec = cls(**{axis: degree for axis, degree in degrees.items() if degree})
+        spec = cls(**degrees)
         return spec if open_axes else spec.narrowed(width)
 
     @property

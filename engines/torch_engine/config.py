@@ -8,8 +8,9 @@ from typing import Literal
 import torch
 
 from engines.model import DenoiserModel
-from engines.parallel.mesh import gang_widths
+from engines.parallel.mesh import Groups, gang_widths
 from engines.parallel.spec import ParallelSpec
+from engines.torch_engine.auto import Specs, choose_specs
 
 CompileMode = Literal["auto", "eager", "per-block"]
 _COMPILE_MODES = ("auto", "eager", "per-block")
@@ -20,10 +21,13 @@ _PRECISIONS = ("auto", "native")
 class TorchEngineConfig:
     """``strategy``: "auto", or what ``ParallelSpec.of`` takes. ``compile``: "eager", "per-block", or "auto".
 
-    ``precision`` is that of the linears: "native" computes in the dtype that the model was loaded in, as does "auto".
+    An "auto" strategy is chosen for steps of ``typical_tokens`` in the longest stream. ``precision`` is that of the
+    linears: "native" computes in the dtype that the model was loaded in, as does "auto". "auto" compilation is
+    per block on CUDA and none on the CPU, where it was slower than eager and took 20 s for each shape.
     """
 
     strategy: str = "auto"
+    typical_tokens: int | None = None
     precision: str = "auto"
     compile: CompileMode = "auto"
 
@@ -35,15 +39,24 @@ class TorchEngineConfig:
         if self.strategy != "auto":
             ParallelSpec.of(self.strategy, 1)
 
-    def resolve(self, model: DenoiserModel, *, num_ranks: int, device: torch.device) -> ResolvedConfig:
-        """Concrete choices for a model and a gang. Raises ``ValueError`` if all its ranks cannot share one step."""
-        specs = {width: spec for width in gang_widths(num_ranks) if (spec := self._spec(model, width, num_ranks))}
+    def resolve(
+        self, model: DenoiserModel, *, rank: int, num_ranks: int, device: torch.device, groups: Groups
+    ) -> ResolvedConfig:
+        """Concrete choices for a model and a gang; all ranks make the call. ``ValueError`` if they cannot be made."""
         compile_blocks = self.compile == "per-block" or (self.compile == "auto" and device.type == "cuda")
+        if self.strategy == "auto":
+            tokens = self.typical_tokens
+            specs = choose_specs(
+                model, rank=rank, num_ranks=num_ranks, device=device, groups=groups, typical_tokens=tokens
+            )
+        else:
+            widths = gang_widths(num_ranks)
+            specs = {width: spec for width in widths if (spec := self._spec(model, width, num_ranks))}
         return ResolvedConfig(specs=specs, compile_blocks=compile_blocks)
 
     def _spec(self, model: DenoiserModel, width: int, num_ranks: int) -> tuple[ParallelSpec, ParallelSpec] | None:
         try:
-            paired = _auto(model, width) if self.strategy == "auto" else ParallelSpec.of(self.strategy, width)
+            paired = ParallelSpec.of(self.strategy, width)
             single = paired.without_guidance()
             for spec in (paired, single):
                 spec.check(num_heads=model.num_heads, has_tensor_plan=bool(model.plan.linears))
@@ -58,7 +71,7 @@ class TorchEngineConfig:
 class ResolvedConfig:
     """``specs[width]`` are the divisions of one branch, and of two branches of the same shape."""
 
-    specs: dict[int, tuple[ParallelSpec, ParallelSpec]]
+    specs: Specs
     compile_blocks: bool
 
     def spec(self, width: int, num_branches: int) -> ParallelSpec:
@@ -69,9 +82,3 @@ class ResolvedConfig:
 
     def all_specs(self) -> tuple[ParallelSpec, ...]:
         return tuple(dict.fromkeys(spec for pair in self.specs.values() for spec in pair))
-
-
-def _auto(model: DenoiserModel, width: int) -> ParallelSpec:
-    """Ulysses as far as the heads allow, which exchanges least; keys and values are gathered over the rest."""
-    ulysses = max(n for n in range(1, width + 1) if width % n == 0 and model.num_heads % n == 0)
-    return ParallelSpec(ulysses=ulysses, allgather_kv=width // ulysses)

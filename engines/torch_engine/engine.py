@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from engines.model import Branch, DenoiserModel
 from engines.parallel.guidance import exchange_predictions, may_pair
-from engines.parallel.mesh import Team, Teams
+from engines.parallel.mesh import Groups, Team, Teams
 from engines.parallel.sharded import ShardedModel
 from engines.torch_engine.compiler import compile_blocks
 from engines.torch_engine.config import TorchEngineConfig
@@ -22,9 +24,11 @@ class TorchEngine:
 
     def __init__(self, model: DenoiserModel, *, config: TorchEngineConfig | None = None) -> None:
         rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        device = next(next(iter(model.modules.values())).parameters()).device
-        self.config = (config or TorchEngineConfig()).resolve(model, num_ranks=num_ranks, device=device)
-        self.teams = Teams(rank=rank, num_ranks=num_ranks, specs=self.config.all_specs())
+        some = next(next(iter(model.modules.values())).parameters())
+        self.device, self.dtype = some.device, some.dtype
+        gang: dict[str, Any] = {"rank": rank, "num_ranks": num_ranks, "groups": Groups(num_ranks)}
+        self.config = (config or TorchEngineConfig()).resolve(model, device=self.device, **gang)
+        self.teams = Teams(specs=self.config.all_specs(), **gang)
         self._model = model
         self._sharded = ShardedModel(model, on_new_module=compile_blocks if self.config.compile_blocks else None)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from engines.model import DenoiserModel
-from engines.parallel.self_check import self_check
+from engines.parallel.self_check import check_attention, self_check
 from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
 
@@ -18,6 +18,10 @@ def load_torch_engine(
 ) -> TorchEngine:
     """Made and self-checked. Every rank of the gang makes this call at the same time."""
     engine = TorchEngine(model, config=TorchEngineConfig(strategy=strategy, precision=precision))
+    for team in engine.teams.all():
+        check_attention(
+            team, num_heads=model.num_heads, head_dim=model.head_dim, device=engine.device, dtype=engine.dtype
+        )
     teams = ((team.ranks, team.spec.name) for team in engine.checked_teams())
     self_check(engine, model.probe(), rank=context.rank, teams=teams)
     return engine

@@ -1,0 +1,162 @@
+"""What one forward of a model costs, counted once on the meta device: products, attention calls, weights."""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from engines.model import Branch, DenoiserModel
+from engines.parallel.layout import TokenLayout
+from engines.parallel.shard_plan import ColumnLinear, FullWidthNorm, RowLinear, ShardPlan
+
+JOINT = "joint"
+"""Stands for all streams together, where a block has concatenated them."""
+
+
+@dataclass(kw_only=True, slots=True)
+class StreamCost:
+    """Per token of a stream: ``flops`` of linears that a tensor axis splits, and of those that it does not.
+
+    ``reduced_features`` leave row-split linears (to be summed over the tensor axis); ``num_norms`` are full-width.
+    """
+
+    split_flops: float = 0.0
+    whole_flops: float = 0.0
+    reduced_features: int = 0
+    num_norms: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelProfile:
+    """Costs of a branch by stream, and those that do not grow with the tokens.
+
+    ``num_reductions`` counts row-split linears and full-width norms, ``out_features`` are those of a predicted token.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_attentions: int
+    dtype: torch.dtype
+    streams: dict[str, StreamCost]
+    once_flops: float
+    num_reductions: int
+    out_features: int
+    weight_bytes: int
+    row_weight_bytes: int
+
+    @property
+    def element_bytes(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def hidden(self) -> int:
+        return self.num_heads * self.head_dim
+
+    def tokens(self, layout: TokenLayout, stream: str) -> int:
+        """Tokens that one context rank holds, padding included."""
+        return layout.chunk_length if stream == JOINT else layout.chunk(stream)
+
+
+@dataclass(slots=True)
+class _Counter:
+    lengths: dict[int, str]
+    plan: ShardPlan
+    batch: int
+    streams: dict[str, StreamCost] = field(default_factory=dict)
+    once_flops: float = 0.0
+    num_attentions: int = 0
+    num_reductions: int = 0
+    row_weight_bytes: int = 0
+
+    def linear(self, name: str, layer: nn.Linear, x: Tensor) -> None:
+        rows = x.numel() // layer.in_features // self.batch
+        flops = 2.0 * layer.in_features * layer.out_features
+        stream = self.lengths.get(rows)
+        rule = _rule(name, self.plan)
+        if isinstance(rule, RowLinear):
+            self.num_reductions += 1
+            self.row_weight_bytes += layer.weight.nbytes
+        if stream is None:
+            self.once_flops += flops * rows
+            return
+        cost = self.streams.setdefault(stream, StreamCost())
+        cost.split_flops += flops if rule else 0.0
+        cost.whole_flops += 0.0 if rule else flops
+        cost.reduced_features += layer.out_features if isinstance(rule, RowLinear) else 0
+
+    def norm(self, x: Tensor) -> None:
+        self.num_reductions += 1
+        stream = self.lengths.get(x.shape[1])
+        if stream is not None:
+            self.streams.setdefault(stream, StreamCost()).num_norms += 1
+
+    def attend(self, q_BLHD: Tensor, k_BMHD: Tensor, v_BMHD: Tensor, /) -> tuple[Tensor, Tensor]:
+        self.num_attentions += 1
+        return torch.empty_like(q_BLHD), q_BLHD.new_empty(q_BLHD.shape[0], q_BLHD.shape[2], q_BLHD.shape[1])
+
+
+def profile(model: DenoiserModel) -> ModelProfile:
+    """Count the model's probe step (its first branch) on the meta device; takes no memory and moves no weight."""
+    branch: Branch = model.probe()[0]
+    source = model.modules[branch.module]
+    module = _meta_copy(source)
+    inputs = {name: x.to("meta") for name, x in branch.inputs.items()}
+    lengths = dict(model.stream_lengths(branch.inputs))
+    counter = _Counter(_names_by_length(lengths), model.plan, batch=next(iter(inputs.values())).shape[0])
+    model.set_kernel(module, counter.attend)
+    out_features = 0
+
+    def last(_module: nn.Module, _args: object, output: Tensor) -> None:
+        nonlocal out_features
+        out_features = output.shape[-1]
+
+    for gather in model.plan.gathers:
+        module.get_submodule(gather.module).register_forward_hook(last)
+    _count_layers(module, counter)
+    with torch.no_grad():
+        model.forward(module, inputs)
+    return ModelProfile(
+        num_heads=model.num_heads,
+        head_dim=model.head_dim,
+        num_attentions=counter.num_attentions,
+        dtype=next(source.parameters()).dtype,
+        streams=counter.streams,
+        once_flops=counter.once_flops,
+        num_reductions=counter.num_reductions,
+        out_features=out_features,
+        weight_bytes=sum(weight.nbytes for each in model.modules.values() for weight in each.parameters()),
+        row_weight_bytes=counter.row_weight_bytes,
+    )
+
+
+def _names_by_length(lengths: dict[str, int]) -> dict[int, str]:
+    """Which stream a number of rows belongs to; the probe's lengths differ, so that this is unambiguous."""
+    names = {sum(lengths.values()): JOINT} | {length: stream for stream, length in lengths.items()}
+    assert len(names) == len(lengths) + (len(lengths) > 1), f"the probe's streams are equally long: {lengths}"
+    return names
+
+
+def _meta_copy(module: nn.Module) -> nn.Module:
+    memo: dict[int, object] = {id(x): nn.Parameter(x.to("meta"), requires_grad=False) for x in module.parameters()}
+    memo |= {id(x): x.to("meta") for x in module.buffers()}
+    twin = copy.deepcopy(module, memo)
+    for each in twin.modules():  # hooks of an engine that runs the original
+        each._forward_hooks.clear()
+        each._forward_pre_hooks.clear()
+    return twin
+
+
+def _count_layers(module: nn.Module, counter: _Counter) -> None:
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Linear):
+            layer.register_forward_pre_hook(lambda layer, args, name=name: counter.linear(name, layer, args[0]))
+        elif isinstance(_rule(name, counter.plan), FullWidthNorm):
+            layer.register_forward_pre_hook(lambda layer, args: counter.norm(args[0]))
+
+
+def _rule(name: str, plan: ShardPlan) -> ColumnLinear | RowLinear | FullWidthNorm | None:
+    return next((rule for rule in plan.linears if fnmatch.fnmatchcase(name, rule.pattern)), None)

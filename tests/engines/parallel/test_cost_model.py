@@ -1,0 +1,148 @@
+"""The cost model counts what is known to be there and prefers what must win on machines made to favour it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engines.parallel.cost_model import Workload, candidates, choose, predict
+from engines.parallel.machine import Line, Machine, between
+from engines.parallel.plan_table import forecast
+from engines.parallel.profile import ModelProfile, profile
+from engines.parallel.spec import ParallelSpec
+from tests.engines.parallel import models
+
+KINDS = ("all_to_all", "all_gather", "all_reduce", "rotation")
+WORK = Workload(lengths=(("text", 512), ("image", 4096)), num_branches=2)
+
+
+def machine(latency_s: float = 1e-5, bytes_per_s: float = 2e11, memory_bytes: int = 2**40, **slow: float) -> Machine:
+    lines = {
+        f"{kind}/{n}": Line(latency_s=latency_s * slow.get(kind, 1.0), bytes_per_s=bytes_per_s / slow.get(kind, 1.0))
+        for kind in KINDS
+        for n in (2, 4, 8)
+    }
+    rates = ((512, 5e14), (4608, 7e14))
+    return Machine(
+        name="paper",
+        products=rates,
+        attention=rates,
+        copy_bytes_per_s=4e12,
+        memory_bytes=memory_bytes,
+        exchanges=lines,
+    )
+
+
+@pytest.fixture(scope="module")
+def flux() -> ModelProfile:
+    """The published FLUX.1 transformer, counted without weights."""
+    from diffusers import FluxTransformer2DModel
+
+    from pipelines.flux.denoiser import as_denoiser
+
+    with torch.device("meta"):
+        return profile(as_denoiser(FluxTransformer2DModel(guidance_embeds=True).to(torch.bfloat16)))
+
+
+def test_counts_the_published_model(flux: ModelProfile) -> None:
+    """74.4 TFLOP at 1024 x 1024 with 512 text tokens; 11.9 B weights."""
+    lengths = {"text": 512, "image": 4096, "joint": 4608}
+    linears = sum((cost.split_flops + cost.whole_flops) * lengths[name] for name, cost in flux.streams.items())
+    attention = 4 * 4608**2 * flux.hidden * flux.num_attentions
+    assert (linears + attention) / 1e12 == pytest.approx(74.4, abs=0.05)
+    assert flux.weight_bytes / 2 / 1e9 == pytest.approx(11.9, abs=0.05)
+    assert flux.num_attentions == 57
+    assert flux.num_reductions == 19 * 4 + 38
+
+
+def test_counts_full_width_norms_and_row_linears() -> None:
+    wan = profile(models.model("wan"))
+    assert wan.streams["video"].num_norms == 2 * 3  # the text's key norm does not grow with the video
+    assert wan.num_reductions == 2 * (4 + 3)
+    assert wan.streams["video"].reduced_features == 2 * 3 * wan.hidden
+
+
+def test_counting_leaves_the_model_alone() -> None:
+    denoiser = models.model("wan")
+    before = {name: weight.device for name, weight in denoiser.modules["transformer"].named_parameters()}
+    (branch,) = models.branches("wan", "even")
+    with torch.no_grad():
+        expected = denoiser.forward(denoiser.modules["transformer"], branch.inputs)
+        profile(denoiser)
+        again = denoiser.forward(denoiser.modules["transformer"], branch.inputs)
+    assert torch.equal(expected, again)
+    assert before == {name: weight.device for name, weight in denoiser.modules["transformer"].named_parameters()}
+
+
+def test_candidates_fit_heads_branches_and_width(flux: ModelProfile) -> None:
+    found = candidates(flux, 4, num_branches=2)
+    assert len(set(found)) == len(found)
+    assert all(spec.width == 4 for spec in found)
+    assert ParallelSpec(guidance=2, ulysses=2) in found
+    assert ParallelSpec(ring=4) in found
+    assert not any(spec.guidance > 1 for spec in candidates(flux, 4, num_branches=1))
+    assert not any(spec.tensor > 1 for spec in candidates(flux, 4, num_branches=2, with_tensor=False))
+    assert not any(spec.ulysses == 5 for spec in candidates(flux, 5, num_branches=1))
+
+
+def test_work_is_shared_and_exchange_grows(flux: ModelProfile) -> None:
+    one = predict(flux, WORK, ParallelSpec(), machine())
+    four = predict(flux, WORK, ParallelSpec(ulysses=4), machine())
+    assert one.exchange_ms == 0
+    assert four.exchange_ms > 0
+    assert four.products_ms < one.products_ms / 2
+    assert four.memory_bytes < one.memory_bytes
+    slow = predict(flux, WORK, ParallelSpec(ulysses=4), machine(bytes_per_s=1e9))
+    assert slow.exchange_ms > 50 * four.exchange_ms
+    assert slow.attention_ms == four.attention_ms
+
+
+def test_two_branches_take_two_halves(flux: ModelProfile) -> None:
+    whole = predict(flux, WORK, ParallelSpec(ulysses=2), machine())
+    halves = predict(flux, WORK, ParallelSpec(guidance=2), machine())
+    assert halves.exchange_ms < whole.exchange_ms / 10
+
+
+@pytest.mark.parametrize(
+    ("slow", "kind"),
+    [
+        ({"all_gather": 100.0, "rotation": 1e4, "all_reduce": 1e4}, "ulysses"),
+        ({"all_to_all": 1e4, "rotation": 1e4, "all_reduce": 1e4}, "allgather_kv"),
+        ({"all_to_all": 1e4, "all_gather": 100.0, "all_reduce": 1e4, "rotation": 0.001}, "ring"),
+    ],
+)
+def test_picks_what_the_machine_is_good_at(flux: ModelProfile, slow: dict[str, float], kind: str) -> None:
+    work = replace(WORK, num_branches=1)
+    costs = [predict(flux, work, spec, machine(**slow)) for spec in candidates(flux, 4, 1)]
+    assert choose(costs, 2**40).spec.degree(kind) == 4
+
+
+def test_nothing_fits(flux: ModelProfile) -> None:
+    costs = [predict(flux, WORK, spec, machine()) for spec in candidates(flux, 2, 2)]
+    with pytest.raises(ValueError, match=r"no way to divide the step fits 1.0 GiB: the smallest needs 2\d\.\d GiB"):
+        choose(costs, 2**30)
+
+
+def test_table_names_every_candidate_and_the_reason() -> None:
+    plan = forecast(models.model("flux"), replace(WORK, num_branches=1), 4, machine())
+    table = plan.table()
+    for cost in plan.costs:
+        assert cost.spec.name in table
+    assert table.count("*") == 2
+    assert f"* {plan.chosen.spec.name}" in table
+    assert "(on paper)" in table
+
+
+def test_machine_reads_back_from_json() -> None:
+    assert Machine.from_json(machine().to_json()) == machine()
+    with pytest.raises(ValueError, match="not measured with rotation over 3 ranks"):
+        machine().exchange_s("rotation", 3, 1.0)
+
+
+def test_rates_between_measurements() -> None:
+    table = ((100, 1.0), (300, 3.0))
+    assert [between(table, size) for size in (10, 100, 200, 300, 900)] == [1.0, 1.0, 2.0, 3.0, 3.0]
+    assert Line.through((0.0, 1.0), (10.0, 3.0)) == Line(latency_s=1.0, bytes_per_s=5.0)
+    assert Line.through((0.0, 3.0), (10.0, 1.0)).time_s(5.0) == pytest.approx(3.0)

@@ -1,0 +1,161 @@
+"""One engine on a gang of four: any team, several teams at a time, any mix of branches; and its options."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engines.model import Branch
+from engines.parallel.self_check import relative_difference
+from engines.torch_engine.config import TorchEngineConfig
+from engines.torch_engine.engine import TorchEngine
+from tests.engines.parallel import models
+from tests.engines.parallel.gloo import gang
+
+Teams = tuple[tuple[int, ...], ...]
+
+
+@pytest.mark.parametrize("strategy", ["hybrid", "guidance", "auto"])
+def test_teams_of_any_width_side_by_side(strategy: str) -> None:
+    """2 + 1 + 1, 4, 1 + 1 + 2, 2 + 2, 1 + 1 + 1 + 1 with no reload; every rank gives its job's answer."""
+    plans: tuple[Teams, ...] = (
+        ((0, 1), (2,), (3,)),
+        ((0, 1, 2, 3),),
+        ((0,), (1,), (2, 3)),
+        ((0, 1), (2, 3)),
+        ((0,), (1,), (2,), (3,)),
+    )
+    by_rank = gang(4).run(run_plans, strategy, plans)
+    for number, plan in enumerate(plans):
+        for job, ranks in enumerate(plan):
+            for rank in ranks:
+                errors = map(relative_difference, by_rank[rank][number], alone(job_branches(job)))
+                assert max(errors) <= 1e-5, (plan, rank)
+
+
+def job_branches(job: int) -> tuple[Branch, ...]:
+    """Jobs differ in seed, length and number of branches."""
+    length = ("even", "uneven")[job % 2]
+    return models.branches("flux", length, num=1 + job % 2, seed=50 + job)
+
+
+def alone(branches: tuple[Branch, ...]) -> tuple[Tensor, ...]:
+    return TorchEngine(models.model("flux")).predict(branches, (0,))
+
+
+def run_plans(strategy: str, plans: tuple[Teams, ...]) -> list[tuple[Tensor, ...]]:
+    engine = TorchEngine(models.model("flux"), config=TorchEngineConfig(strategy=strategy))
+    mine = []
+    for plan in plans:
+        job, ranks = next((job, ranks) for job, ranks in enumerate(plan) if dist.get_rank() in ranks)
+        mine.append(engine.predict(job_branches(job), ranks))
+    engine.close()
+    return mine
+
+
+def test_several_jobs_in_one_prediction() -> None:
+    """Branches of different jobs, of which only some can be paired: shapes 1 1 | 2 | 1 1."""
+    for answer in gang(4).run(predict_mixed):
+        errors = list(map(relative_difference, answer, alone(mixed())))
+        assert len(errors) == 5
+        assert max(errors) <= 1e-5
+
+
+def mixed() -> tuple[Branch, ...]:
+    even, uneven = models.branches("flux", "even", num=2), models.branches("flux", "uneven", num=1)
+    return (*even, *uneven, *even)
+
+
+def predict_mixed() -> tuple[Tensor, ...]:
+    engine = TorchEngine(models.model("flux"), config=TorchEngineConfig(strategy="guidance"))
+    return engine.predict(mixed(), (0, 1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        ((1, 2), r"rank \d is in no team \(1, 2\) for ulysses2; its teams are: .*\(0, 1, 2, 3\) ulysses4"),
+        ((0, 1, 2), "cannot divide a step over 3 ranks; allowed: 1, 2, 4"),
+    ],
+)
+def test_a_team_that_was_not_formed(ranks: tuple[int, ...], message: str) -> None:
+    for text in gang(4).run(error_of, ranks):
+        assert re.search(message, text)
+
+
+def error_of(ranks: tuple[int, ...]) -> str:
+    engine = TorchEngine(models.model("flux"), config=TorchEngineConfig(strategy="ulysses"))
+    try:
+        engine.predict(models.branches("flux", "even"), ranks)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_heads_that_do_not_divide_stop_the_gang_at_start() -> None:
+    for text in gang(4).run(load_with_two_heads):
+        assert "ulysses 4 does not fit: 2 heads, not divisible by 4; allowed: 1, 2" in text
+
+
+def load_with_two_heads() -> str:
+    model = replace(models.model("flux"), num_heads=2)
+    try:
+        TorchEngine(model, config=TorchEngineConfig(strategy="ulysses"))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_wan_with_two_transformers_and_a_time_per_token() -> None:
+    """Each branch names its transformer; timesteps are cut with the tokens."""
+    for answer in gang(2).run(predict_two_transformers):
+        expected = predict_two_transformers(alone=True)
+        assert max(map(relative_difference, answer, expected)) <= 1e-5
+        assert relative_difference(answer[0], answer[1]) > 0.1
+
+
+def predict_two_transformers(alone: bool = False) -> tuple[Tensor, ...]:
+    from pipelines.wan.denoiser import as_denoiser
+
+    parts = {"transformer": models.transformer("wan"), "transformer_2": models.shake(models.transformer("wan"), seed=9)}
+    model = as_denoiser(parts, expand_timesteps=True)
+    (branch,) = models.branches("wan", "uneven")
+    grid = torch.linspace(100.0, 900.0, 45).expand(2, -1).contiguous()
+    inputs = {**branch.inputs, "timestep": grid}
+    branches = tuple(Branch(inputs=inputs, module=name) for name in parts)
+    return TorchEngine(model).predict(branches, (0,) if alone else (0, 1))
+
+
+def test_unknown_module() -> None:
+    (branch,) = models.branches("flux", "even")
+    with pytest.raises(ValueError, match="no module 'transformer_3'; it has transformer"):
+        TorchEngine(models.model("flux")).predict((Branch(inputs=branch.inputs, module="transformer_3"),), (0,))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strategy": "diagonal"}, "unknown strategy 'diagonal'"),
+        ({"precision": "fp3"}, "precision is 'fp3'"),
+        ({"compile": "always"}, "compile is 'always'; it must be one of auto, eager, per-block"),
+    ],
+)
+def test_options_are_checked_when_they_are_made(options: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TorchEngineConfig(**options)
+
+
+def test_closing_gives_the_model_back() -> None:
+    model = models.model("flux")
+    (branch,) = models.branches("flux", "even")
+    engine = TorchEngine(model)
+    engine.predict((branch,), (0,))
+    hooks = [len(module._forward_hooks) for module in model.modules["transformer"].modules()]
+    engine.close()
+    after = [len(module._forward_hooks) for module in model.modules["transformer"].modules()]
+    assert sum(after) == sum(hooks) - 1
