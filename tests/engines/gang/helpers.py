@@ -4,35 +4,41 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 import psutil
 import ray
 import torch
 from ray.util import placement_group_table
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from engines.gang.config import BuildRank, GangConfig
+from engines.gang.config import GangConfig
 from engines.gang.gang import Gang
 from engines.gang.job import Job, JobDone, JobEvent
 from engines.gang.placement import gang_bundles, gang_strategy
 from tests.engines.gang.fakes import build_fake
 
 
-@asynccontextmanager
-async def gang_of(config: GangConfig, build: BuildRank = build_fake) -> AsyncIterator[Gang]:
-    """A gang in a placement group of its own; nothing of either is left behind."""
+@contextmanager
+def group_for(config: GangConfig) -> Iterator[PlacementGroup]:
     group = placement_group(gang_bundles(config, replica_cpus=0.1), strategy=gang_strategy(config))
     try:
-        gang = await Gang.start(config, build, placement_group=group)
+        yield group
+    finally:
+        remove_placement_group(group)
+
+
+@asynccontextmanager
+async def gang_of(config: GangConfig) -> AsyncIterator[Gang]:
+    """A gang of fakes in a placement group of its own; nothing of either is left behind."""
+    with group_for(config) as group:
+        gang = await Gang.start(config, build_fake, placement_group=group)
         try:
             yield gang
         finally:
             await gang.close()
         await eventually(lambda: not alive(info.pid for info in gang.infos))
-    finally:
-        remove_placement_group(group)
 
 
 async def run(gang: Gang, job: Job) -> list[JobEvent]:
