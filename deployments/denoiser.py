@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -60,7 +59,8 @@ class Denoiser:
     async def check_health(self) -> None:
         await self._gang.check_health()
 
-    def __del__(self) -> None:
+    async def __del__(self) -> None:
+        """Serve awaits it when a replica is stopped: engines are released before communicators, then ranks end."""
         gang = getattr(self, "_gang", None)
         if gang is not None:
-            asyncio.get_running_loop().create_task(gang.close())
+            await gang.close()
