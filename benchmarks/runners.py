@@ -17,10 +17,12 @@ from torch import Tensor
 from benchmarks import flux_case, peers
 from benchmarks.cases import Case
 from benchmarks.timing import Times, measure
+from engines.model import Branch
 from engines.parallel.collectives import Axis
 from engines.parallel.layout import TokenLayout
-from engines.parallel.mesh import Team, Teams, aligned_runs, team_of_one
+from engines.parallel.mesh import Groups, Team, Teams, aligned_runs, team_of_one
 from engines.parallel.spec import ParallelSpec
+from engines.torch_engine.ahead import AheadCache
 from engines.torch_engine.fast_model import FastWeights, Precision, StepTensors
 from engines.torch_engine.fast_step import FastStep
 from engines.torch_engine.graph import CapturedStep, GraphPool
@@ -86,7 +88,8 @@ class Bench:
             with around():
                 return fast(latents, ahead)
 
-        ahead = fast.ahead(inputs)
+        weights = self.weights(case.precision)
+        ahead = AheadCache().tensors(Branch(inputs=inputs), weights, fast)
         latents = fast.latents(inputs)
         if not (case.graph and self.pool):
             return (lambda: run(latents, ahead)), lambda: None
@@ -116,7 +119,7 @@ class Bench:
     def teams(self) -> Teams:
         widths = [width for width in (2, 4, 8) if width <= self.world]
         specs = {ParallelSpec.of(strategy, width) for strategy in STRATEGIES for width in widths}
-        return Teams(rank=self.rank, num_ranks=self.world, specs=specs)
+        return Teams(rank=self.rank, num_ranks=self.world, specs=specs, groups=Groups(self.world))
 
     def _group(self, width: int, max_ctas: int) -> str:
         """A communicator that uses at most so many thread blocks, for each run of ranks."""

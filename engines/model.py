@@ -17,6 +17,17 @@ ModelInputs: TypeAlias = Mapping[str, "Tensor"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """What is known of a job's other steps: every step's ``timestep`` (one value for all entries), and which is now.
+
+    An engine may compute ahead what depends on these and on inputs that stay the same tensors from step to step.
+    """
+
+    timesteps_S: Tensor
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Branch:
     """One forward of one step. Without true guidance a step has one branch; with it two: prompt, then negative prompt.
 
@@ -25,6 +36,7 @@ class Branch:
 
     inputs: ModelInputs
     module: str = "transformer"
+    schedule: Schedule | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,7 +23,7 @@ class FastModel(Protocol):
     """One transformer's step, for one team's exchange."""
 
     def ahead(self, inputs: ModelInputs) -> dict[str, Tensor]:
-        """What a step needs and the latents do not change, from (split) inputs: small, computed outside the graph."""
+        """What no step of a job changes, from the team's share of the inputs: embedded text, rotary tables."""
         ...
 
     def step(self, latents: Tensor, ahead: StepTensors) -> Tensor:
@@ -44,6 +44,13 @@ class FastWeights(Protocol):
     """A transformer's weights arranged for the fast path, once per module; teams share them."""
 
     def model(self, parts: StepParts) -> FastModel: ...
+
+    def scheduled(self, inputs: ModelInputs, timesteps_SB: Tensor) -> dict[str, Tensor]:
+        """What depends on the timestep but not on the latents (modulation), for S steps at once: stacked, step first.
+
+        ``inputs`` are whole; their own timestep is not read. ``timesteps_SB`` may have one column for all entries.
+        """
+        ...
 
 
 ArrangeWeights = Callable[[nn.Module, Precision], FastWeights]

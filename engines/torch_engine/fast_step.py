@@ -26,9 +26,9 @@ LATENTS = "hidden_states"
 class Overlap:
     """What may run side by side, and how heads are exchanged.
 
-    ``stream_lane``: the second stream's products beside the first's. ``mlp_lane``: the MLP of single-stream blocks beside
-    attention. ``num_parts``: shares of a rank's heads that are exchanged one after the other. ``peer_memory``: ranks write
-    straight into each other's memory (one host, NVLink) instead of calling NCCL.
+    ``stream_lane``: the second stream's products beside the first's. ``mlp_lane``: the MLP of single-stream blocks
+    beside attention. ``num_parts``: shares of a rank's heads that are exchanged one after the other. ``peer_memory``:
+    ranks write straight into each other's memory (one host, NVLink) instead of calling NCCL.
     """
 
     stream_lane: bool = True
@@ -58,7 +58,7 @@ class FastStep:
         self._model = weights.model(parts)
 
     def ahead(self, inputs: ModelInputs) -> dict[str, Tensor]:
-        """What the step reads besides my latents, from whole inputs. Holds for every step with the same of them."""
+        """What no step of a job changes, from whole inputs."""
         return self._model.ahead(self._split(inputs))
 
     def latents(self, inputs: ModelInputs) -> Tensor:

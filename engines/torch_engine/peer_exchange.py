@@ -5,7 +5,8 @@ and values is the same pass that normalises and turns them, so the exchange cost
 
 Why one inbox each way is enough: a rank writes into an inbox only after a barrier that its owner passes after having
 read it. Queries of a block are sent after the barrier of the last block's result, which the owner reaches after
-attention; results are sent after the barrier of this block's queries, which the owner reaches after it has read the last result.
+attention; results are sent after the barrier of this block's queries, which the owner reaches after it has read the
+last result.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Linear layers in float8 and int8, swapped in for ``nn.Linear`` wherever a module runs as it is.
 
-Weights carry one scale per output feature. Activations carry one per row, measured as they come, or one fixed scale from
-a calibration. Plain PyTorch: Inductor fuses the quantisation into what comes before it.
+Weights carry one scale per output feature. Activations carry one per row, measured as they come, or one fixed scale
+from a calibration. Plain PyTorch: Inductor fuses the quantisation into what comes before it.
 """
 
 from __future__ import annotations

@@ -7,9 +7,6 @@ rotary tables and the embedded text do not depend on the latents and are compute
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -17,7 +14,7 @@ from engines.model import ModelInputs
 from engines.torch_engine.fast_model import Precision, StepParts, StepTensors, collected_rows, run_of_rows
 from engines.torch_engine.kernels import HeadNorms, Rows, norm_modulate, residual_norm_modulate
 from pipelines.flux.fast_weights import DualWeights, FluxWeights, SingleWeights
-from pipelines.flux.modulation import FluxModulation, modulation_vectors
+from pipelines.flux.modulation import FluxModulation
 
 
 def fast_weights(transformer: nn.Module, precision: Precision) -> FluxWeights:
@@ -37,7 +34,6 @@ class FastFlux:
         cos_LD, sin_LD = module.pos_embed(torch.cat((inputs["txt_ids"], inputs["img_ids"])))
         text_BTC = module.context_embedder(inputs["encoder_hidden_states"])
         return {
-            "modulation_VBC": modulation_vectors(module, embedded_time(module, inputs)),
             "text_TBC": text_BTC.transpose(0, 1).contiguous(),
             "cos_LP": cos_LD[:, ::2].float().contiguous(),
             "sin_LP": sin_LD[:, ::2].float().contiguous(),
@@ -119,12 +115,3 @@ class FastFlux:
 
     def _by_head(self, qkv_RE: Tensor, norms: HeadNorms) -> Tensor:
         return qkv_RE.view(qkv_RE.shape[0], 3, -1, norms.weight_S2D.shape[-1])
-
-
-def embedded_time(module: Any, inputs: Mapping[str, Tensor]) -> Tensor:
-    """``temb_BC``: timestep, guidance and pooled prompt, as the module's ``forward`` embeds them."""
-    pooled_BC = inputs["pooled_projections"]
-    dtype = inputs["hidden_states"].dtype
-    time = [inputs[name].to(dtype) * 1000 for name in ("timestep", "guidance") if name in inputs]
-    temb_BC: Tensor = module.time_text_embed(*time, pooled_BC)
-    return temb_BC

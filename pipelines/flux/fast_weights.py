@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engines.model import ModelInputs
 from engines.torch_engine.fast_model import FastModel, Precision, StepParts, make_product
 from engines.torch_engine.product import Product, stack
+from pipelines.flux.modulation import embedded_times, modulation_vectors
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,13 @@ class FluxWeights:
 
     def model(self, parts: StepParts) -> FastModel:
         return self._make_model(self, parts)
+
+    def scheduled(self, inputs: ModelInputs, timesteps_SB: Tensor) -> dict[str, Tensor]:
+        temb_SBC = embedded_times(self.module, inputs, timesteps_SB)
+        num_steps, batch, _ = temb_SBC.shape
+        vectors_VXC = modulation_vectors(self.module, temb_SBC.flatten(0, 1))
+        vectors_VSBC = vectors_VXC.view(vectors_VXC.shape[0], num_steps, batch, -1)
+        return {"modulation_VBC": vectors_VSBC.transpose(0, 1).contiguous()}
 
 
 def children(module: nn.Module, name: str) -> Iterable[nn.Module]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engines.model import ModelInputs
 from engines.torch_engine.kernels import Modulation
 
 DUAL_VECTORS, SINGLE_VECTORS, LAST_VECTORS = 12, 3, 2
@@ -25,6 +26,17 @@ def modulation_vectors(module: Any, temb_BC: Tensor) -> Tensor:
     vectors += [_vectors(block.norm.linear, active_BC) for block in module.single_transformer_blocks]
     vectors.append(_vectors(module.norm_out.linear, active_BC))
     return torch.cat(vectors)
+
+
+def embedded_times(module: Any, inputs: ModelInputs, timesteps_SB: Tensor) -> Tensor:
+    """``temb_SBC``: each timestep with each entry's guidance and pooled prompt, as ``forward`` embeds them."""
+    pooled_BC, dtype = inputs["pooled_projections"], inputs["hidden_states"].dtype
+    steps, batch = timesteps_SB.shape[0], pooled_BC.shape[0]
+    times = [timesteps_SB.to(dtype).expand(steps, batch).flatten() * 1000]
+    if "guidance" in inputs:
+        times.append(inputs["guidance"].to(dtype).repeat(steps) * 1000)
+    temb_XC: Tensor = module.time_text_embed(*times, pooled_BC.repeat(steps, 1))
+    return temb_XC.view(steps, batch, -1)
 
 
 def _dual(block: Any, active_BC: Tensor) -> Tensor:

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from engines.parallel.layout import TokenLayout
-from engines.parallel.mesh import Team, Teams, team_of_one
+from engines.parallel.mesh import Groups, Team, Teams, team_of_one
 from engines.parallel.self_check import relative_difference
 from engines.parallel.spec import ParallelSpec
+from engines.torch_engine.ahead import AheadCache
 from engines.torch_engine.fast_model import Precision
 from engines.torch_engine.fast_step import FastStep, Overlap
 from pipelines.flux.fast import fast_weights
@@ -42,7 +43,7 @@ def step(team: Team, length: str, overlap: Overlap, precision: Precision = "nati
     layout = TokenLayout.of(SHARD_PLAN.streams, stream_lengths(branch.inputs), team.context.size)
     fast = FastStep(weights(precision), SHARD_PLAN, team, layout, overlap, branch.inputs["hidden_states"])
     with torch.no_grad():
-        return fast(fast.latents(branch.inputs), fast.ahead(branch.inputs))
+        return fast(fast.latents(branch.inputs), AheadCache().tensors(branch, weights(precision), fast))
 
 
 STRATEGIES = [("ulysses", 2), ("ulysses", 4), ("ring", 2), ("allgather_kv", 4), ("hybrid", 4)]
@@ -51,7 +52,7 @@ STRATEGIES = [("ulysses", 2), ("ulysses", 4), ("ring", 2), ("allgather_kv", 4), 
 @cache
 def teams() -> Teams:
     specs = [ParallelSpec.of(strategy, width) for strategy, width in STRATEGIES]
-    return Teams(rank=torch.distributed.get_rank(), num_ranks=4, specs=specs)
+    return Teams(rank=torch.distributed.get_rank(), num_ranks=4, specs=specs, groups=Groups(4))
 
 
 def rank_step(strategy: str, width: int, length: str, num_parts: int, break_exchange: bool = False) -> Tensor | None:
