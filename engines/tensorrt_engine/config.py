@@ -64,7 +64,7 @@ class TensorRTConfig:
         if spec.width > 1 and heads < MIN_FUSED_HEADS and precision != "fp32":
             raise ValueError(
                 f"{spec.name} leaves {heads} of {model.num_heads} heads on a rank; TensorRT fuses half-precision "
-                f"attention from {MIN_FUSED_HEADS} heads on: use fewer ranks, or allgather_kv, which keeps all heads on a rank"
+                f"attention from {MIN_FUSED_HEADS} heads on: use fewer ranks, or allgather_kv, which keeps all heads"
             )
         return ResolvedConfig(spec=spec, precision=precision, ring=ring_form(spec, target), target=target)
 

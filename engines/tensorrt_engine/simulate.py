@@ -22,7 +22,7 @@ Values = Mapping[str, Array]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Stage:
+class Stage:
     """Nodes between two rounds of collectives, then the round: (what, source, result) each."""
 
     session: Any
@@ -38,7 +38,7 @@ class Simulator:
         model = onnx.load_from_string(model) if isinstance(model, bytes) else model
         self._outputs = tuple(output.name for output in model.graph.output)
         self.inputs = tuple(value.name for value in model.graph.input)
-        self._stages = list(_cut(model, num_threads))
+        self._stages = list(cut_at_collectives(model, num_threads))
         self._deaf = deaf
 
     def run(self, feeds: Sequence[Values]) -> list[list[Array]]:
@@ -62,7 +62,7 @@ def _alone(collective: Collective, sent: list[Array]) -> list[Array]:
     return [collective.apply([own] * len(sent))[rank] for rank, own in enumerate(sent)]
 
 
-def _cut(model: onnx.ModelProto, num_threads: int) -> Iterable[_Stage]:
+def cut_at_collectives(model: onnx.ModelProto, num_threads: int) -> Iterable[Stage]:
     """Stage of a node: how many collectives lie on the longest way to it."""
     graph = model.graph
     made_at: dict[str, int] = defaultdict(int)
@@ -87,7 +87,7 @@ def _wanted(nodes: Mapping[int, list[onnx.NodeProto]], outputs: set[str]) -> set
     return wanted
 
 
-def _stage(model: onnx.ModelProto, members: list[onnx.NodeProto], wanted: set[str], num_threads: int) -> _Stage:
+def _stage(model: onnx.ModelProto, members: list[onnx.NodeProto], wanted: set[str], num_threads: int) -> Stage:
     compute = [_without_tensorrt_attributes(node) for node in members if not is_collective(node)]
     exchanges = [(read_collective(node), node.input[0], node.output[0]) for node in members if is_collective(node)]
     made = {name for node in compute for name in node.output}
@@ -104,7 +104,7 @@ def _stage(model: onnx.ModelProto, members: list[onnx.NodeProto], wanted: set[st
         [constants[name] for name in needed if name in constants],
     )
     session = _session(model, graph, num_threads) if compute else _Nothing()
-    return _Stage(session=session, inputs=inputs, outputs=outputs, exchanges=tuple(exchanges))
+    return Stage(session=session, inputs=inputs, outputs=outputs, exchanges=tuple(exchanges))
 
 
 class _Nothing:

@@ -1,0 +1,121 @@
+"""The one NCCL of a process, as TensorRT must find it: torch's, of a version it takes, under both names."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+VERSIONED, PLAIN = "libnccl.so.2", "libnccl.so"
+MIN_VERSION, END_VERSION = (2, 19), (3, 0)
+_WHEELS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+
+
+class NcclError(RuntimeError):
+    """TensorRT could not use this process's NCCL; the message says what was found and what to change."""
+
+
+def loaded_libraries(maps: Path = Path("/proc/self/maps")) -> tuple[Path, ...]:
+    """NCCL libraries mapped into this process, each once (resolved)."""
+    paths = {line.split(maxsplit=5)[-1].strip() for line in maps.read_text().splitlines() if "libnccl" in line}
+    found = {Path(path).resolve() for path in paths if Path(path).name.startswith(PLAIN)}
+    return tuple(sorted(found))
+
+
+def library_version(path: Path) -> tuple[int, int, int]:
+    """(major, minor, patch) as the library itself says."""
+    code = ctypes.c_int()
+    if ctypes.CDLL(str(path)).ncclGetVersion(ctypes.byref(code)):
+        raise NcclError(f"{path} does not say which version it is")
+    return decode_version(code.value)
+
+
+def decode_version(code: int) -> tuple[int, int, int]:
+    """NCCL's one number: 22809 is 2.28.9 (and 2708, from before 2.9, is 2.7.8)."""
+    return (
+        (code // 10000, code // 100 % 100, code % 100)
+        if code >= 10000
+        else (code // 1000, code // 100 % 10, code % 100)
+    )
+
+
+def check_loaded(libraries: tuple[Path, ...], versions: Mapping[Path, tuple[int, int, int]]) -> None:
+    """Exactly one NCCL, of a version TensorRT takes. Raises NcclError."""
+    if len(libraries) != 1:
+        found = ", ".join(map(str, libraries)) or "none"
+        raise NcclError(
+            f"one NCCL must be in the process, torch's; found {found}: take other copies off LD_LIBRARY_PATH"
+        )
+    version = versions[libraries[0]]
+    if not MIN_VERSION <= version[:2] < END_VERSION:
+        wanted = f">= {MIN_VERSION[0]}.{MIN_VERSION[1]}, < {END_VERSION[0]}"
+        raise NcclError(f"TensorRT takes NCCL {wanted}; {libraries[0]} is {'.'.join(map(str, version))}")
+
+
+def check_process() -> Path:
+    """This process's NCCL, checked; its path."""
+    libraries = loaded_libraries()
+    check_loaded(libraries, {path: library_version(path) for path in libraries})
+    return libraries[0]
+
+
+def search(folders: Iterable[Path]) -> dict[str, Path]:
+    """The first file of each name along ``folders``, as TensorRT's own search goes."""
+    found: dict[str, Path] = {}
+    for folder in folders:
+        for name in (VERSIONED, PLAIN):
+            if name not in found and (folder / name).exists():
+                found[name] = folder / name
+    return found
+
+
+def library_path(environment: Mapping[str, str]) -> tuple[Path, ...]:
+    return tuple(Path(folder) for folder in environment.get("LD_LIBRARY_PATH", "").split(":") if folder)
+
+
+def wheel_folder() -> Path | None:
+    """Where pip put torch's NCCL."""
+    for name in _WHEELS:
+        try:
+            files = importlib.metadata.files(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        for file in files:
+            if file.name == VERSIONED:
+                return Path(str(file.locate())).parent
+    return None
+
+
+def rank_environment(link_folder: Path, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables with which a rank must be started so that TensorRT finds torch's NCCL under both its names.
+
+    pip ships ``libnccl.so.2`` alone; a link named ``libnccl.so`` beside it mends that, in ``link_folder``. Empty when
+    nothing needs to change. The loader reads LD_LIBRARY_PATH once, so it is of no use in a process that runs already.
+    """
+    found = search(library_path(environment))
+    if VERSIONED in found and PLAIN in found:
+        return {}
+    library = found.get(VERSIONED) or _in_wheel()
+    link_folder.mkdir(parents=True, exist_ok=True)
+    for name in (VERSIONED, PLAIN):
+        _link(link_folder / name, library.resolve())
+    rest = environment.get("LD_LIBRARY_PATH", "")
+    return {"LD_LIBRARY_PATH": f"{link_folder}:{rest}" if rest else str(link_folder)}
+
+
+def _in_wheel() -> Path:
+    folder = wheel_folder()
+    if folder is None:
+        raise NcclError(f"no {VERSIONED} on LD_LIBRARY_PATH nor in pip's {' or '.join(_WHEELS)}: install troupe[gpu]")
+    return folder / VERSIONED
+
+
+def _link(link: Path, target: Path) -> None:
+    if link.is_symlink() and link.resolve() == target:
+        return
+    temporary = link.with_name(f".{link.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target)
+    temporary.replace(link)

@@ -1,0 +1,79 @@
+"""One branch's forward on one rank through an engine: prepared once per shape, then called every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engines.model import Branch, DenoiserModel, ModelInputs
+from engines.parallel.mesh import Team
+from engines.tensorrt_engine.builder import BuildOptions, build
+from engines.tensorrt_engine.config import ResolvedConfig
+from engines.tensorrt_engine.export import Exported, export, rank_weights
+from engines.tensorrt_engine.onnx_export import EngineGraph
+from engines.tensorrt_engine.plan_cache import CachedPlan, PlanCache, PlanKey
+from engines.tensorrt_engine.progress import ProgressBar
+
+
+class Runner(Protocol):
+    """What runs an engine graph on one rank: TensorRT's ``PlanRunner``, or a stand-in in tests."""
+
+    def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
+
+    def close(self) -> None: ...
+
+
+MakeRunner = Callable[[EngineGraph, Mapping[str, Tensor], Team], Runner]
+"""Called on every rank of a team at the same time; weights are those the graph takes as inputs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """``before`` in torch, the engine, ``after`` in torch."""
+
+    exported: Exported
+    runner: Runner
+    rank_index: int
+
+    def __call__(self, inputs: ModelInputs) -> Tensor:
+        handed = self.exported.feed(inputs, self.rank_index)
+        outputs = self.runner.run(self.exported.engine_inputs(handed))
+        return self.exported.finish(handed, outputs)
+
+    def close(self) -> None:
+        self.runner.close()
+
+
+def prepare_step(
+    model: DenoiserModel, branch: Branch, team: Team, make_runner: MakeRunner, *, weights_as_inputs: bool
+) -> Step:
+    """Export for the branch's shapes and make the runner. Every rank of the team makes this call at the same time."""
+    exported = export(model, branch, team, weights_as_inputs=weights_as_inputs)
+    weights = rank_weights(model, branch.module, team)
+    runner = make_runner(exported.graph, {name: weights[name] for name in exported.graph.weights}, team)
+    return Step(exported=exported, runner=runner, rank_index=team.context.index)
+
+
+def cached_plan(
+    graph: EngineGraph, config: ResolvedConfig, options: BuildOptions, cache: PlanCache, *, visible: bool = False
+) -> CachedPlan:
+    """The graph's plan, built if the cache has none."""
+    serialized = graph.serialized()
+    key = PlanKey.of(
+        serialized,
+        strategy=config.spec.name,
+        num_ranks=graph.num_ranks,
+        precision=config.precision,
+        options=options,
+    )
+    return cache.get_or_build(key, lambda: build(serialized, options, bar=ProgressBar(visible=visible)))
+
+
+def signature(branch: Branch) -> tuple[str, tuple[tuple[str, tuple[int, ...], torch.dtype], ...]]:
+    """What a static engine is made for: the module and its inputs' shapes and dtypes."""
+    shapes = ((name, tuple(x.shape), x.dtype) for name, x in sorted(branch.inputs.items()) if x is not None)
+    return branch.module, tuple(shapes)

@@ -1,0 +1,39 @@
+"""``TensorRTEngine`` on real ranks: teams, guidance pairs, engines made once per shape. onnxruntime runs the graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engines.parallel.local import plain_attention
+from tests.engines.parallel.gloo import gang
+from tests.engines.tensorrt_engine.all_ranks import relative_error
+from tests.engines.tensorrt_engine.gloo_runner import predict_on_team, same_plan_error
+from tests.engines.tensorrt_engine.zoo import SPECIMENS
+
+
+@pytest.mark.parametrize(
+    ("family", "strategy", "num_engines"),
+    [
+        ("flux", "ulysses", 1),
+        ("wan", "guidance", 1),
+        pytest.param("flux", "tensor", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_both_ranks_predict_what_one_device_does(family: str, strategy: str, num_engines: int) -> None:
+    model = SPECIMENS[family].model()
+    (module,) = model.modules.values()
+    model.set_kernel(module, plain_attention)
+    with torch.no_grad():
+        expected = [model.forward(module, branch.inputs) for branch in model.probe()]
+    for predictions, made in gang(2).run(predict_on_team, family, strategy, (0, 1)):
+        assert made == num_engines  # two branches, two steps, one shape
+        assert len(predictions) == 4
+        for prediction, whole in zip(predictions, expected * 2, strict=True):
+            assert relative_error(prediction, whole) <= 1e-4
+
+
+def test_a_rank_with_another_plan_is_named_on_every_rank() -> None:
+    assert gang(2).run(same_plan_error, ["aa", "aa"]) == ["", ""]
+    for message in gang(2).run(same_plan_error, ["aa", "bb"]):
+        assert message == "rank 1: it has another plan than the rest of its team: found bb, expected aa (rank 0's)"
