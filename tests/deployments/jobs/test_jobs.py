@@ -23,7 +23,7 @@ from tests.deployments.fake_studio import FakeStudio, clip
 from tests.deployments.jobs.test_claims import REQUEST as BASE
 
 REQUEST = replace(BASE, model="fake-clips", seed=77)
-QUICK = {"poll_s": 0.05, "progress_s": 0.02, "retry_s": 0.02, "lease_s": 0.6}
+QUICK = {"poll_s": 0.05, "progress_s": 0.02, "retry_s": 0.02, "lease_s": 10.0}
 
 
 @asynccontextmanager
@@ -49,14 +49,14 @@ async def started(studio: FakeStudio, num_jobs: int = 1) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_stop_and_start_again(tmp_path):
+async def test_stop_and_start_again(tmp_path, database_url):
     studio = FakeStudio(step_s=0.1)
-    async with running(studio, tmp_path) as jobs:
+    async with running(studio, tmp_path, database_url=database_url) as jobs:
         job = await jobs.submit(REQUEST, "1")
         await started(studio)
     assert len(studio.closed) == 1
     second = FakeStudio()
-    async with running(second, tmp_path) as jobs:
+    async with running(second, tmp_path, database_url=database_url) as jobs:
         assert (await ended(jobs, job.id)).status == "completed"
         assert jobs.file(job.id, "video").read_bytes() == clip(REQUEST)
         assert (await jobs.get(job.id)).attempts == 1  # a restart is no failure
@@ -74,7 +74,7 @@ KILLED = """
             os.kill(os.getpid(), 9)
 
     async def main():
-        async with running(FakeStudio(at_step=die), pathlib.Path({folder!r})) as jobs:
+        async with running(FakeStudio(at_step=die), pathlib.Path({folder!r}), lease_s=0.5) as jobs:
             await jobs.submit(REQUEST, "1")
             await asyncio.sleep(30)
 
@@ -96,9 +96,10 @@ async def test_kill_9_in_the_middle_of_a_job(tmp_path):
         assert jobs.file(job.id, "video").read_bytes() == clip(REQUEST)
 
 
-async def test_two_runners_share_the_work_and_no_job(tmp_path):
+async def test_two_runners_share_the_work_and_no_job(tmp_path, database_url):
     first, second = FakeStudio(step_s=0.02), FakeStudio(step_s=0.02)
-    async with running(first, tmp_path) as one, running(second, tmp_path) as two:
+    url = {"database_url": database_url}
+    async with running(first, tmp_path, **url) as one, running(second, tmp_path, **url) as two:
         ids = [(await one.submit(replace(REQUEST, seed=seed), "1")).id for seed in range(12)]
         jobs = [await ended(two, job_id) for job_id in ids]
     assert {job.status for job in jobs} == {"completed"}
@@ -109,11 +110,11 @@ async def test_two_runners_share_the_work_and_no_job(tmp_path):
 
 
 async def test_long_job_keeps_its_claim(tmp_path):
-    first, second = FakeStudio(step_s=0.5), FakeStudio()
-    async with running(first, tmp_path, lease_s=0.4) as one:
+    first, second = FakeStudio(step_s=1), FakeStudio()
+    async with running(first, tmp_path, lease_s=2) as one:
         job = await one.submit(REQUEST, "1")
         await started(first)
-        async with running(second, tmp_path, lease_s=0.4):
+        async with running(second, tmp_path, lease_s=2):
             assert (await ended(one, job.id)).status == "completed"
     assert second.performed == []
 
@@ -174,14 +175,14 @@ async def test_given_up(tmp_path, failures, code, attempts, message):
 async def test_job_that_kills_the_application(tmp_path):
     """Its claim runs out again and again without an outcome."""
     studio = FakeStudio()
-    async with running(studio, tmp_path) as jobs:
+    async with running(studio, tmp_path, lease_s=0.2) as jobs:
         studio.reasons["fake-clips"] = "not now"
         job = await jobs.submit(REQUEST, "1")
         claims = jobs._runner._claims
         for _ in range(3):
             claim = await claims.take(["fake-clips"])
             assert claim is not None
-            await asyncio.sleep(QUICK["lease_s"] + 0.05)
+            await asyncio.sleep(0.25)
         studio.reasons.clear()
         job = await ended(jobs, job.id)
     assert (job.status, job.error.code) == ("failed", "gave_up")
@@ -219,11 +220,11 @@ async def test_side_by_side_up_to_the_limit(tmp_path):
 
 
 async def test_old_jobs_are_swept(tmp_path):
-    async with running(FakeStudio(), tmp_path, keep_s=0.3) as jobs:
+    async with running(FakeStudio(), tmp_path, keep_s=2.0) as jobs:
         job = await jobs.submit(REQUEST, "1")
         await ended(jobs, job.id)
         assert jobs.file(job.id, "thumbnail").read_bytes()
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(10):
             while await jobs.get(job.id):
                 await asyncio.sleep(0.05)
         assert not list((tmp_path / "videos").iterdir())
