@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import ray
@@ -53,8 +54,9 @@ class Denoiser:
             shape=(request.width, request.height, request.num_frames, request.true_cfg_scale > 1),
             request_id=request.request_id,
         )
-        async for event in self._gang.submit(job):
-            yield event
+        async with aclosing(self._gang.submit(job)) as events:
+            async for event in events:
+                yield event
 
     async def check_health(self) -> None:
         await self._gang.check_health()
