@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from engines.model import Branch, DenoiserModel
 from engines.parallel.guidance import exchange_predictions, may_pair
 from engines.parallel.mesh import Groups, Team, Teams
+from engines.parallel.shard_plan import ShardPlan
 from engines.parallel.sharded import ShardedModel
-from engines.torch_engine.compiler import compile_blocks
+from engines.torch_engine.calibration import load_calibration
+from engines.torch_engine.compiler import compile_blocks, release_blocks
 from engines.torch_engine.config import TorchEngineConfig
+from engines.torch_engine.quantized_linear import Scheme, swap_linears
+from engines.torch_engine.steps import RUNS_BEFORE_CAPTURE, StepRunner
 
 
 class TorchEngine:
@@ -30,19 +35,35 @@ class TorchEngine:
         self.config = (config or TorchEngineConfig()).resolve(model, device=self.device, **gang)
         self.teams = Teams(specs=self.config.all_specs(), **gang)
         self._model = model
-        self._sharded = ShardedModel(model, on_new_module=compile_blocks if self.config.compile_blocks else None)
+        self._was_warm = False
+        self._sharded = ShardedModel(model, on_new_module=self._prepare_module)
+        self._steps = StepRunner(model, self._sharded, config=self.config, device=self.device)
 
     @torch.no_grad()
     def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> tuple[Tensor, ...]:
         """See ``Engine.predict``. Two neighbouring branches of equal shape may run at the same time (guidance)."""
         predictions: list[Tensor] = []
+        self._was_warm = True
         while len(predictions) < len(branches):
             predictions.extend(self._next(branches[len(predictions) :], ranks))
         return tuple(predictions)
 
     def close(self) -> None:
-        """Let go of modules and compiled code. Process groups go with the communicator."""
+        """Let go of graphs, modules and compiled code, in this order. Process groups go with the communicator."""
+        self._steps.close()
         self._sharded.close()
+        for module in self._model.modules.values():
+            release_blocks(module, self._model.plan)
+
+    @property
+    def was_warm(self) -> bool:
+        """Whether the last prediction replayed captured steps only (always false on the CPU)."""
+        return self._was_warm
+
+    def warm_up(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> None:
+        """Compile and capture for the shapes of ``branches``. Every rank of ``ranks`` makes the call."""
+        for _ in range(RUNS_BEFORE_CAPTURE + 1):
+            self.predict(branches, ranks)
 
     def team(self, ranks: tuple[int, ...], num_branches: int = 1) -> Team:
         """How ``ranks`` divide one branch, or two at once."""
@@ -57,6 +78,20 @@ class TorchEngine:
         """Predictions of the first one or two of ``branches``."""
         pair = self.team(ranks, 2)
         if pair.guidance.size == 2 and len(branches) > 1 and may_pair(branches[0], branches[1], self._model.plan):
-            mine = self._sharded.forward(branches[pair.guidance.index], pair)
+            mine = self._run(branches[pair.guidance.index], pair)
             return exchange_predictions(mine, pair.guidance)
-        return (self._sharded.forward(branches[0], self.team(ranks)),)
+        return (self._run(branches[0], self.team(ranks)),)
+
+    def _run(self, branch: Branch, team: Team) -> Tensor:
+        prediction = self._steps.run(branch, team)
+        self._was_warm = self._was_warm and self._steps.was_captured
+        return prediction
+
+    def _prepare_module(self, module: nn.Module, plan: ShardPlan) -> None:
+        """For modules that run as they are: quantised layers, compiled blocks."""
+        if self.config.precision != "native":
+            scheme: Scheme = "int8" if self.config.precision == "int8" else "fp8"
+            path = self.config.calibration
+            swap_linears(module, plan, scheme, None if path is None else load_calibration(Path(path)))
+        if self.config.compile_blocks:
+            compile_blocks(module, plan)
