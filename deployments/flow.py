@@ -6,8 +6,8 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,9 +64,10 @@ class Flow:
         while True:
             attempt = _Attempt()
             try:
-                async with aclosing(self._attempt(request, output, attempt)) as events:
-                    async for event in events:
-                        yield event
+                with _unwrapped():
+                    async with aclosing(self._attempt(request, output, attempt)) as events:
+                        async for event in events:
+                            yield event
                 return
             except RETRYABLE as error:
                 num_broken += _counts(error, attempt)
@@ -90,6 +91,15 @@ class Flow:
         yield Media(
             data=decoded.data, format=output.format, seed=request.seed, timings=timings, thumbnail=decoded.thumbnail
         )
+
+
+@contextmanager
+def _unwrapped() -> Iterator[None]:
+    """What a deployment raised, as it was raised there: the text of Ray's wrapping is a coloured traceback."""
+    try:
+        yield
+    except ray_errors.RayTaskError as error:
+        raise error.cause from error
 
 
 async def _job_events(stages: StageHandles, request: MediaRequest, encoded: Encoded) -> AsyncGenerator[JobEvent]:

@@ -22,7 +22,11 @@ def ray_cluster() -> Iterator[None]:
     """A cluster of this session alone, ended with it. Serve applications in it belong to their test modules."""
     import ray
 
-    with tempfile.TemporaryDirectory(prefix="troupe_ray_", dir="/tmp", ignore_cleanup_errors=True) as temp_dir:
+    with (
+        tempfile.TemporaryDirectory(prefix="troupe_ray_", dir="/tmp", ignore_cleanup_errors=True) as temp_dir,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("TROUPE_DATA_DIR", f"{temp_dir}/data")  # workers inherit the environment of this moment
         ray.init(
             address="local",
             num_cpus=NUM_CLUSTER_CPUS,

@@ -40,7 +40,8 @@ class GangConfig:
             _check(getattr(self, name) > 0, name, getattr(self, name), "a time above 0 s")
         for name in ("cpus_per_rank", "max_waiting_jobs"):
             _check(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
-        _check(self.gpus_per_rank in (0, 1), "gpus_per_rank", self.gpus_per_rank, "0 or 1 (a rank is one device)")
+        alone = self.gpus_per_rank == 0 or 0.5 < self.gpus_per_rank <= 1
+        _check(alone, "gpus_per_rank", self.gpus_per_rank, "0, or above 0.5 and up to 1 (no two ranks share a device)")
         _check(
             self.num_ranks % self.num_nodes == 0,
             "num_nodes",

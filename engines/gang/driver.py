@@ -67,7 +67,8 @@ class Driver:
     def close(self, open_job: OpenJob) -> None:
         """The request no longer listens; a job that has not ended is cancelled."""
         if open_job.outcome is None:
-            logger.info("job is cancelled", extra=open_job.job.log_fields)
+            fields = open_job.job.log_fields | {"num_steps_done": open_job.num_steps_done}
+            logger.info("job is cancelled", extra=fields)
             self._table.end(open_job, "cancelled")
             self._drop(open_job)
 
@@ -166,6 +167,7 @@ class Driver:
 
     def _publish_step(self, open_job: OpenJob, done: JobStep, step_ms: float, width: int, flight: Flight) -> None:
         job_id, num_steps = done.job_id, open_job.job.num_steps
+        open_job.num_steps_done = done.step
         self._table.publish(
             job_id, StepDone(job_id=job_id, step=done.step, num_steps=num_steps, step_ms=step_ms, width=width)
         )

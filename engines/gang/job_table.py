@@ -23,6 +23,7 @@ class OpenJob:
     started_s: float = 0.0
     events: asyncio.Queue[JobEvent | Exception] = field(default_factory=asyncio.Queue)
     is_scheduled: bool = False
+    num_steps_done: int = 0
     outcome: Outcome | None = None
 
 

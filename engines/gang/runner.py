@@ -28,6 +28,7 @@ class HeldJob:
 
     job: Job
     state: Any = None
+    num_steps_done: int = 0
     failed: bool = False
 
 
@@ -60,7 +61,7 @@ class StepRunner:
         started_s = time.perf_counter()
         self._failures = []
         for job_id in plan.drops:
-            self._held.pop(job_id, None)
+            self._drop(job_id)
         work = plan.work_of(self._context.rank)
         if work is not None:
             self._step(work)
@@ -74,6 +75,11 @@ class StepRunner:
         self._held.clear()
         self._engine.close()
 
+    def _drop(self, job_id: str) -> None:
+        held = self._held.pop(job_id, None)
+        if held is not None:
+            logger.info("job is dropped", extra=self._log_fields(held.job) | {"num_steps_done": held.num_steps_done})
+
     def _report(self, plan: StepPlan, step_ms: float) -> StepReport:
         failures = tuple(self._failures)
         return StepReport(rank=self._context.rank, sequence=plan.sequence, step_ms=step_ms, failures=failures)
@@ -86,6 +92,7 @@ class StepRunner:
         for held, predictions in self._predict(forwards, work.ranks):
             with self._blame(held):
                 held.state = self._sampler.advance(held.state, predictions)
+                held.num_steps_done += 1
         self._pace.wait_for_previous_step()
 
     def _alive(self, work: Work) -> list[HeldJob]:

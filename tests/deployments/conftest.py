@@ -1,0 +1,25 @@
+"""The models that the application's tests serve."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.pipelines import tiny
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tiny.flux(tmp_path_factory.mktemp("pictures"))
+    (path / "troupe.json").write_text(json.dumps({"width": 64, "height": 64, "num_inference_steps": 8}))
+    return path
+
+
+@pytest.fixture(scope="session")
+def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tiny.wan(tmp_path_factory.mktemp("clips"))
+    own = {"width": 32, "height": 32, "num_frames": 9, "fps": 8, "num_inference_steps": 6, "max_frames": 33}
+    (path / "troupe.json").write_text(json.dumps(own))
+    return path

@@ -1,0 +1,336 @@
+"""The application as its users meet it: real Serve, real HTTP, the official client, handles; two CPU ranks a gang."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import av
+import httpx
+import numpy as np
+import openai
+import pytest
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from ray import serve
+from ray.serve.exceptions import RequestCancelledError
+
+from deployments.handle_api import plan_generate
+from deployments.ingress import make_cards
+from deployments.studio import Media, Preview, Progress
+from pipelines.request import MediaRequest
+from pipelines.run import load_pipeline, run_request
+from tests.deployments.live import (
+    IMAGES,
+    PROMPT,
+    TIMEOUT_S,
+    config_of,
+    finished,
+    live,
+    log_lines,
+    picture,
+    pixels_of,
+    stream_of,
+    wait_until,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
+
+NUM_RUNNING, NUM_WAITING = 3, 2
+
+
+@pytest.fixture(scope="module")
+def models(pictures: Path, clips: Path) -> dict[str, Path]:
+    return {"pictures": pictures, "clips": clips}
+
+
+@pytest.fixture(scope="module")
+def url(ray_cluster: None, models: dict[str, Path]) -> Iterator[str]:
+    limits = {"max_running_jobs": NUM_RUNNING, "max_waiting_jobs": NUM_WAITING}
+    with live(config_of(models, api={"max_body_bytes": 100_000}, **limits)) as url:
+        yield url
+
+
+@pytest.fixture
+def official(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S) as client:
+        yield client
+
+
+def bare_request(models: dict[str, Path], **fields: Any) -> MediaRequest:
+    cards = make_cards(config_of(models).app)
+    return plan_generate(cards, "bare", {"prompt": PROMPT, **fields})[0]
+
+
+def bare_frames(models: dict[str, Path], **fields: Any) -> NDArray[Any]:
+    """What the bare pipeline, in this process, makes of the same fields."""
+    request = bare_request(models, **fields)
+    return run_request(models[request.model], request)
+
+
+def bare_previews(models: dict[str, Path], **fields: Any) -> list[NDArray[Any]]:
+    request = bare_request(models, partial_images=3, **fields)
+    pipeline = load_pipeline(models[request.model], torch.device("cpu"), torch.float32)
+    states = list(pipeline.states(request))
+    latents = [pipeline.sampler.preview(states[step]) for step in request.preview_steps]
+    return [pipeline.decoder.decode(one, request)[0] for one in latents]
+
+
+def assert_same_picture(one_HWC: NDArray[Any], other_HWC: NDArray[Any], within: int = 1) -> None:
+    assert one_HWC.shape == other_HWC.shape
+    assert np.abs(one_HWC.astype(int) - other_HWC).max() <= within
+
+
+def assert_alike(one: NDArray[Any], other: NDArray[Any]) -> None:
+    """The same but for lossy compression: means over 8x8 pixels are near. Shapes (..., height, width, 3)."""
+    assert one.shape == other.shape
+    assert np.abs(block_means(one) - block_means(other)).max() < 16
+    assert np.abs(block_means(one) - block_means(other[..., ::-1, :])).max() > 16, "the measure sees a mirrored picture"
+
+
+def block_means(pixels: NDArray[Any]) -> NDArray[Any]:
+    *frames, height, width, channels = pixels.shape
+    return pixels.reshape(*frames, height // 8, 8, width // 8, 8, channels).mean(axis=(-4, -2))
+
+
+def frames_of(data: bytes) -> list[NDArray[Any]]:
+    with av.open(io.BytesIO(data)) as container:
+        assert container.streams.video[0].codec_context.name == "h264"
+        return [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+
+
+# Pictures over HTTP.
+
+
+def test_health_and_models(url: str, official: openai.OpenAI):
+    assert httpx.get(f"{url}/health").status_code == 200
+    kinds = {model.id: model.kind for model in official.models.list().data}
+    assert kinds == {"pictures": "image", "clips": "video"}
+
+
+def test_a_seed_fixes_the_bytes_and_the_picture_is_that_of_the_bare_pipeline(
+    official: openai.OpenAI, models: dict[str, Path]
+):
+    def draw(seed: int) -> bytes:
+        answer = official.images.generate(prompt=PROMPT, extra_body={"seed": seed})
+        assert answer.data[0].seed == seed
+        return base64.b64decode(answer.data[0].b64_json)
+
+    first, again, other = draw(1), draw(1), draw(2)
+    assert first == again
+    assert np.abs(pixels_of(first).astype(int) - pixels_of(other)).mean() > 2
+    assert_same_picture(pixels_of(first), bare_frames(models, seed=1)[0])
+
+
+def test_true_guidance_splits_into_branches_and_equals_the_bare_pipeline(url: str, models: dict[str, Path]):
+    guided = {"seed": 3, "true_cfg_scale": 4.0, "negative_prompt": "blue"}
+    data = picture(url, **guided)
+    assert_same_picture(pixels_of(data), bare_frames(models, **guided)[0])
+    assert data != picture(url, seed=3)
+
+
+def test_streaming_with_previews_and_progress(official: openai.OpenAI, url: str, models: dict[str, Path]):
+    extra = {"seed": 5, "num_inference_steps": 8, "stream_progress": True}
+    events = list(official.images.generate(prompt=PROMPT, stream=True, partial_images=3, extra_body=extra))
+    steps = [(event.step, event.of) for event in events if event.type == "troupe.progress"]
+    assert steps == [(step, 8) for step in range(1, 9)]
+    partials = [event for event in events if event.type == "image_generation.partial_image"]
+    assert [event.partial_image_index for event in partials] == [0, 1, 2]
+    assert [event.step for event in partials] == [2, 4, 6]
+    for event, bare_HWC in zip(partials, bare_previews(models, seed=5, num_inference_steps=8), strict=True):
+        assert_same_picture(pixels_of(base64.b64decode(event.b64_json)), bare_HWC)
+    assert base64.b64decode(events[-1].b64_json) == picture(url, seed=5, num_inference_steps=8), (
+        "previews change nothing"
+    )
+
+
+def test_several_pictures_in_one_request(official: openai.OpenAI, url: str):
+    answer = official.images.generate(prompt=PROMPT, n=2, extra_body={"seed": 6})
+    assert [image.seed for image in answer.data] == [6, 7]
+    assert [base64.b64decode(image.b64_json) for image in answer.data] == [picture(url, seed=6), picture(url, seed=7)]
+
+
+@pytest.mark.parametrize("image_format", ["png", "jpeg", "webp"])
+def test_formats(official: openai.OpenAI, url: str, image_format: str):
+    quality = {} if image_format == "png" else {"output_compression": 95}
+    answer = official.images.generate(prompt=PROMPT, output_format=image_format, extra_body={"seed": 5}, **quality)
+    data = base64.b64decode(answer.data[0].b64_json)
+    assert Image.open(io.BytesIO(data)).format == image_format.upper()
+    assert_alike(pixels_of(data), pixels_of(picture(url, seed=5)))
+
+
+def test_by_url(official: openai.OpenAI, url: str):
+    answer = official.images.generate(prompt=PROMPT, response_format="url", extra_body={"seed": 5})
+    assert httpx.get(answer.data[0].url).content == picture(url, seed=5)
+
+
+def test_server_timing_and_request_id(official: openai.OpenAI):
+    raw = official.images.with_raw_response.generate(prompt=PROMPT, extra_headers={"x-request-id": "my-id-1"})
+    assert raw.headers.get_list("x-request-id") == ["my-id-1"]
+    timing = dict(entry.split(";dur=") for entry in raw.headers["server-timing"].split(", "))
+    milliseconds = {stage: float(value) for stage, value in timing.items()}
+    assert set(milliseconds) == {"queue", "encode", "denoise", "decode", "total"}
+    assert all(value >= 0 for value in milliseconds.values())
+    assert milliseconds["denoise"] > 0
+    assert milliseconds.pop("total") >= sum(milliseconds.values()) * 0.9
+    wait_until(lambda: len(begun("my-id-1")) == 2, "both ranks log the client's request id")
+
+
+def begun(request_id: str) -> list[int]:
+    """The ranks on which jobs of the request have begun."""
+    lines = log_lines("job begins")
+    return sorted(line["rank"] for line in lines if line["request_id"].startswith(request_id))
+
+
+# Clips over HTTP.
+
+
+def test_clip_from_prompt_to_deletion(official: openai.OpenAI, models: dict[str, Path]):
+    extra = {"seed": 4, "num_frames": 9, "fps": 8}
+    video = official.videos.create_and_poll(prompt=PROMPT, poll_interval_ms=100, extra_body=extra)
+    assert (video.status, video.progress, video.seed) == ("completed", 100, 4)
+    frames = frames_of(official.videos.download_content(video.id).read())
+    bare = bare_frames(models, model="clips", **extra)
+    assert len(frames) == len(bare) == 9
+    assert_alike(np.stack(frames), bare)
+    thumbnail = official.videos.download_content(video.id, variant="thumbnail").read()
+    assert Image.open(io.BytesIO(thumbnail)).format == "WEBP"
+    assert official.videos.delete(video.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        official.videos.retrieve(video.id)
+
+
+def test_clips_with_one_seed_are_the_same_bytes(official: openai.OpenAI):
+    def film(seed: int) -> bytes:
+        video = official.videos.create_and_poll(
+            prompt=PROMPT, poll_interval_ms=100, extra_body={"seed": seed, "num_inference_steps": 3}
+        )
+        return official.videos.download_content(video.id).read()
+
+    assert film(1) == film(1) != film(2)
+
+
+# Python handles.
+
+
+async def test_handle_for_a_picture(url: str):
+    handle = serve.get_app_handle("troupe").options(stream=True)
+    events = [event async for event in handle.generate.remote(PROMPT, seed=5, partial_images=1)]
+    assert [event.step for event in events if isinstance(event, Progress)] == list(range(1, 9))
+    assert sum(isinstance(event, Preview) for event in events) == 1
+    assert isinstance(events[-1], Media)
+    assert events[-1].data == picture(url, seed=5)
+
+
+async def test_handle_for_a_clip(url: str):
+    handle = serve.get_app_handle("troupe").options(stream=True)
+    events = [event async for event in handle.generate.remote(PROMPT, model="clips", seed=5, num_frames=5)]
+    assert [event.step for event in events if isinstance(event, Progress)] == list(range(1, 7))
+    assert any(isinstance(event, Preview) for event in events)
+    assert isinstance(events[-1], Media)
+    assert len(frames_of(events[-1].data)) == 5
+    assert Image.open(io.BytesIO(events[-1].thumbnail)).format == "WEBP"
+
+
+async def test_handle_with_bad_fields_says_what_is_wrong(url: str):
+    handle = serve.get_app_handle("troupe").options(stream=True)
+    with pytest.raises(ValueError, match="multiples of"):
+        async for _ in handle.generate.remote(PROMPT, size="63x64"):
+            pass
+    with pytest.raises(ValueError, match="Unknown field 'sed'"):
+        async for _ in handle.generate.remote(PROMPT, sed=1):
+            pass
+
+
+async def test_cancelling_a_handle_frees_the_gang(url: str):
+    handle = serve.get_app_handle("troupe").options(stream=True)
+    before = len(log_lines("job is cancelled"))
+    response = handle.generate.remote(PROMPT, num_inference_steps=100)
+    while (await anext(response)).step < 3:
+        pass
+    response.cancel()
+    with pytest.raises(RequestCancelledError):
+        [event async for event in response]
+    wait_until(lambda: len(log_lines("job is cancelled")) == before + 1, "the gang cancels the job")
+
+
+# Several at once.
+
+
+async def test_jobs_in_flight_take_turns_and_each_sees_its_own_progress(url: str):
+    lengths = [40, 50, 60]
+    assert len(lengths) == NUM_RUNNING
+    seen: dict[int, list[int]] = {length: [] for length in lengths}
+    at_first_end: list[dict[int, int]] = []
+
+    async def follow(client: httpx.AsyncClient, length: int) -> bytes:
+        async with stream_of(client, {"seed": length, "num_inference_steps": length}) as events:
+            async for event in events:
+                if event["type"] == "troupe.progress":
+                    assert event["of"] == length
+                    seen[length].append(event["step"])
+        at_first_end.append({length: len(steps) for length, steps in seen.items()})
+        return finished(event)
+
+    async with httpx.AsyncClient(base_url=url) as client:
+        together = await asyncio.gather(*(follow(client, length) for length in lengths))
+    assert seen == {length: list(range(1, length + 1)) for length in lengths}
+    assert min(at_first_end[0].values()) >= 20, f"one starved: {at_first_end[0]}"
+    assert together == [picture(url, seed=length, num_inference_steps=length) for length in lengths]
+
+
+async def test_a_full_queue_is_refused_with_the_time_to_wait(url: str):
+    num_requests = NUM_RUNNING + NUM_WAITING + 3
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as client:
+        body = {"prompt": PROMPT, "num_inference_steps": 60}
+        answers = await asyncio.gather(*(client.post(IMAGES, json={**body, "seed": i}) for i in range(num_requests)))
+    refused = [answer for answer in answers if answer.status_code != 200]
+    assert len(refused) == 3
+    for answer in refused:
+        assert answer.status_code == 429
+        assert int(answer.headers["retry-after"]) >= 1
+        error = answer.json()["error"]
+        assert error["code"] == "queue_full"
+        assert re.fullmatch(rf"{NUM_WAITING} jobs are waiting already; try again in about \d+ s", error["message"])
+    drawn = {answer.json()["data"][0]["seed"]: answer for answer in answers if answer.status_code == 200}
+    seed, answer = next(iter(drawn.items()))
+    assert base64.b64decode(answer.json()["data"][0]["b64_json"]) == picture(url, seed=seed, num_inference_steps=60)
+
+
+# What must not get in.
+
+BAD_BODIES = [
+    ({"prompt": ""}, 400, "prompt"),
+    ({}, 400, "prompt"),
+    ({"prompt": PROMPT, "size": "63x64"}, 400, "size"),
+    ({"prompt": PROMPT, "size": "32000x32000"}, 400, "size"),
+    ({"prompt": PROMPT, "num_inference_steps": 0}, 400, "num_inference_steps"),
+    ({"prompt": PROMPT, "num_inference_steps": 101}, 400, "num_inference_steps"),
+    ({"prompt": PROMPT, "seed": -1}, 400, "seed"),
+    ({"prompt": PROMPT, "seed": "1"}, 400, "seed"),
+    ({"prompt": PROMPT, "n": 5}, 400, "n"),
+    ({"prompt": PROMPT, "sed": 1}, 400, "sed"),
+    ({"prompt": PROMPT, "negative_prompt": "blue"}, 400, "negative_prompt"),
+    ({"prompt": PROMPT, "model": "clips"}, 400, "model"),
+    ({"prompt": PROMPT, "model": "dall-e"}, 404, "model"),
+    ({"prompt": PROMPT, "user": "u" * 100_001}, 413, None),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_input_never_reaches_a_rank(url: str, stream: bool):
+    before = len(log_lines("job begins"))
+    with httpx.Client(base_url=url) as client:
+        for body, status, param in BAD_BODIES:
+            answer = client.post(IMAGES, json={**body, "stream": stream})
+            assert answer.status_code == status, (body, answer.text)
+            assert answer.json()["error"]["param"] == param
+    picture(url, num_inference_steps=1)
+    wait_until(lambda: len(log_lines("job begins")) >= before + 2, "a good one is logged by both ranks")
+    assert len(log_lines("job begins")) == before + 2
