@@ -12,6 +12,8 @@ from engines.parallel.shard_plan import ShardPlan
 if TYPE_CHECKING:  # processes that only pass these records on do without torch
     from torch import Tensor, nn
 
+    from engines.torch_engine.fast_model import ArrangeWeights
+
 ModelInputs: TypeAlias = Mapping[str, "Tensor"]
 """Keyword arguments of the transformer's ``forward``, whole (unsplit), batch first where they have a batch."""
 
@@ -46,7 +48,8 @@ class DenoiserModel:
     ``stream_lengths(inputs)`` gives the number of tokens per stream name; ``set_kernel(module, kernel)`` makes the
     module's self-attention call ``kernel``; a module called with ``forward(module, inputs)`` returns the prediction.
     ``head_dim`` and ``num_heads`` are those of self-attention. ``probe()`` makes the branches of one small, seeded,
-    known step (the same on every rank), for the self-check of a gang at its start.
+    known step (the same on every rank), for the self-check of a gang at its start. ``fast`` arranges a module's weights
+    for a hand-ordered step that equals its ``forward`` (None: there is none).
     """
 
     modules: Mapping[str, nn.Module]
@@ -57,3 +60,4 @@ class DenoiserModel:
     set_kernel: Callable[[nn.Module, Kernel], None]
     forward: Callable[[nn.Module, ModelInputs], Tensor]
     probe: Callable[[], tuple[Branch, ...]]
+    fast: ArrangeWeights | None = None

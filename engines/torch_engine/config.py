@@ -11,10 +11,13 @@ from engines.model import DenoiserModel
 from engines.parallel.mesh import Groups, gang_widths
 from engines.parallel.spec import ParallelSpec
 from engines.torch_engine.auto import Specs, choose_specs
+from engines.torch_engine.fast_step import DEFAULT_OVERLAP, Overlap
 
 CompileMode = Literal["auto", "eager", "per-block"]
+PathMode = Literal["auto", "fast", "module"]
 _COMPILE_MODES = ("auto", "eager", "per-block")
-_PRECISIONS = ("auto", "native")
+_PATHS = ("auto", "fast", "module")
+_PRECISIONS = ("auto", "native", "fp8", "fp8-static", "int8")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,17 +26,32 @@ class TorchEngineConfig:
 
     An "auto" strategy is chosen for steps of ``typical_tokens`` in the longest stream. ``precision`` is that of the
     linears: "native" computes in the dtype that the model was loaded in, as does "auto". "auto" compilation is
-    per block on CUDA and none on the CPU, where it was slower than eager and took 20 s for each shape.
+    per block on CUDA and none on the CPU, where it was slower than eager and took 20 s for each shape. "fp8" and "int8"
+    measure the scale of every row of activations; "fp8-static" takes it from the file ``calibration``.
+
+    ``path``: "fast" runs the family's hand-ordered step where it has one, "module" always its module; "auto" is "fast"
+    on CUDA. ``capture`` (CUDA only) records each shape in a CUDA graph at its second step.
     """
 
     strategy: str = "auto"
     typical_tokens: int | None = None
     precision: str = "auto"
+    calibration: str | None = None
     compile: CompileMode = "auto"
+    path: PathMode = "auto"
+    capture: bool = True
+    overlap: Overlap = DEFAULT_OVERLAP
 
     def __post_init__(self) -> None:
         if self.compile not in _COMPILE_MODES:
             raise ValueError(f"compile is {self.compile!r}; it must be one of {', '.join(_COMPILE_MODES)}")
+        if self.path not in _PATHS:
+            raise ValueError(f"path is {self.path!r}; it must be one of {', '.join(_PATHS)}")
+        if (self.precision == "fp8-static") != (self.calibration is not None):
+            raise ValueError(
+                f"precision {self.precision!r} with calibration {self.calibration!r}: 'fp8-static' needs a calibration "
+                "file, and nothing else takes one"
+            )
         if self.precision not in _PRECISIONS:
             raise ValueError(f"precision is {self.precision!r}; the torch engine knows {', '.join(_PRECISIONS)}")
         if self.strategy != "auto":
@@ -52,7 +70,20 @@ class TorchEngineConfig:
         else:
             widths = gang_widths(num_ranks)
             specs = {width: spec for width in widths if (spec := self._spec(model, width, num_ranks))}
-        return ResolvedConfig(specs=specs, compile_blocks=compile_blocks)
+        return ResolvedConfig(
+            specs=specs,
+            compile_blocks=compile_blocks,
+            precision="native" if self.precision == "auto" else self.precision,
+            calibration=self.calibration,
+            fast=self.precision in ("auto", "native", "fp8") and self._takes_fast_path(model, device),
+            capture=self.capture and device.type == "cuda",
+            overlap=self.overlap,
+        )
+
+    def _takes_fast_path(self, model: DenoiserModel, device: torch.device) -> bool:
+        if self.path == "module" or model.fast is None:
+            return False
+        return self.path == "fast" or device.type == "cuda"
 
     def _spec(self, model: DenoiserModel, width: int, num_ranks: int) -> tuple[ParallelSpec, ParallelSpec] | None:
         try:
@@ -73,6 +104,11 @@ class ResolvedConfig:
 
     specs: Specs
     compile_blocks: bool
+    precision: str = "native"
+    calibration: str | None = None
+    fast: bool = False
+    capture: bool = False
+    overlap: Overlap = DEFAULT_OVERLAP
 
     def spec(self, width: int, num_branches: int) -> ParallelSpec:
         if width not in self.specs:

@@ -37,6 +37,10 @@ class Overlap:
     peer_memory: bool = False
 
 
+DEFAULT_OVERLAP = Overlap()
+"""The fastest as measured: benchmarks/reports."""
+
+
 def can_run(team: Team) -> bool:
     """Whether the fast path knows how this team divides a step: by tokens, whichever strategy, but not by weights."""
     return team.tensor.size == 1

@@ -16,6 +16,7 @@ from pipelines.directory import load_diffusers_model
 from pipelines.flux import geometry
 from pipelines.flux import latents as shapes
 from pipelines.flux.attention import set_kernel
+from pipelines.flux.fast import fast_weights
 from pipelines.flux.shard_plan import SHARD_PLAN, stream_lengths
 
 PROBE_SEED = 20240801
@@ -41,6 +42,7 @@ def as_denoiser(transformer: Any) -> DenoiserModel:
         set_kernel=set_kernel,
         forward=forward,
         probe=Probe(config=config, device=transformer.device, dtype=transformer.dtype),
+        fast=fast_weights,
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engines.model import Branch
+from engines.model import Branch, Schedule
 from pipelines.directory import read_config
 from pipelines.flux import geometry
 from pipelines.flux import latents as shapes
@@ -71,7 +71,8 @@ class FluxSampler:
         return len(state.timesteps_S)
 
     def branches(self, state: FluxState) -> tuple[Branch, ...]:
-        return tuple(Branch(inputs=inputs_of(state, prompt)) for prompt in state.prompts)
+        schedule = Schedule(timesteps_S=state.timesteps_S, step=state.step)
+        return tuple(Branch(inputs=inputs_of(state, prompt), schedule=schedule) for prompt in state.prompts)
 
     def advance(self, state: FluxState, predictions: tuple[Tensor, ...]) -> FluxState:
         velocity_BSD = guided(predictions, state.request.true_cfg_scale)

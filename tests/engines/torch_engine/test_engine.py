@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,8 +14,10 @@ from torch import Tensor
 
 from engines.model import Branch
 from engines.parallel.self_check import relative_difference
-from engines.torch_engine.config import TorchEngineConfig
+from engines.torch_engine.calibration import recording, save_calibration
+from engines.torch_engine.config import PathMode, TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
+from pipelines.flux.fast import FastFlux
 from tests.engines.parallel import models
 from tests.engines.parallel.gloo import gang
 
@@ -46,6 +50,43 @@ def job_branches(job: int) -> tuple[Branch, ...]:
 
 def alone(branches: tuple[Branch, ...]) -> tuple[Tensor, ...]:
     return TorchEngine(models.model("flux")).predict(branches, (0,))
+
+
+@pytest.mark.parametrize("strategy", ["ulysses", "ring", "guidance", "ulysses2xtensor2"])
+def test_the_fast_path_gives_the_same_answers(strategy: str) -> None:
+    """On a team of four and alone; with weights split, where there is no fast path, the module runs instead."""
+    for ranks in ((0, 1, 2, 3), None):
+        for answer in gang(4).run(predict_fast, strategy, ranks):
+            assert max(map(relative_difference, answer, alone(mixed()))) <= 1e-5
+
+
+def predict_fast(strategy: str, ranks: tuple[int, ...] | None) -> tuple[Tensor, ...]:
+    engine = TorchEngine(models.model("flux"), config=TorchEngineConfig(strategy=strategy, path="fast"))
+    with patch("pipelines.flux.fast.FastFlux.step", autospec=True, side_effect=FastFlux.step) as step:
+        predicted = engine.predict(mixed(), ranks or (dist.get_rank(),))
+    assert bool(step.call_count) == (ranks is None or "tensor" not in strategy)
+    engine.close()
+    return predicted
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+@pytest.mark.parametrize("path", ["fast", "module"])
+def test_quantised_linears_stay_close(path: PathMode, precision: str) -> None:
+    model = models.model.__wrapped__("flux")  # its layers are swapped for good
+    branches = models.branches("flux", "even")
+    engine = TorchEngine(model, config=TorchEngineConfig(path=path, precision=precision))
+    errors = list(map(relative_difference, engine.predict(branches, (0,)), alone(branches)))
+    assert 1e-4 < max(errors) < 0.1
+
+
+def test_fp8_with_fixed_scales(tmp_path: Path) -> None:
+    model = models.model.__wrapped__("flux")
+    branches = models.branches("flux", "even")
+    with recording(model.modules["transformer"], model.plan) as amax:
+        expected = TorchEngine(model).predict(branches, (0,))
+    save_calibration(amax, tmp_path / "scales.json")
+    config = TorchEngineConfig(precision="fp8-static", calibration=str(tmp_path / "scales.json"))
+    assert 1e-4 < relative_difference(TorchEngine(model, config=config).predict(branches, (0,))[0], expected[0]) < 0.1
 
 
 def run_plans(strategy: str, plans: tuple[Teams, ...]) -> list[tuple[Tensor, ...]]:
@@ -142,6 +183,9 @@ def test_unknown_module() -> None:
     [
         ({"strategy": "diagonal"}, "unknown strategy 'diagonal'"),
         ({"precision": "fp3"}, "precision is 'fp3'"),
+        ({"precision": "fp8-static"}, "'fp8-static' needs a calibration file"),
+        ({"calibration": "scales.json"}, "nothing else takes one"),
+        ({"path": "short"}, "path is 'short'; it must be one of auto, fast, module"),
         ({"compile": "always"}, "compile is 'always'; it must be one of auto, eager, per-block"),
     ],
 )

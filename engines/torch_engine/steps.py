@@ -1,0 +1,119 @@
+"""One branch over one team, by the fastest path there is: the family's fast model if it has one, captured if asked."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engines.model import Branch, DenoiserModel
+from engines.parallel.mesh import Team
+from engines.parallel.sharded import ShardedModel
+from engines.torch_engine.ahead import AheadCache
+from engines.torch_engine.config import ResolvedConfig
+from engines.torch_engine.fast_model import FastWeights, Precision, StepTensors
+from engines.torch_engine.fast_step import LATENTS, FastStep, can_run
+from engines.torch_engine.graph import CapturedStep, GraphPool
+
+logger = logging.getLogger(__name__)
+
+MAX_GRAPHS_PER_TEAM = 32
+"""Shapes captured for one team; later ones run uncaptured. Counted by team, so that all its ranks agree."""
+
+RUNS_BEFORE_CAPTURE = 1
+"""A new shape is served at once, uncaptured; its second step captures."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """One shape on one team."""
+
+    prepare: Callable[[Branch], StepTensors]
+    function: Callable[[StepTensors], Tensor]
+    num_runs: int = 0
+    captured: CapturedStep | None = None
+
+
+class StepRunner:
+    """Runs branches. All ranks of a team make the same calls in the same order, so they capture at the same moment."""
+
+    def __init__(
+        self, model: DenoiserModel, sharded: ShardedModel, *, config: ResolvedConfig, device: torch.device
+    ) -> None:
+        self._model, self._sharded, self._config = model, sharded, config
+        self._pool = GraphPool(device) if config.capture else None
+        self._ahead = AheadCache()
+        self._weights: dict[str, FastWeights] = {}
+        self._steps: dict[Hashable, _Step] = {}
+        self._num_graphs: Counter[tuple[int, ...]] = Counter()
+        self.was_captured = False
+        """Whether the last run was a replay."""
+
+    def run(self, branch: Branch, team: Team) -> Tensor:
+        """The whole prediction, equal on all ranks of the team's context and tensor axes."""
+        step = self._step(branch, team)
+        tensors = step.prepare(branch)
+        if step.captured is None and self._may_capture(step, team):
+            step.captured = self._capture(step, tensors, team)
+        step.num_runs += 1
+        self.was_captured = step.captured is not None
+        if step.captured is None:
+            return step.function(tensors)
+        return step.captured(tensors).clone()
+
+    def close(self) -> None:
+        """Graphs first: they hold the communicator's kernels."""
+        for step in self._steps.values():
+            if step.captured is not None:
+                step.captured.close()
+        self._steps.clear()
+        self._ahead.clear()
+        self._weights.clear()
+
+    def _step(self, branch: Branch, team: Team) -> _Step:
+        shapes = tuple((name, tuple(x.shape), x.dtype) for name, x in sorted(branch.inputs.items()))
+        key = (branch.module, team.ranks, team.spec, shapes)
+        if key not in self._steps:
+            is_fast = self._config.fast and can_run(team)
+            self._steps[key] = self._fast_step(branch, team) if is_fast else self._module_step(branch.module, team)
+        return self._steps[key]
+
+    def _fast_step(self, branch: Branch, team: Team) -> _Step:
+        weights = self.weights(branch.module)
+        layout = self._sharded.layout(branch, team)
+        sample = branch.inputs[LATENTS]
+        fast = FastStep(weights, self._model.plan, team, layout, self._config.overlap, sample)
+
+        def prepare(branch: Branch) -> StepTensors:
+            return {LATENTS: fast.latents(branch.inputs), **self._ahead.tensors(branch, weights, fast)}
+
+        return _Step(prepare=prepare, function=lambda tensors: fast(tensors[LATENTS], tensors))
+
+    def _module_step(self, module: str, team: Team) -> _Step:
+        def function(tensors: StepTensors) -> Tensor:
+            return self._sharded.forward(Branch(inputs=tensors, module=module), team)
+
+        return _Step(prepare=lambda branch: dict(branch.inputs), function=function)
+
+    def weights(self, module: str) -> FastWeights:
+        """The fast weights of a module, arranged at first use (at start, by the self-check)."""
+        if module not in self._weights:
+            assert self._model.fast is not None
+            precision: Precision = "fp8" if self._config.precision == "fp8" else "native"
+            self._weights[module] = self._model.fast(self._model.modules[module], precision)
+        return self._weights[module]
+
+    def _may_capture(self, step: _Step, team: Team) -> bool:
+        waited = step.num_runs >= RUNS_BEFORE_CAPTURE
+        return self._pool is not None and waited and self._num_graphs[team.ranks] < MAX_GRAPHS_PER_TEAM
+
+    def _capture(self, step: _Step, tensors: StepTensors, team: Team) -> CapturedStep:
+        assert self._pool is not None
+        self._num_graphs[team.ranks] += 1
+        captured = CapturedStep(step.function, tensors, self._pool)
+        logger.info("captured a step", extra={"ranks": team.ranks, "strategy": team.spec.name})
+        return captured
