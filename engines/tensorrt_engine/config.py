@@ -60,6 +60,10 @@ class TensorRTConfig:
         precision = _precision(self.precision, dtype)
         if precision == "fp8" and not target.has_fp8:
             raise ValueError(f"fp8 needs compute capability 8.9; {target.name} has none: use int8, bf16 or fp16")
+        if precision in ("int8", "fp8") and spec.tensor > 1:
+            raise ValueError(
+                f"{precision} with {spec.name}: scales are those of whole weights; use ulysses or allgather_kv"
+            )
         heads = model.num_heads // (spec.ulysses * spec.tensor)
         if spec.width > 1 and heads < MIN_FUSED_HEADS and precision != "fp32":
             raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,13 +14,14 @@ from engines.parallel.mesh import Team, Teams
 from engines.parallel.spec import ParallelSpec
 from engines.tensorrt_engine.captured import CapturedStep
 from engines.tensorrt_engine.step import MakeRunner, Step, prepare_step, signature
+from engines.tensorrt_engine.trace import ChangeModule, unchanged
 
 
 class TensorRTEngine:
     """An ``Engine``, made on every rank at the same time. Plans are exported and built for a shape when it first comes.
 
     ``specs[width]`` are the divisions of one branch, and of two of the same shape. ``capture`` puts each step in a
-    CUDA graph at its first call.
+    CUDA graph at its first call; ``change(module name)`` swaps layers before the export (quantization).
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class TensorRTEngine:
         specs: Mapping[int, tuple[ParallelSpec, ParallelSpec]],
         make_runner: MakeRunner,
         weights_as_inputs: bool = True,
+        change: Callable[[str], ChangeModule] = lambda name: unchanged,
         capture: bool = True,
     ) -> None:
         self.teams = teams
@@ -38,6 +40,7 @@ class TensorRTEngine:
         self._specs = specs
         self._make_runner = make_runner
         self._weights_as_inputs = weights_as_inputs
+        self._change = change
         self._capture = capture
         self._steps: dict[Any, Step] = {}
         self._captured: dict[Any, CapturedStep] = {}
@@ -83,7 +86,12 @@ class TensorRTEngine:
         step = self._steps.get(key)
         if step is None:
             step = self._steps[key] = prepare_step(
-                self._model, branch, team, self._make_runner, weights_as_inputs=self._weights_as_inputs
+                self._model,
+                branch,
+                team,
+                self._make_runner,
+                weights_as_inputs=self._weights_as_inputs,
+                change=self._change(branch.module),
             )
         if not self._capture:
             return step(branch.inputs)

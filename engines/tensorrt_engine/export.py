@@ -13,7 +13,7 @@ from engines.parallel.mesh import Team
 from engines.parallel.tensor import split_weights
 from engines.tensorrt_engine.onnx_export import EngineGraph, export_core
 from engines.tensorrt_engine.partition import RANK, Parts, partition
-from engines.tensorrt_engine.trace import DynamicDims, trace
+from engines.tensorrt_engine.trace import ChangeModule, DynamicDims, trace, unchanged
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +51,7 @@ def export(
     *,
     weights_as_inputs: bool = True,
     dynamic: DynamicDims | None = None,
+    change: ChangeModule = unchanged,
 ) -> Exported:
     """Export ``branch``'s forward as one rank of ``team`` runs it; only shapes and dtypes of its inputs matter.
 
@@ -60,7 +61,7 @@ def export(
         raise ValueError(
             "tensor parallelism gives every rank its own weights: they must be inputs, or no plan fits all"
         )
-    parts = partition(trace(model, branch, team, dynamic))
+    parts = partition(trace(model, branch, team, dynamic, change))
     return Exported(
         graph=export_core(parts, team.context.size * team.tensor.size, weights_as_inputs=weights_as_inputs), parts=parts
     )

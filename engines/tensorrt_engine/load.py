@@ -13,6 +13,7 @@ from engines.parallel.mesh import Groups, Team, Teams, gang_widths
 from engines.parallel.self_check import self_check
 from engines.parallel.spec import ParallelSpec
 from engines.tensorrt_engine.builder import BuildOptions
+from engines.tensorrt_engine.calibration import quantization
 from engines.tensorrt_engine.config import Precision, ResolvedConfig, TensorRTConfig
 from engines.tensorrt_engine.engine import TensorRTEngine
 from engines.tensorrt_engine.onnx_export import EngineGraph
@@ -43,7 +44,14 @@ def load_tensorrt_engine(
     teams = form_teams(specs, context)
     make_runner = plan_runners(config, model, context, target)
     as_inputs = config.weights == "inputs"
-    engine = TensorRTEngine(model, teams=teams, specs=specs, make_runner=make_runner, weights_as_inputs=as_inputs)
+    engine = TensorRTEngine(
+        model,
+        teams=teams,
+        specs=specs,
+        make_runner=make_runner,
+        weights_as_inputs=as_inputs,
+        change=lambda name: quantization(model, name, config.precision, config.cache_dir),
+    )
     checked = ((team.ranks, team.spec.name) for team in engine.checked_teams())
     self_check(engine, model.probe(), rank=context.rank, teams=checked)
     return engine

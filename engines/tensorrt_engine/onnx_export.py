@@ -18,12 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import Dim
 
 from engines.tensorrt_engine.collectives import OP_TYPE
-from engines.tensorrt_engine.onnx_nodes import FUSED_ONLY
+from engines.tensorrt_engine.onnx_nodes import FUSED_ONLY, OPSET
 from engines.tensorrt_engine.partition import Parts
 from engines.tensorrt_engine.translate import translation_table
-
-OPSET = 23
-"""The first with ``Attention``, which TensorRT runs as one fused kernel."""
 
 WEIGHT_PREFIX = "module."
 

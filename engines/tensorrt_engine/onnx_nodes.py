@@ -10,6 +10,9 @@ from onnx import helper
 
 from engines.tensorrt_engine.collectives import DOMAIN, GROWING, OP_TYPE, SHRINKING, Collective
 
+OPSET = 23
+"""The first with ``Attention``, which TensorRT runs as one fused kernel."""
+
 FUSED_ONLY = "TRT_decomposable"
 """Attribute on ``Attention``: 0 makes TensorRT fuse it or (fp16) fail, never decompose it into matrix products."""
 

@@ -17,6 +17,7 @@ from engines.tensorrt_engine.export import Exported, export, rank_weights
 from engines.tensorrt_engine.onnx_export import EngineGraph
 from engines.tensorrt_engine.plan_cache import CachedPlan, PlanCache, PlanKey
 from engines.tensorrt_engine.progress import ProgressBar
+from engines.tensorrt_engine.trace import ChangeModule, unchanged
 
 
 class Runner(Protocol):
@@ -49,10 +50,16 @@ class Step:
 
 
 def prepare_step(
-    model: DenoiserModel, branch: Branch, team: Team, make_runner: MakeRunner, *, weights_as_inputs: bool
+    model: DenoiserModel,
+    branch: Branch,
+    team: Team,
+    make_runner: MakeRunner,
+    *,
+    weights_as_inputs: bool,
+    change: ChangeModule = unchanged,
 ) -> Step:
     """Export for the branch's shapes and make the runner. Every rank of the team makes this call at the same time."""
-    exported = export(model, branch, team, weights_as_inputs=weights_as_inputs)
+    exported = export(model, branch, team, weights_as_inputs=weights_as_inputs, change=change)
     weights = rank_weights(model, branch.module, team)
     runner = make_runner(exported.graph, {name: weights[name] for name in exported.graph.weights}, team)
     return Step(exported=exported, runner=runner, rank_index=team.context.index)

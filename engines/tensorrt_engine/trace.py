@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,9 @@ DynamicDims = Mapping[str, Any]
 """``torch.export``'s ``dynamic_shapes`` per input name."""
 
 
+ChangeModule = Callable[[nn.Module], nn.Module]
+
+
 def sdpa(q_BLHD: Tensor, k_BMHD: Tensor, v_BMHD: Tensor, /) -> tuple[Tensor, Tensor]:
     """The kernel that becomes ONNX's ``Attention``; it has no log-sum-exp, and no strategy that exports needs one."""
     q_BHLD, k_BHMD, v_BHMD = (x.transpose(1, 2) for x in (q_BLHD, k_BMHD, v_BMHD))
@@ -36,9 +39,9 @@ def sdpa(q_BLHD: Tensor, k_BMHD: Tensor, v_BMHD: Tensor, /) -> tuple[Tensor, Ten
 class _OneRank(nn.Module):
     """The sharded forward as a module: inputs in by name, the whole prediction out."""
 
-    def __init__(self, model: DenoiserModel, name: str, team: Team) -> None:
+    def __init__(self, model: DenoiserModel, name: str, team: Team, change: ChangeModule) -> None:
         super().__init__()
-        module = _twin(model.modules[name])
+        module = change(_twin(model.modules[name]))
         self.module = split_weights(module, model.plan, team.tensor) if team.tensor.size > 1 else module
         self._model = model
         self._team = team
@@ -60,12 +63,25 @@ def _twin(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
 
 
-def trace(model: DenoiserModel, branch: Branch, team: Team, dynamic: DynamicDims | None = None) -> fx.GraphModule:
-    """``torch.export`` of one branch's forward; parameters are ``get_attr`` nodes named ``module.<state_dict key>``."""
+def unchanged(module: nn.Module) -> nn.Module:
+    return module
+
+
+def trace(
+    model: DenoiserModel,
+    branch: Branch,
+    team: Team,
+    dynamic: DynamicDims | None = None,
+    change: ChangeModule = unchanged,
+) -> fx.GraphModule:
+    """``torch.export`` of one branch's forward; parameters are ``get_attr`` nodes named ``module.<state_dict key>``.
+
+    ``change`` swaps layers of a copy of the module first (quantization).
+    """
     inputs: ModelInputs = {name: value for name, value in branch.inputs.items() if value is not None}
     shapes = None if dynamic is None else ({name: dynamic.get(name) for name in inputs},)
     with torch.no_grad():
-        rank = _OneRank(model, branch.module, team).eval()
+        rank = _OneRank(model, branch.module, team, change).eval()
         exported = torch.export.export(rank, (dict(inputs),), dynamic_shapes=shapes, strict=False)
         traced = exported.module(check_guards=False)
     assert isinstance(traced, fx.GraphModule)

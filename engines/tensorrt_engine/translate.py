@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import onnx
 import torch
 from onnxscript.values import Opset
 from torch.distributed import distributed_c10d
 
 from engines.tensorrt_engine.collectives import DOMAIN, Collective, Operation, Reduction
-from engines.tensorrt_engine.onnx_nodes import register_schema
+from engines.tensorrt_engine.onnx_nodes import OPSET, register_schema
+from engines.tensorrt_engine.quantize import QUANTIZE_DEQUANTIZE
 
 _REDUCTIONS: dict[str, Reduction] = {
     "sum": "sum", "avg": "avg", "product": "prod", "max": "max", "min": "min",
@@ -47,8 +49,17 @@ def translation_table(num_ranks: int) -> dict[Callable[..., Any], Callable[..., 
     def wait(x: Any) -> Any:
         return x
 
+    standard = Opset("", OPSET)
+
+    def quantize_dequantize(x: Any, scale: Any, axis: int, kind: str) -> Any:
+        where = {} if axis < 0 else {"axis": axis}
+        stored = onnx.TensorProto.INT8 if kind == "int8" else onnx.TensorProto.FLOAT8E4M3FN
+        quantized = standard.QuantizeLinear(x, scale, output_dtype=stored, **where)
+        return standard.DequantizeLinear(quantized, scale, **where)
+
     ops = torch.ops._c10d_functional
     return {
+        QUANTIZE_DEQUANTIZE: quantize_dequantize,
         ops.all_to_all_single.default: all_to_all,
         ops.all_gather_into_tensor.default: all_gather,
         ops.all_reduce.default: all_reduce,

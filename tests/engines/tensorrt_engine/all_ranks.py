@@ -11,7 +11,7 @@ from engines.model import Branch, DenoiserModel, ModelInputs
 from engines.parallel.spec import ParallelSpec
 from engines.tensorrt_engine.export import Exported, export, rank_weights
 from engines.tensorrt_engine.simulate import Simulator
-from engines.tensorrt_engine.trace import DynamicDims, offline_team
+from engines.tensorrt_engine.trace import ChangeModule, DynamicDims, offline_team, unchanged
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,15 +42,16 @@ def export_case(
     *,
     dynamic: DynamicDims | None = None,
     weights_as_inputs: bool = True,
+    change: ChangeModule = unchanged,
 ) -> Case:
     name = next(iter(model.modules))
     with offline_team(spec) as team:
         branch = Branch(inputs=inputs, module=name)
-        exported = export(model, branch, team, dynamic=dynamic, weights_as_inputs=weights_as_inputs)
+        exported = export(model, branch, team, dynamic=dynamic, weights_as_inputs=weights_as_inputs, change=change)
         teams = [replace(team, tensor=replace(team.tensor, index=index)) for index in range(team.tensor.size)]
     weights = [rank_weights(model, name, team) for team in teams]
     return Case(exported=exported, weights=tuple(weights * (spec.width // len(weights))))
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    return float((actual - expected).norm() / expected.norm())
+    return float(((actual - expected).norm() / expected.norm()).detach())

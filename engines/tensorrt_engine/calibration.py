@@ -1,0 +1,64 @@
+"""Calibration records: the magnitudes of a model's activations, kept under a fingerprint of its weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from engines.model import Branch, DenoiserModel
+from engines.tensorrt_engine.files import write_atomically
+from engines.tensorrt_engine.quantize import Kind, observed, quantize
+from engines.tensorrt_engine.trace import ChangeModule, unchanged
+
+_SAMPLES_PER_TENSOR = 64
+
+
+def fingerprint(module: nn.Module) -> str:
+    """A digest of names, shapes, dtypes and a sample of every weight: another checkpoint has another one."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        flat = tensor.detach().reshape(-1)
+        sample = flat[:: max(1, flat.numel() // _SAMPLES_PER_TENSOR)]
+        digest.update(sample.float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:32]
+
+
+def calibrate(model: DenoiserModel, branches: Iterable[Branch], cache_dir: Path) -> dict[str, Path]:
+    """Run the unsharded model over ``branches`` (steps of real prompts) and keep what was seen, per module."""
+    records: dict[str, dict[str, float]] = {name: {} for name in model.modules}
+    with torch.no_grad():
+        for branch in branches:
+            module = model.modules[branch.module]
+            with observed(module, model.plan) as amax:
+                model.forward(module, branch.inputs)
+            for name, value in amax.items():
+                records[branch.module][name] = max(value, records[branch.module].get(name, 0.0))
+    paths = {name: _path(model.modules[name], cache_dir) for name, record in records.items() if record}
+    for name, path in paths.items():
+        write_atomically(path, json.dumps(records[name], indent=1).encode())
+    return paths
+
+
+def quantization(model: DenoiserModel, name: str, precision: str, cache_dir: Path) -> ChangeModule:
+    """What the exporter does to module ``name`` for ``precision``. ValueError without a calibration record."""
+    if precision not in ("int8", "fp8"):
+        return unchanged
+    path = _path(model.modules[name], cache_dir)
+    if not path.exists():
+        raise ValueError(
+            f"precision {precision} needs a calibration of these weights, and {path} does not exist: "
+            f"run troupe build-engine --precision {precision} --calibrate with this model and dtype first"
+        )
+    amax: dict[str, float] = json.loads(path.read_text())
+    kind: Kind = "int8" if precision == "int8" else "fp8"
+    return lambda module: quantize(module, model.plan, amax, kind)
+
+
+def _path(module: nn.Module, cache_dir: Path) -> Path:
+    return cache_dir / "calibration" / f"{fingerprint(module)}.json"
