@@ -13,8 +13,9 @@ PLAIN = Overlap()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
     """``maker``: "fast" (ours), "blocks" (the module, blocks compiled), "eager"; "diffusers-..." are the peers.
+    "wan" is Wan2.1-14B (``side`` its height) by the engine, blocks compiled; the others FLUX.1-dev.
 
-    ``exchange``: "nccl", "nccl-8" (at most so many of NCCL's thread blocks), "none" (left out: what computing costs).
+    ``exchange``: "nccl", "nccl-8" (at most so many thread blocks), "nccl-low" (usual stream priority), "none" (left out: what computing costs).
     """
 
     maker: str
@@ -28,11 +29,13 @@ class Case:
     graph: bool = True
     default: bool = True
     repeats: int = 20
+    num_branches: int = 1
 
     @property
     def name(self) -> str:
         options: list[str] = [self.precision if self.precision != "native" else "bf16"]
         options += [self.strategy] if self.width > 1 else []
+        options += [f"branches{self.num_branches}"] if self.num_branches > 1 else []
         options += [f"batch{self.batch}"] if self.batch > 1 else []
         options += [self.exchange] if self.width > 1 and self.exchange != "nccl" else []
         options += [] if self.graph else ["uncaptured"]
@@ -94,7 +97,7 @@ SINGLE_RANK = (
 
 EXCHANGES = tuple(
     Case(maker="fast", side=1024, width=4, exchange=exchange, overlap=overlap, default=False)
-    for exchange in ("none", "nccl-4", "nccl-8", "nccl-16")
+    for exchange in ("none", "nccl-low", "nccl-8", "nccl-16")
     for overlap in (Overlap(), LANE)
 ) + tuple(
     Case(maker="fast", side=side, width=width, precision=precision, exchange="none", default=False)
@@ -112,4 +115,12 @@ PEERS = tuple(
     for side, width in ((1024, 4), (2048, 4), (512, 4))
 )
 
-CASES = GOALS + VARIANTS + SINGLE_RANK + EXCHANGES + STRATEGIES + PEERS
+WAN = (
+    *(Case(maker="wan", side=480, width=width, graph=False, repeats=4, default=False) for width in (1, 2, 4)),
+    *(
+        Case(maker="wan", side=720, width=4, strategy=strategy, num_branches=2, graph=False, repeats=1, default=False)
+        for strategy in ("ulysses", "guidance2xulysses2")
+    ),
+)
+
+CASES = GOALS + VARIANTS + SINGLE_RANK + EXCHANGES + STRATEGIES + PEERS + WAN

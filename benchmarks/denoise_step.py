@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks import flux_case
+from benchmarks import flux_case, wan_case
 from benchmarks.cases import CASES, Case
 from benchmarks.runners import Bench
 from benchmarks.timing import rank_synchronize
@@ -33,9 +33,10 @@ BF16_TFLOPS, FP8_TFLOPS = 790.0, 1500.0
 
 def floor_ms(case: Case) -> float:
     """All arithmetic of the step at the rates above, divided over the ranks. Attention is bf16 in every case."""
-    products, attention = flux_case.flop(case.side, batch=case.batch)
+    wan = case.maker == "wan"
+    products, attention = wan_case.flop(case.side) if wan else flux_case.flop(case.side, batch=case.batch)
     rate = FP8_TFLOPS if case.precision == "fp8" else BF16_TFLOPS
-    return (products / rate + attention / BF16_TFLOPS) / 1e9 / case.width
+    return case.num_branches * (products / rate + attention / BF16_TFLOPS) / 1e9 / case.width
 
 
 def main() -> None:

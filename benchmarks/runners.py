@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import flux_case, peers
+from benchmarks import flux_case, peers, wan_case
 from benchmarks.cases import Case
 from benchmarks.timing import Times, measure
 from engines.model import Branch
@@ -30,7 +30,7 @@ from pipelines.flux.fast import fast_weights
 from pipelines.flux.shard_plan import SHARD_PLAN, stream_lengths
 
 STRATEGIES = ("ulysses", "allgather_kv", "ring", "hybrid")
-Step = Callable[[], Tensor]
+Step = Callable[[], Any]
 
 
 class Bench:
@@ -56,7 +56,7 @@ class Bench:
             case = dataclasses.replace(case, side=min(case.side, 128), graph=False, repeats=3)
         step, close = self.prepare(case)
         error = self._error(case, step())
-        times = measure(step, repeats=case.repeats)
+        times = measure(step, repeats=case.repeats, warm_up=min(3, case.repeats - 1))
         close()
         gc.collect()
         return times, {} if error is None else {"relative_error": error}
@@ -64,6 +64,8 @@ class Bench:
     def prepare(self, case: Case) -> tuple[Step, Callable[[], None]]:
         if case.maker == "fast":
             return self._fast(case)
+        if case.maker == "wan":
+            return self._wan(case), lambda: None
         if case.maker.startswith("diffusers"):
             return peers.diffusers_step(self.module, self.inputs(case.side, case.batch), case.maker), lambda: None
         inputs = self.inputs(case.side, case.batch)
@@ -71,6 +73,12 @@ class Bench:
             self.module.compile_repeated_blocks(dynamic=False, fullgraph=True)
         step = self._module_step(inputs)
         return (self._captured(lambda _: step(), {}) if case.graph and self.pool else step), lambda: None
+
+    def _wan(self, case: Case) -> Step:
+        first = self.rank // case.width * case.width
+        ranks = tuple(range(first, first + case.width))
+        sizes = {"height": case.side, "num_branches": case.num_branches}
+        return wan_case.step(self.device, ranks=ranks, strategy=case.strategy, **sizes)
 
     def _module_step(self, inputs: dict[str, Tensor]) -> Step:
         self.module.set_attention_backend("_native_cudnn" if self.pool else "native")
@@ -112,7 +120,7 @@ class Bench:
         team = self.teams.team(ranks, ParallelSpec.of(case.strategy, case.width))
         if not case.exchange.startswith("nccl-"):
             return team
-        name = self.group(case.width, int(case.exchange.removeprefix("nccl-")))
+        name = self.group(case.width, case.exchange.removeprefix("nccl-"))
         return dataclasses.replace(team, ulysses=dataclasses.replace(team.ulysses, group=name))
 
     @cached_property
@@ -121,12 +129,13 @@ class Bench:
         specs = {ParallelSpec.of(strategy, width) for strategy in STRATEGIES for width in widths}
         return Teams(rank=self.rank, num_ranks=self.world, specs=specs, groups=Groups(self.world))
 
-    def _group(self, width: int, max_ctas: int) -> str:
-        """A communicator that uses at most so many thread blocks, for each run of ranks."""
+    def _group(self, width: int, kind: str) -> str:
+        """A communicator for each run of ranks: on a stream of usual priority ("low"), or of few thread blocks."""
         mine = ""
         for ranks in aligned_runs(self.world, width):
-            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-            options.config.max_ctas = max_ctas
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=kind != "low")
+            if kind != "low":
+                options.config.max_ctas = int(kind)
             group: Any = dist.new_group(list(ranks), pg_options=options)
             mine = str(group.group_name) if self.rank in ranks else mine
         return mine
@@ -144,7 +153,7 @@ class Bench:
         return answer.float()
 
     def _error(self, case: Case, answer: Tensor) -> float | None:
-        if case.exchange == "none" or case.maker.startswith("diffusers"):
+        if case.exchange == "none" or case.maker.startswith(("diffusers", "wan")):
             return None
         reference = self.reference(case.side, case.batch)
         error = ((answer.float() - reference).norm() / reference.norm()).item()

@@ -1,0 +1,81 @@
+"""Wan2.1-14B at full size with random weights, run by the engine as an application runs it: compiled blocks, no graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engines.model import Branch
+from engines.torch_engine.config import TorchEngineConfig
+from engines.torch_engine.engine import TorchEngine
+from pipelines.wan.denoiser import as_denoiser
+
+LAYERS, CHANNELS, FFN, TEXT_TOKENS = 40, 5120, 13824, 512
+FRAMES = 81
+WIDTH_OF_HEIGHT = {480: 832, 720: 1280}
+
+
+def latent_size(height: int) -> tuple[int, int, int]:
+    """Frames, height and width of the latent: a quarter of the frames, an eighth of the pixels."""
+    return (FRAMES - 1) // 4 + 1, height // 8, WIDTH_OF_HEIGHT[height] // 8
+
+
+def num_tokens(height: int) -> int:
+    frames, rows, columns = latent_size(height)
+    return frames * (rows // 2) * (columns // 2)
+
+
+def flop(height: int) -> tuple[float, float]:
+    """Of one forward: matrix products, attention (to itself and to the text)."""
+    tokens = num_tokens(height)
+    weights = 6 * CHANNELS**2 + 2 * CHANNELS * FFN
+    products = 2 * LAYERS * (tokens * weights + TEXT_TOKENS * 2 * CHANNELS**2)
+    attention = 4 * LAYERS * CHANNELS * (tokens**2 + tokens * TEXT_TOKENS)
+    return float(products), float(attention)
+
+
+@cache
+def build(device: torch.device) -> Any:
+    from diffusers import WanTransformer3DModel
+
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(device):
+        module = WanTransformer3DModel(num_layers=LAYERS, num_attention_heads=40, attention_head_dim=128, ffn_dim=FFN)
+    torch.set_default_dtype(torch.float32)
+    return module.eval().requires_grad_(False)
+
+
+@cache
+def engine(device: torch.device, strategy: str) -> TorchEngine:
+    module = build(device)
+    for block in module.blocks:
+        block.__dict__.pop("forward", None)  # another engine's compiled one
+    model = as_denoiser({"transformer": module})
+    return TorchEngine(model, config=TorchEngineConfig(strategy=strategy, capture=False))
+
+
+def step(
+    device: torch.device, *, height: int, ranks: tuple[int, ...], strategy: str, num_branches: int
+) -> Callable[[], tuple[Tensor, ...]]:
+    """One step of a clip of 81 frames; two branches as with true guidance."""
+    generator = torch.Generator(device).manual_seed(1)
+    draw = {"device": device, "dtype": torch.bfloat16, "generator": generator}
+    latents = torch.randn(1, 16, *latent_size(height), **draw)  # type: ignore[call-overload]
+    timestep = torch.full((1,), 700.0, device=device)
+    branches = tuple(
+        Branch(
+            inputs={
+                "hidden_states": latents,
+                "timestep": timestep,
+                "encoder_hidden_states": torch.randn(1, TEXT_TOKENS, 4096, **draw),  # type: ignore[call-overload]
+            }
+        )
+        for _ in range(num_branches)
+    )
+    ready = engine(device, strategy)
+    return lambda: ready.predict(branches, ranks)
