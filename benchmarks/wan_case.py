@@ -1,4 +1,4 @@
-"""Wan2.1-14B at full size with random weights, run by the engine as an application runs it: compiled blocks, no graph."""
+"""Wan2.1-14B at full size with random weights, run by the engine: compiled blocks, no graph."""
 
 from __future__ import annotations
 

@@ -1,0 +1,63 @@
+"""What only a GPU can show: Triton's kernels as compiled, capture and replay, and half-precision accuracy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from engines.model import Branch, DenoiserModel
+from engines.parallel.self_check import relative_difference
+from engines.torch_engine.config import PathMode, TorchEngineConfig
+from engines.torch_engine.engine import TorchEngine
+from tests.engines.parallel import models
+from tests.engines.torch_engine import triton_check
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def on_gpu(dtype: torch.dtype) -> tuple[DenoiserModel, Branch]:
+    from pipelines.flux.denoiser import as_denoiser
+
+    (branch,) = models.branches("flux", "uneven")
+    floats = ("img_ids", "txt_ids")
+    inputs = {name: x.to("cuda", None if name in floats else dtype) for name, x in branch.inputs.items()}
+    return as_denoiser(models.transformer("flux").to("cuda", dtype)), replace(branch, inputs=inputs)
+
+
+def predict(dtype: torch.dtype, path: PathMode, *, times: int = 1) -> list[Tensor]:
+    model, branch = on_gpu(dtype)
+    engine = TorchEngine(model, config=TorchEngineConfig(path=path, compile="eager"))
+    answers = [engine.predict((branch,), (0,))[0] for _ in range(times)]
+    assert engine.was_warm == (times > 1)
+    engine.close()
+    return answers
+
+
+def test_triton_kernels_equal_the_plain_ones() -> None:
+    triton_check.main("cuda")
+
+
+@pytest.mark.parametrize("path", ["fast", "module"])
+def test_replays_equal_the_first_run(path: PathMode) -> None:
+    first, *others = predict(torch.float32, path, times=4)
+    assert all(relative_difference(other, first) < 1e-5 for other in others)
+
+
+def test_replays_read_new_inputs() -> None:
+    model, branch = on_gpu(torch.float32)
+    engine = TorchEngine(model, config=TorchEngineConfig(path="fast"))
+    for scale in (1.0, 2.0, 0.5, 1.0):
+        inputs = {**branch.inputs, "hidden_states": branch.inputs["hidden_states"] * scale}
+        expected = engine._sharded.forward(replace(branch, inputs=inputs), engine.team((0,)))
+        (answer,) = engine.predict((replace(branch, inputs=inputs),), (0,))
+        assert relative_difference(answer, expected) < 1e-4
+    engine.close()
+
+
+def test_half_precision_is_as_exact_as_the_modules() -> None:
+    (exact,) = predict(torch.float32, "module")
+    errors = {path: relative_difference(predict(torch.bfloat16, path)[0].float(), exact) for path in ("module", "fast")}
+    assert errors["fast"] <= 1.2 * errors["module"], errors
