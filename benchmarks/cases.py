@@ -15,8 +15,8 @@ class Case:
     """``maker``: "fast" (ours), "blocks" (the module, blocks compiled), "eager"; "diffusers-..." are the peers.
     "wan" is Wan2.1-14B (``side`` its height) by the engine, blocks compiled; the others FLUX.1-dev.
 
-    ``exchange``: "nccl"; "nccl-8": at most so many thread blocks; "nccl-low": on a stream of usual priority; "none": left
-    out, to see what computing alone costs.
+    ``exchange``: "nccl"; "nccl-8": at most so many thread blocks; "nccl-low": on a stream of usual priority; "none":
+    left out, to see what computing alone costs.
     """
 
     maker: str

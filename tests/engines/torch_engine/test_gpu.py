@@ -13,7 +13,6 @@ from engines.parallel.self_check import relative_difference
 from engines.torch_engine.config import PathMode, TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
 from tests.engines.parallel import models
-from tests.engines.torch_engine import triton_check
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -37,6 +36,8 @@ def predict(dtype: torch.dtype, path: PathMode, *, times: int = 1) -> list[Tenso
 
 
 def test_triton_kernels_equal_the_plain_ones() -> None:
+    from tests.engines.torch_engine import triton_check
+
     triton_check.main("cuda")
 
 
