@@ -72,6 +72,21 @@ def start_rotation(x: Tensor, axis: Axis) -> Tensor:
     return cast(Tensor, _ops.all_to_all_single(x.contiguous(), receive, send, axis.group))
 
 
+def start_send(x: Tensor, pair: Axis) -> Tensor:
+    """Start sending a flat ``x`` to rank 1 of a pair; pass the result to ``wait`` before ``x`` is let go."""
+    return cast(Tensor, _ops.all_to_all_single(x.contiguous(), [0, 0], [0, x.numel()], pair.group))
+
+
+def receive(num: int, like: Tensor, pair: Axis) -> Tensor:
+    """``num`` elements of the dtype and device of ``like`` from rank 0 of a pair."""
+    return wait(_ops.all_to_all_single(like.new_empty(0), [num, 0], [0, 0], pair.group))
+
+
+def broadcast(x: Tensor, axis: Axis, source: int) -> Tensor:
+    """The ``x`` of rank ``source`` (its place on the axis) on every rank; all ranks pass a tensor of its shape."""
+    return x if axis.size == 1 else wait(_ops.broadcast(x.contiguous(), source, axis.group))
+
+
 def wait(x: Tensor) -> Tensor:
     """Make the current stream (the caller, on the CPU) wait for an exchange."""
     return cast(Tensor, _ops.wait_tensor(x))

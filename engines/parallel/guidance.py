@@ -10,8 +10,8 @@ from engines.parallel.shard_plan import ShardPlan
 
 
 def exchange_predictions(mine: Tensor, axis: Axis) -> tuple[Tensor, ...]:
-    """Every branch's prediction, in branch order, given my half's. All have the same shape."""
-    return all_gather(mine, axis).unbind(0)
+    """Every branch's prediction, in branch order, given my half's; mine alone on an axis of size 1."""
+    return (mine,) if axis.size == 1 else all_gather(mine, axis).unbind(0)
 
 
 def may_pair(one: Branch, other: Branch, plan: ShardPlan) -> bool:

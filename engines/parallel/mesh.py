@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
 from engines.parallel.collectives import Axis
 from engines.parallel.spec import AXES, ParallelSpec
 
+ALONE = Axis(ranks=(0,), index=0)
 _CONTEXT = ("ring", "allgather_kv", "ulysses")
 
 
@@ -23,6 +24,7 @@ class Team:
     """The ranks of one step as their member ``rank`` sees them: an ``Axis`` per strategy.
 
     ``context`` runs over all ranks that hold different tokens of the same branch and the same weights, in chunk order.
+    ``before`` and ``after`` join this stage of a pipeline and its neighbour (earlier stage first), if there is one.
     """
 
     ranks: tuple[int, ...]
@@ -33,6 +35,9 @@ class Team:
     ulysses: Axis
     tensor: Axis
     context: Axis
+    pipeline: Axis = ALONE
+    before: Axis | None = None
+    after: Axis | None = None
 
 
 class Groups:
@@ -78,10 +83,23 @@ class Teams:
         for axes in ((axis,) for axis in AXES):
             self._make_groups(ranks, spec, axes)
         self._make_groups(ranks, spec, _CONTEXT)
+        for line in lines(ranks, spec, ("pipeline",)):
+            for pair in itertools.pairwise(line):
+                self._groups.name(pair)
         if self._rank in ranks:
             axes_of = {axis: self._axis(ranks, spec, (axis,)) for axis in AXES}
             context = self._axis(ranks, spec, _CONTEXT)
-            self._teams[ranks, spec] = Team(ranks=ranks, spec=spec, context=context, **axes_of)
+            before, after = self._neighbours(axes_of["pipeline"])
+            self._teams[ranks, spec] = Team(
+                ranks=ranks, spec=spec, context=context, before=before, after=after, **axes_of
+            )
+
+    def _neighbours(self, pipeline: Axis) -> tuple[Axis | None, Axis | None]:
+        at, pairs = pipeline.index, itertools.pairwise(pipeline.ranks)
+        axes = [Axis(ranks=pair, index=0, group=self._groups.name(pair)) for pair in pairs]
+        before = replace(axes[at - 1], index=1) if at else None
+        after = axes[at] if at < len(axes) else None
+        return before, after
 
     def _make_groups(self, ranks: tuple[int, ...], spec: ParallelSpec, axes: tuple[str, ...]) -> None:
         for line in lines(ranks, spec, axes):

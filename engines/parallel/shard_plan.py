@@ -62,7 +62,8 @@ class ShardPlan:
     """How one transformer class is split.
 
     ``streams`` is the order in which token sequences are concatenated inside attention. ``blocks`` are the names of the
-    ``ModuleList`` of repeated blocks, in running order.
+    ``ModuleList`` of repeated blocks, in running order. ``carried`` are the parameters of a block that it returns
+    updated, in the order of its output (of all blocks alike); a plan without them allows no pipeline.
     """
 
     streams: tuple[str, ...]
@@ -70,3 +71,4 @@ class ShardPlan:
     shards: tuple[TokenShard, ...]
     gathers: tuple[TokenGather, ...]
     linears: tuple[ColumnLinear | RowLinear | FullWidthNorm, ...]
+    carried: tuple[str, ...] = ()

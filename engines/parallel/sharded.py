@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from weakref import WeakKeyDictionary
 
@@ -14,10 +15,12 @@ from engines.parallel.kernel import Kernel
 from engines.parallel.layout import TokenLayout
 from engines.parallel.local import local_kernel
 from engines.parallel.mesh import Team
+from engines.parallel.pipeline import Stage
 from engines.parallel.shard_plan import ShardPlan
 from engines.parallel.strategy import team_kernel
 from engines.parallel.tensor import split_weights
 from engines.parallel.token_hooks import TokenHooks
+from engines.parallel.twin import twin
 
 PrepareModule = Callable[[nn.Module, ShardPlan], None]
 """Called once with every module that will run: compiles its blocks, or swaps layers for faster equals."""
@@ -27,16 +30,23 @@ _KERNEL_IN: WeakKeyDictionary[nn.Module, Kernel] = WeakKeyDictionary()
 """The kernel that each module has now (setting one walks all submodules); here because engines may share a module."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Share:
+    module: nn.Module
+    stage: Stage | None
+
+
 class ShardedModel:
     """One branch at a time, over the tokens and weights of a team; every rank of it makes the same call.
 
-    Splitting tokens changes no weight, so teams share the module; a tensor axis has its own, made at first use.
+    Splitting tokens changes no weight, so teams share the module; tensor and pipeline axes have copies of it, made at
+    first use, that share what they can.
     """
 
     def __init__(self, model: DenoiserModel, on_new_module: PrepareModule | None = None) -> None:
         self._model = model
         self._hooks = {name: TokenHooks(module, model.plan) for name, module in model.modules.items()}
-        self._modules: dict[tuple[str, Axis | None], nn.Module] = {}
+        self._shares: dict[tuple[str | Axis | None, ...], _Share] = {}
         self._on_new_module = on_new_module
         self._kernel = lru_cache(maxsize=256)(self._make_kernel)
 
@@ -45,35 +55,45 @@ class ShardedModel:
         for name, module in self._model.modules.items():
             self._hooks[name].remove()
             self._set_kernel(module, self._local())
-        self._modules.clear()
+        self._shares.clear()
 
-    def module(self, name: str, tensor: Axis) -> nn.Module:
-        """The module of that name with the weights for a tensor axis, made at first use."""
-        key = (name, tensor if tensor.size > 1 else None)
-        if key not in self._modules:
-            self._modules[key] = self._make_module(name, tensor)
-        return self._modules[key]
+    def module(self, name: str, team: Team) -> nn.Module:
+        """The module of that name with a team's share of weights and blocks, made at first use."""
+        return self._share(name, team).module
 
     def forward(self, branch: Branch, team: Team) -> Tensor:
-        """The whole prediction, equal on all ranks of the team's context and tensor axes."""
-        module = self.module(branch.module, team.tensor)
+        """The whole prediction, equal on the team's context and tensor axes; with a pipeline ``finish`` makes it so."""
+        module = self.module(branch.module, team)
         layout = self.layout(branch, team)
         self._set_kernel(module, self._kernel(team, layout))
         with self._hooks[branch.module].over(layout, team.context):
             return self._model.forward(module, branch.inputs)
 
+    def finish(self, prediction: Tensor, branch: Branch, team: Team) -> Tensor:
+        """Make a prediction equal on the pipeline axis too, when the forwards that shall overlap are under way."""
+        stage = self._share(branch.module, team).stage
+        return prediction if stage is None else stage.finish(prediction)
+
     def layout(self, branch: Branch, team: Team) -> TokenLayout:
         return TokenLayout.of(self._model.plan.streams, self._model.stream_lengths(branch.inputs), team.context.size)
 
-    def _make_module(self, name: str, tensor: Axis) -> nn.Module:
+    def _share(self, name: str, team: Team) -> _Share:
+        key = (name, *(axis if axis.size > 1 else None for axis in (team.tensor, team.pipeline)))
+        if key not in self._shares:
+            self._shares[key] = self._make_share(name, team)
+        return self._shares[key]
+
+    def _make_share(self, name: str, team: Team) -> _Share:
         if name not in self._model.modules:
             raise ValueError(f"the model has no module {name!r}; it has {', '.join(self._model.modules)}")
-        module = self._model.modules[name]
-        if tensor.size > 1:
-            module = split_weights(module, self._model.plan, tensor)  # a copy, which keeps the hooks
+        module, plan = self._model.modules[name], self._model.plan
+        if team.tensor.size > 1:
+            module = split_weights(module, plan, team.tensor)  # a copy, which keeps the hooks
+        elif team.pipeline.size > 1:
+            module = twin(module)
         if self._on_new_module is not None:
-            self._on_new_module(module, self._model.plan)
-        return module
+            self._on_new_module(module, plan)
+        return _Share(module, Stage(module, plan, team) if team.pipeline.size > 1 else None)
 
     def _set_kernel(self, module: nn.Module, kernel: Kernel) -> None:
         if _KERNEL_IN.get(module) is not kernel:

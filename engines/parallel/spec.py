@@ -6,14 +6,15 @@ import math
 import re
 from dataclasses import dataclass, replace
 
-STRATEGIES = ("ulysses", "ring", "allgather_kv", "hybrid", "tensor", "guidance")
+STRATEGIES = ("ulysses", "ring", "allgather_kv", "hybrid", "tensor", "guidance", "pipeline")
 """Names that a configuration may use, alone or as a product ("guidance2xulysses2"), besides "auto"."""
 
-AXES = ("guidance", "ring", "allgather_kv", "ulysses", "tensor")
+AXES = ("guidance", "pipeline", "ring", "allgather_kv", "ulysses", "tensor")
 """Mesh axes from the outermost to the innermost: neighbours on the last axes are neighbours in rank order."""
 
 _FACTOR = re.compile(r"([a-z_]+?)([1-9]\d*)?")
-_KEEP_FIRST = ("tensor", "ulysses", "allgather_kv", "ring", "guidance")
+_SPREAD_FIRST = ("ulysses", "allgather_kv", "ring", "tensor")
+_KEEP_FIRST = ("tensor", "pipeline", "ulysses", "allgather_kv", "ring", "guidance")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +25,7 @@ class ParallelSpec:
     """
 
     guidance: int = 1
+    pipeline: int = 1
     ring: int = 1
     allgather_kv: int = 1
     ulysses: int = 1
@@ -89,13 +91,16 @@ class ParallelSpec:
 
     def without_guidance(self) -> ParallelSpec:
         """For steps with one branch: the guidance axis goes to the strategy that each half used (ulysses if none)."""
-        axis = next(
-            (axis for axis in ("ulysses", "allgather_kv", "ring", "tensor") if self.degree(axis) > 1), "ulysses"
-        )
+        axis = next((axis for axis in _SPREAD_FIRST if self.degree(axis) > 1), "ulysses")
         return replace(self, guidance=1, **{axis: self.degree(axis) * self.guidance})
 
-    def check(self, *, num_heads: int, has_tensor_plan: bool = True) -> None:
-        """Raise ``ValueError``, with the numbers, if a model with ``num_heads`` heads cannot be divided so."""
+    def check(self, *, num_heads: int, has_tensor_plan: bool = True, num_blocks: int = 10**6) -> None:
+        """Raise ``ValueError``, with the numbers, if a model cannot be divided so.
+
+        ``num_blocks`` is how many blocks a pipeline may be cut into (0: its shard plan names no carried tensors).
+        """
+        if self.pipeline > max(num_blocks, 1):
+            raise ValueError(f"pipeline {self.pipeline} does not fit: the model can be cut into {num_blocks} blocks")
         if self.tensor > 1 and not has_tensor_plan:
             raise ValueError(f"{self.name}: this model's shard plan names no linears, so tensor must be 1")
         _check_divides("tensor", self.tensor, num_heads, f"{num_heads} heads")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from typing import cast
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from engines.parallel.collectives import Axis, all_reduce_sum
 from engines.parallel.shard_plan import ColumnLinear, FullWidthNorm, RowLinear, ShardPlan
+from engines.parallel.twin import twin
 
 
 def split_weights(module: nn.Module, plan: ShardPlan, axis: Axis) -> nn.Module:
@@ -18,12 +18,11 @@ def split_weights(module: nn.Module, plan: ShardPlan, axis: Axis) -> nn.Module:
 
     Raises ``ValueError`` if a layer's features are no multiple of the axis' size.
     """
-    tensors = [*module.parameters(), *module.buffers()]
-    twin = copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
+    mine = twin(module)
     for rule in plan.linears:
-        for name in matching(twin, rule.pattern):
-            twin.set_submodule(name, _split(name, twin.get_submodule(name), rule, axis))
-    return twin
+        for name in matching(mine, rule.pattern):
+            mine.set_submodule(name, _split(name, mine.get_submodule(name), rule, axis))
+    return mine
 
 
 def matching(module: nn.Module, pattern: str) -> list[str]:

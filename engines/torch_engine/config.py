@@ -9,6 +9,7 @@ import torch
 
 from engines.model import DenoiserModel
 from engines.parallel.mesh import Groups, gang_widths
+from engines.parallel.pipeline import pipeline_blocks
 from engines.parallel.spec import ParallelSpec
 from engines.torch_engine.auto import Specs, choose_specs
 from engines.torch_engine.fast_step import DEFAULT_OVERLAP, Overlap
@@ -90,7 +91,11 @@ class TorchEngineConfig:
             paired = ParallelSpec.of(self.strategy, width)
             single = paired.without_guidance()
             for spec in (paired, single):
-                spec.check(num_heads=model.num_heads, has_tensor_plan=bool(model.plan.linears))
+                spec.check(
+                    num_heads=model.num_heads,
+                    has_tensor_plan=bool(model.plan.linears),
+                    num_blocks=min(len(pipeline_blocks(module, model.plan)) for module in model.modules.values()),
+                )
         except ValueError:
             if width == num_ranks:
                 raise

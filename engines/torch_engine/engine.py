@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from engines.parallel.sharded import ShardedModel
 from engines.torch_engine.calibration import load_calibration
 from engines.torch_engine.compiler import compile_blocks, release_blocks
 from engines.torch_engine.config import TorchEngineConfig
+from engines.torch_engine.pipelined import predict_pipelined
 from engines.torch_engine.quantized_linear import Scheme, swap_linears
 from engines.torch_engine.steps import RUNS_BEFORE_CAPTURE, StepRunner
 
@@ -42,11 +45,13 @@ class TorchEngine:
     @torch.no_grad()
     def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> tuple[Tensor, ...]:
         """See ``Engine.predict``. Two neighbouring branches of equal shape may run at the same time (guidance)."""
-        predictions: list[Tensor] = []
+        work = self._divide(branches, ranks)
+        if self.team(ranks).pipeline.size > 1:
+            self._was_warm = False
+            return predict_pipelined(self._sharded, work)
         self._was_warm = True
-        while len(predictions) < len(branches):
-            predictions.extend(self._next(branches[len(predictions) :], ranks))
-        return tuple(predictions)
+        done = [exchange_predictions(self._run(mine, team), team.guidance) for mine, team in work]
+        return tuple(itertools.chain.from_iterable(done))
 
     def close(self) -> None:
         """Let go of graphs, modules and compiled code, in this order. Process groups go with the communicator."""
@@ -74,13 +79,16 @@ class TorchEngine:
         teams = {team.ranks: team for team in self.teams.all() if len(team.ranks) > 1}
         return tuple(self.team(ranks, 2) for ranks in teams)
 
-    def _next(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """Predictions of the first one or two of ``branches``."""
-        pair = self.team(ranks, 2)
-        if pair.guidance.size == 2 and len(branches) > 1 and may_pair(branches[0], branches[1], self._model.plan):
-            mine = self._run(branches[pair.guidance.index], pair)
-            return exchange_predictions(mine, pair.guidance)
-        return (self._run(branches[0], self.team(ranks)),)
+    def _divide(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> Iterator[tuple[Branch, Team]]:
+        """The caller's forwards, in order: each branch on the whole team, or its half's of two that may be paired."""
+        while branches:
+            pair = self.team(ranks, 2)
+            if pair.guidance.size == 2 and len(branches) > 1 and may_pair(branches[0], branches[1], self._model.plan):
+                yield branches[pair.guidance.index], pair
+                branches = branches[2:]
+            else:
+                yield branches[0], self.team(ranks)
+                branches = branches[1:]
 
     def _run(self, branch: Branch, team: Team) -> Tensor:
         prediction = self._steps.run(branch, team)

@@ -46,6 +46,7 @@ SHARD_PLAN = ShardPlan(
     shards=SHARDS,
     gathers=(TokenGather(module="proj_out", dim=1, stream=IMAGE),),
     linears=(*DUAL_LINEARS, *SINGLE_LINEARS),
+    carried=("encoder_hidden_states", "hidden_states"),
 )
 
 

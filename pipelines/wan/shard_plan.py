@@ -38,6 +38,7 @@ def shard_plan(*, expand_timesteps: bool) -> ShardPlan:
         shards=(*SHARDS, TIMESTEP_SHARD) if expand_timesteps else SHARDS,
         gathers=(TokenGather(module="proj_out", dim=1, stream=VIDEO),),
         linears=LINEARS,
+        carried=("hidden_states",),
     )
 
 

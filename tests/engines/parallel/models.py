@@ -59,7 +59,7 @@ def _flux() -> Any:
 def _wan() -> Any:
     from diffusers import WanTransformer3DModel
 
-    sizes = {"num_attention_heads": 8, "attention_head_dim": 12, "ffn_dim": 192, "num_layers": 2, "text_dim": 48}
+    sizes = {"num_attention_heads": 8, "attention_head_dim": 12, "ffn_dim": 192, "num_layers": 4, "text_dim": 48}
     channels = {"in_channels": 4, "out_channels": 4, "freq_dim": 32}
     return shake(WanTransformer3DModel(**sizes, **channels, rope_max_seq_len=64))
 

@@ -59,9 +59,9 @@ def test_counts_the_published_model(flux: ModelProfile) -> None:
 
 def test_counts_full_width_norms_and_row_linears() -> None:
     wan = profile(models.model("wan"))
-    assert wan.streams["video"].num_norms == 2 * 3  # the text's key norm does not grow with the video
-    assert wan.num_reductions == 2 * (4 + 3)
-    assert wan.streams["video"].reduced_features == 2 * 3 * wan.hidden
+    assert wan.streams["video"].num_norms == 4 * 3  # the text's key norm does not grow with the video
+    assert wan.num_reductions == 4 * (4 + 3)
+    assert wan.streams["video"].reduced_features == 4 * 3 * wan.hidden
 
 
 def test_counting_leaves_the_model_alone() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from unittest.mock import patch
 
@@ -28,6 +29,10 @@ CASES = [
     ("ulysses2xtensor2", 4),
     ("ring2xtensor2", 4),
     ("allgather_kv2xulysses2", 4),
+    ("pipeline", 2),
+    ("guidance2xpipeline2", 4),
+    ("pipeline2xulysses2", 4),
+    ("pipeline2xtensor2", 4),
 ]
 
 
@@ -49,6 +54,9 @@ EXCHANGES = {
     "tensor.all_reduce_sum": lambda x, axis: x,
     "guidance.all_gather": lambda x, axis: torch.stack([x] * axis.size),
     "token_hooks.all_gather": lambda x, axis: torch.stack([x] * axis.size),
+    "pipeline.broadcast": lambda x, axis, source: x,
+    "pipeline.receive": lambda num, like, pair: like.new_zeros(num),
+    "pipeline.start_send": lambda x, pair: x.clone(),
 }
 """Each exchange, by where it is called, made a silent no-op of the right shape: ranks keep what they had."""
 
@@ -64,6 +72,8 @@ BROKEN = [
     ("hybrid", "ring.start_rotation"),
     ("ulysses2xtensor2", "ulysses.all_to_all"),
     ("ulysses2xtensor2", "tensor.all_reduce_sum"),
+    ("pipeline2xulysses2", "pipeline.broadcast"),
+    ("pipeline2xulysses2", "pipeline.receive+start_send"),
 ]
 
 
@@ -88,9 +98,18 @@ def predict(strategy: str, width: int, family: str, length: str, broken: str | N
     rank = torch.distributed.get_rank()
     engine = engine_for(strategy, family)
     first = rank // width * width
-    broken_call = patch(f"engines.parallel.{broken}", EXCHANGES[broken]) if broken else nullcontext()
-    with broken_call:
+    with left_out(broken):
         return engine.predict(models.branches(family, length, num=2), tuple(range(first, first + width)))
+
+
+@contextmanager
+def left_out(exchange: str | None) -> Iterator[None]:
+    """``exchange`` is "file.function", or both functions of one: "file.one+other"."""
+    with ExitStack() as stack:
+        file, _, functions = (exchange or "").partition(".")
+        for function in functions.split("+") if exchange else ():
+            stack.enter_context(patch(f"engines.parallel.{file}.{function}", EXCHANGES[f"{file}.{function}"]))
+        yield
 
 
 @cache

@@ -1,0 +1,92 @@
+"""Pipeline: consecutive blocks on consecutive ranks, with several jobs in flight (Huang et al. 2018, arXiv:1811.06965).
+
+Every stage runs the whole module's ``forward`` with the blocks of other stages passed over. What is cheap (embedders,
+the last projection) is computed everywhere; what blocks carry comes from the stage before and goes to the one after.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engines.parallel.collectives import broadcast, receive, start_send, wait
+from engines.parallel.mesh import Team
+from engines.parallel.shard_plan import ShardPlan
+
+
+class Stage:
+    """Makes ``module`` (a copy for this purpose) compute one rank's share of the blocks only."""
+
+    def __init__(self, module: nn.Module, plan: ShardPlan, team: Team) -> None:
+        self._plan, self._team = plan, team
+        self._sent: list[tuple[Tensor, Tensor]] = []
+        blocks = pipeline_blocks(module, plan)
+        first, last = stage_bounds([_weight(block) for block in blocks], team.pipeline.size)[team.pipeline.index]
+        for block in (*blocks[:first], *blocks[last:]):
+            block.__dict__["forward"] = _passing(block, plan.carried)
+        if team.before is not None:
+            blocks[first].register_forward_pre_hook(self._receive, with_kwargs=True)
+        if team.after is not None:
+            blocks[last - 1].register_forward_hook(self._send)
+
+    def finish(self, prediction: Tensor) -> Tensor:
+        """The last stage's prediction, on every stage. Called after all forwards that shall overlap are under way."""
+        for pending, _message in self._sent:
+            wait(pending)
+        self._sent.clear()
+        return broadcast(prediction, self._team.pipeline, source=self._team.pipeline.size - 1)
+
+    def _receive(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        bound = inspect.signature(type(block).forward).bind(block, *args, **kwargs)
+        carried: list[Tensor] = [bound.arguments[name] for name in self._plan.carried]
+        assert self._team.before is not None
+        message = receive(sum(x.numel() for x in carried), carried[0], self._team.before)
+        pieces = torch.split(message, [x.numel() for x in carried])
+        for name, piece, x in zip(self._plan.carried, pieces, carried, strict=True):
+            bound.arguments[name] = piece.view(x.shape)
+        return bound.args[1:], bound.kwargs
+
+    def _send(self, _block: nn.Module, _args: Any, output: Tensor | tuple[Tensor, ...]) -> None:
+        assert self._team.after is not None
+        carried = (output,) if isinstance(output, Tensor) else output
+        message = torch.cat([x.flatten() for x in carried])
+        self._sent.append((start_send(message, self._team.after), message))
+
+
+def pipeline_blocks(module: nn.Module, plan: ShardPlan) -> list[nn.Module]:
+    """All blocks that a pipeline may be cut between, in running order; none if the plan names nothing carried."""
+    if not plan.carried:
+        return []
+    return [block for name in plan.blocks for block in module.get_submodule(name).children()]
+
+
+def stage_bounds(weights: Sequence[int], num_stages: int) -> list[tuple[int, int]]:
+    """Half-open ranges of blocks per stage, at least one each, whose weights are about equal."""
+    assert len(weights) >= num_stages, (len(weights), num_stages)
+    sums = [0, *itertools.accumulate(weights)]
+    ends = [0]
+    for stage in range(1, num_stages):
+        target = sums[-1] * stage / num_stages
+        allowed = range(ends[-1] + 1, len(weights) - (num_stages - stage) + 1)
+        ends.append(min(allowed, key=lambda end: abs(sums[end] - target)))
+    return list(itertools.pairwise([*ends, len(weights)]))
+
+
+def _weight(block: nn.Module) -> int:
+    return sum(weight.numel() for weight in block.parameters())
+
+
+def _passing(block: nn.Module, carried: tuple[str, ...]) -> Any:
+    """A ``forward`` that hands on what it gets."""
+    signature = inspect.signature(type(block).forward)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(block, *args, **kwargs).arguments
+        return given[carried[0]] if len(carried) == 1 else tuple(given[name] for name in carried)
+
+    return forward

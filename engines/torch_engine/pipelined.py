@@ -1,0 +1,25 @@
+"""Several forwards at a time on the stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from engines.model import Branch
+from engines.parallel.guidance import exchange_predictions
+from engines.parallel.mesh import Team
+from engines.parallel.sharded import ShardedModel
+
+
+def predict_pipelined(sharded: ShardedModel, work: Iterable[tuple[Branch, Team]]) -> tuple[Tensor, ...]:
+    """Predictions of the caller's forwards (in a guidance pair: of both halves').
+
+    All forwards are started before any prediction is passed round, so that a stage computes one while its neighbours
+    compute others; with n forwards on s stages, s - 1 of n + s - 1 turns are idle.
+    """
+    started = [(branch, team, sharded.forward(branch, team)) for branch, team in work]
+    predictions: list[Tensor] = []
+    for branch, team, mine in started:
+        predictions.extend(exchange_predictions(sharded.finish(mine, branch, team), team.guidance))
+    return tuple(predictions)
