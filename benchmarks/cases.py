@@ -44,7 +44,9 @@ class Case:
         return "/".join((self.maker, str(self.side), f"w{self.width}", *options))
 
     def can_run(self, world: int) -> bool:
-        """Without its exchange, a rank's share of any width can be timed alone."""
+        """Without its exchange, a rank's share of any width can be timed alone; peers take all ranks there are."""
+        if self.maker.startswith(("diffusers", "xdit")):
+            return self.width == world
         return self.width <= world or self.exchange == "none"
 
     def _overlaps(self) -> list[str]:
@@ -112,8 +114,8 @@ STRATEGIES = tuple(
 
 PEERS = tuple(
     Case(maker=maker, side=side, width=width, graph=False, default=False)
-    for maker in ("diffusers-ulysses", "diffusers-ring")
-    for side, width in ((1024, 4), (2048, 4), (512, 4))
+    for maker in ("diffusers-ulysses", "diffusers-ring", "xdit")
+    for side, width in ((1024, 2), (1024, 4), (2048, 4), (512, 4))
 )
 
 WAN = (

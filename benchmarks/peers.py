@@ -1,13 +1,18 @@
-"""Peers on the same weights: diffusers' own context parallelism with its own per-block compilation."""
+"""Peers on the same weights: diffusers' own context parallelism, and xDiT's attention, with per-block compilation."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from functools import partial
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from pipelines.flux.attention import set_kernel
 
 
 def diffusers_step(module: Any, inputs: dict[str, Tensor], maker: str) -> Callable[[], Tensor]:
@@ -21,3 +26,52 @@ def diffusers_step(module: Any, inputs: dict[str, Tensor], maker: str) -> Callab
         torch._dynamo.reset()
         module.compile_repeated_blocks(dynamic=False, fullgraph=True)
     return lambda: module(**inputs, return_dict=False)[0]
+
+
+def xdit_step(module: Any, inputs: dict[str, Tensor]) -> Callable[[], Tensor]:
+    """xDiT's unified sequence parallel attention (xfuser, yunchang), Ulysses over all ranks, blocks compiled.
+
+    Only its attention and groups are imported: its package pulls in every pipeline and their optional needs.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    attend = _xdit_attention(world)
+
+    def kernel(q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor) -> tuple[Tensor, Tensor]:
+        out_BHLD = attend(*(x.transpose(1, 2) for x in (q_BLHD, k_BLHD, v_BLHD)))
+        return out_BHLD.transpose(1, 2), q_BLHD.new_empty(0)
+
+    set_kernel(module, kernel)
+    torch._dynamo.reset()
+    module.compile_repeated_blocks(dynamic=False, fullgraph=False)
+    dims = {"hidden_states": 1, "encoder_hidden_states": 1, "img_ids": 0, "txt_ids": 0}
+    mine = {name: x.chunk(world, dims[name])[rank] if name in dims else x for name, x in inputs.items()}
+
+    def step() -> Tensor:
+        part_BSD = module(**mine, return_dict=False)[0].contiguous()
+        parts = [torch.empty_like(part_BSD) for _ in range(world)]
+        dist.all_gather(parts, part_BSD)
+        return torch.cat(parts, dim=1)
+
+    return step
+
+
+def _xdit_attention(world: int) -> Callable[..., Tensor]:
+    import importlib.util
+
+    found = importlib.util.find_spec("xfuser")
+    if found is None or found.submodule_search_locations is None:
+        raise ValueError("xfuser is not installed")
+    root = found.submodule_search_locations[0]
+    for name in ("xfuser", "xfuser.model_executor", "xfuser.model_executor.layers"):
+        package = ModuleType(name)
+        package.__path__ = ["/".join((root, *name.split(".")[1:]))]
+        sys.modules[name] = package
+    usp: Any = importlib.import_module("xfuser.model_executor.layers.usp")
+    state = importlib.import_module("xfuser.core.distributed.parallel_state")
+    backends = importlib.import_module("xfuser.core.distributed.attention_backend").AttentionBackendType
+    state.init_distributed_environment(rank=dist.get_rank(), world_size=world)
+    state.initialize_model_parallel(sequence_parallel_degree=world, ulysses_degree=world, ring_degree=1)
+    options = SimpleNamespace(use_spargeattn_head_balance=False)
+    settings = SimpleNamespace(attention_backend=backends.CUDNN, fp8_comms=None, runtime_config=options)
+    usp.get_runtime_state = lambda: settings
+    return partial(usp.USP, combine_qkv_a2a=True)

@@ -66,6 +66,8 @@ class Bench:
             return self._fast(case)
         if case.maker == "wan":
             return self._wan(case), lambda: None
+        if case.maker == "xdit":
+            return peers.xdit_step(self.module, self.inputs(case.side, case.batch)), lambda: None
         if case.maker.startswith("diffusers"):
             return peers.diffusers_step(self.module, self.inputs(case.side, case.batch), case.maker), lambda: None
         inputs = self.inputs(case.side, case.batch)
@@ -153,7 +155,7 @@ class Bench:
         return answer.float()
 
     def _error(self, case: Case, answer: Tensor) -> float | None:
-        if case.exchange == "none" or case.maker.startswith(("diffusers", "wan")):
+        if case.exchange == "none" or case.maker.startswith(("diffusers", "wan", "xdit")):
             return None
         reference = self.reference(case.side, case.batch)
         error = ((answer.float() - reference).norm() / reference.norm()).item()
