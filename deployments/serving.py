@@ -32,7 +32,10 @@ def load_config(name: str | Path) -> ServeConfig:
     if not path.is_file():
         known = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.yaml")))
         raise ValueError(f"{name} is neither a file nor a shipped config; shipped: {known}")
-    return parse_config(yaml.safe_load(path.read_text()))
+    try:
+        return parse_config(yaml.safe_load(path.read_text()))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
 
 
 def parse_config(document: Mapping[str, Any]) -> ServeConfig:
@@ -96,7 +99,7 @@ def wait_ready(url: str, on_wait: Callable[[str], None], deadline_s: float = REA
             response = httpx.get(f"{url}/health", timeout=5.0)
             if response.status_code == httpx.codes.OK:
                 return
-            reason = response.text
+            reason = _reason(response)
             if response.status_code != httpx.codes.SERVICE_UNAVAILABLE:
                 raise RuntimeError(f"GET /health answered {response.status_code}: {reason}")
         except httpx.TransportError as error:
@@ -105,6 +108,14 @@ def wait_ready(url: str, on_wait: Callable[[str], None], deadline_s: float = REA
         on_wait(reason)
         time.sleep(0.2)
     raise TimeoutError(f"not ready after {deadline_s:.0f} s: {reason}")
+
+
+def _reason(response: httpx.Response) -> str:
+    """What each model waits for; whatever the proxy says as long as it answers in our place."""
+    try:
+        return "; ".join(state for state in response.json()["models"].values() if state != "ready")
+    except ValueError:
+        return response.text
 
 
 def _raise_if_failed() -> None:

@@ -11,6 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
+from deployments.cli.errors import errors
+
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 
 ConfigOption = Annotated[str, typer.Option("--config", help="A config file, or the name of a shipped one.")]
@@ -56,12 +58,13 @@ def serve(
     from deployments.cli.progress import console, started
     from deployments.serving import load_config
 
-    document = load_config(config)
     chosen: dict[str, Any] = {name: value for name, value in (("host", host), ("port", port)) if value is not None}
-    document = document.model_copy(update={"http_options": document.http_options.model_copy(update=chosen)})
-    with _errors(), started(document) as url:
-        console.print(f"Serving at {url} (docs at {url}/docs). Ctrl-C ends it.", highlight=False)
-        signal.pause()
+    with errors():
+        document = load_config(config)
+        document = document.model_copy(update={"http_options": document.http_options.model_copy(update=chosen)})
+        with started(document) as url:
+            console.print(f"Serving at {url} (docs at {url}/docs). Ctrl-C ends it.", highlight=False)
+            signal.pause()
 
 
 @app.command()
@@ -69,7 +72,7 @@ def models(url: UrlOption = "", api_key: KeyOption = "", config: ConfigOption = 
     """Served models with their defaults: of a running server, or those a config would serve."""
     from deployments.cli.models import print_models
 
-    with _errors():
+    with errors():
         print_models(url, api_key, config)
 
 
@@ -86,7 +89,7 @@ def demo(out: Annotated[Path, typer.Option(help="Directory for picture.png and c
     """A picture and a clip through the real HTTP server, with the shipped models."""
     from deployments.cli.demo import demo as run
 
-    with _errors():
+    with errors():
         run(out)
 
 
@@ -96,25 +99,13 @@ def _client(config: str, url: str, api_key: str) -> Iterator[Any]:
     from deployments.cli.progress import started
     from deployments.serving import load_config
 
-    with _errors():
+    with errors():
         if url:
             with Client(url, api_key) as client:
                 yield client
         else:
             with started(load_config(config)) as own_url, Client(own_url, api_key) as client:
                 yield client
-
-
-@contextmanager
-def _errors() -> Iterator[None]:
-    """Users' mistakes and the server's refusals as one line, not as a traceback."""
-    try:
-        yield
-    except (ValueError, RuntimeError, TimeoutError) as error:
-        typer.echo(f"troupe: {error}", err=True)
-        raise typer.Exit(2) from error
-    except KeyboardInterrupt:
-        raise typer.Exit(128 + signal.SIGINT) from None
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ def print_models(url: str, api_key: str, config: str) -> None:
 
 def _served(url: str, api_key: str) -> list[tuple[Any, ...]]:
     with Client(url, api_key) as client:
-        return [_row(model["id"], model["family"], model["defaults"]) for model in client.models()]
+        return [_row(model["id"], model["family"], model["kind"], model["defaults"]) for model in client.models()]
 
 
 def _configured(config: str) -> list[tuple[Any, ...]]:
@@ -30,10 +30,10 @@ def _configured(config: str) -> list[tuple[Any, ...]]:
     from deployments.serving import load_config
 
     cards = make_cards(load_config(config).app)
-    return [_row(card.name, card.family, asdict(card.defaults)) for card in cards.values()]
+    return [_row(card.name, card.family, card.defaults.kind, asdict(card.defaults)) for card in cards.values()]
 
 
-def _row(name: str, family: str, defaults: dict[str, Any]) -> tuple[Any, ...]:
+def _row(name: str, family: str, kind: str, defaults: dict[str, Any]) -> tuple[Any, ...]:
     size = f"{defaults['width']}x{defaults['height']}"
-    frames = defaults["num_frames"] if defaults["kind"] == "video" else "–"
-    return name, family, defaults["kind"], size, frames, defaults["num_inference_steps"], defaults["size_multiple"]
+    frames = defaults["num_frames"] if kind == "video" else "–"
+    return name, family, kind, size, frames, defaults["num_inference_steps"], defaults["size_multiple"]

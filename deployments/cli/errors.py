@@ -1,0 +1,40 @@
+"""Mistakes and refusals as one line on stderr, not as a traceback."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+
+
+@contextmanager
+def errors() -> Iterator[None]:
+    """Exit code 2 after a user's mistake or a server's refusal, 130 after Ctrl-C. Other errors keep their traceback."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise typer.Exit(128 + signal.SIGINT) from None
+    except Exception as error:
+        told = explain(error)
+        if told is None:
+            raise
+        typer.echo(f"troupe: {told}", err=True)
+        raise typer.Exit(2) from error
+
+
+def explain(error: Exception) -> str | None:
+    """What to tell the user; None if the error is none that users can do something about."""
+    import httpx
+    from pydantic import ValidationError
+
+    match error:
+        case ValidationError():
+            return "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        case httpx.RequestError() | httpx.InvalidURL():
+            where = error.request.url if isinstance(error, httpx.RequestError) else "the URL"
+            return f"no answer from {where}: {error}"
+        case ValueError() | RuntimeError() | TimeoutError():
+            return str(error)
+    return None

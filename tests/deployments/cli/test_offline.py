@@ -1,0 +1,87 @@
+"""Commands that need no server, and mistakes that are told in one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from deployments.cli.main import app
+from tests.deployments.commands import COMMAND, config_file
+from tests.deployments.live import config_of
+
+
+def troupe(*args: str) -> Result:
+    return CliRunner().invoke(app, args, env={"COLUMNS": "200", "TERM": "dumb"})
+
+
+def assert_one_line(result: Result, *parts: str) -> None:
+    assert result.exit_code == 2, result.output
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("troupe: ")
+    for part in parts:
+        assert part in line
+
+
+def test_help_names_every_command_and_loads_nothing_heavy():
+    code = "import sys; from deployments.cli.main import app; app(['--help'], standalone_mode=False); "
+    code += "sys.exit(sum(name in sys.modules for name in ('torch', 'ray', 'diffusers')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    for name in ("generate", "serve", "models", "doctor", "demo"):
+        assert f" {name} " in done.stdout
+
+
+@pytest.mark.parametrize("name", ["generate", "serve", "models", "doctor", "demo"])
+def test_every_command_explains_itself(name: str):
+    result = troupe(name, "--help")
+    assert result.exit_code == 0
+    assert "Usage" in result.output
+
+
+def test_without_a_command_it_shows_the_help():
+    assert "Usage" in troupe().output
+
+
+def test_doctor_says_what_is_here_and_what_can_run():
+    result = troupe("doctor")
+    assert result.exit_code == 0
+    for subject in ("Python", "ray", "torch", "diffusers", "engine torch", "engine tensorrt"):
+        assert subject in result.output
+
+
+def test_models_of_a_config(pictures: Path, clips: Path, tmp_path: Path):
+    config = config_file(config_of({"small-pictures": pictures, "small-clips": clips}), tmp_path)
+    result = troupe("models", "--config", config)
+    assert result.exit_code == 0, result.output
+    assert "small-pictures" in result.output
+    assert "64x64" in result.output
+    assert "small-clips" in result.output
+
+
+def test_an_unknown_config_is_one_line():
+    assert_one_line(troupe("serve", "desktop"), "desktop", "gpu1, gpu2, gpu4, gpu8, laptop")
+
+
+def test_a_config_with_an_unknown_key_names_it(tmp_path: Path):
+    path = tmp_path / "config.yaml"
+    path.write_text("applications: []\nhttp_options: {}\nnum_gangs: 2\n")
+    assert_one_line(troupe("models", "--config", str(path)), "num_gangs")
+
+
+def test_a_config_that_is_no_yaml_is_one_line(tmp_path: Path):
+    path = tmp_path / "config.yaml"
+    path.write_text("applications: [")
+    assert_one_line(troupe("models", "--config", str(path)), str(path))
+
+
+def test_a_server_that_does_not_answer_is_one_line():
+    assert_one_line(troupe("models", "--url", "http://127.0.0.1:9"), "http://127.0.0.1:9")
+
+
+def test_the_command_is_installed():
+    done = subprocess.run([*COMMAND, "--help"], capture_output=True, text=True, timeout=60)
+    assert "Usage: " in done.stdout

@@ -1,0 +1,100 @@
+"""Commands that talk to a running ``troupe serve``, and its end by Ctrl-C."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import av
+import httpx
+import pytest
+from PIL import Image
+from typer.testing import CliRunner, Result
+
+from deployments.cli.main import app
+from tests.deployments.commands import SERVING, command, config_file, short_folder
+from tests.deployments.live import config_of
+
+KEY = "a-secret"
+
+
+@pytest.fixture(scope="module")
+def url(pictures: Path, clips: Path) -> Iterator[str]:
+    with short_folder() as folder:
+        config = config_file(config_of({"pictures": pictures, "clips": clips}), folder)
+        with command("serve", config, folder=folder, env={"TROUPE_API_KEYS": KEY}) as serve:
+            yield serve.wait_for(SERVING)
+            assert serve.interrupt() == 130
+
+
+def troupe(*args: str) -> Result:
+    return CliRunner().invoke(app, args, env={"COLUMNS": "200", "TERM": "dumb"})
+
+
+def test_a_picture(url: str, tmp_path: Path):
+    made = []
+    for name in ("one.png", "deeper/same.png"):
+        out = tmp_path / name
+        size = ("--size", "64x48", "--steps", "4", "--seed", "7")
+        result = troupe("generate", "a red circle", *size, "--out", str(out), "--url", url, "--api-key", KEY)
+        assert result.exit_code == 0, result.output
+        assert f"{out}  seed 7" in result.output
+        assert "4/4" in result.output
+        for stage in ("queue", "encode", "denoise", "decode"):
+            assert stage in result.output
+        made.append(out.read_bytes())
+    assert made[0] == made[1]
+    picture = Image.open(io.BytesIO(made[0]))
+    assert (picture.format, picture.size) == ("PNG", (64, 48))
+
+
+def test_a_clip(url: str, tmp_path: Path):
+    out = tmp_path / "clip.mp4"
+    wanted = ("--model", "clips", "--steps", "3", "--seed", "7", "--out", str(out))
+    result = troupe("generate", "a red circle", *wanted, "--url", url, "--api-key", KEY)
+    assert result.exit_code == 0, result.output
+    assert f"{out}  seed 7" in result.output
+    with av.open(str(out)) as container:
+        assert container.streams.video[0].codec_context.name == "h264"
+        assert sum(1 for _ in container.decode(video=0)) == 9
+
+
+def test_models(url: str):
+    result = troupe("models", "--url", url, "--api-key", KEY)
+    assert result.exit_code == 0, result.output
+    for cell in ("pictures", "clips", "image", "video", "64x64", "32x32"):
+        assert cell in result.output
+
+
+MISTAKES = {
+    "no key": (["--out", "a.png"], "key"),
+    "size": (
+        ["--size", "63x64", "--out", "a.png", "--api-key", KEY],
+        "size is 63x64: width and height must be multiples",
+    ),
+    "steps": (["--steps", "0", "--out", "a.png", "--api-key", KEY], "num_inference_steps is 0"),
+    "model": (["--model", "dall-e", "--out", "a.png", "--api-key", KEY], "no model dall-e; served: pictures, clips"),
+    "ending": (
+        ["--out", "a.mp4", "--api-key", KEY],
+        "pictures makes pictures: --out must end in .png, .jpg, .jpeg, .webp",
+    ),
+    "clip": (["--model", "clips", "--out", "a.png", "--api-key", KEY], "clips makes clips: --out must end in .mp4"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line(url: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    args, told = MISTAKES[name]
+    result = troupe("generate", "a red circle", *args, "--url", url)
+    assert result.exit_code == 2, result.output
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("troupe: ")
+    assert told in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_it_listens_on_this_machine_alone(url: str):
+    assert url.startswith("http://127.0.0.1:")
+    assert httpx.get(f"{url}/health").status_code == 200
