@@ -91,6 +91,11 @@ def check_spec(spec: ParallelSpec, *, weights: str) -> None:
             f"ignores the groups of a collective (it would exchange with the wrong ranks, in silence). "
             f"Use tensor{spec.width} or ulysses{spec.width} alone, or engine: torch"
         )
+    if spec.pipeline > 1:
+        raise ValueError(
+            f"{spec.name} in TensorRT: a pipeline gives every rank other layers, and all ranks of a team load one "
+            f"plan. Use ulysses{spec.width} or tensor{spec.width}, or engine: torch"
+        )
     if spec.tensor > 1 and weights == "constants":
         raise ValueError(f"{spec.name} with weights: constants needs one plan per rank; use weights: inputs")
 

@@ -13,6 +13,8 @@ from engines.parallel.guidance import exchange_predictions, may_pair
 from engines.parallel.mesh import Team, Teams
 from engines.parallel.spec import ParallelSpec
 from engines.tensorrt_engine.captured import CapturedStep
+from engines.tensorrt_engine.config import RingForm
+from engines.tensorrt_engine.segmented_step import SegmentedStep, prepare_segmented_step
 from engines.tensorrt_engine.step import MakeRunner, Step, prepare_step, signature
 from engines.tensorrt_engine.trace import ChangeModule, unchanged
 
@@ -21,7 +23,8 @@ class TensorRTEngine:
     """An ``Engine``, made on every rank at the same time. Plans are exported and built for a shape when it first comes.
 
     ``specs[width]`` are the divisions of one branch, and of two of the same shape. ``capture`` puts each step in a
-    CUDA graph at its first call; ``change(module name)`` swaps layers before the export (quantization).
+    CUDA graph at its first call; ``change(module name)`` swaps layers before the export (quantization). ``native_ring``
+    gives a ring to TensorRT; else it runs in torch, between pieces of the engine.
     """
 
     def __init__(
@@ -33,6 +36,7 @@ class TensorRTEngine:
         make_runner: MakeRunner,
         weights_as_inputs: bool = True,
         change: Callable[[str], ChangeModule] = lambda name: unchanged,
+        native_ring: bool = False,
         capture: bool = True,
     ) -> None:
         self.teams = teams
@@ -41,8 +45,9 @@ class TensorRTEngine:
         self._make_runner = make_runner
         self._weights_as_inputs = weights_as_inputs
         self._change = change
+        self._native_ring = native_ring
         self._capture = capture
-        self._steps: dict[Any, Step] = {}
+        self._steps: dict[Any, Step | SegmentedStep] = {}
         self._captured: dict[Any, CapturedStep] = {}
 
     @torch.no_grad()
@@ -85,16 +90,17 @@ class TensorRTEngine:
         key = (team.context.ranks, team.tensor.ranks, signature(branch))
         step = self._steps.get(key)
         if step is None:
-            step = self._steps[key] = prepare_step(
-                self._model,
-                branch,
-                team,
-                self._make_runner,
-                weights_as_inputs=self._weights_as_inputs,
-                change=self._change(branch.module),
-            )
+            step = self._steps[key] = self._prepare(branch, team)
         if not self._capture:
             return step(branch.inputs)
         if key not in self._captured:
             self._captured[key] = CapturedStep(step, branch.inputs)
         return self._captured[key](branch.inputs)
+
+    def _prepare(self, branch: Branch, team: Team) -> Step | SegmentedStep:
+        change, make = self._change(branch.module), self._make_runner
+        if team.spec.ring > 1 and team.spec.ulysses == 1 and not self._native_ring:
+            return prepare_segmented_step(self._model, branch, team, make, change=change)
+        as_inputs = self._weights_as_inputs
+        ring: RingForm = "native" if self._native_ring else "none"
+        return prepare_step(self._model, branch, team, make, weights_as_inputs=as_inputs, change=change, ring=ring)

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from engines.model import Branch, DenoiserModel, ModelInputs
 from engines.parallel.mesh import Team
 from engines.parallel.tensor import split_weights
+from engines.tensorrt_engine.config import RingForm
 from engines.tensorrt_engine.onnx_export import EngineGraph, export_core
 from engines.tensorrt_engine.partition import RANK, Parts, partition
+from engines.tensorrt_engine.segments import SegmentedCore, segment_core
 from engines.tensorrt_engine.trace import ChangeModule, DynamicDims, trace, unchanged
 
 
@@ -52,6 +54,7 @@ def export(
     weights_as_inputs: bool = True,
     dynamic: DynamicDims | None = None,
     change: ChangeModule = unchanged,
+    ring: RingForm = "none",
 ) -> Exported:
     """Export ``branch``'s forward as one rank of ``team`` runs it; only shapes and dtypes of its inputs matter.
 
@@ -61,10 +64,19 @@ def export(
         raise ValueError(
             "tensor parallelism gives every rank its own weights: they must be inputs, or no plan fits all"
         )
-    parts = partition(trace(model, branch, team, dynamic, change))
+    parts = partition(trace(model, branch, team, dynamic, change, ring))
     return Exported(
         graph=export_core(parts, team.context.size * team.tensor.size, weights_as_inputs=weights_as_inputs), parts=parts
     )
+
+
+def export_segments(
+    model: DenoiserModel, branch: Branch, team: Team, *, change: ChangeModule = unchanged
+) -> tuple[Exported, SegmentedCore]:
+    """The same in pieces, cut at the attentions: for a ring in torch. ``Exported.graph`` is the last piece's."""
+    parts = partition(trace(model, branch, team, None, change, "segments"))
+    core = segment_core(parts, team.context.size * team.tensor.size)
+    return Exported(graph=core.forms[-1], parts=parts), core
 
 
 def rank_weights(model: DenoiserModel, module: str, team: Team) -> dict[str, Tensor]:

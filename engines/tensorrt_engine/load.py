@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, cast
+from dataclasses import dataclass
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -23,14 +24,31 @@ from engines.tensorrt_engine.runtime import PlanRunner
 from engines.tensorrt_engine.step import MakeRunner, cached_plan
 from engines.tensorrt_engine.targets import Target
 
-if TYPE_CHECKING:
-    from engines.gang.config import RankContext
-
 Specs = dict[int, tuple[ParallelSpec, ParallelSpec]]
 
 
+class Place(Protocol):
+    """Where a rank finds itself: the gang's ``RankContext``, or a ``RankPlace`` outside a gang."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def num_ranks(self) -> int: ...
+    @property
+    def device(self) -> str: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankPlace:
+    """A rank of a process group that no gang started."""
+
+    rank: int
+    num_ranks: int
+    device: str
+
+
 def load_tensorrt_engine(
-    model: DenoiserModel, context: RankContext, *, strategy: str = "auto", precision: str = "auto"
+    model: DenoiserModel, context: Place, *, strategy: str = "auto", precision: str = "auto"
 ) -> TensorRTEngine:
     """Made, checked on every team. Every rank of the gang makes this call at the same time.
 
@@ -50,6 +68,7 @@ def load_tensorrt_engine(
         specs=specs,
         make_runner=make_runner,
         weights_as_inputs=as_inputs,
+        native_ring=config.resolve(model, context.num_ranks, target).ring == "native",
         change=lambda name: quantization(model, name, config.precision, config.cache_dir),
     )
     checked = ((team.ranks, team.spec.name) for team in engine.checked_teams())
@@ -73,13 +92,13 @@ def choose_specs(config: TensorRTConfig, model: DenoiserModel, num_ranks: int, t
     return specs
 
 
-def form_teams(specs: Specs, context: RankContext) -> Teams:
+def form_teams(specs: Specs, context: Place) -> Teams:
     every = dict.fromkeys(spec for pair in specs.values() for spec in pair)
     groups = Groups(context.num_ranks)
     return Teams(rank=context.rank, num_ranks=context.num_ranks, specs=every, groups=groups)
 
 
-def plan_runners(config: TensorRTConfig, model: DenoiserModel, context: RankContext, target: Target) -> MakeRunner:
+def plan_runners(config: TensorRTConfig, model: DenoiserModel, context: Place, target: Target) -> MakeRunner:
     """Runners of plans from the cache, every rank's the same plan, with the team's NCCL communicator."""
     cache = PlanCache(config.cache_dir)
     device = torch.device(context.device)

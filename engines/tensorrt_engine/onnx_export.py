@@ -55,29 +55,40 @@ class EngineGraph:
 
 def export_core(parts: Parts, num_ranks: int, *, weights_as_inputs: bool = True) -> EngineGraph:
     """Translate ``parts.core``. Raises ValueError for exchanges that TensorRT cannot do (groups, unequal shares)."""
-    arguments = example_inputs(parts.core)
+    inputs, outputs = parts.core_inputs, parts.core_outputs
+    return export_graph(parts.core, inputs, outputs, num_ranks, weights_as_inputs=weights_as_inputs)
+
+
+def export_graph(
+    core: fx.GraphModule,
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...],
+    num_ranks: int,
+    *,
+    weights_as_inputs: bool = True,
+) -> EngineGraph:
+    """Translate any traced graph; its inputs and outputs get the given names."""
+    arguments = example_inputs(core)
     with torch.no_grad(), _quiet():
         program = torch.onnx.export(
-            parts.core,
+            core,
             arguments,
             dynamo=True,
             opset_version=OPSET,
             custom_translation_table=translation_table(num_ranks),
-            dynamic_shapes=_dynamic_shapes(parts.core),
+            dynamic_shapes=_dynamic_shapes(core),
             optimize=False,  # it would fold weights before they can become inputs
             verbose=False,
         )
     assert program is not None
     model = program.model
-    _rename(model.graph.inputs, parts.core_inputs)
-    _rename(model.graph.outputs, parts.core_outputs)
-    weights = _name_weights(model.graph, _parameters(parts.core), as_inputs=weights_as_inputs)
+    _rename(model.graph.inputs, inputs)
+    _rename(model.graph.outputs, outputs)
+    weights = _name_weights(model.graph, _parameters(core), as_inputs=weights_as_inputs)
     optimizer.optimize_ir(model)
     _mark_attention(model.graph)
     _drop_metadata(model)
-    return EngineGraph(
-        model=model, inputs=parts.core_inputs, weights=weights, outputs=parts.core_outputs, num_ranks=num_ranks
-    )
+    return EngineGraph(model=model, inputs=inputs, weights=weights, outputs=outputs, num_ranks=num_ranks)
 
 
 @contextmanager
@@ -139,6 +150,7 @@ def _mark_attention(graph: ir.Graph) -> None:
     """Half precision must be fused (or the build fails); float32 has no fused kernel and must be decomposable."""
     for node in graph:
         if node.op_type == "Attention":
+            node.domain = ""
             wide = node.inputs[0] is not None and node.inputs[0].dtype == ir.DataType.FLOAT
             node.attributes[FUSED_ONLY] = ir.AttrInt64(FUSED_ONLY, int(wide))
 

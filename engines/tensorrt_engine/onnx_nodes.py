@@ -51,6 +51,21 @@ def register_schema() -> None:
     )
     made.set_type_and_shape_inference_function(_infer)
     onnx.defs.register_schema(made)
+    onnx.defs.register_schema(_ring_attention_schema())
+
+
+def _ring_attention_schema() -> Any:
+    """``Attention`` with TensorRT's extra attribute; it goes to ONNX's own domain after the export."""
+    schema = onnx.defs.OpSchema
+    return schema(
+        "Attention",
+        DOMAIN,
+        1,
+        inputs=[schema.FormalParameter(name, "T") for name in ("q", "k", "v")],
+        outputs=[schema.FormalParameter("y", "T")],
+        type_constraints=[("T", [f"tensor({name})" for name in _TYPES[:3]], "")],
+        attributes=[schema.Attribute("nb_rank", schema.AttrType.INT, "", required=True)],
+    )
 
 
 def collective_node(collective: Collective, source: str, result: str, **extra: Any) -> onnx.NodeProto:

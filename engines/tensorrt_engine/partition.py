@@ -53,7 +53,7 @@ def partition(traced: fx.GraphModule) -> Parts:
     _mark_parameters(traced)
     nodes = [node for node in traced.graph.nodes if node.op != "output"]
     before = _before(nodes)
-    after = _downstream([node for node in nodes if node.target is JOIN])
+    after = downstream([node for node in nodes if node.target is JOIN])
     result = next(node for node in traced.graph.nodes if node.op == "output").args[0]
     results = list(result) if isinstance(result, list | tuple) else [result]
     core = [n for n in nodes if n not in before and n not in after and n.op not in ("placeholder", "get_attr")]
@@ -65,9 +65,9 @@ def partition(traced: fx.GraphModule) -> Parts:
     handed = list(dict.fromkeys([*into_core, *(n for n in into_after if n not in core)]))
     names = _names(handed)
     return Parts(
-        before=_extract(traced, given, [n for n in nodes if n in before], handed, rank=True),
-        core=_extract(traced, into_core, core, core_results),
-        after=_extract(traced, into_after, [n for n in nodes if n in after], results),
+        before=extract(traced, given, [n for n in nodes if n in before], handed, rank=True),
+        core=extract(traced, into_core, core, core_results),
+        after=extract(traced, into_after, [n for n in nodes if n in after], results),
         handed=tuple(names[n] for n in handed),
         core_inputs=tuple(names[n] for n in into_core),
         core_outputs=tuple(n.name for n in core_results),
@@ -147,7 +147,7 @@ def _upstream(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return _closure(nodes, lambda n: n.all_input_nodes)
 
 
-def _downstream(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+def downstream(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return {n for n in _closure(nodes, lambda n: n.users) if n.op != "output"}
 
 
@@ -195,7 +195,7 @@ def _submodule(node: fx.Node) -> str:
     return place if place and not place.startswith("_") else "value"
 
 
-def _extract(
+def extract(
     traced: fx.GraphModule, given: list[fx.Node], part: list[fx.Node], results: list[fx.Node], *, rank: bool = False
 ) -> fx.GraphModule:
     graph = fx.Graph()

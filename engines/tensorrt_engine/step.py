@@ -12,7 +12,7 @@ from torch import Tensor
 from engines.model import Branch, DenoiserModel, ModelInputs
 from engines.parallel.mesh import Team
 from engines.tensorrt_engine.builder import BuildOptions, build
-from engines.tensorrt_engine.config import ResolvedConfig
+from engines.tensorrt_engine.config import ResolvedConfig, RingForm
 from engines.tensorrt_engine.export import Exported, export, rank_weights
 from engines.tensorrt_engine.onnx_export import EngineGraph
 from engines.tensorrt_engine.plan_cache import CachedPlan, PlanCache, PlanKey
@@ -57,9 +57,10 @@ def prepare_step(
     *,
     weights_as_inputs: bool,
     change: ChangeModule = unchanged,
+    ring: RingForm = "none",
 ) -> Step:
     """Export for the branch's shapes and make the runner. Every rank of the team makes this call at the same time."""
-    exported = export(model, branch, team, weights_as_inputs=weights_as_inputs, change=change)
+    exported = export(model, branch, team, weights_as_inputs=weights_as_inputs, change=change, ring=ring)
     weights = rank_weights(model, branch.module, team)
     runner = make_runner(exported.graph, {name: weights[name] for name in exported.graph.weights}, team)
     return Step(exported=exported, runner=runner, rank_index=team.context.index)

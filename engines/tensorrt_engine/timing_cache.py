@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,8 @@ def attach(config: Any, folder: Path | None, target: Target) -> Path | None:
     bindings = load_bindings()
     path = folder / f"{bindings.product}-{bindings.version}-{target.name}.timing"
     stored = path.read_bytes() if path.exists() else b""
-    config.set_timing_cache(config.create_timing_cache(stored), False)
+    with _rtx_may_say_that_it_keeps_none():
+        config.set_timing_cache(config.create_timing_cache(stored), False)
     return path
 
 
@@ -28,8 +32,16 @@ def store(config: Any, path: Path | None) -> None:
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{path}.lock"):
+    with FileLock(f"{path}.lock"), _rtx_may_say_that_it_keeps_none():
         timings = config.get_timing_cache()
         if path.exists():
             timings.combine(config.create_timing_cache(path.read_bytes()), True)
         write_atomically(path, bytes(timings.serialize()))
+
+
+@contextmanager
+def _rtx_may_say_that_it_keeps_none() -> Iterator[None]:
+    """TensorRT-RTX compiles on the target GPU and deprecates timing caches; TensorRT does not."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield

@@ -14,13 +14,17 @@ from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from engines.model import Branch, DenoiserModel, ModelInputs
+from engines.parallel.kernel import Kernel
 from engines.parallel.mesh import Groups, Team, Teams
 from engines.parallel.spec import ParallelSpec
 from engines.parallel.strategy import team_kernel
 from engines.parallel.tensor import split_weights
 from engines.parallel.token_hooks import TokenHooks
+from engines.tensorrt_engine.config import RingForm
 from engines.tensorrt_engine.group_free import group_free_kernel
 from engines.tensorrt_engine.markers import MarkedLayout
+from engines.tensorrt_engine.native_ring import native_ring_kernel
+from engines.tensorrt_engine.segments import ATTEND
 
 DynamicDims = Mapping[str, Any]
 """``torch.export``'s ``dynamic_shapes`` per input name."""
@@ -39,22 +43,33 @@ def sdpa(q_BLHD: Tensor, k_BMHD: Tensor, v_BMHD: Tensor, /) -> tuple[Tensor, Ten
 class _OneRank(nn.Module):
     """The sharded forward as a module: inputs in by name, the whole prediction out."""
 
-    def __init__(self, model: DenoiserModel, name: str, team: Team, change: ChangeModule) -> None:
+    def __init__(self, model: DenoiserModel, name: str, team: Team, change: ChangeModule, ring: RingForm) -> None:
         super().__init__()
         module = change(_twin(model.modules[name]))
         self.module = split_weights(module, model.plan, team.tensor) if team.tensor.size > 1 else module
         self._model = model
         self._team = team
+        self._ring = ring
         self._hooks = TokenHooks(self.module, model.plan)
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         lengths = self._model.stream_lengths(inputs)
         layout = MarkedLayout.tracing(self._model.plan.streams, lengths, self._team.context.size)
-        grouped = self._team.spec.ring > 1 or (self._team.spec.allgather_kv > 1 and self._team.spec.ulysses > 1)
-        kernel = (group_free_kernel if grouped else team_kernel)(sdpa, self._team, layout)
-        self._model.set_kernel(self.module, kernel)
+        self._model.set_kernel(self.module, _kernel(self._team, layout, self._ring))
         with self._hooks.over(layout, self._team.context):
             return self._model.forward(self.module, inputs)
+
+
+def _kernel(team: Team, layout: MarkedLayout, ring: RingForm) -> Kernel:
+    spec = team.spec
+    if spec.ring > 1 and spec.ulysses == 1:
+        if ring == "native":
+            return native_ring_kernel(team, layout)
+        if ring == "segments":
+            return lambda q, k, v: (ATTEND(q, k, v), q.new_empty(0))
+        raise ValueError(f"{spec.name} does not fit into one engine: export it in segments, or use TensorRT's own ring")
+    grouped = spec.ring > 1 or (spec.allgather_kv > 1 and spec.ulysses > 1)
+    return (group_free_kernel if grouped else team_kernel)(sdpa, team, layout)
 
 
 def _twin(module: nn.Module) -> nn.Module:
@@ -73,15 +88,16 @@ def trace(
     team: Team,
     dynamic: DynamicDims | None = None,
     change: ChangeModule = unchanged,
+    ring: RingForm = "none",
 ) -> fx.GraphModule:
     """``torch.export`` of one branch's forward; parameters are ``get_attr`` nodes named ``module.<state_dict key>``.
 
-    ``change`` swaps layers of a copy of the module first (quantization).
+    ``change`` swaps layers of a copy of the module first (quantization); ``ring`` says how a ring is to be run.
     """
     inputs: ModelInputs = {name: value for name, value in branch.inputs.items() if value is not None}
     shapes = None if dynamic is None else ({name: dynamic.get(name) for name in inputs},)
     with torch.no_grad():
-        rank = _OneRank(model, branch.module, team, change).eval()
+        rank = _OneRank(model, branch.module, team, change, ring).eval()
         exported = torch.export.export(rank, (dict(inputs),), dynamic_shapes=shapes, strict=False)
         traced = exported.module(check_guards=False)
     assert isinstance(traced, fx.GraphModule)

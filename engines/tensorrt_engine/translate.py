@@ -11,6 +11,7 @@ from onnxscript.values import Opset
 from torch.distributed import distributed_c10d
 
 from engines.tensorrt_engine.collectives import DOMAIN, Collective, Operation, Reduction
+from engines.tensorrt_engine.native_ring import RING_ATTENTION
 from engines.tensorrt_engine.onnx_nodes import OPSET, register_schema
 from engines.tensorrt_engine.quantize import QUANTIZE_DEQUANTIZE
 
@@ -57,8 +58,12 @@ def translation_table(num_ranks: int) -> dict[Callable[..., Any], Callable[..., 
         quantized = standard.QuantizeLinear(x, scale, output_dtype=stored, **where)
         return standard.DequantizeLinear(quantized, scale, **where)
 
+    def ring_attention(q: Any, k: Any, v: Any, num_ranks: int) -> Any:
+        return opset.Attention(q, k, v, nb_rank=num_ranks)  # to the standard domain after the export
+
     ops = torch.ops._c10d_functional
     return {
+        RING_ATTENTION: ring_attention,
         QUANTIZE_DEQUANTIZE: quantize_dequantize,
         ops.all_to_all_single.default: all_to_all,
         ops.all_gather_into_tensor.default: all_gather,

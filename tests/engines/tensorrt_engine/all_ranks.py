@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -20,14 +20,20 @@ class Case:
 
     exported: Exported
     weights: tuple[dict[str, Tensor], ...]
+    simulators: dict[int | None, Simulator] = field(default_factory=dict)
 
     def predictions(self, inputs: ModelInputs, *, deaf: int | None = None) -> list[Tensor]:
         graph = self.exported.graph
         handed = [self.exported.feed(inputs, rank) for rank in range(graph.num_ranks)]
         feeds = [self._feed(rank, self.exported.engine_inputs(values)) for rank, values in enumerate(handed)]
-        results = Simulator(graph.serialized(), deaf=deaf).run(feeds)
+        results = self._simulator(deaf).run(feeds)
         outputs = [dict(zip(graph.outputs, map(torch.from_numpy, result), strict=True)) for result in results]
         return [self.exported.finish(*pair).float() for pair in zip(handed, outputs, strict=True)]
+
+    def _simulator(self, deaf: int | None) -> Simulator:
+        if deaf not in self.simulators:
+            self.simulators[deaf] = Simulator(self.exported.graph.serialized(), deaf=deaf)
+        return self.simulators[deaf]
 
     def _feed(self, rank: int, activations: dict[str, Tensor]) -> dict[str, object]:
         mine = self.weights[rank]
@@ -55,3 +61,18 @@ def export_case(
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     return float(((actual - expected).norm() / expected.norm()).detach())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimulatedEngine:
+    """An ``Engine`` whose every prediction comes from one engine graph, run for all its ranks; ``rank``'s is given."""
+
+    case: Case
+    rank: int = 0
+    deaf: int | None = None
+
+    def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> tuple[Tensor, ...]:
+        return tuple(self.case.predictions(branch.inputs, deaf=self.deaf)[self.rank] for branch in branches)
+
+    def close(self) -> None:
+        """Nothing to release."""

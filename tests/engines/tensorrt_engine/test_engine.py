@@ -17,6 +17,8 @@ from tests.engines.tensorrt_engine.zoo import SPECIMENS
     [
         ("flux", "ulysses", 1),
         ("wan", "guidance", 1),
+        ("flux", "ring", 3),  # start, dual to single, end
+        pytest.param("wan", "ring", 3, marks=pytest.mark.slow),
         pytest.param("flux", "tensor", 1, marks=pytest.mark.slow),
     ],
 )

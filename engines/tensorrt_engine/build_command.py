@@ -1,0 +1,138 @@
+"""``troupe build-engine``: export a model's step, build its plan (or find it in the cache), say what it holds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from engines.model import Branch, DenoiserModel
+from engines.tensorrt_engine.builder import BuildOptions, Profile
+from engines.tensorrt_engine.calibration import quantization
+from engines.tensorrt_engine.config import ResolvedConfig, TensorRTConfig
+from engines.tensorrt_engine.export import Exported, export, export_segments
+from engines.tensorrt_engine.onnx_export import EngineGraph
+from engines.tensorrt_engine.plan_cache import CachedPlan, PlanCache
+from engines.tensorrt_engine.plan_text import read_plan_text
+from engines.tensorrt_engine.shape_buckets import profile_over, varying_dims
+from engines.tensorrt_engine.step import cached_plan
+from engines.tensorrt_engine.targets import Target
+from engines.tensorrt_engine.trace import offline_team
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanReport:
+    """What one plan holds. ``num_fused_attentions`` is None where this TensorRT's plans cannot be looked into."""
+
+    title: str
+    collectives: dict[str, int]
+    num_attentions: int
+    num_fused_attentions: int | None
+    inputs: tuple[str, ...]
+    num_weight_inputs: int
+    graph_bytes: int
+    plan_bytes: int
+    export_s: float
+    build_s: float
+    was_cached: bool
+    path: str
+    sha256: str
+
+    def lines(self) -> list[str]:
+        """For a terminal."""
+        exchanges = ", ".join(f"{number} {name}" for name, number in sorted(self.collectives.items())) or "none"
+        fused = "unknown" if self.num_fused_attentions is None else str(self.num_fused_attentions)
+        found = "found in the cache, built in" if self.was_cached else "built in"
+        return [
+            self.title,
+            f"  collectives   {exchanges}",
+            f"  attentions    {self.num_attentions}, fused: {fused}",
+            f"  inputs        {', '.join(self.inputs)}",
+            f"  weights       {self.num_weight_inputs} inputs"
+            if self.num_weight_inputs
+            else "  weights       constants",
+            f"  sizes         graph {self.graph_bytes / MIB:.1f} MiB, plan {self.plan_bytes / MIB:.1f} MiB",
+            f"  time          exported in {self.export_s:.1f} s, {found} {self.build_s:.1f} s",
+            f"  plan          {self.path}",
+        ]
+
+
+def build_engine(
+    model: DenoiserModel,
+    buckets: Sequence[Branch],
+    *,
+    config: TensorRTConfig,
+    width: int,
+    target: Target,
+    weight_streaming: bool = False,
+    strip_weights: bool = False,
+    visible: bool = True,
+) -> list[PlanReport]:
+    """Plans for ``width`` ranks: one, or with a ring in torch one per form of its pieces.
+
+    One branch gives static shapes; several give one plan over all of their shapes, tuned for the first. No process
+    group may exist (torch's fake one stands in for the other ranks), and no GPU is needed with TensorRT-RTX.
+    Raises ValueError for what TensorRT cannot do, BuildError, BuildCancelledError after Ctrl-C.
+    """
+    resolved = config.resolve(model, width, target)
+    started_s = time.perf_counter()
+    graphs, profiles = _export(model, buckets, config, resolved)
+    export_s = time.perf_counter() - started_s
+    options = BuildOptions(
+        target=target,
+        profiles=profiles,
+        weight_streaming=weight_streaming,
+        strip_weights=strip_weights,
+        timing_cache_dir=config.cache_dir,
+    )
+    cache = PlanCache(config.cache_dir)
+    plans = [cached_plan(graph, resolved, options, cache, visible=visible) for graph in graphs]
+    return [_report(graph, resolved, plan, export_s) for graph, plan in zip(graphs, plans, strict=True)]
+
+
+def _export(
+    model: DenoiserModel, buckets: Sequence[Branch], config: TensorRTConfig, resolved: ResolvedConfig
+) -> tuple[tuple[EngineGraph, ...], tuple[Profile, ...]]:
+    first, as_inputs = buckets[0], config.weights == "inputs"
+    change = quantization(model, first.module, config.precision, config.cache_dir)
+    dynamic = varying_dims([branch.inputs for branch in buckets]) or None
+    with offline_team(resolved.spec) as team:
+        if resolved.ring == "segments":
+            return export_segments(model, first, team, change=change)[1].forms, ()
+        exported = export(
+            model, first, team, weights_as_inputs=as_inputs, dynamic=dynamic, change=change, ring=resolved.ring
+        )
+    return (exported.graph,), _profiles(exported, buckets) if dynamic else ()
+
+
+def _profiles(exported: Exported, buckets: Sequence[Branch]) -> tuple[Profile, ...]:
+    return (profile_over(exported, [branch.inputs for branch in buckets]),)
+
+
+def _report(graph: EngineGraph, resolved: ResolvedConfig, plan: CachedPlan, export_s: float) -> PlanReport:
+    text = read_plan_text(plan.plan)
+    title = f"{resolved.spec.name}, {graph.num_ranks} ranks, {resolved.precision}, {resolved.target.name}"
+    return PlanReport(
+        title=f"{title}, {plan.key.product} {plan.key.version}",
+        collectives=graph.collectives() if text is None else text.collectives,
+        num_attentions=graph.num_attentions(),
+        num_fused_attentions=None if text is None else text.num_fused_attentions,
+        inputs=tuple(_shown(value) for value in graph.model.graph.inputs if value.name in graph.inputs),
+        num_weight_inputs=len(graph.weights),
+        graph_bytes=len(graph.serialized()),
+        plan_bytes=len(plan.plan),
+        export_s=export_s,
+        build_s=plan.build_s,
+        was_cached=plan.was_cached,
+        path=str(plan.path),
+        sha256=plan.sha256,
+    )
+
+
+def _shown(value: ir.Value) -> str:
+    dims = "?" if value.shape is None else "×".join(str(dim) for dim in value.shape)
+    return f"{value.name} {dims} {value.dtype.name if value.dtype else ''}".rstrip()

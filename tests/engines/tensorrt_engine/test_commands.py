@@ -1,0 +1,62 @@
+"""What ``troupe build-engine`` and ``troupe doctor --tensorrt`` call."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+from engines.model import Branch
+from engines.tensorrt_engine.build_command import build_engine
+from engines.tensorrt_engine.builder import BuildError
+from engines.tensorrt_engine.config import TensorRTConfig
+from engines.tensorrt_engine.doctor import doctor
+from engines.tensorrt_engine.targets import Target
+from tests.engines.tensorrt_engine.zoo import SPECIMENS, cast
+
+SM89 = Target.parse("sm89")
+
+
+def bf16_specimen(family: str) -> tuple[object, list[Branch]]:
+    specimen = SPECIMENS[family]
+    model = specimen.model()
+    for module in model.modules.values():
+        module.to(torch.bfloat16)
+    return model, [Branch(inputs=cast(specimen, inputs, torch.bfloat16)) for inputs in specimen.buckets()]
+
+
+def test_build_engine_says_what_the_plan_holds(tmp_path: Path) -> None:
+    model, buckets = bf16_specimen("flux")
+    config = TensorRTConfig(cache_dir=tmp_path)
+    (first,) = build_engine(model, buckets, config=config, width=2, target=SM89, visible=False)  # type: ignore[arg-type]
+    assert first.collectives == {"all_to_all": 4, "all_gather": 1}
+    assert (first.num_attentions, first.num_fused_attentions) == (2, 2)
+    assert not first.was_cached
+    assert first.num_weight_inputs == 66
+    text = "\n".join(first.lines())
+    assert text.startswith("ulysses2, 2 ranks, bf16, sm89, tensorrt")
+    assert "1 all_gather, 4 all_to_all" in text
+    assert "hidden_states" in text
+    (again,) = build_engine(model, buckets, config=config, width=2, target=SM89, visible=False)  # type: ignore[arg-type]
+    assert again.was_cached
+    assert again.sha256 == first.sha256
+
+
+@pytest.mark.parametrize("flag", ["weight_streaming", "strip_weights"])
+def test_weight_flags_build_or_say_why_not(tmp_path: Path, flag: str) -> None:
+    """Stripping needs a GPU at build time in TensorRT-RTX 1.7; a version that lifts that fails here."""
+    model, buckets = bf16_specimen("wan")
+    config = TensorRTConfig(cache_dir=tmp_path, weights="constants", strategy="allgather_kv")
+    with nullcontext() if flag == "weight_streaming" else pytest.raises(BuildError):
+        options = {"width": 2, "target": SM89, "visible": False, flag: True}
+        (report,) = build_engine(model, buckets[:1], config=config, **options)  # type: ignore[arg-type]
+        assert report.num_weight_inputs == 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a device")
+def test_doctor_without_a_gpu_proves_the_builder_and_names_the_rest() -> None:
+    proofs = {proof.subject: proof for proof in doctor()}
+    assert all(proofs[f"{name} builds"].result == "proved" for name in ("all_to_all", "gather", "reduce_scatter"))
+    assert [proofs[name].result for name in ("NCCL", "execution", "engine")] == ["not here"] * 3
