@@ -13,6 +13,7 @@ PLAIN = Overlap()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
     """``maker``: "fast" (ours), "blocks" (the module, blocks compiled), "eager"; "diffusers-..." are the peers.
+    "engine": ours as a gang calls it; "switch": the same, at width 1 and then at ``width``, both in one time.
     "wan" is Wan2.1-14B (``side`` its height) by the engine, blocks compiled; the others FLUX.1-dev.
 
     ``exchange``: "nccl"; "nccl-8": at most so many thread blocks; "nccl-low": on a stream of usual priority; "none":
@@ -118,6 +119,12 @@ PEERS = tuple(
     for side, width in ((1024, 2), (1024, 4), (2048, 4), (512, 4))
 )
 
+ENGINE = (
+    Case(maker="engine", side=512, width=4, default=False),
+    Case(maker="engine", side=512, width=1, default=False),
+    Case(maker="switch", side=512, width=4, default=False),
+)
+
 WAN = (
     *(Case(maker="wan", side=480, width=width, graph=False, repeats=4, default=False) for width in (1, 2, 4)),
     *(
@@ -126,4 +133,4 @@ WAN = (
     ),
 )
 
-CASES = GOALS + VARIANTS + SINGLE_RANK + EXCHANGES + STRATEGIES + PEERS + WAN
+CASES = GOALS + VARIANTS + SINGLE_RANK + EXCHANGES + STRATEGIES + ENGINE + PEERS + WAN

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache, cached_property
@@ -17,15 +18,18 @@ from torch import Tensor
 from benchmarks import flux_case, peers, wan_case
 from benchmarks.cases import Case
 from benchmarks.timing import Times, measure
-from engines.model import Branch
+from engines.model import Branch, Schedule
 from engines.parallel.collectives import Axis
 from engines.parallel.layout import TokenLayout
 from engines.parallel.mesh import Groups, Team, Teams, aligned_runs, team_of_one
 from engines.parallel.spec import ParallelSpec
 from engines.torch_engine.ahead import AheadCache
+from engines.torch_engine.config import TorchEngineConfig
+from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.fast_model import FastWeights, Precision, StepTensors
 from engines.torch_engine.fast_step import FastStep
 from engines.torch_engine.graph import CapturedStep, GraphPool
+from pipelines.flux.denoiser import as_denoiser
 from pipelines.flux.fast import fast_weights
 from pipelines.flux.shard_plan import SHARD_PLAN, stream_lengths
 
@@ -54,16 +58,20 @@ class Bench:
         """None if this rank has no part in the case."""
         if self.small:
             case = dataclasses.replace(case, side=min(case.side, 128), graph=False, repeats=3)
+        start_s = time.perf_counter()
         step, close = self.prepare(case)
         error = self._error(case, step())
+        prepare_s = round(time.perf_counter() - start_s, 2)
         times = measure(step, repeats=case.repeats, warm_up=min(3, case.repeats - 1))
         close()
         gc.collect()
-        return times, {} if error is None else {"relative_error": error}
+        return times, {"prepare_s": prepare_s} | ({} if error is None else {"relative_error": error})
 
     def prepare(self, case: Case) -> tuple[Step, Callable[[], None]]:
         if case.maker == "fast":
             return self._fast(case)
+        if case.maker in ("engine", "switch"):
+            return self._engine_step(case), lambda: None
         if case.maker == "wan":
             return self._wan(case), lambda: None
         if case.maker == "xdit":
@@ -75,6 +83,23 @@ class Bench:
             self.module.compile_repeated_blocks(dynamic=False, fullgraph=True)
         step = self._module_step(inputs)
         return (self._captured(lambda _: step(), {}) if case.graph and self.pool else step), lambda: None
+
+    def _engine_step(self, case: Case) -> Step:
+        """As a gang calls it: a job's step with its schedule. "switch" goes to width 1 and back with every repeat."""
+        inputs = self.inputs(case.side, case.batch)
+        timesteps_S = torch.linspace(1, 0.1, 28, device=self.device).to(self.dtype)
+        schedule = Schedule(timesteps_S=timesteps_S, step=14)
+        branches = (Branch(inputs={**inputs, "timestep": timesteps_S[14:15]}, schedule=schedule),)
+        first = self.rank // case.width * case.width
+        together, alone = tuple(range(first, first + case.width)), (self.rank,)
+        widths = (alone, together) if case.maker == "switch" else (together,)
+        for ranks in widths:
+            self.engine.warm_up(branches, ranks)
+        return lambda: [self.engine.predict(branches, ranks)[0] for ranks in widths][-1]
+
+    @cached_property
+    def engine(self) -> TorchEngine:
+        return TorchEngine(as_denoiser(self.module), config=TorchEngineConfig(strategy="ulysses"))
 
     def _wan(self, case: Case) -> Step:
         first = self.rank // case.width * case.width
@@ -155,7 +180,7 @@ class Bench:
         return answer.float()
 
     def _error(self, case: Case, answer: Tensor) -> float | None:
-        if case.exchange == "none" or case.maker.startswith(("diffusers", "wan", "xdit")):
+        if case.exchange == "none" or case.maker.startswith(("diffusers", "wan", "xdit", "engine", "switch")):
             return None
         reference = self.reference(case.side, case.batch)
         error = ((answer.float() - reference).norm() / reference.norm()).item()
