@@ -111,6 +111,10 @@ class ServeConfig(_Config):
     def app(self) -> AppConfig:
         return self.applications[0].args
 
+    def with_http(self, **options: Any) -> Self:
+        """The same with other ``http_options``; ``port=0`` takes any free port."""
+        return self.model_validate(self.model_dump() | {"http_options": self.http_options.model_dump() | options})
+
 
 class HttpOptions(_Config):
     host: str = "127.0.0.1"

@@ -59,12 +59,9 @@ def serve(
     from deployments.serving import load_config
 
     chosen: dict[str, Any] = {name: value for name, value in (("host", host), ("port", port)) if value is not None}
-    with errors():
-        document = load_config(config)
-        document = document.model_copy(update={"http_options": document.http_options.model_copy(update=chosen)})
-        with started(document) as url:
-            console.print(f"Serving at {url} (docs at {url}/docs). Ctrl-C ends it.", highlight=False)
-            signal.pause()
+    with errors(), started(load_config(config).with_http(**chosen)) as url:
+        console.print(f"Serving at {url} (docs at {url}/docs). Ctrl-C ends it.", highlight=False)
+        signal.pause()
 
 
 @app.command()
@@ -96,14 +93,15 @@ def demo(out: Annotated[Path, typer.Option(help="Directory for picture.png and c
 @contextmanager
 def _client(config: str, url: str, api_key: str) -> Iterator[Any]:
     from deployments.cli.client import Client
-    from deployments.cli.progress import started
-    from deployments.serving import load_config
 
     with errors():
-        if url:
+        if url:  # a client alone: it starts without Ray and torch
             with Client(url, api_key) as client:
                 yield client
         else:
+            from deployments.cli.progress import started
+            from deployments.serving import load_config
+
             with started(load_config(config)) as own_url, Client(own_url, api_key) as client:
                 yield client
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import (
@@ -16,8 +17,9 @@ from rich.progress import (
 )
 
 from deployments.cli.client import Result, Step
-from deployments.config import ServeConfig
-from deployments.serving import running
+
+if TYPE_CHECKING:
+    from deployments.config import ServeConfig
 
 console = Console()
 
@@ -38,6 +40,8 @@ def follow(title: str, events: Iterator[Step | Result]) -> Result:
 @contextmanager
 def started(config: ServeConfig) -> Iterator[str]:
     """The application, started with a spinner that says what it waits for."""
+    from deployments.serving import running  # a command that only talks to a server does without Ray and torch
+
     with ExitStack() as stack:
         with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console) as bar:
             task = bar.add_task("Starting Ray Serve", total=1)
