@@ -1,0 +1,75 @@
+"""docs/api.md names every route, field, event, error and metric that there is."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deployments.api.app import create_api
+from deployments.api.settings import ApiSettings
+from deployments.jobs.jobs import Jobs
+from deployments.jobs.settings import JobSettings
+from tests.deployments.fake_studio import FakeStudio
+from tests.fenced import ROOT
+
+TEXT = (ROOT / "docs" / "api.md").read_text()
+UNSAID = {"type"}
+"""Fields that the text explains for all events at once."""
+
+
+def words_in_code() -> set[str]:
+    """Words in backticks or fenced blocks; ``GET /v1/videos`` gives the route as a word, too."""
+    code = chain(re.findall(r"```\w+\n(.*?)```", TEXT, re.DOTALL), re.findall(r"`([^`\n]+)`", TEXT))
+    return {word for text in code for word in re.findall(r"[\w./{}-]+", text)}
+
+
+@cache
+def openapi() -> dict[str, Any]:
+    studio, folder = FakeStudio(), Path("nowhere")
+    jobs = Jobs(studio, JobSettings(data_dir=folder))
+    return create_api(studio, ApiSettings(data_dir=folder), jobs).openapi()
+
+
+def test_every_route_is_described() -> None:
+    described = {(method, path) for method, path in re.findall(r"`(GET|POST|DELETE) (/[\w/{}]*)`", TEXT)}
+    routes = {(method.upper(), path) for path, methods in openapi()["paths"].items() for method in methods}
+    # The path of a model may hold slashes, as hub ids do.
+    assert described >= {(method, path.replace("{model:path}", "{model}")) for method, path in routes}
+    assert described <= routes | {("GET", "/v1/models/{model}")}
+
+
+def test_every_field_is_described() -> None:
+    fields = {name for schema in openapi()["components"]["schemas"].values() for name in schema.get("properties", {})}
+    assert fields - UNSAID - words_in_code() == set()
+
+
+def test_every_event_is_described() -> None:
+    answers = (method["responses"]["200"] for path in openapi()["paths"].values() for method in path.values())
+    streams = (answer["content"]["text/event-stream"] for answer in answers if "text/event-stream" in str(answer))
+    events = {name for stream in streams for name in stream["schema"]["properties"]["event"]["enum"]}
+    assert {"image_generation.completed", "video.completed"} <= events
+    assert events - words_in_code() == set()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "source"),
+    [
+        (r'code="([a-z_]+)"|"((?:missing|invalid)_api_key)"', "deployments"),
+        (r'"(troupe_[a-z_]+)",', "engines/gang/metrics.py"),
+        (r'"(troupe_[a-z_]+)",', "deployments/observability/metrics.py"),
+    ],
+)
+def test_every_name_in_the_source_is_described(pattern: str, source: str) -> None:
+    files = [ROOT / source] if source.endswith(".py") else (ROOT / source).rglob("*.py")
+    named = {group for file in files for groups in re.findall(pattern, file.read_text()) for group in aslist(groups)}
+    assert len(named) > 1
+    assert named - words_in_code() == set()
+
+
+def aslist(groups: str | tuple[str, ...]) -> list[str]:
+    return [groups] if isinstance(groups, str) else [group for group in groups if group]

@@ -1,0 +1,118 @@
+"""What the documents tell readers to type is typed here, against one application with the shipped models."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import av
+import pytest
+import ray
+import yaml
+from PIL import Image
+
+from deployments.serving import load_config, parse_config
+from tests.deployments.live import live
+from tests.fenced import ROOT, Block, blocks
+
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/api.md", "docs/architecture.md", "docs/scaling.md")
+BLOCKS = blocks(*DOCUMENTS)
+URL = "http://127.0.0.1:8000"
+NEEDS_SERVER = (URL, 'ray.init(address="auto"')
+TIMEOUT_S = 240.0
+OUTPUT = re.compile(r"\b[\w-]+\.(?:png|webp|mp4)\b")
+
+
+def choose(*languages: str, served: bool) -> list[Block]:
+    fitting = [block for block in BLOCKS if block.language in languages]
+    return [block for block in fitting if any(sign in block.text for sign in NEEDS_SERVER) is served]
+
+
+@pytest.fixture(scope="module")
+def url(ray_cluster: None) -> Iterator[str]:
+    with live(load_config("laptop").with_http(port=0)) as url:
+        yield url
+
+
+def run(language: str, text: str, folder: Path, **env: str) -> str:
+    """What the block prints. The commands of this environment come first on its path, ``python3`` among them."""
+    interpreter = (sys.executable, "-c") if language == "python" else ("bash", "-euo", "pipefail", "-c")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    size = {"COLUMNS": "200", "TERM": "dumb", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        [*interpreter, text],
+        cwd=folder,
+        env=os.environ | {"PATH": path} | size | env,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.parametrize("block", choose("sh", "python", served=True), ids=str)
+def test_example_runs_and_makes_what_it_names(url: str, block: Block, tmp_path: Path) -> None:
+    address = ray.get_runtime_context().gcs_address
+    output = run(block.language, block.text.replace(URL, url), tmp_path, RAY_ADDRESS=address)
+    made = set(OUTPUT.findall(block.text))
+    assert made or output.strip(), "it shows nothing"
+    for name in made:
+        assert_is_media((tmp_path / name).read_bytes())
+
+
+def assert_is_media(data: bytes) -> None:
+    """A picture or a clip that is not of one colour."""
+    if data[4:8] == b"ftyp":
+        with av.open(io.BytesIO(data)) as container:
+            frames = [frame.to_image() for frame in container.decode(video=0)]
+        assert len(frames) > 1
+    else:
+        frames = [Image.open(io.BytesIO(data)).convert("RGB")]
+    assert all(max(high - low for low, high in frame.getextrema()) > 50 for frame in frames)
+
+
+@pytest.mark.parametrize("command", ["troupe --help", "troupe models", "troupe doctor"])
+def test_command_of_the_readme(command: str, tmp_path: Path) -> None:
+    assert any(line.startswith(command) for block in BLOCKS for line in block.text.splitlines())
+    output = run("sh", command, tmp_path)
+    assert {"troupe --help": "generate", "troupe models": "flux-shapes", "troupe doctor": "Python"}[command] in output
+
+
+def test_make_targets_exist(tmp_path: Path) -> None:
+    texts = [(ROOT / name).read_text() for name in DOCUMENTS]
+    targets = {name for text in texts for name in re.findall(r"(?:`|^)make ([a-z-]+)", text, re.MULTILINE)}
+    assert {"demo", "test", "serve", "lint"} <= targets
+    run("sh", f"make --dry-run --directory {ROOT} PY=python3 {' '.join(sorted(targets))}", tmp_path)
+
+
+def test_named_configs_load() -> None:
+    texts = " ".join((ROOT / name).read_text() for name in DOCUMENTS)
+    named = set(re.findall(r"troupe serve (\w+)", texts)) | set(re.findall(r"configs/(\w+)\.yaml", texts))
+    assert "gpu4" in named
+    for name in named:
+        assert load_config(name).app.models
+
+
+@pytest.mark.parametrize("block", choose("yaml", served=False), ids=str)
+def test_configuration_is_valid(block: Block) -> None:
+    assert parse_config(yaml.safe_load(block.text)).app.models
+
+
+@pytest.mark.parametrize("block", choose("json", served=True) + choose("json", served=False), ids=str)
+def test_json_is_json(block: Block) -> None:
+    assert isinstance(json.loads(block.text), Mapping)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_lead_somewhere(document: str) -> None:
+    folder = (ROOT / document).parent
+    targets = re.findall(r"\]\((?!https?:)([^)#\s]+)", (ROOT / document).read_text())
+    assert [target for target in targets if not (folder / target).exists()] == []
