@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import statistics
 import time
 from collections.abc import Callable
 
@@ -53,19 +52,19 @@ def measure(profile: ModelProfile, teams: Teams, device: torch.device) -> Machin
 def _product_rate(rows: int, profile: ModelProfile, device: torch.device) -> float:
     x = torch.randn(rows, profile.hidden, device=device).to(profile.dtype)
     weight = torch.randn(4 * profile.hidden, profile.hidden, device=device).to(profile.dtype)
-    return 2.0 * x.numel() * weight.shape[0] / median_s(lambda: torch.nn.functional.linear(x, weight), device)
+    return 2.0 * x.numel() * weight.shape[0] / shortest_s(lambda: torch.nn.functional.linear(x, weight), device)
 
 
 def _attention_rate(tokens: int, profile: ModelProfile, device: torch.device) -> float:
     q_BLHD = torch.randn(1, tokens, profile.num_heads, profile.head_dim, device=device).to(profile.dtype)
     kernel = local_kernel(device, profile.dtype)
-    return 4.0 * tokens * q_BLHD.numel() / median_s(lambda: kernel(q_BLHD, q_BLHD, q_BLHD), device)
+    return 4.0 * tokens * q_BLHD.numel() / shortest_s(lambda: kernel(q_BLHD, q_BLHD, q_BLHD), device)
 
 
 def _copy_rate(device: torch.device) -> float:
     x = torch.zeros(2**28 if device.type == "cuda" else 2**22, dtype=torch.uint8, device=device)
     y = torch.empty_like(x)
-    return 2 * x.nbytes / median_s(lambda: y.copy_(x), device)
+    return 2 * x.nbytes / shortest_s(lambda: y.copy_(x), device)
 
 
 def _memory_bytes(device: torch.device) -> int:
@@ -89,11 +88,11 @@ def _exchange_lines(teams: Teams, device: torch.device) -> dict[str, Line]:
 
 def _exchange_s(exchange: Exchange, size_bytes: int, axis: Axis, device: torch.device) -> float:
     x = torch.zeros(axis.size, size_bytes // axis.size // 4, device=device)
-    return median_s(lambda: exchange(x, axis), device)
+    return shortest_s(lambda: exchange(x, axis), device)
 
 
-def median_s(call: Callable[[], object], device: torch.device, num_warm: int = 2, num_timed: int = 5) -> float:
-    """Median seconds of a call, the device's work included."""
+def shortest_s(call: Callable[[], object], device: torch.device, num_warm: int = 2, num_timed: int = 7) -> float:
+    """Seconds of the fastest of some calls, the device's work included: what else runs here can only add to it."""
     times = []
     for number in range(num_warm + num_timed):
         started = time.perf_counter()
@@ -102,4 +101,4 @@ def median_s(call: Callable[[], object], device: torch.device, num_warm: int = 2
             torch.cuda.synchronize(device)
         if number >= num_warm:
             times.append(time.perf_counter() - started)
-    return max(statistics.median(times), 1e-9)
+    return max(min(times), 1e-9)

@@ -17,6 +17,8 @@ from engines.parallel.profile import ModelProfile
 from engines.parallel.spec import ParallelSpec
 
 TIMEOUT_S = 180.0
+END_S = 10.0
+"""How long ranks may take to end by themselves after the measurement."""
 
 
 def measure_here(profile: ModelProfile, num_ranks: int, device_type: str) -> Machine:
@@ -37,7 +39,10 @@ def measure_here(profile: ModelProfile, num_ranks: int, device_type: str) -> Mac
         process.start()
     theirs.close()  # so that the end of all ranks ends the wait
     try:
-        return _receive(ours)
+        machine = _receive(ours)
+        for process in ranks:
+            process.join(END_S)
+        return machine
     finally:
         for process in ranks:
             process.kill()

@@ -23,10 +23,7 @@ class StepForecast:
         """Why the chosen one was chosen, in a sentence."""
         fastest = self.costs[0]
         if self.chosen is fastest:
-            others = len(self.costs) - 1
-            return (
-                f"{self.chosen.spec.name}: the fastest of {others + 1} that fit the model" if others else "the only one"
-            )
+            return f"{self.chosen.spec.name}: the fastest of {len(self.costs)}"
         if fastest.memory_bytes > self.machine.memory_bytes:
             return f"{self.chosen.spec.name}: the fastest that fits {self.machine.memory_bytes / 2**30:.0f} GiB"
         gap = self.chosen.total_ms / fastest.total_ms - 1
