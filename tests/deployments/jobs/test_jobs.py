@@ -120,8 +120,8 @@ async def test_long_job_keeps_its_claim(tmp_path):
 
 
 async def test_deleted_by_another_replica(tmp_path):
-    first = FakeStudio(step_s=0.2)
-    async with running(first, tmp_path) as one, running(FakeStudio(), tmp_path) as two:
+    first, idle = FakeStudio(step_s=0.2), FakeStudio(reasons={"fake-clips": "takes no job"})
+    async with running(first, tmp_path) as one, running(idle, tmp_path) as two:
         job = await one.submit(replace(REQUEST, num_inference_steps=100), "1")
         await started(first)
         assert await two.delete(job.id)
