@@ -1,4 +1,7 @@
-"""The rank actor: one process, one device, one place in the communicator. All logic is in the parts that it joins."""
+"""The rank actor: one process, one device, one place in the communicator. All logic is in the parts that it joins.
+
+Torch is imported inside the actor: the process that spawns ranks imports this module too, and touches no tensor.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,20 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
-import torch
 from ray.util.placement_group import PlacementGroup
 
-from engines.gang.communicator import Communicator, StoreAddress
 from engines.gang.config import BuildRank, GangConfig, RankContext
 from engines.gang.errors import portable
 from engines.gang.job import Job
 from engines.gang.placement import rank_strategy
 from engines.gang.plan import JobFailure, StepPlan
-from engines.gang.runner import StepRunner
+
+if TYPE_CHECKING:
+    from engines.gang.communicator import StoreAddress
+    from engines.gang.runner import StepRunner
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +46,10 @@ class Rank:
     """Called by the gang alone, in this order: ``open_store`` (rank 0), ``join``, ``build``, then the others."""
 
     def __init__(self, config: GangConfig, rank: int) -> None:
+        import torch
+
+        from engines.gang.communicator import Communicator
+
         torch.set_num_threads(config.threads_per_rank)
         device = "cuda:0" if config.gpus_per_rank else "cpu"  # Ray shows a rank its own GPU only
         if config.gpus_per_rank:
@@ -64,6 +72,8 @@ class Rank:
         return RankInfo(rank=self._context.rank, pid=os.getpid(), node_id=node_id, device=self._context.device)
 
     def build(self, build: BuildRank) -> None:
+        from engines.gang.runner import StepRunner
+
         self._runner = StepRunner(build(self._context), self._context)
         logger.info("rank is built", extra={"rank": self._context.rank})
 
