@@ -75,11 +75,18 @@ class ModelConfig(_Config):
 
 
 class ApiConfig(_Config):
-    """Limits of the HTTP API. Keys, data directory and database URL come from the environment."""
+    """Limits of the HTTP API. Keys, data directory and database URL come from the environment.
+
+    ``public_url`` replaces the host of the request in URLs that are handed out. Finished clips are deleted after
+    ``keep_videos_s``, if that is given.
+    """
 
     max_body_bytes: PositiveInt = 1 << 20
     max_images_per_request: PositiveInt = 4
     max_concurrent_videos: PositiveInt = 2
+    max_waiting_videos: PositiveInt = 100
+    keep_videos_s: PositiveFloat | None = None
+    public_url: str = ""
     max_ongoing_requests: PositiveInt = 256
     num_replicas: PositiveInt = 1
     num_cpus: float = Field(default=0.2, ge=0)

@@ -71,12 +71,16 @@ class Ingress:
             api_keys=self._settings.all_api_keys,
             max_body_bytes=limits.max_body_bytes,
             max_n=limits.max_images_per_request,
+            public_url=limits.public_url,
             sends_request_id=False,
         )
 
     def _job_settings(self) -> JobSettings:
+        limits = self._config.api
         return JobSettings(
             data_dir=self._settings.data_dir,
             database_url=self._settings.database_url,
-            max_running=self._config.api.max_concurrent_videos,
+            max_running=limits.max_concurrent_videos,
+            max_waiting=limits.max_waiting_videos,
+            keep_s=limits.keep_videos_s,
         )
