@@ -102,7 +102,7 @@ def _client(config: str, url: str, api_key: str) -> Iterator[Any]:
             from deployments.cli.progress import started
             from deployments.serving import load_config
 
-            with started(load_config(config)) as own_url, Client(own_url, api_key) as client:
+            with started(load_config(config).with_http(port=0)) as own_url, Client(own_url, api_key) as client:
                 yield client
 
 
