@@ -56,8 +56,8 @@ class FastStep:
         self._plan, self._team, self._layout = plan, team, layout
         parts = StepParts(
             exchange=make_exchange(team, layout, overlap, sample),
-            stream_lane=Lane(sample.device, enabled=overlap.stream_lane),
-            mlp_lane=Lane(sample.device, enabled=overlap.mlp_lane),
+            stream_lane=Lane(sample.device, "stream", enabled=overlap.stream_lane),
+            mlp_lane=Lane(sample.device, "mlp", enabled=overlap.mlp_lane),
         )
         self._model = weights.model(parts)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engines.torch_engine.fast_model import StepTensors
-from engines.torch_engine.lanes import new_stream
+from engines.torch_engine.lanes import named_stream
 
 NUM_WARM_UP_RUNS = 2
 """Uncaptured runs before recording: they compile kernels, create handles and open NCCL channels."""
@@ -20,7 +20,7 @@ class GraphPool:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = new_stream(device)
+        self.stream = named_stream(device, "graphs")
         self.handle: Any = torch.cuda.graph_pool_handle()
 
 

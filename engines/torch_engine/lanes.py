@@ -10,21 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 
 
-def new_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
-    """Lower numbers go first."""
+@cache
+def named_stream(device: torch.device, name: str, priority: int = 0) -> torch.cuda.Stream:
+    """One stream per name and device, shared by all who ask: PyTorch has 32 and hands the same ones out again.
+
+    Lower priorities go first.
+    """
     return torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
 
 
 class Lane:
-    """One side stream of a device (none on the CPU, or if ``enabled`` is false: then the code runs in line)."""
+    """The side stream of that name (none on the CPU, or if ``enabled`` is false: then the code runs in line)."""
 
-    def __init__(self, device: torch.device, *, enabled: bool = True, priority: int = 0) -> None:
+    def __init__(self, device: torch.device, name: str, *, enabled: bool = True, priority: int = 0) -> None:
         in_use = enabled and device.type == "cuda"
-        self._stream = new_stream(device, priority) if in_use else None
+        self._stream = named_stream(device, name, priority) if in_use else None
 
     @contextmanager
     def aside(self, *, after_main: bool = True) -> Iterator[None]:

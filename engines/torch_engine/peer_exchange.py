@@ -48,7 +48,7 @@ class PeerHeads:
 
     def __init__(self, attend: Attend, axis: Axis, device: torch.device) -> None:
         self._attend, self._axis = attend, axis
-        self._lane = Lane(device, priority=-1)
+        self._lane = Lane(device, "peers", priority=-1)
         self._inboxes: dict[tuple[int, ...], tuple[Inbox, Inbox]] = {}
 
     def send(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms) -> Exchanged:
