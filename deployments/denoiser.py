@@ -42,9 +42,12 @@ class Denoiser:
         self._gang = await Gang.start(gang_config(model), BuildRankParts(model=model))
 
     async def denoise(
-        self, job_id: str, request: MediaRequest, conditioning: list[ray.ObjectRef[Any]]
+        self, job_id: str, request: MediaRequest, conditioning: list[ray.ObjectRef[Any]], alone: bool = False
     ) -> AsyncGenerator[JobEvent]:
-        """Steps, previews and at last ``JobDone``. Closing the iterator cancels the job on all ranks."""
+        """Steps, previews and at last ``JobDone``. Closing the iterator cancels the job on all ranks.
+
+        ``alone``: beside no other job, as a request runs whose gang broke under it.
+        """
         job = Job(
             job_id=job_id,
             request=request,
@@ -52,6 +55,7 @@ class Denoiser:
             num_steps=request.num_inference_steps,
             preview_steps=frozenset(request.preview_steps),
             shape=(request.width, request.height, request.num_frames, request.true_cfg_scale > 1),
+            alone=alone,
             request_id=request.request_id,
         )
         async with aclosing(self._gang.submit(job)) as events:

@@ -17,7 +17,7 @@ from ray.serve.handle import DeploymentHandle
 from deployments.observability.metrics import observe_failure, observe_stage
 from deployments.records import Decoded, Encoded
 from deployments.studio import Media, ModelCard, Output, Preview, Progress, StudioEvent, Timings
-from engines.gang.errors import GangBrokenError
+from engines.gang.errors import GangBrokenError, QueueFullError
 from engines.gang.job import JobDone, JobEvent, PreviewReady, StepDone
 from pipelines.request import MediaRequest
 
@@ -40,8 +40,9 @@ class StageHandles:
 
 @dataclass(kw_only=True, slots=True)
 class _Attempt:
-    """What one run through the stages has seen so far."""
+    """What one run through the stages has seen so far. ``alone``: beside no other job of its gang."""
 
+    alone: bool
     started_s: float = field(default_factory=time.perf_counter)
     encoded: Encoded | None = None
     num_steps_seen: int = 0
@@ -60,16 +61,22 @@ class Flow:
 
     async def perform(self, request: MediaRequest, output: Output) -> AsyncGenerator[StudioEvent]:
         """See ``Studio.perform``."""
-        num_broken, give_up_s = 0, time.monotonic() + RECOVERY_DEADLINE_S
+        num_broken, is_rerun, give_up_s = 0, False, time.monotonic() + RECOVERY_DEADLINE_S
         while True:
-            attempt = _Attempt()
+            # After a broken gang all that ran on it are suspects. Alone, each shows whether it was the cause.
+            attempt = _Attempt(alone=num_broken > 0)
             try:
                 with _unwrapped():
                     async with aclosing(self._attempt(request, output, attempt)) as events:
                         async for event in events:
                             yield event
                 return
+            except QueueFullError:
+                # The gang that it lost had room for this request, so it waits for room in the new one.
+                if not is_rerun or time.monotonic() > give_up_s:
+                    raise
             except RETRYABLE as error:
+                is_rerun = True
                 num_broken += _counts(error, attempt)
                 observe_failure(request.model, type(error).__name__)
                 logger.warning("request %s lost its gang (%s): %s", request.request_id, num_broken, error)
@@ -80,7 +87,7 @@ class Flow:
     async def _attempt(self, request: MediaRequest, output: Output, attempt: _Attempt) -> AsyncGenerator[StudioEvent]:
         stages = self._stages[request.model]
         attempt.encoded = await stages.text_encoder.encode.remote(request)
-        async with aclosing(_job_events(stages, request, attempt.encoded)) as events:
+        async with aclosing(_job_events(stages, request, attempt.encoded, attempt.alone)) as events:
             async for event in events:
                 async for seen in _translate(stages, request, event, attempt):
                     yield seen
@@ -102,10 +109,12 @@ def _unwrapped() -> Iterator[None]:
         raise error.cause from error
 
 
-async def _job_events(stages: StageHandles, request: MediaRequest, encoded: Encoded) -> AsyncGenerator[JobEvent]:
+async def _job_events(
+    stages: StageHandles, request: MediaRequest, encoded: Encoded, alone: bool
+) -> AsyncGenerator[JobEvent]:
     """The denoiser's stream. Left early (the client went away), it is cancelled, which stops the job on all ranks."""
     job_id = f"{request.request_id}-{uuid.uuid4().hex[:8]}"
-    stream: Any = stages.denoiser.options(stream=True).denoise.remote(job_id, request, [encoded.conditioning])
+    stream: Any = stages.denoiser.options(stream=True).denoise.remote(job_id, request, [encoded.conditioning], alone)
     try:
         async for event in stream:
             yield event
@@ -132,8 +141,10 @@ async def _translate(
 
 
 def _counts(error: BaseException, attempt: _Attempt) -> bool:
-    """Whether a broken gang counts against the request: it was running on it, not merely waiting."""
-    return attempt.num_steps_seen > 0 or (isinstance(error, GangBrokenError) and error.in_flight)
+    """Whether a lost gang counts against the request: it ran on it, and was not merely waiting, or the gang closed."""
+    if isinstance(error, GangBrokenError):
+        return error.in_flight and error.cause != "closed"
+    return attempt.num_steps_seen > 0
 
 
 def _timings(attempt: _Attempt, decoded: Decoded) -> Timings:

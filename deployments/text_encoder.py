@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -13,13 +14,18 @@ from pipelines.request import MediaRequest
 
 
 class TextEncoder:
-    """Loads the family's text encoder once; requests run one after the other (they take milliseconds)."""
+    """Loads the family's text encoder once; requests run one after the other (they take milliseconds).
+
+    Serve calls from a pool of threads, and a tokenizer keeps the padding of its last call for the next: hence the lock.
+    """
 
     def __init__(self, spec: StageSpec) -> None:
         family, path, device, dtype = load_stage(spec)
+        self._one_at_a_time = threading.Lock()
         self._encoder: Any = family.load_text_encoder(path, device, dtype)
 
     def encode(self, request: MediaRequest) -> Encoded:
         started_s = time.perf_counter()
-        conditioning = self._encoder.encode(request)
+        with self._one_at_a_time:
+            conditioning = self._encoder.encode(request)
         return Encoded(conditioning=ray.put(conditioning), encode_s=time.perf_counter() - started_s)

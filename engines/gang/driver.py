@@ -94,7 +94,8 @@ class Driver:
     async def _schedule(self) -> None:
         while True:
             self._admit_submitted()
-            plan = self._scheduler.next_plan() if len(self._flights) < self._config.plans_ahead else None
+            has_room = len(self._flights) < self._config.plans_ahead
+            plan = self._scheduler.next_plan(is_idle=not self._flights) if has_room else None
             if plan is None:
                 await self._wake_schedule.wait()
                 self._wake_schedule.clear()

@@ -17,6 +17,7 @@ class Job:
     ``conditioning`` may be an ``ObjectRef``; it is resolved on the ranks, never in the scheduler's process. ``width``
     is how many ranks work on each step; None leaves it to the scheduler. ``preview_steps`` count from 1. Jobs of equal
     ``shape`` share compiled programs: only the first step of a new shape gets the start deadline (None: of each job).
+    ``alone`` keeps other jobs from running meanwhile: if the gang breaks, it is clear under which job.
     ``request_id`` is for the logs.
     """
 
@@ -27,6 +28,7 @@ class Job:
     preview_steps: frozenset[int] = frozenset()
     width: int | None = None
     shape: Hashable | None = None
+    alone: bool = False
     request_id: str = ""
 
     @property

@@ -51,7 +51,8 @@ class Scheduler:
 
     A job keeps the team of ranks (contiguous, aligned to its width) that it began on, since only they hold its state.
     Each plan serves the job that has waited longest and fills the ranks that it leaves free with the next ones, so a
-    job waits at most ``max_running_jobs - 1`` plans between two steps.
+    job waits at most ``max_running_jobs - 1`` plans between two steps. A job that must be alone begins when all before
+    it have ended, and the others wait for its end.
     """
 
     def __init__(self, *, num_ranks: int, max_running_jobs: int, width_policy: WidthPolicy | None = None) -> None:
@@ -84,19 +85,25 @@ class Scheduler:
         self._waiting = deque(job for job in self._waiting if job.job_id != job_id)
         self._drops.append(job_id)
 
-    def next_plan(self) -> StepPlan | None:
-        """The next step of the gang, or None when there is nothing to do."""
-        if not (self._running or self._waiting or self._drops):
+    def next_plan(self, *, is_idle: bool = True) -> StepPlan | None:
+        """The next step of the gang, or None when there is nothing to do. ``is_idle``: no earlier plan is under way."""
+        self._start_waiting(is_idle)
+        if not (self._running or self._drops):
             return None
-        self._start_waiting()
         works = tuple(self._plan_works())
         drops, self._drops = tuple(self._drops), []
         return StepPlan(sequence=next(self._sequences), works=works, drops=drops)
 
-    def _start_waiting(self) -> None:
-        while self._waiting and len(self._running) < self._max_running_jobs:
+    def _start_waiting(self, is_idle: bool) -> None:
+        while self._waiting and self._may_start(self._waiting[0], is_idle):
             job = self._waiting.popleft()
             self._running[job.job_id] = _RunningJob(job, self._choose_team(self._width(job)), next(self._turns))
+
+    def _may_start(self, job: Job, is_idle: bool) -> bool:
+        if job.alone:
+            return is_idle and not self._running
+        is_free = not any(running.job.alone for running in self._running.values())
+        return is_free and len(self._running) < self._max_running_jobs
 
     def _plan_works(self) -> Iterable[Work]:
         busy: set[int] = set()

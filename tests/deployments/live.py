@@ -23,7 +23,7 @@ from deployments.config import ServeConfig
 from deployments.serving import parse_config, running
 from tests.engines.gang.helpers import num_placement_groups
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 240.0
 IMAGES = "/v1/images/generations"
 PROMPT = "a red circle"
 

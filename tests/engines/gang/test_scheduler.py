@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -55,6 +56,20 @@ def test_jobs_at_full_width_take_turns():
     for name in "abc":
         turns.add(job(name, num_steps=2))
     assert ["".join(served(plan)) for plan in all_plans(turns)] == list("abcabc")
+
+
+def test_a_job_that_must_be_alone_begins_when_the_others_have_ended_and_ends_before_the_next_begin():
+    alone = scheduler()
+    for name in "abCd":
+        alone.add(replace(job(name, num_steps=2), alone=name.isupper()))
+    assert ["".join(served(plan)) for plan in all_plans(alone)] == list("ababCCdd")
+
+
+def test_a_job_that_must_be_alone_waits_for_the_plans_under_way():
+    alone = scheduler()
+    alone.add(replace(job("a", num_steps=1), alone=True))
+    assert alone.next_plan(is_idle=False) is None
+    assert list(served(alone.next_plan(is_idle=True))) == ["a"]
 
 
 def test_a_late_job_joins_at_the_back_of_the_round():
