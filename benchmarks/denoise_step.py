@@ -3,7 +3,8 @@
     python -m benchmarks.denoise_step [CASE ...]                            one GPU (or a small model on the CPU)
     torchrun --nproc_per_node 4 -m benchmarks.denoise_step [CASE ...]       four GPUs: widths 1, 2 and 4
 
-A case is ``<maker>/<side>/w<width>[/<option>...]``, as ``--list`` prints them; an argument picks those that contain it.
+A case is ``<maker>/<side>/w<width>[/<option>...]``, as ``--list`` prints them; an argument picks those that contain it,
+and none picks the few that the goals are about.
 The last line is one JSON document. Report: benchmarks/reports/.
 """
 
@@ -79,17 +80,20 @@ def run_case(bench: Bench, case: Case, say: Any) -> dict[str, Any] | None:
 
 
 class Arguments(argparse.Namespace):
-    cases: list[str]
+    cases: tuple[str, ...]
+    skip: tuple[str, ...]
     out: str
     list: bool
 
     def wants(self, case: Case) -> bool:
-        return (case.default and not self.cases) or any(part in case.name for part in self.cases)
+        wanted = any(part in case.name for part in self.cases) or (case.default and not self.cases)
+        return wanted and not any(part in case.name for part in self.skip)
 
 
 def parse(arguments: list[str]) -> Arguments:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*")
+    parser.add_argument("--skip", nargs="+", default=(), help="leave out cases that contain one of these")
     parser.add_argument("--out", default="", help="file for the JSON document")
     parser.add_argument("--list", action="store_true", help="print the names of the cases and stop")
     return parser.parse_args(arguments, namespace=Arguments())
