@@ -6,7 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,17 +51,14 @@ def running(config: ServeConfig, *, on_wait: Callable[[str], None] = lambda reas
     ``on_wait`` is told, again and again until everything is ready, what is still missing. Whatever was started here is
     ended on the way out, on Ctrl-C too.
     """
-    own_cluster = not ray.is_initialized()
-    if own_cluster:
-        ray.init(num_cpus=num_logical_cpus(config), include_dashboard=False, log_to_driver=False)
-    try:
+    with ExitStack() as stack:  # one end failing, or a second Ctrl-C in it, does not stop the other
+        if not ray.is_initialized():
+            stack.callback(ray.shutdown)
+            ray.init(num_cpus=num_logical_cpus(config), include_dashboard=False, log_to_driver=False)
+        stack.callback(serve.shutdown)
         url = _deploy(config)
         wait_ready(url, on_wait)
         yield url
-    finally:
-        serve.shutdown()  # type: ignore[no-untyped-call]
-        if own_cluster:
-            ray.shutdown()
 
 
 def num_logical_cpus(config: ServeConfig) -> int:

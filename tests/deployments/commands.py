@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,9 +59,12 @@ class Command:
         assert match is not None, self.output
         return match[0]
 
-    def interrupt(self, within_s: float = 60.0) -> int:
+    def interrupt(self, *, again_after_s: float | None = None, within_s: float = 60.0) -> int:
         """Ctrl-C as a terminal sends it, to all of the job in front; the exit code, once all processes are gone."""
         os.killpg(self._process.pid, signal.SIGINT)
+        if again_after_s is not None:
+            time.sleep(again_after_s)
+            os.killpg(self._process.pid, signal.SIGINT)
         code = self._process.wait(within_s)
         assert (left := self.processes()) == [], f"left behind: {left}"
         return code

@@ -1,4 +1,4 @@
-"""Ctrl-C at any time ends every process that a command has started."""
+"""Ctrl-C at any time, and twice, ends every process that a command has started."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from tests.deployments.commands import command, config_file, short_folder
 from tests.deployments.live import config_of
 
 MOMENTS = {
-    "at once": "Starting Ray Serve",
-    "replicas start": "no running replica",
-    "drawing": r"a red circle.*\b[1-9]\d?/100",
+    "at once": ("Starting Ray Serve", None),
+    "replicas start": ("no running replica", 0.3),
+    "drawing": (r"a red circle.*\b[1-9]\d?/100", None),
 }
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_ctrl_c_leaves_no_process_and_no_file(pictures: Path, moment: str):
+    pattern, again_after_s = MOMENTS[moment]
     with short_folder() as folder:
         config, out = config_file(config_of({"pictures": pictures}), folder), folder / "picture.png"
         wanted = ("--steps", "100", "--out", str(out), "--config", config)
         with command("generate", "a red circle", *wanted, folder=folder) as generate:
-            generate.wait_for(MOMENTS[moment])
-            assert generate.interrupt() == 130, generate.output
+            generate.wait_for(pattern)
+            code = generate.interrupt(again_after_s=again_after_s)
+            assert code == 130, generate.output
             assert "Traceback" not in generate.output
         assert not out.exists()
