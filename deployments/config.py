@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
@@ -75,12 +76,13 @@ class ModelConfig(_Config):
 
 
 class ApiConfig(_Config):
-    """Limits of the HTTP API. Keys, data directory and database URL come from the environment.
+    """Limits of the HTTP API. Keys and database URL come from the environment, as does ``data_dir`` if not given here.
 
     ``public_url`` replaces the host of the request in URLs that are handed out. Finished clips are deleted after
     ``keep_videos_s``, if that is given.
     """
 
+    data_dir: Path | None = None
     max_body_bytes: PositiveInt = 1 << 20
     max_images_per_request: PositiveInt = 4
     max_concurrent_videos: PositiveInt = 2
@@ -117,6 +119,12 @@ class ServeConfig(_Config):
     @property
     def app(self) -> AppConfig:
         return self.applications[0].args
+
+    def with_data_dir(self, data_dir: Path) -> Self:
+        """The same, with jobs and files kept in ``data_dir``."""
+        document = self.model_dump()
+        document["applications"][0]["args"]["api"]["data_dir"] = data_dir
+        return self.model_validate(document)
 
     def with_http(self, **options: Any) -> Self:
         """The same with other ``http_options``; ``port=0`` takes any free port."""

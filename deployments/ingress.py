@@ -67,7 +67,7 @@ class Ingress:
     def _api_settings(self) -> ApiSettings:
         limits = self._config.api
         return ApiSettings(
-            data_dir=self._settings.data_dir,
+            data_dir=limits.data_dir or self._settings.data_dir,
             api_keys=self._settings.all_api_keys,
             max_body_bytes=limits.max_body_bytes,
             max_n=limits.max_images_per_request,
@@ -78,7 +78,7 @@ class Ingress:
     def _job_settings(self) -> JobSettings:
         limits = self._config.api
         return JobSettings(
-            data_dir=self._settings.data_dir,
+            data_dir=limits.data_dir or self._settings.data_dir,
             database_url=self._settings.database_url,
             max_running=limits.max_concurrent_videos,
             max_waiting=limits.max_waiting_videos,

@@ -80,9 +80,9 @@ class Client:
             while job["status"] in ("queued", "in_progress"):
                 time.sleep(POLL_S)
                 job = _checked(self._http.get(url)).json()
-                share = job["progress"] / 100
+                share, num_steps = job["progress"] / 100, job["num_inference_steps"]
                 left_s = (time.monotonic() - started_s) * (1 - share) / share if share else 0.0
-                yield Step(step=job["progress"], num_steps=100, eta_s=left_s)
+                yield Step(step=round(share * num_steps), num_steps=num_steps, eta_s=left_s)
             finished = True
         finally:
             if not finished:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from deployments.cli.client import Client
 from deployments.cli.generate import generate
-from deployments.cli.progress import console, started
+from deployments.cli.progress import console, started_for_itself
 from deployments.serving import load_config
 
 PICTURE = ("image", "a small red circle above a large blue square on a white background", "picture.png")
@@ -17,7 +17,7 @@ CLIP = ("video", "a green triangle moves from left to right on a black backgroun
 def demo(out: Path, seed: int = 0) -> None:
     """Write ``out/picture.png`` and ``out/clip.mp4``; print where they are and where the time went."""
     begun_s = time.perf_counter()
-    with started(load_config("laptop").with_http(port=0)) as url, Client(url) as client:
+    with started_for_itself(load_config("laptop")) as url, Client(url) as client:
         console.print(f"started in {time.perf_counter() - begun_s:.1f} s", highlight=False)
         models = {model["kind"]: model["id"] for model in client.models()}
         for kind, prompt, name in (PICTURE, CLIP):

@@ -16,7 +16,8 @@ def generate(client: Client, prompt: str, out: Path, options: dict[str, Any]) ->
     """Ask ``client`` for ``prompt``, show its progress, write ``out``. The model's kind decides the route."""
     model = _model(client, options.get("model"))
     body = {"prompt": prompt, **options, "model": model["id"]}
-    result = follow(f"{model['id']}: {prompt}", _events(client, model["kind"], body, out))
+    console.print(f"{model['id']}: {prompt}", highlight=False)
+    result = follow(model["kind"], _events(client, model["kind"], body, out))
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_bytes(result.data)
     console.print(f"{out}  seed {result.seed}  {timings_line(result)}", highlight=False, soft_wrap=True)

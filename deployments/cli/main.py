@@ -99,10 +99,10 @@ def _client(config: str, url: str, api_key: str) -> Iterator[Any]:
             with Client(url, api_key) as client:
                 yield client
         else:
-            from deployments.cli.progress import started
+            from deployments.cli.progress import started_for_itself
             from deployments.serving import load_config
 
-            with started(load_config(config).with_http(port=0)) as own_url, Client(own_url, api_key) as client:
+            with started_for_itself(load_config(config)) as own_url, Client(own_url, api_key) as client:
                 yield client
 
 

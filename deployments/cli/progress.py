@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -26,8 +28,8 @@ console = Console()
 
 def follow(title: str, events: Iterator[Step | Result]) -> Result:
     """Show ``title``, step x of y and the time left until the result is there."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[eta]}"))
-    with Progress(*columns, console=console) as bar:
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("step"), MofNCompleteColumn(separator=" of "))
+    with Progress(*columns, TextColumn("{task.fields[eta]}"), console=console) as bar:
         task = bar.add_task(title, total=None, eta="")
         for event in events:
             if isinstance(event, Result):
@@ -48,6 +50,14 @@ def started(config: ServeConfig) -> Iterator[str]:
             url = stack.enter_context(running(config, on_wait=lambda reason: bar.update(task, description=reason)))
             bar.update(task, description=f"Ready at {url}", completed=1)
         yield url
+
+
+@contextmanager
+def started_for_itself(config: ServeConfig) -> Iterator[str]:
+    """As ``started``, for one command alone: on any free port, and with a data directory that goes with it."""
+    with ExitStack() as stack:
+        data_dir = Path(stack.enter_context(TemporaryDirectory(prefix="troupe_")))
+        yield stack.enter_context(started(config.with_http(port=0).with_data_dir(data_dir)))
 
 
 def timings_line(result: Result) -> str:
