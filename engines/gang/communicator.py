@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoreAddress:
-    host: str
-    port: int
+from engines.gang.config import StoreAddress
 
 
 class Communicator:

@@ -60,6 +60,14 @@ def _check(ok: bool, name: str, given: object, allowed: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StoreAddress:
+    """Where rank 0 keeps the rendezvous store. It passes through the replica, which does without torch."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RankContext:
     """Where a rank finds itself when it builds its parts. ``torch.distributed`` is initialised by then."""
 

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from engines.gang.config import BuildRank, GangConfig, RankContext
+from engines.gang.config import BuildRank, GangConfig, RankContext, StoreAddress
 from engines.gang.errors import portable
 from engines.gang.job import Job
 from engines.gang.placement import rank_strategy
 from engines.gang.plan import JobFailure, StepPlan
 
 if TYPE_CHECKING:
-    from engines.gang.communicator import StoreAddress
     from engines.gang.runner import StepRunner
 
 logger = logging.getLogger(__name__)
