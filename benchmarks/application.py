@@ -1,0 +1,133 @@
+"""The whole application as a user starts it: ``troupe serve`` in a process of its own, timed and weighed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+
+from deployments.config import ServeConfig
+
+COMMAND = (sys.executable, "-m", "deployments.cli.main")
+READY_WITHIN_S = 600.0
+STOPPED_WITHIN_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Application:
+    """``ready_s`` is the time from the command to the first 200 of ``GET /health``."""
+
+    url: str
+    ready_s: float
+    process: psutil.Process
+
+    def processes(self) -> list[psutil.Process]:
+        return [self.process, *self.process.children(recursive=True)]
+
+    def memory(self) -> Memory:
+        return Memory.of(self.processes())
+
+    def cpu_share(self, over_s: float) -> float:
+        """Cores' worth of CPU time that all processes use during ``over_s``."""
+        before = cpu_s(self.processes())
+        time.sleep(over_s)
+        return (cpu_s(self.processes()) - before) / over_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """Summed PSS, which counts a page that n processes share as 1/n in each, of all processes."""
+
+    pss_bytes: int
+    num_processes: int
+
+    @classmethod
+    def of(cls, processes: Sequence[psutil.Process]) -> Memory:
+        sizes = [size for process in processes if (size := pss_bytes(process))]
+        return cls(pss_bytes=sum(sizes), num_processes=len(sizes))
+
+
+def pss_bytes(process: psutil.Process) -> int:
+    """``Pss`` of /proc/PID/smaps_rollup; 0 for a process that is gone or a zombie."""
+    try:
+        lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)
+
+
+def cpu_s(processes: Sequence[psutil.Process]) -> float:
+    total = 0.0
+    for process in processes:
+        try:
+            times = process.cpu_times()
+        except psutil.NoSuchProcess:
+            continue
+        total += times.user + times.system
+    return total
+
+
+@contextmanager
+def serving(config: ServeConfig) -> Iterator[Application]:
+    """``troupe serve`` with ``config``, ready; ended by Ctrl-C's signal, and all of it is gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="troupe_bench_", dir="/tmp", ignore_cleanup_errors=True) as name:
+        folder, port = Path(name), free_port()
+        file = folder / "config.yaml"
+        file.write_text(json.dumps(config.model_dump(mode="json")))  # JSON is YAML
+        started_s = time.perf_counter()
+        with (folder / "log").open("w") as log:
+            process = subprocess.Popen(
+                [*COMMAND, "serve", str(file), "--port", str(port)],
+                env=os.environ | {"TROUPE_DATA_DIR": name, "RAY_TMPDIR": name},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        try:
+            url = f"http://127.0.0.1:{port}"
+            wait_ready(url, process, folder / "log")
+            ready_s = time.perf_counter() - started_s
+            yield Application(url=url, ready_s=ready_s, process=psutil.Process(process.pid))
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(STOPPED_WITHIN_S)
+
+
+def wait_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    end_s = time.monotonic() + READY_WITHIN_S
+    with httpx.Client(base_url=url, timeout=5.0) as client:
+        while time.monotonic() < end_s:
+            if process.poll() is not None:
+                raise RuntimeError(f"troupe serve ended with {process.returncode}:\n{log.read_text()[-4000:]}")
+            with suppress(httpx.TransportError):
+                if client.get("/health").status_code == httpx.codes.OK:
+                    return
+            time.sleep(0.1)
+    raise TimeoutError(f"not ready within {READY_WITHIN_S:g} s:\n{log.read_text()[-4000:]}")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def demo_s() -> float:
+    """How long ``make demo`` takes where everything is installed, from the command to its end."""
+    with tempfile.TemporaryDirectory(prefix="troupe_bench_", dir="/tmp", ignore_cleanup_errors=True) as name:
+        env = os.environ | {"TROUPE_DATA_DIR": name, "RAY_TMPDIR": name}
+        started_s = time.perf_counter()
+        subprocess.run([*COMMAND, "demo", "--out", name], env=env, check=True, stdout=subprocess.DEVNULL)
+        return time.perf_counter() - started_s
