@@ -1,0 +1,190 @@
+"""Trains an auto-encoder on drawings: `python -m pipelines.training.vae --model flux-shapes --minutes 2 --out DIR`.
+
+Absolute and squared error plus a light pull of the posterior to a unit normal (Kingma & Welling, arXiv 1312.6114).
+"""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKLWan
+from torch import Tensor, nn
+
+from pipelines.training import flux_model, wan_model
+from pipelines.training.draw import Drawings, draw
+from pipelines.training.fast import GraphedStep, eager_step, slow_down, speed_up_norms
+from pipelines.training.loop import Plan, Run, fit
+from pipelines.training.pool import Captioned, captioned_motions, captioned_stills
+
+PICTURE_PX = 96
+NUM_SCENES = 100_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """What differs between the auto-encoder of pictures and that of videos."""
+
+    build: Callable[[], nn.Module]
+    scenes: Callable[[int, int], Captioned]
+    pixels: Callable[[Drawings], Tensor]
+    decode: Callable[[Any, Tensor], Tensor]
+    statistics: Callable[[Tensor], dict[str, Any]]
+    batch: int
+    kl_weight: float
+
+
+def _decode_picture(vae: Any, latents: Tensor) -> Tensor:
+    sample: Tensor = vae.decode(latents).sample
+    return sample
+
+
+def _decode_video(vae: Any, latents: Tensor) -> Tensor:
+    """As `AutoencoderKLWan.decode`, frame by frame, but without the clamp, which would stop gradients."""
+    vae.clear_cache()
+    latents = vae.post_quant_conv(latents)
+    frames = []
+    for index in range(latents.shape[2]):
+        vae._conv_idx = [0]
+        first = {"first_chunk": True} if index == 0 else {}
+        frame = latents[:, :, index : index + 1]
+        frames.append(vae.decoder(frame, feat_cache=vae._feat_map, feat_idx=vae._conv_idx, **first))
+    vae.clear_cache()
+    return torch.cat(frames, 2)
+
+
+def _scalar_statistics(latents: Tensor) -> dict[str, Any]:
+    return {"shift_factor": latents.mean().item(), "scaling_factor": 1 / latents.std().item()}
+
+
+def _channel_statistics(latents: Tensor) -> dict[str, Any]:
+    std, mean = torch.std_mean(latents.transpose(0, 1).flatten(1), dim=1)
+    return {"latents_mean": mean.tolist(), "latents_std": std.tolist()}
+
+
+def _video_pixels(drawings: Drawings) -> Tensor:
+    """Whole clips: trained on shorter ones, the decoder's memory drifts in the frames that follow."""
+    side = wan_model.SIDE_PX
+    return draw(drawings, height=side, width=side, num_frames=wan_model.NUM_FRAMES)
+
+
+@torch.no_grad()
+def _ease(vae: Any) -> None:
+    """Starts with little sampling noise and with residual blocks that pass their input on."""
+    moments = vae.quant_conv if isinstance(vae, AutoencoderKLWan) else vae.encoder.conv_out
+    moments.weight[moments.weight.shape[0] // 2 :] *= 0.1
+    moments.bias[moments.bias.shape[0] // 2 :] -= 4
+    for child in vae.modules():
+        if type(child).__name__ in ("ResnetBlock2D", "WanResidualBlock"):
+            nn.init.zeros_(child.conv2.weight)
+            nn.init.zeros_(child.conv2.bias)
+
+
+TASKS = {
+    "flux-shapes": Task(
+        build=flux_model.build_vae,
+        scenes=captioned_stills,
+        pixels=lambda drawings: draw(drawings, height=PICTURE_PX, width=PICTURE_PX)[:, :, 0],
+        decode=_decode_picture,
+        statistics=_scalar_statistics,
+        batch=32,
+        kl_weight=3e-4,
+    ),
+    "wan-shapes": Task(
+        build=wan_model.build_vae,
+        scenes=captioned_motions,
+        pixels=_video_pixels,
+        decode=_decode_video,
+        statistics=_channel_statistics,
+        batch=4,
+        kl_weight=5e-5,
+    ),
+}
+
+
+def _loss(task: Task, vae: Any, pixels: Tensor) -> Tensor:
+    with torch.autocast(pixels.device.type, torch.bfloat16, enabled=pixels.is_cuda):
+        posterior = vae.encode(pixels).latent_dist
+        decoded = task.decode(vae, posterior.sample()).float()
+    mean, log_variance = posterior.mean.float(), posterior.logvar.float()
+    kl = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).mean()
+    error = decoded - pixels
+    loss: Tensor = error.abs().mean() + error.square().mean() + task.kl_weight * kl
+    return loss
+
+
+@torch.no_grad()
+def _finish(task: Task, vae: Any, drawings: Drawings, out: Path) -> None:
+    row = torch.arange(min(64, len(drawings.background_N)), device=drawings.background_N.device)
+    pixels = task.pixels(drawings[row])
+    latents = vae.encode(pixels).latent_dist.mean
+    error = task.decode(vae, latents).clamp(-1, 1) - pixels
+    decibel = -10 * (error.square().mean() / 4).log10().item()
+    statistics = task.statistics(latents)
+    print(f"{out.name} PSNR {decibel:.2f} dB {statistics}", flush=True)
+    vae.register_to_config(**statistics)
+    vae.save_pretrained(out / "vae")
+
+
+def _untrained(task: Task, start: Path | None) -> Any:
+    vae: Any = task.build()
+    if start is None:
+        _ease(vae)
+        return vae
+    return type(vae).from_pretrained(start)
+
+
+def train(plan: Plan, model: str, *, seed: int, start: Path | None, batch: int | None, max_steps: int | None) -> None:
+    """Trains, measures the latents' statistics and writes `out/vae` in diffusers' layout (float32)."""
+    torch.manual_seed(seed)
+    task, device = TASKS[model], "cuda" if torch.cuda.is_available() else "cpu"
+    drawings = task.scenes(NUM_SCENES if device == "cuda" else 1000, seed).drawings.to(device)
+    run = Run(module=_untrained(task, start).to(device), plan=plan)
+    size = batch or task.batch
+
+    def pixels() -> Tensor:
+        row = torch.randint(len(drawings.background_N), (size,), device=device)
+        return task.pixels(drawings[row])
+
+    def loss_of(batch: Tensor) -> Tensor:
+        return _loss(task, run.module, batch)
+
+    if device == "cuda":
+        speed_up_norms(run.module)
+        fit(run, GraphedStep(run.module, loss_of, pixels), max_steps)
+    else:
+        fit(run, eager_step(run.module, lambda: loss_of(pixels())), max_steps)
+    run.average.copy_to_module()
+    slow_down(run.module)
+    _finish(task, run.module.eval(), drawings, plan.out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=sorted(TASKS), required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=2.5)
+    parser.add_argument("--total-minutes", type=float)
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--start", type=Path, help="go on from this auto-encoder instead of from nothing")
+    parser.add_argument("--batch", type=int)
+    parser.add_argument("--max-steps", type=int)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", action="store_true")
+    args = parser.parse_args()
+    plan = Plan(
+        out=args.out,
+        minutes=args.minutes,
+        total_minutes=args.total_minutes or args.minutes,
+        learning_rate=args.learning_rate,
+        resume=args.resume,
+        ema_decay=0.99,
+    )
+    train(plan, args.model, seed=args.seed, start=args.start, batch=args.batch, max_steps=args.max_steps)
+
+
+if __name__ == "__main__":
+    torch.set_float32_matmul_precision("high")
+    main()
