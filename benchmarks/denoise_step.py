@@ -50,12 +50,13 @@ def main() -> None:
     say = print if rank == 0 else (lambda *_, **__: None)
     bench = Bench(rank=rank, world=world, small=not torch.cuda.is_available(), say=say)
     say(f"{platform.node()}: {world} x {bench.device_name}, torch {torch.__version__}", flush=True)
-    results = [result for case in chosen if (result := run_case(bench, case, say)) is not None]
-    document = {"hardware": f"{world} x {bench.device_name}", "torch": torch.__version__, "results": results}
-    if rank == 0:
-        if arguments.out:
+    document: dict[str, Any] = {"hardware": f"{world} x {bench.device_name}", "torch": torch.__version__, "results": []}
+    for case in chosen:
+        if (result := run_case(bench, case, say)) is not None:
+            document["results"].append(result)
+        if rank == 0 and arguments.out:  # after every case: a later one may hang
             Path(arguments.out).write_text(json.dumps(document, indent=1))
-        print(json.dumps(document), flush=True)
+    say(json.dumps(document), flush=True)
     rank_synchronize()
     os._exit(0)  # graphs hold the communicator: an orderly shutdown would wait for them
 

@@ -18,6 +18,7 @@ CompileMode = Literal["auto", "eager", "per-block"]
 PathMode = Literal["auto", "fast", "module"]
 _COMPILE_MODES = ("auto", "eager", "per-block")
 _PATHS = ("auto", "fast", "module")
+FP8_CAPABILITY = (8, 9)
 _PRECISIONS = ("auto", "native", "fp8", "fp8-static", "int8")
 
 
@@ -62,6 +63,7 @@ class TorchEngineConfig:
         self, model: DenoiserModel, *, rank: int, num_ranks: int, device: torch.device, groups: Groups
     ) -> ResolvedConfig:
         """Concrete choices for a model and a gang; all ranks make the call. ``ValueError`` if they cannot be made."""
+        self._check_device(device)
         compile_blocks = self.compile == "per-block" or (self.compile == "auto" and device.type == "cuda")
         if self.strategy == "auto":
             tokens = self.typical_tokens
@@ -84,7 +86,19 @@ class TorchEngineConfig:
     def _takes_fast_path(self, model: DenoiserModel, device: torch.device) -> bool:
         if self.path == "module" or model.fast is None:
             return False
-        return self.path == "fast" or device.type == "cuda"
+        if self.path == "fast":
+            return True
+        return device.type == "cuda" and model.head_dim.bit_count() == 1  # the fused kernels take powers of two
+
+    def _check_device(self, device: torch.device) -> None:
+        if device.type == "cuda" and self.precision.startswith("fp8"):
+            capability = torch.cuda.get_device_capability(device)
+            if capability < FP8_CAPABILITY:
+                name = torch.cuda.get_device_name(device)
+                raise ValueError(
+                    f"precision {self.precision!r} needs a GPU of compute capability 8.9 or later (Ada, Hopper); "
+                    f"{name} has {capability[0]}.{capability[1]}: use 'native' or 'int8'"
+                )
 
     def _spec(self, model: DenoiserModel, width: int, num_ranks: int) -> tuple[ParallelSpec, ParallelSpec] | None:
         try:

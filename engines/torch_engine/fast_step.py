@@ -38,12 +38,12 @@ class Overlap:
 
 
 DEFAULT_OVERLAP = Overlap()
-"""The fastest as measured: benchmarks/reports."""
+"""The second stream beside the first, NCCL for the exchange; `benchmarks.denoise_step` measures the alternatives."""
 
 
 def can_run(team: Team) -> bool:
     """Whether the fast path knows how this team divides a step: by tokens, whichever strategy, but not by weights."""
-    return team.tensor.size == 1
+    return team.tensor.size == 1 and team.pipeline.size == 1
 
 
 class FastStep:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from engines.model import DenoiserModel
 from engines.parallel.self_check import check_attention, self_check
+from engines.torch_engine.check import check_fast_path
 from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
 
@@ -18,6 +19,7 @@ def load_torch_engine(
 ) -> TorchEngine:
     """Made and self-checked. Every rank of the gang makes this call at the same time."""
     engine = TorchEngine(model, config=TorchEngineConfig(strategy=strategy, precision=precision))
+    check_fast_path(engine, model, rank=context.rank)
     for team in engine.teams.all():
         check_attention(
             team, num_heads=model.num_heads, head_dim=model.head_dim, device=engine.device, dtype=engine.dtype

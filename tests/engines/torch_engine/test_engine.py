@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines.model import Branch
-from engines.parallel.self_check import relative_difference
+from engines.parallel.self_check import WrongAnswerError, relative_difference
 from engines.torch_engine.calibration import recording, save_calibration
+from engines.torch_engine.check import check_fast_path
 from engines.torch_engine.config import PathMode, TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
 from pipelines.flux.fast import FastFlux
@@ -58,6 +59,16 @@ def test_the_fast_path_gives_the_same_answers(strategy: str) -> None:
     for ranks in ((0, 1, 2, 3), None):
         for answer in gang(4).run(predict_fast, strategy, ranks):
             assert max(map(relative_difference, answer, alone(mixed()))) <= 1e-5
+
+
+def test_the_fast_path_is_checked_against_the_module() -> None:
+    model = models.model.__wrapped__("flux")
+    engine = TorchEngine(model, config=TorchEngineConfig(path="fast"))
+    assert max(check_fast_path(engine, model, rank=0).values()) < 1e-5
+    gelu = "engines.torch_engine.product.NativeProduct.activated"
+    with patch(gelu, lambda product, x: product(x).relu()), pytest.raises(WrongAnswerError, match="fast path"):
+        check_fast_path(engine, model, rank=0)
+    assert check_fast_path(TorchEngine(model), model, rank=0) == {}
 
 
 def predict_fast(strategy: str, ranks: tuple[int, ...] | None) -> tuple[Tensor, ...]:
