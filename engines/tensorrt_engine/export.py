@@ -13,8 +13,9 @@ from engines.parallel.mesh import Team
 from engines.parallel.tensor import split_weights
 from engines.tensorrt_engine.config import RingForm
 from engines.tensorrt_engine.onnx_export import EngineGraph, export_core
-from engines.tensorrt_engine.partition import RANK, Parts, partition
+from engines.tensorrt_engine.partition import Parts, partition
 from engines.tensorrt_engine.segments import SegmentedCore, segment_core
+from engines.tensorrt_engine.subgraph import RANK
 from engines.tensorrt_engine.trace import ChangeModule, DynamicDims, trace, unchanged
 
 

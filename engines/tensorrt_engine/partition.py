@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx, nn
 
 from engines.tensorrt_engine.markers import CUT, JOIN
-from engines.tensorrt_engine.symbolic import Sizes
+from engines.tensorrt_engine.subgraph import extract, input_name, is_size, resolve
 
 _COLLECTIVE_NAMESPACE = "_c10d_functional::"
 _VIEWS = (
@@ -28,8 +27,6 @@ _VIEWS = (
     "alias",
 )
 _IS_PARAMETER = "is_parameter"
-RANK = "rank_index"
-"""Name of the extra input of ``before``: the caller's place on the context axis."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +56,7 @@ def partition(traced: fx.GraphModule) -> Parts:
     core = [n for n in nodes if n not in before and n not in after and n.op not in ("placeholder", "get_attr")]
     given = [node for node in nodes if node.op == "placeholder"]
 
-    into_core = [node for node in _outside(core) if not _is_size(node)]
+    into_core = [node for node in _outside(core) if not is_size(node)]
     core_results = [n for n in core if n in results or any(user in after for user in n.users)]
     into_after = _outside([n for n in nodes if n in after], extra=results)
     handed = list(dict.fromkeys([*into_core, *(n for n in into_after if n not in core)]))
@@ -85,7 +82,7 @@ def _drop_assertions(graph: fx.Graph) -> None:
 def _mark_parameters(traced: fx.GraphModule) -> None:
     for node in traced.graph.nodes:
         if node.op == "get_attr":
-            node.meta[_IS_PARAMETER] = isinstance(_resolve(traced, str(node.target)), nn.Parameter)
+            node.meta[_IS_PARAMETER] = isinstance(resolve(traced, str(node.target)), nn.Parameter)
 
 
 def _before(nodes: list[fx.Node]) -> set[fx.Node]:
@@ -128,10 +125,6 @@ def _is_view(node: fx.Node) -> bool:
 
 def _packet(node: fx.Node) -> str:
     return str(node.target).split(".")[1] if str(node.target).startswith("aten.") else ""
-
-
-def _is_size(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.SymInt)
 
 
 def _is_exchange(node: fx.Node) -> bool:
@@ -184,69 +177,7 @@ def _names(nodes: list[fx.Node]) -> dict[fx.Node, str]:
     return names
 
 
-def input_name(placeholder: fx.Node) -> str:
-    """The model input's name: ``torch.export`` puts the name of the dict of inputs in front."""
-    return placeholder.name.removeprefix("inputs_")
-
-
 def _submodule(node: fx.Node) -> str:
     stack = list((node.meta.get("nn_module_stack") or {"": ("", None)}).values())
     place = str(stack[-1][0]).removeprefix("module").strip(".")
     return place if place and not place.startswith("_") else "value"
-
-
-def extract(
-    traced: fx.GraphModule, given: list[fx.Node], part: list[fx.Node], results: list[fx.Node], *, rank: bool = False
-) -> fx.GraphModule:
-    graph = fx.Graph()
-    copies: dict[fx.Node, Any] = {}
-    for node in given:
-        copies[node] = graph.placeholder(input_name(node))
-        copies[node].meta = dict(node.meta)
-    index = graph.placeholder(RANK) if rank else None
-    sizes = Sizes(graph, [(node, copies[node]) for node in given if not _is_size(node)])
-    for node in part:
-        for source in node.all_input_nodes:
-            if source not in copies:
-                copies[source] = graph.node_copy(source) if source.op == "get_attr" else sizes.node(source.meta["val"])
-        copies[node] = _copy(graph, node, copies)
-        if node.target is CUT and index is not None:
-            copies[node].args = (*copies[node].args[:4], index)
-    graph.output(tuple(copies[node] for node in results))
-    return fx.GraphModule(_only_used(traced, graph), graph)
-
-
-def _copy(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, Any]) -> fx.Node:
-    """Like ``graph.node_copy``, but a source may have become a plain number."""
-    assert node.op == "call_function", node.op
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: copies[source])
-    made = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
-    made.meta = dict(node.meta)
-    return made
-
-
-def _only_used(traced: fx.GraphModule, graph: fx.Graph) -> nn.Module:
-    """A root that holds just the tensors that ``graph`` reads, under their names."""
-    root = nn.Module()
-    for node in graph.nodes:
-        if node.op == "get_attr":
-            *path, leaf = str(node.target).split(".")
-            owner: nn.Module = root
-            for step in path:
-                if not hasattr(owner, step):
-                    owner.add_module(step, nn.Module())
-                owner = getattr(owner, step)
-            value = _resolve(traced, str(node.target))
-            if isinstance(value, nn.Parameter):
-                owner.register_parameter(leaf, value)
-            else:
-                owner.register_buffer(leaf, value)
-    return root
-
-
-def _resolve(root: nn.Module, name: str) -> torch.Tensor:
-    value: object = root
-    for step in name.split("."):
-        value = getattr(value, step)
-    assert isinstance(value, torch.Tensor), name
-    return value

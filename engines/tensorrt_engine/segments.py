@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, fx
 
 from engines.tensorrt_engine.onnx_export import WEIGHT_PREFIX, EngineGraph, export_graph
-from engines.tensorrt_engine.partition import Parts, downstream, extract
+from engines.tensorrt_engine.partition import Parts, downstream
+from engines.tensorrt_engine.subgraph import extract
 
 
 @torch.library.custom_op("troupe::attend", mutates_args=())

@@ -27,8 +27,10 @@ def bf16_specimen(family: str) -> tuple[object, list[Branch]]:
     return model, [Branch(inputs=cast(specimen, inputs, torch.bfloat16)) for inputs in specimen.buckets()]
 
 
-def test_build_engine_says_what_the_plan_holds(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_buckets", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_build_engine_says_what_the_plan_holds(tmp_path: Path, num_buckets: int) -> None:
     model, buckets = bf16_specimen("flux")
+    buckets = buckets[:num_buckets]
     config = TensorRTConfig(cache_dir=tmp_path)
     (first,) = build_engine(model, buckets, config=config, width=2, target=SM89, visible=False)  # type: ignore[arg-type]
     assert first.collectives == {"all_to_all": 4, "all_gather": 1}

@@ -16,7 +16,7 @@ from tests.engines.tensorrt_engine.zoo import SPECIMENS
     ("family", "strategy", "num_engines"),
     [
         ("flux", "ulysses", 1),
-        ("wan", "guidance", 1),
+        pytest.param("wan", "guidance", 1, marks=pytest.mark.slow),
         ("flux", "ring", 3),  # start, dual to single, end
         pytest.param("wan", "ring", 3, marks=pytest.mark.slow),
         pytest.param("flux", "tensor", 1, marks=pytest.mark.slow),
