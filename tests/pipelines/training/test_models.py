@@ -30,7 +30,7 @@ def _ids(tokenizer: object, texts: list[str]) -> torch.Tensor:
 
 def _error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     """Relative; ours runs in bfloat16 autocast, theirs in float32."""
-    return ((ours - theirs).norm() / theirs.norm()).item()
+    return float((ours - theirs).norm() / theirs.norm())
 
 
 def test_flux_text_equals_the_pipeline() -> None:
