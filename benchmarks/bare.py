@@ -1,15 +1,19 @@
 """A picture without Ray, Serve, HTTP and gangs: the pipeline in one process and one thread, as each stage is served.
 
-    python -m benchmarks.bare MODEL REPEATS
+    python -m benchmarks.bare MODEL
 
-Prints one JSON document: seconds from the request to the PNG, with the plain module and with the engine that ranks use.
+Draws one picture for each line on stdin and answers with one line of JSON: seconds from the request to the PNG, with
+the plain module and with the engine that ranks use. So pictures can be drawn in turns with other measurements.
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -24,6 +28,9 @@ from pipelines.run import Pipeline, load_pipeline
 CPU = torch.device("cpu")
 PROMPT = "a small red circle above a large blue square on a white background"
 NUM_WARM_UP = 2
+
+Times = dict[str, dict[str, float]]
+"""Seconds: pipeline ("plain", "engine") to part ("denoise", "decode", "total")."""
 
 
 def default_request(model: str) -> MediaRequest:
@@ -60,18 +67,33 @@ def draw(pipeline: Pipeline, request: MediaRequest) -> dict[str, float]:
     return {"denoise": denoised_s - started_s, "decode": ended_s - denoised_s, "total": ended_s - started_s}
 
 
-def main(model: str, num_repeats: int) -> None:
+def main(model: str) -> None:
     torch.set_num_threads(1)
     request, both = default_request(model), pipelines(model)
-    times: dict[str, list[dict[str, float]]] = {name: [] for name in both}
-    # In turns, so that what else the machine does hits both alike.
-    for index in range(NUM_WARM_UP + num_repeats):
-        for name, pipeline in both.items():
-            taken = draw(pipeline, replace(request, seed=index))
-            if index >= NUM_WARM_UP:
-                times[name].append(taken)
-    print(json.dumps(times))
+    for seed, _ in enumerate(sys.stdin):
+        times = {name: draw(pipeline, replace(request, seed=seed)) for name, pipeline in both.items()}
+        print(json.dumps(times), flush=True)
+
+
+@contextmanager
+def bare(model: str) -> Iterator[Callable[[], Times]]:
+    """A function that draws in a warm process of its own, which sleeps between calls."""
+    command = [sys.executable, "-m", "benchmarks.bare", model]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        stdin, stdout = process.stdin, process.stdout
+
+        def ask() -> Times:
+            print(file=stdin, flush=True)
+            times: Times = json.loads(stdout.readline())
+            return times
+
+        for _ in range(NUM_WARM_UP):
+            ask()
+        yield ask
+        stdin.close()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1])

@@ -3,7 +3,8 @@
     python -m benchmarks.serving [--quick]
 
 First the ceiling: the bare pipeline in one process (``benchmarks.bare``), while nothing else runs. Then the laptop's
-configuration with picture gangs of 1 and 2 ranks, through HTTP. The last line is one JSON document.
+configuration with picture gangs of 1 and 2 ranks, through HTTP; served and bare pictures are drawn in turns, so that
+what else the machine does hits both alike. The last line is one JSON document.
 Reports: benchmarks/reports/serving_*.md.
 """
 
@@ -13,7 +14,6 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import sys
 import threading
 import time
@@ -23,7 +23,8 @@ from importlib.metadata import version
 from typing import Any
 
 from benchmarks.application import Application, Memory, demo_s, serving
-from benchmarks.clients import STAGES, Load, ask, clip
+from benchmarks.bare import Times, bare
+from benchmarks.clients import STAGES, Answer, Load, ask, clip
 from benchmarks.spread import Spread
 from deployments.config import ServeConfig
 from deployments.serving import load_config, parse_config
@@ -56,11 +57,12 @@ def main() -> None:
     arguments = parse(sys.argv[1:])
     print(f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {versions()}", flush=True)
     config = load_config(arguments.config)
-    bare = measure_bare(source(config), arguments.num_alone)
+    with bare(source(config)) as draw:
+        ceiling = tell_bare("bare", [draw() for _ in range(arguments.num_alone)])
     document: dict[str, Any] = {"hardware": f"{os.cpu_count()} cores {platform.machine()}", "versions": versions()}
-    document["bare_s"] = {name: spread.rounded() for name, spread in bare.items()}
+    document["bare_s"] = {name: spread.rounded() for name, spread in ceiling.items()}
     for width in WIDTHS:
-        document[f"width_{width}"] = measure_width(config, width, bare, arguments)
+        document[f"width_{width}"] = measure_width(config, width, arguments)
     document["demo_s"] = say("make demo, installed", [demo_s() for _ in range(arguments.num_starts)]).rounded(1)
     document["load_at_end"] = round(os.getloadavg()[0], 1)
     print(json.dumps(document))
@@ -88,15 +90,12 @@ def source(config: ServeConfig) -> str:
     return next(model.source for model in config.app.models if model.name == PICTURES)
 
 
-def measure_bare(model: str, num_repeats: int) -> dict[str, Spread]:
+def tell_bare(what: str, runs: Sequence[Times]) -> dict[str, Spread]:
     """Seconds from a request to its PNG in one process: with the plain module, and with the ranks' engine."""
-    command = [sys.executable, "-m", "benchmarks.bare", model, str(num_repeats)]
-    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    times: dict[str, list[dict[str, float]]] = json.loads(output.splitlines()[-1])
-    for name, runs in times.items():
+    for name in runs[0]:
         for part in ("denoise", "decode"):
-            say(f"bare, {name}: {part}", [run[part] for run in runs])
-    return {name: say(f"bare, {name}: picture", [run["total"] for run in runs]) for name, runs in times.items()}
+            say(f"{what}, {name}: {part}", [run[name][part] for run in runs])
+    return {name: say(f"{what}, {name}: picture", [run[name]["total"] for run in runs]) for name in runs[0]}
 
 
 def with_width(config: ServeConfig, width: int) -> ServeConfig:
@@ -108,27 +107,39 @@ def with_width(config: ServeConfig, width: int) -> ServeConfig:
     return parse_config(document)
 
 
-def measure_width(config: ServeConfig, width: int, bare: dict[str, Spread], arguments: Arguments) -> dict[str, Any]:
+def measure_width(config: ServeConfig, width: int, arguments: Arguments) -> dict[str, Any]:
     print(f"\nwidth {width}", flush=True)
     ready_s, results = [], {}
     for index in range(arguments.num_starts):
         with serving(with_width(config, width)) as application:
             ready_s.append(application.ready_s)
             if index == arguments.num_starts - 1:
-                results = measure_pictures(application, bare, arguments) | measure_footprint(application)
+                results = measure_pictures(application, source(config), arguments) | measure_footprint(application)
     return {"ready_s": say("from the command to ready", ready_s).rounded(1), **results}
 
 
-def measure_pictures(application: Application, bare: dict[str, Spread], arguments: Arguments) -> dict[str, Any]:
+def measure_pictures(application: Application, model: str, arguments: Arguments) -> dict[str, Any]:
     ask(application.url, PICTURES, num_clients=2, num_each=2, first_seed=900)  # warm-up
-    alone = ask(application.url, PICTURES, num_clients=1, num_each=arguments.num_alone, first_seed=0)
+    alone, shares = in_turns(application, model, arguments.num_alone)
     together = ask(application.url, PICTURES, num_clients=NUM_CLIENTS, num_each=arguments.num_each, first_seed=100)
-    results = {"alone": shown(alone), "eight_clients": shown(together)}
-    served_s = results["alone"]["latency_s"]["median"]
-    shares = {name: 1 - spread.median / served_s for name, spread in bare.items()}
-    for name, share in shares.items():
-        print(f"{f'share of serving in a picture, against bare {name}':58} {100 * share:.1f} %", flush=True)
-    return {**results, "share_of_serving": {name: round(share, 3) for name, share in shares.items()}}
+    return {"alone": shown(alone), "eight_clients": shown(together), "share_of_serving": shares}
+
+
+def in_turns(application: Application, model: str, num_each: int) -> tuple[Load, dict[str, float]]:
+    """One client's pictures, and the share of them that the same picture does not take in one process."""
+    answers: list[Answer] = []
+    bare_runs: list[Times] = []
+    with bare(model) as draw:
+        for seed in range(num_each):
+            answers += ask(application.url, PICTURES, num_clients=1, num_each=1, first_seed=seed).answers
+            bare_runs.append(draw())
+    served_s = [answer.latency_s for answer in answers]
+    tell_bare("bare in turns", bare_runs)
+    shares = {}
+    for name in bare_runs[0]:
+        pairs = [100 * (1 - run[name]["total"] / one_s) for run, one_s in zip(bare_runs, served_s, strict=True)]
+        shares[name] = round(say(f"share of serving in a picture, bare {name}", pairs, "%").median / 100, 3)
+    return Load(answers=tuple(answers), num_clients=1, elapsed_s=sum(served_s)), shares
 
 
 def shown(load: Load) -> dict[str, Any]:
