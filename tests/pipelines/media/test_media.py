@@ -1,6 +1,10 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import av
 import numpy as np
@@ -9,6 +13,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from pipelines.media import encode_frames, encode_thumbnail
+
+ROOT = Path(__file__).parents[3]
 
 
 def gradient(num_frames: int, height: int, width: int) -> NDArray[np.uint8]:
@@ -94,3 +100,25 @@ def test_thumbnail_is_small_and_keeps_the_ratio() -> None:
 def test_bad_wishes_are_named(num_frames: int, format: str, options: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         encode_frames(gradient(num_frames, 16, 32), format, **options)
+
+
+CLIP_DIGEST = """
+import hashlib, numpy as np
+from PIL import Image
+from pipelines.media import encode_frames
+rng = np.random.default_rng(0)
+def clouds(size):
+    noise = (Image.fromarray(rng.integers(0, 256, (size, size, 3), dtype=np.uint8)) for _ in range(9))
+    return np.stack([np.asarray(frame.resize((64, 64), Image.Resampling.BICUBIC)) for frame in noise])
+frames = (0.8 * clouds(4)[:1] + 0.2 * clouds(16)).astype(np.uint8)
+print(hashlib.sha256(encode_frames(frames, "mp4", fps=8)).hexdigest())
+"""
+
+
+def test_clips_do_not_depend_on_what_memory_held_before():
+    """glibc fills every block it hands out with the byte in ``MALLOC_PERTURB_``: reading what nobody wrote shows."""
+    digests = set()
+    for fill in ("0", "85", "170"):
+        wanted = {"env": os.environ | {"MALLOC_PERTURB_": fill}, "cwd": ROOT, "capture_output": True, "check": True}
+        digests.add(subprocess.run([sys.executable, "-c", CLIP_DIGEST], **wanted).stdout)
+    assert len(digests) == 1
