@@ -12,7 +12,7 @@ from tests.deployments.live import config_of
 MOMENTS = {
     "at once": ("Starting Ray Serve", None),
     "replicas start": ("no running replica", 0.3),
-    "drawing": (r"a red circle.*\b[1-9]\d?/100", None),
+    "drawing": (r"step\s+[1-9]\d? of 100", None),
 }
 
 

@@ -40,7 +40,7 @@ def test_a_picture(url: str, tmp_path: Path):
         result = troupe("generate", "a red circle", *size, "--out", str(out), "--url", url, "--api-key", KEY)
         assert result.exit_code == 0, result.output
         assert f"{out}  seed 7" in result.output
-        assert "4/4" in result.output
+        assert "step 4 of 4" in result.output
         for stage in ("queue", "encode", "denoise", "decode"):
             assert stage in result.output
         made.append(out.read_bytes())
