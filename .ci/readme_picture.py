@@ -1,6 +1,6 @@
 """Draw the picture at the top of the README: one prompt a tile, all with the same seed, by the bare pipeline.
 
-    python .ci/readme_picture.py
+python .ci/readme_picture.py
 """
 
 from __future__ import annotations
