@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
@@ -10,6 +11,7 @@ from engines.parallel.kernel import Kernel
 from engines.parallel.shard_plan import ShardPlan
 
 if TYPE_CHECKING:  # processes that only pass these records on do without torch
+    import torch
     from torch import Tensor, nn
 
     from engines.torch_engine.fast_model import ArrangeWeights
@@ -39,6 +41,14 @@ class Branch:
     inputs: ModelInputs
     module: str = "transformer"
     schedule: Schedule | None = None
+
+
+def dtype_of(module: nn.Module) -> torch.dtype:
+    """What ``module`` computes in: the dtype of most of its weights. Families keep small tables in float32."""
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in module.parameters():
+        sizes[parameter.dtype] += parameter.numel()
+    return sizes.most_common(1)[0][0]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from engines.model import Branch, DenoiserModel
+from engines.model import Branch, DenoiserModel, dtype_of
 from engines.parallel.layout import TokenLayout
 from engines.parallel.shard_plan import ColumnLinear, FullWidthNorm, RowLinear, ShardPlan
 
@@ -123,7 +123,7 @@ def profile(model: DenoiserModel) -> ModelProfile:
         num_heads=model.num_heads,
         head_dim=model.head_dim,
         num_attentions=counter.num_attentions,
-        dtype=next(source.parameters()).dtype,
+        dtype=dtype_of(source),
         streams=counter.streams,
         once_flops=counter.once_flops,
         num_reductions=counter.num_reductions,

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from engines.model import Branch, DenoiserModel
+from engines.model import Branch, DenoiserModel, dtype_of
 from engines.parallel.collectives import Axis
 from engines.parallel.kernel import Kernel
 from engines.parallel.layout import TokenLayout
@@ -104,5 +104,5 @@ class ShardedModel:
         return team_kernel(self._local(), team, layout)
 
     def _local(self) -> Kernel:
-        some = next(next(iter(self._model.modules.values())).parameters())
-        return local_kernel(some.device, some.dtype)
+        some = next(iter(self._model.modules.values()))
+        return local_kernel(next(some.parameters()).device, dtype_of(some))

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 import torch
 
-from engines.model import DenoiserModel
+from engines.model import DenoiserModel, dtype_of
 from engines.parallel.spec import ParallelSpec
 from engines.tensorrt_engine.bindings import load_bindings
 from engines.tensorrt_engine.plan_cache import DEFAULT_FOLDER
@@ -56,8 +56,7 @@ class TensorRTConfig:
         spec = self.spec(width, num_heads=model.num_heads)
         spec.check(num_heads=model.num_heads, has_tensor_plan=bool(model.plan.linears))
         check_spec(spec, weights=self.weights)
-        dtype = next(next(iter(model.modules.values())).parameters()).dtype
-        precision = _precision(self.precision, dtype)
+        precision = _precision(self.precision, dtype_of(next(iter(model.modules.values()))))
         if precision == "fp8" and not target.has_fp8:
             raise ValueError(f"fp8 needs compute capability 8.9; {target.name} has none: use int8, bf16 or fp16")
         if precision in ("int8", "fp8") and spec.tensor > 1:

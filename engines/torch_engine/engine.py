@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from engines.model import Branch, DenoiserModel
+from engines.model import Branch, DenoiserModel, dtype_of
 from engines.parallel.guidance import exchange_predictions, may_pair
 from engines.parallel.mesh import Groups, Team, Teams
 from engines.parallel.shard_plan import ShardPlan
@@ -32,8 +32,8 @@ class TorchEngine:
 
     def __init__(self, model: DenoiserModel, *, config: TorchEngineConfig | None = None) -> None:
         rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        some = next(next(iter(model.modules.values())).parameters())
-        self.device, self.dtype = some.device, some.dtype
+        some = next(iter(model.modules.values()))
+        self.device, self.dtype = next(some.parameters()).device, dtype_of(some)
         gang: dict[str, Any] = {"rank": rank, "num_ranks": num_ranks, "groups": Groups(num_ranks)}
         self.config = (config or TorchEngineConfig()).resolve(model, device=self.device, **gang)
         self.teams = Teams(specs=self.config.all_specs(), **gang)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
+import openai
 import pytest
 
+from tests.deployments.live import TIMEOUT_S
 from tests.pipelines import tiny
 
 
@@ -23,3 +26,14 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
     own = {"width": 32, "height": 32, "num_frames": 9, "fps": 8, "num_inference_steps": 6, "max_frames": 33}
     (path / "troupe.json").write_text(json.dumps(own))
     return path
+
+
+@pytest.fixture(scope="session")
+def models(pictures: Path, clips: Path) -> dict[str, Path]:
+    return {"pictures": pictures, "clips": clips}
+
+
+@pytest.fixture
+def official(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S) as client:
+        yield client

@@ -52,7 +52,7 @@ CLIPS = Defaults(
 class FakeStudio:
     """``step_s`` is how long a step takes; ``before`` runs first in each request, ``at_step`` in each step.
 
-    Both may raise. ``performed`` are the requests that came, ``closed`` the ids of those that were closed before their end.
+    Both may raise. ``performed`` are the requests that came, ``closed`` the ids of those closed before their end.
     """
 
     step_s: float = 0.005

@@ -8,24 +8,25 @@ import io
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import av
 import httpx
 import numpy as np
 import openai
 import pytest
-import torch
-from numpy.typing import NDArray
 from PIL import Image
 from ray import serve
 from ray.serve.exceptions import RequestCancelledError
 
-from deployments.handle_api import plan_generate
-from deployments.ingress import make_cards
 from deployments.studio import Media, Preview, Progress
-from pipelines.request import MediaRequest
-from pipelines.run import load_pipeline, run_request
+from tests.deployments.bare import (
+    BAD_BODIES,
+    assert_alike,
+    assert_same_picture,
+    bare_frames,
+    bare_previews,
+    begun,
+    frames_of,
+)
 from tests.deployments.live import (
     IMAGES,
     PROMPT,
@@ -46,66 +47,10 @@ NUM_RUNNING, NUM_WAITING = 3, 2
 
 
 @pytest.fixture(scope="module")
-def models(pictures: Path, clips: Path) -> dict[str, Path]:
-    return {"pictures": pictures, "clips": clips}
-
-
-@pytest.fixture(scope="module")
 def url(ray_cluster: None, models: dict[str, Path]) -> Iterator[str]:
     limits = {"max_running_jobs": NUM_RUNNING, "max_waiting_jobs": NUM_WAITING}
     with live(config_of(models, api={"max_body_bytes": 100_000}, **limits)) as url:
         yield url
-
-
-@pytest.fixture
-def official(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S) as client:
-        yield client
-
-
-def bare_request(models: dict[str, Path], **fields: Any) -> MediaRequest:
-    cards = make_cards(config_of(models).app)
-    return plan_generate(cards, "bare", {"prompt": PROMPT, **fields})[0]
-
-
-def bare_frames(models: dict[str, Path], **fields: Any) -> NDArray[Any]:
-    """What the bare pipeline, in this process, makes of the same fields."""
-    request = bare_request(models, **fields)
-    return run_request(models[request.model], request)
-
-
-def bare_previews(models: dict[str, Path], **fields: Any) -> list[NDArray[Any]]:
-    request = bare_request(models, partial_images=3, **fields)
-    pipeline = load_pipeline(models[request.model], torch.device("cpu"), torch.float32)
-    states = list(pipeline.states(request))
-    latents = [pipeline.sampler.preview(states[step]) for step in request.preview_steps]
-    return [pipeline.decoder.decode(one, request)[0] for one in latents]
-
-
-def assert_same_picture(one_HWC: NDArray[Any], other_HWC: NDArray[Any], within: int = 1) -> None:
-    assert one_HWC.shape == other_HWC.shape
-    assert np.abs(one_HWC.astype(int) - other_HWC).max() <= within
-
-
-def assert_alike(one: NDArray[Any], other: NDArray[Any]) -> None:
-    """The same but for lossy compression: means over 8x8 pixels are near. Shapes (..., height, width, 3)."""
-    assert one.shape == other.shape
-    assert np.abs(block_means(one) - block_means(other)).max() < 16
-    assert np.abs(block_means(one) - block_means(other[..., ::-1, :])).max() > 16, "the measure sees a mirrored picture"
-
-
-def block_means(pixels: NDArray[Any]) -> NDArray[Any]:
-    *frames, height, width, channels = pixels.shape
-    return pixels.reshape(*frames, height // 8, 8, width // 8, 8, channels).mean(axis=(-4, -2))
-
-
-def frames_of(data: bytes) -> list[NDArray[Any]]:
-    with av.open(io.BytesIO(data)) as container:
-        assert container.streams.video[0].codec_context.name == "h264"
-        return [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
-
-
-# Pictures over HTTP.
 
 
 def test_health_and_models(url: str, official: openai.OpenAI):
@@ -182,15 +127,6 @@ def test_server_timing_and_request_id(official: openai.OpenAI):
     wait_until(lambda: len(begun("my-id-1")) == 2, "both ranks log the client's request id")
 
 
-def begun(request_id: str) -> list[int]:
-    """The ranks on which jobs of the request have begun."""
-    lines = log_lines("job begins")
-    return sorted(line["rank"] for line in lines if line["request_id"].startswith(request_id))
-
-
-# Clips over HTTP.
-
-
 def test_clip_from_prompt_to_deletion(official: openai.OpenAI, models: dict[str, Path]):
     extra = {"seed": 4, "num_frames": 9, "fps": 8}
     video = official.videos.create_and_poll(prompt=PROMPT, poll_interval_ms=100, extra_body=extra)
@@ -214,9 +150,6 @@ def test_clips_with_one_seed_are_the_same_bytes(official: openai.OpenAI):
         return official.videos.download_content(video.id).read()
 
     assert film(1) == film(1) != film(2)
-
-
-# Python handles.
 
 
 async def test_handle_for_a_picture(url: str):
@@ -260,9 +193,6 @@ async def test_cancelling_a_handle_frees_the_gang(url: str):
     wait_until(lambda: len(log_lines("job is cancelled")) == before + 1, "the gang cancels the job")
 
 
-# Several at once.
-
-
 async def test_jobs_in_flight_take_turns_and_each_sees_its_own_progress(url: str):
     lengths = [40, 50, 60]
     assert len(lengths) == NUM_RUNNING
@@ -301,26 +231,6 @@ async def test_a_full_queue_is_refused_with_the_time_to_wait(url: str):
     drawn = {answer.json()["data"][0]["seed"]: answer for answer in answers if answer.status_code == 200}
     seed, answer = next(iter(drawn.items()))
     assert base64.b64decode(answer.json()["data"][0]["b64_json"]) == picture(url, seed=seed, num_inference_steps=60)
-
-
-# What must not get in.
-
-BAD_BODIES = [
-    ({"prompt": ""}, 400, "prompt"),
-    ({}, 400, "prompt"),
-    ({"prompt": PROMPT, "size": "63x64"}, 400, "size"),
-    ({"prompt": PROMPT, "size": "32000x32000"}, 400, "size"),
-    ({"prompt": PROMPT, "num_inference_steps": 0}, 400, "num_inference_steps"),
-    ({"prompt": PROMPT, "num_inference_steps": 101}, 400, "num_inference_steps"),
-    ({"prompt": PROMPT, "seed": -1}, 400, "seed"),
-    ({"prompt": PROMPT, "seed": "1"}, 400, "seed"),
-    ({"prompt": PROMPT, "n": 5}, 400, "n"),
-    ({"prompt": PROMPT, "sed": 1}, 400, "sed"),
-    ({"prompt": PROMPT, "negative_prompt": "blue"}, 400, "negative_prompt"),
-    ({"prompt": PROMPT, "model": "clips"}, 400, "model"),
-    ({"prompt": PROMPT, "model": "dall-e"}, 404, "model"),
-    ({"prompt": PROMPT, "user": "u" * 100_001}, 413, None),
-]
 
 
 @pytest.mark.parametrize("stream", [False, True])

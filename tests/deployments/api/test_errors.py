@@ -7,78 +7,11 @@ import pytest
 from fastapi import FastAPI
 
 from engines.gang.errors import GangBrokenError, QueueFullError
+from tests.deployments.api.bad_bodies import BAD_IMAGES, BAD_VIDEOS
 from tests.deployments.api.conftest import build, client_of, serving
 from tests.deployments.fake_studio import FakeStudio
 
 IMAGES = "/v1/images/generations"
-
-BAD_IMAGES = {
-    "no prompt": ('{"n": 1}', "prompt", "required"),
-    "empty prompt": ('{"prompt": ""}', "prompt", "match pattern"),
-    "blank prompt": ('{"prompt": " \\n "}', "prompt", "match pattern"),
-    "prompt with NUL": ('{"prompt": "a\\u0000"}', "prompt", "match pattern"),
-    "prompt not text": ('{"prompt": 5}', "prompt", "valid string"),
-    "long prompt": ('{"prompt": "%s"}' % ("a" * 32_001), "prompt", "32000"),
-    "unknown field": ('{"prompt": "a", "stepz": 3}', "stepz", "Unknown field 'stepz'; known fields: prompt, model"),
-    "size without x": ('{"prompt": "a", "size": "64"}', "size", "match pattern"),
-    "size zero": ('{"prompt": "a", "size": "0x64"}', "size", "match pattern"),
-    "size not a multiple": ('{"prompt": "a", "size": "65x70"}', "size", "multiples of 16, such as 64x64"),
-    "size too large": ('{"prompt": "a", "size": "512x512"}', "size", "at most 65536"),
-    "size huge": ('{"prompt": "a", "size": "99999999999x16"}', "size", "match pattern"),
-    "n zero": ('{"prompt": "a", "n": 0}', "n", "greater than or equal to 1"),
-    "n above the limit": ('{"prompt": "a", "n": 11}', "n", "from 1 to 10"),
-    "n as text": ('{"prompt": "a", "n": "2"}', "n", "valid integer"),
-    "n as truth": ('{"prompt": "a", "n": true}', "n", "valid integer"),
-    "negative seed": ('{"prompt": "a", "seed": -1}', "seed", "greater than or equal to 0"),
-    "seed beyond exact": ('{"prompt": "a", "seed": 9007199254740992}', "seed", "9007199254740991"),
-    "seeds beyond exact": ('{"prompt": "a", "seed": 9007199254740991, "n": 2}', "seed", "seed + n - 1"),
-    "seed with 5000 digits": ('{"prompt": "a", "seed": %s}' % ("9" * 5000), None, "not valid JSON"),
-    "steps zero": ('{"prompt": "a", "num_inference_steps": 0}', "num_inference_steps", "or equal to 1"),
-    "steps above": ('{"prompt": "a", "num_inference_steps": 101}', "num_inference_steps", "from 1 to 100"),
-    "guidance NaN": ('{"prompt": "a", "guidance_scale": NaN}', None, "NaN is not JSON"),
-    "guidance infinite": ('{"prompt": "a", "guidance_scale": 1e999}', "guidance_scale", "finite"),
-    "cfg below 1": ('{"prompt": "a", "true_cfg_scale": 0.5}', "true_cfg_scale", "or equal to 1"),
-    "negative prompt unused": ('{"prompt": "a", "negative_prompt": "b"}', "negative_prompt", "true_cfg_scale is 1"),
-    "png compression": ('{"prompt": "a", "output_compression": 50}', "output_compression", "png is lossless"),
-    "compression above": (
-        '{"prompt": "a", "output_format": "jpeg", "output_compression": 101}',
-        "output_compression",
-        "100",
-    ),
-    "format": ('{"prompt": "a", "output_format": "gif"}', "output_format", "'png', 'jpeg' or 'webp'"),
-    "quality": ('{"prompt": "a", "quality": "hd"}', "quality", "'auto'"),
-    "transparent": ('{"prompt": "a", "background": "transparent"}', "background", "'opaque' or 'auto'"),
-    "style": ('{"prompt": "a", "style": "vivid"}', "style", "Unknown field"),
-    "stream url": ('{"prompt": "a", "stream": true, "response_format": "url"}', "response_format", "b64_json"),
-    "partial without stream": ('{"prompt": "a", "partial_images": 1}', "partial_images", "stream"),
-    "4 partial": ('{"prompt": "a", "stream": true, "partial_images": 4}', "partial_images", "3"),
-    "progress without stream": ('{"prompt": "a", "stream_progress": true}', "stream_progress", "stream"),
-    "video model": ('{"prompt": "a", "model": "fake-clips"}', "model", "makes videos, not images"),
-    "half a surrogate pair": ('{"prompt": "a\\ud800"}', None, "surrogate"),
-    "surrogate as a name": ('{"prompt": "a", "\\udfff": 1}', None, "surrogate"),
-    "field twice": ('{"prompt": "a", "prompt": "b"}', None, "'prompt' is given twice"),
-    "empty body": ("", None, "not valid JSON"),
-    "cut body": ('{"prompt": "a"', None, "not valid JSON"),
-    "list": ("[1]", None, "must be a JSON object"),
-    "null": ("null", None, "must be a JSON object"),
-    "deep": ("[" * 100_000, None, "not valid JSON"),
-    "not UTF-8": (b'{"prompt": "\xff"}', None, "not valid JSON"),
-    "UTF-16": ('{"prompt": "a"}'.encode("utf-16"), None, "not valid JSON"),
-}
-
-BAD_VIDEOS = {
-    "seconds zero": ({"seconds": "0"}, "seconds", "above 0 and at most 6.125"),
-    "seconds text": ({"seconds": "four"}, "seconds", "match pattern"),
-    "seconds too long": ({"seconds": "60"}, "seconds", "at most 6.125"),
-    "seconds and frames": ({"seconds": "1", "num_frames": 5}, "seconds", "give one of them"),
-    "frames": ({"num_frames": 7}, "num_frames", "1 + a multiple of 4, such as 9"),
-    "frames too many": ({"num_frames": 53}, "num_frames", "at most 49"),
-    "fps": ({"fps": 0}, "fps", "or equal to 1"),
-    "image model": ({"model": "fake-pictures"}, "model", "makes images, not videos"),
-    "guidance": ({"guidance_scale": 2.5}, "guidance_scale", "use true_cfg_scale"),
-    "reference": ({"input_reference": "x"}, "input_reference", "Unknown field"),
-    "images only": ({"n": 2}, "n", "Unknown field"),
-}
 
 
 def error_of(answer: httpx.Response, status: int) -> dict[str, str | None]:

@@ -245,10 +245,3 @@ async def test_a_database_that_is_away_for_a_while(tmp_path, monkeypatch):
         monkeypatch.setattr(studio, "not_ready", not_ready)
         job = await jobs.submit(REQUEST, "1")
         assert (await ended(jobs, job.id)).status == "completed"
-
-
-def test_settings_are_checked(tmp_path):
-    with pytest.raises(ValueError, match=r"lease_s is 0"):
-        JobSettings(data_dir=tmp_path, lease_s=0)
-    assert JobSettings(data_dir=tmp_path).url.startswith("sqlite+aiosqlite:////")
-    assert JobSettings(data_dir=tmp_path, database_url="postgresql+asyncpg://h/d").url == "postgresql+asyncpg://h/d"

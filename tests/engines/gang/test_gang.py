@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-import re
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import httpx
 import pytest
 import pytest_asyncio
 import ray
@@ -19,6 +17,7 @@ from engines.gang.config import GangConfig
 from engines.gang.errors import QueueFullError
 from engines.gang.gang import Gang
 from engines.gang.job import Job, JobDone, PreviewReady, StepDone
+from tests.engines.gang.checks import assert_equal, assert_unharmed, assert_unharmed_meanwhile, metric_names
 from tests.engines.gang.fakes import CONDITIONING_L, FakeRequest, fake_job, reference_latents
 from tests.engines.gang.helpers import eventually, gang_of, latents, run
 
@@ -34,21 +33,6 @@ async def gang(ray_cluster: None) -> AsyncIterator[Gang]:
     async with gang_of(CONFIG) as gang:
         yield gang
         assert gang.broken is None
-
-
-def assert_equal(left: torch.Tensor, right: torch.Tensor) -> None:
-    torch.testing.assert_close(left, right, rtol=0, atol=0)
-
-
-async def assert_unharmed(gang: Gang, job_id: str) -> None:
-    """The next job equals its reference, and the ranks hold nothing when it is done."""
-    request = FakeRequest(seed=7, num_steps=4)
-    assert_equal(await latents(gang, fake_job(job_id, request)), reference_latents(request))
-    await eventually(lambda: held_jobs(gang) == [(), ()])
-
-
-def held_jobs(gang: Gang) -> list[tuple[str, ...]]:
-    return ray.get([rank.held_jobs.remote() for rank in gang._ranks])
 
 
 async def test_a_job_gives_its_steps_previews_and_latents(gang: Gang):
@@ -101,12 +85,6 @@ async def test_conditioning_by_reference_is_awaited_on_the_ranks(gang: Gang):
     pending = asyncio.ensure_future(latents(gang, fake_job("pending", request, conditioning=encode.remote())))
     await assert_unharmed_meanwhile(gang, pending)
     assert_equal(await pending, reference_latents(request))
-
-
-async def assert_unharmed_meanwhile(gang: Gang, pending: asyncio.Future[torch.Tensor]) -> None:
-    request = FakeRequest(seed=5, num_steps=3)
-    assert_equal(await latents(gang, fake_job("meanwhile", request)), reference_latents(request))
-    assert not pending.done(), "a job whose conditioning is not there yet does not stop the others"
 
 
 async def test_a_failed_conditioning_fails_the_job_with_its_error(gang: Gang):
@@ -225,15 +203,6 @@ async def test_jobs_at_width_1_run_side_by_side(gang: Gang, tmp_path: Path):
     pids = [set((tmp_path / str(i)).read_text().split()) for i in range(2)]
     assert [len(p) for p in pids] == [1, 1]
     assert pids[0] != pids[1]
-
-
-def metric_names(model: str) -> set[str]:
-    """The series of a model on Ray's page for Prometheus, with the labels that tell them apart."""
-    node = ray.nodes()[0]
-    page = httpx.get(f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics").text
-    lines = [line for line in page.splitlines() if line.startswith("ray_troupe_") and f'model="{model}"' in line]
-    labels = re.compile(r'(width|outcome)="([^"]*)"')
-    return {" ".join([line.partition("{")[0], *(value for _, value in labels.findall(line))]) for line in lines}
 
 
 async def test_metrics_reach_prometheus_by_model_width_and_outcome(gang: Gang):
