@@ -218,7 +218,7 @@ async def test_jobs_in_flight_take_turns_and_each_sees_its_own_progress(url: str
 async def test_a_full_queue_is_refused_with_the_time_to_wait(url: str):
     num_requests = NUM_RUNNING + NUM_WAITING + 3
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as client:
-        body = {"prompt": PROMPT, "num_inference_steps": 60}
+        body = {"prompt": PROMPT, "num_inference_steps": 100}
         answers = await asyncio.gather(*(client.post(IMAGES, json={**body, "seed": i}) for i in range(num_requests)))
     refused = [answer for answer in answers if answer.status_code != 200]
     assert len(refused) == 3
@@ -230,7 +230,7 @@ async def test_a_full_queue_is_refused_with_the_time_to_wait(url: str):
         assert re.fullmatch(rf"{NUM_WAITING} jobs are waiting already; try again in about \d+ s", error["message"])
     drawn = {answer.json()["data"][0]["seed"]: answer for answer in answers if answer.status_code == 200}
     seed, answer = next(iter(drawn.items()))
-    assert base64.b64decode(answer.json()["data"][0]["b64_json"]) == picture(url, seed=seed, num_inference_steps=60)
+    assert base64.b64decode(answer.json()["data"][0]["b64_json"]) == picture(url, seed=seed, num_inference_steps=100)
 
 
 @pytest.mark.parametrize("stream", [False, True])
