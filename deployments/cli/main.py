@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -108,7 +107,7 @@ def _client(config: str, url: str, api_key: str) -> Iterator[Any]:
 
 def main() -> None:
     """SIGTERM ends like Ctrl-C, so that everything started is ended."""
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     app()
 
 

@@ -42,6 +42,8 @@ class Command:
                 stderr=file,
                 env=os.environ | own | terminal | env,
                 start_new_session=True,
+                # A test run in the background of a script has Ctrl-C ignored, and children inherit that.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
 
     @property
