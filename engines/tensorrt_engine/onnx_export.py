@@ -83,9 +83,13 @@ def export_graph(
     assert program is not None
     model = program.model
     _rename(model.graph.inputs, inputs)
+    _separate_outputs(model.graph)
     _rename(model.graph.outputs, outputs)
     weights = _name_weights(model.graph, _parameters(core), as_inputs=weights_as_inputs)
+    named = [(value, value.name) for value in model.graph.inputs]
     optimizer.optimize_ir(model)
+    for value, name in named:
+        value.name = name  # the optimizer renames an input that is also an output
     _mark_attention(model.graph)
     _drop_metadata(model)
     return EngineGraph(model=model, inputs=inputs, weights=weights, outputs=outputs, num_ranks=num_ranks)
@@ -121,6 +125,18 @@ def _dynamic_shapes(core: fx.GraphModule) -> tuple[dict[int, Any], ...] | None:
     values = [node.meta["val"] for node in core.graph.nodes if node.op == "placeholder"]
     dims = tuple({d: Dim.AUTO for d, size in enumerate(v.shape) if isinstance(size, torch.SymInt)} for v in values)
     return dims if any(dims) else None
+
+
+def _separate_outputs(graph: ir.Graph) -> None:
+    """An output that is an input too, or another output, becomes a value of its own: each has one name."""
+    taken = set(graph.inputs)
+    for index, value in enumerate(graph.outputs):
+        if value in taken:
+            copied = ir.node("Identity", [value])
+            graph.append(copied)
+            copied.outputs[0].shape, copied.outputs[0].type = value.shape, value.type
+            graph.outputs[index] = copied.outputs[0]
+        taken.add(graph.outputs[index])
 
 
 def _rename(values: Any, names: tuple[str, ...]) -> None:

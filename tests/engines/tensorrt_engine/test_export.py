@@ -17,7 +17,7 @@ from tests.engines.tensorrt_engine.cases import ATTENTIONS, DTYPES, TOLERANCE, K
 from tests.engines.tensorrt_engine.conftest import Build, Exports
 from tests.engines.tensorrt_engine.zoo import SPECIMENS, cast, reference
 
-CONTROL = 20
+CONTROL = 10
 """A prediction with one exchange broken must miss the reference by so many times the tolerance."""
 
 

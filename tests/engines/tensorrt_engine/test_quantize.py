@@ -89,8 +89,7 @@ def test_records_belong_to_their_weights(tmp_path: Path) -> None:
         ("flux", "int8", torch.float32),
         ("wan", "fp8", torch.float32),
         pytest.param("flux", "fp8", torch.float32, marks=pytest.mark.slow),
-        pytest.param("flux", "int8", torch.float16, marks=pytest.mark.slow),
-        pytest.param("wan", "int8", torch.float16, marks=pytest.mark.slow),
+        pytest.param("wan", "int8", torch.float32, marks=pytest.mark.slow),
     ],
 )
 def test_the_graph_computes_what_the_quantized_model_does(
@@ -114,6 +113,7 @@ def test_the_graph_computes_what_the_quantized_model_does(
     prediction = case.predictions(cast_inputs)[1]
     quantize(module, model.plan, amax, kind)  # type: ignore[arg-type]
     quantized = reference(model, cast_inputs).float()
+    # in float32: in half precision, rounding moves values over a quantization step, and errors as large follow
     assert relative_error(prediction, quantized) < 0.3 * relative_error(quantized, plain)
     for target in ("sm89", "sm120"):
         text = read_plan_text(build_plan(case.exported.graph.serialized(), target))
