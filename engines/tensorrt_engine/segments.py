@@ -1,7 +1,7 @@
 """A core graph cut at its attentions, for a ring that runs in torch between the pieces.
 
-Blocks of one type give pieces of one form: with weights as inputs they share a plan. FLUX.1-dev's 57 attentions leave
-58 pieces of 5 forms (start, dual to dual, dual to single, single to single, end).
+Blocks of one type give pieces of one form: with weights as inputs they share a plan. 57 attentions of two types leave
+58 pieces of 5 forms (start, first type, from the first to the second, second type, end).
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def test_builds_with_its_collectives_and_fused_attention(
     ("family", "strategy"),
     [
         ("flux", "ulysses"),
-        ("wan", "allgather_kv"),
+        pytest.param("wan", "allgather_kv", marks=pytest.mark.slow),
         pytest.param("flux", "allgather_kv", marks=pytest.mark.slow),
         pytest.param("flux", "hybrid", marks=pytest.mark.slow),
         pytest.param("flux", "tensor", marks=pytest.mark.slow),
