@@ -55,6 +55,21 @@ def load_diffusers_model(
     return model.eval().requires_grad_(False)
 
 
+def outline_diffusers_model(module: str, class_name: str, path: Path, part: str, dtype: torch.dtype) -> nn.Module:
+    """The same model by its configuration alone, its weights' values unset; dtypes are those it would be loaded in.
+
+    Under fake tensors it takes no memory: for exports, which need shapes and dtypes only.
+    """
+    import torch
+
+    model_class = getattr(import_module(module), class_name)
+    model: nn.Module = model_class.from_config(dict(read_config(path, part)))
+    wide = set(model_class._keep_in_fp32_modules or ())
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(torch.float32 if wide & set(name.split(".")) else dtype)
+    return model.eval().requires_grad_(False)
+
+
 def _read_json(file: Path) -> Mapping[str, Any]:
     if not file.is_file():
         raise ValueError(f"{file.parent} is not part of a diffusers directory: it has no {file.name}")

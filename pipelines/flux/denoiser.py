@@ -12,21 +12,25 @@ from torch import Tensor, nn
 
 from engines.model import Branch, DenoiserModel, ModelInputs
 from engines.parallel.local import local_kernel
-from pipelines.directory import load_diffusers_model
+from pipelines.directory import load_diffusers_model, outline_diffusers_model
 from pipelines.flux import geometry
 from pipelines.flux import latents as shapes
 from pipelines.flux.attention import set_kernel
 from pipelines.flux.fast import fast_weights
 from pipelines.flux.shard_plan import SHARD_PLAN, stream_lengths
 
+MODEL = ("diffusers.models.transformers.transformer_flux", "FluxTransformer2DModel")
 PROBE_SEED = 20240801
 PROBE_TEXT, PROBE_HEIGHT, PROBE_WIDTH = 22, 12, 20
 """Tokens of text, and height and width of the latent: 22 + 60 tokens, which 4 and 8 ranks must pad."""
 
 
 def load_denoiser(path: Path, device: torch.device, dtype: torch.dtype) -> DenoiserModel:
-    module = "diffusers.models.transformers.transformer_flux"
-    return as_denoiser(load_diffusers_model(module, "FluxTransformer2DModel", path, "transformer", device, dtype))
+    return as_denoiser(load_diffusers_model(*MODEL, path, "transformer", device, dtype))
+
+
+def outline_denoiser(path: Path, dtype: torch.dtype) -> DenoiserModel:
+    return as_denoiser(outline_diffusers_model(*MODEL, path, "transformer", dtype))
 
 
 def as_denoiser(transformer: Any) -> DenoiserModel:

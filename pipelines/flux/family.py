@@ -10,6 +10,7 @@ from pipelines.defaults import with_own_defaults
 from pipelines.directory import read_config
 from pipelines.family import Defaults
 from pipelines.flux.geometry import PATCH, scale_factor
+from pipelines.request import MediaRequest
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from engines.model import DenoiserModel
     from pipelines.flux.decoder import FluxDecoder
     from pipelines.flux.sampler import FluxSampler
-    from pipelines.flux.text import FluxTextEncoder
+    from pipelines.flux.text import FluxConditioning, FluxTextEncoder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +56,16 @@ class FluxFamily:
         from pipelines.flux.denoiser import load_denoiser
 
         return load_denoiser(path, device, dtype)
+
+    def outline_denoiser(self, path: Path, dtype: torch.dtype) -> DenoiserModel:
+        from pipelines.flux.denoiser import outline_denoiser
+
+        return outline_denoiser(path, dtype)
+
+    def blank_conditioning(self, path: Path, request: MediaRequest) -> FluxConditioning:
+        from pipelines.flux.text import blank_conditioning
+
+        return blank_conditioning(path, request)
 
     def load_sampler(self, path: Path, device: torch.device, dtype: torch.dtype) -> FluxSampler:
         from pipelines.flux.sampler import load_sampler

@@ -59,10 +59,21 @@ class FluxTextEncoder:
         return FluxPrompt(tokens_BTC=tokens_BTC.to(self.t5.dtype).cpu(), pooled_BC=pooled_BC.to(self.clip.dtype).cpu())
 
 
-def max_tokens(path: Path, t5_tokenizer: Any) -> int:
-    """512 for guidance-distilled models (dev), 256 for the others (schnell), or fewer if the tokenizer says so."""
+def max_tokens(path: Path, longest: float) -> int:
+    """512 for guidance-distilled models (dev), 256 for the others (schnell), or the tokenizer's ``longest`` if fewer."""
     distilled = read_config(path, "transformer")["guidance_embeds"]
-    return min(MAX_TOKENS if distilled else MAX_TOKENS_SCHNELL, int(t5_tokenizer.model_max_length))
+    return min(MAX_TOKENS if distilled else MAX_TOKENS_SCHNELL, int(longest))
+
+
+def blank_conditioning(path: Path, request: MediaRequest) -> FluxConditioning:
+    """Zeros in the shapes of ``FluxTextEncoder.encode``, by the configuration alone."""
+    sizes = read_config(path, "transformer")
+    longest = read_config(path, "tokenizer_2").get("model_max_length", MAX_TOKENS)
+    prompt = FluxPrompt(
+        tokens_BTC=torch.zeros(1, max_tokens(path, longest), sizes["joint_attention_dim"]),
+        pooled_BC=torch.zeros(1, sizes["pooled_projection_dim"]),
+    )
+    return FluxConditioning(prompt=prompt, negative=prompt if request.true_cfg_scale > 1 else None)
 
 
 def load_text_encoder(path: Path, device: torch.device, dtype: torch.dtype) -> FluxTextEncoder:
@@ -72,5 +83,5 @@ def load_text_encoder(path: Path, device: torch.device, dtype: torch.dtype) -> F
         clip=load_text_model(path, "text_encoder", device, dtype),
         t5_tokenizer=t5_tokenizer,
         t5=load_text_model(path, "text_encoder_2", device, dtype),
-        max_tokens=max_tokens(path, t5_tokenizer),
+        max_tokens=max_tokens(path, t5_tokenizer.model_max_length),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from engines.model import Branch, DenoiserModel, ModelInputs
 from engines.parallel.local import local_kernel
-from pipelines.directory import has_part, load_diffusers_model, read_index
+from pipelines.directory import has_part, load_diffusers_model, outline_diffusers_model, read_index
 from pipelines.wan.attention import set_kernel
 from pipelines.wan.sampler import HIGH_NOISE, LOW_NOISE
 from pipelines.wan.shard_plan import StreamLengths, shard_plan
 
+MODEL = ("diffusers.models.transformers.transformer_wan", "WanTransformer3DModel")
 PROBE_SEED = 20250225
 PROBE_TEXT = 22
 PROBE_GRID = (3, 5, 7)
@@ -24,9 +25,15 @@ PROBE_GRID = (3, 5, 7)
 
 
 def load_denoiser(path: Path, device: torch.device, dtype: torch.dtype) -> DenoiserModel:
-    module, class_name = "diffusers.models.transformers.transformer_wan", "WanTransformer3DModel"
-    parts = [part for part in (HIGH_NOISE, LOW_NOISE) if has_part(path, part)]
-    modules = {part: load_diffusers_model(module, class_name, path, part, device, dtype) for part in parts}
+    return _of_parts(path, lambda part: load_diffusers_model(*MODEL, path, part, device, dtype))
+
+
+def outline_denoiser(path: Path, dtype: torch.dtype) -> DenoiserModel:
+    return _of_parts(path, lambda part: outline_diffusers_model(*MODEL, path, part, dtype))
+
+
+def _of_parts(path: Path, load: Callable[[str], nn.Module]) -> DenoiserModel:
+    modules = {part: load(part) for part in (HIGH_NOISE, LOW_NOISE) if has_part(path, part)}
     return as_denoiser(modules, expand_timesteps=read_index(path).get("expand_timesteps", False))
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from pipelines.defaults import with_own_defaults
 from pipelines.directory import read_config, read_index
 from pipelines.family import Defaults
+from pipelines.request import MediaRequest
 from pipelines.wan.geometry import read_geometry
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from engines.model import DenoiserModel
     from pipelines.wan.decoder import WanDecoder
     from pipelines.wan.sampler import WanSampler
-    from pipelines.wan.text import WanTextEncoder
+    from pipelines.wan.text import WanConditioning, WanTextEncoder
 
 LARGE = Defaults(
     kind="video",
@@ -63,6 +64,16 @@ class WanFamily:
         from pipelines.wan.denoiser import load_denoiser
 
         return load_denoiser(path, device, dtype)
+
+    def outline_denoiser(self, path: Path, dtype: torch.dtype) -> DenoiserModel:
+        from pipelines.wan.denoiser import outline_denoiser
+
+        return outline_denoiser(path, dtype)
+
+    def blank_conditioning(self, path: Path, request: MediaRequest) -> WanConditioning:
+        from pipelines.wan.text import blank_conditioning
+
+        return blank_conditioning(path, request)
 
     def load_sampler(self, path: Path, device: torch.device, dtype: torch.dtype) -> WanSampler:
         from pipelines.wan.sampler import load_sampler

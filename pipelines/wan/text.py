@@ -12,7 +12,7 @@ import ftfy
 import torch
 from torch import Tensor
 
-from pipelines.directory import load_from_transformers, load_text_model
+from pipelines.directory import load_from_transformers, load_text_model, read_config
 from pipelines.prompts import tokenize, warn_if_cut
 from pipelines.request import MediaRequest
 
@@ -55,6 +55,13 @@ def clean(prompt: str) -> str:
     """Broken Unicode mended, HTML entities decoded, runs of white space made one space: as in training."""
     text = html.unescape(html.unescape(ftfy.fix_text(prompt)))
     return re.sub(r"\s+", " ", text).strip()
+
+
+def blank_conditioning(path: Path, request: MediaRequest) -> WanConditioning:
+    """Zeros in the shapes of ``WanTextEncoder.encode``, by the configuration alone."""
+    longest = read_config(path, "tokenizer").get("model_max_length", MAX_TOKENS)
+    prompt_BTC = torch.zeros(1, min(MAX_TOKENS, int(longest)), read_config(path, "transformer")["text_dim"])
+    return WanConditioning(prompt_BTC=prompt_BTC, negative_BTC=prompt_BTC if request.true_cfg_scale > 1 else None)
 
 
 def load_text_encoder(path: Path, device: torch.device, dtype: torch.dtype) -> WanTextEncoder:
