@@ -60,7 +60,7 @@ class FluxTextEncoder:
 
 
 def max_tokens(path: Path, longest: float) -> int:
-    """512 for guidance-distilled models (dev), 256 for the others (schnell), or the tokenizer's ``longest`` if fewer."""
+    """512 for guidance-distilled models (dev), 256 for the others (schnell), or the tokenizer's ``longest``."""
     distilled = read_config(path, "transformer")["guidance_embeds"]
     return min(MAX_TOKENS if distilled else MAX_TOKENS_SCHNELL, int(longest))
 

@@ -1,4 +1,4 @@
-"""Models and conditionings made from configurations alone, for engines that are prepared ahead, against the real ones."""
+"""Models and conditionings made from configurations alone, for engines that are prepared ahead."""
 
 from __future__ import annotations
 
