@@ -40,6 +40,14 @@ class StageConfig(_Config):
     autoscaling: AutoscalingConfig | None = None
 
 
+class NcclConfig(_Config):
+    """Process groups between GPUs; see ``engines.parallel.nccl_options.NcclOptions``."""
+
+    high_priority: bool = True
+    min_ctas: PositiveInt | None = None
+    max_ctas: PositiveInt | None = None
+
+
 class DenoiserConfig(_Config):
     """The gang: how many ranks, what each gets, how a step is split and compiled, how long things may take."""
 
@@ -58,6 +66,7 @@ class DenoiserConfig(_Config):
     plans_ahead: PositiveInt = 2
     max_running_jobs: PositiveInt = 4
     max_waiting_jobs: PositiveInt = 32
+    nccl: NcclConfig = NcclConfig()
 
 
 class ModelConfig(_Config):

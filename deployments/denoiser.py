@@ -14,6 +14,7 @@ from deployments.rank_parts import BuildRankParts
 from engines.gang.config import GangConfig
 from engines.gang.gang import Gang
 from engines.gang.job import Job, JobEvent
+from engines.parallel.nccl_options import NcclOptions
 from pipelines.request import MediaRequest
 
 
@@ -31,6 +32,7 @@ def gang_config(model: ModelConfig) -> GangConfig:
         plans_ahead=config.plans_ahead,
         max_running_jobs=config.max_running_jobs,
         max_waiting_jobs=config.max_waiting_jobs,
+        nccl=NcclOptions(**config.nccl.model_dump()),
     )
 
 

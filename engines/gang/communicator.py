@@ -10,16 +10,26 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from engines.gang.config import StoreAddress
+from engines.parallel.nccl_options import DEFAULT_OPTIONS, NcclOptions
 
 
 class Communicator:
     """One rank's membership. ``timeout_s`` is the library's own limit, a last resort behind the gang's deadlines."""
 
-    def __init__(self, *, rank: int, num_ranks: int, device: torch.device, timeout_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        rank: int,
+        num_ranks: int,
+        device: torch.device,
+        timeout_s: float,
+        nccl: NcclOptions = DEFAULT_OPTIONS,
+    ) -> None:
         self._rank = rank
         self._num_ranks = num_ranks
         self._device = device
         self._timeout = timedelta(seconds=timeout_s)
+        self._nccl = nccl
         self._store: Store | None = None
 
     def open_store(self, host: str) -> StoreAddress:
@@ -43,13 +53,15 @@ class Communicator:
         """Initialise ``torch.distributed`` and prove it with one exchange. Blocks until all ranks are here."""
         if self._store is None:
             self._store = TCPStore(address.host, address.port, self._num_ranks, timeout=self._timeout)
+        is_cuda = self._device.type == "cuda"
         dist.init_process_group(
-            "nccl" if self._device.type == "cuda" else "gloo",
+            "nccl" if is_cuda else "gloo",
             store=self._store,
             rank=self._rank,
             world_size=self._num_ranks,
             timeout=self._timeout,
-            device_id=self._device if self._device.type == "cuda" else None,
+            device_id=self._device if is_cuda else None,
+            pg_options=self._nccl.for_torch() if is_cuda else None,
         )
         self._prove()
 

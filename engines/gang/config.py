@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engines.engine import Engine
+from engines.parallel.nccl_options import DEFAULT_OPTIONS, NcclOptions
 from engines.sampler import Sampler
 
 
@@ -17,7 +18,8 @@ class GangConfig:
     ``model`` names what the gang serves, in logs and metrics. A gang on ``num_nodes`` > 1 has the same number of ranks
     on each, in node order. ``step_deadline_s`` is the longest a step may take once its ranks are warm,
     ``start_deadline_s`` covers loading, compiling and the self-check, and the first step of a cold shape.
-    ``plans_ahead`` step plans are submitted before the first result is awaited.
+    ``plans_ahead`` step plans are submitted before the first result is awaited. ``nccl`` goes to every process group
+    between GPUs.
     """
 
     num_ranks: int
@@ -32,6 +34,7 @@ class GangConfig:
     plans_ahead: int = 2
     max_running_jobs: int = 4
     max_waiting_jobs: int = 32
+    nccl: NcclOptions = DEFAULT_OPTIONS
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "threads_per_rank", "num_nodes", "plans_ahead", "max_running_jobs"):

@@ -59,6 +59,7 @@ class Rank:
             num_ranks=config.num_ranks,
             device=torch.device(device),
             timeout_s=2 * config.start_deadline_s + config.step_deadline_s,
+            nccl=config.nccl,
         )
         self._runner: StepRunner | None = None
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 
 from engines.parallel.collectives import Axis
+from engines.parallel.nccl_options import inherited_options
 from engines.parallel.spec import AXES, ParallelSpec
 
 ALONE = Axis(ranks=(0,), index=0)
@@ -137,7 +138,7 @@ def new_group(ranks: tuple[int, ...], num_ranks: int) -> str:
     if len(ranks) == num_ranks:
         assert dist.group.WORLD is not None
         return str(dist.group.WORLD.group_name)
-    group = dist.new_group(list(ranks))
+    group = dist.new_group(list(ranks), pg_options=inherited_options())
     return str(group.group_name) if isinstance(group, dist.ProcessGroup) else ""
 
 
