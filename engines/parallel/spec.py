@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 STRATEGIES = ("ulysses", "ring", "allgather_kv", "hybrid", "tensor", "guidance", "pipeline")
@@ -94,21 +95,32 @@ class ParallelSpec:
         axis = next((axis for axis in _SPREAD_FIRST if self.degree(axis) > 1), "ulysses")
         return replace(self, guidance=1, **{axis: self.degree(axis) * self.guidance})
 
-    def check(self, *, num_heads: int, has_tensor_plan: bool = True, num_blocks: int = 10**6) -> None:
+    def check(
+        self,
+        *,
+        num_heads: int,
+        has_tensor_plan: bool = True,
+        num_blocks: int = 10**6,
+        features: Mapping[str, int] | None = None,
+    ) -> None:
         """Raise ``ValueError``, with the numbers, if a model cannot be divided so.
 
         ``num_blocks`` is how many blocks a pipeline may be cut into (0: its shard plan names no carried tensors).
+        ``features`` are those that a tensor axis divides, by layer (``engines.parallel.tensor.split_features``).
         """
         if self.pipeline > max(num_blocks, 1):
             raise ValueError(f"pipeline {self.pipeline} does not fit: the model can be cut into {num_blocks} blocks")
         if self.tensor > 1 and not has_tensor_plan:
             raise ValueError(f"{self.name}: this model's shard plan names no linears, so tensor must be 1")
-        _check_divides("tensor", self.tensor, num_heads, f"{num_heads} heads")
+        common = math.gcd(num_heads, *(features or {}).values())
+        for name, number in {"heads": num_heads, **(features or {})}.items():
+            what = f"{number} heads" if name == "heads" else f"{number} features of {name}"
+            _check_divides("tensor", self.tensor, number, what, common)
         heads = num_heads // self.tensor
         what = (
             f"{num_heads} heads" if self.tensor == 1 else f"{heads} heads per tensor rank ({num_heads} / {self.tensor})"
         )
-        _check_divides("ulysses", self.ulysses, heads, what)
+        _check_divides("ulysses", self.ulysses, heads, what, heads)
 
 
 def _parse(strategy: str) -> dict[str, int]:
@@ -131,7 +143,8 @@ def _share(width: int, known: int, strategy: str) -> int:
     return width // known
 
 
-def _check_divides(axis: str, degree: int, num_heads: int, what: str) -> None:
-    if num_heads % degree:
-        allowed = ", ".join(str(n) for n in range(1, num_heads + 1) if num_heads % n == 0)
+def _check_divides(axis: str, degree: int, number: int, what: str, common: int) -> None:
+    """``common``: what all that the axis divides has in common, whose divisors are allowed."""
+    if number % degree:
+        allowed = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
         raise ValueError(f"{axis} {degree} does not fit: {what}, not divisible by {degree}; allowed: {allowed}")

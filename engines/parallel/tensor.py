@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import cast
 
@@ -32,6 +33,26 @@ def matching(module: nn.Module, pattern: str) -> list[str]:
     if not names:
         raise ValueError(f"the shard plan's pattern {pattern!r} fits no submodule of {type(module).__name__}")
     return names
+
+
+def split_features(module: nn.Module, plan: ShardPlan) -> dict[str, int]:
+    """What a tensor axis divides, by the plan's patterns: all of these must be multiples of its size."""
+    features: dict[str, int] = {}
+    for rule in plan.linears:
+        layers = [module.get_submodule(name) for name in matching(module, rule.pattern)]
+        features[rule.pattern] = math.gcd(*(_divided(layer, rule) for layer in layers))
+    return features
+
+
+def _divided(layer: nn.Module, rule: ColumnLinear | RowLinear | FullWidthNorm) -> int:
+    match rule:
+        case ColumnLinear():
+            return cast(nn.Linear, layer).out_features
+        case RowLinear():  # each segment by itself
+            unit = cast(nn.Linear, layer).in_features // sum(rule.segments)
+            return unit * math.gcd(*rule.segments)
+        case FullWidthNorm():
+            return int(cast(nn.RMSNorm, layer).normalized_shape[0])
 
 
 class RowSplitLinear(nn.Module):

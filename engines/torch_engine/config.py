@@ -11,6 +11,7 @@ from engines.model import DenoiserModel
 from engines.parallel.mesh import Groups, gang_widths
 from engines.parallel.pipeline import pipeline_blocks
 from engines.parallel.spec import ParallelSpec
+from engines.parallel.tensor import split_features
 from engines.torch_engine.auto import Specs, choose_specs
 from engines.torch_engine.fast_step import DEFAULT_OVERLAP, Overlap
 
@@ -109,6 +110,7 @@ class TorchEngineConfig:
                     num_heads=model.num_heads,
                     has_tensor_plan=bool(model.plan.linears),
                     num_blocks=min(len(pipeline_blocks(module, model.plan)) for module in model.modules.values()),
+                    features=split_features(next(iter(model.modules.values())), model.plan),
                 )
         except ValueError:
             if width == num_ranks:

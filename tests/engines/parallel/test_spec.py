@@ -1,6 +1,10 @@
+import re
+
 import pytest
+import torch
 
 from engines.parallel.spec import ParallelSpec
+from engines.parallel.tensor import split_features
 
 
 @pytest.mark.parametrize(
@@ -59,6 +63,34 @@ def test_heads_that_do_not_divide() -> None:
     with pytest.raises(ValueError, match="names no linears"):
         ParallelSpec(tensor=2).check(num_heads=24, has_tensor_plan=False)
     ParallelSpec(ring=5).check(num_heads=24)
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        (
+            "small",
+            "tensor 3 does not fit: 8960 features of blocks.*.ffn.net.0.proj, not divisible by 3; allowed: 1, 2, 4",
+        ),
+        (
+            "large",
+            "tensor 5 does not fit: 13824 features of blocks.*.ffn.net.0.proj, not divisible by 5; allowed: 1, 2, 4, 8",
+        ),
+    ],
+)
+def test_features_that_do_not_divide(family: str, message: str) -> None:
+    """Wan 2.1: the 12 heads of 1.3B allow three ranks and the 40 heads of 14B five, their MLPs do not."""
+    from diffusers import WanTransformer3DModel
+
+    from pipelines.wan.shard_plan import shard_plan
+
+    heads, features, layers = {"small": (12, 8960, 1), "large": (40, 13824, 1)}[family]
+    with torch.device("meta"):
+        module = WanTransformer3DModel(num_attention_heads=heads, ffn_dim=features, num_layers=layers)
+    divided = split_features(module, shard_plan(expand_timesteps=False))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ParallelSpec(tensor=int(message.split()[1])).check(num_heads=heads, features=divided)
+    ParallelSpec(tensor=4).check(num_heads=heads, features=divided)
 
 
 def test_one_branch_takes_the_guidance_axis() -> None:
