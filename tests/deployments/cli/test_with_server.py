@@ -1,9 +1,11 @@
-"""Commands that talk to a running ``troupe serve``, and its end by Ctrl-C."""
+"""A ``troupe serve`` that was killed in the middle of a clip and started again: it finishes the clip, other commands
+talk to it, and Ctrl-C ends it."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import av
@@ -13,19 +15,69 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 from deployments.cli.main import app
-from tests.deployments.commands import SERVING, command, config_file, short_folder
-from tests.deployments.live import config_of
+from tests.deployments.commands import SERVING, Command, command, config_file, short_folder
+from tests.deployments.live import PROMPT, TIMEOUT_S, config_of, wait_until
 
 KEY = "a-secret"
+CLIP = {"model": "clips", "prompt": PROMPT, "seed": 3, "num_inference_steps": 60}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Restarted:
+    """The second ``troupe serve``, and the clip that its killed predecessor had begun."""
+
+    url: str
+    clip_id: str
+
+    def client(self) -> httpx.Client:
+        return client_of(self.url)
+
+
+def client_of(url: str) -> httpx.Client:
+    return httpx.Client(base_url=url, timeout=TIMEOUT_S, headers={"Authorization": f"Bearer {KEY}"})
 
 
 @pytest.fixture(scope="module")
-def url(pictures: Path, clips: Path) -> Iterator[str]:
+def restarted(pictures: Path, clips: Path) -> Iterator[Restarted]:
     with short_folder() as folder:
-        config = config_file(config_of({"pictures": pictures, "clips": clips}), folder)
-        with command("serve", config, folder=folder, env={"TROUPE_API_KEYS": KEY}) as serve:
-            yield serve.wait_for(SERVING)
-            assert serve.interrupt() == 130
+        serve = ("serve", config_file(config_of({"pictures": pictures, "clips": clips}), folder))
+        env = {"TROUPE_API_KEYS": KEY}
+        with command(*serve, folder=folder, env=env) as first:
+            clip_id = begin_clip(first)
+            first.kill_all()
+        with command(*serve, folder=folder, env=env) as second:
+            yield Restarted(url=second.wait_for(SERVING), clip_id=clip_id)
+            assert second.interrupt() == 130
+
+
+def begin_clip(serve: Command) -> str:
+    """The id of a clip that is under way."""
+    with client_of(serve.wait_for(SERVING)) as http:
+        clip_id = str(http.post("/v1/videos", json=CLIP).raise_for_status().json()["id"])
+        wait_until(lambda: int(str(status(http, clip_id)["progress"])) >= 20, "some progress", TIMEOUT_S)
+    return clip_id
+
+
+def status(http: httpx.Client, clip_id: str) -> dict[str, object]:
+    return dict(http.get(f"/v1/videos/{clip_id}").raise_for_status().json())
+
+
+def finish(http: httpx.Client, clip_id: str) -> bytes:
+    wait_until(lambda: status(http, clip_id)["status"] in ("completed", "failed"), "the clip", TIMEOUT_S)
+    assert status(http, clip_id)["status"] == "completed", status(http, clip_id)
+    return http.get(f"/v1/videos/{clip_id}/content").raise_for_status().content
+
+
+@pytest.fixture(scope="module")
+def url(restarted: Restarted) -> str:
+    return restarted.url
+
+
+def test_a_clip_outlives_the_application(restarted: Restarted):
+    with restarted.client() as http:
+        undisturbed = str(http.post("/v1/videos", json=CLIP).raise_for_status().json()["id"])
+        assert undisturbed != restarted.clip_id
+        assert finish(http, restarted.clip_id) == finish(http, undisturbed)
 
 
 def troupe(*args: str) -> Result:

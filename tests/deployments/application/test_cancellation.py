@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import openai
 import pytest
 
+from tests.deployments.application.conftest import NUM_WAITING
 from tests.deployments.live import (
     PROMPT,
     TIMEOUT_S,
-    config_of,
-    live,
     log_lines,
     picture,
     rank_pids,
@@ -26,16 +23,10 @@ from tests.deployments.live import (
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
 
-NUM_STREAMS = 60
+NUM_STREAMS = NUM_WAITING
 NUM_SEEDS = 5
 LONGEST = 100
 """Steps: long enough that none of these jobs ends by itself while a test looks at it."""
-
-
-@pytest.fixture(scope="module")
-def url(ray_cluster: None, pictures: Path, clips: Path) -> Iterator[str]:
-    with live(config_of({"pictures": pictures, "clips": clips}, max_waiting_jobs=NUM_STREAMS)) as url:
-        yield url
 
 
 def cancelled() -> dict[str, int]:

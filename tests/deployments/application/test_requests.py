@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
-import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -18,6 +16,7 @@ from ray import serve
 from ray.serve.exceptions import RequestCancelledError
 
 from deployments.studio import Media, Preview, Progress
+from tests.deployments.application.conftest import NUM_RUNNING
 from tests.deployments.bare import (
     BAD_BODIES,
     assert_alike,
@@ -30,10 +29,7 @@ from tests.deployments.bare import (
 from tests.deployments.live import (
     IMAGES,
     PROMPT,
-    TIMEOUT_S,
-    config_of,
     finished,
-    live,
     log_lines,
     picture,
     pixels_of,
@@ -42,15 +38,6 @@ from tests.deployments.live import (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
-
-NUM_RUNNING, NUM_WAITING = 3, 2
-
-
-@pytest.fixture(scope="module")
-def url(ray_cluster: None, models: dict[str, Path]) -> Iterator[str]:
-    limits = {"max_running_jobs": NUM_RUNNING, "max_waiting_jobs": NUM_WAITING}
-    with live(config_of(models, api={"max_body_bytes": 100_000}, **limits)) as url:
-        yield url
 
 
 def test_health_and_models(url: str, official: openai.OpenAI):
@@ -213,24 +200,6 @@ async def test_jobs_in_flight_take_turns_and_each_sees_its_own_progress(url: str
     assert seen == {length: list(range(1, length + 1)) for length in lengths}
     assert min(at_first_end[0].values()) >= 20, f"one starved: {at_first_end[0]}"
     assert together == [picture(url, seed=length, num_inference_steps=length) for length in lengths]
-
-
-async def test_a_full_queue_is_refused_with_the_time_to_wait(url: str):
-    num_requests = NUM_RUNNING + NUM_WAITING + 3
-    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as client:
-        body = {"prompt": PROMPT, "num_inference_steps": 100}
-        answers = await asyncio.gather(*(client.post(IMAGES, json={**body, "seed": i}) for i in range(num_requests)))
-    refused = [answer for answer in answers if answer.status_code != 200]
-    assert len(refused) == 3
-    for answer in refused:
-        assert answer.status_code == 429
-        assert int(answer.headers["retry-after"]) >= 1
-        error = answer.json()["error"]
-        assert error["code"] == "queue_full"
-        assert re.fullmatch(rf"{NUM_WAITING} jobs are waiting already; try again in about \d+ s", error["message"])
-    drawn = {answer.json()["data"][0]["seed"]: answer for answer in answers if answer.status_code == 200}
-    seed, answer = next(iter(drawn.items()))
-    assert base64.b64decode(answer.json()["data"][0]["b64_json"]) == picture(url, seed=seed, num_inference_steps=100)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,0 +1,1 @@
+"""Tests of one running application; a package, so that its fixture ends with it."""

@@ -1,0 +1,21 @@
+"""One running application for all tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.deployments.live import config_of, live
+
+NUM_RUNNING = 3
+NUM_WAITING = 60
+MAX_BODY_BYTES = 100_000
+
+
+@pytest.fixture(scope="package")
+def url(ray_cluster: None, models: dict[str, Path]) -> Iterator[str]:
+    limits = {"max_running_jobs": NUM_RUNNING, "max_waiting_jobs": NUM_WAITING}
+    with live(config_of(models, api={"max_body_bytes": MAX_BODY_BYTES}, **limits)) as url:
+        yield url
