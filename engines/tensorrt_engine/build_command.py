@@ -9,14 +9,16 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from engines.model import Branch, DenoiserModel
-from engines.tensorrt_engine.builder import BuildOptions, Profile
+from engines.parallel.mesh import Team
+from engines.tensorrt_engine.builder import BuildOptions
 from engines.tensorrt_engine.calibration import quantization
 from engines.tensorrt_engine.config import ResolvedConfig, TensorRTConfig
-from engines.tensorrt_engine.export import Exported, export, export_segments
+from engines.tensorrt_engine.export import Exported
+from engines.tensorrt_engine.exporter import Exporter
 from engines.tensorrt_engine.onnx_export import EngineGraph
 from engines.tensorrt_engine.plan_cache import CachedPlan, PlanCache
 from engines.tensorrt_engine.plan_text import read_plan_text
-from engines.tensorrt_engine.shape_buckets import profile_over, varying_dims
+from engines.tensorrt_engine.shape_buckets import divides
 from engines.tensorrt_engine.step import cached_plan
 from engines.tensorrt_engine.targets import Target
 from engines.tensorrt_engine.trace import offline_team
@@ -72,19 +74,25 @@ def build_engine(
     strip_weights: bool = False,
     visible: bool = True,
 ) -> list[PlanReport]:
-    """Plans for ``width`` ranks: one, or with a ring in torch one per form of its pieces.
+    """Plans for ``width`` ranks: one a module, or with a ring in torch one per form of its pieces.
 
-    One branch gives static shapes; several give one plan over all of their shapes, tuned for the first. No process
-    group may exist (torch's fake one stands in for the other ranks), and no GPU is needed with TensorRT-RTX.
+    One branch of a module gives static shapes; several give one plan over all of their shapes, tuned for the first. No
+    process group may exist (torch's fake one stands in for the other ranks), and no GPU is needed with TensorRT-RTX.
     Raises ValueError for what TensorRT cannot do, BuildError, BuildCancelledError after Ctrl-C.
     """
     resolved = config.resolve(model, width, target)
+    exporter = Exporter(
+        model=model,
+        weights_as_inputs=config.weights == "inputs",
+        change=lambda name: quantization(model, name, config.precision, config.cache_dir),
+        native_ring=resolved.ring == "native",
+    )
     started_s = time.perf_counter()
-    graphs, profiles = _export(model, buckets, config, resolved)
+    with offline_team(resolved.spec) as team:
+        graphs = _export(exporter, buckets, team)
     export_s = time.perf_counter() - started_s
     options = BuildOptions(
         target=target,
-        profiles=profiles,
         weight_streaming=weight_streaming,
         strip_weights=strip_weights,
         timing_cache_dir=config.cache_dir,
@@ -94,23 +102,23 @@ def build_engine(
     return [_report(graph, resolved, plan, export_s) for graph, plan in zip(graphs, plans, strict=True)]
 
 
-def _export(
-    model: DenoiserModel, buckets: Sequence[Branch], config: TensorRTConfig, resolved: ResolvedConfig
-) -> tuple[tuple[EngineGraph, ...], tuple[Profile, ...]]:
-    first, as_inputs = buckets[0], config.weights == "inputs"
-    change = quantization(model, first.module, config.precision, config.cache_dir)
-    dynamic = varying_dims([branch.inputs for branch in buckets]) or None
-    with offline_team(resolved.spec) as team:
-        if resolved.ring == "segments":
-            return export_segments(model, first, team, change=change)[1].forms, ()
-        exported = export(
-            model, first, team, weights_as_inputs=as_inputs, dynamic=dynamic, change=change, ring=resolved.ring
-        )
-    return (exported.graph,), _profiles(exported, buckets) if dynamic else ()
+def _export(exporter: Exporter, buckets: Sequence[Branch], team: Team) -> list[EngineGraph]:
+    """Equal graphs once: two transformers of one make share their plans while weights are inputs."""
+    exports = [
+        export for module in dict.fromkeys(b.module for b in buckets) for export in _of(exporter, buckets, module, team)
+    ]
+    graphs = [graph for exported in exports for graph in exported.graphs]
+    return list({graph.serialized(): graph for graph in graphs}.values())
 
 
-def _profiles(exported: Exported, buckets: Sequence[Branch]) -> tuple[Profile, ...]:
-    return (profile_over(exported, [branch.inputs for branch in buckets]),)
+def _of(exporter: Exporter, buckets: Sequence[Branch], module: str, team: Team) -> list[Exported]:
+    """As the engine does it: one for all sizes that divide over the team, if there are several; else one for each."""
+    mine = [branch for branch in buckets if branch.module == module]
+    shared = [b for b in mine if divides(exporter.model, b, team)] if not exporter.is_cut(team) else []
+    if len(shared) < 2:
+        return [exporter.export((branch,), team) for branch in mine]
+    rest = [branch for branch in mine if not divides(exporter.model, branch, team)]
+    return [exporter.export(shared, team), *(exporter.export((branch,), team) for branch in rest)]
 
 
 def _report(graph: EngineGraph, resolved: ResolvedConfig, plan: CachedPlan, export_s: float) -> PlanReport:

@@ -29,6 +29,14 @@ class Profile:
 
     shapes: Mapping[str, tuple[Shape, Shape, Shape]]
 
+    def covers(self, shapes: Mapping[str, Shape]) -> bool:
+        """Whether every dim of every input of the profile lies between its smallest and its largest."""
+        return all(
+            low <= size <= high
+            for name, (smallest, _, largest) in self.shapes.items()
+            for low, size, high in zip(smallest, shapes[name], largest, strict=True)
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuildOptions:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 
@@ -12,11 +12,19 @@ from engines.model import DenoiserModel, dtype_of
 from engines.parallel.spec import ParallelSpec
 from engines.tensorrt_engine.bindings import load_bindings
 from engines.tensorrt_engine.plan_cache import DEFAULT_FOLDER
+from engines.tensorrt_engine.rules import (
+    DTYPE_NAMES,
+    QUANTIZED,
+    Precision,
+    Weights,
+    check_dtype,
+    check_options,
+    check_precision,
+    check_spec,
+)
 from engines.tensorrt_engine.targets import Target
 
-Precision = Literal["auto", "native", "fp32", "fp16", "bf16", "int8", "fp8"]
 RingForm = Literal["none", "segments", "native"]
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 MIN_FUSED_HEADS = 2
 """With one head per rank TensorRT builds no fused attention (fp16 fails, bf16 is silently unfused)."""
 
@@ -31,18 +39,11 @@ class TensorRTConfig:
 
     strategy: str = "auto"
     precision: Precision = "auto"
-    weights: Literal["inputs", "constants"] = "inputs"
+    weights: Weights = "inputs"
     cache_dir: Path = DEFAULT_FOLDER
 
     def __post_init__(self) -> None:
-        if self.precision not in get_args(Precision):
-            raise ValueError(
-                f"precision is {self.precision!r}; the TensorRT engine knows {', '.join(get_args(Precision))}"
-            )
-        if self.weights not in ("inputs", "constants"):
-            raise ValueError(f"weights is {self.weights!r}; it must be inputs or constants")
-        if self.strategy != "auto":
-            check_spec(self.spec(_smallest_width(self.strategy)), weights=self.weights)
+        check_options(strategy=self.strategy, precision=self.precision, weights=self.weights)
 
     def spec(self, width: int, *, num_heads: int | None = None) -> ParallelSpec:
         """The division over ``width`` ranks. "auto" is Ulysses while every rank has two heads, then AllGather-KV."""
@@ -57,19 +58,22 @@ class TensorRTConfig:
         spec.check(num_heads=model.num_heads, has_tensor_plan=bool(model.plan.linears))
         check_spec(spec, weights=self.weights)
         precision = _precision(self.precision, dtype_of(next(iter(model.modules.values()))))
+        check_precision(spec, precision=precision)
         if precision == "fp8" and not target.has_fp8:
             raise ValueError(f"fp8 needs compute capability 8.9; {target.name} has none: use int8, bf16 or fp16")
-        if precision in ("int8", "fp8") and spec.tensor > 1:
-            raise ValueError(
-                f"{precision} with {spec.name}: scales are those of whole weights; use ulysses or allgather_kv"
-            )
         heads = model.num_heads // (spec.ulysses * spec.tensor)
         if spec.width > 1 and heads < MIN_FUSED_HEADS and precision != "fp32":
             raise ValueError(
                 f"{spec.name} leaves {heads} of {model.num_heads} heads on a rank; TensorRT fuses half-precision "
                 f"attention from {MIN_FUSED_HEADS} heads on: use fewer ranks, or allgather_kv, which keeps all heads"
             )
-        return ResolvedConfig(spec=spec, precision=precision, ring=ring_form(spec, target), target=target)
+        ring = ring_form(spec, target)
+        if ring == "segments" and self.weights == "constants":
+            raise ValueError(
+                f"{spec.name} with weights: constants on {target.name}: the engine is cut into pieces that blocks of "
+                f"one type share, with the weights of each as inputs; use weights: inputs, or ulysses{spec.width}"
+            )
+        return ResolvedConfig(spec=spec, precision=precision, ring=ring, target=target)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,23 +84,6 @@ class ResolvedConfig:
     precision: str
     ring: RingForm
     target: Target
-
-
-def check_spec(spec: ParallelSpec, *, weights: str) -> None:
-    """Refuse what would need communicators within the team, and what would need a plan per rank."""
-    if spec.tensor > 1 and spec.context > 1:
-        raise ValueError(
-            f"{spec.name} in TensorRT: tensor parallelism with split tokens needs two communicators, and TensorRT "
-            f"ignores the groups of a collective (it would exchange with the wrong ranks, in silence). "
-            f"Use tensor{spec.width} or ulysses{spec.width} alone, or engine: torch"
-        )
-    if spec.pipeline > 1:
-        raise ValueError(
-            f"{spec.name} in TensorRT: a pipeline gives every rank other layers, and all ranks of a team load one "
-            f"plan. Use ulysses{spec.width} or tensor{spec.width}, or engine: torch"
-        )
-    if spec.tensor > 1 and weights == "constants":
-        raise ValueError(f"{spec.name} with weights: constants needs one plan per rank; use weights: inputs")
 
 
 def ring_form(spec: ParallelSpec, target: Target) -> RingForm:
@@ -110,23 +97,6 @@ def ring_form(spec: ParallelSpec, target: Target) -> RingForm:
 
 
 def _precision(wanted: str, dtype: torch.dtype) -> str:
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    native = names[dtype]
-    if wanted in ("auto", "native"):
-        return native
-    if wanted in DTYPES and wanted != native:
-        raise ValueError(
-            f"precision is {wanted}, but the model was loaded in {native}: set the model's dtype to {wanted}"
-        )
-    return wanted
-
-
-def _smallest_width(strategy: str) -> int:
-    """A width at which a strategy's name can be checked: 4 shows its axes, a product has its own."""
-    for width in (4, 2, 8, 3, 6, 12, 16):
-        try:
-            ParallelSpec.of(strategy, width)
-        except ValueError:
-            continue
-        return width
-    return 4  # and ParallelSpec says what is wrong with it
+    name = str(dtype).removeprefix("torch.")
+    check_dtype(precision=wanted, dtype=name)
+    return wanted if wanted in QUANTIZED else DTYPE_NAMES[name]

@@ -28,7 +28,7 @@ from engines.tensorrt_engine.builder import BuildError, BuildOptions, build
 from engines.tensorrt_engine.collectives import DOMAIN, REDUCING, ROOTED, Collective, Operation
 from engines.tensorrt_engine.onnx_nodes import OPSET, collective_node
 from engines.tensorrt_engine.preflight import communicator, current_target
-from engines.tensorrt_engine.runtime import PlanRunner
+from engines.tensorrt_engine.runtime import LoadedPlan, PlanRunner
 from engines.tensorrt_engine.targets import Target
 
 Result = Literal["proved", "failed", "not here"]
@@ -141,7 +141,7 @@ def _executes(operation: Operation, rank: int, num_ranks: int, device: torch.dev
     assert dist.group.WORLD is not None
     pointer = communicator(str(dist.group.WORLD.group_name), device)
     plan = build(network, BuildOptions(target=current_target(rank))).plan
-    runner = PlanRunner(plan, {}, communicator=pointer)
+    runner = PlanRunner(LoadedPlan(plan), {}, communicator=pointer)
     given = runner.run({"x": torch.from_numpy(inputs[rank]).to(device)})["y"].cpu().numpy()
     runner.close()
     expected = what.apply(inputs)[rank]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,18 +14,19 @@ from engines.parallel.guidance import exchange_predictions, may_pair
 from engines.parallel.mesh import Team, Teams
 from engines.parallel.spec import ParallelSpec
 from engines.tensorrt_engine.captured import CapturedStep
-from engines.tensorrt_engine.config import RingForm
-from engines.tensorrt_engine.segmented_step import SegmentedStep, prepare_segmented_step
-from engines.tensorrt_engine.step import MakeRunner, Step, prepare_step, signature
-from engines.tensorrt_engine.trace import ChangeModule, unchanged
+from engines.tensorrt_engine.export import Exported
+from engines.tensorrt_engine.exporter import Exporter
+from engines.tensorrt_engine.segmented_step import SegmentedStep, make_segmented_step
+from engines.tensorrt_engine.shape_buckets import divides, lies_between
+from engines.tensorrt_engine.step import MakeRunner, Step, make_step, signature
 
 
 class TensorRTEngine:
-    """An ``Engine``, made on every rank at the same time. Plans are exported and built for a shape when it first comes.
+    """An ``Engine``, made on every rank at the same time.
 
-    ``specs[width]`` are the divisions of one branch, and of two of the same shape. ``capture`` puts each step in a
-    CUDA graph at its first call; ``change(module name)`` swaps layers before the export (quantization). ``native_ring``
-    gives a ring to TensorRT; else it runs in torch, between pieces of the engine.
+    ``buckets`` are branches in the sizes that are expected: those of one module and team share a plan, whose profile
+    takes every size between them. Other sizes get a plan of their own when they first come. ``specs[width]`` are the
+    divisions of one branch, and of two of the same shape. ``capture`` puts each step in a CUDA graph at its first call.
     """
 
     def __init__(
@@ -34,19 +36,18 @@ class TensorRTEngine:
         teams: Teams,
         specs: Mapping[int, tuple[ParallelSpec, ParallelSpec]],
         make_runner: MakeRunner,
-        weights_as_inputs: bool = True,
-        change: Callable[[str], ChangeModule] = lambda name: unchanged,
-        native_ring: bool = False,
+        exporter: Exporter | None = None,
+        buckets: Sequence[Branch] = (),
         capture: bool = True,
     ) -> None:
         self.teams = teams
         self._model = model
         self._specs = specs
         self._make_runner = make_runner
-        self._weights_as_inputs = weights_as_inputs
-        self._change = change
-        self._native_ring = native_ring
+        self._exporter = exporter or Exporter(model=model)
+        self._buckets = tuple(buckets)
         self._capture = capture
+        self._shared: dict[Any, Exported | None] = {}
         self._steps: dict[Any, Step | SegmentedStep] = {}
         self._captured: dict[Any, CapturedStep] = {}
 
@@ -57,6 +58,12 @@ class TensorRTEngine:
         while len(predictions) < len(branches):
             predictions.extend(self._next(branches[len(predictions) :], ranks))
         return tuple(predictions)
+
+    def prepare(self) -> None:
+        """Make the steps of all expected sizes for every team of the caller. All ranks of the gang call it at once."""
+        for ranks in dict.fromkeys(team.ranks for team in self.teams.all()):
+            for num_branches, branch in itertools.product((1, 2), self._buckets):
+                self._step(branch, self.team(ranks, num_branches))
 
     def close(self) -> None:
         """Graphs first, then contexts; the communicator goes last, and elsewhere."""
@@ -87,20 +94,40 @@ class TensorRTEngine:
         return (self._forward(branches[0], self.team(ranks)),)
 
     def _forward(self, branch: Branch, team: Team) -> Tensor:
-        key = (team.context.ranks, team.tensor.ranks, signature(branch))
-        step = self._steps.get(key)
-        if step is None:
-            step = self._steps[key] = self._prepare(branch, team)
+        step = self._step(branch, team)
         if not self._capture:
             return step(branch.inputs)
+        key = (_place(team), signature(branch))
         if key not in self._captured:
             self._captured[key] = CapturedStep(step, branch.inputs)
         return self._captured[key](branch.inputs)
 
-    def _prepare(self, branch: Branch, team: Team) -> Step | SegmentedStep:
-        change, make = self._change(branch.module), self._make_runner
-        if team.spec.ring > 1 and team.spec.ulysses == 1 and not self._native_ring:
-            return prepare_segmented_step(self._model, branch, team, make, change=change)
-        as_inputs = self._weights_as_inputs
-        ring: RingForm = "native" if self._native_ring else "none"
-        return prepare_step(self._model, branch, team, make, weights_as_inputs=as_inputs, change=change, ring=ring)
+    def _step(self, branch: Branch, team: Team) -> Step | SegmentedStep:
+        """Made at its first call, which is collective over the team. Each shape has a context (a runner) of its own:
+        a CUDA graph holds on to the memory of the context that it captured.
+        """
+        key = (_place(team), signature(branch))
+        if key not in self._steps:
+            exported = self._shared_export(branch, team) or self._exporter.export((branch,), team)
+            make = make_segmented_step if exported.segments else make_step
+            self._steps[key] = make(exported, self._model, branch, team, self._make_runner)
+        return self._steps[key]
+
+    def _shared_export(self, branch: Branch, team: Team) -> Exported | None:
+        """The one export of all buckets, if there are several and ``branch`` lies between them."""
+        key = (_place(team), branch.module)
+        if key not in self._shared:
+            divide = [b for b in self._buckets if b.module == branch.module and divides(self._model, b, team)]
+            several = len({signature(b) for b in divide}) > 1 and not self._exporter.is_cut(team)
+            self._shared[key] = self._exporter.export(divide, team) if several else None
+        exported = self._shared[key]
+        return (
+            exported
+            if exported is not None and lies_between(self._model, branch, team, self._buckets, exported)
+            else None
+        )
+
+
+def _place(team: Team) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What tells the caller's teams apart; guidance does not, for each half of it is a team of its own."""
+    return team.context.ranks, team.tensor.ranks

@@ -1,4 +1,4 @@
-"""The one exporter: a family's model, a strategy and a width in; an engine graph and its torch parts out."""
+"""The one exporter: a family's model, a strategy and a width in; engine graphs and their torch parts out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from engines.model import Branch, DenoiserModel, ModelInputs
 from engines.parallel.mesh import Team
@@ -14,25 +14,38 @@ from engines.parallel.tensor import split_weights
 from engines.tensorrt_engine.config import RingForm
 from engines.tensorrt_engine.onnx_export import EngineGraph, export_core
 from engines.tensorrt_engine.partition import Parts, partition
-from engines.tensorrt_engine.segments import SegmentedCore, segment_core
-from engines.tensorrt_engine.subgraph import RANK
+from engines.tensorrt_engine.segments import Segment, segment_core
+from engines.tensorrt_engine.subgraph import RANK, input_name
 from engines.tensorrt_engine.trace import ChangeModule, DynamicDims, trace, unchanged
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exported:
-    """An engine graph with what runs in torch around it. The same on every rank of the team."""
+    """Engine graphs with what runs in torch around them. The same on every rank of the team.
 
-    graph: EngineGraph
-    parts: Parts
+    One graph, or with a ring in torch one per form of the pieces, which ``segments`` lists in running order.
+    ``before(**inputs, rank_index)`` gives what ``handed`` names; ``after`` takes what ``after_inputs`` names.
+    """
+
+    graphs: tuple[EngineGraph, ...]
+    before: fx.GraphModule
+    after: fx.GraphModule
+    handed: tuple[str, ...]
+    after_inputs: tuple[str, ...]
+    segments: tuple[Segment, ...] = ()
+
+    @property
+    def graph(self) -> EngineGraph:
+        """The only graph; of a cut engine the last piece's."""
+        return self.graphs[-1]
 
     def feed(self, inputs: ModelInputs, rank_index: int) -> dict[str, Tensor]:
         """What torch computes first, by name: this rank's tokens, rotary rows, timestep sinusoids."""
-        wanted = [node.target for node in self.parts.before.graph.nodes if node.op == "placeholder"]
+        wanted = [node.target for node in self.before.graph.nodes if node.op == "placeholder"]
         given = {str(name): inputs[str(name)] for name in wanted if name != RANK}
         with torch.no_grad():
-            handed = self.parts.before(**given, **{RANK: rank_index})
-        return dict(zip(self.parts.handed, handed, strict=True))
+            handed = self.before(**given, **{RANK: rank_index})
+        return dict(zip(self.handed, handed, strict=True))
 
     def engine_inputs(self, handed: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Those of ``handed`` that the engine takes; the rest (sizes) goes round it."""
@@ -42,7 +55,7 @@ class Exported:
         """The whole prediction from the engine's outputs (and what was handed round it)."""
         known = {**handed, **outputs}
         with torch.no_grad():
-            (prediction,) = self.parts.after(*(known[name] for name in self.parts.after_inputs))
+            (prediction,) = self.after(*(known[name] for name in self.after_inputs))
         assert isinstance(prediction, Tensor)
         return prediction
 
@@ -65,19 +78,18 @@ def export(
         raise ValueError(
             "tensor parallelism gives every rank its own weights: they must be inputs, or no plan fits all"
         )
-    parts = partition(trace(model, branch, team, dynamic, change, ring))
-    return Exported(
-        graph=export_core(parts, team.context.size * team.tensor.size, weights_as_inputs=weights_as_inputs), parts=parts
-    )
+    traced = trace(model, branch, team, dynamic, change, ring)
+    _check_dynamic(traced, dynamic or {})
+    parts = partition(traced)
+    graph = export_core(parts, team.context.size * team.tensor.size, weights_as_inputs=weights_as_inputs)
+    return _exported(parts, (graph,))
 
 
-def export_segments(
-    model: DenoiserModel, branch: Branch, team: Team, *, change: ChangeModule = unchanged
-) -> tuple[Exported, SegmentedCore]:
-    """The same in pieces, cut at the attentions: for a ring in torch. ``Exported.graph`` is the last piece's."""
+def export_segments(model: DenoiserModel, branch: Branch, team: Team, *, change: ChangeModule = unchanged) -> Exported:
+    """The same in pieces, cut at the attentions: for a ring in torch."""
     parts = partition(trace(model, branch, team, None, change, "segments"))
-    core = segment_core(parts, team.context.size * team.tensor.size)
-    return Exported(graph=core.forms[-1], parts=parts), core
+    segments, forms = segment_core(parts, team.context.size * team.tensor.size)
+    return _exported(parts, forms, segments)
 
 
 def rank_weights(model: DenoiserModel, module: str, team: Team) -> dict[str, Tensor]:
@@ -85,3 +97,25 @@ def rank_weights(model: DenoiserModel, module: str, team: Team) -> dict[str, Ten
     whole: nn.Module = model.modules[module]
     mine = split_weights(whole, model.plan, team.tensor) if team.tensor.size > 1 else whole
     return dict(mine.state_dict())
+
+
+def _exported(parts: Parts, graphs: tuple[EngineGraph, ...], segments: tuple[Segment, ...] = ()) -> Exported:
+    return Exported(
+        graphs=graphs,
+        before=parts.before,
+        after=parts.after,
+        handed=parts.handed,
+        after_inputs=parts.after_inputs,
+        segments=segments,
+    )
+
+
+def _check_dynamic(traced: fx.GraphModule, dynamic: DynamicDims) -> None:
+    """The tracer quietly fixes a dim that the model's code depends on; every other size would then be wrong."""
+    for node in traced.graph.nodes:
+        for dim in dynamic.get(input_name(node), None) or () if node.op == "placeholder" else ():
+            if isinstance(node.meta["val"].shape[dim], int):
+                raise ValueError(
+                    f"dim {dim} of input {input_name(node)} cannot vary in one engine: the model's own code fixes it "
+                    f"at {node.meta['val'].shape[dim]}; give each such size an engine of its own"
+                )

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
-from engines.model import DenoiserModel
+from engines.model import Branch, DenoiserModel
 from engines.parallel.mesh import Groups, Team, Teams, gang_widths
 from engines.parallel.self_check import self_check
 from engines.parallel.spec import ParallelSpec
+from engines.tensorrt_engine.bindings import load_bindings
 from engines.tensorrt_engine.builder import BuildOptions
-from engines.tensorrt_engine.calibration import quantization
-from engines.tensorrt_engine.config import Precision, ResolvedConfig, TensorRTConfig
+from engines.tensorrt_engine.calibration import fingerprint, quantization
+from engines.tensorrt_engine.config import ResolvedConfig, TensorRTConfig
 from engines.tensorrt_engine.engine import TensorRTEngine
+from engines.tensorrt_engine.export_cache import ExportCache
+from engines.tensorrt_engine.exporter import Exporter
 from engines.tensorrt_engine.onnx_export import EngineGraph
-from engines.tensorrt_engine.plan_cache import PlanCache
-from engines.tensorrt_engine.preflight import check_nccl, check_plan, check_same_plan, communicator, current_target
-from engines.tensorrt_engine.runtime import PlanRunner
+from engines.tensorrt_engine.plan_cache import DEFAULT_FOLDER, PlanCache
+from engines.tensorrt_engine.preflight import (
+    check_alike,
+    check_nccl,
+    check_plan,
+    check_same_plan,
+    communicator,
+    current_target,
+)
+from engines.tensorrt_engine.rules import Precision, Weights
+from engines.tensorrt_engine.runtime import LoadedPlan, PlanRunner
+from engines.tensorrt_engine.shape_buckets import check_branches
 from engines.tensorrt_engine.step import MakeRunner, cached_plan
 from engines.tensorrt_engine.targets import Target
 
@@ -48,32 +61,62 @@ class RankPlace:
 
 
 def load_tensorrt_engine(
-    model: DenoiserModel, context: Place, *, strategy: str = "auto", precision: str = "auto"
+    model: DenoiserModel,
+    context: Place,
+    *,
+    strategy: str = "auto",
+    precision: str = "auto",
+    weights: str = "inputs",
+    cache_dir: Path | None = None,
+    buckets: Sequence[Branch] = (),
 ) -> TensorRTEngine:
     """Made, checked on every team. Every rank of the gang makes this call at the same time.
 
+    ``buckets`` are branches in the sizes that are expected: prepared before this returns, and used for the check.
     Raises ValueError for a configuration TensorRT cannot do, PreflightError, PlanRejectedError, WrongAnswerError.
     """
-    config = TensorRTConfig(strategy=strategy, precision=cast(Precision, precision))
+    config = TensorRTConfig(
+        strategy=strategy,
+        precision=cast(Precision, precision),
+        weights=cast(Weights, weights),
+        cache_dir=cache_dir or DEFAULT_FOLDER,
+    )
     target = current_target(context.rank)
     if context.num_ranks > 1:
-        check_nccl(context.rank)
+        nccl = check_nccl(context.rank)
+        check_alike(start_facts(model, config, target, nccl), rank=context.rank)
     specs = choose_specs(config, model, context.num_ranks, target)
-    teams = form_teams(specs, context)
-    make_runner = plan_runners(config, model, context, target)
-    as_inputs = config.weights == "inputs"
     engine = TensorRTEngine(
         model,
-        teams=teams,
+        teams=form_teams(specs, context),
         specs=specs,
-        make_runner=make_runner,
-        weights_as_inputs=as_inputs,
-        native_ring=config.resolve(model, context.num_ranks, target).ring == "native",
-        change=lambda name: quantization(model, name, config.precision, config.cache_dir),
+        make_runner=plan_runners(config, model, context, target),
+        exporter=exporter_of(config, model, context.num_ranks, target),
+        buckets=buckets,
     )
+    engine.prepare()
     checked = ((team.ranks, team.spec.name) for team in engine.checked_teams())
-    self_check(engine, model.probe(), rank=context.rank, teams=checked)
+    self_check(engine, check_branches(buckets) if buckets else model.probe(), rank=context.rank, teams=checked)
     return engine
+
+
+def start_facts(model: DenoiserModel, config: TensorRTConfig, target: Target, nccl: str) -> dict[str, str]:
+    """What must be the same on every rank of a gang, by name."""
+    bindings = load_bindings()
+    weights = {f"weights of {name}": fingerprint(module) for name, module in model.modules.items()}
+    options = f"strategy {config.strategy}, precision {config.precision}, weights {config.weights}"
+    builder = f"{bindings.product} {bindings.version}"
+    return {"TensorRT": builder, "GPU": target.name, "NCCL": nccl, "options": options, **weights}
+
+
+def exporter_of(config: TensorRTConfig, model: DenoiserModel, num_ranks: int, target: Target) -> Exporter:
+    return Exporter(
+        model=model,
+        weights_as_inputs=config.weights == "inputs",
+        change=lambda name: quantization(model, name, config.precision, config.cache_dir),
+        native_ring=config.resolve(model, num_ranks, target).ring == "native",
+        cache=ExportCache(config.cache_dir),
+    )
 
 
 def choose_specs(config: TensorRTConfig, model: DenoiserModel, num_ranks: int, target: Target) -> Specs:
@@ -99,19 +142,25 @@ def form_teams(specs: Specs, context: Place) -> Teams:
 
 
 def plan_runners(config: TensorRTConfig, model: DenoiserModel, context: Place, target: Target) -> MakeRunner:
-    """Runners of plans from the cache, every rank's the same plan, with the team's NCCL communicator."""
+    """Runners of plans from the cache, every rank's the same plan, with the team's NCCL communicator.
+
+    A plan is deserialized once, however many shapes it serves.
+    """
     cache = PlanCache(config.cache_dir)
     device = torch.device(context.device)
+    loaded: dict[str, LoadedPlan] = {}
 
     def make(graph: EngineGraph, weights: Mapping[str, Tensor], team: Team) -> PlanRunner:
         resolved = config.resolve(model, len(team.ranks), target)
         plan = cached_plan(graph, _for_team(resolved, team), BuildOptions(target=target), cache)
         check_plan(plan, rank=context.rank, target=target)
         group = team.context.group or team.tensor.group
-        if not group:
-            return PlanRunner(plan.plan, weights)
-        check_same_plan(plan.sha256, rank=context.rank, group=group)
-        return PlanRunner(plan.plan, weights, communicator=communicator(group, device))
+        if group:
+            check_same_plan(plan.sha256, rank=context.rank, group=group)
+        if plan.sha256 not in loaded:
+            loaded[plan.sha256] = LoadedPlan(plan.plan)
+        pointer = communicator(group, device) if group else None
+        return PlanRunner(loaded[plan.sha256], weights, communicator=pointer)
 
     return make
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import Dim
 
+from engines.tensorrt_engine.builder import Profile
 from engines.tensorrt_engine.collectives import OP_TYPE
 from engines.tensorrt_engine.onnx_nodes import FUSED_ONLY, OPSET
 from engines.tensorrt_engine.partition import Parts
@@ -27,17 +28,30 @@ WEIGHT_PREFIX = "module."
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineGraph:
-    """An ONNX graph and what it is fed. ``weights`` are ``state_dict`` keys; empty when they are constants inside."""
+    """An ONNX graph and what it is fed. ``weights`` are ``state_dict`` keys; empty when they are constants inside.
+
+    ``profiles`` are the shapes that a plan of a graph with dynamic dims is to take; a static graph has none.
+    """
 
     model: ir.Model
     inputs: tuple[str, ...]
     weights: tuple[str, ...]
     outputs: tuple[str, ...]
     num_ranks: int
+    profiles: tuple[Profile, ...] = ()
 
     def serialized(self) -> bytes:
         """The graph as bytes (below 2 GiB: so with weights outside, or a small model)."""
         return bytes(ir.to_proto(self.model).SerializeToString())
+
+    def takes(self, inputs: Mapping[str, Tensor]) -> bool:
+        """Whether a plan of this graph takes inputs of these shapes: the fixed ones, or all within one profile."""
+        given = {name: tuple(tensor.shape) for name, tensor in inputs.items()}
+        declared = {str(value.name): value.shape for value in self.model.graph.inputs}
+        fixed = {name: shape.numpy() for name in self.inputs if (shape := declared[name]) and shape.is_static()}
+        if any(given[name] != tuple(shape) for name, shape in fixed.items()):
+            return False
+        return len(fixed) == len(self.inputs) or any(profile.covers(given) for profile in self.profiles)
 
     def collectives(self) -> dict[str, int]:
         """Number of nodes of each collective."""

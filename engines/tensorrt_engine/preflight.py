@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from engines.tensorrt_engine.bindings import load_bindings
-from engines.tensorrt_engine.nccl import check_process
+from engines.tensorrt_engine.nccl import check_process, library_version
 from engines.tensorrt_engine.plan_cache import CachedPlan
 from engines.tensorrt_engine.targets import Target
 
@@ -45,23 +46,33 @@ def check_plan(plan: CachedPlan, *, rank: int, target: Target) -> None:
 
 def check_same_plan(sha256: str, *, rank: int, group: str) -> None:
     """Every rank of ``group`` has this very plan. Collective; raises on every rank when one differs."""
-    members = resolve_group(group)
-    digests: list[Any] = [None] * members.size()
-    dist.all_gather_object(digests, (rank, sha256), group=members)
-    (first, expected), *others = digests
-    for other, digest in others:
-        if digest != expected:
-            raise PreflightError(
-                other, "it has another plan than the rest of its team", digest[:12], f"{expected[:12]} (rank {first}'s)"
-            )
+    _compare({"it has another plan than the rest of its team": sha256[:12]}, rank=rank, group=resolve_group(group))
 
 
-def check_nccl(rank: int) -> None:
-    """One NCCL in the process, of a version that TensorRT takes."""
+def check_alike(facts: Mapping[str, str], *, rank: int) -> None:
+    """Every rank of the gang has these very values. Collective; raises on every rank when one differs."""
+    assert dist.group.WORLD is not None
+    named = {f"its {name} is not that of the rest of the gang": value for name, value in facts.items()}
+    _compare(named, rank=rank, group=dist.group.WORLD)
+
+
+def _compare(facts: Mapping[str, str], *, rank: int, group: dist.ProcessGroup) -> None:
+    answers: list[Any] = [None] * group.size()
+    dist.all_gather_object(answers, (rank, dict(facts)), group=group)
+    (first, expected), *others = answers
+    for other, found in others:
+        for what, value in expected.items():
+            if found.get(what) != value:
+                raise PreflightError(other, what, str(found.get(what)), f"{value} (rank {first}'s)")
+
+
+def check_nccl(rank: int) -> str:
+    """One NCCL in the process, of a version that TensorRT takes; the version."""
     try:
-        check_process()
+        library = check_process()
     except RuntimeError as error:
         raise PreflightError(rank, "NCCL", str(error), "torch's alone, 2.19 or later") from None
+    return ".".join(map(str, library_version(library)))
 
 
 def communicator(group: str, device: torch.device) -> int:

@@ -6,8 +6,11 @@ Embedders, modulation (a single vector per step) and the last projection stay in
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -101,6 +104,21 @@ def quantize(module: nn.Module, plan: ShardPlan, amax: Mapping[str, float], kind
     for name, layer in layers:
         module.set_submodule(name, QuantizedLinear(layer, amax[name], kind))
     return module
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quantization:
+    """``quantize`` for an exporter, by what one calibration saw."""
+
+    plan: ShardPlan
+    amax: Mapping[str, float]
+    kind: Kind
+
+    def __call__(self, module: nn.Module) -> nn.Module:
+        return quantize(module, self.plan, self.amax, self.kind)
+
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps([self.kind, self.amax], sort_keys=True).encode()).hexdigest()
 
 
 def widest(passes: Iterable[Mapping[str, float]]) -> dict[str, float]:

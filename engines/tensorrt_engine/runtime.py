@@ -46,14 +46,34 @@ def deserialize(plan: bytes) -> Any:
     return engine
 
 
+class LoadedPlan:
+    """A plan on this device, shared by the runners of all shapes that it serves; released with the last of them."""
+
+    def __init__(self, plan: bytes) -> None:
+        self._engine: Any = deserialize(plan)
+        self._num_users = 0
+
+    def take(self) -> Any:
+        """The ``ICudaEngine``, for one more user."""
+        assert self._engine is not None, "released"
+        self._num_users += 1
+        return self._engine
+
+    def give_back(self) -> None:
+        self._num_users -= 1
+        if self._num_users == 0:
+            self._engine = None
+
+
 class PlanRunner:
-    """One plan on one rank. Weights are bound once; activations are bound at each run, without copies.
+    """One execution context of a plan on one rank. Weights are bound once; activations at each run, without copies.
 
     Making it is collective when there is a communicator, and so is every run. Raises PlanRejectedError, EnqueueError.
     """
 
-    def __init__(self, plan: bytes, weights: Mapping[str, Tensor], *, communicator: int | None = None) -> None:
-        self._engine = deserialize(plan)
+    def __init__(self, plan: LoadedPlan, weights: Mapping[str, Tensor], *, communicator: int | None = None) -> None:
+        self._plan = plan
+        self._engine = plan.take()
         self._context = self._engine.create_execution_context()
         if self._context is None:
             raise PlanRejectedError(f"no execution context: {take_errors() or 'out of device memory?'}")
@@ -82,6 +102,7 @@ class PlanRunner:
         """Release the context, then the engine. The communicator must still be alive."""
         self._context = None
         self._engine = None
+        self._plan.give_back()
         self._weights.clear()
 
     def _bind(self, name: str, tensor: Tensor) -> None:

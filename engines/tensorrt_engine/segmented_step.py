@@ -13,10 +13,9 @@ from engines.parallel.layout import TokenLayout
 from engines.parallel.local import local_kernel
 from engines.parallel.mesh import Team
 from engines.parallel.strategy import team_kernel
-from engines.tensorrt_engine.export import Exported, export_segments, rank_weights
-from engines.tensorrt_engine.segments import Segment, SegmentedCore
+from engines.tensorrt_engine.export import Exported, rank_weights
+from engines.tensorrt_engine.segments import Segment
 from engines.tensorrt_engine.step import MakeRunner, Runner
-from engines.tensorrt_engine.trace import ChangeModule, unchanged
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +23,6 @@ class SegmentedStep:
     """``runners[form]`` runs every piece of that form, with the piece's own weights bound at each run."""
 
     exported: Exported
-    core: SegmentedCore
     runners: tuple[Runner, ...]
     weights: Mapping[str, Tensor]
     kernel: Kernel
@@ -33,7 +31,7 @@ class SegmentedStep:
     def __call__(self, inputs: ModelInputs) -> Tensor:
         handed = self.exported.feed(inputs, self.rank_index)
         values = dict(handed)
-        for segment in self.core.segments:
+        for segment in self.exported.segments:
             values.update(self._run(segment, values))
             if segment.attention is not None:
                 q, k, v, out = segment.attention
@@ -45,25 +43,23 @@ class SegmentedStep:
             runner.close()
 
     def _run(self, segment: Segment, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        form = self.core.forms[segment.form]
+        form = self.exported.graphs[segment.form]
         activations = {own: values[name] for own, name in zip(form.inputs, segment.inputs, strict=True)}
         weights = {own: self.weights[segment.weights[own]] for own in form.weights}
         outputs = self.runners[segment.form].run(activations | weights)
         return {name: outputs[own] for own, name in zip(form.outputs, segment.outputs, strict=True)}
 
 
-def prepare_segmented_step(
-    model: DenoiserModel, branch: Branch, team: Team, make_runner: MakeRunner, *, change: ChangeModule = unchanged
+def make_segmented_step(
+    exported: Exported, model: DenoiserModel, branch: Branch, team: Team, make_runner: MakeRunner
 ) -> SegmentedStep:
-    """Export, cut and make one runner per form. Every rank of the team makes this call at the same time."""
-    exported, core = export_segments(model, branch, team, change=change)
+    """With one runner per form. Every rank of the team makes this call at the same time."""
     weights = rank_weights(model, branch.module, team)
     some = next(iter(weights.values()))
     layout = TokenLayout.of(model.plan.streams, model.stream_lengths(branch.inputs), team.context.size)
     return SegmentedStep(
         exported=exported,
-        core=core,
-        runners=tuple(make_runner(form, {}, team) for form in core.forms),
+        runners=tuple(make_runner(form, {}, team) for form in exported.graphs),
         weights=weights,
         kernel=team_kernel(local_kernel(some.device, some.dtype), team, layout),
         rank_index=team.context.index,

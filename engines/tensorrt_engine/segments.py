@@ -47,14 +47,6 @@ class Segment:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SegmentedCore:
-    """Pieces in running order, and the distinct graphs they are instances of."""
-
-    segments: tuple[Segment, ...]
-    forms: tuple[EngineGraph, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class _Piece:
     graph: fx.GraphModule
     inputs: tuple[str, ...]
@@ -62,8 +54,8 @@ class _Piece:
     attention: tuple[str, str, str, str] | None
 
 
-def segment_core(parts: Parts, num_ranks: int) -> SegmentedCore:
-    """Cut ``parts.core`` and export each form once."""
+def segment_core(parts: Parts, num_ranks: int) -> tuple[tuple[Segment, ...], tuple[EngineGraph, ...]]:
+    """Cut ``parts.core``: its pieces in running order, and the distinct graphs they are instances of, exported once."""
     pieces = list(_pieces(parts))
     first_of: dict[str, int] = {}
     forms: list[EngineGraph] = []
@@ -80,7 +72,7 @@ def segment_core(parts: Parts, num_ranks: int) -> SegmentedCore:
         segments.append(
             Segment(form=form, inputs=piece.inputs, weights=weights, outputs=piece.outputs, attention=piece.attention)
         )
-    return SegmentedCore(segments=tuple(segments), forms=tuple(forms))
+    return tuple(segments), tuple(forms)
 
 
 def _numbered(what: str, names: tuple[str, ...]) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,12 +13,11 @@ from torch import Tensor
 from engines.model import Branch, DenoiserModel, ModelInputs
 from engines.parallel.mesh import Team
 from engines.tensorrt_engine.builder import BuildOptions, build
-from engines.tensorrt_engine.config import ResolvedConfig, RingForm
-from engines.tensorrt_engine.export import Exported, export, rank_weights
+from engines.tensorrt_engine.config import ResolvedConfig
+from engines.tensorrt_engine.export import Exported, rank_weights
 from engines.tensorrt_engine.onnx_export import EngineGraph
 from engines.tensorrt_engine.plan_cache import CachedPlan, PlanCache, PlanKey
 from engines.tensorrt_engine.progress import ProgressBar
-from engines.tensorrt_engine.trace import ChangeModule, unchanged
 
 
 class Runner(Protocol):
@@ -49,18 +49,8 @@ class Step:
         self.runner.close()
 
 
-def prepare_step(
-    model: DenoiserModel,
-    branch: Branch,
-    team: Team,
-    make_runner: MakeRunner,
-    *,
-    weights_as_inputs: bool,
-    change: ChangeModule = unchanged,
-    ring: RingForm = "none",
-) -> Step:
-    """Export for the branch's shapes and make the runner. Every rank of the team makes this call at the same time."""
-    exported = export(model, branch, team, weights_as_inputs=weights_as_inputs, change=change, ring=ring)
+def make_step(exported: Exported, model: DenoiserModel, branch: Branch, team: Team, make_runner: MakeRunner) -> Step:
+    """With a runner of its own. Every rank of the team makes this call at the same time."""
     weights = rank_weights(model, branch.module, team)
     runner = make_runner(exported.graph, {name: weights[name] for name in exported.graph.weights}, team)
     return Step(exported=exported, runner=runner, rank_index=team.context.index)
@@ -69,8 +59,8 @@ def prepare_step(
 def cached_plan(
     graph: EngineGraph, config: ResolvedConfig, options: BuildOptions, cache: PlanCache, *, visible: bool = False
 ) -> CachedPlan:
-    """The graph's plan, built if the cache has none."""
-    serialized = graph.serialized()
+    """The graph's plan for the graph's own profiles, built if the cache has none."""
+    serialized, options = graph.serialized(), dataclasses.replace(options, profiles=graph.profiles)
     key = PlanKey.of(
         serialized,
         strategy=config.spec.name,

@@ -24,14 +24,14 @@ def test_blocks_of_one_type_share_a_plan(build_plan: Build) -> None:
     transformer.blocks.extend([type(transformer).from_config(transformer.config).blocks[0] for _ in range(2)])  # type: ignore[operator, union-attr, attr-defined]
     transformer.to(torch.float16)
     with offline_team(RING) as team:
-        _, core = export_segments(model, Branch(inputs=cast(specimen, specimen.inputs(), torch.float16)), team)
-    assert [segment.form for segment in core.segments] == [0, 1, 1, 1, 2]
-    assert [segment.attention is None for segment in core.segments] == [False] * 4 + [True]
-    first, second = core.segments[1].weights, core.segments[2].weights
+        exported = export_segments(model, Branch(inputs=cast(specimen, specimen.inputs(), torch.float16)), team)
+    assert [segment.form for segment in exported.segments] == [0, 1, 1, 1, 2]
+    assert [segment.attention is None for segment in exported.segments] == [False] * 4 + [True]
+    first, second = exported.segments[1].weights, exported.segments[2].weights
     assert list(first) == list(second)
     assert {name.split(".")[1] for name in second.values()} == {"1", "2"}
-    assert [form.collectives() for form in core.forms] == [{}, {}, {"all_gather": 1}]
-    for form in core.forms:
+    assert [form.collectives() for form in exported.graphs] == [{}, {}, {"all_gather": 1}]
+    for form in exported.graphs:
         assert build_plan(form.serialized())
 
 

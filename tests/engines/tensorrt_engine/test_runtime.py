@@ -12,7 +12,13 @@ import torch
 
 from engines.tensorrt_engine import runtime
 from engines.tensorrt_engine.bindings import load_bindings
-from engines.tensorrt_engine.runtime import EnqueueError, PlanRejectedError, PlanRunner, communicator_capsule
+from engines.tensorrt_engine.runtime import (
+    EnqueueError,
+    LoadedPlan,
+    PlanRejectedError,
+    PlanRunner,
+    communicator_capsule,
+)
 from tests.engines.tensorrt_engine.conftest import Build
 from tests.engines.tensorrt_engine.one_layer import collective, collective_network
 
@@ -113,7 +119,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
 
 def test_weights_are_bound_once_and_activations_in_place(engine: FakeEngine) -> None:
     weight, x = torch.full((4,), 10.0), torch.arange(4.0)
-    runner = PlanRunner(b"", {"w": weight}, communicator=5)
+    runner = PlanRunner(LoadedPlan(b""), {"w": weight}, communicator=5)
     assert engine.context.log == ["communicator", "w"]
     for _ in range(2):
         assert runner.run({"x": x})["y"].tolist() == [10, 11, 12, 13]
@@ -123,7 +129,7 @@ def test_weights_are_bound_once_and_activations_in_place(engine: FakeEngine) -> 
 
 
 def test_a_width_of_one_needs_no_communicator(engine: FakeEngine) -> None:
-    PlanRunner(b"", {"w": torch.zeros(4)})
+    PlanRunner(LoadedPlan(b""), {"w": torch.zeros(4)})
     assert engine.context.log == ["w"]
 
 
@@ -137,24 +143,24 @@ def test_a_width_of_one_needs_no_communicator(engine: FakeEngine) -> None:
 )
 def test_wrong_inputs_are_errors_before_the_enqueue(engine: FakeEngine, inputs: dict[str, Any], message: str) -> None:
     with pytest.raises(EnqueueError, match=message):
-        PlanRunner(b"", {"w": torch.zeros(4)}).run(inputs)
+        PlanRunner(LoadedPlan(b""), {"w": torch.zeros(4)}).run(inputs)
 
 
 def test_a_failed_enqueue_raises_and_survives_pickling(engine: FakeEngine) -> None:
     engine.context.enqueues = False
     with pytest.raises(EnqueueError, match="could not enqueue") as caught:
-        PlanRunner(b"", {"w": torch.zeros(4)}).run({"x": torch.zeros(4)})
+        PlanRunner(LoadedPlan(b""), {"w": torch.zeros(4)}).run({"x": torch.zeros(4)})
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 def test_a_refused_communicator_is_an_error(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.context, "set_communicator", lambda capsule: False)
     with pytest.raises(PlanRejectedError, match="would not take the NCCL communicator"):
-        PlanRunner(b"", {}, communicator=5)
+        PlanRunner(LoadedPlan(b""), {}, communicator=5)
 
 
 def test_close_lets_go_of_context_and_engine(engine: FakeEngine) -> None:
-    runner = PlanRunner(b"", {"w": torch.zeros(4)})
+    runner = PlanRunner(LoadedPlan(b""), {"w": torch.zeros(4)})
     runner.close()
     assert runner._context is None
     assert runner._engine is None

@@ -1,0 +1,79 @@
+"""What a TensorRT engine cannot do, known from a configuration alone: checked when it is read, without torch."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from engines.parallel.spec import ParallelSpec
+
+Precision = Literal["auto", "native", "fp32", "fp16", "bf16", "int8", "fp8"]
+Weights = Literal["inputs", "constants"]
+
+DTYPE_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+"""A model's dtype -> the precision of that name."""
+
+QUANTIZED = ("int8", "fp8")
+
+
+def check_options(*, strategy: str, precision: str, weights: str, width: int | None = None) -> None:
+    """ValueError with the reason and what would work. ``width`` None: any number of ranks that fits the strategy."""
+    if precision not in get_args(Precision):
+        raise ValueError(f"precision is {precision!r}; the TensorRT engine knows {', '.join(get_args(Precision))}")
+    if weights not in get_args(Weights):
+        raise ValueError(f"weights is {weights!r}; it must be inputs or constants")
+    if strategy == "auto":
+        return
+    spec = ParallelSpec.of(strategy, _some_width(strategy) if width is None else width)
+    check_spec(spec, weights=weights)
+    check_precision(spec, precision=precision)
+
+
+def check_spec(spec: ParallelSpec, *, weights: str) -> None:
+    """Refuse what would need communicators within the team, and what would need a plan per rank."""
+    if spec.tensor > 1 and spec.context > 1:
+        raise ValueError(
+            f"{spec.name} in TensorRT: tensor parallelism with split tokens needs two communicators, and TensorRT "
+            f"ignores the groups of a collective (it would exchange with the wrong ranks, in silence). "
+            f"Use tensor{spec.width} or ulysses{spec.width} alone, or engine: torch"
+        )
+    if spec.pipeline > 1:
+        raise ValueError(
+            f"{spec.name} in TensorRT: a pipeline gives every rank other layers, and all ranks of a team load one "
+            f"plan. Use ulysses{spec.width} or tensor{spec.width}, or engine: torch"
+        )
+    if spec.tensor > 1 and weights == "constants":
+        raise ValueError(f"{spec.name} with weights: constants needs one plan per rank; use weights: inputs")
+
+
+def check_precision(spec: ParallelSpec, *, precision: str) -> None:
+    if precision in QUANTIZED and spec.tensor > 1:
+        raise ValueError(
+            f"{precision} with {spec.name}: scales are those of whole weights; use ulysses or allgather_kv"
+        )
+
+
+def check_dtype(*, precision: str, dtype: str) -> None:
+    """``dtype`` as a configuration names it; "auto" is decided where the model is loaded."""
+    native = DTYPE_NAMES.get(dtype)
+    if native is not None and precision in DTYPE_NAMES.values() and precision != native:
+        raise ValueError(
+            f"precision is {precision}, but the model is loaded in {native}: set the model's dtype to {precision}"
+        )
+
+
+def check_device(*, gpus_per_rank: float) -> None:
+    if not gpus_per_rank:
+        raise ValueError(
+            "engine: tensorrt runs on GPUs, and gpus_per_rank is 0: give each rank one, or use engine: torch"
+        )
+
+
+def _some_width(strategy: str) -> int:
+    """A width at which a strategy's name can be checked: 4 shows its axes, a product has its own."""
+    for width in (4, 2, 8, 3, 6, 12, 16):
+        try:
+            ParallelSpec.of(strategy, width)
+        except ValueError:
+            continue
+        return width
+    return 4  # and ParallelSpec says what is wrong with it
