@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
@@ -48,6 +48,18 @@ class NcclConfig(_Config):
     max_ctas: PositiveInt | None = None
 
 
+class TensorRTConfig(_Config):
+    """For ``engine: tensorrt`` alone. ``weights``: inputs of one plan for all fine-tunes, or constants of the plan.
+
+    ``sizes`` ("1024x1024", for clips "832x480x81") are prepared at start and share one plan, which takes every size
+    between them; others get a plan when they first come. Plans are kept in ``cache_dir`` (~/.cache/troupe/plans).
+    """
+
+    weights: Literal["inputs", "constants"] = "inputs"
+    cache_dir: Path | None = None
+    sizes: tuple[Annotated[str, Field(pattern=r"^\d+x\d+(x\d+)?$")], ...] = ()
+
+
 class DenoiserConfig(_Config):
     """The gang: how many ranks, what each gets, how a step is split and compiled, how long things may take."""
 
@@ -59,6 +71,7 @@ class DenoiserConfig(_Config):
     engine: EngineName = "auto"
     strategy: str = "auto"
     precision: str = "auto"
+    tensorrt: TensorRTConfig = TensorRTConfig()
     num_replicas: PositiveInt = 1
     autoscaling: AutoscalingConfig | None = None
     step_deadline_s: PositiveFloat = 60.0
@@ -78,6 +91,23 @@ class ModelConfig(_Config):
     text_encoder: StageConfig = StageConfig()
     denoiser: DenoiserConfig = DenoiserConfig()
     decoder: StageConfig = StageConfig()
+
+    @model_validator(mode="after")
+    def _engine_can_do_it(self) -> Self:
+        """What TensorRT cannot do is refused here, not when the ranks have loaded their weights."""
+        if self.denoiser.engine == "tensorrt":
+            from engines.tensorrt_engine import rules
+
+            config = self.denoiser
+            rules.check_device(gpus_per_rank=config.gpus_per_rank)
+            rules.check_dtype(precision=config.precision, dtype=self.dtype)
+            rules.check_options(
+                strategy=config.strategy,
+                precision=config.precision,
+                weights=config.tensorrt.weights,
+                width=config.num_ranks,
+            )
+        return self
 
     @property
     def source(self) -> str:

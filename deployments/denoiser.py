@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import ray
@@ -15,6 +16,7 @@ from engines.gang.config import GangConfig
 from engines.gang.gang import Gang
 from engines.gang.job import Job, JobEvent
 from engines.parallel.nccl_options import NcclOptions
+from engines.registry import rank_environment
 from pipelines.request import MediaRequest
 
 
@@ -32,6 +34,7 @@ def gang_config(model: ModelConfig) -> GangConfig:
         plans_ahead=config.plans_ahead,
         max_running_jobs=config.max_running_jobs,
         max_waiting_jobs=config.max_waiting_jobs,
+        environment=partial(rank_environment, config.engine),
         nccl=NcclOptions(**config.nccl.model_dump()),
     )
 

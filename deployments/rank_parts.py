@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from deployments.config import ModelConfig
 from engines.gang.config import RankContext, RankParts
@@ -21,6 +22,7 @@ class BuildRankParts:
         from engines.registry import load_engine
         from pipelines.loading import resolve_dtype, resolve_path
         from pipelines.registry import load_family
+        from pipelines.sizes import branches_ahead
 
         configure_logs()
         device = torch.device(context.device)
@@ -28,5 +30,10 @@ class BuildRankParts:
         family = load_family(path)
         denoiser = family.load_denoiser(path, device, dtype)
         config = self.model.denoiser
-        engine = load_engine(config.engine, denoiser, context, strategy=config.strategy, precision=config.precision)
+        options: dict[str, Any] = {"strategy": config.strategy, "precision": config.precision}
+        if config.engine == "tensorrt":
+            sizes = config.tensorrt.sizes
+            buckets = branches_ahead(family, path, sizes, tuple(denoiser.modules), device, dtype)
+            options |= {"weights": config.tensorrt.weights, "cache_dir": config.tensorrt.cache_dir, "buckets": buckets}
+        engine = load_engine(config.engine, denoiser, context, **options)
         return RankParts(engine=engine, sampler=family.load_sampler(path, device, dtype))

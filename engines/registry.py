@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from engines.engine import Engine
 from engines.model import DenoiserModel
@@ -18,18 +19,36 @@ ENGINES = {
     "tensorrt": "engines.tensorrt_engine.load:load_tensorrt_engine",
     "auto": "engines.torch_engine.load:load_torch_engine",
 }
-"""Engine to the function that makes one: ``(model, context, *, strategy, precision) -> Engine``."""
+"""Engine to the function that makes one: ``(model, context, *, strategy, precision, ...) -> Engine``."""
+
+ENVIRONMENTS = {"tensorrt": "engines.tensorrt_engine.nccl:rank_environment"}
+"""Engine to the function that says what its ranks must find in their environment: ``() -> variables``."""
 
 
 def load_engine(
-    name: EngineName, model: DenoiserModel, context: RankContext, *, strategy: str = "auto", precision: str = "auto"
+    name: EngineName,
+    model: DenoiserModel,
+    context: RankContext,
+    *,
+    strategy: str = "auto",
+    precision: str = "auto",
+    **options: Any,
 ) -> Engine:
     """The engine of that name, compared with width 1 on every team. All ranks of a gang make the call together.
 
-    Raises ``ValueError`` for an unknown name and for options that the engine or the model does not allow.
+    ``options`` are those of that engine alone. Raises ``ValueError`` for an unknown name and for options that the
+    engine or the model does not allow.
     """
     if name not in ENGINES:
         raise ValueError(f"unknown engine {name!r}; known: {', '.join(ENGINES)}")
     module, _, function = ENGINES[name].partition(":")
     load = getattr(import_module(module), function)
-    return cast(Engine, load(model, context, strategy=strategy, precision=precision))
+    return cast(Engine, load(model, context, strategy=strategy, precision=precision, **options))
+
+
+def rank_environment(name: EngineName) -> Mapping[str, str]:
+    """Variables that a rank on this node must be started with; empty if none. Needs no torch."""
+    if name not in ENVIRONMENTS:
+        return {}
+    module, _, function = ENVIRONMENTS[name].partition(":")
+    return cast("Mapping[str, str]", getattr(import_module(module), function)())

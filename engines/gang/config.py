@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ class GangConfig:
     on each, in node order. ``step_deadline_s`` is the longest a step may take once its ranks are warm,
     ``start_deadline_s`` covers loading, compiling and the self-check, and the first step of a cold shape.
     ``plans_ahead`` step plans are submitted before the first result is awaited. ``nccl`` goes to every process group
-    between GPUs.
+    between GPUs. ``environment`` is asked on each node for variables that its ranks must be started with.
     """
 
     num_ranks: int
@@ -35,6 +35,7 @@ class GangConfig:
     max_running_jobs: int = 4
     max_waiting_jobs: int = 32
     nccl: NcclOptions = DEFAULT_OPTIONS
+    environment: Callable[[], Mapping[str, str]] | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "threads_per_rank", "num_nodes", "plans_ahead", "max_running_jobs"):

@@ -11,6 +11,7 @@ from ray.util.placement_group import PlacementGroup
 
 from engines.gang.config import BuildRank, GangConfig
 from engines.gang.driver import Driver
+from engines.gang.environment import rank_environments
 from engines.gang.errors import GangBrokenError
 from engines.gang.job import Job, JobDone, JobEvent
 from engines.gang.placement import current_group
@@ -38,7 +39,8 @@ class Gang:
         All or nothing: on an error, on ``start_deadline_s`` (``GangBrokenError``) and on cancellation, what was
         started is killed. An exception of ``build`` comes out as it was raised on the rank.
         """
-        ranks = spawn_ranks(config, placement_group or current_group())
+        group = placement_group or current_group()
+        ranks = spawn_ranks(config, group, await rank_environments(config, group))
         try:
             async with asyncio.timeout(config.start_deadline_s):
                 infos = await _connect(ranks)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -115,7 +115,7 @@ class Rank:
         threading.Event().wait()
 
 
-def spawn_ranks(config: GangConfig, group: PlacementGroup) -> list[Any]:
+def spawn_ranks(config: GangConfig, group: PlacementGroup, environments: Sequence[Mapping[str, str]]) -> list[Any]:
     """One actor handle per rank. The actors end with the process that spawned them, and are never restarted."""
     # Ray's types do not know of concurrency groups.
     actor: Any = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups=CONCURRENCY_GROUPS)(Rank)  # type: ignore[call-overload]
@@ -124,8 +124,9 @@ def spawn_ranks(config: GangConfig, group: PlacementGroup) -> list[Any]:
             num_cpus=config.cpus_per_rank,
             num_gpus=config.gpus_per_rank,
             scheduling_strategy=rank_strategy(config, rank, group),
+            **({"runtime_env": {"env_vars": dict(environment)}} if environment else {}),
         ).remote(config, rank)
-        for rank in range(config.num_ranks)
+        for rank, environment in enumerate(environments)
     ]
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 VERSIONED, PLAIN = "libnccl.so.2", "libnccl.so"
 MIN_VERSION, END_VERSION = (2, 19), (3, 0)
+LINKS = Path.home() / ".cache" / "troupe" / "nccl"
 _WHEELS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 
@@ -88,7 +89,7 @@ def wheel_folder() -> Path | None:
     return None
 
 
-def rank_environment(link_folder: Path, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+def rank_environment(link_folder: Path = LINKS, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Variables with which a rank must be started so that TensorRT finds torch's NCCL under both its names.
 
     pip ships ``libnccl.so.2`` alone; a link named ``libnccl.so`` beside it mends that, in ``link_folder``. Empty when
