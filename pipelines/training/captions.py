@@ -28,6 +28,7 @@ _MOTION_PHRASES = {
     "shrink": ("shrinks", "shrinking", "gets smaller", "that shrinks", "becomes smaller", "is shrinking"),
     "turn": ("turns", "turning", "rotates", "spins", "that turns", "is rotating", "spinning"),
 }
+SAY_EVERYTHING = 0.6
 _MOVES = ("moves", "moves", "moving", "that moves", "slides", "is moving", "goes")
 
 
@@ -41,6 +42,9 @@ class Said:
 
     @classmethod
     def random(cls, rng: random.Random) -> "Said":
+        """Everything in most captions; in the others, some of it."""
+        if rng.random() < SAY_EVERYTHING:
+            return cls()
         return cls(size=rng.random() < 0.6, place=rng.random() < 0.8, background=rng.random() < 0.75)
 
 

@@ -6,6 +6,7 @@ the clip. Positions are fractions of width and height, radii of the shorter side
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -154,9 +155,14 @@ def _inside(centre: Tensor, radius: Tensor, side_px: int, short_px: int) -> Tens
     return torch.minimum(torch.maximum(centre, room), 1 - room)
 
 
+@cache
+def _table(names: tuple[str, ...], device: torch.device) -> Tensor:
+    """Kept on the device: a copy to it cannot be part of a CUDA graph."""
+    return torch.tensor([PALETTE[name] for name in names], device=device)
+
+
 def _colours(index: Tensor, names: tuple[str, ...], generator: torch.Generator | None) -> Tensor:
-    table = torch.tensor([PALETTE[name] for name in names], device=index.device)
-    rgb = table[index.long()]
+    rgb = _table(names, index.device)[index.long()]
     noise = torch.rand(rgb.shape, device=rgb.device, generator=generator)
     return (rgb + COLOUR_JITTER * (2 * noise - 1)).clamp(0, 1)
 

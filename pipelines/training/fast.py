@@ -10,7 +10,23 @@ from torch.nn import functional
 
 RECOMPILE_LIMIT = 64  # every block and every resolution may cost one; the default of 8 would fall back to eager
 NORMS = ("GroupNorm", "WanRMS_norm")
+WARM_UP_CALLS = 3
 Step = Callable[[], Tensor]
+
+
+def prepare(seed: int) -> None:
+    """Seeds the run, and lets the GPU use TensorFloat-32 and the convolutions it finds to be fastest."""
+    torch.manual_seed(seed)
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.benchmark = True
+
+
+def channels_last(module: nn.Module) -> None:
+    """Keeps convolutions' weights, and so what flows between them, with the channels innermost."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    for child in module.modules():
+        if isinstance(child, nn.Conv2d | nn.Conv3d):
+            child.weight.data = child.weight.data.contiguous(memory_format=formats[child.weight.ndim])
 
 
 def speed_up(blocks: Iterable[nn.Module], device: str, *, dynamic: bool | None) -> None:
@@ -60,42 +76,44 @@ def slow_down(module: nn.Module) -> None:
         child.__dict__.pop("forward", None)
 
 
-def eager_step(module: nn.Module, loss_of: Step) -> Step:
-    """A step that fills the gradients and returns the loss."""
+class Graphed:
+    """A function of no arguments whose work is all on the GPU, and which returns a tensor: every call runs it once.
 
-    def step() -> Tensor:
-        module.zero_grad(set_to_none=True)
-        loss = loss_of()
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss.detach()
-
-    return step
-
-
-class GraphedStep:
-    """The same as one CUDA graph, for a loss of one tensor of fixed shape.
-
-    PyTorch's recipe for whole-network capture: gradients are None at capture, so each replay overwrites them.
+    The first calls run it eagerly, which compiles and allocates all that it keeps; then it is captured in a CUDA graph
+    and replayed. All graphs share one memory pool: they run one after the other, and each result is copied out.
     """
 
-    def __init__(
-        self, module: nn.Module, loss_of: Callable[[Tensor], Tensor], make_input: Callable[[], Tensor]
-    ) -> None:
-        self.make_input, self.input = make_input, make_input()
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                module.zero_grad(set_to_none=True)
-                loss_of(self.input).backward()  # type: ignore[no-untyped-call]
-        torch.cuda.current_stream().wait_stream(side)
-        module.zero_grad(set_to_none=True)
-        self.graph: Any = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.loss = loss_of(self.input)
-            self.loss.backward()  # type: ignore[no-untyped-call]
+    _pool: Any = None
+
+    def __init__(self, function: Step) -> None:
+        self.function, self.calls = function, 0
+        self.graph: Any = None
 
     def __call__(self) -> Tensor:
-        self.input.copy_(self.make_input())
+        if self.graph is None and self.calls < WARM_UP_CALLS:
+            self.calls += 1
+            return self._aside()
+        if self.graph is None:
+            self._capture()
         self.graph.replay()
-        return self.loss.detach().clone()
+        return self.result.clone()
+
+    def _aside(self) -> Tensor:
+        """On a stream of its own, as capture wants it of what ran before."""
+        current, side = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            result = self.function()
+        current.wait_stream(side)
+        return result.clone()
+
+    def _capture(self) -> None:
+        Graphed._pool = Graphed._pool or torch.cuda.graph_pool_handle()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, pool=Graphed._pool):
+            self.result = self.function()
+
+
+def graphed(function: Step, *, on: bool) -> Step:
+    """The function itself, or `Graphed`."""
+    return Graphed(function) if on else function

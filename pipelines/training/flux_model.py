@@ -8,6 +8,8 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerBase, T5Config, T5EncoderModel
 
+from pipelines.training.reading import STILL_ANSWERS, Reader
+from pipelines.training.scenes import PLACES
 from pipelines.training.tokens import MAX_LENGTH
 
 TEXT_DIM, POOLED_DIM = 128, 64
@@ -122,6 +124,12 @@ def image_ids(height: int, width: int, device: torch.device) -> Tensor:
     return torch.stack((torch.zeros_like(rows), rows, columns), dim=-1).reshape(-1, 3).float()
 
 
+def additive(hidden: Tensor) -> Tensor:
+    """What attention adds to the scores of hidden places. The encoders' own masks copy a number to the device each
+    time, which no CUDA graph may do."""
+    return hidden.float() * torch.finfo(torch.float32).min
+
+
 class FluxModel(nn.Module):
     """Text encoders and transformer, trained together."""
 
@@ -129,12 +137,23 @@ class FluxModel(nn.Module):
         super().__init__()
         self.clip, self.t5 = build_clip(clip_tokenizer), build_t5(t5_tokenizer)
         self.transformer = build_transformer()
+        self.reader = Reader(TEXT_DIM, len(PLACES), STILL_ANSWERS)
+
+    @property
+    def clip_layers(self) -> nn.ModuleList:
+        """The CLIP encoder's blocks, wherever this version of transformers keeps them."""
+        encoder = getattr(self.clip, "text_model", self.clip).encoder
+        layers: nn.ModuleList = encoder.layers
+        return layers
 
     def text(self, clip_ids_BL: Tensor, t5_ids_BL: Tensor) -> tuple[Tensor, Tensor]:
         """(pooled (B, D), sequence (B, L, D)) in float32. Padding is attended to, as in FLUX's pipeline."""
-        with torch.autocast(clip_ids_BL.device.type, torch.bfloat16):
-            pooled = self.clip(clip_ids_BL.long()).pooler_output
-            sequence = self.t5(t5_ids_BL.long())[0]
+        length, device = clip_ids_BL.shape[1], clip_ids_BL.device
+        every = torch.zeros(1, 1, 1, length, device=device)
+        later = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
+        with torch.autocast(device.type, torch.bfloat16):
+            pooled = self.clip(clip_ids_BL.long(), additive(later)).pooler_output
+            sequence = self.t5(t5_ids_BL.long(), every)[0]
         return pooled.float(), sequence.float()
 
     def velocity(

@@ -1,4 +1,4 @@
-"""Trains flux-shapes: `python -m pipelines.training.flux_shapes --vae DIR/vae --out DIR --minutes 8 --resume`.
+"""Trains flux-shapes: `python -m pipelines.training.flux_shapes --vae DIR/vae --out DIR --export DIR --minutes 8`.
 
 Two stages, each resumable: flow matching with dropped prompts, then guidance distillation (Meng et al., arXiv
 2210.03142), after which the embedded guidance scale acts like classifier-free guidance.
@@ -6,62 +6,26 @@ Two stages, each resumable: flow matching with dropped prompts, then guidance di
 
 import argparse
 import copy
-import random
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, FluxPipeline
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
-from pipelines.training.draw import draw
 from pipelines.training.export import export_flux
-from pipelines.training.fast import eager_step, slow_down, speed_up
+from pipelines.training.fast import Step, graphed, prepare, slow_down, speed_up
 from pipelines.training.flow import noisy, sample_sigma
+from pipelines.training.flux_data import SIZES, Data, Size, Tokenizers
 from pipelines.training.flux_model import FluxModel, pack, shift_of
-from pipelines.training.loop import Plan, Run, fit
-from pipelines.training.pool import Captioned, LatentPool, captioned_stills, token_ids, with_dropout
+from pipelines.training.loop import Run, fit, update
+from pipelines.training.options import device_of, flow_options, plan_of
+from pipelines.training.pool import Captioned, captioned_stills
 from pipelines.training.tokens import byte_pairs, sentence_pieces
 
-SIZES = {(128, 128): 11, (96, 96): 2, (96, 128): 2, (128, 96): 2, (64, 64): 1, (160, 160): 2}
 GUIDANCE = (1.0, 5.0)
-REFRESH_EVERY = 4
-Tokenizers = tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase]
-
-
-class Data:
-    """Latent pools of every size, and the captions' tokens."""
-
-    def __init__(
-        self, stills: Captioned, vae: AutoencoderKL, tokenizers: Tokenizers, *, pool: int, chunk: int, device: str
-    ) -> None:
-        self.vae, self.drawings = vae, stills.drawings.to(device)
-        self.clip_tokenizer, self.t5_tokenizer = tokenizers
-        self.clip_ids = token_ids(self.clip_tokenizer, stills.captions).to(device)
-        self.t5_ids = token_ids(self.t5_tokenizer, stills.captions).to(device)
-        self.empty = len(stills.captions)
-        self.rng, self.steps = random.Random(0), 0
-        self.pools = {size: self._pool(size, pool * weight // 20, chunk, device) for size, weight in SIZES.items()}
-
-    def _pool(self, size: tuple[int, int], rows: int, chunk: int, device: str) -> LatentPool:
-        def encode(row: Tensor) -> Tensor:
-            pixels = draw(self.drawings[row], height=size[0], width=size[1])[:, :, 0]
-            with torch.autocast(device, torch.bfloat16):
-                mean: Tensor = self.vae.encode(pixels).latent_dist.mean
-            scaled: Tensor = (mean.float() - self.vae.config.shift_factor) * self.vae.config.scaling_factor
-            return scaled
-
-        return LatentPool(encode, num_rows=self.empty, size=rows, chunk=chunk, device=device)
-
-    def sample(self, batch: int) -> tuple[Tensor, Tensor]:
-        """Latents of one size and the rows of their captions, some of them the empty prompt's."""
-        pool = self.pools[self.rng.choices(tuple(SIZES), tuple(SIZES.values()))[0]]
-        self.steps += 1
-        if self.steps % REFRESH_EVERY == 0:
-            pool.refresh()
-        latents, row = pool.sample(batch)
-        return latents, with_dropout(row, self.empty)
 
 
 def _noisy(latents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -70,17 +34,18 @@ def _noisy(latents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return *noisy(latents, sigma_B), sigma_B
 
 
-def flow_loss(model: FluxModel, data: Data, batch: int) -> Tensor:
-    """Squared error of the velocity at guidance 1."""
-    latents, row = data.sample(batch)
+def flow_loss(model: FluxModel, data: Data, size: Size, args: argparse.Namespace) -> Tensor:
+    """Squared error of the velocity at guidance 1, and the reader's loss (2,)."""
+    latents, row = data.sample(size, args.batch)
     noised, velocity, sigma_B = _noisy(latents)
     text = model.text(data.clip_ids[row], data.t5_ids[row])
-    return (model.velocity(noised, sigma_B, torch.ones_like(sigma_B), text) - pack(velocity)).square().mean()
+    error = model.velocity(noised, sigma_B, torch.ones_like(sigma_B), text) - pack(velocity)
+    return torch.stack((error.square().mean(), args.reading * model.reader.loss(text[1], data.labels[row])))
 
 
-def distillation_loss(model: FluxModel, teacher: FluxModel, data: Data, batch: int) -> Tensor:
+def distillation_loss(model: FluxModel, teacher: FluxModel, data: Data, size: Size, batch: int) -> Tensor:
     """Squared error to the teacher's guided velocity, at a random guidance scale."""
-    latents, row = data.sample(batch)
+    latents, row = data.sample(size, batch)
     noised, _, sigma_B = _noisy(latents)
     guidance_B = torch.empty_like(sigma_B).uniform_(*GUIDANCE)
     with torch.no_grad():
@@ -94,41 +59,58 @@ def distillation_loss(model: FluxModel, teacher: FluxModel, data: Data, batch: i
 
 
 def _accelerate(model: FluxModel, device: str) -> FluxModel:
-    blocks = [*model.transformer.transformer_blocks, *model.transformer.single_transformer_blocks]
-    speed_up(blocks, device, dynamic=True)
+    """Static shapes for the text and for the first picture size, then dynamic ones for all others together."""
+    speed_up([*model.t5.encoder.block, *model.clip_layers], device, dynamic=False)
+    speed_up(
+        [*model.transformer.transformer_blocks, *model.transformer.single_transformer_blocks], device, dynamic=None
+    )
     return model
 
 
-def _stage_one(model: FluxModel, data: Data, args: argparse.Namespace, device: str) -> Run:
-    plan = Plan(
-        out=args.out / "flow",
-        minutes=args.minutes,
-        total_minutes=args.flow_minutes,
-        learning_rate=args.learning_rate,
-        resume=args.resume,
-    )
-    run = Run(module=_accelerate(model, device), plan=plan)
-    fit(run, eager_step(model, lambda: flow_loss(model, data, args.batch)), args.max_steps)
+def _steps(run: Run, data: Data, loss_of: Callable[[Size], Tensor], *, all_sizes: bool, graph: bool) -> Step:
+    """Updates with pictures of one size after the other, each size a graph of its own."""
+
+    def of(size: Size) -> Step:
+        return graphed(lambda: update(run, lambda: loss_of(size)), on=graph)
+
+    updates = {size: of(size) for size in SIZES}
+    return lambda: updates[data.next_size(1.0 if all_sizes else run.progress)]()
+
+
+def _stage_one(model: FluxModel, data: Data, args: argparse.Namespace) -> Run:
+    device, graph = device_of(args)
+    run = Run(module=_accelerate(model, device), plan=plan_of(args, args.out / "flow"))
+    step = _steps(run, data, lambda size: flow_loss(model, data, size, args), all_sizes=bool(args.start), graph=graph)
+    fit(run, step, args.max_steps)
     run.average.copy_to_module()
     return run
 
 
-def _stage_two(model: FluxModel, data: Data, args: argparse.Namespace, device: str) -> None:
-    slow_down(model)
-    teacher = _accelerate(copy.deepcopy(model).requires_grad_(False), device)
-    model.clip.requires_grad_(False)
-    model.t5.requires_grad_(False)
-    plan = Plan(
-        out=args.out / "distilled",
+def _frozen(model: FluxModel) -> FluxModel:
+    """A copy as it was before `_accelerate`."""
+    frozen = copy.deepcopy(model).requires_grad_(False)
+    slow_down(frozen)
+    return frozen
+
+
+def _stage_two(model: FluxModel, data: Data, args: argparse.Namespace) -> None:
+    device, graph = device_of(args)
+    teacher = _accelerate(_frozen(model), device)
+    model.requires_grad_(False)
+    model.transformer.requires_grad_(True)
+    plan = replace(
+        plan_of(args, args.out / "distilled"),
         minutes=args.distill_minutes,
         total_minutes=args.distill_minutes,
         learning_rate=args.learning_rate / 2,
-        resume=args.resume,
         decay_from=0.3,
     )
-    run = Run(module=_accelerate(model, device), plan=plan)
-    step = eager_step(model, lambda: distillation_loss(model, teacher, data, args.batch))
-    fit(run, step, args.max_steps)
+    run = Run(module=model, plan=plan)
+
+    def loss_of(size: Size) -> Tensor:
+        return distillation_loss(model, teacher, data, size, args.batch)
+
+    fit(run, _steps(run, data, loss_of, all_sizes=True, graph=graph), args.max_steps)
     run.average.copy_to_module()
 
 
@@ -150,40 +132,25 @@ def start(path: Path) -> tuple[FluxModel, Tokenizers]:
 
 
 def train(args: argparse.Namespace) -> None:
-    """Runs this piece of the training and exports the averaged model."""
-    torch.manual_seed(args.seed)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    """Runs this piece of the training; exports the averaged model before and after distillation."""
+    prepare(args.seed)
+    device, graph = device_of(args)
     vae = AutoencoderKL.from_pretrained(args.vae).to(device).requires_grad_(False)
     stills = captioned_stills(args.captions, args.seed)
     model, tokenizers = start(args.start) if args.start else untrained(stills)
-    data = Data(stills, vae, tokenizers, pool=args.pool, chunk=args.chunk, device=device)
-    run = _stage_one(model.to(device), data, args, device)
-    if run.elapsed_s >= args.flow_minutes * 60 or args.max_steps:
-        _stage_two(model, data, args, device)
-    slow_down(model)
-    export_flux(args.export, model, vae, data.clip_tokenizer, data.t5_tokenizer)
+    data = Data(stills, vae, tokenizers, pool=args.pool, chunk=args.chunk, device=device, graph=graph)
+    run = _stage_one(model.to(device), data, args)
+    export_flux(args.out / "undistilled", _frozen(model), copy.deepcopy(vae), *tokenizers)
+    if run.progress >= 1 or args.max_steps:
+        _stage_two(model, data, args)
+        export_flux(args.export, _frozen(model), vae, *tokenizers)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--vae", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--export", type=Path, required=True, help="where the finished pipeline goes")
-    parser.add_argument("--start", type=Path, help="go on from this exported pipeline instead of from nothing")
-    parser.add_argument("--minutes", type=float, default=11.0, help="length of this piece of the first stage")
-    parser.add_argument("--flow-minutes", type=float, default=11.0)
+    parser = flow_options(__doc__, minutes=11.0, batch=512, pool=200_000, chunk=512)
     parser.add_argument("--distill-minutes", type=float, default=3.0)
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--batch", type=int, default=512)
-    parser.add_argument("--captions", type=int, default=400_000)
-    parser.add_argument("--pool", type=int, default=200_000)
-    parser.add_argument("--chunk", type=int, default=512)
-    parser.add_argument("--max-steps", type=int)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--resume", action="store_true")
     train(parser.parse_args())
 
 
 if __name__ == "__main__":
-    torch.set_float32_matmul_precision("high")
     main()

@@ -10,13 +10,12 @@ from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import ndimage
 
 from pipelines.training.draw import PALETTE
+from pipelines.training.masks import Floats, Mask, centre, connected, grown, sample, shrunk
 from pipelines.training.scenes import COLOURS
 
 Pixels = NDArray[np.uint8]
-Floats = NDArray[np.float64]
 _HARMONIC_SHAPES = {3: "triangle", 4: "square", 5: "star"}
 _NUM_ANGLES = 180
 _CIRCLE_BELOW = 0.06
@@ -62,8 +61,7 @@ def _profile(cover: Floats, x: float, y: float) -> Floats:
     angles = np.linspace(0, 2 * np.pi, _NUM_ANGLES, endpoint=False)
     radii = np.arange(0, max(cover.shape) * 0.75, 0.25)
     rows, columns = y + np.outer(np.sin(angles), radii), x + np.outer(np.cos(angles), radii)
-    sampled: Floats = ndimage.map_coordinates(cover, [rows, columns], order=1)
-    lengths: Floats = sampled.sum(axis=1) * 0.25
+    lengths: Floats = sample(cover, rows, columns).sum(axis=1) * 0.25
     return lengths
 
 
@@ -75,14 +73,14 @@ def _shape(profile: Floats) -> tuple[str, float]:
     return _HARMONIC_SHAPES[harmonic], float(-np.angle(spectrum[harmonic]) / harmonic)
 
 
-def _found(image: Floats, ground: Floats, mask: NDArray[np.bool_]) -> Found:
+def _found(image: Floats, ground: Floats, mask: Mask) -> Found:
     height, width = mask.shape
-    core = ndimage.binary_erosion(mask, iterations=2)
+    core = shrunk(mask, 2)
     paint: Floats = np.median(image[core if core.any() else mask], axis=0)
     span = paint - ground
-    near = ndimage.binary_dilation(mask, iterations=2)
+    near = grown(mask, 2)
     cover: Floats = np.clip((image - ground) @ span / (span @ span), 0, 1) * near
-    y, x = ndimage.center_of_mass(cover)
+    y, x = centre(cover)
     shape, angle = _shape(_profile(cover, x, y))
     return Found(
         shape=shape,
@@ -99,8 +97,7 @@ def look_at(pixels: Pixels) -> Picture:
     image = pixels.astype(np.float64) / 255
     ground = _background(image)
     mask = np.linalg.norm(image - ground, axis=-1) > _MIN_CONTRAST
-    labels, count = ndimage.label(mask)
-    sizes = ndimage.sum_labels(mask, labels, range(1, count + 1))
+    labels, sizes = connected(mask)
     kept = [label + 1 for label in np.argsort(sizes)[::-1] if sizes[label] > _MIN_AREA * mask.size]
     found = tuple(_found(image, ground, labels == label) for label in kept)
     return Picture(background=colour_name(ground, tuple(PALETTE)), found=found)

@@ -10,6 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from pipelines.training.captions import caption, motion_caption
 from pipelines.training.draw import Drawings, motion_drawings, still_drawings
+from pipelines.training.fast import graphed
+from pipelines.training.reading import label_rows, motion_labels, still_labels
 from pipelines.training.scenes import training_motion_scene, training_scene
 from pipelines.training.tokens import MAX_LENGTH
 
@@ -18,28 +20,37 @@ PROMPT_DROPOUT = 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Captioned:
-    """N drawings and their captions."""
+    """N drawings, their captions, and what a reader should find in these: (N + 1, questions, factors)."""
 
     drawings: Drawings
     captions: list[str]
+    labels: Tensor
 
 
 def captioned_stills(count: int, seed: int) -> Captioned:
     """Still scenes that training may show, with captions."""
     rng = random.Random(seed)
     scenes = [training_scene(rng) for _ in range(count)]
-    return Captioned(drawings=still_drawings(scenes), captions=[caption(scene, rng) for scene in scenes])
+    return Captioned(
+        drawings=still_drawings(scenes),
+        captions=[caption(scene, rng) for scene in scenes],
+        labels=label_rows([still_labels(scene) for scene in scenes]),
+    )
 
 
 def captioned_motions(count: int, seed: int) -> Captioned:
     """Video scenes that training may show, with captions."""
     rng = random.Random(seed)
     scenes = [training_motion_scene(rng) for _ in range(count)]
-    return Captioned(drawings=motion_drawings(scenes), captions=[motion_caption(scene, rng) for scene in scenes])
+    return Captioned(
+        drawings=motion_drawings(scenes),
+        captions=[motion_caption(scene, rng) for scene in scenes],
+        labels=label_rows([motion_labels(scene) for scene in scenes]),
+    )
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, captions: list[str]) -> Tensor:
-    """Token ids (N, 48), padded; the row after the last one is the empty prompt."""
+    """Token ids (N + 1, 48), padded; the row after the last one is the empty prompt."""
     padded = tokenizer([*captions, ""], padding="max_length", max_length=MAX_LENGTH, truncation=True)
     return torch.tensor(padded["input_ids"], dtype=torch.int16)
 
@@ -51,31 +62,37 @@ def with_dropout(row_B: Tensor, empty: int) -> Tensor:
 
 
 class LatentPool:
-    """A ring of latents with the rows of their captions; every refresh replaces the oldest by new drawings."""
+    """A ring of latents with the rows of their captions; every refresh replaces the oldest by new drawings.
+
+    Everything stays on the device and in place, so that CUDA graphs can refresh the pool and draw from it.
+    """
 
     def __init__(
-        self, encode: Callable[[Tensor], Tensor], *, num_rows: int, size: int, chunk: int, device: str
+        self, encode: Callable[[Tensor], Tensor], *, num_rows: int, size: int, chunk: int, device: str, graph: bool
     ) -> None:
-        self.encode, self.num_rows, self.chunk, self.next = encode, num_rows, chunk, 0
+        self.encode, self.num_rows = encode, num_rows
         self.size = max(size // chunk, 1) * chunk
+        self.slot = torch.arange(chunk, device=device)
         self.row = torch.empty(self.size, dtype=torch.long, device=device)
-        self.latents: Tensor | None = None
+        first = self._fresh()[1]
+        self.latents = torch.empty((self.size, *first.shape[1:]), dtype=torch.bfloat16, device=device)
+        self.refresh = graphed(self._refresh, on=graph)
         for _ in range(self.size // chunk):
             self.refresh()
 
     @torch.no_grad()
-    def refresh(self) -> None:
-        """Draws and encodes one chunk."""
-        row = torch.randint(self.num_rows, (self.chunk,), device=self.row.device)
-        fresh = self.encode(row)
-        if self.latents is None:
-            self.latents = torch.empty((self.size, *fresh.shape[1:]), dtype=torch.bfloat16, device=fresh.device)
-        self.latents[self.next : self.next + self.chunk] = fresh
-        self.row[self.next : self.next + self.chunk] = row
-        self.next = (self.next + self.chunk) % self.size
+    def _fresh(self) -> tuple[Tensor, Tensor]:
+        row = torch.randint(self.num_rows, self.slot.shape, device=self.slot.device)
+        return row, self.encode(row)
+
+    def _refresh(self) -> Tensor:
+        """Draws and encodes one chunk; returns where it went."""
+        row, latents = self._fresh()
+        self.latents[self.slot] = latents.bfloat16()
+        self.row[self.slot] = row
+        return self.slot.add_(len(self.slot)).remainder_(self.size)
 
     def sample(self, batch: int) -> tuple[Tensor, Tensor]:
         """Latents (B, ...) in float32 and the rows (B,) of their captions."""
-        assert self.latents is not None
         index = torch.randint(self.size, (batch,), device=self.row.device)
         return self.latents[index].float(), self.row[index]

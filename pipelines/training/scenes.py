@@ -29,6 +29,8 @@ PLACES: dict[str, tuple[int, int]] = {
     "bottom right": (1, 1),
 }
 HELD_OUT_ONE_IN = 10
+MIX = (0.5, 0.88)  # cumulative shares of one item, a pair by relation; the rest are pairs by two places
+TRAINING_MIX = (0.25, 0.65)
 S = TypeVar("S")
 
 
@@ -107,13 +109,13 @@ def _far_places(rng: random.Random) -> tuple[str, str]:
             return first, second
 
 
-def random_scene(rng: random.Random) -> Scene:
-    """Any scene, held out or not: half one item, the rest pairs by relation or by two places."""
+def random_scene(rng: random.Random, mix: tuple[float, float] = MIX) -> Scene:
+    """Any scene, held out or not: one item, a pair by relation, or a pair by two places."""
     kind = rng.random()
-    if kind < 0.5:
+    if kind < mix[0]:
         items: tuple[Item, ...] = (_random_item(rng, rng.choice(tuple(PLACES))),)
         return Scene(items=items, background=_random_background(rng, items))
-    relation = rng.choice(RELATIONS) if kind < 0.88 else None
+    relation = rng.choice(RELATIONS) if kind < mix[1] else None
     items = _random_pair(rng, (None, None) if relation else _far_places(rng))
     return Scene(items=items, background=_random_background(rng, items), relation=relation)
 
@@ -133,8 +135,8 @@ def _draw_until(rng: random.Random, make: Callable[[random.Random], S], keep: Ca
 
 
 def training_scene(rng: random.Random) -> Scene:
-    """A scene that training may show."""
-    return _draw_until(rng, random_scene, lambda scene: not is_held_out(scene))
+    """A scene that training may show. Most show two shapes, which are harder to learn than one."""
+    return _draw_until(rng, lambda rng: random_scene(rng, TRAINING_MIX), lambda scene: not is_held_out(scene))
 
 
 def held_out_scene(rng: random.Random) -> Scene:

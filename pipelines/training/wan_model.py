@@ -5,7 +5,8 @@ from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanTransformer3
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, UMT5Config, UMT5EncoderModel
 
-from pipelines.training.flux_model import TEXT_DIM, t5_config
+from pipelines.training.flux_model import TEXT_DIM, additive, t5_config
+from pipelines.training.reading import MOTION_ANSWERS, Reader
 
 NUM_FRAMES, SIDE_PX, FPS = 17, 96, 16
 FLOW_SHIFT = 3.0
@@ -55,14 +56,15 @@ class WanModel(nn.Module):
         self.pad_id: int = tokenizer.pad_token_id
         self.umt5 = build_umt5(tokenizer)
         self.transformer = build_transformer()
+        self.reader = Reader(TEXT_DIM, 1, MOTION_ANSWERS)
 
     def text(self, ids_BL: Tensor) -> Tensor:
         """Sequence (B, L, D) in float32: padding is not attended to and its places are zero, as in Wan's pipeline."""
         ids = ids_BL.long()
-        mask = (ids != self.pad_id).long()
+        padding = ids == self.pad_id
         with torch.autocast(ids.device.type, torch.bfloat16):
-            sequence: Tensor = self.umt5(ids, mask).last_hidden_state
-        return sequence.float() * mask[..., None]
+            sequence: Tensor = self.umt5(ids, additive(padding[:, None, None])).last_hidden_state
+        return sequence.float() * ~padding[..., None]
 
     def velocity(self, latents_BCFHW: Tensor, sigma_B: Tensor, sequence: Tensor) -> Tensor:
         """Predicted velocity, shaped as the latents."""

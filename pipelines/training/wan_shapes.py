@@ -1,4 +1,4 @@
-"""Trains wan-shapes: `python -m pipelines.training.wan_shapes --vae DIR/vae --out DIR --minutes 8 --resume`.
+"""Trains wan-shapes: `python -m pipelines.training.wan_shapes --vae DIR/vae --out DIR --export DIR --minutes 8`.
 
 Flow matching with dropped prompts, so that classifier-free guidance with an empty negative prompt works.
 """
@@ -14,18 +14,19 @@ from transformers import PreTrainedTokenizerBase
 
 from pipelines.training.draw import draw
 from pipelines.training.export import export_wan
-from pipelines.training.fast import eager_step, slow_down, speed_up
+from pipelines.training.fast import Step, graphed, prepare, slow_down, speed_up
 from pipelines.training.flow import noisy, sample_sigma
-from pipelines.training.loop import Plan, Run, fit
+from pipelines.training.loop import Run, fit, update
+from pipelines.training.options import device_of, flow_options, plan_of
 from pipelines.training.pool import Captioned, LatentPool, captioned_motions, token_ids, with_dropout
 from pipelines.training.tokens import sentence_pieces
 from pipelines.training.wan_model import FLOW_SHIFT, NUM_FRAMES, SIDE_PX, WanModel
 
-REFRESH_EVERY = 6
+REFRESH_EVERY = 8
 
 
 class Data:
-    """The latent pool and the captions' tokens."""
+    """The latent pool, and the captions' tokens and labels, all on the device."""
 
     def __init__(
         self,
@@ -36,14 +37,15 @@ class Data:
         pool: int,
         chunk: int,
         device: str,
+        graph: bool,
     ) -> None:
         self.vae, self.drawings, self.device = vae, motions.drawings.to(device), device
-        self.tokenizer = tokenizer
-        self.ids = token_ids(self.tokenizer, motions.captions).to(device)
+        self.ids = token_ids(tokenizer, motions.captions).to(device)
+        self.labels = motions.labels.to(device)
         self.empty, self.steps = len(motions.captions), 0
         self.mean = torch.tensor(vae.config.latents_mean, device=device).view(1, -1, 1, 1, 1)
         self.std = torch.tensor(vae.config.latents_std, device=device).view(1, -1, 1, 1, 1)
-        self.pool = LatentPool(self._encode, num_rows=self.empty, size=pool, chunk=chunk, device=device)
+        self.pool = LatentPool(self._encode, num_rows=self.empty, size=pool, chunk=chunk, device=device, graph=graph)
 
     def _encode(self, row: Tensor) -> Tensor:
         pixels = draw(self.drawings[row], height=SIDE_PX, width=SIDE_PX, num_frames=NUM_FRAMES)
@@ -51,21 +53,36 @@ class Data:
             mean: Tensor = self.vae.encode(pixels).latent_dist.mean
         return (mean.float() - self.mean) / self.std
 
-    def sample(self, batch: int) -> tuple[Tensor, Tensor]:
-        """Latents and the rows of their captions, some of them the empty prompt's."""
+    def refresh(self) -> None:
+        """To be called before every step: now and then it draws new videos."""
         self.steps += 1
         if self.steps % REFRESH_EVERY == 0:
             self.pool.refresh()
+
+    def sample(self, batch: int) -> tuple[Tensor, Tensor]:
+        """Latents and the rows of their captions, some of them the empty prompt's."""
         latents, row = self.pool.sample(batch)
         return latents, with_dropout(row, self.empty)
 
 
-def flow_loss(model: WanModel, data: Data, batch: int) -> Tensor:
-    """Squared error of the velocity."""
-    latents, row = data.sample(batch)
-    sigma_B = sample_sigma(batch, FLOW_SHIFT, latents.device)
+def flow_loss(model: WanModel, data: Data, args: argparse.Namespace) -> Tensor:
+    """Squared error of the velocity, and the reader's loss (2,)."""
+    latents, row = data.sample(args.batch)
+    sigma_B = sample_sigma(args.batch, FLOW_SHIFT, latents.device)
     noised, velocity = noisy(latents, sigma_B)
-    return (model.velocity(noised, sigma_B, model.text(data.ids[row])) - velocity).square().mean()
+    text = model.text(data.ids[row])
+    error = model.velocity(noised, sigma_B, text) - velocity
+    return torch.stack((error.square().mean(), args.reading * model.reader.loss(text, data.labels[row])))
+
+
+def _steps(run: Run, model: WanModel, data: Data, args: argparse.Namespace, graph: bool) -> Step:
+    updating = graphed(lambda: update(run, lambda: flow_loss(model, data, args)), on=graph)
+
+    def step() -> Tensor:
+        data.refresh()
+        return updating()
+
+    return step
 
 
 def untrained(motions: Captioned) -> tuple[WanModel, PreTrainedTokenizerBase]:
@@ -85,47 +102,24 @@ def start(path: Path) -> tuple[WanModel, PreTrainedTokenizerBase]:
 
 def train(args: argparse.Namespace) -> None:
     """Runs this piece of the training and exports the averaged model."""
-    torch.manual_seed(args.seed)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    prepare(args.seed)
+    device, graph = device_of(args)
     vae = AutoencoderKLWan.from_pretrained(args.vae).to(device).requires_grad_(False)
     motions = captioned_motions(args.captions, args.seed)
     model, tokenizer = start(args.start) if args.start else untrained(motions)
-    data = Data(motions, vae, tokenizer, pool=args.pool, chunk=args.chunk, device=device)
+    data = Data(motions, vae, tokenizer, pool=args.pool, chunk=args.chunk, device=device, graph=graph)
     model.to(device)
-    speed_up(model.transformer.blocks, device, dynamic=False)
-    plan = Plan(
-        out=args.out,
-        minutes=args.minutes,
-        total_minutes=args.total_minutes or args.minutes,
-        learning_rate=args.learning_rate,
-        resume=args.resume,
-    )
-    run = Run(module=model, plan=plan)
-    fit(run, eager_step(model, lambda: flow_loss(model, data, args.batch)), args.max_steps)
+    speed_up([*model.transformer.blocks, *model.umt5.encoder.block], device, dynamic=False)
+    run = Run(module=model, plan=plan_of(args, args.out))
+    fit(run, _steps(run, model, data, args, graph), args.max_steps)
     run.average.copy_to_module()
     slow_down(model)
-    export_wan(args.export, model, vae, data.tokenizer)
+    export_wan(args.export, model, vae, tokenizer)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--vae", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--export", type=Path, required=True, help="where the finished pipeline goes")
-    parser.add_argument("--start", type=Path, help="go on from this exported pipeline instead of from nothing")
-    parser.add_argument("--minutes", type=float, default=14.0, help="length of this piece")
-    parser.add_argument("--total-minutes", type=float)
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--captions", type=int, default=300_000)
-    parser.add_argument("--pool", type=int, default=40_000)
-    parser.add_argument("--chunk", type=int, default=64)
-    parser.add_argument("--max-steps", type=int)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--resume", action="store_true")
-    train(parser.parse_args())
+    train(flow_options(__doc__, minutes=14.0, batch=256, pool=20_000, chunk=32).parse_args())
 
 
 if __name__ == "__main__":
-    torch.set_float32_matmul_precision("high")
     main()
