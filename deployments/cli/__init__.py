@@ -1,1 +1,1 @@
-"""The command line: ``troupe generate | serve | models | doctor | demo``."""
+"""The command line: ``troupe generate | serve | models | plan | doctor | demo``."""

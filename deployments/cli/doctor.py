@@ -5,10 +5,14 @@ from __future__ import annotations
 import platform
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from deployments.cli.progress import console
+
+if TYPE_CHECKING:
+    from engines.model import DenoiserModel
 
 PACKAGES = ("ray", "torch", "diffusers", "transformers", "tensorrt", "tensorrt-rtx-cu13-bindings", "av", "pillow")
 NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
@@ -32,6 +36,36 @@ def print_report() -> bool:
         table.add_row(mark, finding.subject, finding.found)
     console.print(table)
     return not any(finding.ok is False and finding.subject in ("ray", "torch", "diffusers") for finding in findings)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MakeModel:
+    """Loads ``source`` on a device; travels to the processes that prove with it."""
+
+    source: str
+
+    def __call__(self, device: str) -> DenoiserModel:
+        import torch
+
+        from pipelines.loading import resolve_dtype, resolve_path
+        from pipelines.registry import load_family
+
+        path, where = resolve_path(self.source), torch.device(device)
+        return load_family(path).load_denoiser(path, where, resolve_dtype("auto", where))
+
+
+def print_proofs(model: str) -> bool:
+    """Print how each statement about TensorRT engines fares on this host; True if none failed."""
+    from engines.tensorrt_engine.doctor import doctor
+    from pipelines.loading import resolve_path
+
+    resolve_path(model)  # a name that is wrong is the user's mistake, not a proof that failed
+    marks = {"proved": "[green]proved[/]", "failed": "[red]failed[/]", "not here": "[yellow]not here[/]"}
+    table, proofs = Table("", "statement", "detail"), doctor(MakeModel(source=model))
+    for proof in proofs:
+        table.add_row(marks[proof.result], proof.subject, proof.detail)
+    console.print(table)
+    return all(proof.result != "failed" for proof in proofs)
 
 
 def _software() -> list[Finding]:

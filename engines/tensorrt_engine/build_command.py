@@ -18,6 +18,7 @@ from engines.tensorrt_engine.exporter import Exporter
 from engines.tensorrt_engine.onnx_export import EngineGraph
 from engines.tensorrt_engine.plan_cache import CachedPlan, PlanCache
 from engines.tensorrt_engine.plan_text import read_plan_text
+from engines.tensorrt_engine.progress import spinner
 from engines.tensorrt_engine.shape_buckets import divides
 from engines.tensorrt_engine.step import cached_plan
 from engines.tensorrt_engine.targets import Target
@@ -88,7 +89,7 @@ def build_engine(
         native_ring=resolved.ring == "native",
     )
     started_s = time.perf_counter()
-    with offline_team(resolved.spec) as team:
+    with offline_team(resolved.spec) as team, spinner("exporting", visible=visible):
         graphs = _export(exporter, buckets, team)
     export_s = time.perf_counter() - started_s
     options = BuildOptions(

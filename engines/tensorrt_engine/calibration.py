@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -47,18 +48,23 @@ def _bit_sums(tensor: Tensor) -> list[int]:
 
 def calibrate(model: DenoiserModel, branches: Iterable[Branch], cache_dir: Path) -> dict[str, Path]:
     """Run the unsharded model over ``branches`` (steps of real prompts) and keep what was seen, per module."""
-    records: dict[str, dict[str, float]] = {name: {} for name in model.modules}
-    with torch.no_grad():
+    with calibrating(model, cache_dir) as paths, torch.no_grad():
         for branch in branches:
-            module = model.modules[branch.module]
-            with observed(module, model.plan) as amax:
-                model.forward(module, branch.inputs)
-            for name, value in amax.items():
-                records[branch.module][name] = max(value, records[branch.module].get(name, 0.0))
-    paths = {name: _path(model.modules[name], cache_dir) for name, record in records.items() if record}
-    for name, path in paths.items():
-        write_atomically(path, json.dumps(records[name], indent=1).encode())
+            model.forward(model.modules[branch.module], branch.inputs)
     return paths
+
+
+@contextmanager
+def calibrating(model: DenoiserModel, cache_dir: Path) -> Iterator[dict[str, Path]]:
+    """Keep what the modules see while the unsharded model runs inside; the records' files, by module, at the end."""
+    paths: dict[str, Path] = {}
+    with ExitStack() as stack:
+        records = {name: stack.enter_context(observed(m, model.plan)) for name, m in model.modules.items()}
+        yield paths
+    for name, record in records.items():
+        if record:
+            paths[name] = _path(model.modules[name], cache_dir)
+            write_atomically(paths[name], json.dumps(record, indent=1).encode())
 
 
 def quantization(model: DenoiserModel, name: str, precision: str, cache_dir: Path) -> ChangeModule:

@@ -102,7 +102,8 @@ def _nccl_names() -> Proof:
 
 
 def _on_gpus(make_model: MakeModel | None) -> list[Proof]:
-    """One process per GPU; rank 0 answers."""
+    """One process per GPU; rank 0 answers. They start with an environment in which TensorRT finds torch's NCCL."""
+    os.environ.update(nccl.rank_environment())
     num_ranks = torch.cuda.device_count()
     receiver, sender = mp.get_context("spawn").Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:

@@ -106,7 +106,14 @@ def export_graph(
         value.name = name  # the optimizer renames an input that is also an output
     _mark_attention(model.graph)
     _drop_metadata(model)
-    return EngineGraph(model=model, inputs=inputs, weights=weights, outputs=outputs, num_ranks=num_ranks)
+    used = _drop_unused_inputs(model.graph)
+    return EngineGraph(
+        model=model,
+        inputs=tuple(name for name in inputs if name in used),
+        weights=tuple(name for name in weights if name in used),
+        outputs=outputs,
+        num_ranks=num_ranks,
+    )
 
 
 @contextmanager
@@ -174,6 +181,14 @@ def _name_weights(graph: ir.Graph, parameters: set[str], *, as_inputs: bool) -> 
         else:
             graph.initializers[value.name] = value
     return tuple(str(value.name) for value in weights) if as_inputs else ()
+
+
+def _drop_unused_inputs(graph: ir.Graph) -> set[str]:
+    """Names of the inputs that are left. A value whose shape alone mattered is no input of the plan."""
+    used = [value for value in graph.inputs if value.uses() or value in graph.outputs]
+    graph.inputs.clear()
+    graph.inputs.extend(used)
+    return {str(value.name) for value in used}
 
 
 def _mark_attention(graph: ir.Graph) -> None:

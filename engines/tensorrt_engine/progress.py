@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from engines.tensorrt_engine.bindings import load_bindings
 
@@ -47,6 +47,15 @@ class ProgressBar:
         """Show the bar; Ctrl-C sets ``cancelled`` meanwhile (an exception must not cross TensorRT's C++ frames)."""
         with self._progress, _interrupts_to(self.cancelled):
             yield
+
+
+@contextmanager
+def spinner(text: str, *, visible: bool) -> Iterator[None]:
+    """For work that cannot say how far it is."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, disable=not visible, transient=True) as bar:
+        bar.add_task(text, total=None)
+        yield
 
 
 @contextmanager
