@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
-from typing import Any
-
-import ray
 
 from deployments.config import ModelConfig
 from deployments.observability.logs import configure_logs
 from deployments.rank_parts import BuildRankParts
+from deployments.records import Encoded
 from engines.gang.config import GangConfig
 from engines.gang.gang import Gang
 from engines.gang.job import Job, JobEvent
 from engines.parallel.nccl_options import NcclOptions
 from engines.registry import rank_environment
 from pipelines.request import MediaRequest
+
+EVENTS_EVERY_S = 0.1
+"""Progress for people: no faster than they can see."""
 
 
 def gang_config(model: ModelConfig) -> GangConfig:
@@ -47,25 +48,26 @@ class Denoiser:
         self._gang = await Gang.start(gang_config(model), BuildRankParts(model=model))
 
     async def denoise(
-        self, job_id: str, request: MediaRequest, conditioning: list[ray.ObjectRef[Any]], alone: bool = False
-    ) -> AsyncGenerator[JobEvent]:
+        self, job_id: str, request: MediaRequest, encoded: Encoded, alone: bool = False
+    ) -> AsyncGenerator[tuple[JobEvent, ...]]:
         """Steps, previews and at last ``JobDone``. Closing the iterator cancels the job on all ranks.
 
+        Steps come in groups, ``EVENTS_EVERY_S`` apart: each group is a millisecond's work in two processes.
         ``alone``: beside no other job, as a request runs whose gang broke under it.
         """
         job = Job(
             job_id=job_id,
             request=request,
-            conditioning=conditioning[0],
+            conditioning=encoded.conditioning,
             num_steps=request.num_inference_steps,
             preview_steps=frozenset(request.preview_steps),
             shape=(request.width, request.height, request.num_frames, request.true_cfg_scale > 1),
             alone=alone,
             request_id=request.request_id,
         )
-        async with aclosing(self._gang.submit(job)) as events:
-            async for event in events:
-                yield event
+        async with aclosing(self._gang.submit_grouped(job, every_s=EVENTS_EVERY_S)) as groups:
+            async for group in groups:
+                yield group
 
     async def check_health(self) -> None:
         await self._gang.check_health()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Mapping
 
@@ -11,31 +12,38 @@ from ray.serve.schema import DeploymentStatusOverview, ServeStatus
 
 from deployments.flow import Flow, StageHandles
 from deployments.names import APPLICATION, STAGES, deployment_name
-from deployments.studio import ModelCard
+from deployments.studio import STATUS_MAX_AGE_S, ModelCard
 
-STATUS_LIFETIME_S = 1.0
+POLL_S = 1.0
+"""While something is missing, the controller is asked this often at most."""
 
 
 class DeployedStudio(Flow):
-    """Answers ``not_ready`` from a status at most about ``STATUS_LIFETIME_S`` old.
+    """Asks the controller as seldom as it can.
 
-    Asking the controller takes up to some 100 ms, and every request wants to know. So while all is well the answer is
-    the last known one, renewed behind the requests; only while something is missing do requests wait for a fresh one.
+    That takes some 30 ms of CPU time here and there, and every request wants to know. So while all is well the answer
+    is the last known one, renewed behind the requests when it is old or a gang was lost; only while something is
+    missing do requests wait for a fresh one.
     """
 
     def __init__(self, cards: Mapping[str, ModelCard], stages: Mapping[str, StageHandles]) -> None:
         super().__init__(cards, stages)
         self._reasons: Mapping[str, str] = dict.fromkeys(cards, "the application is starting")
-        self._asked_s = -STATUS_LIFETIME_S
+        self._asked_s = -math.inf
         self._asking: asyncio.Task[None] | None = None
 
-    async def not_ready(self) -> Mapping[str, str]:
+    async def not_ready(self, max_age_s: float = STATUS_MAX_AGE_S) -> Mapping[str, str]:
         """Models with a deployment that has no running replica, with the first such deployment."""
-        if time.monotonic() - self._asked_s >= STATUS_LIFETIME_S and self._asking is None:
+        max_age_s = min(max_age_s, POLL_S) if self._reasons else max_age_s
+        if time.monotonic() - self._asked_s >= max_age_s and self._asking is None:
             self._asking = asyncio.create_task(self._ask())
         if self._reasons and self._asking is not None:
             await asyncio.shield(self._asking)
         return self._reasons
+
+    def gang_lost(self) -> None:
+        """What was known of the deployments is no longer so."""
+        self._asked_s = -math.inf
 
     async def _ask(self) -> None:
         try:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ray import exceptions as ray_errors
-from ray.serve.handle import DeploymentHandle
+from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from deployments.observability.metrics import observe_failure, observe_stage
 from deployments.records import Decoded, Encoded
@@ -59,6 +59,9 @@ class Flow:
     def cards(self) -> Mapping[str, ModelCard]:
         return self._cards
 
+    def gang_lost(self) -> None:
+        """Told whenever a request has lost its gang."""
+
     async def perform(self, request: MediaRequest, output: Output) -> AsyncGenerator[StudioEvent]:
         """See ``Studio.perform``."""
         num_broken, is_rerun, give_up_s = 0, False, time.monotonic() + RECOVERY_DEADLINE_S
@@ -78,6 +81,7 @@ class Flow:
             except RETRYABLE as error:
                 is_rerun = True
                 num_broken += _counts(error, attempt)
+                self.gang_lost()
                 observe_failure(request.model, type(error).__name__)
                 logger.warning("request %s lost its gang (%s): %s", request.request_id, num_broken, error)
                 if num_broken >= MAX_ATTEMPTS or time.monotonic() > give_up_s:
@@ -86,13 +90,15 @@ class Flow:
 
     async def _attempt(self, request: MediaRequest, output: Output, attempt: _Attempt) -> AsyncGenerator[StudioEvent]:
         stages = self._stages[request.model]
-        attempt.encoded = await stages.text_encoder.encode.remote(request)
-        async with aclosing(_job_events(stages, request, attempt.encoded, attempt.alone)) as events:
+        encoding: Any = stages.text_encoder.encode.remote(request)
+        async with aclosing(_job_events(stages, request, encoding, attempt.alone)) as events:
             async for event in events:
                 async for seen in _translate(stages, request, event, attempt):
                     yield seen
         assert attempt.done is not None, "the gang ended a job without JobDone"
-        decoded: Decoded = await stages.decoder.decode.remote([attempt.done.latents], request, output)
+        decoding = stages.decoder.decode.remote([attempt.done.latents], request, output)
+        attempt.encoded = await encoding
+        decoded: Decoded = await decoding
         timings = _timings(attempt, decoded)
         _observe(request.model, timings)
         yield Media(
@@ -110,14 +116,18 @@ def _unwrapped() -> Iterator[None]:
 
 
 async def _job_events(
-    stages: StageHandles, request: MediaRequest, encoded: Encoded, alone: bool
+    stages: StageHandles, request: MediaRequest, encoding: DeploymentResponse[Encoded], alone: bool
 ) -> AsyncGenerator[JobEvent]:
-    """The denoiser's stream. Left early (the client went away), it is cancelled, which stops the job on all ranks."""
+    """The denoiser's stream. Left early (the client went away), it is cancelled, which stops the job on all ranks.
+
+    ``encoding`` may be under way: Ray sends the call on when it is done, and what the encoder raised is raised here.
+    """
     job_id = f"{request.request_id}-{uuid.uuid4().hex[:8]}"
-    stream: Any = stages.denoiser.options(stream=True).denoise.remote(job_id, request, [encoded.conditioning], alone)
+    stream: Any = stages.denoiser.options(stream=True).denoise.remote(job_id, request, encoding, alone)
     try:
-        async for event in stream:
-            yield event
+        async for group in stream:
+            for event in group:
+                yield event
     except BaseException:
         stream.cancel()
         raise

@@ -73,13 +73,20 @@ class Media:
 StudioEvent = Progress | Preview | Media
 
 
+STATUS_MAX_AGE_S = 10.0
+"""Enough for whoever is about to send a request: one that meets a broken gang waits for the next."""
+
+
 class Studio(Protocol):
     """The application behind the API. ``perform`` may be closed at any time, which cancels the job on all ranks."""
 
     def cards(self) -> Mapping[str, ModelCard]: ...
 
-    async def not_ready(self) -> Mapping[str, str]:
-        """Models that cannot take requests now, with the reason; empty when all are ready."""
+    async def not_ready(self, max_age_s: float = STATUS_MAX_AGE_S) -> Mapping[str, str]:
+        """Models that cannot take requests now, with the reason; empty when all are ready.
+
+        While all is well, the answer may be about ``max_age_s`` old.
+        """
         ...
 
     def perform(self, request: MediaRequest, output: Output) -> AsyncGenerator[StudioEvent]:

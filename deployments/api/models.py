@@ -10,6 +10,8 @@ from deployments.api.checks import no_model
 from deployments.api.context import ApiContext
 from deployments.api.documents import error_documents
 
+HEALTH_MAX_AGE_S = 1.0
+
 
 def health_routes(context: ApiContext) -> APIRouter:
     router = APIRouter(tags=["health"])
@@ -21,7 +23,7 @@ def health_routes(context: ApiContext) -> APIRouter:
     )
     async def read_health() -> JSONResponse:
         """200 if every model can take requests, else 503 with the reasons."""
-        reasons = await context.studio.not_ready()
+        reasons = await context.studio.not_ready(HEALTH_MAX_AGE_S)
         models = dict.fromkeys(context.studio.cards(), "ready") | dict(reasons)
         ready = bool(models) and not reasons
         health = Health(status="ready" if ready else "not_ready", models=models)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from ray.util.placement_group import PlacementGroup
@@ -65,14 +68,23 @@ class Gang:
         Raises ``QueueFullError`` and ``ValueError`` before the first event, ``GangBrokenError`` if the gang breaks, and
         what the job's own sampler or conditioning raised.
         """
-        open_job = self._driver.open(job)
+        async with aclosing(self.submit_grouped(job, every_s=0.0)) as groups:
+            async for group in groups:
+                for event in group:
+                    yield event
+
+    async def submit_grouped(self, job: Job, *, every_s: float) -> AsyncGenerator[tuple[JobEvent, ...], None]:
+        """As ``submit``; steps that end within ``every_s`` of the last group come together, anything else at once."""
+        open_job, told_s = self._driver.open(job), -math.inf
         try:
             while True:
-                event = await open_job.events.get()
-                if isinstance(event, Exception):
-                    raise event
-                yield event
-                if isinstance(event, JobDone):
+                group = await open_job.next_events(until_s=told_s + every_s)
+                told_s = time.monotonic()
+                if events := tuple(event for event in group if not isinstance(event, Exception)):
+                    yield events
+                if isinstance(group[-1], Exception):
+                    raise group[-1]
+                if isinstance(group[-1], JobDone):
                     return
         finally:
             self._driver.close(open_job)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from engines.gang.config import GangConfig
 from engines.gang.errors import GangBrokenError, QueueFullError
-from engines.gang.job import Job, JobDone, JobEvent
+from engines.gang.job import Job, JobDone, JobEvent, StepDone
 from engines.gang.metrics import GangMetrics, Outcome
 from engines.gang.scheduler import allowed_widths
 
@@ -25,6 +25,17 @@ class OpenJob:
     is_scheduled: bool = False
     num_steps_done: int = 0
     outcome: Outcome | None = None
+
+    async def next_events(self, until_s: float) -> list[JobEvent | Exception]:
+        """Events that have come, at least one. Waits for more until ``until_s`` as long as they are mere steps."""
+        group = [await self.events.get()]
+        while isinstance(group[-1], StepDone):
+            try:
+                async with asyncio.timeout(until_s - time.monotonic()):
+                    group.append(await self.events.get())
+            except TimeoutError:
+                break
+        return group
 
 
 class JobTable:

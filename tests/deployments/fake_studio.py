@@ -69,7 +69,7 @@ class FakeStudio:
         clips = ModelCard(name="fake-clips", family="fake", created=created, defaults=CLIPS)
         return {pictures.name: pictures, clips.name: clips}
 
-    async def not_ready(self) -> Mapping[str, str]:
+    async def not_ready(self, max_age_s: float = 0.0) -> Mapping[str, str]:
         return self.reasons
 
     async def perform(self, request: MediaRequest, output: Output) -> AsyncGenerator[StudioEvent, None]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,23 @@ async def test_a_job_gives_its_steps_previews_and_latents(gang: Gang):
     assert_equal(await preview.latents, reference_latents(FakeRequest(seed=1, num_steps=2)))
     assert isinstance(done, JobDone)
     assert_equal(await done.latents, reference_latents(request))
+
+
+async def test_quick_steps_come_in_groups_and_everything_else_at_once(gang: Gang):
+    request, every_s = FakeRequest(seed=1, num_steps=40, step_s=0.01), 0.1
+    job, came_s, groups = fake_job("grouped", request, preview_steps=frozenset({20})), [], []
+    async for group in gang.submit_grouped(job, every_s=every_s):
+        came_s.append(time.monotonic())
+        groups.append(group)
+    events = [event for group in groups for event in group]
+    assert [event.step for event in events if isinstance(event, StepDone)] == list(range(1, 41))
+    assert [type(event) for group in groups for event in group[:-1]] == [StepDone] * (40 + 2 - len(groups))
+    assert isinstance(groups[-1][-1], JobDone)
+    assert len(groups[0]) == 1, "the first step is told at once"
+    assert 3 <= len(groups) <= 20
+    gaps_s = [later - earlier for earlier, later in pairwise(came_s)]
+    steps_only = [gap_s for gap_s, group in zip(gaps_s, groups[1:], strict=True) if isinstance(group[-1], StepDone)]
+    assert min(steps_only) > 0.9 * every_s
 
 
 async def test_times_are_told_apart(gang: Gang):

@@ -1,0 +1,82 @@
+"""How often the controller is asked, and what is answered meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from deployments import deployed_studio
+from deployments.deployed_studio import POLL_S, DeployedStudio
+from deployments.names import APPLICATION, STAGES, deployment_name
+from deployments.studio import STATUS_MAX_AGE_S
+
+
+class Controller:
+    """Answers ``serve.status`` for one model; counts how often it was asked."""
+
+    def __init__(self) -> None:
+        self.num_asked, self.is_running = 0, True
+
+    def status(self) -> Any:
+        self.num_asked += 1
+        state = {"RUNNING": 1} if self.is_running else {"STARTING": 1}
+        deployments = {deployment_name(stage, "m"): SimpleNamespace(replica_states=state) for stage in STAGES}
+        return SimpleNamespace(applications={APPLICATION: SimpleNamespace(deployments=deployments)})
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def controller(monkeypatch: pytest.MonkeyPatch) -> Controller:
+    controller = Controller()
+    monkeypatch.setattr(deployed_studio.serve, "status", controller.status)
+    return controller
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(deployed_studio, "time", clock)
+    return clock
+
+
+async def settled(studio: DeployedStudio) -> dict[str, str]:
+    """The answer once nothing is being asked any more."""
+    await studio.not_ready()
+    while studio._asking is not None:
+        await asyncio.sleep(0.001)
+    return dict(await studio.not_ready())
+
+
+async def test_requests_do_not_ask_while_all_is_well(controller: Controller, clock: Clock):
+    studio = DeployedStudio({"m": None}, {})  # type: ignore[dict-item]  # names alone count here
+    assert await settled(studio) == {}
+    clock.now_s += STATUS_MAX_AGE_S - 0.1
+    for _ in range(100):
+        assert await studio.not_ready() == {}
+    assert controller.num_asked == 1
+    assert await studio.not_ready(1.0) == {}
+    assert await settled(studio) == {}
+    assert controller.num_asked == 2
+
+
+async def test_a_lost_gang_is_looked_for_at_once(controller: Controller, clock: Clock):
+    studio = DeployedStudio({"m": None}, {})  # type: ignore[dict-item]
+    assert await settled(studio) == {}
+    controller.is_running = False
+    assert await settled(studio) == {}, "nobody has noticed"
+    studio.gang_lost()
+    assert list(await settled(studio)) == ["m"]
+    controller.is_running = True
+    assert list(await settled(studio)) == ["m"], "asked a moment ago"
+    clock.now_s += POLL_S
+    assert await studio.not_ready() == {}, "while something is missing, the answer is a fresh one"
