@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from deployments.config import ModelConfig
@@ -22,14 +22,16 @@ class BuildRankParts:
         from engines.registry import load_engine
         from pipelines.loading import resolve_dtype, resolve_path
         from pipelines.registry import load_family
-        from pipelines.sizes import branches_ahead
+        from pipelines.sizes import branches_ahead, first_step, request_of
 
         configure_logs()
         device = torch.device(context.device)
         path, dtype = resolve_path(self.model.source), resolve_dtype(self.model.dtype, device)
         family = load_family(path)
-        denoiser = family.load_denoiser(path, device, dtype)
         config = self.model.denoiser
+        default = first_step(family, path, request_of(None, family.defaults(path)), device, dtype)[0]
+        denoiser = family.load_denoiser(path, device, dtype)
+        denoiser = replace(denoiser, typical_lengths=denoiser.stream_lengths(default.inputs))
         options: dict[str, Any] = {"strategy": config.strategy, "precision": config.precision}
         if config.engine == "tensorrt":
             sizes = config.tensorrt.sizes

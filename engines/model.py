@@ -59,7 +59,8 @@ class DenoiserModel:
     module's self-attention call ``kernel``; a module called with ``forward(module, inputs)`` returns the prediction.
     ``head_dim`` and ``num_heads`` are those of self-attention. ``probe()`` makes the branches of one small, seeded,
     known step (the same on every rank), for the self-check of a gang at its start. ``fast`` arranges a module's weights
-    for a hand-ordered step that equals its ``forward`` (None: there is none).
+    for a hand-ordered step that equals its ``forward`` (None: there is none). ``typical_lengths`` are the tokens per
+    stream of the steps to come, if that is known: an "auto" strategy is chosen for them.
     """
 
     modules: Mapping[str, nn.Module]
@@ -71,3 +72,4 @@ class DenoiserModel:
     forward: Callable[[nn.Module, ModelInputs], Tensor]
     probe: Callable[[], tuple[Branch, ...]]
     fast: ArrangeWeights | None = None
+    typical_lengths: Mapping[str, int] | None = None

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     import torch
 
 SHIPPED = Path(__file__).parent / "checkpoints"
+PUBLISHED = tuple(Path(__file__).parent.glob("*/published"))
+"""Folders of published models' configurations, without weights: one in each family's folder."""
 DTYPES = ("float32", "bfloat16", "float16")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ["model_index.json", "troupe.json", "*/*.json", "*/*.safetensors", "*/*.txt", "*/*.model"]
@@ -28,6 +30,27 @@ def resolve_path(source: str) -> Path:
     if _HUB_ID.fullmatch(source):
         return _download(source)
     raise ValueError(f"no model {source!r}: give a diffusers folder, a hub id like owner/name, or {_shipped_names()}")
+
+
+def resolve_configuration(source: str) -> Path:
+    """A directory with the configuration files of what ``source`` names; weights need not be there.
+
+    A folder, the name of a shipped checkpoint, a published model by its name ("Wan2.1-T2V-14B") or its hub id, or any
+    other hub id. ValueError as for ``resolve_path``.
+    """
+    name = source.rsplit("/", 1)[-1].removesuffix("-Diffusers")
+    known = [folder / name for folder in PUBLISHED if (folder / name).is_dir()]
+    if known and not Path(source).is_dir():
+        return known[0]
+    try:
+        return resolve_path(source)
+    except ValueError as error:
+        raise ValueError(f"{error}; or the name of a published model: {', '.join(published_models())}") from error
+
+
+def published_models() -> tuple[str, ...]:
+    """Models whose configurations come with the project."""
+    return tuple(sorted(path.name for folder in PUBLISHED for path in folder.iterdir()))
 
 
 def shipped_checkpoints() -> tuple[str, ...]:

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 _WRITTEN = re.compile(r"(\d+)x(\d+)(?:x(\d+))?")
 
 
+GUIDED = 2.0
+"""Any true guidance scale: that it is above 1 is what gives a step its second branch."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
     """Width and height in pixels; None frames are the model's default number."""
@@ -38,8 +42,13 @@ class Size:
         return cls(width=int(width), height=int(height), num_frames=int(frames) if frames else None)
 
 
-def request_of(size: Size | None, defaults: Defaults, *, prompt: str = "", seed: int = 0) -> MediaRequest:
-    """The model's default request, in ``size`` if one is given. ValueError outside the model's limits."""
+def request_of(
+    size: Size | None, defaults: Defaults, *, prompt: str = "", seed: int = 0, guided: bool = False
+) -> MediaRequest:
+    """The model's default request, in ``size`` if one is given. ValueError outside the model's limits.
+
+    ``guided``: with true guidance, so that a step has two branches.
+    """
     size = size or Size(width=defaults.width, height=defaults.height)
     request = MediaRequest(
         request_id="ahead",
@@ -52,7 +61,7 @@ def request_of(size: Size | None, defaults: Defaults, *, prompt: str = "", seed:
         fps=defaults.fps,
         num_inference_steps=defaults.num_inference_steps,
         guidance_scale=defaults.guidance_scale,
-        true_cfg_scale=1.0,
+        true_cfg_scale=max(defaults.true_cfg_scale, GUIDED) if guided else 1.0,
         seed=seed,
     )
     check_request(request, defaults)
@@ -68,10 +77,17 @@ def branches_ahead(
     dtype: torch.dtype,
 ) -> tuple[Branch, ...]:
     """The first step's branch of each size for each of a model's ``modules``, in order; without sizes none."""
-    defaults, sampler = family.defaults(path), family.load_sampler(path, device, dtype)
     branches = []
     for size in sizes:
-        request = request_of(Size.parse(size), defaults)
-        first = sampler.branches(sampler.begin(request, family.blank_conditioning(path, request)))[0]
+        request = request_of(Size.parse(size), family.defaults(path))
+        first = first_step(family, path, request, device, dtype)[0]
         branches += [replace(first, module=module) for module in modules]
     return tuple(branches)
+
+
+def first_step(
+    family: Family, path: Path, request: MediaRequest, device: torch.device, dtype: torch.dtype
+) -> tuple[Branch, ...]:
+    """The branches of the first step of ``request``, with a blank prompt. On "meta" they have shapes alone."""
+    sampler = family.load_sampler(path, device, dtype)
+    return sampler.branches(sampler.begin(request, family.blank_conditioning(path, request)))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import bisect
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+
+Rates = tuple[tuple[int, float], ...]
+"""(tokens, FLOP/s), at growing sizes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,17 +29,27 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """``products`` and ``attention`` are (tokens, FLOP/s), measured at growing sizes; ``exchanges`` by "kind/ranks"."""
+    """``exchanges`` go by "kind/ranks"; ``quantised`` are rates of products in other precisions, by their name.
+
+    ``memory_bytes`` is what one rank has to itself.
+    """
 
     name: str
-    products: tuple[tuple[int, float], ...]
-    attention: tuple[tuple[int, float], ...]
+    products: Rates
+    attention: Rates
     copy_bytes_per_s: float
     memory_bytes: int
     exchanges: dict[str, Line]
+    quantised: dict[str, Rates] = field(default_factory=dict)
 
-    def product_s(self, flops: float, rows: float) -> float:
-        return flops / between(self.products, rows)
+    def product_s(self, flops: float, rows: float, precision: str = "native") -> float:
+        """``ValueError`` if the machine was not measured in that precision."""
+        if precision == "native":
+            return flops / between(self.products, rows)
+        if precision not in self.quantised:
+            known = ", ".join(["native", *self.quantised])
+            raise ValueError(f"{self.name} was not measured in precision {precision}; measured: {known}")
+        return flops / between(self.quantised[precision], rows)
 
     def attention_s(self, flops: float, tokens: float) -> float:
         return flops / between(self.attention, tokens)
@@ -47,7 +60,8 @@ class Machine:
             return 0.0
         line = self.exchanges.get(f"{kind}/{num_ranks}")
         if line is None:
-            raise ValueError(f"{self.name} was not measured with {kind} over {num_ranks} ranks: {list(self.exchanges)}")
+            known = ", ".join(self.exchanges)
+            raise ValueError(f"{self.name} was not measured with {kind} over {num_ranks} ranks; measured: {known}")
         return line.time_s(size_bytes)
 
     def to_json(self) -> str:
@@ -57,12 +71,34 @@ class Machine:
     def from_json(cls, text: str) -> Machine:
         given = json.loads(text)
         given["exchanges"] = {key: Line(**line) for key, line in given["exchanges"].items()}
-        for table in ("products", "attention"):
-            given[table] = tuple((int(size), float(rate)) for size, rate in given[table])
-        return cls(**given)
+        given["quantised"] = {name: _rates(table) for name, table in given.get("quantised", {}).items()}
+        return cls(**given | {name: _rates(given[name]) for name in ("products", "attention")})
+
+    def describe(self) -> str:
+        """The figures for people, a line each."""
+        tables = {"products": self.products, "attention": self.attention}
+        tables |= {f"products, {name}": table for name, table in self.quantised.items()}
+        lines = [f"{self.name}: {self.memory_bytes / 2**30:.1f} GiB a rank, copies {_si(self.copy_bytes_per_s)}B/s"]
+        for name, table in tables.items():
+            lines.append(f"  {name}: " + ", ".join(f"{_si(rate)}FLOP/s at {size}" for size, rate in table))
+        for name, line in self.exchanges.items():
+            lines.append(f"  {name}: {1e6 * line.latency_s:.1f} us + {_si(line.bytes_per_s)}B/s")
+        return "\n".join(lines)
 
 
-def between(table: tuple[tuple[int, float], ...], size: float) -> float:
+def _rates(table: list[list[float]]) -> Rates:
+    return tuple((int(size), float(rate)) for size, rate in table)
+
+
+def _si(value: float) -> str:
+    """Three digits and a prefix: 7.5e14 is "750 T"."""
+    for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if value >= factor:
+            return f"{value / factor:.3g} {prefix}"
+    return f"{value / 1e3:.3g} k"
+
+
+def between(table: Rates, size: float) -> float:
     """The rate at ``size``, linear between measured sizes and constant outside them."""
     sizes = [entry[0] for entry in table]
     at = bisect.bisect_left(sizes, size)

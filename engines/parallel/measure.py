@@ -13,7 +13,7 @@ from torch import Tensor
 from engines.parallel import collectives
 from engines.parallel.collectives import Axis
 from engines.parallel.local import local_kernel
-from engines.parallel.machine import Line, Machine
+from engines.parallel.machine import Line, Machine, Rates
 from engines.parallel.mesh import Teams
 from engines.parallel.profile import ModelProfile
 from engines.parallel.spec import ParallelSpec
@@ -42,6 +42,7 @@ def measure(profile: ModelProfile, teams: Teams, device: torch.device) -> Machin
         copy_bytes_per_s=_copy_rate(device),
         memory_bytes=_memory_bytes(device),
         exchanges=_exchange_lines(teams, device),
+        quantised=_quantised_rates(rows, profile, device),
     )
     shared = [machine]
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -53,6 +54,39 @@ def _product_rate(rows: int, profile: ModelProfile, device: torch.device) -> flo
     x = torch.randn(rows, profile.hidden, device=device).to(profile.dtype)
     weight = torch.randn(4 * profile.hidden, profile.hidden, device=device).to(profile.dtype)
     return 2.0 * x.numel() * weight.shape[0] / shortest_s(lambda: torch.nn.functional.linear(x, weight), device)
+
+
+def _quantised_rates(rows: tuple[int, ...], profile: ModelProfile, device: torch.device) -> dict[str, Rates]:
+    """The products of the quantised linears by themselves; on the CPU float8 is emulated in float32."""
+    features, out = profile.hidden, 4 * profile.hidden
+    if features % 16:
+        return {}
+    makers: dict[str, Callable[[int], Callable[[], object]]] = {
+        "int8": lambda n: _int8_product(n, features, out, device)
+    }
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
+        makers["fp8"] = lambda n: _fp8_product(n, features, out, device)
+    rates = {
+        name: tuple((n, 2.0 * n * features * out / shortest_s(make(n), device)) for n in rows)
+        for name, make in makers.items()
+    }
+    if device.type == "cpu":
+        rates["fp8"] = tuple((n, _product_rate(n, profile, device)) for n in rows)
+    return rates
+
+
+def _int8_product(rows: int, features: int, out: int, device: torch.device) -> Callable[[], object]:
+    x = torch.ones(rows, features, dtype=torch.int8, device=device)
+    weight = torch.ones(out, features, dtype=torch.int8, device=device)
+    return lambda: torch._int_mm(x, weight.t())
+
+
+def _fp8_product(rows: int, features: int, out: int, device: torch.device) -> Callable[[], object]:
+    """With a scale a row on both sides, as the engine has them."""
+    x = torch.randn(rows, features, device=device).to(torch.float8_e4m3fn)
+    weight = torch.randn(out, features, device=device).to(torch.float8_e4m3fn)
+    scales = {"scale_a": torch.ones(rows, 1, device=device), "scale_b": torch.ones(1, out, device=device)}
+    return lambda: torch._scaled_mm(x, weight.t(), out_dtype=torch.bfloat16, use_fast_accum=True, **scales)
 
 
 def _attention_rate(tokens: int, profile: ModelProfile, device: torch.device) -> float:
@@ -70,7 +104,8 @@ def _copy_rate(device: torch.device) -> float:
 def _memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1  # they share the host's memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_ranks
 
 
 def _exchange_lines(teams: Teams, device: torch.device) -> dict[str, Line]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engines.model import DenoiserModel
-from engines.parallel.cost_model import Cost, Workload, candidates, choose, predict
+from engines.model import Branch, DenoiserModel
+from engines.parallel.cost_model import USABLE, Cost, Workload, candidates, choose, predict
 from engines.parallel.machine import Machine
-from engines.parallel.profile import profile
+from engines.parallel.profile import ModelProfile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,18 +16,28 @@ class StepForecast:
 
     machine: Machine
     work: Workload
+    precision: str
     costs: tuple[Cost, ...]
     chosen: Cost
 
     def reason(self) -> str:
         """Why the chosen one was chosen, in a sentence."""
-        fastest = self.costs[0]
+        name, fastest = self.chosen.spec.name, self.costs[0]
         if self.chosen is fastest:
-            return f"{self.chosen.spec.name}: the fastest of {len(self.costs)}"
-        if fastest.memory_bytes > self.machine.memory_bytes:
-            return f"{self.chosen.spec.name}: the fastest that fits {self.machine.memory_bytes / 2**30:.0f} GiB"
-        gap = self.chosen.total_ms / fastest.total_ms - 1
-        return f"{self.chosen.spec.name}: within {gap:.1%} of {fastest.spec.name} and simpler or smaller"
+            return f"{name}: the fastest of {len(self.costs)}"
+        if fastest.memory_bytes > USABLE * self.machine.memory_bytes:
+            usable = f"{USABLE:.0%} of {self.machine.memory_bytes / 2**30:.1f} GiB"
+            return f"{name}: the fastest that fits {usable}"
+        gap = f"{self.chosen.total_ms / fastest.total_ms - 1:.1%} slower than {fastest.spec.name}"
+        if fastest.spec.divides_weights and not self.chosen.spec.divides_weights:
+            return f"{name}: {gap}, and every rank holds whole weights, so that teams of any width can form"
+        return f"{name}: {gap}, and simpler or smaller"
+
+    @property
+    def log_fields(self) -> dict[str, object]:
+        """For ``extra``."""
+        fields = {"width": self.chosen.spec.width, "branches": self.work.num_branches, "precision": self.precision}
+        return fields | {"strategy": self.chosen.spec.name, "predicted_ms": round(self.chosen.total_ms, 2)}
 
     def table(self) -> str:
         """One line per candidate: milliseconds of a step by where they go, and GiB per rank."""
@@ -40,11 +50,23 @@ class StepForecast:
         return "\n".join([*lines, f"* {self.reason()} (on {self.machine.name})"])
 
 
-def forecast(model: DenoiserModel, work: Workload, width: int, machine: Machine) -> StepForecast:
-    """Cost every way to divide the step over ``width`` ranks. Loads and runs nothing: the model may be on "meta"."""
-    counted = profile(model)
-    costs = [predict(counted, work, spec, machine) for spec in candidates(counted, width, work.num_branches)]
-    chosen = choose(costs, machine.memory_bytes)
+def forecast(
+    counted: ModelProfile, work: Workload, width: int, machine: Machine, precision: str = "native"
+) -> StepForecast:
+    """Cost every way to divide the step over ``width`` ranks and choose one. Loads and runs nothing."""
+    specs = candidates(counted, width, work.num_branches)
+    costs = [predict(counted, work, spec, machine, precision) for spec in specs]
     return StepForecast(
-        machine=machine, work=work, costs=tuple(sorted(costs, key=lambda cost: cost.total_ms)), chosen=chosen
+        machine=machine,
+        work=work,
+        precision=precision,
+        costs=tuple(sorted(costs, key=lambda cost: cost.total_ms)),
+        chosen=choose(costs, machine.memory_bytes),
     )
+
+
+def workload(model: DenoiserModel, branches: tuple[Branch, ...]) -> Workload:
+    """The step that ``branches`` of one job make."""
+    lengths = model.stream_lengths(branches[0].inputs)
+    ordered = tuple((stream, lengths[stream]) for stream in model.plan.streams)
+    return Workload(lengths=ordered, num_branches=len(branches))

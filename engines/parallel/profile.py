@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import fnmatch
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 
 from engines.model import Branch, DenoiserModel, dtype_of
 from engines.parallel.layout import TokenLayout
+from engines.parallel.pipeline import pipeline_blocks
 from engines.parallel.shard_plan import ColumnLinear, FullWidthNorm, RowLinear, ShardPlan
+from engines.parallel.tensor import split_features
 
 JOINT = "joint"
 """Stands for all streams together, where a block has concatenated them."""
@@ -35,6 +38,9 @@ class ModelProfile:
     """Costs of a branch by stream, and those that do not grow with the tokens.
 
     ``num_reductions`` counts row-split linears and full-width norms, ``out_features`` are those of a predicted token.
+    Of ``weight_bytes`` (all modules) the blocks hold ``block_weight_bytes``, and of those the linears that a tensor
+    axis divides ``split_weight_bytes``. ``tensor_unit`` is what heads and those linears' features have in common;
+    ``num_blocks`` are those that a pipeline may be cut between.
     """
 
     num_heads: int
@@ -46,7 +52,10 @@ class ModelProfile:
     num_reductions: int
     out_features: int
     weight_bytes: int
-    row_weight_bytes: int
+    block_weight_bytes: int
+    split_weight_bytes: int
+    tensor_unit: int
+    num_blocks: int
 
     @property
     def element_bytes(self) -> int:
@@ -70,16 +79,15 @@ class _Counter:
     once_flops: float = 0.0
     num_attentions: int = 0
     num_reductions: int = 0
-    row_weight_bytes: int = 0
+    split_weight_bytes: int = 0
 
     def linear(self, name: str, layer: nn.Linear, x: Tensor) -> None:
         rows = x.numel() // layer.in_features // self.batch
         flops = 2.0 * layer.in_features * layer.out_features
         stream = self.lengths.get(rows)
         rule = _rule(name, self.plan)
-        if isinstance(rule, RowLinear):
-            self.num_reductions += 1
-            self.row_weight_bytes += layer.weight.nbytes
+        self.num_reductions += isinstance(rule, RowLinear)
+        self.split_weight_bytes += layer.weight.nbytes if rule else 0
         if stream is None:
             self.once_flops += flops * rows
             return
@@ -128,9 +136,24 @@ def profile(model: DenoiserModel) -> ModelProfile:
         once_flops=counter.once_flops,
         num_reductions=counter.num_reductions,
         out_features=out_features,
-        weight_bytes=sum(weight.nbytes for each in model.modules.values() for weight in each.parameters()),
-        row_weight_bytes=counter.row_weight_bytes,
+        weight_bytes=sum(_weight_bytes(each) for each in model.modules.values()),
+        block_weight_bytes=sum(
+            _weight_bytes(block) for each in model.modules.values() for block in _blocks(each, model)
+        ),
+        split_weight_bytes=counter.split_weight_bytes * len(model.modules),
+        tensor_unit=math.gcd(model.num_heads, *split_features(source, model.plan).values())
+        if model.plan.linears
+        else 1,
+        num_blocks=min(len(pipeline_blocks(each, model.plan)) for each in model.modules.values()),
     )
+
+
+def _blocks(module: nn.Module, model: DenoiserModel) -> list[nn.Module]:
+    return [block for name in model.plan.blocks for block in module.get_submodule(name).children()]
+
+
+def _weight_bytes(module: nn.Module) -> int:
+    return sum(weight.nbytes for weight in module.parameters())
 
 
 def _names_by_length(lengths: dict[str, int]) -> dict[int, str]:

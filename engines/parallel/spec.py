@@ -73,6 +73,11 @@ class ParallelSpec:
         return self.ring * self.allgather_kv * self.ulysses
 
     @property
+    def divides_weights(self) -> bool:
+        """Whether each rank needs a part of the weights only."""
+        return self.tensor > 1 or self.pipeline > 1
+
+    @property
     def name(self) -> str:
         factors = [f"{axis}{self.degree(axis)}" for axis in AXES if self.degree(axis) > 1]
         return "x".join(factors) or "single"

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
 from engines.model import DenoiserModel
-from engines.parallel.cost_model import Workload, candidates, choose, predict
+from engines.parallel.cost_model import Workload
 from engines.parallel.measure import measure
 from engines.parallel.mesh import Groups, Teams, gang_widths
+from engines.parallel.plan_table import forecast
 from engines.parallel.profile import profile
 from engines.parallel.spec import ParallelSpec
 
@@ -19,6 +21,8 @@ logger = logging.getLogger(__name__)
 TYPICAL_TOKENS = {"cpu": 256, "cuda": 4096}
 """Length of the longest stream for which a choice is made, if the configuration does not say: a small picture on CPUs,
 1024 x 1024 pixels on GPUs."""
+
+UNLIMITED = 2**63
 
 Specs = dict[int, tuple[ParallelSpec, ParallelSpec]]
 
@@ -31,32 +35,36 @@ def choose_specs(
     device: torch.device,
     groups: Groups,
     typical_tokens: int | None,
+    precision: str,
 ) -> Specs:
     """Per width the fastest division of one branch, and of two. All ranks make the call and get the same answer.
 
-    Tensor parallelism is left out: the engine holds whole weights for narrower teams, so it would save no memory.
+    It is the choice that ``forecast`` prints for the same machine and step; the figures and the table are logged.
     """
     if num_ranks == 1:
         return {1: (ParallelSpec(), ParallelSpec())}
     counted = profile(model)
     lines = [ParallelSpec(ulysses=width) for width in gang_widths(num_ranks)]
     machine = measure(counted, Teams(rank=rank, num_ranks=num_ranks, specs=lines, groups=groups), device)
-    lengths = typical_lengths(model, typical_tokens or TYPICAL_TOKENS.get(device.type, 4096))
+    tokens = typical_tokens or TYPICAL_TOKENS.get(device.type, 4096)
+    lengths = typical_lengths(model, tokens)
+    if rank == 0:
+        logger.info("this machine:\n%s", machine.describe(), extra={"machine": machine.to_json()})
     specs: Specs = {}
     for width in gang_widths(num_ranks):
-        best = []
-        for num_branches in (1, 2):
-            work = Workload(lengths=lengths, num_branches=num_branches)
-            allowed = candidates(counted, width, num_branches, with_tensor=False)
-            cost = choose([predict(counted, work, spec, machine) for spec in allowed], machine.memory_bytes)
-            logger.info("auto strategy", extra={"width": width, "branches": num_branches, "strategy": cost.spec.name})
-            best.append(cost.spec)
-        specs[width] = (best[0], best[1])
+        # Memory decides at the gang's own width alone: narrower teams are there for smaller steps.
+        here = machine if width == num_ranks else replace(machine, memory_bytes=UNLIMITED)
+        plans = [forecast(counted, Workload(lengths=lengths, num_branches=n), width, here, precision) for n in (1, 2)]
+        for plan in plans if rank == 0 else ():
+            logger.info("auto strategy for a step of %s:\n%s", dict(lengths), plan.table(), extra=plan.log_fields)
+        specs[width] = (plans[0].chosen.spec, plans[1].chosen.spec)
     return specs
 
 
 def typical_lengths(model: DenoiserModel, num_tokens: int) -> tuple[tuple[str, int], ...]:
-    """The probe's streams, grown together until the longest has ``num_tokens``."""
+    """Those that the model says; else the probe's streams, grown together until the longest has ``num_tokens``."""
+    if model.typical_lengths is not None:
+        return tuple((stream, model.typical_lengths[stream]) for stream in model.plan.streams)
     lengths: Mapping[str, int] = model.stream_lengths(model.probe()[0].inputs)
     longest = max(lengths.values())
     return tuple((stream, max(1, lengths[stream] * num_tokens // longest)) for stream in model.plan.streams)

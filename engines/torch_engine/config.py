@@ -69,7 +69,13 @@ class TorchEngineConfig:
         if self.strategy == "auto":
             tokens = self.typical_tokens
             specs = choose_specs(
-                model, rank=rank, num_ranks=num_ranks, device=device, groups=groups, typical_tokens=tokens
+                model,
+                rank=rank,
+                num_ranks=num_ranks,
+                device=device,
+                groups=groups,
+                typical_tokens=tokens,
+                precision=self._scheme(),
             )
         else:
             widths = gang_widths(num_ranks)
@@ -83,6 +89,10 @@ class TorchEngineConfig:
             capture=self.capture and device.type == "cuda",
             overlap=self.overlap,
         )
+
+    def _scheme(self) -> str:
+        """What the linears compute in, as machines are measured."""
+        return {"auto": "native", "fp8-static": "fp8"}.get(self.precision, self.precision)
 
     def _takes_fast_path(self, model: DenoiserModel, device: torch.device) -> bool:
         if self.path == "module" or model.fast is None:

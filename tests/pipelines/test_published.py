@@ -1,0 +1,58 @@
+"""Published models go by name, and their configurations are the published ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipelines.directory import read_config
+from pipelines.loading import published_models, resolve_configuration, shipped_checkpoints
+from pipelines.registry import load_family
+from pipelines.sizes import first_step, request_of
+from tests.pipelines.real_configs import FLUX, WAN
+
+REAL = FLUX | WAN
+
+
+def test_every_real_configuration_is_there() -> None:
+    assert set(published_models()) == set(REAL)
+
+
+@pytest.mark.parametrize("name", sorted(REAL))
+def test_the_configuration_is_the_published_one(name: str) -> None:
+    path = resolve_configuration(name)
+    read = {key: value for key, value in read_config(path, "transformer").items() if key != "_class_name"}
+    assert read == REAL[name].config
+    with torch.device("meta"):
+        outline = load_family(path).outline_denoiser(path, torch.bfloat16)
+    assert len(outline.modules) == REAL[name].num_transformers
+    for module in outline.modules.values():
+        assert sum(weight.numel() for weight in module.parameters()) == REAL[name].num_parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [
+        ("FLUX.1-dev", {"text": 512, "image": 4096}),
+        ("FLUX.1-schnell", {"text": 256, "image": 4096}),
+        ("Wan2.1-T2V-14B", {"video": 21 * 45 * 80}),
+        ("Wan2.2-TI2V-5B", {"video": 31 * 22 * 40}),
+    ],
+)
+def test_tokens_of_the_default_size(name: str, tokens: dict[str, int]) -> None:
+    path, meta = resolve_configuration(name), torch.device("meta")
+    family = load_family(path)
+    with meta:
+        outline = family.outline_denoiser(path, torch.bfloat16)
+    branches = first_step(family, path, request_of(None, family.defaults(path)), meta, torch.bfloat16)
+    assert outline.stream_lengths(branches[0].inputs) == tokens
+
+
+def test_folders_and_shipped_models_come_first(tmp_path: Path) -> None:
+    own = tmp_path / "FLUX.1-dev"
+    own.mkdir()
+    assert resolve_configuration(str(own)) == own
+    for name in shipped_checkpoints():
+        assert (resolve_configuration(name) / "model_index.json").is_file()
