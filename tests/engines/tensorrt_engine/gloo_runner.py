@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -10,14 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engines.model import Branch
 from engines.parallel.mesh import Groups, Team, Teams
 from engines.parallel.spec import ParallelSpec
 from engines.tensorrt_engine.collectives import Collective
 from engines.tensorrt_engine.engine import TensorRTEngine
+from engines.tensorrt_engine.export_cache import ExportCache
+from engines.tensorrt_engine.exporter import Exporter
 from engines.tensorrt_engine.onnx_export import EngineGraph
-from engines.tensorrt_engine.preflight import PreflightError, check_same_plan, resolve_group
+from engines.tensorrt_engine.preflight import PreflightError, check_alike, check_same_plan, resolve_group
 from engines.tensorrt_engine.simulate import cut_at_collectives
-from tests.engines.tensorrt_engine.zoo import SPECIMENS
+from tests.engines.tensorrt_engine.zoo import SPECIMENS, flux_inputs
 
 
 class GlooRunner:
@@ -68,6 +73,45 @@ def predict_on_team(family: str, strategy: str, ranks: tuple[int, ...]) -> tuple
             predictions.extend(engine.predict(model.probe(), ranks))
     engine.close()
     return predictions, len(made)
+
+
+SIZES = {"likely": (12, 16, 24), "other": (16, 8, 32), "between": (8, 20, 28), "too large": (16, 16, 24)}
+"""Latent height and width and tokens of text; the first two are expected."""
+
+
+def predict_sizes(folder: Path, sizes: tuple[str, ...]) -> tuple[list[Tensor], list[str], int]:
+    """A prediction in each size; the graphs, by digest, that runners were made for; exports that are on disk."""
+    num_ranks = dist.get_world_size()
+    spec = ParallelSpec.of("ulysses", num_ranks)
+    teams = Teams(rank=dist.get_rank(), num_ranks=num_ranks, specs={spec}, groups=Groups(num_ranks))
+    model, graphs = SPECIMENS["flux"].model(), []
+
+    def make(graph: EngineGraph, weights: Mapping[str, Tensor], team: Team) -> GlooRunner:
+        graphs.append(hashlib.sha256(graph.serialized()).hexdigest())
+        return GlooRunner(graph, weights, team)
+
+    engine = TensorRTEngine(
+        model,
+        teams=teams,
+        specs={num_ranks: (spec, spec)},
+        make_runner=make,
+        exporter=Exporter(model=model, cache=ExportCache(folder)),
+        buckets=[Branch(inputs=flux_inputs(1, *SIZES[name])) for name in ("likely", "other")],
+        capture=False,
+    )
+    engine.prepare()
+    branches = tuple(Branch(inputs=flux_inputs(1, *SIZES[name])) for name in sizes)
+    predictions = list(engine.predict(branches, tuple(range(num_ranks))))
+    engine.close()
+    return predictions, graphs, len(list(folder.rglob("*.zip")))
+
+
+def alike_error(facts: list[dict[str, str]]) -> str:
+    try:
+        check_alike(facts[dist.get_rank()], rank=dist.get_rank())
+    except PreflightError as error:
+        return str(error)
+    return ""
 
 
 def same_plan_error(digests: list[str]) -> str:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from engines.parallel.local import plain_attention
 from tests.engines.parallel.gloo import gang
 from tests.engines.tensorrt_engine.all_ranks import relative_error
-from tests.engines.tensorrt_engine.gloo_runner import predict_on_team, same_plan_error
-from tests.engines.tensorrt_engine.zoo import SPECIMENS
+from tests.engines.tensorrt_engine.gloo_runner import (
+    SIZES,
+    alike_error,
+    predict_on_team,
+    predict_sizes,
+    same_plan_error,
+)
+from tests.engines.tensorrt_engine.zoo import SPECIMENS, flux_inputs, reference
 
 
 @pytest.mark.parametrize(
@@ -33,6 +41,27 @@ def test_both_ranks_predict_what_one_device_does(family: str, strategy: str, num
         assert len(predictions) == 4
         for prediction, whole in zip(predictions, expected * 2, strict=True):
             assert relative_error(prediction, whole) <= 1e-4
+
+
+def test_sizes_that_are_expected_share_an_engine_with_those_between(tmp_path: Path) -> None:
+    model, sizes = SPECIMENS["flux"].model(), tuple(SIZES)
+    expected = [reference(model, flux_inputs(1, *SIZES[name])) for name in sizes]
+    for predictions, graphs, num_exports in gang(2).run(predict_sizes, tmp_path, sizes):
+        for prediction, whole in zip(predictions, expected, strict=True):
+            assert relative_error(prediction, whole) <= 1e-4
+        assert len(graphs) == 4, "each size has a context of its own"
+        assert [graph == graphs[0] for graph in graphs] == [True, True, True, False]
+        assert num_exports == 2, "each made by one rank for both"
+
+
+def test_a_rank_that_is_not_like_the_others_is_named_on_every_rank() -> None:
+    same = {"TensorRT": "tensorrt 11.2", "weights of transformer": "ab"}
+    assert gang(2).run(alike_error, [same, same]) == ["", ""]
+    for message in gang(2).run(alike_error, [same, same | {"TensorRT": "tensorrt 11.0"}]):
+        assert message == (
+            "rank 1: its TensorRT is not that of the rest of the gang: "
+            "found tensorrt 11.0, expected tensorrt 11.2 (rank 0's)"
+        )
 
 
 def test_a_rank_with_another_plan_is_named_on_every_rank() -> None:
