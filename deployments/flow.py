@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ray import exceptions as ray_errors
+from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from deployments.observability.metrics import observe_failure, observe_stage
 from deployments.records import Decoded, Encoded
-from deployments.studio import Media, ModelCard, Output, Preview, Progress, StudioEvent, Timings
+from deployments.studio import Media, ModelCard, ModelUnavailableError, Output, Preview, Progress, StudioEvent, Timings
 from engines.gang.errors import GangBrokenError, QueueFullError
 from engines.gang.job import JobDone, JobEvent, PreviewReady, StepDone
 from pipelines.request import MediaRequest
@@ -113,6 +114,8 @@ def _unwrapped() -> Iterator[None]:
         yield
     except ray_errors.RayTaskError as error:
         raise error.cause from error
+    except DeploymentUnavailableError as error:
+        raise ModelUnavailableError(error.message) from error
 
 
 async def _job_events(

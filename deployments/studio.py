@@ -73,6 +73,10 @@ class Media:
 StudioEvent = Progress | Preview | Media
 
 
+class ModelUnavailableError(Exception):
+    """Serve has given up on one of the model's deployments; requests cannot wait for it."""
+
+
 STATUS_MAX_AGE_S = 10.0
 """Enough for whoever is about to send a request: one that meets a broken gang waits for the next."""
 
@@ -93,6 +97,7 @@ class Studio(Protocol):
         """Run one request: progress, previews, then exactly one ``Media``.
 
         A gang that breaks under the job is rebuilt and the job run again (its progress starts over); after two broken
-        gangs ``GangBrokenError`` is raised. ``QueueFullError`` if too many jobs wait.
+        gangs ``GangBrokenError`` is raised. ``QueueFullError`` if too many jobs wait, ``ModelUnavailableError`` if a
+        stage cannot be started.
         """
         ...

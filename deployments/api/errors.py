@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.routing import compile_path
 
 from deployments.jobs.errors import TooManyJobsError
+from deployments.studio import ModelUnavailableError
 from engines.gang.errors import GangBrokenError, QueueFullError
 
 TYPES = {401: "authentication_error", 429: "rate_limit_error"}
@@ -83,6 +84,8 @@ def from_failure(failure: Exception) -> ApiError | None:
         case QueueFullError() | TooManyJobsError():
             seconds = max(1, math.ceil(failure.retry_after_s))
             return ApiError(429, str(failure), code="queue_full", headers={"Retry-After": str(seconds)})
+        case ModelUnavailableError():
+            return ApiError(503, str(failure), code="model_not_ready", headers={"Retry-After": "10"})
         case GangBrokenError():
             # The gang was rebuilt and the job run again already: a client that retries by itself breaks more gangs.
             message = f"The ranks that worked on this request failed: {failure}"
@@ -113,7 +116,7 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
-    for kind in (QueueFullError, TooManyJobsError, GangBrokenError):
+    for kind in (QueueFullError, TooManyJobsError, GangBrokenError, ModelUnavailableError):
         app.add_exception_handler(kind, _on_failure)
 
 

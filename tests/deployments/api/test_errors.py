@@ -6,6 +6,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from deployments.studio import ModelUnavailableError
 from engines.gang.errors import GangBrokenError, QueueFullError
 from tests.deployments.api.bad_bodies import BAD_IMAGES, BAD_VIDEOS
 from tests.deployments.api.conftest import build, client_of, serving
@@ -140,6 +141,7 @@ async def test_api_keys(studio, tmp_path):
 
 
 FAILURES = [
+    (ModelUnavailableError("VaeDecoder-a failed to deploy"), 503, "model_not_ready", {"retry-after": "10"}),
     (QueueFullError(7, 3.2), 429, "queue_full", {"retry-after": "4"}),
     (GangBrokenError("rank 1 died"), 502, "gang_broken", {"x-should-retry": "false"}),
     (ValueError("prompt has 900 tokens; 512 are allowed"), 400, "invalid_value", {}),
