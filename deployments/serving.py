@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import httpx
 import ray
 import yaml
 from ray import serve
+from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 
 from deployments.app import build_app
@@ -54,13 +56,35 @@ def running(config: ServeConfig, *, on_wait: Callable[[str], None] = lambda reas
     ended on the way out, on Ctrl-C too.
     """
     with ExitStack() as stack:  # one end failing, or a second Ctrl-C in it, does not stop the other
-        if not ray.is_initialized():
+        if ray.is_initialized():
+            stack.callback(serve.shutdown)
+        else:
             stack.callback(ray.shutdown)
-            ray.init(num_cpus=num_logical_cpus(config), include_dashboard=False, log_to_driver=False)
-        stack.callback(serve.shutdown)
+            _start_cluster(config)
+            stack.callback(_end_application)  # Serve itself ends with the cluster
         url = _deploy(config)
         wait_ready(url, on_wait)
         yield url
+
+
+def _start_cluster(config: ServeConfig) -> None:
+    """A local cluster, without the lines of log that Ray and Serve write for each."""
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    quiet = logging.getLogger("ray._private.authentication.authentication_token_setup")
+    quiet.addFilter(lambda record: "is enabled" not in record.getMessage())
+    ray.init(
+        num_cpus=num_logical_cpus(config),
+        include_dashboard=False,
+        log_to_driver=False,
+        configure_logging=True,
+        logging_level=logging.WARNING,
+    )
+
+
+def _end_application() -> None:
+    """Gangs release their engines, then their communicators; returns when all replicas are gone."""
+    with suppress(RayServeException):  # there is no Serve yet
+        serve.delete(APPLICATION)
 
 
 def num_logical_cpus(config: ServeConfig) -> int:
