@@ -35,19 +35,8 @@ Times = dict[str, dict[str, float]]
 
 def default_request(model: str) -> MediaRequest:
     """One picture of the size and with the steps that ``model`` has by default."""
-    own = load_family(resolve_path(model)).defaults(resolve_path(model))
-    return MediaRequest(
-        request_id="bare",
-        model=model,
-        kind=own.kind,
-        prompt=PROMPT,
-        width=own.width,
-        height=own.height,
-        num_inference_steps=own.num_inference_steps,
-        guidance_scale=own.guidance_scale,
-        true_cfg_scale=own.true_cfg_scale,
-        seed=0,
-    )
+    path = resolve_path(model)
+    return load_family(path).defaults(path).request(model, PROMPT, request_id="bare")
 
 
 def pipelines(model: str) -> dict[str, Pipeline]:

@@ -34,6 +34,22 @@ class Defaults:
     max_frames: int
     max_steps: int
 
+    def request(self, model: str, prompt: str, **changes: Any) -> MediaRequest:
+        """A request that says no more than ``prompt`` and ``changes`` (fields of ``MediaRequest``)."""
+        fields: dict[str, Any] = {
+            "request_id": "default",
+            "kind": self.kind,
+            "width": self.width,
+            "height": self.height,
+            "num_frames": self.num_frames,
+            "fps": self.fps,
+            "num_inference_steps": self.num_inference_steps,
+            "guidance_scale": self.guidance_scale,
+            "true_cfg_scale": self.true_cfg_scale,
+            "seed": 0,
+        }
+        return MediaRequest(model=model, prompt=prompt, **(fields | changes))
+
 
 class TextEncoder(Protocol):
     def encode(self, request: MediaRequest) -> Any:

@@ -30,20 +30,7 @@ def pair(name: str) -> Pair:
 def default_request(name: str) -> MediaRequest:
     path = resolve_path(name)
     defaults = load_family(path).defaults(path)
-    return MediaRequest(
-        request_id="test",
-        model=name,
-        kind=defaults.kind,
-        prompt=PROMPTS[defaults.kind],
-        width=defaults.width,
-        height=defaults.height,
-        num_frames=defaults.num_frames,
-        fps=defaults.fps,
-        num_inference_steps=3,
-        guidance_scale=defaults.guidance_scale,
-        true_cfg_scale=defaults.true_cfg_scale,
-        seed=11,
-    )
+    return defaults.request(name, PROMPTS[defaults.kind], num_inference_steps=3, seed=11)
 
 
 def small(request: MediaRequest) -> MediaRequest:
