@@ -13,7 +13,8 @@ PLAIN = Overlap()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
     """``maker``: "fast" (ours), "blocks" (the module, blocks compiled), "eager"; "diffusers-..." are the peers.
-    "engine": ours as a gang calls it; "switch": the same, at width 1 and then at ``width``, both in one time.
+    "engine": ours as a gang calls it; "switch": the same, at width 1 and then at ``width``, both in one time; "jobs8":
+    one step of each of 8 jobs, as many at a time as ``width`` leaves teams.
     "wan" is Wan2.1-14B (``side`` its height) by the engine, blocks compiled; the others FLUX.1-dev.
 
     ``exchange``: "nccl"; "nccl-8": at most so many thread blocks; "nccl-low": on a stream of usual priority; "none":
@@ -54,11 +55,13 @@ class Case:
         options = [] if self.overlap.stream_lane == PLAIN.stream_lane else ["one-stream"]
         options += ["mlp-lane"] if self.overlap.mlp_lane else []
         options += [f"parts{self.overlap.num_parts}"] if self.overlap.num_parts > 1 else []
-        return options + (["peer"] if self.overlap.peer_memory else [])
+        options += ["peer"] if self.overlap.peer_memory else []
+        return options + ([] if self.overlap.peer_copies else ["push"])
 
 
 PEER, LANE, TWO = Overlap(peer_memory=True), Overlap(mlp_lane=True), Overlap(num_parts=2)
 PEER_LANE = Overlap(peer_memory=True, mlp_lane=True)
+PEER_TWO, PUSH = Overlap(peer_memory=True, num_parts=2), Overlap(peer_memory=True, peer_copies=False)
 
 GOALS = (
     Case(maker="fast", side=1024, width=1),
@@ -84,7 +87,7 @@ VARIANTS = tuple(
         (512, 4, NATIVE),
         (2048, 4, NATIVE),
     )
-    for overlap in (PEER, PEER_LANE, LANE, TWO)
+    for overlap in (PEER, PEER_LANE, PEER_TWO, PUSH, LANE, TWO)
 )
 
 SINGLE_RANK = (
@@ -123,12 +126,16 @@ ENGINE = (
     Case(maker="engine", side=512, width=4, default=False),
     Case(maker="engine", side=512, width=1, default=False),
     Case(maker="switch", side=512, width=4, default=False),
+    Case(maker="jobs8", side=512, width=4, default=False),
+    Case(maker="jobs8", side=512, width=2, default=False),
+    Case(maker="jobs8", side=512, width=1, default=False),
 )
 
 WAN = (
-    *(Case(maker="wan", side=480, width=width, graph=False, repeats=4, default=False) for width in (1, 2, 4)),
+    *(Case(maker="wan", side=480, width=width, repeats=4, default=False) for width in (1, 2, 4)),
+    Case(maker="wan", side=480, width=4, graph=False, repeats=4, default=False),
     *(
-        Case(maker="wan", side=720, width=4, strategy=strategy, num_branches=2, graph=False, repeats=1, default=False)
+        Case(maker="wan", side=720, width=4, strategy=strategy, num_branches=2, repeats=2, default=False)
         for strategy in ("ulysses", "guidance2xulysses2")
     ),
 )

@@ -38,11 +38,13 @@ class Stage:
 
 
 STEP = "benchmarks.denoise_step"
+PARTS = "benchmarks.denoise_step_parts"
 KERNEL_CHECK = "tests.engines.torch_engine.triton_check"
 VARIANTS = ("lane", "parts", "nccl-", "one-stream", "none", "--skip", "peer")
 
 STAGES = (
     Stage(name="kernels", module=KERNEL_CHECK, arguments=("cuda",), limit_s=60, all_gpus=False),
+    Stage(name="parts", module=PARTS, arguments=(), limit_s=90, all_gpus=False),
     Stage(name="goals", module=STEP, arguments=(), limit_s=90),
     Stage(name="variants", module=STEP, arguments=VARIANTS, limit_s=120),
     Stage(name="peer_memory", module=STEP, arguments=("/peer",), limit_s=60, min_gpus=2),
@@ -82,12 +84,6 @@ def main() -> None:
 
 def run(stage: Stage, num_gpus: int, limit_s: int, out: Path) -> str:
     """ "done in ...", or what went wrong. Prints the end of the stage's output."""
-    launcher = (
-        ["-m", "torch.distributed.run", f"--nproc_per_node={num_gpus}"] if stage.all_gpus and num_gpus > 1 else []
-    )
-    command = [sys.executable, *launcher, "-m", stage.module, *stage.arguments]
-    if stage.module == STEP:
-        command += ["--out", str(out / f"{stage.name}.json")]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
     start_s = time.monotonic()
     log = out / f"{stage.name}.log"
@@ -105,7 +101,7 @@ def run(stage: Stage, num_gpus: int, limit_s: int, out: Path) -> str:
 def command_of(stage: Stage, num_gpus: int, out: Path) -> list[str]:
     several = stage.all_gpus and num_gpus > 1
     launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={num_gpus}"] if several else []
-    written = ["--out", str(out / f"{stage.name}.json")] if stage.module == STEP else []
+    written = ["--out", str(out / f"{stage.name}.json")] if stage.module in (STEP, PARTS) else []
     return [sys.executable, *launcher, "-m", stage.module, *written, *stage.arguments]
 
 

@@ -33,6 +33,7 @@ from pipelines.flux.denoiser import as_denoiser
 from pipelines.flux.fast import fast_weights
 from pipelines.flux.shard_plan import SHARD_PLAN, stream_lengths
 
+NUM_JOBS = 8
 STRATEGIES = ("ulysses", "allgather_kv", "ring", "hybrid")
 Step = Callable[[], Any]
 
@@ -46,12 +47,16 @@ class Bench:
         self.device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
         self.device_name = torch.cuda.get_device_name() if on_gpu else "CPU"
         self.dtype = torch.bfloat16 if on_gpu else torch.float32
-        self.module = flux_case.build(self.device, self.dtype, small=small)
         self.pool = GraphPool(self.device) if on_gpu else None
         self.weights = cache(self._weights)
         self.inputs = cache(self._inputs)
         self.reference = cache(self._reference)
         self.group = cache(self._group)
+
+    @cached_property
+    def module(self) -> Any:
+        """FLUX.1-dev; not made for cases of another model."""
+        return flux_case.build(self.device, self.dtype, small=self.small)
 
     @torch.no_grad()
     def run(self, case: Case) -> tuple[Times | None, dict[str, Any]]:
@@ -70,7 +75,7 @@ class Bench:
     def prepare(self, case: Case) -> tuple[Step, Callable[[], None]]:
         if case.maker == "fast":
             return self._fast(case)
-        if case.maker in ("engine", "switch"):
+        if case.maker in ("engine", "switch", "jobs8"):
             return self._engine_step(case), lambda: None
         if case.maker == "wan":
             return self._wan(case), lambda: None
@@ -92,8 +97,10 @@ class Bench:
         branches = (Branch(inputs={**inputs, "timestep": timesteps_S[14:15]}, schedule=schedule),)
         first = self.rank // case.width * case.width
         together, alone = tuple(range(first, first + case.width)), (self.rank,)
-        widths = (alone, together) if case.maker == "switch" else (together,)
-        for ranks in widths:
+        widths: tuple[tuple[int, ...], ...] = (alone, together) if case.maker == "switch" else (together,)
+        if case.maker == "jobs8":
+            widths = (together,) * (NUM_JOBS * case.width // self.world)
+        for ranks in dict.fromkeys(widths):
             self.engine.warm_up(branches, ranks)
         return lambda: [self.engine.predict(branches, ranks)[0] for ranks in widths][-1]
 
@@ -104,8 +111,10 @@ class Bench:
     def _wan(self, case: Case) -> Step:
         first = self.rank // case.width * case.width
         ranks = tuple(range(first, first + case.width))
-        sizes = {"height": case.side, "num_branches": case.num_branches}
-        return wan_case.step(self.device, ranks=ranks, strategy=case.strategy, **sizes)
+        return wan_case.step(
+            self.device, height=case.side, ranks=ranks, strategy=case.strategy, num_branches=case.num_branches,
+            capture=case.graph,
+        )  # fmt: skip
 
     def _module_step(self, inputs: dict[str, Tensor]) -> Step:
         self.module.set_attention_backend("_native_cudnn" if self.pool else "native")
@@ -180,7 +189,7 @@ class Bench:
         return answer.float()
 
     def _error(self, case: Case, answer: Tensor) -> float | None:
-        if case.exchange == "none" or case.maker.startswith(("diffusers", "wan", "xdit", "engine", "switch")):
+        if case.exchange == "none" or case.maker.startswith(("diffusers", "wan", "xdit", "engine", "switch", "jobs")):
             return None
         reference = self.reference(case.side, case.batch)
         error = ((answer.float() - reference).norm() / reference.norm()).item()

@@ -1,15 +1,20 @@
-"""Where a step's time goes on one GPU, kernel by kernel, and how far its answer is from float32.
+"""Where a step's time goes, kernel by kernel, and how far its answer is from float32.
 
     python -m benchmarks.step_profile [CASE ...]
+    torchrun --nproc_per_node 4 -m benchmarks.step_profile [CASE ...]
 
-A case is one of ``benchmarks.denoise_step --list`` that one GPU can run (widths above 1: those without exchange).
+A case is the whole name of one of ``benchmarks.denoise_step --list``. Captured cases are profiled as they are replayed,
+so what runs side by side is seen side by side; rank 0 prints.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 import sys
+from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,34 +22,83 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.cases import CASES
+from benchmarks.denoise_step import start_distributed
 from benchmarks.runners import Bench
+from benchmarks.timing import rank_synchronize
 
-NUM_ROWS = 22
+NUM_ROWS = 18
 SIDE = 1024
+NUM_STEPS = 3
+KINDS = {
+    "exchange": ("nccl", "_push", "barrier"),
+    "attention": ("sdpa", "flash"),
+    "products": ("nvjet", "gemm", "cutlass", "splitK"),
+    "copies": ("Memcpy",),
+}
+"""By parts of a kernel's name; everything else is a pass over activations."""
+Spans = list[tuple[float, float]]
 
 
 @torch.no_grad()
 def main() -> None:
-    bench = Bench(rank=0, world=1, small=not torch.cuda.is_available(), say=print)
-    accuracy(bench, 256 if bench.small else SIDE)
+    rank, world = start_distributed()
+    say = print if rank == 0 else (lambda *_, **__: None)
+    bench = Bench(rank=rank, world=world, small=not torch.cuda.is_available(), say=say)
+    if world == 1:
+        accuracy(bench, 256 if bench.small else SIDE)
     for name in sys.argv[1:]:
         (case,) = (case for case in CASES if case.name == name)
-        step, _ = bench.prepare(dataclasses.replace(case, graph=False))
+        step, close = bench.prepare(case if bench.pool else dataclasses.replace(case, graph=False))
         step()
+        rank_synchronize()
         with profile(activities=[ProfilerActivity.CUDA if bench.pool else ProfilerActivity.CPU]) as profiler:
-            step()
-            if bench.pool:
-                torch.cuda.synchronize()
-        show(name, profiler)
+            for _ in range(NUM_STEPS):
+                step()
+            rank_synchronize()
+        if rank == 0:
+            show(name, profiler)
+        close()
+    rank_synchronize()
+    sys.stdout.flush()
+    os._exit(0)  # graphs hold the communicator: an orderly shutdown would wait for them
 
 
 def show(name: str, profiler: Any) -> None:
-    kernels = sorted(profiler.key_averages(), key=lambda event: -event.self_device_time_total)
-    total_us = sum(event.self_device_time_total for event in kernels)
-    print(f"\n{name}: {total_us / 1000:.2f} ms of kernels")
-    for event in kernels[:NUM_ROWS]:
-        each_us = event.self_device_time_total / event.count
-        print(f"{event.self_device_time_total / 1000:9.2f} ms {event.count:5} x {each_us:8.1f} us  {event.key[:110]}")
+    kernels = [
+        event for event in profiler.events() if event.device_type.name == "CUDA" and event.time_range.elapsed_us()
+    ]
+    print(f"\n{name}: {split_of_time(kernels) if kernels else 'no kernels'}")
+    totals = sorted(profiler.key_averages(), key=lambda event: -event.self_device_time_total)
+    for event in totals[:NUM_ROWS]:
+        total_ms, each_us = event.self_device_time_total / 1000 / NUM_STEPS, event.self_device_time_total / event.count
+        print(f"{total_ms:9.2f} ms {event.count / NUM_STEPS:6.0f} x {each_us:8.1f} us  {event.key[:110]}")
+
+
+def split_of_time(kernels: Iterable[Any]) -> str:
+    """Milliseconds a step: from first to last kernel, by kind, nothing running, and exchange with nothing beside it."""
+    spans: dict[str, Spans] = defaultdict(list)
+    for event in kernels:
+        spans[kind_of(event.name)].append((event.time_range.start, event.time_range.end))
+    everything = [span for some in spans.values() for span in some]
+    others = [span for kind, some in spans.items() if kind not in ("exchange", "copies") for span in some]
+    total_us = max(end for _, end in everything) - min(start for start, _ in everything)
+    lines = {kind: sum(end - start for start, end in some) for kind, some in spans.items()}
+    lines |= {"exchange alone": covered(everything) - covered(others), "idle": total_us - covered(everything)}
+    parts = ", ".join(f"{kind} {time_us / 1000 / NUM_STEPS:.2f}" for kind, time_us in lines.items())
+    return f"{total_us / 1000 / NUM_STEPS:.2f} ms: {parts}"
+
+
+def kind_of(name: str) -> str:
+    return next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), "passes")
+
+
+def covered(spans: Spans) -> float:
+    """The length of the union."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
 
 
 def accuracy(bench: Bench, side: int) -> None:

@@ -1,4 +1,4 @@
-"""Wan2.1-14B at full size with random weights, run by the engine: compiled blocks, no graph."""
+"""Wan2.1-14B at full size with random weights, run by the engine: compiled blocks, one graph a step."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ def build(device: torch.device) -> Any:
 
 
 @cache
-def engine(device: torch.device, strategy: str) -> TorchEngine:
+def engine(device: torch.device, strategy: str, capture: bool) -> TorchEngine:
     module = build(device)
     for block in module.blocks:
         block.__dict__.pop("forward", None)  # another engine's compiled one
     model = as_denoiser({"transformer": module})
-    return TorchEngine(model, config=TorchEngineConfig(strategy=strategy, capture=False))
+    return TorchEngine(model, config=TorchEngineConfig(strategy=strategy, capture=capture))
 
 
 def step(
-    device: torch.device, *, height: int, ranks: tuple[int, ...], strategy: str, num_branches: int
+    device: torch.device, *, height: int, ranks: tuple[int, ...], strategy: str, num_branches: int, capture: bool
 ) -> Callable[[], tuple[Tensor, ...]]:
     """One step of a clip of 81 frames; two branches as with true guidance."""
     generator = torch.Generator(device).manual_seed(1)
@@ -77,5 +77,6 @@ def step(
         )
         for _ in range(num_branches)
     )
-    ready = engine(device, strategy)
+    ready = engine(device, strategy, capture)
+    ready.warm_up(branches, ranks)
     return lambda: ready.predict(branches, ranks)

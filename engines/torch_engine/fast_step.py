@@ -28,13 +28,15 @@ class Overlap:
 
     ``stream_lane``: the second stream's products beside the first's. ``mlp_lane``: the MLP of single-stream blocks
     beside attention. ``num_parts``: shares of a rank's heads that are exchanged one after the other. ``peer_memory``:
-    ranks write straight into each other's memory (one host, NVLink) instead of calling NCCL.
+    ranks write straight into each other's memory (one host, NVLink) instead of calling NCCL; ``peer_copies``: by copy
+    engines wherever products can run meanwhile.
     """
 
     stream_lane: bool = True
     mlp_lane: bool = False
     num_parts: int = 1
     peer_memory: bool = False
+    peer_copies: bool = True
 
 
 DEFAULT_OVERLAP = Overlap()
@@ -95,5 +97,5 @@ def make_exchange(team: Team, layout: TokenLayout, overlap: Overlap, sample: Ten
     if team.ulysses.size == 1:
         return LocalHeads(attend)
     if overlap.peer_memory:
-        return PeerHeads(attend, team.ulysses, sample.device)
+        return PeerHeads(attend, team.ulysses, sample.device, num_parts=overlap.num_parts, copies=overlap.peer_copies)
     return UlyssesHeads(attend, team.ulysses, num_parts=overlap.num_parts)

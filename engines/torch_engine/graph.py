@@ -58,5 +58,9 @@ class CapturedStep:
         return self._inputs
 
     def close(self) -> None:
-        """Let go of the recording and its memory; the communicator must still be alive."""
+        """Let go of the recording and its memory; the communicator must still be alive.
+
+        The result goes too: a pool whose graphs are gone but whose memory is held takes no new graph.
+        """
         self._graph.reset()
+        self._result = torch.empty(0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,17 +26,27 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exchanged:
-    """What is under way: one tensor a part."""
+    """What is under way: one tensor a part. ``left`` and ``memory`` are the exchange's own notes."""
 
     parts: tuple[Tensor, ...]
     num_rows: int
+    left: tuple[tuple[Any, ...], ...] = ()
+    memory: Any = None
 
 
 class HeadExchange(Protocol):
-    """Attention over the tokens of a whole team, cut into the pieces between which a block may do something else."""
+    """Attention over the tokens of a whole team, cut into the pieces between which a block may do something else.
 
-    def send(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms) -> Exchanged:
-        """Normalise and turn q and k, and start sending them and v. ``qkv`` may be overwritten."""
+    ``adds_bias``: ``send`` writes all of q, k and v anew, and can add their bias for nothing on the way.
+    """
+
+    adds_bias: bool
+
+    def send(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms, *, beside: bool) -> Exchanged:
+        """Normalise and turn q and k, and start sending them and v. ``qkv`` may be overwritten.
+
+        ``beside``: the caller has other work to do before ``attend``, and again before ``collect``.
+        """
         ...
 
     def attend(self, sent: Exchanged) -> Exchanged:
@@ -51,10 +61,12 @@ class HeadExchange(Protocol):
 class LocalHeads:
     """No exchange: q and k are normalised in place and attention reads the product's result where it lies."""
 
+    adds_bias = False
+
     def __init__(self, attend: Attend) -> None:
         self._attend = attend
 
-    def send(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms) -> Exchanged:
+    def send(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms, *, beside: bool) -> Exchanged:
         rows, _, heads, dim = qkv_R3HD.shape
         qkv_LB3HD = qkv_R3HD.view(rows // batch, batch, 3, heads, dim)
         norm_and_rotate(qkv_R3HD, norms, qkv_LB3HD)
@@ -76,10 +88,12 @@ class UlyssesHeads:
     (destination, token, batch, which, head, D), attention reads what arrives through strides and writes what goes back.
     """
 
+    adds_bias = True
+
     def __init__(self, attend: Attend, axis: Axis, *, num_parts: int = 1) -> None:
         self._attend, self._axis, self._num_parts = attend, axis, num_parts
 
-    def send(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms) -> Exchanged:
+    def send(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms, *, beside: bool) -> Exchanged:
         rows, _, heads, dim = qkv_R3HD.shape
         world, parts = self._axis.size, self._num_parts
         each = heads // world // parts

@@ -1,18 +1,20 @@
-"""Ulysses without a collective: each rank writes straight into the others' memory, in the layout that the reader wants.
+"""Ulysses without a collective: each rank writes into the others' memory, in the layout that the reader wants.
 
-Symmetric memory (plain peer mappings over NVLink, no multicast) and one barrier each way. The write of queries, keys
-and values is the same pass that normalises and turns them, so the exchange costs no pass of its own.
+Two ways to write. *Pushed*: the kernel that makes the data stores it straight into the peers' memory; nothing is left
+to do, but no product runs meanwhile. *Copied*: the kernel writes here, and the copy engines carry it over while
+products run on all multiprocessors. One barrier each way.
 
-Why one inbox each way is enough: a rank writes into an inbox only after a barrier that its owner passes after having
-read it. Queries of a block are sent after the barrier of the last block's result, which the owner reaches after
+Why one memory each way is enough: a rank writes into an inbox only after a barrier that its owner passes after having
+read it. Queries of a block are sent after the last barrier of the block before, which the owner reaches after
 attention; results are sent after the barrier of this block's queries, which the owner reaches after it has read the
 last result.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,75 +22,146 @@ from torch import Tensor
 from engines.parallel.collectives import Axis
 from engines.torch_engine.head_exchange import Attend, Exchanged, attend_tokens_first
 from engines.torch_engine.kernels import HeadNorms
-from engines.torch_engine.lanes import Lane
+from engines.torch_engine.lanes import named_stream
+from engines.torch_engine.peer_memory import PeerMemory, addresses_of
 
-ADDRESS = torch.int64
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Memory:
+    """Of one shape, P parts of heads, W ranks, h heads of one rank in one part.
 
-@dataclass(frozen=True, slots=True)
-class Inbox:
-    """Memory that the other ranks write. ``handle`` keeps the mapping, ``addresses_W`` are all ranks' inboxes."""
+    ``inbox_PWN`` is read as (P, all tokens, B, 3, h, D); ``outbox_PWN`` as (P, W, rows, h x D), or, pushed, as
+    (rows, W x h x D). ``staging_PWN`` holds what is copied. A kernel adds the place of my rows in an inbox's part to
+    the addresses it is given: ``pushed_PW`` are the inboxes' parts, ``staged_PW`` the staging memory's less that place
+    (for my own share: my inbox).
+    """
 
-    memory: Tensor
-    handle: Any
-    addresses_W: Tensor
-
-    @classmethod
-    def open(cls, numel: int, sample: Tensor, group: str) -> Inbox:
-        """Every rank of the group must make this call, in the same order."""
-        import torch.distributed._symmetric_memory as symmetric
-
-        memory = symmetric.empty(numel, dtype=sample.dtype, device=sample.device)
-        handle: Any = symmetric.rendezvous(memory, cast(Any, group))
-        return cls(memory, handle, torch.tensor(handle.buffer_ptrs, dtype=ADDRESS, device=sample.device))
+    inbox: PeerMemory
+    outbox: PeerMemory
+    staging_PWN: Tensor
+    pushed_PW: Tensor
+    staged_PW: Tensor
 
 
 class PeerHeads:
-    """A ``HeadExchange`` for the ranks of one host. Inboxes are made at a shape's first (uncaptured) call."""
+    """A ``HeadExchange`` for the ranks of one host. Memory is made at a shape's first (uncaptured) call.
 
-    def __init__(self, attend: Attend, axis: Axis, device: torch.device) -> None:
-        self._attend, self._axis = attend, axis
-        self._lane = Lane(device, "peers", priority=-1)
-        self._inboxes: dict[tuple[int, ...], tuple[Inbox, Inbox]] = {}
+    What has work beside it is copied (unless ``copies`` is false), the rest pushed. With ``num_parts`` above 1
+    everything is copied, each part of the heads beside the attention of another.
+    """
 
-    def send(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms) -> Exchanged:
+    adds_bias = True
+
+    def __init__(
+        self, attend: Attend, axis: Axis, device: torch.device, *, num_parts: int = 1, copies: bool = True
+    ) -> None:
+        self._attend, self._axis, self._num_parts, self._copies = attend, axis, num_parts, copies
+        turns = range(1, axis.size)
+        self._peers = tuple((axis.index + turn) % axis.size for turn in turns)
+        on_gpu = device.type == "cuda"
+        self._streams = tuple(named_stream(device, f"copies {turn}") for turn in turns) if on_gpu else ()
+        self._memories: dict[tuple[int, ...], _Memory] = {}
+
+    def send(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms, *, beside: bool) -> Exchanged:
         from engines.torch_engine.kernels.heads_triton import launch_to_peers
 
         rows, _, heads, dim = qkv_R3HD.shape
-        inbox, outbox = self._open(qkv_R3HD, batch)
-        with self._lane.aside():
-            launch_to_peers(qkv_R3HD, norms, batch, inbox.addresses_W, self._axis.index * (rows // batch))
-            inbox.handle.barrier(channel=0)
-        each = heads // self._axis.size
-        received = inbox.memory.view(self._axis.size * rows // batch, batch, 3, each, dim)
-        return Exchanged(parts=(received, outbox.memory.view(1, rows, heads * dim), qkv_R3HD), num_rows=rows)
+        memory = self._memory(qkv_R3HD)
+        copied = (beside and self._copies) or self._num_parts > 1
+        left = []
+        for part, (part_R3HD, part_norms) in enumerate(self._parts(qkv_R3HD, norms)):
+            addresses_W = (memory.staged_PW if copied else memory.pushed_PW)[part]
+            launch_to_peers(part_R3HD, part_norms, batch, addresses_W, self._axis.index * (rows // batch))
+            left.append(self._copy_queries(memory, part) if copied else ())
+        each = heads // self._axis.size // self._num_parts
+        received = memory.inbox.mine.view(self._num_parts, self._axis.size * rows // batch, batch, 3, each, dim)
+        return Exchanged(parts=tuple(received.unbind(0)), num_rows=rows, left=tuple(left), memory=memory)
 
     def attend(self, sent: Exchanged) -> Exchanged:
-        from engines.torch_engine.kernels.push_triton import push_columns
-
-        received, result, _ = sent.parts
-        self._lane.join()
-        out_LBHD = attend_tokens_first(self._attend, received).contiguous()
-        _, outbox = self._inboxes[self._key(sent.num_rows, received.shape[1], result.shape[-1])]
-        with self._lane.aside():
-            push_columns(out_LBHD.view(self._axis.size, sent.num_rows, -1), outbox.addresses_W, self._axis.index)
-            outbox.handle.barrier(channel=1)
-        return Exchanged(parts=(result, out_LBHD), num_rows=sent.num_rows)
+        memory: _Memory = sent.memory
+        kept = []
+        for part, (qkv_LB3HD, left) in enumerate(zip(sent.parts, sent.left, strict=True)):
+            for event in left:
+                torch.cuda.current_stream().wait_event(event)
+            memory.inbox.barrier(channel=part)
+            out_LBHD = attend_tokens_first(self._attend, qkv_LB3HD).contiguous()
+            kept.append(out_LBHD.view(self._axis.size, sent.num_rows, -1))
+            if left:
+                self._copy_result(memory, part, kept[-1])
+            else:
+                self._push_result(memory, kept[-1])
+        return replace(sent, parts=tuple(kept))
 
     def collect(self, attended: Exchanged) -> tuple[Tensor, ...]:
-        self._lane.join()
-        return (attended.parts[0],)
+        memory: _Memory = attended.memory
+        copied = bool(attended.left[0])
+        if copied:
+            self._join_copies()
+        memory.outbox.barrier(channel=0)
+        if not copied:
+            return (memory.outbox.mine.view(1, attended.num_rows, -1),)
+        return tuple(memory.outbox.mine.view(self._num_parts, *attended.parts[0].shape).unbind(0))
 
-    def _open(self, qkv_R3HD: Tensor, batch: int) -> tuple[Inbox, Inbox]:
-        rows, _, heads, dim = qkv_R3HD.shape
-        key = self._key(rows, batch, heads * dim)
-        if key not in self._inboxes:
-            numel = rows * heads * dim
-            self._inboxes[key] = (
-                Inbox.open(3 * numel, qkv_R3HD, self._axis.group),
-                Inbox.open(numel, qkv_R3HD, self._axis.group),
-            )
-        return self._inboxes[key]
+    def _parts(self, qkv_R3HD: Tensor, norms: HeadNorms) -> Iterator[tuple[Tensor, HeadNorms]]:
+        parts = qkv_R3HD.chunk(self._num_parts, dim=2)
+        biases = (None,) * len(parts) if norms.bias_3HD is None else norms.bias_3HD.chunk(self._num_parts, dim=1)
+        for part_R3HD, bias_3HD in zip(parts, biases, strict=True):
+            yield part_R3HD, replace(norms, bias_3HD=bias_3HD)
 
-    def _key(self, rows: int, batch: int, channels: int) -> tuple[int, ...]:
-        return rows, batch, channels
+    def _copy_queries(self, memory: _Memory, part: int) -> tuple[torch.cuda.Event, ...]:
+        """Start one part's copies; the events after which they have left."""
+        events = []
+        for peer, stream in self._copying():
+            target_WN = memory.inbox.views_W[peer].view_as(memory.staging_PWN)[part]
+            target_WN[self._axis.index].copy_(memory.staging_PWN[part, peer])
+            events.append(stream.record_event())
+        return tuple(events)
+
+    def _copy_result(self, memory: _Memory, part: int, out_WRC: Tensor) -> None:
+        mine, shape = self._axis.index, (self._num_parts, *out_WRC.shape)
+        for peer, _ in self._copying():
+            memory.outbox.views_W[peer].view(shape)[part, mine].copy_(out_WRC[peer])
+            if peer == self._peers[-1]:
+                memory.outbox.mine.view(shape)[part, mine].copy_(out_WRC[mine])
+
+    def _push_result(self, memory: _Memory, out_WRC: Tensor) -> None:
+        from engines.torch_engine.kernels.push_triton import push_columns
+
+        push_columns(out_WRC, memory.outbox.addresses_W, self._axis.index)
+
+    def _copying(self) -> Iterator[tuple[int, torch.cuda.Stream]]:
+        """Each peer with its stream as the current one, after everything that the caller's stream was given."""
+        for peer, stream in zip(self._peers, self._streams, strict=True):
+            with self._on(stream):
+                yield peer, stream
+
+    @contextmanager
+    def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            yield
+
+    def _join_copies(self) -> None:
+        for stream in self._streams:
+            torch.cuda.current_stream().wait_stream(stream)
+
+    def _memory(self, qkv_R3HD: Tensor) -> _Memory:
+        shape = tuple(qkv_R3HD.shape)
+        if shape not in self._memories:
+            self._memories[shape] = self._open(qkv_R3HD)
+        return self._memories[shape]
+
+    def _open(self, qkv_R3HD: Tensor) -> _Memory:
+        parts, world, mine = self._num_parts, self._axis.size, self._axis.index
+        share = qkv_R3HD.numel() // world // parts
+        assert share * world * parts == qkv_R3HD.numel(), f"{qkv_R3HD.shape} does not fit {world} ranks x {parts} parts"
+        inbox = PeerMemory.open(qkv_R3HD.numel(), qkv_R3HD, self._axis)
+        outbox = PeerMemory.open(qkv_R3HD.numel() // 3, qkv_R3HD, self._axis)
+        staging_PWN = qkv_R3HD.new_empty(parts, world, share)
+        inboxes = [view.view_as(staging_PWN) for view in inbox.views_W]
+        pushed = [[inboxes[peer][part] for peer in range(world)] for part in range(parts)]
+        place = mine * share * staging_PWN.element_size()
+        pushed_PW = torch.stack([addresses_of(tensors) for tensors in pushed])
+        staged_PW = torch.stack([addresses_of(part_WN.unbind(0)) for part_WN in staging_PWN]) - place
+        staged_PW[:, mine] = pushed_PW[:, mine]
+        return _Memory(inbox=inbox, outbox=outbox, staging_PWN=staging_PWN, pushed_PW=pushed_PW, staged_PW=staged_PW)

@@ -24,6 +24,10 @@ class Product(Protocol):
         """The same through GELU (tanh form), as the next product wants it."""
         ...
 
+    def without_bias(self) -> tuple[Product, Tensor | None]:
+        """The product alone, and the bias that must be added elsewhere (None: this one is as fast with it)."""
+        ...
+
     def add(self, update_RN: Tensor, x: Rows) -> tuple[Tensor, ...]:
         """One or two tensors whose sum is ``update + x @ weight.T + bias``; ``update`` may be overwritten."""
         ...
@@ -48,6 +52,9 @@ class NativeProduct:
             fused: Tensor = torch._addmm_activation(self.bias_N, x, self.weight_NK.t(), use_gelu=True)
             return fused
         return functional.gelu(functional.linear(x, self.weight_NK, self.bias_N), approximate="tanh")
+
+    def without_bias(self) -> tuple[Product, Tensor | None]:
+        return NativeProduct(self.weight_NK, None), self.bias_N
 
     def add(self, update_RN: Tensor, x: Rows) -> tuple[Tensor, ...]:
         assert isinstance(x, Tensor)
@@ -74,6 +81,9 @@ class Float8Product:
     def activated(self, x: Rows) -> QuantRows:
         """GELU shares the pass that quantises."""
         return quantize_rows(self(x), gelu=True)
+
+    def without_bias(self) -> tuple[Product, Tensor | None]:
+        return self, None
 
     def add(self, update_RN: Tensor, x: Rows) -> tuple[Tensor, ...]:
         return update_RN, self(x)

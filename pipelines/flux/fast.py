@@ -7,6 +7,8 @@ rotary tables and the embedded text do not depend on the latents and are compute
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -82,7 +84,7 @@ class FastFlux:
             dual.qkv.text(text, out=qkv_RE[:first])
         dual.qkv.image(image, out=qkv_RE[first:])
         lane.join()
-        attended = exchange.attend(exchange.send(self._by_head(qkv_RE, norms), batch, norms))
+        attended = exchange.attend(exchange.send(self._by_head(qkv_RE, norms), batch, norms, beside=False))
         result = collected_rows(exchange.collect(attended), self._weights.precision)
         update_RC = torch.empty_like(x_RC)
         with lane.aside():
@@ -103,7 +105,10 @@ class FastFlux:
     def _single(self, normed: Rows, single: SingleWeights, norms: HeadNorms, batch: int) -> tuple[Tensor, ...]:
         """The MLP's first product runs while queries and keys travel, its second while the result comes back."""
         exchange, lane = self._parts.exchange, self._parts.mlp_lane
-        sent = exchange.send(self._by_head(single.qkv(normed), norms), batch, norms)
+        qkv, bias_E = single.qkv.without_bias() if exchange.adds_bias else (single.qkv, None)
+        if bias_E is not None:
+            norms = replace(norms, bias_3HD=bias_E.view(3, -1, norms.weight_S2D.shape[-1]))
+        sent = exchange.send(self._by_head(qkv(normed), norms), batch, norms, beside=True)
         with lane.aside():
             hidden = single.up.activated(normed)
         attended = exchange.attend(sent)

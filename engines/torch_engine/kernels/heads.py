@@ -15,27 +15,31 @@ class HeadNorms:
     """What is done to q and k per head: RMS norm with ``weight_S2D`` (segment, q or k), then rotation of pairs.
 
     ``cos_LP`` and ``sin_LP`` (float32) turn the pair (2p, 2p + 1) of token l. The first ``first_rows`` rows take
-    segment 0, the others the last one.
+    segment 0, the others the last one. ``bias_3HD`` is added to every row before that.
     """
 
     weight_S2D: Tensor
     cos_LP: Tensor
     sin_LP: Tensor
     first_rows: int
+    bias_3HD: Tensor | None = None
 
 
 def norm_and_rotate(qkv_R3HD: Tensor, norms: HeadNorms, out_LB3HD: Tensor) -> None:
     """Write q and k (normalised, turned) and v (as it is) of all rows into ``out``, a view with any strides.
 
     Rows are tokens × batch, batch innermost. ``out`` has dims (L, B, 3, ..., D) whose middle dims number the heads.
-    When ``out`` is a view of ``qkv`` itself, v stays where it is.
+    When ``out`` is a view of ``qkv`` itself, v stays where it is, and there must be no bias.
     """
+    assert norms.bias_3HD is None or out_LB3HD.data_ptr() != qkv_R3HD.data_ptr(), "v would not get its bias"
     if qkv_R3HD.is_cuda:
         from engines.torch_engine.kernels import heads_triton
 
         heads_triton.launch(qkv_R3HD, norms, out_LB3HD)
         return
     rows, _, _, dim = qkv_R3HD.shape
+    if norms.bias_3HD is not None:
+        qkv_R3HD = qkv_R3HD + norms.bias_3HD
     weight_R12D = torch.cat(
         (
             norms.weight_S2D[:1].expand(norms.first_rows, 2, dim),

@@ -13,9 +13,9 @@ from engines.torch_engine.kernels.heads import EPS, HeadNorms
 
 @triton.jit
 def _norm_rotate(
-    qkv_ptr, out_ptr, weight_ptr, cos_ptr, sin_ptr, first_rows, batch, weight_seg, row_stride, which_stride, num_heads,
-    heads_1, heads_2, out_start, out_token, out_batch, out_which, out_0, out_1, out_2, eps,
-    TO_PEERS: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
+    qkv_ptr, out_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr, first_rows, weight_seg, bias_which, batch, row_stride,
+    which_stride, num_heads, heads_1, heads_2, out_start, out_token, out_batch, out_which, out_0, out_1, out_2, eps,
+    TO_PEERS: tl.constexpr, HAS_BIAS: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     which = tl.program_id(1)
@@ -25,6 +25,9 @@ def _norm_rotate(
     inside = (heads < num_heads)[:, None]
     source = row * row_stride + which * which_stride + heads[:, None] * (2 * PAIRS) + dims[None, :]
     values = tl.load(qkv_ptr + source, inside, 0.0)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + which * bias_which + heads[:, None] * (2 * PAIRS) + dims[None, :], inside, 0.0)
+        values = (values.to(tl.float32) + bias.to(tl.float32)).to(qkv_ptr.dtype.element_ty)
     if which < 2:
         x = values.to(tl.float32)
         segment = (row >= first_rows).to(tl.int64)
@@ -42,7 +45,7 @@ def _norm_rotate(
     target = out_start + token * out_token + (row % batch) * out_batch + which * out_which + place
     if TO_PEERS:  # out_ptr is a table of addresses, one a rank; the middle head dim is the rank
         addresses = tl.load(out_ptr + heads // heads_2 % heads_1, heads < num_heads, 0)
-        bases = tl.multiple_of(addresses, 16).to(tl.pointer_type(qkv_ptr.dtype.element_ty))
+        bases = tl.multiple_of(addresses.to(tl.pointer_type(qkv_ptr.dtype.element_ty)), 16)
         tl.store(bases[:, None] + (target[:, None] + dims[None, :]), values, inside)
     else:
         tl.store(out_ptr + target[:, None] + dims[None, :], values, inside)
@@ -58,13 +61,20 @@ def launch(qkv_R3HD: Tensor, norms: HeadNorms, out_LB3HD: Tensor) -> None:
     assert dim & (dim - 1) == 0, f"head dim {dim} is not a power of two"
     in_place = out_LB3HD.data_ptr() == qkv_R3HD.data_ptr()
     token, entry, which, outer, middle, inner, _ = out_LB3HD.stride()
-    weight_S2D = norms.weight_S2D
     _norm_rotate[(rows, 2 if in_place else 3)](
-        qkv_R3HD, out_LB3HD, weight_S2D, norms.cos_LP, norms.sin_LP, norms.first_rows, batch,
-        weight_S2D.stride(0) if weight_S2D.shape[0] > 1 else 0, qkv_R3HD.stride(0), qkv_R3HD.stride(1), num_heads,
+        qkv_R3HD, out_LB3HD, *_tables(qkv_R3HD, norms), batch, qkv_R3HD.stride(0), qkv_R3HD.stride(1), num_heads,
         heads_1, heads_2, 0, token, entry, which, outer, middle, inner, EPS,
-        TO_PEERS=False, HEADS=triton.next_power_of_2(num_heads), PAIRS=dim // 2, num_warps=4,
+        TO_PEERS=False, HAS_BIAS=norms.bias_3HD is not None, HEADS=triton.next_power_of_2(num_heads), PAIRS=dim // 2,
+        num_warps=4,
     )  # fmt: skip
+
+
+def _tables(qkv_R3HD: Tensor, norms: HeadNorms) -> tuple[Tensor | int, ...]:
+    """The kernel's arguments from ``weight_ptr`` to ``bias_which``."""
+    weight_S2D, bias_3HD = norms.weight_S2D, norms.bias_3HD
+    segment = weight_S2D.stride(0) if weight_S2D.shape[0] > 1 else 0
+    bias, which = (qkv_R3HD, 0) if bias_3HD is None else (bias_3HD, bias_3HD.stride(0))
+    return weight_S2D, bias, norms.cos_LP, norms.sin_LP, norms.first_rows, segment, which
 
 
 def launch_to_peers(qkv_R3HD: Tensor, norms: HeadNorms, batch: int, addresses_W: Tensor, first_token: int) -> None:
@@ -77,11 +87,10 @@ def launch_to_peers(qkv_R3HD: Tensor, norms: HeadNorms, batch: int, addresses_W:
     each = num_heads // addresses_W.shape[0]
     assert qkv_R3HD.stride()[2:] == (dim, 1), qkv_R3HD.stride()
     assert dim & (dim - 1) == 0, f"head dim {dim} is not a power of two"
-    weight_S2D = norms.weight_S2D
     token = batch * 3 * each * dim
     _norm_rotate[(rows, 3)](
-        qkv_R3HD, addresses_W, weight_S2D, norms.cos_LP, norms.sin_LP, norms.first_rows, batch,
-        weight_S2D.stride(0) if weight_S2D.shape[0] > 1 else 0, qkv_R3HD.stride(0), qkv_R3HD.stride(1), num_heads,
+        qkv_R3HD, addresses_W, *_tables(qkv_R3HD, norms), batch, qkv_R3HD.stride(0), qkv_R3HD.stride(1), num_heads,
         addresses_W.shape[0], each, first_token * token, token, 3 * each * dim, each * dim, 0, 0, dim, EPS,
-        TO_PEERS=True, HEADS=triton.next_power_of_2(num_heads), PAIRS=dim // 2, num_warps=4,
+        TO_PEERS=True, HAS_BIAS=norms.bias_3HD is not None, HEADS=triton.next_power_of_2(num_heads), PAIRS=dim // 2,
+        num_warps=4,
     )  # fmt: skip

@@ -19,7 +19,10 @@ def _push(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
-    address = tl.multiple_of(tl.load(addresses_ptr + peer), 16).to(tl.pointer_type(x_ptr.dtype.element_ty))
+    address = tl.load(addresses_ptr + peer).to(tl.pointer_type(x_ptr.dtype.element_ty))
+    address = tl.multiple_of(
+        address, 16
+    )  # said of the pointer: of the number it would be lost, and stores be 2 bytes wide
     x = tl.load(x_ptr + (peer * rows + row[:, None]) * columns + column[None, :], inside)
     tl.store(address + target_column + row[:, None] * target_row_stride + column[None, :], x, inside)
 

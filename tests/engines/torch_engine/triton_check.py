@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -71,16 +72,19 @@ def check_heads(device: str, *, heads: int, dim: int, parts: int, world: int) ->
     there = HeadNorms(
         weight_S2D=weight.to(device), cos_LP=norms.cos_LP.to(device), sin_LP=norms.sin_LP.to(device), first_rows=first
     )
+    in_place = qkv.clone().to(device)
+    heads_triton.launch(in_place, there, in_place.view(length, batch, 3, heads, dim))
+    expected = qkv.clone()
+    norm_and_rotate(expected, norms, expected.view(length, batch, 3, heads, dim))
+    close(in_place, expected)
+    bias = torch.randn(3, heads, dim)
+    norms, there = replace(norms, bias_3HD=bias), replace(there, bias_3HD=bias.to(device))
     here_out = torch.full((parts, world, length, batch, 3, heads // parts // world, dim), float("nan"))
     there_out = here_out.clone().to(device)
     order = (2, 3, 4, 0, 1, 5, 6)
     norm_and_rotate(qkv, norms, here_out.permute(order))
     heads_triton.launch(qkv.to(device), there, there_out.permute(order))
     close(there_out, here_out)
-    in_place = qkv.clone().to(device)
-    heads_triton.launch(in_place, there, in_place.view(length, batch, 3, heads, dim))
-    norm_and_rotate(qkv, norms, qkv.view(length, batch, 3, heads, dim))
-    close(in_place, qkv)
 
 
 def check_peers(device: str, *, heads: int, dim: int, world: int) -> None:
@@ -95,11 +99,14 @@ def check_peers(device: str, *, heads: int, dim: int, world: int) -> None:
     for rank in range(world):
         qkv, angles = torch.randn(length * batch, 3, heads, dim), torch.randn(length, dim // 2)
         weight = torch.randn(2, 2, dim)
-        norms = HeadNorms(weight_S2D=weight, cos_LP=angles.cos(), sin_LP=angles.sin(), first_rows=first)
+        bias = torch.randn(3, heads, dim)
+        norms = HeadNorms(weight_S2D=weight, cos_LP=angles.cos(), sin_LP=angles.sin(), first_rows=first, bias_3HD=bias)
         mine = expected[:, rank * length : (rank + 1) * length]
         norm_and_rotate(qkv, norms, mine.permute(1, 2, 3, 0, 4, 5))
         tables = (norms.weight_S2D.to(device), norms.cos_LP.to(device), norms.sin_LP.to(device))
-        there = HeadNorms(weight_S2D=tables[0], cos_LP=tables[1], sin_LP=tables[2], first_rows=first)
+        there = HeadNorms(
+            weight_S2D=tables[0], cos_LP=tables[1], sin_LP=tables[2], first_rows=first, bias_3HD=bias.to(device)
+        )
         heads_triton.launch_to_peers(qkv.to(device), there, batch, addresses, rank * length)
         x = torch.randn(world, 7, 6)
         push_triton.push_columns(x.to(device), result_addresses, rank)

@@ -1,0 +1,81 @@
+"""How long a gang takes to be ready: from the start of its processes to the first captured step.
+
+    torchrun --nproc_per_node 4 -m benchmarks.denoise_step_start [--side 1024] [--out FILE]
+
+FLUX.1-dev, random weights, whose making is timed apart. Run it twice to see what Triton's and Inductor's caches save
+(TRITON_CACHE_DIR, TORCHINDUCTOR_CACHE_DIR). The last line is one JSON document.
+"""
+
+from __future__ import annotations
+
+import time
+
+START_S = time.perf_counter()
+
+import argparse  # noqa: E402
+import json  # noqa: E402
+import os  # noqa: E402
+from pathlib import Path  # noqa: E402
+from types import SimpleNamespace  # noqa: E402
+from typing import Any  # noqa: E402
+
+import torch  # noqa: E402
+
+from benchmarks import flux_case  # noqa: E402
+from benchmarks.denoise_step import start_distributed  # noqa: E402
+from benchmarks.timing import rank_synchronize  # noqa: E402
+from engines.model import Branch, Schedule  # noqa: E402
+from engines.torch_engine.load import load_torch_engine  # noqa: E402
+from pipelines.flux.denoiser import as_denoiser  # noqa: E402
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--side", type=int, default=1024)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    marks = {"imports": time.perf_counter()}
+    rank, world = start_distributed()
+    mark(marks, "communicator")
+    on_gpu = torch.cuda.is_available()
+    device, dtype = (torch.device("cuda", rank), torch.bfloat16) if on_gpu else (torch.device("cpu"), torch.float32)
+    module = flux_case.build(device, dtype, small=not on_gpu)
+    mark(marks, "weights")
+    context: Any = SimpleNamespace(rank=rank)
+    engine = load_torch_engine(as_denoiser(module), context)
+    mark(marks, "engine made and checked")
+    inputs = flux_case.inputs(module, arguments.side, text=flux_case.TEXT_TOKENS if on_gpu else 64)
+    timesteps_S = torch.linspace(1, 0.1, 28, device=device).to(dtype)
+    schedule = Schedule(timesteps_S=timesteps_S, step=0)
+    branches = (Branch(inputs={**inputs, "timestep": timesteps_S[:1]}, schedule=schedule),)
+    engine.predict(branches, tuple(range(world)))
+    mark(marks, "first step")
+    engine.predict(branches, tuple(range(world)))
+    mark(marks, "first captured step")
+    if rank == 0:
+        report(marks, engine.team(tuple(range(world))).spec.name, arguments.out)
+    rank_synchronize()
+    os._exit(0)  # graphs hold the communicator: an orderly shutdown would wait for them
+
+
+def mark(marks: dict[str, float], name: str) -> None:
+    rank_synchronize()
+    marks[name] = time.perf_counter()
+
+
+def report(marks: dict[str, float], strategy: str, out: Path | None) -> None:
+    took, last_s = {}, START_S
+    for name, at_s in marks.items():
+        took[name] = round(at_s - last_s, 2)
+        last_s = at_s
+    total_s = round(last_s - START_S - took["weights"], 2)
+    print(f"{total_s} s to the first captured step, weights aside: {took}", flush=True)
+    document = json.dumps({"total_without_weights_s": total_s, "took_s": took, "strategy": strategy})
+    if out:
+        out.write_text(document)
+    print(document, flush=True)
+
+
+if __name__ == "__main__":
+    main()
