@@ -20,6 +20,20 @@ class Engine(Protocol):
         """
         ...
 
+    def warm_up(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> None:
+        """Do what the first steps of these shapes would have to do: compile, capture. Called as ``predict`` is."""
+        ...
+
+    @property
+    def was_warm(self) -> bool:
+        """Whether the last prediction found all ready for its shapes, be it by ``warm_up`` or by earlier steps."""
+        ...
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """How many ranks a prediction may have, in ascending order."""
+        ...
+
     def close(self) -> None:
         """Release graphs and contexts. The communicator must still be alive."""
         ...

@@ -31,6 +31,17 @@ class PlainEngine:
         assert len(ranks) == 1, "the plain engine runs on one rank"
         return tuple(self.model.forward(self.model.modules[branch.module], branch.inputs) for branch in branches)
 
+    def warm_up(self, branches: tuple[Branch, ...], ranks: tuple[int, ...] = (0,)) -> None:
+        """Nothing to prepare."""
+
+    @property
+    def was_warm(self) -> bool:
+        return True
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return (1,)
+
     def close(self) -> None:
         """Nothing to release."""
 

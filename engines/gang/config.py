@@ -18,7 +18,9 @@ class GangConfig:
     ``model`` names what the gang serves, in logs and metrics. A gang on ``num_nodes`` > 1 has the same number of ranks
     on each, in node order. ``step_deadline_s`` is the longest a step may take once its ranks are warm,
     ``start_deadline_s`` covers loading, compiling and the self-check, and the first step of a cold shape.
-    ``plans_ahead`` step plans are submitted before the first result is awaited. ``nccl`` goes to every process group
+    ``plans_ahead`` step plans are submitted before the first result is awaited. If the gang is ``elastic``, jobs are
+    given narrower teams the more of them run, else all take turns on all ranks; up to ``max_batch`` jobs of one shape
+    on one team are advanced together. ``nccl`` goes to every process group
     between GPUs. ``environment`` is asked on each node for variables that its ranks must be started with.
     """
 
@@ -34,11 +36,13 @@ class GangConfig:
     plans_ahead: int = 2
     max_running_jobs: int = 4
     max_waiting_jobs: int = 32
+    elastic: bool = False
+    max_batch: int = 1
     nccl: NcclOptions = DEFAULT_OPTIONS
     environment: Callable[[], Mapping[str, str]] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_ranks", "threads_per_rank", "num_nodes", "plans_ahead", "max_running_jobs"):
+        for name in ("num_ranks", "threads_per_rank", "num_nodes", "plans_ahead", "max_running_jobs", "max_batch"):
             _check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         for name in ("step_deadline_s", "start_deadline_s", "ping_deadline_s"):
             _check(getattr(self, name) > 0, name, getattr(self, name), "a time above 0 s")

@@ -30,13 +30,19 @@ class Driver:
     made in a request's context could vanish on some ranks and hang the others: hence the tasks' fresh contexts.
     """
 
-    def __init__(self, config: GangConfig, ranks: Sequence[Any]) -> None:
+    def __init__(self, config: GangConfig, ranks: Sequence[Any], widths: tuple[int, ...]) -> None:
         self._config = config
         self._ranks = ranks
         self._metrics = GangMetrics(config.model)
-        self._table = JobTable(config, self._metrics)
+        self._table = JobTable(config, self._metrics, widths)
         self._watchdog = Watchdog(config, ranks)
-        self._scheduler = Scheduler(num_ranks=config.num_ranks, max_running_jobs=config.max_running_jobs)
+        self._scheduler = Scheduler(
+            num_ranks=config.num_ranks,
+            max_running_jobs=config.max_running_jobs,
+            widths=widths,
+            elastic=config.elastic,
+            max_batch=config.max_batch,
+        )
         self._submitted: deque[OpenJob] = deque()
         self._flights: deque[Flight] = deque()
         self._wake_schedule = asyncio.Event()
@@ -159,6 +165,7 @@ class Driver:
             open_job = self._table.get(job_step.job_id)
             if job_step.step == 1:
                 open_job.started_s = started_s
+            open_job.was_warm = open_job.was_warm and all(report.was_warm for report in reports)
             failure = agreed_failure(job_step.job_id, reports)
             if open_job.outcome is None and failure is not None:
                 self._table.fail(open_job, failure.error)
@@ -178,7 +185,16 @@ class Driver:
             queue_s = open_job.started_s - open_job.submitted_s
             denoise_s = time.monotonic() - open_job.started_s
             latents = flight.latents[job_id]
-            self._table.publish(job_id, JobDone(job_id=job_id, latents=latents, queue_s=queue_s, denoise_s=denoise_s))
+            self._table.publish(
+                job_id,
+                JobDone(
+                    job_id=job_id,
+                    latents=latents,
+                    queue_s=queue_s,
+                    denoise_s=denoise_s,
+                    was_warm=open_job.was_warm,
+                ),
+            )
 
     def _drop(self, open_job: OpenJob) -> None:
         # Before it is scheduled the job's admission is under way, and does this when it is through.

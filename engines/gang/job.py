@@ -15,9 +15,10 @@ class Job:
     """One request for the gang. ``request`` and ``conditioning`` go to ``Sampler.begin`` untouched.
 
     ``conditioning`` may be an ``ObjectRef``; it is resolved on the ranks, never in the scheduler's process. ``width``
-    is how many ranks work on each step; None leaves it to the scheduler. ``preview_steps`` count from 1. Jobs of equal
-    ``shape`` share compiled programs: only the first step of a new shape gets the start deadline (None: of each job).
-    ``alone`` keeps other jobs from running meanwhile: if the gang breaks, it is clear under which job.
+    is how many ranks work on each step; None leaves it to the scheduler, which may change it between steps.
+    ``preview_steps`` count from 1. Jobs of equal ``shape`` share compiled programs: only the first step of a new shape
+    gets the start deadline (None: of each job). ``alone`` keeps other jobs from running meanwhile: if the gang breaks,
+    it is clear under which job.
     ``request_id`` is for the logs.
     """
 
@@ -57,12 +58,16 @@ class PreviewReady:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobDone:
-    """Finished latents, in the object store. ``queue_s`` is the wait for the first step, ``denoise_s`` the rest."""
+    """Finished latents, in the object store. ``queue_s`` is the wait for the first step, ``denoise_s`` the rest.
+
+    ``was_warm``: no step had to wait for something that an earlier job of its shape would have left ready.
+    """
 
     job_id: str
     latents: ray.ObjectRef[Any]
     queue_s: float
     denoise_s: float
+    was_warm: bool
 
 
 JobEvent = StepDone | PreviewReady | JobDone

@@ -11,7 +11,6 @@ from engines.gang.config import GangConfig
 from engines.gang.errors import GangBrokenError, QueueFullError
 from engines.gang.job import Job, JobDone, JobEvent, StepDone
 from engines.gang.metrics import GangMetrics, Outcome
-from engines.gang.scheduler import allowed_widths
 
 
 @dataclass(slots=True, eq=False)
@@ -24,6 +23,7 @@ class OpenJob:
     events: asyncio.Queue[JobEvent | Exception] = field(default_factory=asyncio.Queue)
     is_scheduled: bool = False
     num_steps_done: int = 0
+    was_warm: bool = True
     outcome: Outcome | None = None
 
     async def next_events(self, until_s: float) -> list[JobEvent | Exception]:
@@ -41,8 +41,9 @@ class OpenJob:
 class JobTable:
     """Open jobs by id. An ended job stays until the ranks have forgotten it, so that its id is not taken again."""
 
-    def __init__(self, config: GangConfig, metrics: GangMetrics) -> None:
+    def __init__(self, config: GangConfig, metrics: GangMetrics, widths: tuple[int, ...]) -> None:
         self._config = config
+        self._widths = widths
         self._metrics = metrics
         self._jobs: dict[str, OpenJob] = {}
 
@@ -98,9 +99,9 @@ class JobTable:
             self._jobs.pop(job_id, None)
 
     def _check(self, job: Job) -> None:
-        widths = allowed_widths(self._config.num_ranks)
-        if job.width is not None and job.width not in widths:
-            raise ValueError(f"width {job.width} does not tile a gang of {self._config.num_ranks} ranks: use {widths}")
+        if job.width is not None and job.width not in self._widths:
+            num_ranks = self._config.num_ranks
+            raise ValueError(f"width {job.width} does not tile a gang of {num_ranks} ranks: use {self._widths}")
         if job.num_steps < 1:
             raise ValueError(f"a job has at least 1 step, not {job.num_steps}")
         if job.job_id in self._jobs:

@@ -41,12 +41,22 @@ class Work:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Move:
+    """The state of a job goes from rank ``source`` to ``ranks``; every rank of the gang takes part."""
+
+    job_id: str
+    source: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
-    """One step of the gang. The teams in ``works`` are disjoint; ``drops`` are jobs to forget first."""
+    """One step of the gang: first ``drops`` are forgotten, then ``moves`` made. The teams in ``works`` are disjoint."""
 
     sequence: int
     works: tuple[Work, ...] = ()
     drops: tuple[str, ...] = ()
+    moves: tuple[Move, ...] = ()
 
     @property
     def starts(self) -> tuple[str, ...]:
@@ -72,9 +82,13 @@ class JobFailure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
-    """A rank's answer to a plan. On a GPU ``step_ms`` is the pace of the queue: see ``runner.Pace``."""
+    """A rank's answer to a plan. On a GPU ``step_ms`` is the pace of the queue: see ``runner.Pace``.
+
+    ``was_warm``: the engine found everything ready for what it predicted (true of a rank without work).
+    """
 
     rank: int
     sequence: int
     step_ms: float
+    was_warm: bool = True
     failures: tuple[JobFailure, ...] = ()

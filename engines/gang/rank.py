@@ -71,11 +71,14 @@ class Rank:
         node_id = ray.get_runtime_context().get_node_id()
         return RankInfo(rank=self._context.rank, pid=os.getpid(), node_id=node_id, device=self._context.device)
 
-    def build(self, build: BuildRank) -> None:
+    def build(self, build: BuildRank) -> tuple[int, ...]:
+        """The widths that the engine knows."""
         from engines.gang.runner import StepRunner
 
-        self._runner = StepRunner(build(self._context), self._context)
+        parts = build(self._context)
+        self._runner = StepRunner(parts, self._context)
         logger.info("rank is built", extra={"rank": self._context.rank})
+        return parts.engine.widths
 
     def execute(self, plan: StepPlan) -> Any:
         """The report, followed by what ``plan.emits_of`` this rank names; Ray makes an object of each."""

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from engines.gang.config import RankContext, RankParts
 from engines.gang.errors import portable
+from engines.gang.hand_over import hand_over
 from engines.gang.job import Job
-from engines.gang.plan import JobFailure, JobStep, StepPlan, StepReport, Work
+from engines.gang.plan import JobFailure, JobStep, Move, StepPlan, StepReport, Work
 from engines.model import Branch
 
 logger = logging.getLogger(__name__)
@@ -43,9 +44,11 @@ class StepRunner:
         self._engine = parts.engine
         self._sampler = parts.sampler
         self._context = context
-        self._pace = Pace(torch.device(context.device))
+        self._device = torch.device(context.device)
+        self._pace = Pace(self._device)
         self._held: dict[str, HeldJob] = {}
         self._failures: list[JobFailure] = []
+        self._was_warm = True
 
     @property
     def job_ids(self) -> tuple[str, ...]:
@@ -60,11 +63,15 @@ class StepRunner:
         """The report, and one entry per ``plan.emits_of(rank)``: latents on the CPU, or None for a failed job."""
         started_s = time.perf_counter()
         self._failures = []
+        self._was_warm = True
         for job_id in plan.drops:
             self._drop(job_id)
+        for move in plan.moves:
+            self._move(move)
         work = plan.work_of(self._context.rank)
         if work is not None:
             self._step(work)
+        self._let_go(plan)
         emitted = tuple(self._emit(job_step) for job_step in plan.emits_of(self._context.rank))
         self._forget_finished(plan)
         step_ms = (time.perf_counter() - started_s) * 1e3
@@ -81,8 +88,32 @@ class StepRunner:
             logger.info("job is dropped", extra=self._log_fields(held.job) | {"num_steps_done": held.num_steps_done})
 
     def _report(self, plan: StepPlan, step_ms: float) -> StepReport:
-        failures = tuple(self._failures)
-        return StepReport(rank=self._context.rank, sequence=plan.sequence, step_ms=step_ms, failures=failures)
+        return StepReport(
+            rank=self._context.rank,
+            sequence=plan.sequence,
+            step_ms=step_ms,
+            was_warm=self._was_warm,
+            failures=tuple(self._failures),
+        )
+
+    def _move(self, move: Move) -> None:
+        """Every rank of the gang makes the call; if the state cannot travel, all of them fail the job."""
+        started_s, held, rank = time.perf_counter(), self._held[move.job_id], self._context.rank
+        mine = (held.state, held.num_steps_done, held.failed) if rank == move.source else None
+        with self._blame(held):
+            handed = hand_over(mine, source=move.source, rank=rank, device=self._device)
+            if rank in move.ranks:
+                held.state, held.num_steps_done, held.failed = handed
+                took_ms = 1e3 * (time.perf_counter() - started_s)
+                logger.info("job comes from rank %d in %.1f ms", move.source, took_ms, extra=self._log_fields(held.job))
+
+    def _let_go(self, plan: StepPlan) -> None:
+        """Of states that are out of date: their jobs have gone on to other ranks."""
+        for work in plan.works:
+            if self._context.rank not in work.ranks:
+                for job_id in work.job_ids:
+                    if held := self._held.get(job_id):
+                        held.state = None
 
     def _step(self, work: Work) -> None:
         for job_step in work.job_steps:
@@ -120,6 +151,7 @@ class StepRunner:
             return []
         try:
             predictions = iter(self._engine.predict(tuple(b for _, branches in forwards for b in branches), ranks))
+            self._was_warm = self._engine.was_warm
         except ValueError as error:
             for held, _ in forwards:
                 self._fail(held, error)

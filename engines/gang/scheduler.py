@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 
+from engines.gang.assignment import share_out
 from engines.gang.job import Job
-from engines.gang.plan import Emit, JobStep, StepPlan, Work
-
-WidthPolicy = Callable[[Job, int, int], int]
-"""``(job, num_ranks, num_jobs) -> width`` for a job that leaves its width open; ``num_jobs`` counts it too."""
-
-
-def full_width(job: Job, num_ranks: int, num_jobs: int) -> int:
-    """Every job on all ranks: the shortest time for each job alone."""
-    return num_ranks
+from engines.gang.plan import Emit, JobStep, Move, StepPlan, Work
 
 
 def allowed_widths(num_ranks: int) -> tuple[int, ...]:
@@ -30,6 +23,7 @@ class _RunningJob:
     ranks: tuple[int, ...]
     turn: int  # taken when it joins and anew whenever it is served: the lowest is next
     num_planned: int = 0
+    holders: tuple[int, ...] = ()  # the ranks with its newest state, once it has begun
 
     def plan_step(self, next_turn: int) -> JobStep:
         self.turn = next_turn
@@ -49,18 +43,34 @@ class _RunningJob:
 class Scheduler:
     """Round robin at step granularity over at most ``max_running_jobs`` jobs.
 
-    A job keeps the team of ranks (contiguous, aligned to its width) that it began on, since only they hold its state.
+    A job has the width that it asks for, or the widest of ``widths`` (by default all that tile the gang), and keeps its
+    team of ranks (contiguous, aligned to its width), since only they hold its state. If the gang is ``elastic``, jobs
+    that ask for no width are given teams anew whenever a job begins or ends, narrower the more jobs run; a job's state
+    goes before it to ranks that do not hold it.
+
     Each plan serves the job that has waited longest and fills the ranks that it leaves free with the next ones, so a
-    job waits at most ``max_running_jobs - 1`` plans between two steps. A job that must be alone begins when all before
-    it have ended, and the others wait for its end.
+    job waits at most ``max_running_jobs - 1`` plans between two steps. Up to ``max_batch`` jobs of one shape on one
+    team are served together. A job that must be alone begins when all before it have ended, and the others wait for
+    its end.
     """
 
-    def __init__(self, *, num_ranks: int, max_running_jobs: int, width_policy: WidthPolicy | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        num_ranks: int,
+        max_running_jobs: int,
+        widths: tuple[int, ...] | None = None,
+        elastic: bool = False,
+        max_batch: int = 1,
+    ) -> None:
         self._num_ranks = num_ranks
         self._max_running_jobs = max_running_jobs
-        self._width_policy = width_policy or full_width
+        self._widths = widths or allowed_widths(num_ranks)
+        self._elastic = elastic
+        self._max_batch = max_batch
         self._waiting: deque[Job] = deque()
         self._running: dict[str, _RunningJob] = {}
+        self._shared_among: tuple[str, ...] = ()
         self._drops: list[str] = []
         self._sequences = count()
         self._turns = count()
@@ -90,9 +100,13 @@ class Scheduler:
         self._start_waiting(is_idle)
         if not (self._running or self._drops):
             return None
-        works = tuple(self._plan_works())
+        if self._elastic:
+            self._share_out()
+        served = list(self._choose_served())
+        moves = tuple(move for jobs in served for running in jobs if (move := _move_of(running)))
+        works = tuple(self._plan_work(jobs) for jobs in served)
         drops, self._drops = tuple(self._drops), []
-        return StepPlan(sequence=next(self._sequences), works=works, drops=drops)
+        return StepPlan(sequence=next(self._sequences), works=works, drops=drops, moves=moves)
 
     def _start_waiting(self, is_idle: bool) -> None:
         while self._waiting and self._may_start(self._waiting[0], is_idle):
@@ -105,19 +119,37 @@ class Scheduler:
         is_free = not any(running.job.alone for running in self._running.values())
         return is_free and len(self._running) < self._max_running_jobs
 
-    def _plan_works(self) -> Iterable[Work]:
+    def _share_out(self) -> None:
+        """New teams, if other jobs run than those that the gang was shared among last."""
+        flexible = {job_id: running for job_id, running in self._running.items() if running.job.width is None}
+        if tuple(flexible) != self._shared_among:
+            self._shared_among = tuple(flexible)
+            homes = {job_id: min(running.holders, default=None) for job_id, running in flexible.items()}
+            for job_id, ranks in share_out(tuple(range(self._num_ranks)), homes, self._widths).items():
+                flexible[job_id].ranks = ranks
+
+    def _choose_served(self) -> Iterator[list[_RunningJob]]:
+        """The jobs of each work: whose turn it is, and those of its shape that can come along."""
         busy: set[int] = set()
-        for running in sorted(self._running.values(), key=lambda running: running.turn):
+        in_turn = sorted(self._running.values(), key=lambda running: running.turn)
+        for running in in_turn:
             if busy.isdisjoint(running.ranks):
                 busy.update(running.ranks)
-                yield Work(job_steps=(running.plan_step(next(self._turns)),), ranks=running.ranks)
-                if running.num_left == 0:
-                    del self._running[running.job.job_id]
+                alike = [other for other in in_turn if _go_together(running, other)]
+                yield [running, *alike][: self._max_batch]
+
+    def _plan_work(self, jobs: list[_RunningJob]) -> Work:
+        ranks = jobs[0].ranks
+        steps = tuple(running.plan_step(next(self._turns)) for running in jobs)
+        for running in jobs:
+            running.holders = ranks
+            if running.num_left == 0:
+                del self._running[running.job.job_id]
+        return Work(job_steps=steps, ranks=ranks)
 
     def _width(self, job: Job) -> int:
-        num_jobs = len(self._running) + len(self._waiting) + 1
-        width = job.width or self._width_policy(job, self._num_ranks, num_jobs)
-        assert width in allowed_widths(self._num_ranks), width
+        width = job.width or max(self._widths)
+        assert width in self._widths, width
         return width
 
     def _choose_team(self, width: int) -> tuple[int, ...]:
@@ -127,3 +159,17 @@ class Scheduler:
 
     def _num_steps_ahead(self, rank: int) -> int:
         return sum(running.num_left for running in self._running.values() if rank in running.ranks)
+
+
+def _go_together(running: _RunningJob, other: _RunningJob) -> bool:
+    alike = running.job.shape is not None and running.job.shape == other.job.shape
+    return alike and other is not running and other.ranks == running.ranks
+
+
+def _move_of(running: _RunningJob) -> Move | None:
+    """What brings the state of a job to ranks of its team that do not hold it; None if all do, or none needs to."""
+    missing = tuple(rank for rank in running.ranks if rank not in running.holders)
+    if not running.holders or not missing:
+        return None
+    source = next((rank for rank in running.ranks if rank in running.holders), running.holders[0])
+    return Move(job_id=running.job.job_id, source=source, ranks=missing)

@@ -50,14 +50,29 @@ class TensorRTEngine:
         self._shared: dict[Any, Exported | None] = {}
         self._steps: dict[Any, Step | SegmentedStep] = {}
         self._captured: dict[Any, CapturedStep] = {}
+        self._was_warm = False
 
     @torch.no_grad()
     def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> tuple[Tensor, ...]:
         """See ``Engine.predict``. Two neighbouring branches of equal shape may run at the same time (guidance)."""
+        self._was_warm = True
         predictions: list[Tensor] = []
         while len(predictions) < len(branches):
             predictions.extend(self._next(branches[len(predictions) :], ranks))
         return tuple(predictions)
+
+    def warm_up(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> None:
+        """See ``Engine.warm_up``: plans are built or found, and captured."""
+        self.predict(branches, ranks)
+
+    @property
+    def was_warm(self) -> bool:
+        """See ``Engine.was_warm``."""
+        return self._was_warm
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return tuple(self._specs)
 
     def prepare(self) -> None:
         """Make the steps of all expected sizes for every team of the caller. All ranks of the gang call it at once."""
@@ -94,10 +109,11 @@ class TensorRTEngine:
         return (self._forward(branches[0], self.team(ranks)),)
 
     def _forward(self, branch: Branch, team: Team) -> Tensor:
+        key = (_place(team), signature(branch))
+        self._was_warm = self._was_warm and key in (self._captured if self._capture else self._steps)
         step = self._step(branch, team)
         if not self._capture:
             return step(branch.inputs)
-        key = (_place(team), signature(branch))
         if key not in self._captured:
             self._captured[key] = CapturedStep(step, branch.inputs)
         return self._captured[key](branch.inputs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from engines.torch_engine.compiler import compile_blocks, release_blocks
 from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.pipelined import predict_pipelined
 from engines.torch_engine.quantized_linear import Scheme, swap_linears
-from engines.torch_engine.steps import RUNS_BEFORE_CAPTURE, StepRunner
+from engines.torch_engine.steps import RUNS_BEFORE_CAPTURE, StepRunner, shapes_of
 
 
 class TorchEngine:
@@ -39,6 +39,7 @@ class TorchEngine:
         self.teams = Teams(specs=self.config.all_specs(), **gang)
         self._model = model
         self._was_warm = False
+        self._pipelined: set[Hashable] = set()
         self._sharded = ShardedModel(model, on_new_module=self._prepare_module)
         self._steps = StepRunner(model, self._sharded, config=self.config, device=self.device)
 
@@ -47,7 +48,9 @@ class TorchEngine:
         """See ``Engine.predict``. Two neighbouring branches of equal shape may run at the same time (guidance)."""
         work = self._divide(branches, ranks)
         if self.team(ranks).pipeline.size > 1:
-            self._was_warm = False
+            shapes = (ranks, *map(shapes_of, branches))
+            self._was_warm = shapes in self._pipelined
+            self._pipelined.add(shapes)
             return predict_pipelined(self._sharded, work)
         self._was_warm = True
         done = [exchange_predictions(self._run(mine, team), team.guidance) for mine, team in work]
@@ -62,8 +65,12 @@ class TorchEngine:
 
     @property
     def was_warm(self) -> bool:
-        """Whether the last prediction replayed captured steps only (always false on the CPU)."""
+        """See ``Engine.was_warm``: all steps were replays, or (where nothing is captured) had shapes that had run."""
         return self._was_warm
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return tuple(self.config.specs)
 
     def warm_up(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> None:
         """Compile and capture for the shapes of ``branches``. Every rank of ``ranks`` makes the call."""
@@ -92,7 +99,7 @@ class TorchEngine:
 
     def _run(self, branch: Branch, team: Team) -> Tensor:
         prediction = self._steps.run(branch, team)
-        self._was_warm = self._was_warm and self._steps.was_captured
+        self._was_warm = self._was_warm and self._steps.was_warm
         return prediction
 
     def _prepare_module(self, module: nn.Module, plan: ShardPlan) -> None:

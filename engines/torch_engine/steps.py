@@ -50,8 +50,8 @@ class StepRunner:
         self._weights: dict[str, FastWeights] = {}
         self._steps: dict[Hashable, _Step] = {}
         self._num_graphs: Counter[tuple[int, ...]] = Counter()
-        self.was_captured = False
-        """Whether the last run was a replay."""
+        self.was_warm = False
+        """Whether the last run was a replay; where nothing is captured: whether its shape had run before."""
 
     def run(self, branch: Branch, team: Team) -> Tensor:
         """The whole prediction, equal on all ranks of the team's context and tensor axes."""
@@ -59,8 +59,8 @@ class StepRunner:
         tensors = step.prepare(branch)
         if step.captured is None and self._may_capture(step, team):
             step.captured = self._capture(step, tensors, team)
+        self.was_warm = step.num_runs > 0 if self._pool is None else step.captured is not None
         step.num_runs += 1
-        self.was_captured = step.captured is not None
         if step.captured is None:
             return step.function(tensors)
         return step.captured(tensors).clone()
@@ -75,8 +75,7 @@ class StepRunner:
         self._weights.clear()
 
     def _step(self, branch: Branch, team: Team) -> _Step:
-        shapes = tuple((name, tuple(x.shape), x.dtype) for name, x in sorted(branch.inputs.items()))
-        key = (branch.module, team.ranks, team.spec, shapes)
+        key = (team.ranks, team.spec, shapes_of(branch))
         if key not in self._steps:
             is_fast = self._config.fast and can_run(team)
             self._steps[key] = self._fast_step(branch, team) if is_fast else self._module_step(branch.module, team)
@@ -117,3 +116,8 @@ class StepRunner:
         captured = CapturedStep(step.function, tensors, self._pool)
         logger.info("captured a step", extra={"ranks": team.ranks, "strategy": team.spec.name})
         return captured
+
+
+def shapes_of(branch: Branch) -> Hashable:
+    """What tells branches apart that need steps of their own."""
+    return branch.module, tuple((name, tuple(x.shape), x.dtype) for name, x in sorted(branch.inputs.items()))

@@ -19,6 +19,9 @@ from tests.engines.gang.fakes import FakeRequest, FakeSampler, fake_job, predict
 class OneRankEngine:
     """Counts its forwards."""
 
+    was_warm = True
+    widths = (1, 2)
+
     def __init__(self) -> None:
         self.num_branches: list[int] = []
         self.is_closed = False
@@ -28,6 +31,9 @@ class OneRankEngine:
         for branch in branches:
             strike(branch.module.partition("@")[0])
         return tuple(predict_whole(branch.inputs["x_L"], branch.inputs["conditioning_L"]) for branch in branches)
+
+    def warm_up(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> None:
+        self.predict(branches, ranks)
 
     def close(self) -> None:
         self.is_closed = True

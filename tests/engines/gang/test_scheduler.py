@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.gang.job import Job
-from engines.gang.plan import StepPlan
+from engines.gang.plan import Move, StepPlan
 from engines.gang.scheduler import Scheduler, allowed_widths
 
 
@@ -113,11 +113,64 @@ def test_a_full_width_job_and_two_narrow_ones_alternate():
     assert [set(served(plan)) for plan in all_plans(mixed)] == [{"wide"}, {"left", "right"}] * 2
 
 
-def test_the_policy_decides_for_jobs_that_leave_their_width_open():
-    halves = scheduler(width_policy=lambda job, num_ranks, num_jobs: num_ranks // 2 if num_jobs > 1 else num_ranks)
-    halves.add(job("a"))
-    halves.add(job("b"))
-    assert served(halves.next_plan()) == {"a": (0, 1), "b": (2, 3)}
+def test_a_gang_that_is_not_elastic_never_changes_a_team():
+    rigid = scheduler()
+    rigid.add(job("a", num_steps=4))
+    rigid.next_plan()
+    rigid.add(job("b"))
+    assert {(work.width, plan.moves) for plan in all_plans(rigid) for work in plan.works} == {(4, ())}
+
+
+def test_an_elastic_gang_is_shared_out_anew_when_a_job_begins_or_ends():
+    elastic = scheduler(elastic=True)
+    for name, num_steps in (("a", 5), ("b", 2), ("c", 3)):
+        elastic.add(job(name, num_steps=num_steps))
+        if name == "a":
+            assert served(elastic.next_plan()) == {"a": (0, 1, 2, 3)}
+    plans = all_plans(elastic)
+    assert [served(plan) for plan in plans] == [
+        {"a": (0, 1), "b": (2,), "c": (3,)},
+        {"a": (0, 1), "b": (2,), "c": (3,)},
+        {"a": (0, 1), "c": (2, 3)},
+        {"a": (0, 1, 2, 3)},
+    ]
+    assert [plan.moves for plan in plans] == [
+        (),
+        (),
+        (Move(job_id="c", source=3, ranks=(2,)),),
+        (Move(job_id="a", source=0, ranks=(2, 3)),),
+    ]
+
+
+def test_widths_that_the_engine_does_not_know_are_left_out():
+    elastic = scheduler(elastic=True, widths=(1, 4))
+    for name in "ab":
+        elastic.add(job(name))
+    assert ["".join(served(plan)) for plan in all_plans(elastic)] == list("ababab"), "two jobs would leave ranks idle"
+
+
+def test_a_job_with_a_width_of_its_own_stays_where_it_is_in_an_elastic_gang():
+    elastic = scheduler(elastic=True)
+    elastic.add(job("fixed", num_steps=4, width=2))
+    for name in "abc":
+        elastic.add(job(name, num_steps=4))
+    plans = all_plans(elastic)
+    assert {ranks for plan in plans for name, ranks in served(plan).items() if name == "fixed"} == {(0, 1)}
+
+
+def test_jobs_of_one_shape_on_one_team_are_served_together():
+    together = scheduler(max_batch=2)
+    for name, shape in (("a", "square"), ("b", "wide"), ("c", "square"), ("d", "square")):
+        together.add(replace(job(name, num_steps=2), shape=shape))
+    jobs = [work.job_ids for plan in all_plans(together) for work in plan.works]
+    assert jobs == [("a", "c"), ("b",), ("d", "a"), ("c", "d"), ("b",)]
+
+
+def test_jobs_without_a_shape_are_served_one_by_one():
+    apart = scheduler(max_batch=4)
+    for name in "ab":
+        apart.add(job(name, num_steps=1))
+    assert [work.job_ids for plan in all_plans(apart) for work in plan.works] == [("a",), ("b",)]
 
 
 def test_a_dropped_job_is_planned_no_more_and_the_ranks_are_told_once():
@@ -166,6 +219,39 @@ def test_every_plan_is_sound_and_no_job_starves(num_ranks: int, max_running: int
         assert {work.width for _, work in mine} == {widths[width_index % len(widths)]}
         assert len({work.ranks for _, work in mine}) == 1, "a job stays with the ranks that hold its state"
         assert all(after - before <= max_running for (before, _), (after, _) in pairwise(mine))
+
+
+@given(
+    num_ranks=st.sampled_from([1, 2, 4, 6, 8]),
+    max_running=st.integers(1, 9),
+    max_batch=st.integers(1, 3),
+    jobs=st.lists(st.tuples(st.integers(1, 6), st.booleans(), st.integers(0, 3)), max_size=12),
+)
+def test_in_an_elastic_gang_every_step_finds_the_state_of_the_step_before(
+    num_ranks: int, max_running: int, max_batch: int, jobs: list[tuple[int, bool, int]]
+):
+    subject = scheduler(num_ranks=num_ranks, max_running_jobs=max_running, elastic=True, max_batch=max_batch)
+    plans: list[StepPlan] = []
+    for i, (num_steps, is_square, num_plans_before) in enumerate(jobs):
+        plans += [plan for _ in range(num_plans_before) if (plan := subject.next_plan())]
+        subject.add(replace(job(str(i), num_steps=num_steps), shape=is_square))
+    plans += all_plans(subject)
+    state: dict[tuple[int, str], int] = {}
+    for plan in plans:
+        for move in plan.moves:
+            state |= {(rank, move.job_id): state[move.source, move.job_id] for rank in move.ranks}
+        ranks = [rank for work in plan.works for rank in work.ranks]
+        assert len(ranks) == len(set(ranks))
+        for work in plan.works:
+            assert len(work.job_steps) <= max_batch
+            for step in work.job_steps:
+                before = {state.get((rank, step.job_id), 0) for rank in work.ranks}
+                assert before == {step.step - 1}, "every rank of the team holds the newest state"
+                state |= {(rank, step.job_id): step.step for rank in work.ranks}
+    for i, (num_steps, _, _) in enumerate(jobs):
+        assert [s.step for p in plans for w in p.works for s in w.job_steps if s.job_id == str(i)] == [
+            *range(1, num_steps + 1)
+        ]
 
 
 def test_the_scheduler_does_not_import_ray():

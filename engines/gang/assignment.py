@@ -1,0 +1,51 @@
+"""Which ranks each job should have when the whole gang is shared out. Pure: no Ray, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+Ranks = tuple[int, ...]
+
+
+def share_out(ranks: Ranks, homes: Mapping[str, int | None], widths: Sequence[int]) -> dict[str, Ranks]:
+    """A team for every job: as wide as possible, narrower the more jobs there are, of one of the gang's ``widths``.
+
+    ``homes`` are the jobs in order of age, each with a rank that holds its state (None: no rank does yet); it stays
+    there if the shares allow that. Four ranks go 4, 2 + 2, 2 + 1 + 1, 1 + 1 + 1 + 1; jobs that are more than the
+    narrowest teams share them, and take turns.
+    """
+    parts = _parts(ranks, widths)
+    if not parts or len(homes) < len(parts):
+        return dict.fromkeys(homes, ranks)
+    shares: dict[str, Ranks] = {}
+    for part, jobs in _spread(homes, parts):
+        shares |= share_out(part, {job: homes[job] for job in jobs}, widths)
+    return {job: shares[job] for job in homes}
+
+
+def _parts(ranks: Ranks, widths: Sequence[int]) -> list[Ranks]:
+    """``ranks`` cut into the widest teams narrower than all of them; none if there are no such."""
+    narrower = [width for width in widths if width < len(ranks) and len(ranks) % width == 0]
+    if not narrower:
+        return []
+    width = max(narrower)
+    return [ranks[first : first + width] for first in range(0, len(ranks), width)]
+
+
+def _spread(homes: Mapping[str, int | None], parts: list[Ranks]) -> list[tuple[Ranks, list[str]]]:
+    """As many jobs to each part as to the others, one more to some; first those that are at home there."""
+    room = [len(homes) // len(parts)] * len(parts)
+    num_extra = len(homes) % len(parts)
+    placed: list[list[str]] = [[] for _ in parts]
+    homeless = []
+    for job, home in homes.items():
+        at = next((number for number, part in enumerate(parts) if home in part), None)
+        if at is not None and len(placed[at]) < room[at] + (num_extra > 0):
+            placed[at].append(job)
+            num_extra -= len(placed[at]) > room[at]
+        else:
+            homeless.append(job)
+    for job in homeless:  # the youngest share the last part
+        first = min(range(len(parts)), key=lambda number: (len(placed[number]), -number if placed[number] else number))
+        placed[first].append(job)
+    return list(zip(parts, placed, strict=True))
