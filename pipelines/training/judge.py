@@ -21,7 +21,7 @@ _NUM_ANGLES = 180
 _CIRCLE_BELOW = 0.06
 _MIN_CONTRAST = 0.2
 _MIN_AREA = 0.002
-_BIG = 0.15  # radius of equal area, as a fraction of the shorter side
+_BIG = 0.117  # radius of equal area: small shapes have up to 0.11, large ones (a triangle of a pair) from 0.124
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

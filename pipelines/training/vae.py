@@ -20,10 +20,12 @@ from pipelines.training.fast import channels_last, graphed, prepare, slow_down, 
 from pipelines.training.loop import Plan, Run, fit, update
 from pipelines.training.options import device_of, plan_of, run_options
 from pipelines.training.pool import Captioned, captioned_motions, captioned_stills
+from pipelines.training.scenes import SHAPES
 
 PICTURE_PX = 96
 NUM_SCENES = 100_000
 EDGE_WEIGHT = 4.0
+STARS = 0.4  # share of drawings that must show a star: its notches are the first thing to blur
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +129,7 @@ def _loss(task: Task, vae: Any, pixels: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _finish(task: Task, vae: Any, drawings: Drawings, out: Path) -> None:
+def _finish(task: Task, vae: Any, drawings: Drawings, out: Path, *, keep_statistics: bool) -> None:
     row = torch.arange(min(64, len(drawings.background_N)), device=drawings.background_N.device)
     pixels = task.pixels(drawings[row])
     latents = vae.encode(pixels).latent_dist.mean
@@ -135,7 +137,8 @@ def _finish(task: Task, vae: Any, drawings: Drawings, out: Path) -> None:
     decibel = -10 * (error.square().mean() / 4).log10().item()
     statistics = task.statistics(latents)
     print(f"{out.name} PSNR {decibel:.2f} dB {statistics}", flush=True)
-    vae.register_to_config(**statistics)
+    if not keep_statistics:
+        vae.register_to_config(**statistics)
     vae.save_pretrained(out / "vae")
 
 
@@ -147,31 +150,45 @@ def _untrained(task: Task, start: Path | None) -> Any:
     return type(vae).from_pretrained(start)
 
 
+def _some(rows: Tensor, count: int) -> Tensor:
+    return rows[torch.randint(len(rows), (count,), device=rows.device)]
+
+
+def _trainable(vae: Any, *, decoder_only: bool) -> None:
+    """With the encoder frozen, a transformer trained on its latents stays valid."""
+    if decoder_only:
+        for part in (vae.encoder, vae.quant_conv):
+            if part is not None:
+                part.requires_grad_(False)
+
+
 def train(plan: Plan, args: argparse.Namespace) -> None:
     """Trains, measures the latents' statistics and writes `out/vae` in diffusers' layout (float32)."""
     prepare(args.seed)
     task, (device, graph) = TASKS[args.model], device_of(args)
     drawings = task.scenes(NUM_SCENES if device == "cuda" else 1000, args.seed).drawings.to(device)
-    run = Run(module=_untrained(task, args.start).to(device), plan=plan)
-    size = args.batch or task.batch
+    every = torch.arange(len(drawings.background_N), device=device)
+    stars = every[(drawings.shape_NI == SHAPES.index("star")).any(1)]
+    module = _untrained(task, args.start).to(device)
+    _trainable(module, decoder_only=args.decoder_only)
+    run, size = Run(module=module, plan=plan), args.batch or task.batch
 
     def loss_of() -> Tensor:
-        row = torch.randint(len(drawings.background_N), (size,), device=device)
+        row = torch.where(torch.rand(size, device=device) < STARS, _some(stars, size), _some(every, size))
         return _loss(task, run.module, task.pixels(drawings[row]))
 
     if device == "cuda":
-        speed_up_norms(run.module)
-    if args.channels_last:
         channels_last(run.module)
+        speed_up_norms(run.module)
     fit(run, graphed(lambda: update(run, loss_of), on=graph), args.max_steps)
     run.average.copy_to_module()
     slow_down(run.module)
-    _finish(task, run.module.eval(), drawings, plan.out)
+    _finish(task, run.module.eval(), drawings, plan.out, keep_statistics=args.decoder_only)
 
 
 def main() -> None:
     parser = run_options(__doc__, minutes=2.5, learning_rate=2e-3)
-    parser.add_argument("--channels-last", action="store_true")
+    parser.add_argument("--decoder-only", action="store_true", help="keep the latents as they are")
     parser.add_argument("--model", choices=sorted(TASKS), required=True)
     args = parser.parse_args()
     train(plan_of(args, args.out, ema_decay=0.99), args)

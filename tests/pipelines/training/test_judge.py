@@ -114,7 +114,7 @@ def test_the_judge_passes_what_training_draws(height: int, width: int) -> None:
     scenes = [random_scene(rng) for _ in range(60)]
     pictures = _bytes(draw(still_drawings(scenes), height=height, width=width)[:, :, 0])
     checks = [check_still(scene, look_at(pixels)) for scene, pixels in zip(scenes, pictures, strict=True)]
-    for name in ("shape and colour", "place", "background"):
+    for name in ("shape and colour", "place", "size", "background"):
         assert all(check[name] for check in checks), name
 
 
