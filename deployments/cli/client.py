@@ -67,7 +67,7 @@ class Client:
                         yield Result(
                             data=base64.b64decode(event["b64_json"]),
                             seed=event["seed"],
-                            timings_s=event.get("timings", {}),
+                            timings_s=_seconds(event.get("timings")),
                         )
                     case "error":
                         raise ApiError(event["error"]["message"])
@@ -90,7 +90,11 @@ class Client:
         if job["status"] != "completed":
             raise ApiError((job.get("error") or {}).get("message", f"the job is {job['status']}"))
         content = _checked(self._http.get(f"{url}/content")).content
-        yield Result(data=content, seed=job["seed"], timings_s=job.get("timings") or {})
+        yield Result(data=content, seed=job["seed"], timings_s=_seconds(job.get("timings")))
+
+
+def _seconds(timings: Mapping[str, Any] | None) -> dict[str, float]:
+    return {name: value for name, value in (timings or {}).items() if name.endswith("_s")}
 
 
 def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:

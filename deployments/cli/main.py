@@ -73,11 +73,59 @@ def models(url: UrlOption = "", api_key: KeyOption = "", config: ConfigOption = 
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    tensorrt: Annotated[
+        bool, typer.Option("--tensorrt", help="Prove what TensorRT engines can do on this host.")
+    ] = False,
+    model: Annotated[str, typer.Option(help="With --tensorrt: the model whose engine is tried.")] = "flux-shapes",
+) -> None:
     """What is installed, which devices and which NCCL there are, what can run here and what cannot and why."""
-    from deployments.cli.doctor import print_report
+    from deployments.cli.doctor import print_proofs, print_report
 
-    raise typer.Exit(0 if print_report() else 1)
+    with errors():
+        fine = print_proofs(model) if tensorrt else print_report()
+    raise typer.Exit(0 if fine else 1)
+
+
+@app.command()
+def build_engine(
+    model: Annotated[str, typer.Option(help="A shipped model, a diffusers directory, or a hub id.")],
+    width: Annotated[int, typer.Option(help="Ranks that work on one step.")] = 1,
+    strategy: Annotated[
+        str, typer.Option(help="How they divide it: ulysses, allgather_kv, hybrid, tensor ...")
+    ] = "auto",
+    precision: Annotated[str, typer.Option(help="fp16, bf16, fp32, int8, fp8; auto is the dtype's.")] = "auto",
+    target: Annotated[str, typer.Option(help="Compute capability, such as sm90; auto is this machine's GPU.")] = "auto",
+    size: Annotated[list[str] | None, typer.Option(help="WIDTHxHEIGHT[xFRAMES]; several share a plan.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16: as the model will be loaded.")] = "auto",
+    weights: Annotated[str, typer.Option(help="inputs (one plan for all fine-tunes) or constants.")] = "inputs",
+    cache_dir: Annotated[Path | None, typer.Option(help="Where plans are kept; ~/.cache/troupe/plans.")] = None,
+    calibrate: Annotated[bool, typer.Option("--calibrate", help="First measure activations, for int8, fp8.")] = False,
+    prompts: Annotated[Path | None, typer.Option(help="Prompts to calibrate with, one a line.")] = None,
+    weight_streaming: Annotated[bool, typer.Option("--weight-streaming", help="Weights may stay on the host.")] = False,
+    strip_weights: Annotated[bool, typer.Option("--strip-weights", help="A plan without its weights.")] = False,
+) -> None:
+    """TensorRT plans ahead of time; says what they hold."""
+    from deployments.cli.build_engine import Order, build
+
+    with errors():
+        build(
+            Order(
+                model=model,
+                strategy=strategy,
+                width=width,
+                precision=precision,
+                target=target,
+                sizes=tuple(size or ()),
+                dtype=dtype,
+                weights=weights,
+                cache_dir=cache_dir,
+                calibrate=calibrate,
+                prompts=prompts,
+                weight_streaming=weight_streaming,
+                strip_weights=strip_weights,
+            )
+        )
 
 
 @app.command()

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from engines.model import Branch, DenoiserModel
 from engines.parallel.mesh import Team
-from engines.tensorrt_engine.builder import BuildOptions
+from engines.tensorrt_engine.builder import BuildOptions, Shape, check_target
 from engines.tensorrt_engine.calibration import quantization
 from engines.tensorrt_engine.config import ResolvedConfig, TensorRTConfig
 from engines.tensorrt_engine.export import Exported
@@ -81,6 +81,7 @@ def build_engine(
     process group may exist (torch's fake one stands in for the other ranks), and no GPU is needed with TensorRT-RTX.
     Raises ValueError for what TensorRT cannot do, BuildError, BuildCancelledError after Ctrl-C.
     """
+    check_target(target)
     resolved = config.resolve(model, width, target)
     exporter = Exporter(
         model=model,
@@ -130,7 +131,7 @@ def _report(graph: EngineGraph, resolved: ResolvedConfig, plan: CachedPlan, expo
         collectives=graph.collectives() if text is None else text.collectives,
         num_attentions=graph.num_attentions(),
         num_fused_attentions=None if text is None else text.num_fused_attentions,
-        inputs=tuple(_shown(value) for value in graph.model.graph.inputs if value.name in graph.inputs),
+        inputs=tuple(_shown(value, graph) for value in graph.model.graph.inputs if value.name in graph.inputs),
         num_weight_inputs=len(graph.weights),
         graph_bytes=len(graph.serialized()),
         plan_bytes=len(plan.plan),
@@ -142,6 +143,13 @@ def _report(graph: EngineGraph, resolved: ResolvedConfig, plan: CachedPlan, expo
     )
 
 
-def _shown(value: ir.Value) -> str:
-    dims = "?" if value.shape is None else "×".join(str(dim) for dim in value.shape)
-    return f"{value.name} {dims} {value.dtype.name if value.dtype else ''}".rstrip()
+def _shown(value: ir.Value, graph: EngineGraph) -> str:
+    """Name, dims and dtype; a dim that varies with its smallest and its largest size."""
+    profiles = [profile.shapes[str(value.name)] for profile in graph.profiles if value.name in profile.shapes]
+    dims = _range(profiles[0]) if profiles else [str(dim) for dim in value.shape or ("?",)]
+    return f"{value.name} {'×'.join(dims)} {value.dtype.name if value.dtype else ''}".rstrip()
+
+
+def _range(shapes: tuple[Shape, Shape, Shape]) -> list[str]:
+    smallest, _, largest = shapes
+    return [str(low) if low == high else f"{low}–{high}" for low, high in zip(smallest, largest, strict=True)]

@@ -136,18 +136,23 @@ def _optimization_profile(builder: Any, profile: Profile) -> Any:
     return made
 
 
-def _set_target(config: Any, target: Target) -> None:
-    """RTX cross-compiles for a list of targets; TensorRT builds for the GPU it runs on."""
-    trt = load_bindings().api
-    capabilities = getattr(trt, "ComputeCapability", None)
+def check_target(target: Target) -> None:
+    """RTX cross-compiles for a list of targets; TensorRT builds for the GPU it runs on. ValueError for any other."""
+    capabilities = getattr(load_bindings().api, "ComputeCapability", None)
     if capabilities is None:
         _require_this_gpu(target)
         return
     known = {name.lower() for name in capabilities.__members__ if name.startswith("SM")}
     if target.name not in known:
         raise ValueError(f"{load_bindings().product} builds for {', '.join(sorted(known))}, not for {target.name}")
-    config.num_compute_capabilities = 1
-    config.set_compute_capability(capabilities.__members__[target.name.upper()], 0)
+
+
+def _set_target(config: Any, target: Target) -> None:
+    check_target(target)
+    capabilities = getattr(load_bindings().api, "ComputeCapability", None)
+    if capabilities is not None:
+        config.num_compute_capabilities = 1
+        config.set_compute_capability(capabilities.__members__[target.name.upper()], 0)
 
 
 def _require_this_gpu(target: Target) -> None:

@@ -7,7 +7,7 @@ collectives do between stages is ``Collective.apply``. bfloat16 is out of reach:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,17 +32,19 @@ class Stage:
 
 
 class Simulator:
-    """All ranks of one graph. In collective number ``deaf`` every rank hears itself alone: a control that must fail."""
+    """All ranks of one graph."""
 
-    def __init__(self, model: onnx.ModelProto | bytes, *, num_threads: int = 1, deaf: int | None = None) -> None:
+    def __init__(self, model: onnx.ModelProto | bytes, *, num_threads: int = 1) -> None:
         model = onnx.load_from_string(model) if isinstance(model, bytes) else model
         self._outputs = tuple(output.name for output in model.graph.output)
         self.inputs = tuple(value.name for value in model.graph.input)
         self._stages = list(cut_at_collectives(model, num_threads))
-        self._deaf = deaf
 
-    def run(self, feeds: Sequence[Values]) -> list[list[Array]]:
-        """Every rank's outputs from every rank's inputs (weights among them, if they are inputs)."""
+    def run(self, feeds: Sequence[Values], *, deaf: Collection[int] = ()) -> list[list[Array]]:
+        """Every rank's outputs from every rank's inputs (weights among them, if they are inputs).
+
+        In the collectives with the numbers ``deaf`` every rank hears itself alone: for controls, which must fail.
+        """
         known = [dict(feed) for feed in feeds]
         number = 0
         for stage in self._stages:
@@ -51,7 +53,7 @@ class Simulator:
                 values.update(zip(stage.outputs, results, strict=True))
             for collective, source, result in stage.exchanges:
                 sent = [values[source] for values in known]
-                received = _alone(collective, sent) if number == self._deaf else collective.apply(sent)
+                received = _alone(collective, sent) if number in deaf else collective.apply(sent)
                 number += 1
                 for values, value in zip(known, received, strict=True):
                     values[result] = value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -20,20 +21,20 @@ class Case:
 
     exported: Exported
     weights: tuple[dict[str, Tensor], ...]
-    simulators: dict[int | None, Simulator] = field(default_factory=dict)
+    simulators: list[Simulator] = field(default_factory=list)
 
-    def predictions(self, inputs: ModelInputs, *, deaf: int | None = None) -> list[Tensor]:
+    def predictions(self, inputs: ModelInputs, *, deaf: Collection[int] = ()) -> list[Tensor]:
         graph = self.exported.graph
         handed = [self.exported.feed(inputs, rank) for rank in range(graph.num_ranks)]
         feeds = [self._feed(rank, self.exported.engine_inputs(values)) for rank, values in enumerate(handed)]
-        results = self._simulator(deaf).run(feeds)
+        results = self._simulator().run(feeds, deaf=deaf)
         outputs = [dict(zip(graph.outputs, map(torch.from_numpy, result), strict=True)) for result in results]
         return [self.exported.finish(*pair).float() for pair in zip(handed, outputs, strict=True)]
 
-    def _simulator(self, deaf: int | None) -> Simulator:
-        if deaf not in self.simulators:
-            self.simulators[deaf] = Simulator(self.exported.graph.serialized(), deaf=deaf)
-        return self.simulators[deaf]
+    def _simulator(self) -> Simulator:
+        if not self.simulators:
+            self.simulators.append(Simulator(self.exported.graph.serialized()))
+        return self.simulators[0]
 
     def _feed(self, rank: int, activations: dict[str, Tensor]) -> dict[str, object]:
         mine = self.weights[rank]
@@ -69,7 +70,7 @@ class SimulatedEngine:
 
     case: Case
     rank: int = 0
-    deaf: int | None = None
+    deaf: Collection[int] = ()
 
     def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> tuple[Tensor, ...]:
         return tuple(self.case.predictions(branch.inputs, deaf=self.deaf)[self.rank] for branch in branches)

@@ -17,8 +17,8 @@ from tests.engines.tensorrt_engine.cases import ATTENTIONS, DTYPES, TOLERANCE, K
 from tests.engines.tensorrt_engine.conftest import Build, Exports
 from tests.engines.tensorrt_engine.zoo import SPECIMENS, cast, reference
 
-CONTROL = 10
-"""A prediction with one exchange broken must miss the reference by so many times the tolerance."""
+CONTROL = 20
+"""How many times a prediction with exchanges broken must miss the reference by more than a good one."""
 
 
 @functools.cache
@@ -35,12 +35,23 @@ def test_every_rank_predicts_what_one_device_does(exports: Exports, key: Key) ->
 
 
 @pytest.mark.parametrize("key", params(dtypes=("fp32", "fp16")))
-def test_control_one_broken_exchange_is_seen(exports: Exports, key: Key) -> None:
-    case = exports(key)
+def test_control_broken_exchanges_are_seen(exports: Exports, key: Key) -> None:
+    """With every exchange of the blocks broken the error is ``CONTROL`` times the tolerance.
+
+    With a single one broken, the last, it depends on what that one carries: a sum of one MLP beside the residual stream
+    of all blocks, in tensor parallelism, moves the prediction by 10 %, whatever the precision. That is 20 times what
+    half precision allows, or a little less; so a single one is measured against the good run's own error, which it must
+    exceed ``CONTROL`` times, and against the tolerance, which it must exceed clearly, or the test above sees nothing.
+    """
+    case, whole = exports(key), expected(key.family)
     inputs = cast(SPECIMENS[key.family], SPECIMENS[key.family].inputs(), DTYPES[key.dtype])
-    last_in_a_block = sum(key.collectives().values()) - 2
-    wrong = case.predictions(inputs, deaf=last_in_a_block)[-1]
-    assert not relative_error(wrong, expected(key.family)) <= CONTROL * TOLERANCE[key.dtype]
+    last = sum(key.collectives().values()) - 2
+    good = relative_error(case.predictions(inputs)[-1], whole)
+    one_broken = relative_error(case.predictions(inputs, deaf={last})[-1], whole)
+    all_broken = relative_error(case.predictions(inputs, deaf=range(last + 1))[-1], whole)
+    assert not one_broken <= CONTROL * good
+    assert not one_broken <= 5 * TOLERANCE[key.dtype]
+    assert not all_broken <= CONTROL * TOLERANCE[key.dtype]
 
 
 @pytest.mark.parametrize("key", params())

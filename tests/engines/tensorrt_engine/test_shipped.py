@@ -111,7 +111,7 @@ def test_a_whole_picture_of_four_ranks() -> None:
     given = load_pipeline(resolve_path(name), CPU, torch.float32, SimulatedEngine(case=case, rank=3)).run(request)
     assert psnr_db(given, expected) >= MIN_PSNR_DB
     last = sum(case.exported.graph.collectives().values()) - 1
-    broken = SimulatedEngine(case=case, rank=3, deaf=last)
+    broken = SimulatedEngine(case=case, rank=3, deaf={last})
     assert psnr_db(load_pipeline(resolve_path(name), CPU, torch.float32, broken).run(request), expected) < MIN_PSNR_DB
 
 

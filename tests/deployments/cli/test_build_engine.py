@@ -1,0 +1,161 @@
+"""``troupe build-engine`` with the real builder, and ``troupe doctor --tensorrt``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from deployments.cli.main import app
+from engines.tensorrt_engine.bindings import load_bindings
+from tests.deployments.commands import command
+from tests.pipelines import tiny
+from tests.pipelines.real_configs import FLUX, WAN, RealModel
+
+CROSS_COMPILES = hasattr(load_bindings().api, "ComputeCapability")
+needs_cross_compiler = pytest.mark.skipif(not CROSS_COMPILES, reason="this TensorRT builds for the GPU it runs on")
+pytestmark = needs_cross_compiler
+
+
+def invoke(*args: str) -> Result:
+    return CliRunner().invoke(app, list(args), env={"COLUMNS": "200"})
+
+
+def build(folder: Path, model: str, *args: str) -> Result:
+    return invoke("build-engine", "--model", model, "--target", "sm89", "--cache-dir", str(folder), *args)
+
+
+def test_says_what_the_plan_holds_and_finds_it_again(tmp_path: Path, tiny_model: Path) -> None:
+    """By the configuration alone at first, then with the weights: it is the same plan."""
+    args = ("--strategy", "ulysses", "--width", "2", "--precision", "fp16", "--size", "64x64")
+    first = build(tmp_path, str(tiny_model), *args)
+    assert first.exit_code == 0, first.output
+    for told in ("ulysses2, 2 ranks, fp16, sm89", "1 all_gather, 8 all_to_all", "attentions    4, fused: 4"):
+        assert told in first.output
+    for told in ("hidden_states 1×32×16 FLOAT16", "MiB", "built in"):
+        assert told in first.output
+    (plan,) = tmp_path.glob("*.plan")
+    assert str(plan) in first.output
+    again = build(tmp_path, str(tiny_model), *args, "--calibrate", "--prompts", str(one_prompt(tmp_path)))
+    assert "found in the cache" in again.output, again.output
+    assert "calibrated transformer on 1 prompts" in again.output
+
+
+def one_prompt(folder: Path) -> Path:
+    file = folder / "prompts.txt"
+    file.write_text("\na red circle\n\n")
+    return file
+
+
+def test_calibrated_constants_over_two_sizes(tmp_path: Path, tiny_model: Path) -> None:
+    quantized = ("--precision", "int8", "--weights", "constants", "--width", "2", "--dtype", "float16")
+    sizes = ("--size", "64x64", "--size", "32x64")
+    refused = build(tmp_path, str(tiny_model), *quantized, *sizes)
+    assert refused.exit_code == 2
+    assert "build-engine --precision int8 --calibrate" in refused.output
+    made = build(tmp_path, str(tiny_model), *quantized, *sizes, "--calibrate", "--prompts", str(one_prompt(tmp_path)))
+    assert made.exit_code == 0, made.output
+    assert "weights       constants" in made.output
+    assert "hidden_states 1×16–32×16 FLOAT16" in made.output
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.flux(tmp_path_factory.mktemp("flux"))
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (("--strategy", "tensor2xulysses2", "--width", "4"), "Use tensor4 or ulysses4 alone, or engine: torch"),
+        (("--strategy", "tensor", "--width", "2", "--weights", "constants"), "use weights: inputs"),
+        (("--precision", "fp4"), "the TensorRT engine knows auto"),
+        (("--precision", "fp16", "--dtype", "bfloat16"), "set the model's dtype to fp16"),
+        (("--width", "8", "--strategy", "ulysses"), "leaves 1 of 8 heads on a rank"),
+        (("--size", "100x100"), "must be positive multiples of 16"),
+        (("--size", "large"), "write it as WIDTHxHEIGHT"),
+        (("--target", "h100"), "write it as sm80, sm89, sm90"),
+        (("--target", "sm90"), "not for sm90"),
+        (("--model", "nonsense"), "no model 'nonsense'"),
+    ],
+)
+def test_refusals_come_at_once_with_reason_and_alternative(tmp_path: Path, args: tuple[str, ...], told: str) -> None:
+    result = build(tmp_path, "flux-shapes", *args)
+    assert result.exit_code == 2, result.output
+    assert told in " ".join(result.output.split())
+    assert not list(tmp_path.glob("*.plan"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a device")
+def test_without_a_gpu_the_target_must_be_named() -> None:
+    result = invoke("build-engine", "--model", "flux-shapes")
+    assert result.exit_code == 2
+    assert "there is no GPU here to build for" in result.output
+
+
+@pytest.mark.parametrize("while_it", ["exports", pytest.param("builds", marks=pytest.mark.slow)])
+def test_interrupt_ends_it_cleanly(tmp_path: Path, while_it: str) -> None:
+    plans = tmp_path / "plans"
+    args = ("build-engine", "--model", "flux-shapes", "--target", "sm89", "--width", "2", "--cache-dir", str(plans))
+    with command(*args, folder=tmp_path, env={}) as running:
+        running.wait_for("exporting" if while_it == "exports" else "Building|[Bb]uild", within_s=120)
+        assert running.interrupt() == 130
+    left = {path.suffix for path in plans.rglob("*")} if plans.exists() else set()
+    assert left <= {".lock", ".timing"}
+
+
+def outline(folder: Path, model: RealModel, kind: str, scheduler: str, text: str) -> Path:
+    """A diffusers directory with its configurations and no weights."""
+    parts: dict[str, dict[str, Any]] = {
+        "transformer/config.json": model.config,
+        "vae/config.json": {"block_out_channels": [128, 256, 512, 512]},
+        "scheduler/scheduler_config.json": {"prediction_type": "flow_prediction"} | SHIFT,
+        f"{text}/tokenizer_config.json": {"model_max_length": 512},
+        "model_index.json": {
+            "_class_name": kind,
+            "transformer": ["diffusers", "a transformer"],
+            "scheduler": ["diffusers", scheduler],
+        },
+    }
+    for name, contents in parts.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(json.dumps(contents))
+    return folder
+
+
+SHIFT = {"base_shift": 0.5, "max_shift": 1.15, "base_image_seq_len": 256, "max_image_seq_len": 4096}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("kind", "exchanges", "fused"),
+    [("FluxPipeline", "1 all_gather, 114 all_to_all", 57), ("WanPipeline", "1 all_gather, 80 all_to_all", 80)],
+)
+def test_full_size_by_configuration_alone(tmp_path: Path, kind: str, exchanges: str, fused: int) -> None:
+    if kind == "FluxPipeline":
+        real = (FLUX["FLUX.1-dev"], kind, "FlowMatchEulerDiscreteScheduler", "tokenizer_2")
+    else:
+        real = (WAN["Wan2.1-T2V-14B"], kind, "UniPCMultistepScheduler", "tokenizer")
+    result = build(tmp_path / "plans", str(outline(tmp_path / "model", *real)), "--width", "4", "--strategy", "ulysses")
+    assert result.exit_code == 0, result.output
+    assert exchanges in result.output
+    assert f"fused: {fused}" in result.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a device")
+def test_doctor_proves_the_builder_and_names_what_needs_a_gpu() -> None:
+    result = invoke("doctor", "--tensorrt")
+    assert result.exit_code == 0, result.output
+    assert result.output.count("proved") == 9, "TensorRT and its eight collectives"
+    assert result.output.count("no GPU on this host") == 3
+
+
+def test_doctor_tries_no_model_that_is_not_there() -> None:
+    result = invoke("doctor", "--tensorrt", "--model", "nonsense")
+    assert result.exit_code == 2
+    assert "no model 'nonsense'" in result.output
