@@ -1,10 +1,11 @@
 """Quantized graphs in half precision, where rounding moves values over quantization steps.
 
 A quantized model answers the smallest change of its input with flips: values near the middle between two steps land on
-the other one, and what follows differs by a whole step. Shaking the inputs of the float32 int8 model by the rounding of
-half precision (2**-11) moves its prediction by 2.2 % here, as much as the graph and the torch model in half precision, which
-round in different places, differ. So a whole forward can be compared no closer than that. Layer by layer, with the same
-input fed to both, it can be compared to half precision's own rounding, and that is where a fault would show.
+the other one, and what follows differs by a whole step. Shaking the inputs of the float32 int8 model by the rounding
+of half precision (2**-11) moves its prediction by 2.2 % here, as much as the graph and the torch model in half
+precision, which round in different places, differ. So a whole forward can be compared no closer than that. Layer by
+layer, with the same input fed to both, it can be compared to half precision's own rounding, and that is where a fault
+would show.
 """
 
 from __future__ import annotations
