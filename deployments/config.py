@@ -48,6 +48,10 @@ class NcclConfig(_Config):
     max_ctas: PositiveInt | None = None
 
 
+SizeText = Annotated[str, Field(pattern=r"^\d+x\d+(x\d+)?$")]
+"""Pixels, "1024x1024", and for clips frames, "832x480x81"."""
+
+
 class TensorRTConfig(_Config):
     """For ``engine: tensorrt`` alone. ``weights``: inputs of one plan for all fine-tunes, or constants of the plan.
 
@@ -57,11 +61,16 @@ class TensorRTConfig(_Config):
 
     weights: Literal["inputs", "constants"] = "inputs"
     cache_dir: Path | None = None
-    sizes: tuple[Annotated[str, Field(pattern=r"^\d+x\d+(x\d+)?$")], ...] = ()
+    sizes: tuple[SizeText, ...] = ()
 
 
 class DenoiserConfig(_Config):
-    """The gang: how many ranks, what each gets, how a step is split and compiled, how long things may take."""
+    """The gang: how many ranks, what each gets, how a step is split and compiled, how long things may take.
+
+    ``warm_sizes`` are compiled and captured at start, so that no request waits for that. ``elastic``: the more jobs
+    run, the fewer ranks work on each; if not, all take turns on all ranks, and a seed fixes every bit. ``max_batch``
+    jobs of one shape at most are advanced together.
+    """
 
     num_ranks: PositiveInt = 2
     num_nodes: PositiveInt = 1
@@ -71,6 +80,9 @@ class DenoiserConfig(_Config):
     engine: EngineName = "auto"
     strategy: str = "auto"
     precision: str = "auto"
+    warm_sizes: tuple[SizeText, ...] = ()
+    elastic: bool = False
+    max_batch: PositiveInt = 1
     tensorrt: TensorRTConfig = TensorRTConfig()
     num_replicas: PositiveInt = 1
     autoscaling: AutoscalingConfig | None = None

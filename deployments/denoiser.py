@@ -35,6 +35,8 @@ def gang_config(model: ModelConfig) -> GangConfig:
         plans_ahead=config.plans_ahead,
         max_running_jobs=config.max_running_jobs,
         max_waiting_jobs=config.max_waiting_jobs,
+        elastic=config.elastic,
+        max_batch=config.max_batch,
         environment=partial(rank_environment, config.engine),
         nccl=NcclOptions(**config.nccl.model_dump()),
     )

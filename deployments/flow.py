@@ -169,6 +169,7 @@ def _timings(attempt: _Attempt, decoded: Decoded) -> Timings:
         denoise_s=attempt.done.denoise_s,
         decode_s=decoded.decode_s,
         total_s=time.perf_counter() - attempt.started_s,
+        was_warm=attempt.done.was_warm,
     )
 
 

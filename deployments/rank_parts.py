@@ -20,9 +20,10 @@ class BuildRankParts:
 
         from deployments.observability.logs import configure_logs
         from engines.registry import load_engine
+        from engines.warm_up import warm_up
         from pipelines.loading import resolve_dtype, resolve_path
         from pipelines.registry import load_family
-        from pipelines.sizes import branches_ahead, first_step, request_of
+        from pipelines.sizes import branches_ahead, first_step, request_of, steps_ahead
 
         configure_logs()
         device = torch.device(context.device)
@@ -38,4 +39,6 @@ class BuildRankParts:
             buckets = branches_ahead(family, path, sizes, tuple(denoiser.modules), device, dtype)
             options |= {"weights": config.tensorrt.weights, "cache_dir": config.tensorrt.cache_dir, "buckets": buckets}
         engine = load_engine(config.engine, denoiser, context, **options)
+        steps = steps_ahead(family, path, config.warm_sizes, tuple(denoiser.modules), device, dtype)
+        warm_up(engine, steps, context, engine.widths if config.elastic else engine.widths[-1:])
         return RankParts(engine=engine, sampler=family.load_sampler(path, device, dtype))

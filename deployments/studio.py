@@ -32,13 +32,17 @@ class ModelCard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timings:
-    """Where the time of a request went, in seconds; ``total_s`` is wall-clock from start to end."""
+    """Where the time of a request went, in seconds; ``total_s`` is wall-clock from start to end.
+
+    ``was_warm``: its denoising found everything ready for its shape, so that nothing of it was preparation.
+    """
 
     queue_s: float
     encode_s: float
     denoise_s: float
     decode_s: float
     total_s: float
+    was_warm: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -85,6 +85,24 @@ def branches_ahead(
     return tuple(branches)
 
 
+def steps_ahead(
+    family: Family,
+    path: Path,
+    sizes: Sequence[str],
+    modules: Sequence[str],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[tuple[Branch, ...], ...]:
+    """A step of each size, with the model's usual number of branches, for each of its ``modules``."""
+    defaults = family.defaults(path)
+    steps = []
+    for size in sizes:
+        request = request_of(Size.parse(size), defaults, guided=defaults.true_cfg_scale > 1)
+        branches = first_step(family, path, request, device, dtype)
+        steps += [tuple(replace(branch, module=module) for branch in branches) for module in modules]
+    return tuple(steps)
+
+
 def first_step(
     family: Family, path: Path, request: MediaRequest, device: torch.device, dtype: torch.dtype
 ) -> tuple[Branch, ...]:

@@ -54,13 +54,14 @@ class Health(BaseModel):
 
 
 class StageTimes(BaseModel):
-    """Seconds in each stage."""
+    """Seconds in each stage, and whether the ranks were prepared for the shape."""
 
     queue_s: float
     encode_s: float
     denoise_s: float
     decode_s: float
     total_s: float
+    was_warm: bool = Field(description="Whether denoising found everything compiled and captured for the shape.")
 
     @classmethod
     def of(cls, timings: Timings) -> StageTimes:
@@ -127,6 +128,12 @@ class StepProgress(Event):
     step: int
     of: int
     eta_s: float
+
+
+def measures(media: list[Media]) -> dict[str, str]:
+    """Headers that tell where the time went, and whether every picture's shape was warm."""
+    is_warm = all(one.timings.was_warm for one in media)
+    return {"Server-Timing": server_timing(media), "X-Troupe-Warm": "true" if is_warm else "false"}
 
 
 def server_timing(media: list[Media]) -> str:

@@ -55,13 +55,14 @@ def body_document(model: type[BaseModel], *content_types: str) -> dict[str, Any]
 def image_answers() -> Responses:
     """The pictures in one JSON object, or as events."""
     timing = {"description": "queue, encode, denoise, decode, total in ms", "schema": {"type": "string"}}
+    warm = {"description": "whether the shape was prepared", "schema": {"type": "string", "enum": ["true", "false"]}}
     events = ("image_generation.partial_image", "image_generation.completed", "troupe.progress", "error")
     return {
         200: {
             "model": ImagesResponse,
             "description": "The pictures",
             "content": {"text/event-stream": event_schema(events)},
-            "headers": {"Server-Timing": timing},
+            "headers": {"Server-Timing": timing, "X-Troupe-Warm": warm},
         }
     }
 

@@ -11,7 +11,7 @@ from fastapi.responses import FileResponse, JSONResponse
 from starlette.requests import Request
 from starlette.responses import Response
 
-from deployments.api.answers import Image, ImagesResponse, server_timing
+from deployments.api.answers import Image, ImagesResponse, measures
 from deployments.api.bodies import ImageBody
 from deployments.api.checks import ready_card
 from deployments.api.context import ApiContext
@@ -53,7 +53,7 @@ def image_routes(context: ApiContext) -> APIRouter:
             size=plan.size,
             safety_identifier=plan.safety_identifier,
         )
-        return JSONResponse(answer.model_dump(), headers={"Server-Timing": server_timing(media)})
+        return JSONResponse(answer.model_dump(), headers=measures(media))
 
     @router.get(
         "/v1/files/{name}",

@@ -12,10 +12,12 @@ from tests.deployments.live import config_of, live
 NUM_RUNNING = 3
 NUM_WAITING = 60
 MAX_BODY_BYTES = 100_000
+WARM_SIZE = "96x32"
+"""Prepared at start; only the test of that asks for it."""
 
 
 @pytest.fixture(scope="package")
 def url(ray_cluster: None, models: dict[str, Path]) -> Iterator[str]:
-    limits = {"max_running_jobs": NUM_RUNNING, "max_waiting_jobs": NUM_WAITING}
+    limits = {"max_running_jobs": NUM_RUNNING, "max_waiting_jobs": NUM_WAITING, "warm_sizes": [WARM_SIZE]}
     with live(config_of(models, api={"max_body_bytes": MAX_BODY_BYTES}, **limits)) as url:
         yield url

@@ -16,7 +16,7 @@ from ray import serve
 from ray.serve.exceptions import RequestCancelledError
 
 from deployments.studio import Media, Preview, Progress
-from tests.deployments.application.conftest import NUM_RUNNING
+from tests.deployments.application.conftest import NUM_RUNNING, WARM_SIZE
 from tests.deployments.bare import (
     BAD_BODIES,
     assert_alike,
@@ -112,6 +112,23 @@ def test_server_timing_and_request_id(official: openai.OpenAI):
     assert milliseconds["denoise"] > 0
     assert milliseconds.pop("total") >= sum(milliseconds.values()) * 0.9
     wait_until(lambda: len(begun("my-id-1")) == 2, "both ranks log the client's request id")
+
+
+def test_answers_say_whether_the_shape_was_warm(official: openai.OpenAI, url: str):
+    def headers_say(size: str) -> str:
+        raw = official.images.with_raw_response.generate(prompt=PROMPT, extra_body={"size": size, "seed": 1})
+        return str(raw.headers["x-troupe-warm"])
+
+    assert headers_say(WARM_SIZE) == "true", "prepared at start"
+    assert [headers_say("32x88") for _ in range(2)] == ["false", "true"], "prepared by the first that came"
+    events = list(
+        official.images.generate(prompt=PROMPT, stream=True, extra_body={"size": "32x104", "num_inference_steps": 2})
+    )
+    assert events[-1].timings["was_warm"] is False
+    video = official.videos.create_and_poll(
+        prompt=PROMPT, poll_interval_ms=100, size=WARM_SIZE, extra_body={"num_inference_steps": 2}
+    )
+    assert video.timings["was_warm"] is True
 
 
 def test_clip_from_prompt_to_deletion(official: openai.OpenAI, models: dict[str, Path]):

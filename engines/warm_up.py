@@ -1,0 +1,28 @@
+"""What a gang prepares at its start: the shapes that are expected, on every team that will work on them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from engines.engine import Engine
+from engines.model import Branch
+
+if TYPE_CHECKING:
+    from engines.gang.config import RankContext
+
+logger = logging.getLogger(__name__)
+
+
+def warm_up(engine: Engine, steps: Iterable[tuple[Branch, ...]], context: RankContext, widths: Sequence[int]) -> None:
+    """Do what the first of each of ``steps`` would have to do, at each of ``widths``. All ranks make the call."""
+    for branches in steps:
+        shapes = {name: tuple(x.shape) for name, x in branches[0].inputs.items()}
+        for width in widths:
+            started_s = time.perf_counter()
+            first = context.rank // width * width
+            engine.warm_up(branches, tuple(range(first, first + width)))
+            fields = {"rank": context.rank, "width": width, "took_s": round(time.perf_counter() - started_s, 3)}
+            logger.info("shape is warm: %s", shapes, extra=fields)

@@ -1,0 +1,37 @@
+"""What is warmed up at start is warm for the first job, on every team, and nothing else is."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from engines.gang.config import RankContext
+from engines.torch_engine.config import TorchEngineConfig
+from engines.torch_engine.engine import TorchEngine
+from engines.warm_up import warm_up
+from tests.engines.parallel import models
+from tests.engines.parallel.gloo import gang
+
+
+@pytest.mark.parametrize("strategy", ["ulysses", "guidance", "pipeline"])
+def test_the_first_step_of_a_prepared_shape_is_warm(strategy: str) -> None:
+    for warm in gang(4).run(warm_and_predict, strategy):
+        assert warm == {"4 even": True, "2 even": True, "1 even": False, "4 uneven": False, "4 uneven again": True}
+
+
+def warm_and_predict(strategy: str) -> dict[str, bool]:
+    """Even lengths are prepared at widths 4 and 2."""
+    rank = dist.get_rank()
+    engine = TorchEngine(models.model("wan"), config=TorchEngineConfig(strategy=strategy))
+    context = RankContext(rank=rank, num_ranks=4, device="cpu")
+    warm_up(engine, [models.branches("wan", "even", num=2)], context, (2, 4))
+
+    def was_warm(width: int, length: str) -> bool:
+        first = rank // width * width
+        engine.predict(models.branches("wan", length, num=2, seed=8), tuple(range(first, first + width)))
+        return engine.was_warm
+
+    found = {f"{width} even": was_warm(width, "even") for width in (4, 2, 1)}
+    found |= {"4 uneven": was_warm(4, "uneven"), "4 uneven again": was_warm(4, "uneven")}
+    engine.close()
+    return found
