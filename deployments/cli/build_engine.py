@@ -1,0 +1,191 @@
+"""``troupe build-engine``: TensorRT plans ahead of time, on any machine that has a builder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from deployments.cli.progress import console
+
+if TYPE_CHECKING:
+    import torch
+
+    from engines.model import Branch, DenoiserModel
+    from pipelines.family import Family
+
+PROMPTS = (
+    "a large red circle in the centre on a white background",
+    "a small blue square above a green triangle on a black background",
+    "a yellow star moves from left to right on a grey background",
+    "a photograph of a lighthouse on a cliff at dusk, long exposure",
+    "portrait of an old fisherman in the rain, black and white",
+    "a bowl of ripe fruit on a wooden table, oil on canvas",
+    "a crowded night market seen from above, neon signs, wet asphalt",
+    "the words 'open late' painted on a shop window, reflections of trees",
+)
+"""What ``--calibrate`` runs without a file of prompts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Order:
+    """What is to be built. ``dtype`` "auto" is the precision's own, or bfloat16; without ``sizes`` the model's."""
+
+    model: str
+    strategy: str
+    width: int
+    precision: str
+    target: str
+    sizes: tuple[str, ...] = ()
+    dtype: str = "auto"
+    weights: str = "inputs"
+    cache_dir: Path | None = None
+    weight_streaming: bool = False
+    strip_weights: bool = False
+    calibrate: bool = False
+    prompts: Path | None = None
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether values matter; else the model's configuration is enough, whatever its size."""
+        return self.calibrate or self.weights == "constants" or self.precision in ("int8", "fp8")
+
+
+def build(order: Order) -> None:
+    """Export and build (or find in the cache) the plans of ``order``, and print what they hold.
+
+    ValueError for what TensorRT cannot do, BuildError with its own words, KeyboardInterrupt after Ctrl-C.
+    """
+    from engines.tensorrt_engine import rules
+    from engines.tensorrt_engine.build_command import build_engine
+    from engines.tensorrt_engine.builder import check_target
+    from engines.tensorrt_engine.config import TensorRTConfig
+    from engines.tensorrt_engine.plan_cache import DEFAULT_FOLDER
+    from pipelines.loading import resolve_path
+    from pipelines.registry import load_family
+
+    options = {"strategy": order.strategy, "precision": order.precision, "weights": order.weights}
+    rules.check_options(**options, width=order.width)
+    folder = order.cache_dir or DEFAULT_FOLDER
+    config, target = TensorRTConfig(**cast(Any, options), cache_dir=folder), find_target(order.target)
+    check_target(target)
+    path, device, dtype = resolve_path(order.model), find_device(), find_dtype(order.dtype, order.precision)
+    family = load_family(path)
+    if order.calibrate:
+        calibrate(path, read_prompts(order.prompts), order.sizes[:1], folder, device, dtype)
+    with model_for(order, family, path, device, dtype) as model:
+        buckets = buckets_for(order, family, path, model, device, dtype)
+        reports = build_engine(
+            model,
+            buckets,
+            config=config,
+            width=order.width,
+            target=target,
+            weight_streaming=order.weight_streaming,
+            strip_weights=order.strip_weights,
+        )
+    for report in reports:
+        console.print("\n".join(report.lines()), highlight=False, markup=False, soft_wrap=True)
+
+
+@contextmanager
+def model_for(
+    order: Order, family: Family, path: Path, device: torch.device, dtype: torch.dtype
+) -> Iterator[DenoiserModel]:
+    """The model, or where its weights' values do not matter an outline of it, which takes next to no memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    if order.needs_weights:
+        yield family.load_denoiser(path, device, dtype)
+        return
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield family.outline_denoiser(path, dtype)
+
+
+def buckets_for(
+    order: Order, family: Family, path: Path, model: DenoiserModel, device: torch.device, dtype: torch.dtype
+) -> Sequence[Branch]:
+    import torch
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    from pipelines.sizes import branches_ahead
+
+    defaults = family.defaults(path)
+    sizes = order.sizes or (f"{defaults.width}x{defaults.height}",)
+    with _disable_current_modes():  # the solver reads values off its schedule, which fake tensors do not have
+        where = device if order.needs_weights else torch.device("cpu")
+        return branches_ahead(family, path, sizes, tuple(model.modules), where, dtype)
+
+
+def calibrate(
+    path: Path,
+    prompts: Sequence[str],
+    sizes: Sequence[str],
+    folder: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """All steps of each prompt through the whole pipeline, unsharded; what was seen is kept for this checkpoint.
+
+    In the first of ``sizes``, or the model's own.
+    """
+    from rich.progress import track
+
+    from engines.tensorrt_engine.calibration import calibrating
+    from pipelines.registry import load_family
+    from pipelines.run import PlainEngine, load_pipeline
+    from pipelines.sizes import Size, request_of
+
+    family, size = load_family(path), Size.parse(sizes[0]) if sizes else None
+    model = family.load_denoiser(path, device, dtype)
+    pipeline = load_pipeline(path, device, dtype, PlainEngine(model=model))
+    with calibrating(model, folder) as records:
+        for seed, prompt in enumerate(track(prompts, "Calibrating", console=console, transient=True)):
+            pipeline.denoise(request_of(size, family.defaults(path), prompt=prompt, seed=seed))
+    for name, record in records.items():
+        console.print(f"calibrated {name} on {len(prompts)} prompts: {record}", highlight=False, soft_wrap=True)
+
+
+def read_prompts(file: Path | None) -> tuple[str, ...]:
+    """One a line. ValueError for a file without any."""
+    if file is None:
+        return PROMPTS
+    prompts = tuple(line.strip() for line in file.read_text().splitlines() if line.strip())
+    if not prompts:
+        raise ValueError(f"{file} holds no prompt: write one a line")
+    return prompts
+
+
+def find_target(text: str) -> Any:
+    """``text`` as a target, or "auto": the GPU of this machine."""
+    import torch
+
+    from engines.tensorrt_engine.targets import Target
+
+    if text != "auto":
+        return Target.parse(text)
+    if not torch.cuda.is_available():
+        raise ValueError("--target: there is no GPU here to build for; name one, such as sm90 or sm120")
+    major, minor = torch.cuda.get_device_capability()
+    return Target(major=major, minor=minor)
+
+
+def find_device() -> torch.device:
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def find_dtype(name: str, precision: str) -> torch.dtype:
+    import torch
+
+    from engines.tensorrt_engine.rules import DTYPE_NAMES, check_dtype
+    from pipelines.loading import resolve_dtype
+
+    check_dtype(precision=precision, dtype=name)
+    if name != "auto":
+        return resolve_dtype(name, torch.device("cpu"))
+    own = {short: full for full, short in DTYPE_NAMES.items()}.get(precision, "bfloat16")
+    return resolve_dtype(own, torch.device("cpu"))
