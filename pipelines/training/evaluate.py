@@ -160,15 +160,19 @@ def summary(scored: list[tuple[str, Checks]]) -> dict[str, dict[str, float]]:
     return {name: {"share": round(sum(r) / len(r), 4), "prompts": len(r)} for name, r in results.items()}
 
 
+def load(model: str, checkpoint: Path | None = None, dtype: torch.dtype = torch.float32) -> Any:
+    """diffusers' own pipeline of a model, the shipped one unless another checkpoint is given."""
+    pipeline: Any = FluxPipeline if model == "flux-shapes" else WanPipeline
+    pipeline = pipeline.from_pretrained(checkpoint or CHECKPOINTS / model, torch_dtype=dtype)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     """Paints and judges the held-out prompts; prints those that failed."""
-    still = args.model == "flux-shapes"
-    pipeline: Any = FluxPipeline if still else WanPipeline
-    dtype = getattr(torch, args.dtype)
-    pipeline = pipeline.from_pretrained(args.checkpoint or CHECKPOINTS / args.model, torch_dtype=dtype).to(args.device)
-    pipeline.set_progress_bar_config(disable=True)
+    pipeline = load(args.model, args.checkpoint, getattr(torch, args.dtype)).to(args.device)
     start_s = time.monotonic()
-    scored = (_score_stills if still else _score_videos)(pipeline, args)
+    scored = (_score_stills if args.model == "flux-shapes" else _score_videos)(pipeline, args)
     for text, checks in scored:
         wrong = [name for name, passed in checks.items() if not passed and "(" not in name]
         if wrong and args.verbose:

@@ -5,15 +5,13 @@ import json
 from pathlib import Path
 
 import numpy as np
-import torch
-from diffusers import FluxPipeline, WanPipeline
 from numpy.typing import NDArray
 from PIL import Image
 
 from pipelines.training.evaluate import (
-    CHECKPOINTS,
     held_out_motion_prompts,
     held_out_prompts,
+    load,
     paint_stills,
     paint_videos,
 )
@@ -25,12 +23,15 @@ def loss_curves(logs: dict[str, Path], out: Path) -> None:
     """Losses over training steps, logarithmic."""
     import matplotlib.pyplot as plt  # only reports need it
 
-    figure, axes = plt.subplots(figsize=(7, 4), dpi=80)
+    figure, axes = plt.subplots(figsize=(8, 5), dpi=80)
     for name, path in logs.items():
         points = json.loads(path.read_text())
-        axes.plot([p["step"] for p in points], [p["loss"] for p in points], label=name, linewidth=1)
+        for key, label, style in (("loss", name, "-"), ("loss 2", f"{name}: reading", ":")):
+            kept = [p for p in points if key in p]
+            if any(p[key] for p in kept):
+                axes.plot([p["step"] for p in kept], [p[key] for p in kept], style, label=label, linewidth=1)
     axes.set(xlabel="step", ylabel="loss (mean of 50 steps)", yscale="log")
-    axes.legend()
+    axes.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(out)
 
@@ -43,8 +44,7 @@ def _rows(tiles: NDArray[np.uint8], columns: int) -> NDArray[np.uint8]:
 
 def contact_sheet(args: argparse.Namespace) -> None:
     """Held-out prompts: stills in two rows, then one row of frames for each video."""
-    flux = FluxPipeline.from_pretrained(CHECKPOINTS / "flux-shapes", torch_dtype=torch.float32)
-    wan = WanPipeline.from_pretrained(CHECKPOINTS / "wan-shapes", torch_dtype=torch.float32)
+    flux, wan = load("flux-shapes"), load("wan-shapes")
     stills = [text for _, text in held_out_prompts(NUM_STILLS, args.seed)]
     motions = [text for _, text in held_out_motion_prompts(NUM_VIDEOS, args.seed)]
     print("\n".join([*stills, *motions]))
