@@ -1,44 +1,98 @@
-"""What a precision costs: whole pictures through quantized engine graphs: `python -m benchmarks.tensorrt_accuracy`.
+"""What a precision costs: whole pictures and clips through engine graphs: `python -m benchmarks.tensorrt_accuracy`.
 
-flux-shapes at width 1 (splitting changes nothing that rounding would show) in onnxruntime, held against the same
-prompts and seeds in torch float32. int8 and fp8 are calibrated on other prompts than they are judged on.
-bfloat16 has no CPU kernels in onnxruntime, so its row is torch's. The last line of output is one JSON document.
+A shipped model at width 1 (splitting changes nothing that rounding would show) in onnxruntime, held against the same
+prompts and seeds in torch float32, and judged by what it shows. int8 and fp8 are calibrated on other prompts than they
+are judged on. bfloat16 has no CPU kernels in onnxruntime, so its rows are torch's, with the same quantized layers.
+`--rules` compares ways to choose scales and layers in torch instead. The last line of output is one JSON document.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
-import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from engines.model import Branch, DenoiserModel
 from engines.parallel.spec import ParallelSpec
 from engines.tensorrt_engine.export import Exported, export, rank_weights
-from engines.tensorrt_engine.quantize import Kind, observed, quantize
+from engines.tensorrt_engine.quantize import Kind, Quantization, observed
 from engines.tensorrt_engine.simulate import Simulator
-from engines.tensorrt_engine.trace import offline_team, unchanged
+from engines.tensorrt_engine.trace import ChangeModule, offline_team, unchanged
+from pipelines.family import Defaults, Family
 from pipelines.loading import resolve_path
 from pipelines.registry import load_family
 from pipelines.request import MediaRequest
-from pipelines.run import Pipeline, load_pipeline
-from pipelines.training.evaluate import check_still, held_out_prompts
+from pipelines.run import Pipeline, PlainEngine, load_pipeline
+from pipelines.sizes import request_of
+from pipelines.training.evaluate import check_motion, check_still, held_out_motion_prompts, held_out_prompts
 from pipelines.training.judge import look_at
-from pipelines.training.scenes import Scene
 
-MODEL, CPU = "flux-shapes", torch.device("cpu")
-CALIBRATION_SEED, JUDGED_SEED = 5, 77
-Prompts = list[tuple[Scene, str]]
+CPU = torch.device("cpu")
+EQUAL_DB = 999.0
+"""What stands for pictures that are equal byte for byte."""
+
+CALIBRATION_SEED, JUDGED_SEED, CALIBRATION_NOISE = 5, 77, 1000
+Prompts = list[tuple[Any, str]]
+"""What the picture should show, and the words for it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """A shipped model and its prompts."""
+
+    name: str
+    family: Family
+    path: Path
+    defaults: Defaults
+
+    @classmethod
+    def of(cls, name: str) -> Subject:
+        path = resolve_path(name)
+        family = load_family(path)
+        return cls(name=name, family=family, path=path, defaults=family.defaults(path))
+
+    def model(self, dtype: torch.dtype) -> DenoiserModel:
+        return self.family.load_denoiser(self.path, CPU, dtype)
+
+    def pipeline(self, dtype: torch.dtype, engine: Any = None) -> Pipeline:
+        return load_pipeline(self.path, CPU, dtype, engine)
+
+    def request(self, prompt: str, seed: int) -> MediaRequest:
+        plain = request_of(None, self.defaults, prompt=prompt, seed=seed)
+        return dataclasses.replace(plain, true_cfg_scale=self.defaults.true_cfg_scale)
+
+    def prompts(self, count: int, seed: int) -> Prompts:
+        make = held_out_prompts if self.defaults.kind == "image" else held_out_motion_prompts
+        return list(make(count, seed))
+
+    def is_right(self, scene: Any, frames: NDArray[Any]) -> bool:
+        """The asked shapes in the asked colours, and in clips the asked motion."""
+        if self.defaults.kind == "image":
+            return check_still(scene, look_at(frames[0]))["shape and colour"]
+        checks = check_motion(scene, [look_at(frame) for frame in frames])
+        return checks["shape and colour"] and checks["motion"]
+
+    def draw(self, pipeline: Pipeline, prompts: Prompts) -> list[NDArray[Any]]:
+        return [pipeline.run(self.request(prompt, seed)) for seed, (_, prompt) in enumerate(prompts)]
+
+    def first_branch(self, prompt: str, dtype: torch.dtype) -> Branch:
+        request = self.request(prompt, 0)
+        sampler = self.family.load_sampler(self.path, CPU, dtype)
+        conditioning = self.family.load_text_encoder(self.path, CPU, dtype).encode(request)
+        branch: Branch = sampler.branches(sampler.begin(request, conditioning))[0]
+        return branch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +102,6 @@ class GraphEngine:
     exported: Exported
     simulator: Simulator
     weights: dict[str, Any]
-    dtype: torch.dtype
 
     def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> tuple[Tensor, ...]:
         return tuple(self._predict(branch) for branch in branches)
@@ -64,115 +117,106 @@ class GraphEngine:
         return self.exported.finish(handed, outputs)
 
 
-def graph_engine(branch: Branch, dtype: torch.dtype, change: Callable[[DenoiserModel], Any]) -> GraphEngine:
-    model = load_model(dtype)
-    spec = ParallelSpec()
-    with offline_team(spec) as team:
+Change = Callable[[DenoiserModel], ChangeModule]
+
+
+def graph_engine(subject: Subject, branch: Branch, dtype: torch.dtype, change: Change) -> GraphEngine:
+    model = subject.model(dtype)
+    with offline_team(ParallelSpec()) as team:
         exported = export(model, branch, team, change=change(model))
         weights = rank_weights(model, branch.module, team)
     named = {name: weights[name].numpy() for name in exported.graph.weights}
-    return GraphEngine(exported=exported, simulator=Simulator(exported.graph.serialized()), weights=named, dtype=dtype)
+    return GraphEngine(exported=exported, simulator=Simulator(exported.graph.serialized()), weights=named)
 
 
-def load_model(dtype: torch.dtype) -> DenoiserModel:
-    path = resolve_path(MODEL)
-    return load_family(path).load_denoiser(path, CPU, dtype)
+def torch_engine(subject: Subject, dtype: torch.dtype, change: Change) -> PlainEngine:
+    model = subject.model(dtype)
+    for module in model.modules.values():
+        change(model)(module)
+    return PlainEngine(model=model)
 
 
-def request_of(prompt: str, seed: int) -> MediaRequest:
-    path = resolve_path(MODEL)
-    defaults = load_family(path).defaults(path)
-    return MediaRequest(
-        request_id="accuracy",
-        model=MODEL,
-        kind="image",
-        prompt=prompt,
-        width=defaults.width,
-        height=defaults.height,
-        num_inference_steps=defaults.num_inference_steps,
-        guidance_scale=defaults.guidance_scale,
-        true_cfg_scale=1.0,
-        seed=seed,
-    )
-
-
-def calibrated(pipeline: Pipeline, model: DenoiserModel, prompts: Prompts) -> dict[str, float]:
-    """Largest activations over all steps of the prompts. The pipeline runs ``model``."""
+def calibrated(subject: Subject, prompts: Prompts) -> dict[str, float]:
+    """Largest activations over all steps of the prompts."""
+    model = subject.model(torch.float32)
+    pipeline = subject.pipeline(torch.float32, PlainEngine(model=model))
     (module,) = model.modules.values()
     with observed(module, model.plan) as amax:
         for seed, (_, prompt) in enumerate(prompts):
-            pipeline.denoise(request_of(prompt, 1000 + seed))
+            pipeline.denoise(subject.request(prompt, CALIBRATION_NOISE + seed))
     return amax
 
 
-def first_branch(prompt: str, dtype: torch.dtype) -> Branch:
-    path = resolve_path(MODEL)
-    family, request = load_family(path), request_of(prompt, 0)
-    sampler = family.load_sampler(path, CPU, dtype)
-    conditioning = family.load_text_encoder(path, CPU, dtype).encode(request)
-    branch: Branch = sampler.branches(sampler.begin(request, conditioning))[0]
-    return branch
-
-
-def quantizing(kind: Kind, amax: dict[str, float]) -> Callable[[DenoiserModel], Callable[[nn.Module], nn.Module]]:
-    return lambda model: lambda module: quantize(module, model.plan, amax, kind)
-
-
-def pictures(pipeline: Pipeline, prompts: Prompts) -> list[NDArray[Any]]:
-    return [pipeline.run(request_of(prompt, seed))[0] for seed, (_, prompt) in enumerate(prompts)]
+def quantizing(kind: Kind, amax: dict[str, float]) -> Change:
+    return lambda model: Quantization(plan=model.plan, amax=amax, kind=kind)
 
 
 def psnr_db(given: NDArray[Any], expected: NDArray[Any]) -> float:
     error = float(np.mean((given.astype(np.float64) - expected.astype(np.float64)) ** 2))
-    return math.inf if error == 0 else 10 * math.log10(255**2 / error)
+    return EQUAL_DB if error == 0 else 10 * math.log10(255**2 / error)
 
 
-def right_share(frames: list[NDArray[Any]], prompts: Prompts) -> float:
-    """Pictures that show the asked shapes in the asked colours."""
-    checks = [check_still(scene, look_at(frame)) for frame, (scene, _) in zip(frames, prompts, strict=True)]
-    return mean(float(check["shape and colour"]) for check in checks)
+Engines = dict[str, Callable[[], Pipeline]]
+
+
+def engines_of(subject: Subject, prompt: str, amax: dict[str, float]) -> Engines:
+    """Precision -> its pipeline. The rest of a quantized model is in float32 in graphs, in bfloat16 in torch."""
+
+    def graph(dtype: torch.dtype, change: Change) -> Pipeline:
+        return subject.pipeline(dtype, graph_engine(subject, subject.first_branch(prompt, dtype), dtype, change))
+
+    def eager(change: Change) -> Pipeline:
+        return subject.pipeline(torch.bfloat16, torch_engine(subject, torch.bfloat16, change))
+
+    plain: Change = lambda model: unchanged  # noqa: E731
+    int8, fp8 = quantizing("int8", amax), quantizing("fp8", amax)
+    return {
+        "fp32": lambda: graph(torch.float32, plain),
+        "fp16": lambda: graph(torch.float16, plain),
+        "bf16, torch": lambda: eager(plain),
+        "int8, the rest fp32": lambda: graph(torch.float32, int8),
+        "fp8, the rest fp32": lambda: graph(torch.float32, fp8),
+        "int8, the rest bf16, torch": lambda: eager(int8),
+        "fp8, the rest bf16, torch": lambda: eager(fp8),
+    }
+
+
+def measure(subject: Subject, judged: Prompts, engines: Engines) -> list[dict[str, Any]]:
+    wanted = subject.draw(subject.pipeline(torch.float32), judged)
+    rows = [{"precision": "fp32, torch", "right": _share(subject, wanted, judged)}]
+    print(rows[-1], flush=True)
+    for precision, make in engines.items():
+        started_s = time.perf_counter()
+        drawn = subject.draw(make(), judged)
+        psnrs = [psnr_db(*pair) for pair in zip(drawn, wanted, strict=True)]
+        row = {"precision": precision, "psnr_db": round(median(psnrs), 1), "worst_psnr_db": round(min(psnrs), 1)}
+        rows.append({**row, "right": _share(subject, drawn, judged), "took_s": round(time.perf_counter() - started_s)})
+        print(rows[-1], flush=True)
+    return rows
+
+
+def _share(subject: Subject, drawn: Sequence[NDArray[Any]], judged: Prompts) -> float:
+    return round(mean(subject.is_right(scene, frames) for frames, (scene, _) in zip(drawn, judged, strict=True)), 3)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--model", default="flux-shapes", choices=["flux-shapes", "wan-shapes"])
+    parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--calibration-prompts", type=int, default=4)
+    parser.add_argument("--rules", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    random.seed(0)
-    judged = held_out_prompts(given.prompts, JUDGED_SEED)
-    path = resolve_path(MODEL)
-    torch_model = load_model(torch.float32)
-    reference = load_pipeline(path, CPU, torch.float32, _plain(torch_model))
-    amax = calibrated(reference, torch_model, held_out_prompts(given.calibration_prompts, CALIBRATION_SEED))
-    wanted = pictures(reference, judged)
-    rows: list[dict[str, Any]] = [{"precision": "fp32, torch", "psnr_db": None, "right": right_share(wanted, judged)}]
-    branch, half = first_branch(judged[0][1], torch.float32), first_branch(judged[0][1], torch.float16)
-    engines: dict[str, Callable[[], Pipeline]] = {
-        "bf16, torch": lambda: load_pipeline(path, CPU, torch.bfloat16),
-        "fp32": lambda: _with(graph_engine(branch, torch.float32, lambda model: unchanged)),
-        "fp16": lambda: _with(graph_engine(half, torch.float16, lambda model: unchanged)),
-        "int8": lambda: _with(graph_engine(branch, torch.float32, quantizing("int8", amax))),
-        "fp8": lambda: _with(graph_engine(branch, torch.float32, quantizing("fp8", amax))),
-    }
-    for precision, make in engines.items():
-        started_s = time.perf_counter()
-        frames = pictures(make(), judged)
-        psnrs = [psnr_db(*pair) for pair in zip(frames, wanted, strict=True)]
-        row = {"precision": precision, "psnr_db": round(median(psnrs), 1), "worst_psnr_db": round(min(psnrs), 1)}
-        rows.append({**row, "right": right_share(frames, judged), "took_s": round(time.perf_counter() - started_s, 1)})
-        print(rows[-1], flush=True)
-    print(json.dumps({"model": MODEL, "prompts": given.prompts, "rows": rows}))
+    subject = Subject.of(given.model)
+    judged = subject.prompts(given.prompts, JUDGED_SEED)
+    calibration = subject.prompts(given.calibration_prompts, CALIBRATION_SEED)
+    if given.rules:
+        from benchmarks.tensorrt_rules import engines_by_rule
 
-
-def _plain(model: DenoiserModel) -> Any:
-    from pipelines.run import PlainEngine
-
-    return PlainEngine(model=model)
-
-
-def _with(engine: GraphEngine) -> Pipeline:
-    return load_pipeline(resolve_path(MODEL), CPU, engine.dtype, engine)
+        engines = engines_by_rule(subject, calibration)
+    else:
+        engines = engines_of(subject, judged[0][1], calibrated(subject, calibration))
+    print(json.dumps({"model": given.model, "prompts": given.prompts, "rows": measure(subject, judged, engines)}))
 
 
 if __name__ == "__main__":
