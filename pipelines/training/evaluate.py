@@ -122,7 +122,7 @@ def paint_videos(pipeline: Any, prompts: list[str], args: argparse.Namespace, se
         width=SIDE_PX,
         num_frames=NUM_FRAMES,
         num_inference_steps=args.steps,
-        guidance_scale=args.guidance or 4.0,
+        guidance_scale=args.guidance or 3.0,
         max_sequence_length=MAX_LENGTH,
         generator=_generators(seed, len(prompts)),
         output_type="np",
