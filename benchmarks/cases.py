@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engines.torch_engine.fast_model import Precision
 from engines.torch_engine.fast_step import Overlap
 
-PLAIN = Overlap()
+ENGINE_MAKERS = ("engine", "switch", "jobs8")
+PLAIN = Overlap(mlp_lane=False, num_parts=1, peer_memory=False)
+"""What a case's name says nothing about: NCCL, one lane more for the second stream."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,7 +20,7 @@ class Case:
     "wan" is Wan2.1-14B (``side`` its height) by the engine, blocks compiled; the others FLUX.1-dev.
 
     ``exchange``: "nccl"; "nccl-8": at most so many thread blocks; "nccl-low": on a stream of usual priority; "none":
-    left out, to see what computing alone costs.
+    left out, to see what computing alone costs. ``num_blocks``: of the model's, where all would take too long (0: all).
     """
 
     maker: str
@@ -33,16 +35,18 @@ class Case:
     default: bool = True
     repeats: int = 20
     num_branches: int = 1
+    num_blocks: int = 0
 
     @property
     def name(self) -> str:
         options: list[str] = [self.precision if self.precision != "native" else "bf16"]
         options += [self.strategy] if self.width > 1 else []
         options += [f"branches{self.num_branches}"] if self.num_branches > 1 else []
+        options += [f"blocks{self.num_blocks}"] if self.num_blocks else []
         options += [f"batch{self.batch}"] if self.batch > 1 else []
         options += [self.exchange] if self.width > 1 and self.exchange != "nccl" else []
         options += [] if self.graph else ["uncaptured"]
-        options += self._overlaps() if self.maker == "fast" else []
+        options += self._overlaps() if self.maker in ("fast", *ENGINE_MAKERS) else []
         return "/".join((self.maker, str(self.side), f"w{self.width}", *options))
 
     def can_run(self, world: int) -> bool:
@@ -59,9 +63,9 @@ class Case:
         return options + ([] if self.overlap.peer_copies else ["push"])
 
 
-PEER, LANE, TWO = Overlap(peer_memory=True), Overlap(mlp_lane=True), Overlap(num_parts=2)
-PEER_LANE = Overlap(peer_memory=True, mlp_lane=True)
-PEER_TWO, PUSH = Overlap(peer_memory=True, num_parts=2), Overlap(peer_memory=True, peer_copies=False)
+PEER, LANE, TWO = (replace(PLAIN, **change) for change in ({"peer_memory": True}, {"mlp_lane": True}, {"num_parts": 2}))
+PEER_LANE, PEER_TWO, PUSH = replace(PEER, mlp_lane=True), replace(PEER, num_parts=2), replace(PEER, peer_copies=False)
+PEER_LANE_TWO = replace(PEER_LANE, num_parts=2)
 
 GOALS = (
     Case(maker="fast", side=1024, width=1),
@@ -87,14 +91,14 @@ VARIANTS = tuple(
         (512, 4, NATIVE),
         (2048, 4, NATIVE),
     )
-    for overlap in (PEER, PEER_LANE, PEER_TWO, PUSH, LANE, TWO)
+    for overlap in (PEER, PEER_LANE, PEER_TWO, PEER_LANE_TWO, PUSH, LANE, TWO)
 )
 
 SINGLE_RANK = (
     *(
         Case(maker="fast", side=side, width=1, precision=precision, overlap=overlap, default=False)
         for side, precision in ((1024, NATIVE), (1024, FP8), (512, NATIVE))
-        for overlap in (Overlap(stream_lane=False), LANE)
+        for overlap in (replace(PLAIN, stream_lane=False), LANE)
     ),
     Case(maker="fast", side=2048, width=1, default=False, repeats=6),
     Case(maker="fast", side=1024, width=1, graph=False, default=False),
@@ -105,7 +109,7 @@ SINGLE_RANK = (
 EXCHANGES = tuple(
     Case(maker="fast", side=1024, width=4, exchange=exchange, overlap=overlap, default=False)
     for exchange in ("none", "nccl-low", "nccl-8", "nccl-16")
-    for overlap in (Overlap(), LANE)
+    for overlap in (PLAIN, LANE)
 ) + tuple(
     Case(maker="fast", side=side, width=width, precision=precision, exchange="none", default=False)
     for side, width, precision in ((1024, 2, NATIVE), (512, 4, NATIVE), (2048, 4, NATIVE), (1024, 4, FP8))
@@ -122,22 +126,29 @@ PEERS = tuple(
     for side, width in ((1024, 2), (1024, 4), (2048, 4), (512, 4))
 )
 
-ENGINE = (
-    Case(maker="engine", side=512, width=4, default=False),
-    Case(maker="engine", side=512, width=1, default=False),
-    Case(maker="switch", side=512, width=4, default=False),
-    Case(maker="jobs8", side=512, width=4, default=False),
-    Case(maker="jobs8", side=512, width=2, default=False),
-    Case(maker="jobs8", side=512, width=1, default=False),
-)
+ENGINE = tuple(
+    Case(maker=maker, side=512, width=width, overlap=overlap, default=False)
+    for overlap in (PLAIN, PEER_LANE)
+    for maker, width in (("engine", 4), ("switch", 4), ("jobs8", 4), ("jobs8", 2))
+) + tuple(Case(maker=maker, side=512, width=1, default=False) for maker in ("engine", "jobs8"))
 
 WAN = (
     *(Case(maker="wan", side=480, width=width, repeats=4, default=False) for width in (1, 2, 4)),
     Case(maker="wan", side=480, width=4, graph=False, repeats=4, default=False),
     *(
-        Case(maker="wan", side=720, width=4, strategy=strategy, num_branches=2, repeats=2, default=False)
+        Case(
+            maker="wan",
+            side=720,
+            width=4,
+            strategy=strategy,
+            num_branches=2,
+            num_blocks=8,
+            repeats=2,
+            graph=False,
+            default=False,
+        )
         for strategy in ("ulysses", "guidance2xulysses2")
     ),
 )
 
-CASES = GOALS + VARIANTS + SINGLE_RANK + EXCHANGES + STRATEGIES + ENGINE + PEERS + WAN
+CASES = GOALS + VARIANTS + ENGINE + STRATEGIES + SINGLE_RANK + EXCHANGES + PEERS + WAN

@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import sys
+import time
 import traceback
 from dataclasses import asdict
 from pathlib import Path
@@ -25,9 +26,10 @@ import torch.distributed as dist
 
 from benchmarks import flux_case, wan_case
 from benchmarks.cases import CASES, Case
-from benchmarks.runners import Bench
-from benchmarks.timing import rank_synchronize
+from benchmarks.runners import NUM_JOBS, Bench
+from benchmarks.timing import measure, rank_synchronize
 
+MOST_WAITED_S = 120.0
 BF16_TFLOPS, FP8_TFLOPS = 790.0, 1500.0
 """What an H200 reaches in a large bf16 product on random data, and about what is left of twice that in float8."""
 
@@ -35,9 +37,13 @@ BF16_TFLOPS, FP8_TFLOPS = 790.0, 1500.0
 def floor_ms(case: Case) -> float:
     """All arithmetic of the step at the rates above, divided over the ranks. Attention is bf16 in every case."""
     wan = case.maker == "wan"
-    products, attention = wan_case.flop(case.side) if wan else flux_case.flop(case.side, batch=case.batch)
+    num_blocks = case.num_blocks or wan_case.LAYERS
+    products, attention = wan_case.flop(case.side, num_blocks) if wan else flux_case.flop(case.side, batch=case.batch)
     rate = FP8_TFLOPS if case.precision == "fp8" else BF16_TFLOPS
-    return case.num_branches * (products / rate + attention / BF16_TFLOPS) / 1e9 / case.width
+    num_forwards = case.num_branches
+    if case.maker == "jobs8":  # a rank takes part in so many steps
+        num_forwards *= NUM_JOBS * case.width // (dist.get_world_size() if dist.is_initialized() else 1)
+    return num_forwards * (products / rate + attention / BF16_TFLOPS) / 1e9 / case.width
 
 
 def main() -> None:
@@ -51,20 +57,54 @@ def main() -> None:
     bench = Bench(rank=rank, world=world, small=not torch.cuda.is_available(), say=say)
     say(f"{platform.node()}: {world} x {bench.device_name}, torch {torch.__version__}", flush=True)
     document: dict[str, Any] = {"hardware": f"{world} x {bench.device_name}", "torch": torch.__version__, "results": []}
+    ready = prepare_all(bench, chosen, say) if arguments.meet else {}
+    if arguments.meet:
+        meet(Path(arguments.meet), *arguments.turn, rank=rank)
     for case in chosen:
-        if (result := run_case(bench, case, say)) is not None:
+        if (result := run_case(bench, case, say, ready.get(case))) is not None:
             document["results"].append(result)
         if rank == 0 and arguments.out:  # after every case: a later one may hang
             Path(arguments.out).write_text(json.dumps(document, indent=1))
+    if arguments.meet and rank == 0:
+        (Path(arguments.meet) / f"done-{arguments.turn[1]}").touch()
     say(json.dumps(document), flush=True)
     rank_synchronize()
     os._exit(0)  # graphs hold the communicator: an orderly shutdown would wait for them
 
 
-def run_case(bench: Bench, case: Case, say: Any) -> dict[str, Any] | None:
+@torch.no_grad()
+def prepare_all(bench: Bench, cases: list[Case], say: Any) -> dict[Case, Any]:
+    """Steps that have run twice: compiled, and waiting to be timed."""
+    ready: dict[Case, Any] = {}
+    for case in cases:
+        try:
+            step, _ = bench.prepare(bench.fitting(case))
+            for _ in range(2):
+                step()
+            ready[case] = step
+        except Exception:
+            say(f"{case.name}: not ready\n{traceback.format_exc()[-1500:]}", flush=True)
+    rank_synchronize()
+    return ready
+
+
+def meet(folder: Path, size: int, turn: int, *, rank: int) -> None:
+    """Wait until ``size`` processes that compile at the same time are ready, then for the turns before this one."""
+    if rank == 0:
+        folder.mkdir(exist_ok=True)
+        (folder / f"ready-{os.getpid()}").touch()
+        end_s = time.monotonic() + MOST_WAITED_S
+        while time.monotonic() < end_s and len(list(folder.glob("ready-*"))) < size:
+            time.sleep(0.2)
+        while time.monotonic() < end_s and not all((folder / f"done-{before}").exists() for before in range(turn)):
+            time.sleep(0.1)
+    rank_synchronize()
+
+
+def run_case(bench: Bench, case: Case, say: Any, step: Any = None) -> dict[str, Any] | None:
     floor = floor_ms(case)
     try:
-        times, extra = bench.run(case)
+        times, extra = bench.run(case) if step is None else (measure(step, repeats=case.repeats), {})
     except Exception:
         say(f"{case.name}: failed\n{traceback.format_exc()[-1500:]}", flush=True)
         return {"case": case.name, "error": traceback.format_exc()[-300:]}
@@ -83,11 +123,15 @@ def run_case(bench: Bench, case: Case, say: Any) -> dict[str, Any] | None:
 class Arguments(argparse.Namespace):
     cases: tuple[str, ...]
     skip: tuple[str, ...]
+    only: tuple[str, ...]
     out: str
     list: bool
+    meet: str
+    turn: tuple[int, int]
 
     def wants(self, case: Case) -> bool:
-        wanted = any(part in case.name for part in self.cases) or (case.default and not self.cases)
+        wanted = any(part in case.name for part in self.cases) or case.name in self.only
+        wanted = wanted or (case.default and not (self.cases or self.only))
         return wanted and not any(part in case.name for part in self.skip)
 
 
@@ -95,6 +139,9 @@ def parse(arguments: list[str]) -> Arguments:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*")
     parser.add_argument("--skip", nargs="+", default=(), help="leave out cases that contain one of these")
+    parser.add_argument("--only", nargs="+", default=(), help="cases by their whole names")
+    parser.add_argument("--meet", default="", help="folder through which processes that prepare at one time take turns")
+    parser.add_argument("--turn", nargs=2, type=int, default=(1, 0), help="how many meet, and whose turn comes first")
     parser.add_argument("--out", default="", help="file for the JSON document")
     parser.add_argument("--list", action="store_true", help="print the names of the cases and stop")
     return parser.parse_args(arguments, namespace=Arguments())

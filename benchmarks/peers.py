@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -34,15 +34,7 @@ def xdit_step(module: Any, inputs: dict[str, Tensor]) -> Callable[[], Tensor]:
     Only its attention and groups are imported: its package pulls in every pipeline and their optional needs.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    attend = _xdit_attention(world)
-
-    def kernel(q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor) -> tuple[Tensor, Tensor]:
-        out_BHLD = attend(*(x.transpose(1, 2) for x in (q_BLHD, k_BLHD, v_BLHD)))
-        return out_BHLD.transpose(1, 2), q_BLHD.new_empty(0)
-
-    set_kernel(module, kernel)
-    torch._dynamo.reset()
-    module.compile_repeated_blocks(dynamic=False, fullgraph=False)
+    _prepare_for_xdit(module)
     dims = {"hidden_states": 1, "encoder_hidden_states": 1, "img_ids": 0, "txt_ids": 0}
     mine = {name: x.chunk(world, dims[name])[rank] if name in dims else x for name, x in inputs.items()}
 
@@ -53,6 +45,19 @@ def xdit_step(module: Any, inputs: dict[str, Tensor]) -> Callable[[], Tensor]:
         return torch.cat(parts, dim=1)
 
     return step
+
+
+@cache
+def _prepare_for_xdit(module: Any) -> None:
+    attend = _xdit_attention(dist.get_world_size())
+
+    def kernel(q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor) -> tuple[Tensor, Tensor]:
+        out_BHLD = attend(*(x.transpose(1, 2) for x in (q_BLHD, k_BLHD, v_BLHD)))
+        return out_BHLD.transpose(1, 2), q_BLHD.new_empty(0)
+
+    set_kernel(module, kernel)
+    torch._dynamo.reset()
+    module.compile_repeated_blocks(dynamic=False, fullgraph=False)
 
 
 def _xdit_attention(world: int) -> Callable[..., Tensor]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks import flux_case, peers, wan_case
-from benchmarks.cases import Case
+from benchmarks.cases import ENGINE_MAKERS, Case
 from benchmarks.timing import Times, measure
 from engines.model import Branch, Schedule
 from engines.parallel.collectives import Axis
@@ -27,7 +27,7 @@ from engines.torch_engine.ahead import AheadCache
 from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.fast_model import FastWeights, Precision, StepTensors
-from engines.torch_engine.fast_step import FastStep
+from engines.torch_engine.fast_step import FastStep, Overlap
 from engines.torch_engine.graph import CapturedStep, GraphPool
 from pipelines.flux.denoiser import as_denoiser
 from pipelines.flux.fast import fast_weights
@@ -52,6 +52,7 @@ class Bench:
         self.inputs = cache(self._inputs)
         self.reference = cache(self._reference)
         self.group = cache(self._group)
+        self.engine = cache(self._engine)
 
     @cached_property
     def module(self) -> Any:
@@ -61,8 +62,7 @@ class Bench:
     @torch.no_grad()
     def run(self, case: Case) -> tuple[Times | None, dict[str, Any]]:
         """None if this rank has no part in the case."""
-        if self.small:
-            case = dataclasses.replace(case, side=min(case.side, 128), graph=False, repeats=3)
+        case = self.fitting(case)
         start_s = time.perf_counter()
         step, close = self.prepare(case)
         error = self._error(case, step())
@@ -72,10 +72,14 @@ class Bench:
         gc.collect()
         return times, {"prepare_s": prepare_s} | ({} if error is None else {"relative_error": error})
 
+    def fitting(self, case: Case) -> Case:
+        """The case, or for a CPU a small one like it."""
+        return dataclasses.replace(case, side=min(case.side, 128), graph=False, repeats=3) if self.small else case
+
     def prepare(self, case: Case) -> tuple[Step, Callable[[], None]]:
         if case.maker == "fast":
             return self._fast(case)
-        if case.maker in ("engine", "switch", "jobs8"):
+        if case.maker in ENGINE_MAKERS:
             return self._engine_step(case), lambda: None
         if case.maker == "wan":
             return self._wan(case), lambda: None
@@ -91,7 +95,7 @@ class Bench:
 
     def _engine_step(self, case: Case) -> Step:
         """As a gang calls it: a job's step with its schedule. "switch" goes to width 1 and back with every repeat."""
-        inputs = self.inputs(case.side, case.batch)
+        engine, inputs = self.engine(case.overlap), self.inputs(case.side, case.batch)
         timesteps_S = torch.linspace(1, 0.1, 28, device=self.device).to(self.dtype)
         schedule = Schedule(timesteps_S=timesteps_S, step=14)
         branches = (Branch(inputs={**inputs, "timestep": timesteps_S[14:15]}, schedule=schedule),)
@@ -101,19 +105,18 @@ class Bench:
         if case.maker == "jobs8":
             widths = (together,) * (NUM_JOBS * case.width // self.world)
         for ranks in dict.fromkeys(widths):
-            self.engine.warm_up(branches, ranks)
-        return lambda: [self.engine.predict(branches, ranks)[0] for ranks in widths][-1]
+            engine.warm_up(branches, ranks)
+        return lambda: [engine.predict(branches, ranks)[0] for ranks in widths][-1]
 
-    @cached_property
-    def engine(self) -> TorchEngine:
-        return TorchEngine(as_denoiser(self.module), config=TorchEngineConfig(strategy="ulysses"))
+    def _engine(self, overlap: Overlap) -> TorchEngine:
+        return TorchEngine(as_denoiser(self.module), config=TorchEngineConfig(strategy="ulysses", overlap=overlap))
 
     def _wan(self, case: Case) -> Step:
         first = self.rank // case.width * case.width
         ranks = tuple(range(first, first + case.width))
         return wan_case.step(
             self.device, height=case.side, ranks=ranks, strategy=case.strategy, num_branches=case.num_branches,
-            capture=case.graph,
+            capture=case.graph, num_blocks=case.num_blocks or wan_case.LAYERS,
         )  # fmt: skip
 
     def _module_step(self, inputs: dict[str, Tensor]) -> Step:

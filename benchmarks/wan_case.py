@@ -29,30 +29,32 @@ def num_tokens(height: int) -> int:
     return frames * (rows // 2) * (columns // 2)
 
 
-def flop(height: int) -> tuple[float, float]:
+def flop(height: int, num_blocks: int = LAYERS) -> tuple[float, float]:
     """Of one forward: matrix products, attention (to itself and to the text)."""
     tokens = num_tokens(height)
     weights = 6 * CHANNELS**2 + 2 * CHANNELS * FFN
-    products = 2 * LAYERS * (tokens * weights + TEXT_TOKENS * 2 * CHANNELS**2)
-    attention = 4 * LAYERS * CHANNELS * (tokens**2 + tokens * TEXT_TOKENS)
+    products = 2 * num_blocks * (tokens * weights + TEXT_TOKENS * 2 * CHANNELS**2)
+    attention = 4 * num_blocks * CHANNELS * (tokens**2 + tokens * TEXT_TOKENS)
     return float(products), float(attention)
 
 
 @cache
-def build(device: torch.device) -> Any:
+def build(device: torch.device, num_blocks: int) -> Any:
     from diffusers import WanTransformer3DModel
 
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(device):
-        module = WanTransformer3DModel(num_layers=LAYERS, num_attention_heads=40, attention_head_dim=128, ffn_dim=FFN)
+        module = WanTransformer3DModel(
+            num_layers=num_blocks, num_attention_heads=40, attention_head_dim=128, ffn_dim=FFN
+        )
     torch.set_default_dtype(torch.float32)
     return module.eval().requires_grad_(False)
 
 
 @cache
-def engine(device: torch.device, strategy: str, capture: bool) -> TorchEngine:
-    module = build(device)
+def engine(device: torch.device, strategy: str, capture: bool, num_blocks: int) -> TorchEngine:
+    module = build(device, num_blocks)
     for block in module.blocks:
         block.__dict__.pop("forward", None)  # another engine's compiled one
     model = as_denoiser({"transformer": module})
@@ -60,7 +62,14 @@ def engine(device: torch.device, strategy: str, capture: bool) -> TorchEngine:
 
 
 def step(
-    device: torch.device, *, height: int, ranks: tuple[int, ...], strategy: str, num_branches: int, capture: bool
+    device: torch.device,
+    *,
+    height: int,
+    ranks: tuple[int, ...],
+    strategy: str,
+    num_branches: int,
+    capture: bool,
+    num_blocks: int,
 ) -> Callable[[], tuple[Tensor, ...]]:
     """One step of a clip of 81 frames; two branches as with true guidance."""
     generator = torch.Generator(device).manual_seed(1)
@@ -77,6 +86,6 @@ def step(
         )
         for _ in range(num_branches)
     )
-    ready = engine(device, strategy, capture)
+    ready = engine(device, strategy, capture, num_blocks)
     ready.warm_up(branches, ranks)
     return lambda: ready.predict(branches, ranks)

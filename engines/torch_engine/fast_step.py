@@ -17,6 +17,7 @@ from engines.torch_engine.fast_model import FastWeights, StepParts, StepTensors
 from engines.torch_engine.head_exchange import HeadExchange, LocalHeads, UlyssesHeads, local_attention, without_lse
 from engines.torch_engine.lanes import Lane
 from engines.torch_engine.peer_exchange import PeerHeads
+from engines.torch_engine.peer_memory import reachable
 
 LATENTS = "hidden_states"
 """The input that changes with every step and is read inside the step."""
@@ -28,8 +29,8 @@ class Overlap:
 
     ``stream_lane``: the second stream's products beside the first's. ``mlp_lane``: the MLP of single-stream blocks
     beside attention. ``num_parts``: shares of a rank's heads that are exchanged one after the other. ``peer_memory``:
-    ranks write straight into each other's memory (one host, NVLink) instead of calling NCCL; ``peer_copies``: by copy
-    engines wherever products can run meanwhile.
+    ranks write straight into each other's memory, where it can be reached (one host, NVLink), instead of calling NCCL;
+    ``peer_copies``: by copy engines wherever products can run meanwhile.
     """
 
     stream_lane: bool = True
@@ -59,7 +60,7 @@ class FastStep:
         parts = StepParts(
             exchange=make_exchange(team, layout, overlap, sample),
             stream_lane=Lane(sample.device, "stream", enabled=overlap.stream_lane),
-            mlp_lane=Lane(sample.device, "mlp", enabled=overlap.mlp_lane),
+            mlp_lane=Lane(sample.device, "mlp", enabled=overlap.mlp_lane and team.context.size > 1),
         )
         self._model = weights.model(parts)
 
@@ -96,6 +97,6 @@ def make_exchange(team: Team, layout: TokenLayout, overlap: Overlap, sample: Ten
     attend = local_attention(sample.device, sample.dtype, layout.valid_rows(0, layout.num_chunks))
     if team.ulysses.size == 1:
         return LocalHeads(attend)
-    if overlap.peer_memory:
+    if overlap.peer_memory and reachable(team.ulysses, sample.device):
         return PeerHeads(attend, team.ulysses, sample.device, num_parts=overlap.num_parts, copies=overlap.peer_copies)
     return UlyssesHeads(attend, team.ulysses, num_parts=overlap.num_parts)

@@ -20,7 +20,7 @@ class GraphPool:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = named_stream(device, "graphs")
+        self.stream = named_stream(device, "graphs", priority=-1)  # side lanes fill what this one leaves
         self.handle: Any = torch.cuda.graph_pool_handle()
 
 
@@ -32,6 +32,7 @@ class CapturedStep:
     """
 
     def __init__(self, function: Callable[[StepTensors], Tensor], example: StepTensors, pool: GraphPool) -> None:
+        self._function = function  # its kernels read what it holds: weights, tables, other ranks' memory
         self._inputs = {name: tensor.detach().clone() for name, tensor in example.items()}
         self._graph = torch.cuda.CUDAGraph()
         pool.stream.wait_stream(torch.cuda.current_stream(pool.device))
@@ -64,3 +65,4 @@ class CapturedStep:
         """
         self._graph.reset()
         self._result = torch.empty(0)
+        del self._function

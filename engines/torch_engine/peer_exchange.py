@@ -46,8 +46,8 @@ class _Memory:
 class PeerHeads:
     """A ``HeadExchange`` for the ranks of one host. Memory is made at a shape's first (uncaptured) call.
 
-    What has work beside it is copied (unless ``copies`` is false), the rest pushed. With ``num_parts`` above 1
-    everything is copied, each part of the heads beside the attention of another.
+    What has work beside it is copied (unless ``copies`` is false), the rest pushed; with ``num_parts`` above 1 that is
+    copied too, each part of the heads beside the attention of another.
     """
 
     adds_bias = True
@@ -66,15 +66,16 @@ class PeerHeads:
         from engines.torch_engine.kernels.heads_triton import launch_to_peers
 
         rows, _, heads, dim = qkv_R3HD.shape
-        memory = self._memory(qkv_R3HD)
-        copied = (beside and self._copies) or self._num_parts > 1
+        num_parts = 1 if beside else self._num_parts
+        memory = self._memory(qkv_R3HD, num_parts)
+        copied = (beside and self._copies) or num_parts > 1
         left = []
-        for part, (part_R3HD, part_norms) in enumerate(self._parts(qkv_R3HD, norms)):
+        for part, (part_R3HD, part_norms) in enumerate(_parts(qkv_R3HD, norms, num_parts)):
             addresses_W = (memory.staged_PW if copied else memory.pushed_PW)[part]
             launch_to_peers(part_R3HD, part_norms, batch, addresses_W, self._axis.index * (rows // batch))
             left.append(self._copy_queries(memory, part) if copied else ())
-        each = heads // self._axis.size // self._num_parts
-        received = memory.inbox.mine.view(self._num_parts, self._axis.size * rows // batch, batch, 3, each, dim)
+        each = heads // self._axis.size // num_parts
+        received = memory.inbox.mine.view(num_parts, self._axis.size * rows // batch, batch, 3, each, dim)
         return Exchanged(parts=tuple(received.unbind(0)), num_rows=rows, left=tuple(left), memory=memory)
 
     def attend(self, sent: Exchanged) -> Exchanged:
@@ -100,13 +101,7 @@ class PeerHeads:
         memory.outbox.barrier(channel=0)
         if not copied:
             return (memory.outbox.mine.view(1, attended.num_rows, -1),)
-        return tuple(memory.outbox.mine.view(self._num_parts, *attended.parts[0].shape).unbind(0))
-
-    def _parts(self, qkv_R3HD: Tensor, norms: HeadNorms) -> Iterator[tuple[Tensor, HeadNorms]]:
-        parts = qkv_R3HD.chunk(self._num_parts, dim=2)
-        biases = (None,) * len(parts) if norms.bias_3HD is None else norms.bias_3HD.chunk(self._num_parts, dim=1)
-        for part_R3HD, bias_3HD in zip(parts, biases, strict=True):
-            yield part_R3HD, replace(norms, bias_3HD=bias_3HD)
+        return tuple(memory.outbox.mine.view(len(attended.parts), *attended.parts[0].shape).unbind(0))
 
     def _copy_queries(self, memory: _Memory, part: int) -> tuple[torch.cuda.Event, ...]:
         """Start one part's copies; the events after which they have left."""
@@ -118,7 +113,7 @@ class PeerHeads:
         return tuple(events)
 
     def _copy_result(self, memory: _Memory, part: int, out_WRC: Tensor) -> None:
-        mine, shape = self._axis.index, (self._num_parts, *out_WRC.shape)
+        mine, shape = self._axis.index, (memory.staging_PWN.shape[0], *out_WRC.shape)
         for peer, _ in self._copying():
             memory.outbox.views_W[peer].view(shape)[part, mine].copy_(out_WRC[peer])
             if peer == self._peers[-1]:
@@ -145,18 +140,18 @@ class PeerHeads:
         for stream in self._streams:
             torch.cuda.current_stream().wait_stream(stream)
 
-    def _memory(self, qkv_R3HD: Tensor) -> _Memory:
-        shape = tuple(qkv_R3HD.shape)
-        if shape not in self._memories:
-            self._memories[shape] = self._open(qkv_R3HD)
-        return self._memories[shape]
+    def _memory(self, qkv_R3HD: Tensor, num_parts: int) -> _Memory:
+        key = (num_parts, *qkv_R3HD.shape)
+        if key not in self._memories:
+            self._memories[key] = self._open(qkv_R3HD, num_parts)
+        return self._memories[key]
 
-    def _open(self, qkv_R3HD: Tensor) -> _Memory:
-        parts, world, mine = self._num_parts, self._axis.size, self._axis.index
+    def _open(self, qkv_R3HD: Tensor, parts: int) -> _Memory:
+        world, mine = self._axis.size, self._axis.index
         share = qkv_R3HD.numel() // world // parts
         assert share * world * parts == qkv_R3HD.numel(), f"{qkv_R3HD.shape} does not fit {world} ranks x {parts} parts"
-        inbox = PeerMemory.open(qkv_R3HD.numel(), qkv_R3HD, self._axis)
-        outbox = PeerMemory.open(qkv_R3HD.numel() // 3, qkv_R3HD, self._axis)
+        inbox = PeerMemory.open(qkv_R3HD.numel(), qkv_R3HD, self._axis, use=f"queries in {parts}")
+        outbox = PeerMemory.open(qkv_R3HD.numel() // 3, qkv_R3HD, self._axis, use=f"results in {parts}")
         staging_PWN = qkv_R3HD.new_empty(parts, world, share)
         inboxes = [view.view_as(staging_PWN) for view in inbox.views_W]
         pushed = [[inboxes[peer][part] for peer in range(world)] for part in range(parts)]
@@ -165,3 +160,11 @@ class PeerHeads:
         staged_PW = torch.stack([addresses_of(part_WN.unbind(0)) for part_WN in staging_PWN]) - place
         staged_PW[:, mine] = pushed_PW[:, mine]
         return _Memory(inbox=inbox, outbox=outbox, staging_PWN=staging_PWN, pushed_PW=pushed_PW, staged_PW=staged_PW)
+
+
+def _parts(qkv_R3HD: Tensor, norms: HeadNorms, num_parts: int) -> Iterator[tuple[Tensor, HeadNorms]]:
+    """Heads in runs of equal length, each with its bias."""
+    parts = qkv_R3HD.chunk(num_parts, dim=2)
+    biases = (None,) * len(parts) if norms.bias_3HD is None else norms.bias_3HD.chunk(num_parts, dim=1)
+    for part_R3HD, bias_3HD in zip(parts, biases, strict=True):
+        yield part_R3HD, replace(norms, bias_3HD=bias_3HD)

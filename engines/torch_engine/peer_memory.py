@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import socket
+import zlib
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from engines.parallel.collectives import Axis
+from engines.parallel.collectives import Axis, all_gather
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,8 +27,20 @@ class PeerMemory:
     handle: Any
 
     @classmethod
-    def open(cls, numel: int, sample: Tensor, axis: Axis) -> PeerMemory:
-        """``numel`` elements of the dtype and device of ``sample``. All ranks of the axis call it in the same order."""
+    def open(cls, numel: int, sample: Tensor, axis: Axis, *, use: str) -> PeerMemory:
+        """``numel`` elements of the dtype and device of ``sample``. All ranks of the axis call it in the same order.
+
+        Equal calls get the same memory: ``use`` tells apart what is in use at one time. Nothing is given back before
+        the process ends, because PyTorch's pool of such memory must stay equal on all ranks, and when a rank collects
+        its garbage is its own affair.
+        """
+        key = (axis, use, numel, sample.dtype, sample.device)
+        if key not in _OPENED:
+            _OPENED[key] = cls._new(numel, sample, axis)
+        return _OPENED[key]
+
+    @classmethod
+    def _new(cls, numel: int, sample: Tensor, axis: Axis) -> PeerMemory:
         import torch.distributed._symmetric_memory as symmetric
 
         mine = symmetric.empty(numel, dtype=sample.dtype, device=sample.device)
@@ -43,6 +57,22 @@ class PeerMemory:
     def barrier(self, channel: int) -> None:
         """What every rank wrote, as far as its current stream has waited for it, is there when this stream goes on."""
         self.handle.barrier(channel=channel)
+
+
+_OPENED: dict[Hashable, PeerMemory] = {}
+
+
+def reachable(axis: Axis, device: torch.device) -> bool:
+    """Whether all ranks of the axis are on one host whose GPUs reach each other's memory. All of them make the call."""
+    if device.type != "cuda":
+        return False
+    host = zlib.crc32(socket.gethostname().encode())
+    number = torch.cuda.current_device()
+    mine = torch.tensor([host, number], dtype=torch.int64, device=device)
+    hosts, numbers = all_gather(mine, axis).T.tolist()
+    if len(set(hosts)) > 1 or len(set(numbers)) < len(numbers):  # a rank that sees its own GPU only calls it 0
+        return False
+    return all(torch.cuda.can_device_access_peer(number, other) for other in numbers if other != number)
 
 
 def addresses_of(tensors: Iterable[Tensor]) -> Tensor:
