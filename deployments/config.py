@@ -70,6 +70,10 @@ class DenoiserConfig(_Config):
     ``warm_sizes`` are compiled and captured at start, so that no request waits for that. ``elastic``: the more jobs
     run, the fewer ranks work on each; if not, all take turns on all ranks, and a seed fixes every bit. ``max_batch``
     jobs of one shape at most are advanced together.
+
+    ``load``: "whole" gives every rank all weights, so that teams of any width can form; "sliced" lets each rank read
+    its share alone, for a model that fits no single device (with the engine torch, and a strategy that divides weights:
+    tensor, pipeline). "auto" is "sliced" if the strategy says so, or is "auto" and whole weights would not fit.
     """
 
     num_ranks: PositiveInt = 2
@@ -80,6 +84,7 @@ class DenoiserConfig(_Config):
     engine: EngineName = "auto"
     strategy: str = "auto"
     precision: str = "auto"
+    load: Literal["auto", "whole", "sliced"] = "auto"
     warm_sizes: tuple[SizeText, ...] = ()
     elastic: bool = False
     max_batch: PositiveInt = 1

@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # processes that only pass these records on do without torch
     import torch
     from torch import Tensor, nn
 
+    from engines.parallel.weight_files import WeightFiles
     from engines.torch_engine.fast_model import ArrangeWeights
 
 ModelInputs: TypeAlias = Mapping[str, "Tensor"]
@@ -60,7 +61,8 @@ class DenoiserModel:
     ``head_dim`` and ``num_heads`` are those of self-attention. ``probe()`` makes the branches of one small, seeded,
     known step (the same on every rank), for the self-check of a gang at its start. ``fast`` arranges a module's weights
     for a hand-ordered step that equals its ``forward`` (None: there is none). ``typical_lengths`` are the tokens per
-    stream of the steps to come, if that is known: an "auto" strategy is chosen for them.
+    stream of the steps to come, if that is known: an "auto" strategy is chosen for them. With ``weights``, the modules'
+    parameters are on "meta", and every rank reads what it needs of them from these files.
     """
 
     modules: Mapping[str, nn.Module]
@@ -73,3 +75,11 @@ class DenoiserModel:
     probe: Callable[[], tuple[Branch, ...]]
     fast: ArrangeWeights | None = None
     typical_lengths: Mapping[str, int] | None = None
+    weights: WeightFiles | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        if self.weights is not None:
+            return self.weights.device
+        return next(next(iter(self.modules.values())).parameters()).device

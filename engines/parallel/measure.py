@@ -40,7 +40,7 @@ def measure(profile: ModelProfile, teams: Teams, device: torch.device) -> Machin
         products=tuple((n, _product_rate(n, profile, device)) for n in rows),
         attention=tuple((n, _attention_rate(n, profile, device)) for n in rows),
         copy_bytes_per_s=_copy_rate(device),
-        memory_bytes=_memory_bytes(device),
+        memory_bytes=memory_bytes(device),
         exchanges=_exchange_lines(teams, device),
         quantised=_quantised_rates(rows, profile, device),
     )
@@ -101,7 +101,8 @@ def _copy_rate(device: torch.device) -> float:
     return 2 * x.nbytes / shortest_s(lambda: y.copy_(x), device)
 
 
-def _memory_bytes(device: torch.device) -> int:
+def memory_bytes(device: torch.device) -> int:
+    """What one rank has to itself."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1  # they share the host's memory

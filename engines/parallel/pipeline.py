@@ -26,8 +26,8 @@ class Stage:
         self._plan, self._team = plan, team
         self._sent: list[tuple[Tensor, Tensor]] = []
         blocks = pipeline_blocks(module, plan)
-        first, last = stage_bounds([_weight(block) for block in blocks], team.pipeline.size)[team.pipeline.index]
-        for block in (*blocks[:first], *blocks[last:]):
+        first, last = _my_bounds(blocks, team)
+        for block in other_stages(module, plan, team):
             block.__dict__["forward"] = _passing(block, plan.carried)
         if team.before is not None:
             blocks[first].register_forward_pre_hook(self._receive, with_kwargs=True)
@@ -63,6 +63,19 @@ def pipeline_blocks(module: nn.Module, plan: ShardPlan) -> list[nn.Module]:
     if not plan.carried:
         return []
     return [block for name in plan.blocks for block in module.get_submodule(name).children()]
+
+
+def other_stages(module: nn.Module, plan: ShardPlan, team: Team) -> list[nn.Module]:
+    """The blocks that other stages run: all but mine."""
+    if team.pipeline.size == 1:
+        return []
+    blocks = pipeline_blocks(module, plan)
+    first, last = _my_bounds(blocks, team)
+    return [*blocks[:first], *blocks[last:]]
+
+
+def _my_bounds(blocks: Sequence[nn.Module], team: Team) -> tuple[int, int]:
+    return stage_bounds([_weight(block) for block in blocks], team.pipeline.size)[team.pipeline.index]
 
 
 def stage_bounds(weights: Sequence[int], num_stages: int) -> list[tuple[int, int]]:

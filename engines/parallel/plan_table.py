@@ -8,6 +8,7 @@ from engines.model import Branch, DenoiserModel
 from engines.parallel.cost_model import USABLE, Cost, Workload, candidates, choose, predict
 from engines.parallel.machine import Machine
 from engines.parallel.profile import ModelProfile
+from engines.parallel.spec import ParallelSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,10 +52,22 @@ class StepForecast:
 
 
 def forecast(
-    counted: ModelProfile, work: Workload, width: int, machine: Machine, precision: str = "native"
+    counted: ModelProfile,
+    work: Workload,
+    width: int,
+    machine: Machine,
+    precision: str = "native",
+    *,
+    same_weights: ParallelSpec | None = None,
 ) -> StepForecast:
-    """Cost every way to divide the step over ``width`` ranks and choose one. Loads and runs nothing."""
+    """Cost every way to divide the step over ``width`` ranks and choose one. Loads and runs nothing.
+
+    ``same_weights``: only ways that give each rank the weights that it has with this one.
+    """
     specs = candidates(counted, width, work.num_branches)
+    if same_weights is not None:
+        wanted = (same_weights.tensor, same_weights.pipeline)
+        specs = [spec for spec in specs if (spec.tensor, spec.pipeline) == wanted]
     costs = [predict(counted, work, spec, machine, precision) for spec in specs]
     return StepForecast(
         machine=machine,

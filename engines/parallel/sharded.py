@@ -15,12 +15,13 @@ from engines.parallel.kernel import Kernel
 from engines.parallel.layout import TokenLayout
 from engines.parallel.local import local_kernel
 from engines.parallel.mesh import Team
-from engines.parallel.pipeline import Stage
+from engines.parallel.pipeline import Stage, other_stages
 from engines.parallel.shard_plan import ShardPlan
 from engines.parallel.strategy import team_kernel
 from engines.parallel.tensor import split_weights
 from engines.parallel.token_hooks import TokenHooks
 from engines.parallel.twin import twin
+from engines.parallel.weight_files import slices_of
 
 PrepareModule = Callable[[nn.Module, ShardPlan], None]
 """Called once with every module that will run: compiles its blocks, or swaps layers for faster equals."""
@@ -40,7 +41,7 @@ class ShardedModel:
     """One branch at a time, over the tokens and weights of a team; every rank of it makes the same call.
 
     Splitting tokens changes no weight, so teams share the module; tensor and pipeline axes have copies of it, made at
-    first use, that share what they can.
+    first use, that share what they can. Of a model whose weights are in files, each copy reads its own share.
     """
 
     def __init__(self, model: DenoiserModel, on_new_module: PrepareModule | None = None) -> None:
@@ -86,11 +87,15 @@ class ShardedModel:
     def _make_share(self, name: str, team: Team) -> _Share:
         if name not in self._model.modules:
             raise ValueError(f"the model has no module {name!r}; it has {', '.join(self._model.modules)}")
-        module, plan = self._model.modules[name], self._model.plan
+        whole, plan, weights = self._model.modules[name], self._model.plan, self._model.weights
+        module = whole
         if team.tensor.size > 1:
-            module = split_weights(module, plan, team.tensor)  # a copy, which keeps the hooks
-        elif team.pipeline.size > 1:
-            module = twin(module)
+            module = split_weights(whole, plan, team.tensor)  # a copy, which keeps the hooks
+        elif team.pipeline.size > 1 or weights is not None:
+            module = twin(whole)
+        if weights is not None:
+            slices = slices_of(whole, plan, team.tensor) if team.tensor.size > 1 else {}
+            weights.fill(name, module, slices, leave_out=other_stages(module, plan, team))
         if self._on_new_module is not None:
             self._on_new_module(module, plan)
         return _Share(module, Stage(module, plan, team) if team.pipeline.size > 1 else None)
@@ -105,4 +110,4 @@ class ShardedModel:
 
     def _local(self) -> Kernel:
         some = next(iter(self._model.modules.values()))
-        return local_kernel(next(some.parameters()).device, dtype_of(some))
+        return local_kernel(self._model.device, dtype_of(some))

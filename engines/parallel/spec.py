@@ -95,9 +95,13 @@ class ParallelSpec:
             raise ValueError(f"{self.name} divides a step over {self.width} ranks; it cannot be spread over {width}")
         return ParallelSpec(**degrees)
 
-    def without_guidance(self) -> ParallelSpec:
-        """For steps with one branch: the guidance axis goes to the strategy that each half used (ulysses if none)."""
-        axis = next((axis for axis in _SPREAD_FIRST if self.degree(axis) > 1), "ulysses")
+    def without_guidance(self, *, keep_weights: bool = False) -> ParallelSpec:
+        """For steps with one branch: the guidance axis goes to the strategy that each half used (ulysses if none).
+
+        ``keep_weights``: not to one that would give ranks other shares of the weights.
+        """
+        axes = [axis for axis in _SPREAD_FIRST if not (keep_weights and axis == "tensor")]
+        axis = next((axis for axis in axes if self.degree(axis) > 1), "ulysses")
         return replace(self, guidance=1, **{axis: self.degree(axis) * self.guidance})
 
     def check(

@@ -100,32 +100,40 @@ def _split(name: str, layer: nn.Module, rule: ColumnLinear | RowLinear | FullWid
 
 def split_columns(layer: nn.Linear, axis: Axis) -> nn.Linear:
     """The share of the output features: views of the weight and bias, no memory of their own."""
-    share = _share(layer.out_features, axis)
-    bias = None if layer.bias is None else layer.bias[share]
-    return _linear(layer.weight[share], bias)
+    mine = share(layer.out_features, axis)
+    bias = None if layer.bias is None else layer.bias[mine]
+    return _linear(layer.weight[mine], bias)
 
 
 def split_rows(layer: nn.Linear, segments: tuple[int, ...], axis: Axis) -> RowSplitLinear:
     """The share of each segment of the input features, one after another."""
-    unit, rest = divmod(layer.in_features, sum(segments))
-    if rest:
-        raise ValueError(f"{layer.in_features} input features do not divide into segments {segments}")
-    pieces, start = [], 0
-    for segment in segments:
-        share = _share(segment * unit, axis)
-        pieces.append(layer.weight[:, start + share.start : start + share.stop])
-        start += segment * unit
+    ranges = row_ranges(layer.in_features, segments, axis)
+    pieces = [layer.weight[:, start:stop] for start, stop in ranges]
     return RowSplitLinear(_linear(torch.cat(pieces, dim=1), None), layer.bias, axis)
+
+
+def row_ranges(features: int, segments: tuple[int, ...], axis: Axis) -> tuple[tuple[int, int], ...]:
+    """Which input features a rank has of a layer whose input was concatenated from ``segments``."""
+    unit, rest = divmod(features, sum(segments))
+    if rest:
+        raise ValueError(f"{features} input features do not divide into segments {segments}")
+    ranges, start = [], 0
+    for segment in segments:
+        mine = share(segment * unit, axis)
+        ranges.append((start + mine.start, start + mine.stop))
+        start += segment * unit
+    return tuple(ranges)
 
 
 def split_norm(layer: nn.RMSNorm, axis: Axis) -> SplitRMSNorm:
     (features,) = layer.normalized_shape
-    weight = None if layer.weight is None else layer.weight.detach()[_share(features, axis)]
+    weight = None if layer.weight is None else layer.weight.detach()[share(features, axis)]
     eps = torch.finfo(torch.float32).eps if layer.eps is None else layer.eps
     return SplitRMSNorm(weight, eps, axis)
 
 
-def _share(features: int, axis: Axis) -> slice:
+def share(features: int, axis: Axis) -> slice:
+    """A rank's part of ``features`` that are split over the axis."""
     if features % axis.size:
         raise ValueError(f"{features} features cannot be split over {axis.size} ranks of the tensor axis")
     size = features // axis.size

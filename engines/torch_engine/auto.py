@@ -51,14 +51,21 @@ def choose_specs(
     if rank == 0:
         logger.info("this machine:\n%s", machine.describe(), extra={"machine": machine.to_json()})
     specs: Specs = {}
-    for width in gang_widths(num_ranks):
+    for width in team_widths(model, num_ranks):
         # Memory decides at the gang's own width alone: narrower teams are there for smaller steps.
         here = machine if width == num_ranks else replace(machine, memory_bytes=UNLIMITED)
-        plans = [forecast(counted, Workload(lengths=lengths, num_branches=n), width, here, precision) for n in (1, 2)]
+        one, two = (Workload(lengths=lengths, num_branches=number) for number in (1, 2))
+        single = forecast(counted, one, width, here, precision)
+        plans = (single, forecast(counted, two, width, here, precision, same_weights=single.chosen.spec))
         for plan in plans if rank == 0 else ():
             logger.info("auto strategy for a step of %s:\n%s", dict(lengths), plan.table(), extra=plan.log_fields)
         specs[width] = (plans[0].chosen.spec, plans[1].chosen.spec)
     return specs
+
+
+def team_widths(model: DenoiserModel, num_ranks: int) -> tuple[int, ...]:
+    """All that tile the gang; but ranks that read only their share of the weights work together or not at all."""
+    return gang_widths(num_ranks) if model.weights is None else (num_ranks,)
 
 
 def typical_lengths(model: DenoiserModel, num_tokens: int) -> tuple[tuple[str, int], ...]:

@@ -8,11 +8,11 @@ from typing import Literal
 import torch
 
 from engines.model import DenoiserModel
-from engines.parallel.mesh import Groups, gang_widths
+from engines.parallel.mesh import Groups
 from engines.parallel.pipeline import pipeline_blocks
 from engines.parallel.spec import ParallelSpec
 from engines.parallel.tensor import split_features
-from engines.torch_engine.auto import Specs, choose_specs
+from engines.torch_engine.auto import Specs, choose_specs, team_widths
 from engines.torch_engine.fast_step import DEFAULT_OVERLAP, Overlap
 
 CompileMode = Literal["auto", "eager", "per-block"]
@@ -78,8 +78,9 @@ class TorchEngineConfig:
                 precision=self._scheme(),
             )
         else:
-            widths = gang_widths(num_ranks)
-            specs = {width: spec for width in widths if (spec := self._spec(model, width, num_ranks))}
+            specs = {
+                width: spec for width in team_widths(model, num_ranks) if (spec := self._spec(model, width, num_ranks))
+            }
         return ResolvedConfig(
             specs=specs,
             compile_blocks=compile_blocks,
@@ -90,12 +91,17 @@ class TorchEngineConfig:
             overlap=self.overlap,
         )
 
+    @property
+    def is_native(self) -> bool:
+        """Whether linears compute in the model's own dtype."""
+        return self._scheme() == "native"
+
     def _scheme(self) -> str:
         """What the linears compute in, as machines are measured."""
         return {"auto": "native", "fp8-static": "fp8"}.get(self.precision, self.precision)
 
     def _takes_fast_path(self, model: DenoiserModel, device: torch.device) -> bool:
-        if self.path == "module" or model.fast is None:
+        if self.path == "module" or model.fast is None or model.weights is not None:
             return False
         if self.path == "fast":
             return True
@@ -114,7 +120,7 @@ class TorchEngineConfig:
     def _spec(self, model: DenoiserModel, width: int, num_ranks: int) -> tuple[ParallelSpec, ParallelSpec] | None:
         try:
             paired = ParallelSpec.of(self.strategy, width)
-            single = paired.without_guidance()
+            single = paired.without_guidance(keep_weights=model.weights is not None)
             for spec in (paired, single):
                 spec.check(
                     num_heads=model.num_heads,

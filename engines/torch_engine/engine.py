@@ -33,7 +33,7 @@ class TorchEngine:
     def __init__(self, model: DenoiserModel, *, config: TorchEngineConfig | None = None) -> None:
         rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         some = next(iter(model.modules.values()))
-        self.device, self.dtype = next(some.parameters()).device, dtype_of(some)
+        self.device, self.dtype = model.device, dtype_of(some)
         gang: dict[str, Any] = {"rank": rank, "num_ranks": num_ranks, "groups": Groups(num_ranks)}
         self.config = (config or TorchEngineConfig()).resolve(model, device=self.device, **gang)
         self.teams = Teams(specs=self.config.all_specs(), **gang)

@@ -9,6 +9,7 @@ from engines.parallel.self_check import check_attention, self_check
 from engines.torch_engine.check import check_fast_path
 from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
+from engines.torch_engine.sliced_check import check_sliced
 
 if TYPE_CHECKING:
     from engines.gang.config import RankContext
@@ -18,12 +19,16 @@ def load_torch_engine(
     model: DenoiserModel, context: RankContext, *, strategy: str = "auto", precision: str = "auto"
 ) -> TorchEngine:
     """Made and self-checked. Every rank of the gang makes this call at the same time."""
-    engine = TorchEngine(model, config=TorchEngineConfig(strategy=strategy, precision=precision))
+    config = TorchEngineConfig(strategy=strategy, precision=precision)
+    engine = TorchEngine(model, config=config)
     check_fast_path(engine, model, rank=context.rank)
     for team in engine.teams.all():
         check_attention(
             team, num_heads=model.num_heads, head_dim=model.head_dim, device=engine.device, dtype=engine.dtype
         )
+    if model.weights is not None:
+        check_sliced(engine, model, config, rank=context.rank)
+        return engine
     teams = ((team.ranks, team.spec.name) for team in engine.checked_teams())
     self_check(engine, model.probe(), rank=context.rank, teams=teams)
     return engine

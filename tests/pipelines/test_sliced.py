@@ -1,0 +1,165 @@
+"""Ranks that read only their share of the weights: how much they hold, what they answer, what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from engines.gang.config import RankContext
+from engines.parallel.self_check import WrongAnswerError, relative_difference
+from engines.parallel.weight_files import INDEX, NAME, Slice, file_bytes
+from engines.registry import load_engine
+from engines.torch_engine.config import TorchEngineConfig
+from engines.torch_engine.engine import TorchEngine
+from pipelines.registry import load_family
+from pipelines.run import PlainEngine
+from pipelines.sliced import load_sliced, weights_bytes
+from tests.engines.parallel.gloo import gang
+from tests.pipelines import tiny
+
+CPU = torch.device("cpu")
+ALL = (0, 1, 2, 3)
+STRATEGIES = ["tensor", "tensor2xulysses2", "pipeline2xtensor2", "guidance2xtensor2", "pipeline2xring2"]
+
+
+@pytest.fixture(scope="module", params=["flux", "wan"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A diffusers directory whose transformer lies in many files."""
+    make = {"flux": tiny.flux, "wan": tiny.wan}[request.param]
+    path: Path = make(tmp_path_factory.mktemp(request.param))
+    part = path / "transformer"
+    module = load_family(path).load_denoiser(path, CPU, torch.float32).modules["transformer"]
+    (part / NAME).unlink()
+    module.save_pretrained(part, max_shard_size="60KB")  # type: ignore[operator]
+    assert len(set(json.loads((part / INDEX).read_text())["weight_map"].values())) > 3
+    return path
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_answer_is_that_of_the_whole_model_and_a_rank_holds_and_reads_its_share(
+    folder: Path, strategy: str
+) -> None:
+    model = load_family(folder).load_denoiser(folder, CPU, torch.float32)
+    expected = PlainEngine(model=model).predict(model.probe())
+    whole_bytes = sum(weight.nbytes for weight in model.modules["transformer"].parameters())
+    assert weights_bytes(load_family(folder), folder, torch.float32) == whole_bytes
+    for answer, held_bytes, read_bytes in gang(4).run(predict_sliced, folder, strategy):
+        assert max(map(relative_difference, answer, expected)) <= 1e-5
+        assert held_bytes == read_bytes, "nothing was read that is not held"
+        assert held_bytes < SHARE[strategy] * whole_bytes
+
+
+SHARE = {
+    "tensor": 0.55,
+    "tensor2xulysses2": 0.7,
+    "pipeline2xtensor2": 0.55,
+    "guidance2xtensor2": 0.7,
+    "pipeline2xring2": 0.75,
+}
+"""Of small models, whose embedders and modulation are a large part."""
+
+
+def predict_sliced(folder: Path, strategy: str) -> tuple[tuple[Tensor, ...], int, int]:
+    """The prediction, and bytes of weights held by and read for it."""
+    model = load_sliced(load_family(folder), folder, CPU, torch.float32)
+    with closing_engine(model, strategy) as engine, counting_reads() as read:
+        answer = engine.predict(model.probe(), ALL)
+        shares = [share.module for share in engine._sharded._shares.values()]
+        assert len(shares) == 1, "one branch and two need the same weights"
+        return answer, held_bytes(shares[0]), sum(read)
+
+
+@contextmanager
+def closing_engine(model: Any, strategy: str) -> Iterator[TorchEngine]:
+    engine = TorchEngine(model, config=TorchEngineConfig(strategy=strategy))
+    try:
+        assert engine.widths == (4,)
+        yield engine
+    finally:
+        engine.close()
+
+
+@contextmanager
+def counting_reads() -> Iterator[list[int]]:
+    read: list[int] = []
+    original = Slice.read
+
+    def counted(self: Slice, file: Any) -> Tensor:
+        value = original(self, file)
+        read.append(value.nbytes)
+        return value
+
+    with patch.object(Slice, "read", counted):
+        yield read
+
+
+def held_bytes(module: nn.Module) -> int:
+    """Of the memory behind the parameters, not of what they show of it."""
+    storages = {
+        p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in module.parameters() if not p.is_meta
+    }
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_weights_and_buffers_are_those_of_the_loaded_model_to_the_bit(folder: Path, dtype: torch.dtype) -> None:
+    """With all of them read; parts that a family keeps in float32 are among them."""
+    loaded = load_family(folder).load_denoiser(folder, CPU, dtype).modules["transformer"]
+    model = load_sliced(load_family(folder), folder, CPU, dtype)
+    module = TorchEngine(model)._sharded.module("transformer", TorchEngine(model).team((0,)))
+    for own, other in (
+        (module.named_parameters, loaded.named_parameters),
+        (module.named_buffers, loaded.named_buffers),
+    ):
+        read, expected = dict(own()), dict(other())
+        assert read.keys() == expected.keys()
+        for name, value in read.items():
+            assert value.dtype == expected[name].dtype, name
+            assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "pipeline2xtensor2", "auto"])
+def test_a_gang_checks_itself_at_start(folder: Path, strategy: str) -> None:
+    assert gang(4).run(load_checked, folder, strategy, False) == ["checked"] * 4
+
+
+def test_a_silent_exchange_stops_the_gang(folder: Path) -> None:
+    for told in gang(4).run(load_checked, folder, "tensor", True):
+        assert "ranks (0, 1, 2, 3) with strategy tensor4 differ from one rank alone" in told
+
+
+def load_checked(folder: Path, strategy: str, broken: bool) -> str:
+    model = load_sliced(load_family(folder), folder, CPU, torch.float32)
+    context = RankContext(rank=dist.get_rank(), num_ranks=4, device="cpu")
+    silent = patch("engines.parallel.tensor.all_reduce_sum", lambda x, axis: x) if broken else nullcontext()
+    try:
+        with silent:
+            load_engine("torch", model, context, strategy=strategy).close()
+    except WrongAnswerError as error:
+        return str(error)
+    return "checked"
+
+
+def test_files_that_lack_a_tensor_or_are_not_there(folder: Path, tmp_path: Path) -> None:
+    import shutil
+
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    index = json.loads((broken / "transformer" / INDEX).read_text())
+    del index["weight_map"]["proj_out.weight"]
+    (broken / "transformer" / INDEX).write_text(json.dumps(index))
+    model = load_sliced(load_family(broken), broken, CPU, torch.float32)
+    with pytest.raises(ValueError, match=r"lists no tensor proj_out\.weight"):
+        TorchEngine(model).predict(model.probe(), (0,))
+    (broken / "transformer" / INDEX).unlink()
+    with pytest.raises(ValueError, match=r"has neither diffusion_pytorch_model\.safetensors nor"):
+        file_bytes(broken / "transformer")
