@@ -15,7 +15,7 @@ from tests.engines.parallel.gloo import gang
 
 
 @pytest.mark.parametrize("family", ["flux", "wan"])
-def test_hybrid_and_products_of_three(family: str) -> None:
+def test_every_strategy_and_products_of_three(family: str) -> None:
     by_rank = gang(8).run(predict, family)
     branches = models.branches(family, "uneven", num=2)
     expected = TorchEngine(models.model(family)).predict(branches, (0,))
@@ -26,10 +26,24 @@ def test_hybrid_and_products_of_three(family: str) -> None:
             assert all(torch.equal(x, y) for x, y in zip(answer, by_rank[0][strategy], strict=True))
 
 
+STRATEGIES = (
+    "ulysses",
+    "ring",
+    "allgather_kv",
+    "tensor",
+    "guidance",
+    "hybrid",
+    "ulysses2xring4",
+    "guidance2xulysses2xtensor2",
+    "allgather_kv4xulysses2",
+    "guidance2xpipeline4",
+)
+
+
 def predict(family: str) -> dict[str, tuple[Tensor, ...]]:
     assert dist.get_world_size() == 8
     answers = {}
-    for strategy in ("hybrid", "ulysses2xring4", "guidance2xulysses2xtensor2", "allgather_kv4xulysses2"):
+    for strategy in STRATEGIES:
         engine = TorchEngine(models.model(family), config=TorchEngineConfig(strategy=strategy))
         answers[strategy] = engine.predict(models.branches(family, "uneven", num=2), tuple(range(8)))
         engine.close()
