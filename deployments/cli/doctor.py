@@ -54,6 +54,13 @@ class MakeModel:
         return load_family(path).load_denoiser(path, where, resolve_dtype("auto", where))
 
 
+def first_model(config: str) -> str:
+    """Where the first model that ``config`` would serve comes from."""
+    from deployments.serving import load_config
+
+    return load_config(config).app.models[0].source
+
+
 def print_proofs(model: str) -> bool:
     """Print how each statement about TensorRT engines fares on this host; True if none failed."""
     from engines.tensorrt_engine.doctor import doctor

@@ -77,13 +77,16 @@ def doctor(
     tensorrt: Annotated[
         bool, typer.Option("--tensorrt", help="Prove what TensorRT engines can do on this host.")
     ] = False,
-    model: Annotated[str, typer.Option(help="With --tensorrt: the model whose engine is tried.")] = "flux-shapes",
+    model: Annotated[
+        str | None, typer.Option(help="With --tensorrt: whose engine is tried; the config's first by default.")
+    ] = None,
+    config: ConfigOption = "laptop",
 ) -> None:
     """What is installed, which devices and which NCCL there are, what can run here and what cannot and why."""
-    from deployments.cli.doctor import print_proofs, print_report
+    from deployments.cli.doctor import first_model, print_proofs, print_report
 
     with errors():
-        fine = print_proofs(model) if tensorrt else print_report()
+        fine = print_proofs(model or first_model(config)) if tensorrt else print_report()
     raise typer.Exit(0 if fine else 1)
 
 

@@ -15,7 +15,7 @@ from deployments.config import AppConfig, ModelConfig
 from deployments.denoiser import gang_config
 from deployments.rank_parts import BuildRankParts
 from engines.gang.config import RankContext
-from engines.model import ModelInputs
+from engines.model import Branch, ModelInputs
 from engines.parallel.mesh import Team
 from engines.tensorrt_engine import engine as engine_module
 from engines.tensorrt_engine import load, nccl
@@ -75,12 +75,31 @@ def test_one_line_is_enough() -> None:
     assert AppConfig.model_validate(document).models[0].denoiser.engine == "tensorrt"
 
 
+class RecordingEngine:
+    """An engine of one rank that notes what it is asked to prepare: tokens, and ranks."""
+
+    widths = (1,)
+
+    def __init__(self) -> None:
+        self.warmed: list[tuple[int, tuple[int, ...]]] = []
+
+    def warm_up(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> None:
+        self.warmed.append((branches[0].inputs["hidden_states"].shape[1], ranks))
+
+
 def test_options_reach_the_engine_and_nccl_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
-    monkeypatch.setattr(load, "load_tensorrt_engine", lambda model, context, **options: given.update(options))
+
+    def fake_engine(_model: object, _context: RankContext, **options: Any) -> RecordingEngine:
+        given.update(options)
+        return engine
+
+    engine: Any = RecordingEngine()
+    monkeypatch.setattr(load, "load_tensorrt_engine", fake_engine)
     tensorrt = {"weights": "constants", "cache_dir": str(tmp_path), "sizes": ["128x128", "64x128"]}
-    model = model_config(strategy="allgather_kv", precision="int8", tensorrt=tensorrt)
-    BuildRankParts(model=model)(HERE)
+    model = model_config(strategy="allgather_kv", precision="int8", tensorrt=tensorrt, warm_sizes=["64x64"])
+    assert BuildRankParts(model=model)(HERE).engine is engine
+    assert engine.warmed == [(16, (0,))], "image tokens of the size to be warm, on this rank's team of one"
     assert given["strategy"] == "allgather_kv"
     assert (given["precision"], given["weights"], given["cache_dir"]) == ("int8", "constants", tmp_path)
     tokens = [branch.inputs["hidden_states"].shape[1] for branch in given["buckets"]]
