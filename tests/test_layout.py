@@ -226,8 +226,10 @@ def test_every_folder_with_code_is_a_package() -> None:
 
 
 def test_tests_mirror_the_tree() -> None:
+    """A folder of tests is called as a package, or as a module whose tests share a set-up."""
     folders = {Path(name).parent.relative_to("tests") for name in python_files(*(f"tests/{name}" for name in PACKAGES))}
-    assert [f"tests/{folder}" for folder in sorted(folders) if not (ROOT / folder).is_dir()] == []
+    unknown = [folder for folder in folders if not (ROOT / folder).is_dir() and not (ROOT / f"{folder}.py").is_file()]
+    assert unknown == []
 
 
 def test_no_text_mentions_a_place_on_somebodys_machine() -> None:

@@ -16,7 +16,7 @@ from ray import serve
 from ray.serve.exceptions import RequestCancelledError
 
 from deployments.studio import Media, Preview, Progress
-from tests.deployments.application.conftest import NUM_RUNNING, WARM_SIZE
+from tests.deployments.app.conftest import NUM_RUNNING, WARM_SIZE
 from tests.deployments.bare import (
     BAD_BODIES,
     assert_alike,

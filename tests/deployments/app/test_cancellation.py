@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from tests.deployments.application.conftest import NUM_WAITING
+from tests.deployments.app.conftest import NUM_WAITING
 from tests.deployments.live import (
     PROMPT,
     TIMEOUT_S,
