@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from engines.model import Branch, DenoiserModel
+    from engines.tensorrt_engine.build_command import PlanReport
     from pipelines.family import Family
 
 PROMPTS = (
@@ -31,7 +32,10 @@ PROMPTS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """What is to be built. ``dtype`` "auto" is the precision's own, or bfloat16; without ``sizes`` the model's."""
+    """What is to be built. ``dtype`` "auto" is the precision's own, or bfloat16; without ``sizes`` the model's.
+
+    Where values of weights do not matter, ``model`` may be a published model's name: its configuration is enough.
+    """
 
     model: str
     strategy: str
@@ -58,12 +62,18 @@ def build(order: Order) -> None:
 
     ValueError for what TensorRT cannot do, BuildError with its own words, KeyboardInterrupt after Ctrl-C.
     """
+    for report in plan_reports(order):
+        console.print("\n".join(report.lines()), highlight=False, markup=False, soft_wrap=True)
+
+
+def plan_reports(order: Order, *, visible: bool = True) -> list[PlanReport]:
+    """What the plans of ``order`` hold, made if the cache has none. Raises as ``build`` does."""
     from engines.tensorrt_engine import rules
     from engines.tensorrt_engine.build_command import build_engine
     from engines.tensorrt_engine.builder import check_target
     from engines.tensorrt_engine.config import TensorRTConfig
     from engines.tensorrt_engine.plan_cache import DEFAULT_FOLDER
-    from pipelines.loading import resolve_path
+    from pipelines.loading import resolve_configuration, resolve_path
     from pipelines.registry import load_family
 
     options = {"strategy": order.strategy, "precision": order.precision, "weights": order.weights}
@@ -71,23 +81,21 @@ def build(order: Order) -> None:
     folder = order.cache_dir or DEFAULT_FOLDER
     config, target = TensorRTConfig(**cast(Any, options), cache_dir=folder), find_target(order.target)
     check_target(target)
-    path, device, dtype = resolve_path(order.model), find_device(), find_dtype(order.dtype, order.precision)
-    family = load_family(path)
+    path = resolve_path(order.model) if order.needs_weights else resolve_configuration(order.model)
+    device, dtype, family = find_device(), find_dtype(order.dtype, order.precision), load_family(path)
     if order.calibrate:
         calibrate(path, read_prompts(order.prompts), order.sizes[:1], folder, device, dtype)
     with model_for(order, family, path, device, dtype) as model:
-        buckets = buckets_for(order, family, path, model, device, dtype)
-        reports = build_engine(
+        return build_engine(
             model,
-            buckets,
+            buckets_for(order, family, path, model, device, dtype),
             config=config,
             width=order.width,
             target=target,
             weight_streaming=order.weight_streaming,
             strip_weights=order.strip_weights,
+            visible=visible,
         )
-    for report in reports:
-        console.print("\n".join(report.lines()), highlight=False, markup=False, soft_wrap=True)
 
 
 @contextmanager

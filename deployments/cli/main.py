@@ -92,7 +92,9 @@ def doctor(
 
 @app.command()
 def build_engine(
-    model: Annotated[str, typer.Option(help="A shipped model, a diffusers directory, or a hub id.")],
+    model: Annotated[
+        str, typer.Option(help="A shipped model, a diffusers directory, a hub id, or a published model's name.")
+    ],
     width: Annotated[int, typer.Option(help="Ranks that work on one step.")] = 1,
     strategy: Annotated[
         str, typer.Option(help="How they divide it: ulysses, allgather_kv, hybrid, tensor ...")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from deployments.cli.main import app
 from engines.tensorrt_engine.bindings import load_bindings
 from tests.deployments.commands import command
 from tests.pipelines import tiny
-from tests.pipelines.real_configs import FLUX, WAN, RealModel
 
 CROSS_COMPILES = hasattr(load_bindings().api, "ComputeCapability")
 needs_cross_compiler = pytest.mark.skipif(not CROSS_COMPILES, reason="this TensorRT builds for the GPU it runs on")
@@ -108,43 +105,24 @@ def test_interrupt_ends_it_cleanly(tmp_path: Path, while_it: str) -> None:
     assert left <= {".lock", ".timing"}
 
 
-def outline(folder: Path, model: RealModel, kind: str, scheduler: str, text: str) -> Path:
-    """A diffusers directory with its configurations and no weights."""
-    parts: dict[str, dict[str, Any]] = {
-        "transformer/config.json": model.config,
-        "vae/config.json": {"block_out_channels": [128, 256, 512, 512]},
-        "scheduler/scheduler_config.json": {"prediction_type": "flow_prediction"} | SHIFT,
-        f"{text}/tokenizer_config.json": {"model_max_length": 512},
-        "model_index.json": {
-            "_class_name": kind,
-            "transformer": ["diffusers", "a transformer"],
-            "scheduler": ["diffusers", scheduler],
-        },
-    }
-    for name, contents in parts.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(json.dumps(contents))
-    return folder
-
-
-SHIFT = {"base_shift": 0.5, "max_shift": 1.15, "base_image_seq_len": 256, "max_image_seq_len": 4096}
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    ("kind", "exchanges", "fused"),
-    [("FluxPipeline", "1 all_gather, 114 all_to_all", 57), ("WanPipeline", "1 all_gather, 80 all_to_all", 80)],
+    ("model", "exchanges", "fused"),
+    [("FLUX.1-dev", "1 all_gather, 114 all_to_all", 57), ("Wan2.1-T2V-14B", "1 all_gather, 80 all_to_all", 80)],
 )
-def test_full_size_by_configuration_alone(tmp_path: Path, kind: str, exchanges: str, fused: int) -> None:
-    if kind == "FluxPipeline":
-        real = (FLUX["FLUX.1-dev"], kind, "FlowMatchEulerDiscreteScheduler", "tokenizer_2")
-    else:
-        real = (WAN["Wan2.1-T2V-14B"], kind, "UniPCMultistepScheduler", "tokenizer")
-    result = build(tmp_path / "plans", str(outline(tmp_path / "model", *real)), "--width", "4", "--strategy", "ulysses")
+def test_full_size_by_configuration_alone(tmp_path: Path, model: str, exchanges: str, fused: int) -> None:
+    """Weights that are nowhere: not on disk, not in memory."""
+    result = build(tmp_path, model, "--width", "4", "--strategy", "ulysses")
     assert result.exit_code == 0, result.output
     assert exchanges in result.output
     assert f"fused: {fused}" in result.output
+
+
+def test_values_of_weights_are_asked_for_where_they_matter(tmp_path: Path) -> None:
+    result = build(tmp_path, "FLUX.1-dev", "--weights", "constants")
+    assert result.exit_code == 2
+    assert "no model 'FLUX.1-dev'" in result.output
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a device")
