@@ -1,15 +1,15 @@
 """What a precision costs: whole pictures and clips through engine graphs: `python -m benchmarks.tensorrt_accuracy`.
 
 A shipped model at width 1 (splitting changes nothing that rounding would show) in onnxruntime, held against the same
-prompts and seeds in torch float32, and judged by what it shows. int8 and fp8 are calibrated on other prompts than they
-are judged on. bfloat16 has no CPU kernels in onnxruntime, so its rows are torch's, with the same quantized layers.
-`--rules` compares ways to choose scales and layers in torch instead. The last line of output is one JSON document.
+prompts and seeds in torch float32 and bfloat16, and judged by what it shows. int8 and fp8 are calibrated on other
+prompts than they are judged on. bfloat16 has no CPU kernels in onnxruntime, so its rows are torch's, with the same
+quantized layers. `--rules` compares ways to choose scales and layers in torch instead. The last line of output is one
+JSON document.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 import time
@@ -35,7 +35,6 @@ from pipelines.loading import resolve_path
 from pipelines.registry import load_family
 from pipelines.request import MediaRequest
 from pipelines.run import Pipeline, PlainEngine, load_pipeline
-from pipelines.sizes import request_of
 from pipelines.training.evaluate import check_motion, check_still, held_out_motion_prompts, held_out_prompts
 from pipelines.training.judge import look_at
 
@@ -70,8 +69,7 @@ class Subject:
         return load_pipeline(self.path, CPU, dtype, engine)
 
     def request(self, prompt: str, seed: int) -> MediaRequest:
-        plain = request_of(None, self.defaults, prompt=prompt, seed=seed)
-        return dataclasses.replace(plain, true_cfg_scale=self.defaults.true_cfg_scale)
+        return self.defaults.request(self.name, prompt, seed=seed)
 
     def prompts(self, count: int, seed: int) -> Prompts:
         make = held_out_prompts if self.defaults.kind == "image" else held_out_motion_prompts
@@ -182,15 +180,20 @@ def engines_of(subject: Subject, prompt: str, amax: dict[str, float]) -> Engines
 
 
 def measure(subject: Subject, judged: Prompts, engines: Engines) -> list[dict[str, Any]]:
-    wanted = subject.draw(subject.pipeline(torch.float32), judged)
-    rows = [{"precision": "fp32, torch", "right": _share(subject, wanted, judged)}]
-    print(rows[-1], flush=True)
-    for precision, make in engines.items():
+    """One row a precision: how near its pictures are to torch's in float32 and in bfloat16, and what they show."""
+    references = {
+        "psnr_db": subject.draw(subject.pipeline(torch.float32), judged),
+        "psnr_bf16_db": subject.draw(subject.pipeline(torch.bfloat16), judged),
+    }
+    rows = []
+    for precision, make in {"fp32, torch": lambda: subject.pipeline(torch.float32), **engines}.items():
         started_s = time.perf_counter()
         drawn = subject.draw(make(), judged)
-        psnrs = [psnr_db(*pair) for pair in zip(drawn, wanted, strict=True)]
-        row = {"precision": precision, "psnr_db": round(median(psnrs), 1), "worst_psnr_db": round(min(psnrs), 1)}
-        rows.append({**row, "right": _share(subject, drawn, judged), "took_s": round(time.perf_counter() - started_s)})
+        psnrs = {name: [psnr_db(*pair) for pair in zip(drawn, to, strict=True)] for name, to in references.items()}
+        nearness = {name: round(median(values), 1) for name, values in psnrs.items()}
+        worst = {f"worst_{name}": round(min(values), 1) for name, values in psnrs.items()}
+        rows.append({"precision": precision, **nearness, **worst, "right": _share(subject, drawn, judged)})
+        rows[-1]["took_s"] = round(time.perf_counter() - started_s)
         print(rows[-1], flush=True)
     return rows
 

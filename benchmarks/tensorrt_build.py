@@ -48,11 +48,10 @@ def measure(case: Case) -> dict[str, Any]:
     from deployments.cli.build_engine import Order, plan_reports
 
     torch.set_num_threads(1)
-    options = {name: value for name, value in asdict(case).items() if name != "flag"}
-    flags = {} if case.flag == "none" else {case.flag: True}
-    calibrate = case.precision in ("int8", "fp8")
+    options: dict[str, Any] = {name: value for name, value in asdict(case).items() if name != "flag"}
+    options |= {"calibrate": case.precision in ("int8", "fp8")} | ({} if case.flag == "none" else {case.flag: True})
     with tempfile.TemporaryDirectory() as folder:
-        order = Order(**options, **flags, cache_dir=Path(folder), calibrate=calibrate)
+        order = Order(**options, cache_dir=Path(folder))
         started_s = time.process_time()
         reports = plan_reports(order, visible=False)
     return (

@@ -1,13 +1,15 @@
 """Ways to choose scales and layers for int8 and fp8, in torch: `python -m benchmarks.tensorrt_accuracy --rules`.
 
 A scale from the largest magnitude seen (what the engine does), from the 99.99th percentile, or the one with the least
-squared error; and all linears of the blocks, all but those that write the residual stream, or queries, keys and values.
+squared error; one scale a weight instead of one for each of its output features; and all linears of the blocks, all
+but those that write the residual stream, or all but those of the first and the last block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +27,7 @@ from pipelines.run import Pipeline, PlainEngine
 
 SAMPLES_PER_CALL, NUM_CLIPS, SMALLEST_CLIP = 2000, 41, 0.2
 WRITERS = ("proj_out", "net.2", "to_out.0", "to_add_out")
-QUERIES = ("to_q", "to_k", "to_v")
+KINDS: tuple[Kind, ...] = ("int8", "fp8")
 Amax = Mapping[str, float]
 
 
@@ -65,36 +67,65 @@ def percentile(x: Tensor, share: float) -> float:
     return float(x.kthvalue(max(1, round(share * len(x)))).values)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """How scales are chosen, for which layers."""
+
+    kind: Kind
+    scale: str = "largest"
+    layers: str = "all"
+    per_weight: bool = False
+
+    def __str__(self) -> str:
+        weights = ", one scale a weight" if self.per_weight else ""
+        return f"{self.kind}, {self.scale}, {self.layers}{weights}"
+
+
+RULES = tuple(
+    rule
+    for kind in KINDS
+    for rule in (
+        Rule(kind=kind),
+        Rule(kind=kind, scale="99.99 %"),
+        Rule(kind=kind, scale="least squares"),
+        Rule(kind=kind, per_weight=True),
+        Rule(kind=kind, layers="no residual writers"),
+        Rule(kind=kind, layers="inner blocks"),
+    )
+)
+
+
 def engines_by_rule(subject: Subject, prompts: Prompts) -> Engines:
-    amax, seen = calibrated(subject, prompts), samples(subject, prompts)
-    scales: dict[str, Callable[[Kind], Amax]] = {
-        "largest": lambda kind: amax,
-        "99.99 %": lambda kind: {name: percentile(x, 0.9999) for name, x in seen.items()},
-        "least squares": lambda kind: {name: least_squares(x, amax[name], kind) for name, x in seen.items()},
-    }
-    layers: dict[str, Callable[[str], bool]] = {
-        "all": lambda name: True,
-        "no residual writers": lambda name: not name.endswith(WRITERS),
-        "queries, keys, values": lambda name: name.endswith(QUERIES),
-    }
-    kinds: tuple[Kind, ...] = ("int8", "fp8")
-    by_scale = [(kind, scale, "all") for kind in kinds for scale in scales]
-    by_layer = [(kind, "largest", which) for kind in kinds for which in layers if which != "all"]
-    return {
-        f"{kind}, {scale}, {which}": _lazily(subject, kind, scales[scale], layers[which])
-        for kind, scale, which in by_scale + by_layer
-    }
+    largest, seen = calibrated(subject, prompts), samples(subject, prompts)
+    return {str(rule): partial(_pipeline, subject, rule, chosen_scales(rule, largest, seen)) for rule in RULES}
 
 
-def _lazily(
-    subject: Subject, kind: Kind, scale: Callable[[Kind], Amax], chosen: Callable[[str], bool]
-) -> Callable[[], Pipeline]:
-    def make() -> Pipeline:
-        model, amax = subject.model(torch.float32), scale(kind)
-        (module,) = model.modules.values()
-        layers: list[tuple[str, Any]] = [one for one in quantized_linears(module, model.plan) if chosen(one[0])]
-        for name, layer in layers:
-            module.set_submodule(name, QuantizedLinear(layer, amax[name], kind))
-        return subject.pipeline(torch.float32, PlainEngine(model=model))
+def chosen_scales(rule: Rule, largest: Amax, seen: Mapping[str, Tensor]) -> Amax:
+    if rule.scale == "99.99 %":
+        return {name: percentile(x, 0.9999) for name, x in seen.items()}
+    if rule.scale == "least squares":
+        return {name: least_squares(x, largest[name], rule.kind) for name, x in seen.items()}
+    return largest
 
-    return make
+
+def chosen_layers(rule: Rule, names: Sequence[str]) -> list[str]:
+    blocks = list(dict.fromkeys(block_of(name) for name in names))
+    if rule.layers == "inner blocks":
+        return [name for name in names if block_of(name) in blocks[1:-1]]
+    return [name for name in names if rule.layers == "all" or not name.endswith(WRITERS)]
+
+
+def block_of(name: str) -> str:
+    return ".".join(name.split(".")[:2])
+
+
+def _pipeline(subject: Subject, rule: Rule, amax: Amax) -> Pipeline:
+    model = subject.model(torch.float32)
+    (module,) = model.modules.values()
+    layers = dict(quantized_linears(module, model.plan))
+    for name in chosen_layers(rule, list(layers)):
+        quantized = QuantizedLinear(layers[name], amax[name], rule.kind)
+        if rule.per_weight:
+            quantized.weight_scale.fill_(float(quantized.weight_scale.max()))
+        module.set_submodule(name, quantized)
+    return subject.pipeline(torch.float32, PlainEngine(model=model))

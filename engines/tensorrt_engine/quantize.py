@@ -52,6 +52,9 @@ QUANTIZE_DEQUANTIZE = torch.ops.troupe.quantize_dequantize.default
 class QuantizedLinear(nn.Module):
     """A linear whose input and weight pass through ``kind``. Scales are buffers: constants of the engine."""
 
+    weight_scale: Tensor
+    input_scale: Tensor
+
     def __init__(self, linear: nn.Linear, input_amax: float, kind: Kind) -> None:
         super().__init__()
         self.weight, self.bias, self._kind = linear.weight, linear.bias, kind
