@@ -3,116 +3,109 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
 
-from engines.model import Branch, DenoiserModel
-from engines.parallel.local import plain_attention
+from engines.model import Branch
 from engines.parallel.spec import ParallelSpec
+from engines.tensorrt_engine.builder import Profile
 from engines.tensorrt_engine.plan_text import read_plan_text
+from engines.tensorrt_engine.shape_buckets import profile_over, varying_dims
 from pipelines.loading import resolve_path, shipped_checkpoints
-from pipelines.registry import load_family
-from pipelines.request import MediaRequest
 from pipelines.run import load_pipeline
-from tests.engines.tensorrt_engine.all_ranks import SimulatedEngine, export_case, relative_error
+from tests.engines.tensorrt_engine.all_ranks import Case, SimulatedEngine, export_case, relative_error
+from tests.engines.tensorrt_engine.cases import DTYPES, TOLERANCE
 from tests.engines.tensorrt_engine.conftest import Build
+from tests.engines.tensorrt_engine.shipped import CPU, NAMES, first_branch, load, predicted, request_for, twice
 
-CPU = torch.device("cpu")
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3}
 MIN_PSNR_DB = 40.0
-PROMPTS = {"image": "a large red circle in the centre", "video": "a red circle moves from left to right"}
+DIVISIONS = (
+    ("ulysses", 2), ("ulysses", 4), ("allgather_kv", 2), ("allgather_kv", 4), ("hybrid", 4), ("tensor", 2),
+    ("tensor", 4),
+)  # fmt: skip
+EVERY_RUN = {
+    ("flux-shapes", ("ulysses", 4), "fp32", False), ("wan-shapes", ("allgather_kv", 2), "bf16", False),
+    ("wan-shapes", ("ulysses", 4), "fp16", True),
+}  # fmt: skip
 
-needs_checkpoints = pytest.mark.skipif(len(shipped_checkpoints()) < 2, reason="the trained models are not in this tree")
-pytestmark = needs_checkpoints
-
-
-def request_for(name: str, **changes: object) -> MediaRequest:
-    path = resolve_path(name)
-    defaults = load_family(path).defaults(path)
-    made = MediaRequest(
-        request_id="test",
-        model=name,
-        kind=defaults.kind,
-        prompt=PROMPTS[defaults.kind],
-        width=defaults.width,
-        height=defaults.height,
-        num_frames=defaults.num_frames,
-        fps=defaults.fps,
-        num_inference_steps=20,
-        guidance_scale=defaults.guidance_scale,
-        true_cfg_scale=1.0,
-        seed=11,
-    )
-    return replace(made, **changes)  # type: ignore[arg-type]
+pytestmark = pytest.mark.skipif(len(shipped_checkpoints()) < 2, reason="the trained models are not in this tree")
 
 
-@functools.cache
-def first_branch(name: str, dtype: torch.dtype) -> Branch:
-    """What the model is asked at the first step of a real prompt."""
-    path = resolve_path(name)
-    family = load_family(path)
-    request = request_for(name)
-    sampler = family.load_sampler(path, CPU, dtype)
-    conditioning = family.load_text_encoder(path, CPU, dtype).encode(request)
-    branch: Branch = sampler.branches(sampler.begin(request, conditioning))[0]
-    return branch
-
-
-def load(name: str, dtype: torch.dtype) -> DenoiserModel:
-    path = resolve_path(name)
-    return load_family(path).load_denoiser(path, CPU, dtype)
-
-
-def cases() -> list[object]:
-    every_run = {("flux-shapes", "ulysses", 4, torch.float32), ("wan-shapes", "allgather_kv", 2, torch.float16)}
+def cases(*, varying: bool) -> list[object]:
     made = []
-    for name in ("flux-shapes", "wan-shapes"):
-        for strategy in ("ulysses", "allgather_kv", "hybrid", "tensor"):
-            for width in (2, 4):
-                for dtype in TOLERANCE:
-                    if (strategy, width) != ("hybrid", 2):
-                        case = (name, strategy, width, dtype)
-                        marks = () if case in every_run else (pytest.mark.slow,)
-                        made.append(pytest.param(*case, marks=marks, id=f"{name}-{strategy}{width}-{str(dtype)[6:]}"))
+    for name, division, precision in itertools.product(NAMES, DIVISIONS, DTYPES):
+        if not (varying and division[0] == "tensor"):
+            marks = () if (name, division, precision, varying) in EVERY_RUN else (pytest.mark.slow,)
+            strategy, width = division
+            made.append(
+                pytest.param(name, *division, precision, marks=marks, id=f"{name}-{strategy}{width}-{precision}")
+            )
     return made
 
 
-@pytest.mark.parametrize(("name", "strategy", "width", "dtype"), cases())
-def test_trained_models_predict_alike_on_every_rank(
-    build_plan: Build, name: str, strategy: str, width: int, dtype: torch.dtype
-) -> None:
-    model, branch = load(name, torch.float32), first_branch(name, torch.float32)
-    module = model.modules[branch.module]
-    model.set_kernel(module, plain_attention)
-    with torch.no_grad():
-        whole = model.forward(module, branch.inputs)
-    half, asked = load(name, dtype), first_branch(name, dtype)
-    case = export_case(half, asked.inputs, ParallelSpec.of(strategy, width))
-    for prediction in case.predictions(asked.inputs):
-        assert relative_error(prediction, whole) <= TOLERANCE[dtype]
+@functools.cache
+def exported(name: str, strategy: str, width: int, precision: str) -> Case:
+    inputs = first_branch(name, DTYPES[precision]).inputs
+    return export_case(load(name, DTYPES[precision]), inputs, ParallelSpec.of(strategy, width))
+
+
+def check_predictions(case: Case, name: str, precision: str, branch: Branch, exact: Branch) -> None:
+    """``branch`` is ``exact`` in ``precision``. bfloat16 is skipped: onnxruntime has no such kernels on the CPU."""
+    if precision in TOLERANCE:
+        whole = predicted(name, exact)
+        for prediction in case.predictions(branch.inputs):
+            assert relative_error(prediction, whole) <= TOLERANCE[precision]
+
+
+def check_plans(case: Case, precision: str, build_plan: Build, profiles: Sequence[Profile] = ()) -> None:
+    graph = case.exported.graph
     for target in ("sm89", "sm120"):
-        text = read_plan_text(build_plan(case.exported.graph.serialized(), target))
+        text = read_plan_text(build_plan(graph.serialized(), target, profiles=tuple(profiles)))
         assert text is not None
-        assert text.collectives == case.exported.graph.collectives()
-        fused = case.exported.graph.num_attentions() if dtype == torch.float16 else 0
-        assert text.num_fused_attentions == fused
+        assert text.collectives == graph.collectives()
+        assert text.num_fused_attentions == (0 if precision == "fp32" else graph.num_attentions())
+
+
+@pytest.mark.parametrize(("name", "strategy", "width", "precision"), cases(varying=False))
+def test_trained_models_predict_alike_on_every_rank(
+    build_plan: Build, name: str, strategy: str, width: int, precision: str
+) -> None:
+    case = exported(name, strategy, width, precision)
+    check_predictions(case, name, precision, first_branch(name, DTYPES[precision]), first_branch(name, torch.float32))
+    check_plans(case, precision, build_plan)
+
+
+@pytest.mark.parametrize(("name", "strategy", "width", "precision"), cases(varying=True))
+def test_trained_models_in_a_range_of_batches_and_sizes(
+    build_plan: Build, name: str, strategy: str, width: int, precision: str
+) -> None:
+    """One graph for two of the one size, one of the other, and one plan with a profile over both."""
+    dtype = DTYPES[precision]
+    asked = [twice(first_branch(name, dtype)), first_branch(name, dtype, narrow=True)]
+    exact = [twice(first_branch(name, torch.float32)), first_branch(name, torch.float32, narrow=True)]
+    buckets = [branch.inputs for branch in asked]
+    dynamic = varying_dims(buckets)
+    assert set(dynamic["hidden_states"]) >= {0, 1 if name == "flux-shapes" else 2}, "the batch, and the sequence"
+    case = export_case(load(name, dtype), buckets[0], ParallelSpec.of(strategy, width), dynamic=dynamic)
+    for pair in zip(asked, exact, strict=True):
+        check_predictions(case, name, precision, *pair)
+    check_plans(case, precision, build_plan, [profile_over(case.exported, buckets)])
 
 
 def test_a_whole_picture_of_four_ranks() -> None:
     """20 steps; and with one exchange broken it is another picture."""
-    name = "flux-shapes"
-    model, branch = load(name, torch.float32), first_branch(name, torch.float32)
-    case = export_case(model, branch.inputs, ParallelSpec.of("ulysses", 4))
+    name, case = "flux-shapes", exported("flux-shapes", "ulysses", 4, "fp32")
     request = request_for(name)
-    expected = load_pipeline(resolve_path(name), CPU, torch.float32).run(request)
-    given = load_pipeline(resolve_path(name), CPU, torch.float32, SimulatedEngine(case=case, rank=3)).run(request)
-    assert psnr_db(given, expected) >= MIN_PSNR_DB
+    assert request.num_inference_steps == 20
     last = sum(case.exported.graph.collectives().values()) - 1
-    broken = SimulatedEngine(case=case, rank=3, deaf={last})
-    assert psnr_db(load_pipeline(resolve_path(name), CPU, torch.float32, broken).run(request), expected) < MIN_PSNR_DB
+    engines = (None, SimulatedEngine(case=case, rank=3), SimulatedEngine(case=case, rank=3, deaf={last}))
+    expected, given, broken = (load_pipeline(resolve_path(name), CPU, torch.float32, e).run(request) for e in engines)
+    assert psnr_db(given, expected) >= MIN_PSNR_DB
+    assert psnr_db(broken, expected) < MIN_PSNR_DB
 
 
 def psnr_db(given: np.ndarray, expected: np.ndarray) -> float:
