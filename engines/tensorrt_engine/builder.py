@@ -40,14 +40,12 @@ class Profile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuildOptions:
-    """What besides the network decides the plan. ``workspace_bytes`` 0 leaves TensorRT its default."""
+    """What besides the network decides the plan."""
 
     target: Target
     profiles: tuple[Profile, ...] = ()
-    workspace_bytes: int = 0
     weight_streaming: bool = False
     strip_weights: bool = False
-    max_aux_streams: int | None = None
     timing_cache_dir: Path | None = field(default=None, compare=False)
 
 
@@ -116,14 +114,10 @@ def _configure(builder: Any, options: BuildOptions, monitor: Any) -> Any:
     config = builder.create_builder_config()
     config.progress_monitor = monitor
     _set_target(config, options.target)
-    if options.workspace_bytes:
-        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_bytes)
     if options.weight_streaming:
         config.set_flag(trt.BuilderFlag.WEIGHT_STREAMING)
     if options.strip_weights:
         config.set_flag(trt.BuilderFlag.STRIP_PLAN)
-    if options.max_aux_streams is not None:
-        config.max_aux_streams = options.max_aux_streams
     for profile in options.profiles:
         config.add_optimization_profile(_optimization_profile(builder, profile))
     return config

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from onnx import TensorProto, helper
-from torch.multiprocessing.spawn import start_processes
+from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from engines.model import DenoiserModel
 from engines.tensorrt_engine import nccl
@@ -35,8 +36,11 @@ Result = Literal["proved", "failed", "not here"]
 MakeModel = Callable[[str], DenoiserModel]
 """A model on the named device; picklable, because every rank makes its own."""
 
+Body = Callable[[int, int, str, Connection, MakeModel | None], None]
+"""Called in each rank's process: rank, number of ranks, a folder for all, where rank 0 sends its proofs, the model."""
+
 ROWS, COLUMNS = 8, 16
-START_TIMEOUT_S = 900
+START_TIMEOUT_S, LEAVE_S, POLL_S = 900.0, 60.0, 0.2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,21 +106,33 @@ def _nccl_names() -> Proof:
 
 
 def _on_gpus(make_model: MakeModel | None) -> list[Proof]:
-    """One process per GPU; rank 0 answers. They start with an environment in which TensorRT finds torch's NCCL."""
+    """One process per GPU. They start with an environment in which TensorRT finds torch's NCCL."""
     os.environ.update(nccl.rank_environment())
-    num_ranks = torch.cuda.device_count()
+    return on_ranks(_rank, torch.cuda.device_count(), make_model)
+
+
+def on_ranks(
+    body: Body, num_ranks: int, make_model: MakeModel | None, *, within_s: float = START_TIMEOUT_S
+) -> list[Proof]:
+    """What rank 0 sends; or one failed proof, as soon as a rank has died, or when time is up. No rank stays behind."""
     receiver, sender = mp.get_context("spawn").Pipe(duplex=False)
+    ends_s = time.monotonic() + within_s
     with tempfile.TemporaryDirectory() as folder:
         start: Any = start_processes
-        context = start(_rank, args=(num_ranks, folder, sender, make_model), nprocs=num_ranks, join=False)
-        if not receiver.poll(START_TIMEOUT_S):
+        context = start(body, args=(num_ranks, folder, sender, make_model), nprocs=num_ranks, join=False)
+        try:
+            while not receiver.poll(POLL_S):
+                context.join(timeout=POLL_S)  # raises what a rank raised
+                if time.monotonic() > ends_s:
+                    raise RuntimeError(f"no answer from {num_ranks} ranks in {within_s:.0f} s")
+            answer: list[Proof] = receiver.recv()
+            context.join(timeout=LEAVE_S)
+            return answer
+        except (RuntimeError, ProcessException) as error:
+            return [Proof(subject="execution", result="failed", detail=str(error).strip().splitlines()[-1])]
+        finally:
             for process in context.processes:
                 process.kill()
-            detail = f"no answer from {num_ranks} ranks in {START_TIMEOUT_S} s: a rank died or waits for another"
-            return [Proof(subject="execution", result="failed", detail=detail)]
-        answer: list[Proof] = receiver.recv()
-        context.join()
-    return answer
 
 
 def _rank(rank: int, num_ranks: int, folder: str, sender: Connection, make_model: MakeModel | None) -> None:

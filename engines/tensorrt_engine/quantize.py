@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -122,12 +122,3 @@ class Quantization:
 
     def digest(self) -> str:
         return hashlib.sha256(json.dumps([self.kind, self.amax], sort_keys=True).encode()).hexdigest()
-
-
-def widest(passes: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """One record from several (of ranks, or of runs)."""
-    merged: dict[str, float] = {}
-    for amax in passes:
-        for name, value in amax.items():
-            merged[name] = max(value, merged.get(name, 0.0))
-    return merged

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import nullcontext
+from multiprocessing.connection import Connection
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -12,7 +15,8 @@ from engines.model import Branch
 from engines.tensorrt_engine.build_command import build_engine
 from engines.tensorrt_engine.builder import BuildError
 from engines.tensorrt_engine.config import TensorRTConfig
-from engines.tensorrt_engine.doctor import doctor
+from engines.tensorrt_engine.doctor import MakeModel, Proof, doctor, on_ranks
+from engines.tensorrt_engine.runtime import PlanRejectedError
 from engines.tensorrt_engine.targets import Target
 from tests.engines.tensorrt_engine.zoo import SPECIMENS, cast
 
@@ -62,3 +66,32 @@ def test_doctor_without_a_gpu_proves_the_builder_and_names_the_rest() -> None:
     proofs = {proof.subject: proof for proof in doctor()}
     assert all(proofs[f"{name} builds"].result == "proved" for name in ("all_to_all", "gather", "reduce_scatter"))
     assert [proofs[name].result for name in ("NCCL", "execution", "engine")] == ["not here"] * 3
+
+
+def answers(rank: int, num_ranks: int, folder: str, sender: Connection, make_model: MakeModel | None) -> None:
+    if rank == 0:
+        sender.send([Proof(subject=f"{num_ranks} ranks", result="proved", detail="")])
+
+
+def dies(rank: int, num_ranks: int, folder: str, sender: Connection, make_model: MakeModel | None) -> None:
+    """One rank cannot load its plan; the others wait for it in a collective."""
+    if rank == num_ranks - 1:
+        raise PlanRejectedError("out of device memory")
+    time.sleep(600)
+
+
+@pytest.mark.slow
+def test_doctor_gets_the_ranks_answer() -> None:
+    (proof,) = on_ranks(answers, 1, None)
+    assert (proof.subject, proof.result) == ("1 ranks", "proved")
+
+
+def test_doctor_says_what_a_rank_died_of_and_leaves_no_other_waiting() -> None:
+    begun_s = time.monotonic()
+    (proof,) = on_ranks(dies, 2, None)
+    assert proof.result == "failed"
+    assert proof.detail.endswith("PlanRejectedError: out of device memory")
+    assert time.monotonic() - begun_s < 60
+    assert not [
+        child for child in psutil.Process().children(recursive=True) if "spawn_main" in " ".join(child.cmdline())
+    ]
