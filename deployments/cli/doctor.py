@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from engines.model import DenoiserModel
 
 PACKAGES = ("ray", "torch", "diffusers", "transformers", "tensorrt", "tensorrt-rtx-cu13-bindings", "av", "pillow")
+EXPORT_PACKAGES = ("onnx", "onnxscript", "filelock", "sympy")
 NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 
@@ -120,11 +121,12 @@ def _engines() -> list[Finding]:
 
     has_gpu = torch.cuda.is_available()
     rows = [Finding(subject="engine torch", found="compiled, CUDA graphs" if has_gpu else "eager on the CPU", ok=True)]
-    if _version("tensorrt") is None:
-        found = "needs the package tensorrt (pip install 'troupe[gpu]')"
+    missing = [name for name in ("tensorrt", *EXPORT_PACKAGES) if _version(name) is None]
+    if missing:
+        found = f"needs {', '.join(missing)} (pip install 'troupe[gpu,export]')"
     else:
         found = "ready" if has_gpu else "builds plans here; running them needs a GPU"
-    rows.append(Finding(subject="engine tensorrt", found=found, ok=_version("tensorrt") is not None and has_gpu))
+    rows.append(Finding(subject="engine tensorrt", found=found, ok=not missing and has_gpu))
     return rows
 
 

@@ -27,7 +27,11 @@ def generate(
     size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT in pixels.")] = None,
     steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same bytes.")] = None,
-    negative_prompt: Annotated[str | None, typer.Option(help="What to keep out (true guidance).")] = None,
+    negative_prompt: Annotated[
+        str | None, typer.Option(help="What to keep out; needs a --true-cfg-scale above 1.")
+    ] = None,
+    guidance_scale: Annotated[float | None, typer.Option(help="Distilled guidance, of models that have it.")] = None,
+    true_cfg_scale: Annotated[float | None, typer.Option(help="Classifier-free guidance; 1 turns it off.")] = None,
     config: ConfigOption = "laptop",
     url: UrlOption = "",
     api_key: KeyOption = "",
@@ -41,6 +45,8 @@ def generate(
         "num_inference_steps": steps,
         "seed": seed,
         "negative_prompt": negative_prompt,
+        "guidance_scale": guidance_scale,
+        "true_cfg_scale": true_cfg_scale,
     }
     options = {name: value for name, value in given.items() if value is not None}
     with _client(config, url, api_key) as client:
