@@ -136,9 +136,12 @@ def check_target(target: Target) -> None:
     if capabilities is None:
         _require_this_gpu(target)
         return
-    known = {name.lower() for name in capabilities.__members__ if name.startswith("SM")}
+    known = [name.lower() for name in capabilities.__members__ if name.startswith("SM")]
     if target.name not in known:
-        raise ValueError(f"{load_bindings().product} builds for {', '.join(sorted(known))}, not for {target.name}")
+        product = load_bindings().product
+        raise ValueError(
+            f"{product} builds for {', '.join(known)}, not for {target.name}: build on such a GPU, with TensorRT 11"
+        )
 
 
 def _set_target(config: Any, target: Target) -> None:

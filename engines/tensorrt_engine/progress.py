@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from engines.tensorrt_engine.bindings import load_bindings
 
@@ -24,7 +25,7 @@ class ProgressBar:
 
     def __init__(self, *, visible: bool, cancelled: threading.Event | None = None) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        self._progress = Progress(*columns, disable=not visible, transient=True)
+        self._progress = _progress(*columns, visible=visible)
         self._tasks: dict[str, TaskID] = {}
         self.cancelled = cancelled if cancelled is not None else threading.Event()
 
@@ -53,9 +54,15 @@ class ProgressBar:
 def spinner(text: str, *, visible: bool) -> Iterator[None]:
     """For work that cannot say how far it is."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, disable=not visible, transient=True) as bar:
+    with _progress(*columns, visible=visible) as bar:
         bar.add_task(text, total=None)
         yield
+
+
+def _progress(*columns: ProgressColumn, visible: bool) -> Progress:
+    """Gone at its end. Nothing in a file or a pipe, where it would leave blank lines."""
+    console = Console()
+    return Progress(*columns, console=console, disable=not (visible and console.is_terminal), transient=True)
 
 
 @contextmanager
