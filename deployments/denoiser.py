@@ -6,6 +6,8 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
 
+import ray
+
 from deployments.config import ModelConfig
 from deployments.observability.logs import configure_logs
 from deployments.rank_parts import BuildRankParts
@@ -50,17 +52,18 @@ class Denoiser:
         self._gang = await Gang.start(gang_config(model), BuildRankParts(model=model))
 
     async def denoise(
-        self, job_id: str, request: MediaRequest, encoded: Encoded, alone: bool = False
+        self, job_id: str, request: MediaRequest, encoded: list[ray.ObjectRef[Encoded]], alone: bool = False
     ) -> AsyncGenerator[tuple[JobEvent, ...]]:
         """Steps, previews and at last ``JobDone``. Closing the iterator cancels the job on all ranks.
 
         Steps come in groups, ``EVENTS_EVERY_S`` apart: each group is a millisecond's work in two processes.
+        ``encoded`` is a list of one reference, so that this call need not wait for the encoder to be sent.
         ``alone``: beside no other job, as a request runs whose gang broke under it.
         """
         job = Job(
             job_id=job_id,
             request=request,
-            conditioning=encoded.conditioning,
+            conditioning=(await encoded[0]).conditioning,
             num_steps=request.num_inference_steps,
             preview_steps=frozenset(request.preview_steps),
             shape=(request.width, request.height, request.num_frames, request.true_cfg_scale > 1),

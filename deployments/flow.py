@@ -45,10 +45,11 @@ class _Attempt:
 
     alone: bool
     started_s: float = field(default_factory=time.perf_counter)
-    encoded: Encoded | None = None
     num_steps_seen: int = 0
     num_previews: int = 0
     done: JobDone | None = None
+    decoding: Any = None
+    """The response that will be ``Decoded``."""
 
 
 class Flow:
@@ -94,13 +95,11 @@ class Flow:
         encoding: Any = stages.text_encoder.encode.remote(request)
         async with aclosing(_job_events(stages, request, encoding, attempt.alone)) as events:
             async for event in events:
-                async for seen in _translate(stages, request, event, attempt):
+                async for seen in _translate(stages, request, output, event, attempt):
                     yield seen
         assert attempt.done is not None, "the gang ended a job without JobDone"
-        decoding = stages.decoder.decode.remote([attempt.done.latents], request, output)
-        attempt.encoded = await encoding
-        decoded: Decoded = await decoding
-        timings = _timings(attempt, decoded)
+        encoded, decoded = await encoding, await attempt.decoding
+        timings = _timings(attempt, attempt.done, encoded, decoded)
         _observe(request.model, timings)
         yield Media(
             data=decoded.data, format=output.format, seed=request.seed, timings=timings, thumbnail=decoded.thumbnail
@@ -123,10 +122,12 @@ async def _job_events(
 ) -> AsyncGenerator[JobEvent]:
     """The denoiser's stream. Left early (the client went away), it is cancelled, which stops the job on all ranks.
 
-    ``encoding`` may be under way: Ray sends the call on when it is done, and what the encoder raised is raised here.
+    ``encoding`` may be under way: the denoiser waits for it, so that the way there takes no time of its own, and what
+    the encoder raised is raised here.
     """
     job_id = f"{request.request_id}-{uuid.uuid4().hex[:8]}"
-    stream: Any = stages.denoiser.options(stream=True).denoise.remote(job_id, request, encoding, alone)
+    encoded = [await encoding._to_object_ref()]
+    stream: Any = stages.denoiser.options(stream=True).denoise.remote(job_id, request, encoded, alone)
     try:
         async for group in stream:
             for event in group:
@@ -137,7 +138,7 @@ async def _job_events(
 
 
 async def _translate(
-    stages: StageHandles, request: MediaRequest, event: JobEvent, attempt: _Attempt
+    stages: StageHandles, request: MediaRequest, output: Output, event: JobEvent, attempt: _Attempt
 ) -> AsyncGenerator[StudioEvent]:
     match event:
         case StepDone():
@@ -151,6 +152,7 @@ async def _translate(
             attempt.num_previews += 1
         case JobDone():
             attempt.done = event
+            attempt.decoding = stages.decoder.decode.remote([event.latents], request, output)
 
 
 def _counts(error: BaseException, attempt: _Attempt) -> bool:
@@ -160,16 +162,14 @@ def _counts(error: BaseException, attempt: _Attempt) -> bool:
     return attempt.num_steps_seen > 0
 
 
-def _timings(attempt: _Attempt, decoded: Decoded) -> Timings:
-    assert attempt.encoded is not None
-    assert attempt.done is not None
+def _timings(attempt: _Attempt, done: JobDone, encoded: Encoded, decoded: Decoded) -> Timings:
     return Timings(
-        queue_s=attempt.done.queue_s,
-        encode_s=attempt.encoded.encode_s,
-        denoise_s=attempt.done.denoise_s,
+        queue_s=done.queue_s,
+        encode_s=encoded.encode_s,
+        denoise_s=done.denoise_s,
         decode_s=decoded.decode_s,
         total_s=time.perf_counter() - attempt.started_s,
-        was_warm=attempt.done.was_warm,
+        was_warm=done.was_warm,
     )
 
 

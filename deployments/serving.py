@@ -24,6 +24,12 @@ from deployments.names import APPLICATION
 
 CONFIGS = Path(__file__).parent / "configs"
 READY_DEADLINE_S = 900.0
+SERVE_ENVIRONMENT = {
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+}
+"""One event loop per replica instead of three: what is awaited here is never long, and each way between them costs a
+request time. To be set where a cluster's nodes are started, since replicas inherit it from there."""
 SERVE_POLL_S = 1.0
 """Between two looks at whether Serve has given up: its controller, busy at start, takes some 10 ms of CPU for each."""
 
@@ -72,6 +78,8 @@ def _start_cluster(config: ServeConfig) -> None:
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     quiet = logging.getLogger("ray._private.authentication.authentication_token_setup")
     quiet.addFilter(lambda record: "is enabled" not in record.getMessage())
+    for name, value in SERVE_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     ray.init(
         num_cpus=num_logical_cpus(config),
         include_dashboard=False,

@@ -22,11 +22,15 @@ def ray_cluster() -> Iterator[None]:
     """A cluster of this session alone, ended with it. Serve applications in it belong to their test modules."""
     import ray
 
+    from deployments.serving import SERVE_ENVIRONMENT
+
     with (
         tempfile.TemporaryDirectory(prefix="troupe_ray_", dir="/tmp", ignore_cleanup_errors=True) as temp_dir,
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setenv("TROUPE_DATA_DIR", f"{temp_dir}/data")  # workers inherit the environment of this moment
+        for name, value in SERVE_ENVIRONMENT.items():
+            patch.setenv(name, value)
         ray.init(
             address="local",
             num_cpus=NUM_CLUSTER_CPUS,

@@ -15,6 +15,7 @@ import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from deployments.config import ModelConfig, ServeConfig
+from deployments.serving import SERVE_ENVIRONMENT
 
 ROOT = Path(__file__).parents[1]
 CLUSTER = ROOT / "ray_cluster.yaml"
@@ -65,6 +66,12 @@ def test_every_node_starts_with_token_authentication(prepared: dict[str, Any], w
     assert starts
     assert all("RAY_AUTH_MODE=token" in command for command in starts)
     assert "~/.ray/auth_token" in prepared["file_mounts"]
+
+
+@pytest.mark.parametrize("when", START_COMMANDS)
+def test_serve_runs_on_every_node_as_it_does_in_a_cluster_of_our_own(prepared: dict[str, Any], when: str) -> None:
+    starts = [command for command in prepared[when] if "ray start" in command]
+    assert all(f"{name}={value} " in command for command in starts for name, value in SERVE_ENVIRONMENT.items())
 
 
 def test_nothing_but_ssh_is_open_to_the_world(prepared: dict[str, Any]) -> None:
