@@ -18,7 +18,7 @@ import torch
 from engines.gang.config import GangConfig
 from engines.gang.errors import QueueFullError
 from engines.gang.gang import Gang
-from engines.gang.job import Job, JobDone, PreviewReady, StepDone
+from engines.gang.job import JobDone, PreviewReady, StepDone
 from tests.engines.gang.checks import assert_equal, assert_unharmed, assert_unharmed_meanwhile, metric_names
 from tests.engines.gang.fakes import CONDITIONING_L, FakeRequest, fake_job, reference_latents
 from tests.engines.gang.helpers import eventually, gang_of, latents, run
@@ -238,60 +238,3 @@ async def test_metrics_reach_prometheus_by_model_width_and_outcome(gang: Gang):
         "ray_troupe_open_jobs",
     }
     await eventually(lambda: expected <= metric_names("fake"), within_s=20.0)
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def four(ray_cluster: None) -> AsyncIterator[Gang]:
-    """Elastic, and in batches of two."""
-    config = GangConfig(
-        num_ranks=4, cpus_per_rank=0.1, max_running_jobs=6, step_deadline_s=20.0, elastic=True, max_batch=2
-    )
-    async with gang_of(config) as gang:
-        yield gang
-        assert gang.broken is None
-
-
-async def test_a_gang_of_four_at_every_width(four: Gang):
-    widths = [4, 2, 2, 1, 1, None]
-    requests = [FakeRequest(seed=i, num_steps=5 + i) for i in range(len(widths))]
-
-    def job(i: int) -> Job:
-        return fake_job(str(i), requests[i], width=widths[i])
-
-    results = await asyncio.gather(*(latents(four, job(i)) for i in range(len(widths))))
-    for request, result in zip(requests, results, strict=True):
-        assert_equal(result, reference_latents(request))
-
-
-async def test_jobs_grow_narrower_and_wider_as_others_come_and_go(four: Gang):
-    """A large state, so that a rank without it could not guess it; six jobs at most on four ranks, two in a batch."""
-    conditioning_L = torch.linspace(-1, 1, 50_000)
-    requests = [FakeRequest(seed=i, num_steps=n, step_s=0.02) for i, n in enumerate((40, 12, 8, 6, 5, 5))]
-
-    async def follow(i: int) -> tuple[set[int], torch.Tensor]:
-        await asyncio.sleep(0.1 * i)
-        job = fake_job(f"elastic{i}", requests[i], conditioning=conditioning_L, shape="large")
-        *steps, done = await run(four, job)
-        assert isinstance(done, JobDone)
-        return {step.width for step in steps if isinstance(step, StepDone)}, await done.latents
-
-    results = await asyncio.gather(*(follow(i) for i in range(len(requests))))
-    assert results[0][0] == {4, 2, 1}
-    for request, (_, result) in zip(requests, results, strict=True):
-        assert_equal(result, reference_latents(request, conditioning_L))
-
-
-async def test_a_job_says_whether_its_shape_was_warm(four: Gang):
-    async def was_warm(name: str, length: int) -> bool:
-        conditioning_L = torch.linspace(-1, 1, length)
-        job = fake_job(name, FakeRequest(seed=1, num_steps=3), conditioning=conditioning_L, shape=length)
-        done = (await run(four, job))[-1]
-        assert isinstance(done, JobDone)
-        return done.was_warm
-
-    assert [await was_warm(f"warm{i}", length) for i, length in enumerate((77, 77, 78, 77))] == [
-        False,
-        True,
-        False,
-        True,
-    ]

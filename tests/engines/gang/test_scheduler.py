@@ -5,34 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from engines.gang.job import Job
 from engines.gang.plan import Move, StepPlan
-from engines.gang.scheduler import Scheduler, allowed_widths
-
-
-def job(job_id: str, num_steps: int = 3, width: int | None = None, previews: tuple[int, ...] = ()) -> Job:
-    return Job(
-        job_id=job_id,
-        request=None,
-        conditioning=None,
-        num_steps=num_steps,
-        width=width,
-        preview_steps=frozenset(previews),
-    )
-
-
-def scheduler(num_ranks: int = 4, max_running_jobs: int = 4, **options: object) -> Scheduler:
-    return Scheduler(num_ranks=num_ranks, max_running_jobs=max_running_jobs, **options)  # type: ignore[arg-type]
-
-
-def all_plans(scheduler: Scheduler) -> list[StepPlan]:
-    return list(iter(scheduler.next_plan, None))
+from tests.engines.gang.plans import all_plans, job, scheduler
 
 
 def served(plan: StepPlan) -> dict[str, tuple[int, ...]]:
@@ -194,64 +171,6 @@ def test_plans_are_numbered():
     numbered = scheduler()
     numbered.add(job("a", num_steps=4))
     assert [plan.sequence for plan in all_plans(numbered)] == [0, 1, 2, 3]
-
-
-@given(
-    num_ranks=st.sampled_from([1, 2, 4, 6, 8]),
-    max_running=st.integers(1, 6),
-    jobs=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 3), st.integers(0, 3)), max_size=12),
-)
-def test_every_plan_is_sound_and_no_job_starves(num_ranks: int, max_running: int, jobs: list[tuple[int, int, int]]):
-    subject = scheduler(num_ranks=num_ranks, max_running_jobs=max_running)
-    widths = allowed_widths(num_ranks)
-    plans: list[StepPlan] = []
-    for i, (num_steps, width_index, num_plans_before) in enumerate(jobs):
-        plans += [plan for _ in range(num_plans_before) if (plan := subject.next_plan())]
-        subject.add(job(str(i), num_steps=num_steps, width=widths[width_index % len(widths)]))
-    plans += all_plans(subject)
-    for plan in plans:
-        ranks = [rank for work in plan.works for rank in work.ranks]
-        assert len(ranks) == len(set(ranks)), "a rank does one thing at a time"
-    for i, (num_steps, width_index, _) in enumerate(jobs):
-        mine = [(plan.sequence, work) for plan in plans for work in plan.works if work.job_ids == (str(i),)]
-        assert [work.job_steps[0].step for _, work in mine] == list(range(1, num_steps + 1))
-        assert {work.ranks[0] % work.width for _, work in mine} == {0}, "aligned"
-        assert {work.width for _, work in mine} == {widths[width_index % len(widths)]}
-        assert len({work.ranks for _, work in mine}) == 1, "a job stays with the ranks that hold its state"
-        assert all(after - before <= max_running for (before, _), (after, _) in pairwise(mine))
-
-
-@given(
-    num_ranks=st.sampled_from([1, 2, 4, 6, 8]),
-    max_running=st.integers(1, 9),
-    max_batch=st.integers(1, 3),
-    jobs=st.lists(st.tuples(st.integers(1, 6), st.booleans(), st.integers(0, 3)), max_size=12),
-)
-def test_in_an_elastic_gang_every_step_finds_the_state_of_the_step_before(
-    num_ranks: int, max_running: int, max_batch: int, jobs: list[tuple[int, bool, int]]
-):
-    subject = scheduler(num_ranks=num_ranks, max_running_jobs=max_running, elastic=True, max_batch=max_batch)
-    plans: list[StepPlan] = []
-    for i, (num_steps, is_square, num_plans_before) in enumerate(jobs):
-        plans += [plan for _ in range(num_plans_before) if (plan := subject.next_plan())]
-        subject.add(replace(job(str(i), num_steps=num_steps), shape=is_square))
-    plans += all_plans(subject)
-    state: dict[tuple[int, str], int] = {}
-    for plan in plans:
-        for move in plan.moves:
-            state |= {(rank, move.job_id): state[move.source, move.job_id] for rank in move.ranks}
-        ranks = [rank for work in plan.works for rank in work.ranks]
-        assert len(ranks) == len(set(ranks))
-        for work in plan.works:
-            assert len(work.job_steps) <= max_batch
-            for step in work.job_steps:
-                before = {state.get((rank, step.job_id), 0) for rank in work.ranks}
-                assert before == {step.step - 1}, "every rank of the team holds the newest state"
-                state |= {(rank, step.job_id): step.step for rank in work.ranks}
-    for i, (num_steps, _, _) in enumerate(jobs):
-        assert [s.step for p in plans for w in p.works for s in w.job_steps if s.job_id == str(i)] == [
-            *range(1, num_steps + 1)
-        ]
 
 
 def test_the_scheduler_does_not_import_ray():
