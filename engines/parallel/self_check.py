@@ -40,9 +40,16 @@ class WrongAnswerError(RuntimeError):
 
 
 def self_check(
-    engine: Engine, branches: tuple[Branch, ...], *, rank: int, teams: Iterable[tuple[tuple[int, ...], str]]
+    engine: Engine,
+    branches: tuple[Branch, ...],
+    *,
+    rank: int,
+    teams: Iterable[tuple[tuple[int, ...], str]],
+    num_runs: int = 1,
 ) -> dict[str, float]:
     """Run ``branches`` (one alone, and all together) on every team of the caller; ``teams`` are (ranks, strategy).
+
+    ``num_runs`` of each, for an engine whose later runs are other code (recorded, replayed) than its first.
 
     Returns the relative difference per team. Raises ``WrongAnswerError``. Every rank of the gang calls it with its own
     teams, in the same order.
@@ -50,7 +57,7 @@ def self_check(
     alone = engine.predict(branches, (rank,))
     differences: dict[str, float] = {}
     for ranks, strategy in teams:
-        for num in sorted({1, len(branches)}):
+        for num in num_runs * sorted({1, len(branches)}):
             together = engine.predict(branches[:num], ranks)
             worst = max(map(relative_difference, together, alone))  # alone may be longer: map stops at the shorter
             allowed = TOLERANCE.get(alone[0].dtype, 1e-4)

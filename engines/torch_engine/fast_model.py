@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from engines.model import ModelInputs
@@ -33,11 +34,15 @@ class FastModel(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepParts:
-    """What an engine gives a fast model: the team's exchange, and lanes for the second stream and for the MLP."""
+    """What an engine gives a fast model: the team's exchange, and lanes for the second stream and for the MLP.
+
+    ``streams_apart``: streams meet in attention only.
+    """
 
     exchange: HeadExchange
     stream_lane: Lane
     mlp_lane: Lane
+    streams_apart: bool = False
 
 
 class FastWeights(Protocol):
@@ -65,6 +70,17 @@ def collected_rows(groups: tuple[Tensor, ...], precision: Precision) -> Rows:
     if precision == "native":
         return join_columns(groups)
     return quantize_rows(groups[0] if len(groups) == 1 else join_columns(groups))
+
+
+def joined_rows(first: Rows, second: Rows) -> Rows:
+    """One under the other."""
+    if isinstance(first, QuantRows):
+        assert isinstance(second, QuantRows)
+        pairs = ((first.values_RC, second.values_RC), (first.scale_R1, second.scale_R1))
+        values_RC, scale_R1 = (torch.cat(pair) for pair in pairs)
+        return QuantRows(values_RC=values_RC, scale_R1=scale_R1)
+    assert isinstance(second, Tensor)
+    return torch.cat((first, second))
 
 
 def run_of_rows(x: Rows, start: int, stop: int | None) -> Rows:

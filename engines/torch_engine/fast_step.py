@@ -29,19 +29,22 @@ class Overlap:
 
     ``stream_lane``: the second stream's products beside the first's. ``mlp_lane``: the MLP of single-stream blocks
     beside attention. ``num_parts``: shares of a rank's heads that are exchanged one after the other. ``peer_memory``:
-    ranks write straight into each other's memory, where it can be reached (one host, NVLink), instead of calling NCCL;
-    ``peer_copies``: by copy engines wherever products can run meanwhile.
+    ranks write straight into each other's memory instead of calling NCCL, where that was seen to work (one host, GPUs
+    that reach each other; the log says which it is); ``peer_copies``: by copy engines wherever products can run
+    meanwhile. ``streams_apart``: each stream of a dual-stream block runs by itself from one attention to the next, so
+    that the second stream's whole share may fill the time that the first one's exchange leaves.
     """
 
     stream_lane: bool = True
     mlp_lane: bool = False
     num_parts: int = 1
-    peer_memory: bool = False
+    peer_memory: bool = True
     peer_copies: bool = True
+    streams_apart: bool = False
 
 
 DEFAULT_OVERLAP = Overlap()
-"""The second stream beside the first, NCCL for the exchange; `benchmarks.denoise_step` measures the alternatives."""
+"""What was fastest on H200s (docs/denoise_step.md); `benchmarks.denoise_step` measures the alternatives."""
 
 
 def can_run(team: Team) -> bool:
@@ -61,6 +64,7 @@ class FastStep:
             exchange=make_exchange(team, layout, overlap, sample),
             stream_lane=Lane(sample.device, "stream", enabled=overlap.stream_lane),
             mlp_lane=Lane(sample.device, "mlp", enabled=overlap.mlp_lane and team.context.size > 1),
+            streams_apart=overlap.streams_apart,
         )
         self._model = weights.model(parts)
 
@@ -97,6 +101,6 @@ def make_exchange(team: Team, layout: TokenLayout, overlap: Overlap, sample: Ten
     attend = local_attention(sample.device, sample.dtype, layout.valid_rows(0, layout.num_chunks))
     if team.ulysses.size == 1:
         return LocalHeads(attend)
-    if overlap.peer_memory and reachable(team.ulysses, sample.device):
+    if overlap.peer_memory and reachable(team.ulysses, sample.device, sample.dtype):
         return PeerHeads(attend, team.ulysses, sample.device, num_parts=overlap.num_parts, copies=overlap.peer_copies)
     return UlyssesHeads(attend, team.ulysses, num_parts=overlap.num_parts)

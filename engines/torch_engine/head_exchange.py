@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -58,6 +58,19 @@ class HeadExchange(Protocol):
         ...
 
 
+@runtime_checkable
+class SendsRuns(Protocol):
+    """A ``HeadExchange`` that can send one run of rows before the others are there (with nothing beside it)."""
+
+    def send_run(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms, start: int, stop: int) -> None:
+        """``send`` for the rows from ``start`` to ``stop``: whole tokens. ``norms`` are those of all rows."""
+        ...
+
+    def sent(self, qkv_R3HD: Tensor, batch: int) -> Exchanged:
+        """What ``send`` would have returned, when every row was sent and the current stream has waited for it."""
+        ...
+
+
 class LocalHeads:
     """No exchange: q and k are normalised in place and attention reads the product's result where it lies."""
 
@@ -71,6 +84,13 @@ class LocalHeads:
         qkv_LB3HD = qkv_R3HD.view(rows // batch, batch, 3, heads, dim)
         norm_and_rotate(qkv_R3HD, norms, qkv_LB3HD)
         return Exchanged(parts=(qkv_LB3HD,), num_rows=rows)
+
+    def send_run(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms, start: int, stop: int) -> None:
+        self.send(qkv_R3HD[start:stop], batch, norms.run(start, stop, batch), beside=False)
+
+    def sent(self, qkv_R3HD: Tensor, batch: int) -> Exchanged:
+        rows, _, heads, dim = qkv_R3HD.shape
+        return Exchanged(parts=(qkv_R3HD.view(rows // batch, batch, 3, heads, dim),), num_rows=rows)
 
     def attend(self, sent: Exchanged) -> Exchanged:
         (qkv_LB3HD,) = sent.parts

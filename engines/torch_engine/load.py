@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from engines.model import DenoiserModel
@@ -9,17 +10,28 @@ from engines.parallel.self_check import check_attention, self_check
 from engines.torch_engine.check import check_fast_path
 from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
+from engines.torch_engine.fast_step import DEFAULT_OVERLAP
 from engines.torch_engine.sliced_check import check_sliced
+from engines.torch_engine.steps import RUNS_BEFORE_CAPTURE
 
 if TYPE_CHECKING:
     from engines.gang.config import RankContext
 
 
 def load_torch_engine(
-    model: DenoiserModel, context: RankContext, *, strategy: str = "auto", precision: str = "auto"
+    model: DenoiserModel,
+    context: RankContext,
+    *,
+    strategy: str = "auto",
+    precision: str = "auto",
+    peer_memory: bool = True,
 ) -> TorchEngine:
-    """Made and self-checked. Every rank of the gang makes this call at the same time."""
-    config = TorchEngineConfig(strategy=strategy, precision=precision)
+    """Made and self-checked. Every rank of the gang makes this call at the same time.
+
+    ``peer_memory``: see ``Overlap``; without it the ranks exchange through NCCL alone.
+    """
+    overlap = replace(DEFAULT_OVERLAP, peer_memory=peer_memory)
+    config = TorchEngineConfig(strategy=strategy, precision=precision, overlap=overlap)
     engine = TorchEngine(model, config=config)
     check_fast_path(engine, model, rank=context.rank)
     for team in engine.teams.all():
@@ -30,5 +42,6 @@ def load_torch_engine(
         check_sliced(engine, model, config, rank=context.rank)
         return engine
     teams = ((team.ranks, team.spec.name) for team in engine.checked_teams())
-    self_check(engine, model.probe(), rank=context.rank, teams=teams)
+    num_runs = RUNS_BEFORE_CAPTURE + 2 if engine.config.capture else 1  # as it comes, captured, replayed
+    self_check(engine, model.probe(), rank=context.rank, teams=teams, num_runs=num_runs)
     return engine

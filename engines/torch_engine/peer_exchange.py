@@ -78,6 +78,20 @@ class PeerHeads:
         received = memory.inbox.mine.view(num_parts, self._axis.size * rows // batch, batch, 3, each, dim)
         return Exchanged(parts=tuple(received.unbind(0)), num_rows=rows, left=tuple(left), memory=memory)
 
+    def send_run(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms, start: int, stop: int) -> None:
+        """Pushed. What was sent before lies in the inboxes of others already; a barrier of theirs keeps it safe."""
+        from engines.torch_engine.kernels.heads_triton import launch_to_peers
+
+        memory, rows = self._memory(qkv_R3HD, 1), qkv_R3HD.shape[0]
+        first_token = (self._axis.index * rows + start) // batch
+        run = norms.run(start, stop, batch)
+        launch_to_peers(qkv_R3HD[start:stop], run, batch, memory.pushed_PW[0], first_token)
+
+    def sent(self, qkv_R3HD: Tensor, batch: int) -> Exchanged:
+        memory, (rows, _, heads, dim) = self._memory(qkv_R3HD, 1), qkv_R3HD.shape
+        received = memory.inbox.mine.view(self._axis.size * rows // batch, batch, 3, heads // self._axis.size, dim)
+        return Exchanged(parts=(received,), num_rows=rows, left=((),), memory=memory)
+
     def attend(self, sent: Exchanged) -> Exchanged:
         memory: _Memory = sent.memory
         kept = []

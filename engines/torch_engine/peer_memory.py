@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import socket
 import zlib
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from engines.parallel.collectives import Axis, all_gather
+
+logger = logging.getLogger(__name__)
+
+TRIAL_TIMEOUT_MS = 30_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,17 +69,46 @@ class PeerMemory:
 _OPENED: dict[Hashable, PeerMemory] = {}
 
 
-def reachable(axis: Axis, device: torch.device) -> bool:
-    """Whether all ranks of the axis are on one host whose GPUs reach each other's memory. All of them make the call."""
+@cache
+def reachable(axis: Axis, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the ranks of the axis can write into each other's memory: one host, a GPU each, and a trial that works.
+
+    All ranks make the call and get the same answer.
+    """
     if device.type != "cuda":
         return False
-    host = zlib.crc32(socket.gethostname().encode())
-    number = torch.cuda.current_device()
-    mine = torch.tensor([host, number], dtype=torch.int64, device=device)
-    hosts, numbers = all_gather(mine, axis).T.tolist()
-    if len(set(hosts)) > 1 or len(set(numbers)) < len(numbers):  # a rank that sees its own GPU only calls it 0
-        return False
-    return all(torch.cuda.can_device_access_peer(number, other) for other in numbers if other != number)
+    properties: Any = torch.cuda.get_device_properties(device)
+    names = (socket.gethostname(), str(properties.uuid), str(torch.cuda.current_device()))
+    mine = torch.tensor([zlib.crc32(name.encode()) for name in names], dtype=torch.int64, device=device)
+    hosts, gpus, numbers = all_gather(mine, axis).T.tolist()
+    works = len(set(hosts)) == 1 and len(set(gpus)) == axis.size
+    if works:
+        if len(set(numbers)) < axis.size:  # a rank that sees its own GPU only calls it 0, as all others do theirs
+            os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+        works = _trial(axis, torch.zeros((), dtype=dtype, device=device))
+    logger.info("ranks write into each other's memory: %s", works, extra={"ranks": axis.ranks})
+    return works
+
+
+def _trial(axis: Axis, sample: Tensor) -> bool:
+    """Every rank writes its number into every rank's memory, and finds there what the others wrote."""
+    try:
+        memory = PeerMemory.open(axis.size, sample, axis, use="trial")
+    except RuntimeError as error:
+        logger.warning("memory cannot be shared between ranks %s: %s", axis.ranks, error)
+        memory = None
+    if not _all_agree(memory is not None, axis, sample):
+        return False  # nobody may wait for a rank that has no memory
+    assert memory is not None
+    for view in memory.views_W:
+        view[axis.index] = axis.index + 1
+    memory.handle.barrier(channel=0, timeout_ms=TRIAL_TIMEOUT_MS)  # then it stops the process: better than to wait
+    expected = torch.arange(1, axis.size + 1, dtype=sample.dtype, device=sample.device)
+    return _all_agree(torch.equal(memory.mine, expected), axis, sample)
+
+
+def _all_agree(mine: bool, axis: Axis, sample: Tensor) -> bool:
+    return bool(all_gather(torch.tensor([mine], dtype=torch.int64, device=sample.device), axis).all())
 
 
 def addresses_of(tensors: Iterable[Tensor]) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from engines.model import ModelInputs
 from engines.torch_engine.fast_model import Precision, StepParts, StepTensors, collected_rows, run_of_rows
 from engines.torch_engine.kernels import HeadNorms, Rows, norm_modulate, residual_norm_modulate
+from pipelines.flux.fast_apart import StreamsApart
 from pipelines.flux.fast_weights import DualWeights, FluxWeights, SingleWeights
 from pipelines.flux.modulation import FluxModulation
 
@@ -56,6 +57,21 @@ class FastFlux:
         weights = self._weights
         modulation = FluxModulation(ahead["modulation_VBC"], len(weights.duals), len(weights.singles), first_rows)
         rope = (ahead["cos_LP"], ahead["sin_LP"])
+        if self._parts.streams_apart:
+            normed = StreamsApart(weights, self._parts, modulation, rope, batch).run(x_RC)
+        else:
+            normed = self._duals(x_RC, modulation, rope, batch)
+        for index, single in enumerate(weights.singles):
+            norms = HeadNorms(weight_S2D=single.head_norms_S2D, cos_LP=rope[0], sin_LP=rope[1], first_rows=first_rows)
+            updates = self._single(normed, single, norms, batch)
+            gate_SBC, following = modulation.single_end(index)
+            quantize = self._quantize and index + 1 < len(weights.singles)
+            normed = residual_norm_modulate(x_RC, updates, gate_SBC, following, quantize=quantize)
+        assert isinstance(normed, Tensor)
+        return normed
+
+    def _duals(self, x_RC: Tensor, modulation: FluxModulation, rope: tuple[Tensor, Tensor], batch: int) -> Rows:
+        weights, first_rows = self._weights, modulation.first_rows
         normed = norm_modulate(x_RC, modulation.first(), quantize=self._quantize)
         for index, dual in enumerate(weights.duals):
             norms = HeadNorms(weight_S2D=dual.head_norms_S2D, cos_LP=rope[0], sin_LP=rope[1], first_rows=first_rows)
@@ -64,15 +80,8 @@ class FastFlux:
             normed = residual_norm_modulate(x_RC, (update_RC,), gate_SBC, middle, quantize=self._quantize)
             update_RC = self._dual_mlp(normed, dual, x_RC, first_rows)
             gate_SBC, following = modulation.dual_end(index)
-            quantize = self._quantize and (index + 1 < len(weights.duals) or bool(weights.singles))
+            quantize = weights.quantizes_after_dual(index)
             normed = residual_norm_modulate(x_RC, (update_RC,), gate_SBC, following, quantize=quantize)
-        for index, single in enumerate(weights.singles):
-            norms = HeadNorms(weight_S2D=single.head_norms_S2D, cos_LP=rope[0], sin_LP=rope[1], first_rows=first_rows)
-            updates = self._single(normed, single, norms, batch)
-            gate_SBC, following = modulation.single_end(index)
-            quantize = self._quantize and index + 1 < len(weights.singles)
-            normed = residual_norm_modulate(x_RC, updates, gate_SBC, following, quantize=quantize)
-        assert isinstance(normed, Tensor)
         return normed
 
     def _dual_attention(self, normed: Rows, dual: DualWeights, norms: HeadNorms, x_RC: Tensor, batch: int) -> Tensor:

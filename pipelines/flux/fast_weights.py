@@ -60,6 +60,10 @@ class FluxWeights:
             self.duals = tuple(_dual(block, precision) for block in children(module, "transformer_blocks"))
             self.singles = tuple(_single(block, precision) for block in children(module, "single_transformer_blocks"))
 
+    def quantizes_after_dual(self, index: int) -> bool:
+        """Whether what follows dual block ``index`` reads quantised rows: blocks do, the last projection does not."""
+        return self.precision == "fp8" and (index + 1 < len(self.duals) or bool(self.singles))
+
     def model(self, parts: StepParts) -> FastModel:
         return self._make_model(self, parts)
 

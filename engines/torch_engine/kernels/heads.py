@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,6 +23,13 @@ class HeadNorms:
     sin_LP: Tensor
     first_rows: int
     bias_3HD: Tensor | None = None
+
+    def run(self, start: int, stop: int, batch: int) -> HeadNorms:
+        """For the rows from ``start`` to ``stop`` alone."""
+        tables = (table_LP[start // batch : stop // batch] for table_LP in (self.cos_LP, self.sin_LP))
+        cos_LP, sin_LP = tables
+        first_rows = min(max(self.first_rows - start, 0), stop - start)
+        return replace(self, cos_LP=cos_LP, sin_LP=sin_LP, first_rows=first_rows)
 
 
 def norm_and_rotate(qkv_R3HD: Tensor, norms: HeadNorms, out_LB3HD: Tensor) -> None:

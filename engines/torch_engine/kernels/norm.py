@@ -24,6 +24,12 @@ class Modulation:
     scale_SBC: Tensor
     first_rows: int
 
+    def of_stream(self, number: int, num_rows: int) -> Modulation:
+        """For the ``num_rows`` rows of the first (0) or the last (1) segment alone."""
+        vectors = (x_SBC[:1] if number == 0 else x_SBC[-1:] for x_SBC in (self.shift_SBC, self.scale_SBC))
+        shift_1BC, scale_1BC = vectors
+        return Modulation(shift_SBC=shift_1BC, scale_SBC=scale_1BC, first_rows=num_rows)
+
     def per_row(self, x_SBC: Tensor, num_rows: int) -> Tensor:
         """``x_SBC`` spread over the rows it is for, float32."""
         batch = x_SBC.shape[1]

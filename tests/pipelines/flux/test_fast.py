@@ -24,6 +24,7 @@ from tests.engines.parallel import models
 from tests.engines.parallel.gloo import gang
 
 BOUND = 1e-5
+APART = Overlap(streams_apart=True)
 
 
 @cache
@@ -55,35 +56,41 @@ def teams() -> Teams:
     return Teams(rank=torch.distributed.get_rank(), num_ranks=4, specs=specs, groups=Groups(4))
 
 
-def rank_step(strategy: str, width: int, length: str, num_parts: int, break_exchange: bool = False) -> Tensor | None:
+def rank_step(strategy: str, width: int, length: str, overlap: Overlap, break_exchange: bool = False) -> Tensor | None:
     ranks = tuple(range(width))
     if torch.distributed.get_rank() >= width:
         teams()
         return None
     team = teams().team(ranks, ParallelSpec.of(strategy, width))
     if not break_exchange:
-        return step(team, length, Overlap(num_parts=num_parts))
+        return step(team, length, overlap)
     with patch("engines.torch_engine.head_exchange.start_all_to_all", lambda x, axis: x.clone()):
-        return step(team, length, Overlap(num_parts=num_parts))
+        return step(team, length, overlap)
 
 
+@pytest.mark.parametrize("overlap", [Overlap(), APART])
 @pytest.mark.parametrize("length", ["even", "uneven"])
-def test_one_rank_equals_the_module(length: str) -> None:
-    assert relative_difference(step(team_of_one(), length, Overlap()), reference(length)) <= BOUND
+def test_one_rank_equals_the_module(length: str, overlap: Overlap) -> None:
+    assert relative_difference(step(team_of_one(), length, overlap), reference(length)) <= BOUND
 
 
 @pytest.mark.parametrize("length", ["even", "uneven"])
 @pytest.mark.parametrize(
-    ("strategy", "width", "num_parts"), [*((*case, 1) for case in STRATEGIES), ("ulysses", 2, 2), ("ulysses", 4, 2)]
+    ("strategy", "width", "overlap"),
+    [
+        *((*case, Overlap()) for case in STRATEGIES),
+        *(("ulysses", width, overlap) for width in (2, 4) for overlap in (Overlap(num_parts=2), APART)),
+        ("ring", 2, APART),
+    ],
 )
-def test_ranks_equal_the_module(strategy: str, width: int, num_parts: int, length: str) -> None:
-    answers = gang(4).run(rank_step, strategy, width, length, num_parts)[:width]
+def test_ranks_equal_the_module(strategy: str, width: int, overlap: Overlap, length: str) -> None:
+    answers = gang(4).run(rank_step, strategy, width, length, overlap)[:width]
     assert relative_difference(answers[0], reference(length)) <= BOUND
     assert all(torch.equal(answer, answers[0]) for answer in answers[1:])
 
 
 def test_a_broken_exchange_shows() -> None:
-    answers = gang(4).run(rank_step, "ulysses", 4, "even", 1, True)
+    answers = gang(4).run(rank_step, "ulysses", 4, "even", Overlap(), True)
     assert relative_difference(answers[0], reference("even")) > 1e-2
 
 
@@ -96,8 +103,9 @@ def test_a_broken_block_shows() -> None:
         assert relative_difference(step(team_of_one(), "even", Overlap()), reference("even")) > 100 * BOUND
 
 
-def test_fp8_is_close() -> None:
-    error = relative_difference(step(team_of_one(), "even", Overlap(), "fp8"), reference("even"))
+@pytest.mark.parametrize("overlap", [Overlap(), APART])
+def test_fp8_is_close(overlap: Overlap) -> None:
+    error = relative_difference(step(team_of_one(), "even", overlap, "fp8"), reference("even"))
     assert 1e-4 < error < 0.1
 
 
