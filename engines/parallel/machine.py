@@ -31,7 +31,7 @@ class Line:
 class Machine:
     """``exchanges`` go by "kind/ranks"; ``quantised`` are rates of products in other precisions, by their name.
 
-    ``memory_bytes`` is what one rank has to itself.
+    ``memory_bytes`` is what one rank has to itself. ``fast_path``: engines run a family's hand-ordered step there.
     """
 
     name: str
@@ -41,6 +41,7 @@ class Machine:
     memory_bytes: int
     exchanges: dict[str, Line]
     quantised: dict[str, Rates] = field(default_factory=dict)
+    fast_path: bool = False
 
     def product_s(self, flops: float, rows: float, precision: str = "native") -> float:
         """``ValueError`` if the machine was not measured in that precision."""

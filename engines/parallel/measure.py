@@ -43,6 +43,7 @@ def measure(profile: ModelProfile, teams: Teams, device: torch.device) -> Machin
         memory_bytes=memory_bytes(device),
         exchanges=_exchange_lines(teams, device),
         quantised=_quantised_rates(rows, profile, device),
+        fast_path=device.type == "cuda",
     )
     shared = [machine]
     if dist.is_initialized() and dist.get_world_size() > 1:

@@ -40,7 +40,7 @@ class ModelProfile:
     ``num_reductions`` counts row-split linears and full-width norms, ``out_features`` are those of a predicted token.
     Of ``weight_bytes`` (all modules) the blocks hold ``block_weight_bytes``, and of those the linears that a tensor
     axis divides ``split_weight_bytes``. ``tensor_unit`` is what heads and those linears' features have in common;
-    ``num_blocks`` are those that a pipeline may be cut between.
+    ``num_blocks`` are those that a pipeline may be cut between. ``has_fast_path``: the family has a hand-ordered step.
     """
 
     num_heads: int
@@ -56,6 +56,7 @@ class ModelProfile:
     split_weight_bytes: int
     tensor_unit: int
     num_blocks: int
+    has_fast_path: bool = False
 
     @property
     def element_bytes(self) -> int:
@@ -145,6 +146,7 @@ def profile(model: DenoiserModel) -> ModelProfile:
         if model.plan.linears
         else 1,
         num_blocks=min(len(pipeline_blocks(each, model.plan)) for each in model.modules.values()),
+        has_fast_path=model.fast is not None and model.weights is None,
     )
 
 

@@ -9,6 +9,7 @@ import torch
 
 from engines.parallel.cost_model import Workload, candidates, choose, predict
 from engines.parallel.machine import Line, Machine, between
+from engines.parallel.machines import H200
 from engines.parallel.plan_table import forecast
 from engines.parallel.profile import ModelProfile, profile
 from engines.parallel.spec import ParallelSpec
@@ -117,6 +118,25 @@ def test_picks_what_the_machine_is_good_at(flux: ModelProfile, slow: dict[str, f
     work = replace(WORK, num_branches=1)
     costs = [predict(flux, work, spec, machine(**slow)) for spec in candidates(flux, 4, 1)]
     assert choose(costs, 2**40).spec.degree(kind) == 4
+
+
+@pytest.mark.parametrize(("width", "measured_ms"), [(1, 121.9), (2, 67.95), (4, 37.91)])
+def test_the_known_machine_predicts_what_was_measured(flux: ModelProfile, width: int, measured_ms: float) -> None:
+    """1024 x 1024 in bf16 on H200s: benchmarks/reports/denoise_step_h200_2026-11-21.md; all by Ulysses."""
+    plan = forecast(flux, replace(WORK, num_branches=1), width, H200)
+    assert plan.chosen.spec == ParallelSpec(ulysses=width)
+    assert plan.chosen.total_ms == pytest.approx(measured_ms, rel=0.05)
+
+
+def test_a_hand_ordered_step_hides_exchanges_only_where_it_runs(flux: ModelProfile) -> None:
+    work, spec = replace(WORK, num_branches=1), ParallelSpec(ulysses=4)
+    fast = predict(flux, work, spec, replace(machine(), fast_path=True))
+    module = predict(flux, work, spec, machine())
+    assert flux.has_fast_path
+    assert fast.exchange_ms < module.exchange_ms
+    assert fast.elementwise_ms < module.elementwise_ms / 2
+    tensor = ParallelSpec(tensor=4)
+    assert predict(flux, work, tensor, replace(machine(), fast_path=True)) == predict(flux, work, tensor, machine())
 
 
 def test_nothing_fits(flux: ModelProfile) -> None:
