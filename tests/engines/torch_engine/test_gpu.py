@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -62,3 +64,16 @@ def test_half_precision_is_as_exact_as_the_modules() -> None:
     (exact,) = predict(torch.float32, "module")
     errors = {path: relative_difference(predict(torch.bfloat16, path)[0].float(), exact) for path in ("module", "fast")}
     assert errors["fast"] <= 1.2 * errors["module"], errors
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("visible", ["all", "hidden"])
+def test_ranks_share_memory(visible: str) -> None:
+    """In every order of work, uncaptured, captured and replayed; where ranks see their own GPU only, too."""
+    module = "tests.engines.torch_engine.peer_check"
+    num_ranks = 4 if torch.cuda.device_count() >= 4 else 2
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
+    command = [*launcher, "-m", module, visible]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert done.stdout.count("all agree") == num_ranks
