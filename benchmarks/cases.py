@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from engines.torch_engine.fast_model import Precision
-from engines.torch_engine.fast_step import Overlap
+from engines.torch_engine.fast_step import DEFAULT_OVERLAP, Overlap
 
-ENGINE_MAKERS = ("engine", "switch", "jobs8")
+ENGINE_MAKERS = ("engine", "switch", "always8", "elastic8")
 PLAIN = Overlap(mlp_lane=False, num_parts=1, peer_memory=False)
 """What a case's name says nothing about: NCCL, one lane more for the second stream."""
 
@@ -15,8 +15,9 @@ PLAIN = Overlap(mlp_lane=False, num_parts=1, peer_memory=False)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
     """``maker``: "fast" (ours), "blocks" (the module, blocks compiled), "eager"; "diffusers-..." are the peers.
-    "engine": ours as a gang calls it; "switch": the same, at width 1 and then at ``width``, both in one time; "jobs8":
-    one step of each of 8 jobs, as many at a time as ``width`` leaves teams.
+    "engine": ours as a gang calls it; "switch": the same, at width 1 and then at ``width``, both in one time;
+    "always8": 8 pictures of ``num_steps``, each on all ``width`` ranks, one after the other; "elastic8": the same, the
+    ranks shared out among them.
     "wan" is Wan2.1-14B (``side`` its height) by the engine, blocks compiled; the others FLUX.1-dev.
 
     ``exchange``: "nccl"; "nccl-8": at most so many thread blocks; "nccl-low": on a stream of usual priority; "none":
@@ -36,6 +37,7 @@ class Case:
     repeats: int = 20
     num_branches: int = 1
     num_blocks: int = 0
+    num_steps: int = 1
 
     @property
     def name(self) -> str:
@@ -44,6 +46,7 @@ class Case:
         options += [f"branches{self.num_branches}"] if self.num_branches > 1 else []
         options += [f"blocks{self.num_blocks}"] if self.num_blocks else []
         options += [f"batch{self.batch}"] if self.batch > 1 else []
+        options += [f"steps{self.num_steps}"] if self.num_steps > 1 else []
         options += [self.exchange] if self.width > 1 and self.exchange != "nccl" else []
         options += [] if self.graph else ["uncaptured"]
         options += self._overlaps() if self.maker in ("fast", *ENGINE_MAKERS) else []
@@ -57,6 +60,9 @@ class Case:
 
     def _overlaps(self) -> list[str]:
         options = [] if self.overlap.stream_lane == PLAIN.stream_lane else ["one-stream"]
+        options += ["apart"] if self.overlap.streams_apart else []
+        if self.width == 1:
+            return options  # nothing is exchanged
         options += ["mlp-lane"] if self.overlap.mlp_lane else []
         options += [f"parts{self.overlap.num_parts}"] if self.overlap.num_parts > 1 else []
         options += ["peer"] if self.overlap.peer_memory else []
@@ -66,39 +72,52 @@ class Case:
 PEER, LANE, TWO = (replace(PLAIN, **change) for change in ({"peer_memory": True}, {"mlp_lane": True}, {"num_parts": 2}))
 PEER_LANE, PEER_TWO, PUSH = replace(PEER, mlp_lane=True), replace(PEER, num_parts=2), replace(PEER, peer_copies=False)
 PEER_LANE_TWO = replace(PEER_LANE, num_parts=2)
-
-GOALS = (
-    Case(maker="fast", side=1024, width=1),
-    Case(maker="fast", side=1024, width=2),
-    Case(maker="fast", side=1024, width=4),
-    Case(maker="fast", side=2048, width=4),
-    Case(maker="fast", side=512, width=4),
-    Case(maker="fast", side=1024, width=1, precision="fp8"),
-    Case(maker="fast", side=1024, width=4, precision="fp8"),
-    Case(maker="fast", side=512, width=1),
-    Case(maker="fast", side=512, width=1, batch=2),
-)
+APART, PEER_APART, PEER_LANE_APART = (replace(overlap, streams_apart=True) for overlap in (PLAIN, PEER, PEER_LANE))
 
 NATIVE: Precision = "native"
 FP8: Precision = "fp8"
+
+GOALS = tuple(
+    Case(maker="fast", side=side, width=width, precision=precision, batch=batch, overlap=DEFAULT_OVERLAP)
+    for side, width, precision, batch in (
+        (1024, 1, NATIVE, 1),
+        (1024, 2, NATIVE, 1),
+        (1024, 4, NATIVE, 1),
+        (2048, 4, NATIVE, 1),
+        (512, 4, NATIVE, 1),
+        (1024, 1, FP8, 1),
+        (1024, 4, FP8, 1),
+        (512, 1, NATIVE, 1),
+        (512, 1, NATIVE, 2),
+    )
+)
+"""As the engine runs them."""
 
 VARIANTS = tuple(
     Case(maker="fast", side=side, width=width, precision=precision, overlap=overlap, default=False)
     for side, width, precision in (
         (1024, 2, NATIVE),
         (1024, 4, NATIVE),
-        (1024, 4, FP8),
-        (512, 4, NATIVE),
         (2048, 4, NATIVE),
+        (512, 4, NATIVE),
+        (1024, 4, FP8),
     )
-    for overlap in (PEER, PEER_LANE, PEER_TWO, PEER_LANE_TWO, PUSH, LANE, TWO)
+    for overlap in (PEER_APART, PEER_LANE_APART, PEER_LANE, PEER, PEER_TWO, PEER_LANE_TWO, PUSH, PLAIN, LANE, APART)
+    if overlap != DEFAULT_OVERLAP
 )
 
 SINGLE_RANK = (
     *(
-        Case(maker="fast", side=side, width=1, precision=precision, overlap=overlap, default=False)
+        Case(
+            maker="fast",
+            side=side,
+            width=1,
+            precision=precision,
+            overlap=overlap,
+            default=False,
+        )
         for side, precision in ((1024, NATIVE), (1024, FP8), (512, NATIVE))
-        for overlap in (replace(PLAIN, stream_lane=False), LANE)
+        for overlap in (APART, replace(PLAIN, stream_lane=False))
     ),
     Case(maker="fast", side=2048, width=1, default=False, repeats=6),
     Case(maker="fast", side=1024, width=1, graph=False, default=False),
@@ -126,15 +145,18 @@ PEERS = tuple(
     for side, width in ((1024, 2), (1024, 4), (2048, 4), (512, 4))
 )
 
-ENGINE = tuple(
-    Case(maker=maker, side=512, width=width, overlap=overlap, default=False)
-    for overlap in (PLAIN, PEER_LANE)
-    for maker, width in (("engine", 4), ("switch", 4), ("jobs8", 4), ("jobs8", 2))
-) + tuple(Case(maker=maker, side=512, width=1, default=False) for maker in ("engine", "jobs8"))
+ENGINE = (
+    Case(maker="engine", side=512, width=1, overlap=DEFAULT_OVERLAP, default=False),
+    Case(maker="engine", side=512, width=4, overlap=DEFAULT_OVERLAP, default=False),
+    Case(maker="switch", side=512, width=4, overlap=DEFAULT_OVERLAP, default=False),
+    *(
+        Case(maker=maker, side=512, width=4, overlap=DEFAULT_OVERLAP, num_steps=28, repeats=5, default=False)
+        for maker in ("always8", "elastic8")
+    ),
+)
 
 WAN = (
-    *(Case(maker="wan", side=480, width=width, repeats=4, default=False) for width in (1, 2, 4)),
-    Case(maker="wan", side=480, width=4, graph=False, repeats=4, default=False),
+    *(Case(maker="wan", side=480, width=width, repeats=4, default=False) for width in (4, 1, 2)),
     *(
         Case(
             maker="wan",
@@ -147,7 +169,7 @@ WAN = (
             graph=False,
             default=False,
         )
-        for strategy in ("ulysses", "guidance2xulysses2")
+        for strategy in ("guidance2xulysses2", "ulysses", "allgather_kv", "ring")
     ),
 )
 

@@ -26,7 +26,8 @@ import torch.distributed as dist
 
 from benchmarks import flux_case, wan_case
 from benchmarks.cases import CASES, Case
-from benchmarks.runners import NUM_JOBS, Bench
+from benchmarks.elastic_case import NUM_JOBS
+from benchmarks.runners import Bench
 from benchmarks.timing import measure, rank_synchronize
 
 MOST_WAITED_S = 120.0
@@ -40,9 +41,9 @@ def floor_ms(case: Case) -> float:
     num_blocks = case.num_blocks or wan_case.LAYERS
     products, attention = wan_case.flop(case.side, num_blocks) if wan else flux_case.flop(case.side, batch=case.batch)
     rate = FP8_TFLOPS if case.precision == "fp8" else BF16_TFLOPS
-    num_forwards = case.num_branches
-    if case.maker == "jobs8":  # a rank takes part in so many steps
-        num_forwards *= NUM_JOBS * case.width // (dist.get_world_size() if dist.is_initialized() else 1)
+    num_forwards = case.num_branches * case.num_steps * (NUM_JOBS if case.maker in ("always8", "elastic8") else 1)
+    if case.maker == "switch":  # a step at width 1, and one at ``width``
+        num_forwards *= 1 + case.width
     return num_forwards * (products / rate + attention / BF16_TFLOPS) / 1e9 / case.width
 
 
@@ -65,10 +66,10 @@ def main() -> None:
             document["results"].append(result)
         if rank == 0 and arguments.out:  # after every case: a later one may hang
             Path(arguments.out).write_text(json.dumps(document, indent=1))
+    rank_synchronize()
     if arguments.meet and rank == 0:
         (Path(arguments.meet) / f"done-{arguments.turn[1]}").touch()
     say(json.dumps(document), flush=True)
-    rank_synchronize()
     os._exit(0)  # graphs hold the communicator: an orderly shutdown would wait for them
 
 
@@ -89,22 +90,25 @@ def prepare_all(bench: Bench, cases: list[Case], say: Any) -> dict[Case, Any]:
 
 
 def meet(folder: Path, size: int, turn: int, *, rank: int) -> None:
-    """Wait until ``size`` processes that compile at the same time are ready, then for the turns before this one."""
+    """Wait until ``size`` gangs that compile at the same time are ready, then for the turns before this one.
+
+    Every rank watches the folder by itself: one that waited in an exchange would keep its GPU busy, and slow down the
+    gang whose turn it is.
+    """
     if rank == 0:
-        folder.mkdir(exist_ok=True)
-        (folder / f"ready-{os.getpid()}").touch()
-        end_s = time.monotonic() + MOST_WAITED_S
-        while time.monotonic() < end_s and len(list(folder.glob("ready-*"))) < size:
-            time.sleep(0.2)
-        while time.monotonic() < end_s and not all((folder / f"done-{before}").exists() for before in range(turn)):
-            time.sleep(0.1)
-    rank_synchronize()
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"ready-{turn}").touch()
+    end_s = time.monotonic() + MOST_WAITED_S
+    while time.monotonic() < end_s and len(list(folder.glob("ready-*"))) < size:
+        time.sleep(0.2)
+    while time.monotonic() < end_s and not all((folder / f"done-{before}").exists() for before in range(turn)):
+        time.sleep(0.1)
 
 
 def run_case(bench: Bench, case: Case, say: Any, step: Any = None) -> dict[str, Any] | None:
     floor = floor_ms(case)
     try:
-        times, extra = bench.run(case) if step is None else (measure(step, repeats=case.repeats), {})
+        times, extra = bench.run(case) if step is None else (measure(step, repeats=case.repeats, width=case.width), {})
     except Exception:
         say(f"{case.name}: failed\n{traceback.format_exc()[-1500:]}", flush=True)
         return {"case": case.name, "error": traceback.format_exc()[-300:]}
@@ -114,7 +118,8 @@ def run_case(bench: Bench, case: Case, say: Any, step: Any = None) -> dict[str, 
     result["share_of_floor"] = round(floor / times.median_ms, 3)
     say(
         f"{case.name:58} floor {floor:7.2f}  median {times.median_ms:8.2f}  lowest {times.lowest_ms:8.2f}  "
-        f"p90 {times.p90_ms:8.2f} ms  {100 * floor / times.median_ms:4.0f} %  {extra or ''}",
+        f"p90 {times.p90_ms:8.2f} ms  {100 * floor / times.median_ms:4.0f} %  {times.clock_mhz} MHz {times.power_w} W  "
+        f"{extra or ''}",
         flush=True,
     )
     return result

@@ -21,10 +21,10 @@ def diffusers_step(module: Any, inputs: dict[str, Tensor], maker: str) -> Callab
 
     if module._parallel_config is None:
         degree = {maker.removeprefix("diffusers-") + "_degree": dist.get_world_size()}
-        module.set_attention_backend("_native_cudnn")
+        module.set_attention_backend("_native_cudnn" if torch.cuda.is_available() else "native")
         module.enable_parallelism(config=ContextParallelConfig(**degree))
         torch._dynamo.reset()
-        module.compile_repeated_blocks(dynamic=False, fullgraph=True)
+        module.compile_repeated_blocks(dynamic=False, fullgraph=False)
     return lambda: module(**inputs, return_dict=False)[0]
 
 

@@ -1,12 +1,12 @@
-"""What precisions and widths cost in pictures: the shipped flux-shapes on GPUs.
+"""What precisions and widths cost in pictures and clips of the shipped models.
 
-    python -m benchmarks.precision_quality [--prompts 240] [--out FILE]                 precisions, one GPU
-    torchrun --nproc_per_node 4 -m benchmarks.precision_quality [--out FILE]            widths, four GPUs
+    python -m benchmarks.precision_quality [--model wan-shapes] [--prompts N] [--out FILE]       precisions, one device
+    torchrun --nproc_per_node 4 -m benchmarks.precision_quality [...]                            widths, four GPUs
 
-Precisions: held-out prompts painted by diffusers' pipeline in bfloat16, and with float8 and int8 linears (scales
-measured, or fixed by a calibration on other prompts); PSNR against bfloat16's pictures, and what the judge finds in
-them. Widths: the same pictures by the engine at widths 1, 2 and 4; PSNR against width 1. The last line is one JSON
-document.
+Precisions: held-out prompts painted by diffusers' pipeline in bfloat16 (float32 on a CPU), and with float8 and int8
+linears (scales measured, or fixed by a calibration on other prompts); PSNR against the unquantised, and what the judge
+finds in them. Widths: the engine's pictures at widths 1, 2 and 4; PSNR against width 1, beside that of width 1 against
+float32. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import argparse
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 import numpy as np
@@ -26,74 +27,98 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.denoise_step import start_distributed
+from benchmarks.timing import rank_synchronize
 from engines.model import Branch
 from engines.parallel.mesh import gang_widths
+from engines.parallel.shard_plan import ShardPlan
 from engines.torch_engine.calibration import recording
 from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.quantized_linear import Scheme, swap_linears
-from pipelines.flux.shard_plan import SHARD_PLAN
 from pipelines.loading import resolve_path
 from pipelines.registry import load_family
-from pipelines.request import MediaRequest
 from pipelines.run import load_pipeline
-from pipelines.training.evaluate import check_still, held_out_prompts, paint_stills, summary
+from pipelines.sizes import request_of
+from pipelines.training import evaluate
 from pipelines.training.judge import look_at
 
-MODEL, SIDE, BATCH = "flux-shapes", 128, 24
-CALIBRATION_SEED, JUDGED_SEED, CALIBRATION_PROMPTS = 5, 1, 24
-NUM_WIDTH_PROMPTS = 6
+STILLS, CLIPS = "flux-shapes", "wan-shapes"
+NUM_PROMPTS = {STILLS: 240, CLIPS: 96}
+BATCH = {STILLS: 24, CLIPS: 8}
+CALIBRATION_SEED, JUDGED_SEED, NUM_CALIBRATION, NUM_WIDTH_PROMPTS = 5, 1, 24, 12
+STRATEGIES = ("ulysses", "allgather_kv", "ring")
+IDENTICAL_DB = 99.0
 Pixels = NDArray[np.uint8]
-Precisions = tuple[tuple[str, Scheme, bool], ...]
-PRECISIONS: Precisions = (("fp8", "fp8", False), ("fp8-static", "fp8", True), ("int8", "int8", False))
+Prompts = list[tuple[Any, str]]
+PRECISIONS: tuple[tuple[str, Scheme, bool], ...] = (
+    ("fp8", "fp8", False),
+    ("fp8-static", "fp8", True),
+    ("int8", "int8", False),
+)
 
 
 def psnr_db(given: Pixels, expected: Pixels) -> float:
     error = float(np.mean((given.astype(np.float64) - expected.astype(np.float64)) ** 2))
-    return 99.0 if error == 0 else 10 * float(np.log10(255**2 / error))
+    return IDENTICAL_DB if error == 0 else 10 * float(np.log10(255**2 / error))
 
 
-def diffusers_pipeline() -> Any:
-    from diffusers import FluxPipeline
+def compared(given: list[Pixels], expected: list[Pixels]) -> dict[str, float]:
+    """PSNR over the pictures: mean, median and lowest."""
+    differences = [psnr_db(one, other) for one, other in zip(given, expected, strict=True)]
+    values = {"mean": mean(differences), "median": median(differences), "lowest": min(differences)}
+    return {name: round(value, 2) for name, value in values.items()}
 
-    pipeline = FluxPipeline.from_pretrained(resolve_path(MODEL), torch_dtype=torch.bfloat16).to("cuda")
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+
+def prompts_of(model: str, num: int, seed: int) -> Prompts:
+    """Scenes and the captions that ask for them."""
+    return evaluate.held_out_prompts(num, seed) if model == STILLS else evaluate.held_out_motion_prompts(num, seed)
 
 
-def painted(pipeline: Any, prompts: list[str], seed: int) -> list[Pixels]:
-    settings = argparse.Namespace(height=SIDE, width=SIDE, steps=20, guidance=None)
+def painted(pipeline: Any, model: str, prompts: Prompts, seed: int) -> list[Pixels]:
+    settings = argparse.Namespace(height=None, width=None, steps=None, guidance=None)
+    paint = evaluate.paint_stills if model == STILLS else evaluate.paint_videos
+    texts = [text for _, text in prompts]
     pictures: list[Pixels] = []
-    for start in range(0, len(prompts), BATCH):
-        pictures += paint_stills(pipeline, prompts[start : start + BATCH], settings, seed + start)
+    for start in range(0, len(texts), BATCH[model]):
+        pictures += paint(pipeline, texts[start : start + BATCH[model]], settings, seed + start)
     return pictures
 
 
-def precisions(num_prompts: int) -> Iterator[dict[str, Any]]:
-    prompts = held_out_prompts(num_prompts, JUDGED_SEED)
-    texts = [text for _, text in prompts]
-    others = [text for _, text in held_out_prompts(CALIBRATION_PROMPTS, CALIBRATION_SEED)]
-    pipeline = diffusers_pipeline()
-    with recording(pipeline.transformer, SHARD_PLAN) as amax:
-        painted(pipeline, others, 1000)
-    expected = painted(pipeline, texts, 0)
-    for name, scheme, fixed in (("bf16", None, False), *PRECISIONS):
-        if scheme is not None:
-            pipeline = diffusers_pipeline()
-            swap_linears(pipeline.transformer, SHARD_PLAN, scheme, amax if fixed else None)
-        pictures = expected if scheme is None else painted(pipeline, texts, 0)
-        scores = summary(
-            [
-                (text, check_still(scene, look_at(pixels)))
-                for (scene, text), pixels in zip(prompts, pictures, strict=True)
-            ]
+def shares(model: str, prompts: Prompts, pictures: list[Pixels]) -> dict[str, float]:
+    """Of the prompts, by what was asked for: those whose picture shows it."""
+    scored = [
+        (
+            text,
+            evaluate.check_still(scene, look_at(pixels))
+            if model == STILLS
+            else evaluate.check_motion(scene, [look_at(frame) for frame in pixels]),
         )
-        differences = [psnr_db(given, right) for given, right in zip(pictures, expected, strict=True)]
-        yield {
-            "precision": name,
-            "psnr_db": {"mean": round(mean(differences), 2), "lowest": round(min(differences), 2)},
-            "shares": {check: score["share"] for check, score in scores.items() if "(" not in check},
-        }
+        for (scene, text), pixels in zip(prompts, pictures, strict=True)
+    ]
+    return {check: score["share"] for check, score in evaluate.summary(scored).items() if "(" not in check}
+
+
+def precisions(model: str, num_prompts: int, device: torch.device, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
+    prompts = prompts_of(model, num_prompts, JUDGED_SEED)
+    others = prompts_of(model, min(NUM_CALIBRATION, num_prompts), CALIBRATION_SEED)
+    plan = plan_of(model)
+    pipeline = evaluate.load(model, dtype=dtype).to(device)
+    with recording(pipeline.transformer, plan) as amax:
+        painted(pipeline, model, others, 1000)
+    expected = painted(pipeline, model, prompts, 0)
+    yield {"precision": str(dtype).removeprefix("torch."), "shares": shares(model, prompts, expected)}
+    for name, scheme, fixed in PRECISIONS:
+        pipeline = evaluate.load(model, dtype=dtype).to(device)
+        swap_linears(pipeline.transformer, plan, scheme, amax if fixed else None)
+        pictures = painted(pipeline, model, prompts, 0)
+        found = shares(model, prompts, pictures)
+        yield {"precision": name, "psnr_db": compared(pictures, expected), "shares": found}
+
+
+def plan_of(model: str) -> ShardPlan:
+    path = resolve_path(model)
+    with torch.device("meta"):
+        return load_family(path).outline_denoiser(path, torch.bfloat16).plan
 
 
 class WidthEngine:
@@ -106,58 +131,75 @@ class WidthEngine:
     def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...] = (0,)) -> tuple[Tensor, ...]:
         return self._engine.predict(branches, self._ranks)
 
+    def warm_up(self, branches: tuple[Branch, ...], ranks: tuple[int, ...] = (0,)) -> None:
+        self._engine.warm_up(branches, self._ranks)
+
+    @property
+    def was_warm(self) -> bool:
+        return self._engine.was_warm
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return (len(self._ranks),)
+
     def close(self) -> None:
         """The engine serves other widths."""
 
 
-def widths(device: torch.device) -> Iterator[dict[str, Any]]:
-    path = resolve_path(MODEL)
-    model = load_family(path).load_denoiser(path, device, torch.bfloat16)
-    pictures: dict[str, list[Pixels]] = {}
-    for strategy in ("ulysses", "allgather_kv", "ring"):
-        engine = TorchEngine(model, config=TorchEngineConfig(strategy=strategy))
+def widths(model: str, num_prompts: int, device: torch.device, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
+    prompts = prompts_of(model, num_prompts, JUDGED_SEED)
+    exact = engine_pictures(model, prompts, device, torch.float32, "ulysses", 1)
+    one: list[Pixels] | None = None
+    for strategy in STRATEGIES:
         for width in gang_widths(dist.get_world_size()):
-            pipeline = load_pipeline(path, device, torch.bfloat16, WidthEngine(engine, width))
-            prompts = held_out_prompts(NUM_WIDTH_PROMPTS, JUDGED_SEED)
-            made = [pipeline.run(request_of(text, seed))[0] for seed, (_, text) in enumerate(prompts)]
-            one = pictures.setdefault("width 1", made)
-            differences = [psnr_db(given, right) for given, right in zip(made, one, strict=True)]
-            yield {
-                "strategy": strategy,
-                "width": width,
-                "psnr_db": {"mean": round(mean(differences), 2), "lowest": round(min(differences), 2)},
-            }
-        engine.close()
+            if width == 1 and one is not None:
+                continue
+            made = engine_pictures(model, prompts, device, dtype, strategy, width)
+            if one is None:
+                one = made
+                yield {"width": 1, "against": "float32", "psnr_db": compared(one, exact)}
+                continue
+            found = {"psnr_db": compared(made, one), "psnr_db_against_float32": compared(made, exact)}
+            yield {"strategy": strategy, "width": width, "against": "width 1", **found}
 
 
-def request_of(prompt: str, seed: int) -> MediaRequest:
-    defaults = load_family(resolve_path(MODEL)).defaults(resolve_path(MODEL))
-    return MediaRequest(
-        request_id="quality", model=MODEL, kind="image", prompt=prompt, width=SIDE, height=SIDE,
-        num_inference_steps=defaults.num_inference_steps, guidance_scale=defaults.guidance_scale, true_cfg_scale=1.0,
-        seed=seed,
-    )  # fmt: skip
+def engine_pictures(
+    model: str, prompts: Prompts, device: torch.device, dtype: torch.dtype, strategy: str, width: int
+) -> list[Pixels]:
+    path = resolve_path(model)
+    family = load_family(path)
+    engine = TorchEngine(family.load_denoiser(path, device, dtype), config=TorchEngineConfig(strategy=strategy))
+    pipeline = load_pipeline(path, device, dtype, WidthEngine(engine, width))
+    defaults = family.defaults(path)
+    default = replace(request_of(None, defaults), true_cfg_scale=defaults.true_cfg_scale)
+    requests = [replace(default, prompt=text, seed=seed) for seed, (_, text) in enumerate(prompts)]
+    pictures = [pipeline.run(request) for request in requests]
+    engine.close()
+    return pictures
 
 
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=240)
+    parser.add_argument("--model", choices=(STILLS, CLIPS), default=STILLS)
+    parser.add_argument("--prompts", type=int)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     rank, world = start_distributed()
-    results = []
-    for result in precisions(arguments.prompts) if world == 1 else widths(torch.device("cuda", rank)):
-        results.append(result)
+    on_gpu = torch.cuda.is_available()
+    device, dtype = (torch.device("cuda", rank), torch.bfloat16) if on_gpu else (torch.device("cpu"), torch.float32)
+    num = arguments.prompts or (NUM_PROMPTS[arguments.model] if world == 1 else NUM_WIDTH_PROMPTS)
+    compare = precisions if world == 1 else widths
+    document: dict[str, Any] = {"model": arguments.model, "num_prompts": num, "results": []}
+    for result in compare(arguments.model, num, device, dtype):
+        document["results"].append(result)
         if rank == 0:
             print(json.dumps(result), flush=True)
+        if rank == 0 and arguments.out:  # after each: a later one may hang
+            arguments.out.write_text(json.dumps(document))
     if rank == 0:
-        document = json.dumps({"model": MODEL, "hardware": torch.cuda.get_device_name(), "results": results})
-        if arguments.out:
-            arguments.out.write_text(document)
-        print(document, flush=True)
-    if world > 1:
-        dist.barrier()
+        print(json.dumps(document), flush=True)
+    rank_synchronize()
     os._exit(0)  # graphs hold the communicator: an orderly shutdown would wait for them
 
 

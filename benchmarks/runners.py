@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import flux_case, peers, wan_case
+from benchmarks import elastic_case, flux_case, peers, wan_case
 from benchmarks.cases import ENGINE_MAKERS, Case
 from benchmarks.timing import Times, measure
 from engines.model import Branch, Schedule
@@ -33,7 +33,6 @@ from pipelines.flux.denoiser import as_denoiser
 from pipelines.flux.fast import fast_weights
 from pipelines.flux.shard_plan import SHARD_PLAN, stream_lengths
 
-NUM_JOBS = 8
 STRATEGIES = ("ulysses", "allgather_kv", "ring", "hybrid")
 Step = Callable[[], Any]
 
@@ -67,14 +66,22 @@ class Bench:
         step, close = self.prepare(case)
         error = self._error(case, step())
         prepare_s = round(time.perf_counter() - start_s, 2)
-        times = measure(step, repeats=case.repeats, warm_up=min(3, case.repeats - 1))
+        times = measure(step, repeats=case.repeats, warm_up=min(3, case.repeats - 1), width=case.width)
         close()
         gc.collect()
-        return times, {"prepare_s": prepare_s} | ({} if error is None else {"relative_error": error})
+        extra = {"prepare_s": prepare_s} | ({} if error is None else {"relative_error": error})
+        if case.maker in ("always8", "elastic8"):
+            extra["pictures_per_s"] = round(1000 * elastic_case.NUM_JOBS / times.median_ms, 2)
+        return times, extra
 
     def fitting(self, case: Case) -> Case:
         """The case, or for a CPU a small one like it."""
-        return dataclasses.replace(case, side=min(case.side, 128), graph=False, repeats=3) if self.small else case
+        if not self.small:
+            return case
+        num_steps, num_blocks = min(case.num_steps, 3), min(case.num_blocks, 1)
+        changes: dict[str, Any] = {"side": min(case.side, 128) if case.maker != "wan" else case.side}
+        changes |= {"graph": False, "repeats": 3, "num_steps": num_steps, "num_blocks": num_blocks}
+        return dataclasses.replace(case, **changes)
 
     def prepare(self, case: Case) -> tuple[Step, Callable[[], None]]:
         if case.maker == "fast":
@@ -96,14 +103,17 @@ class Bench:
     def _engine_step(self, case: Case) -> Step:
         """As a gang calls it: a job's step with its schedule. "switch" goes to width 1 and back with every repeat."""
         engine, inputs = self.engine(case.overlap), self.inputs(case.side, case.batch)
+        if case.maker in ("always8", "elastic8"):
+            return elastic_case.pictures(
+                engine, self.module, side=case.side, text=self.num_text, num_steps=case.num_steps, world=self.world,
+                rank=self.rank, elastic=case.maker == "elastic8",
+            )  # fmt: skip
         timesteps_S = torch.linspace(1, 0.1, 28, device=self.device).to(self.dtype)
         schedule = Schedule(timesteps_S=timesteps_S, step=14)
         branches = (Branch(inputs={**inputs, "timestep": timesteps_S[14:15]}, schedule=schedule),)
         first = self.rank // case.width * case.width
         together, alone = tuple(range(first, first + case.width)), (self.rank,)
         widths: tuple[tuple[int, ...], ...] = (alone, together) if case.maker == "switch" else (together,)
-        if case.maker == "jobs8":
-            widths = (together,) * (NUM_JOBS * case.width // self.world)
         for ranks in dict.fromkeys(widths):
             engine.warm_up(branches, ranks)
         return lambda: [engine.predict(branches, ranks)[0] for ranks in widths][-1]
@@ -116,7 +126,7 @@ class Bench:
         ranks = tuple(range(first, first + case.width))
         return wan_case.step(
             self.device, height=case.side, ranks=ranks, strategy=case.strategy, num_branches=case.num_branches,
-            capture=case.graph, num_blocks=case.num_blocks or wan_case.LAYERS,
+            capture=case.graph, num_blocks=case.num_blocks or wan_case.LAYERS, small=self.small,
         )  # fmt: skip
 
     def _module_step(self, inputs: dict[str, Tensor]) -> Step:
@@ -183,7 +193,11 @@ class Bench:
         return fast_weights(self.module, precision)
 
     def _inputs(self, side: int, batch: int) -> dict[str, Tensor]:
-        return flux_case.inputs(self.module, side, batch=batch, text=64 if self.small else flux_case.TEXT_TOKENS)
+        return flux_case.inputs(self.module, side, batch=batch, text=self.num_text)
+
+    @property
+    def num_text(self) -> int:
+        return 64 if self.small else flux_case.TEXT_TOKENS
 
     def _reference(self, side: int, batch: int) -> Tensor:
         """The module's own answer, computed once before anything was swapped."""
@@ -192,7 +206,8 @@ class Bench:
         return answer.float()
 
     def _error(self, case: Case, answer: Tensor) -> float | None:
-        if case.exchange == "none" or case.maker.startswith(("diffusers", "wan", "xdit", "engine", "switch", "jobs")):
+        others = ("diffusers", "wan", "xdit", *ENGINE_MAKERS)
+        if case.exchange == "none" or case.maker.startswith(others):
             return None
         reference = self.reference(case.side, case.batch)
         error = ((answer.float() - reference).norm() / reference.norm()).item()

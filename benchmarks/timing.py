@@ -11,29 +11,59 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
+SAMPLE_S = 0.05
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Times:
-    """Milliseconds over all repeats, of the slowest rank."""
+    """Milliseconds over all repeats, of the slowest rank of a team; ``num_repeats`` of every team.
+
+    ``clock_mhz`` and ``power_w`` are the devices' means while the repeats ran, where they can be read: a GPU at its
+    power limit lowers its clock.
+    """
 
     median_ms: float
     lowest_ms: float
     p90_ms: float
     num_repeats: int
+    clock_mhz: int | None = None
+    power_w: int | None = None
 
 
-def measure(call: Callable[[], object], *, repeats: int = 20, warm_up: int = 3) -> Times:
-    """``call`` again and again, all ranks at once; a repeat's time is the time between two events round it."""
+@dataclass(slots=True)
+class _Samples:
+    """Clock and power of this process's device, read while it works."""
+
+    clocks_mhz: list[float]
+    powers_w: list[float]
+
+    def take(self) -> None:
+        try:
+            self.clocks_mhz.append(float(torch.cuda.clock_rate()))
+            self.powers_w.append(torch.cuda.power_draw() / 1000)
+        except Exception:  # NVML's own, or that of its absence: then nobody knows
+            return
+
+
+def measure(call: Callable[[], object], *, repeats: int = 20, warm_up: int = 3, width: int | None = None) -> Times:
+    """``call`` again and again on all ranks at once; a repeat's time is the time between two events round it.
+
+    Runs of ``width`` ranks (None: all) are teams that work by themselves: a team's repeat takes as long as on its
+    slowest rank, and the repeats of all teams count.
+    """
     for _ in range(warm_up):
         call()
     rank_synchronize()
-    times = _cuda_times(call, repeats) if torch.cuda.is_available() else _cpu_times(call, repeats)
-    times = sorted(_slowest_rank(times))
+    samples = _Samples([], [])
+    times = _cuda_times(call, repeats, samples) if torch.cuda.is_available() else _cpu_times(call, repeats)
+    times = sorted(_times_of_teams(times, width))
     return Times(
         median_ms=statistics.median(times),
         lowest_ms=times[0],
         p90_ms=times[int(0.9 * (len(times) - 1))],
         num_repeats=repeats,
+        clock_mhz=_mean_of_ranks(samples.clocks_mhz),
+        power_w=_mean_of_ranks(samples.powers_w),
     )
 
 
@@ -44,13 +74,15 @@ def rank_synchronize() -> None:
         dist.barrier()
 
 
-def _cuda_times(call: Callable[[], object], repeats: int) -> list[float]:
+def _cuda_times(call: Callable[[], object], repeats: int, samples: _Samples) -> list[float]:
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]  # type: ignore[no-untyped-call]
     marks[0].record()
     for mark in marks[1:]:
         call()
         mark.record()
-    torch.cuda.synchronize()
+    while not marks[-1].query():  # type: ignore[no-untyped-call]
+        samples.take()
+        time.sleep(SAMPLE_S)
     return [first.elapsed_time(second) for first, second in pairwise(marks)]
 
 
@@ -63,10 +95,25 @@ def _cpu_times(call: Callable[[], object], repeats: int) -> list[float]:
     return times
 
 
-def _slowest_rank(times: list[float]) -> list[float]:
+def _times_of_teams(times: list[float], width: int | None) -> list[float]:
+    return [max(repeat) for team in _teams(_of_all_ranks(times), width) for repeat in zip(*team, strict=True)]
+
+
+def _teams(ranks: list[list[float]], width: int | None) -> list[list[list[float]]]:
+    each = width or len(ranks)
+    return [ranks[first : first + each] for first in range(0, len(ranks), each)]
+
+
+def _mean_of_ranks(values: list[float]) -> int | None:
+    """The mean of the ranks' means; None if a rank has none."""
+    means = [mean for (mean,) in _of_all_ranks([statistics.mean(values) if values else -1.0])]
+    return None if min(means) < 0 else round(statistics.mean(means))
+
+
+def _of_all_ranks(values: list[float]) -> list[list[float]]:
     if not dist.is_initialized():
-        return times
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    slowest = torch.tensor(times, device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return [float(time_ms) for time_ms in slowest]
+        return [values]
+    mine = torch.tensor(values, dtype=torch.float64, device="cuda" if torch.cuda.is_available() else "cpu")
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    return [[float(value) for value in some] for some in everyone]

@@ -17,6 +17,9 @@ from pipelines.wan.denoiser import as_denoiser
 LAYERS, CHANNELS, FFN, TEXT_TOKENS = 40, 5120, 13824, 512
 FRAMES = 81
 WIDTH_OF_HEIGHT = {480: 832, 720: 1280}
+SMALL = {"num_attention_heads": 4, "attention_head_dim": 32, "ffn_dim": 256, "text_dim": 64}
+SMALL_LAYERS, SMALL_LATENT, SMALL_TEXT = 2, (3, 6, 10), 16
+"""For a CPU: the program's own test."""
 
 
 def latent_size(height: int) -> tuple[int, int, int]:
@@ -39,22 +42,21 @@ def flop(height: int, num_blocks: int = LAYERS) -> tuple[float, float]:
 
 
 @cache
-def build(device: torch.device, num_blocks: int) -> Any:
+def build(device: torch.device, num_blocks: int, small: bool) -> Any:
     from diffusers import WanTransformer3DModel
 
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(torch.float32 if small else torch.bfloat16)
+    sizes = SMALL if small else {"num_attention_heads": 40, "attention_head_dim": 128, "ffn_dim": FFN}
     with torch.device(device):
-        module = WanTransformer3DModel(
-            num_layers=num_blocks, num_attention_heads=40, attention_head_dim=128, ffn_dim=FFN
-        )
+        module = WanTransformer3DModel(num_layers=min(num_blocks, SMALL_LAYERS) if small else num_blocks, **sizes)
     torch.set_default_dtype(torch.float32)
     return module.eval().requires_grad_(False)
 
 
 @cache
-def engine(device: torch.device, strategy: str, capture: bool, num_blocks: int) -> TorchEngine:
-    module = build(device, num_blocks)
+def engine(device: torch.device, strategy: str, capture: bool, num_blocks: int, small: bool) -> TorchEngine:
+    module = build(device, num_blocks, small)
     for block in module.blocks:
         block.__dict__.pop("forward", None)  # another engine's compiled one
     model = as_denoiser({"transformer": module})
@@ -70,22 +72,24 @@ def step(
     num_branches: int,
     capture: bool,
     num_blocks: int,
+    small: bool,
 ) -> Callable[[], tuple[Tensor, ...]]:
     """One step of a clip of 81 frames; two branches as with true guidance."""
     generator = torch.Generator(device).manual_seed(1)
-    draw = {"device": device, "dtype": torch.bfloat16, "generator": generator}
-    latents = torch.randn(1, 16, *latent_size(height), **draw)  # type: ignore[call-overload]
+    ready = engine(device, strategy, capture, num_blocks, small)
+    latent = SMALL_LATENT if small else latent_size(height)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device, dtype=ready.dtype, generator=generator)
+
+    latents = randn(1, 16, *latent)
+    text = (SMALL_TEXT, SMALL["text_dim"]) if small else (TEXT_TOKENS, 4096)
     timestep = torch.full((1,), 700.0, device=device)
     branches = tuple(
         Branch(
-            inputs={
-                "hidden_states": latents,
-                "timestep": timestep,
-                "encoder_hidden_states": torch.randn(1, TEXT_TOKENS, 4096, **draw),  # type: ignore[call-overload]
-            }
+            inputs={"hidden_states": latents, "timestep": timestep, "encoder_hidden_states": randn(1, *text)},
         )
         for _ in range(num_branches)
     )
-    ready = engine(device, strategy, capture, num_blocks)
     ready.warm_up(branches, ranks)
     return lambda: ready.predict(branches, ranks)

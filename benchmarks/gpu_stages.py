@@ -1,0 +1,93 @@
+"""What ``benchmarks.denoise_step_gpu`` runs, in order of importance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+STEP = "benchmarks.denoise_step"
+QUALITY = "benchmarks.precision_quality"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """``module`` with ``arguments``: on all GPUs, on ``gpus`` (a rank each), or on one."""
+
+    name: str
+    module: str = STEP
+    arguments: tuple[str, ...] = ()
+    all_gpus: bool = True
+    gpus: tuple[int, ...] = ()
+    writes_json: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """Runs that start at the same time, stopped after ``limit_s``; ``takes_turns``: only one is timed at a time."""
+
+    name: str
+    runs: tuple[Run, ...]
+    limit_s: int
+    min_gpus: int = 1
+    takes_turns: bool = False
+
+
+def alone(name: str, *arguments: str, limit_s: int, min_gpus: int = 1, **options: object) -> Stage:
+    """A stage of one run of its own name."""
+    run = Run(name=name, arguments=arguments, **options)  # type: ignore[arg-type]
+    return Stage(name=name, runs=(run,), limit_s=limit_s, min_gpus=min_gpus)
+
+
+def peer(name: str, maker: str, gpus: tuple[int, ...], *sides: int) -> Run:
+    cases = [f"{maker}/{side}/w{len(gpus)}/bf16/ulysses/uncaptured" for side in sides]
+    return Run(name=f"peer_{name}", arguments=("--only", *cases), gpus=gpus)
+
+
+FOUR = (0, 1, 2, 3)
+PEERS = Stage(
+    name="peers",
+    runs=(
+        peer("ulysses4", "diffusers-ulysses", FOUR, 1024, 2048),
+        peer("ring4", "diffusers-ring", FOUR, 1024, 2048),
+        peer("xdit4", "xdit", FOUR, 1024, 2048),
+        peer("ulysses2", "diffusers-ulysses", (0, 1), 1024),
+        peer("ring2", "diffusers-ring", (2, 3), 1024),
+        peer("xdit2", "xdit", (0, 1), 1024),
+    ),
+    limit_s=170,
+    min_gpus=4,
+    takes_turns=True,
+)
+
+KERNEL_CHECK = "tests.engines.torch_engine.triton_check"
+PROFILED = ("fast/1024/w1/bf16", "fast/1024/w4/bf16/ulysses/peer", "fast/2048/w4/bf16/ulysses/peer")
+
+STAGES = (
+    alone(
+        "kernels", "cuda", module=KERNEL_CHECK, all_gpus=False, writes_json=False, limit_s=60
+    ),
+    alone("goals", limit_s=90),
+    PEERS,
+    alone("elastic", "engine/", "switch/", "always8", "elastic8", limit_s=90),
+    alone("variants", "bf16/ulysses", "fp8/ulysses", "--skip", "uncaptured", "none", "wan", "nccl-", "engine", "switch",
+          "8/512", limit_s=130, min_gpus=2),
+    alone("strategies", "allgather_kv", "/ring", "hybrid", "--skip", "wan", "diffusers", limit_s=60, min_gpus=2),
+    alone("exact", module="benchmarks.denoise_step_exact", limit_s=80, min_gpus=2),
+    alone("wan", "wan/", limit_s=230),
+    alone("start_cold", module="benchmarks.denoise_step_start", limit_s=60),
+    alone("start_warm", module="benchmarks.denoise_step_start", limit_s=60),
+    alone("widths_flux", module=QUALITY, limit_s=60, min_gpus=2),
+    alone("widths_wan", "--model", "wan-shapes", module=QUALITY, limit_s=60, min_gpus=2),
+    Stage(
+        name="quality",
+        runs=(
+            Run(name="quality_flux", module=QUALITY, all_gpus=False),
+            Run(name="quality_wan", module=QUALITY, arguments=("--model", "wan-shapes"), all_gpus=False),
+        ),
+        limit_s=100,
+    ),
+    alone("profile", *PROFILED, module="benchmarks.step_profile", writes_json=False, limit_s=60),
+    alone("parts", module="benchmarks.denoise_step_parts", all_gpus=False, limit_s=60),
+    alone("module", "eager/", "blocks/", "fast/2048/w1", all_gpus=False, limit_s=90),
+    alone("single", "w1/bf16/apart", "w1/fp8/apart", "one-stream", all_gpus=False, limit_s=60),
+    alone("exchanges", "none", "nccl-", limit_s=60, min_gpus=4),
+)  # fmt: skip
