@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from typing import Any
 
 import ray
 
+from deployments.observability.logs import request_context
 from deployments.records import Decoded
 from deployments.stage import StageSpec, load_stage
 from deployments.studio import Output
 from pipelines.media import encode_frames, encode_thumbnail
 from pipelines.request import MediaRequest
+
+logger = logging.getLogger(__name__)
 
 
 class VaeDecoder:
@@ -29,17 +33,21 @@ class VaeDecoder:
     def decode(self, latents: list[ray.ObjectRef[Any]], request: MediaRequest, output: Output) -> Decoded:
         """``latents`` is a list of one reference, so that Ray does not resolve it on the way."""
         started_s = time.perf_counter()
-        latents_here = ray.get(latents[0])
-        with self._one_at_a_time:
-            frames = self._decoder.decode(latents_here, request)
-        data = encode_frames(frames, output.format, compression=output.compression, fps=request.fps)
-        thumbnail = encode_thumbnail(frames[0]) if request.kind == "video" else b""
-        return Decoded(data=data, thumbnail=thumbnail, decode_s=time.perf_counter() - started_s)
+        with request_context(request.request_id):
+            latents_here = ray.get(latents[0])
+            with self._one_at_a_time:
+                frames = self._decoder.decode(latents_here, request)
+            data = encode_frames(frames, output.format, compression=output.compression, fps=request.fps)
+            thumbnail = encode_thumbnail(frames[0]) if request.kind == "video" else b""
+            decode_s = time.perf_counter() - started_s
+            logger.info("latents are decoded", extra={"decode_s": round(decode_s, 4), "num_bytes": len(data)})
+        return Decoded(data=data, thumbnail=thumbnail, decode_s=decode_s)
 
     def preview(self, latents: list[ray.ObjectRef[Any]], request: MediaRequest) -> bytes:
         """PNG bytes of the first frame of unfinished ``latents``."""
-        latents_here = ray.get(latents[0])
-        with self._one_at_a_time:
-            frames = self._decoder.preview(latents_here, request)
-        preview: bytes = encode_frames(frames[:1], "png")
+        with request_context(request.request_id):
+            latents_here = ray.get(latents[0])
+            with self._one_at_a_time:
+                frames = self._decoder.preview(latents_here, request)
+            preview: bytes = encode_frames(frames[:1], "png")
         return preview

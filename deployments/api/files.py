@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 import time
@@ -34,17 +35,24 @@ class FileShelf:
     def find(self, name: str) -> Path | None:
         """Where ``name`` lies; None if it is unknown or too old."""
         path = self.folder / name
-        if NAME.fullmatch(name) is None or not path.is_file():
-            return None
-        return path if time.time() - path.stat().st_mtime < self.lifetime_s else None
+        stat = _stat(path) if NAME.fullmatch(name) else None
+        return path if stat is not None and time.time() - stat.st_mtime < self.lifetime_s else None
 
     def sweep(self, num_new_bytes: int = 0) -> None:
         """Delete what is too old, then the oldest, until ``num_new_bytes`` more fit."""
-        stats = ((path, path.stat()) for path in self.folder.glob("*") if NAME.fullmatch(path.name))
-        files = sorted((stat.st_mtime, stat.st_size, path) for path, stat in stats)
+        stats = ((path, _stat(path)) for path in self.folder.glob("*") if NAME.fullmatch(path.name))
+        files = sorted((stat.st_mtime, stat.st_size, path) for path, stat in stats if stat is not None)
         num_bytes = sum(size for _, size, _ in files) + num_new_bytes
         for modified_s, size, path in files:
             if time.time() - modified_s < self.lifetime_s and num_bytes <= self.max_bytes:
                 break
             path.unlink(missing_ok=True)
             num_bytes -= size
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    """None if there is no such file, or no more: requests, and replicas that share the folder, sweep side by side."""
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        return None

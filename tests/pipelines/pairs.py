@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pipelines.pixels import to_unit_range
 from pipelines.registry import pipeline_class
 from pipelines.request import MediaRequest
 from pipelines.run import Pipeline, load_pipeline
@@ -34,11 +35,12 @@ class Pair:
         ours, theirs = self.ours.denoise(request), self._reference(request, "latent")
         return ours if self.is_video else pack(ours), theirs
 
-    def pixels(self, request: MediaRequest) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Frames with values from 0 to 255."""
+    def pixels(self, request: MediaRequest) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Values from 0 to 1, ours before they are rounded to bytes; shape (frames, height, width, 3)."""
         theirs = np.asarray(self._reference(request, "np"))
-        theirs = theirs[0] if self.is_video else theirs
-        return self.ours.run(request).astype(int), np.round(theirs * 255).astype(int)
+        pixels = to_unit_range(self.ours.decoder.pixels(self.ours.denoise(request)))  # type: ignore[attr-defined]
+        frames_FCHW = pixels[0].transpose(0, 1) if self.is_video else pixels
+        return frames_FCHW.permute(0, 2, 3, 1).numpy(), theirs[0] if self.is_video else theirs
 
     def _reference(self, request: MediaRequest, output_type: str) -> Any:
         output = self.theirs(
@@ -71,10 +73,12 @@ def check_latents(pair: Pair, request: MediaRequest, tolerance: float = 1e-4) ->
     torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
 
 
-def check_pixels(pair: Pair, request: MediaRequest) -> None:
-    """Equal but for values so near to the middle of two that they are rounded apart."""
+def check_pixels(pair: Pair, request: MediaRequest, tolerance: float = 1e-4) -> None:
+    """Before rounding equal within ``tolerance``; the bytes but for values so near to the middle that they part."""
     ours, theirs = pair.pixels(request)
     assert ours.shape == theirs.shape == (request.num_frames, request.height, request.width, 3)
-    assert theirs.std() > 10
-    assert np.abs(ours - theirs).max() <= 1
-    assert (ours != theirs).mean() < 0.001
+    assert theirs.std() > 10 / 255
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance)
+    given, expected = pair.ours.run(request).astype(int), np.round(theirs * 255).astype(int)
+    assert np.abs(given - expected).max() <= 1
+    assert (given != expected).mean() < 0.001

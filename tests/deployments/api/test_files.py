@@ -1,0 +1,27 @@
+"""The shelf of pictures served by URL, swept by several requests at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from deployments.api.files import FileShelf
+
+
+def test_a_file_that_another_sweep_has_deleted_is_no_error(tmp_path: Path):
+    shelf = FileShelf(folder=tmp_path, lifetime_s=100, max_bytes=10)
+    gone = f"{'0' * 32}.png"
+    (tmp_path / gone).symlink_to(tmp_path / "nowhere")  # listed, and not there when it is looked at
+    name = shelf.put(b"picture", "png")
+    found = shelf.find(name)
+    assert found is not None
+    assert found.read_bytes() == b"picture"
+    assert shelf.find(gone) is None
+
+
+def test_names_that_were_never_handed_out_find_nothing(tmp_path: Path):
+    shelf = FileShelf(folder=tmp_path / "files", lifetime_s=100, max_bytes=10)
+    shelf.put(b"picture", "png")
+    (tmp_path / "secret.png").write_bytes(b"secret")
+    (tmp_path / "files" / "other.png").write_bytes(b"other")
+    for name in ("../secret.png", "other.png", "", "."):
+        assert shelf.find(name) is None
