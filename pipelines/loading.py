@@ -14,7 +14,7 @@ PUBLISHED = tuple(Path(__file__).parent.glob("*/published"))
 """Folders of published models' configurations, without weights: one in each family's folder."""
 DTYPES = ("float32", "bfloat16", "float16")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_HUB_FILES = ["model_index.json", "troupe.json", "*/*.json", "*/*.safetensors", "*/*.txt", "*/*.model"]
+HUB_FILES = ["model_index.json", "troupe.json", "*/*.json", "*/*.safetensors", "*/*.txt", "*/*.model"]
 """Only the diffusers layout: hub repositories often hold the same weights again as one large file at the top."""
 
 
@@ -79,7 +79,7 @@ def _download(hub_id: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(hub_id, allow_patterns=HUB_FILES))
     except (OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
         raise ValueError(
             f"{hub_id!r} is not a folder here, and not in the hub cache, and the hub cannot be reached: unset "

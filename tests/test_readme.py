@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 import av
@@ -16,7 +17,9 @@ import pytest
 import ray
 import yaml
 from PIL import Image
+from typer.testing import CliRunner
 
+from deployments.cli.main import app
 from deployments.serving import load_config, parse_config
 from tests.deployments.live import live
 from tests.fenced import ROOT, Block, blocks
@@ -84,6 +87,18 @@ def test_command_of_the_readme(command: str, tmp_path: Path) -> None:
     assert any(line.startswith(command) for block in BLOCKS for line in block.text.splitlines())
     output = run("sh", command, tmp_path)
     assert {"troupe --help": "generate", "troupe models": "flux-shapes", "troupe doctor": "Python"}[command] in output
+
+
+def test_demo_paints_a_picture_and_a_clip(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of ``make demo`` but the start, which `tests/deployments/cli` sees."""
+    monkeypatch.setattr("deployments.cli.demo.started_for_itself", lambda config: nullcontext(url))
+    result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path)], env={"COLUMNS": "200", "TERM": "dumb"})
+    assert result.exit_code == 0, result.output
+    for name in ("picture.png", "clip.mp4"):
+        assert_is_media((tmp_path / name).read_bytes())
+        (line,) = [line for line in result.output.splitlines() if line.startswith(str(tmp_path / name))]
+        assert all(stage in line for stage in ("queue", "encode", "denoise", "decode", "total"))
+    assert "step 20 of 20" in result.output
 
 
 def test_make_targets_exist(tmp_path: Path) -> None:

@@ -61,15 +61,19 @@ class Command:
         assert match is not None, self.output
         return match[0]
 
+    def wait(self, within_s: float = START_WITHIN_S) -> int:
+        """The exit code of a command that ends by itself, once all its processes are gone."""
+        code = self._process.wait(within_s)
+        assert (left := self.processes()) == [], f"left behind: {left}"
+        return code
+
     def interrupt(self, *, again_after_s: float | None = None, within_s: float = 60.0) -> int:
         """Ctrl-C as a terminal sends it, to all of the job in front; the exit code, once all processes are gone."""
         os.killpg(self._process.pid, signal.SIGINT)
         if again_after_s is not None:
             time.sleep(again_after_s)
             os.killpg(self._process.pid, signal.SIGINT)
-        code = self._process.wait(within_s)
-        assert (left := self.processes()) == [], f"left behind: {left}"
-        return code
+        return self.wait(within_s)
 
     def kill_all(self) -> None:
         """SIGKILL to every process, until there is none."""

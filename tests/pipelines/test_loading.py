@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipelines.defaults import check_request, with_own_defaults
-from pipelines.loading import SHIPPED, resolve_dtype, resolve_path, shipped_checkpoints
+from pipelines.loading import HUB_FILES, SHIPPED, resolve_dtype, resolve_path, shipped_checkpoints
 from pipelines.registry import load_family
 from pipelines.run import run_request
 from tests.pipelines import tiny
@@ -40,6 +40,43 @@ def test_a_hub_id_without_a_network_says_what_to_do(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(hub, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ValueError, match="unset HF_HUB_OFFLINE, or run `hf download someone/something`"):
         resolve_path("someone/something")
+
+
+def test_a_hub_id_in_the_cache_needs_no_network(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_flux: Path
+) -> None:
+    """The cache as `hf download` leaves it: the folder of a commit, and the name that points to it."""
+    import huggingface_hub.constants as hub
+
+    repository, commit = tmp_path / "models--someone--something", "0123456789" * 4
+    shutil.copytree(tiny_flux, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(hub, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(hub, "HF_HUB_CACHE", str(tmp_path))
+    path = resolve_path("someone/something")
+    assert path == repository / "snapshots" / commit
+    assert run_request(path, picture()).shape == (1, 32, 48, 3)
+
+
+def test_what_is_fetched_from_the_hub_is_the_diffusers_layout_alone() -> None:
+    """Files of black-forest-labs/FLUX.1-dev and Wan-AI/Wan2.1-T2V-1.3B-Diffusers; the top holds the weights again."""
+    from huggingface_hub.utils import filter_repo_objects
+
+    needed = [
+        "model_index.json",
+        "scheduler/scheduler_config.json",
+        "text_encoder_2/model-00001-of-00002.safetensors",
+        "text_encoder_2/model.safetensors.index.json",
+        "tokenizer/merges.txt",
+        "tokenizer/special_tokens_map.json",
+        "tokenizer/spiece.model",
+        "transformer/diffusion_pytorch_model-00001-of-00003.safetensors",
+        "transformer/diffusion_pytorch_model.safetensors.index.json",
+        "vae/config.json",
+    ]
+    spare = ["flux1-dev.safetensors", "ae.safetensors", "dev_grid.jpg", "README.md", "assets/logo.png"]
+    assert list(filter_repo_objects(needed + spare, allow_patterns=HUB_FILES)) == needed
 
 
 def test_dtypes() -> None:

@@ -95,6 +95,7 @@ async def test_stream_on_the_wire(client):
     async with client.stream("POST", IMAGES, json=body) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         assert "content-length" not in answer.headers
+        assert answer.headers["x-request-id"].startswith("req_")
         events = sse("".join([chunk async for chunk in answer.aiter_text()]))
     assert [name for name, _ in events] == [
         "troupe.progress",

@@ -8,6 +8,8 @@ import random
 import httpx
 import openai
 import pytest
+from ray import serve
+from ray.serve.exceptions import RequestCancelledError
 
 from tests.deployments.app.conftest import NUM_WAITING
 from tests.deployments.live import (
@@ -117,6 +119,18 @@ def test_a_client_that_hangs_up_before_its_answer_stops_its_jobs(url: str):
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{url}/v1/images/generations", json={"prompt": PROMPT, "num_inference_steps": LONGEST}, timeout=0.5)
     assert_dropped_within_two_steps(newly_cancelled(before))
+
+
+async def test_cancelling_a_handle_stops_the_job(url: str):
+    handle, before = serve.get_app_handle("troupe").options(stream=True), cancelled()
+    response = handle.generate.remote(PROMPT, num_inference_steps=LONGEST)
+    while (await anext(response)).step < 3:
+        pass
+    response.cancel()
+    with pytest.raises(RequestCancelledError):
+        [event async for event in response]
+    assert_dropped_within_two_steps(job_id := newly_cancelled(before))
+    assert 3 <= dropped()[job_id][0] < LONGEST
 
 
 def test_deleting_a_clip_that_runs_stops_it(url: str):

@@ -1,19 +1,17 @@
-"""Ctrl-C at any time, and twice, ends every process that a command has started."""
+"""Commands that start the application for themselves: what they leave behind, at their end or after Ctrl-C, is nothing
+but what was asked for."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from tests.deployments.commands import command, config_file, short_folder
 from tests.deployments.live import config_of
 
-MOMENTS = {
-    "at once": ("Starting Ray Serve", None),
-    "replicas start": ("no running replica", 0.3),
-    "drawing": (r"step\s+[1-9]\d? of 100", None),
-}
+MOMENTS = {"at once": ("Starting Ray Serve", None), "replicas start": ("no running replica", 0.3)}
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -28,3 +26,21 @@ def test_ctrl_c_leaves_no_process_and_no_file(pictures: Path, moment: str):
             assert code == 130, generate.output
             assert "Traceback" not in generate.output
         assert not out.exists()
+
+
+def test_ctrl_c_in_the_demo_leaves_no_process_and_no_half_clip():
+    with short_folder() as folder, command("demo", "--out", str(folder / "out"), folder=folder) as demo:
+        demo.wait_for(r"step\s+[1-9]\d? of \d+")
+        assert demo.interrupt() == 130, demo.output
+        assert "Traceback" not in demo.output
+        assert not (folder / "out" / "clip.mp4").exists()
+
+
+def test_generate_from_start_to_end(pictures: Path):
+    with short_folder() as folder:
+        config, out = config_file(config_of({"pictures": pictures}), folder), folder / "picture.png"
+        wanted = ("--steps", "2", "--size", "64x48", "--seed", "7", "--out", str(out), "--config", config)
+        with command("generate", "a red circle", *wanted, folder=folder) as generate:
+            assert generate.wait() == 0, generate.output
+            assert f"{out}  seed 7" in generate.output
+        assert Image.open(out).size == (64, 48)

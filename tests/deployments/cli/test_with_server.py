@@ -10,6 +10,7 @@ from pathlib import Path
 
 import av
 import httpx
+import psutil
 import pytest
 from PIL import Image
 from typer.testing import CliRunner, Result
@@ -148,5 +149,7 @@ def test_a_mistake_is_one_line(url: str, name: str, tmp_path: Path, monkeypatch:
 
 
 def test_it_listens_on_this_machine_alone(url: str):
-    assert url.startswith("http://127.0.0.1:")
     assert httpx.get(f"{url}/health").status_code == 200
+    port = httpx.URL(url).port
+    listening = [one.laddr for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+    assert {address.ip for address in listening if address.port == port} == {"127.0.0.1"}

@@ -24,19 +24,25 @@ USER = "postgres" if os.getuid() == 0 else pwd.getpwuid(os.getuid()).pw_name
 @pytest.fixture(scope="session")
 def postgresql() -> Iterator[str]:
     """The URL of a server that listens on a socket in a folder of its own, and on no port."""
-    if not shutil.which("pg_ctl") or importlib.util.find_spec("asyncpg") is None:
+    if not program("pg_ctl") or importlib.util.find_spec("asyncpg") is None:
         pytest.skip("needs PostgreSQL's programs and asyncpg")
     folder = Path(tempfile.mkdtemp(prefix="troupe-pg-", dir="/tmp"))
     shutil.chown(folder, USER)
     data = folder / "data"
     options = f"-c listen_addresses='' -c unix_socket_directories={folder} -c fsync=off"
-    run("initdb", "-D", data, "-U", "troupe", "-A", "trust", "-E", "UTF8", "--no-sync")
-    run("pg_ctl", "-D", data, "-l", folder / "log", "-w", "-o", options, "start")
+    run(program("initdb"), "-D", data, "-U", "troupe", "-A", "trust", "-E", "UTF8", "--no-sync")
+    run(program("pg_ctl"), "-D", data, "-l", folder / "log", "-w", "-o", options, "start")
     try:
         yield f"postgresql+asyncpg://troupe@/postgres?host={folder}"
     finally:
-        run("pg_ctl", "-D", data, "-m", "immediate", "stop")
+        run(program("pg_ctl"), "-D", data, "-m", "immediate", "stop")
         shutil.rmtree(folder)
+
+
+def program(name: str) -> str | None:
+    """Debian keeps PostgreSQL's programs off the path, one folder a version."""
+    newest = sorted(Path("/usr/lib/postgresql").glob(f"*/bin/{name}"))[-1:]
+    return shutil.which(name) or next(map(str, newest), None)
 
 
 def run(*command: object) -> None:
