@@ -5,12 +5,16 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
+from engines.parallel.collectives import Axis
+from engines.torch_engine.head_exchange import attend_tokens_first, local_attention
 from engines.torch_engine.kernels import (
     HeadNorms,
     Modulation,
@@ -24,6 +28,8 @@ from engines.torch_engine.kernels import (
 )
 from engines.torch_engine.kernels import residual_norm_modulate as residual
 from engines.torch_engine.kernels.rows import QuantRows
+from engines.torch_engine.peer_exchange import PeerHeads
+from engines.torch_engine.peer_memory import addresses_of
 
 
 def close(got: Tensor | QuantRows, expected: Tensor | QuantRows, tolerance: float = 1e-5) -> None:
@@ -115,6 +121,50 @@ def check_peers(device: str, *, heads: int, dim: int, world: int) -> None:
     close(results, expected_results)
 
 
+class OneProcessMemory:
+    """Stands for ``PeerMemory``: the memories of all ranks, which take turns in this process and need no barrier."""
+
+    opened: ClassVar[dict[str, list[Tensor]]] = {}
+
+    def __init__(self, numel: int, sample: Tensor, axis: Axis, *, use: str) -> None:
+        several = self.opened.setdefault(use, [sample.new_full((numel,), float("nan")) for _ in axis.ranks])
+        self.views_W, self.mine = tuple(several), several[axis.index]
+        self.addresses_W = addresses_of(several)
+        self.barrier = lambda channel: None
+
+
+def check_exchange(device: str, *, world: int, by_runs: bool) -> None:
+    """Attention of all ranks through each other's memory against one rank's; sent whole, or the picture first."""
+    OneProcessMemory.opened.clear()
+    batch, length, first, heads, dim = 2, 5, 4, 4, 8
+    rows = length * batch
+    attend = local_attention(torch.device(device), torch.float32)
+    weight, angles = torch.randn(2, 2, dim, device=device), torch.randn(world, length, dim // 2, device=device)
+    inputs = torch.randn(world, rows, 3, heads, dim, device=device)
+    axes = [Axis(ranks=tuple(range(world)), index=rank) for rank in range(world)]
+    with patch("engines.torch_engine.peer_exchange.PeerMemory") as memory:
+        memory.open = OneProcessMemory
+        exchanges = [PeerHeads(attend, axis, torch.device("cpu"), copies=False) for axis in axes]
+        norms = [
+            HeadNorms(weight_S2D=weight, cos_LP=some.cos(), sin_LP=some.sin(), first_rows=first) for some in angles
+        ]
+        for exchange, qkv_R3HD, norm in zip(exchanges, inputs, norms, strict=True):
+            for start, stop in ((first, rows), (0, first)) if by_runs else ():
+                exchange.send_run(qkv_R3HD, batch, norm, start, stop)
+        sent = [
+            exchange.sent(qkv_R3HD, batch) if by_runs else exchange.send(qkv_R3HD, batch, norm, beside=False)
+            for exchange, qkv_R3HD, norm in zip(exchanges, inputs, norms, strict=True)
+        ]
+        attended = [exchange.attend(some) for exchange, some in zip(exchanges, sent, strict=True)]
+        results = [exchange.collect(some)[0][0] for exchange, some in zip(exchanges, attended, strict=True)]
+    normed = torch.empty(world * length, batch, 3, heads, dim)
+    for rank, norm in enumerate(norms):
+        here = HeadNorms(weight_S2D=weight.cpu(), cos_LP=norm.cos_LP.cpu(), sin_LP=norm.sin_LP.cpu(), first_rows=first)
+        norm_and_rotate(inputs[rank].cpu(), here, normed[rank * length : (rank + 1) * length])
+    expected = attend_tokens_first(local_attention(torch.device("cpu"), torch.float32), normed)
+    close(torch.cat(results), expected.flatten(0, 1).flatten(1))
+
+
 def main(device: str) -> None:
     torch.manual_seed(0)
     check_norm(device, channels=48, first=4, gates=2, segments=2)
@@ -128,6 +178,8 @@ def main(device: str) -> None:
         wide = torch.randn(7, 40)
         close(quantize_triton.launch(wide[None, :, :30].to(device), gelu=gelu), quantize_rows(wide[:, :30], gelu=gelu))
     check_peers(device, heads=12, dim=16, world=4)
+    for by_runs in (False, True):
+        check_exchange(device, world=2, by_runs=by_runs)
     print("all kernels agree")
 
 
