@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
@@ -18,6 +19,8 @@ from engines.gang.job import Job, JobEvent
 from engines.parallel.nccl_options import NcclOptions
 from engines.registry import rank_environment
 from pipelines.request import MediaRequest
+
+logger = logging.getLogger(__name__)
 
 EVENTS_EVERY_S = 0.1
 """Progress for people: no faster than they can see."""
@@ -70,6 +73,7 @@ class Denoiser:
             alone=alone,
             request_id=request.request_id,
         )
+        logger.info("job is queued", extra=job.log_fields)
         async with aclosing(self._gang.submit_grouped(job, every_s=EVENTS_EVERY_S)) as groups:
             async for group in groups:
                 yield group

@@ -33,7 +33,7 @@ class DeployedStudio(Flow):
         self._asking: asyncio.Task[None] | None = None
 
     async def not_ready(self, max_age_s: float = STATUS_MAX_AGE_S) -> Mapping[str, str]:
-        """Models with a deployment that has no running replica, with the first such deployment."""
+        """Models with a deployment that takes no requests, with the first such deployment."""
         max_age_s = min(max_age_s, POLL_S) if self._reasons else max_age_s
         if time.monotonic() - self._asked_s >= max_age_s and self._asking is None:
             self._asking = asyncio.create_task(self._ask())
@@ -54,16 +54,23 @@ class DeployedStudio(Flow):
 
 
 def find_reasons(status: ServeStatus, models: tuple[str, ...]) -> dict[str, str]:
-    """For each model that cannot serve: which of its deployments has no running replica."""
+    """For each model that cannot serve: which of its deployments takes no requests."""
     application = status.applications.get(APPLICATION)
     deployments = application.deployments if application else {}
     reasons: dict[str, str] = {}
     for model in models:
         for stage in STAGES:
             name = deployment_name(stage, model)
-            if name not in deployments or not num_running(deployments[name]):
+            if name not in deployments or not takes_requests(deployments[name]):
                 reasons.setdefault(model, f"{name} has no running replica")
     return reasons
+
+
+def takes_requests(deployment: DeploymentStatusOverview) -> bool:
+    """A replica runs, or the next request makes one start: autoscaling down to none, or on the way up again."""
+    if num_running(deployment) or deployment.status == "UPSCALING":
+        return True
+    return deployment.status == "HEALTHY" and not sum(deployment.replica_states.values())
 
 
 def num_running(deployment: DeploymentStatusOverview) -> int:

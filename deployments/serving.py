@@ -81,6 +81,8 @@ def _start_cluster(config: ServeConfig) -> None:
     for name, value in SERVE_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     ray.init(
+        address="local",  # whatever RAY_ADDRESS says: on a cluster that runs already, `serve deploy` takes the file
+        runtime_env=config.applications[0].runtime_env or None,
         num_cpus=num_logical_cpus(config),
         include_dashboard=False,
         log_to_driver=False,
@@ -109,7 +111,9 @@ def num_logical_cpus(config: ServeConfig) -> int:
 def _deploy(config: ServeConfig) -> str:
     options = config.http_options.model_dump()
     options["port"] = options["port"] or free_port(config.http_options.host)
-    serve.start(proxy_location=config.proxy_location, http_options=options)
+    serve.start(
+        proxy_location=config.proxy_location, http_options=options, logging_config=config.logging_config or None
+    )
     target = serve.RunTarget(target=build_app(config.app), name=APPLICATION, route_prefix="/")
     serve.run_many([target], wait_for_applications_running=False)
     return f"http://{options['host']}:{options['port']}"

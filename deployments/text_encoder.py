@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from typing import Any
 
 import ray
 
+from deployments.observability.logs import request_context
 from deployments.records import Encoded
 from deployments.stage import StageSpec, load_stage
 from pipelines.request import MediaRequest
+
+logger = logging.getLogger(__name__)
 
 
 class TextEncoder:
@@ -26,6 +30,9 @@ class TextEncoder:
 
     def encode(self, request: MediaRequest) -> Encoded:
         started_s = time.perf_counter()
-        with self._one_at_a_time:
-            conditioning = self._encoder.encode(request)
-        return Encoded(conditioning=ray.put(conditioning), encode_s=time.perf_counter() - started_s)
+        with request_context(request.request_id):
+            with self._one_at_a_time:
+                conditioning = self._encoder.encode(request)
+            encoded = Encoded(conditioning=ray.put(conditioning), encode_s=time.perf_counter() - started_s)
+            logger.info("text is encoded", extra={"encode_s": round(encoded.encode_s, 4)})
+        return encoded

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.serve.schema import DeploymentStatusOverview
 
 from deployments import deployed_studio
-from deployments.deployed_studio import POLL_S, DeployedStudio
+from deployments.deployed_studio import POLL_S, DeployedStudio, takes_requests
 from deployments.names import APPLICATION, STAGES, deployment_name
 from deployments.studio import STATUS_MAX_AGE_S
 
@@ -23,7 +24,8 @@ class Controller:
     def status(self) -> Any:
         self.num_asked += 1
         state = {"RUNNING": 1} if self.is_running else {"STARTING": 1}
-        deployments = {deployment_name(stage, "m"): SimpleNamespace(replica_states=state) for stage in STAGES}
+        overview = SimpleNamespace(replica_states=state, status="UPDATING")
+        deployments = {deployment_name(stage, "m"): overview for stage in STAGES}
         return SimpleNamespace(applications={APPLICATION: SimpleNamespace(deployments=deployments)})
 
 
@@ -80,3 +82,22 @@ async def test_a_lost_gang_is_looked_for_at_once(controller: Controller, clock: 
     assert list(await settled(studio)) == ["m"], "asked a moment ago"
     clock.now_s += POLL_S
     assert await studio.not_ready() == {}, "while something is missing, the answer is a fresh one"
+
+
+@pytest.mark.parametrize(
+    ("status", "states", "takes"),
+    [
+        ("HEALTHY", {"RUNNING": 1}, True),
+        ("UNHEALTHY", {"RUNNING": 1, "STARTING": 1}, True),
+        ("HEALTHY", {}, True),  # scaled down to none: a request brings one back
+        ("UPSCALING", {"STARTING": 1}, True),
+        ("UPDATING", {"STARTING": 1}, False),
+        ("UPDATING", {}, False),
+        ("HEALTHY", {"STARTING": 1}, False),  # a lost gang is being replaced
+        ("UNHEALTHY", {}, False),
+        ("DEPLOY_FAILED", {}, False),
+    ],
+)
+def test_which_deployments_take_requests(status: str, states: dict[str, int], takes: bool):
+    overview = DeploymentStatusOverview(status=status, status_trigger="UNSPECIFIED", replica_states=states, message="")
+    assert takes_requests(overview) == takes
