@@ -85,6 +85,7 @@ STAGES = (
         ),
         limit_s=100,
     ),
+    alone("machine", module="benchmarks.machine", all_gpus=False, limit_s=60),
     alone("profile", *PROFILED, module="benchmarks.step_profile", writes_json=False, limit_s=60),
     alone("parts", module="benchmarks.denoise_step_parts", all_gpus=False, limit_s=60),
     alone("module", "eager/", "blocks/", "fast/2048/w1", all_gpus=False, limit_s=90),
