@@ -94,7 +94,15 @@ GOALS = tuple(
 """As the engine runs them."""
 
 VARIANTS = tuple(
-    Case(maker="fast", side=side, width=width, precision=precision, overlap=overlap, default=False)
+    Case(
+        maker="fast",
+        side=side,
+        width=width,
+        precision=precision,
+        overlap=overlap,
+        repeats=10 if side > 1024 else 20,
+        default=False,
+    )
     for side, width, precision in (
         (1024, 2, NATIVE),
         (1024, 4, NATIVE),

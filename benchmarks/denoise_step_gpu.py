@@ -15,8 +15,10 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,8 @@ def start(run: Run, turn: int, stage: Stage, num_gpus: int, out: Path, meeting: 
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "4"}
     if run.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, run.gpus))
+    if run.own_caches:
+        environment |= {name: f"{own_caches()}/{name}" for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
     if stage.takes_turns:
         meeting.mkdir(exist_ok=True)
         environment["TORCHINDUCTOR_COMPILE_THREADS"] = "4"  # many processes compile at one time
@@ -95,6 +99,11 @@ def start(run: Run, turn: int, stage: Stage, num_gpus: int, out: Path, meeting: 
     with log.open("w") as stream:
         process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment)
     return Started(run=run, turn=turn, process=process, log=log)
+
+
+@cache
+def own_caches() -> str:
+    return tempfile.mkdtemp(prefix="denoise_step_caches_")
 
 
 def command_of(run: Run, num_gpus: int, out: Path) -> list[str]:

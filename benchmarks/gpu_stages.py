@@ -10,7 +10,10 @@ QUALITY = "benchmarks.precision_quality"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """``module`` with ``arguments``: on all GPUs, on ``gpus`` (a rank each), or on one."""
+    """``module`` with ``arguments``: on all GPUs, on ``gpus`` (a rank each), or on one.
+
+    ``own_caches``: compiled kernels are not those of other runs, but of runs that say the same, and empty at first.
+    """
 
     name: str
     module: str = STEP
@@ -18,6 +21,7 @@ class Run:
     all_gpus: bool = True
     gpus: tuple[int, ...] = ()
     writes_json: bool = True
+    own_caches: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +63,7 @@ PEERS = Stage(
 )
 
 KERNEL_CHECK = "tests.engines.torch_engine.triton_check"
+SINGLE = ("w1/bf16/apart", "w1/fp8/apart", "one-stream", "eager/", "blocks/", "fast/2048/w1")
 PROFILED = ("fast/1024/w1/bf16", "fast/1024/w4/bf16/ulysses/peer", "fast/2048/w4/bf16/ulysses/peer")
 
 STAGES = (
@@ -69,26 +74,26 @@ STAGES = (
     PEERS,
     alone("elastic", "engine/", "switch/", "always8", "elastic8", limit_s=90),
     alone("variants", "bf16/ulysses", "fp8/ulysses", "--skip", "uncaptured", "none", "wan", "nccl-", "engine", "switch",
-          "8/512", limit_s=130, min_gpus=2),
+          "8/512", limit_s=150, min_gpus=2),
     alone("strategies", "allgather_kv", "/ring", "hybrid", "--skip", "wan", "diffusers", limit_s=60, min_gpus=2),
-    alone("exact", module="benchmarks.denoise_step_exact", limit_s=80, min_gpus=2),
+    alone("exact", module="benchmarks.denoise_step_exact", limit_s=100, min_gpus=2),
     alone("wan", "wan/", limit_s=230),
-    alone("start_cold", module="benchmarks.denoise_step_start", limit_s=60),
-    alone("start_warm", module="benchmarks.denoise_step_start", limit_s=60),
+    alone("start_cold", module="benchmarks.denoise_step_start", own_caches=True, limit_s=60),
+    alone("start_warm", module="benchmarks.denoise_step_start", own_caches=True, limit_s=60),
     alone("widths_flux", module=QUALITY, limit_s=60, min_gpus=2),
     alone("widths_wan", "--model", "wan-shapes", module=QUALITY, limit_s=60, min_gpus=2),
     Stage(
-        name="quality",
+        name="singles",
         runs=(
-            Run(name="quality_flux", module=QUALITY, all_gpus=False),
-            Run(name="quality_wan", module=QUALITY, arguments=("--model", "wan-shapes"), all_gpus=False),
+            Run(name="quality_flux", module=QUALITY, gpus=(0,)),
+            Run(name="quality_wan", module=QUALITY, arguments=("--model", "wan-shapes"), gpus=(1,)),
+            Run(name="parts", module="benchmarks.denoise_step_parts", gpus=(2,)),
+            Run(name="single", arguments=SINGLE, gpus=(3,)),
         ),
-        limit_s=100,
+        limit_s=130,
+        min_gpus=4,
     ),
     alone("machine", module="benchmarks.machine", all_gpus=False, limit_s=60),
     alone("profile", *PROFILED, module="benchmarks.step_profile", writes_json=False, limit_s=60),
-    alone("parts", module="benchmarks.denoise_step_parts", all_gpus=False, limit_s=60),
-    alone("module", "eager/", "blocks/", "fast/2048/w1", all_gpus=False, limit_s=90),
-    alone("single", "w1/bf16/apart", "w1/fp8/apart", "one-stream", all_gpus=False, limit_s=60),
     alone("exchanges", "none", "nccl-", limit_s=60, min_gpus=4),
 )  # fmt: skip

@@ -13,6 +13,7 @@ import copy
 import dataclasses
 import os
 import sys
+import traceback
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.cases import CASES
+from benchmarks.cases import CASES, Case
 from benchmarks.denoise_step import start_distributed
 from benchmarks.runners import Bench
 from benchmarks.timing import rank_synchronize
@@ -48,19 +49,28 @@ def main() -> None:
         accuracy(bench, 256 if bench.small else SIDE)
     for name in sys.argv[1:]:
         (case,) = (case for case in CASES if case.name == name)
-        step, close = bench.prepare(case if bench.pool else dataclasses.replace(case, graph=False))
-        step()
-        rank_synchronize()
-        with profile(activities=[ProfilerActivity.CUDA if bench.pool else ProfilerActivity.CPU]) as profiler:
-            for _ in range(NUM_STEPS):
-                step()
-            rank_synchronize()
+        try:
+            profiler = profiled(bench, case)
+        except Exception:
+            print(f"rank {rank}, {name}: failed\n{traceback.format_exc()[-1500:]}", flush=True)
+            continue
         if rank == 0:
             show(name, profiler)
-        close()
     rank_synchronize()
     sys.stdout.flush()
     os._exit(0)  # graphs hold the communicator: an orderly shutdown would wait for them
+
+
+def profiled(bench: Bench, case: Case) -> Any:
+    step, close = bench.prepare(case if bench.pool else dataclasses.replace(case, graph=False))
+    step()
+    rank_synchronize()
+    with profile(activities=[ProfilerActivity.CUDA if bench.pool else ProfilerActivity.CPU]) as profiler:
+        for _ in range(NUM_STEPS):
+            step()
+        rank_synchronize()
+    close()
+    return profiler
 
 
 def show(name: str, profiler: Any) -> None:
@@ -71,7 +81,7 @@ def show(name: str, profiler: Any) -> None:
     totals = sorted(profiler.key_averages(), key=lambda event: -event.self_device_time_total)
     for event in totals[:NUM_ROWS]:
         total_ms, each_us = event.self_device_time_total / 1000 / NUM_STEPS, event.self_device_time_total / event.count
-        print(f"{total_ms:9.2f} ms {event.count / NUM_STEPS:6.0f} x {each_us:8.1f} us  {event.key[:110]}")
+        print(f"{total_ms:9.2f} ms {event.count / NUM_STEPS:6.0f} x {each_us:8.1f} us  {event.key[:110]}", flush=True)
 
 
 def split_of_time(kernels: Iterable[Any]) -> str:
