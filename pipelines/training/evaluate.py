@@ -1,6 +1,7 @@
 """Scores a shipped model on held-out prompts: `python -m pipelines.training.evaluate --model flux-shapes`.
 
-Pictures come from diffusers' own pipeline class; `judge` decides what they show. The last line is one JSON object.
+Pictures come from diffusers' own pipeline class, with the settings of the shipped `troupe.json` unless others are
+given; `judge` decides what they show. The last line is one JSON object.
 """
 
 import argparse
@@ -15,14 +16,16 @@ import numpy as np
 import torch
 from diffusers import FluxPipeline, WanPipeline
 
+from pipelines.registry import load_family
 from pipelines.training import judge
 from pipelines.training.captions import Said, caption, motion_caption
 from pipelines.training.judge import Found, Picture, look_at, motion_of, place_of
 from pipelines.training.scenes import PLACES, Item, MotionScene, Scene, held_out_motion_scene, held_out_scene
 from pipelines.training.tokens import MAX_LENGTH
-from pipelines.training.wan_model import NUM_FRAMES, SIDE_PX
+from pipelines.training.wan_model import NUM_FRAMES
 
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
+SETTINGS = ("model", "prompts", "height", "width", "steps", "guidance", "device", "dtype", "seed")
 EVERYTHING = Said(size=True, place=True, background=True)
 Checks = dict[str, bool]
 
@@ -95,18 +98,29 @@ def check_motion(scene: MotionScene, frames: list[Picture]) -> Checks:
     }
 
 
+def filled(args: argparse.Namespace, model: str) -> argparse.Namespace:
+    """`args`, where they leave `height`, `width`, `steps` or `guidance` open with what the shipped model has."""
+    path = CHECKPOINTS / model
+    own = load_family(path).defaults(path)
+    guidance = own.guidance_scale if own.kind == "image" else own.true_cfg_scale
+    settings = {"height": own.height, "width": own.width, "steps": own.num_inference_steps, "guidance": guidance}
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    return argparse.Namespace(**(vars(args) | settings | given))
+
+
 def _generators(start: int, count: int) -> list[torch.Generator]:
     return [torch.Generator().manual_seed(start + index) for index in range(count)]
 
 
 def paint_stills(pipeline: Any, prompts: list[str], args: argparse.Namespace, seed: int) -> list[judge.Pixels]:
     """One picture (height, width, 3) a prompt."""
+    args = filled(args, "flux-shapes")
     images = pipeline(
         prompts,
         height=args.height,
         width=args.width,
         num_inference_steps=args.steps,
-        guidance_scale=args.guidance or 3.5,
+        guidance_scale=args.guidance,
         max_sequence_length=MAX_LENGTH,
         generator=_generators(seed, len(prompts)),
         output_type="np",
@@ -116,13 +130,14 @@ def paint_stills(pipeline: Any, prompts: list[str], args: argparse.Namespace, se
 
 def paint_videos(pipeline: Any, prompts: list[str], args: argparse.Namespace, seed: int) -> list[judge.Pixels]:
     """One video (frames, height, width, 3) a prompt."""
+    args = filled(args, "wan-shapes")
     videos = pipeline(
         prompts,
-        height=SIDE_PX,
-        width=SIDE_PX,
+        height=args.height,
+        width=args.width,
         num_frames=NUM_FRAMES,
         num_inference_steps=args.steps,
-        guidance_scale=args.guidance or 3.0,
+        guidance_scale=args.guidance,
         max_sequence_length=MAX_LENGTH,
         generator=_generators(seed, len(prompts)),
         output_type="np",
@@ -169,7 +184,8 @@ def load(model: str, checkpoint: Path | None = None, dtype: torch.dtype = torch.
 
 
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
-    """Paints and judges the held-out prompts; prints those that failed."""
+    """Paints and judges the held-out prompts; prints those that failed if asked to."""
+    args = filled(args, args.model)
     pipeline = load(args.model, args.checkpoint, getattr(torch, args.dtype)).to(args.device)
     start_s = time.monotonic()
     scored = (_score_stills if args.model == "flux-shapes" else _score_videos)(pipeline, args)
@@ -177,7 +193,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         wrong = [name for name, passed in checks.items() if not passed and "(" not in name]
         if wrong and args.verbose:
             print(f"{', '.join(wrong)}: {text}")
-    settings = {name: getattr(args, name) for name in ("model", "prompts", "steps", "device", "dtype", "seed")}
+    settings = {name: getattr(args, name) for name in SETTINGS}
     return {**settings, "wall_s": round(time.monotonic() - start_s, 1), "checks": summary(scored)}
 
 
@@ -187,10 +203,8 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, help="default: the shipped one")
     parser.add_argument("--prompts", type=int, default=240)
     parser.add_argument("--batch", type=int, default=24)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--guidance", type=float)
-    parser.add_argument("--height", type=int, default=128)
-    parser.add_argument("--width", type=int, default=128)
+    for name, kind in (("--height", int), ("--width", int), ("--steps", int), ("--guidance", float)):
+        parser.add_argument(name, type=kind, help="default: the shipped model's")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")

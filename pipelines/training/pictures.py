@@ -64,7 +64,6 @@ def main() -> None:
     parser.add_argument("--sheet", type=Path)
     parser.add_argument("--seed", type=int, default=3)
     args = parser.parse_args()
-    args.height, args.width, args.steps, args.guidance = 128, 128, 20, None
     if args.curve:
         loss_curves({name: Path(path) for name, path in (pair.split("=", 1) for pair in args.losses)}, args.curve)
     if args.sheet:

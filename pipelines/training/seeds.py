@@ -52,6 +52,13 @@ def spread(pipeline: Any, scene: Any, prompt: str, args: argparse.Namespace) -> 
     }
 
 
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """`spread` of held-out prompts."""
+    prompts = held_out_prompts if args.model == "flux-shapes" else held_out_motion_prompts
+    pipeline = load(args.model)
+    return [spread(pipeline, scene, text, args) for scene, text in prompts(args.prompts, args.seed)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=("flux-shapes", "wan-shapes"), required=True)
@@ -59,10 +66,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=12)
     parser.add_argument("--seed", type=int, default=5)
     args = parser.parse_args()
-    args.height, args.width, args.steps, args.guidance = 128, 128, 20, None
-    prompts = held_out_prompts if args.model == "flux-shapes" else held_out_motion_prompts
-    pipeline = load(args.model)
-    rows = [spread(pipeline, scene, text, args) for scene, text in prompts(args.prompts, args.seed)]
+    rows = measure(args)
     print("\n".join(f"{row['closest']:6} {row['mean']:6} {row['right']}  {row['prompt']}" for row in rows))
     print(json.dumps({"model": args.model, "seeds": args.seeds, "prompts": rows}))
 

@@ -24,6 +24,7 @@ from pipelines.training.scenes import SHAPES
 
 PICTURE_PX = 96
 NUM_SCENES = 100_000
+NUM_MEASURED = 64
 EDGE_WEIGHT = 4.0
 STARS = 0.4  # share of drawings that must show a star: its notches are the first thing to blur
 
@@ -130,7 +131,7 @@ def _loss(task: Task, vae: Any, pixels: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _finish(task: Task, vae: Any, drawings: Drawings, out: Path, *, keep_statistics: bool) -> None:
-    row = torch.arange(min(64, len(drawings.background_N)), device=drawings.background_N.device)
+    row = torch.arange(min(NUM_MEASURED, len(drawings.background_N)), device=drawings.background_N.device)
     pixels = task.pixels(drawings[row])
     latents = vae.encode(pixels).latent_dist.mean
     error = task.decode(vae, latents).clamp(-1, 1) - pixels

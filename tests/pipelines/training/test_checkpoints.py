@@ -7,6 +7,7 @@ import pytest
 from pipelines.training.evaluate import (
     check_motion,
     check_still,
+    filled,
     held_out_motion_prompts,
     held_out_prompts,
     load,
@@ -16,7 +17,14 @@ from pipelines.training.evaluate import (
 from pipelines.training.judge import look_at
 from pipelines.training.seeds import distances, spread
 
-SETTINGS = argparse.Namespace(model="flux-shapes", height=128, width=128, steps=20, guidance=None, seeds=4, seed=0)
+SETTINGS = argparse.Namespace(model="flux-shapes", seeds=4, seed=0)
+
+
+def test_settings_that_are_left_open_are_those_that_ship() -> None:
+    asked = argparse.Namespace(height=64, guidance=None)
+    for model, side, guidance in (("flux-shapes", 128, 3.5), ("wan-shapes", 96, 3.0)):
+        settings = filled(asked, model)
+        assert (settings.height, settings.width, settings.steps, settings.guidance) == (64, side, 20, guidance)
 
 
 def test_held_out_pictures_are_right() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import FluxPipeline, WanPipeline
+from safetensors.torch import load_file
 
 from pipelines.training import evaluate
 from pipelines.training.captions import caption
@@ -61,8 +62,12 @@ def test_wan_text_equals_the_pipeline() -> None:
     assert _error(ours, sequence) < 0.02
 
 
+def test_both_checkpoints_together_are_small() -> None:
+    assert sum(file.stat().st_size for folder in (FLUX, WAN) for file in folder.rglob("*") if file.is_file()) <= 28e6
+
+
 @pytest.mark.parametrize("path", [FLUX, WAN], ids=["flux-shapes", "wan-shapes"])
-def test_checkpoint_is_small_half_precision_and_has_a_card(path: Path) -> None:
-    total = sum(file.stat().st_size for folder in (FLUX, WAN) for file in folder.rglob("*") if file.is_file())
-    assert total <= 28 * 1024**2
+def test_a_checkpoint_is_half_precision_and_has_a_card(path: Path) -> None:
+    weights = [load_file(file) for file in path.rglob("*.safetensors")]
+    assert {tensor.dtype for file in weights for tensor in file.values()} == {torch.float16}
     assert "apache-2.0" in (path / "README.md").read_text().lower()

@@ -56,7 +56,7 @@ def test_the_reader_learns_what_tokens_say_and_skips_the_empty_prompt() -> None:
     for _ in range(200):
         optimizer.zero_grad()
         loss = reader.loss(tokens[:16], labels[:16])
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     assert loss.item() < 0.1
     torch.testing.assert_close(reader.loss(tokens, labels), reader.loss(tokens[:16], labels[:16]))
