@@ -17,7 +17,8 @@ from deployments.observability.logs import request_context
 
 DRAIN_BYTES = 16 << 20
 DRAIN_S = 2.0
-SANE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
+MAX_ID_CHARS = 128
+SANE_REQUEST_ID = re.compile(rf"[A-Za-z0-9._:\-]{{1,{MAX_ID_CHARS}}}")
 
 access_logger = logging.getLogger("troupe.access")
 logger = logging.getLogger("troupe.api")
@@ -26,7 +27,8 @@ logger = logging.getLogger("troupe.api")
 class RequestLog:
     """Gives each request an id (the client's own ``X-Request-Id`` if it is sane), answers with it, logs one line.
 
-    An exception that nobody handled becomes a 500 in OpenAI's shape, and its traceback a log record.
+    Without ``sends_request_id`` a proxy answers with the client's own whatever it is: then that one is logged, escaped
+    and cut. An exception that nobody handled becomes a 500 in OpenAI's shape, and its traceback a log record.
     """
 
     def __init__(self, app: ASGIApp, *, sends_request_id: bool) -> None:
@@ -37,7 +39,7 @@ class RequestLog:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        request_id = choose_request_id(Headers(scope=scope).get("x-request-id"))
+        request_id = choose_request_id(Headers(scope=scope).get("x-request-id"), keeps_any=not self.sends_request_id)
         scope.setdefault("state", {})["request_id"] = request_id
         with request_context(request_id):
             await self._run(scope, receive, send, request_id)
@@ -111,9 +113,11 @@ class BodyLimit:
                         return
 
 
-def choose_request_id(given: str | None) -> str:
-    if given is not None and SANE_REQUEST_ID.fullmatch(given):
+def choose_request_id(given: str | None, *, keeps_any: bool) -> str:
+    if given and SANE_REQUEST_ID.fullmatch(given):
         return given
+    if given and keeps_any:
+        return ascii(given)[1:-1][:MAX_ID_CHARS]
     return f"req_{uuid.uuid4().hex}"
 
 

@@ -81,8 +81,9 @@ class Client:
                 time.sleep(POLL_S)
                 job = _checked(self._http.get(url)).json()
                 share, num_steps = job["progress"] / 100, job["num_inference_steps"]
-                left_s = (time.monotonic() - started_s) * (1 - share) / share if share else 0.0
-                yield Step(step=round(share * num_steps), num_steps=num_steps, eta_s=left_s)
+                if share:  # before the first step, nobody knows how long it will take
+                    left_s = (time.monotonic() - started_s) * (1 - share) / share
+                    yield Step(step=round(share * num_steps), num_steps=num_steps, eta_s=left_s)
             finished = True
         finally:
             if not finished:

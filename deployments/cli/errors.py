@@ -35,6 +35,6 @@ def explain(error: Exception) -> str | None:
         case httpx.RequestError() | httpx.InvalidURL():
             where = error.request.url if isinstance(error, httpx.RequestError) else "the URL"
             return f"no answer from {where}: {error}"
-        case ValueError() | RuntimeError() | TimeoutError():
+        case ValueError() | RuntimeError() | OSError():
             return str(error)
     return None

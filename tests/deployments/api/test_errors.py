@@ -206,3 +206,10 @@ async def test_request_ids(client):
 async def test_proxy_that_answers_with_the_id_itself(studio, tmp_path):
     async with client_of(build(studio, tmp_path, sends_request_id=False)) as client:
         assert "x-request-id" not in (await client.get("/health")).headers
+        for given in ("mine", "a b/ü\n".encode("unicode_escape"), "a" * 200, ""):
+            await client.post(IMAGES, json={"prompt": "a"}, headers={"X-Request-Id": given})
+    ids = [request.request_id.rpartition("-")[0] for request in studio.performed]
+    assert ids[0] == "mine"
+    assert ids[1].startswith("a b/")
+    assert ids[2] == "a" * 128
+    assert ids[3].startswith("req_")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from deployments.cli.errors import explain
 from deployments.cli.main import app
 from tests.deployments.commands import COMMAND, config_file
 from tests.deployments.live import config_of
@@ -80,6 +81,11 @@ def test_a_config_that_is_no_yaml_is_one_line(tmp_path: Path):
 
 def test_a_server_that_does_not_answer_is_one_line():
     assert_one_line(troupe("models", "--url", "http://127.0.0.1:9"), "http://127.0.0.1:9")
+
+
+def test_a_file_that_cannot_be_written_is_one_line():
+    assert explain(PermissionError(13, "Permission denied", "a.png")) == "[Errno 13] Permission denied: 'a.png'"
+    assert explain(KeyError("ours")) is None
 
 
 def test_the_command_is_installed():
