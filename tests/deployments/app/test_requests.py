@@ -28,6 +28,7 @@ from tests.deployments.bare import (
 from tests.deployments.live import (
     IMAGES,
     PROMPT,
+    TIMEOUT_S,
     finished,
     log_lines,
     picture,
@@ -111,6 +112,25 @@ def test_server_timing_and_request_id(official: openai.OpenAI):
     assert milliseconds["denoise"] > 0
     assert milliseconds.pop("total") >= sum(milliseconds.values()) * 0.9
     wait_until(lambda: len(begun("my-id-1")) == 2, "both ranks log the client's request id")
+
+
+def test_every_deployment_and_rank_logs_the_request_that_it_works_for(url: str):
+    body, headers = {"prompt": "a red circle " * 9, "num_inference_steps": 1}, {"x-request-id": "traced"}
+    assert httpx.post(f"{url}{IMAGES}", json=body, headers=headers, timeout=TIMEOUT_S).status_code == 200
+
+    def logged(message: str) -> list[str]:
+        return [line["logger"] for line in log_lines(message) if line.get("request_id", "").startswith("traced")]
+
+    by_message = {
+        "the prompt has 118 tokens": ["pipelines.prompts"],
+        "text is encoded": ["deployments.text_encoder"],
+        "job is queued": ["deployments.denoiser"],
+        "job begins": ["engines.gang.runner"] * 2,
+        "latents are decoded": ["deployments.vae_decoder"],
+        f"POST {IMAGES} 200": ["troupe.access"],
+    }
+    for message, loggers in by_message.items():
+        wait_until(lambda message=message, loggers=loggers: logged(message) == loggers, message)
 
 
 def test_answers_say_whether_the_shape_was_warm(official: openai.OpenAI, url: str):
