@@ -12,6 +12,7 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
+from onnx_ir.passes import common as passes
 from onnxscript import optimizer
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
@@ -91,7 +92,7 @@ def export_graph(
             opset_version=OPSET,
             custom_translation_table=translation_table(num_ranks),
             dynamic_shapes=_dynamic_shapes(core),
-            optimize=False,  # it would fold weights before they can become inputs
+            optimize=False,  # done below: it would fold weights before they can become inputs
             verbose=False,
         )
     assert program is not None
@@ -101,9 +102,9 @@ def export_graph(
     _rename(model.graph.outputs, outputs)
     weights = _name_weights(model.graph, _parameters(core), as_inputs=weights_as_inputs)
     named = [(value, value.name) for value in model.graph.inputs]
-    optimizer.optimize_ir(model)
+    _simplify(model)
     for value, name in named:
-        value.name = name  # the optimizer renames an input that is also an output
+        value.name = name  # an input that is also an output was renamed
     _mark_attention(model.graph)
     _drop_metadata(model)
     used = _drop_unused_inputs(model.graph)
@@ -114,6 +115,26 @@ def export_graph(
         outputs=outputs,
         num_ranks=num_ranks,
     )
+
+
+def _simplify(model: ir.Model) -> None:
+    """onnxscript's optimizer without its rewrite rules: TensorRT has its own, and these take minutes on a large model,
+    in time that grows with the square of its layers.
+    """
+    passes.InlinePass()(model)
+    optimizer.fold_constants(model)
+    tidying: tuple[Any, ...] = (
+        passes.RemoveUnusedNodesPass(),
+        passes.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]
+        passes.RemoveUnusedOpsetsPass(),
+        passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+        passes.DeduplicateInitializersPass(),
+        passes.CommonSubexpressionEliminationPass(),
+        passes.OutputFixPass(),
+        passes.NameFixPass(),
+    )
+    for tidy in tidying:
+        tidy(model)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import onnxruntime
 from onnx import helper
 
 from engines.tensorrt_engine.collectives import DOMAIN, Array, Collective
-from engines.tensorrt_engine.onnx_nodes import FUSED_ONLY, is_collective, read_collective
+from engines.tensorrt_engine.onnx_nodes import FUSED_ONLY, is_collective, read_collective, register_schema
 
 Values = Mapping[str, Array]
 
@@ -66,6 +66,8 @@ def _alone(collective: Collective, sent: list[Array]) -> list[Array]:
 
 def cut_at_collectives(model: onnx.ModelProto, num_threads: int) -> Iterable[Stage]:
     """Stage of a node: how many collectives lie on the longest way to it."""
+    register_schema()
+    model = onnx.shape_inference.infer_shapes(model)  # a stage declares the types of what it takes
     graph = model.graph
     made_at: dict[str, int] = defaultdict(int)
     nodes: dict[int, list[onnx.NodeProto]] = defaultdict(list)
