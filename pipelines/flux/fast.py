@@ -48,12 +48,14 @@ class FastFlux:
         image_SBC = module.x_embedder(latents.transpose(0, 1))
         x_RC = torch.cat((text_TBC, image_SBC)).flatten(0, 1)
         num_text, batch = text_TBC.shape[0], text_TBC.shape[1]
-        normed = self._blocks(x_RC, ahead, num_text * batch, batch)
-        velocity_RD: Tensor = module.proj_out(normed[num_text * batch :])
+        velocity_RD: Tensor = module.proj_out(self._blocks(x_RC, ahead, num_text * batch, batch))
         return velocity_RD.view(-1, batch, velocity_RD.shape[-1]).transpose(0, 1).contiguous()
 
     def _blocks(self, x_RC: Tensor, ahead: StepTensors, first_rows: int, batch: int) -> Tensor:
-        """All blocks and the last norm; each residual is added in the pass that norms for what comes next."""
+        """All blocks and the last norm; each residual is added in the pass that norms for what comes next.
+
+        Returns the picture's rows. Those of the text are not needed after the last attention, and left out from there.
+        """
         weights = self._weights
         modulation = FluxModulation(ahead["modulation_VBC"], len(weights.duals), len(weights.singles), first_rows)
         rope = (ahead["cos_LP"], ahead["sin_LP"])
@@ -63,12 +65,15 @@ class FastFlux:
             normed = self._duals(x_RC, modulation, rope, batch)
         for index, single in enumerate(weights.singles):
             norms = HeadNorms(weight_S2D=single.head_norms_S2D, cos_LP=rope[0], sin_LP=rope[1], first_rows=first_rows)
-            updates = self._single(normed, single, norms, batch)
+            is_last = index + 1 == len(weights.singles)
+            needed = slice(first_rows if is_last else 0, None)
+            updates = self._single(normed, single, norms, batch, needed)
             gate_SBC, following = modulation.single_end(index)
-            quantize = self._quantize and index + 1 < len(weights.singles)
-            normed = residual_norm_modulate(x_RC, updates, gate_SBC, following, quantize=quantize)
+            following = following.of_stream(1, updates[0].shape[0]) if is_last else following
+            quantize = self._quantize and not is_last
+            normed = residual_norm_modulate(x_RC[needed], updates, gate_SBC, following, quantize=quantize)
         assert isinstance(normed, Tensor)
-        return normed
+        return normed if weights.singles else normed[first_rows:]
 
     def _duals(self, x_RC: Tensor, modulation: FluxModulation, rope: tuple[Tensor, Tensor], batch: int) -> Rows:
         weights, first_rows = self._weights, modulation.first_rows
@@ -111,21 +116,26 @@ class FastFlux:
         lane.join()
         return update_RC
 
-    def _single(self, normed: Rows, single: SingleWeights, norms: HeadNorms, batch: int) -> tuple[Tensor, ...]:
-        """The MLP's first product runs while queries and keys travel, its second while the result comes back."""
+    def _single(
+        self, normed: Rows, single: SingleWeights, norms: HeadNorms, batch: int, needed: slice
+    ) -> tuple[Tensor, ...]:
+        """The MLP's first product runs while queries and keys travel, its second while the result comes back.
+
+        Every row is attended to, but only those in ``needed`` go on.
+        """
         exchange, lane = self._parts.exchange, self._parts.mlp_lane
         qkv, bias_E = single.qkv.without_bias() if exchange.adds_bias else (single.qkv, None)
         if bias_E is not None:
             norms = replace(norms, bias_3HD=bias_E.view(3, -1, norms.weight_S2D.shape[-1]))
         sent = exchange.send(self._by_head(qkv(normed), norms), batch, norms, beside=True)
         with lane.aside():
-            hidden = single.up.activated(normed)
+            hidden = single.up.activated(run_of_rows(normed, needed.start, None))
         attended = exchange.attend(sent)
         with lane.aside(after_main=False):
             update_RC = single.out_mlp(hidden)
         result = collected_rows(exchange.collect(attended), self._weights.precision)
         lane.join()
-        return single.out_attention.add(update_RC, result)
+        return single.out_attention.add(update_RC, run_of_rows(result, needed.start, None))
 
     def _by_head(self, qkv_RE: Tensor, norms: HeadNorms) -> Tensor:
         return qkv_RE.view(qkv_RE.shape[0], 3, -1, norms.weight_S2D.shape[-1])
