@@ -23,7 +23,7 @@ from tests.engines.tensorrt_engine.zoo import SPECIMENS, flux_inputs, reference
 @pytest.mark.parametrize(
     ("family", "strategy", "num_engines"),
     [
-        ("flux", "ulysses", 1),
+        pytest.param("flux", "ulysses", 1, marks=pytest.mark.slow),
         pytest.param("wan", "guidance", 1, marks=pytest.mark.slow),
         ("flux", "ring", 3),  # start, dual to single, end
         pytest.param("wan", "ring", 3, marks=pytest.mark.slow),

@@ -76,19 +76,9 @@ def test_builds_with_its_collectives_and_fused_attention(
     assert text.num_fused_attentions == (0 if key.dtype == "fp32" else ATTENTIONS[key.family])
 
 
-@pytest.mark.parametrize(
-    ("family", "strategy"),
-    [
-        ("flux", "ulysses"),
-        pytest.param("wan", "allgather_kv", marks=pytest.mark.slow),
-        pytest.param("flux", "allgather_kv", marks=pytest.mark.slow),
-        pytest.param("flux", "hybrid", marks=pytest.mark.slow),
-        pytest.param("flux", "tensor", marks=pytest.mark.slow),
-        pytest.param("wan", "ulysses", marks=pytest.mark.slow),
-        pytest.param("wan", "hybrid", marks=pytest.mark.slow),
-        pytest.param("wan", "tensor", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ulysses", "allgather_kv", "hybrid", "tensor"])
+@pytest.mark.parametrize("family", ["flux", "wan"])
 def test_dynamic_batch_and_sequence(build_plan: Build, family: str, strategy: str) -> None:
     """One graph, two sizes, one plan with one profile over both or with one for each."""
     specimen = SPECIMENS[family]
@@ -139,6 +129,7 @@ def test_groups_cannot_be_exported() -> None:
         export_case(specimen.model(), specimen.inputs(), ParallelSpec(ulysses=2, tensor=2))
 
 
+@pytest.mark.slow
 def test_one_head_per_rank_in_half_precision_is_not_fused(exports: Exports, build_plan: Build) -> None:
     """Why the configuration asks for two heads per rank: bf16 builds all the same, and silently unfused."""
     specimen = SPECIMENS["flux"]

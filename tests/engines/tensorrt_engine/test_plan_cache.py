@@ -54,7 +54,7 @@ SHAPES = {"x": ((1,), (2,), (3,))}
         {"options": dataclasses.replace(OPTIONS, target=Target.parse("sm120"))},
         {"options": dataclasses.replace(OPTIONS, profiles=(Profile(shapes=SHAPES),))},
         {"options": dataclasses.replace(OPTIONS, weight_streaming=True)},
-        {"options": dataclasses.replace(OPTIONS, weight_streaming=True)},
+        {"options": dataclasses.replace(OPTIONS, strip_weights=True)},
     ],
     ids=lambda changed: next(iter(changed)),
 )

@@ -81,9 +81,9 @@ def in_graph(layers: list[QuantizedLinear], inputs: list[Tensor]) -> list[Tensor
 @pytest.mark.parametrize(
     ("family", "kind"),
     [
-        ("flux", "int8"),
-        ("wan", "fp8"),
-        pytest.param("flux", "fp8", marks=pytest.mark.slow),
+        ("flux", "fp8"),
+        pytest.param("flux", "int8", marks=pytest.mark.slow),
+        pytest.param("wan", "fp8", marks=pytest.mark.slow),
         pytest.param("wan", "int8", marks=pytest.mark.slow),
     ],
 )
