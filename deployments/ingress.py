@@ -46,6 +46,9 @@ class Ingress:
     def __init__(self, config: AppConfig, stages: Mapping[str, Mapping[str, DeploymentHandle[Any]]]) -> None:
         configure_logs()
         self._config, self._settings = config, Settings()
+        for handle in (handle for by_stage in stages.values() for handle in by_stage.values()):
+            # In this loop, where calls are made, and not one thread further.
+            handle._init(_run_router_in_separate_loop=False)  # type: ignore[no-untyped-call]
         handles = {model: StageHandles(**by_stage) for model, by_stage in stages.items()}
         self._studio = DeployedStudio(make_cards(config), handles)
 

@@ -24,12 +24,9 @@ from deployments.names import APPLICATION
 
 CONFIGS = Path(__file__).parent / "configs"
 READY_DEADLINE_S = 900.0
-SERVE_ENVIRONMENT = {
-    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
-    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
-}
-"""One event loop per replica instead of three: what is awaited here is never long, and each way between them costs a
-request time. To be set where a cluster's nodes are started, since replicas inherit it from there."""
+SERVE_ENVIRONMENT = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
+"""One event loop per replica instead of two: nothing that is awaited here takes long, and each way between loops costs
+a request time. To be set where a cluster's nodes are started, since replicas inherit it from there."""
 SERVE_POLL_S = 1.0
 """Between two looks at whether Serve has given up: its controller, busy at start, takes some 10 ms of CPU for each."""
 
