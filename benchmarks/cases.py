@@ -38,6 +38,7 @@ class Case:
     num_branches: int = 1
     num_blocks: int = 0
     num_steps: int = 1
+    late_bias: bool = False
 
     @property
     def name(self) -> str:
@@ -48,6 +49,7 @@ class Case:
         options += [f"batch{self.batch}"] if self.batch > 1 else []
         options += [f"steps{self.num_steps}"] if self.num_steps > 1 else []
         options += [self.exchange] if self.width > 1 and self.exchange != "nccl" else []
+        options += ["late-bias"] if self.late_bias else []
         options += [] if self.graph else ["uncaptured"]
         options += self._overlaps() if self.maker in ("fast", *ENGINE_MAKERS) else []
         return "/".join((self.maker, str(self.side), f"w{self.width}", *options))
@@ -127,6 +129,7 @@ SINGLE_RANK = (
         for side, precision in ((1024, NATIVE), (1024, FP8), (512, NATIVE))
         for overlap in (APART, replace(PLAIN, stream_lane=False))
     ),
+    Case(maker="fast", side=1024, width=1, late_bias=True, default=False),
     Case(maker="fast", side=2048, width=1, default=False, repeats=6),
     Case(maker="fast", side=1024, width=1, graph=False, default=False),
     Case(maker="eager", side=1024, width=1, graph=False, default=False, repeats=6),

@@ -28,9 +28,11 @@ from benchmarks import flux_case, wan_case
 from benchmarks.cases import CASES, Case
 from benchmarks.elastic_case import NUM_JOBS
 from benchmarks.runners import Bench
+from benchmarks.spread import Spread
 from benchmarks.timing import measure, rank_synchronize
 
 MOST_WAITED_S = 120.0
+REPEATS_A_ROUND = 5
 BF16_TFLOPS, FP8_TFLOPS = 790.0, 1500.0
 """What an H200 reaches in a large bf16 product on random data, and about what is left of twice that in float8."""
 
@@ -61,6 +63,11 @@ def main() -> None:
     ready = prepare_all(bench, chosen, say) if arguments.meet else {}
     if arguments.meet:
         meet(Path(arguments.meet), *arguments.turn, rank=rank)
+    if arguments.rounds:
+        document["results"] = in_turns(bench, chosen, arguments.rounds, say)
+        chosen = []
+        if rank == 0 and arguments.out:
+            Path(arguments.out).write_text(json.dumps(document))
     for case in chosen:
         if (result := run_case(bench, case, say, ready.get(case))) is not None:
             document["results"].append(result)
@@ -87,6 +94,23 @@ def prepare_all(bench: Bench, cases: list[Case], say: Any) -> dict[Case, Any]:
             say(f"{case.name}: not ready\n{traceback.format_exc()[-1500:]}", flush=True)
     rank_synchronize()
     return ready
+
+
+@torch.no_grad()
+def in_turns(bench: Bench, cases: list[Case], rounds: int, say: Any) -> list[dict[str, Any]]:
+    """A few repeats of every case in each round, so that a GPU that warms up favours none: the medians' median."""
+    ready = prepare_all(bench, cases, say)
+    medians: dict[str, list[float]] = {case.name: [] for case in ready}
+    for _ in range(rounds):
+        for case, step in ready.items():
+            medians[case.name].append(measure(step, repeats=REPEATS_A_ROUND, warm_up=1, width=case.width).median_ms)
+    results: list[dict[str, Any]] = []
+    for case in ready:
+        found = Spread.of(medians[case.name])
+        results.append({"case": case.name, "rounds": rounds, "floor_ms": round(floor_ms(case), 2)})
+        results[-1] |= {"median_ms": found.median, "lowest_ms": found.lowest, "highest_ms": found.highest}
+        say(f"{case.name:58} median of {rounds} rounds {found}", flush=True)
+    return results
 
 
 def meet(folder: Path, size: int, turn: int, *, rank: int) -> None:
@@ -131,6 +155,7 @@ class Arguments(argparse.Namespace):
     only: tuple[str, ...]
     out: str
     list: bool
+    rounds: int
     meet: str
     turn: tuple[int, int]
 
@@ -145,6 +170,7 @@ def parse(arguments: list[str]) -> Arguments:
     parser.add_argument("cases", nargs="*")
     parser.add_argument("--skip", nargs="+", default=(), help="leave out cases that contain one of these")
     parser.add_argument("--only", nargs="+", default=(), help="cases by their whole names")
+    parser.add_argument("--rounds", type=int, default=0, help="time all cases in turns, so many times")
     parser.add_argument("--meet", default="", help="folder through which processes that prepare at one time take turns")
     parser.add_argument("--turn", nargs=2, type=int, default=(1, 0), help="how many meet, and whose turn comes first")
     parser.add_argument("--out", default="", help="file for the JSON document")

@@ -63,7 +63,8 @@ PEERS = Stage(
 )
 
 KERNEL_CHECK = "tests.engines.torch_engine.triton_check"
-SINGLE = ("w1/bf16/apart", "w1/fp8/apart", "one-stream", "eager/", "blocks/", "fast/2048/w1")
+SINGLE = ("1024/w1/", "2048/w1")
+TURNS = ("fast/1024/w1/bf16", "fast/1024/w1/bf16/late-bias", "fast/1024/w1/bf16/apart")
 PROFILED = ("fast/1024/w1/bf16", "fast/1024/w4/bf16/ulysses/peer", "fast/2048/w4/bf16/ulysses/peer")
 
 STAGES = (
@@ -87,7 +88,7 @@ STAGES = (
         runs=(
             Run(name="quality_flux", module=QUALITY, gpus=(0,)),
             Run(name="quality_wan", module=QUALITY, arguments=("--model", "wan-shapes"), gpus=(1,)),
-            Run(name="parts", module="benchmarks.denoise_step_parts", gpus=(2,)),
+            Run(name="turns", arguments=("--rounds", "8", "--only", *TURNS), gpus=(2,)),
             Run(name="single", arguments=SINGLE, gpus=(3,)),
         ),
         limit_s=130,
@@ -95,5 +96,6 @@ STAGES = (
     ),
     alone("machine", module="benchmarks.machine", all_gpus=False, limit_s=60),
     alone("profile", *PROFILED, module="benchmarks.step_profile", writes_json=False, limit_s=60),
+    alone("parts", module="benchmarks.denoise_step_parts", all_gpus=False, limit_s=60),
     alone("exchanges", "none", "nccl-", limit_s=60, min_gpus=4),
 )  # fmt: skip
