@@ -8,6 +8,10 @@ PYTEST_ARGS ?=
 
 export RAY_USAGE_STATS_ENABLED ?= 0
 
+# The release that torch's CUDA builds bring. Kernels are tested in its interpreter where there is no GPU. It lies apart,
+# for within reach every process would import it: 0.1 GiB and half a second each.
+TRITON := triton==3.7.1
+
 STAMP := $(VENV)/.installed
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 # With PY set to another interpreter (a GPU host that has everything already) no environment is made.
@@ -28,6 +32,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) "$$(grep '^torch==' constraints.txt)"
 	@$(PIP) --editable '.[dev]'
+	@$(PY) -c 'import triton' 2>/dev/null || $(PIP) --no-deps --target $(VENV)/triton '$(TRITON)'
 	@touch $@
 
 lint: $(READY) ## Check style and types
