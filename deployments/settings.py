@@ -22,7 +22,6 @@ class Settings(BaseSettings):
     api_keys_file: Path | None = None
     data_dir: Path = Field(default_factory=lambda: Path.home() / ".local" / "share" / "troupe")
     database_url: str = ""
-    url: str = ""
 
     @cached_property
     def all_api_keys(self) -> tuple[str, ...]:

@@ -76,10 +76,6 @@ class Scheduler:
         self._turns = count()
 
     @property
-    def running_ids(self) -> tuple[str, ...]:
-        return tuple(self._running)
-
-    @property
     def num_steps_left(self) -> dict[str, int]:
         """Steps not yet planned, per running job."""
         return {job_id: running.num_left for job_id, running in self._running.items()}

@@ -25,7 +25,7 @@ def test_a_job_alone_takes_all_ranks_and_ends_with_its_last_step():
     alone.add(job("a", num_steps=3, previews=(2, 3)))
     steps = [work.job_steps[0] for plan in all_plans(alone) for work in plan.works]
     assert [(s.step, s.emit) for s in steps] == [(1, None), (2, "preview"), (3, "final")]
-    assert alone.running_ids == ()
+    assert not alone.num_steps_left
 
 
 def test_jobs_at_full_width_take_turns():
