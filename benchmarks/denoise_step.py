@@ -69,7 +69,9 @@ def main() -> None:
         if rank == 0 and arguments.out:
             Path(arguments.out).write_text(json.dumps(document))
     for case in chosen:
-        if (result := run_case(bench, case, say, ready.get(case))) is not None:
+        if arguments.meet and case not in ready:
+            document["results"].append({"case": case.name, "error": "not ready, or wrong: see the log"})
+        elif (result := run_case(bench, case, say, ready.get(case))) is not None:
             document["results"].append(result)
         if rank == 0 and arguments.out:  # after every case: a later one may hang
             Path(arguments.out).write_text(json.dumps(document, indent=1))
@@ -82,13 +84,14 @@ def main() -> None:
 
 @torch.no_grad()
 def prepare_all(bench: Bench, cases: list[Case], say: Any) -> dict[Case, Any]:
-    """Steps that have run twice: compiled, and waiting to be timed."""
+    """Steps that have run twice, gave the right answer, and wait to be timed."""
     ready: dict[Case, Any] = {}
     for case in cases:
         try:
-            step, _ = bench.prepare(bench.fitting(case))
-            for _ in range(2):
-                step()
+            fitting = bench.fitting(case)
+            step, _ = bench.prepare(fitting)
+            bench.error(fitting, step())
+            step()
             ready[case] = step
         except Exception:
             say(f"{case.name}: not ready\n{traceback.format_exc()[-1500:]}", flush=True)
@@ -132,7 +135,10 @@ def meet(folder: Path, size: int, turn: int, *, rank: int) -> None:
 def run_case(bench: Bench, case: Case, say: Any, step: Any = None) -> dict[str, Any] | None:
     floor = floor_ms(case)
     try:
-        times, extra = bench.run(case) if step is None else (measure(step, repeats=case.repeats, width=case.width), {})
+        if step is None:
+            times, extra = bench.run(case)
+        else:  # prepared, and seen to be right
+            times, extra = measure(step, repeats=bench.fitting(case).repeats, width=case.width), {}
     except Exception:
         say(f"{case.name}: failed\n{traceback.format_exc()[-1500:]}", flush=True)
         return {"case": case.name, "error": traceback.format_exc()[-300:]}

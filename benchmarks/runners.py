@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks import elastic_case, flux_case, peers, wan_case
-from benchmarks.cases import ENGINE_MAKERS, Case
+from benchmarks.cases import CASES, ENGINE_MAKERS, Case
 from benchmarks.timing import Times, measure
 from engines.model import Branch, Schedule
 from engines.parallel.collectives import Axis
@@ -33,6 +33,8 @@ from pipelines.flux.denoiser import as_denoiser
 from pipelines.flux.fast import fast_weights
 from pipelines.flux.shard_plan import SHARD_PLAN, stream_lengths
 
+PEERS = ("diffusers", "xdit")
+SMALL_SIDE = 128
 STRATEGIES = ("ulysses", "allgather_kv", "ring", "hybrid")
 Step = Callable[[], Any]
 
@@ -64,7 +66,7 @@ class Bench:
         case = self.fitting(case)
         start_s = time.perf_counter()
         step, close = self.prepare(case)
-        error = self._error(case, step())
+        error = self.error(case, step())
         prepare_s = round(time.perf_counter() - start_s, 2)
         times = measure(step, repeats=case.repeats, warm_up=min(3, case.repeats - 1), width=case.width)
         close()
@@ -79,7 +81,7 @@ class Bench:
         if not self.small:
             return case
         num_steps, num_blocks = min(case.num_steps, 3), min(case.num_blocks, 1)
-        changes: dict[str, Any] = {"side": min(case.side, 128) if case.maker != "wan" else case.side}
+        changes: dict[str, Any] = {"side": min(case.side, SMALL_SIDE) if case.maker != "wan" else case.side}
         changes |= {"graph": False, "repeats": 3, "num_steps": num_steps, "num_blocks": num_blocks}
         return dataclasses.replace(case, **changes)
 
@@ -90,9 +92,11 @@ class Bench:
             return self._engine_step(case), lambda: None
         if case.maker == "wan":
             return self._wan(case), lambda: None
+        if case.maker.startswith(PEERS):
+            self.references_for_peers()
         if case.maker == "xdit":
             return peers.xdit_step(self.module, self.inputs(case.side, case.batch)), lambda: None
-        if case.maker.startswith("diffusers"):
+        if case.maker.startswith(PEERS):
             return peers.diffusers_step(self.module, self.inputs(case.side, case.batch), case.maker), lambda: None
         inputs = self.inputs(case.side, case.batch)
         if case.maker == "blocks":
@@ -205,8 +209,13 @@ class Bench:
             answer: Tensor = self._module_step(self.inputs(side, batch))()
         return answer.float()
 
-    def _error(self, case: Case, answer: Tensor) -> float | None:
-        others = ("diffusers", "wan", "xdit", *ENGINE_MAKERS)
+    def references_for_peers(self) -> None:
+        """All of them, before the first peer changes the module for good."""
+        for side in sorted({case.side for case in CASES if case.maker.startswith(PEERS)}):
+            self.reference(min(side, SMALL_SIDE) if self.small else side, 1)
+
+    def error(self, case: Case, answer: Tensor) -> float | None:
+        others = ("wan", *ENGINE_MAKERS)
         if case.exchange == "none" or case.maker.startswith(others):
             return None
         reference = self.reference(case.side, case.batch)
