@@ -20,6 +20,7 @@ from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 
 from deployments.app import build_app
 from deployments.config import ServeConfig
+from deployments.interrupts import interrupts_later
 from deployments.names import APPLICATION
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -63,7 +64,8 @@ def running(config: ServeConfig, *, on_wait: Callable[[str], None] = lambda reas
             stack.callback(serve.shutdown)
         else:
             stack.callback(ray.shutdown)
-            _start_cluster(config)
+            with interrupts_later():
+                _start_cluster(config)
             stack.callback(_end_application)  # Serve itself ends with the cluster
         url = _deploy(config)
         wait_ready(url, on_wait)

@@ -28,6 +28,7 @@ def test_ctrl_c_leaves_no_process_and_no_file(pictures: Path, moment: str):
         assert not out.exists()
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_the_demo_leaves_no_process_and_no_half_clip():
     with short_folder() as folder, command("demo", "--out", str(folder / "out"), folder=folder) as demo:
         demo.wait_for(r"step\s+[1-9]\d? of \d+")
