@@ -19,6 +19,8 @@ from engines.parallel.collectives import Axis, all_gather
 logger = logging.getLogger(__name__)
 
 TRIAL_TIMEOUT_MS = 30_000
+SEGMENT_BYTES, LEAST_BYTES = 2 * 2**20, 12 * 2**20
+"""PyTorch's allocator gives 10 MiB and more a segment of their own, rounded up to 2 MiB."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,8 +40,7 @@ class PeerMemory:
         """``numel`` elements of the dtype and device of ``sample``. All ranks of the axis call it in the same order.
 
         Equal calls get the same memory: ``use`` tells apart what is in use at one time. Nothing is given back before
-        the process ends, because PyTorch's pool of such memory must stay equal on all ranks, and when a rank collects
-        its garbage is its own affair.
+        the process ends: another rank's captured step may still write there.
         """
         key = (axis, use, numel, sample.dtype, sample.device)
         if key not in _OPENED:
@@ -50,11 +51,12 @@ class PeerMemory:
     def _new(cls, numel: int, sample: Tensor, axis: Axis) -> PeerMemory:
         import torch.distributed._symmetric_memory as symmetric
 
-        mine = symmetric.empty(numel, dtype=sample.dtype, device=sample.device)
+        whole = symmetric.empty(_whole_segments(numel, sample), dtype=sample.dtype, device=sample.device)
         # Both calls leave work on the default stream (signals zeroed, pointers uploaded), whatever stream is current.
         torch.cuda.synchronize(sample.device)
-        handle: Any = symmetric.rendezvous(mine, cast(Any, axis.group))
+        handle: Any = symmetric.rendezvous(whole, cast(Any, axis.group))
         torch.cuda.synchronize(sample.device)
+        mine = whole[:numel]
         # The handle counts from the start of the segment that holds ``mine``, which is equal on all ranks.
         start = (mine.data_ptr() - handle.buffer_ptrs[axis.index]) // mine.element_size()
         views = tuple(handle.get_buffer(rank, (numel,), mine.dtype, start) for rank in range(axis.size))
@@ -109,6 +111,16 @@ def _trial(axis: Axis, sample: Tensor) -> bool:
 
 def _all_agree(mine: bool, axis: Axis, sample: Tensor) -> bool:
     return bool(all_gather(torch.tensor([mine], dtype=torch.int64, device=sample.device), axis).all())
+
+
+def _whole_segments(numel: int, sample: Tensor) -> int:
+    """So many elements that PyTorch's pool takes a segment of the driver's memory for them alone.
+
+    Smaller ones share segments in the order in which they came; teams form in different orders on different ranks, and
+    only equal segments can be mapped.
+    """
+    size_bytes = max(numel * sample.element_size(), LEAST_BYTES)
+    return -(-size_bytes // SEGMENT_BYTES) * SEGMENT_BYTES // sample.element_size()
 
 
 def addresses_of(tensors: Iterable[Tensor]) -> Tensor:
