@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+logger = logging.getLogger("troupe.tensorrt")
 
 VERSIONED, PLAIN = "libnccl.so.2", "libnccl.so"
 MIN_VERSION, END_VERSION = (2, 19), (3, 0)
@@ -99,6 +102,10 @@ def rank_environment(link_folder: Path = LINKS, environment: Mapping[str, str] =
     if VERSIONED in found and PLAIN in found:
         return {}
     library = found.get(VERSIONED) or _in_wheel()
+    missing = " and ".join(name for name in (VERSIONED, PLAIN) if name not in found)
+    logger.warning(
+        "no %s on LD_LIBRARY_PATH, where TensorRT looks: ranks get %s, linked in %s", missing, library, link_folder
+    )
     link_folder.mkdir(parents=True, exist_ok=True)
     for name in (VERSIONED, PLAIN):
         _link(link_folder / name, library.resolve())

@@ -91,7 +91,7 @@ def test_both_names_on_the_path_need_no_mending(tmp_path: Path) -> None:
     assert rank_environment(tmp_path / "links", {"LD_LIBRARY_PATH": str(tmp_path)}) == {}
 
 
-def test_the_missing_name_is_linked(tmp_path: Path) -> None:
+def test_the_missing_name_is_linked_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     library = tmp_path / "wheel" / nccl.VERSIONED
     library.parent.mkdir()
     library.touch()
@@ -102,6 +102,7 @@ def test_the_missing_name_is_linked(tmp_path: Path) -> None:
         found = search([links])
         assert {path.resolve() for path in found.values()} == {library}
         assert set(found) == {nccl.VERSIONED, nccl.PLAIN}
+    assert "no libnccl.so on LD_LIBRARY_PATH, where TensorRT looks: ranks get" in caplog.text
 
 
 def test_no_nccl_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
