@@ -47,7 +47,7 @@ NUM_PROMPTS = {STILLS: 240, CLIPS: 96}
 BATCH = {STILLS: 24, CLIPS: 8}
 CALIBRATION_SEED, JUDGED_SEED, NUM_CALIBRATION, NUM_WIDTH_PROMPTS = 5, 1, 24, 12
 STRATEGIES = ("ulysses", "allgather_kv", "ring")
-IDENTICAL_DB = 99.0
+IDENTICAL_DB, ALIKE_DB = 99.0, 40.0
 Pixels = NDArray[np.uint8]
 Prompts = list[tuple[Any, str]]
 PRECISIONS: tuple[tuple[str, Scheme, bool], ...] = (
@@ -63,9 +63,10 @@ def psnr_db(given: Pixels, expected: Pixels) -> float:
 
 
 def compared(given: list[Pixels], expected: list[Pixels]) -> dict[str, float]:
-    """PSNR over the pictures: mean, median and lowest."""
+    """PSNR over the pictures: mean, median, lowest, and the share that reaches ``ALIKE_DB``."""
     differences = [psnr_db(one, other) for one, other in zip(given, expected, strict=True)]
     values = {"mean": mean(differences), "median": median(differences), "lowest": min(differences)}
+    values["alike"] = mean(difference >= ALIKE_DB for difference in differences)
     return {name: round(value, 2) for name, value in values.items()}
 
 
