@@ -51,6 +51,7 @@ class PeerMemory:
     def _new(cls, numel: int, sample: Tensor, axis: Axis) -> PeerMemory:
         import torch.distributed._symmetric_memory as symmetric
 
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # nothing here needs it, and some hosts suffer
         whole = symmetric.empty(_whole_segments(numel, sample), dtype=sample.dtype, device=sample.device)
         # Both calls leave work on the default stream (signals zeroed, pointers uploaded), whatever stream is current.
         torch.cuda.synchronize(sample.device)
