@@ -69,8 +69,12 @@ def segment_core(parts: Parts, num_ranks: int) -> tuple[tuple[Segment, ...], tup
         form = first_of[form_key]
         model_piece = next(other for other in pieces if _form(other.graph) == form_key)
         weights = dict(zip(_weights(model_piece.graph), _weights(piece.graph), strict=True))
+        named = zip(_numbered("in", piece.inputs), piece.inputs, strict=True)
+        inputs = tuple(
+            name for own, name in named if own in forms[form].inputs
+        )  # one whose dtype alone matters is none
         segments.append(
-            Segment(form=form, inputs=piece.inputs, weights=weights, outputs=piece.outputs, attention=piece.attention)
+            Segment(form=form, inputs=inputs, weights=weights, outputs=piece.outputs, attention=piece.attention)
         )
     return tuple(segments), tuple(forms)
 
