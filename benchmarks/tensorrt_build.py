@@ -86,7 +86,7 @@ def in_own_process(case: Case) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        return asdict(case) | {"error": reason.partition(": ")[2] or reason}
+        return asdict(case) | {"error": reason.partition("Error: ")[2] or reason}
     measured: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return measured
 
