@@ -64,6 +64,14 @@ class TensorRTConfig(_Config):
     sizes: tuple[SizeText, ...] = ()
 
 
+class TorchConfig(_Config):
+    """For ``engine: torch`` and ``auto`` alone. ``calibration``: what ``troupe calibrate`` wrote, for ``precision:
+    fp8-static``. Without ``peer_memory`` ranks exchange through NCCL alone."""
+
+    calibration: Path | None = None
+    peer_memory: bool = True
+
+
 class DenoiserConfig(_Config):
     """The gang: how many ranks, what each gets, how a step is split and compiled, how long things may take.
 
@@ -88,6 +96,7 @@ class DenoiserConfig(_Config):
     warm_sizes: tuple[SizeText, ...] = ()
     elastic: bool = False
     max_batch: PositiveInt = 1
+    torch: TorchConfig = TorchConfig()
     tensorrt: TensorRTConfig = TensorRTConfig()
     num_replicas: PositiveInt = 1
     autoscaling: AutoscalingConfig | None = None
@@ -97,6 +106,15 @@ class DenoiserConfig(_Config):
     max_running_jobs: PositiveInt = 4
     max_waiting_jobs: PositiveInt = 32
     nccl: NcclConfig = NcclConfig()
+
+    @model_validator(mode="after")
+    def _calibrated(self) -> Self:
+        if (self.precision == "fp8-static") != (self.torch.calibration is not None):
+            raise ValueError(
+                f"precision {self.precision} with torch.calibration {self.torch.calibration}: fp8-static needs a file "
+                "that `troupe calibrate` wrote, and nothing else takes one"
+            )
+        return self
 
 
 class ModelConfig(_Config):

@@ -46,6 +46,8 @@ class BuildRankParts:
             sizes = config.tensorrt.sizes
             buckets = branches_ahead(family, path, sizes, tuple(denoiser.modules), device, dtype)
             options |= {"weights": config.tensorrt.weights, "cache_dir": config.tensorrt.cache_dir, "buckets": buckets}
+        else:
+            options |= config.torch.model_dump()
         engine = load_engine(config.engine, denoiser, context, **options)
         steps = steps_ahead(family, path, config.warm_sizes, tuple(denoiser.modules), device, dtype)
         warm_up(engine, steps, context, engine.widths if config.elastic else engine.widths[-1:])

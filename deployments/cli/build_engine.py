@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from deployments.cli.calibrate import find_device, model_over, read_prompts
 from deployments.cli.progress import console
 
 if TYPE_CHECKING:
@@ -16,18 +17,6 @@ if TYPE_CHECKING:
     from engines.model import Branch, DenoiserModel
     from engines.tensorrt_engine.build_command import PlanReport
     from pipelines.family import Family
-
-PROMPTS = (
-    "a large red circle in the centre on a white background",
-    "a small blue square above a green triangle on a black background",
-    "a yellow star moves from left to right on a grey background",
-    "a photograph of a lighthouse on a cliff at dusk, long exposure",
-    "portrait of an old fisherman in the rain, black and white",
-    "a bowl of ripe fruit on a wooden table, oil on canvas",
-    "a crowded night market seen from above, neon signs, wet asphalt",
-    "the words 'open late' painted on a shop window, reflections of trees",
-)
-"""What ``--calibrate`` runs without a file of prompts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +73,7 @@ def plan_reports(order: Order, *, visible: bool = True) -> list[PlanReport]:
     path = resolve_path(order.model) if order.needs_weights else resolve_configuration(order.model)
     device, dtype, family = find_device(), find_dtype(order.dtype, order.precision), load_family(path)
     if order.calibrate:
-        calibrate(path, read_prompts(order.prompts), order.sizes[:1], folder, device, dtype)
+        calibrate(path, read_prompts(order.prompts), next(iter(order.sizes), None), folder, device, dtype)
     with model_for(order, family, path, device, dtype) as model:
         return build_engine(
             model,
@@ -128,42 +117,16 @@ def buckets_for(
 
 
 def calibrate(
-    path: Path,
-    prompts: Sequence[str],
-    sizes: Sequence[str],
-    folder: Path,
-    device: torch.device,
-    dtype: torch.dtype,
+    path: Path, prompts: Sequence[str], size: str | None, folder: Path, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """All steps of each prompt through the whole pipeline, unsharded; what was seen is kept for this checkpoint.
-
-    In the first of ``sizes``, or the model's own.
-    """
-    from rich.progress import track
-
+    """What was seen over ``prompts`` is kept for this checkpoint."""
     from engines.tensorrt_engine.calibration import calibrating
-    from pipelines.registry import load_family
-    from pipelines.run import PlainEngine, load_pipeline
-    from pipelines.sizes import Size, request_of
 
-    family, size = load_family(path), Size.parse(sizes[0]) if sizes else None
-    model = family.load_denoiser(path, device, dtype)
-    pipeline = load_pipeline(path, device, dtype, PlainEngine(model=model))
+    model, run = model_over(prompts, path, size, device, dtype)
     with calibrating(model, folder) as records:
-        for seed, prompt in enumerate(track(prompts, "Calibrating", console=console, transient=True)):
-            pipeline.denoise(request_of(size, family.defaults(path), prompt=prompt, seed=seed))
+        run()
     for name, record in records.items():
         console.print(f"calibrated {name} on {len(prompts)} prompts: {record}", highlight=False, soft_wrap=True)
-
-
-def read_prompts(file: Path | None) -> tuple[str, ...]:
-    """One a line. ValueError for a file without any."""
-    if file is None:
-        return PROMPTS
-    prompts = tuple(line.strip() for line in file.read_text().splitlines() if line.strip())
-    if not prompts:
-        raise ValueError(f"{file} holds no prompt: write one a line")
-    return prompts
 
 
 def find_target(text: str) -> Any:
@@ -178,12 +141,6 @@ def find_target(text: str) -> Any:
         raise ValueError("--target: there is no GPU here to build for; name one, such as sm90 or sm120")
     major, minor = torch.cuda.get_device_capability()
     return Target(major=major, minor=minor)
-
-
-def find_device() -> torch.device:
-    import torch
-
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def find_dtype(name: str, precision: str) -> torch.dtype:

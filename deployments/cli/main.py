@@ -140,6 +140,21 @@ def build_engine(
 
 
 @app.command()
+def calibrate(
+    model: Annotated[str, typer.Option(help="A shipped model, a diffusers directory, or a hub id.")],
+    out: Annotated[Path, typer.Option(help="The file of scales to write (JSON).")],
+    prompts: Annotated[Path | None, typer.Option(help="Prompts to calibrate with, one a line.")] = None,
+    size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT[xFRAMES]; the model's default.")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+) -> None:
+    """Fixed scales for precision fp8-static of the torch engine, from all steps of some prompts."""
+    from deployments.cli.calibrate import calibrate as run
+
+    with errors():
+        run(model, out, prompts, size, dtype)
+
+
+@app.command()
 def plan(
     model: Annotated[str, typer.Option(help="A shipped model, a folder, a published model's name, or a hub id.")],
     gpus: Annotated[int, typer.Option(help="How many ranks share each step.")] = 1,

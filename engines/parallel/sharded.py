@@ -23,7 +23,8 @@ from engines.parallel.token_hooks import TokenHooks
 from engines.parallel.twin import twin
 from engines.parallel.weight_files import slices_of
 
-PrepareModule = Callable[[nn.Module, ShardPlan], None]
+PrepareModule = Callable[[str, nn.Module, ShardPlan], None]
+"""Called with a module's name, the module or a copy with a share of its weights, and how it is divided."""
 """Called once with every module that will run: compiles its blocks, or swaps layers for faster equals."""
 
 
@@ -97,7 +98,7 @@ class ShardedModel:
             slices = slices_of(whole, plan, team.tensor) if team.tensor.size > 1 else {}
             weights.fill(name, module, slices, leave_out=other_stages(module, plan, team))
         if self._on_new_module is not None:
-            self._on_new_module(module, plan)
+            self._on_new_module(name, module, plan)
         return _Share(module, Stage(module, plan, team) if team.pipeline.size > 1 else None)
 
     def _set_kernel(self, module: nn.Module, kernel: Kernel) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from torch import Tensor, nn
 
+from engines.model import DenoiserModel
 from engines.parallel.shard_plan import ShardPlan
 from engines.torch_engine.quantized_linear import quantizable
+
+Scales = Mapping[str, float]
+"""Layer name to the largest magnitude of its input."""
 
 
 @contextmanager
@@ -34,15 +38,29 @@ class _Recorder:
         self._amax[self._name] = max(largest, self._amax.get(self._name, 0.0))
 
 
-def save_calibration(amax: dict[str, float], path: Path) -> None:
-    path.write_text(json.dumps(amax, indent=1, sort_keys=True) + "\n")
+@contextmanager
+def calibrating(model: DenoiserModel, path: Path) -> Iterator[None]:
+    """Writes, at the end of the block, what all modules of the unsplit, unquantised model saw in it."""
+    with ExitStack() as stack:
+        records = {name: stack.enter_context(recording(m, model.plan)) for name, m in model.modules.items()}
+        yield
+    save_calibration({name: record for name, record in records.items() if record}, path)
 
 
-def load_calibration(path: Path) -> dict[str, float]:
-    """Raises ``ValueError`` if the file is not a table of layer names and positive numbers."""
-    table = json.loads(path.read_text())
-    if not isinstance(table, dict) or not all(
-        isinstance(value, int | float) and value >= 0 for value in table.values()
-    ):
-        raise ValueError(f"{path} is no calibration: it must map layer names to largest magnitudes")
-    return {str(name): float(value) for name, value in table.items()}
+def save_calibration(records: Mapping[str, Scales], path: Path) -> None:
+    """``records`` by module name."""
+    path.write_text(json.dumps(records, indent=1, sort_keys=True) + "\n")
+
+
+def load_calibration(path: Path, module: str) -> dict[str, float]:
+    """The scales of one module. ``ValueError`` if the file has none for it, or is not a calibration."""
+    document = json.loads(path.read_text())
+    if not isinstance(document, dict) or not all(map(_is_table, document.values())):
+        raise ValueError(f"{path} is no calibration: it must map module names to layer names to largest magnitudes")
+    if module not in document:
+        raise ValueError(f"{path} has no scales for {module!r}, only for: {', '.join(document) or 'nothing'}")
+    return {str(name): float(value) for name, value in document[module].items()}
+
+
+def _is_table(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(one, int | float) and one >= 0 for one in value.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -39,7 +40,7 @@ class TorchEngineConfig:
     strategy: str = "auto"
     typical_tokens: int | None = None
     precision: str = "auto"
-    calibration: str | None = None
+    calibration: Path | None = None
     compile: CompileMode = "auto"
     path: PathMode = "auto"
     capture: bool = True
@@ -142,7 +143,7 @@ class ResolvedConfig:
     specs: Specs
     compile_blocks: bool
     precision: str = "native"
-    calibration: str | None = None
+    calibration: Path | None = None
     fast: bool = False
     capture: bool = False
     overlap: Overlap = DEFAULT_OVERLAP

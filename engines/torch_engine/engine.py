@@ -102,11 +102,11 @@ class TorchEngine:
         self._was_warm = self._was_warm and self._steps.was_warm
         return prediction
 
-    def _prepare_module(self, module: nn.Module, plan: ShardPlan) -> None:
+    def _prepare_module(self, name: str, module: nn.Module, plan: ShardPlan) -> None:
         """For modules that run as they are: quantised layers, compiled blocks."""
         if self.config.precision != "native":
             scheme: Scheme = "int8" if self.config.precision == "int8" else "fp8"
             path = self.config.calibration
-            swap_linears(module, plan, scheme, None if path is None else load_calibration(Path(path)))
+            swap_linears(module, plan, scheme, None if path is None else load_calibration(Path(path), name))
         if self.config.compile_blocks:
             compile_blocks(module, plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engines.model import DenoiserModel
@@ -25,13 +26,15 @@ def load_torch_engine(
     strategy: str = "auto",
     precision: str = "auto",
     peer_memory: bool = True,
+    calibration: Path | None = None,
 ) -> TorchEngine:
     """Made and self-checked. Every rank of the gang makes this call at the same time.
 
-    ``peer_memory``: see ``Overlap``; without it the ranks exchange through NCCL alone.
+    ``peer_memory``: see ``Overlap``; without it the ranks exchange through NCCL alone. ``calibration``: the file of
+    scales that ``precision`` "fp8-static" takes.
     """
     overlap = replace(DEFAULT_OVERLAP, peer_memory=peer_memory)
-    config = TorchEngineConfig(strategy=strategy, precision=precision, overlap=overlap)
+    config = TorchEngineConfig(strategy=strategy, precision=precision, calibration=calibration, overlap=overlap)
     engine = TorchEngine(model, config=config)
     check_fast_path(engine, model, rank=context.rank)
     for team in engine.teams.all():

@@ -95,8 +95,8 @@ def test_fp8_with_fixed_scales(tmp_path: Path) -> None:
     branches = models.branches("flux", "even")
     with recording(model.modules["transformer"], model.plan) as amax:
         expected = TorchEngine(model).predict(branches, (0,))
-    save_calibration(amax, tmp_path / "scales.json")
-    config = TorchEngineConfig(precision="fp8-static", calibration=str(tmp_path / "scales.json"))
+    save_calibration({"transformer": amax}, tmp_path / "scales.json")
+    config = TorchEngineConfig(precision="fp8-static", calibration=tmp_path / "scales.json")
     assert 1e-4 < relative_difference(TorchEngine(model, config=config).predict(branches, (0,))[0], expected[0]) < 0.1
 
 
@@ -195,7 +195,7 @@ def test_unknown_module() -> None:
         ({"strategy": "diagonal"}, "unknown strategy 'diagonal'"),
         ({"precision": "fp3"}, "precision is 'fp3'"),
         ({"precision": "fp8-static"}, "'fp8-static' needs a calibration file"),
-        ({"calibration": "scales.json"}, "nothing else takes one"),
+        ({"calibration": Path("scales.json")}, "nothing else takes one"),
         ({"path": "short"}, "path is 'short'; it must be one of auto, fast, module"),
         ({"compile": "always"}, "compile is 'always'; it must be one of auto, eager, per-block"),
     ],

@@ -48,8 +48,8 @@ def test_a_whole_model_stays_close(scheme: Scheme, tmp_path: Path) -> None:
     expected = module(**branch.inputs)[0]
     with recording(module, SHARD_PLAN) as amax:
         module(**branch.inputs)
-    save_calibration(amax, tmp_path / "scales.json")
-    for table in (None, load_calibration(tmp_path / "scales.json")):
+    save_calibration({"transformer": amax}, tmp_path / "scales.json")
+    for table in (None, load_calibration(tmp_path / "scales.json", "transformer")):
         swapped = copy.deepcopy(module)
         num_layers = swap_linears(swapped, SHARD_PLAN, scheme, table)
         kinds = {name: isinstance(layer, QuantLinear) for name, layer in swapped.named_modules()}
@@ -62,6 +62,9 @@ def test_a_whole_model_stays_close(scheme: Scheme, tmp_path: Path) -> None:
 def test_a_calibration_must_know_every_layer(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no entry for 34 of 34 layers, such as transformer_blocks\.0"):
         swap_linears(models.transformer("flux"), SHARD_PLAN, "fp8", {})
-    (tmp_path / "bad.json").write_text('{"a": "b"}')
+    (tmp_path / "bad.json").write_text('{"a": {"b": "c"}}')
     with pytest.raises(ValueError, match="is no calibration"):
-        load_calibration(tmp_path / "bad.json")
+        load_calibration(tmp_path / "bad.json", "a")
+    save_calibration({"transformer": {"a": 1.0}}, tmp_path / "one.json")
+    with pytest.raises(ValueError, match="no scales for 'transformer_2', only for: transformer"):
+        load_calibration(tmp_path / "one.json", "transformer_2")

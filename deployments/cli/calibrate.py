@@ -1,0 +1,80 @@
+"""``troupe calibrate``: fixed scales for ``precision: fp8-static``, from steps of real prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deployments.cli.progress import console
+
+if TYPE_CHECKING:
+    import torch
+
+    from engines.model import DenoiserModel
+
+PROMPTS = (
+    "a large red circle in the centre on a white background",
+    "a small blue square above a green triangle on a black background",
+    "a yellow star moves from left to right on a grey background",
+    "a photograph of a lighthouse on a cliff at dusk, long exposure",
+    "portrait of an old fisherman in the rain, black and white",
+    "a bowl of ripe fruit on a wooden table, oil on canvas",
+    "a crowded night market seen from above, neon signs, wet asphalt",
+    "the words 'open late' painted on a shop window, reflections of trees",
+)
+"""What is run without a file of prompts."""
+
+
+def calibrate(source: str, out: Path, prompts_file: Path | None, size: str | None, dtype_name: str) -> None:
+    """Write to ``out`` the largest magnitude that each linear's input has over all steps of the prompts.
+
+    ValueError for a model, a size or a file of prompts that cannot be used.
+    """
+    from engines.torch_engine.calibration import calibrating
+    from pipelines.loading import resolve_dtype, resolve_path
+
+    prompts, device = read_prompts(prompts_file), find_device()
+    dtype = resolve_dtype(dtype_name, device)
+    model, run = model_over(prompts, resolve_path(source), size, device, dtype)
+    with calibrating(model, out):
+        run()
+    console.print(f"{out}  scales of {source} over {len(prompts)} prompts", highlight=False, soft_wrap=True)
+
+
+def model_over(
+    prompts: Sequence[str], path: Path, size: str | None, device: torch.device, dtype: torch.dtype
+) -> tuple[DenoiserModel, Callable[[], None]]:
+    """A model, and what takes it through all steps of the prompts, unsplit, in ``size`` or the model's own."""
+    from rich.progress import track
+
+    from pipelines.registry import load_family
+    from pipelines.run import PlainEngine, load_pipeline
+    from pipelines.sizes import Size, request_of
+
+    family, wanted = load_family(path), Size.parse(size) if size else None
+    requests = [request_of(wanted, family.defaults(path), prompt=p, seed=seed) for seed, p in enumerate(prompts)]
+    model = family.load_denoiser(path, device, dtype)
+    pipeline = load_pipeline(path, device, dtype, PlainEngine(model=model))
+
+    def run() -> None:
+        for request in track(requests, "Calibrating", console=console, transient=True):
+            pipeline.denoise(request)
+
+    return model, run
+
+
+def read_prompts(file: Path | None) -> tuple[str, ...]:
+    """One a line. ValueError for a file without any."""
+    if file is None:
+        return PROMPTS
+    prompts = tuple(line.strip() for line in file.read_text().splitlines() if line.strip())
+    if not prompts:
+        raise ValueError(f"{file} holds no prompt: write one a line")
+    return prompts
+
+
+def find_device() -> torch.device:
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,56 @@
+"""``troupe calibrate``, and a rank that takes the scales from the file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+from typer.testing import CliRunner
+
+from deployments.cli.main import app
+from deployments.config import DenoiserConfig, ModelConfig
+from deployments.rank_parts import BuildRankParts
+from engines.gang.config import RankContext
+from engines.parallel.self_check import relative_difference
+from pipelines.registry import load_family
+from pipelines.sizes import first_step, request_of
+
+
+def prediction(folder: Path, **options: object) -> torch.Tensor:
+    config = DenoiserConfig.model_validate({"num_ranks": 1, "engine": "torch", **options})
+    make = BuildRankParts(model=ModelConfig(name="pictures", path=str(folder), denoiser=config))
+    engine = make(RankContext(rank=0, num_ranks=1, device="cpu")).engine
+    family = load_family(folder)
+    request = request_of(None, family.defaults(folder), prompt="a red circle")
+    branches = first_step(family, folder, request, torch.device("cpu"), torch.float32)
+    (predicted,) = engine.predict(branches, (0,))
+    engine.close()
+    return predicted
+
+
+def test_what_the_command_writes_a_rank_takes(pictures: Path, tmp_path: Path) -> None:
+    prompts, scales = tmp_path / "prompts.txt", tmp_path / "scales.json"
+    prompts.write_text("a red circle\na blue star\n")
+    args = ["calibrate", "--model", str(pictures), "--out", str(scales), "--prompts", str(prompts)]
+    done = CliRunner().invoke(app, args, env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    assert "2 prompts" in done.output
+
+    native = prediction(pictures)
+    fixed = prediction(pictures, precision="fp8-static", torch={"calibration": str(scales)})
+    assert 1e-4 < relative_difference(fixed, native) < 0.1
+
+    document = json.loads(scales.read_text())
+    too_small = {"transformer": {name: amax / 50 for name, amax in document["transformer"].items()}}
+    scales.write_text(json.dumps(too_small))
+    cut_off = prediction(pictures, precision="fp8-static", torch={"calibration": str(scales)})
+    assert relative_difference(cut_off, native) > 2 * relative_difference(fixed, native)
+
+
+@pytest.mark.parametrize("options", [{"precision": "fp8-static"}, {"torch": {"calibration": "scales.json"}}])
+def test_fixed_scales_and_their_precision_belong_together(options: dict[str, object]) -> None:
+    with pytest.raises(ValidationError, match="fp8-static needs a file that `troupe calibrate` wrote"):
+        DenoiserConfig.model_validate(options)
