@@ -18,7 +18,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install -qq --const
 READY := $(if $(filter $(VENV)/bin/python,$(PY)),$(STAMP))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint test test-slow test-gpu demo serve bench constraints clean
+.PHONY: help venv lint test test-slow test-gpu demo serve bench bench-gpu constraints clean
 
 help: ## Say what each target does
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -56,7 +56,11 @@ serve: $(READY) ## Serve CONFIG (deployments/configs/laptop.yaml) on 127.0.0.1:8
 	@$(PY) -m deployments.cli.main serve $(CONFIG)
 
 bench: $(READY) ## Measure on this machine's CPU; the last line of output is one JSON document
+	@$(PY) -m benchmarks.denoise_step fast/1024/w1/bf16
 	@$(PY) -m benchmarks.serving
+
+bench-gpu: $(READY) ## Measure a step on all GPUs of this host, beside its peers, into out/bench-gpu (10 minutes)
+	@$(PY) -m benchmarks.denoise_step_gpu out/bench-gpu
 
 constraints: $(READY) ## Write constraints.txt from what is installed
 	@$(PY) .ci/constraints.py > constraints.txt.new
