@@ -45,8 +45,13 @@ def profile_over(exported: Exported, buckets: Sequence[ModelInputs], likely: int
 
 
 def divides(model: DenoiserModel, branch: Branch, team: Team) -> bool:
-    """Whether the team's ranks get equal shares of every token stream: an engine of varying sizes pads none."""
-    return all(length % team.context.size == 0 for length in model.stream_lengths(branch.inputs).values())
+    """Whether the team's ranks get equal shares of every token stream: an engine of varying sizes pads none.
+
+    Where rings or gathers cross Ulysses groups, ranks share queries among them, and these shares must be equal too.
+    """
+    spec = team.spec
+    num_shares = team.context.size * (spec.ring * spec.allgather_kv if spec.ulysses > 1 else 1)
+    return all(length % num_shares == 0 for length in model.stream_lengths(branch.inputs).values())
 
 
 def lies_between(

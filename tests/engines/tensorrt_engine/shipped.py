@@ -19,8 +19,12 @@ from pipelines.request import MediaRequest
 CPU = torch.device("cpu")
 NAMES = ("flux-shapes", "wan-shapes")
 PROMPTS = {"image": "a large red circle in the centre", "video": "a red circle moves from left to right"}
-NARROW = {"flux-shapes": {"width": 64}, "wan-shapes": {"width": 64, "num_frames": 9}}
-"""A second size for each, whose tokens divide by four as the default's do."""
+SIZES: dict[str, dict[str, dict[str, int]]] = {
+    "default": {"flux-shapes": {}, "wan-shapes": {}},
+    "wide": {"flux-shapes": {}, "wan-shapes": {"num_frames": 13}},
+    "narrow": {"flux-shapes": {"width": 64}, "wan-shapes": {"width": 64, "num_frames": 9}},
+}
+"""Tokens of the last two divide by eight: four ranks get equal shares, and a hybrid's ranks share queries in two."""
 
 
 def family_of(name: str) -> Family:
@@ -34,9 +38,9 @@ def request_for(name: str, **changes: Any) -> MediaRequest:
 
 
 @functools.cache
-def first_branch(name: str, dtype: torch.dtype, narrow: bool = False) -> Branch:
+def first_branch(name: str, dtype: torch.dtype, size: str = "default") -> Branch:
     path, family = resolve_path(name), family_of(name)
-    request = request_for(name, **(NARROW[name] if narrow else {}))
+    request = request_for(name, **SIZES[size][name])
     sampler = family.load_sampler(path, CPU, dtype)
     conditioning = family.load_text_encoder(path, CPU, dtype).encode(request)
     return sampler.branches(sampler.begin(request, conditioning))[0]

@@ -14,13 +14,14 @@ from engines.model import Branch
 from engines.parallel.spec import ParallelSpec
 from engines.tensorrt_engine.builder import Profile
 from engines.tensorrt_engine.plan_text import read_plan_text
-from engines.tensorrt_engine.shape_buckets import profile_over, varying_dims
+from engines.tensorrt_engine.shape_buckets import divides, profile_over, varying_dims
+from engines.tensorrt_engine.trace import offline_team
 from pipelines.loading import resolve_path, shipped_checkpoints
 from pipelines.run import load_pipeline
 from tests.engines.tensorrt_engine.all_ranks import Case, SimulatedEngine, export_case, relative_error
 from tests.engines.tensorrt_engine.cases import DTYPES, TOLERANCE
 from tests.engines.tensorrt_engine.conftest import Build
-from tests.engines.tensorrt_engine.shipped import CPU, NAMES, first_branch, load, predicted, request_for, twice
+from tests.engines.tensorrt_engine.shipped import CPU, NAMES, SIZES, first_branch, load, predicted, request_for, twice
 
 MIN_PSNR_DB = 40.0
 DIVISIONS = (
@@ -85,8 +86,8 @@ def test_trained_models_in_a_range_of_batches_and_sizes(
 ) -> None:
     """One graph for two of the one size, one of the other, and one plan with a profile over both."""
     dtype = DTYPES[precision]
-    asked = [twice(first_branch(name, dtype)), first_branch(name, dtype, narrow=True)]
-    exact = [twice(first_branch(name, torch.float32)), first_branch(name, torch.float32, narrow=True)]
+    asked = [twice(first_branch(name, dtype, "wide")), first_branch(name, dtype, "narrow")]
+    exact = [twice(first_branch(name, torch.float32, "wide")), first_branch(name, torch.float32, "narrow")]
     buckets = [branch.inputs for branch in asked]
     dynamic = varying_dims(buckets)
     assert set(dynamic["hidden_states"]) >= {0, 1 if name == "flux-shapes" else 2}, "the batch, and the sequence"
@@ -94,6 +95,17 @@ def test_trained_models_in_a_range_of_batches_and_sizes(
     for pair in zip(asked, exact, strict=True):
         check_predictions(case, name, precision, *pair)
     check_plans(case, precision, build_plan, [profile_over(case.exported, buckets)])
+
+
+def test_a_size_that_a_hybrid_would_have_to_pad_gets_an_engine_of_its_own() -> None:
+    """45 tokens of each rank make no two equal shares of queries."""
+    name, spec = "wan-shapes", ParallelSpec.of("hybrid", 4)
+    model = load(name, torch.float32)
+    with offline_team(spec) as team:
+        answers = [divides(model, first_branch(name, torch.float32, size), team) for size in SIZES]
+    assert answers == [False, True, True]
+    with offline_team(ParallelSpec.of("ulysses", 4)) as team:
+        assert divides(model, first_branch(name, torch.float32), team)
 
 
 def test_a_whole_picture_of_four_ranks() -> None:
