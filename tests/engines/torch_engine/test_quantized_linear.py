@@ -26,9 +26,10 @@ def test_rows_of_very_different_size_keep_their_precision(scheme: Scheme, bias: 
     linear.weight.data *= torch.logspace(-2, 2, 32)[:, None]
     x = torch.randn(3, 40, 64) * torch.logspace(-3, 3, 40)[:, None]
     got, expected = LAYERS[scheme](linear)(x), linear(x)
-    by_row = (got - expected).norm(dim=-1) / expected.norm(dim=-1)
+    # What a product may be wrong by goes with the lengths of its two factors: it may itself be next to nothing.
+    lengths = x.norm(dim=-1, keepdim=True) * linear.weight.norm(dim=-1)
     assert got.shape == expected.shape
-    assert by_row.max() < 4 * ERROR[scheme]  # one large output feature has most of a row's norm: its error stands alone
+    assert ((got - expected).abs() / lengths).max() < ERROR[scheme]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
