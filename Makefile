@@ -5,8 +5,6 @@ VENV ?= .venv
 PY ?= $(VENV)/bin/python
 CONFIG ?= deployments/configs/laptop.yaml
 PYTEST_ARGS ?=
-# Many tests wait for servers. Files run in order, those that start the most first.
-PARALLEL ?= -n 2 --no-loadscope-reorder
 
 export RAY_USAGE_STATS_ENABLED ?= 0
 
@@ -43,7 +41,7 @@ lint: $(READY) ## Check style and types
 	@$(PY) -m mypy
 
 test: $(READY) ## Run every test that needs neither a GPU nor minutes
-	@$(PY) -m pytest -m "not gpu and not slow" $(PARALLEL) $(PYTEST_ARGS)
+	@$(PY) -m pytest -m "not gpu and not slow" $(PYTEST_ARGS)
 
 test-slow: $(READY) ## Run the tests that take minutes on two cores
 	@$(PY) -m pytest -m "slow and not gpu" $(PYTEST_ARGS)

@@ -1,4 +1,4 @@
-"""One small Ray cluster for all tests of a process that want one: ask for the fixture ``ray_cluster``."""
+"""One small Ray cluster for all tests that want one: ask for the fixture ``ray_cluster``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator
-from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["RAY_AUTH_MODE"] = "disabled"  # read when Ray is imported
@@ -16,23 +15,6 @@ import pytest
 
 NUM_CLUSTER_CPUS = 8
 """More than the machine may have: tests ask for fractions of a CPU, and are mostly waiting."""
-
-SHARED_SET_UPS = ("tests/deployments/app",)
-"""Folders whose files share what takes long to set up."""
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With several processes (``-n``): the tests of a file, or of a folder with one set-up, stay together."""
-    from xdist.scheduler import LoadFileScheduling
-
-    class Scheduling(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.split("::", 1)[0]
-            return next((folder for folder in SHARED_SET_UPS if file.startswith(f"{folder}/")), file)
-
-    return Scheduling(config, log)
-
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:

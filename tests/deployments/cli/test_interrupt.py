@@ -37,6 +37,7 @@ def test_ctrl_c_in_the_demo_leaves_no_process_and_no_half_clip():
         assert not (folder / "out" / "clip.mp4").exists()
 
 
+@pytest.mark.slow
 def test_generate_from_start_to_end(pictures: Path):
     with short_folder() as folder:
         config, out = config_file(config_of({"pictures": pictures}), folder), folder / "picture.png"
