@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +19,7 @@ from engines.parallel.spec import ParallelSpec
 from engines.parallel.strategy import team_kernel
 from engines.parallel.tensor import split_weights
 from engines.parallel.token_hooks import TokenHooks
+from engines.parallel.twin import twin
 from engines.tensorrt_engine.config import RingForm
 from engines.tensorrt_engine.group_free import group_free_kernel
 from engines.tensorrt_engine.markers import MarkedLayout
@@ -45,7 +45,7 @@ class _OneRank(nn.Module):
 
     def __init__(self, model: DenoiserModel, name: str, team: Team, change: ChangeModule, ring: RingForm) -> None:
         super().__init__()
-        module = change(_twin(model.modules[name]))
+        module = change(twin(model.modules[name]))
         self.module = split_weights(module, model.plan, team.tensor) if team.tensor.size > 1 else module
         self._model = model
         self._team = team
@@ -70,12 +70,6 @@ def _kernel(team: Team, layout: MarkedLayout, ring: RingForm) -> Kernel:
         raise ValueError(f"{spec.name} does not fit into one engine: export it in segments, or use TensorRT's own ring")
     grouped = spec.ring > 1 or (spec.allgather_kv > 1 and spec.ulysses > 1)
     return (group_free_kernel if grouped else team_kernel)(sdpa, team, layout)
-
-
-def _twin(module: nn.Module) -> nn.Module:
-    """A copy that shares every tensor: hooks and kernels of the original stay as they are."""
-    tensors = [*module.parameters(), *module.buffers()]
-    return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
 
 
 def unchanged(module: nn.Module) -> nn.Module:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -21,8 +20,3 @@ def quantize_rows(x_GRC: Tensor, *, gelu: bool = False) -> QuantRows:
         return quantize_triton.launch(x_GRC, gelu=gelu)
     x_RC = x_GRC.movedim(0, 1).flatten(1).float()
     return quantized(functional.gelu(x_RC, approximate="tanh") if gelu else x_RC)
-
-
-def join_groups(x_GRC: Tensor) -> Tensor:
-    """Row r is ``x[0, r] | x[1, r] | ...``; no copy if there is one group."""
-    return x_GRC[0] if x_GRC.shape[0] == 1 else torch.cat(tuple(x_GRC), dim=1)
