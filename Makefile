@@ -5,6 +5,8 @@ VENV ?= .venv
 PY ?= $(VENV)/bin/python
 CONFIG ?= deployments/configs/laptop.yaml
 PYTEST_ARGS ?=
+# Two processes, one of which has all tests of Ray (tests/conftest.py); one is enough where PYTEST_ARGS names a file.
+PARALLEL ?= $(if $(filter tests/%,$(PYTEST_ARGS)),,-n 2 --no-loadscope-reorder)
 
 export RAY_USAGE_STATS_ENABLED ?= 0
 
@@ -41,7 +43,7 @@ lint: $(READY) ## Check style and types
 	@$(PY) -m mypy
 
 test: $(READY) ## Run every test that needs neither a GPU nor minutes
-	@$(PY) -m pytest -m "not gpu and not slow" $(PYTEST_ARGS)
+	@$(PY) -m pytest -m "not gpu and not slow" $(PARALLEL) $(PYTEST_ARGS)
 
 test-slow: $(READY) ## Run the tests that take minutes on two cores
 	@$(PY) -m pytest -m "slow and not gpu" $(PYTEST_ARGS)

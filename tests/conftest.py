@@ -1,4 +1,5 @@
-"""One small Ray cluster for all tests that want one: ask for the fixture ``ray_cluster``."""
+"""One small Ray cluster for all tests that want one (ask for the fixture ``ray_cluster``), and who runs what when tests
+run in two processes."""
 
 from __future__ import annotations
 
@@ -6,12 +7,33 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["RAY_AUTH_MODE"] = "disabled"  # read when Ray is imported
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
 import pytest
+import torch
+
+# What one process of several (``-n``) runs, and no other: tests of Ray, since of two clusters that start at once one
+# may give up, and tests in which something must happen soon. It begins with them, and the others leave it the cores.
+TIMED = (
+    "tests/deployments/api/",
+    "tests/deployments/app/",
+    "tests/deployments/cli/test_interrupt.py",
+    "tests/deployments/cli/test_with_server.py",
+    "tests/deployments/jobs/",
+    "tests/deployments/observability/",
+    "tests/deployments/test_recovery.py",
+    "tests/deployments/test_stages.py",
+    "tests/documents/",
+    "tests/engines/gang/",
+    "tests/engines/tensorrt_engine/test_faulty_rank.py",
+)
+LONGEST_FIRST = (*TIMED, "tests/engines/tensorrt_engine/", "tests/engines/", "tests/deployments/cli/", "")
+LOWEST_PRIORITY = 19
+HAS_BEGUN = pytest.StashKey[bool]()
 
 NUM_CLUSTER_CPUS = 8
 """More than the machine may have: tests ask for fractions of a CPU, and are mostly waiting."""
@@ -46,3 +68,36 @@ def ray_cluster() -> Iterator[None]:
             yield
         finally:
             ray.shutdown()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``-n``: the tests of a file stay together, and all timed ones."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "timed" if nodeid.startswith(TIMED) else str(super()._split_scope(nodeid))
+
+    return Scheduling(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With ``-n``, timed tests come first, and the last ones are short, so that no process waits long for another."""
+    for item in items:
+        if "ray_cluster" in getattr(item, "fixturenames", ()) and not item.nodeid.startswith(TIMED):
+            raise pytest.UsageError(
+                f"{item.nodeid} wants ray_cluster: its file should be in TIMED of tests/conftest.py"
+            )
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: next(i for i, start in enumerate(LONGEST_FIRST) if item.nodeid.startswith(start)))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """With ``-n``, a process whose first test is not a timed one takes what the other leaves of the cores."""
+    if "PYTEST_XDIST_WORKER" in os.environ and HAS_BEGUN not in item.session.stash:
+        item.session.stash[HAS_BEGUN] = True
+        if not item.nodeid.startswith(TIMED):
+            os.nice(LOWEST_PRIORITY)
+            torch.set_num_threads(1)

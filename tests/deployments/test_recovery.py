@@ -105,9 +105,11 @@ BREAKS: dict[str, Callable[[], None]] = {
     "kill the replica": lambda: kill(replica_pid("Denoiser-pictures")),
     "stop rank 1": lambda: os.kill(rank_pids("pictures")[1], signal.SIGSTOP),
 }
+SLOW = {"kill rank 0": pytest.mark.slow, "kill rank 1": pytest.mark.slow}
+"""The request that keeps killing its gang kills rank 1, and its neighbour survives it."""
 
 
-@pytest.mark.parametrize("name", BREAKS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in BREAKS])
 async def test_a_request_survives_its_gang(
     url: str, name: str, record_property: Callable[[str, object], None], capsys: pytest.CaptureFixture[str]
 ):
@@ -156,7 +158,7 @@ def test_a_request_that_keeps_killing_its_gang_is_given_up_and_its_neighbour_is_
 async def test_a_full_queue_is_refused_with_the_time_to_wait(url: str):
     num_requests = NUM_RUNNING + NUM_WAITING + 3
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as client:
-        body = {"prompt": PROMPT, "num_inference_steps": 100}
+        body = {"prompt": PROMPT, "num_inference_steps": NUM_STEPS}
         answers = await asyncio.gather(*(client.post(IMAGES, json={**body, "seed": i}) for i in range(num_requests)))
     refused = [answer for answer in answers if answer.status_code != 200]
     assert len(refused) == 3
@@ -168,4 +170,6 @@ async def test_a_full_queue_is_refused_with_the_time_to_wait(url: str):
         assert re.fullmatch(rf"{NUM_WAITING} jobs are waiting already; try again in about \d+ s", error["message"])
     drawn = {answer.json()["data"][0]["seed"]: answer for answer in answers if answer.status_code == 200}
     seed, answer = next(iter(drawn.items()))
-    assert base64.b64decode(answer.json()["data"][0]["b64_json"]) == picture(url, seed=seed, num_inference_steps=100)
+    assert base64.b64decode(answer.json()["data"][0]["b64_json"]) == picture(
+        url, seed=seed, num_inference_steps=NUM_STEPS
+    )

@@ -41,12 +41,13 @@ def client_of(url: str) -> httpx.Client:
 @pytest.fixture(scope="module")
 def restarted(pictures: Path, clips: Path) -> Iterator[Restarted]:
     with short_folder() as folder:
-        serve = ("serve", config_file(config_of({"pictures": pictures, "clips": clips}), folder))
         env = {"TROUPE_API_KEYS": KEY}
-        with command(*serve, folder=folder, env=env) as first:
+        clips_alone = config_file(config_of({"clips": clips}, num_ranks=1), folder)
+        with command("serve", clips_alone, folder=folder, env=env) as first:
             clip_id = begin_clip(first)
             first.kill_all()
-        with command(*serve, folder=folder, env=env) as second:
+        both = config_file(config_of({"pictures": pictures, "clips": clips}, num_ranks=1), folder)
+        with command("serve", both, folder=folder, env=env) as second:
             yield Restarted(url=second.wait_for(SERVING), clip_id=clip_id)
             assert second.interrupt() == 130
 

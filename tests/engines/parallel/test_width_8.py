@@ -14,7 +14,7 @@ from tests.engines.parallel import models
 from tests.engines.parallel.gloo import gang
 
 
-@pytest.mark.parametrize("family", ["flux", "wan"])
+@pytest.mark.parametrize("family", ["flux", pytest.param("wan", marks=pytest.mark.slow)])
 def test_every_strategy_and_products_of_three(family: str) -> None:
     by_rank = gang(8).run(predict, family)
     branches = models.branches(family, "uneven", num=2)

@@ -55,8 +55,7 @@ def _keys() -> list[Key]:
 
 
 _EVERY_RUN = {
-    "flux-ulysses4-fp32", "flux-allgather_kv2-fp16", "flux-hybrid4-fp16", "flux-tensor2-fp32", "wan-hybrid4-fp32",
-    "wan-tensor4-fp16",
+    "flux-ulysses4-fp32", "flux-allgather_kv2-fp16", "wan-hybrid4-fp32", "wan-tensor4-fp16",
 }  # fmt: skip
 """The trained models add Ulysses and AllGather-KV of Wan, and bfloat16."""
 

@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 ULYSSES = ParallelSpec.of("ulysses", 2)
 
 
-@pytest.mark.parametrize("family", ["flux", "wan"])
+@pytest.mark.parametrize("family", [pytest.param("flux", marks=pytest.mark.slow), "wan"])
 def test_what_is_read_again_predicts_the_same(family: str) -> None:
     specimen = SPECIMENS[family]
     model, inputs = specimen.model(), specimen.inputs()

@@ -57,7 +57,7 @@ def expected() -> torch.Tensor:
 async def test_a_rank_that_fails_to_enqueue_hangs_nobody(
     ray_cluster: None, tmp_path: Path, fault: str, cause: str, told: str, within_s: float
 ) -> None:
-    """Over at once when TensorRT refuses, at the step's deadline when its call hangs; the next gang is right again."""
+    """Over at once when TensorRT refuses, at the step's deadline when its call hangs."""
     with group_for(CONFIG) as group:
         gang = await Gang.start(CONFIG, BuildFaulty(folder=tmp_path, fault=fault), placement_group=group)
         await latents(gang, "warm")  # from here on a step has its own deadline, not that of a first one
@@ -67,6 +67,15 @@ async def test_a_rank_that_fails_to_enqueue_hangs_nobody(
         assert time.monotonic() - begun_s < within_s
         assert (caught.value.cause, caught.value.in_flight) == (cause, True)
         await eventually(lambda: not alive(info.pid for info in gang.infos), within_s=5.0)
+
+
+@pytest.mark.slow
+async def test_the_gang_after_a_broken_one_is_right(ray_cluster: None, tmp_path: Path) -> None:
+    with group_for(CONFIG) as group:
+        gang = await Gang.start(CONFIG, BuildFaulty(folder=tmp_path, fault="refuses"), placement_group=group)
+        await latents(gang, "warm")
+        with pytest.raises(GangBrokenError):
+            await latents(gang, "refuses")
         again = await Gang.start(CONFIG, BuildFaulty(folder=tmp_path), placement_group=group)
         given = await asyncio.wait_for(latents(again, "again"), timeout=60)
         await again.close()

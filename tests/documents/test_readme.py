@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -21,7 +21,6 @@ from typer.testing import CliRunner
 
 from deployments.cli.main import app
 from deployments.serving import load_config, parse_config
-from tests.deployments.live import live
 from tests.fenced import ROOT, Block, blocks
 
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/api.md", "docs/architecture.md", "docs/scaling.md")
@@ -35,12 +34,6 @@ OUTPUT = re.compile(r"\b[\w-]+\.(?:png|webp|mp4)\b")
 def choose(*languages: str, served: bool) -> list[Block]:
     fitting = [block for block in BLOCKS if block.language in languages]
     return [block for block in fitting if any(sign in block.text for sign in NEEDS_SERVER) is served]
-
-
-@pytest.fixture(scope="module")
-def url(ray_cluster: None) -> Iterator[str]:
-    with live(load_config("laptop").with_http(port=0)) as url:
-        yield url
 
 
 def run(language: str, text: str, folder: Path, **env: str) -> str:
