@@ -73,7 +73,9 @@ async def test_sixty_streams_half_of_them_dropped_at_random_moments(url: str):
     references = {seed: picture(url, seed=seed) for seed in range(NUM_SEEDS)}
     pids = rank_pids("pictures")
     starts_s = [rng.uniform(0, 1.5) for _ in range(NUM_STREAMS)]
-    stays_s = [rng.uniform(0, 1.5) for _ in range(NUM_STREAMS)]
+    stays_s: dict[int, float | None] = {i: rng.uniform(0, 1.5) for i in range(NUM_STREAMS)}
+    leaves_at_step = {i: rng.randint(1, 5) for i in range(0, NUM_STREAMS, 4)}  # however long it takes to get there
+    stays_s |= dict.fromkeys(leaves_at_step)
     limits = httpx.Limits(max_connections=None)
 
     async def keep(client: httpx.AsyncClient, i: int) -> None:
@@ -86,6 +88,8 @@ async def test_sixty_streams_half_of_them_dropped_at_random_moments(url: str):
             async with asyncio.timeout(stays_s[i]), stream_of(client, {"num_inference_steps": LONGEST}) as events:
                 async for event in events:
                     assert event["type"] == "troupe.progress", "it is too long to end"
+                    if event["step"] == leaves_at_step.get(i):
+                        return
         except TimeoutError:
             return
         raise AssertionError("the stream ended by itself")
@@ -96,7 +100,7 @@ async def test_sixty_streams_half_of_them_dropped_at_random_moments(url: str):
     assert picture(url, seed=0) == references[0]
     wait_until(lambda: not held(), "the ranks have forgotten every job")
     reached_the_ranks = dropped()
-    assert len(reached_the_ranks) >= 5, "the others left before they were admitted"
+    assert len(reached_the_ranks) >= len(leaves_at_step), "the others may leave before they are admitted"
     for job_id in reached_the_ranks:
         assert_dropped_within_two_steps(job_id)
 

@@ -48,20 +48,26 @@ def one_prompt(folder: Path) -> Path:
     return file
 
 
+QUANTIZED = ("--precision", "int8", "--weights", "constants", "--width", "2", "--dtype", "float16")
+
+
+def test_quantized_needs_a_record(tmp_path: Path, tiny_model: Path) -> None:
+    refused = build(tmp_path, str(tiny_model), *QUANTIZED, "--size", "64x64")
+    assert refused.exit_code == 2
+    assert "build-engine --precision int8 --calibrate" in refused.output
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "shown"),
     [
         (("64x64",), "hidden_states 1×32×16 FLOAT16"),
-        pytest.param(("64x64", "32x64"), "hidden_states 1×16–32×16 FLOAT16", marks=pytest.mark.slow),
+        (("64x64", "32x64"), "hidden_states 1×16–32×16 FLOAT16"),
     ],
 )
 def test_calibrated_constants(tmp_path: Path, tiny_model: Path, sizes: tuple[str, ...], shown: str) -> None:
-    quantized = ("--precision", "int8", "--weights", "constants", "--width", "2", "--dtype", "float16")
     wanted = [option for size in sizes for option in ("--size", size)]
-    refused = build(tmp_path, str(tiny_model), *quantized, *wanted)
-    assert refused.exit_code == 2
-    assert "build-engine --precision int8 --calibrate" in refused.output
-    made = build(tmp_path, str(tiny_model), *quantized, *wanted, "--calibrate", "--prompts", str(one_prompt(tmp_path)))
+    made = build(tmp_path, str(tiny_model), *QUANTIZED, *wanted, "--calibrate", "--prompts", str(one_prompt(tmp_path)))
     assert made.exit_code == 0, made.output
     assert "weights       constants" in made.output
     assert shown in made.output
