@@ -8,7 +8,7 @@ from engines.torch_engine.fast_model import Precision
 from engines.torch_engine.fast_step import DEFAULT_OVERLAP, Overlap
 
 ENGINE_MAKERS = ("engine", "switch", "always8", "elastic8")
-PLAIN = Overlap(mlp_lane=False, num_parts=1, peer_memory=False)
+PLAIN = Overlap(mlp_lane=False, num_parts=1, peer_memory=False, streams_apart=False)
 """What a case's name says nothing about: NCCL, one lane more for the second stream."""
 
 
@@ -52,6 +52,7 @@ class Case:
         options += ["late-bias"] if self.late_bias else []
         options += [] if self.graph else ["uncaptured"]
         options += self._overlaps() if self.maker in ("fast", *ENGINE_MAKERS) else []
+        options += [f"parts{self.overlap.module_parts}"] if self.maker == "wan" and self.width > 1 else []
         return "/".join((self.maker, str(self.side), f"w{self.width}", *options))
 
     def can_run(self, world: int) -> bool:
@@ -127,9 +128,8 @@ SINGLE_RANK = (
             default=False,
         )
         for side, precision in ((1024, NATIVE), (1024, FP8), (512, NATIVE))
-        for overlap in (APART, replace(PLAIN, stream_lane=False))
+        for overlap in (PLAIN, replace(PLAIN, stream_lane=False))
     ),
-    Case(maker="fast", side=1024, width=1, late_bias=True, default=False),
     Case(maker="fast", side=2048, width=1, default=False, repeats=6),
     Case(maker="fast", side=1024, width=1, graph=False, default=False),
     Case(maker="eager", side=1024, width=1, graph=False, default=False, repeats=6),
@@ -143,6 +143,11 @@ EXCHANGES = tuple(
 ) + tuple(
     Case(maker="fast", side=side, width=width, precision=precision, exchange="none", default=False)
     for side, width, precision in ((1024, 2, NATIVE), (512, 4, NATIVE), (2048, 4, NATIVE), (1024, 4, FP8))
+)
+
+LATE_BIAS = tuple(
+    Case(maker="fast", side=1024, width=width, late_bias=True, overlap=DEFAULT_OVERLAP, default=False)
+    for width in (1, 2, 4)
 )
 
 STRATEGIES = tuple(
@@ -167,7 +172,10 @@ ENGINE = (
 )
 
 WAN = (
-    *(Case(maker="wan", side=480, width=width, repeats=4, default=False) for width in (4, 1, 2)),
+    *(
+        Case(maker="wan", side=480, width=width, repeats=4, overlap=replace(PLAIN, module_parts=parts), default=False)
+        for width, parts in ((4, 2), (1, 2), (4, 5), (4, 1), (2, 2))
+    ),
     *(
         Case(
             maker="wan",
@@ -184,4 +192,4 @@ WAN = (
     ),
 )
 
-CASES = GOALS + VARIANTS + ENGINE + STRATEGIES + SINGLE_RANK + EXCHANGES + PEERS + WAN
+CASES = GOALS + VARIANTS + ENGINE + STRATEGIES + LATE_BIAS + SINGLE_RANK + EXCHANGES + PEERS + WAN

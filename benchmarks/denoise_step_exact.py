@@ -13,6 +13,7 @@ import copy
 import json
 import os
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +74,15 @@ def makers(on_gpu: bool) -> dict[str, TorchEngineConfig]:
     plain: Any = {"compile": "eager", "capture": False, "overlap": Overlap(peer_memory=False)}
     found = {strategy: TorchEngineConfig(strategy=strategy, **plain) for strategy in STRATEGIES}
     found["ulysses, module"] = TorchEngineConfig(strategy="ulysses", path="module", **plain)
+    together = Overlap(mlp_lane=False, streams_apart=False)
     captured = {
         "captured": Overlap(peer_memory=False),
         "peer memory": Overlap(),
-        "peer memory, parts": Overlap(num_parts=2),
-        "peer memory, MLP lane": Overlap(mlp_lane=True),
-        "peer memory, pushed": Overlap(peer_copies=False),
-        "peer memory, streams apart": Overlap(streams_apart=True),
+        "peer memory, one stream": together,
+        "peer memory, parts": replace(together, num_parts=2),
+        "peer memory, MLP lane": replace(together, mlp_lane=True),
+        "peer memory, pushed": replace(together, peer_copies=False),
+        "peer memory, streams apart": replace(together, streams_apart=True),
     }
     for label, overlap in captured.items() if on_gpu else ():
         found[f"ulysses, {label}"] = TorchEngineConfig(strategy="ulysses", compile="eager", overlap=overlap)

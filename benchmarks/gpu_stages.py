@@ -47,25 +47,36 @@ def peer(name: str, maker: str, gpus: tuple[int, ...], *sides: int) -> Run:
 
 
 FOUR = (0, 1, 2, 3)
-PEERS = Stage(
-    name="peers",
-    runs=(
-        peer("ulysses4", "diffusers-ulysses", FOUR, 1024, 2048),
-        peer("ring4", "diffusers-ring", FOUR, 1024, 2048),
-        peer("xdit4", "xdit", FOUR, 1024, 2048),
-        peer("ulysses2", "diffusers-ulysses", (0, 1), 1024),
-        peer("ring2", "diffusers-ring", (2, 3), 1024),
-        peer("xdit2", "xdit", (0, 1), 1024),
-    ),
-    limit_s=170,
-    min_gpus=4,
-    takes_turns=True,
+PEERS, PEERS_OF_TWO = (
+    Stage(name=name, runs=runs, limit_s=limit_s, min_gpus=4, takes_turns=True)
+    for name, runs, limit_s in (
+        (
+            "peers",
+            (
+                peer("ulysses4", "diffusers-ulysses", FOUR, 1024, 2048),
+                peer("ring4", "diffusers-ring", FOUR, 1024, 2048),
+                peer("xdit4", "xdit", FOUR, 1024, 2048),
+            ),
+            130,
+        ),
+        (
+            "peers_of_two",
+            (
+                peer("ulysses2", "diffusers-ulysses", (0, 1), 1024),
+                peer("ring2", "diffusers-ring", (2, 3), 1024),
+                peer("xdit2", "xdit", (0, 1), 1024),
+            ),
+            100,
+        ),
+    )
 )
+"""In two stages: each run holds the whole model on its GPUs, and three of them are what fits."""
 
 KERNEL_CHECK = "tests.engines.torch_engine.triton_check"
 SINGLE = ("1024/w1/", "2048/w1")
-TURNS = ("fast/1024/w1/bf16", "fast/1024/w1/bf16/late-bias", "fast/1024/w1/bf16/apart")
-PROFILED = ("fast/1024/w1/bf16", "fast/1024/w4/bf16/ulysses/peer", "fast/2048/w4/bf16/ulysses/peer")
+TURNS = ("fast/1024/w1/bf16", "fast/1024/w1/bf16/late-bias/apart", "fast/1024/w1/bf16/apart")
+DEFAULT = "apart/mlp-lane/peer"
+PROFILED = ("fast/1024/w1/bf16/apart", f"fast/1024/w4/bf16/ulysses/{DEFAULT}", f"fast/2048/w4/bf16/ulysses/{DEFAULT}")
 
 STAGES = (
     alone(
@@ -73,6 +84,7 @@ STAGES = (
     ),
     alone("goals", limit_s=90),
     PEERS,
+    PEERS_OF_TWO,
     alone("elastic", "engine/", "switch/", "always8", "elastic8", limit_s=90),
     alone("variants", "bf16/ulysses", "fp8/ulysses", "--skip", "uncaptured", "none", "wan", "nccl-", "engine", "switch",
           "8/512", limit_s=150, min_gpus=2),

@@ -12,6 +12,7 @@ from torch import Tensor
 from engines.model import Branch
 from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
+from engines.torch_engine.fast_step import Overlap
 from pipelines.wan.denoiser import as_denoiser
 
 LAYERS, CHANNELS, FFN, TEXT_TOKENS = 40, 5120, 13824, 512
@@ -55,12 +56,14 @@ def build(device: torch.device, num_blocks: int, small: bool) -> Any:
 
 
 @cache
-def engine(device: torch.device, strategy: str, capture: bool, num_blocks: int, small: bool) -> TorchEngine:
+def engine(
+    device: torch.device, strategy: str, capture: bool, num_blocks: int, small: bool, overlap: Overlap
+) -> TorchEngine:
     module = build(device, num_blocks, small)
     for block in module.blocks:
         block.__dict__.pop("forward", None)  # another engine's compiled one
     model = as_denoiser({"transformer": module})
-    return TorchEngine(model, config=TorchEngineConfig(strategy=strategy, capture=capture))
+    return TorchEngine(model, config=TorchEngineConfig(strategy=strategy, capture=capture, overlap=overlap))
 
 
 def step(
@@ -73,10 +76,11 @@ def step(
     capture: bool,
     num_blocks: int,
     small: bool,
+    overlap: Overlap,
 ) -> Callable[[], tuple[Tensor, ...]]:
     """One step of a clip of 81 frames; two branches as with true guidance."""
     generator = torch.Generator(device).manual_seed(1)
-    ready = engine(device, strategy, capture, num_blocks, small)
+    ready = engine(device, strategy, capture, num_blocks, small, overlap)
     latent = SMALL_LATENT if small else latent_size(height)
 
     def randn(*shape: int) -> Tensor:

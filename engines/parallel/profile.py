@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import fnmatch
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,9 +75,12 @@ class ModelProfile:
 
 @dataclass(slots=True)
 class _Counter:
+    """``times``: how many equal blocks the one that runs now stands for."""
+
     lengths: dict[int, str]
     plan: ShardPlan
     batch: int
+    times: int = 1
     streams: dict[str, StreamCost] = field(default_factory=dict)
     once_flops: float = 0.0
     num_attentions: int = 0
@@ -84,27 +89,27 @@ class _Counter:
 
     def linear(self, name: str, layer: nn.Linear, x: Tensor) -> None:
         rows = x.numel() // layer.in_features // self.batch
-        flops = 2.0 * layer.in_features * layer.out_features
+        flops = 2.0 * layer.in_features * layer.out_features * self.times
         stream = self.lengths.get(rows)
         rule = _rule(name, self.plan)
-        self.num_reductions += isinstance(rule, RowLinear)
-        self.split_weight_bytes += layer.weight.nbytes if rule else 0
+        self.num_reductions += self.times * isinstance(rule, RowLinear)
+        self.split_weight_bytes += self.times * layer.weight.nbytes if rule else 0
         if stream is None:
             self.once_flops += flops * rows
             return
         cost = self.streams.setdefault(stream, StreamCost())
         cost.split_flops += flops if rule else 0.0
         cost.whole_flops += 0.0 if rule else flops
-        cost.reduced_features += layer.out_features if isinstance(rule, RowLinear) else 0
+        cost.reduced_features += self.times * layer.out_features if isinstance(rule, RowLinear) else 0
 
     def norm(self, x: Tensor) -> None:
-        self.num_reductions += 1
+        self.num_reductions += self.times
         stream = self.lengths.get(x.shape[1])
         if stream is not None:
-            self.streams.setdefault(stream, StreamCost()).num_norms += 1
+            self.streams.setdefault(stream, StreamCost()).num_norms += self.times
 
     def attend(self, q_BLHD: Tensor, k_BMHD: Tensor, v_BMHD: Tensor, /) -> tuple[Tensor, Tensor]:
-        self.num_attentions += 1
+        self.num_attentions += self.times
         return torch.empty_like(q_BLHD), q_BLHD.new_empty(q_BLHD.shape[0], q_BLHD.shape[2], q_BLHD.shape[1])
 
 
@@ -126,6 +131,8 @@ def profile(model: DenoiserModel) -> ModelProfile:
     for gather in model.plan.gathers:
         module.get_submodule(gather.module).register_forward_hook(last)
     _count_layers(module, counter)
+    for name in model.plan.blocks:
+        _run_first_only(module.get_submodule(name), counter)
     with torch.no_grad():
         model.forward(module, inputs)
     return ModelProfile(
@@ -181,6 +188,30 @@ def _count_layers(module: nn.Module, counter: _Counter) -> None:
             layer.register_forward_pre_hook(lambda layer, args, name=name: counter.linear(name, layer, args[0]))
         elif isinstance(_rule(name, counter.plan), FullWidthNorm):
             layer.register_forward_pre_hook(lambda layer, args: counter.norm(args[0]))
+
+
+def _run_first_only(blocks: nn.Module, counter: _Counter) -> None:
+    """Let the first of several equal blocks run, and count, for all of them: operators on the meta device are slow."""
+    first, *others = blocks.children()
+    if len({_signature(block) for block in (first, *others)}) > 1:
+        return
+    outputs: list[Any] = []
+
+    def begin(_module: nn.Module, _args: object) -> None:
+        counter.times = 1 + len(others)
+
+    def end(_module: nn.Module, _args: object, output: Any) -> None:
+        counter.times = 1
+        outputs.append(output)
+
+    first.register_forward_pre_hook(begin)
+    first.register_forward_hook(end)
+    for other in others:
+        other.forward = lambda *_args, **_named: outputs[-1]
+
+
+def _signature(block: nn.Module) -> Hashable:
+    return type(block), tuple((name, tuple(weight.shape)) for name, weight in block.named_parameters())
 
 
 def _rule(name: str, plan: ShardPlan) -> ColumnLinear | RowLinear | FullWidthNorm | None:

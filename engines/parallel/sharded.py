@@ -27,6 +27,8 @@ PrepareModule = Callable[[str, nn.Module, ShardPlan], None]
 """Called with a module's name, the module or a copy with a share of its weights, and how it is divided."""
 """Called once with every module that will run: compiles its blocks, or swaps layers for faster equals."""
 
+MANY_TOKENS = 16384
+"""From here on a part's attention takes longer than its exchange costs to start (H200s; docs/denoise_step.md)."""
 
 _KERNEL_IN: WeakKeyDictionary[nn.Module, Kernel] = WeakKeyDictionary()
 """The kernel that each module has now (setting one walks all submodules); here because engines may share a module."""
@@ -45,8 +47,9 @@ class ShardedModel:
     first use, that share what they can. Of a model whose weights are in files, each copy reads its own share.
     """
 
-    def __init__(self, model: DenoiserModel, on_new_module: PrepareModule | None = None) -> None:
-        self._model = model
+    def __init__(self, model: DenoiserModel, on_new_module: PrepareModule | None = None, *, num_parts: int = 1) -> None:
+        """``num_parts``: of the heads that ulysses exchanges, in steps of ``MANY_TOKENS`` and more."""
+        self._model, self._num_parts = model, num_parts
         self._hooks = {name: TokenHooks(module, model.plan) for name, module in model.modules.items()}
         self._shares: dict[tuple[str | Axis | None, ...], _Share] = {}
         self._on_new_module = on_new_module
@@ -107,7 +110,8 @@ class ShardedModel:
             _KERNEL_IN[module] = kernel
 
     def _make_kernel(self, team: Team, layout: TokenLayout) -> Kernel:
-        return team_kernel(self._local(), team, layout)
+        num_parts = self._num_parts if layout.num_tokens >= MANY_TOKENS else 1
+        return team_kernel(self._local(), team, layout, num_parts=num_parts)
 
     def _local(self) -> Kernel:
         some = next(iter(self._model.modules.values()))

@@ -8,13 +8,14 @@ from engines.parallel.layout import TokenLayout
 from engines.parallel.local import crop_keys
 from engines.parallel.mesh import Team
 from engines.parallel.ring import ring
-from engines.parallel.ulysses import ulysses
+from engines.parallel.ulysses import ulysses, ulysses_in_parts
 
 
-def team_kernel(local: Kernel, team: Team, layout: TokenLayout) -> Kernel:
+def team_kernel(local: Kernel, team: Team, layout: TokenLayout, *, num_parts: int = 1) -> Kernel:
     """``local`` made to attend over the tokens of the whole team: ulysses(ring(local)), ulysses(allgather_kv(local)).
 
-    Padded keys are dropped by the innermost layer, where it is known which rows they are.
+    Padded keys are dropped by the innermost layer, where it is known which rows they are. With ``num_parts`` above 1
+    ulysses exchanges the heads in so many parts.
     """
     inner = team.ulysses.size
     if team.ring.size > 1:
@@ -23,4 +24,6 @@ def team_kernel(local: Kernel, team: Team, layout: TokenLayout) -> Kernel:
     else:
         kernel = crop_keys(local, layout.valid_rows(0, layout.num_chunks))
         kernel = allgather_kv(kernel, team.allgather_kv) if team.allgather_kv.size > 1 else kernel
-    return ulysses(kernel, team.ulysses) if inner > 1 else kernel
+    if inner == 1:
+        return kernel
+    return ulysses(kernel, team.ulysses) if num_parts == 1 else ulysses_in_parts(kernel, team.ulysses, num_parts)

@@ -40,7 +40,7 @@ class TorchEngine:
         self._model = model
         self._was_warm = False
         self._pipelined: set[Hashable] = set()
-        self._sharded = ShardedModel(model, on_new_module=self._prepare_module)
+        self._sharded = ShardedModel(model, self._prepare_module, num_parts=self.config.overlap.module_parts)
         self._steps = StepRunner(model, self._sharded, config=self.config, device=self.device)
 
     @torch.no_grad()

@@ -32,15 +32,17 @@ class Overlap:
     ranks write straight into each other's memory instead of calling NCCL, where that was seen to work (one host, GPUs
     that reach each other; the log says which it is); ``peer_copies``: by copy engines wherever products can run
     meanwhile. ``streams_apart``: each stream of a dual-stream block runs by itself from one attention to the next, so
-    that the second stream's whole share may fill the time that the first one's exchange leaves.
+    that the second stream's whole share may fill the time that the first one's exchange leaves. ``module_parts``: what
+    ``num_parts`` is, for models that run as their module, in steps of many tokens.
     """
 
     stream_lane: bool = True
-    mlp_lane: bool = False
+    mlp_lane: bool = True
     num_parts: int = 1
     peer_memory: bool = True
     peer_copies: bool = True
-    streams_apart: bool = False
+    streams_apart: bool = True
+    module_parts: int = 2
 
 
 DEFAULT_OVERLAP = Overlap()

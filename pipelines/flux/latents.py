@@ -12,9 +12,12 @@ from pipelines.flux.geometry import PATCH
 
 
 def draw_noise(seed: int, num_channels: int, height: int, width: int, dtype: torch.dtype) -> Tensor:
-    """``latents_BCHW`` for one picture, drawn on the CPU so that every rank and device draws the same."""
+    """``latents_BCHW`` for one picture, drawn on the CPU so that every rank and device draws the same.
+
+    Drawn in float32 and rounded, as torch 2.13 does by itself; older releases draw other numbers in half precisions.
+    """
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn((1, num_channels, height, width), generator=generator, dtype=dtype)
+    return torch.randn((1, num_channels, height, width), generator=generator).to(dtype)
 
 
 def pack(latents_BCHW: Tensor) -> Tensor:

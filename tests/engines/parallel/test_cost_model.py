@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -63,6 +64,13 @@ def test_counts_full_width_norms_and_row_linears() -> None:
     assert wan.streams["video"].num_norms == 4 * 3  # the text's key norm does not grow with the video
     assert wan.num_reductions == 4 * (4 + 3)
     assert wan.streams["video"].reduced_features == 4 * 3 * wan.hidden
+
+
+@pytest.mark.parametrize("family", ["flux", "wan"])
+def test_one_block_counts_for_all_that_are_equal(family: str) -> None:
+    counted = profile(models.model(family))
+    with patch("engines.parallel.profile._signature", id):  # as if no two were equal: all run
+        assert profile(models.model(family)) == counted
 
 
 def test_counting_leaves_the_model_alone() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engines.parallel.self_check import relative_difference
+from engines.parallel.sharded import MANY_TOKENS
 from engines.parallel.spec import STRATEGIES as STRATEGY_NAMES
 from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
@@ -50,8 +51,16 @@ def test_equals_unsharded_module(strategy: str, width: int, family: str, length:
         assert all(torch.equal(x, y) for x, y in zip(answer, answers[0], strict=True)), "ranks differ"
 
 
+@pytest.mark.parametrize("length", ["even", "uneven"])
+@pytest.mark.parametrize("family", ["flux", "wan"])
+@pytest.mark.parametrize(("strategy", "width"), [("ulysses", 2), ("ulysses", 4), ("hybrid", 4)])
+def test_heads_in_parts_too(strategy: str, width: int, family: str, length: str) -> None:
+    test_equals_unsharded_module(f"{strategy} in parts", width, family, length)
+
+
 EXCHANGES = {
     "ulysses.all_to_all": lambda x, axis: x,
+    "ulysses.start_all_to_all": lambda x, axis: x.clone(),
     "ring.start_rotation": lambda x, axis: x.clone(),
     "allgather_kv.all_gather": lambda x, axis: torch.stack([x] * axis.size),
     "tensor.all_reduce_sum": lambda x, axis: x,
@@ -65,6 +74,7 @@ EXCHANGES = {
 
 BROKEN = [
     ("ulysses", "ulysses.all_to_all"),
+    ("ulysses in parts", "ulysses.start_all_to_all"),
     ("ulysses", "token_hooks.all_gather"),
     ("ring", "ring.start_rotation"),
     ("allgather_kv", "allgather_kv.all_gather"),
@@ -114,7 +124,7 @@ def predict(strategy: str, width: int, family: str, length: str, broken: str | N
     rank = torch.distributed.get_rank()
     engine = engine_for(strategy, family)
     first = rank // width * width
-    with left_out(broken):
+    with left_out(broken), patch("engines.parallel.sharded.MANY_TOKENS", 1 if "parts" in strategy else MANY_TOKENS):
         return engine.predict(models.branches(family, length, num=2), tuple(range(first, first + width)))
 
 
@@ -130,4 +140,4 @@ def left_out(exchange: str | None) -> Iterator[None]:
 
 @cache
 def engine_for(strategy: str, family: str) -> TorchEngine:
-    return TorchEngine(models.model(family), config=TorchEngineConfig(strategy=strategy))
+    return TorchEngine(models.model(family), config=TorchEngineConfig(strategy=strategy.split()[0]))

@@ -13,14 +13,17 @@ from engines.parallel.kernel import Kernel
 from engines.parallel.local import cpu_flash
 from engines.parallel.mesh import Groups
 from engines.parallel.ring import ring
-from engines.parallel.ulysses import ulysses
+from engines.parallel.ulysses import _even_parts, ulysses, ulysses_in_parts
 from tests.engines.parallel.gloo import gang
 
 TOKENS = 5
 """Per rank."""
 
 
-@pytest.mark.parametrize("name", ["ulysses", "ulysses without lse", "ring", "allgather_kv", "ring of ulysses"])
+@pytest.mark.parametrize("name", [
+    "ulysses", "ulysses without lse", "ulysses in 1, without lse", "ulysses in 2, without lse", "ring", "allgather_kv",
+    "ring of ulysses",
+])  # fmt: skip
 def test_output_and_lse(name: str) -> None:
     out_BLHD, lse_BHL = cpu_flash(*qkv())
     for rank, (mine, lse) in enumerate(gang(4).run(attend, name)):
@@ -57,7 +60,14 @@ def make_kernel(name: str, rank: int) -> Kernel:
         pair = Axis(ranks=inner, index=rank % 2, group=groups.name(inner))
         across = Axis(ranks=outer, index=rank // 2, group=groups.name(outer))
         return ring(ulysses(cpu_flash, pair, with_lse=True), across, (None, None))
+    if " in " in name:
+        return ulysses_in_parts(cpu_flash, world, int(name.split()[2].rstrip(",")))
     return ulysses(cpu_flash, world, with_lse="without" not in name)
+
+
+@pytest.mark.parametrize(("heads", "wanted", "given"), [(10, 2, 2), (10, 3, 2), (10, 4, 2), (7, 4, 1), (3, 8, 3)])
+def test_heads_are_shared_out_evenly(heads: int, wanted: int, given: int) -> None:
+    assert _even_parts(heads, wanted) == given
 
 
 def test_a_ring_of_padding_only_is_our_mistake() -> None:

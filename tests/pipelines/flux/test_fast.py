@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -24,7 +25,10 @@ from tests.engines.parallel import models
 from tests.engines.parallel.gloo import gang
 
 BOUND = 1e-5
-APART = Overlap(streams_apart=True)
+TOGETHER = Overlap(mlp_lane=False, streams_apart=False)
+LANE, APART, PARTS = (
+    replace(TOGETHER, **change) for change in ({"mlp_lane": True}, {"streams_apart": True}, {"num_parts": 2})
+)
 
 
 @cache
@@ -68,7 +72,7 @@ def rank_step(strategy: str, width: int, length: str, overlap: Overlap, break_ex
         return step(team, length, overlap)
 
 
-@pytest.mark.parametrize("overlap", [Overlap(), APART])
+@pytest.mark.parametrize("overlap", [TOGETHER, APART])
 @pytest.mark.parametrize("length", ["even", "uneven"])
 def test_one_rank_equals_the_module(length: str, overlap: Overlap) -> None:
     assert relative_difference(step(team_of_one(), length, overlap), reference(length)) <= BOUND
@@ -78,8 +82,8 @@ def test_one_rank_equals_the_module(length: str, overlap: Overlap) -> None:
 @pytest.mark.parametrize(
     ("strategy", "width", "overlap"),
     [
-        *((*case, Overlap()) for case in STRATEGIES),
-        *(("ulysses", width, overlap) for width in (2, 4) for overlap in (Overlap(num_parts=2), APART)),
+        *((*case, TOGETHER) for case in STRATEGIES),
+        *(("ulysses", width, overlap) for width in (2, 4) for overlap in (PARTS, LANE, APART, Overlap())),
         ("ring", 2, APART),
     ],
 )
@@ -89,7 +93,7 @@ def test_ranks_equal_the_module(strategy: str, width: int, overlap: Overlap, len
     assert all(torch.equal(answer, answers[0]) for answer in answers[1:])
 
 
-@pytest.mark.parametrize("overlap", [Overlap(), APART])
+@pytest.mark.parametrize("overlap", [TOGETHER, APART])
 def test_biases_may_be_added_late(overlap: Overlap) -> None:
     """The values' bias too, through attention and out of it."""
     late = fast_weights(models.transformer("flux"), "native", late_bias=True)
@@ -112,7 +116,7 @@ def test_a_broken_block_shows() -> None:
         assert relative_difference(step(team_of_one(), "even", Overlap()), reference("even")) > 100 * BOUND
 
 
-@pytest.mark.parametrize("overlap", [Overlap(), APART])
+@pytest.mark.parametrize("overlap", [TOGETHER, APART])
 def test_fp8_is_close(overlap: Overlap) -> None:
     error = relative_difference(step(team_of_one(), "even", overlap, "fp8"), reference("even"))
     assert 1e-4 < error < 0.1
