@@ -38,7 +38,6 @@ class Case:
     num_branches: int = 1
     num_blocks: int = 0
     num_steps: int = 1
-    late_bias: bool = False
 
     @property
     def name(self) -> str:
@@ -49,7 +48,6 @@ class Case:
         options += [f"batch{self.batch}"] if self.batch > 1 else []
         options += [f"steps{self.num_steps}"] if self.num_steps > 1 else []
         options += [self.exchange] if self.width > 1 and self.exchange != "nccl" else []
-        options += ["late-bias"] if self.late_bias else []
         options += [] if self.graph else ["uncaptured"]
         options += self._overlaps() if self.maker in ("fast", *ENGINE_MAKERS) else []
         options += [f"parts{self.overlap.module_parts}"] if self.maker == "wan" and self.width > 1 else []
@@ -145,11 +143,6 @@ EXCHANGES = tuple(
     for side, width, precision in ((1024, 2, NATIVE), (512, 4, NATIVE), (2048, 4, NATIVE), (1024, 4, FP8))
 )
 
-LATE_BIAS = tuple(
-    Case(maker="fast", side=1024, width=width, late_bias=True, overlap=DEFAULT_OVERLAP, default=False)
-    for width in (1, 2, 4)
-)
-
 STRATEGIES = tuple(
     Case(maker="fast", side=1024, width=width, strategy=strategy, default=False)
     for strategy, width in (("allgather_kv", 2), ("allgather_kv", 4), ("ring", 2), ("ring", 4), ("hybrid", 4))
@@ -192,4 +185,4 @@ WAN = (
     ),
 )
 
-CASES = GOALS + VARIANTS + ENGINE + STRATEGIES + LATE_BIAS + SINGLE_RANK + EXCHANGES + PEERS + WAN
+CASES = GOALS + VARIANTS + ENGINE + STRATEGIES + SINGLE_RANK + EXCHANGES + PEERS + WAN

@@ -74,7 +74,7 @@ PEERS, PEERS_OF_TWO = (
 
 KERNEL_CHECK = "tests.engines.torch_engine.triton_check"
 SINGLE = ("1024/w1/", "2048/w1")
-TURNS = ("fast/1024/w1/bf16", "fast/1024/w1/bf16/late-bias/apart", "fast/1024/w1/bf16/apart")
+TURNS = ("fast/1024/w1/bf16", "fast/1024/w1/bf16/one-stream", "fast/1024/w1/bf16/apart")
 DEFAULT = "apart/mlp-lane/peer"
 PROFILED = ("fast/1024/w1/bf16/apart", f"fast/1024/w4/bf16/ulysses/{DEFAULT}", f"fast/2048/w4/bf16/ulysses/{DEFAULT}")
 

@@ -144,7 +144,7 @@ class Bench:
         team = self._team(case)
         layout = TokenLayout.of(SHARD_PLAN.streams, stream_lengths(inputs), team.context.size)
         sample = inputs["hidden_states"]
-        weights = self.weights(case.precision, case.late_bias)
+        weights = self.weights(case.precision)
         fast = FastStep(weights, SHARD_PLAN, team, layout, case.overlap, sample)
         around = _without_exchange if case.exchange == "none" else nullcontext
 
@@ -195,8 +195,8 @@ class Bench:
             mine = str(group.group_name) if self.rank in ranks else mine
         return mine
 
-    def _weights(self, precision: Precision, late_bias: bool = False) -> FastWeights:
-        return fast_weights(self.module, precision, late_bias=late_bias)
+    def _weights(self, precision: Precision) -> FastWeights:
+        return fast_weights(self.module, precision)
 
     def _inputs(self, side: int, batch: int) -> dict[str, Tensor]:
         return flux_case.inputs(self.module, side, batch=batch, text=self.num_text)

@@ -20,12 +20,9 @@ from pipelines.flux.fast_weights import DualWeights, FluxWeights, SingleWeights
 from pipelines.flux.modulation import FluxModulation
 
 
-def fast_weights(transformer: nn.Module, precision: Precision, *, late_bias: bool = False) -> FluxWeights:
-    """``transformer`` (a ``FluxTransformer2DModel``) arranged for ``FastFlux``; its parameters become views.
-
-    ``late_bias``: the biases of single-stream blocks are added in passes over the results and not by the products.
-    """
-    return FluxWeights(transformer, precision, make_model=FastFlux, late_bias=late_bias)
+def fast_weights(transformer: nn.Module, precision: Precision) -> FluxWeights:
+    """``transformer`` (a ``FluxTransformer2DModel``) arranged for ``FastFlux``; its parameters become views."""
+    return FluxWeights(transformer, precision, make_model=FastFlux)
 
 
 class FastFlux:
@@ -74,9 +71,7 @@ class FastFlux:
             gate_SBC, following = modulation.single_end(index)
             following = following.of_stream(1, updates[0].shape[0]) if is_last else following
             quantize = self._quantize and not is_last
-            bias_C = single.out_bias_C
-            mine_RC = x_RC[needed]
-            normed = residual_norm_modulate(mine_RC, updates, gate_SBC, following, bias_C=bias_C, quantize=quantize)
+            normed = residual_norm_modulate(x_RC[needed], updates, gate_SBC, following, quantize=quantize)
         assert isinstance(normed, Tensor)
         return normed if weights.singles else normed[first_rows:]
 
@@ -130,8 +125,8 @@ class FastFlux:
         """
         exchange, lane = self._parts.exchange, self._parts.mlp_lane
         qkv, bias_E = single.qkv.without_bias() if exchange.adds_bias else (single.qkv, None)
-        bias_3HD = single.qk_bias_3HD if bias_E is None else bias_E.view(3, -1, norms.weight_S2D.shape[-1])
-        norms = replace(norms, bias_3HD=bias_3HD)
+        if bias_E is not None:
+            norms = replace(norms, bias_3HD=bias_E.view(3, -1, norms.weight_S2D.shape[-1]))
         sent = exchange.send(self._by_head(qkv(normed), norms), batch, norms, beside=True)
         with lane.aside():
             hidden = single.up.activated(run_of_rows(normed, needed.start, None))

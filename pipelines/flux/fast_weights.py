@@ -34,19 +34,13 @@ class DualWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SingleWeights:
-    """``proj_out`` is cut by input: attention's columns, and the MLP's with the bias.
-
-    With ``late_bias``, products add none: ``qk_bias_3HD`` is added where queries and keys are normed, ``out_bias_C``
-    with the residual. The values' bias is in the latter: attention's weights sum to 1, so it reaches every row whole.
-    """
+    """``proj_out`` is cut by input: attention's columns, and the MLP's with the bias."""
 
     qkv: Product
     up: Product
     out_mlp: Product
     out_attention: Product
     head_norms_S2D: Tensor
-    qk_bias_3HD: Tensor | None = None
-    out_bias_C: Tensor | None = None
 
 
 class FluxWeights:
@@ -58,16 +52,13 @@ class FluxWeights:
         precision: Precision,
         *,
         make_model: Callable[[FluxWeights, StepParts], FastModel],
-        late_bias: bool = False,
     ) -> None:
-        assert not (late_bias and precision == "fp8"), "float8 products add their bias for nothing"
         self.module: Any = module
         self.precision = precision
         self._make_model = make_model
         with torch.no_grad():
             self.duals = tuple(_dual(block, precision) for block in children(module, "transformer_blocks"))
-            singles = children(module, "single_transformer_blocks")
-            self.singles = tuple(_late(block) if late_bias else _single(block, precision) for block in singles)
+            self.singles = tuple(_single(block, precision) for block in children(module, "single_transformer_blocks"))
 
     def quantizes_after_dual(self, index: int) -> bool:
         """Whether what follows dual block ``index`` reads quantised rows: blocks do, the last projection does not."""
@@ -109,25 +100,6 @@ def _single(block: Any, precision: Precision) -> SingleWeights:
         out_mlp=make_product(out.weight[:, channels:], out.bias, precision),
         out_attention=make_product(out.weight[:, :channels], None, precision),
         head_norms_S2D=_norms(attn.norm_q, attn.norm_k)[None],
-    )
-
-
-def _late(block: Any) -> SingleWeights:
-    attn, out = block.attn, block.proj_out
-    channels, norms_12D = out.out_features, _norms(attn.norm_q, attn.norm_k)[None]
-    weight_NK, bias_N = stack((attn.to_q, attn.to_k, attn.to_v))
-    bias_3C = bias_N.view(3, -1)
-    out_attention_CK = out.weight[:, :channels]
-    out_bias_C = out.bias.float() + out_attention_CK.float() @ bias_3C[2].float()
-    qk_bias_3C = torch.cat((bias_3C[:2], torch.zeros_like(bias_3C[:1])))
-    return SingleWeights(
-        qkv=make_product(weight_NK, None, "native"),
-        up=_product(block.proj_mlp, "native"),
-        out_mlp=make_product(out.weight[:, channels:], None, "native"),
-        out_attention=make_product(out_attention_CK, None, "native"),
-        head_norms_S2D=norms_12D,
-        qk_bias_3HD=qk_bias_3C.view(3, -1, norms_12D.shape[-1]),
-        out_bias_C=out_bias_C,
     )
 
 

@@ -36,8 +36,9 @@ def norm_and_rotate(qkv_R3HD: Tensor, norms: HeadNorms, out_LB3HD: Tensor) -> No
     """Write q and k (normalised, turned) and v (as it is) of all rows into ``out``, a view with any strides.
 
     Rows are tokens × batch, batch innermost. ``out`` has dims (L, B, 3, ..., D) whose middle dims number the heads.
-    When ``out`` is a view of ``qkv`` itself, v stays where it is, and the bias must be 0 there.
+    When ``out`` is a view of ``qkv`` itself, v stays where it is, and there must be no bias.
     """
+    assert norms.bias_3HD is None or out_LB3HD.data_ptr() != qkv_R3HD.data_ptr(), "v would not get its bias"
     if qkv_R3HD.is_cuda:
         from engines.torch_engine.kernels import heads_triton
 

@@ -47,15 +47,9 @@ def norm_modulate(x_RC: Tensor, modulation: Modulation, *, quantize: bool = Fals
 
 
 def residual_norm_modulate(
-    x_RC: Tensor,
-    updates: tuple[Tensor, ...],
-    gate_SBC: Tensor,
-    modulation: Modulation,
-    *,
-    bias_C: Tensor | None = None,
-    quantize: bool = False,
+    x_RC: Tensor, updates: tuple[Tensor, ...], gate_SBC: Tensor, modulation: Modulation, *, quantize: bool = False
 ) -> Rows:
-    """Add ``gate * (sum(updates) + bias)`` to ``x_RC`` in place (one or two updates), then ``norm_modulate``.
+    """Add ``gate * sum(updates)`` to ``x_RC`` in place (one or two updates), then ``norm_modulate``.
 
     ``gate_SBC`` has one or two segments of its own, divided at the same row as the modulation's.
     """
@@ -63,10 +57,9 @@ def residual_norm_modulate(
     if x_RC.is_cuda:
         from engines.torch_engine.kernels import norm_triton
 
-        return norm_triton.launch(x_RC, updates, gate_SBC, modulation, quantize, bias_C)
+        return norm_triton.launch(x_RC, updates, gate_SBC, modulation, quantize)
     gate_RC = modulation.per_row(gate_SBC, x_RC.shape[0])
-    added = (*updates, bias_C) if bias_C is not None else updates
-    x_RC.copy_(x_RC.float() + gate_RC * sum(update.float() for update in added))
+    x_RC.copy_(x_RC.float() + gate_RC * sum(update.float() for update in updates))
     return _plain_norm(x_RC, modulation, quantize)
 
 

@@ -15,10 +15,10 @@ from engines.torch_engine.kernels.rows import FP8, FP8_MAX, SMALLEST_AMAX, Quant
 
 @triton.jit
 def _residual_norm(
-    x_ptr, y_ptr, z_ptr, bias_ptr, gate_ptr, shift_ptr, scale_ptr, out_ptr, out_scale_ptr,
+    x_ptr, y_ptr, z_ptr, gate_ptr, shift_ptr, scale_ptr, out_ptr, out_scale_ptr,
     first_rows, batch, channels, gate_seg, gate_batch, mod_seg, mod_batch, eps,
-    NUM_UPDATES: tl.constexpr, HAS_BIAS: tl.constexpr, QUANTIZE: tl.constexpr, LARGEST: tl.constexpr,
-    SMALLEST: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_UPDATES: tl.constexpr, QUANTIZE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -30,8 +30,6 @@ def _residual_norm(
         y = tl.load(y_ptr + row * channels + columns, inside, 0.0).to(tl.float32)
         if NUM_UPDATES > 1:
             y += tl.load(z_ptr + row * channels + columns, inside, 0.0).to(tl.float32)
-        if HAS_BIAS:
-            y += tl.load(bias_ptr + columns, inside, 0.0).to(tl.float32)
         gate = tl.load(gate_ptr + segment * gate_seg + entry * gate_batch + columns, inside, 0.0).to(tl.float32)
         x += gate * y
         tl.store(x_ptr + row * channels + columns, x.to(x_ptr.dtype.element_ty), inside)
@@ -50,12 +48,7 @@ def _residual_norm(
 
 
 def launch(
-    x_RC: Tensor,
-    updates: tuple[Tensor, ...],
-    gate_SBC: Tensor | None,
-    modulation: Modulation,
-    quantize: bool,
-    bias_C: Tensor | None = None,
+    x_RC: Tensor, updates: tuple[Tensor, ...], gate_SBC: Tensor | None, modulation: Modulation, quantize: bool
 ) -> Rows:
     """``norm.residual_norm_modulate``, or ``norm.norm_modulate`` without updates."""
     rows, channels = x_RC.shape
@@ -70,11 +63,10 @@ def launch(
     y, z = (*updates, x_RC, x_RC)[:2]
     block = triton.next_power_of_2(channels)
     _residual_norm[(rows,)](
-        x_RC, y, z, x_RC if bias_C is None else bias_C, gate_SBC, shift_SBC, scale_SBC, out_RC, out_scale_R1,
+        x_RC, y, z, gate_SBC, shift_SBC, scale_SBC, out_RC, out_scale_R1,
         modulation.first_rows, shift_SBC.shape[1], channels, _segment_stride(gate_SBC), gate_SBC.stride(1),
         _segment_stride(shift_SBC), shift_SBC.stride(1), EPS,
-        NUM_UPDATES=len(updates), HAS_BIAS=bias_C is not None, QUANTIZE=quantize, LARGEST=FP8_MAX,
-        SMALLEST=SMALLEST_AMAX, BLOCK=block,
+        NUM_UPDATES=len(updates), QUANTIZE=quantize, LARGEST=FP8_MAX, SMALLEST=SMALLEST_AMAX, BLOCK=block,
         num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip
     return QuantRows(values_RC=out_RC, scale_R1=out_scale_R1) if quantize else out_RC

@@ -65,10 +65,8 @@ def check_norm(device: str, *, channels: int, first: int, gates: int, segments: 
         for updates in ((y,), (y, z)):
             x_here, x_there = x.clone(), x.clone().to(device)
             moved_updates = tuple(update.to(device) for update in updates)
-            bias = torch.randn(channels) if len(updates) == 1 else None
-            there_bias = None if bias is None else bias.to(device)
-            got = norm_triton.launch(x_there, moved_updates, gate.to(device), there, quantize, there_bias)
-            close(got, residual(x_here, updates, gate, modulation, bias_C=bias, quantize=quantize))
+            got = norm_triton.launch(x_there, moved_updates, gate.to(device), there, quantize)
+            close(got, residual(x_here, updates, gate, modulation, quantize=quantize))
             close(x_there, x_here)
 
 
@@ -86,13 +84,6 @@ def check_heads(device: str, *, heads: int, dim: int, parts: int, world: int) ->
     norm_and_rotate(expected, norms, expected.view(length, batch, 3, heads, dim))
     close(in_place, expected)
     bias = torch.randn(3, heads, dim)
-    without_v = torch.cat((bias[:2], torch.zeros_like(bias[:1])))
-    in_place = qkv.clone().to(device)
-    biased = replace(there, bias_3HD=without_v.to(device))
-    heads_triton.launch(in_place, biased, in_place.view(length, batch, 3, heads, dim))
-    expected = torch.empty_like(qkv)
-    norm_and_rotate(qkv, replace(norms, bias_3HD=without_v), expected.view(length, batch, 3, heads, dim))
-    close(in_place, expected)
     norms, there = replace(norms, bias_3HD=bias), replace(there, bias_3HD=bias.to(device))
     here_out = torch.full((parts, world, length, batch, 3, heads // parts // world, dim), float("nan"))
     there_out = here_out.clone().to(device)

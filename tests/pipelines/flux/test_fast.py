@@ -93,15 +93,6 @@ def test_ranks_equal_the_module(strategy: str, width: int, overlap: Overlap, len
     assert all(torch.equal(answer, answers[0]) for answer in answers[1:])
 
 
-@pytest.mark.parametrize("overlap", [TOGETHER, APART])
-def test_biases_may_be_added_late(overlap: Overlap) -> None:
-    """The values' bias too, through attention and out of it."""
-    late = fast_weights(models.transformer("flux"), "native", late_bias=True)
-    assert late.singles[0].out_bias_C.abs().max() > 1e-2
-    with patch(f"{__name__}.weights", lambda precision: late):
-        assert relative_difference(step(team_of_one(), "uneven", overlap), reference("uneven")) <= BOUND
-
-
 def test_a_broken_exchange_shows() -> None:
     answers = gang(4).run(rank_step, "ulysses", 4, "even", Overlap(), True)
     assert relative_difference(answers[0], reference("even")) > 1e-2
