@@ -28,7 +28,7 @@ PrepareModule = Callable[[str, nn.Module, ShardPlan], None]
 """Called once with every module that will run: compiles its blocks, or swaps layers for faster equals."""
 
 MANY_TOKENS = 16384
-"""From here on a part's attention takes longer than its exchange costs to start (H200s; docs/denoise_step.md)."""
+"""Of a step whose heads are exchanged in parts: 0.7 % faster at 32760 tokens on H200s, a loss at 4608."""
 
 _KERNEL_IN: WeakKeyDictionary[nn.Module, Kernel] = WeakKeyDictionary()
 """The kernel that each module has now (setting one walks all submodules); here because engines may share a module."""

@@ -35,7 +35,7 @@ def test_the_table_shows_every_candidate_and_why_one_was_chosen() -> None:
     for part in ("ulysses4 *", "ring4", "allgather_kv4", "tensor4", "pipeline4", "512 text + 4096 image", "GiB"):
         assert part in result.output
     assert "* ulysses4: the fastest of 14" in result.output
-    assert "all_to_all/4: 12.0 us + 300 GB/s" in result.output
+    assert "all_to_all/4: 12.0 us + 320 GB/s" in result.output
 
 
 def test_a_published_model_by_its_hub_id_with_its_branches_and_frames() -> None:
