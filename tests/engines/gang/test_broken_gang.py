@@ -52,15 +52,19 @@ async def outcome_of(gang: Gang, job_id: str, request: FakeRequest) -> tuple[Bas
     raise AssertionError("the job ended well")
 
 
+async def checked_for_ever(gang: Gang) -> None:
+    """Ranks that hang in an exchange answer until they are dead, which is a moment after the gang has ended them."""
+    while True:
+        await gang.check_health()
+
+
 async def assert_breaks_for_everyone(gang: Gang, tasks: list[asyncio.Task[tuple[BaseException, float]]]) -> str:
     """All open jobs, health checks and later jobs learn of it; no process is left. The reason."""
     errors = [error for error, _ in await asyncio.gather(*tasks)]
     assert [error.in_flight for error in errors].count(True) == 1, "the others merely waited"
     assert len({error.reason for error in errors}) == 1
     with pytest.raises(ActorDiedError):
-        async with asyncio.timeout(3.0):
-            while True:  # a rank that hangs in an exchange answers pings until it is dead
-                await gang.check_health()
+        await asyncio.wait_for(checked_for_ever(gang), timeout=3.0)
     with pytest.raises(GangBrokenError, match="rank"):
         await run(gang, fake_job("late", FakeRequest(seed=1, num_steps=2)))
     await eventually(lambda: not alive(info.pid for info in gang.infos), within_s=3.0)
