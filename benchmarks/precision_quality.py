@@ -29,8 +29,8 @@ from torch import Tensor
 from benchmarks.denoise_step import start_distributed
 from benchmarks.timing import rank_synchronize
 from engines.model import Branch
-from engines.parallel.mesh import gang_widths
 from engines.parallel.shard_plan import ShardPlan
+from engines.parallel.widths import gang_widths
 from engines.torch_engine.calibration import recording
 from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine

@@ -21,8 +21,9 @@ from benchmarks.timing import Times, measure
 from engines.model import Branch, Schedule
 from engines.parallel.collectives import Axis
 from engines.parallel.layout import TokenLayout
-from engines.parallel.mesh import Groups, Team, Teams, aligned_runs, team_of_one
+from engines.parallel.mesh import Groups, Team, Teams, team_of_one
 from engines.parallel.spec import ParallelSpec
+from engines.parallel.widths import aligned_runs
 from engines.torch_engine.ahead import AheadCache
 from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine

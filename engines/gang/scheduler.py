@@ -10,11 +10,7 @@ from itertools import count
 from engines.gang.assignment import share_out
 from engines.gang.job import Job
 from engines.gang.plan import Emit, JobStep, Move, StepPlan, Work
-
-
-def allowed_widths(num_ranks: int) -> tuple[int, ...]:
-    """Widths whose teams tile the gang: the divisors of ``num_ranks``."""
-    return tuple(width for width in range(1, num_ranks + 1) if num_ranks % width == 0)
+from engines.parallel.widths import gang_widths
 
 
 @dataclass(slots=True)
@@ -65,7 +61,7 @@ class Scheduler:
     ) -> None:
         self._num_ranks = num_ranks
         self._max_running_jobs = max_running_jobs
-        self._widths = widths or allowed_widths(num_ranks)
+        self._widths = widths or gang_widths(num_ranks)
         self._elastic = elastic
         self._max_batch = max_batch
         self._waiting: deque[Job] = deque()

@@ -31,10 +31,6 @@ class TokenLayout:
         return cls(lengths=tuple((name, int(lengths[name])) for name in streams), num_chunks=num_chunks)
 
     @property
-    def is_even(self) -> bool:
-        return all(length % self.num_chunks == 0 for _, length in self.lengths)
-
-    @property
     def num_tokens(self) -> int:
         return sum(length for _, length in self.lengths)
 

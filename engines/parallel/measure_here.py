@@ -12,9 +12,10 @@ from torch._C._distributed_c10d import TCPStore
 
 from engines.parallel.machine import Machine
 from engines.parallel.measure import measure
-from engines.parallel.mesh import Groups, Teams, gang_widths
+from engines.parallel.mesh import Groups, Teams
 from engines.parallel.profile import ModelProfile
 from engines.parallel.spec import ParallelSpec
+from engines.parallel.widths import gang_widths
 
 TIMEOUT_S = 180.0
 END_S = 10.0

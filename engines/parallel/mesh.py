@@ -15,6 +15,7 @@ import torch.distributed as dist
 from engines.parallel.collectives import Axis
 from engines.parallel.nccl_options import inherited_options
 from engines.parallel.spec import AXES, ParallelSpec
+from engines.parallel.widths import aligned_runs
 
 ALONE = Axis(ranks=(0,), index=0)
 _CONTEXT = ("ring", "allgather_kv", "ulysses")
@@ -109,16 +110,6 @@ class Teams:
     def _axis(self, ranks: tuple[int, ...], spec: ParallelSpec, axes: tuple[str, ...]) -> Axis:
         line = next(line for line in lines(ranks, spec, axes) if self._rank in line)
         return Axis(ranks=line, index=line.index(self._rank), group=self._groups.name(line))
-
-
-def aligned_runs(num_ranks: int, width: int) -> list[tuple[int, ...]]:
-    """Consecutive ranks of that number, starting at its multiples."""
-    return [tuple(range(start, start + width)) for start in range(0, num_ranks - width + 1, width)]
-
-
-def gang_widths(num_ranks: int) -> tuple[int, ...]:
-    """Widths at which a gang can run steps: the divisors of its size, so that teams of one width fill it."""
-    return tuple(width for width in range(1, num_ranks + 1) if num_ranks % width == 0)
 
 
 def lines(ranks: tuple[int, ...], spec: ParallelSpec, axes: tuple[str, ...]) -> Iterator[tuple[int, ...]]:

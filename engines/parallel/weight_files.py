@@ -106,12 +106,6 @@ def _index(folder: Path) -> dict[str, str] | None:
     return None
 
 
-def file_bytes(folder: Path) -> int:
-    """What the weights of one module take on disk."""
-    names = {NAME} if (index := _index(folder)) is None else set(index.values())
-    return sum((folder / name).stat().st_size for name in names)
-
-
 def slices_of(module: nn.Module, plan: ShardPlan, axis: Axis) -> dict[str, Slice]:
     """What a rank of a tensor axis reads for the layers that ``split_weights`` divides; ``module`` is whole.
 

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from engines.model import Branch, DenoiserModel
-from engines.parallel.mesh import Groups, Team, Teams, gang_widths
+from engines.parallel.mesh import Groups, Team, Teams
 from engines.parallel.self_check import self_check
 from engines.parallel.spec import ParallelSpec
+from engines.parallel.widths import gang_widths
 from engines.tensorrt_engine.bindings import load_bindings
 from engines.tensorrt_engine.builder import BuildOptions
 from engines.tensorrt_engine.calibration import fingerprint, quantization

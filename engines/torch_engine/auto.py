@@ -11,10 +11,11 @@ import torch
 from engines.model import DenoiserModel
 from engines.parallel.cost_model import Workload
 from engines.parallel.measure import measure
-from engines.parallel.mesh import Groups, Teams, gang_widths
+from engines.parallel.mesh import Groups, Teams
 from engines.parallel.plan_table import forecast
 from engines.parallel.profile import profile
 from engines.parallel.spec import ParallelSpec
+from engines.parallel.widths import gang_widths
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from engines.gang.config import RankContext
 from engines.parallel.self_check import WrongAnswerError, relative_difference
-from engines.parallel.weight_files import INDEX, NAME, Slice, file_bytes
+from engines.parallel.weight_files import INDEX, NAME, Slice
 from engines.registry import load_engine
 from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
@@ -157,9 +157,13 @@ def test_files_that_lack_a_tensor_or_are_not_there(folder: Path, tmp_path: Path)
     index = json.loads((broken / "transformer" / INDEX).read_text())
     del index["weight_map"]["proj_out.weight"]
     (broken / "transformer" / INDEX).write_text(json.dumps(index))
-    model = load_sliced(load_family(broken), broken, CPU, torch.float32)
     with pytest.raises(ValueError, match=r"lists no tensor proj_out\.weight"):
-        TorchEngine(model).predict(model.probe(), (0,))
+        predict_alone(broken)
     (broken / "transformer" / INDEX).unlink()
     with pytest.raises(ValueError, match=r"has neither diffusion_pytorch_model\.safetensors nor"):
-        file_bytes(broken / "transformer")
+        predict_alone(broken)
+
+
+def predict_alone(folder: Path) -> None:
+    model = load_sliced(load_family(folder), folder, CPU, torch.float32)
+    TorchEngine(model).predict(model.probe(), (0,))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.gang.plan import StepPlan
-from engines.gang.scheduler import allowed_widths
+from engines.parallel.widths import gang_widths
 from tests.engines.gang.plans import all_plans, job, scheduler
 
 
@@ -20,7 +20,7 @@ from tests.engines.gang.plans import all_plans, job, scheduler
 )
 def test_every_plan_is_sound_and_no_job_starves(num_ranks: int, max_running: int, jobs: list[tuple[int, int, int]]):
     subject = scheduler(num_ranks=num_ranks, max_running_jobs=max_running)
-    widths = allowed_widths(num_ranks)
+    widths = gang_widths(num_ranks)
     plans: list[StepPlan] = []
     for i, (num_steps, width_index, num_plans_before) in enumerate(jobs):
         plans += [plan for _ in range(num_plans_before) if (plan := subject.next_plan())]

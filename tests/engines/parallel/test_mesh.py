@@ -1,10 +1,5 @@
-from engines.parallel.mesh import Groups, Teams, aligned_runs, gang_widths, lines
+from engines.parallel.mesh import Groups, Teams, lines
 from engines.parallel.spec import ParallelSpec
-
-
-def test_aligned_runs_fill_the_gang() -> None:
-    assert aligned_runs(4, 2) == [(0, 1), (2, 3)]
-    assert gang_widths(6) == (1, 2, 3, 6)
 
 
 def test_lines_of_a_mesh() -> None:
