@@ -105,11 +105,9 @@ BREAKS: dict[str, Callable[[], None]] = {
     "kill the replica": lambda: kill(replica_pid("Denoiser-pictures")),
     "stop rank 1": lambda: os.kill(rank_pids("pictures")[1], signal.SIGSTOP),
 }
-SLOW = {"kill rank 0": pytest.mark.slow, "kill rank 1": pytest.mark.slow}
-"""The request that keeps killing its gang kills rank 1, and its neighbour survives it."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in BREAKS])
+@pytest.mark.parametrize("name", BREAKS)
 async def test_a_request_survives_its_gang(
     url: str, name: str, record_property: Callable[[str, object], None], capsys: pytest.CaptureFixture[str]
 ):
