@@ -3,10 +3,19 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Iterator
 
 import pytest
 
 from deployments.interrupts import interrupts_later
+
+
+@pytest.fixture(autouse=True)
+def interrupts_raise() -> Iterator[None]:
+    """Whatever this process was started with: shells have those in the background ignore interrupts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def interrupt() -> None:
