@@ -15,6 +15,7 @@ def errors() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
+        exec("")  # If one left an exec(), CPython would end a `python -m` by a signal; the next exec() makes it forget.
         raise typer.Exit(128 + signal.SIGINT) from None
     except Exception as error:
         told = explain(error)
