@@ -47,30 +47,29 @@ def peer(name: str, maker: str, gpus: tuple[int, ...], *sides: int) -> Run:
 
 
 FOUR = (0, 1, 2, 3)
-PEERS, PEERS_OF_TWO = (
-    Stage(name=name, runs=runs, limit_s=limit_s, min_gpus=4, takes_turns=True)
-    for name, runs, limit_s in (
-        (
-            "peers",
-            (
-                peer("ulysses4", "diffusers-ulysses", FOUR, 1024, 2048),
-                peer("ring4", "diffusers-ring", FOUR, 1024, 2048),
-                peer("xdit4", "xdit", FOUR, 1024, 2048),
-            ),
-            130,
-        ),
-        (
-            "peers_of_two",
-            (
-                peer("ulysses2", "diffusers-ulysses", (0, 1), 1024),
-                peer("ring2", "diffusers-ring", (2, 3), 1024),
-                peer("xdit2", "xdit", (0, 1), 1024),
-            ),
-            100,
-        ),
-    )
+# In two stages: each run holds the whole model on its GPUs, and three of them are what fits.
+PEERS = Stage(
+    name="peers",
+    runs=(
+        peer("ulysses4", "diffusers-ulysses", FOUR, 1024, 2048),
+        peer("ring4", "diffusers-ring", FOUR, 1024, 2048),
+        peer("xdit4", "xdit", FOUR, 1024, 2048),
+    ),
+    limit_s=130,
+    min_gpus=4,
+    takes_turns=True,
 )
-"""In two stages: each run holds the whole model on its GPUs, and three of them are what fits."""
+PEERS_OF_TWO = Stage(
+    name="peers_of_two",
+    runs=(
+        peer("ulysses2", "diffusers-ulysses", (0, 1), 1024),
+        peer("ring2", "diffusers-ring", (2, 3), 1024),
+        peer("xdit2", "xdit", (0, 1), 1024),
+    ),
+    limit_s=100,
+    min_gpus=4,
+    takes_turns=True,
+)
 
 KERNEL_CHECK = "tests.engines.torch_engine.triton_check"
 SINGLE = ("1024/w1/", "2048/w1")

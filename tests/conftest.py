@@ -15,7 +15,6 @@ os.environ["RAY_AUTH_MODE"] = "disabled"  # read when Ray is imported
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
 import pytest
-import torch
 
 # What one process of several (``-n``) runs, and no other: tests of Ray, since of two clusters that start at once one
 # may give up, and tests in which something must happen soon. It begins with them, and the others leave it the cores.
@@ -108,5 +107,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ and HAS_BEGUN not in item.session.stash:
         item.session.stash[HAS_BEGUN] = True
         if not item.nodeid.startswith(TIMED):
+            import torch
+
             stand_back()
             torch.set_num_threads(1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,8 +41,9 @@ def load_torch_engine(
         keep_for_good()
     check_fast_path(engine, model, rank=context.rank)
     attention: dict[str, Any] = {"num_heads": model.num_heads, "head_dim": model.head_dim}
-    for team, num_parts in product(engine.teams.all(), sorted({1, overlap.module_parts})):
-        check_attention(team, **attention, device=engine.device, dtype=engine.dtype, num_parts=num_parts)
+    for team in engine.teams.all():
+        for num_parts in sorted({1, overlap.module_parts if team.ulysses.size > 1 else 1}):
+            check_attention(team, **attention, device=engine.device, dtype=engine.dtype, num_parts=num_parts)
     if model.weights is not None:
         check_sliced(engine, model, config, rank=context.rank)
         return engine
