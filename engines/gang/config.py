@@ -93,4 +93,8 @@ class RankParts:
 
 
 BuildRank = Callable[[RankContext], RankParts]
-"""Runs on each rank at start (pickled by Ray): loads weights, makes the engine for every width, does the self-check."""
+"""Runs on each rank at start (pickled by Ray): loads weights, makes the engine for every width, does the self-check.
+
+While it imports and loads, a thread may be exchanging with the other ranks (``engines.parallel.early_start``): who uses
+``torch.distributed`` other than through an engine, or computes attention, calls ``wait_for_early_start`` before.
+"""

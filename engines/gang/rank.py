@@ -67,15 +67,24 @@ class Rank:
         return self._communicator.open_store(_node_ip())
 
     def join(self, address: StoreAddress) -> RankInfo:
+        """On a GPU, groups and first exchanges follow in a thread, while the main thread builds."""
         self._communicator.join(address)
+        if self._context.device != "cpu":  # Gloo connects ranks at once: nothing to gain
+            import torch
+
+            from engines.parallel.early_start import start_early
+
+            start_early(torch.device(self._context.device))
         node_id = ray.get_runtime_context().get_node_id()
         return RankInfo(rank=self._context.rank, pid=os.getpid(), node_id=node_id, device=self._context.device)
 
     def build(self, build: BuildRank) -> tuple[int, ...]:
         """The widths that the engine knows."""
         from engines.gang.runner import StepRunner
+        from engines.parallel.early_start import wait_for_early_start
 
         parts = build(self._context)
+        wait_for_early_start()  # in case no engine did
         self._runner = StepRunner(parts, self._context)
         logger.info("rank is built", extra={"rank": self._context.rank})
         return parts.engine.widths

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -49,6 +50,18 @@ class Groups:
         self._num_ranks = num_ranks
         self._names: dict[tuple[int, ...], str] = {}
 
+    @staticmethod
+    def of_gang() -> Groups:
+        """Those that all in this process share, for as long as the default process group lives.
+
+        Call ``engines.parallel.early_start.gang_groups``, which waits for those that are being made.
+        """
+        if not dist.is_initialized():
+            return Groups(1)
+        world = dist.group.WORLD
+        assert world is not None
+        return _of_world.setdefault(world, Groups(world.size()))
+
     def name(self, ranks: tuple[int, ...]) -> str:
         """Made at the first call, which is collective over the gang. A rank alone needs no group."""
         if len(ranks) == 1:
@@ -56,6 +69,9 @@ class Groups:
         if ranks not in self._names:
             self._names[ranks] = new_group(ranks, self._num_ranks)
         return self._names[ranks]
+
+
+_of_world: WeakKeyDictionary[dist.ProcessGroup, Groups] = WeakKeyDictionary()
 
 
 class Teams:

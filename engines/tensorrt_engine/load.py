@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engines.model import Branch, DenoiserModel
+from engines.parallel.early_start import gang_groups
 from engines.parallel.mesh import Groups, Team, Teams
 from engines.parallel.self_check import self_check
 from engines.parallel.spec import ParallelSpec
@@ -83,13 +84,14 @@ def load_tensorrt_engine(
         cache_dir=cache_dir or DEFAULT_FOLDER,
     )
     target = current_target(context.rank)
+    groups = gang_groups()  # waits for the early start: no exchange comes before it
     if context.num_ranks > 1:
         nccl = check_nccl(context.rank)
         check_alike(start_facts(model, config, target, nccl), rank=context.rank)
     specs = choose_specs(config, model, context.num_ranks, target)
     engine = TensorRTEngine(
         model,
-        teams=form_teams(specs, context),
+        teams=form_teams(specs, context, groups),
         specs=specs,
         make_runner=plan_runners(config, model, context, target),
         exporter=exporter_of(config, model, context.num_ranks, target),
@@ -136,9 +138,8 @@ def choose_specs(config: TensorRTConfig, model: DenoiserModel, num_ranks: int, t
     return specs
 
 
-def form_teams(specs: Specs, context: Place) -> Teams:
+def form_teams(specs: Specs, context: Place, groups: Groups) -> Teams:
     every = dict.fromkeys(spec for pair in specs.values() for spec in pair)
-    groups = Groups(context.num_ranks)
     return Teams(rank=context.rank, num_ranks=context.num_ranks, specs=every, groups=groups)
 
 

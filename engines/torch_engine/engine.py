@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from engines.model import Branch, DenoiserModel, dtype_of
+from engines.parallel.early_start import gang_groups
 from engines.parallel.guidance import exchange_predictions, may_pair
-from engines.parallel.mesh import Groups, Team, Teams
+from engines.parallel.mesh import Team, Teams
 from engines.parallel.shard_plan import ShardPlan
 from engines.parallel.sharded import ShardedModel
 from engines.torch_engine.calibration import load_calibration
@@ -34,7 +35,7 @@ class TorchEngine:
         rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         some = next(iter(model.modules.values()))
         self.device, self.dtype = model.device, dtype_of(some)
-        gang: dict[str, Any] = {"rank": rank, "num_ranks": num_ranks, "groups": Groups(num_ranks)}
+        gang: dict[str, Any] = {"rank": rank, "num_ranks": num_ranks, "groups": gang_groups()}
         self.config = (config or TorchEngineConfig()).resolve(model, device=self.device, **gang)
         self.teams = Teams(specs=self.config.all_specs(), **gang)
         self._model = model

@@ -1,0 +1,99 @@
+"""What a rank can do before its model is there: process groups, the first exchange on each, the first kernels.
+
+A library connects ranks, loads kernels and makes its handles at the first call that needs them: seconds altogether. All
+of that happens below Python, with the interpreter's lock released, so a thread does it while the main thread imports
+the model's library and loads weights.
+
+The thread imports nothing, which could wait for a module that the main thread is importing: keep it so. It draws no
+random numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from threading import Thread
+
+import torch
+import torch.distributed as dist
+
+from engines.parallel.collectives import Axis
+from engines.parallel.local import local_kernel
+from engines.parallel.measure import EXCHANGES
+from engines.parallel.mesh import Groups
+from engines.parallel.widths import aligned_runs, gang_widths
+
+_started: Future[None] | None = None
+
+
+def start_early(device: torch.device, connect: Callable[[], object] | None = None) -> None:
+    """Begin, in a thread; ``connect`` (what makes the gang's communicator ready, if it is not) comes first.
+
+    Every rank of the gang makes the call. Until ``wait_for_early_start`` or ``gang_groups`` has returned, nothing else
+    in this process may exchange, make a process group or choose among attention kernels.
+    """
+    global _started
+    assert _started is None or _started.done(), "the early start is under way already"
+    _started = Future()
+    # A daemon: where an exchange hangs, the process can still end.
+    Thread(target=_fulfil, args=(_started, partial(_work, device, connect)), name="early start", daemon=True).start()
+
+
+def wait_for_early_start() -> None:
+    """Return once ``start_early``'s thread is done, at once if there is none; what it raised is raised here."""
+    if _started is not None:
+        _started.result()
+
+
+def gang_groups() -> Groups:
+    """The groups that all engines of this process share, those of the early start among them; waits for it."""
+    wait_for_early_start()
+    return Groups.of_gang()
+
+
+def _fulfil(future: Future[None], work: Callable[[], None]) -> None:
+    try:
+        work()
+        future.set_result(None)
+    except BaseException as error:  # else the main thread would wait for ever
+        future.set_exception(error)
+
+
+def _work(device: torch.device, connect: Callable[[], object] | None) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # each thread has its own current device
+    if connect is not None:
+        connect()
+    if dist.is_initialized():
+        _exchange(device)
+    _compute(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _exchange(device: torch.device) -> None:
+    """Every kind on every aligned run of ranks that this one is in, at a small and a large size: NCCL connects them
+    differently.
+    """
+    groups, rank, num_ranks = Groups.of_gang(), dist.get_rank(), dist.get_world_size()
+    runs = [ranks for width in gang_widths(num_ranks)[1:] for ranks in aligned_runs(num_ranks, width)]
+    # Groups first: ranks outside a new one wait until those inside have made it, some with the interpreter locked.
+    names = {ranks: groups.name(ranks) for ranks in runs}
+    sizes_bytes = (2**16, 2**24) if device.type == "cuda" else (2**10,)
+    for ranks, name in names.items():
+        if rank not in ranks:
+            continue
+        axis = Axis(ranks=ranks, index=ranks.index(rank), group=name)
+        for size_bytes in sizes_bytes:
+            x = torch.zeros(axis.size, size_bytes // axis.size // 4, device=device)
+            for exchange in EXCHANGES.values():
+                exchange(x, axis)
+
+
+def _compute(device: torch.device) -> None:
+    """Attention and a product in the dtype that models have on this kind of device."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    q_BLHD = torch.zeros(1, 128, 4, 128, device=device, dtype=dtype)
+    local_kernel(device, dtype)(q_BLHD, q_BLHD, q_BLHD)
+    torch.nn.functional.linear(q_BLHD, q_BLHD[0, :, 0])

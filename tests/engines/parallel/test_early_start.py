@@ -1,0 +1,161 @@
+"""What the thread makes is there and shared, what it raises arrives, and nobody overtakes it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+from weakref import WeakKeyDictionary
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engines.parallel import early_start
+from engines.parallel.collectives import Axis
+from engines.parallel.early_start import gang_groups, start_early, wait_for_early_start
+from engines.parallel.measure import EXCHANGES
+from engines.parallel.mesh import Teams
+from engines.parallel.self_check import relative_difference
+from engines.parallel.spec import ParallelSpec
+from engines.torch_engine.config import TorchEngineConfig
+from engines.torch_engine.engine import TorchEngine
+from tests.engines.parallel import models
+from tests.engines.parallel.gloo import gang
+
+CPU = torch.device("cpu")
+Seen = list[tuple[str, tuple[int, ...]]]
+
+
+@contextmanager
+def as_at_start() -> Iterator[None]:
+    """Without what earlier tests have left in this process."""
+    fresh = patch("engines.parallel.mesh._of_world", WeakKeyDictionary())
+    with fresh, patch("engines.parallel.early_start._started", None):
+        yield
+
+
+def test_every_exchange_ran_once_on_every_team_of_a_rank() -> None:
+    for rank, seen in enumerate(gang(4).run(exchanges_seen)):
+        pair = (0, 1) if rank < 2 else (2, 3)
+        assert seen == [(kind, ranks) for ranks in (pair, (0, 1, 2, 3)) for kind in EXCHANGES]
+
+
+def exchanges_seen() -> Seen:
+    seen: Seen = []
+
+    def watched(kind: str) -> Callable[[Tensor, Axis], Tensor]:
+        def exchange(x: Tensor, axis: Axis) -> Tensor:
+            assert axis.ranks[axis.index] == dist.get_rank()
+            assert threading.current_thread() is not threading.main_thread()
+            seen.append((kind, axis.ranks))
+            return EXCHANGES[kind](x, axis)
+
+        return exchange
+
+    with as_at_start(), patch.object(early_start, "EXCHANGES", {kind: watched(kind) for kind in EXCHANGES}):
+        start_early(CPU)
+        wait_for_early_start()
+    return seen
+
+
+def test_teams_find_the_groups_that_were_made_early() -> None:
+    assert gang(4).run(teams_without_new_groups) == [True] * 4
+
+
+def teams_without_new_groups() -> bool:
+    with as_at_start():
+        start_early(CPU)
+        groups = gang_groups()
+        specs = [ParallelSpec(ulysses=width) for width in (1, 2, 4)]
+        with patch("engines.parallel.mesh.new_group", side_effect=AssertionError("made again")):
+            teams = Teams(rank=dist.get_rank(), num_ranks=4, specs=specs, groups=groups)
+        names = {team.ranks: team.ulysses.group for team in teams.all() if len(team.ranks) > 1}
+        return gang_groups() is groups and len(set(names.values())) == 2
+
+
+def test_an_engine_waits_and_gives_the_right_answer() -> None:
+    branches = models.branches("flux", "uneven")
+    (expected,) = TorchEngine(models.model("flux")).predict(branches, (0,))
+    for waited_s, answer in gang(2).run(predict_after_early_start):
+        assert waited_s > 0.2
+        assert relative_difference(answer, expected) <= 1e-5
+
+
+def predict_after_early_start() -> tuple[float, Tensor]:
+    branches, model = models.branches("flux", "uneven"), models.model("flux")
+    with as_at_start():
+        started_s = time.perf_counter()
+        start_early(CPU, lambda: time.sleep(0.3))
+        engine = TorchEngine(model, config=TorchEngineConfig(strategy="ulysses"))
+        waited_s = time.perf_counter() - started_s
+        return waited_s, engine.predict(branches, (0, 1))[0]
+
+
+def test_groups_go_with_their_process_group(tmp_path: Path) -> None:
+    made = []
+    with as_at_start():
+        for number in range(2):
+            dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / str(number)), 1), rank=0, world_size=1)
+            made.append(gang_groups())
+            assert gang_groups() is made[-1]
+            dist.destroy_process_group()
+    assert made[0] is not made[1]
+
+
+def test_what_the_thread_raised_is_raised_where_it_is_waited_for() -> None:
+    def unreachable() -> None:
+        raise ConnectionError("rank 1 is unreachable")
+
+    with as_at_start():
+        start_early(CPU, unreachable)
+        with pytest.raises(ConnectionError, match="rank 1 is unreachable") as raised:
+            gang_groups()
+        assert raised.traceback[-1].name == "unreachable"
+        with pytest.raises(ConnectionError):  # and wherever it is waited for again
+            wait_for_early_start()
+
+
+def test_without_an_early_start_there_is_nothing_to_wait_for() -> None:
+    with as_at_start():
+        wait_for_early_start()
+        assert gang_groups().name((0,)) == ""
+
+
+def test_a_process_ends_though_its_early_start_hangs() -> None:
+    released = threading.Event()
+    with as_at_start():
+        start_early(CPU, released.wait)
+        (thread,) = (each for each in threading.enumerate() if each.name == "early start")
+        assert thread.daemon
+        with pytest.raises(AssertionError, match="under way"):
+            start_early(CPU)
+        released.set()
+        wait_for_early_start()
+
+
+IMPORTS = """
+import sys, torch, torch.distributed as dist
+from engines.parallel.early_start import start_early, wait_for_early_start
+heavy = {"torch._dynamo", "torch._inductor", "sympy", "diffusers", "transformers"} & set(sys.modules)
+assert not heavy, heavy
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=int(sys.argv[2]), world_size=2)
+before, seed = set(sys.modules), torch.get_rng_state()
+start_early(torch.device("cpu"))
+wait_for_early_start()
+print(*set(sys.modules) - before, "random" * (not torch.equal(seed, torch.get_rng_state())))
+"""
+
+
+def test_the_thread_imports_nothing_and_leaves_the_generator_alone(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", IMPORTS, str(tmp_path / "store")]
+    ranks = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
+    told = [rank.communicate(timeout=60)[0].strip() for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert told == ["", ""]
