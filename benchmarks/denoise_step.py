@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from benchmarks import flux_case, wan_case
 from benchmarks.cases import CASES, Case
+from benchmarks.distributed import start_distributed
 from benchmarks.elastic_case import NUM_JOBS
 from benchmarks.runners import Bench
 from benchmarks.spread import Spread
@@ -185,17 +185,6 @@ def parse(arguments: list[str]) -> Arguments:
     parser.add_argument("--out", default="", help="file for the JSON document")
     parser.add_argument("--list", action="store_true", help="print the names of the cases and stop")
     return parser.parse_args(arguments, namespace=Arguments())
-
-
-def start_distributed() -> tuple[int, int]:
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if world > 1 and torch.cuda.is_available():
-        torch.cuda.set_device(rank)
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        dist.init_process_group("nccl", pg_options=options, device_id=torch.device("cuda", rank))
-    elif world > 1:
-        dist.init_process_group("gloo")
-    return rank, world
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
     torchrun --nproc_per_node 4 -m benchmarks.denoise_step_start [--side 1024] [--out FILE]
 
-FLUX.1-dev, random weights, whose making is timed apart. Run it twice to see what Triton's and Inductor's caches save
-(TRITON_CACHE_DIR, TORCHINDUCTOR_CACHE_DIR). The last line is one JSON document.
+In the order of a gang's ranks: torch is imported, the communicator made, the early start begun (in a thread), and the
+model's library imported meanwhile. FLUX.1-dev, random weights, whose making is timed apart. Run it twice to see what
+Triton's and Inductor's caches save (TRITON_CACHE_DIR, TORCHINDUCTOR_CACHE_DIR). The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -20,13 +21,12 @@ from types import SimpleNamespace  # noqa: E402
 from typing import Any  # noqa: E402
 
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 
-from benchmarks import flux_case  # noqa: E402
-from benchmarks.denoise_step import start_distributed  # noqa: E402
+# What needs torch alone. All else is imported in main().
+from benchmarks.distributed import start_distributed  # noqa: E402
 from benchmarks.timing import rank_synchronize  # noqa: E402
-from engines.model import Branch, Schedule  # noqa: E402
-from engines.torch_engine.load import load_torch_engine  # noqa: E402
-from pipelines.flux.denoiser import as_denoiser  # noqa: E402
+from engines.parallel.early_start import start_early  # noqa: E402
 
 
 @torch.no_grad()
@@ -35,13 +35,21 @@ def main() -> None:
     parser.add_argument("--side", type=int, default=1024)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    marks = {"imports": time.perf_counter()}
-    rank, world = start_distributed()
-    mark(marks, "communicator")
-    on_gpu = torch.cuda.is_available()
-    device, dtype = (torch.device("cuda", rank), torch.bfloat16) if on_gpu else (torch.device("cpu"), torch.float32)
+    marks = {"torch": time.perf_counter()}
+    rank, world, device = join()
+    marks["communicator"] = time.perf_counter()
+    start_early(device)
+
+    from benchmarks import flux_case
+    from engines.model import Branch, Schedule
+    from engines.torch_engine.load import load_torch_engine
+    from pipelines.flux.denoiser import as_denoiser
+
+    marks["imports"] = time.perf_counter()
+    on_gpu = device.type == "cuda"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
     module = flux_case.build(device, dtype, small=not on_gpu)
-    mark(marks, "weights")
+    marks["weights"] = time.perf_counter()  # no exchange up to here: the thread has its own under way
     context: Any = SimpleNamespace(rank=rank)
     engine = load_torch_engine(as_denoiser(module), context)
     mark(marks, "engine made and checked")
@@ -57,6 +65,17 @@ def main() -> None:
         report(marks, engine.team(tuple(range(world))).spec.name, arguments.out)
     rank_synchronize()
     os._exit(0)  # graphs hold the communicator: an orderly shutdown would wait for them
+
+
+def join() -> tuple[int, int, torch.device]:
+    """Rank, number of ranks, device; the communicator has proved itself, as a gang's does."""
+    rank, world = start_distributed()
+    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    if world > 1:
+        total = torch.ones(1, device=device)
+        dist.all_reduce(total)
+        assert total.item() == world
+    return rank, world, device
 
 
 def mark(marks: dict[str, float], name: str) -> None:

@@ -10,9 +10,7 @@ random numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 from threading import Thread
 
 import torch
@@ -27,8 +25,8 @@ from engines.parallel.widths import aligned_runs, gang_widths
 _started: Future[None] | None = None
 
 
-def start_early(device: torch.device, connect: Callable[[], object] | None = None) -> None:
-    """Begin, in a thread; ``connect`` (what makes the gang's communicator ready, if it is not) comes first.
+def start_early(device: torch.device) -> None:
+    """Begin, in a thread, after ``torch.distributed`` is initialised (alone: without).
 
     Every rank of the gang makes the call. Until ``wait_for_early_start`` or ``gang_groups`` has returned, nothing else
     in this process may exchange, make a process group or choose among attention kernels.
@@ -37,7 +35,7 @@ def start_early(device: torch.device, connect: Callable[[], object] | None = Non
     assert _started is None or _started.done(), "the early start is under way already"
     _started = Future()
     # A daemon: where an exchange hangs, the process can still end.
-    Thread(target=_fulfil, args=(_started, partial(_work, device, connect)), name="early start", daemon=True).start()
+    Thread(target=_fulfil, args=(_started, device), name="early start", daemon=True).start()
 
 
 def wait_for_early_start() -> None:
@@ -52,19 +50,17 @@ def gang_groups() -> Groups:
     return Groups.of_gang()
 
 
-def _fulfil(future: Future[None], work: Callable[[], None]) -> None:
+def _fulfil(future: Future[None], device: torch.device) -> None:
     try:
-        work()
+        _work(device)
         future.set_result(None)
     except BaseException as error:  # else the main thread would wait for ever
         future.set_exception(error)
 
 
-def _work(device: torch.device, connect: Callable[[], object] | None) -> None:
+def _work(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)  # each thread has its own current device
-    if connect is not None:
-        connect()
     if dist.is_initialized():
         _exchange(device)
     _compute(device)

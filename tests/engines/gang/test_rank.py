@@ -17,15 +17,15 @@ from tests.engines.gang.fakes import build_fake
 def test_a_rank_is_not_built_before_its_early_start_is_over() -> None:
     over: list[bool] = []
 
-    def connect() -> None:
+    def work(_: torch.device) -> None:
         time.sleep(0.2)
         over.append(True)
 
     def build(context: RankContext) -> RankParts:
-        start_early(torch.device("cpu"), connect)
+        start_early(torch.device("cpu"))
         return build_fake(context)  # whose engine waits for nothing
 
-    with patch("engines.parallel.early_start._started", None):
+    with patch("engines.parallel.early_start._started", None), patch("engines.parallel.early_start._compute", work):
         rank = Rank(GangConfig(num_ranks=1, cpus_per_rank=1), 0)
         assert rank.build(build) == (1,)
         assert over
@@ -33,8 +33,9 @@ def test_a_rank_is_not_built_before_its_early_start_is_over() -> None:
 
 def test_an_early_start_that_failed_fails_the_build() -> None:
     def build(context: RankContext) -> RankParts:
-        start_early(torch.device("cpu"), lambda: 1 / 0)
+        start_early(torch.device("cpu"))
         return build_fake(context)
 
-    with patch("engines.parallel.early_start._started", None), pytest.raises(ZeroDivisionError):
+    broken = patch("engines.parallel.early_start._compute", side_effect=ZeroDivisionError)
+    with patch("engines.parallel.early_start._started", None), broken, pytest.raises(ZeroDivisionError):
         Rank(GangConfig(num_ranks=1, cpus_per_rank=1), 0).build(build)

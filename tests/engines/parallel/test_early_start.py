@@ -30,6 +30,8 @@ from tests.engines.parallel import models
 from tests.engines.parallel.gloo import gang
 
 CPU = torch.device("cpu")
+WORK = "engines.parallel.early_start._compute"
+"""What the thread does last."""
 Seen = list[tuple[str, tuple[int, ...]]]
 
 
@@ -90,9 +92,9 @@ def test_an_engine_waits_and_gives_the_right_answer() -> None:
 
 def predict_after_early_start() -> tuple[float, Tensor]:
     branches, model = models.branches("flux", "uneven"), models.model("flux")
-    with as_at_start():
+    with as_at_start(), patch(WORK, lambda _: time.sleep(0.3)):
         started_s = time.perf_counter()
-        start_early(CPU, lambda: time.sleep(0.3))
+        start_early(CPU)
         engine = TorchEngine(model, config=TorchEngineConfig(strategy="ulysses"))
         waited_s = time.perf_counter() - started_s
         return waited_s, engine.predict(branches, (0, 1))[0]
@@ -110,11 +112,11 @@ def test_groups_go_with_their_process_group(tmp_path: Path) -> None:
 
 
 def test_what_the_thread_raised_is_raised_where_it_is_waited_for() -> None:
-    def unreachable() -> None:
+    def unreachable(_: torch.device) -> None:
         raise ConnectionError("rank 1 is unreachable")
 
-    with as_at_start():
-        start_early(CPU, unreachable)
+    with as_at_start(), patch(WORK, unreachable):
+        start_early(CPU)
         with pytest.raises(ConnectionError, match="rank 1 is unreachable") as raised:
             gang_groups()
         assert raised.traceback[-1].name == "unreachable"
@@ -130,8 +132,8 @@ def test_without_an_early_start_there_is_nothing_to_wait_for() -> None:
 
 def test_a_process_ends_though_its_early_start_hangs() -> None:
     released = threading.Event()
-    with as_at_start():
-        start_early(CPU, released.wait)
+    with as_at_start(), patch(WORK, lambda _: released.wait()):
+        start_early(CPU)
         (thread,) = (each for each in threading.enumerate() if each.name == "early start")
         assert thread.daemon
         with pytest.raises(AssertionError, match="under way"):
