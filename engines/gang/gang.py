@@ -95,18 +95,12 @@ class Gang:
         """Ping all ranks. ``ActorDiedError`` escapes as it is, upon which Serve replaces the replica at once.
 
         A rank that does not answer in time breaks the gang, except while it may be compiling (the step's deadline
-        counts then).
+        counts then). The check of a broken gang never passes: see ``_await_death``.
         """
-        try:
-            async with asyncio.timeout(self.config.ping_deadline_s):
-                await self._ping()
-        except TimeoutError:
-            if self._driver.is_cold:
-                logger.warning("no answer to a ping during the first step of a new shape")
-                return
-            reason = f"a rank did not answer a ping within {self.config.ping_deadline_s:g} s"
-            self._driver.break_gang(GangBrokenError(reason, "deadline"))
-            await self._ping()
+        if not self._is_broken:
+            await self._check_answers()
+        if self._is_broken:  # perhaps since the ranks were asked
+            await self._await_death()
 
     async def close(self) -> None:
         """Fail the jobs that are open, release engines, then communicators, then end the rank processes."""
@@ -119,8 +113,33 @@ class Gang:
                 logger.warning("ranks did not close in order: %s", error)
             kill_ranks(self._ranks)
 
-    async def _ping(self) -> None:
-        await asyncio.gather(*(rank.ping.remote() for rank in self._ranks))
+    @property
+    def _is_broken(self) -> bool:
+        return self.broken is not None and self.broken.cause != "closed"
+
+    async def _check_answers(self) -> None:
+        try:
+            async with asyncio.timeout(self.config.ping_deadline_s):
+                await asyncio.gather(*(rank.ping.remote() for rank in self._ranks))
+        except TimeoutError:
+            if self._driver.is_cold:
+                logger.warning("no answer to a ping during the first step of a new shape")
+                return
+            reason = f"a rank did not answer a ping within {self.config.ping_deadline_s:g} s"
+            self._driver.break_gang(GangBrokenError(reason, "deadline"))
+
+    async def _await_death(self) -> None:
+        """Raise the ``ActorDiedError`` of a broken gang's rank; ``GangBrokenError`` if none shows in time.
+
+        Pings prove nothing here: ranks that hang in an exchange answer them until they are dead, which is a moment
+        after they were killed. Serve replaces a replica upon the third other error in a row only.
+        """
+        assert self.broken is not None
+        try:
+            async with asyncio.timeout(self.config.ping_deadline_s):
+                await asyncio.gather(*(rank.watch.remote() for rank in self._ranks))
+        except TimeoutError:
+            raise GangBrokenError(self.broken.reason, self.broken.cause) from None
 
 
 async def _connect(ranks: Sequence[Any]) -> list[RankInfo]:

@@ -8,15 +8,18 @@ import os
 import re
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import pytest
 import pytest_asyncio
 from ray.exceptions import ActorDiedError
 
+from engines.gang import driver
 from engines.gang.config import GangConfig
 from engines.gang.errors import GangBrokenError
 from engines.gang.gang import Gang
+from engines.gang.rank import kill_ranks
 from tests.engines.gang.fakes import FakeRequest, build_fake, build_fake_failing_on_rank_1, fake_job, reference_latents
 from tests.engines.gang.helpers import (
     alive,
@@ -52,19 +55,13 @@ async def outcome_of(gang: Gang, job_id: str, request: FakeRequest) -> tuple[Bas
     raise AssertionError("the job ended well")
 
 
-async def checked_for_ever(gang: Gang) -> None:
-    """Ranks that hang in an exchange answer until they are dead, which is a moment after the gang has ended them."""
-    while True:
-        await gang.check_health()
-
-
 async def assert_breaks_for_everyone(gang: Gang, tasks: list[asyncio.Task[tuple[BaseException, float]]]) -> str:
     """All open jobs, health checks and later jobs learn of it; no process is left. The reason."""
     errors = [error for error, _ in await asyncio.gather(*tasks)]
     assert [error.in_flight for error in errors].count(True) == 1, "the others merely waited"
     assert len({error.reason for error in errors}) == 1
     with pytest.raises(ActorDiedError):
-        await asyncio.wait_for(checked_for_ever(gang), timeout=3.0)
+        await asyncio.wait_for(gang.check_health(), timeout=3.0)
     with pytest.raises(GangBrokenError, match="rank"):
         await run(gang, fake_job("late", FakeRequest(seed=1, num_steps=2)))
     await eventually(lambda: not alive(info.pid for info in gang.infos), within_s=3.0)
@@ -114,6 +111,49 @@ async def test_a_stopped_process_is_found_by_a_ping():
             await gang.check_health()
         assert gang.broken is not None
         await eventually(lambda: not alive(info.pid for info in gang.infos))
+
+
+async def break_by_hanging(gang: Gang) -> None:
+    """Both ranks stay in a step of the engine, and answer pings."""
+    await run(gang, fake_job("warm", FakeRequest(seed=2, num_steps=2), shape="shape"))
+    await outcome_of(gang, "hanging", FakeRequest(seed=1, num_steps=9, fault="hang", fault_step=3, fault_rank=1))
+
+
+def kill_later(ranks: Sequence[Any]) -> None:
+    """As slow as the news of a death can be."""
+    asyncio.get_running_loop().call_later(0.5, kill_ranks, ranks)
+
+
+async def test_a_broken_gang_is_unhealthy_while_its_ranks_still_answer(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(driver, "kill_ranks", kill_later)
+    async with gang_of(CONFIG) as gang:
+        await break_by_hanging(gang)
+        with pytest.raises(ActorDiedError):
+            await gang.check_health()
+
+
+async def test_a_health_check_under_way_does_not_pass_when_the_gang_breaks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(driver, "kill_ranks", kill_later)
+    async with gang_of(CONFIG) as gang:
+        os.kill(gang.infos[1].pid, signal.SIGSTOP)
+        check = asyncio.ensure_future(gang.check_health())
+        await asyncio.sleep(0.1)
+        gang._driver.break_gang(GangBrokenError("the ranks disagree"))
+        os.kill(gang.infos[1].pid, signal.SIGCONT)  # answers the ping now
+        with pytest.raises(ActorDiedError):
+            await check
+
+
+async def test_a_broken_gang_whose_ranks_do_not_die_says_why_it_broke(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(driver, "kill_ranks", lambda ranks: None)
+    async with gang_of(CONFIG) as gang:
+        await break_by_hanging(gang)
+        started_s = time.monotonic()
+        with pytest.raises(GangBrokenError, match="did not finish a step") as caught:
+            await gang.check_health()
+        assert caught.value.cause == "deadline"
+        assert CONFIG.ping_deadline_s <= time.monotonic() - started_s < CONFIG.ping_deadline_s + 1.0
+        kill_ranks(gang._ranks)
 
 
 async def test_an_engine_that_raises_breaks_the_gang():
