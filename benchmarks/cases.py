@@ -50,7 +50,7 @@ class Case:
         options += [self.exchange] if self.width > 1 and self.exchange != "nccl" else []
         options += [] if self.graph else ["uncaptured"]
         options += self._overlaps() if self.maker in ("fast", *ENGINE_MAKERS) else []
-        options += [f"parts{self.overlap.module_parts}"] if self.maker == "wan" and self.width > 1 else []
+        options += self._module_overlaps() if self.maker == "wan" and self.width > 1 else []
         return "/".join((self.maker, str(self.side), f"w{self.width}", *options))
 
     def can_run(self, world: int) -> bool:
@@ -68,6 +68,9 @@ class Case:
         options += [f"parts{self.overlap.num_parts}"] if self.overlap.num_parts > 1 else []
         options += ["peer"] if self.overlap.peer_memory else []
         return options + ([] if self.overlap.peer_copies else ["push"])
+
+    def _module_overlaps(self) -> list[str]:
+        return [f"parts{self.overlap.module_parts}", *(["peer"] if self.overlap.peer_memory else [])]
 
 
 PEER, LANE, TWO = (replace(PLAIN, **change) for change in ({"peer_memory": True}, {"mlp_lane": True}, {"num_parts": 2}))
@@ -166,8 +169,15 @@ ENGINE = (
 
 WAN = (
     *(
-        Case(maker="wan", side=480, width=width, repeats=4, overlap=replace(PLAIN, module_parts=parts), default=False)
-        for width, parts in ((4, 2), (1, 2), (4, 5), (4, 1), (2, 2))
+        Case(maker="wan", side=480, width=width, repeats=4, overlap=overlap, default=False)
+        for width, overlap in (
+            (4, DEFAULT_OVERLAP),
+            (1, DEFAULT_OVERLAP),
+            (2, DEFAULT_OVERLAP),
+            (4, replace(DEFAULT_OVERLAP, module_parts=2)),
+            (4, replace(DEFAULT_OVERLAP, module_parts=1)),
+            (4, replace(DEFAULT_OVERLAP, peer_memory=False)),
+        )
     ),
     *(
         Case(
@@ -179,6 +189,7 @@ WAN = (
             num_blocks=8,
             repeats=2,
             graph=False,
+            overlap=DEFAULT_OVERLAP,
             default=False,
         )
         for strategy in ("guidance2xulysses2", "ulysses", "allgather_kv", "ring")

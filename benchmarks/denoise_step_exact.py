@@ -84,6 +84,10 @@ def makers(on_gpu: bool) -> dict[str, TorchEngineConfig]:
         "peer memory, pushed": replace(together, peer_copies=False),
         "peer memory, streams apart": replace(together, streams_apart=True),
     }
+    if on_gpu:
+        found["ulysses, module, peer memory"] = TorchEngineConfig(
+            strategy="ulysses", compile="eager", path="module", overlap=Overlap(parts_from_tokens=1)
+        )
     for label, overlap in captured.items() if on_gpu else ():
         found[f"ulysses, {label}"] = TorchEngineConfig(strategy="ulysses", compile="eager", overlap=overlap)
     return found

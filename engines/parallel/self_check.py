@@ -17,7 +17,7 @@ from engines.model import Branch
 from engines.parallel.layout import Rows, TokenLayout
 from engines.parallel.local import local_kernel, take_rows
 from engines.parallel.mesh import Team
-from engines.parallel.strategy import team_kernel
+from engines.parallel.strategy import MakeKernel, team_kernel
 
 logger = logging.getLogger(__name__)
 
@@ -69,12 +69,17 @@ def self_check(
 
 
 def check_attention(
-    team: Team, *, num_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype, num_parts: int = 1
+    team: Team,
+    *,
+    num_heads: int,
+    head_dim: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    make_kernel: MakeKernel = team_kernel,
 ) -> float:
     """The team's attention of known queries, keys and values against one rank's, told apart even with weights of 0.
 
-    ``num_parts``: see ``team_kernel``. Returns the relative difference; raises ``WrongAnswerError``. Every rank of the
-    team makes the call.
+    Returns the relative difference; raises ``WrongAnswerError``. Every rank of the team makes the call.
     """
     layout = TokenLayout(lengths=(("short", 3), ("long", 8 * team.context.size - 3)), num_chunks=team.context.size)
     generator = torch.Generator().manual_seed(20251122)
@@ -85,7 +90,7 @@ def check_attention(
     expected = _my_rows(local(q_BLHD, k_BLHD, v_BLHD)[0], layout, team)
     mine = (_my_rows(x, layout, team) for x in (q_BLHD, k_BLHD, v_BLHD))
     rows = layout.valid_rows(team.context.index, 1)
-    given = team_kernel(local, team, layout, num_parts=num_parts)(*mine)[0]
+    given = make_kernel(local, team, layout)(*mine)[0]
     difference = relative_difference(crop(given, rows), crop(expected, rows))
     allowed = TOLERANCE.get(dtype, 1e-4)
     if not difference <= allowed:

@@ -17,7 +17,7 @@ from engines.parallel.local import local_kernel
 from engines.parallel.mesh import Team
 from engines.parallel.pipeline import Stage, other_stages
 from engines.parallel.shard_plan import ShardPlan
-from engines.parallel.strategy import team_kernel
+from engines.parallel.strategy import MakeKernel, team_kernel
 from engines.parallel.tensor import split_weights
 from engines.parallel.token_hooks import TokenHooks
 from engines.parallel.twin import twin
@@ -26,9 +26,6 @@ from engines.parallel.weight_files import slices_of
 PrepareModule = Callable[[str, nn.Module, ShardPlan], None]
 """Called with a module's name, the module or a copy with a share of its weights, and how it is divided."""
 """Called once with every module that will run: compiles its blocks, or swaps layers for faster equals."""
-
-MANY_TOKENS = 16384
-"""Of a step whose heads are exchanged in parts: 0.7 % faster at 32760 tokens on H200s, a loss at 4608."""
 
 _KERNEL_IN: WeakKeyDictionary[nn.Module, Kernel] = WeakKeyDictionary()
 """The kernel that each module has now (setting one walks all submodules); here because engines may share a module."""
@@ -47,13 +44,18 @@ class ShardedModel:
     first use, that share what they can. Of a model whose weights are in files, each copy reads its own share.
     """
 
-    def __init__(self, model: DenoiserModel, on_new_module: PrepareModule | None = None, *, num_parts: int = 1) -> None:
-        """``num_parts``: of the heads that ulysses exchanges, in steps of ``MANY_TOKENS`` and more."""
-        self._model, self._num_parts = model, num_parts
+    def __init__(
+        self,
+        model: DenoiserModel,
+        on_new_module: PrepareModule | None = None,
+        *,
+        make_kernel: MakeKernel = team_kernel,
+    ) -> None:
+        self._model = model
         self._hooks = {name: TokenHooks(module, model.plan) for name, module in model.modules.items()}
         self._shares: dict[tuple[str | Axis | None, ...], _Share] = {}
         self._on_new_module = on_new_module
-        self._kernel = lru_cache(maxsize=256)(self._make_kernel)
+        self._kernel = lru_cache(maxsize=256)(lambda team, layout: make_kernel(self._local(), team, layout))
 
     def close(self) -> None:
         """Give the model back as it was: no hooks, the local kernel."""
@@ -108,10 +110,6 @@ class ShardedModel:
         if _KERNEL_IN.get(module) is not kernel:
             self._model.set_kernel(module, kernel)
             _KERNEL_IN[module] = kernel
-
-    def _make_kernel(self, team: Team, layout: TokenLayout) -> Kernel:
-        num_parts = self._num_parts if layout.num_tokens >= MANY_TOKENS else 1
-        return team_kernel(self._local(), team, layout, num_parts=num_parts)
 
     def _local(self) -> Kernel:
         some = next(iter(self._model.modules.values()))

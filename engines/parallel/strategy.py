@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from engines.parallel.allgather_kv import allgather_kv
 from engines.parallel.kernel import Kernel
 from engines.parallel.layout import TokenLayout
@@ -9,6 +11,9 @@ from engines.parallel.local import crop_keys
 from engines.parallel.mesh import Team
 from engines.parallel.ring import ring
 from engines.parallel.ulysses import ulysses, ulysses_in_parts
+
+MakeKernel = Callable[[Kernel, Team, TokenLayout], Kernel]
+"""Attention over the tokens of a team, from attention on one device."""
 
 
 def team_kernel(local: Kernel, team: Team, layout: TokenLayout, *, num_parts: int = 1) -> Kernel:

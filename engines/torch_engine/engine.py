@@ -20,6 +20,7 @@ from engines.parallel.sharded import ShardedModel
 from engines.torch_engine.calibration import load_calibration
 from engines.torch_engine.compiler import compile_blocks, release_blocks
 from engines.torch_engine.config import TorchEngineConfig
+from engines.torch_engine.module_kernel import kernel_by_length
 from engines.torch_engine.pipelined import predict_pipelined
 from engines.torch_engine.quantized_linear import Scheme, swap_linears
 from engines.torch_engine.steps import RUNS_BEFORE_CAPTURE, StepRunner, shapes_of
@@ -41,7 +42,8 @@ class TorchEngine:
         self._model = model
         self._was_warm = False
         self._pipelined: set[Hashable] = set()
-        self._sharded = ShardedModel(model, self._prepare_module, num_parts=self.config.overlap.module_parts)
+        make_kernel = kernel_by_length(self.config.overlap, self.device, self.dtype)
+        self._sharded = ShardedModel(model, self._prepare_module, make_kernel=make_kernel)
         self._steps = StepRunner(model, self._sharded, config=self.config, device=self.device)
 
     @torch.no_grad()

@@ -13,6 +13,7 @@ from engines.torch_engine.check import check_fast_path
 from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.fast_step import DEFAULT_OVERLAP
+from engines.torch_engine.module_kernel import module_kernels
 from engines.torch_engine.sliced_check import check_sliced
 from engines.torch_engine.steps import RUNS_BEFORE_CAPTURE
 
@@ -42,8 +43,8 @@ def load_torch_engine(
     check_fast_path(engine, model, rank=context.rank)
     attention: dict[str, Any] = {"num_heads": model.num_heads, "head_dim": model.head_dim}
     for team in engine.teams.all():
-        for num_parts in sorted({1, overlap.module_parts if team.ulysses.size > 1 else 1}):
-            check_attention(team, **attention, device=engine.device, dtype=engine.dtype, num_parts=num_parts)
+        for make_kernel in module_kernels(overlap, engine.device, engine.dtype)[: 2 if team.ulysses.size > 1 else 1]:
+            check_attention(team, **attention, device=engine.device, dtype=engine.dtype, make_kernel=make_kernel)
     if model.weights is not None:
         check_sliced(engine, model, config, rank=context.rank)
         return engine

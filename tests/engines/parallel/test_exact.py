@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from engines.parallel.self_check import relative_difference
-from engines.parallel.sharded import MANY_TOKENS
 from engines.parallel.spec import STRATEGIES as STRATEGY_NAMES
 from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
+from engines.torch_engine.fast_step import Overlap
 from tests.engines.parallel import models
 from tests.engines.parallel.gloo import gang
 
@@ -124,7 +124,7 @@ def predict(strategy: str, width: int, family: str, length: str, broken: str | N
     rank = torch.distributed.get_rank()
     engine = engine_for(strategy, family)
     first = rank // width * width
-    with left_out(broken), patch("engines.parallel.sharded.MANY_TOKENS", 1 if "parts" in strategy else MANY_TOKENS):
+    with left_out(broken):
         return engine.predict(models.branches(family, length, num=2), tuple(range(first, first + width)))
 
 
@@ -140,4 +140,5 @@ def left_out(exchange: str | None) -> Iterator[None]:
 
 @cache
 def engine_for(strategy: str, family: str) -> TorchEngine:
-    return TorchEngine(models.model(family), config=TorchEngineConfig(strategy=strategy.split()[0]))
+    overlap = Overlap(parts_from_tokens=1) if "parts" in strategy else Overlap()
+    return TorchEngine(models.model(family), config=TorchEngineConfig(strategy=strategy.split()[0], overlap=overlap))

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from engines.model import Branch
 from engines.parallel.self_check import relative_difference
-from engines.torch_engine.config import TorchEngineConfig
+from engines.torch_engine.config import PathMode, TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.fast_step import Overlap
 from engines.torch_engine.peer_memory import reachable
@@ -37,6 +37,10 @@ OVERLAPS = {
     "streams apart": replace(PLAIN, streams_apart=True),
     "NCCL": replace(PLAIN, peer_memory=False),
     "NCCL, by default": Overlap(peer_memory=False),
+}
+MODULE = {
+    "module": Overlap(parts_from_tokens=1),
+    "module, one part": Overlap(parts_from_tokens=1, module_parts=1),
 }
 NUM_RUNS = 4
 """As it comes, captured, and two replays: the second finds what the first left in the others' memory."""
@@ -56,8 +60,10 @@ def main() -> None:
     dist.init_process_group("nccl", device_id=device)
     model = as_denoiser(models.transformer("flux").to(device))
     everyone, wrong = tuple(range(world)), []
-    for label, overlap in OVERLAPS.items():
-        engine = TorchEngine(model, config=TorchEngineConfig(strategy="ulysses", compile="eager", overlap=overlap))
+    for label, overlap in (OVERLAPS | MODULE).items():
+        path: PathMode = "module" if label in MODULE else "auto"
+        config = TorchEngineConfig(strategy="ulysses", compile="eager", path=path, overlap=overlap)
+        engine = TorchEngine(model, config=config)
         axis = engine.team(everyone).ulysses
         shared = overlap.peer_memory and reachable(axis, device, torch.float32)
         branches = (branch_of("even", device), branch_of("uneven", device))

@@ -1,0 +1,41 @@
+"""Rows from one memory of a GPU's reach to another by a copy engine, which leaves the multiprocessors alone."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ANY_DIRECTION = 4  # cudaMemcpyDefault: the addresses tell
+
+
+def copy_rows(target_RC: Tensor, source_RC: Tensor) -> None:
+    """On the current stream; columns lie side by side in both, rows at any distance.
+
+    ``Tensor.copy_`` calls a copy engine for whole tensors alone, and starts a kernel for anything with gaps.
+    """
+    assert target_RC.shape == source_RC.shape, (target_RC.shape, source_RC.shape)
+    assert target_RC.dtype == source_RC.dtype, (target_RC.dtype, source_RC.dtype)
+    assert target_RC.stride(1) == source_RC.stride(1) == 1, (target_RC.stride(), source_RC.stride())
+    if source_RC.device.type != "cuda":
+        target_RC.copy_(source_RC)
+        return
+    rows, columns = source_RC.shape
+    size = source_RC.element_size()
+    target = ctypes.c_void_p(target_RC.data_ptr()), ctypes.c_size_t(target_RC.stride(0) * size)
+    source = ctypes.c_void_p(source_RC.data_ptr()), ctypes.c_size_t(source_RC.stride(0) * size)
+    extent = ctypes.c_size_t(columns * size), ctypes.c_size_t(rows)
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    code = _runtime().cudaMemcpy2DAsync(*target, *source, *extent, _ANY_DIRECTION, stream)
+    if code:
+        raise RuntimeError(f"cudaMemcpy2DAsync of {rows} rows of {columns * size} bytes failed with code {code}")
+
+
+@cache
+def _runtime() -> Any:
+    """The CUDA runtime that PyTorch has loaded."""
+    assert torch.version.cuda is not None
+    return ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")

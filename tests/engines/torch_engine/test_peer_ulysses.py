@@ -1,0 +1,114 @@
+"""Ulysses through each other's memory, with threads for ranks and plain tensors for what they share."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from engines.parallel.collectives import Axis
+from engines.parallel.kernel import Kernel
+from engines.parallel.local import plain_attention
+from engines.torch_engine.copy_rows import copy_rows
+from engines.torch_engine.head_exchange import without_lse
+from engines.torch_engine.peer_ulysses import peer_ulysses
+
+WORLD, BATCH, LENGTH, HEADS, DIM = 4, 2, 5, 24, 8
+CPU = torch.device("cpu")
+
+
+class ThreadMemory:
+    """Stands for ``PeerMemory`` where ranks are threads of one process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._barriers: dict[tuple[str, int], threading.Barrier] = {}
+        self._memories: dict[tuple[str, int], list[Tensor]] = {}
+
+    def open(self, numel: int, sample: Tensor, axis: Axis, *, use: str) -> Any:
+        with self._lock:
+            fresh = [sample.new_full((numel,), float("nan")) for _ in axis.ranks]
+            views = self._memories.setdefault((use, numel), fresh)
+
+        def barrier(channel: int) -> None:
+            with self._lock:
+                meeting = self._barriers.setdefault((use, channel), threading.Barrier(axis.size))
+            meeting.wait(timeout=20)
+
+        return SimpleNamespace(mine=views[axis.index], views_W=tuple(views), barrier=barrier)
+
+
+@pytest.fixture(autouse=True)
+def shared_memory() -> Iterator[None]:
+    with patch("engines.torch_engine.peer_ulysses.PeerMemory", ThreadMemory()):
+        yield
+
+
+def axis_of(rank: int, world: int = WORLD) -> Axis:
+    return Axis(ranks=tuple(range(world)), index=rank)
+
+
+def qkv(seed: int) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(BATCH, WORLD * LENGTH, HEADS, DIM, generator=generator) for _ in "qkv")
+
+
+def on_all_ranks(function: Callable[[int], Any]) -> list[Any]:
+    with ThreadPoolExecutor(WORLD) as threads:
+        return list(threads.map(function, range(WORLD)))
+
+
+def kernels(num_parts: int) -> list[Kernel]:
+    return [peer_ulysses(without_lse(plain_attention), axis_of(rank), CPU, num_parts) for rank in range(WORLD)]
+
+
+def together(several: list[Kernel], seed: int) -> Tensor:
+    """The result of all ranks, each with its tokens."""
+    cut = [x_BLHD.chunk(WORLD, dim=1) for x_BLHD in qkv(seed)]
+    return torch.cat(on_all_ranks(lambda rank: several[rank](*(chunks[rank] for chunks in cut))[0]), dim=1)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 4, 6])
+def test_equals_attention_on_one_rank(num_parts: int) -> None:
+    """Call after call: the second finds what the first left in the others' memory. Six heads have no four shares."""
+    several = kernels(num_parts)
+    for seed in (1, 2, 3):
+        torch.testing.assert_close(together(several, seed), plain_attention(*qkv(seed))[0])
+
+
+def test_control_with_a_part_that_never_leaves_fails() -> None:
+    num_calls = iter(range(10**6))
+
+    def forgetful(target_RC: Tensor, source_RC: Tensor) -> None:
+        if next(num_calls) != 7:
+            copy_rows(target_RC, source_RC)
+
+    with patch("engines.torch_engine.peer_ulysses.copy_rows", forgetful):
+        result = together(kernels(2), seed=1)
+    assert not torch.allclose(result, plain_attention(*qkv(1))[0])
+
+
+def test_a_compiler_sees_one_operation() -> None:
+    kernel = peer_ulysses(without_lse(plain_attention), axis_of(0, world=1), CPU, 2)
+    targets: list[Any] = []
+
+    def backend(module: torch.fx.GraphModule, _inputs: list[Tensor]) -> Callable[..., Any]:
+        targets.extend(node.target for node in module.graph.nodes if node.op == "call_function")
+        return module.forward
+
+    compiled = torch.compile(lambda q, k, v: kernel(q, k, v)[0], backend=backend, fullgraph=True)
+    torch.testing.assert_close(compiled(*qkv(1)), plain_attention(*qkv(1))[0])
+    assert targets == [torch.ops.troupe.peer_ulysses.default]
+
+
+def test_another_number_of_heads_is_our_mistake() -> None:
+    (kernel, *_) = kernels(1)
+    with pytest.raises(AssertionError, match="6 heads cannot be divided over 4 ranks"):
+        kernel(*(torch.zeros(1, 3, 6, 8) for _ in "qkv"))
