@@ -14,7 +14,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.routing import compile_path
 
-from deployments.jobs.errors import TooManyJobsError
 from deployments.studio import ModelUnavailableError
 from engines.gang.errors import GangBrokenError, QueueFullError
 
@@ -81,7 +80,7 @@ def from_failure(failure: Exception) -> ApiError | None:
     match failure:
         case ApiError():
             return failure
-        case QueueFullError() | TooManyJobsError():
+        case QueueFullError():
             seconds = max(1, math.ceil(failure.retry_after_s))
             return ApiError(429, str(failure), code="queue_full", headers={"Retry-After": str(seconds)})
         case ModelUnavailableError():
@@ -116,7 +115,7 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
-    for kind in (QueueFullError, TooManyJobsError, GangBrokenError, ModelUnavailableError):
+    for kind in (QueueFullError, GangBrokenError, ModelUnavailableError):
         app.add_exception_handler(kind, _on_failure)
 
 

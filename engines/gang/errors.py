@@ -26,7 +26,7 @@ class GangBrokenError(RuntimeError):
 
 
 class QueueFullError(RuntimeError):
-    """The gang has as many waiting jobs as it may hold. ``retry_after_s`` is an estimate."""
+    """As many jobs wait as may. ``retry_after_s`` is an estimate."""
 
     def __init__(self, num_waiting: int, retry_after_s: float) -> None:
         super().__init__(num_waiting, retry_after_s)
