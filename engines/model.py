@@ -58,6 +58,8 @@ class DenoiserModel:
 
     ``stream_lengths(inputs)`` gives the number of tokens per stream name; ``set_kernel(module, kernel)`` makes the
     module's self-attention call ``kernel``; a module called with ``forward(module, inputs)`` returns the prediction.
+    ``ahead(module, inputs)`` makes further inputs that ``forward`` may be given, from those that no step of a job
+    changes (all but the latents and the timestep); the module is whole (None: there is nothing to gain).
     ``head_dim`` and ``num_heads`` are those of self-attention. ``probe()`` makes the branches of one small, seeded,
     known step (the same on every rank), for the self-check of a gang at its start. ``fast`` arranges a module's weights
     for a hand-ordered step that equals its ``forward`` (None: there is none). ``typical_lengths`` are the tokens per
@@ -73,6 +75,7 @@ class DenoiserModel:
     set_kernel: Callable[[nn.Module, Kernel], None]
     forward: Callable[[nn.Module, ModelInputs], Tensor]
     probe: Callable[[], tuple[Branch, ...]]
+    ahead: Callable[[nn.Module, ModelInputs], ModelInputs] | None = None
     fast: ArrangeWeights | None = None
     typical_lengths: Mapping[str, int] | None = None
     weights: WeightFiles | None = None

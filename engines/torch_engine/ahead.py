@@ -6,17 +6,19 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from engines.model import Branch
+from engines.model import Branch, ModelInputs
 from engines.torch_engine.fast_model import FastWeights
 from engines.torch_engine.fast_step import LATENTS, FastStep
+
+AheadOfModule = Callable[[nn.Module, ModelInputs], ModelInputs]
 
 TIMESTEP = "timestep"
 """The input that a schedule gives for all steps at once."""
 
-MAX_KEPT = 16
-"""Of each kind; about 60 MB a job at most (28 steps of a model with a million modulation values)."""
+MAX_KEPT, MAX_KEPT_BYTES = 32, 2**31
+"""Of all results together. One that is needed again after it went is made again, at the price of a step's share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,10 @@ class _Kept:
     sources: tuple[Tensor, ...]
     result: Mapping[str, Tensor]
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(x.nbytes for x in (*self.sources, *self.result.values()))
+
 
 class AheadCache:
     """Results by the identity of the tensors they came from. States of jobs hold the same tensors from step to step."""
@@ -33,9 +39,13 @@ class AheadCache:
     def __init__(self) -> None:
         self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()
 
+    def of_module(self, branch: Branch, module: nn.Module, ahead: AheadOfModule) -> ModelInputs:
+        """What a module's step may be given beside its inputs."""
+        return self._get(module, tuple(_lasting(branch).values()), lambda: ahead(module, branch.inputs))
+
     def tensors(self, branch: Branch, weights: FastWeights, fast: FastStep) -> dict[str, Tensor]:
         """Everything that this step of ``fast`` reads besides the latents."""
-        shared = {name: x for name, x in branch.inputs.items() if name not in (LATENTS, TIMESTEP)}
+        shared = _lasting(branch)
         fixed = self._get(fast, tuple(shared.values()), lambda: fast.ahead(branch.inputs))
         if branch.schedule is None:
             now = weights.scheduled(branch.inputs, branch.inputs[TIMESTEP][None])
@@ -54,7 +64,19 @@ class AheadCache:
         key = (id(owner), *((id(tensor), tensor._version) for tensor in sources))
         if key not in self._kept:
             self._kept[key] = _Kept(sources, make())
-            if len(self._kept) > 2 * MAX_KEPT:
-                self._kept.popitem(last=False)
+            self._let_go()
         self._kept.move_to_end(key)
         return self._kept[key].result
+
+    def _let_go(self) -> None:
+        """Of what was not asked for the longest; the newest stays."""
+        while len(self._kept) > MAX_KEPT or (len(self._kept) > 1 and self._num_bytes() > MAX_KEPT_BYTES):
+            self._kept.popitem(last=False)
+
+    def _num_bytes(self) -> int:
+        return sum(kept.num_bytes for kept in self._kept.values())
+
+
+def _lasting(branch: Branch) -> dict[str, Tensor]:
+    """The inputs that are the same tensors in all steps of a job."""
+    return {name: x for name, x in branch.inputs.items() if name not in (LATENTS, TIMESTEP)}

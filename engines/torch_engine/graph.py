@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -22,6 +22,14 @@ class GraphPool:
         self.device = device
         self.stream = named_stream(device, "graphs", priority=-1)  # side lanes fill what this one leaves
         self.handle: Any = torch.cuda.graph_pool_handle()
+        self._inputs: dict[Hashable, Tensor] = {}
+
+    def input(self, name: str, like: Tensor) -> Tensor:
+        """The memory in which graphs of this pool find an input of that name, shape and dtype."""
+        key = (name, tuple(like.shape), like.dtype)
+        if key not in self._inputs:
+            self._inputs[key] = torch.empty_like(like, memory_format=torch.contiguous_format)
+        return self._inputs[key]
 
 
 class CapturedStep:
@@ -33,7 +41,9 @@ class CapturedStep:
 
     def __init__(self, function: Callable[[StepTensors], Tensor], example: StepTensors, pool: GraphPool) -> None:
         self._function = function  # its kernels read what it holds: weights, tables, other ranks' memory
-        self._inputs = {name: tensor.detach().clone() for name, tensor in example.items()}
+        self._inputs = {name: pool.input(name, like=tensor) for name, tensor in example.items()}
+        for name, buffer in self._inputs.items():
+            buffer.copy_(example[name])
         self._graph = torch.cuda.CUDAGraph()
         pool.stream.wait_stream(torch.cuda.current_stream(pool.device))
         with torch.no_grad(), torch.cuda.stream(pool.stream):
@@ -46,7 +56,7 @@ class CapturedStep:
             self._result = function(self._inputs)
 
     def __call__(self, tensors: StepTensors) -> Tensor:
-        """Copy ``tensors`` in (those that are not yet the graph's own) and replay on the current stream."""
+        """Copy ``tensors`` in (but not the buffers themselves) and replay on the current stream."""
         for name, buffer in self._inputs.items():
             if tensors[name] is not buffer:
                 buffer.copy_(tensors[name])
@@ -55,7 +65,7 @@ class CapturedStep:
 
     @property
     def inputs(self) -> StepTensors:
-        """The graph's own input buffers."""
+        """The buffers that the graph reads; other graphs of its pool may have filled them since."""
         return self._inputs
 
     def close(self) -> None:

@@ -93,10 +93,16 @@ class StepRunner:
         return _Step(prepare=prepare, function=lambda tensors: fast(tensors[LATENTS], tensors))
 
     def _module_step(self, module: str, team: Team) -> _Step:
+        ahead = self._model.ahead if can_run(team) else None
+
+        def prepare(branch: Branch) -> StepTensors:
+            more = {} if ahead is None else self._ahead.of_module(branch, self._sharded.module(module, team), ahead)
+            return {**branch.inputs, **more}
+
         def function(tensors: StepTensors) -> Tensor:
             return self._sharded.forward(Branch(inputs=tensors, module=module), team)
 
-        return _Step(prepare=lambda branch: dict(branch.inputs), function=function)
+        return _Step(prepare=prepare, function=function)
 
     def weights(self, module: str) -> FastWeights:
         """The fast weights of a module, arranged at first use (at start, by the self-check)."""

@@ -32,13 +32,18 @@ class KernelProcessor:
         assert encoder_hidden_states is None, "cross-attention has a processor of its own"
         assert attention_mask is None, "Wan attends to every token"
         assert rotary_emb is not None
-        q_BLHD, k_BLHD, v_BLHD = project(attn, hidden_states, hidden_states)
+        q_BLHD, k_BLHD, v_BLHD = (
+            in_heads(attn, x) for x in (queries(attn, hidden_states), *keys_and_values(attn, hidden_states))
+        )
         out_BLHD, _ = self.kernel(rotate(q_BLHD, rotary_emb), rotate(k_BLHD, rotary_emb), v_BLHD)
         return project_out(attn, out_BLHD)
 
 
 class CrossProcessor:
-    """Attention from video tokens to the text, which every rank holds whole: no strategy, any number of heads."""
+    """Attention from video tokens to the text, which every rank holds whole: no strategy, any number of heads.
+
+    In place of the text it takes what ``keys_and_values`` makes of it, stacked.
+    """
 
     def __call__(
         self,
@@ -49,18 +54,27 @@ class CrossProcessor:
         rotary_emb: None = None,
     ) -> Tensor:
         assert attn.add_k_proj is None, "text to video has no image conditioning"
-        q_BLHD, k_BTHD, v_BTHD = project(attn, hidden_states, encoder_hidden_states)
-        q_BHLD, k_BHTD, v_BHTD = (x.transpose(1, 2) for x in (q_BLHD, k_BTHD, v_BTHD))
+        is_made = encoder_hidden_states.ndim == 4
+        k_BTC, v_BTC = encoder_hidden_states.unbind(0) if is_made else keys_and_values(attn, encoder_hidden_states)
+        several = (queries(attn, hidden_states), k_BTC, v_BTC)
+        q_BHLD, k_BHTD, v_BHTD = (in_heads(attn, x_BLC).transpose(1, 2) for x_BLC in several)
         out_BHLD = functional.scaled_dot_product_attention(q_BHLD, k_BHTD, v_BHTD)
         return project_out(attn, out_BHLD.transpose(1, 2))
 
 
-def project(attn: WanAttention, query_BLC: Tensor, memory_BMC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v; q and k are normalised over all heads together, before they are split into heads."""
-    q_BLC, k_BMC = attn.norm_q(attn.to_q(query_BLC)), attn.norm_k(attn.to_k(memory_BMC))
-    head_dim = attn.inner_dim // attn.heads
-    q_BLHD, k_BMHD, v_BMHD = (x.unflatten(2, (-1, head_dim)) for x in (q_BLC, k_BMC, attn.to_v(memory_BMC)))
-    return q_BLHD, k_BMHD, v_BMHD
+def queries(attn: WanAttention, x_BLC: Tensor) -> Tensor:
+    """Normalised over all heads together, before they are split into heads; so are the keys."""
+    q_BLC: Tensor = attn.norm_q(attn.to_q(x_BLC))
+    return q_BLC
+
+
+def keys_and_values(attn: WanAttention, x_BMC: Tensor) -> tuple[Tensor, Tensor]:
+    return attn.norm_k(attn.to_k(x_BMC)), attn.to_v(x_BMC)
+
+
+def in_heads(attn: WanAttention, x_BLC: Tensor) -> Tensor:
+    """``x_BLHD``."""
+    return torch.unflatten(x_BLC, 2, (-1, attn.inner_dim // attn.heads))
 
 
 def project_out(attn: WanAttention, out_BLHD: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import torch
 
-from engines.model import Branch, Schedule
+from engines.model import Branch, ModelInputs, Schedule
 from engines.parallel.layout import TokenLayout
 from engines.parallel.mesh import team_of_one
 from engines.torch_engine.ahead import AheadCache
@@ -77,3 +77,19 @@ def test_tensors_changed_in_place_are_not_taken_for_the_old_ones() -> None:
     after = cache.tensors(branch, weights, fast)["text_TBC"]
     text.div_(2)
     assert not torch.equal(before, after)
+
+
+def test_what_was_not_asked_for_the_longest_goes_first() -> None:
+    cache, made = AheadCache(), []
+    texts = [torch.full((8,), float(number)) for number in range(3)]
+
+    def ahead(_module: torch.nn.Module, inputs: ModelInputs) -> ModelInputs:
+        made.append(int(inputs["text"][0]))
+        return {"more": inputs["text"] + 1}
+
+    module = torch.nn.Identity()
+    with patch("engines.torch_engine.ahead.MAX_KEPT_BYTES", 2 * 64):  # a text and what is made of it: 64 bytes
+        for number in (0, 1, 0, 2, 0, 1):
+            kept = cache.of_module(Branch(inputs={"text": texts[number]}), module, ahead)
+            torch.testing.assert_close(kept["more"], texts[number] + 1)
+    assert made == [0, 1, 2, 1]

@@ -1,0 +1,38 @@
+"""Cross-attention's keys and values: they depend on the text alone, so a job makes them once and not at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from engines.model import ModelInputs
+from pipelines.wan.attention import keys_and_values
+
+KEYS_VALUES = "text_keys_values"
+"""An input beside the module's own: (blocks, keys and values, B, T text tokens, C), keys normalised."""
+
+
+def text_ahead(module: Any, inputs: ModelInputs) -> dict[str, Tensor]:
+    """For all blocks of a whole ``WanTransformer3DModel``. 420 MB for 512 tokens of the 14B model in bfloat16."""
+    text_BTC: Tensor = module.condition_embedder.text_embedder(inputs["encoder_hidden_states"])
+    made_N2BTC = text_BTC.new_empty(len(module.blocks), 2, *text_BTC.shape)
+    for made_2BTC, block in zip(made_N2BTC, module.blocks, strict=True):
+        for target_BTC, x_BTC in zip(made_2BTC, keys_and_values(block.attn2, text_BTC), strict=True):
+            target_BTC.copy_(x_BTC)
+    return {KEYS_VALUES: made_N2BTC}
+
+
+@contextmanager
+def given_to_blocks(module: Any, keys_values_N2BTC: Tensor | None) -> Iterator[None]:
+    """In forwards of this context each block gets its keys and values where it expects the text (None: the text)."""
+    with ExitStack() as stack:
+        for block, x_2BTC in zip(module.blocks, () if keys_values_N2BTC is None else keys_values_N2BTC, strict=False):
+            stack.callback(block.register_forward_pre_hook(_in_place_of_text(x_2BTC)).remove)
+        yield
+
+
+def _in_place_of_text(x_2BTC: Tensor) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
+    return lambda _block, args: (args[0], x_2BTC, *args[2:])
