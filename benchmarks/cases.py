@@ -70,7 +70,7 @@ class Case:
         return options + ([] if self.overlap.peer_copies else ["push"])
 
     def _module_overlaps(self) -> list[str]:
-        return [f"parts{self.overlap.module_parts}", *(["peer"] if self.overlap.peer_memory else [])]
+        return ["peer"] if self.overlap.peer_memory else [f"parts{self.overlap.module_parts}"]
 
 
 PEER, LANE, TWO = (replace(PLAIN, **change) for change in ({"peer_memory": True}, {"mlp_lane": True}, {"num_parts": 2}))
@@ -174,9 +174,8 @@ WAN = (
             (4, DEFAULT_OVERLAP),
             (1, DEFAULT_OVERLAP),
             (2, DEFAULT_OVERLAP),
-            (4, replace(DEFAULT_OVERLAP, module_parts=2)),
-            (4, replace(DEFAULT_OVERLAP, module_parts=1)),
             (4, replace(DEFAULT_OVERLAP, peer_memory=False)),
+            (4, replace(DEFAULT_OVERLAP, peer_memory=False, module_parts=1)),
         )
     ),
     *(

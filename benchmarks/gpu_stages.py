@@ -46,8 +46,10 @@ def peer(name: str, maker: str, gpus: tuple[int, ...], *sides: int) -> Run:
     return Run(name=f"peer_{name}", arguments=("--only", *cases), gpus=gpus)
 
 
+DEFAULT = "apart/mlp-lane/peer"
 FOUR = (0, 1, 2, 3)
-# In two stages: each run holds the whole model on its GPUs, and three of them are what fits.
+# In two stages: each run holds the whole model on its GPUs, and three of them are what fits. At width 4 the goals' own
+# stage is what they stand beside; at width 2 their GPUs are cooler than there, so Troupe takes its turn with them.
 PEERS = Stage(
     name="peers",
     runs=(
@@ -65,6 +67,7 @@ PEERS_OF_TWO = Stage(
         peer("ulysses2", "diffusers-ulysses", (0, 1), 1024),
         peer("ring2", "diffusers-ring", (2, 3), 1024),
         peer("xdit2", "xdit", (0, 1), 1024),
+        Run(name="ours2", arguments=("--only", f"fast/1024/w2/bf16/ulysses/{DEFAULT}"), gpus=(2, 3)),
     ),
     limit_s=100,
     min_gpus=4,
@@ -74,7 +77,6 @@ PEERS_OF_TWO = Stage(
 KERNEL_CHECK = "tests.engines.torch_engine.triton_check"
 SINGLE = ("1024/w1/", "2048/w1")
 TURNS = ("fast/1024/w1/bf16", "fast/1024/w1/bf16/one-stream", "fast/1024/w1/bf16/apart")
-DEFAULT = "apart/mlp-lane/peer"
 PROFILED = ("fast/1024/w1/bf16/apart", f"fast/1024/w4/bf16/ulysses/{DEFAULT}", f"fast/2048/w4/bf16/ulysses/{DEFAULT}")
 
 STAGES = (

@@ -37,7 +37,7 @@ def ulysses_in_parts(kernel: Kernel, axis: Axis, num_parts: int) -> Kernel:
     """
 
     def exchanged(q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor, /) -> tuple[Tensor, Tensor]:
-        parts = even_parts(q_BLHD.shape[2] // axis.size, num_parts)
+        parts = _even_parts(q_BLHD.shape[2] // axis.size, num_parts)
         several = zip(*(_shares(x, axis.size, parts) for x in (q_BLHD, k_BLHD, v_BLHD)), strict=True)
         arriving = [start_all_to_all(torch.stack(share, dim=3).contiguous(), axis) for share in several]
         returning = [start_all_to_all(_attend_part(kernel, wait(part), axis), axis) for part in arriving]
@@ -48,7 +48,7 @@ def ulysses_in_parts(kernel: Kernel, axis: Axis, num_parts: int) -> Kernel:
     return exchanged
 
 
-def even_parts(heads: int, num_parts: int) -> int:
+def _even_parts(heads: int, num_parts: int) -> int:
     return next(parts for parts in range(min(num_parts, heads), 0, -1) if heads % parts == 0)
 
 

@@ -32,8 +32,9 @@ class Overlap:
     ranks write straight into each other's memory instead of calling NCCL, where that was seen to work (one host, GPUs
     that reach each other; the log says which it is); ``peer_copies``: by copy engines wherever products can run
     meanwhile. ``streams_apart``: each stream of a dual-stream block runs by itself from one attention to the next, so
-    that the second stream's whole share may fill the time that the first one's exchange leaves. ``module_parts``: what
-    ``num_parts`` is, for models that run as their module, in steps of ``parts_from_tokens`` and more.
+    that the second stream's whole share may fill the time that the first one's exchange leaves. Models
+    that run as their module exchange heads in parts in steps of ``parts_from_tokens`` and more; ``module_parts`` is how
+    many with NCCL.
     """
 
     stream_lane: bool = True
@@ -42,7 +43,7 @@ class Overlap:
     peer_memory: bool = True
     peer_copies: bool = True
     streams_apart: bool = True
-    module_parts: int = 5
+    module_parts: int = 2
     parts_from_tokens: int = 16384
 
 

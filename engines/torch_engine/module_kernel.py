@@ -37,5 +37,5 @@ def _in_parts(
     splits_heads_alone = team.ulysses.size == team.context.size > 1
     if splits_heads_alone and overlap.peer_memory and reachable(team.ulysses, device, dtype):
         attend = local_attention(device, dtype, layout.valid_rows(0, layout.num_chunks))
-        return peer_ulysses(attend, team.ulysses, device, overlap.module_parts)
+        return peer_ulysses(attend, team.ulysses, device)
     return team_kernel(local, team, layout, num_parts=overlap.module_parts)

@@ -13,7 +13,7 @@ from engines.parallel.kernel import Kernel
 from engines.parallel.local import cpu_flash
 from engines.parallel.mesh import Groups
 from engines.parallel.ring import ring
-from engines.parallel.ulysses import even_parts, ulysses, ulysses_in_parts
+from engines.parallel.ulysses import _even_parts, ulysses, ulysses_in_parts
 from tests.engines.parallel.gloo import gang
 
 TOKENS = 5
@@ -67,7 +67,7 @@ def make_kernel(name: str, rank: int) -> Kernel:
 
 @pytest.mark.parametrize(("heads", "wanted", "given"), [(10, 2, 2), (10, 3, 2), (10, 4, 2), (7, 4, 1), (3, 8, 3)])
 def test_heads_are_shared_out_evenly(heads: int, wanted: int, given: int) -> None:
-    assert even_parts(heads, wanted) == given
+    assert _even_parts(heads, wanted) == given
 
 
 def test_a_ring_of_padding_only_is_our_mistake() -> None:

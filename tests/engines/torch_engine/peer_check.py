@@ -38,10 +38,7 @@ OVERLAPS = {
     "NCCL": replace(PLAIN, peer_memory=False),
     "NCCL, by default": Overlap(peer_memory=False),
 }
-MODULE = {
-    "module": Overlap(parts_from_tokens=1),
-    "module, one part": Overlap(parts_from_tokens=1, module_parts=1),
-}
+MODULE = {"module": Overlap(parts_from_tokens=1)}
 NUM_RUNS = 4
 """As it comes, captured, and two replays: the second finds what the first left in the others' memory."""
 BOUND = 1e-4

@@ -18,9 +18,9 @@ from engines.parallel.kernel import Kernel
 from engines.parallel.local import plain_attention
 from engines.torch_engine.copy_rows import copy_rows
 from engines.torch_engine.head_exchange import without_lse
-from engines.torch_engine.peer_ulysses import peer_ulysses
+from engines.torch_engine.peer_ulysses import parts_of, peer_ulysses
 
-WORLD, BATCH, LENGTH, HEADS, DIM = 4, 2, 5, 24, 8
+WORLD, BATCH, LENGTH, DIM = 4, 2, 5, 8
 CPU = torch.device("cpu")
 
 
@@ -55,9 +55,9 @@ def axis_of(rank: int, world: int = WORLD) -> Axis:
     return Axis(ranks=tuple(range(world)), index=rank)
 
 
-def qkv(seed: int) -> tuple[Tensor, ...]:
+def qkv(seed: int, heads_each: int = 6) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(BATCH, WORLD * LENGTH, HEADS, DIM, generator=generator) for _ in "qkv")
+    return tuple(torch.randn(BATCH, WORLD * LENGTH, WORLD * heads_each, DIM, generator=generator) for _ in "qkv")
 
 
 def on_all_ranks(function: Callable[[int], Any]) -> list[Any]:
@@ -65,22 +65,23 @@ def on_all_ranks(function: Callable[[int], Any]) -> list[Any]:
         return list(threads.map(function, range(WORLD)))
 
 
-def kernels(num_parts: int) -> list[Kernel]:
-    return [peer_ulysses(without_lse(plain_attention), axis_of(rank), CPU, num_parts) for rank in range(WORLD)]
+def kernels() -> list[Kernel]:
+    return [peer_ulysses(without_lse(plain_attention), axis_of(rank), CPU) for rank in range(WORLD)]
 
 
-def together(several: list[Kernel], seed: int) -> Tensor:
+def together(several: list[Kernel], seed: int, heads_each: int = 6) -> Tensor:
     """The result of all ranks, each with its tokens."""
-    cut = [x_BLHD.chunk(WORLD, dim=1) for x_BLHD in qkv(seed)]
+    cut = [x_BLHD.chunk(WORLD, dim=1) for x_BLHD in qkv(seed, heads_each)]
     return torch.cat(on_all_ranks(lambda rank: several[rank](*(chunks[rank] for chunks in cut))[0]), dim=1)
 
 
-@pytest.mark.parametrize("num_parts", [1, 2, 4, 6])
-def test_equals_attention_on_one_rank(num_parts: int) -> None:
-    """Call after call: the second finds what the first left in the others' memory. Six heads have no four shares."""
-    several = kernels(num_parts)
+@pytest.mark.parametrize("heads_each", [1, 2, 3, 6])
+def test_equals_attention_on_one_rank(heads_each: int) -> None:
+    """Call after call: the second finds what the first left in the others' memory."""
+    several = kernels()
     for seed in (1, 2, 3):
-        torch.testing.assert_close(together(several, seed), plain_attention(*qkv(seed))[0])
+        expected, _ = plain_attention(*qkv(seed, heads_each))
+        torch.testing.assert_close(together(several, seed, heads_each), expected)
 
 
 def test_control_with_a_part_that_never_leaves_fails() -> None:
@@ -91,12 +92,19 @@ def test_control_with_a_part_that_never_leaves_fails() -> None:
             copy_rows(target_RC, source_RC)
 
     with patch("engines.torch_engine.peer_ulysses.copy_rows", forgetful):
-        result = together(kernels(2), seed=1)
+        result = together(kernels(), seed=1)
     assert not torch.allclose(result, plain_attention(*qkv(1))[0])
 
 
+@pytest.mark.parametrize(("heads", "sizes"), [(1, [1]), (2, [1, 1]), (3, [1, 1, 1]), (10, [1, 8, 1])])
+def test_first_and_last_part_are_single_heads(heads: int, sizes: list[int]) -> None:
+    parts = parts_of(heads)
+    assert [part.stop - part.start for part in parts] == sizes
+    assert (parts[0].start, parts[-1].stop) == (0, heads)
+
+
 def test_a_compiler_sees_one_operation() -> None:
-    kernel = peer_ulysses(without_lse(plain_attention), axis_of(0, world=1), CPU, 2)
+    kernel = peer_ulysses(without_lse(plain_attention), axis_of(0, world=1), CPU)
     targets: list[Any] = []
 
     def backend(module: torch.fx.GraphModule, _inputs: list[Tensor]) -> Callable[..., Any]:
@@ -109,6 +117,6 @@ def test_a_compiler_sees_one_operation() -> None:
 
 
 def test_another_number_of_heads_is_our_mistake() -> None:
-    (kernel, *_) = kernels(1)
+    (kernel, *_) = kernels()
     with pytest.raises(AssertionError, match="6 heads cannot be divided over 4 ranks"):
         kernel(*(torch.zeros(1, 3, 6, 8) for _ in "qkv"))
