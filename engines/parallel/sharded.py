@@ -24,8 +24,8 @@ from engines.parallel.twin import twin
 from engines.parallel.weight_files import slices_of
 
 PrepareModule = Callable[[str, nn.Module, ShardPlan], None]
-"""Called with a module's name, the module or a copy with a share of its weights, and how it is divided."""
-"""Called once with every module that will run: compiles its blocks, or swaps layers for faster equals."""
+"""Called once for every module that will run, with its name, the module or a copy with a share of its weights, and how
+it is divided: compiles blocks, or swaps layers for faster equals."""
 
 _KERNEL_IN: WeakKeyDictionary[nn.Module, Kernel] = WeakKeyDictionary()
 """The kernel that each module has now (setting one walks all submodules); here because engines may share a module."""

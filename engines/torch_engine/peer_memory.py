@@ -7,7 +7,7 @@ import os
 import socket
 import zlib
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, cast
 
@@ -39,13 +39,17 @@ class PeerMemory:
     def open(cls, numel: int, sample: Tensor, axis: Axis, *, use: str) -> PeerMemory:
         """``numel`` elements of the dtype and device of ``sample``. All ranks of the axis call it in the same order.
 
-        Equal calls get the same memory: ``use`` tells apart what is in use at one time. Nothing is given back before
-        the process ends: another rank's captured step may still write there.
+        Calls of the same ``use`` share memory, of whatever size: steps of different shapes run one after the other.
+        Nothing is given back before the process ends: another rank's captured step may still write there. So memory is
+        opened in powers of two, and all sizes together take less than four times what the largest needs.
         """
-        key = (axis, use, numel, sample.dtype, sample.device)
-        if key not in _OPENED:
-            _OPENED[key] = cls._new(numel, sample, axis)
-        return _OPENED[key]
+        opened = _OPENED.setdefault((axis, use, sample.dtype, sample.device), [])
+        if not opened or opened[-1].mine.numel() < numel:
+            opened.append(cls._new(1 << (numel - 1).bit_length(), sample, axis))
+        return next(memory for memory in opened if memory.mine.numel() >= numel)._first(numel)
+
+    def _first(self, numel: int) -> PeerMemory:
+        return replace(self, mine=self.mine[:numel], views_W=tuple(view[:numel] for view in self.views_W))
 
     @classmethod
     def _new(cls, numel: int, sample: Tensor, axis: Axis) -> PeerMemory:
@@ -69,7 +73,8 @@ class PeerMemory:
         self.handle.barrier(channel=channel)
 
 
-_OPENED: dict[Hashable, PeerMemory] = {}
+_OPENED: dict[Hashable, list[PeerMemory]] = {}
+"""Each larger than the one before."""
 
 
 @cache
