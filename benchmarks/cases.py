@@ -179,6 +179,10 @@ WAN = (
         )
     ),
     *(
+        Case(maker="wan", side=480, width=width, num_blocks=8, overlap=DEFAULT_OVERLAP, repeats=4, default=False)
+        for width in (4, 1)  # to be profiled
+    ),
+    *(
         Case(
             maker="wan",
             side=720,

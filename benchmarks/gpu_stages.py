@@ -79,6 +79,8 @@ SINGLE = ("1024/w1/", "2048/w1")
 TURNS = ("fast/1024/w1/bf16", "fast/1024/w1/bf16/one-stream", "fast/1024/w1/bf16/apart")
 PROFILED = ("fast/1024/w1/bf16/apart", f"fast/1024/w4/bf16/ulysses/{DEFAULT}", f"fast/2048/w4/bf16/ulysses/{DEFAULT}")
 
+PROFILED_WAN = ("wan/480/w1/bf16/blocks8", "wan/480/w4/bf16/ulysses/blocks8/peer")
+
 STAGES = (
     alone(
         "kernels", "cuda", module=KERNEL_CHECK, all_gpus=False, writes_json=False, limit_s=60
@@ -91,7 +93,7 @@ STAGES = (
           "8/512", limit_s=150, min_gpus=2),
     alone("strategies", "allgather_kv", "/ring", "hybrid", "--skip", "wan", "diffusers", limit_s=60, min_gpus=2),
     alone("exact", module="benchmarks.denoise_step_exact", limit_s=100, min_gpus=2),
-    alone("wan", "wan/", limit_s=230),
+    alone("wan", "wan/", "--skip", "w1/bf16/blocks8", "ulysses/blocks8", limit_s=230),
     alone("start_cold", module="benchmarks.denoise_step_start", own_caches=True, limit_s=60),
     alone("start_warm", module="benchmarks.denoise_step_start", own_caches=True, limit_s=60),
     alone("widths_flux", module=QUALITY, limit_s=60, min_gpus=2),
@@ -109,6 +111,8 @@ STAGES = (
     ),
     alone("machine", module="benchmarks.machine", all_gpus=False, limit_s=60),
     alone("profile", *PROFILED, module="benchmarks.step_profile", writes_json=False, limit_s=60),
+    alone("profile_wan", *PROFILED_WAN, module="benchmarks.step_profile", writes_json=False, limit_s=90, min_gpus=4),
+    alone("exchange_speed", module="benchmarks.exchange_speed", writes_json=False, limit_s=60, min_gpus=2),
     alone("parts", module="benchmarks.denoise_step_parts", all_gpus=False, limit_s=60),
     alone("exchanges", "none", "nccl-", limit_s=60, min_gpus=4),
 )  # fmt: skip
