@@ -11,20 +11,19 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.distributed import start_distributed
 from benchmarks.timing import measure, rank_synchronize
 from engines.parallel.collectives import Axis, all_to_all
+from engines.parallel.mesh import Groups
 from engines.torch_engine.copy_rows import copy_rows
 from engines.torch_engine.head_exchange import local_attention
-from engines.torch_engine.lanes import named_stream
+from engines.torch_engine.lanes import Lane
 from engines.torch_engine.peer_memory import PeerMemory
 
 TOKENS, HEADS, DIM = 32760, 40, 128
@@ -42,15 +41,14 @@ class Exchanges:
         self.device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
         self.dtype = torch.bfloat16 if on_gpu else torch.float32
         self.length = (TOKENS if on_gpu else SMALL_TOKENS) // world
-        group = str(dist.group.WORLD.group_name) if world > 1 and dist.group.WORLD else ""
-        self.axis = Axis(ranks=tuple(range(world)), index=rank, group=group)
+        ranks = tuple(range(world))
+        self.axis = Axis(ranks=ranks, index=rank, group=Groups(world).name(ranks))
         self.qkv = [self.random(self.length, HEADS * DIM) for _ in "qkv"]
         numel = 3 * self.qkv[0].numel()
         self.memory = PeerMemory.open(numel, self.qkv[0], self.axis, use="speed") if on_gpu else None
         views = self.memory.views_W if self.memory else tuple(self.random(numel) for _ in range(world))
         self.inboxes = [view.view(3, world * self.length, -1) for view in views]
-        self.peers = [(rank + turn) % world for turn in range(1, world)]
-        self.streams = [named_stream(self.device, f"copies {peer}") if on_gpu else None for peer in self.peers]
+        self.lanes = {(rank + turn) % world: Lane(self.device, f"copies {turn}") for turn in range(1, world)}
         self.attended = [self.random(1, world * self.length, ATTENDED_HEADS, DIM) for _ in "qkv"]
         self.attention = local_attention(self.device, self.dtype)
         self.packed = torch.stack(self.qkv).view(world, -1)
@@ -61,7 +59,7 @@ class Exchanges:
     @property
     def num_bytes(self) -> float:
         """That leave this rank."""
-        return self.packed.nbytes * len(self.peers) / self.axis.size
+        return self.packed.nbytes * len(self.lanes) / self.axis.size
 
     def nccl(self) -> None:
         all_to_all(self.packed, self.axis)
@@ -74,19 +72,16 @@ class Exchanges:
         """Rows of so many heads each."""
         columns, each = heads * DIM, HEADS // self.axis.size * DIM
         mine = slice(self.axis.index * self.length, (self.axis.index + 1) * self.length)
-        for peer, stream in zip(self.peers, self.streams, strict=True):
-            if stream is not None:
-                stream.wait_stream(torch.cuda.current_stream())
-            with nullcontext() if stream is None else torch.cuda.stream(stream):
+        for peer, lane in self.lanes.items():
+            with lane.aside():
                 for start in range(0, each, columns):
                     for which, x_LC in enumerate(self.qkv):
                         source_LC = x_LC[:, peer * each + start : peer * each + start + columns]
                         copy_rows(self.inboxes[peer][which, mine, start : start + columns], source_LC)
 
     def join(self) -> None:
-        for stream in self.streams:
-            if stream is not None:
-                torch.cuda.current_stream().wait_stream(stream)
+        for lane in self.lanes.values():
+            lane.join()
 
     def attend(self) -> None:
         self.attention(*self.attended)

@@ -45,7 +45,17 @@ class Lane:
         with torch.cuda.stream(self._stream):
             yield
 
+    def mark(self) -> torch.cuda.Event | None:
+        """What the side stream was given so far, for ``wait_for`` (None: nothing runs aside)."""
+        return None if self._stream is None else self._stream.record_event()
+
     def join(self) -> None:
         """Make the current stream wait for the side stream."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
+
+
+def wait_for(mark: torch.cuda.Event | None) -> None:
+    """Make the current stream wait for what a lane had been given when it was marked."""
+    if mark is not None:
+        torch.cuda.current_stream().wait_event(mark)

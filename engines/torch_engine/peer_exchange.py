@@ -13,7 +13,6 @@ last result.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor
 from engines.parallel.collectives import Axis
 from engines.torch_engine.head_exchange import Attend, Exchanged, attend_tokens_first
 from engines.torch_engine.kernels import HeadNorms
-from engines.torch_engine.lanes import named_stream
+from engines.torch_engine.lanes import Lane, wait_for
 from engines.torch_engine.peer_memory import PeerMemory, addresses_of
 
 
@@ -57,9 +56,7 @@ class PeerHeads:
     ) -> None:
         self._attend, self._axis, self._num_parts, self._copies = attend, axis, num_parts, copies
         turns = range(1, axis.size)
-        self._peers = tuple((axis.index + turn) % axis.size for turn in turns)
-        on_gpu = device.type == "cuda"
-        self._streams = tuple(named_stream(device, f"copies {turn}") for turn in turns) if on_gpu else ()
+        self._lanes = {(axis.index + turn) % axis.size: Lane(device, f"copies {turn}") for turn in turns}
         self._memories: dict[tuple[int, ...], _Memory] = {}
 
     def send(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms, *, beside: bool) -> Exchanged:
@@ -96,8 +93,8 @@ class PeerHeads:
         memory: _Memory = sent.memory
         kept = []
         for part, (qkv_LB3HD, left) in enumerate(zip(sent.parts, sent.left, strict=True)):
-            for event in left:
-                torch.cuda.current_stream().wait_event(event)
+            for mark in left:
+                wait_for(mark)
             memory.inbox.barrier(channel=part)
             out_LBHD = attend_tokens_first(self._attend, qkv_LB3HD).contiguous()
             kept.append(out_LBHD.view(self._axis.size, sent.num_rows, -1))
@@ -111,48 +108,33 @@ class PeerHeads:
         memory: _Memory = attended.memory
         copied = bool(attended.left[0])
         if copied:
-            self._join_copies()
+            for lane in self._lanes.values():
+                lane.join()
         memory.outbox.barrier(channel=0)
         if not copied:
             return (memory.outbox.mine.view(1, attended.num_rows, -1),)
         return tuple(memory.outbox.mine.view(len(attended.parts), *attended.parts[0].shape).unbind(0))
 
-    def _copy_queries(self, memory: _Memory, part: int) -> tuple[torch.cuda.Event, ...]:
-        """Start one part's copies; the events after which they have left."""
-        events = []
-        for peer, stream in self._copying():
-            target_WN = memory.inbox.views_W[peer].view_as(memory.staging_PWN)[part]
-            target_WN[self._axis.index].copy_(memory.staging_PWN[part, peer])
-            events.append(stream.record_event())
-        return tuple(events)
+    def _copy_queries(self, memory: _Memory, part: int) -> tuple[torch.cuda.Event | None, ...]:
+        """Start one part's copies; the marks after which they have left."""
+        for peer, lane in self._lanes.items():
+            with lane.aside():
+                target_WN = memory.inbox.views_W[peer].view_as(memory.staging_PWN)[part]
+                target_WN[self._axis.index].copy_(memory.staging_PWN[part, peer])
+        return tuple(lane.mark() for lane in self._lanes.values())
 
     def _copy_result(self, memory: _Memory, part: int, out_WRC: Tensor) -> None:
         mine, shape = self._axis.index, (memory.staging_PWN.shape[0], *out_WRC.shape)
-        for peer, _ in self._copying():
-            memory.outbox.views_W[peer].view(shape)[part, mine].copy_(out_WRC[peer])
-            if peer == self._peers[-1]:
-                memory.outbox.mine.view(shape)[part, mine].copy_(out_WRC[mine])
+        for peer, lane in self._lanes.items():
+            with lane.aside():
+                memory.outbox.views_W[peer].view(shape)[part, mine].copy_(out_WRC[peer])
+        with lane.aside():  # the last of them
+            memory.outbox.mine.view(shape)[part, mine].copy_(out_WRC[mine])
 
     def _push_result(self, memory: _Memory, out_WRC: Tensor) -> None:
         from engines.torch_engine.kernels.push_triton import push_columns
 
         push_columns(out_WRC, memory.outbox.addresses_W, self._axis.index)
-
-    def _copying(self) -> Iterator[tuple[int, torch.cuda.Stream]]:
-        """Each peer with its stream as the current one, after everything that the caller's stream was given."""
-        for peer, stream in zip(self._peers, self._streams, strict=True):
-            with self._on(stream):
-                yield peer, stream
-
-    @contextmanager
-    def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            yield
-
-    def _join_copies(self) -> None:
-        for stream in self._streams:
-            torch.cuda.current_stream().wait_stream(stream)
 
     def _memory(self, qkv_R3HD: Tensor, num_parts: int) -> _Memory:
         key = (num_parts, *qkv_R3HD.shape)

@@ -14,10 +14,7 @@ Dims: B batch, L my tokens, M = W x L all tokens, H heads, D head dim, W ranks, 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +23,7 @@ from engines.parallel.collectives import Axis
 from engines.parallel.kernel import Kernel
 from engines.torch_engine.copy_rows import copy_rows
 from engines.torch_engine.head_exchange import Attend
-from engines.torch_engine.lanes import named_stream
+from engines.torch_engine.lanes import Lane, wait_for
 from engines.torch_engine.peer_memory import PeerMemory
 
 _MADE: list[PeerUlysses] = []
@@ -56,8 +53,7 @@ def _(q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor, number: int) -> Tensor:
 
 def parts_of(heads: int) -> tuple[slice, ...]:
     """Of one rank's heads, in the order in which they are sent and attended."""
-    borders = sorted({0, 1, heads - 1, heads}) if heads > 1 else (0, 1)
-    return tuple(slice(start, stop) for start, stop in itertools.pairwise(borders))
+    return tuple(slice(start, stop) for start, stop in itertools.pairwise(sorted({0, 1, heads - 1, heads})))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,10 +76,8 @@ class PeerUlysses:
     def __init__(self, attend: Attend, axis: Axis, device: torch.device) -> None:
         self._attend, self._axis = attend, axis
         # Others first, each rank from its right-hand neighbour on, so that no inbox is written by all at once.
-        self._targets = tuple((axis.index + turn) % axis.size for turn in (*range(1, axis.size), 0))
-        self._streams = (
-            tuple(named_stream(device, f"copies {turn}") for turn in range(axis.size)) if device.type == "cuda" else ()
-        )
+        targets = ((axis.index + turn) % axis.size for turn in (*range(1, axis.size), 0))
+        self._lanes = {rank: Lane(device, f"copies {turn}") for turn, rank in enumerate(targets)}
         self._memories: dict[tuple[int, ...], _Memory] = {}
 
     def __call__(self, q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor) -> Tensor:
@@ -94,41 +88,32 @@ class PeerUlysses:
         )
         left = [self._send(qkv, memory, part) for part in range(len(memory.parts))]
         kept = []  # until the copies have left
-        for part, events in enumerate(left):
-            for event in events:
-                torch.cuda.current_stream().wait_event(event)
+        for part, marks in enumerate(left):
+            for mark in marks:
+                wait_for(mark)
             memory.inbox.barrier(channel=part)
             kept.append(self._attend(*memory.inboxes[part][self._axis.index].unbind(0)).contiguous())
             self._send_back(kept[-1], memory, part)
-        for stream in self._streams:
-            torch.cuda.current_stream().wait_stream(stream)
+        for lane in self._lanes.values():
+            lane.join()
         memory.outbox.barrier(channel=0)
         return memory.outboxes[self._axis.index].reshape(q_BLHD.shape).clone()
 
-    def _send(self, qkv: tuple[Tensor, ...], memory: _Memory, part: int) -> list[Any]:
-        """Start one part's copies; the events after which they have left."""
+    def _send(self, qkv: tuple[Tensor, ...], memory: _Memory, part: int) -> list[torch.cuda.Event | None]:
+        """Start one part's copies; the marks after which they have left."""
         heads, length = memory.parts[part], qkv[0].shape[1]
         mine = slice(self._axis.index * length, (self._axis.index + 1) * length)
-        events = []
-        for rank, stream in self._copying():
-            for target_BMhD, x_BLWHD in zip(memory.inboxes[part][rank], qkv, strict=True):
-                _copy(target_BMhD[:, mine], x_BLWHD[:, :, rank, heads])
-            events += [] if stream is None else [stream.record_event()]
-        return events
+        for rank, lane in self._lanes.items():
+            with lane.aside():
+                for target_BMhD, x_BLWHD in zip(memory.inboxes[part][rank], qkv, strict=True):
+                    _copy(target_BMhD[:, mine], x_BLWHD[:, :, rank, heads])
+        return [lane.mark() for lane in self._lanes.values()]
 
     def _send_back(self, out_BMhD: Tensor, memory: _Memory, part: int) -> None:
         out_BWLhD = torch.unflatten(out_BMhD, 1, (self._axis.size, -1))
-        for rank, _ in self._copying():
-            _copy(memory.outboxes[rank][:, :, self._axis.index, memory.parts[part]], out_BWLhD[:, rank])
-
-    def _copying(self) -> Iterator[tuple[int, torch.cuda.Stream | None]]:
-        """Each rank with its stream as the current one, after everything that the caller's stream was given."""
-        for turn, rank in enumerate(self._targets):
-            stream = self._streams[turn] if self._streams else None
-            if stream is not None:
-                stream.wait_stream(torch.cuda.current_stream())
-            with nullcontext() if stream is None else torch.cuda.stream(stream):
-                yield rank, stream
+        for rank, lane in self._lanes.items():
+            with lane.aside():
+                _copy(memory.outboxes[rank][:, :, self._axis.index, memory.parts[part]], out_BWLhD[:, rank])
 
     def _memory(self, q_BLHD: Tensor) -> _Memory:
         key = tuple(q_BLHD.shape)

@@ -14,7 +14,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from engines.parallel.collectives import Axis
-from engines.torch_engine.head_exchange import attend_tokens_first, local_attention
+from engines.torch_engine.head_exchange import attend_tokens_first, join_columns, local_attention
 from engines.torch_engine.kernels import (
     HeadNorms,
     Modulation,
@@ -133,8 +133,8 @@ class OneProcessMemory:
         self.barrier = lambda channel: None
 
 
-def check_exchange(device: str, *, world: int, by_runs: bool) -> None:
-    """Attention of all ranks through each other's memory against one rank's; sent whole, or the picture first."""
+def check_exchange(device: str, *, world: int, by_runs: bool, copied: bool = False) -> None:
+    """Attention of all ranks through each other's memory against one rank's: sent whole, picture first, or copied."""
     OneProcessMemory.opened.clear()
     batch, length, first, heads, dim = 2, 5, 4, 4, 8
     rows = length * batch
@@ -144,7 +144,7 @@ def check_exchange(device: str, *, world: int, by_runs: bool) -> None:
     axes = [Axis(ranks=tuple(range(world)), index=rank) for rank in range(world)]
     with patch("engines.torch_engine.peer_exchange.PeerMemory") as memory:
         memory.open = OneProcessMemory
-        exchanges = [PeerHeads(attend, axis, torch.device("cpu"), copies=False) for axis in axes]
+        exchanges = [PeerHeads(attend, axis, torch.device("cpu"), copies=copied) for axis in axes]
         norms = [
             HeadNorms(weight_S2D=weight, cos_LP=some.cos(), sin_LP=some.sin(), first_rows=first) for some in angles
         ]
@@ -152,11 +152,11 @@ def check_exchange(device: str, *, world: int, by_runs: bool) -> None:
             for start, stop in ((first, rows), (0, first)) if by_runs else ():
                 exchange.send_run(qkv_R3HD, batch, norm, start, stop)
         sent = [
-            exchange.sent(qkv_R3HD, batch) if by_runs else exchange.send(qkv_R3HD, batch, norm, beside=False)
+            exchange.sent(qkv_R3HD, batch) if by_runs else exchange.send(qkv_R3HD, batch, norm, beside=copied)
             for exchange, qkv_R3HD, norm in zip(exchanges, inputs, norms, strict=True)
         ]
         attended = [exchange.attend(some) for exchange, some in zip(exchanges, sent, strict=True)]
-        results = [exchange.collect(some)[0][0] for exchange, some in zip(exchanges, attended, strict=True)]
+        results = [join_columns(exchange.collect(some)) for exchange, some in zip(exchanges, attended, strict=True)]
     normed = torch.empty(world * length, batch, 3, heads, dim)
     for rank, norm in enumerate(norms):
         here = HeadNorms(weight_S2D=weight.cpu(), cos_LP=norm.cos_LP.cpu(), sin_LP=norm.sin_LP.cpu(), first_rows=first)
@@ -180,6 +180,7 @@ def main(device: str) -> None:
     check_peers(device, heads=12, dim=16, world=4)
     for by_runs in (False, True):
         check_exchange(device, world=2, by_runs=by_runs)
+    check_exchange(device, world=2, by_runs=False, copied=True)
     print("all kernels agree")
 
 
