@@ -32,9 +32,9 @@ class Overlap:
     ranks write straight into each other's memory instead of calling NCCL, where that was seen to work (one host, GPUs
     that reach each other; the log says which it is); ``peer_copies``: by copy engines wherever products can run
     meanwhile. ``streams_apart``: each stream of a dual-stream block runs by itself from one attention to the next, so
-    that the second stream's whole share may fill the time that the first one's exchange leaves. Models
-    that run as their module exchange heads in parts in steps of ``parts_from_tokens`` and more; ``module_parts`` is how
-    many with NCCL.
+    that the second stream's whole share may fill the time that the first one's exchange leaves. Models that run as
+    their module exchange heads in parts in steps of ``parts_from_tokens`` and more; ``module_parts`` is how many with
+    NCCL.
     """
 
     stream_lane: bool = True

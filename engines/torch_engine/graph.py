@@ -42,8 +42,7 @@ class CapturedStep:
     def __init__(self, function: Callable[[StepTensors], Tensor], example: StepTensors, pool: GraphPool) -> None:
         self._function = function  # its kernels read what it holds: weights, tables, other ranks' memory
         self._inputs = {name: pool.input(name, like=tensor) for name, tensor in example.items()}
-        for name, buffer in self._inputs.items():
-            buffer.copy_(example[name])
+        self._fill(example)
         self._graph = torch.cuda.CUDAGraph()
         pool.stream.wait_stream(torch.cuda.current_stream(pool.device))
         with torch.no_grad(), torch.cuda.stream(pool.stream):
@@ -57,11 +56,14 @@ class CapturedStep:
 
     def __call__(self, tensors: StepTensors) -> Tensor:
         """Copy ``tensors`` in (but not the buffers themselves) and replay on the current stream."""
+        self._fill(tensors)
+        self._graph.replay()
+        return self._result
+
+    def _fill(self, tensors: StepTensors) -> None:
         for name, buffer in self._inputs.items():
             if tensors[name] is not buffer:
                 buffer.copy_(tensors[name])
-        self._graph.replay()
-        return self._result
 
     @property
     def inputs(self) -> StepTensors:

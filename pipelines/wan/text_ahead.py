@@ -29,8 +29,9 @@ def text_ahead(module: Any, inputs: ModelInputs) -> dict[str, Tensor]:
 def given_to_blocks(module: Any, keys_values_N2BTC: Tensor | None) -> Iterator[None]:
     """In forwards of this context each block gets its keys and values where it expects the text (None: the text)."""
     with ExitStack() as stack:
-        for block, x_2BTC in zip(module.blocks, () if keys_values_N2BTC is None else keys_values_N2BTC, strict=False):
-            stack.callback(block.register_forward_pre_hook(_in_place_of_text(x_2BTC)).remove)
+        if keys_values_N2BTC is not None:
+            for block, x_2BTC in zip(module.blocks, keys_values_N2BTC, strict=True):
+                stack.callback(block.register_forward_pre_hook(_in_place_of_text(x_2BTC)).remove)
         yield
 
 
