@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import sys
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import cache_from_source, find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.markup import escape
 from rich.table import Table
 
 from deployments.cli.progress import console
@@ -30,11 +35,11 @@ class Finding:
 
 def print_report() -> bool:
     """Print every finding; True if nothing that the CPU path needs is missing."""
-    findings = [*_software(), *_devices(), *_engines(), *_models()]
+    findings = [*_software(), *_bytecode(), *_devices(), *_engines(), *_models()]
     table = Table("", "subject", "found")
     for finding in findings:
         mark = {True: "[green]yes[/]", False: "[red]no[/]", None: ""}[finding.ok]
-        table.add_row(mark, finding.subject, finding.found)
+        table.add_row(mark, finding.subject, escape(finding.found))
     console.print(table)
     return not any(finding.ok is False and finding.subject in ("ray", "torch", "diffusers") for finding in findings)
 
@@ -71,7 +76,7 @@ def print_proofs(model: str) -> bool:
     marks = {"proved": "[green]proved[/]", "failed": "[red]failed[/]", "not here": "[yellow]not here[/]"}
     table, proofs = Table("", "statement", "detail"), doctor(MakeModel(source=model))
     for proof in proofs:
-        table.add_row(marks[proof.result], proof.subject, proof.detail)
+        table.add_row(marks[proof.result], proof.subject, escape(proof.detail))
     console.print(table)
     return all(proof.result != "failed" for proof in proofs)
 
@@ -89,6 +94,35 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
+
+
+def _bytecode() -> list[Finding]:
+    """Whether starts find their packages compiled, or compile them. torch, the largest, stands for all."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return []
+    cached = Path(cache_from_source(spec.origin))  # below sys.pycache_prefix where that is set
+    if os.path.exists(cached):
+        return [Finding(subject="bytecode", found=f"kept, that of torch in {cached.parent}", ok=True)]
+    causes, changes = [], []
+    if sys.dont_write_bytecode:
+        causes.append("Python is told to write none")
+        changes.append("unset PYTHONDONTWRITEBYTECODE")
+    if not _is_writable(cached.parent):
+        causes.append(f"{cached.parent} cannot be written")
+        changes.append("set PYTHONPYCACHEPREFIX to a writable folder")
+    if not causes:
+        return [Finding(subject="bytecode", found="none yet: the first start writes it", ok=True)]
+    found = f"none, and {' and '.join(causes)}: every start compiles the sources of its packages, about 8 s. "
+    found += f"To change that, {' and '.join(changes)}, or run"
+    found += f" `python -m compileall -q {Path(spec.origin).parents[1]}` once, as where an image is built"
+    return [Finding(subject="bytecode", found=found, ok=False)]
+
+
+def _is_writable(folder: Path) -> bool:
+    """Whether ``folder``, which need not exist, can be written, or made."""
+    nearest = next(each for each in (folder, *folder.parents) if os.path.exists(each))
+    return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
 
 
 def _devices() -> list[Finding]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.util import cache_from_source
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 
 from deployments.cli import doctor
 
@@ -46,3 +50,64 @@ def test_without_a_gpu_plans_can_be_built_and_not_run(monkeypatch: pytest.Monkey
     found = host(monkeypatch, installed=EVERYTHING, num_gpus=0)
     assert found["GPU"].ok is False
     assert found["engine tensorrt"].found == "builds plans here; running them needs a GPU"
+
+
+def bytecode(monkeypatch: pytest.MonkeyPatch, folder: Path, *, writes: bool) -> doctor.Finding:
+    """What the doctor finds in an interpreter that keeps bytecode in ``folder``, and writes it or does not."""
+    monkeypatch.setattr(sys, "pycache_prefix", str(folder))
+    monkeypatch.setattr(sys, "dont_write_bytecode", not writes)
+    (found,) = doctor._bytecode()
+    return found
+
+
+def test_bytecode_that_is_never_written_is_told_with_its_cost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = bytecode(monkeypatch, tmp_path, writes=False)
+    assert found.ok is False
+    assert "every start compiles the sources of its packages, about 8 s" in found.found
+    assert "unset PYTHONDONTWRITEBYTECODE, or run `python -m compileall" in found.found
+    assert str(Path(torch.__file__).parents[1]) in found.found
+    assert "PYTHONPYCACHEPREFIX" not in found.found  # by itself, it would change nothing
+
+
+@pytest.mark.parametrize(
+    ("writes", "told"),
+    [
+        (True, "To change that, set PYTHONPYCACHEPREFIX to a writable folder"),
+        (False, "unset PYTHONDONTWRITEBYTECODE and set PYTHONPYCACHEPREFIX to a writable folder"),
+    ],
+)
+def test_bytecode_that_cannot_be_written_wants_another_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, writes: bool, told: str
+) -> None:
+    in_the_way = tmp_path / "file"
+    in_the_way.touch(mode=0o777)  # what it lacks is no permission
+    found = bytecode(monkeypatch, in_the_way, writes=writes)
+    assert found.ok is False
+    assert told in found.found
+    assert f"{in_the_way}/" in found.found
+
+
+def test_bytecode_that_the_first_start_writes_is_fine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert bytecode(monkeypatch, tmp_path / "to" / "be" / "made", writes=True).ok is True
+
+
+def test_bytecode_that_is_there_is_fine_though_none_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path))
+    cached = Path(cache_from_source(torch.__file__))
+    assert cached.is_relative_to(tmp_path)
+    cached.parent.mkdir(parents=True)
+    cached.touch()
+    assert bytecode(monkeypatch, tmp_path, writes=False).ok is True
+
+
+def test_the_report_shows_brackets_and_warns_of_bytecode_without_failing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    console = Console(width=600, record=True)
+    monkeypatch.setattr(doctor, "console", console)
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "tensorrt" else "11.2")
+    bytecode(monkeypatch, tmp_path, writes=False)
+    assert doctor.print_report() is True
+    shown = console.export_text()
+    assert "pip install 'troupe[gpu,export]'" in shown
+    assert "│ no  │ bytecode" in shown
