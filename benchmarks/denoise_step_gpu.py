@@ -29,6 +29,8 @@ STOP_S = 35
 """A launcher gives its ranks 30 s before it kills them."""
 TAIL_LINES = 40
 POLL_S = 0.2
+CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "PYTHONPYCACHEPREFIX")
+"""Variables that name a folder of compiled kernels, or of Python's bytecode."""
 
 
 @dataclass(slots=True)
@@ -88,7 +90,8 @@ def start(run: Run, turn: int, stage: Stage, num_gpus: int, out: Path, meeting: 
     if run.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, run.gpus))
     if run.own_caches:
-        environment |= {name: f"{own_caches()}/{name}" for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
+        environment |= {name: f"{own_caches()}/{name}" for name in CACHES}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # images set it, and no start would ever find bytecode
     if stage.takes_turns:
         meeting.mkdir(exist_ok=True)
         environment["TORCHINDUCTOR_COMPILE_THREADS"] = "4"  # many processes compile at one time

@@ -4,7 +4,8 @@
 
 In the order of a gang's ranks: torch is imported, the communicator made, the early start begun (in a thread), and the
 model's library imported meanwhile. FLUX.1-dev, random weights, whose making is timed apart. Run it twice to see what
-Triton's and Inductor's caches save (TRITON_CACHE_DIR, TORCHINDUCTOR_CACHE_DIR). The last line is one JSON document.
+the caches save: Triton's, Inductor's and Python's bytecode (TRITON_CACHE_DIR, TORCHINDUCTOR_CACHE_DIR, and
+PYTHONPYCACHEPREFIX without PYTHONDONTWRITEBYTECODE). The last line is one JSON document.
 """
 
 from __future__ import annotations

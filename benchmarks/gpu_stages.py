@@ -12,7 +12,8 @@ QUALITY = "benchmarks.precision_quality"
 class Run:
     """``module`` with ``arguments``: on all GPUs, on ``gpus`` (a rank each), or on one.
 
-    ``own_caches``: compiled kernels are not those of other runs, but of runs that say the same, and empty at first.
+    ``own_caches``: compiled kernels and Python's bytecode are not those of other runs, but of runs that say the same,
+    and there are none at first.
     """
 
     name: str
