@@ -22,7 +22,6 @@ class Case:
 
     ``exchange``: "nccl"; "nccl-8": at most so many thread blocks; "nccl-low": on a stream of usual priority; "none":
     left out, to see what computing alone costs. ``num_blocks``: of the model's, where all would take too long (0: all).
-    ``recorded``: products by recorded algorithms, where there are, instead of cuBLAS's own choice.
     """
 
     maker: str
@@ -39,7 +38,6 @@ class Case:
     num_branches: int = 1
     num_blocks: int = 0
     num_steps: int = 1
-    recorded: bool = True
 
     @property
     def name(self) -> str:
@@ -53,7 +51,6 @@ class Case:
         options += [] if self.graph else ["uncaptured"]
         options += self._overlaps() if self.maker in ("fast", *ENGINE_MAKERS) else []
         options += self._module_overlaps() if self.maker == "wan" and self.width > 1 else []
-        options += [] if self.recorded else ["own-choice"]
         return "/".join((self.maker, str(self.side), f"w{self.width}", *options))
 
     def can_run(self, world: int) -> bool:
@@ -99,8 +96,6 @@ GOALS = tuple(
     )
 )
 """As the engine runs them."""
-
-OWN_CHOICE = tuple(replace(case, recorded=False, default=False) for case in GOALS if case.precision == NATIVE)
 
 VARIANTS = tuple(
     Case(
@@ -204,4 +199,4 @@ WAN = (
     ),
 )
 
-CASES = GOALS + OWN_CHOICE + VARIANTS + ENGINE + STRATEGIES + SINGLE_RANK + EXCHANGES + PEERS + WAN
+CASES = GOALS + VARIANTS + ENGINE + STRATEGIES + SINGLE_RANK + EXCHANGES + PEERS + WAN

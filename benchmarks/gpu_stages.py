@@ -87,7 +87,6 @@ STAGES = (
         "kernels", "cuda", module=KERNEL_CHECK, all_gpus=False, writes_json=False, limit_s=60
     ),
     alone("goals", limit_s=90),
-    alone("own_choice", "own-choice", limit_s=60),
     PEERS,
     PEERS_OF_TWO,
     alone("elastic", "engine/", "switch/", "always8", "elastic8", limit_s=90),

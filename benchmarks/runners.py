@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache, cached_property
 from typing import Any
 from unittest.mock import patch
@@ -144,11 +144,13 @@ class Bench:
         inputs = self.inputs(case.side, case.batch)
         team = self._team(case)
         layout = TokenLayout.of(SHARD_PLAN.streams, stream_lengths(inputs), team.context.size)
+        sample = inputs["hidden_states"]
         weights = self.weights(case.precision)
-        fast = FastStep(weights, SHARD_PLAN, team, layout, case.overlap, inputs["hidden_states"])
+        fast = FastStep(weights, SHARD_PLAN, team, layout, case.overlap, sample)
+        around = _without_exchange if case.exchange == "none" else nullcontext
 
         def run(latents: Tensor, ahead: StepTensors) -> Tensor:
-            with _around(case):
+            with around():
                 return fast(latents, ahead)
 
         ahead = AheadCache().tensors(Branch(inputs=inputs), weights, fast)
@@ -229,16 +231,13 @@ class Bench:
         return float(f"{error:.2e}")
 
 
-def _around(case: Case) -> AbstractContextManager[Any]:
-    """What the case leaves out. Without exchange ranks keep what they have: a wrong answer in the right shapes."""
+def _without_exchange() -> AbstractContextManager[Any]:
+    """Ranks keep what they have: a wrong answer in the right shapes."""
     stack = ExitStack()
-    if case.exchange == "none":
-        exchange = "engines.torch_engine.head_exchange"
-        stack.enter_context(patch.multiple(exchange, start_all_to_all=lambda x, axis: x, wait=lambda x: x))
-        gather = "engines.torch_engine.fast_step.all_gather"
-        stack.enter_context(patch(gather, lambda x, axis: torch.stack([x] * axis.size)))
-    if not case.recorded:
-        stack.enter_context(patch("engines.torch_engine.product.recorded_matmul", lambda *_: None))
+    exchange = "engines.torch_engine.head_exchange"
+    stack.enter_context(patch.multiple(exchange, start_all_to_all=lambda x, axis: x, wait=lambda x: x))
+    stacked = patch("engines.torch_engine.fast_step.all_gather", lambda x, axis: torch.stack([x] * axis.size))
+    stack.enter_context(stacked)
     return stack
 
 

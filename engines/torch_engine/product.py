@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engines.torch_engine.cublaslt import Epilogue, recorded_matmul
 from engines.torch_engine.kernels import QuantRows, Rows, quantize_rows
 from engines.torch_engine.kernels.rows import quantized
 
@@ -35,17 +34,13 @@ class Product(Protocol):
 
 
 class NativeProduct:
-    """cuBLAS with bias and GELU in its epilogue, by recorded algorithms where there are; reads the layer's weight."""
+    """cuBLAS with bias and GELU in its epilogue; reads the layer's own weight."""
 
     def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
         self.weight_NK, self.bias_N = weight_NK, bias_N
 
     def __call__(self, x: Rows, out: Tensor | None = None) -> Tensor:
         assert isinstance(x, Tensor)
-        epilogue: Epilogue = "none" if self.bias_N is None else "bias"
-        matmul = recorded_matmul(x, self.weight_NK, epilogue, self.bias_N, out)
-        if matmul is not None:
-            return matmul(x, self.weight_NK, self.bias_N, out)
         if self.bias_N is None:
             return torch.mm(x, self.weight_NK.t(), out=out)
         return torch.addmm(self.bias_N, x, self.weight_NK.t(), out=out)
@@ -53,9 +48,6 @@ class NativeProduct:
     def activated(self, x: Rows) -> Tensor:
         assert isinstance(x, Tensor)
         assert self.bias_N is not None
-        matmul = recorded_matmul(x, self.weight_NK, "gelu", self.bias_N)
-        if matmul is not None:
-            return matmul(x, self.weight_NK, self.bias_N)
         if x.is_cuda:  # the epilogue's GELU is the tanh form; on the CPU the same op takes the exact one
             fused: Tensor = torch._addmm_activation(self.bias_N, x, self.weight_NK.t(), use_gelu=True)
             return fused
@@ -67,9 +59,6 @@ class NativeProduct:
     def add(self, update_RN: Tensor, x: Rows) -> tuple[Tensor, ...]:
         assert isinstance(x, Tensor)
         assert self.bias_N is None, "the bias belongs to the product that is added to"
-        matmul = recorded_matmul(x, self.weight_NK, "add", update_RN)
-        if matmul is not None:
-            return (matmul(x, self.weight_NK, None, update_RN),)
         return (update_RN.addmm_(x, self.weight_NK.t()),)
 
 
