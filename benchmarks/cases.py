@@ -55,7 +55,7 @@ class Case:
 
     def can_run(self, world: int) -> bool:
         """Without its exchange, a rank's share of any width can be timed alone; peers take all ranks there are."""
-        if self.maker.startswith(("diffusers", "xdit")):
+        if self.maker.startswith(("diffusers", "xdit", "sglang")):
             return self.width == world
         return self.width <= world or self.exchange == "none"
 
@@ -153,7 +153,7 @@ STRATEGIES = tuple(
 
 PEERS = tuple(
     Case(maker=maker, side=side, width=width, graph=False, default=False)
-    for maker in ("diffusers-ulysses", "diffusers-ring", "xdit")
+    for maker in ("diffusers-ulysses", "diffusers-ring", "xdit", "sglang", "sglang-compiled")
     for side, width in ((1024, 2), (1024, 4), (2048, 4), (512, 4))
 )
 

@@ -62,6 +62,29 @@ PEERS = Stage(
     min_gpus=4,
     takes_turns=True,
 )
+# Compiling all of SGLang's transformer, with trials of every product, takes minutes: not among the others.
+SGLANG = Stage(
+    name="sglang",
+    runs=(
+        peer("sglang4", "sglang", FOUR, 1024, 2048),
+        peer("sglang_compiled4", "sglang-compiled", FOUR, 1024),
+        Run(name="ours4", arguments=("--only", f"fast/1024/w4/bf16/ulysses/{DEFAULT}"), gpus=FOUR),
+    ),
+    limit_s=280,
+    min_gpus=4,
+    takes_turns=True,
+)
+SGLANG_OF_TWO = Stage(
+    name="sglang_of_two",
+    runs=(
+        peer("sglang2", "sglang", (0, 1), 1024),
+        peer("sglang_compiled2", "sglang-compiled", (2, 3), 1024),
+        Run(name="beside_sglang2", arguments=("--only", f"fast/1024/w2/bf16/ulysses/{DEFAULT}"), gpus=(0, 1)),
+    ),
+    limit_s=280,
+    min_gpus=4,
+    takes_turns=True,
+)
 PEERS_OF_TWO = Stage(
     name="peers_of_two",
     runs=(
@@ -89,6 +112,8 @@ STAGES = (
     alone("goals", limit_s=90),
     PEERS,
     PEERS_OF_TWO,
+    SGLANG,
+    SGLANG_OF_TWO,
     alone("elastic", "engine/", "switch/", "always8", "elastic8", limit_s=90),
     alone("variants", "bf16/ulysses", "fp8/ulysses", "--skip", "uncaptured", "none", "wan", "nccl-", "engine", "switch",
           "8/512", limit_s=150, min_gpus=2),

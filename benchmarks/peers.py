@@ -1,4 +1,4 @@
-"""Peers on the same weights: diffusers' own context parallelism, and xDiT's attention, with per-block compilation."""
+"""Peers on the same weights: diffusers' context parallelism and xDiT's attention, blocks compiled, and SGLang."""
 
 from __future__ import annotations
 
@@ -12,7 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.sglang_peer import sglang_step
 from pipelines.flux.attention import set_kernel
+
+
+def peer_step(module: Any, inputs: dict[str, Tensor], maker: str) -> Callable[[], Tensor]:
+    if maker == "xdit":
+        return xdit_step(module, inputs)
+    if maker.startswith("sglang"):
+        return sglang_step(module, inputs, compiled=maker.endswith("compiled"))
+    return diffusers_step(module, inputs, maker)
 
 
 def diffusers_step(module: Any, inputs: dict[str, Tensor], maker: str) -> Callable[[], Tensor]:

@@ -20,6 +20,8 @@ MAKERS = {
     "diffusers-ulysses": "diffusers ulysses, blocks compiled",
     "diffusers-ring": "diffusers ring, blocks compiled",
     "xdit": "xDiT USP, blocks compiled",
+    "sglang": "SGLang Diffusion",
+    "sglang-compiled": "SGLang Diffusion, compiled",
 }
 TICKS_MS = (5, 7, 10, 14, 20, 28, 40, 56, 80, 110, 160, 220, 320, 450, 640, 900)
 SKIPPED = frozenset({"none", "batch2", "nccl-low", "nccl-8", "nccl-16", "uncaptured"})

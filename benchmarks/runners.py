@@ -34,7 +34,7 @@ from pipelines.flux.denoiser import as_denoiser
 from pipelines.flux.fast import fast_weights
 from pipelines.flux.shard_plan import SHARD_PLAN, stream_lengths
 
-PEERS = ("diffusers", "xdit")
+PEERS = ("diffusers", "xdit", "sglang")
 SMALL_SIDE = 128
 STRATEGIES = ("ulysses", "allgather_kv", "ring", "hybrid")
 Step = Callable[[], Any]
@@ -96,11 +96,9 @@ class Bench:
             return self._wan(case), lambda: None
         if case.maker.startswith(PEERS):
             self.references_for_peers()
-        if case.maker == "xdit":
-            return peers.xdit_step(self.module, self.inputs(case.side, case.batch)), lambda: None
-        if case.maker.startswith(PEERS):
-            return peers.diffusers_step(self.module, self.inputs(case.side, case.batch), case.maker), lambda: None
         inputs = self.inputs(case.side, case.batch)
+        if case.maker.startswith(PEERS):
+            return peers.peer_step(self.module, inputs, case.maker), lambda: None
         if case.maker == "blocks":
             self.module.compile_repeated_blocks(dynamic=False, fullgraph=True)
         step = self._module_step(inputs)
