@@ -55,7 +55,7 @@ class Case:
 
     def can_run(self, world: int) -> bool:
         """Without its exchange, a rank's share of any width can be timed alone; peers take all ranks there are."""
-        if self.maker.startswith(("diffusers", "xdit", "sglang")):
+        if self.maker.startswith(("diffusers", "xdit", "sglang", "vllm-omni")):
             return self.width == world
         return self.width <= world or self.exchange == "none"
 
@@ -151,9 +151,10 @@ STRATEGIES = tuple(
     for strategy, width in (("allgather_kv", 2), ("allgather_kv", 4), ("ring", 2), ("ring", 4), ("hybrid", 4))
 )
 
+VLLM_OMNI = ("vllm-omni", "vllm-omni-eager", "vllm-omni-tensor")
 PEERS = tuple(
     Case(maker=maker, side=side, width=width, graph=False, default=False)
-    for maker in ("diffusers-ulysses", "diffusers-ring", "xdit", "sglang", "sglang-compiled")
+    for maker in ("diffusers-ulysses", "diffusers-ring", "xdit", "sglang", "sglang-compiled", *VLLM_OMNI)
     for side, width in ((1024, 2), (1024, 4), (2048, 4), (512, 4))
 )
 

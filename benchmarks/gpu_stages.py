@@ -85,6 +85,28 @@ SGLANG_OF_TWO = Stage(
     min_gpus=4,
     takes_turns=True,
 )
+# It copies the weights, and compiles in one thread. Its tensor parallelism wants a process of its own.
+VLLM_OMNI = Stage(
+    name="vllm_omni",
+    runs=(
+        peer("vllm_omni4", "vllm-omni", FOUR, 1024, 2048),
+        peer("vllm_omni_tensor4", "vllm-omni-tensor", FOUR, 1024),
+    ),
+    limit_s=250,
+    min_gpus=4,
+    takes_turns=True,
+)
+VLLM_OMNI_OF_TWO = Stage(
+    name="vllm_omni_of_two",
+    runs=(
+        peer("vllm_omni2", "vllm-omni", (0, 1), 1024),
+        peer("vllm_omni_tensor2", "vllm-omni-tensor", (2, 3), 1024),
+        Run(name="beside_vllm_omni2", arguments=("--only", f"fast/1024/w2/bf16/ulysses/{DEFAULT}"), gpus=(0, 1)),
+    ),
+    limit_s=250,
+    min_gpus=4,
+    takes_turns=True,
+)
 PEERS_OF_TWO = Stage(
     name="peers_of_two",
     runs=(
@@ -114,6 +136,8 @@ STAGES = (
     PEERS_OF_TWO,
     SGLANG,
     SGLANG_OF_TWO,
+    VLLM_OMNI,
+    VLLM_OMNI_OF_TWO,
     alone("elastic", "engine/", "switch/", "always8", "elastic8", limit_s=90),
     alone("variants", "bf16/ulysses", "fp8/ulysses", "--skip", "uncaptured", "none", "wan", "nccl-", "engine", "switch",
           "8/512", limit_s=150, min_gpus=2),

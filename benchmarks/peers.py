@@ -1,4 +1,4 @@
-"""Peers on the same weights: diffusers' context parallelism and xDiT's attention, blocks compiled, and SGLang."""
+"""Peers on the same weights: diffusers' context parallelism, xDiT's attention, SGLang Diffusion and vLLM-Omni."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.sglang_peer import sglang_step
+from benchmarks.vllm_omni_peer import vllm_omni_step
 from pipelines.flux.attention import set_kernel
 
 
@@ -21,6 +22,8 @@ def peer_step(module: Any, inputs: dict[str, Tensor], maker: str) -> Callable[[]
         return xdit_step(module, inputs)
     if maker.startswith("sglang"):
         return sglang_step(module, inputs, compiled=maker.endswith("compiled"))
+    if maker.startswith("vllm-omni"):
+        return vllm_omni_step(module, inputs, compiled="eager" not in maker, tensor=maker.endswith("tensor"))
     return diffusers_step(module, inputs, maker)
 
 

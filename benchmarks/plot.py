@@ -22,6 +22,9 @@ MAKERS = {
     "xdit": "xDiT USP, blocks compiled",
     "sglang": "SGLang Diffusion",
     "sglang-compiled": "SGLang Diffusion, compiled",
+    "vllm-omni": "vLLM-Omni",
+    "vllm-omni-eager": "vLLM-Omni, eager",
+    "vllm-omni-tensor": "vLLM-Omni, tensor parallel",
 }
 TICKS_MS = (5, 7, 10, 14, 20, 28, 40, 56, 80, 110, 160, 220, 320, 450, 640, 900)
 SKIPPED = frozenset({"none", "batch2", "nccl-low", "nccl-8", "nccl-16", "uncaptured"})

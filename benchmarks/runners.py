@@ -34,7 +34,7 @@ from pipelines.flux.denoiser import as_denoiser
 from pipelines.flux.fast import fast_weights
 from pipelines.flux.shard_plan import SHARD_PLAN, stream_lengths
 
-PEERS = ("diffusers", "xdit", "sglang")
+PEERS = ("diffusers", "xdit", "sglang", "vllm-omni")
 SMALL_SIDE = 128
 STRATEGIES = ("ulysses", "allgather_kv", "ring", "hybrid")
 Step = Callable[[], Any]

@@ -52,8 +52,8 @@ def _transformer(module: Any, compiled: bool) -> Any:
         maybe_enable_inductor_compute_comm_overlap,
     )
 
-    same = ("num_layers", "num_single_layers", "attention_head_dim", "num_attention_heads", "joint_attention_dim")
-    same += ("pooled_projection_dim", "guidance_embeds", "axes_dims_rope")
+    blocks = ("num_layers", "num_single_layers", "attention_head_dim", "num_attention_heads", "axes_dims_rope")
+    same = (*blocks, "joint_attention_dim", "pooled_projection_dim", "guidance_embeds")
     architecture = FluxArchConfig(**{name: module.config[name] for name in same})
     weights = module.state_dict()
     torch.set_default_dtype(next(iter(weights.values())).dtype)  # it chooses its attention by that
