@@ -14,7 +14,7 @@ PLAIN = Overlap(mlp_lane=False, num_parts=1, peer_memory=False, streams_apart=Fa
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """``maker``: "fast" (ours), "blocks" (the module, blocks compiled), "eager"; "diffusers-..." are the peers.
+    """``maker``: "fast" (ours), "blocks" (the module, blocks compiled), "eager"; the others' names are the peers'.
     "engine": ours as a gang calls it; "switch": the same, at width 1 and then at ``width``, both in one time;
     "always8": 8 pictures of ``num_steps``, each on all ``width`` ranks, one after the other; "elastic8": the same, the
     ranks shared out among them.
@@ -55,9 +55,13 @@ class Case:
 
     def can_run(self, world: int) -> bool:
         """Without its exchange, a rank's share of any width can be timed alone; peers take all ranks there are."""
-        if self.maker.startswith(("diffusers", "xdit", "sglang", "vllm-omni")):
+        if self.is_peer:
             return self.width == world
         return self.width <= world or self.exchange == "none"
+
+    @property
+    def is_peer(self) -> bool:
+        return self.maker.startswith(("diffusers", "xdit", "sglang", "vllm-omni"))
 
     def _overlaps(self) -> list[str]:
         options = [] if self.overlap.stream_lane == PLAIN.stream_lane else ["one-stream"]

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.making import default_dtype
+
 GUIDANCE = 4.0
 """Times 1000 it is exact in bfloat16: otherwise every bfloat16 answer would be that of another guidance."""
 DUAL_BLOCKS, SINGLE_BLOCKS, CHANNELS, TEXT_TOKENS = 19, 38, 3072, 512
@@ -20,6 +22,8 @@ SMALL = {
     "pooled_projection_dim": 32,
 }
 """A configuration for a CPU: the program's own test."""
+ARCHITECTURE = (*SMALL, "in_channels", "guidance_embeds")
+"""All that makes one such module unlike another."""
 
 
 def build(device: torch.device, dtype: torch.dtype, *, small: bool = False) -> Any:
@@ -27,15 +31,19 @@ def build(device: torch.device, dtype: torch.dtype, *, small: bool = False) -> A
     from diffusers import FluxTransformer2DModel
 
     torch.manual_seed(0)
-    torch.set_default_dtype(dtype)
     with torch.device(device):
-        module = FluxTransformer2DModel(guidance_embeds=True, **(SMALL if small else {}))
-        torch.set_default_dtype(torch.float32)
+        with default_dtype(dtype):
+            module = FluxTransformer2DModel(guidance_embeds=True, **(SMALL if small else {}))
         for name, parameter in module.named_parameters():
             if parameter.ndim == 1:
                 noise = torch.randn_like(parameter)
                 parameter.data.copy_(1 + 0.2 * noise if "norm" in name and "weight" in name else 0.05 * noise)
     return module.eval().requires_grad_(False)
+
+
+def architecture(module: Any) -> dict[str, Any]:
+    """What other projects' transformers take under the same names."""
+    return {name: module.config[name] for name in ARCHITECTURE}
 
 
 def inputs(module: Any, side: int, *, batch: int = 1, text: int = TEXT_TOKENS) -> dict[str, Tensor]:

@@ -48,83 +48,74 @@ def peer(name: str, maker: str, gpus: tuple[int, ...], *sides: int) -> Run:
 
 
 DEFAULT = "apart/mlp-lane/peer"
-FOUR = (0, 1, 2, 3)
+FOUR, FIRST, LAST = (0, 1, 2, 3), (0, 1), (2, 3)
+
+
+def ours(name: str, gpus: tuple[int, ...]) -> Run:
+    """What stands beside peers on these GPUs."""
+    return Run(name=name, arguments=("--only", f"fast/1024/w{len(gpus)}/bf16/ulysses/{DEFAULT}"), gpus=gpus)
+
+
+def beside(name: str, *runs: Run, limit_s: int) -> Stage:
+    """Peers on four GPUs, timed one after the other."""
+    return Stage(name=name, runs=runs, limit_s=limit_s, min_gpus=4, takes_turns=True)
+
+
 # In two stages: each run holds the whole model on its GPUs, and three of them are what fits. At width 4 the goals' own
 # stage is what they stand beside; at width 2 their GPUs are cooler than there, so Troupe takes its turn with them.
-PEERS = Stage(
-    name="peers",
-    runs=(
+PEERS = (
+    beside(
+        "peers",
         peer("ulysses4", "diffusers-ulysses", FOUR, 1024, 2048),
         peer("ring4", "diffusers-ring", FOUR, 1024, 2048),
         peer("xdit4", "xdit", FOUR, 1024, 2048),
+        limit_s=130,
     ),
-    limit_s=130,
-    min_gpus=4,
-    takes_turns=True,
+    beside(
+        "peers_of_two",
+        peer("ulysses2", "diffusers-ulysses", FIRST, 1024),
+        peer("ring2", "diffusers-ring", LAST, 1024),
+        peer("xdit2", "xdit", FIRST, 1024),
+        ours("ours2", LAST),
+        limit_s=100,
+    ),
 )
-# Compiling all of SGLang's transformer, with trials of every product, takes minutes: not among the others.
-SGLANG = Stage(
-    name="sglang",
-    runs=(
+# Minutes each: SGLang compiles its transformer whole, with trials of every product; vLLM-Omni compiles in one thread,
+# copies the weights, and its tensor parallelism wants a process of its own.
+SLOW_PEERS = (
+    beside(
+        "sglang",
         peer("sglang4", "sglang", FOUR, 1024, 2048),
         peer("sglang_compiled4", "sglang-compiled", FOUR, 1024),
-        Run(name="ours4", arguments=("--only", f"fast/1024/w4/bf16/ulysses/{DEFAULT}"), gpus=FOUR),
+        ours("ours4", FOUR),
+        limit_s=280,
     ),
-    limit_s=280,
-    min_gpus=4,
-    takes_turns=True,
-)
-SGLANG_OF_TWO = Stage(
-    name="sglang_of_two",
-    runs=(
-        peer("sglang2", "sglang", (0, 1), 1024),
-        peer("sglang_compiled2", "sglang-compiled", (2, 3), 1024),
-        Run(name="beside_sglang2", arguments=("--only", f"fast/1024/w2/bf16/ulysses/{DEFAULT}"), gpus=(0, 1)),
+    beside(
+        "sglang_of_two",
+        peer("sglang2", "sglang", FIRST, 1024),
+        peer("sglang_compiled2", "sglang-compiled", LAST, 1024),
+        ours("beside_sglang2", FIRST),
+        limit_s=280,
     ),
-    limit_s=280,
-    min_gpus=4,
-    takes_turns=True,
-)
-# It copies the weights, and compiles in one thread. Its tensor parallelism wants a process of its own.
-VLLM_OMNI = Stage(
-    name="vllm_omni",
-    runs=(
+    beside(
+        "vllm_omni",
         peer("vllm_omni4", "vllm-omni", FOUR, 1024, 2048),
         peer("vllm_omni_tensor4", "vllm-omni-tensor", FOUR, 1024),
+        limit_s=250,
     ),
-    limit_s=250,
-    min_gpus=4,
-    takes_turns=True,
-)
-VLLM_OMNI_OF_TWO = Stage(
-    name="vllm_omni_of_two",
-    runs=(
-        peer("vllm_omni2", "vllm-omni", (0, 1), 1024),
-        peer("vllm_omni_tensor2", "vllm-omni-tensor", (2, 3), 1024),
-        Run(name="beside_vllm_omni2", arguments=("--only", f"fast/1024/w2/bf16/ulysses/{DEFAULT}"), gpus=(0, 1)),
+    beside(
+        "vllm_omni_of_two",
+        peer("vllm_omni2", "vllm-omni", FIRST, 1024),
+        peer("vllm_omni_tensor2", "vllm-omni-tensor", LAST, 1024),
+        ours("beside_vllm_omni2", FIRST),
+        limit_s=250,
     ),
-    limit_s=250,
-    min_gpus=4,
-    takes_turns=True,
-)
-PEERS_OF_TWO = Stage(
-    name="peers_of_two",
-    runs=(
-        peer("ulysses2", "diffusers-ulysses", (0, 1), 1024),
-        peer("ring2", "diffusers-ring", (2, 3), 1024),
-        peer("xdit2", "xdit", (0, 1), 1024),
-        Run(name="ours2", arguments=("--only", f"fast/1024/w2/bf16/ulysses/{DEFAULT}"), gpus=(2, 3)),
-    ),
-    limit_s=100,
-    min_gpus=4,
-    takes_turns=True,
 )
 
 KERNEL_CHECK = "tests.engines.torch_engine.triton_check"
 SINGLE = ("1024/w1/", "2048/w1")
 TURNS = ("fast/1024/w1/bf16", "fast/1024/w1/bf16/one-stream", "fast/1024/w1/bf16/apart")
 PROFILED = ("fast/1024/w1/bf16/apart", f"fast/1024/w4/bf16/ulysses/{DEFAULT}", f"fast/2048/w4/bf16/ulysses/{DEFAULT}")
-
 PROFILED_WAN = ("wan/480/w1/bf16/blocks8", "wan/480/w4/bf16/ulysses/blocks8/peer")
 
 STAGES = (
@@ -132,12 +123,7 @@ STAGES = (
         "kernels", "cuda", module=KERNEL_CHECK, all_gpus=False, writes_json=False, limit_s=60
     ),
     alone("goals", limit_s=90),
-    PEERS,
-    PEERS_OF_TWO,
-    SGLANG,
-    SGLANG_OF_TWO,
-    VLLM_OMNI,
-    VLLM_OMNI_OF_TWO,
+    *PEERS,
     alone("elastic", "engine/", "switch/", "always8", "elastic8", limit_s=90),
     alone("variants", "bf16/ulysses", "fp8/ulysses", "--skip", "uncaptured", "none", "wan", "nccl-", "engine", "switch",
           "8/512", limit_s=150, min_gpus=2),
@@ -165,4 +151,5 @@ STAGES = (
     alone("exchange_speed", module="benchmarks.exchange_speed", writes_json=False, limit_s=60, min_gpus=2),
     alone("parts", module="benchmarks.denoise_step_parts", all_gpus=False, limit_s=60),
     alone("exchanges", "none", "nccl-", limit_s=60, min_gpus=4),
+    *SLOW_PEERS,
 )  # fmt: skip

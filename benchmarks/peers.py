@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import sys
+import importlib
 from collections.abc import Callable
 from functools import cache, partial
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.making import without_init
 from benchmarks.sglang_peer import sglang_step
 from benchmarks.vllm_omni_peer import vllm_omni_step
 from pipelines.flux.attention import set_kernel
@@ -73,16 +74,7 @@ def _prepare_for_xdit(module: Any) -> None:
 
 
 def _xdit_attention(world: int) -> Callable[..., Tensor]:
-    import importlib.util
-
-    found = importlib.util.find_spec("xfuser")
-    if found is None or found.submodule_search_locations is None:
-        raise ValueError("xfuser is not installed")
-    root = found.submodule_search_locations[0]
-    for name in ("xfuser", "xfuser.model_executor", "xfuser.model_executor.layers"):
-        package = ModuleType(name)
-        package.__path__ = ["/".join((root, *name.split(".")[1:]))]
-        sys.modules[name] = package
+    without_init("xfuser", "xfuser.model_executor", "xfuser.model_executor.layers")
     usp: Any = importlib.import_module("xfuser.model_executor.layers.usp")
     state = importlib.import_module("xfuser.core.distributed.parallel_state")
     backends = importlib.import_module("xfuser.core.distributed.attention_backend").AttentionBackendType

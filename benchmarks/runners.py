@@ -34,7 +34,6 @@ from pipelines.flux.denoiser import as_denoiser
 from pipelines.flux.fast import fast_weights
 from pipelines.flux.shard_plan import SHARD_PLAN, stream_lengths
 
-PEERS = ("diffusers", "xdit", "sglang", "vllm-omni")
 SMALL_SIDE = 128
 STRATEGIES = ("ulysses", "allgather_kv", "ring", "hybrid")
 Step = Callable[[], Any]
@@ -94,10 +93,9 @@ class Bench:
             return self._engine_step(case), lambda: None
         if case.maker == "wan":
             return self._wan(case), lambda: None
-        if case.maker.startswith(PEERS):
-            self.references_for_peers()
         inputs = self.inputs(case.side, case.batch)
-        if case.maker.startswith(PEERS):
+        if case.is_peer:
+            self.references_for_peers()
             return peers.peer_step(self.module, inputs, case.maker), lambda: None
         if case.maker == "blocks":
             self.module.compile_repeated_blocks(dynamic=False, fullgraph=True)
@@ -212,7 +210,7 @@ class Bench:
 
     def references_for_peers(self) -> None:
         """All of them, before the first peer changes the module for good."""
-        for side in sorted({case.side for case in CASES if case.maker.startswith(PEERS)}):
+        for side in sorted({case.side for case in CASES if case.is_peer}):
             self.reference(min(side, SMALL_SIDE) if self.small else side, 1)
 
     def error(self, case: Case, answer: Any) -> float | None:

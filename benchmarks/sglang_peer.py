@@ -11,6 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.flux_case import architecture
+from benchmarks.making import default_dtype
+
 TRAINED_STEPS = 1000
 """It takes timesteps and guidance times this, as its pipeline hands them over."""
 
@@ -52,15 +55,10 @@ def _transformer(module: Any, compiled: bool) -> Any:
         maybe_enable_inductor_compute_comm_overlap,
     )
 
-    blocks = ("num_layers", "num_single_layers", "attention_head_dim", "num_attention_heads", "axes_dims_rope")
-    same = (*blocks, "joint_attention_dim", "pooled_projection_dim", "guidance_embeds")
-    architecture = FluxArchConfig(**{name: module.config[name] for name in same})
-    weights = module.state_dict()
-    torch.set_default_dtype(next(iter(weights.values())).dtype)  # it chooses its attention by that
-    with torch.device("meta"):
-        transformer: Any = FluxTransformer2DModel(FluxConfig(arch_config=architecture), hf_config=dict(module.config))
-    torch.set_default_dtype(torch.float32)
-    transformer.load_state_dict(weights, assign=True)
+    config = FluxConfig(arch_config=FluxArchConfig(**architecture(module)))
+    with default_dtype(next(module.parameters()).dtype), torch.device("meta"):
+        transformer: Any = FluxTransformer2DModel(config, hf_config=dict(module.config))
+    transformer.load_state_dict(module.state_dict(), assign=True)
     transformer.eval().requires_grad_(False)
     if compiled:
         maybe_enable_inductor_compute_comm_overlap()
@@ -69,6 +67,7 @@ def _transformer(module: Any, compiled: bool) -> Any:
     return transformer
 
 
+@cache
 def _begin(world: int) -> None:
     import transformers
 

@@ -7,23 +7,17 @@ this model has tensor parallelism. So the plan is ours; hooks, attention, exchan
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-SAME = (
-    *("num_layers", "num_single_layers", "attention_head_dim", "num_attention_heads", "joint_attention_dim"),
-    *("pooled_projection_dim", "guidance_embeds", "axes_dims_rope", "in_channels"),
-)
-"""Of the configuration: its arguments have the same names."""
+from benchmarks.flux_case import architecture
+from benchmarks.making import default_dtype, without_init
 
 
 def vllm_omni_step(
@@ -52,10 +46,8 @@ def _transformer(module: Any, compiled: bool, tensor: bool) -> Any:
     from vllm_omni.diffusion.models.flux.flux_transformer import FluxTransformer2DModel
 
     first = next(module.parameters())
-    torch.set_default_dtype(first.dtype)
-    with set_current_diffusion_config(od_config), torch.device(first.device):
-        transformer: Any = FluxTransformer2DModel(**{name: module.config[name] for name in SAME})
-    torch.set_default_dtype(torch.float32)
+    with default_dtype(first.dtype), set_current_diffusion_config(od_config), torch.device(first.device):
+        transformer: Any = FluxTransformer2DModel(**architecture(module))
     with torch.no_grad():
         loaded = transformer.load_weights(module.state_dict().items())
     missing = {name for name, _ in transformer.named_parameters()} - loaded
@@ -91,7 +83,7 @@ def _begin(ulysses: int, tensor: int) -> tuple[ExitStack, Any]:
     Other sizes need a process of their own.
     """
     allowed: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
-    _import_without_pipelines()
+    without_init("vllm_omni")  # which changes a language model's engine and configurations: none is needed here
     if not torch.cuda.is_available():
         _serve_cpu()
     from vllm.config import CompilationConfig, DeviceConfig, VllmConfig, set_current_vllm_config
@@ -115,16 +107,6 @@ def _begin(ulysses: int, tensor: int) -> tuple[ExitStack, Any]:
     parallel_state.initialize_model_parallel(**sizes)
     torch.backends.cuda.enable_cudnn_sdp(allowed)  # it forbids cuDNN's attention to the whole process
     return contexts, od_config
-
-
-def _import_without_pipelines() -> None:
-    """Its package changes a language model's engine and configurations as it is imported: none is needed here."""
-    found = importlib.util.find_spec("vllm_omni")
-    if found is None or found.submodule_search_locations is None:
-        raise ValueError("vllm-omni is not installed")
-    package = ModuleType("vllm_omni")
-    package.__path__ = list(found.submodule_search_locations)
-    sys.modules["vllm_omni"] = package
 
 
 def _serve_cpu() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.making import default_dtype
 from engines.model import Branch
 from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
@@ -47,11 +48,9 @@ def build(device: torch.device, num_blocks: int, small: bool) -> Any:
     from diffusers import WanTransformer3DModel
 
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.float32 if small else torch.bfloat16)
     sizes = SMALL if small else {"num_attention_heads": 40, "attention_head_dim": 128, "ffn_dim": FFN}
-    with torch.device(device):
+    with torch.device(device), default_dtype(torch.float32 if small else torch.bfloat16):
         module = WanTransformer3DModel(num_layers=min(num_blocks, SMALL_LAYERS) if small else num_blocks, **sizes)
-    torch.set_default_dtype(torch.float32)
     return module.eval().requires_grad_(False)
 
 
