@@ -9,6 +9,8 @@ PYTEST_ARGS ?=
 PARALLEL ?= $(if $(filter tests/%,$(PYTEST_ARGS)),,-n 2 --no-loadscope-reorder)
 
 export RAY_USAGE_STATS_ENABLED ?= 0
+# Each of the application's processes would compile the same sources again.
+unexport PYTHONDONTWRITEBYTECODE
 
 # The release that torch's CUDA builds bring. Kernels are tested in its interpreter where there is no GPU. It lies apart,
 # for within reach every process would import it: 0.1 GiB and half a second each.

@@ -25,7 +25,7 @@ TIMED = (
     "tests/deployments/cli/test_with_server.py",
     "tests/deployments/jobs/",
     "tests/deployments/observability/",
-    "tests/deployments/test_recovery.py",
+    "tests/deployments/test_full_queue.py",
     "tests/deployments/test_stages.py",
     "tests/documents/",
     "tests/engines/gang/",

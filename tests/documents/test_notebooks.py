@@ -11,6 +11,7 @@ import nbformat
 import numpy as np
 import psutil
 import pytest
+import ray
 from nbclient import NotebookClient
 from PIL import Image
 
@@ -40,13 +41,20 @@ def outputs(notebook: nbformat.NotebookNode, kind: str) -> list[str]:
 NOTEBOOK = ROOT / "notebooks" / "01_first_picture.ipynb"
 
 
-@pytest.mark.timeout(400)
-def test_first_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TROUPE_DATA_DIR", str(tmp_path))  # kernels inherit it
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    before = set(psutil.Process().children(recursive=True))
-    notebook = read(NOTEBOOK)
-    NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
+SHARED_START = """
+from contextlib import nullcontext
+import ray, deployments.serving
+ray.init(address={address!r}, log_to_driver=False)
+deployments.serving.running = lambda config: nullcontext({url!r})
+"""
+
+
+def run(notebook: nbformat.NotebookNode, folder: Path) -> None:
+    NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": folder}}).execute()
+
+
+def assert_all_is_shown(notebook: nbformat.NotebookNode) -> None:
+    """Pictures of the right sizes that are not of one colour, clips, and progress to the end."""
     pictures = [
         np.asarray(Image.open(io.BytesIO(b64decode(data))).convert("RGB")) for data in outputs(notebook, "image/png")
     ]
@@ -54,5 +62,29 @@ def test_first_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(np.ptp(picture, axis=(0, 1)).max() > 50 for picture in pictures)
     assert [text.count("<video") for text in outputs(notebook, "text/html")] == [1, 1]
     assert "step 20 of 20, 0.0 s left" in str(outputs(notebook, "text/plain"))
+
+
+@pytest.fixture(autouse=True)
+def kernels_find_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+
+
+def test_first_picture(url: str, tmp_path: Path) -> None:
+    """All but the start, for which the application of this folder's tests stands in."""
+    notebook = read(NOTEBOOK)
+    address = ray.get_runtime_context().gcs_address
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(SHARED_START.format(address=address, url=url)))
+    run(notebook, tmp_path)
+    assert_all_is_shown(notebook)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_first_picture_from_start_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TROUPE_DATA_DIR", str(tmp_path))  # kernels inherit it
+    before = set(psutil.Process().children(recursive=True))
+    notebook = read(NOTEBOOK)
+    run(notebook, tmp_path)
+    assert_all_is_shown(notebook)
     _, left = psutil.wait_procs(set(psutil.Process().children(recursive=True)) - before, timeout=1.0)
     assert [process for process in left if process.status() != psutil.STATUS_ZOMBIE] == []

@@ -12,12 +12,15 @@ from tests.deployments.live import config_of, live
 NUM_RUNNING = 3
 NUM_WAITING = 60
 MAX_BODY_BYTES = 100_000
+STEP_DEADLINE_S = 5.0
+"""What a test waits for that stops a rank."""
 WARM_SIZE = "96x32"
 """Prepared at start; only the test of that asks for it."""
 
 
 @pytest.fixture(scope="package")
 def url(ray_cluster: None, models: dict[str, Path]) -> Iterator[str]:
-    limits = {"max_running_jobs": NUM_RUNNING, "max_waiting_jobs": NUM_WAITING, "warm_sizes": [WARM_SIZE]}
-    with live(config_of(models, api={"max_body_bytes": MAX_BODY_BYTES}, **limits)) as url:
+    denoiser = {"max_running_jobs": NUM_RUNNING, "max_waiting_jobs": NUM_WAITING, "step_deadline_s": STEP_DEADLINE_S}
+    api = {"max_body_bytes": MAX_BODY_BYTES}
+    with live(config_of(models, api=api, warm_sizes=[WARM_SIZE], **denoiser)) as url:
         yield url

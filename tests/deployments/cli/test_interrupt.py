@@ -14,7 +14,7 @@ from tests.deployments.live import config_of
 MOMENTS = {"at once": ("Starting Ray Serve", None), "replicas start": ("no running replica", 0.3)}
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", [pytest.param("at once", marks=pytest.mark.slow), "replicas start"])
 def test_ctrl_c_leaves_no_process_and_no_file(pictures: Path, moment: str):
     pattern, again_after_s = MOMENTS[moment]
     with short_folder() as folder:

@@ -73,7 +73,7 @@ async def test_times_are_told_apart(gang: Gang):
     await first
     assert isinstance(done, JobDone)
     assert done.denoise_s > 15 * 0.05, "the two jobs took turns"
-    assert 0 < done.queue_s < 4 * 0.05
+    assert 0 < done.queue_s < 0.5 * done.denoise_s, "a job waits for turns, not for the other job"
 
 
 async def test_jobs_take_turns_and_each_gets_its_own_progress(gang: Gang):
