@@ -1,5 +1,5 @@
-"""``troupe serve`` with a key: other commands talk to it, Ctrl-C ends it, and killed in the middle of a clip and started
-again it finishes the clip."""
+"""``troupe serve`` with a key: other commands talk to it, Ctrl-C ends it, and killed in the middle of a clip and then
+started again it finishes the clip."""
 
 from __future__ import annotations
 

@@ -31,7 +31,8 @@ def bf16_specimen(family: str) -> tuple[object, list[Branch]]:
     return model, [Branch(inputs=cast(specimen, inputs, torch.bfloat16)) for inputs in specimen.buckets()]
 
 
-@pytest.mark.parametrize("num_buckets", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow  # the tests of the command build such a plan in every run
+@pytest.mark.parametrize("num_buckets", [1, 2])
 def test_build_engine_says_what_the_plan_holds(tmp_path: Path, num_buckets: int) -> None:
     model, buckets = bf16_specimen("flux")
     buckets = buckets[:num_buckets]
@@ -50,7 +51,7 @@ def test_build_engine_says_what_the_plan_holds(tmp_path: Path, num_buckets: int)
     assert again.sha256 == first.sha256
 
 
-@pytest.mark.parametrize("flag", ["weight_streaming", "strip_weights"])
+@pytest.mark.parametrize("flag", ["weight_streaming", pytest.param("strip_weights", marks=pytest.mark.slow)])
 def test_weight_flags_build_or_say_why_not(tmp_path: Path, flag: str) -> None:
     """Stripping needs a GPU at build time in TensorRT-RTX 1.7; a version that lifts that fails here."""
     model, buckets = bf16_specimen("wan")
