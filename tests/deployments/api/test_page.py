@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
+from dataclasses import asdict
+from html.parser import HTMLParser
 from importlib.resources import files
 
 import pytest
 
 from deployments.api.bodies import ImageBody, VideoBody
 from tests.deployments.api.conftest import build
-from tests.deployments.fake_studio import FakeStudio
+from tests.deployments.fake_studio import CLIPS, PICTURES, FakeStudio
 
 PAGE = files("deployments").joinpath("web/index.html").read_text(encoding="utf-8")
+SCRIPT = re.search(r"<script>(.*)</script>", PAGE, re.DOTALL)[1]
+needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="needs node to run the script")
+
+BROWSER = """(() => {
+  const { fields, parts } = PAGE;
+  const inside = (kind) => Object.values(fields).filter((field) => field.kind === kind);
+  const form = {
+    elements: fields,
+    querySelectorAll: () => parts.map((kind) => ({ dataset: { kind }, querySelectorAll: () => inside(kind) })),
+  };
+  const globals = {
+    document: { getElementById: (id) => (id === "form" ? form : {}) },
+    location: { pathname: "/", origin: "http://localhost" },
+    sessionStorage: { getItem: () => null },
+    fetch: async () => { throw new Error("no server"); },
+  };
+  for (const [name, value] of Object.entries(globals)) Object.defineProperty(globalThis, name, { value });
+})();
+"""
+"""As much of a browser as the form needs. ``PAGE``: its fields by name, and the kinds that parts of it are for."""
 
 
 def test_nothing_comes_from_elsewhere():
@@ -35,8 +58,51 @@ def test_routes_are_those_of_the_api(tmp_path):
     assert all(f"/{path}" in paths for path in called)
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs node to read the script")
+@needs_node
 def test_script_is_valid(tmp_path):
     script = tmp_path / "page.js"
-    script.write_text(re.search(r"<script>(.*)</script>", PAGE, re.DOTALL)[1])
+    script.write_text(SCRIPT)
     subprocess.run(["node", "--check", script], check=True)
+
+
+class Form(HTMLParser):
+    """Fields by name, with their attributes and the ``kind`` of the part that they are in; the kinds there are."""
+
+    def __init__(self):
+        super().__init__()
+        self.fields, self.parts, self._inside = {}, [], []
+
+    def handle_starttag(self, tag, attrs):
+        attributes = dict(attrs)
+        if "data-kind" in attributes:
+            self.parts.append(attributes["data-kind"])
+        kind = attributes.get("data-kind") or (self._inside[-1] if self._inside else None)
+        if tag not in ("meta", "input"):
+            self._inside.append(kind)
+        if tag in ("input", "select", "textarea") and "name" in attributes:
+            self.fields[attributes["name"]] = {"value": "", **attributes, "kind": kind}
+
+    def handle_endtag(self, tag):
+        self._inside.pop()
+
+
+@needs_node
+@pytest.mark.parametrize("defaults", [PICTURES, CLIPS], ids=lambda defaults: defaults.kind)
+def test_a_browser_lets_the_defaults_of_a_model_be_sent(tmp_path, defaults):
+    """A form with a value out of range is not sent, be the field hidden; one that is disabled does not count."""
+    form = Form()
+    form.feed(PAGE)
+    assert {form.fields[name]["kind"] for name in ("fps", "n", "prompt")} == {"video", "image", None}
+    browser = BROWSER.replace("PAGE", json.dumps({"fields": form.fields, "parts": form.parts}))
+    model = json.dumps({"id": "m", "kind": defaults.kind, "defaults": asdict(defaults)})
+    shown = f'models.set("m", {model}); fields.model.value = "m"; showModel(); console.log(JSON.stringify(fields));'
+    script = tmp_path / "page.js"
+    script.write_text(f"{browser}{SCRIPT}\n{shown}\n")
+    done = subprocess.run(["node", script], check=True, capture_output=True, text=True)
+    fields = {name: field for name, field in json.loads(done.stdout).items() if not field.get("disabled")}
+    numbers = {name: field for name, field in fields.items() if field.get("type") == "number" and field["value"] != ""}
+    assert {"width", "height", "num_inference_steps"} < set(numbers)
+    assert ("fps" in numbers) == (defaults.kind == "video")
+    for name, field in numbers.items():
+        low, high = (float(field.get(end) or default) for end, default in (("min", "-inf"), ("max", "inf")))
+        assert low <= float(field["value"]) <= high, name
