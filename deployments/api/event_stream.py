@@ -83,4 +83,4 @@ def _error_bytes(failure: Exception) -> bytes:
     if error is None:
         logger.error("a stream broke", exc_info=failure)
         error = ApiError(500, "Internal error while streaming; the log has more", code="internal")
-    return f"event: error\ndata: {json.dumps(error.body)}\n\n".encode()
+    return f"event: error\ndata: {json.dumps({'type': 'error'} | error.body)}\n\n".encode()

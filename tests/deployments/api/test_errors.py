@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import httpx
 import pytest
 from fastapi import FastAPI
@@ -165,6 +167,20 @@ async def test_failures_of_the_studio(client, studio, failure, stream):
     assert headers.items() <= dict(answer.headers).items()
     assert "secret" not in answer.text
     assert status == 500 or str(raised) in error["message"]
+
+
+async def test_failures_in_a_stream_that_has_begun(client, studio):
+    def fail(request, step):
+        if step == 2:
+            raise GangBrokenError("rank 0 died")
+
+    studio.at_step = fail
+    answer = await client.post(IMAGES, json={"prompt": "a", "stream": True, "stream_progress": True})
+    assert answer.status_code == 200
+    *_, last = answer.text.split("\n\n")[:-1]
+    name, data = (line.split(": ", 1)[1] for line in last.splitlines())
+    event = json.loads(data)
+    assert (name, event["type"], event["error"]["code"]) == ("error", "error", "gang_broken")
 
 
 async def test_one_failing_picture_stops_the_others(client, studio):
