@@ -24,6 +24,7 @@ from pipelines.request import MediaRequest
 
 MAX_ATTEMPTS = 2
 RECOVERY_DEADLINE_S = 180.0
+"""From the loss of a gang that ran the request, or the first loss, until a step of it must have run again."""
 RETRY_PAUSE_S = 0.25
 RETRYABLE = (GangBrokenError, ray_errors.RayActorError, ray_errors.ObjectLostError)
 
@@ -66,7 +67,8 @@ class Flow:
 
     async def perform(self, request: MediaRequest, output: Output) -> AsyncGenerator[StudioEvent]:
         """See ``Studio.perform``."""
-        num_broken, is_rerun, give_up_s = 0, False, time.monotonic() + RECOVERY_DEADLINE_S
+        num_broken = 0
+        give_up_s: float | None = None
         while True:
             # After a broken gang all that ran on it are suspects. Alone, each shows whether it was the cause.
             attempt = _Attempt(alone=num_broken > 0)
@@ -78,10 +80,11 @@ class Flow:
                 return
             except QueueFullError:
                 # The gang that it lost had room for this request, so it waits for room in the new one.
-                if not is_rerun or time.monotonic() > give_up_s:
+                if give_up_s is None or time.monotonic() > give_up_s:
                     raise
             except RETRYABLE as error:
-                is_rerun = True
+                if give_up_s is None or attempt.num_steps_seen:  # however long it ran: recovery begins now
+                    give_up_s = time.monotonic() + RECOVERY_DEADLINE_S
                 num_broken += _counts(error, attempt)
                 self.gang_lost()
                 observe_failure(request.model, type(error).__name__)
