@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+PREFIX = "TROUPE_"
 
 
 class Settings(BaseSettings):
@@ -16,7 +21,7 @@ class Settings(BaseSettings):
     key is asked for. ``TROUPE_DATABASE_URL`` is an SQLAlchemy async URL; by default SQLite inside the data directory.
     """
 
-    model_config = SettingsConfigDict(env_prefix="TROUPE_", frozen=True, extra="ignore")
+    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="ignore")
 
     api_keys: SecretStr = SecretStr("")
     api_keys_file: Path | None = None
@@ -30,3 +35,17 @@ class Settings(BaseSettings):
         if self.api_keys_file is not None:
             keys += self.api_keys_file.read_text().splitlines()
         return tuple(key.strip() for key in keys if key.strip())
+
+
+@contextmanager
+def settings_unset() -> Iterator[None]:
+    """No ``TROUPE_*`` variable inside the block: for an application that is nobody's but the block's.
+
+    With the server's own it would ask for keys that nobody gave it, and take jobs from the database.
+    """
+    names = [name for name in os.environ if name.upper().startswith(PREFIX)]
+    held = {name: os.environ.pop(name) for name in names}
+    try:
+        yield
+    finally:
+        os.environ.update(held)

@@ -54,8 +54,12 @@ def started(config: ServeConfig) -> Iterator[str]:
 
 @contextmanager
 def started_for_itself(config: ServeConfig) -> Iterator[str]:
-    """As ``started``, for one command alone: on any free port, and with a data directory that goes with it."""
+    """As ``started``, for one command alone: on any free port, with a data directory that goes with it, and without
+    what the environment says to servers (keys, a database)."""
+    from deployments.settings import settings_unset
+
     with ExitStack() as stack:
+        stack.enter_context(settings_unset())
         data_dir = Path(stack.enter_context(TemporaryDirectory(prefix="troupe_")))
         yield stack.enter_context(started(config.with_http(port=0).with_data_dir(data_dir)))
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from deployments.cli import progress
+from deployments.config import ServeConfig
+from deployments.serving import load_config
 from deployments.settings import Settings
 
 
@@ -36,3 +41,22 @@ def test_places_come_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setenv("TROUPE_DATABASE_URL", "postgresql+asyncpg://host/name")
     settings = Settings()
     assert (settings.data_dir, settings.database_url) == (tmp_path, "postgresql+asyncpg://host/name")
+
+
+def test_an_application_for_one_command_has_neither_keys_nor_jobs_of_the_server(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TROUPE_API_KEYS", "one")
+    monkeypatch.setenv("TROUPE_API_KEYS_FILE", str(tmp_path / "missing"))
+    monkeypatch.setenv("TROUPE_DATABASE_URL", "postgresql+asyncpg://host/name")
+
+    @contextmanager
+    def started(config: ServeConfig) -> Iterator[str]:
+        settings = Settings()
+        assert (settings.all_api_keys, settings.database_url) == ((), "")
+        yield "url"
+
+    monkeypatch.setattr(progress, "started", started)
+    with progress.started_for_itself(load_config("laptop")) as url:
+        assert url == "url"
+    assert Settings().database_url == "postgresql+asyncpg://host/name", "as before"
