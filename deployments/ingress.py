@@ -31,7 +31,7 @@ def make_cards(config: AppConfig) -> dict[str, ModelCard]:
     """What the served models say about themselves. Reads configuration files only, no weights."""
     cards: dict[str, ModelCard] = {}
     for model in config.models:
-        path = resolve_path(model.source)
+        path = resolve_path(model.source, weights=False)
         family = load_family(path)
         cards[model.name] = ModelCard(
             name=model.name, family=family.name, created=int(time.time()), defaults=family.defaults(path)

@@ -16,19 +16,21 @@ DTYPES = ("float32", "bfloat16", "float16")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_FILES = ["model_index.json", "troupe.json", "*/*.json", "*/*.safetensors", "*/*.txt", "*/*.model"]
 """Only the diffusers layout: hub repositories often hold the same weights again as one large file at the top."""
+CONFIGURATION_FILES = [pattern for pattern in HUB_FILES if not pattern.endswith(".safetensors")]
 
 
-def resolve_path(source: str) -> Path:
+def resolve_path(source: str, *, weights: bool = True) -> Path:
     """The diffusers directory that ``source`` names: a folder, the name of a shipped checkpoint, or a hub id.
 
-    A hub id is downloaded (or found in the hub cache). ValueError says what was tried and what to change.
+    A hub id is downloaded (or found in the hub cache), its ``weights`` only if they are wanted. ValueError says what
+    was tried and what to change.
     """
     if Path(source).is_dir():
         return Path(source)
     if (SHIPPED / source).is_dir():
         return SHIPPED / source
     if _HUB_ID.fullmatch(source):
-        return _download(source)
+        return _download(source, HUB_FILES if weights else CONFIGURATION_FILES)
     raise ValueError(f"no model {source!r}: give a diffusers folder, a hub id like owner/name, or {_shipped_names()}")
 
 
@@ -43,7 +45,7 @@ def resolve_configuration(source: str) -> Path:
     if known and not Path(source).is_dir():
         return known[0]
     try:
-        return resolve_path(source)
+        return resolve_path(source, weights=False)
     except ValueError as error:
         raise ValueError(f"{error}; or the name of a published model: {', '.join(published_models())}") from error
 
@@ -74,12 +76,12 @@ def _shipped_names() -> str:
     return "one of " + ", ".join(shipped_checkpoints()) if shipped_checkpoints() else "a shipped checkpoint"
 
 
-def _download(hub_id: str) -> Path:
+def _download(hub_id: str, files: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=HUB_FILES))
+        return Path(snapshot_download(hub_id, allow_patterns=files))
     except (OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
         raise ValueError(
             f"{hub_id!r} is not a folder here, and not in the hub cache, and the hub cannot be reached: unset "

@@ -10,7 +10,15 @@ import pytest
 import torch
 
 from pipelines.defaults import check_request, with_own_defaults
-from pipelines.loading import HUB_FILES, SHIPPED, resolve_dtype, resolve_path, shipped_checkpoints
+from pipelines.loading import (
+    CONFIGURATION_FILES,
+    HUB_FILES,
+    SHIPPED,
+    resolve_configuration,
+    resolve_dtype,
+    resolve_path,
+    shipped_checkpoints,
+)
 from pipelines.registry import load_family
 from pipelines.run import run_request
 from tests.pipelines import tiny
@@ -77,6 +85,20 @@ def test_what_is_fetched_from_the_hub_is_the_diffusers_layout_alone() -> None:
     ]
     spare = ["flux1-dev.safetensors", "ae.safetensors", "dev_grid.jpg", "README.md", "assets/logo.png"]
     assert list(filter_repo_objects(needed + spare, allow_patterns=HUB_FILES)) == needed
+
+
+def test_who_reads_configurations_alone_fetches_no_weights(monkeypatch: pytest.MonkeyPatch, tiny_flux: Path) -> None:
+    asked: list[list[str]] = []
+
+    def fetch(hub_id: str, *, allow_patterns: list[str]) -> str:
+        asked.append(allow_patterns)
+        return str(tiny_flux)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    for path in (resolve_path("some/model", weights=False), resolve_configuration("some/model")):
+        assert load_family(path).defaults(path).kind == "image"
+    assert asked == [CONFIGURATION_FILES] * 2
+    assert set(HUB_FILES) - set(CONFIGURATION_FILES) == {"*/*.safetensors"}
 
 
 def test_dtypes() -> None:
