@@ -7,8 +7,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
+from engines.parallel.spec import ParallelSpec
+
 DataType = Literal["auto", "float32", "bfloat16", "float16"]
 EngineName = Literal["auto", "torch", "tensorrt"]
+TORCH_PRECISIONS = ("auto", "native", "fp8", "fp8-static", "int8")
 
 
 class _Config(BaseModel):
@@ -30,14 +33,31 @@ class AutoscalingConfig(_Config):
         return self
 
 
-class StageConfig(_Config):
-    """One text encoder or decoder deployment. CPUs are Ray's logical ones; ``num_threads`` is what torch uses."""
+class _ScaledConfig(_Config):
+    """A deployment of ``num_replicas``, or of as many as ``autoscaling`` finds right."""
 
     num_replicas: PositiveInt = 1
+    autoscaling: AutoscalingConfig | None = None
+
+    @model_validator(mode="after")
+    def _scaled_one_way(self) -> Self:
+        if self.autoscaling is not None and self.num_replicas != 1:
+            raise ValueError(
+                f"num_replicas {self.num_replicas} has no effect beside autoscaling: leave one of them out"
+            )
+        return self
+
+    @property
+    def max_num_replicas(self) -> int:
+        return self.autoscaling.max_replicas if self.autoscaling else self.num_replicas
+
+
+class StageConfig(_ScaledConfig):
+    """One text encoder or decoder deployment. CPUs are Ray's logical ones; ``num_threads`` is what torch uses."""
+
     num_cpus: float = Field(default=0.2, ge=0)
     num_gpus: float = Field(default=0.0, ge=0)
     num_threads: PositiveInt = 1
-    autoscaling: AutoscalingConfig | None = None
 
 
 class NcclConfig(_Config):
@@ -72,7 +92,7 @@ class TorchConfig(_Config):
     peer_memory: bool = True
 
 
-class DenoiserConfig(_Config):
+class DenoiserConfig(_ScaledConfig):
     """The gang: how many ranks, what each gets, how a step is split and compiled, how long things may take.
 
     ``warm_sizes`` are compiled and captured at start, so that no request waits for that. ``elastic``: the more jobs
@@ -98,14 +118,21 @@ class DenoiserConfig(_Config):
     max_batch: PositiveInt = 1
     torch: TorchConfig = TorchConfig()
     tensorrt: TensorRTConfig = TensorRTConfig()
-    num_replicas: PositiveInt = 1
-    autoscaling: AutoscalingConfig | None = None
     step_deadline_s: PositiveFloat = 60.0
     start_deadline_s: PositiveFloat = 600.0
     plans_ahead: PositiveInt = 2
     max_running_jobs: PositiveInt = 4
     max_waiting_jobs: PositiveInt = 32
     nccl: NcclConfig = NcclConfig()
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        if self.strategy != "auto":
+            ParallelSpec.of(self.strategy, self.num_ranks)
+        if self.engine != "tensorrt" and self.precision not in TORCH_PRECISIONS:
+            known = ", ".join(TORCH_PRECISIONS)
+            raise ValueError(f"precision is {self.precision!r}; engine {self.engine} knows {known}")
+        return self
 
     @model_validator(mode="after")
     def _calibrated(self) -> Self:

@@ -18,13 +18,17 @@ from ray import serve
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 
-from deployments.app import build_app
+from deployments.app import REPLICA_CPUS, build_app
 from deployments.config import ServeConfig
+from deployments.denoiser import gang_config
 from deployments.interrupts import interrupts_later
 from deployments.names import APPLICATION
 
 CONFIGS = Path(__file__).parent / "configs"
 READY_DEADLINE_S = 900.0
+"""For the application to be ready, unless its gangs may take longer to start."""
+START_MARGIN_S = 300.0
+"""What comes before and after the slowest gang's start."""
 SERVE_ENVIRONMENT = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
 """One event loop per replica instead of two: nothing that is awaited here takes long, and each way between loops costs
 a request time. To be set where a cluster's nodes are started, since replicas inherit it from there."""
@@ -47,9 +51,12 @@ def load_config(name: str | Path) -> ServeConfig:
 
 
 def parse_config(document: Mapping[str, Any]) -> ServeConfig:
-    """Checked twice: by Ray Serve's own schema, since ``serve deploy`` must take the same file, and by ours."""
+    """Checked by Ray Serve's own schema, since ``serve deploy`` must take the same file, by ours, and by the gangs'."""
     ServeDeploySchema.model_validate(document)
-    return ServeConfig.model_validate(document)
+    config = ServeConfig.model_validate(document)
+    for model in config.app.models:
+        gang_config(model)
+    return config
 
 
 @contextmanager
@@ -68,7 +75,7 @@ def running(config: ServeConfig, *, on_wait: Callable[[str], None] = lambda reas
                 _start_cluster(config)
             stack.callback(_end_application)  # Serve itself ends with the cluster
         url = _deploy(config)
-        wait_ready(url, on_wait)
+        wait_ready(url, on_wait, ready_deadline_s(config))
         yield url
 
 
@@ -98,13 +105,18 @@ def _end_application() -> None:
 
 def num_logical_cpus(config: ServeConfig) -> int:
     """Logical CPUs for a local cluster: the machine's, or what the config asks for if that is more."""
-    wanted = config.app.api.num_cpus + 1.0
+    wanted = config.app.api.num_replicas * config.app.api.num_cpus + 1.0
     for model in config.app.models:
         for stage in (model.text_encoder, model.decoder):
-            wanted += stage.num_replicas * stage.num_cpus
+            wanted += stage.max_num_replicas * stage.num_cpus
         denoiser = model.denoiser
-        wanted += denoiser.num_replicas * (0.1 + denoiser.num_ranks * denoiser.cpus_per_rank)
+        wanted += denoiser.max_num_replicas * (REPLICA_CPUS + denoiser.num_ranks * denoiser.cpus_per_rank)
     return max(os.cpu_count() or 1, int(wanted) + 1)
+
+
+def ready_deadline_s(config: ServeConfig) -> float:
+    slowest_s = max(model.denoiser.start_deadline_s for model in config.app.models)
+    return max(READY_DEADLINE_S, slowest_s + START_MARGIN_S)
 
 
 def _deploy(config: ServeConfig) -> str:
@@ -125,7 +137,7 @@ def free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-def wait_ready(url: str, on_wait: Callable[[str], None], deadline_s: float = READY_DEADLINE_S) -> None:
+def wait_ready(url: str, on_wait: Callable[[str], None], deadline_s: float) -> None:
     """Poll ``GET /health`` until it answers 200. TimeoutError carries the last reason."""
     end_s, reason, asked_serve_s = time.monotonic() + deadline_s, "starting", 0.0
     with httpx.Client(base_url=url, timeout=5.0) as client:  # making one takes as long as many polls
