@@ -58,11 +58,6 @@ class StepPlan:
     drops: tuple[str, ...] = ()
     moves: tuple[Move, ...] = ()
 
-    @property
-    def starts(self) -> tuple[str, ...]:
-        """The jobs that begin with this plan."""
-        return tuple(job.job_id for work in self.works for job in work.job_steps if job.step == 1)
-
     def work_of(self, rank: int) -> Work | None:
         return next((work for work in self.works if rank in work.ranks), None)
 
