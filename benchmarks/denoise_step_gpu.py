@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -68,6 +69,7 @@ def perform(stage: Stage, num_gpus: int, limit_s: int, out: Path) -> dict[str, s
     """By run: "exit ... after ...", or that it was stopped. Prints the end of each output."""
     start_s = time.monotonic()
     meeting = out / f"meeting-{stage.name}"
+    shutil.rmtree(meeting, ignore_errors=True)  # an earlier call's: nobody would wait for anybody
     started = [start(run, turn, stage, num_gpus, out, meeting) for turn, run in enumerate(stage.runs)]
     waiting, outcome = list(started), {}
     while waiting and time.monotonic() - start_s < limit_s:
@@ -96,6 +98,7 @@ def start(run: Run, turn: int, stage: Stage, num_gpus: int, out: Path, meeting: 
         meeting.mkdir(exist_ok=True)
         environment["TORCHINDUCTOR_COMPILE_THREADS"] = "4"  # many processes compile at one time
     log = out / f"{run.name}.log"
+    (out / f"{run.name}.json").unlink(missing_ok=True)  # an earlier call's: it would pass for this run's
     command = command_of(run, num_gpus, out)
     if stage.takes_turns:
         command += ["--meet", str(meeting), "--turn", str(len(stage.runs)), str(turn)]

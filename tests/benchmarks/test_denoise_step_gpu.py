@@ -1,4 +1,4 @@
-"""The caches of the processes that ``benchmarks.denoise_step_gpu`` starts."""
+"""The caches of the processes that ``benchmarks.denoise_step_gpu`` starts, and what an earlier call has left."""
 
 from __future__ import annotations
 
@@ -52,3 +52,20 @@ def test_any_other_run_has_the_caches_of_its_host(monkeypatch: pytest.MonkeyPatc
 def test_a_cold_start_comes_before_the_warm_one_and_they_share_their_caches() -> None:
     starts = [run for stage in STAGES for run in stage.runs if run.module == "benchmarks.denoise_step_start"]
     assert [(run.name, run.own_caches) for run in starts] == [("start_cold", True), ("start_warm", True)]
+
+
+def test_what_an_earlier_call_has_left_is_neither_waited_for_nor_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "started.py").write_text("import os, sys\nprint(os.listdir(sys.argv[sys.argv.index('--meet') + 1]))")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    meeting = tmp_path / "meeting-stage"
+    meeting.mkdir()
+    for left in (meeting / "ready-0", meeting / "done-0"):
+        left.touch()
+    (tmp_path / "run.json").write_text(json.dumps({"results": [{"case": "an earlier call's"}]}))
+    stage = Stage(name="stage", runs=(Run(name="run", module="started", all_gpus=False),), limit_s=60, takes_turns=True)
+    (outcome,) = denoise_step_gpu.perform(stage, 0, 60, tmp_path).values()
+    assert outcome.startswith("exit 0")
+    assert (tmp_path / "run.log").read_text().strip() == "[]"
+    assert denoise_step_gpu.collect(tmp_path) == []
