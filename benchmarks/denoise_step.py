@@ -17,6 +17,7 @@ import platform
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,8 @@ from benchmarks.runners import Bench
 from benchmarks.spread import Spread
 from benchmarks.timing import measure, rank_synchronize
 
-MOST_WAITED_S = 120.0
+MOST_WAITED_S = 300.0
+"""Longer than any stage lasts: who is stopped with its stage has timed nothing beside others."""
 REPEATS_A_ROUND = 5
 BF16_TFLOPS, FP8_TFLOPS = 790.0, 1500.0
 """What an H200 reaches in a large bf16 product on random data, and about what is left of twice that in float8."""
@@ -57,7 +59,7 @@ def main() -> None:
         print("\n".join(case.name for case in chosen))
         return
     say = print if rank == 0 else (lambda *_, **__: None)
-    bench = Bench(rank=rank, world=world, small=not torch.cuda.is_available(), say=say)
+    bench = Bench(rank=rank, world=world, small=not torch.cuda.is_available())
     say(f"{platform.node()}: {world} x {bench.device_name}, torch {torch.__version__}", flush=True)
     document: dict[str, Any] = {"hardware": f"{world} x {bench.device_name}", "torch": torch.__version__, "results": []}
     ready = prepare_all(bench, chosen, say) if arguments.meet else {}
@@ -71,8 +73,8 @@ def main() -> None:
     for case in chosen:
         if arguments.meet and case not in ready:
             document["results"].append({"case": case.name, "error": "not ready, or wrong: see the log"})
-        elif (result := run_case(bench, case, say, ready.get(case))) is not None:
-            document["results"].append(result)
+        else:
+            document["results"].append(run_case(bench, case, say, ready.get(case)))
         if rank == 0 and arguments.out:  # after every case: a later one may hang
             Path(arguments.out).write_text(json.dumps(document, indent=1))
     rank_synchronize()
@@ -120,19 +122,25 @@ def meet(folder: Path, size: int, turn: int, *, rank: int) -> None:
     """Wait until ``size`` gangs that compile at the same time are ready, then for the turns before this one.
 
     Every rank watches the folder by itself: one that waited in an exchange would keep its GPU busy, and slow down the
-    gang whose turn it is.
+    gang whose turn it is. TimeoutError if the others take too long: times beside gangs at work would be wrong.
     """
     if rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"ready-{turn}").touch()
+    wait_until(lambda: len(list(folder.glob("ready-*"))) >= size, f"{size} gangs are ready")
+    wait_until(lambda: all((folder / f"done-{before}").exists() for before in range(turn)), f"{turn} turns are over")
+
+
+def wait_until(is_so: Callable[[], bool], what: str) -> None:
     end_s = time.monotonic() + MOST_WAITED_S
-    while time.monotonic() < end_s and len(list(folder.glob("ready-*"))) < size:
-        time.sleep(0.2)
-    while time.monotonic() < end_s and not all((folder / f"done-{before}").exists() for before in range(turn)):
+    while not is_so():
+        if time.monotonic() > end_s:
+            raise TimeoutError(f"waited {MOST_WAITED_S:g} s until {what}: nothing was timed; time fewer cases at once")
         time.sleep(0.1)
 
 
-def run_case(bench: Bench, case: Case, say: Any, step: Any = None) -> dict[str, Any] | None:
+@torch.no_grad()
+def run_case(bench: Bench, case: Case, say: Any, step: Any = None) -> dict[str, Any]:
     try:
         if step is None:
             times, extra = bench.run(case)
@@ -141,8 +149,6 @@ def run_case(bench: Bench, case: Case, say: Any, step: Any = None) -> dict[str, 
     except Exception:
         say(f"{case.name}: failed\n{traceback.format_exc()[-1500:]}", flush=True)
         return {"case": case.name, "error": traceback.format_exc()[-300:]}
-    if times is None:
-        return None
     told = f"median {times.median_ms:8.2f}  lowest {times.lowest_ms:8.2f}  p90 {times.p90_ms:8.2f} ms"
     result = {"case": case.name, **asdict(times), **extra}
     if bench.small:  # another model, on a machine of unknown rates

@@ -39,21 +39,23 @@ class Job:
 
 
 def pictures(
-    engine: TorchEngine, module: Any, *, side: int, text: int, num_steps: int, world: int, rank: int, elastic: bool
+    engine: TorchEngine, module: Any, *, side: int, text: int, num_steps: int, ranks: Ranks, rank: int, elastic: bool
 ) -> Callable[[], list[Tensor]]:
-    """Paints the caller's pictures. The teams' graphs are there already; what a job's first step computes is not."""
-    everyone = tuple(range(world))
+    """Paints the pictures of ``rank``, one of ``ranks``.
+
+    The teams' graphs are there already; what a job's first step computes is not.
+    """
     names = [f"job {number}" for number in range(NUM_JOBS)]
-    teams = dict.fromkeys(names, everyone)
+    teams = dict.fromkeys(names, ranks)
     if elastic:
-        teams = share_out(everyone, dict.fromkeys(names), engine.widths)
-    mine = [ranks for ranks in teams.values() if rank in ranks]
-    for ranks in dict.fromkeys(mine):
+        teams = share_out(ranks, dict.fromkeys(names), engine.widths)
+    mine = [team for team in teams.values() if rank in team]
+    for team in dict.fromkeys(mine):
         branch = Branch(inputs=flux_case.inputs(module, side, text=text))
-        engine.warm_up((branch,), ranks)
+        engine.warm_up((branch,), team)
 
     def paint() -> list[Tensor]:
-        return [new_job(module, side, text, num_steps, ranks).paint(engine) for ranks in mine]
+        return [new_job(module, side, text, num_steps, team).paint(engine) for team in mine]
 
     return paint
 

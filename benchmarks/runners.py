@@ -42,8 +42,8 @@ Step = Callable[[], Any]
 class Bench:
     """One model, its arranged weights, all teams; cases one after the other."""
 
-    def __init__(self, *, rank: int, world: int, small: bool, say: Any) -> None:
-        self.rank, self.world, self.small, self.say = rank, world, small, say
+    def __init__(self, *, rank: int, world: int, small: bool) -> None:
+        self.rank, self.world, self.small = rank, world, small
         on_gpu = torch.cuda.is_available()
         self.device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
         self.device_name = torch.cuda.get_device_name() if on_gpu else "CPU"
@@ -62,8 +62,8 @@ class Bench:
         return flux_case.build(self.device, self.dtype, small=self.small)
 
     @torch.no_grad()
-    def run(self, case: Case) -> tuple[Times | None, dict[str, Any]]:
-        """None if this rank has no part in the case."""
+    def run(self, case: Case) -> tuple[Times, dict[str, Any]]:
+        """Its times, and what else there is to say of it."""
         case = self.fitting(case)
         start_s = time.perf_counter()
         step, close = self.prepare(case)
@@ -98,6 +98,7 @@ class Bench:
             self.references_for_peers()
             return peers.peer_step(self.module, inputs, case.maker), lambda: None
         if case.maker == "blocks":
+            self.reference(case.side, case.batch)
             self.module.compile_repeated_blocks(dynamic=False, fullgraph=True)
         step = self._module_step(inputs)
         return (self._captured(lambda _: step(), {}) if case.graph and self.pool else step), lambda: None
@@ -105,16 +106,16 @@ class Bench:
     def _engine_step(self, case: Case) -> Step:
         """As a gang calls it: a job's step with its schedule. "switch" goes to width 1 and back with every repeat."""
         engine, inputs = self.engine(case.overlap), self.inputs(case.side, case.batch)
+        first = self.rank // case.width * case.width
+        together, alone = tuple(range(first, first + case.width)), (self.rank,)
         if case.maker in ("always8", "elastic8"):
             return elastic_case.pictures(
-                engine, self.module, side=case.side, text=self.num_text, num_steps=case.num_steps, world=self.world,
+                engine, self.module, side=case.side, text=self.num_text, num_steps=case.num_steps, ranks=together,
                 rank=self.rank, elastic=case.maker == "elastic8",
             )  # fmt: skip
         timesteps_S = torch.linspace(1, 0.1, 28, device=self.device).to(self.dtype)
         schedule = Schedule(timesteps_S=timesteps_S, step=14)
         branches = (Branch(inputs={**inputs, "timestep": timesteps_S[14:15]}, schedule=schedule),)
-        first = self.rank // case.width * case.width
-        together, alone = tuple(range(first, first + case.width)), (self.rank,)
         widths: tuple[tuple[int, ...], ...] = (alone, together) if case.maker == "switch" else (together,)
         for ranks in dict.fromkeys(widths):
             engine.warm_up(branches, ranks)

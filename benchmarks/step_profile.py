@@ -43,8 +43,7 @@ Spans = list[tuple[float, float]]
 @torch.no_grad()
 def main() -> None:
     rank, world = start_distributed()
-    say = print if rank == 0 else (lambda *_, **__: None)
-    bench = Bench(rank=rank, world=world, small=not torch.cuda.is_available(), say=say)
+    bench = Bench(rank=rank, world=world, small=not torch.cuda.is_available())
     if world == 1:
         accuracy(bench, 256 if bench.small else SIDE)
     for name in sys.argv[1:]:
