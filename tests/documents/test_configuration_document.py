@@ -1,0 +1,57 @@
+"""docs/scaling.md names every key of the configuration, with its default."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from deployments import config
+from tests.fenced import ROOT
+
+ROWS = dict(re.findall(r"^\| `([\w.]+)` \| ([^|]*) \|", (ROOT / "docs" / "scaling.md").read_text(), re.MULTILINE))
+SECTIONS: dict[str, type[BaseModel]] = {
+    "http_options.": config.HttpOptions,
+    "text_encoder.": config.StageConfig,
+    "autoscaling.": config.AutoscalingConfig,
+    "denoiser.": config.DenoiserConfig,
+    "denoiser.torch.": config.TorchConfig,
+    "denoiser.tensorrt.": config.TensorRTConfig,
+    "denoiser.nccl.": config.NcclConfig,
+    "api.": config.ApiConfig,
+}
+UNNAMED = (config.ServeConfig, config.ApplicationConfig, config.ModelConfig)
+SAID_ELSEWHERE = {"applications", "args", "import_path", "route_prefix", "text_encoder", "denoiser", "decoder"}
+SAID_ELSEWHERE |= {"http_options", "autoscaling", "torch", "tensorrt", "nccl"}
+"""Sections, which have keys of their own, and what is the same in every file."""
+
+
+def keys() -> dict[str, Any]:
+    """Key to default; one that is required has ``...``."""
+    sections = [("", model) for model in UNNAMED] + list(SECTIONS.items())
+    return {
+        f"{prefix}{name}": ... if field.is_required() else field.default
+        for prefix, model in sections
+        for name, field in model.model_fields.items()
+        if name not in SAID_ELSEWHERE
+    }
+
+
+def test_every_key_is_there_and_no_other() -> None:
+    assert {row for row in ROWS if "." in row or row in keys()} == set(keys())
+
+
+@pytest.mark.parametrize(("key", "default"), keys().items())
+def test_defaults_are_those_of_the_code(key: str, default: Any) -> None:
+    assert ROWS[key] == said(default)
+
+
+def said(default: Any) -> str:
+    match default:
+        case bool():
+            return str(default).lower()
+        case float():
+            return f"{default:g}"
+    return "required" if default is ... else str(default or "none")
