@@ -25,10 +25,12 @@ def vllm_omni_step(
 ) -> Callable[[], Tensor]:
     """``compiled``: block by block, which is its default; without: as with its ``enforce_eager``.
 
-    ``tensor``: split by tensor parallelism instead, the way it supports for this model.
+    ``tensor``: split by tensor parallelism instead, the way it supports for this model. In inference mode, as its
+    worker runs it.
     """
     transformer = _transformer(module, compiled, tensor)
 
+    @torch.inference_mode()
     def step() -> Tensor:
         answer: Tensor = transformer(**inputs, return_dict=False)[0]
         return answer

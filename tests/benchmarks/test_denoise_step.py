@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import denoise_step, elastic_case, flux_case
+from benchmarks import denoise_step, elastic_case, flux_case, vllm_omni_peer
 from benchmarks.cases import CASES, Case
 from benchmarks.runners import Bench
 
@@ -41,6 +41,18 @@ def test_prepared_steps_are_timed_as_they_were_prepared() -> None:
     bench: Any = SimpleNamespace(small=True, fitting=lambda case: dataclasses.replace(case, repeats=2))
     denoise_step.run_case(bench, case_of("xdit"), lambda *_, **__: None, lambda: modes.append(torch.is_grad_enabled()))
     assert set(modes) == {False}
+
+
+def test_vllm_omni_runs_in_the_mode_that_its_worker_runs_it_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[bool] = []
+
+    def transformer(**_: Any) -> tuple[None]:
+        modes.append(torch.is_inference_mode_enabled())
+        return (None,)
+
+    monkeypatch.setattr(vllm_omni_peer, "_transformer", lambda *_: transformer)
+    vllm_omni_peer.vllm_omni_step(None, {}, compiled=True)()
+    assert modes == [True]
 
 
 def test_compiled_blocks_are_compared_with_the_module_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
