@@ -39,6 +39,7 @@ LARGE = Defaults(
 
 SMALL = replace(LARGE, width=832, height=480)
 TWO_EXPERTS = replace(LARGE, num_inference_steps=40, true_cfg_scale=4.0)
+"""The card's guidance scale for high noise. It gives 3.0 for low noise; a request has one scale, which serves both."""
 PER_TOKEN_TIME = replace(LARGE, height=704, num_frames=121, fps=24, max_frames=121)
 SMALL_LAYERS = 30
 
