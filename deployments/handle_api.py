@@ -32,7 +32,7 @@ def plan_generate(
 
 def _plan(cards: Mapping[str, ModelCard], request_id: str, fields: Mapping[str, Any]) -> tuple[MediaRequest, Output]:
     name = fields.get("model") or next(iter(cards))
-    if name not in cards:
+    if not isinstance(name, str) or name not in cards:
         raise no_model(name, cards)
     plan = _plan_clip if cards[name].defaults.kind == "video" else _plan_picture
     return plan(cards[name], request_id, fields)

@@ -18,7 +18,7 @@ from deployments.studio import ModelUnavailableError
 from engines.gang.errors import GangBrokenError, QueueFullError
 
 TYPES = {401: "authentication_error", 429: "rate_limit_error"}
-CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+CODES = {400: "invalid_value", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
 
 
 class ErrorDetail(BaseModel):

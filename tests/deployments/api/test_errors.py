@@ -69,7 +69,7 @@ async def test_bad_forms(client):
     ):
         assert message in error_of(await client.post("/v1/videos", files=files), 400)["message"]
     broken = await client.post("/v1/videos", content=b"--x", headers={"Content-Type": "multipart/form-data"})
-    error_of(broken, 400)
+    assert error_of(broken, 400)["code"] == "invalid_value"
 
 
 async def test_unknown_model_route_method_and_content_type(client):
