@@ -17,7 +17,7 @@ class GangConfig:
 
     ``model`` names what the gang serves, in logs and metrics. A gang on ``num_nodes`` > 1 has the same number of ranks
     on each, in node order. ``step_deadline_s`` is the longest a step may take once its ranks are warm,
-    ``start_deadline_s`` covers loading, compiling and the self-check, and the first step of a cold shape.
+    ``start_deadline_s`` covers loading, compiling and the self-check, and steps of a shape until its ranks are warm.
     ``plans_ahead`` step plans are submitted before the first result is awaited. If the gang is ``elastic``, jobs are
     given narrower teams the more of them run, else all take turns on all ranks; up to ``max_batch`` jobs of one shape
     on one team are advanced together. ``nccl`` goes to every process group

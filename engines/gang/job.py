@@ -16,9 +16,9 @@ class Job:
 
     ``conditioning`` may be an ``ObjectRef``; it is resolved on the ranks, never in the scheduler's process. ``width``
     is how many ranks work on each step; None leaves it to the scheduler, which may change it between steps.
-    ``preview_steps`` count from 1. Jobs of equal ``shape`` share compiled programs: only the first step of a new shape
-    gets the start deadline (None: of each job). ``alone`` keeps other jobs from running meanwhile: if the gang breaks,
-    it is clear under which job.
+    ``preview_steps`` count from 1. Jobs of equal ``shape`` share compiled programs: steps get the start deadline until
+    their ranks have found everything ready for it (None: the first step of each job). ``alone`` keeps other jobs from
+    running meanwhile: if the gang breaks, it is clear under which job.
     ``request_id`` is for the logs.
     """
 

@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError
 from engines.gang.config import GangConfig
 from engines.gang.errors import GangBrokenError
 from engines.gang.job import Job
-from engines.gang.plan import StepPlan, StepReport
+from engines.gang.plan import StepPlan, StepReport, Work
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +36,10 @@ class Watchdog:
     def __init__(self, config: GangConfig, ranks: Sequence[Any]) -> None:
         self._config = config
         self._warm: set[Hashable] = set()
+        """Shapes, each with the ranks that found everything ready when they last worked on it."""
         self._watches = [asyncio.ensure_future(answer_of(i, rank.watch.remote())) for i, rank in enumerate(ranks)]
         self.is_cold = False
-        """Whether the step in flight may be compiling, which can keep a rank from answering a ping."""
+        """Whether the step in flight may compile or capture, which can keep a rank from answering a ping."""
 
     async def watch(self) -> None:
         """Returns never; raises ``GangBrokenError`` when a rank dies, also between steps."""
@@ -47,11 +48,14 @@ class Watchdog:
 
     async def reports(self, flight: Flight, jobs: Mapping[str, Job]) -> list[StepReport]:
         """All ranks' reports, by rank. ``GangBrokenError`` if one fails or outlasts the deadline, which starts now."""
-        keys = dict(self._warmth_keys(flight.plan, jobs))
-        self.is_cold = not all(keys.values())
+        works = flight.plan.works
+        self.is_cold = not all(self._is_warm(work, jobs) for work in works)
         deadline_s = self._config.start_deadline_s if self.is_cold else self._config.step_deadline_s
         reports = await self._answers(flight, deadline_s)
-        self._warm.update(keys)
+        for work in works:
+            found_ready = all(reports[rank].was_warm for rank in work.ranks)
+            note = self._warm.update if found_ready else self._warm.difference_update
+            note(_warmth_keys(work, jobs))
         self.is_cold = False
         return reports
 
@@ -72,17 +76,19 @@ class Watchdog:
             for answer in answers:
                 answer.cancel()
 
-    def _warmth_keys(self, plan: StepPlan, jobs: Mapping[str, Job]) -> Iterable[tuple[Hashable, bool]]:
-        """What each work of the plan warms up, and whether it is warm by now."""
-        for work in plan.works:
-            for job_step in work.job_steps:
-                shape = jobs[job_step.job_id].shape
-                key = (job_step.job_id if shape is None else shape, work.width, shape is None)
-                yield key, key in self._warm or (shape is None and job_step.step > 1)
+    def _is_warm(self, work: Work, jobs: Mapping[str, Job]) -> bool:
+        first_steps = (step for step in work.job_steps if jobs[step.job_id].shape is None and step.step == 1)
+        return not any(first_steps) and self._warm.issuperset(_warmth_keys(work, jobs))
 
     async def _explain(self, error: BaseException) -> BaseException:
         await asyncio.wait(self._watches, timeout=DEATH_NOTICE_S, return_when=asyncio.FIRST_COMPLETED)
         return next(_errors(self._watches), error)
+
+
+def _warmth_keys(work: Work, jobs: Mapping[str, Job]) -> Iterator[Hashable]:
+    """What a work warms up: the shapes of its jobs, on its own ranks."""
+    shapes = (jobs[job_id].shape for job_id in work.job_ids)
+    return ((shape, work.ranks) for shape in shapes if shape is not None)
 
 
 async def answer_of(rank: int, ref: Any) -> Any:

@@ -21,8 +21,10 @@ from engines.torch_engine.graph import CapturedStep, GraphPool
 
 logger = logging.getLogger(__name__)
 
-MAX_GRAPHS_PER_TEAM = 32
-"""Shapes captured for one team; later ones run uncaptured. Counted by team, so that all its ranks agree."""
+MAX_GRAPHS = 32
+"""Shapes captured for one division of one team; later ones run uncaptured. So counted, ranks that work together agree:
+two branches may bring the halves of a team different shapes, but not the ranks of a half.
+"""
 
 RUNS_BEFORE_CAPTURE = 1
 """A new shape is served at once, uncaptured; its second step captures."""
@@ -49,17 +51,18 @@ class StepRunner:
         self._ahead = AheadCache()
         self._weights: dict[str, FastWeights] = {}
         self._steps: dict[Hashable, _Step] = {}
-        self._num_graphs: Counter[tuple[int, ...]] = Counter()
+        self._num_graphs: Counter[Hashable] = Counter()
         self.was_warm = False
-        """Whether the last run was a replay; where nothing is captured: whether its shape had run before."""
+        """Whether the last run was a replay without a capture; where nothing is captured: its shape had run before."""
 
     def run(self, branch: Branch, team: Team) -> Tensor:
         """The whole prediction, equal on all ranks of the team's context and tensor axes."""
         step = self._step(branch, team)
         tensors = step.prepare(branch)
-        if step.captured is None and self._may_capture(step, team):
+        captures = step.captured is None and self._may_capture(step, team)
+        self.was_warm = step.num_runs > 0 and not captures
+        if captures:
             step.captured = self._capture(step, tensors, team)
-        self.was_warm = step.num_runs > 0 if self._pool is None else step.captured is not None
         step.num_runs += 1
         if step.captured is None:
             return step.function(tensors)
@@ -114,11 +117,11 @@ class StepRunner:
 
     def _may_capture(self, step: _Step, team: Team) -> bool:
         waited = step.num_runs >= RUNS_BEFORE_CAPTURE
-        return self._pool is not None and waited and self._num_graphs[team.ranks] < MAX_GRAPHS_PER_TEAM
+        return self._pool is not None and waited and self._num_graphs[team.ranks, team.spec] < MAX_GRAPHS
 
     def _capture(self, step: _Step, tensors: StepTensors, team: Team) -> CapturedStep:
         assert self._pool is not None
-        self._num_graphs[team.ranks] += 1
+        self._num_graphs[team.ranks, team.spec] += 1
         captured = CapturedStep(step.function, tensors, self._pool)
         logger.info("captured a step", extra={"ranks": team.ranks, "strategy": team.spec.name})
         return captured

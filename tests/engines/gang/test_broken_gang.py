@@ -173,9 +173,9 @@ async def test_a_failure_on_one_rank_only_is_no_failure_of_the_job():
             await run(gang, fake_job("half", request, shape="shape"))
 
 
-async def test_the_first_step_of_a_new_shape_has_the_start_deadline():
+async def test_a_shape_has_the_start_deadline_until_a_step_found_it_warm():
     async with gang_of(CONFIG) as gang:
-        slow = FakeRequest(seed=1, num_steps=1, step_s=1.5)
+        slow = FakeRequest(seed=1, num_steps=2, step_s=1.5)
         await run(gang, fake_job("cold", slow, shape="new"))
         with pytest.raises(GangBrokenError, match="within 1 s"):
             await run(gang, fake_job("warm", slow, shape="new"))

@@ -1,0 +1,83 @@
+"""Which deadline a step gets: the long one as long as its own ranks have something to prepare."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engines.gang.config import GangConfig
+from engines.gang.errors import GangBrokenError
+from engines.gang.job import Job
+from engines.gang.plan import JobStep, StepPlan, StepReport, Work
+from engines.gang.watchdog import Flight, Watchdog
+
+pytestmark = pytest.mark.asyncio
+
+SLOW_S = 0.1
+CONFIG = GangConfig(num_ranks=4, cpus_per_rank=1, step_deadline_s=SLOW_S / 2, start_deadline_s=20.0)
+SHAPED = Job(job_id="shaped", request=None, conditioning=None, num_steps=9, shape=(64, 64))
+OTHER = Job(job_id="other", request=None, conditioning=None, num_steps=9)
+LEFT, RIGHT = (0, 1), (2, 3)
+
+
+class Steps:
+    """Slow steps of ranks that are not there, under a watchdog."""
+
+    def __init__(self) -> None:
+        never = SimpleNamespace(remote=lambda: asyncio.get_running_loop().create_future())
+        self._watchdog = Watchdog(CONFIG, [SimpleNamespace(watch=never)] * CONFIG.num_ranks)
+
+    async def has_time(
+        self, ranks: tuple[int, ...], *, was_warm: bool, job: Job = SHAPED, step: int = 2, step_s: float = SLOW_S
+    ) -> bool:
+        """Whether the deadline lets such a step pass, after which all of ``ranks`` report ``was_warm``."""
+        work = Work(job_steps=(JobStep(job_id=job.job_id, step=step),), ranks=ranks)
+        reports = tuple(
+            _report(rank, was_warm or rank not in ranks, step_s * (rank in ranks)) for rank in range(CONFIG.num_ranks)
+        )
+        flight = Flight(plan=StepPlan(sequence=0, works=(work,)), reports=reports, latents={})
+        try:
+            await self._watchdog.reports(flight, {job.job_id: job})
+        except GangBrokenError:
+            return False
+        return True
+
+
+async def _report(rank: int, was_warm: bool, after_s: float) -> Any:
+    await asyncio.sleep(after_s)
+    return StepReport(rank=rank, sequence=0, step_ms=1e3 * after_s, was_warm=was_warm)
+
+
+async def test_a_shape_is_cold_until_its_ranks_have_found_all_ready() -> None:
+    """The first step compiles, the second captures."""
+    steps = Steps()
+    assert await steps.has_time(LEFT, was_warm=False, step=1)
+    assert await steps.has_time(LEFT, was_warm=False)
+    assert await steps.has_time(LEFT, was_warm=True)
+    assert not await steps.has_time(LEFT, was_warm=True)
+
+
+async def test_ranks_do_not_warm_a_shape_for_others() -> None:
+    steps = Steps()
+    assert await steps.has_time(LEFT, was_warm=True)
+    assert await steps.has_time(RIGHT, was_warm=True)
+    assert not await steps.has_time(RIGHT, was_warm=True)
+
+
+async def test_what_turns_out_cold_in_the_middle_of_a_job_is_cold() -> None:
+    """As a second transformer is, whose first step is quick enough and whose second one captures."""
+    steps = Steps()
+    assert await steps.has_time(LEFT, was_warm=True)
+    assert await steps.has_time(LEFT, was_warm=False, step_s=0.0)
+    assert await steps.has_time(LEFT, was_warm=False)
+    assert await steps.has_time(LEFT, was_warm=True)
+    assert not await steps.has_time(LEFT, was_warm=True)
+
+
+async def test_of_jobs_without_a_shape_the_first_step_is_cold() -> None:
+    steps = Steps()
+    assert await steps.has_time(LEFT, was_warm=True, job=OTHER, step=1)
+    assert not await steps.has_time(LEFT, was_warm=True, job=OTHER, step=2)

@@ -1,0 +1,75 @@
+"""What is captured when, and what counts as warm, with stand-ins for CUDA's graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from engines.model import Branch
+from engines.parallel.mesh import Team, team_of_one
+from engines.parallel.sharded import ShardedModel
+from engines.parallel.spec import ParallelSpec
+from engines.torch_engine import steps
+from engines.torch_engine.config import ResolvedConfig
+from engines.torch_engine.fast_model import StepTensors
+from engines.torch_engine.steps import StepRunner
+from tests.engines.parallel import models
+
+ALONE = team_of_one()
+HALF = replace(ALONE, spec=ParallelSpec(guidance=2))
+CAPTURING = ResolvedConfig(specs={1: (ParallelSpec(), ParallelSpec())}, compile_blocks=False, capture=True)
+
+
+class Recording:
+    """Stands for a ``CapturedStep``: replays by running again."""
+
+    def __init__(self, function: Callable[[StepTensors], Tensor], example: StepTensors, pool: object) -> None:
+        self._function = function
+
+    def __call__(self, tensors: StepTensors) -> Tensor:
+        return self._function(tensors)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def runner() -> Iterator[StepRunner]:
+    model = models.model("flux")
+    sharded = ShardedModel(model)
+    with patch.object(steps, "GraphPool"), patch.object(steps, "CapturedStep", Recording):
+        yield StepRunner(model, sharded, config=CAPTURING, device=torch.device("cpu"))
+    sharded.close()
+
+
+@torch.no_grad()
+def found_warm(runner: StepRunner, branch: Branch, team: Team = ALONE) -> bool:
+    runner.run(branch, team)
+    return runner.was_warm
+
+
+def shape(number: int) -> Branch:
+    return models.branches("flux", "even", num=number + 1)[number]
+
+
+def test_a_step_that_captures_is_not_warm(runner: StepRunner) -> None:
+    assert [found_warm(runner, shape(0)) for _ in range(4)] == [False, False, True, True]
+
+
+def test_shapes_beyond_the_last_graph_are_warm_from_their_second_step(runner: StepRunner) -> None:
+    with patch.object(steps, "MAX_GRAPHS", 1):
+        assert [found_warm(runner, shape(0)) for _ in range(3)] == [False, False, True]
+        assert [found_warm(runner, shape(1)) for _ in range(3)] == [False, True, True]
+
+
+def test_ranks_of_two_halves_with_other_shapes_agree_on_what_the_whole_team_captures(runner: StepRunner) -> None:
+    """The branches of one half had two shapes, those of the other (not seen here) may have had one."""
+    with patch.object(steps, "MAX_GRAPHS", 2):
+        for number in (0, 1):
+            assert [found_warm(runner, shape(number), HALF) for _ in range(3)] == [False, False, True]
+        assert [found_warm(runner, shape(2)) for _ in range(3)] == [False, False, True]
