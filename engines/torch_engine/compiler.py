@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import types
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from engines.parallel.shard_plan import ShardPlan
 
+logger = logging.getLogger(__name__)
+
 MAX_VARIANTS = 256
-"""Compiled versions of one block: one per team and shape. PyTorch's own limit of 8 is meant for accidents."""
+"""Compiled versions of one kind of block: one per team and shape; later ones run uncompiled. PyTorch's own limit of 8
+is meant for accidents.
+"""
 
 
 def compile_blocks(module: nn.Module, plan: ShardPlan, *, backend: str = "inductor") -> None:
@@ -22,13 +30,28 @@ def compile_blocks(module: nn.Module, plan: ShardPlan, *, backend: str = "induct
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_VARIANTS)
     for block in _blocks(module, plan):
         forward = types.MethodType(type(block).forward, block)
-        block.__dict__["forward"] = torch.compile(forward, dynamic=False, fullgraph=True, backend=backend)
+        compiled = torch.compile(forward, dynamic=False, fullgraph=True, backend=backend)
+        block.__dict__["forward"] = _compiled_while_it_may(compiled, forward)
 
 
 def release_blocks(module: nn.Module, plan: ShardPlan) -> None:
     """Undo ``compile_blocks``."""
     for block in _blocks(module, plan):
         block.__dict__.pop("forward", None)
+
+
+def _compiled_while_it_may(compiled: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``compiled``; once there are ``MAX_VARIANTS``, whatever has none of them runs ``forward``, in all the process."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return compiled(*args, **kwargs)
+        except FailOnRecompileLimitHit:  # before any of it has run
+            logger.warning("a block has %d compiled versions: from now on, new shapes run uncompiled", MAX_VARIANTS)
+            torch.compiler.set_stance("eager_on_recompile")
+            return forward(*args, **kwargs)
+
+    return run
 
 
 def _blocks(module: nn.Module, plan: ShardPlan) -> list[nn.Module]:

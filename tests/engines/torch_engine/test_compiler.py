@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engines.parallel.self_check import relative_difference
+from engines.parallel.shard_plan import ShardPlan
+from engines.torch_engine import compiler
 from engines.torch_engine import engine as engine_module
 from engines.torch_engine.compiler import compile_blocks
 from engines.torch_engine.config import TorchEngineConfig
@@ -24,6 +27,25 @@ def test_traced_whole_and_equal_to_eager(family: str, num_kinds: int, strategy: 
     for answer, num_graphs in gang(2).run(predict_compiled, family, strategy):
         assert num_graphs == num_kinds
         assert max(map(relative_difference, answer, expected)) <= 1e-5
+
+
+def test_more_shapes_than_may_be_compiled_run_uncompiled(caplog: pytest.LogCaptureFixture) -> None:
+    plan = ShardPlan(streams=(), blocks=("0",), shards=(), gathers=(), linears=())
+    module = nn.Sequential(nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]))
+    several = [torch.randn(length, 3) for length in (2, 4, 5, 2, 6, 4)]
+    expected = [[block(x) for block in module[0]] for x in several]
+    torch._dynamo.reset()
+    try:
+        with patch.object(torch._dynamo.config, "accumulated_recompile_limit", 2):
+            compile_blocks(module, plan, backend="eager")
+            torch._dynamo.utils.counters.clear()
+            given = [[block(x) for block in module[0]] for x in several]
+        torch.testing.assert_close(given, expected)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+        assert [record.levelname for record in caplog.records if record.name == compiler.__name__] == ["WARNING"]
+    finally:
+        torch.compiler.set_stance("default")
+        torch._dynamo.reset()
 
 
 def predict_compiled(family: str, strategy: str) -> tuple[tuple[Tensor, ...], int]:
