@@ -12,7 +12,7 @@ last result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -148,7 +148,7 @@ class PeerHeads:
         assert share * world * parts == qkv_R3HD.numel(), f"{qkv_R3HD.shape} does not fit {world} ranks x {parts} parts"
         inbox = PeerMemory.open(qkv_R3HD.numel(), qkv_R3HD, self._axis, use=f"queries in {parts}")
         outbox = PeerMemory.open(qkv_R3HD.numel() // 3, qkv_R3HD, self._axis, use=f"results in {parts}")
-        staging_PWN = qkv_R3HD.new_empty(parts, world, share)
+        staging_PWN = _staging(qkv_R3HD).view(parts, world, share)
         inboxes = [view.view_as(staging_PWN) for view in inbox.views_W]
         pushed = [[inboxes[peer][part] for peer in range(world)] for part in range(parts)]
         place = mine * share * staging_PWN.element_size()
@@ -156,6 +156,21 @@ class PeerHeads:
         staged_PW = torch.stack([addresses_of(part_WN.unbind(0)) for part_WN in staging_PWN]) - place
         staged_PW[:, mine] = pushed_PW[:, mine]
         return _Memory(inbox=inbox, outbox=outbox, staging_PWN=staging_PWN, pushed_PW=pushed_PW, staged_PW=staged_PW)
+
+
+_STAGED: dict[Hashable, list[Tensor]] = {}
+"""Each larger than the one before; kept, for captured steps hold their addresses."""
+
+
+def _staging(sample: Tensor) -> Tensor:
+    """As many elements as ``sample`` has, shared by all shapes and teams: their steps run one after the other.
+
+    In powers of two, so that all sizes together take less than four times what the largest needs.
+    """
+    made = _STAGED.setdefault((sample.dtype, sample.device), [])
+    if not made or made[-1].numel() < sample.numel():
+        made.append(sample.new_empty(1 << (sample.numel() - 1).bit_length()))
+    return next(memory for memory in made if memory.numel() >= sample.numel())[: sample.numel()]
 
 
 def _parts(qkv_R3HD: Tensor, norms: HeadNorms, num_parts: int) -> Iterator[tuple[Tensor, HeadNorms]]:
