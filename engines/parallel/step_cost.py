@@ -83,8 +83,9 @@ class StepCost:
 
     @property
     def _is_fast(self) -> bool:
-        """Whether the engine would run the hand-ordered step: not where weights are divided."""
-        return self.profile.has_fast_path and self.machine.fast_path and not self.spec.divides_weights
+        """Whether the engine would run the hand-ordered step: not where weights are divided, and not in int8."""
+        is_known = self.precision in ("native", "fp8") and not self.spec.divides_weights
+        return self.profile.has_fast_path and self.machine.fast_path and is_known
 
     @property
     def _exchanges_beside_products(self) -> bool:

@@ -143,6 +143,8 @@ def test_a_hand_ordered_step_hides_exchanges_only_where_it_runs(flux: ModelProfi
     assert flux.has_fast_path
     assert fast.exchange_ms < module.exchange_ms
     assert fast.elementwise_ms < module.elementwise_ms / 2
+    fast_int8 = predict(flux, work, spec, replace(H200, fast_path=True), "int8")
+    assert fast_int8 == predict(flux, work, spec, replace(H200, fast_path=False), "int8"), "int8 runs the module"
     tensor = ParallelSpec(tensor=4)
     assert predict(flux, work, tensor, replace(machine(), fast_path=True)) == predict(flux, work, tensor, machine())
 
