@@ -20,14 +20,17 @@ from engines.parallel.shard_plan import ShardPlan
 
 
 class Stage:
-    """Makes ``module`` (a copy for this purpose) compute one rank's share of the blocks only."""
+    """Makes ``module`` (a copy for this purpose) compute one rank's share of the blocks only.
 
-    def __init__(self, module: nn.Module, plan: ShardPlan, team: Team) -> None:
+    ``weights`` are those of all blocks (``block_weights``), as they were before any layer was swapped.
+    """
+
+    def __init__(self, module: nn.Module, plan: ShardPlan, team: Team, weights: Sequence[int]) -> None:
         self._plan, self._team = plan, team
         self._sent: list[tuple[Tensor, Tensor]] = []
         blocks = pipeline_blocks(module, plan)
-        first, last = _my_bounds(blocks, team)
-        for block in other_stages(module, plan, team):
+        first, last = _my_bounds(weights, team)
+        for block in other_stages(module, plan, team, weights):
             block.__dict__["forward"] = _passing(block, plan.carried)
         if team.before is not None:
             blocks[first].register_forward_pre_hook(self._receive, with_kwargs=True)
@@ -65,17 +68,22 @@ def pipeline_blocks(module: nn.Module, plan: ShardPlan) -> list[nn.Module]:
     return [block for name in plan.blocks for block in module.get_submodule(name).children()]
 
 
-def other_stages(module: nn.Module, plan: ShardPlan, team: Team) -> list[nn.Module]:
+def block_weights(module: nn.Module, plan: ShardPlan) -> list[int]:
+    """How much each block weighs when stages are cut: its parameters. Quantised layers have none to count."""
+    return [sum(weight.numel() for weight in block.parameters()) for block in pipeline_blocks(module, plan)]
+
+
+def other_stages(module: nn.Module, plan: ShardPlan, team: Team, weights: Sequence[int]) -> list[nn.Module]:
     """The blocks that other stages run: all but mine."""
     if team.pipeline.size == 1:
         return []
     blocks = pipeline_blocks(module, plan)
-    first, last = _my_bounds(blocks, team)
+    first, last = _my_bounds(weights, team)
     return [*blocks[:first], *blocks[last:]]
 
 
-def _my_bounds(blocks: Sequence[nn.Module], team: Team) -> tuple[int, int]:
-    return stage_bounds([_weight(block) for block in blocks], team.pipeline.size)[team.pipeline.index]
+def _my_bounds(weights: Sequence[int], team: Team) -> tuple[int, int]:
+    return stage_bounds(weights, team.pipeline.size)[team.pipeline.index]
 
 
 def stage_bounds(weights: Sequence[int], num_stages: int) -> list[tuple[int, int]]:
@@ -88,10 +96,6 @@ def stage_bounds(weights: Sequence[int], num_stages: int) -> list[tuple[int, int
         allowed = range(ends[-1] + 1, len(weights) - (num_stages - stage) + 1)
         ends.append(min(allowed, key=lambda end: abs(sums[end] - target)))
     return list(itertools.pairwise([*ends, len(weights)]))
-
-
-def _weight(block: nn.Module) -> int:
-    return sum(weight.numel() for weight in block.parameters())
 
 
 def _passing(block: nn.Module, carried: tuple[str, ...]) -> Any:

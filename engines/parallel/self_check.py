@@ -46,10 +46,12 @@ def self_check(
     rank: int,
     teams: Iterable[tuple[tuple[int, ...], str]],
     num_runs: int = 1,
+    tolerance: float | None = None,
 ) -> dict[str, float]:
     """Run ``branches`` (one alone, and all together) on every team of the caller; ``teams`` are (ranks, strategy).
 
     ``num_runs`` of each, for an engine whose later runs are other code (recorded, replayed) than its first.
+    ``tolerance``: what may differ for other reasons than rounding in the prediction's dtype.
 
     Returns the relative difference per team. Raises ``WrongAnswerError``. Every rank of the gang calls it with its own
     teams, in the same order.
@@ -60,7 +62,7 @@ def self_check(
         for num in num_runs * sorted({1, len(branches)}):
             together = engine.predict(branches[:num], ranks)
             worst = max(map(relative_difference, together, alone))  # alone may be longer: map stops at the shorter
-            allowed = TOLERANCE.get(alone[0].dtype, 1e-4)
+            allowed = tolerance or TOLERANCE.get(alone[0].dtype, 1e-4)
             if not worst <= allowed:
                 raise WrongAnswerError(ranks, strategy, worst, allowed)
             differences[f"{ranks} {strategy}"] = max(worst, differences.get(f"{ranks} {strategy}", 0.0))

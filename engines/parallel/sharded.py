@@ -15,7 +15,7 @@ from engines.parallel.kernel import Kernel
 from engines.parallel.layout import TokenLayout
 from engines.parallel.local import local_kernel
 from engines.parallel.mesh import Team
-from engines.parallel.pipeline import Stage, other_stages
+from engines.parallel.pipeline import Stage, block_weights, other_stages
 from engines.parallel.shard_plan import ShardPlan
 from engines.parallel.strategy import MakeKernel, team_kernel
 from engines.parallel.tensor import split_weights
@@ -53,6 +53,8 @@ class ShardedModel:
     ) -> None:
         self._model = model
         self._hooks = {name: TokenHooks(module, model.plan) for name, module in model.modules.items()}
+        # Now: layers of the module itself may be swapped later, on some ranks before others.
+        self._weights = {name: block_weights(module, model.plan) for name, module in model.modules.items()}
         self._shares: dict[tuple[str | Axis | None, ...], _Share] = {}
         self._on_new_module = on_new_module
         self._kernel = lru_cache(maxsize=256)(lambda team, layout: make_kernel(self._local(), team, layout))
@@ -101,10 +103,10 @@ class ShardedModel:
             module = twin(whole)
         if weights is not None:
             slices = slices_of(whole, plan, team.tensor) if team.tensor.size > 1 else {}
-            weights.fill(name, module, slices, leave_out=other_stages(module, plan, team))
+            weights.fill(name, module, slices, leave_out=other_stages(module, plan, team, self._weights[name]))
         if self._on_new_module is not None:
             self._on_new_module(name, module, plan)
-        return _Share(module, Stage(module, plan, team) if team.pipeline.size > 1 else None)
+        return _Share(module, Stage(module, plan, team, self._weights[name]) if team.pipeline.size > 1 else None)
 
     def _set_kernel(self, module: nn.Module, kernel: Kernel) -> None:
         if _KERNEL_IN.get(module) is not kernel:

@@ -45,6 +45,8 @@ class TorchEngine:
         make_kernel = kernel_by_length(self.config.overlap, self.device, self.dtype)
         self._sharded = ShardedModel(model, self._prepare_module, make_kernel=make_kernel)
         self._steps = StepRunner(model, self._sharded, config=self.config, device=self.device)
+        if self.config.precision != "native" and model.weights is None:
+            self._split_weights_first()
 
     @torch.no_grad()
     def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> tuple[Tensor, ...]:
@@ -88,6 +90,17 @@ class TorchEngine:
         """The caller's teams of more than one rank as they divide two branches, narrow ones first."""
         teams = {team.ranks: team for team in self.teams.all() if len(team.ranks) > 1}
         return tuple(self.team(ranks, 2) for ranks in teams)
+
+    def load_weights(self) -> None:
+        """Make all modules of the whole gang's team now; of a model in files, this reads the caller's share."""
+        for name in self._model.modules:
+            self._sharded.module(name, self.team(tuple(range(self.widths[-1]))))
+
+    def _split_weights_first(self) -> None:
+        """Layers are split as they were loaded: teams with whole weights get quantised ones in the module itself."""
+        for team in self.teams.all():
+            for name in self._model.modules if team.tensor.size > 1 else ():
+                self._sharded.module(name, team)
 
     def _divide(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> Iterator[tuple[Branch, Team]]:
         """The caller's forwards, in order: each branch on the whole team, or its half's of two that may be paired."""

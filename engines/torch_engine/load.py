@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from engines.model import DenoiserModel
 from engines.parallel.self_check import check_attention, self_check
-from engines.torch_engine.check import check_fast_path
+from engines.torch_engine.check import QUANTISED_TOLERANCE, check_fast_path
 from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.fast_step import DEFAULT_OVERLAP
@@ -47,10 +47,12 @@ def load_torch_engine(
             check_attention(team, **attention, device=engine.device, dtype=engine.dtype, make_kernel=make_kernel)
     if model.weights is not None:
         check_sliced(engine, model, config, rank=context.rank)
+        engine.load_weights()
         return engine
     teams = ((team.ranks, team.spec.name) for team in engine.checked_teams())
     num_runs = RUNS_BEFORE_CAPTURE + 2 if engine.config.capture else 1  # as it comes, captured, replayed
-    self_check(engine, model.probe(), rank=context.rank, teams=teams, num_runs=num_runs)
+    tolerance = None if config.is_native else QUANTISED_TOLERANCE  # of two nearly equal numbers one may be rounded up
+    self_check(engine, model.probe(), rank=context.rank, teams=teams, num_runs=num_runs, tolerance=tolerance)
     return engine
 
 

@@ -100,7 +100,7 @@ def swap_linears(module: nn.Module, plan: ShardPlan, scheme: Scheme, amax: Mappi
     a layer.
     """
     names = [name for name, layer in quantizable(module, plan)]
-    missing = [name for name in names if amax is not None and name not in amax]
+    missing = [name for name in names if amax is not None and _whole(name) not in amax]
     if missing:
         raise ValueError(
             f"the calibration has no entry for {len(missing)} of {len(names)} layers, such as {missing[0]}"
@@ -108,7 +108,7 @@ def swap_linears(module: nn.Module, plan: ShardPlan, scheme: Scheme, amax: Mappi
     for name in names:
         linear = module.get_submodule(name)
         assert isinstance(linear, nn.Linear)
-        module.set_submodule(name, LAYERS[scheme](linear, None if amax is None else amax[name]))
+        module.set_submodule(name, LAYERS[scheme](linear, None if amax is None else amax[_whole(name)]))
     return len(names)
 
 
@@ -119,10 +119,15 @@ def quantizable(module: nn.Module, plan: ShardPlan) -> list[tuple[str, nn.Linear
         (name, layer)
         for name, layer in module.named_modules()
         if isinstance(layer, nn.Linear)
-        and any(fnmatchcase(name, pattern) for pattern in patterns)
+        and any(fnmatchcase(_whole(name), pattern) for pattern in patterns)
         and layer.in_features % MULTIPLE == 0
         and layer.out_features % MULTIPLE == 0
     ]
+
+
+def _whole(name: str) -> str:
+    """The layer of the unsplit module that this one is, or has a share of: see ``tensor.RowSplitLinear``."""
+    return name.removesuffix(".partial")
 
 
 def _with_bias(product_RN: Tensor, bias_N: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -167,3 +167,18 @@ def test_files_that_lack_a_tensor_or_are_not_there(folder: Path, tmp_path: Path)
 def predict_alone(folder: Path) -> None:
     model = load_sliced(load_family(folder), folder, CPU, torch.float32)
     TorchEngine(model).predict(model.probe(), (0,))
+
+
+def test_weights_are_read_before_the_first_request(folder: Path) -> None:
+    """A file that is missing or slow stops or delays the start, and no job."""
+    assert gang(4).run(reads_after_start, folder) == [0] * 4
+
+
+def reads_after_start(folder: Path) -> int:
+    model = load_sliced(load_family(folder), folder, CPU, torch.float32)
+    context = RankContext(rank=dist.get_rank(), num_ranks=4, device="cpu")
+    engine = load_engine("torch", model, context, strategy="tensor")
+    with counting_reads() as read:
+        engine.predict(model.probe(), ALL)
+    engine.close()
+    return len(read)

@@ -1,0 +1,100 @@
+"""Quantised layers on several ranks: under every way to divide weights, all layers, alike on all ranks."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engines.gang.config import RankContext
+from engines.model import DenoiserModel
+from engines.parallel.self_check import WrongAnswerError, relative_difference
+from engines.parallel.weight_files import WeightFiles
+from engines.registry import load_engine
+from engines.torch_engine.calibration import recording, save_calibration
+from engines.torch_engine.config import TorchEngineConfig
+from engines.torch_engine.engine import TorchEngine
+from engines.torch_engine.quantized_linear import QuantLinear
+from tests.engines.parallel import models
+from tests.engines.parallel.gloo import gang
+
+NUM_LINEARS = 2 * 12 + 2 * 5
+
+
+@pytest.mark.parametrize(("strategy", "precision"), [("ulysses", "int8"), ("ulysses", "fp8"), ("tensor", "int8")])
+def test_a_sound_gang_passes_its_check(strategy: str, precision: str) -> None:
+    assert gang(2).run(load, strategy, precision, None) == [None, None]
+
+
+def test_a_silent_exchange_stops_it_all_the_same() -> None:
+    for told in gang(2).run(load, "tensor", "int8", "tensor.all_reduce_sum"):
+        assert "ranks (0, 1) with strategy tensor2 differ from one rank alone" in told
+
+
+def load(strategy: str, precision: str, broken: str | None) -> str | None:
+    """The error's text, if any."""
+    context = RankContext(rank=dist.get_rank(), num_ranks=dist.get_world_size(), device="cpu")
+    model = models.model.__wrapped__("flux")  # its layers are swapped for good
+    silent = patch(f"engines.parallel.{broken}", lambda x, axis: x) if broken else nullcontext()
+    try:
+        with silent:
+            load_engine("torch", model, context, strategy=strategy, precision=precision).close()
+    except WrongAnswerError as error:
+        return str(error)
+    return None
+
+
+def test_row_split_layers_are_quantised_too_and_find_their_scales(tmp_path: Path) -> None:
+    model, path = models.model.__wrapped__("flux"), tmp_path / "scales.json"
+    with recording(model.modules["transformer"], model.plan) as amax:
+        (expected,) = TorchEngine(model).predict(models.branches("flux", "uneven"), (0,))
+    save_calibration({"transformer": amax}, path)
+    for answer, num_swapped in gang(2).run(predict_split, path):
+        assert num_swapped == NUM_LINEARS
+        assert 1e-4 < relative_difference(answer, expected) < 0.15
+
+
+def predict_split(calibration: Path) -> tuple[Tensor, int]:
+    config = TorchEngineConfig(strategy="tensor", precision="fp8-static", calibration=calibration)
+    engine = TorchEngine(models.model.__wrapped__("flux"), config=config)
+    branches = models.branches("flux", "uneven")
+    engine.predict(branches, (dist.get_rank(),))
+    (answer,) = engine.predict(branches, (0, 1))
+    layers = engine._sharded.module("transformer", engine.team((0, 1))).modules()
+    return answer, sum(isinstance(layer, QuantLinear) for layer in layers)
+
+
+def test_a_rank_runs_the_blocks_that_it_read(tmp_path: Path) -> None:
+    """Quantised blocks have few parameters left, and the two kinds of block not in the same proportion."""
+    whole = deep()
+    whole.modules["transformer"].save_pretrained(tmp_path)  # type: ignore[operator]
+    branches = models.branches("flux", "uneven")
+    (expected,) = TorchEngine(whole, config=TorchEngineConfig(precision="int8")).predict(branches, (0,))
+    for answer in gang(2).run(predict_staged, tmp_path):
+        assert relative_difference(answer, expected) < 1e-5
+
+
+def predict_staged(folder: Path) -> Tensor:
+    with torch.device("meta"):
+        outline = deep()
+    model = replace(outline, weights=WeightFiles(folders={"transformer": folder}, device=torch.device("cpu")))
+    engine = TorchEngine(model, config=TorchEngineConfig(strategy="pipeline", precision="int8"))
+    return engine.predict(models.branches("flux", "uneven"), (0, 1))[0]
+
+
+def deep() -> DenoiserModel:
+    """Two blocks of one kind and six of the other."""
+    from diffusers import FluxTransformer2DModel
+
+    from pipelines.flux.denoiser import as_denoiser
+
+    config: Any = dict(models.transformer("flux").config) | {"num_single_layers": 6}
+    module = FluxTransformer2DModel.from_config(config)
+    return as_denoiser(module if module.device.type == "meta" else models.shake(module))
