@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import denoise_step_gpu
 from benchmarks.gpu_stages import STAGES, Run, Stage
+from tests.patience import PATIENCE_S
 
 SOURCE = """
 import imported, json, os
@@ -27,7 +28,7 @@ def run_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, own_caches: boo
     run = Run(name="run", module="started", all_gpus=False, writes_json=False, own_caches=own_caches)
     stage = Stage(name="run", runs=(run,), limit_s=60)
     started = denoise_step_gpu.start(run, 0, stage, 0, tmp_path, tmp_path / "meeting")
-    assert started.process.wait(timeout=60) == 0, started.log.read_text()
+    assert started.process.wait(timeout=PATIENCE_S) == 0, started.log.read_text()
     environment: dict[str, str] = json.loads(started.log.read_text())
     return environment
 

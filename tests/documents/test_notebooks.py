@@ -79,7 +79,6 @@ def test_first_picture(url: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_first_picture_from_start_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TROUPE_DATA_DIR", str(tmp_path))  # kernels inherit it
     before = set(psutil.Process().children(recursive=True))

@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 from deployments.cli.main import app
 from engines.tensorrt_engine.bindings import load_bindings
 from tests.deployments.commands import command
+from tests.patience import PATIENCE_S
 from tests.pipelines import tiny
 
 CROSS_COMPILES = hasattr(load_bindings().api, "ComputeCapability")
@@ -112,8 +113,8 @@ def test_interrupt_ends_it_cleanly(tmp_path: Path, while_it: str) -> None:
     plans = tmp_path / "plans"
     args = ("build-engine", "--model", "flux-shapes", "--target", "sm89", "--width", "2", "--cache-dir", str(plans))
     with command(*args, folder=tmp_path, env={}) as running:
-        running.wait_for("exporting" if while_it == "exports" else "Building|[Bb]uild", within_s=120)
-        assert running.interrupt() == 130
+        running.wait_for("exporting" if while_it == "exports" else "Building|[Bb]uild", within_s=PATIENCE_S)
+        assert running.interrupt(within_s=PATIENCE_S) == 130
     left = {path.suffix for path in plans.rglob("*")} if plans.exists() else set()
     assert left <= {".lock", ".timing"}
 

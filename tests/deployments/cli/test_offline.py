@@ -13,6 +13,7 @@ from deployments.cli.errors import explain
 from deployments.cli.main import app
 from tests.deployments.commands import COMMAND, config_file
 from tests.deployments.live import config_of
+from tests.patience import PATIENCE_S
 
 
 def troupe(*args: str) -> Result:
@@ -30,7 +31,7 @@ def assert_one_line(result: Result, *parts: str) -> None:
 def test_help_names_every_command_and_loads_nothing_heavy():
     code = "import sys; from deployments.cli.main import app; app(['--help'], standalone_mode=False); "
     code += "sys.exit(sum(name in sys.modules for name in ('torch', 'ray', 'diffusers')))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     for name in ("generate", "serve", "models", "plan", "doctor", "demo"):
         assert f" {name} " in done.stdout
@@ -89,5 +90,5 @@ def test_a_file_that_cannot_be_written_is_one_line():
 
 
 def test_the_command_is_installed():
-    done = subprocess.run([*COMMAND, "--help"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*COMMAND, "--help"], capture_output=True, text=True, timeout=PATIENCE_S)
     assert "Usage: " in done.stdout

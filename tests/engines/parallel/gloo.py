@@ -19,9 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.patience import PATIENCE_S
+
 PRELOAD = ["torch", "torch.distributed", "diffusers.models.transformers.transformer_flux"]
 PRELOAD += ["diffusers.models.transformers.transformer_wan", "tests.engines.parallel.models"]
-TIMEOUT_S = 60
+NO_ANSWER = (False, "no answer")
 
 
 class Gang:
@@ -42,9 +44,10 @@ class Gang:
         """Results in rank order. An exception on any rank is raised here, with its traceback as text."""
         for pipe in self._pipes:
             pipe.send_bytes(pickle.dumps((function, args)))
-        answers = [
-            pickle.loads(pipe.recv_bytes()) if pipe.poll(TIMEOUT_S) else (False, "no answer") for pipe in self._pipes
-        ]
+        answers = [pickle.loads(pipe.recv_bytes()) if pipe.poll(PATIENCE_S) else NO_ANSWER for pipe in self._pipes]
+        if NO_ANSWER in answers:
+            self.close()  # it may come later, when another test waits for its own
+            gang.cache_clear()
         failed = [f"rank {rank}: {answer}" for rank, (ok, answer) in enumerate(answers) if not ok]
         if failed:
             raise RuntimeError("\n".join(failed))
@@ -67,8 +70,9 @@ def gang(num_ranks: int) -> Gang:
 
 def _serve(pipe: Connection, rank: int, num_ranks: int, port: int) -> None:
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, num_ranks, timeout=timedelta(seconds=TIMEOUT_S))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=TIMEOUT_S))
+    patience = timedelta(seconds=PATIENCE_S)
+    store = dist.TCPStore("127.0.0.1", port, num_ranks, timeout=patience)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=patience)
     while True:
         try:
             function, args = pickle.loads(pipe.recv_bytes())

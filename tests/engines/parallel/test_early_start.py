@@ -28,6 +28,7 @@ from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
 from tests.engines.parallel import models
 from tests.engines.parallel.gloo import gang
+from tests.patience import PATIENCE_S
 
 CPU = torch.device("cpu")
 WORK = "engines.parallel.early_start._compute"
@@ -158,6 +159,6 @@ print(*set(sys.modules) - before, "random" * (not torch.equal(seed, torch.get_rn
 def test_the_thread_imports_nothing_and_leaves_the_generator_alone(tmp_path: Path) -> None:
     command = [sys.executable, "-c", IMPORTS, str(tmp_path / "store")]
     ranks = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
-    told = [rank.communicate(timeout=60)[0].strip() for rank in ranks]
+    told = [rank.communicate(timeout=PATIENCE_S)[0].strip() for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
     assert told == ["", ""]

@@ -21,6 +21,7 @@ from torch.nn import functional
 from engines.torch_engine.kernels import HeadNorms, Modulation, norm_and_rotate, norm_modulate, quantize_rows
 from engines.torch_engine.kernels import residual_norm_modulate as residual
 from engines.torch_engine.kernels.rows import QuantRows
+from tests.patience import PATIENCE_S
 
 BATCH, TEXT, IMAGE, CHANNELS = 2, 3, 5, 24
 ROWS = BATCH * (TEXT + IMAGE)
@@ -122,5 +123,5 @@ def has_triton() -> bool:
 def test_triton_versions_equal_the_plain_ones() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(TRITON_APART)}
     command = [sys.executable, str(TRITON_CHECK), "cpu"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -19,6 +19,7 @@ from engines.parallel.local import plain_attention
 from engines.torch_engine.copy_rows import copy_rows
 from engines.torch_engine.head_exchange import without_lse
 from engines.torch_engine.peer_ulysses import parts_of, peer_ulysses
+from tests.patience import PATIENCE_S
 
 WORLD, BATCH, LENGTH, DIM = 4, 2, 5, 8
 CPU = torch.device("cpu")
@@ -40,7 +41,7 @@ class ThreadMemory:
         def barrier(channel: int) -> None:
             with self._lock:
                 meeting = self._barriers.setdefault((use, channel), threading.Barrier(axis.size))
-            meeting.wait(timeout=20)
+            meeting.wait(timeout=PATIENCE_S)
 
         return SimpleNamespace(mine=views[axis.index], views_W=tuple(views), barrier=barrier)
 
