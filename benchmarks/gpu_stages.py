@@ -88,27 +88,27 @@ SLOW_PEERS = (
         peer("sglang4", "sglang", FOUR, 1024, 2048),
         peer("sglang_compiled4", "sglang-compiled", FOUR, 1024),
         ours("ours4", FOUR),
-        limit_s=280,
+        limit_s=400,
     ),
     beside(
         "sglang_of_two",
         peer("sglang2", "sglang", FIRST, 1024),
         peer("sglang_compiled2", "sglang-compiled", LAST, 1024),
         ours("beside_sglang2", FIRST),
-        limit_s=280,
+        limit_s=400,
     ),
     beside(
         "vllm_omni",
         peer("vllm_omni4", "vllm-omni", FOUR, 1024, 2048),
         peer("vllm_omni_tensor4", "vllm-omni-tensor", FOUR, 1024),
-        limit_s=250,
+        limit_s=350,
     ),
     beside(
         "vllm_omni_of_two",
         peer("vllm_omni2", "vllm-omni", FIRST, 1024),
         peer("vllm_omni_tensor2", "vllm-omni-tensor", LAST, 1024),
         ours("beside_vllm_omni2", FIRST),
-        limit_s=250,
+        limit_s=350,
     ),
 )
 
