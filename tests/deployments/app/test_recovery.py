@@ -95,8 +95,8 @@ BREAKS: dict[str, Callable[[], None]] = {
 @pytest.mark.parametrize(
     "name",
     [
-        "kill rank 0",
-        pytest.param("kill rank 1", marks=pytest.mark.slow),  # the next test kills it, too
+        pytest.param("kill rank 0", marks=pytest.mark.slow),  # the next test kills a rank, too
+        pytest.param("kill rank 1", marks=pytest.mark.slow),
         "kill the replica",
         "stop rank 1",
     ],

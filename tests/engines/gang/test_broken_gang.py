@@ -73,7 +73,7 @@ def start_jobs(gang: Gang, request: FakeRequest) -> list[asyncio.Task[tuple[Base
     return [asyncio.ensure_future(outcome_of(gang, f"job{i}", request)) for i in range(3)]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 async def test_kill_9_of_a_rank_is_known_to_all_jobs_at_once(victim: int):
     async with gang_of(CONFIG) as gang:
         tasks = start_jobs(gang, FakeRequest(seed=1, num_steps=1000, step_s=0.02))

@@ -112,7 +112,10 @@ async def test_dropped_streams_leave_the_others_and_the_ranks_unharmed(handle: D
     assert held == [(), ()]
 
 
-@pytest.mark.parametrize("victim", ["replica", "rank 0", pytest.param("rank 1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "victim",
+    [pytest.param("replica", marks=pytest.mark.slow), "rank 0", pytest.param("rank 1", marks=pytest.mark.slow)],
+)
 async def test_serve_replaces_a_broken_gang(handle: DeploymentHandle[Any], victim: str):
     pids = dict(zip(("replica", "rank 0", "rank 1"), await handle.pids.remote(), strict=True))
     num_before = num_placement_groups()

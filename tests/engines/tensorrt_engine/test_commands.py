@@ -51,7 +51,8 @@ def test_build_engine_says_what_the_plan_holds(tmp_path: Path, num_buckets: int)
     assert again.sha256 == first.sha256
 
 
-@pytest.mark.parametrize("flag", ["weight_streaming", pytest.param("strip_weights", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("flag", ["weight_streaming", "strip_weights"])
 def test_weight_flags_build_or_say_why_not(tmp_path: Path, flag: str) -> None:
     """Stripping needs a GPU at build time in TensorRT-RTX 1.7; a version that lifts that fails here."""
     model, buckets = bf16_specimen("wan")
