@@ -1,4 +1,4 @@
-"""The ``troupe`` command as a process of its own, with all that it starts."""
+"""The ``troupe`` command: in the test's own process, or as one of its own, with all that it starts."""
 
 from __future__ import annotations
 
@@ -16,14 +16,30 @@ from pathlib import Path
 from types import MappingProxyType
 
 import psutil
+from typer.testing import CliRunner, Result
 
+from deployments.cli.main import app
 from deployments.config import ServeConfig
 from tests.deployments.live import wait_until
+from tests.patience import PATIENCE_S
 
-START_WITHIN_S = 240.0
 SERVING = r"http://[\d.]+:\d+(?= \(docs)"
 """The URL in what ``troupe serve`` says when it is ready."""
 COMMAND = (sys.executable, "-m", "deployments.cli.main")
+
+
+def troupe(*args: str) -> Result:
+    """In this process, for a terminal of 200 columns without colours."""
+    return CliRunner().invoke(app, args, env={"COLUMNS": "200", "TERM": "dumb"})
+
+
+def assert_one_line(result: Result, *parts: str) -> None:
+    """A mistake of the user's: no traceback, but one line that names ``parts``."""
+    assert result.exit_code == 2, result.output
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("troupe: ")
+    for part in parts:
+        assert part in line
 
 
 class Command:
@@ -50,7 +66,7 @@ class Command:
     def output(self) -> str:
         return self._log.read_text()
 
-    def wait_for(self, pattern: str, within_s: float = START_WITHIN_S) -> str:
+    def wait_for(self, pattern: str, within_s: float = PATIENCE_S) -> str:
         """The first match of ``pattern`` in the output."""
 
         def has_matched_or_ended() -> bool:
@@ -61,7 +77,7 @@ class Command:
         assert match is not None, self.output
         return match[0]
 
-    def wait(self, within_s: float = START_WITHIN_S) -> int:
+    def wait(self, within_s: float = PATIENCE_S) -> int:
         """The exit code of a command that ends by itself, once all its processes are gone."""
         code = self._process.wait(within_s)
         assert (left := self.processes()) == [], f"left behind: {left}"

@@ -17,10 +17,9 @@ import pytest
 import ray
 import yaml
 from PIL import Image
-from typer.testing import CliRunner
 
-from deployments.cli.main import app
 from deployments.serving import load_config, parse_config
+from tests.deployments.commands import troupe
 from tests.fenced import ROOT, Block, blocks
 
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/api.md", "docs/architecture.md", "docs/scaling.md")
@@ -85,7 +84,7 @@ def test_command_of_the_readme(command: str, tmp_path: Path) -> None:
 def test_demo_paints_a_picture_and_a_clip(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of ``make demo`` but the start, which `tests/deployments/cli` sees."""
     monkeypatch.setattr("deployments.cli.demo.started_for_itself", lambda config: nullcontext(url))
-    result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path)], env={"COLUMNS": "200", "TERM": "dumb"})
+    result = troupe("demo", "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
     for name in ("picture.png", "clip.mp4"):
         assert_is_media((tmp_path / name).read_bytes())

@@ -7,13 +7,8 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from typer.testing import CliRunner, Result
 
-from deployments.cli.main import app
-
-
-def troupe(*args: str) -> Result:
-    return CliRunner().invoke(app, args, env={"COLUMNS": "200", "TERM": "dumb"})
+from tests.deployments.commands import assert_one_line, troupe
 
 
 def test_a_picture(url: str, tmp_path: Path):
@@ -53,9 +48,5 @@ MISTAKES = {
 def test_a_mistake_is_one_line(url: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     args, told = MISTAKES[name]
-    result = troupe("generate", "a red circle", *args, "--url", url)
-    assert result.exit_code == 2, result.output
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("troupe: ")
-    assert told in line
+    assert_one_line(troupe("generate", "a red circle", *args, "--url", url), told)
     assert not list(tmp_path.iterdir())

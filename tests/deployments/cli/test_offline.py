@@ -7,25 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
 from deployments.cli.errors import explain
-from deployments.cli.main import app
-from tests.deployments.commands import COMMAND, config_file
+from tests.deployments.commands import COMMAND, assert_one_line, config_file, troupe
 from tests.deployments.live import config_of
 from tests.patience import PATIENCE_S
-
-
-def troupe(*args: str) -> Result:
-    return CliRunner().invoke(app, args, env={"COLUMNS": "200", "TERM": "dumb"})
-
-
-def assert_one_line(result: Result, *parts: str) -> None:
-    assert result.exit_code == 2, result.output
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("troupe: ")
-    for part in parts:
-        assert part in line
 
 
 def test_help_names_every_command_and_loads_nothing_heavy():

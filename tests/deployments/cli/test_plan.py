@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from deployments.cli.main import app
+from tests.deployments.commands import troupe
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +19,7 @@ def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def plan(*args: str) -> Result:
-    return CliRunner().invoke(app, ["plan", *args], env={"COLUMNS": "200", "TERM": "dumb"})
+    return troupe("plan", *args)
 
 
 def document(*args: str) -> dict[str, Any]:

@@ -11,10 +11,8 @@ import av
 import httpx
 import psutil
 import pytest
-from typer.testing import CliRunner, Result
 
-from deployments.cli.main import app
-from tests.deployments.commands import SERVING, Command, command, config_file, short_folder
+from tests.deployments.commands import SERVING, Command, assert_one_line, command, config_file, short_folder, troupe
 from tests.deployments.live import PROMPT, TIMEOUT_S, config_of, wait_until
 
 KEY = "a-secret"
@@ -68,10 +66,6 @@ def test_a_clip_outlives_a_server_that_is_killed(clips: Path):
             assert finish(http, clip_id) == finish(http, undisturbed)
 
 
-def troupe(*args: str) -> Result:
-    return CliRunner().invoke(app, args, env={"COLUMNS": "200", "TERM": "dumb"})
-
-
 def test_a_clip(url: str, tmp_path: Path):
     out = tmp_path / "clip.mp4"
     wanted = ("--steps", "3", "--seed", "7", "--out", str(out))
@@ -85,11 +79,7 @@ def test_a_clip(url: str, tmp_path: Path):
 
 def test_without_a_key_it_is_one_line(url: str, tmp_path: Path):
     out = tmp_path / "clip.mp4"
-    result = troupe("generate", "a red circle", "--out", str(out), "--url", url)
-    assert result.exit_code == 2, result.output
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("troupe: ")
-    assert "key" in line
+    assert_one_line(troupe("generate", "a red circle", "--out", str(out), "--url", url), "key")
     assert not out.exists()
 
 
