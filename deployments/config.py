@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 from engines.parallel.spec import ParallelSpec
+from engines.torch_engine.rules import PRECISIONS
 
 DataType = Literal["auto", "float32", "bfloat16", "float16"]
 EngineName = Literal["auto", "torch", "tensorrt"]
-TORCH_PRECISIONS = ("auto", "native", "fp8", "fp8-static", "int8")
 
 
 class _Config(BaseModel):
@@ -129,8 +129,8 @@ class DenoiserConfig(_ScaledConfig):
     def _known(self) -> Self:
         if self.strategy != "auto":
             ParallelSpec.of(self.strategy, self.num_ranks)
-        if self.engine != "tensorrt" and self.precision not in TORCH_PRECISIONS:
-            known = ", ".join(TORCH_PRECISIONS)
+        if self.engine != "tensorrt" and self.precision not in PRECISIONS:
+            known = ", ".join(PRECISIONS)
             raise ValueError(f"precision is {self.precision!r}; engine {self.engine} knows {known}")
         return self
 

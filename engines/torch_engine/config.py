@@ -15,13 +15,13 @@ from engines.parallel.spec import ParallelSpec
 from engines.parallel.tensor import split_features
 from engines.torch_engine.auto import Specs, choose_specs, team_widths
 from engines.torch_engine.fast_step import DEFAULT_OVERLAP, Overlap
+from engines.torch_engine.rules import PRECISIONS
 
 CompileMode = Literal["auto", "eager", "per-block"]
 PathMode = Literal["auto", "fast", "module"]
 _COMPILE_MODES = ("auto", "eager", "per-block")
 _PATHS = ("auto", "fast", "module")
 FP8_CAPABILITY = (8, 9)
-_PRECISIONS = ("auto", "native", "fp8", "fp8-static", "int8")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,8 +56,8 @@ class TorchEngineConfig:
                 f"precision {self.precision!r} with calibration {self.calibration!r}: 'fp8-static' needs a calibration "
                 "file, and nothing else takes one"
             )
-        if self.precision not in _PRECISIONS:
-            raise ValueError(f"precision is {self.precision!r}; the torch engine knows {', '.join(_PRECISIONS)}")
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"precision is {self.precision!r}; the torch engine knows {', '.join(PRECISIONS)}")
         if self.strategy != "auto":
             ParallelSpec.of(self.strategy, 1)
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from deployments.config import TORCH_PRECISIONS, AppConfig
+from deployments.config import AppConfig
 from deployments.serving import (
     CONFIGS,
     READY_DEADLINE_S,
@@ -21,6 +21,7 @@ from deployments.serving import (
 )
 from engines.gang.config import GangConfig
 from engines.torch_engine.config import TorchEngineConfig
+from engines.torch_engine.rules import PRECISIONS
 
 
 def laptop() -> dict[str, Any]:
@@ -133,9 +134,9 @@ def test_what_no_gang_can_do_is_told_before_anything_starts(denoiser: dict[str, 
 
 
 def test_precisions_are_those_of_the_engine() -> None:
-    for precision in TORCH_PRECISIONS:
+    for precision in PRECISIONS:
         TorchEngineConfig(precision=precision, calibration=Path("scales") if precision == "fp8-static" else None)
-    with pytest.raises(ValueError, match=f"the torch engine knows {', '.join(TORCH_PRECISIONS)}$"):
+    with pytest.raises(ValueError, match=f"the torch engine knows {', '.join(PRECISIONS)}$"):
         TorchEngineConfig(precision="fp9")
 
 
