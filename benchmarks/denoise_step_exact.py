@@ -23,9 +23,9 @@ from torch import Tensor
 from benchmarks import flux_case
 from benchmarks.denoise_step import start_distributed
 from benchmarks.timing import rank_synchronize
-from engines.model import Branch
+from engines.core.model import Branch
+from engines.core.widths import gang_widths
 from engines.parallel.self_check import relative_difference
-from engines.parallel.widths import gang_widths
 from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.fast_step import Overlap

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from engines.torch_engine.head_exchange import attend_tokens_first, local_attention
-from engines.torch_engine.kernels import HeadNorms, Modulation, norm_and_rotate, quantize_rows, residual_norm_modulate
-from engines.torch_engine.product import Float8Product, NativeProduct
+from engines.fast.gemm import Float8Product, NativeProduct
+from engines.fast.kernels import HeadNorms, Modulation, norm_and_rotate, quantize_rows, residual_norm_modulate
+from engines.torch_engine.exchange.heads import attend_tokens_first, local_attention
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
 HEADS, DIM, CHANNELS = 24, 128, 3072

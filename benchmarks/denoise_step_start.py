@@ -42,7 +42,7 @@ def main() -> None:
     start_early(device)
 
     from benchmarks import flux_case
-    from engines.model import Branch, Schedule
+    from engines.core.model import Branch, Schedule
     from engines.torch_engine.load import load_torch_engine
     from pipelines.flux.denoiser import as_denoiser
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import flux_case
+from engines.core.model import Branch, ModelInputs, Schedule
 from engines.gang.assignment import share_out
-from engines.model import Branch, ModelInputs, Schedule
 from engines.torch_engine.engine import TorchEngine
 
 NUM_JOBS = 8

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from benchmarks.distributed import start_distributed
 from benchmarks.timing import measure, rank_synchronize
+from engines.fast.side_streams import Lane
 from engines.parallel.collectives import Axis, all_to_all
 from engines.parallel.mesh import Groups
-from engines.torch_engine.copy_rows import copy_rows
-from engines.torch_engine.head_exchange import local_attention
-from engines.torch_engine.lanes import Lane
-from engines.torch_engine.peer_memory import PeerMemory
+from engines.torch_engine.exchange.copy_rows import copy_rows
+from engines.torch_engine.exchange.heads import local_attention
+from engines.torch_engine.exchange.peer_memory import PeerMemory
 
 TOKENS, HEADS, DIM = 32760, 40, 128
 SMALL_TOKENS = 240

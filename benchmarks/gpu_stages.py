@@ -112,7 +112,7 @@ SLOW_PEERS = (
     ),
 )
 
-KERNEL_CHECK = "tests.engines.torch_engine.triton_check"
+KERNEL_CHECK = "tests.engines.fast.support.triton_check"
 SINGLE = ("1024/w1/", "2048/w1")
 TURNS = ("fast/1024/w1/bf16", "fast/1024/w1/bf16/one-stream", "fast/1024/w1/bf16/apart")
 PROFILED = ("fast/1024/w1/bf16/apart", f"fast/1024/w4/bf16/ulysses/{DEFAULT}", f"fast/2048/w4/bf16/ulysses/{DEFAULT}")

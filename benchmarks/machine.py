@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from engines.parallel.cost_model import Workload
-from engines.parallel.measure_here import measure_here
-from engines.parallel.plan_table import StepForecast, forecast, workload
-from engines.parallel.profile import ModelProfile, profile
-from engines.parallel.widths import gang_widths
+from engines.core.widths import gang_widths
+from engines.planner.cost_model import Workload
+from engines.planner.forecast import StepForecast, forecast, workload
+from engines.planner.measure_here import measure_here
+from engines.planner.profile import ModelProfile, profile
 from pipelines.loading import resolve_configuration
 from pipelines.registry import load_family
 from pipelines.sizes import Size, first_step, request_of

@@ -28,19 +28,19 @@ from torch import Tensor
 
 from benchmarks.denoise_step import start_distributed
 from benchmarks.timing import rank_synchronize
-from engines.model import Branch
-from engines.parallel.shard_plan import ShardPlan
-from engines.parallel.widths import gang_widths
-from engines.torch_engine.calibration import recording
+from engines.core.model import Branch
+from engines.core.shard_plan import ShardPlan
+from engines.core.widths import gang_widths
+from engines.quantization.linear import Scheme, swap_linears
+from engines.quantization.observe import recording
 from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
-from engines.torch_engine.quantized_linear import Scheme, swap_linears
 from pipelines.loading import resolve_path
 from pipelines.registry import load_family
 from pipelines.run import load_pipeline
 from pipelines.sizes import request_of
-from pipelines.training import evaluate
-from pipelines.training.judge import look_at
+from training import evaluate
+from training.judge import look_at
 
 STILLS, CLIPS = "flux-shapes", "wan-shapes"
 NUM_PROMPTS = {STILLS: 240, CLIPS: 96}

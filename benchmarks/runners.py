@@ -18,18 +18,18 @@ from torch import Tensor
 from benchmarks import elastic_case, flux_case, peers, wan_case
 from benchmarks.cases import CASES, ENGINE_MAKERS, Case
 from benchmarks.timing import Times, measure
-from engines.model import Branch, Schedule
+from engines.core.layout import TokenLayout
+from engines.core.model import Branch, Schedule
+from engines.core.spec import ParallelSpec
+from engines.core.widths import aligned_runs
+from engines.fast.interface import FastWeights, Precision, StepTensors
 from engines.parallel.collectives import Axis
-from engines.parallel.layout import TokenLayout
 from engines.parallel.mesh import Groups, Team, Teams, team_of_one
-from engines.parallel.spec import ParallelSpec
-from engines.parallel.widths import aligned_runs
-from engines.torch_engine.ahead import AheadCache
 from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
-from engines.torch_engine.fast_model import FastWeights, Precision, StepTensors
 from engines.torch_engine.fast_step import FastStep, Overlap
 from engines.torch_engine.graph import CapturedStep, GraphPool
+from engines.torch_engine.hoisted import AheadCache
 from pipelines.flux.denoiser import as_denoiser
 from pipelines.flux.fast import fast_weights
 from pipelines.flux.shard_plan import SHARD_PLAN, stream_lengths
@@ -231,7 +231,7 @@ class Bench:
 def _without_exchange() -> AbstractContextManager[Any]:
     """Ranks keep what they have: a wrong answer in the right shapes."""
     stack = ExitStack()
-    exchange = "engines.torch_engine.head_exchange"
+    exchange = "engines.torch_engine.exchange.heads"
     stack.enter_context(patch.multiple(exchange, start_all_to_all=lambda x, axis: x, wait=lambda x: x))
     stacked = patch("engines.torch_engine.fast_step.all_gather", lambda x, axis: torch.stack([x] * axis.size))
     stack.enter_context(stacked)

@@ -26,8 +26,8 @@ from benchmarks.application import Application, Memory, demo_s, serving
 from benchmarks.bare import Times, bare
 from benchmarks.clients import STAGES, Answer, Load, ask, clip
 from benchmarks.spread import Spread
+from deployments.cli.serving import load_config, parse_config
 from deployments.config import ServeConfig
-from deployments.serving import load_config, parse_config
 
 PICTURES, CLIPS = "flux-shapes", "wan-shapes"
 WIDTHS = (1, 2)

@@ -24,19 +24,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engines.model import Branch, DenoiserModel
-from engines.parallel.spec import ParallelSpec
-from engines.tensorrt_engine.export import Exported, export, rank_weights
-from engines.tensorrt_engine.quantize import Kind, Quantization, observed
-from engines.tensorrt_engine.simulate import Simulator
-from engines.tensorrt_engine.trace import ChangeModule, offline_team, unchanged
+from engines.core.model import Branch, DenoiserModel
+from engines.core.spec import ParallelSpec
+from engines.quantization.onnx import Kind, Quantization, observed
+from engines.tensorrt_engine.export.exported import Exported, export, rank_weights
+from engines.tensorrt_engine.export.trace import ChangeModule, offline_team, unchanged
 from pipelines.family import Defaults, Family
 from pipelines.loading import resolve_path
 from pipelines.registry import load_family
 from pipelines.request import MediaRequest
 from pipelines.run import Pipeline, PlainEngine, load_pipeline
-from pipelines.training.evaluate import check_motion, check_still, held_out_motion_prompts, held_out_prompts
-from pipelines.training.judge import look_at
+from tests.engines.tensorrt_engine.support.simulate import Simulator
+from training.evaluate import check_motion, check_still, held_out_motion_prompts, held_out_prompts
+from training.judge import look_at
 
 CPU = torch.device("cpu")
 EQUAL_DB = 999.0

@@ -24,7 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from engines.tensorrt_engine.build_command import PlanReport
+from engines.tensorrt_engine.build.report import PlanReport
 
 MIB, GIB_IN_KIB = 1 << 20, 1 << 20
 
@@ -154,7 +154,7 @@ def hardware() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    from engines.tensorrt_engine.bindings import load_bindings
+    from engines.tensorrt_engine.build.bindings import load_bindings
 
     bindings = load_bindings()
     packages = {name: version(name) for name in ("torch", "diffusers", "onnx", "onnxscript", "onnxruntime")}

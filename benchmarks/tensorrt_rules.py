@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.tensorrt_accuracy import CALIBRATION_NOISE, Engines, Prompts, Subject, calibrated
-from engines.tensorrt_engine.quantize import (
+from engines.quantization.onnx import (
     LARGEST,
     PER_TENSOR,
     QUANTIZE_DEQUANTIZE,

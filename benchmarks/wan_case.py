@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.making import default_dtype
-from engines.model import Branch
+from engines.core.model import Branch
 from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.fast_step import Overlap

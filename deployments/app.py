@@ -8,12 +8,12 @@ from typing import Any
 from ray import serve
 
 from deployments.config import AppConfig, AutoscalingConfig, DenoiserConfig, ModelConfig, StageConfig
-from deployments.denoiser import Denoiser, gang_config
 from deployments.ingress import Ingress
 from deployments.names import INGRESS, deployment_name
-from deployments.stage import StageSpec
-from deployments.text_encoder import TextEncoder
-from deployments.vae_decoder import VaeDecoder
+from deployments.stages.common import StageSpec
+from deployments.stages.denoiser import Denoiser, gang_config
+from deployments.stages.text_encoder import TextEncoder
+from deployments.stages.vae_decoder import VaeDecoder
 from engines.gang.placement import gang_bundles, gang_strategy
 
 HEALTH: dict[str, Any] = {

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
-from engines.parallel.spec import ParallelSpec
-from engines.torch_engine.rules import PRECISIONS
+from engines.core.precision import PRECISIONS
+from engines.core.spec import ParallelSpec
 
 DataType = Literal["auto", "float32", "bfloat16", "float16"]
 EngineName = Literal["auto", "torch", "tensorrt"]

@@ -14,15 +14,15 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.api.app import create_api
 from deployments.api.settings import ApiSettings
+from deployments.clips.clips import Jobs
+from deployments.clips.settings import JobSettings
 from deployments.config import AppConfig
-from deployments.deployed_studio import DeployedStudio
-from deployments.flow import StageHandles
-from deployments.handle_api import plan_generate
-from deployments.jobs.jobs import Jobs
-from deployments.jobs.settings import JobSettings
 from deployments.observability.logs import configure_logs
+from deployments.requests.handle import plan_generate
 from deployments.settings import Settings
-from deployments.studio import ModelCard, StudioEvent
+from deployments.studio.flow import StageHandles
+from deployments.studio.interface import ModelCard, StudioEvent
+from deployments.studio.readiness import DeployedStudio
 from pipelines.loading import resolve_path
 from pipelines.registry import load_family
 

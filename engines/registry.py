@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from engines.engine import Engine
-from engines.model import DenoiserModel
+from engines.core.engine import Engine
+from engines.core.model import DenoiserModel
 
 if TYPE_CHECKING:
     from engines.gang.config import RankContext
@@ -21,7 +21,7 @@ ENGINES = {
 }
 """Engine to the function that makes one: ``(model, context, *, strategy, precision, ...) -> Engine``."""
 
-ENVIRONMENTS = {"tensorrt": "engines.tensorrt_engine.nccl:rank_environment"}
+ENVIRONMENTS = {"tensorrt": "engines.tensorrt_engine.run.nccl:rank_environment"}
 """Engine to the function that says what its ranks must find in their environment: ``() -> variables``."""
 
 

@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from engines.engine import Engine
-from engines.model import Branch
+from engines.core.engine import Engine
+from engines.core.model import Branch
 
 if TYPE_CHECKING:
     from engines.gang.config import RankContext

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from engines.model import DenoiserModel
-from engines.sampler import Sampler
+from engines.core.model import DenoiserModel
+from engines.core.sampler import Sampler
 from pipelines.request import MediaKind, MediaRequest
 
 if TYPE_CHECKING:  # the ingress reads defaults, and does without torch

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engines.engine import Engine
-from engines.model import Branch, DenoiserModel
-from engines.sampler import Sampler
+from engines.core.engine import Engine
+from engines.core.model import Branch, DenoiserModel
+from engines.core.sampler import Sampler
 from pipelines.defaults import check_request
 from pipelines.family import Decoder, TextEncoder
 from pipelines.registry import load_family

@@ -15,7 +15,7 @@ from pipelines.request import MediaRequest
 if TYPE_CHECKING:
     import torch
 
-    from engines.model import Branch
+    from engines.core.model import Branch
 
 _WRITTEN = re.compile(r"(\d+)x(\d+)(?:x(\d+))?")
 

@@ -11,7 +11,7 @@ from pipelines.family import Family
 if TYPE_CHECKING:
     import torch
 
-    from engines.model import DenoiserModel
+    from engines.core.model import DenoiserModel
 
 
 def load_sliced(family: Family, path: Path, device: torch.device, dtype: torch.dtype) -> DenoiserModel:

@@ -20,13 +20,13 @@ import pytest
 # may give up, and tests in which something must happen soon. It begins with them, and the others leave it the cores.
 TIMED = (
     "tests/deployments/api/",
-    "tests/deployments/app/",
+    "tests/end_to_end/",
     "tests/deployments/cli/test_interrupt.py",
     "tests/deployments/cli/test_with_server.py",
-    "tests/deployments/jobs/",
+    "tests/deployments/clips/",
     "tests/deployments/observability/",
-    "tests/deployments/test_full_queue.py",
-    "tests/deployments/test_stages.py",
+    "tests/deployments/stages/test_full_queue.py",
+    "tests/deployments/stages/test_stages.py",
     "tests/documents/",
     "tests/engines/gang/",
     "tests/engines/tensorrt_engine/test_faulty_rank.py",
@@ -44,7 +44,7 @@ def ray_cluster() -> Iterator[None]:
     """A cluster of this session alone, ended with it. Serve applications in it belong to their test modules."""
     import ray
 
-    from deployments.serving import SERVE_ENVIRONMENT
+    from deployments.cli.serving import SERVE_ENVIRONMENT
 
     with (
         tempfile.TemporaryDirectory(prefix="troupe_ray_", dir="/tmp", ignore_cleanup_errors=True) as temp_dir,

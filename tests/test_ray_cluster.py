@@ -14,8 +14,8 @@ import ray.autoscaler
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
+from deployments.cli.serving import SERVE_ENVIRONMENT
 from deployments.config import ModelConfig, ServeConfig
-from deployments.serving import SERVE_ENVIRONMENT
 
 ROOT = Path(__file__).parents[1]
 CLUSTER = ROOT / "ray_cluster.yaml"

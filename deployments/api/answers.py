@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 from deployments.api.event_stream import Event
-from deployments.studio import Media, ModelCard, Timings
+from deployments.studio.interface import Media, ModelCard, Timings
 from pipelines.request import MediaKind
 
 

@@ -11,8 +11,8 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from deployments.api.auth import check_key
 from deployments.api.files import FileShelf
 from deployments.api.settings import ApiSettings
-from deployments.jobs.jobs import Jobs
-from deployments.studio import Studio
+from deployments.clips.clips import Jobs
+from deployments.studio.interface import Studio
 
 BEARER = HTTPBearer(auto_error=False, description="Needed only if the server was started with API keys.")
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive
 
-from deployments.jobs.tasks import EndedError, unless
+from deployments.asyncio_tools import EndedError, unless
 
 T = TypeVar("T")
 

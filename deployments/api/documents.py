@@ -11,9 +11,9 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from deployments.api.answers import CompletedImage, ImagesResponse, PartialImage, StepProgress
-from deployments.api.bodies import ImageBody, VideoBody
 from deployments.api.errors import ErrorBody
 from deployments.api.video_answers import VideoEvent
+from deployments.requests.bodies import ImageBody, VideoBody
 
 UNSEEN_MODELS: tuple[type[BaseModel], ...] = (
     ImageBody,

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.routing import compile_path
 
-from deployments.studio import ModelUnavailableError
+from deployments.studio.interface import ModelUnavailableError
 from engines.gang.errors import GangBrokenError, QueueFullError
 
 TYPES = {401: "authentication_error", 429: "rate_limit_error"}

@@ -15,7 +15,7 @@ from deployments.api.disconnect import ClientGoneError, until_disconnect
 from deployments.api.errors import ApiError, from_failure
 from deployments.api.performing import with_idle
 from deployments.api.settings import ApiSettings
-from deployments.jobs.tasks import next_or_none
+from deployments.asyncio_tools import next_or_none
 
 logger = logging.getLogger("troupe.api")
 

@@ -9,9 +9,9 @@ from contextlib import aclosing
 
 from deployments.api.answers import CompletedImage, PartialImage, StageTimes, StepProgress
 from deployments.api.event_stream import Event
-from deployments.api.image_plan import ImagePlan
 from deployments.api.performing import Indexed
-from deployments.studio import Media, Preview, StudioEvent
+from deployments.requests.images import ImagePlan
+from deployments.studio.interface import Media, Preview, StudioEvent
 
 
 async def image_events(plan: ImagePlan, events: AsyncGenerator[Indexed]) -> AsyncGenerator[Event, None]:

@@ -12,19 +12,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from deployments.api.answers import Image, ImagesResponse, measures
-from deployments.api.bodies import ImageBody
-from deployments.api.checks import ready_card
 from deployments.api.context import ApiContext
 from deployments.api.disconnect import until_disconnect
 from deployments.api.documents import body_document, error_documents, file_answers, image_answers
 from deployments.api.errors import ApiError, shown
 from deployments.api.event_stream import start_stream
-from deployments.api.image_plan import ImagePlan, plan_images
 from deployments.api.image_stream import image_events
 from deployments.api.performing import collect, perform_all
 from deployments.api.ranges import tame_range
 from deployments.api.reading import read_json
-from deployments.studio import Media
+from deployments.requests.bodies import ImageBody
+from deployments.requests.images import ImagePlan, plan_images
+from deployments.requests.rules import ready_card
+from deployments.studio.interface import Media
 
 
 def image_routes(context: ApiContext) -> APIRouter:

@@ -8,8 +8,8 @@ from contextlib import aclosing
 from typing import TypeVar
 
 from deployments.api.errors import from_failure
-from deployments.jobs.tasks import cancel, next_or_none
-from deployments.studio import Media, Output, Studio, StudioEvent
+from deployments.asyncio_tools import cancel, next_or_none
+from deployments.studio.interface import Media, Output, Studio, StudioEvent
 from pipelines.request import MediaRequest
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 
 from deployments.api.answers import StageTimes
 from deployments.api.event_stream import Event
-from deployments.jobs.records import Job
+from deployments.clips.records import Job
 
 
 class VideoError(BaseModel):

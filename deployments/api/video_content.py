@@ -11,7 +11,6 @@ from fastapi.responses import FileResponse
 from starlette.requests import Request
 from starlette.responses import Response
 
-from deployments.api.bodies import ContentQuery
 from deployments.api.context import ApiContext
 from deployments.api.documents import error_documents, file_answers, stream_answers
 from deployments.api.errors import ApiError
@@ -19,9 +18,10 @@ from deployments.api.event_stream import start_stream
 from deployments.api.ranges import tame_range
 from deployments.api.video_answers import Video, VideoEvent
 from deployments.api.video_lookup import find_job
-from deployments.jobs.folders import CONTENT_TYPES, Variant
-from deployments.jobs.jobs import Jobs
-from deployments.jobs.records import Job
+from deployments.clips.clips import Jobs
+from deployments.clips.folders import CONTENT_TYPES, Variant
+from deployments.clips.records import Job
+from deployments.requests.bodies import ContentQuery
 
 EventName = Literal["video.progress", "video.completed", "video.failed"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from deployments.api.errors import ApiError, shown
-from deployments.jobs.jobs import Jobs
-from deployments.jobs.records import Job
+from deployments.clips.clips import Jobs
+from deployments.clips.records import Job
 
 VIDEO_ID = re.compile(r"video_[0-9a-f]{32}")
 

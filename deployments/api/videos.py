@@ -8,13 +8,13 @@ from fastapi import APIRouter, Depends, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from deployments.api.bodies import PageQuery, VideoBody
-from deployments.api.checks import clip_length, media_request, ready_card
 from deployments.api.context import ApiContext
 from deployments.api.documents import body_document, error_documents
 from deployments.api.reading import read_json_or_form
 from deployments.api.video_answers import Video, VideoDeleted, VideoPage
 from deployments.api.video_lookup import find_job, no_video
+from deployments.requests.bodies import PageQuery, VideoBody
+from deployments.requests.rules import clip_length, media_request, ready_card
 
 POLL_MS = 500
 """What clients that poll are told to wait between two looks."""

@@ -14,8 +14,8 @@ from deployments.cli.progress import console
 if TYPE_CHECKING:
     import torch
 
-    from engines.model import Branch, DenoiserModel
-    from engines.tensorrt_engine.build_command import PlanReport
+    from engines.core.model import Branch, DenoiserModel
+    from engines.tensorrt_engine.build.report import PlanReport
     from pipelines.family import Family
 
 
@@ -58,10 +58,10 @@ def build(order: Order) -> None:
 def plan_reports(order: Order, *, visible: bool = True) -> list[PlanReport]:
     """What the plans of ``order`` hold, made if the cache has none. Raises as ``build`` does."""
     from engines.tensorrt_engine import rules
-    from engines.tensorrt_engine.build_command import build_engine
-    from engines.tensorrt_engine.builder import check_target
+    from engines.tensorrt_engine.build.builder import check_target
+    from engines.tensorrt_engine.build.engine_cache import DEFAULT_FOLDER
+    from engines.tensorrt_engine.build.report import build_engine
     from engines.tensorrt_engine.config import TensorRTConfig
-    from engines.tensorrt_engine.plan_cache import DEFAULT_FOLDER
     from pipelines.loading import resolve_configuration, resolve_path
     from pipelines.registry import load_family
 
@@ -133,7 +133,7 @@ def find_target(text: str) -> Any:
     """``text`` as a target, or "auto": the GPU of this machine."""
     import torch
 
-    from engines.tensorrt_engine.targets import Target
+    from engines.tensorrt_engine.build.targets import Target
 
     if text != "auto":
         return Target.parse(text)

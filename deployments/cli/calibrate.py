@@ -11,7 +11,7 @@ from deployments.cli.progress import console
 if TYPE_CHECKING:
     import torch
 
-    from engines.model import DenoiserModel
+    from engines.core.model import DenoiserModel
 
 PROMPTS = (
     "a large red circle in the centre on a white background",
@@ -31,7 +31,7 @@ def calibrate(source: str, out: Path, prompts_file: Path | None, size: str | Non
 
     ValueError for a model, a size or a file of prompts that cannot be used.
     """
-    from engines.torch_engine.calibration import calibrating
+    from engines.quantization.observe import calibrating
     from pipelines.loading import resolve_dtype, resolve_path
 
     prompts, device = read_prompts(prompts_file), find_device()

@@ -8,7 +8,7 @@ from pathlib import Path
 from deployments.cli.client import Client
 from deployments.cli.generate import generate
 from deployments.cli.progress import console, started_for_itself
-from deployments.serving import load_config
+from deployments.cli.serving import load_config
 
 PICTURE = ("image", "a small red circle above a large blue square on a white background", "picture.png")
 CLIP = ("video", "a green triangle moves from left to right on a black background", "clip.mp4")

@@ -17,7 +17,7 @@ from rich.table import Table
 from deployments.cli.progress import console
 
 if TYPE_CHECKING:
-    from engines.model import DenoiserModel
+    from engines.core.model import DenoiserModel
 
 PACKAGES = ("ray", "torch", "diffusers", "transformers", "tensorrt", "tensorrt-rtx-cu13-bindings", "av", "pillow")
 EXPORT_PACKAGES = ("onnx", "onnxscript", "filelock", "sympy")
@@ -62,14 +62,14 @@ class MakeModel:
 
 def first_model(config: str) -> str:
     """Where the first model that ``config`` would serve comes from."""
-    from deployments.serving import load_config
+    from deployments.cli.serving import load_config
 
     return load_config(config).app.models[0].source
 
 
 def print_proofs(model: str) -> bool:
     """Print how each statement about TensorRT engines fares on this host; True if none failed."""
-    from engines.tensorrt_engine.doctor import doctor
+    from engines.tensorrt_engine.run.doctor import doctor
     from pipelines.loading import resolve_path
 
     resolve_path(model)  # a name that is wrong is the user's mistake, not a proof that failed

@@ -61,7 +61,7 @@ def serve(
 ) -> None:
     """Serve until Ctrl-C."""
     from deployments.cli.progress import console, started
-    from deployments.serving import load_config
+    from deployments.cli.serving import load_config
 
     chosen: dict[str, Any] = {name: value for name, value in (("host", host), ("port", port)) if value is not None}
     with errors(), started(load_config(config).with_http(**chosen)) as url:
@@ -170,7 +170,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")] = False,
 ) -> None:
     """Each way to divide a step over some ranks, with predicted time and memory, and which is chosen and why."""
-    from deployments.cli.plan import PlanOptions, print_plan
+    from deployments.cli.estimate import PlanOptions, print_plan
 
     with errors():
         options = PlanOptions(
@@ -206,7 +206,7 @@ def _client(config: str, url: str, api_key: str) -> Iterator[Any]:
                 yield client
         else:
             from deployments.cli.progress import started_for_itself
-            from deployments.serving import load_config
+            from deployments.cli.serving import load_config
 
             with started_for_itself(load_config(config)) as own_url, Client(own_url, api_key) as client:
                 yield client

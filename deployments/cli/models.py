@@ -26,8 +26,8 @@ def _served(url: str, api_key: str) -> list[tuple[Any, ...]]:
 def _configured(config: str) -> list[tuple[Any, ...]]:
     from dataclasses import asdict
 
+    from deployments.cli.serving import load_config
     from deployments.ingress import make_cards
-    from deployments.serving import load_config
 
     cards = make_cards(load_config(config).app)
     return [_row(card.name, card.family, card.defaults.kind, asdict(card.defaults)) for card in cards.values()]

@@ -42,7 +42,7 @@ def follow(title: str, events: Iterator[Step | Result]) -> Result:
 @contextmanager
 def started(config: ServeConfig) -> Iterator[str]:
     """The application, started with a spinner that says what it waits for."""
-    from deployments.serving import running  # a command that only talks to a server does without Ray and torch
+    from deployments.cli.serving import running  # a command that only talks to a server does without Ray and torch
 
     with ExitStack() as stack:
         with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console) as bar:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engines.engine import Engine
+from engines.core.engine import Engine
+from engines.core.sampler import Sampler
 from engines.parallel.nccl_options import DEFAULT_OPTIONS, NcclOptions
-from engines.sampler import Sampler
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,9 +15,9 @@ from engines.gang.errors import GangBrokenError
 from engines.gang.job import Job, JobDone, PreviewReady, StepDone
 from engines.gang.job_table import JobTable, OpenJob
 from engines.gang.metrics import GangMetrics
-from engines.gang.plan import JobFailure, JobStep, StepPlan, StepReport, Work
 from engines.gang.rank import kill_ranks
 from engines.gang.scheduler import Scheduler
+from engines.gang.step_plan import JobFailure, JobStep, StepPlan, StepReport, Work
 from engines.gang.watchdog import Flight, Watchdog, answer_of
 
 logger = logging.getLogger(__name__)

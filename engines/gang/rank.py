@@ -19,10 +19,10 @@ from engines.gang.config import BuildRank, GangConfig, RankContext, StoreAddress
 from engines.gang.errors import portable
 from engines.gang.job import Job
 from engines.gang.placement import rank_strategy
-from engines.gang.plan import JobFailure, StepPlan
+from engines.gang.step_plan import JobFailure, StepPlan
 
 if TYPE_CHECKING:
-    from engines.gang.runner import StepRunner
+    from engines.gang.rank_jobs import StepRunner
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class Rank:
 
     def build(self, build: BuildRank) -> tuple[int, ...]:
         """The widths that the engine knows."""
-        from engines.gang.runner import StepRunner
+        from engines.gang.rank_jobs import StepRunner
         from engines.parallel.early_start import wait_for_early_start
 
         parts = build(self._context)

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 
+from engines.core.widths import gang_widths
 from engines.gang.assignment import share_out
 from engines.gang.job import Job
-from engines.gang.plan import Emit, JobStep, Move, StepPlan, Work
-from engines.parallel.widths import gang_widths
+from engines.gang.step_plan import Emit, JobStep, Move, StepPlan, Work
 
 
 @dataclass(slots=True)

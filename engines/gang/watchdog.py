@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError
 from engines.gang.config import GangConfig
 from engines.gang.errors import GangBrokenError
 from engines.gang.job import Job
-from engines.gang.plan import StepPlan, StepReport, Work
+from engines.gang.step_plan import StepPlan, StepReport, Work
 
 logger = logging.getLogger(__name__)
 

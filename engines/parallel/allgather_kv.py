@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engines.core.kernel import Kernel
 from engines.parallel.collectives import Axis, all_gather
-from engines.parallel.kernel import Kernel
 
 
 def allgather_kv(kernel: Kernel, axis: Axis) -> Kernel:

@@ -16,11 +16,11 @@ from threading import Thread
 import torch
 import torch.distributed as dist
 
+from engines.core.widths import aligned_runs, gang_widths
+from engines.parallel.attention import local_kernel
 from engines.parallel.collectives import Axis
-from engines.parallel.local import local_kernel
-from engines.parallel.measure import EXCHANGES
 from engines.parallel.mesh import Groups
-from engines.parallel.widths import aligned_runs, gang_widths
+from engines.planner.measure import EXCHANGES
 
 _started: Future[None] | None = None
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from engines.model import Branch
+from engines.core.model import Branch
+from engines.core.shard_plan import ShardPlan
 from engines.parallel.collectives import Axis, all_gather
-from engines.parallel.shard_plan import ShardPlan
 
 
 def exchange_predictions(mine: Tensor, axis: Axis) -> tuple[Tensor, ...]:

@@ -13,10 +13,10 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from engines.core.spec import AXES, ParallelSpec
+from engines.core.widths import aligned_runs
 from engines.parallel.collectives import Axis
 from engines.parallel.nccl_options import inherited_options
-from engines.parallel.spec import AXES, ParallelSpec
-from engines.parallel.widths import aligned_runs
 
 ALONE = Axis(ranks=(0,), index=0)
 _CONTEXT = ("ring", "allgather_kv", "ulysses")

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engines.core.shard_plan import ShardPlan
 from engines.parallel.collectives import broadcast, receive, start_send, wait
 from engines.parallel.mesh import Team
-from engines.parallel.shard_plan import ShardPlan
 
 
 class Stage:

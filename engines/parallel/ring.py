@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engines.core.kernel import Kernel
+from engines.core.layout import Rows
+from engines.parallel.attention import crop_keys
 from engines.parallel.collectives import Axis, start_rotation, wait
-from engines.parallel.kernel import Kernel
-from engines.parallel.layout import Rows
-from engines.parallel.local import crop_keys
 
 
 def ring(kernel: Kernel, axis: Axis, rows: tuple[Rows | None, ...]) -> Kernel:

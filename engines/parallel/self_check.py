@@ -12,10 +12,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from engines.engine import Engine
-from engines.model import Branch
-from engines.parallel.layout import Rows, TokenLayout
-from engines.parallel.local import local_kernel, take_rows
+from engines.core.engine import Engine
+from engines.core.layout import Rows, TokenLayout
+from engines.core.model import Branch
+from engines.parallel.attention import local_kernel, take_rows
 from engines.parallel.mesh import Team
 from engines.parallel.strategy import MakeKernel, team_kernel
 

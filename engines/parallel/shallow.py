@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from torch import nn
 
-from engines.model import DenoiserModel
-from engines.parallel.twin import twin
+from engines.core.model import DenoiserModel
+from engines.parallel.copies import twin
 
 
 def shallow(model: DenoiserModel, num_blocks: int) -> DenoiserModel:

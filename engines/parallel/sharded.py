@@ -9,18 +9,18 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from engines.model import Branch, DenoiserModel, dtype_of
+from engines.core.kernel import Kernel
+from engines.core.layout import TokenLayout
+from engines.core.model import Branch, DenoiserModel, dtype_of
+from engines.core.shard_plan import ShardPlan
+from engines.parallel.attention import local_kernel
 from engines.parallel.collectives import Axis
-from engines.parallel.kernel import Kernel
-from engines.parallel.layout import TokenLayout
-from engines.parallel.local import local_kernel
+from engines.parallel.copies import twin
 from engines.parallel.mesh import Team
 from engines.parallel.pipeline import Stage, block_weights, other_stages
-from engines.parallel.shard_plan import ShardPlan
 from engines.parallel.strategy import MakeKernel, team_kernel
 from engines.parallel.tensor import split_weights
 from engines.parallel.token_hooks import TokenHooks
-from engines.parallel.twin import twin
 from engines.parallel.weight_files import slices_of
 
 PrepareModule = Callable[[str, nn.Module, ShardPlan], None]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from engines.core.kernel import Kernel
+from engines.core.layout import TokenLayout
 from engines.parallel.allgather_kv import allgather_kv
-from engines.parallel.kernel import Kernel
-from engines.parallel.layout import TokenLayout
-from engines.parallel.local import crop_keys
+from engines.parallel.attention import crop_keys
 from engines.parallel.mesh import Team
 from engines.parallel.ring import ring
 from engines.parallel.ulysses import ulysses, ulysses_in_parts

@@ -9,9 +9,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from engines.core.shard_plan import ColumnLinear, FullWidthNorm, RowLinear, ShardPlan
 from engines.parallel.collectives import Axis, all_reduce_sum
-from engines.parallel.shard_plan import ColumnLinear, FullWidthNorm, RowLinear, ShardPlan
-from engines.parallel.twin import twin
+from engines.parallel.copies import twin
 
 
 def split_weights(module: nn.Module, plan: ShardPlan, axis: Axis) -> nn.Module:

@@ -14,9 +14,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from engines.core.layout import TokenLayout
+from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
 from engines.parallel.collectives import Axis, all_gather
-from engines.parallel.layout import TokenLayout
-from engines.parallel.shard_plan import ShardPlan, TokenGather, TokenShard
 
 
 class TokenHooks:

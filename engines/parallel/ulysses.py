@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engines.core.kernel import Kernel
 from engines.parallel.collectives import Axis, all_to_all, start_all_to_all, wait
-from engines.parallel.kernel import Kernel
 
 
 def ulysses(kernel: Kernel, axis: Axis, *, with_lse: bool = False) -> Kernel:

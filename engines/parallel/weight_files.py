@@ -13,8 +13,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan
 from engines.parallel.collectives import Axis
-from engines.parallel.shard_plan import ColumnLinear, RowLinear, ShardPlan
 from engines.parallel.tensor import matching, row_ranges, share
 
 NAME = "diffusion_pytorch_model.safetensors"

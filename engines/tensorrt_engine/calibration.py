@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engines.model import Branch, DenoiserModel
-from engines.tensorrt_engine.files import write_atomically
-from engines.tensorrt_engine.quantize import Kind, Quantization, observed
-from engines.tensorrt_engine.trace import ChangeModule, unchanged
+from engines.core.files import write_atomically
+from engines.core.model import Branch, DenoiserModel
+from engines.quantization.onnx import Kind, Quantization, observed
+from engines.tensorrt_engine.export.trace import ChangeModule, unchanged
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WEIGHTS = 8191

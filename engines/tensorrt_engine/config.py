@@ -8,10 +8,11 @@ from typing import Literal
 
 import torch
 
-from engines.model import DenoiserModel, dtype_of
-from engines.parallel.spec import ParallelSpec
-from engines.tensorrt_engine.bindings import load_bindings
-from engines.tensorrt_engine.plan_cache import DEFAULT_FOLDER
+from engines.core.model import DenoiserModel, dtype_of
+from engines.core.spec import ParallelSpec
+from engines.tensorrt_engine.build.bindings import load_bindings
+from engines.tensorrt_engine.build.engine_cache import DEFAULT_FOLDER
+from engines.tensorrt_engine.build.targets import Target
 from engines.tensorrt_engine.rules import (
     DTYPE_NAMES,
     QUANTIZED,
@@ -22,7 +23,6 @@ from engines.tensorrt_engine.rules import (
     check_precision,
     check_spec,
 )
-from engines.tensorrt_engine.targets import Target
 
 RingForm = Literal["none", "segments", "native"]
 MIN_FUSED_HEADS = 2

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.model import Branch, DenoiserModel
+from engines.core.model import Branch, DenoiserModel
+from engines.core.spec import ParallelSpec
 from engines.parallel.guidance import exchange_predictions, may_pair
 from engines.parallel.mesh import Team, Teams
-from engines.parallel.spec import ParallelSpec
-from engines.tensorrt_engine.captured import CapturedStep
-from engines.tensorrt_engine.export import Exported
-from engines.tensorrt_engine.exporter import Exporter
-from engines.tensorrt_engine.segmented_step import SegmentedStep, make_segmented_step
-from engines.tensorrt_engine.shape_buckets import divides, lies_between
-from engines.tensorrt_engine.step import MakeRunner, Step, make_step, signature
+from engines.tensorrt_engine.export.buckets import divides, lies_between
+from engines.tensorrt_engine.export.exported import Exported
+from engines.tensorrt_engine.export.exporter import Exporter
+from engines.tensorrt_engine.run.captured import CapturedStep
+from engines.tensorrt_engine.run.segmented_step import SegmentedStep, make_segmented_step
+from engines.tensorrt_engine.run.step import MakeRunner, Step, make_step, signature
 
 
 class TensorRTEngine:

@@ -10,22 +10,25 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from engines.model import Branch, DenoiserModel
+from engines.core.model import Branch, DenoiserModel
+from engines.core.spec import ParallelSpec
+from engines.core.widths import gang_widths
 from engines.parallel.early_start import gang_groups
 from engines.parallel.mesh import Groups, Team, Teams
 from engines.parallel.self_check import self_check
-from engines.parallel.spec import ParallelSpec
-from engines.parallel.widths import gang_widths
-from engines.tensorrt_engine.bindings import load_bindings
-from engines.tensorrt_engine.builder import BuildOptions
+from engines.tensorrt_engine.build.bindings import load_bindings
+from engines.tensorrt_engine.build.builder import BuildOptions
+from engines.tensorrt_engine.build.engine_cache import DEFAULT_FOLDER, PlanCache
+from engines.tensorrt_engine.build.export_cache import ExportCache
+from engines.tensorrt_engine.build.targets import Target
 from engines.tensorrt_engine.calibration import fingerprint, quantization
 from engines.tensorrt_engine.config import ResolvedConfig, TensorRTConfig
 from engines.tensorrt_engine.engine import TensorRTEngine
-from engines.tensorrt_engine.export_cache import ExportCache
-from engines.tensorrt_engine.exporter import Exporter
-from engines.tensorrt_engine.onnx_export import EngineGraph
-from engines.tensorrt_engine.plan_cache import DEFAULT_FOLDER, PlanCache
-from engines.tensorrt_engine.preflight import (
+from engines.tensorrt_engine.export.buckets import check_branches
+from engines.tensorrt_engine.export.exporter import Exporter
+from engines.tensorrt_engine.export.onnx_graph import EngineGraph
+from engines.tensorrt_engine.rules import Precision, Weights
+from engines.tensorrt_engine.run.preflight import (
     check_alike,
     check_nccl,
     check_plan,
@@ -33,11 +36,8 @@ from engines.tensorrt_engine.preflight import (
     communicator,
     current_target,
 )
-from engines.tensorrt_engine.rules import Precision, Weights
-from engines.tensorrt_engine.runtime import LoadedPlan, PlanRunner
-from engines.tensorrt_engine.shape_buckets import check_branches
-from engines.tensorrt_engine.step import MakeRunner, cached_plan
-from engines.tensorrt_engine.targets import Target
+from engines.tensorrt_engine.run.runtime import LoadedPlan, PlanRunner
+from engines.tensorrt_engine.run.step import MakeRunner, cached_plan
 
 Specs = dict[int, tuple[ParallelSpec, ParallelSpec]]
 

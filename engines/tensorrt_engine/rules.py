@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from engines.parallel.spec import ParallelSpec
+from engines.core.spec import ParallelSpec
 
 Precision = Literal["auto", "native", "fp32", "fp16", "bf16", "int8", "fp8"]
 Weights = Literal["inputs", "constants"]

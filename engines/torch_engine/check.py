@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from engines.model import DenoiserModel
+from engines.core.model import DenoiserModel
 from engines.parallel.self_check import TOLERANCE, WrongAnswerError, relative_difference
 from engines.torch_engine.engine import TorchEngine
 

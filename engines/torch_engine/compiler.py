@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
-from engines.parallel.shard_plan import ShardPlan
+from engines.core.shard_plan import ShardPlan
 
 logger = logging.getLogger(__name__)
 

@@ -8,14 +8,14 @@ from typing import Literal
 
 import torch
 
-from engines.model import DenoiserModel
+from engines.core.model import DenoiserModel
+from engines.core.precision import PRECISIONS
+from engines.core.spec import ParallelSpec
 from engines.parallel.mesh import Groups
 from engines.parallel.pipeline import pipeline_blocks
-from engines.parallel.spec import ParallelSpec
 from engines.parallel.tensor import split_features
-from engines.torch_engine.auto import Specs, choose_specs, team_widths
+from engines.planner.auto import Specs, choose_specs, team_widths
 from engines.torch_engine.fast_step import DEFAULT_OVERLAP, Overlap
-from engines.torch_engine.rules import PRECISIONS
 
 CompileMode = Literal["auto", "eager", "per-block"]
 PathMode = Literal["auto", "fast", "module"]

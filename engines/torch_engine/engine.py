@@ -11,18 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from engines.model import Branch, DenoiserModel, dtype_of
+from engines.core.model import Branch, DenoiserModel, dtype_of
+from engines.core.shard_plan import ShardPlan
 from engines.parallel.early_start import gang_groups
 from engines.parallel.guidance import exchange_predictions, may_pair
 from engines.parallel.mesh import Team, Teams
-from engines.parallel.shard_plan import ShardPlan
 from engines.parallel.sharded import ShardedModel
-from engines.torch_engine.calibration import load_calibration
+from engines.quantization.linear import Scheme, swap_linears
+from engines.quantization.observe import load_calibration
 from engines.torch_engine.compiler import compile_blocks, release_blocks
 from engines.torch_engine.config import TorchEngineConfig
-from engines.torch_engine.module_kernel import kernel_by_length
+from engines.torch_engine.exchange.choose import kernel_by_length
 from engines.torch_engine.pipelined import predict_pipelined
-from engines.torch_engine.quantized_linear import Scheme, swap_linears
 from engines.torch_engine.steps import RUNS_BEFORE_CAPTURE, StepRunner, shapes_of
 
 

@@ -6,18 +6,18 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engines.model import ModelInputs
+from engines.core.layout import TokenLayout
+from engines.core.model import ModelInputs
+from engines.core.shard_plan import ShardPlan
+from engines.fast.interface import FastWeights, StepParts, StepTensors
+from engines.fast.side_streams import Lane
+from engines.parallel.attention import local_kernel
 from engines.parallel.collectives import all_gather
-from engines.parallel.layout import TokenLayout
-from engines.parallel.local import local_kernel
 from engines.parallel.mesh import Team
-from engines.parallel.shard_plan import ShardPlan
 from engines.parallel.strategy import team_kernel
-from engines.torch_engine.fast_model import FastWeights, StepParts, StepTensors
-from engines.torch_engine.head_exchange import HeadExchange, LocalHeads, UlyssesHeads, local_attention, without_lse
-from engines.torch_engine.lanes import Lane
-from engines.torch_engine.peer_exchange import PeerHeads
-from engines.torch_engine.peer_memory import reachable
+from engines.torch_engine.exchange.heads import HeadExchange, LocalHeads, UlyssesHeads, local_attention, without_lse
+from engines.torch_engine.exchange.peer_heads import PeerHeads
+from engines.torch_engine.exchange.peer_memory import reachable
 
 LATENTS = "hidden_states"
 """The input that changes with every step and is read inside the step."""

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.torch_engine.fast_model import StepTensors
-from engines.torch_engine.lanes import named_stream
+from engines.fast.interface import StepTensors
+from engines.fast.side_streams import named_stream
 
 NUM_WARM_UP_RUNS = 2
 """Uncaptured runs before recording: they compile kernels, create handles and open NCCL channels."""

@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engines.model import DenoiserModel
+from engines.core.model import DenoiserModel
 from engines.parallel.self_check import check_attention, self_check
 from engines.torch_engine.check import QUANTISED_TOLERANCE, check_fast_path
 from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
+from engines.torch_engine.exchange.choose import module_kernels
 from engines.torch_engine.fast_step import DEFAULT_OVERLAP
-from engines.torch_engine.module_kernel import module_kernels
 from engines.torch_engine.sliced_check import check_sliced
 from engines.torch_engine.steps import RUNS_BEFORE_CAPTURE
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from engines.model import Branch
+from engines.core.model import Branch
 from engines.parallel.guidance import exchange_predictions
 from engines.parallel.mesh import Team
 from engines.parallel.sharded import ShardedModel

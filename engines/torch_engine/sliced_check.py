@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from engines.model import Branch, DenoiserModel
+from engines.core.model import Branch, DenoiserModel
 from engines.parallel.mesh import team_of_one
 from engines.parallel.self_check import TOLERANCE, WrongAnswerError, relative_difference
 from engines.parallel.shallow import shallow

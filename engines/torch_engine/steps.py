@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engines.model import Branch, DenoiserModel
+from engines.core.model import Branch, DenoiserModel
+from engines.fast.interface import FastWeights, Precision, StepTensors
 from engines.parallel.mesh import Team
 from engines.parallel.sharded import ShardedModel
-from engines.torch_engine.ahead import AheadCache
 from engines.torch_engine.config import ResolvedConfig
-from engines.torch_engine.fast_model import FastWeights, Precision, StepTensors
 from engines.torch_engine.fast_step import LATENTS, FastStep, can_run
 from engines.torch_engine.graph import CapturedStep, GraphPool
+from engines.torch_engine.hoisted import AheadCache
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import torch
 from diffusers.models.transformers.transformer_flux import FluxAttention
 from torch import Tensor, nn
 
-from engines.parallel.kernel import Kernel
+from engines.core.kernel import Kernel
 
 Projections = tuple[Tensor, Tensor, Tensor]
 

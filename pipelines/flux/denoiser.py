@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engines.model import Branch, DenoiserModel, ModelInputs
-from engines.parallel.local import local_kernel
+from engines.core.model import Branch, DenoiserModel, ModelInputs
+from engines.parallel.attention import local_kernel
 from pipelines.directory import load_diffusers_model, outline_diffusers_model
 from pipelines.flux import geometry
 from pipelines.flux import latents as shapes

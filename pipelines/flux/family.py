@@ -15,7 +15,7 @@ from pipelines.request import MediaRequest
 if TYPE_CHECKING:
     import torch
 
-    from engines.model import DenoiserModel
+    from engines.core.model import DenoiserModel
     from pipelines.flux.decoder import FluxDecoder
     from pipelines.flux.sampler import FluxSampler
     from pipelines.flux.text import FluxConditioning, FluxTextEncoder

@@ -12,9 +12,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from engines.model import ModelInputs
-from engines.torch_engine.fast_model import Precision, StepParts, StepTensors, collected_rows, run_of_rows
-from engines.torch_engine.kernels import HeadNorms, Rows, norm_modulate, residual_norm_modulate
+from engines.core.model import ModelInputs
+from engines.fast.interface import Precision, StepParts, StepTensors, collected_rows, run_of_rows
+from engines.fast.kernels import HeadNorms, Rows, norm_modulate, residual_norm_modulate
 from pipelines.flux.fast_apart import StreamsApart
 from pipelines.flux.fast_weights import DualWeights, FluxWeights, SingleWeights
 from pipelines.flux.modulation import FluxModulation
@@ -26,7 +26,7 @@ def fast_weights(transformer: nn.Module, precision: Precision) -> FluxWeights:
 
 
 class FastFlux:
-    """One step over my tokens. Implements ``engines.torch_engine.fast_model.FastModel``."""
+    """One step over my tokens. Implements ``engines.fast.interface.FastModel``."""
 
     def __init__(self, weights: FluxWeights, parts: StepParts) -> None:
         self._weights, self._parts = weights, parts

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engines.torch_engine.fast_model import StepParts, collected_rows, joined_rows, run_of_rows
-from engines.torch_engine.head_exchange import Exchanged, SendsRuns
-from engines.torch_engine.kernels import HeadNorms, Modulation, Rows, norm_modulate, residual_norm_modulate
-from engines.torch_engine.product import Product
+from engines.fast.gemm import Product
+from engines.fast.interface import StepParts, collected_rows, joined_rows, run_of_rows
+from engines.fast.kernels import HeadNorms, Modulation, Rows, norm_modulate, residual_norm_modulate
+from engines.torch_engine.exchange.heads import Exchanged, SendsRuns
 from pipelines.flux.fast_weights import FluxWeights, Pair
 from pipelines.flux.modulation import FluxModulation
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engines.model import ModelInputs
-from engines.torch_engine.kernels import Modulation
+from engines.core.model import ModelInputs
+from engines.fast.kernels import Modulation
 
 DUAL_VECTORS, SINGLE_VECTORS, LAST_VECTORS = 12, 3, 2
 """Dual: (shift, scale, gate) of attention, then of the MLP, each for text and image. Last norm: scale, shift."""

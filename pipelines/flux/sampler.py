@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engines.model import Branch, Schedule
+from engines.core.model import Branch, Schedule
 from pipelines.directory import read_config
 from pipelines.flux import geometry
 from pipelines.flux import latents as shapes
@@ -39,7 +39,7 @@ class FluxState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FluxSampler:
-    """Implements ``engines.sampler.Sampler``. ``num_channels`` are the latent's (a token has four times as many)."""
+    """Implements ``core.sampler.Sampler``. ``num_channels`` are the latent's (a token has four times as many)."""
 
     scheduler: Scheduler
     num_channels: int

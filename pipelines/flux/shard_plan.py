@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from engines.parallel.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
+from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
 
 TEXT, IMAGE = "text", "image"
 DUAL, SINGLE = "transformer_blocks.*", "single_transformer_blocks.*"

@@ -9,7 +9,7 @@ from diffusers.models.transformers.transformer_wan import WanAttention
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engines.parallel.kernel import Kernel
+from engines.core.kernel import Kernel
 
 
 class KernelProcessor:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engines.model import Branch, DenoiserModel, ModelInputs
-from engines.parallel.local import local_kernel
+from engines.core.model import Branch, DenoiserModel, ModelInputs
+from engines.parallel.attention import local_kernel
 from pipelines.directory import has_part, load_diffusers_model, outline_diffusers_model, read_index
 from pipelines.wan.attention import set_kernel
 from pipelines.wan.sampler import HIGH_NOISE, LOW_NOISE

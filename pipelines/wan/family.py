@@ -15,7 +15,7 @@ from pipelines.wan.geometry import read_geometry
 if TYPE_CHECKING:
     import torch
 
-    from engines.model import DenoiserModel
+    from engines.core.model import DenoiserModel
     from pipelines.wan.decoder import WanDecoder
     from pipelines.wan.sampler import WanSampler
     from pipelines.wan.text import WanConditioning, WanTextEncoder

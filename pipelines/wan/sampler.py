@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engines.model import Branch
+from engines.core.model import Branch
 from pipelines.directory import read_config, read_index
 from pipelines.guidance import guided
 from pipelines.request import MediaRequest
@@ -35,7 +35,7 @@ class WanState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WanSampler:
-    """Implements ``engines.sampler.Sampler``. Latents are float32; ``dtype`` is what the transformer gets.
+    """Implements ``engines.core.sampler.Sampler``. Latents are float32; ``dtype`` is what the transformer gets.
 
     ``boundary_ratio``: timesteps below this share of the training range go to the second transformer (Wan 2.2).
     ``expand_timesteps``: the transformer takes one timestep a token (Wan 2.2 TI2V).

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from engines.model import ModelInputs
+from engines.core.model import ModelInputs
 from pipelines.wan.attention import keys_and_values
 
 KEYS_VALUES = "text_keys_values"

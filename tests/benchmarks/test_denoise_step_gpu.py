@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import denoise_step_gpu
 from benchmarks.gpu_stages import STAGES, Run, Stage
-from tests.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S
 
 SOURCE = """
 import imported, json, os

@@ -9,8 +9,8 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.deployments.live import TIMEOUT_S
-from tests.pipelines import tiny
+from tests.deployments.support.live import TIMEOUT_S
+from tests.pipelines.support import tiny
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from deployments.config import AppConfig
-from deployments.serving import (
+from deployments.cli.serving import (
     CONFIGS,
     READY_DEADLINE_S,
     load_config,
@@ -19,9 +18,10 @@ from deployments.serving import (
     parse_config,
     ready_deadline_s,
 )
+from deployments.config import AppConfig
+from engines.core.precision import PRECISIONS
 from engines.gang.config import GangConfig
 from engines.torch_engine.config import TorchEngineConfig
-from engines.torch_engine.rules import PRECISIONS
 
 
 def laptop() -> dict[str, Any]:
@@ -31,7 +31,7 @@ def laptop() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
 def test_shipped_configs_are_valid_down_to_the_gang(name: str) -> None:
-    from deployments.denoiser import gang_config
+    from deployments.stages.denoiser import gang_config
 
     for model in load_config(name).app.models:
         gang = gang_config(model)

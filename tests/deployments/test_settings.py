@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from deployments.cli import progress
+from deployments.cli.serving import load_config
 from deployments.config import ServeConfig
-from deployments.serving import load_config
 from deployments.settings import Settings
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from deployments.serving import load_config
-from tests.deployments.live import live
+from deployments.cli.serving import load_config
+from tests.deployments.support.live import live
 
 
 @pytest.fixture(scope="package")

@@ -12,10 +12,10 @@ import pytest
 
 from deployments.api.app import create_api
 from deployments.api.settings import ApiSettings
-from deployments.jobs.jobs import Jobs
-from deployments.jobs.settings import JobSettings
-from tests.deployments.fake_studio import FakeStudio
-from tests.fenced import ROOT
+from deployments.clips.clips import Jobs
+from deployments.clips.settings import JobSettings
+from tests.deployments.support.fake_studio import FakeStudio
+from tests.support.fenced import ROOT
 
 TEXT = (ROOT / "docs" / "api.md").read_text()
 UNSAID = {"type"}

@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from deployments import config
-from tests.fenced import ROOT
+from tests.support.fenced import ROOT
 
 ROWS = dict(re.findall(r"^\| `([\w.]+)` \| ([^|]*) \|", (ROOT / "docs" / "scaling.md").read_text(), re.MULTILINE))
 SECTIONS: dict[str, type[BaseModel]] = {

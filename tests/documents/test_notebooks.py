@@ -15,7 +15,7 @@ import ray
 from nbclient import NotebookClient
 from PIL import Image
 
-from tests.fenced import ROOT
+from tests.support.fenced import ROOT
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
@@ -43,9 +43,9 @@ NOTEBOOK = ROOT / "notebooks" / "01_first_picture.ipynb"
 
 SHARED_START = """
 from contextlib import nullcontext
-import ray, deployments.serving
+import ray, deployments.cli.serving
 ray.init(address={address!r}, log_to_driver=False)
-deployments.serving.running = lambda config: nullcontext({url!r})
+deployments.cli.serving.running = lambda config: nullcontext({url!r})
 """
 
 

@@ -18,9 +18,9 @@ import ray
 import yaml
 from PIL import Image
 
-from deployments.serving import load_config, parse_config
-from tests.deployments.commands import troupe
-from tests.fenced import ROOT, Block, blocks
+from deployments.cli.serving import load_config, parse_config
+from tests.deployments.support.commands import troupe
+from tests.support.fenced import ROOT, Block, blocks
 
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/api.md", "docs/architecture.md", "docs/scaling.md")
 BLOCKS = blocks(*DOCUMENTS)

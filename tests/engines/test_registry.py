@@ -2,7 +2,7 @@ import pytest
 
 from engines.gang.config import RankContext
 from engines.registry import load_engine
-from tests.engines.parallel import models
+from tests.engines.support import models
 
 
 def test_unknown_engine_lists_the_known_ones() -> None:

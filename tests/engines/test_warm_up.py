@@ -9,8 +9,8 @@ from engines.gang.config import RankContext
 from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
 from engines.warm_up import warm_up
-from tests.engines.parallel import models
-from tests.engines.parallel.gloo import gang
+from tests.engines.support import models
+from tests.engines.support.gloo import gang
 
 
 @pytest.mark.parametrize("strategy", ["ulysses", "guidance", "pipeline"])

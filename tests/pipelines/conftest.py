@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.pipelines import tiny
+from tests.pipelines.support import tiny
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engines.model import DenoiserModel
-from engines.parallel.local import plain_attention
-from tests.pipelines import tiny
+from engines.core.model import DenoiserModel
+from engines.parallel.attention import plain_attention
+from tests.pipelines.support import tiny
 
 MakeModel = Callable[[], Any]
 

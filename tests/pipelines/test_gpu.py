@@ -10,7 +10,7 @@ import torch
 from engines.parallel.self_check import relative_difference
 from pipelines.request import MediaRequest
 from pipelines.run import load_pipeline
-from tests.pipelines.sample_requests import clip, picture
+from tests.pipelines.support.sample_requests import clip, picture
 
 REQUESTS = {"tiny_flux": picture(true_cfg_scale=3.0), "tiny_wan": clip(true_cfg_scale=3.0)}
 

@@ -21,8 +21,8 @@ from pipelines.loading import (
 )
 from pipelines.registry import load_family
 from pipelines.run import run_request
-from tests.pipelines import tiny
-from tests.pipelines.sample_requests import clip, picture
+from tests.pipelines.support import tiny
+from tests.pipelines.support.sample_requests import clip, picture
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from pipelines.registry import load_family
-from tests.pipelines.sample_requests import clip, picture
+from tests.pipelines.support.sample_requests import clip, picture
 
 CPU = torch.device("cpu")
 

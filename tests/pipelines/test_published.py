@@ -11,7 +11,7 @@ from pipelines.directory import read_config
 from pipelines.loading import published_models, resolve_configuration, shipped_checkpoints
 from pipelines.registry import load_family
 from pipelines.sizes import first_step, request_of
-from tests.pipelines.real_configs import FLUX, WAN
+from tests.pipelines.support.real_configs import FLUX, WAN
 
 REAL = FLUX | WAN
 

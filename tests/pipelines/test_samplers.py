@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pipelines.run import Pipeline, load_pipeline
-from tests.pipelines.sample_requests import clip, picture
+from tests.pipelines.support.sample_requests import clip, picture
 
 CPU = torch.device("cpu")
 REQUESTS = {"flux": picture, "wan": clip}

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from engines.model import DenoiserModel
-from engines.parallel.shard_plan import ColumnLinear, FullWidthNorm, RowLinear, TokenShard
-from tests.pipelines.real_configs import FLUX, WAN
+from engines.core.model import DenoiserModel
+from engines.core.shard_plan import ColumnLinear, FullWidthNorm, RowLinear, TokenShard
+from tests.pipelines.support.real_configs import FLUX, WAN
 
 NAMES = [*FLUX, *WAN]
 TENSOR_DEGREES = {12: (2, 4), 24: (2, 4, 8), 40: (2, 4, 8)}

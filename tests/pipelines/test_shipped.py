@@ -12,7 +12,7 @@ from pipelines.defaults import check_request
 from pipelines.loading import resolve_path, shipped_checkpoints
 from pipelines.registry import load_family
 from pipelines.request import MediaRequest
-from tests.pipelines.pairs import Pair, check_latents, check_pixels
+from tests.pipelines.support.pairs import Pair, check_latents, check_pixels
 
 PROMPTS = {"image": "a large red circle in the centre", "video": "a red circle moves from left to right"}
 

@@ -23,8 +23,8 @@ from engines.torch_engine.engine import TorchEngine
 from pipelines.registry import load_family
 from pipelines.run import PlainEngine
 from pipelines.sliced import load_sliced, weights_bytes
-from tests.engines.parallel.gloo import gang
-from tests.pipelines import tiny
+from tests.engines.support.gloo import gang
+from tests.pipelines.support import tiny
 
 CPU = torch.device("cpu")
 ALL = (0, 1, 2, 3)

@@ -16,9 +16,9 @@ from fastapi import FastAPI
 
 from deployments.api.app import create_api
 from deployments.api.settings import ApiSettings
-from deployments.jobs.jobs import Jobs
-from deployments.jobs.settings import JobSettings
-from tests.deployments.fake_studio import FakeStudio
+from deployments.clips.clips import Jobs
+from deployments.clips.settings import JobSettings
+from tests.deployments.support.fake_studio import FakeStudio
 
 
 def build(studio: FakeStudio, data_dir: Path, *, jobs: dict[str, object] | None = None, **settings: object) -> FastAPI:

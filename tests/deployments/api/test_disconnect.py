@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.deployments.api.conftest import build, serving
-from tests.deployments.fake_studio import FakeStudio
+from tests.deployments.support.fake_studio import FakeStudio
 
 IMAGES = "/v1/images/generations"
 

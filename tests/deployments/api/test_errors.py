@@ -8,11 +8,11 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from deployments.studio import ModelUnavailableError
+from deployments.studio.interface import ModelUnavailableError
 from engines.gang.errors import GangBrokenError, QueueFullError
-from tests.deployments.api.bad_bodies import BAD_IMAGES, BAD_VIDEOS
 from tests.deployments.api.conftest import build, client_of, serving
-from tests.deployments.fake_studio import FakeStudio
+from tests.deployments.api.support.bad_bodies import BAD_IMAGES, BAD_VIDEOS
+from tests.deployments.support.fake_studio import FakeStudio
 
 IMAGES = "/v1/images/generations"
 

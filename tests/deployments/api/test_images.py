@@ -8,7 +8,7 @@ import time
 
 import httpx
 
-from deployments.api.checks import preview_steps
+from deployments.requests.rules import preview_steps
 from tests.deployments.api.conftest import build, client_of
 
 IMAGES = "/v1/images/generations"

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from tests.deployments.api.conftest import build, serving
-from tests.deployments.fake_studio import FakeStudio, colour
+from tests.deployments.support.fake_studio import FakeStudio, colour
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
 

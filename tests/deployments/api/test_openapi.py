@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from schemathesis.checks import positive_data_acceptance
 
 from tests.deployments.api.conftest import build, serving
-from tests.deployments.fake_studio import FakeStudio
+from tests.deployments.support.fake_studio import FakeStudio
 
 KEY = "key"
 DOCUMENT = build(FakeStudio(), Path("unused")).openapi()

@@ -12,9 +12,9 @@ from importlib.resources import files
 
 import pytest
 
-from deployments.api.bodies import ImageBody, VideoBody
+from deployments.requests.bodies import ImageBody, VideoBody
 from tests.deployments.api.conftest import build
-from tests.deployments.fake_studio import CLIPS, PICTURES, FakeStudio
+from tests.deployments.support.fake_studio import CLIPS, PICTURES, FakeStudio
 
 PAGE = files("deployments").joinpath("web/index.html").read_text(encoding="utf-8")
 SCRIPT = re.search(r"<script>(.*)</script>", PAGE, re.DOTALL)[1]

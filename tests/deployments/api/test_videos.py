@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from deployments.api.checks import clip_length
+from deployments.requests.rules import clip_length
 from engines.gang.errors import GangBrokenError
 from tests.deployments.api.conftest import build, client_of
 from tests.deployments.api.test_disconnect import until
 from tests.deployments.api.test_images import sse
-from tests.deployments.fake_studio import CLIPS
+from tests.deployments.support.fake_studio import CLIPS
 
 
 async def finished(client, video_id: str) -> dict:

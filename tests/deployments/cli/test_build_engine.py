@@ -9,10 +9,10 @@ import torch
 from typer.testing import CliRunner, Result
 
 from deployments.cli.main import app
-from engines.tensorrt_engine.bindings import load_bindings
-from tests.deployments.commands import command
-from tests.patience import PATIENCE_S
-from tests.pipelines import tiny
+from engines.tensorrt_engine.build.bindings import load_bindings
+from tests.deployments.support.commands import command
+from tests.pipelines.support import tiny
+from tests.support.patience import PATIENCE_S
 
 CROSS_COMPILES = hasattr(load_bindings().api, "ComputeCapability")
 needs_cross_compiler = pytest.mark.skipif(not CROSS_COMPILES, reason="this TensorRT builds for the GPU it runs on")

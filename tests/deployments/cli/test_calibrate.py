@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from deployments.cli.main import app
 from deployments.config import DenoiserConfig, ModelConfig
-from deployments.rank_parts import BuildRankParts
+from deployments.stages.rank import BuildRankParts
 from engines.gang.config import RankContext
 from engines.parallel.self_check import relative_difference
 from pipelines.registry import load_family

@@ -10,7 +10,7 @@ from deployments.cli.client import ApiError, Client, Result, Step
 from engines.gang.errors import GangBrokenError
 from pipelines.request import MediaRequest
 from tests.deployments.api.conftest import build, serving
-from tests.deployments.fake_studio import FakeStudio
+from tests.deployments.support.fake_studio import FakeStudio
 
 
 def test_a_picture_is_streamed(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fenced import ROOT
+from tests.support.fenced import ROOT
 
 PROGRAM = """
 import sys, typer

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.deployments.commands import command, config_file, short_folder
-from tests.deployments.live import config_of
+from tests.deployments.support.commands import command, config_file, short_folder
+from tests.deployments.support.live import config_of
 
 MOMENTS = {"at once": ("Starting Ray Serve", None), "replicas start": ("no running replica", 0.3)}
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from deployments.cli.errors import explain
-from tests.deployments.commands import COMMAND, assert_one_line, config_file, troupe
-from tests.deployments.live import config_of
-from tests.patience import PATIENCE_S
+from tests.deployments.support.commands import COMMAND, assert_one_line, config_file, troupe
+from tests.deployments.support.live import config_of
+from tests.support.patience import PATIENCE_S
 
 
 def test_help_names_every_command_and_loads_nothing_heavy():

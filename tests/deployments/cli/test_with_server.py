@@ -12,8 +12,16 @@ import httpx
 import psutil
 import pytest
 
-from tests.deployments.commands import SERVING, Command, assert_one_line, command, config_file, short_folder, troupe
-from tests.deployments.live import PROMPT, TIMEOUT_S, config_of, wait_until
+from tests.deployments.support.commands import (
+    SERVING,
+    Command,
+    assert_one_line,
+    command,
+    config_file,
+    short_folder,
+    troupe,
+)
+from tests.deployments.support.live import PROMPT, TIMEOUT_S, config_of, wait_until
 
 KEY = "a-secret"
 CLIP = {"model": "clips", "prompt": PROMPT, "seed": 3, "num_inference_steps": 60}

@@ -12,7 +12,7 @@ import pytest
 
 from deployments.observability.logs import configure_logs, request_context
 from tests.deployments.api.conftest import build
-from tests.deployments.fake_studio import FakeStudio
+from tests.deployments.support.fake_studio import FakeStudio
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import httpx
 import ray
 
 from deployments.observability.metrics import observe_failure, observe_stage
-from tests.deployments.live import wait_until
+from tests.deployments.support.live import wait_until
 
 MODEL = "observed"
 STAGES = ("queue", "encode", "denoise", "decode", "total")

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engines.core.widths import gang_widths
 from engines.gang.assignment import share_out
-from engines.parallel.widths import gang_widths
 
 FOUR = (0, 1, 2, 3)
 

@@ -20,8 +20,14 @@ from engines.gang.config import GangConfig
 from engines.gang.errors import GangBrokenError
 from engines.gang.gang import Gang
 from engines.gang.rank import kill_ranks
-from tests.engines.gang.fakes import FakeRequest, build_fake, build_fake_failing_on_rank_1, fake_job, reference_latents
-from tests.engines.gang.helpers import (
+from tests.engines.gang.support.fakes import (
+    FakeRequest,
+    build_fake,
+    build_fake_failing_on_rank_1,
+    fake_job,
+    reference_latents,
+)
+from tests.engines.gang.support.helpers import (
     alive,
     eventually,
     gang_of,

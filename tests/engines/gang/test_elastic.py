@@ -12,9 +12,9 @@ import torch
 from engines.gang.config import GangConfig
 from engines.gang.gang import Gang
 from engines.gang.job import Job, JobDone, StepDone
-from tests.engines.gang.checks import assert_equal
-from tests.engines.gang.fakes import FakeRequest, fake_job, reference_latents
-from tests.engines.gang.helpers import gang_of, latents, run
+from tests.engines.gang.support.checks import assert_equal
+from tests.engines.gang.support.fakes import FakeRequest, fake_job, reference_latents
+from tests.engines.gang.support.helpers import gang_of, latents, run
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -14,8 +14,8 @@ import pytest
 
 from engines.gang.config import GangConfig, RankContext, RankParts
 from engines.gang.gang import Gang
-from tests.engines.gang.fakes import FakeRequest, build_fake, fake_job, reference_latents
-from tests.engines.gang.helpers import group_for, latents
+from tests.engines.gang.support.fakes import FakeRequest, build_fake, fake_job, reference_latents
+from tests.engines.gang.support.helpers import group_for, latents
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

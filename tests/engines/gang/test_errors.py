@@ -9,7 +9,7 @@ import pytest
 
 from engines.gang.driver import agreed_failure
 from engines.gang.errors import GangBrokenError, QueueFullError, portable
-from engines.gang.plan import JobFailure, StepReport
+from engines.gang.step_plan import JobFailure, StepReport
 
 
 @pytest.mark.parametrize("error", [GangBrokenError("rank 1 died", "death", True), QueueFullError(32, 4.6)])

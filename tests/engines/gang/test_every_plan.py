@@ -8,9 +8,9 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.gang.plan import StepPlan
-from engines.parallel.widths import gang_widths
-from tests.engines.gang.plans import all_plans, job, scheduler
+from engines.core.widths import gang_widths
+from engines.gang.step_plan import StepPlan
+from tests.engines.gang.support.plans import all_plans, job, scheduler
 
 
 @given(

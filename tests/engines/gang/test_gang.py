@@ -19,9 +19,9 @@ from engines.gang.config import GangConfig
 from engines.gang.errors import QueueFullError
 from engines.gang.gang import Gang
 from engines.gang.job import JobDone, PreviewReady, StepDone
-from tests.engines.gang.checks import assert_equal, assert_unharmed, assert_unharmed_meanwhile, metric_names
-from tests.engines.gang.fakes import CONDITIONING_L, FakeRequest, fake_job, reference_latents
-from tests.engines.gang.helpers import eventually, gang_of, latents, run
+from tests.engines.gang.support.checks import assert_equal, assert_unharmed, assert_unharmed_meanwhile, metric_names
+from tests.engines.gang.support.fakes import CONDITIONING_L, FakeRequest, fake_job, reference_latents
+from tests.engines.gang.support.helpers import eventually, gang_of, latents, run
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, multiprocessing
 
+from engines.core.model import Branch
 from engines.gang.communicator import Communicator
 from engines.gang.config import RankContext, RankParts
-from engines.gang.plan import JobStep, StepPlan, Work
-from engines.gang.runner import StepRunner
-from engines.model import Branch
-from tests.engines.gang.fakes import FakeRequest, FakeSampler, fake_job
+from engines.gang.rank_jobs import StepRunner
+from engines.gang.step_plan import JobStep, StepPlan, Work
+from tests.engines.gang.support.fakes import FakeRequest, FakeSampler, fake_job
 
 pytestmark = pytest.mark.gpu
 

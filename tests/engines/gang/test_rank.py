@@ -11,7 +11,7 @@ import torch
 from engines.gang.config import GangConfig, RankContext, RankParts
 from engines.gang.rank import Rank
 from engines.parallel.early_start import start_early
-from tests.engines.gang.fakes import build_fake
+from tests.engines.gang.support.fakes import build_fake
 
 
 def test_a_rank_is_not_built_before_its_early_start_is_over() -> None:

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from engines.gang.plan import Move, StepPlan
-from tests.engines.gang.plans import all_plans, job, scheduler
+from engines.gang.step_plan import Move, StepPlan
+from tests.engines.gang.support.plans import all_plans, job, scheduler
 
 
 def served(plan: StepPlan) -> dict[str, tuple[int, ...]]:

@@ -19,9 +19,9 @@ from ray.serve.handle import DeploymentHandle
 
 from engines.gang.errors import GangBrokenError
 from engines.gang.job import Job, JobDone, StepDone
-from tests.engines.gang.fakes import FakeRequest, fake_job, reference_latents
-from tests.engines.gang.helpers import alive, eventually, num_placement_groups
-from tests.engines.gang.serve_app import gang_app
+from tests.engines.gang.support.fakes import FakeRequest, fake_job, reference_latents
+from tests.engines.gang.support.helpers import alive, eventually, num_placement_groups
+from tests.engines.gang.support.serve_app import gang_app
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -11,7 +11,7 @@ import pytest
 
 @pytest.mark.slow
 def test_ranks_go_to_nodes_in_node_order():
-    command = [sys.executable, "-m", "tests.engines.gang.two_nodes"]
+    command = [sys.executable, "-m", "tests.engines.gang.support.two_nodes"]
     run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     nodes = json.loads(run.stdout.splitlines()[-1])
     assert nodes[0] == nodes[1] != nodes[2] == nodes[3]

@@ -11,7 +11,7 @@ import pytest
 from engines.gang.config import GangConfig
 from engines.gang.errors import GangBrokenError
 from engines.gang.job import Job
-from engines.gang.plan import JobStep, StepPlan, StepReport, Work
+from engines.gang.step_plan import JobStep, StepPlan, StepReport, Work
 from engines.gang.watchdog import Flight, Watchdog
 
 pytestmark = pytest.mark.asyncio

@@ -17,18 +17,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engines.core.spec import ParallelSpec
 from engines.parallel import early_start
 from engines.parallel.collectives import Axis
 from engines.parallel.early_start import gang_groups, start_early, wait_for_early_start
-from engines.parallel.measure import EXCHANGES
 from engines.parallel.mesh import Teams
 from engines.parallel.self_check import relative_difference
-from engines.parallel.spec import ParallelSpec
+from engines.planner.measure import EXCHANGES
 from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
-from tests.engines.parallel import models
-from tests.engines.parallel.gloo import gang
-from tests.patience import PATIENCE_S
+from tests.engines.support import models
+from tests.engines.support.gloo import gang
+from tests.support.patience import PATIENCE_S
 
 CPU = torch.device("cpu")
 WORK = "engines.parallel.early_start._compute"

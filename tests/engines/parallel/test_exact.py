@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from engines.core.spec import STRATEGIES as STRATEGY_NAMES
 from engines.parallel.self_check import relative_difference
-from engines.parallel.spec import STRATEGIES as STRATEGY_NAMES
 from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.fast_step import Overlap
-from tests.engines.parallel import models
-from tests.engines.parallel.gloo import gang
+from tests.engines.support import models
+from tests.engines.support.gloo import gang
 
 BOUND = 1e-5
 STRATEGIES = ["ulysses", "ring", "allgather_kv", "tensor", "guidance"]

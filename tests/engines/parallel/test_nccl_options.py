@@ -15,7 +15,7 @@ import torch.distributed as dist
 from engines.gang.communicator import Communicator
 from engines.parallel.mesh import new_group
 from engines.parallel.nccl_options import NcclOptions, inherited_options
-from tests.engines.parallel.gloo import gang
+from tests.engines.support.gloo import gang
 
 UNSET = -1
 

@@ -1,11 +1,11 @@
 import pytest
 
+from engines.core.spec import ParallelSpec
 from engines.parallel.pipeline import stage_bounds
-from engines.parallel.spec import ParallelSpec
 from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
-from tests.engines.parallel import models
-from tests.engines.parallel.gloo import gang
+from tests.engines.support import models
+from tests.engines.support.gloo import gang
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
+from engines.core.model import DenoiserModel
 from engines.gang.config import RankContext
-from engines.model import DenoiserModel
 from engines.parallel.self_check import WrongAnswerError
 from engines.registry import load_engine
-from tests.engines.parallel import models
-from tests.engines.parallel.gloo import gang
+from tests.engines.support import models
+from tests.engines.support.gloo import gang
 
 
 @pytest.mark.parametrize("strategy", ["auto", "ulysses", "guidance2xring2", "tensor"])

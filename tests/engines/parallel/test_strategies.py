@@ -7,14 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engines.core.kernel import Kernel
 from engines.parallel.allgather_kv import allgather_kv
+from engines.parallel.attention import cpu_flash
 from engines.parallel.collectives import Axis
-from engines.parallel.kernel import Kernel
-from engines.parallel.local import cpu_flash
 from engines.parallel.mesh import Groups
 from engines.parallel.ring import ring
 from engines.parallel.ulysses import _even_parts, ulysses, ulysses_in_parts
-from tests.engines.parallel.gloo import gang
+from tests.engines.support.gloo import gang
 
 TOKENS = 5
 """Per rank."""

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan
 from engines.parallel.collectives import Axis
-from engines.parallel.shard_plan import ColumnLinear, RowLinear, ShardPlan
+from engines.parallel.copies import twin
 from engines.parallel.tensor import RowSplitLinear, split_columns, split_norm, split_rows, split_weights
-from engines.parallel.twin import twin
 
 
 def axis(index: int, size: int = 3) -> Axis:

@@ -10,8 +10,8 @@ from torch import Tensor
 from engines.parallel.self_check import relative_difference
 from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
-from tests.engines.parallel import models
-from tests.engines.parallel.gloo import gang
+from tests.engines.support import models
+from tests.engines.support.gloo import gang
 
 
 @pytest.mark.parametrize("family", ["flux", pytest.param("wan", marks=pytest.mark.slow)])

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import pytest
 
-from engines.tensorrt_engine.builder import BuildError, BuildOptions, build
-from engines.tensorrt_engine.targets import Target
-from tests.engines.tensorrt_engine.all_ranks import Case, export_case
-from tests.engines.tensorrt_engine.cases import DTYPES, Key
-from tests.engines.tensorrt_engine.zoo import SPECIMENS, cast
+from engines.tensorrt_engine.build.builder import BuildError, BuildOptions, build
+from engines.tensorrt_engine.build.targets import Target
+from tests.engines.tensorrt_engine.support.all_ranks import Case, export_case
+from tests.engines.tensorrt_engine.support.cases import DTYPES, Key
+from tests.engines.tensorrt_engine.support.zoo import SPECIMENS, cast
 
 Build = Callable[..., bytes]
 

@@ -11,14 +11,14 @@ import psutil
 import pytest
 import torch
 
-from engines.model import Branch
-from engines.tensorrt_engine.build_command import build_engine
-from engines.tensorrt_engine.builder import BuildError
+from engines.core.model import Branch
+from engines.tensorrt_engine.build.builder import BuildError
+from engines.tensorrt_engine.build.report import build_engine
+from engines.tensorrt_engine.build.targets import Target
 from engines.tensorrt_engine.config import TensorRTConfig
-from engines.tensorrt_engine.doctor import MakeModel, Proof, doctor, on_ranks
-from engines.tensorrt_engine.runtime import PlanRejectedError
-from engines.tensorrt_engine.targets import Target
-from tests.engines.tensorrt_engine.zoo import SPECIMENS, cast
+from engines.tensorrt_engine.run.doctor import MakeModel, Proof, doctor, on_ranks
+from engines.tensorrt_engine.run.runtime import PlanRejectedError
+from tests.engines.tensorrt_engine.support.zoo import SPECIMENS, cast
 
 SM89 = Target.parse("sm89")
 

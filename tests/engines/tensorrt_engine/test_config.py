@@ -7,12 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from engines.model import DenoiserModel
+from engines.core.model import DenoiserModel
 from engines.tensorrt_engine import config as config_module
-from engines.tensorrt_engine.bindings import Bindings, load_bindings
+from engines.tensorrt_engine.build.bindings import Bindings, load_bindings
+from engines.tensorrt_engine.build.targets import Target
 from engines.tensorrt_engine.config import TensorRTConfig
-from engines.tensorrt_engine.targets import Target
-from tests.engines.tensorrt_engine.zoo import flux_model
+from tests.engines.tensorrt_engine.support.zoo import flux_model
 
 SM86, SM89, SM100 = (Target.parse(name) for name in ("sm86", "sm89", "sm100"))
 

@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from engines.parallel.local import plain_attention
-from tests.engines.parallel.gloo import gang
-from tests.engines.tensorrt_engine.all_ranks import relative_error
-from tests.engines.tensorrt_engine.gloo_runner import (
+from engines.parallel.attention import plain_attention
+from tests.engines.support.gloo import gang
+from tests.engines.tensorrt_engine.support.all_ranks import relative_error
+from tests.engines.tensorrt_engine.support.gloo_runner import (
     SIZES,
     alike_error,
     predict_on_team,
     predict_sizes,
     same_plan_error,
 )
-from tests.engines.tensorrt_engine.zoo import SPECIMENS, flux_inputs, reference
+from tests.engines.tensorrt_engine.support.zoo import SPECIMENS, flux_inputs, reference
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from engines.gang.config import GangConfig
 from engines.gang.errors import GangBrokenError
 from engines.gang.gang import Gang
 from engines.gang.job import Job, JobDone
-from tests.engines.gang.helpers import alive, eventually, group_for
-from tests.engines.tensorrt_engine.faulty_rank import NUM_STEPS, BuildFaulty
-from tests.engines.tensorrt_engine.zoo import reference, wan_inputs, wan_model
+from tests.engines.gang.support.helpers import alive, eventually, group_for
+from tests.engines.tensorrt_engine.support.faulty_rank import NUM_STEPS, BuildFaulty
+from tests.engines.tensorrt_engine.support.zoo import reference, wan_inputs, wan_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engines.tensorrt_engine.captured import CapturedStep
-from engines.tensorrt_engine.nccl import check_process
-from engines.tensorrt_engine.preflight import communicator
-from engines.tensorrt_engine.runtime import CAPSULE_NAME, communicator_capsule
+from engines.tensorrt_engine.run.captured import CapturedStep
+from engines.tensorrt_engine.run.nccl import check_process
+from engines.tensorrt_engine.run.preflight import communicator
+from engines.tensorrt_engine.run.runtime import CAPSULE_NAME, communicator_capsule
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

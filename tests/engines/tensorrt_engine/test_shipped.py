@@ -10,18 +10,27 @@ import numpy as np
 import pytest
 import torch
 
-from engines.model import Branch
-from engines.parallel.spec import ParallelSpec
-from engines.tensorrt_engine.builder import Profile
-from engines.tensorrt_engine.plan_text import read_plan_text
-from engines.tensorrt_engine.shape_buckets import divides, profile_over, varying_dims
-from engines.tensorrt_engine.trace import offline_team
+from engines.core.model import Branch
+from engines.core.spec import ParallelSpec
+from engines.tensorrt_engine.build.builder import Profile
+from engines.tensorrt_engine.build.engine_text import read_plan_text
+from engines.tensorrt_engine.export.buckets import divides, profile_over, varying_dims
+from engines.tensorrt_engine.export.trace import offline_team
 from pipelines.loading import resolve_path, shipped_checkpoints
 from pipelines.run import load_pipeline
-from tests.engines.tensorrt_engine.all_ranks import Case, SimulatedEngine, export_case, relative_error
-from tests.engines.tensorrt_engine.cases import DTYPES, TOLERANCE
 from tests.engines.tensorrt_engine.conftest import Build
-from tests.engines.tensorrt_engine.shipped import CPU, NAMES, SIZES, first_branch, load, predicted, request_for, twice
+from tests.engines.tensorrt_engine.support.all_ranks import Case, SimulatedEngine, export_case, relative_error
+from tests.engines.tensorrt_engine.support.cases import DTYPES, TOLERANCE
+from tests.engines.tensorrt_engine.support.shipped import (
+    CPU,
+    NAMES,
+    SIZES,
+    first_branch,
+    load,
+    predicted,
+    request_for,
+    twice,
+)
 
 MIN_PSNR_DB = 40.0
 DIVISIONS = (

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from engines.core.shard_plan import ShardPlan
 from engines.parallel.self_check import relative_difference
-from engines.parallel.shard_plan import ShardPlan
 from engines.torch_engine import compiler
 from engines.torch_engine import engine as engine_module
 from engines.torch_engine.compiler import compile_blocks
 from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
-from tests.engines.parallel import models
-from tests.engines.parallel.gloo import gang
+from tests.engines.support import models
+from tests.engines.support.gloo import gang
 
 
 @pytest.mark.parametrize(("family", "num_kinds", "strategy"), [("flux", 3, "ulysses"), ("wan", 1, "tensor")])

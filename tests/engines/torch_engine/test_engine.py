@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engines.model import Branch
+from engines.core.model import Branch
 from engines.parallel.self_check import WrongAnswerError, relative_difference
-from engines.torch_engine.calibration import recording, save_calibration
+from engines.quantization.observe import recording, save_calibration
 from engines.torch_engine.check import check_fast_path
 from engines.torch_engine.config import PathMode, TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
 from pipelines.flux.fast import FastFlux
-from tests.engines.parallel import models
-from tests.engines.parallel.gloo import gang
+from tests.engines.support import models
+from tests.engines.support.gloo import gang
 
 Teams = tuple[tuple[int, ...], ...]
 
@@ -65,7 +65,7 @@ def test_the_fast_path_is_checked_against_the_module() -> None:
     model = models.model.__wrapped__("flux")
     engine = TorchEngine(model, config=TorchEngineConfig(path="fast"))
     assert max(check_fast_path(engine, model, rank=0).values()) < 1e-5
-    gelu = "engines.torch_engine.product.NativeProduct.activated"
+    gelu = "engines.fast.gemm.NativeProduct.activated"
     with patch(gelu, lambda product, x: product(x).relu()), pytest.raises(WrongAnswerError, match="fast path"):
         check_fast_path(engine, model, rank=0)
     assert check_fast_path(TorchEngine(model), model, rank=0) == {}

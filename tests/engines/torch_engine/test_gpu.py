@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.model import Branch, DenoiserModel
+from engines.core.model import Branch, DenoiserModel
 from engines.parallel.self_check import relative_difference
 from engines.torch_engine.config import PathMode, TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
-from tests.engines.parallel import models
+from tests.engines.support import models
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -38,7 +38,7 @@ def predict(dtype: torch.dtype, path: PathMode, *, times: int = 1) -> list[Tenso
 
 
 def test_triton_kernels_equal_the_plain_ones() -> None:
-    from tests.engines.torch_engine import triton_check
+    from tests.engines.fast.support import triton_check
 
     triton_check.main("cuda")
 
@@ -70,7 +70,7 @@ def test_half_precision_is_as_exact_as_the_modules() -> None:
 @pytest.mark.parametrize("visible", ["all", "hidden"])
 def test_ranks_share_memory(visible: str) -> None:
     """In every order of work, uncaptured, captured and replayed; where ranks see their own GPU only, too."""
-    module = "tests.engines.torch_engine.peer_check"
+    module = "tests.engines.torch_engine.support.peer_check"
     num_ranks = 4 if torch.cuda.device_count() >= 4 else 2
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
     command = [*launcher, "-m", module, visible]

@@ -13,17 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engines.core.model import DenoiserModel
 from engines.gang.config import RankContext
-from engines.model import DenoiserModel
 from engines.parallel.self_check import WrongAnswerError, relative_difference
 from engines.parallel.weight_files import WeightFiles
+from engines.quantization.linear import QuantLinear
+from engines.quantization.observe import recording, save_calibration
 from engines.registry import load_engine
-from engines.torch_engine.calibration import recording, save_calibration
 from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
-from engines.torch_engine.quantized_linear import QuantLinear
-from tests.engines.parallel import models
-from tests.engines.parallel.gloo import gang
+from tests.engines.support import models
+from tests.engines.support.gloo import gang
 
 NUM_LINEARS = 2 * 12 + 2 * 5
 

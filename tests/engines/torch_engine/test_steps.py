@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.model import Branch
+from engines.core.model import Branch
+from engines.core.spec import ParallelSpec
+from engines.fast.interface import StepTensors
 from engines.parallel.mesh import Team, team_of_one
 from engines.parallel.sharded import ShardedModel
-from engines.parallel.spec import ParallelSpec
 from engines.torch_engine import steps
 from engines.torch_engine.config import ResolvedConfig
-from engines.torch_engine.fast_model import StepTensors
 from engines.torch_engine.steps import StepRunner
-from tests.engines.parallel import models
+from tests.engines.support import models
 
 ALONE = team_of_one()
 HALF = replace(ALONE, spec=ParallelSpec(guidance=2))

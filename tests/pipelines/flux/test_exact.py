@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.pipelines.pairs import Pair, check_latents, check_pixels
-from tests.pipelines.sample_requests import picture
+from tests.pipelines.support.pairs import Pair, check_latents, check_pixels
+from tests.pipelines.support.sample_requests import picture
 
 
 @pytest.fixture(scope="module")

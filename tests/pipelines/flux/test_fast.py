@@ -12,17 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.parallel.layout import TokenLayout
+from engines.core.layout import TokenLayout
+from engines.core.spec import ParallelSpec
+from engines.fast.interface import Precision
 from engines.parallel.mesh import Groups, Team, Teams, team_of_one
 from engines.parallel.self_check import relative_difference
-from engines.parallel.spec import ParallelSpec
-from engines.torch_engine.ahead import AheadCache
-from engines.torch_engine.fast_model import Precision
 from engines.torch_engine.fast_step import FastStep, Overlap
+from engines.torch_engine.hoisted import AheadCache
 from pipelines.flux.fast import fast_weights
 from pipelines.flux.shard_plan import SHARD_PLAN, stream_lengths
-from tests.engines.parallel import models
-from tests.engines.parallel.gloo import gang
+from tests.engines.support import models
+from tests.engines.support.gloo import gang
 
 BOUND = 1e-5
 TOGETHER = Overlap(mlp_lane=False, streams_apart=False)
@@ -68,7 +68,7 @@ def rank_step(strategy: str, width: int, length: str, overlap: Overlap, break_ex
     team = teams().team(ranks, ParallelSpec.of(strategy, width))
     if not break_exchange:
         return step(team, length, overlap)
-    with patch("engines.torch_engine.head_exchange.start_all_to_all", lambda x, axis: x.clone()):
+    with patch("engines.torch_engine.exchange.heads.start_all_to_all", lambda x, axis: x.clone()):
         return step(team, length, overlap)
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.pipelines import tiny
-from tests.pipelines.pairs import Pair, check_latents, check_pixels
-from tests.pipelines.sample_requests import clip
+from tests.pipelines.support import tiny
+from tests.pipelines.support.pairs import Pair, check_latents, check_pixels
+from tests.pipelines.support.sample_requests import clip
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,12 @@ from unittest.mock import patch
 
 import torch
 
-from engines.model import Branch
+from engines.core.model import Branch
 from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
 from pipelines.wan.denoiser import forward
 from pipelines.wan.text_ahead import text_ahead
-from tests.engines.parallel import models
+from tests.engines.support import models
 
 
 def branch_and_other() -> tuple[Branch, Branch]:

@@ -1,0 +1,184 @@
+"""``troupe plan``: each way to divide a model's step over some ranks, with predicted time and memory, and the choice.
+
+The choice is the one that ``strategy: auto`` makes for the same machine and step.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deployments.cli.progress import console
+from deployments.settings import Settings
+
+if TYPE_CHECKING:
+    import torch
+
+    from engines.planner.forecast import StepForecast
+    from engines.planner.machine import Machine
+    from engines.planner.profile import ModelProfile
+    from pipelines.family import Defaults
+    from pipelines.request import MediaRequest
+    from pipelines.sizes import Size
+
+PAPER_MACHINE = "h200"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanOptions:
+    """What the command line says. ``machine``: the name of a known machine, or a file that a measurement left."""
+
+    model: str
+    num_ranks: int
+    size: str | None = None
+    num_frames: int | None = None
+    guided: bool | None = None
+    dtype: str = "auto"
+    precision: str = "native"
+    machine: str | None = None
+    measure: bool = False
+
+    def wanted_size(self, defaults: Defaults) -> Size:
+        from pipelines.sizes import Size
+
+        size = Size.parse(self.size) if self.size else Size(width=defaults.width, height=defaults.height)
+        return size if self.num_frames is None else replace(size, num_frames=self.num_frames)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """``origin`` says where the machine's figures come from."""
+
+    request: MediaRequest
+    dtype: torch.dtype
+    forecast: StepForecast
+    origin: str
+
+
+def make_plan(options: PlanOptions) -> Plan:
+    """Reads configurations only. ValueError for what the model, or the machine, does not allow."""
+    import torch
+
+    from engines.planner.forecast import forecast, workload
+    from engines.planner.profile import profile
+    from pipelines.loading import resolve_configuration, resolve_dtype
+    from pipelines.registry import load_family
+    from pipelines.sizes import first_step, request_of
+
+    if options.num_ranks < 1:
+        raise ValueError(f"--gpus is {options.num_ranks}; it must be at least 1")
+    path, meta = resolve_configuration(options.model), torch.device("meta")
+    family = load_family(path)
+    defaults = family.defaults(path)
+    guided = defaults.true_cfg_scale > 1 if options.guided is None else options.guided
+    request = request_of(options.wanted_size(defaults), defaults, guided=guided)
+    on_cpu = options.measure and not _has_gpus(options.num_ranks)
+    dtype = resolve_dtype(options.dtype, torch.device("cpu") if on_cpu else torch.device("cuda"))
+    with meta:
+        outline = family.outline_denoiser(path, dtype)
+    counted = profile(outline)
+    machine, origin = find_machine(options, counted)
+    work = workload(outline, first_step(family, path, request, meta, dtype))
+    return Plan(
+        request=request,
+        dtype=dtype,
+        forecast=forecast(counted, work, options.num_ranks, machine, options.precision),
+        origin=origin,
+    )
+
+
+def find_machine(options: PlanOptions, counted: ModelProfile) -> tuple[Machine, str]:
+    """Figures, and where they come from: as asked for; measured before; measured now; or a known machine's."""
+    from engines.planner.machine import Machine
+    from engines.planner.machines import MACHINES
+
+    if options.machine is not None:
+        if options.machine in MACHINES:
+            return MACHINES[options.machine], f"the known machine {options.machine}"
+        return _read(Path(options.machine)), options.machine
+    kind = "cuda" if _has_gpus(options.num_ranks) else "cpu"
+    kept = kept_file(counted, kind, options.num_ranks)
+    if options.measure or (kind == "cuda" and not kept.is_file()):
+        return _measure(counted, options.num_ranks, kind, kept), f"measured now, kept in {kept}"
+    if kept.is_file():
+        return Machine.from_json(kept.read_text()), f"measured before, kept in {kept}"
+    return MACHINES[PAPER_MACHINE], f"the known machine {PAPER_MACHINE}; --measure takes this one's figures"
+
+
+def kept_file(counted: ModelProfile, kind: str, num_ranks: int) -> Path:
+    """Where a measurement is kept. It was made with a model's sizes, so they are part of its name."""
+    dtype = str(counted.dtype).removeprefix("torch.")
+    return Settings().data_dir / "machines" / f"{kind}x{num_ranks}_{counted.num_heads}x{counted.head_dim}_{dtype}.json"
+
+
+def print_plan(options: PlanOptions, *, as_json: bool) -> None:
+    plan = make_plan(options)
+    if as_json:
+        print(json.dumps(document_of(options, plan), indent=1))
+        return
+    request, step = plan.request, plan.forecast
+    frames = f", {request.num_frames} frames" if request.num_frames > 1 else ""
+    tokens = " + ".join(f"{number} {stream}" for stream, number in step.work.lengths)
+    dtype = str(plan.dtype).removeprefix("torch.")
+    lines = [
+        f"{options.model}, {request.width}x{request.height}{frames}, {dtype}, linears {step.precision}",
+        f"tokens: {tokens}; branches: {step.work.num_branches}; ranks: {options.num_ranks}; times are predicted",
+        step.table(),
+        step.machine.describe(),
+        f"figures: {plan.origin}",
+    ]
+    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+
+
+def document_of(options: PlanOptions, plan: Plan) -> dict[str, Any]:
+    """The same for programs."""
+    step = plan.forecast
+    candidates = [
+        {name: value for name, value in asdict(cost).items() if name != "spec"}
+        | {"strategy": cost.spec.name, "total_ms": cost.total_ms}
+        for cost in step.costs
+    ]
+    return {
+        "model": options.model,
+        "size": f"{plan.request.width}x{plan.request.height}",
+        "num_frames": plan.request.num_frames,
+        "num_ranks": options.num_ranks,
+        "dtype": str(plan.dtype).removeprefix("torch."),
+        "precision": step.precision,
+        "tokens": dict(step.work.lengths),
+        "num_branches": step.work.num_branches,
+        "candidates": candidates,
+        "chosen": step.chosen.spec.name,
+        "reason": step.reason(),
+        "machine": asdict(step.machine),
+        "origin": plan.origin,
+    }
+
+
+def _has_gpus(num_ranks: int) -> bool:
+    import torch
+
+    return torch.cuda.device_count() >= num_ranks
+
+
+def _measure(counted: ModelProfile, num_ranks: int, kind: str, kept: Path) -> Machine:
+    from engines.planner.measure_here import measure_here
+
+    machine = measure_here(counted, num_ranks, kind)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    kept.write_text(machine.to_json())
+    return machine
+
+
+def _read(file: Path) -> Machine:
+    from engines.planner.machine import Machine
+    from engines.planner.machines import MACHINES
+
+    if not file.is_file():
+        raise ValueError(f"--machine {file} is no file, and no known machine; known: {', '.join(MACHINES)}")
+    try:
+        return Machine.from_json(file.read_text())
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} holds no machine's figures ({error!r}); --measure makes such a file") from error

@@ -1,0 +1,78 @@
+"""Takes queued jobs, and those whose runner is gone, and runs several side by side."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+
+from deployments.asyncio_tools import cancel
+from deployments.clips.attempt import Attempt
+from deployments.clips.claims import Claim, Claims
+from deployments.observability.logs import request_context
+from deployments.studio.interface import Studio
+
+logger = logging.getLogger("troupe.jobs")
+
+
+class JobRunner:
+    """``attempt`` makes what runs a claimed job; it is there so that the runner is about nothing but order."""
+
+    def __init__(
+        self, studio: Studio, claims: Claims, attempt: Callable[[Claim], Attempt], *, max_running: int, poll_s: float
+    ) -> None:
+        self._studio = studio
+        self._claims = claims
+        self._attempt = attempt
+        self._max_running = max_running
+        self._poll_s = poll_s
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._news = asyncio.Event()
+
+    def wake(self) -> None:
+        """There may be a job to take."""
+        self._news.set()
+
+    async def stop_job(self, job_id: str) -> None:
+        """Cancel the job on its ranks, if it runs here, and wait until that is done."""
+        if task := self._running.get(job_id):
+            await cancel(task)
+
+    async def run(self) -> None:
+        """Run jobs until cancelled; then those that run are queued again."""
+        try:
+            while True:
+                await self._take_what_fits()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._poll_s):  # wait_for can swallow a cancellation in Python 3.11
+                        await self._news.wait()
+                self._news.clear()
+        finally:
+            await cancel(*self._running.values())
+
+    async def _take_what_fits(self) -> None:
+        try:
+            while len(self._running) < self._max_running:
+                not_ready = await self._studio.not_ready()
+                claim = await self._claims.take([name for name in self._studio.cards() if name not in not_ready])
+                if claim is None:
+                    return
+                await self._start(claim)
+        except Exception:  # the database or a deployment may be away for a while; the runner must outlive that
+            logger.exception("no job could be taken")
+
+    async def _start(self, claim: Claim) -> None:
+        job = claim.job
+        await self.stop_job(job.id)  # its claim ran out while this process slept: the new claim replaces it
+        with request_context(job.request.request_id):
+            task = asyncio.create_task(self._attempt(claim).run())
+        self._running[job.id] = task
+        task.add_done_callback(lambda task: self._ended(job.id, task))
+
+    def _ended(self, job_id: str, task: asyncio.Task[None]) -> None:
+        if self._running.get(job_id) is task:
+            del self._running[job_id]
+        if not task.cancelled() and (failure := task.exception()):
+            logger.error("job %s: its outcome could not be written", job_id, exc_info=failure)
+        self._news.set()

@@ -1,0 +1,1 @@
+"""From what a client sent to a checked request. Nothing here needs a server."""

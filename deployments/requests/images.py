@@ -1,0 +1,63 @@
+"""From the body of an image request to what the studio is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from deployments.api.errors import invalid
+from deployments.requests.bodies import ImageBody
+from deployments.requests.rules import check_seeds, media_request
+from deployments.studio.interface import ModelCard, Output
+from pipelines.request import MediaRequest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImagePlan:
+    """One request per picture, with seeds that follow each other, and how to hand the pictures over."""
+
+    requests: tuple[MediaRequest, ...]
+    output: Output
+    by_url: bool
+    stream_progress: bool
+    safety_identifier: str | None
+
+    @property
+    def size(self) -> str:
+        return f"{self.requests[0].width}x{self.requests[0].height}"
+
+
+def plan_images(body: ImageBody, card: ModelCard, request_id: str, max_n: int) -> ImagePlan:
+    """ApiError 400 if a value does not suit the model or another value."""
+    n = body.n or 1
+    if n > max_n:
+        raise invalid("n", f"n is {n}; it must be from 1 to {max_n}")
+    check_stream_fields(body)
+    first = media_request(body, card, request_id, num_previews=body.partial_images or 0)
+    check_seeds(first.seed, n)
+    rest = (replace(first, request_id=f"{first.request_id}-{i}", seed=first.seed + i) for i in range(1, n))
+    return ImagePlan(
+        requests=(first, *rest),
+        output=image_output(body),
+        by_url=body.response_format == "url",
+        stream_progress=bool(body.stream_progress),
+        safety_identifier=body.safety_identifier or body.user or None,
+    )
+
+
+def check_stream_fields(body: ImageBody) -> None:
+    if body.stream:
+        if body.response_format == "url":
+            raise invalid("response_format", "response_format is url; a stream carries pictures as b64_json only")
+        return
+    for name in ("partial_images", "stream_progress"):
+        if getattr(body, name):
+            raise invalid(name, f"{name} has no effect without stream; set stream to true")
+
+
+def image_output(body: ImageBody) -> Output:
+    image_format = body.output_format or "png"
+    compression = 100 if body.output_compression is None else body.output_compression
+    if image_format == "png" and compression != 100:
+        message = f"output_compression is {compression}, but png is lossless; set output_format to jpeg or webp"
+        raise invalid("output_compression", message)
+    return Output(format=image_format, compression=compression)

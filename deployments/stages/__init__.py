@@ -1,0 +1,1 @@
+"""Serve deployments of one model: text encoder, denoiser (a gang), decoder."""

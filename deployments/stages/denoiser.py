@@ -1,0 +1,88 @@
+"""Serve deployment: one replica holds one gang, which turns conditioning into latents."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from functools import partial
+
+import ray
+
+from deployments.config import ModelConfig
+from deployments.observability.logs import configure_logs
+from deployments.stages.rank import BuildRankParts
+from deployments.stages.records import Encoded
+from engines.gang.config import GangConfig
+from engines.gang.gang import Gang
+from engines.gang.job import Job, JobEvent
+from engines.parallel.nccl_options import NcclOptions
+from engines.registry import rank_environment
+from pipelines.request import MediaRequest
+
+logger = logging.getLogger(__name__)
+
+EVENTS_EVERY_S = 0.1
+"""Progress for people: no faster than they can see."""
+
+
+def gang_config(model: ModelConfig) -> GangConfig:
+    config = model.denoiser
+    return GangConfig(
+        model=model.name,
+        num_nodes=config.num_nodes,
+        num_ranks=config.num_ranks,
+        cpus_per_rank=config.cpus_per_rank,
+        gpus_per_rank=config.gpus_per_rank,
+        threads_per_rank=config.threads_per_rank,
+        step_deadline_s=config.step_deadline_s,
+        start_deadline_s=config.start_deadline_s,
+        plans_ahead=config.plans_ahead,
+        max_running_jobs=config.max_running_jobs,
+        max_waiting_jobs=config.max_waiting_jobs,
+        elastic=config.elastic,
+        max_batch=config.max_batch,
+        environment=partial(rank_environment, config.engine),
+        nccl=NcclOptions(**config.nccl.model_dump()),
+    )
+
+
+class Denoiser:
+    """Thin: the gang does the work. A broken gang fails ``check_health``, and Serve replaces the replica."""
+
+    async def __init__(self, model: ModelConfig) -> None:  # type: ignore[misc]  # Serve awaits it
+        configure_logs()
+        self._gang = await Gang.start(gang_config(model), BuildRankParts(model=model))
+
+    async def denoise(
+        self, job_id: str, request: MediaRequest, encoded: list[ray.ObjectRef[Encoded]], alone: bool = False
+    ) -> AsyncGenerator[tuple[JobEvent, ...]]:
+        """Steps, previews and at last ``JobDone``. Closing the iterator cancels the job on all ranks.
+
+        Steps come in groups, ``EVENTS_EVERY_S`` apart: each group is a millisecond's work in two processes.
+        ``encoded`` is a list of one reference, so that this call need not wait for the encoder to be sent.
+        ``alone``: beside no other job, as a request runs whose gang broke under it.
+        """
+        job = Job(
+            job_id=job_id,
+            request=request,
+            conditioning=(await encoded[0]).conditioning,
+            num_steps=request.num_inference_steps,
+            preview_steps=frozenset(request.preview_steps),
+            shape=(request.width, request.height, request.num_frames, request.true_cfg_scale > 1),
+            alone=alone,
+            request_id=request.request_id,
+        )
+        logger.info("job is queued", extra=job.log_fields)
+        async with aclosing(self._gang.submit_grouped(job, every_s=EVENTS_EVERY_S)) as groups:
+            async for group in groups:
+                yield group
+
+    async def check_health(self) -> None:
+        await self._gang.check_health()
+
+    async def __del__(self) -> None:
+        """Serve awaits it when a replica is stopped: engines are released before communicators, then ranks end."""
+        gang = getattr(self, "_gang", None)
+        if gang is not None:
+            await gang.close()

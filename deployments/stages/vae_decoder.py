@@ -1,0 +1,53 @@
+"""Serve deployment: latents in (by reference), PNG, JPEG, WebP or MP4 bytes out."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Any
+
+import ray
+
+from deployments.observability.logs import request_context
+from deployments.stages.common import StageSpec, load_stage
+from deployments.stages.records import Decoded
+from deployments.studio.interface import Output
+from pipelines.media import encode_frames, encode_thumbnail
+from pipelines.request import MediaRequest
+
+logger = logging.getLogger(__name__)
+
+
+class VaeDecoder:
+    """Decodes finished jobs and previews of running ones, one after the other.
+
+    Serve calls from a pool of threads, and a clip's VAE keeps the frames before in the module: hence the lock.
+    """
+
+    def __init__(self, spec: StageSpec) -> None:
+        family, path, device, dtype = load_stage(spec)
+        self._one_at_a_time = threading.Lock()
+        self._decoder: Any = family.load_decoder(path, device, dtype)
+
+    def decode(self, latents: list[ray.ObjectRef[Any]], request: MediaRequest, output: Output) -> Decoded:
+        """``latents`` is a list of one reference, so that Ray does not resolve it on the way."""
+        started_s = time.perf_counter()
+        with request_context(request.request_id):
+            latents_here = ray.get(latents[0])
+            with self._one_at_a_time:
+                frames = self._decoder.decode(latents_here, request)
+            data = encode_frames(frames, output.format, compression=output.compression, fps=request.fps)
+            thumbnail = encode_thumbnail(frames[0]) if request.kind == "video" else b""
+            decode_s = time.perf_counter() - started_s
+            logger.info("latents are decoded", extra={"decode_s": round(decode_s, 4), "num_bytes": len(data)})
+        return Decoded(data=data, thumbnail=thumbnail, decode_s=decode_s)
+
+    def preview(self, latents: list[ray.ObjectRef[Any]], request: MediaRequest) -> bytes:
+        """PNG bytes of the first frame of unfinished ``latents``."""
+        with request_context(request.request_id):
+            latents_here = ray.get(latents[0])
+            with self._one_at_a_time:
+                frames = self._decoder.preview(latents_here, request)
+            preview: bytes = encode_frames(frames[:1], "png")
+        return preview

@@ -1,0 +1,1 @@
+"""What engines, strategies, gangs and models share: contracts and plain records. Imports nothing else of engines."""

@@ -1,0 +1,88 @@
+"""What an engine gets from a model family: single-device modules and the data to split them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from engines.core.kernel import Kernel
+from engines.core.shard_plan import ShardPlan
+
+if TYPE_CHECKING:  # processes that only pass these records on do without torch
+    import torch
+    from torch import Tensor, nn
+
+    from engines.fast.interface import ArrangeWeights
+    from engines.parallel.weight_files import WeightFiles
+
+ModelInputs: TypeAlias = Mapping[str, "Tensor"]
+"""Keyword arguments of the transformer's ``forward``, whole (unsplit), batch first where they have a batch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """What is known of a job's other steps: every step's ``timestep`` (one value for all entries), and which is now.
+
+    An engine may compute ahead what depends on these and on inputs that stay the same tensors from step to step.
+    """
+
+    timesteps_S: Tensor
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Branch:
+    """One forward of one step. Without true guidance a step has one branch; with it two: prompt, then negative prompt.
+
+    ``module`` names the transformer in ``DenoiserModel.modules`` (Wan 2.2 changes between two during a job).
+    """
+
+    inputs: ModelInputs
+    module: str = "transformer"
+    schedule: Schedule | None = None
+
+
+def dtype_of(module: nn.Module) -> torch.dtype:
+    """What ``module`` computes in: the dtype of most of its weights. Families keep small tables in float32."""
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in module.parameters():
+        sizes[parameter.dtype] += parameter.numel()
+    return sizes.most_common(1)[0][0]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DenoiserModel:
+    """A family's transformer(s) with what an engine must know to split, compile or export them.
+
+    ``stream_lengths(inputs)`` gives the number of tokens per stream name; ``set_kernel(module, kernel)`` makes the
+    module's self-attention call ``kernel``; a module called with ``forward(module, inputs)`` returns the prediction.
+    ``ahead(module, inputs)`` makes further inputs that ``forward`` may be given, from those that no step of a job
+    changes (all but the latents and the timestep); the module is whole (None: there is nothing to gain).
+    ``head_dim`` and ``num_heads`` are those of self-attention. ``probe()`` makes the branches of one small, seeded,
+    known step (the same on every rank), for the self-check of a gang at its start. ``fast`` arranges a module's weights
+    for a hand-ordered step that equals its ``forward`` (None: there is none). ``typical_lengths`` are the tokens per
+    stream of the steps to come, if that is known: an "auto" strategy is chosen for them. With ``weights``, the modules'
+    parameters are on "meta", and every rank reads what it needs of them from these files.
+    """
+
+    modules: Mapping[str, nn.Module]
+    plan: ShardPlan
+    num_heads: int
+    head_dim: int
+    stream_lengths: Callable[[ModelInputs], Mapping[str, int]]
+    set_kernel: Callable[[nn.Module, Kernel], None]
+    forward: Callable[[nn.Module, ModelInputs], Tensor]
+    probe: Callable[[], tuple[Branch, ...]]
+    ahead: Callable[[nn.Module, ModelInputs], ModelInputs] | None = None
+    fast: ArrangeWeights | None = None
+    typical_lengths: Mapping[str, int] | None = None
+    weights: WeightFiles | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        if self.weights is not None:
+            return self.weights.device
+        return next(next(iter(self.modules.values())).parameters()).device

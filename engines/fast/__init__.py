@@ -1,0 +1,1 @@
+"""The toolkit of hand-ordered steps: matrix products, fused kernels, side streams."""

@@ -1,0 +1,117 @@
+"""Matrix products of one or several linear layers as one, in the precision of the weights or in float8."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from engines.fast.kernels import QuantRows, Rows, quantize_rows
+from engines.fast.kernels.rows import quantized
+
+
+class Product(Protocol):
+    """``x @ weight.T + bias`` on rows."""
+
+    def __call__(self, x: Rows, out: Tensor | None = None) -> Tensor:
+        """Written to ``out`` if given (contiguous rows)."""
+        ...
+
+    def activated(self, x: Rows) -> Rows:
+        """The same through GELU (tanh form), as the next product wants it."""
+        ...
+
+    def without_bias(self) -> tuple[Product, Tensor | None]:
+        """The product alone, and the bias that must be added elsewhere (None: this one is as fast with it)."""
+        ...
+
+    def add(self, update_RN: Tensor, x: Rows) -> tuple[Tensor, ...]:
+        """One or two tensors whose sum is ``update + x @ weight.T + bias``; ``update`` may be overwritten."""
+        ...
+
+
+class NativeProduct:
+    """cuBLAS with bias and GELU in its epilogue; reads the layer's own weight."""
+
+    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
+        self.weight_NK, self.bias_N = weight_NK, bias_N
+
+    def __call__(self, x: Rows, out: Tensor | None = None) -> Tensor:
+        assert isinstance(x, Tensor)
+        if self.bias_N is None:
+            return torch.mm(x, self.weight_NK.t(), out=out)
+        return torch.addmm(self.bias_N, x, self.weight_NK.t(), out=out)
+
+    def activated(self, x: Rows) -> Tensor:
+        assert isinstance(x, Tensor)
+        assert self.bias_N is not None
+        if x.is_cuda:  # the epilogue's GELU is the tanh form; on the CPU the same op takes the exact one
+            fused: Tensor = torch._addmm_activation(self.bias_N, x, self.weight_NK.t(), use_gelu=True)
+            return fused
+        return functional.gelu(functional.linear(x, self.weight_NK, self.bias_N), approximate="tanh")
+
+    def without_bias(self) -> tuple[Product, Tensor | None]:
+        return NativeProduct(self.weight_NK, None), self.bias_N
+
+    def add(self, update_RN: Tensor, x: Rows) -> tuple[Tensor, ...]:
+        assert isinstance(x, Tensor)
+        assert self.bias_N is None, "the bias belongs to the product that is added to"
+        return (update_RN.addmm_(x, self.weight_NK.t()),)
+
+
+class Float8Product:
+    """Row-wise float8: one scale per output feature, fixed, and one per row of activations, measured as they come."""
+
+    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
+        weight = quantized(weight_NK)
+        self.weight_NK, self.scale_1N, self.bias_N = weight.values_RC, weight.scale_R1.t().contiguous(), bias_N
+
+    def __call__(self, x: Rows, out: Tensor | None = None) -> Tensor:
+        rows = x if isinstance(x, QuantRows) else quantize_rows(x)
+        if not rows.values_RC.is_cuda:
+            return self._emulated(rows, out)
+        return torch._scaled_mm(
+            rows.values_RC, self.weight_NK.t(), scale_a=rows.scale_R1, scale_b=self.scale_1N, bias=self.bias_N,
+            out_dtype=torch.bfloat16, use_fast_accum=True, out=out,
+        )  # fmt: skip
+
+    def activated(self, x: Rows) -> QuantRows:
+        """GELU shares the pass that quantises."""
+        return quantize_rows(self(x), gelu=True)
+
+    def without_bias(self) -> tuple[Product, Tensor | None]:
+        return self, None
+
+    def add(self, update_RN: Tensor, x: Rows) -> tuple[Tensor, ...]:
+        return update_RN, self(x)
+
+    def _emulated(self, rows: QuantRows, out: Tensor | None) -> Tensor:
+        weight_NK = self.weight_NK.float() * self.scale_1N.t()
+        result = functional.linear(rows.dequantized(), weight_NK)
+        result = (result if self.bias_N is None else result + self.bias_N.float()).to(_result_dtype(self.bias_N))
+        return result if out is None else out.copy_(result)
+
+
+def stack(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor]:
+    """Weight and bias of all ``linears`` one under the other; the layers' own parameters become views of them."""
+    weight_NK = torch.cat([linear.weight.detach() for linear in linears])
+    bias_N = torch.cat([_bias(linear) for linear in linears])
+    start = 0
+    for linear in linears:
+        stop = start + linear.out_features
+        linear.weight.data = weight_NK[start:stop]
+        if linear.bias is not None:
+            linear.bias.data = bias_N[start:stop]
+        start = stop
+    return weight_NK, bias_N
+
+
+def _bias(linear: nn.Linear) -> Tensor:
+    return linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach()
+
+
+def _result_dtype(bias_N: Tensor | None) -> torch.dtype:
+    return torch.bfloat16 if bias_N is None else bias_N.dtype

@@ -1,0 +1,21 @@
+"""Fused elementwise steps between matrix products: one pass over memory each, in Triton on CUDA, else in plain PyTorch.
+
+Dims: R rows (tokens × batch, batch innermost), C channels, S segments of rows with a modulation of their own, B batch.
+The plain version of each is its specification and the path on the CPU.
+"""
+
+from engines.fast.kernels.heads import HeadNorms, norm_and_rotate
+from engines.fast.kernels.norm import Modulation, norm_modulate, residual_norm_modulate
+from engines.fast.kernels.quantize import quantize_rows
+from engines.fast.kernels.rows import QuantRows, Rows
+
+__all__ = [
+    "HeadNorms",
+    "Modulation",
+    "QuantRows",
+    "Rows",
+    "norm_and_rotate",
+    "norm_modulate",
+    "quantize_rows",
+    "residual_norm_modulate",
+]

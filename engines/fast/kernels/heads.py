@@ -1,0 +1,63 @@
+"""RMS norm and rotary embedding of queries and keys, written straight into the layout that an exchange sends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+EPS = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadNorms:
+    """What is done to q and k per head: RMS norm with ``weight_S2D`` (segment, q or k), then rotation of pairs.
+
+    ``cos_LP`` and ``sin_LP`` (float32) turn the pair (2p, 2p + 1) of token l. The first ``first_rows`` rows take
+    segment 0, the others the last one. ``bias_3HD`` is added to every row before that.
+    """
+
+    weight_S2D: Tensor
+    cos_LP: Tensor
+    sin_LP: Tensor
+    first_rows: int
+    bias_3HD: Tensor | None = None
+
+    def run(self, start: int, stop: int, batch: int) -> HeadNorms:
+        """For the rows from ``start`` to ``stop`` alone."""
+        tables = (table_LP[start // batch : stop // batch] for table_LP in (self.cos_LP, self.sin_LP))
+        cos_LP, sin_LP = tables
+        first_rows = min(max(self.first_rows - start, 0), stop - start)
+        return replace(self, cos_LP=cos_LP, sin_LP=sin_LP, first_rows=first_rows)
+
+
+def norm_and_rotate(qkv_R3HD: Tensor, norms: HeadNorms, out_LB3HD: Tensor) -> None:
+    """Write q and k (normalised, turned) and v (as it is) of all rows into ``out``, a view with any strides.
+
+    Rows are tokens × batch, batch innermost. ``out`` has dims (L, B, 3, ..., D) whose middle dims number the heads.
+    When ``out`` is a view of ``qkv`` itself, v stays where it is, and there must be no bias.
+    """
+    assert norms.bias_3HD is None or out_LB3HD.data_ptr() != qkv_R3HD.data_ptr(), "v would not get its bias"
+    if qkv_R3HD.is_cuda:
+        from engines.fast.kernels import heads_triton
+
+        heads_triton.launch(qkv_R3HD, norms, out_LB3HD)
+        return
+    rows, _, _, dim = qkv_R3HD.shape
+    if norms.bias_3HD is not None:
+        qkv_R3HD = qkv_R3HD + norms.bias_3HD
+    weight_R12D = torch.cat(
+        (
+            norms.weight_S2D[:1].expand(norms.first_rows, 2, dim),
+            norms.weight_S2D[-1:].expand(rows - norms.first_rows, 2, dim),
+        )
+    ).unsqueeze(2)
+    x_R2HD = qkv_R3HD[:, :2].float()
+    x_R2HD = x_R2HD * torch.rsqrt(x_R2HD.square().mean(-1, keepdim=True) + EPS) * weight_R12D.float()
+    even, odd = x_R2HD[..., 0::2], x_R2HD[..., 1::2]
+    batch = out_LB3HD.shape[1]
+    cos, sin = (table_LP.repeat_interleave(batch, 0)[:, None, None] for table_LP in (norms.cos_LP, norms.sin_LP))
+    turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
+    both_R3HD = torch.cat((turned.to(qkv_R3HD.dtype), qkv_R3HD[:, 2:]), dim=1)
+    out_LB3HD.copy_(both_R3HD.view(out_LB3HD.shape[0], batch, 3, *out_LB3HD.shape[3:-1], dim))

@@ -1,0 +1,22 @@
+"""Rows to float8, with what comes before it in the same pass: joining column groups, GELU."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional
+
+from engines.fast.kernels.rows import QuantRows, quantized
+
+
+def quantize_rows(x_GRC: Tensor, *, gelu: bool = False) -> QuantRows:
+    """Row r is ``x[0, r] | x[1, r] | ...`` (G groups of columns), through GELU (tanh form) if asked, then quantised.
+
+    A two-dimensional ``x_RC`` is one group.
+    """
+    x_GRC = x_GRC if x_GRC.ndim == 3 else x_GRC[None]
+    if x_GRC.is_cuda:
+        from engines.fast.kernels import quantize_triton
+
+        return quantize_triton.launch(x_GRC, gelu=gelu)
+    x_RC = x_GRC.movedim(0, 1).flatten(1).float()
+    return quantized(functional.gelu(x_RC, approximate="tanh") if gelu else x_RC)

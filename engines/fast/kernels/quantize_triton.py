@@ -1,0 +1,44 @@
+"""Triton version of ``quantize.py``: one program a row, the row in registers."""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engines.fast.kernels.rows import FP8, FP8_MAX, SMALLEST_AMAX, QuantRows
+
+
+@triton.jit
+def _quantize(
+    x_ptr, out_ptr, scale_ptr, columns_each, group_stride, row_stride, channels,
+    GELU: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < channels
+    source = (columns // columns_each) * group_stride + row * row_stride + columns % columns_each
+    x = tl.load(x_ptr + source, inside, 0.0).to(tl.float32)
+    if GELU:
+        # tanh form: x * sigmoid(2 u), u = sqrt(2/pi) (x + 0.044715 x^3)
+        x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    step = tl.maximum(tl.max(tl.abs(x), 0), SMALLEST) / LARGEST
+    tl.store(scale_ptr + row, step)
+    tl.store(out_ptr + row * channels + columns, (x / step).to(out_ptr.dtype.element_ty), inside)
+
+
+def launch(x_GRC: Tensor, *, gelu: bool) -> QuantRows:
+    groups, rows, columns_each = x_GRC.shape
+    assert x_GRC.stride(-1) == 1, x_GRC.stride()
+    channels = groups * columns_each
+    out_RC = torch.empty((rows, channels), device=x_GRC.device, dtype=FP8)
+    scale_R1 = torch.empty((rows, 1), device=x_GRC.device, dtype=torch.float32)
+    block = triton.next_power_of_2(channels)
+    _quantize[(rows,)](
+        x_GRC, out_RC, scale_R1, columns_each, x_GRC.stride(0), x_GRC.stride(1), channels,
+        GELU=gelu, LARGEST=FP8_MAX, SMALLEST=SMALLEST_AMAX, BLOCK=block, num_warps=min(16, max(1, block // 512)),
+    )  # fmt: skip
+    return QuantRows(values_RC=out_RC, scale_R1=scale_R1)

@@ -1,0 +1,215 @@
+"""What a rank does with a plan, free of Ray: holds the states of its jobs and takes them a step further."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engines.core.model import Branch
+from engines.gang.config import RankContext, RankParts
+from engines.gang.errors import portable
+from engines.gang.job import Job
+from engines.gang.step_plan import JobFailure, JobStep, Move, StepPlan, StepReport, Work
+from engines.gang.transfer import hand_over
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class HeldJob:
+    """A job on a rank, its conditioning resolved; ``state`` is the sampler's, from step 1 on."""
+
+    job: Job
+    state: Any = None
+    num_steps_done: int = 0
+    failed: bool = False
+
+
+class StepRunner:
+    """Executes plans in order. Every rank of a team holds equal states and so sees equal failures.
+
+    What goes wrong in a job's own maths (its sampler, or a ValueError of the engine) fails the job alone. Any other
+    error of ``predict`` leaves the communicator in an unknown state, so it is raised, and breaks the gang.
+    """
+
+    def __init__(self, parts: RankParts, context: RankContext) -> None:
+        self._engine = parts.engine
+        self._sampler = parts.sampler
+        self._context = context
+        self._device = torch.device(context.device)
+        self._pace = Pace(self._device)
+        self._held: dict[str, HeldJob] = {}
+        self._failures: list[JobFailure] = []
+        self._was_warm = True
+
+    @property
+    def job_ids(self) -> tuple[str, ...]:
+        return tuple(self._held)
+
+    def admit(self, job: Job) -> None:
+        """Hold a job until its first step. May be called from another thread."""
+        self._held[job.job_id] = HeldJob(job)
+
+    @torch.no_grad()
+    def execute(self, plan: StepPlan) -> tuple[StepReport, tuple[Tensor | None, ...]]:
+        """The report, and one entry per ``plan.emits_of(rank)``: latents on the CPU, or None for a failed job."""
+        started_s = time.perf_counter()
+        self._failures = []
+        self._was_warm = True
+        for job_id in plan.drops:
+            self._drop(job_id)
+        for move in plan.moves:
+            self._move(move)
+        work = plan.work_of(self._context.rank)
+        if work is not None:
+            self._step(work)
+        self._let_go(plan)
+        emitted = tuple(self._emit(job_step) for job_step in plan.emits_of(self._context.rank))
+        self._forget_finished(plan)
+        step_ms = (time.perf_counter() - started_s) * 1e3
+        return self._report(plan, step_ms), emitted
+
+    def close(self) -> None:
+        """Drop all states and release the engine. The communicator must still be alive."""
+        self._held.clear()
+        self._engine.close()
+
+    def _drop(self, job_id: str) -> None:
+        held = self._held.pop(job_id, None)
+        if held is not None:
+            logger.info("job is dropped", extra=self._log_fields(held.job) | {"num_steps_done": held.num_steps_done})
+
+    def _report(self, plan: StepPlan, step_ms: float) -> StepReport:
+        return StepReport(
+            rank=self._context.rank,
+            sequence=plan.sequence,
+            step_ms=step_ms,
+            was_warm=self._was_warm,
+            failures=tuple(self._failures),
+        )
+
+    def _move(self, move: Move) -> None:
+        """Every rank of the gang makes the call; if the state cannot travel, all of them fail the job."""
+        started_s, held, rank = time.perf_counter(), self._held[move.job_id], self._context.rank
+        mine = (held.state, held.num_steps_done, held.failed) if rank == move.source else None
+        with self._blame(held):
+            handed = hand_over(mine, source=move.source, rank=rank, device=self._device)
+            if rank in move.ranks:
+                held.state, held.num_steps_done, held.failed = handed
+                took_ms = 1e3 * (time.perf_counter() - started_s)
+                logger.info("job comes from rank %d in %.1f ms", move.source, took_ms, extra=self._log_fields(held.job))
+
+    def _let_go(self, plan: StepPlan) -> None:
+        """Of states that are out of date: their jobs have gone on to other ranks."""
+        for work in plan.works:
+            if self._context.rank not in work.ranks:
+                for job_id in work.job_ids:
+                    if held := self._held.get(job_id):
+                        held.state = None
+
+    def _step(self, work: Work) -> None:
+        for job_step in work.job_steps:
+            if job_step.step == 1:
+                self._begin(self._held[job_step.job_id])
+        forwards = [(held, branches) for held in self._alive(work) if (branches := self._branches(held))]
+        for held, predictions in self._predict(forwards, work.ranks):
+            with self._blame(held):
+                held.state = self._sampler.advance(held.state, predictions)
+                held.num_steps_done += 1
+        self._pace.wait_for_previous_step()
+
+    def _alive(self, work: Work) -> list[HeldJob]:
+        # A plan may name a job that failed after the plan was made; one that was never admitted is our own mistake.
+        return [held for job_id in work.job_ids if not (held := self._held[job_id]).failed]
+
+    def _begin(self, held: HeldJob) -> None:
+        with self._blame(held):
+            held.state = self._sampler.begin(held.job.request, held.job.conditioning)
+            num_steps = self._sampler.num_steps(held.state)
+            if num_steps != held.job.num_steps:
+                raise ValueError(f"the job says {held.job.num_steps} steps and its schedule has {num_steps}")
+            logger.info("job begins", extra=self._log_fields(held.job))
+
+    def _branches(self, held: HeldJob) -> tuple[Branch, ...]:
+        with self._blame(held):
+            return self._sampler.branches(held.state)
+        return ()
+
+    def _predict(
+        self, forwards: list[tuple[HeldJob, tuple[Branch, ...]]], ranks: tuple[int, ...]
+    ) -> list[tuple[HeldJob, tuple[Tensor, ...]]]:
+        """One forward for all jobs of the work, split again by job; nothing for any of them if it fails."""
+        if not forwards:
+            return []
+        try:
+            predictions = iter(self._engine.predict(tuple(b for _, branches in forwards for b in branches), ranks))
+            self._was_warm = self._engine.was_warm
+        except ValueError as error:
+            for held, _ in forwards:
+                self._fail(held, error)
+            return []
+        return [(held, tuple(islice(predictions, len(branches)))) for held, branches in forwards]
+
+    def _emit(self, job_step: JobStep) -> Tensor | None:
+        held = self._held[job_step.job_id]
+        if held.failed:
+            return None
+        try:
+            take = self._sampler.latents if job_step.emit == "final" else self._sampler.preview
+            return take(held.state)
+        except Exception as error:
+            # The lead rank alone takes latents, so the job goes on here as it does on the others, until it is dropped.
+            self._fail(held, error, shared=False)
+            return None
+
+    def _forget_finished(self, plan: StepPlan) -> None:
+        """Also on ranks outside of the job's team, which were given it too."""
+        for job_step in (job_step for work in plan.works for job_step in work.emits):
+            if job_step.emit == "final":
+                held = self._held.pop(job_step.job_id)
+                logger.info("job ends", extra=self._log_fields(held.job) | {"failed": held.failed})
+
+    @contextmanager
+    def _blame(self, held: HeldJob) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._fail(held, error)
+
+    def _fail(self, held: HeldJob, error: Exception, shared: bool = True) -> None:
+        if shared:
+            held.failed, held.state = True, None
+        self._failures.append(JobFailure(job_id=held.job.job_id, error=portable(error), shared=shared))
+        logger.error("job fails: %s", error, extra=self._log_fields(held.job), exc_info=error)
+
+    def _log_fields(self, job: Job) -> dict[str, object]:
+        return job.log_fields | {"rank": self._context.rank}
+
+
+class Pace:
+    """Keeps one step queued on a GPU while the one before it runs, so that the overhead of a call hides behind it.
+
+    A step is reported when the step before it is done on the device, so its time is the queue's pace: right from a
+    job's second step on. Taking latents waits for the device itself. On the CPU every step is done when it returns.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._previous: torch.cuda.Event | None = None
+
+    def wait_for_previous_step(self) -> None:
+        if not self._is_cuda:
+            return
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        if self._previous is not None:
+            self._previous.synchronize()
+        self._previous = event

@@ -1,0 +1,104 @@
+"""Predicts what each way to divide a step costs, and picks the fastest that fits: this is strategy "auto"."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from engines.core.layout import TokenLayout
+from engines.core.spec import ParallelSpec
+from engines.planner.machine import Machine
+from engines.planner.profile import ModelProfile
+from engines.planner.step_cost import StepCost
+
+CLOSE = 0.02
+"""Candidates this near to the fastest are as good; then the one with the simpler exchange is taken."""
+
+USABLE = 0.9
+"""Share of a device's memory that a prediction may fill: captured steps, libraries and fragments need the rest."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """One step: tokens per stream, in the plan's order, how many branches it has, and of how many jobs (``batch``)."""
+
+    lengths: tuple[tuple[str, int], ...]
+    num_branches: int = 1
+    batch: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """Predicted milliseconds of one step, by where they go, and bytes on each rank."""
+
+    spec: ParallelSpec
+    products_ms: float
+    attention_ms: float
+    elementwise_ms: float
+    exchange_ms: float
+    memory_bytes: int
+
+    @property
+    def total_ms(self) -> float:
+        return self.products_ms + self.attention_ms + self.elementwise_ms + self.exchange_ms
+
+
+def candidates(profile: ModelProfile, width: int, num_branches: int) -> list[ParallelSpec]:
+    """Every division of a step over ``width`` ranks that the model and the number of branches allow."""
+    divisors = [n for n in range(1, width + 1) if width % n == 0]
+    found = []
+    for guidance, pipeline, ring, gather, tensor in itertools.product((1, 2), *[divisors] * 4):
+        rest, remainder = divmod(width, guidance * pipeline * ring * gather * tensor)
+        if remainder or guidance > num_branches or (ring > 1 and gather > 1):
+            continue
+        degrees = {"guidance": guidance, "pipeline": pipeline, "ring": ring, "allgather_kv": gather}
+        spec = ParallelSpec(**degrees, tensor=tensor, ulysses=max(rest, 1))
+        if spec.width == width and _allows(profile, spec):
+            found.append(spec)
+    return found
+
+
+def predict(
+    profile: ModelProfile, work: Workload, spec: ParallelSpec, machine: Machine, precision: str = "native"
+) -> Cost:
+    """The model of a step: time of its parts on one rank, and what is exchanged that nothing hides.
+
+    A pipeline of s stages takes n + s - 1 turns for n forwards, each as long as a stage's share of the blocks.
+    """
+    step = StepCost(profile, TokenLayout(lengths=work.lengths, num_chunks=spec.context), spec, machine, precision)
+    forwards = -(-work.num_branches // spec.guidance) * work.batch
+    turns = (forwards + spec.pipeline - 1) / spec.pipeline
+    handing_on_s = (spec.pipeline - 1) * step.handing_on_s()
+    ends_s = forwards * step.prediction_s() + work.batch * step.guidance_s()
+    return Cost(
+        spec=spec,
+        products_ms=1e3 * turns * step.products_s(),
+        attention_ms=1e3 * turns * step.attention_s(),
+        elementwise_ms=1e3 * turns * step.elementwise_s(),
+        exchange_ms=1e3 * (turns * step.exchange_s() + handing_on_s + ends_s),
+        memory_bytes=step.memory_bytes(),
+    )
+
+
+def choose(costs: list[Cost], memory_bytes: int) -> Cost:
+    """The fastest that fits. Near equals: the one with fewer kinds of exchange, then the smaller memory.
+
+    Weights are divided only where whole ones do not fit: ranks with whole weights can form teams of any width.
+    """
+    fitting = [cost for cost in costs if cost.memory_bytes <= USABLE * memory_bytes]
+    if not fitting:
+        least = min(cost.memory_bytes for cost in costs)
+        raise ValueError(
+            f"no way to divide the step fits {memory_bytes / 2**30:.1f} GiB: the smallest needs {least / 2**30:.1f} "
+            f"GiB per rank, and {USABLE:.0%} may be used; use more ranks, a smaller size or a smaller model"
+        )
+    fitting = [cost for cost in fitting if not cost.spec.divides_weights] or fitting
+    limit = min(cost.total_ms for cost in fitting) * (1 + CLOSE)
+    near = [cost for cost in fitting if cost.total_ms <= limit]
+    return min(near, key=lambda cost: (cost.spec.name.count("x"), cost.memory_bytes, cost.total_ms))
+
+
+def _allows(profile: ModelProfile, spec: ParallelSpec) -> bool:
+    heads, rest = divmod(profile.num_heads, spec.tensor)
+    has_blocks = spec.pipeline <= max(profile.num_blocks, 1)
+    return has_blocks and not rest and heads % spec.ulysses == 0 and profile.tensor_unit % spec.tensor == 0

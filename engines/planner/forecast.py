@@ -1,0 +1,85 @@
+"""The candidates for a step and why one was chosen, as records and as a table for people."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engines.core.model import Branch, DenoiserModel
+from engines.core.spec import ParallelSpec
+from engines.planner.cost_model import USABLE, Cost, Workload, candidates, choose, predict
+from engines.planner.machine import Machine
+from engines.planner.profile import ModelProfile
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepForecast:
+    """Predicted costs of every candidate, fastest first, and the chosen one."""
+
+    machine: Machine
+    work: Workload
+    precision: str
+    costs: tuple[Cost, ...]
+    chosen: Cost
+
+    def reason(self) -> str:
+        """Why the chosen one was chosen, in a sentence."""
+        name, fastest = self.chosen.spec.name, self.costs[0]
+        if self.chosen is fastest:
+            return f"{name}: the fastest of {len(self.costs)}"
+        if fastest.memory_bytes > USABLE * self.machine.memory_bytes:
+            usable = f"{USABLE:.0%} of {self.machine.memory_bytes / 2**30:.1f} GiB"
+            return f"{name}: the fastest that fits {usable}"
+        gap = f"{self.chosen.total_ms / fastest.total_ms - 1:.1%} slower than {fastest.spec.name}"
+        if fastest.spec.divides_weights and not self.chosen.spec.divides_weights:
+            return f"{name}: {gap}, and every rank holds whole weights, so that teams of any width can form"
+        return f"{name}: {gap}, and simpler or smaller"
+
+    @property
+    def log_fields(self) -> dict[str, object]:
+        """For ``extra``."""
+        fields = {"width": self.chosen.spec.width, "branches": self.work.num_branches, "precision": self.precision}
+        return fields | {"strategy": self.chosen.spec.name, "predicted_ms": round(self.chosen.total_ms, 2)}
+
+    def table(self) -> str:
+        """One line per candidate: milliseconds of a step by where they go, and GiB per rank."""
+        lines = [f"{'strategy':<28}{'ms':>9}{'products':>10}{'attention':>10}{'other':>9}{'exchange':>10}{'GiB':>8}"]
+        for cost in self.costs:
+            mark = " *" if cost is self.chosen else ""
+            parts = (cost.products_ms, cost.attention_ms, cost.elementwise_ms, cost.exchange_ms)
+            numbers = f"{cost.total_ms:>9.2f}{parts[0]:>10.2f}{parts[1]:>10.2f}{parts[2]:>9.2f}{parts[3]:>10.2f}"
+            lines.append(f"{cost.spec.name + mark:<28}{numbers}{cost.memory_bytes / 2**30:>8.2f}")
+        return "\n".join([*lines, f"* {self.reason()} (on {self.machine.name})"])
+
+
+def forecast(
+    counted: ModelProfile,
+    work: Workload,
+    width: int,
+    machine: Machine,
+    precision: str = "native",
+    *,
+    same_weights: ParallelSpec | None = None,
+) -> StepForecast:
+    """Cost every way to divide the step over ``width`` ranks and choose one. Loads and runs nothing.
+
+    ``same_weights``: only ways that give each rank the weights that it has with this one.
+    """
+    specs = candidates(counted, width, work.num_branches)
+    if same_weights is not None:
+        wanted = (same_weights.tensor, same_weights.pipeline)
+        specs = [spec for spec in specs if (spec.tensor, spec.pipeline) == wanted]
+    costs = [predict(counted, work, spec, machine, precision) for spec in specs]
+    return StepForecast(
+        machine=machine,
+        work=work,
+        precision=precision,
+        costs=tuple(sorted(costs, key=lambda cost: cost.total_ms)),
+        chosen=choose(costs, machine.memory_bytes),
+    )
+
+
+def workload(model: DenoiserModel, branches: tuple[Branch, ...]) -> Workload:
+    """The step that ``branches`` of one job make."""
+    lengths = model.stream_lengths(branches[0].inputs)
+    ordered = tuple((stream, lengths[stream]) for stream in model.plan.streams)
+    return Workload(lengths=ordered, num_branches=len(branches))

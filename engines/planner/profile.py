@@ -1,0 +1,218 @@
+"""What one forward of a model costs, counted once on the meta device: products, attention calls, weights."""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engines.core.layout import TokenLayout
+from engines.core.model import Branch, DenoiserModel, dtype_of
+from engines.core.shard_plan import ColumnLinear, FullWidthNorm, RowLinear, ShardPlan
+from engines.parallel.pipeline import pipeline_blocks
+from engines.parallel.tensor import split_features
+
+JOINT = "joint"
+"""Stands for all streams together, where a block has concatenated them."""
+
+
+@dataclass(kw_only=True, slots=True)
+class StreamCost:
+    """Per token of a stream: ``flops`` of linears that a tensor axis splits, and of those that it does not.
+
+    ``reduced_features`` leave row-split linears (to be summed over the tensor axis); ``num_norms`` are full-width.
+    """
+
+    split_flops: float = 0.0
+    whole_flops: float = 0.0
+    reduced_features: int = 0
+    num_norms: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelProfile:
+    """Costs of a branch by stream, and those that do not grow with the tokens.
+
+    ``num_reductions`` counts row-split linears and full-width norms, ``out_features`` are those of a predicted token.
+    Of ``weight_bytes`` (all modules) the blocks hold ``block_weight_bytes``, and of those the linears that a tensor
+    axis divides ``split_weight_bytes``. ``tensor_unit`` is what heads and those linears' features have in common;
+    ``num_blocks`` are those that a pipeline may be cut between. ``has_fast_path``: the family has a hand-ordered step.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_attentions: int
+    dtype: torch.dtype
+    streams: dict[str, StreamCost]
+    once_flops: float
+    num_reductions: int
+    out_features: int
+    weight_bytes: int
+    block_weight_bytes: int
+    split_weight_bytes: int
+    tensor_unit: int
+    num_blocks: int
+    has_fast_path: bool = False
+
+    @property
+    def element_bytes(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def hidden(self) -> int:
+        return self.num_heads * self.head_dim
+
+    def tokens(self, layout: TokenLayout, stream: str) -> int:
+        """Tokens that one context rank holds, padding included."""
+        return layout.chunk_length if stream == JOINT else layout.chunk(stream)
+
+
+@dataclass(slots=True)
+class _Counter:
+    """``times``: how many equal blocks the one that runs now stands for."""
+
+    lengths: dict[int, str]
+    plan: ShardPlan
+    batch: int
+    times: int = 1
+    streams: dict[str, StreamCost] = field(default_factory=dict)
+    once_flops: float = 0.0
+    num_attentions: int = 0
+    num_reductions: int = 0
+    split_weight_bytes: int = 0
+
+    def linear(self, name: str, layer: nn.Linear, x: Tensor) -> None:
+        rows = x.numel() // layer.in_features // self.batch
+        flops = 2.0 * layer.in_features * layer.out_features * self.times
+        stream = self.lengths.get(rows)
+        rule = _rule(name, self.plan)
+        self.num_reductions += self.times * isinstance(rule, RowLinear)
+        self.split_weight_bytes += self.times * layer.weight.nbytes if rule else 0
+        if stream is None:
+            self.once_flops += flops * rows
+            return
+        cost = self.streams.setdefault(stream, StreamCost())
+        cost.split_flops += flops if rule else 0.0
+        cost.whole_flops += 0.0 if rule else flops
+        cost.reduced_features += self.times * layer.out_features if isinstance(rule, RowLinear) else 0
+
+    def norm(self, x: Tensor) -> None:
+        self.num_reductions += self.times
+        stream = self.lengths.get(x.shape[1])
+        if stream is not None:
+            self.streams.setdefault(stream, StreamCost()).num_norms += self.times
+
+    def attend(self, q_BLHD: Tensor, k_BMHD: Tensor, v_BMHD: Tensor, /) -> tuple[Tensor, Tensor]:
+        self.num_attentions += self.times
+        return torch.empty_like(q_BLHD), q_BLHD.new_empty(q_BLHD.shape[0], q_BLHD.shape[2], q_BLHD.shape[1])
+
+
+def profile(model: DenoiserModel) -> ModelProfile:
+    """Count the model's probe step (its first branch) on the meta device; takes no memory and moves no weight."""
+    branch: Branch = model.probe()[0]
+    source = model.modules[branch.module]
+    module = _meta_copy(source)
+    inputs = {name: x.to("meta") for name, x in branch.inputs.items()}
+    lengths = dict(model.stream_lengths(branch.inputs))
+    counter = _Counter(_names_by_length(lengths), model.plan, batch=next(iter(inputs.values())).shape[0])
+    model.set_kernel(module, counter.attend)
+    out_features = 0
+
+    def last(_module: nn.Module, _args: object, output: Tensor) -> None:
+        nonlocal out_features
+        out_features = output.shape[-1]
+
+    for gather in model.plan.gathers:
+        module.get_submodule(gather.module).register_forward_hook(last)
+    _count_layers(module, counter)
+    for name in model.plan.blocks:
+        _run_first_only(module.get_submodule(name), counter)
+    with torch.no_grad():
+        model.forward(module, inputs)
+    return ModelProfile(
+        num_heads=model.num_heads,
+        head_dim=model.head_dim,
+        num_attentions=counter.num_attentions,
+        dtype=dtype_of(source),
+        streams=counter.streams,
+        once_flops=counter.once_flops,
+        num_reductions=counter.num_reductions,
+        out_features=out_features,
+        weight_bytes=sum(_weight_bytes(each) for each in model.modules.values()),
+        block_weight_bytes=sum(
+            _weight_bytes(block) for each in model.modules.values() for block in _blocks(each, model)
+        ),
+        split_weight_bytes=counter.split_weight_bytes * len(model.modules),
+        tensor_unit=math.gcd(model.num_heads, *split_features(source, model.plan).values())
+        if model.plan.linears
+        else 1,
+        num_blocks=min(len(pipeline_blocks(each, model.plan)) for each in model.modules.values()),
+        has_fast_path=model.fast is not None and model.weights is None,
+    )
+
+
+def _blocks(module: nn.Module, model: DenoiserModel) -> list[nn.Module]:
+    return [block for name in model.plan.blocks for block in module.get_submodule(name).children()]
+
+
+def _weight_bytes(module: nn.Module) -> int:
+    return sum(weight.nbytes for weight in module.parameters())
+
+
+def _names_by_length(lengths: dict[str, int]) -> dict[int, str]:
+    """Which stream a number of rows belongs to; the probe's lengths differ, so that this is unambiguous."""
+    names = {sum(lengths.values()): JOINT} | {length: stream for stream, length in lengths.items()}
+    assert len(names) == len(lengths) + (len(lengths) > 1), f"the probe's streams are equally long: {lengths}"
+    return names
+
+
+def _meta_copy(module: nn.Module) -> nn.Module:
+    memo: dict[int, object] = {id(x): nn.Parameter(x.to("meta"), requires_grad=False) for x in module.parameters()}
+    memo |= {id(x): x.to("meta") for x in module.buffers()}
+    twin = copy.deepcopy(module, memo)
+    for each in twin.modules():  # hooks of an engine that runs the original
+        each._forward_hooks.clear()
+        each._forward_pre_hooks.clear()
+    return twin
+
+
+def _count_layers(module: nn.Module, counter: _Counter) -> None:
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Linear):
+            layer.register_forward_pre_hook(lambda layer, args, name=name: counter.linear(name, layer, args[0]))
+        elif isinstance(_rule(name, counter.plan), FullWidthNorm):
+            layer.register_forward_pre_hook(lambda layer, args: counter.norm(args[0]))
+
+
+def _run_first_only(blocks: nn.Module, counter: _Counter) -> None:
+    """Let the first of several equal blocks run, and count, for all of them: operators on the meta device are slow."""
+    first, *others = blocks.children()
+    if len({_signature(block) for block in (first, *others)}) > 1:
+        return
+    outputs: list[Any] = []
+
+    def begin(_module: nn.Module, _args: object) -> None:
+        counter.times = 1 + len(others)
+
+    def end(_module: nn.Module, _args: object, output: Any) -> None:
+        counter.times = 1
+        outputs.append(output)
+
+    first.register_forward_pre_hook(begin)
+    first.register_forward_hook(end)
+    for other in others:
+        other.forward = lambda *_args, **_named: outputs[-1]
+
+
+def _signature(block: nn.Module) -> Hashable:
+    return type(block), tuple((name, tuple(weight.shape)) for name, weight in block.named_parameters())
+
+
+def _rule(name: str, plan: ShardPlan) -> ColumnLinear | RowLinear | FullWidthNorm | None:
+    return next((rule for rule in plan.linears if fnmatch.fnmatchcase(name, rule.pattern)), None)

@@ -1,0 +1,162 @@
+"""One branch's step on one rank: seconds by where they go, and bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engines.core.layout import TokenLayout
+from engines.core.spec import ParallelSpec
+from engines.planner.machine import Machine
+from engines.planner.profile import ModelProfile
+
+ELEMENTWISE_PASSES = 36
+"""How often a compiled block reads or writes its hidden state outside products and attention (norms, modulation,
+rotary embedding, residuals); fitted to a 57-block model on one GPU."""
+
+FAST_PASSES = 9.6
+"""The same for a hand-ordered step: a dual block has 12 (two norms of 4, q and k normed in place), a single one 8; most
+models have twice as many of these."""
+
+FAST_ULYSSES_PASSES = 4
+"""v goes through the norm's pass too, and the result's columns are put together."""
+
+FAST_SHOWN = 0.7
+"""Share of its exchange of heads that nothing hides: most blocks have a product to run beside it. Fitted to a 57-block
+model on 2 and 4 GPUs that write into each other's memory (0.5 and 0.9)."""
+
+LIVE_COPIES = 24
+"""Hidden states that are alive at once in the widest place of a block (MLP input and output, q, k, v, residuals)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Of all blocks, as if the rank ran them all; a pipeline divides that by its stages.
+
+    ``precision`` is that of the linears: "native", or a scheme that the machine was measured with.
+    """
+
+    profile: ModelProfile
+    layout: TokenLayout
+    spec: ParallelSpec
+    machine: Machine
+    precision: str = "native"
+
+    @property
+    def my_tokens(self) -> int:
+        return self.layout.chunk_length
+
+    @property
+    def my_heads(self) -> float:
+        """Heads that my projections give."""
+        return self.profile.num_heads / self.spec.tensor
+
+    @property
+    def token_bytes(self) -> float:
+        """Queries (or keys, or values) of one token with my heads."""
+        return self.my_heads * self.profile.head_dim * self.profile.element_bytes
+
+    @property
+    def hidden_bytes(self) -> float:
+        """The hidden state of my tokens."""
+        return self.my_tokens * self.profile.hidden * self.profile.element_bytes
+
+    def products_s(self) -> float:
+        total = self.machine.product_s(self.profile.once_flops, 1)
+        for stream, cost in self.profile.streams.items():
+            tokens = self.profile.tokens(self.layout, stream)
+            total += self.machine.product_s(tokens * cost.split_flops / self.spec.tensor, tokens, self.precision)
+            total += self.machine.product_s(tokens * cost.whole_flops, tokens)
+        return total
+
+    def attention_s(self) -> float:
+        heads = self.my_heads / self.spec.ulysses
+        queries = self.my_tokens * self.spec.ulysses
+        flops = 4.0 * queries * self.layout.num_tokens * heads * self.profile.head_dim
+        per_turn = self.layout.num_tokens / self.spec.ring
+        return self.profile.num_attentions * self.machine.attention_s(flops, min(queries, per_turn))
+
+    def elementwise_s(self) -> float:
+        passes = ELEMENTWISE_PASSES / (2 if self.spec.tensor > 1 else 1)  # about half of them lie inside split layers
+        passes = FAST_PASSES if self._is_fast else passes
+        passes += self._layout_passes() / self.spec.tensor
+        return self.profile.num_attentions * passes * self.hidden_bytes / self.machine.copy_bytes_per_s
+
+    @property
+    def _is_fast(self) -> bool:
+        """Whether the engine would run the hand-ordered step: not where weights are divided, and not in int8."""
+        is_known = self.precision in ("native", "fp8") and not self.spec.divides_weights
+        return self.profile.has_fast_path and self.machine.fast_path and is_known
+
+    @property
+    def _exchanges_beside_products(self) -> bool:
+        return self._is_fast and self.spec.context == self.spec.ulysses
+
+    def _layout_passes(self) -> float:
+        """Copies (read + write) that bring q, k, v and out into an exchange's order.
+
+        A ring merges in float32, outside of compiled code: 34 bytes an element and turn, where a pass moves 2.
+        """
+        passes = 0.0
+        if self.spec.ulysses > 1:
+            passes += FAST_ULYSSES_PASSES if self._exchanges_beside_products else 14
+        passes += 4 + 4 * self.spec.allgather_kv if self.spec.allgather_kv > 1 else 0
+        passes += 4 + 17 * (self.spec.ring - 1) if self.spec.ring > 1 else 0
+        return passes
+
+    def exchange_s(self) -> float:
+        """What is exchanged inside the blocks, and not hidden."""
+        a_block = self._ulysses_s() + self._gather_s() + self._ring_s()
+        return self.profile.num_attentions * a_block + self._tensor_s()
+
+    def _ulysses_s(self) -> float:
+        out_bytes = self.my_tokens * self.token_bytes
+        sizes = (3 * out_bytes, out_bytes) if self.spec.ulysses > 1 else ()
+        shown = FAST_SHOWN if self._exchanges_beside_products else 1.0
+        return shown * sum(self.machine.exchange_s("all_to_all", self.spec.ulysses, size) for size in sizes)
+
+    def _gather_s(self) -> float:
+        return self.machine.exchange_s("all_gather", self.spec.allgather_kv, 2 * self.my_tokens * self.token_bytes)
+
+    def _ring_s(self) -> float:
+        """What attention over the share at hand does not hide of the next share's journey, every turn but the last."""
+        if self.spec.ring == 1:
+            return 0.0
+        journey_s = self.machine.exchange_s("rotation", self.spec.ring, 2 * self.my_tokens * self.token_bytes)
+        turn_s = self.attention_s() / self.profile.num_attentions / self.spec.ring
+        return (self.spec.ring - 1) * max(journey_s - turn_s, 0.0)
+
+    def _tensor_s(self) -> float:
+        if self.spec.tensor == 1:
+            return 0.0
+        size_bytes = 0.0
+        for stream, cost in self.profile.streams.items():
+            tokens = self.profile.tokens(self.layout, stream)
+            size_bytes += tokens * (cost.reduced_features * self.profile.element_bytes + 4 * cost.num_norms)
+        num = self.profile.num_reductions
+        return num * self.machine.exchange_s("all_reduce", self.spec.tensor, size_bytes / num)
+
+    def handing_on_s(self) -> float:
+        """The hidden state from one stage of a pipeline to the next."""
+        return self.machine.exchange_s("rotation", self.spec.pipeline, self.hidden_bytes)
+
+    def prediction_s(self) -> float:
+        """Putting the prediction together, and passing it to the other stages."""
+        size_bytes = self.my_tokens * self.profile.out_features * self.profile.element_bytes
+        gathered_s = self.machine.exchange_s("all_gather", self.spec.context, size_bytes)
+        return gathered_s + self.machine.exchange_s("all_gather", self.spec.pipeline, size_bytes * self.spec.context)
+
+    def guidance_s(self) -> float:
+        size_bytes = self.layout.num_tokens * self.profile.out_features * self.profile.element_bytes
+        return self.machine.exchange_s("all_gather", self.spec.guidance, size_bytes)
+
+    def weight_bytes(self) -> float:
+        """A rank's share of the weights, read slice by slice; quantised linears lie beside those that were read."""
+        split = self.profile.split_weight_bytes / self.spec.tensor
+        quantised = 0.0 if self.precision == "native" else split / self.profile.element_bytes
+        blocks = self.profile.block_weight_bytes - self.profile.split_weight_bytes + split + quantised
+        return self.profile.weight_bytes - self.profile.block_weight_bytes + blocks / self.spec.pipeline
+
+    def memory_bytes(self) -> int:
+        """Weights, and activations at their widest; branches run one after the other."""
+        gathered = 2 * self.hidden_bytes * self.spec.allgather_kv if self.spec.allgather_kv > 1 else 0.0
+        return int(self.weight_bytes() + LIVE_COPIES * self.hidden_bytes + gathered)

@@ -1,0 +1,160 @@
+"""ONNX in, plan out: everything that touches TensorRT's builder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engines.tensorrt_engine.build import timing_cache
+from engines.tensorrt_engine.build.bindings import load_bindings
+from engines.tensorrt_engine.build.log import take_errors, trt_logger
+from engines.tensorrt_engine.build.progress import BuildCancelledError, ProgressBar, as_monitor
+from engines.tensorrt_engine.build.targets import Target
+
+Shape = tuple[int, ...]
+
+
+class BuildError(RuntimeError):
+    """TensorRT refused the network; the message is its own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Profile:
+    """Shapes that one optimization profile covers: input name -> (smallest, most likely, largest)."""
+
+    shapes: Mapping[str, tuple[Shape, Shape, Shape]]
+
+    def covers(self, shapes: Mapping[str, Shape]) -> bool:
+        """Whether every dim of every input of the profile lies between its smallest and its largest."""
+        return all(
+            low <= size <= high
+            for name, (smallest, _, largest) in self.shapes.items()
+            for low, size, high in zip(smallest, shapes[name], largest, strict=True)
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuildOptions:
+    """What besides the network decides the plan."""
+
+    target: Target
+    profiles: tuple[Profile, ...] = ()
+    weight_streaming: bool = False
+    strip_weights: bool = False
+    timing_cache_dir: Path | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Built:
+    """A serialized engine and how long the builder took."""
+
+    plan: bytes
+    build_s: float
+
+
+def build(onnx_file: bytes | Path, options: BuildOptions, *, bar: ProgressBar | None = None) -> Built:
+    """Build a strongly typed network for ``options.target``.
+
+    Raises BuildError with TensorRT's words, BuildCancelledError after Ctrl-C.
+    """
+    trt = load_bindings().api
+    bar = bar if bar is not None else ProgressBar(visible=False)
+    started_s = time.perf_counter()
+    take_errors()
+    builder = trt.Builder(trt_logger())
+    network = _parse(builder, onnx_file)
+    _check_profiles(network, options.profiles)
+    monitor = as_monitor(bar)
+    config = _configure(builder, options, monitor)
+    cache = timing_cache.attach(config, options.timing_cache_dir, options.target)
+    with bar.running():
+        plan = builder.build_serialized_network(network, config)
+    if bar.cancelled.is_set():
+        raise BuildCancelledError("TensorRT build cancelled; no plan was written")
+    if plan is None:
+        raise BuildError(
+            f"TensorRT refused the network for {options.target.name}: {take_errors() or 'no reason given'}"
+        )
+    timing_cache.store(config, cache)
+    return Built(plan=bytes(plan), build_s=time.perf_counter() - started_s)
+
+
+def _parse(builder: Any, onnx_file: bytes | Path) -> Any:
+    trt = load_bindings().api
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    parser = trt.OnnxParser(network, trt_logger())
+    parsed = parser.parse_from_file(str(onnx_file)) if isinstance(onnx_file, Path) else parser.parse(onnx_file)
+    if not parsed:
+        reasons = "; ".join(parser.get_error(i).desc() for i in range(parser.num_errors))
+        raise BuildError(f"TensorRT cannot parse the ONNX graph: {reasons}")
+    return network
+
+
+def _check_profiles(network: Any, profiles: tuple[Profile, ...]) -> None:
+    """TensorRT ignores a profile's unknown names in silence and blames the graph for missing ones."""
+    inputs = [network.get_input(i) for i in range(network.num_inputs)]
+    dynamic = {tensor.name for tensor in inputs if -1 in tuple(tensor.shape)}
+    if dynamic and not profiles:
+        raise ValueError(f"inputs {', '.join(sorted(dynamic))} have dynamic dims: give at least one profile")
+    for profile in profiles:
+        if dynamic != set(profile.shapes):
+            given = ", ".join(sorted(profile.shapes)) or "none"
+            raise ValueError(
+                f"a profile names {given}; the inputs with dynamic dims are {', '.join(sorted(dynamic)) or 'none'}"
+            )
+
+
+def _configure(builder: Any, options: BuildOptions, monitor: Any) -> Any:
+    trt = load_bindings().api
+    config = builder.create_builder_config()
+    config.progress_monitor = monitor
+    _set_target(config, options.target)
+    if options.weight_streaming:
+        config.set_flag(trt.BuilderFlag.WEIGHT_STREAMING)
+    if options.strip_weights:
+        config.set_flag(trt.BuilderFlag.STRIP_PLAN)
+    for profile in options.profiles:
+        config.add_optimization_profile(_optimization_profile(builder, profile))
+    return config
+
+
+def _optimization_profile(builder: Any, profile: Profile) -> Any:
+    made = builder.create_optimization_profile()
+    for name, (smallest, likely, largest) in profile.shapes.items():
+        made.set_shape(name, smallest, likely, largest)
+    return made
+
+
+def check_target(target: Target) -> None:
+    """RTX cross-compiles for a list of targets; TensorRT builds for the GPU it runs on. ValueError for any other."""
+    capabilities = getattr(load_bindings().api, "ComputeCapability", None)
+    if capabilities is None:
+        _require_this_gpu(target)
+        return
+    known = [name.lower() for name in capabilities.__members__ if name.startswith("SM")]
+    if target.name not in known:
+        product = load_bindings().product
+        raise ValueError(
+            f"{product} builds for {', '.join(known)}, not for {target.name}: build on such a GPU, with TensorRT 11"
+        )
+
+
+def _set_target(config: Any, target: Target) -> None:
+    check_target(target)
+    capabilities = getattr(load_bindings().api, "ComputeCapability", None)
+    if capabilities is not None:
+        config.num_compute_capabilities = 1
+        config.set_compute_capability(capabilities.__members__[target.name.upper()], 0)
+
+
+def _require_this_gpu(target: Target) -> None:
+    if not torch.cuda.is_available():
+        raise ValueError(f"TensorRT builds for the GPU it runs on, and there is none here to build {target.name} for")
+    major, minor = torch.cuda.get_device_capability()
+    if (major, minor) != (target.major, target.minor):
+        raise ValueError(f"TensorRT builds for the GPU it runs on: this is sm{major}{minor}, not {target.name}")

@@ -1,0 +1,101 @@
+"""Exports on disk: made by one rank for all, found again at the next start. Tracing a large model takes minutes."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import sys
+import zipfile
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+from torch import Tensor
+
+from engines.core.files import write_atomically
+from engines.core.model import Branch, DenoiserModel
+from engines.parallel.mesh import Team
+from engines.tensorrt_engine.export.archive import read_export, write_export
+from engines.tensorrt_engine.export.exported import Exported
+
+logger = logging.getLogger("troupe.tensorrt")
+
+_TRACERS = ("torch", "diffusers", "onnx", "onnxscript", "onnx_ir")
+"""Packages whose versions decide what an export looks like."""
+
+
+class ExportCache:
+    """A folder with one file an export, under a key of all that decides it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / "exports"
+
+    def get_or_export(
+        self, key: str, weights: Mapping[str, Tensor], device: torch.device, export: Callable[[], Exported]
+    ) -> Exported:
+        """The stored export, or ``export()``'s. Of several processes that ask at once one exports, the others wait.
+
+        ``weights`` are bound to what runs in torch. A damaged file is logged and made again.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"{key}.zip"
+        with FileLock(path.with_suffix(".lock")):
+            found = _find(path, weights, device)
+            if found is None:
+                write_atomically(path, write_export(export()))
+                found = _find(path, weights, device)  # what the other ranks read, byte for byte
+        assert found is not None
+        return found
+
+
+def _find(path: Path, weights: Mapping[str, Tensor], device: torch.device) -> Exported | None:
+    if not path.exists():
+        return None
+    try:
+        return read_export(path.read_bytes(), weights, device)
+    except (ValueError, KeyError, zipfile.BadZipFile) as error:
+        logger.warning("the export %s is damaged (%s) and will be made again", path, error)
+        return None
+
+
+def export_key(model: DenoiserModel, branches: tuple[Branch, ...], team: Team, **options: str) -> str:
+    """A digest of everything that decides an export: model, shapes, division, options, versions and our own code."""
+    module = model.modules[branches[0].module]
+    facts = {
+        "module": repr(module),
+        "config": str(getattr(module, "config", "")),
+        "tensors": [f"{name} {tuple(x.shape)} {x.dtype} {x.device}" for name, x in module.state_dict().items()],
+        "buffers": [f"{name} {_digest(x)}" for name, x in module.named_buffers()],
+        "model": f"{model.plan} {model.num_heads} {model.head_dim} {model.forward.__module__}",
+        "branches": [_described(branch) for branch in branches],
+        "spec": str(team.spec),
+        "options": options,
+        "versions": {name: version(name.replace("_", "-")) for name in _TRACERS},
+        "code": [code_digest(name) for name in ("engines", model.forward.__module__.partition(".")[0])],
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _described(branch: Branch) -> str:
+    tensors = ((name, x) for name, x in sorted(branch.inputs.items()) if x is not None)
+    return f"{branch.module} " + " ".join(f"{name} {tuple(x.shape)} {x.dtype} {x.device}" for name, x in tensors)
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.sha256(
+        tensor.detach().reshape(-1).cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    ).hexdigest()
+
+
+@functools.cache
+def code_digest(package: str) -> str:
+    """Of every Python file in a package that is imported."""
+    digest = hashlib.sha256()
+    for folder in map(Path, getattr(sys.modules[package], "__path__", ())):
+        for file in sorted(folder.rglob("*.py")):
+            digest.update(f"{file.relative_to(folder)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()

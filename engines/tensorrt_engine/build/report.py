@@ -1,0 +1,155 @@
+"""``troupe build-engine``: export a model's step, build its plan (or find it in the cache), say what it holds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from engines.core.model import Branch, DenoiserModel
+from engines.parallel.mesh import Team
+from engines.tensorrt_engine.build.builder import BuildOptions, Shape, check_target
+from engines.tensorrt_engine.build.engine_cache import CachedPlan, PlanCache
+from engines.tensorrt_engine.build.engine_text import read_plan_text
+from engines.tensorrt_engine.build.progress import spinner
+from engines.tensorrt_engine.build.targets import Target
+from engines.tensorrt_engine.calibration import quantization
+from engines.tensorrt_engine.config import ResolvedConfig, TensorRTConfig
+from engines.tensorrt_engine.export.buckets import divides
+from engines.tensorrt_engine.export.exported import Exported
+from engines.tensorrt_engine.export.exporter import Exporter
+from engines.tensorrt_engine.export.onnx_graph import EngineGraph
+from engines.tensorrt_engine.export.trace import offline_team
+from engines.tensorrt_engine.run.step import cached_plan
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanReport:
+    """What one plan holds. ``num_fused_attentions`` is None where this TensorRT's plans cannot be looked into."""
+
+    title: str
+    collectives: dict[str, int]
+    num_attentions: int
+    num_fused_attentions: int | None
+    inputs: tuple[str, ...]
+    num_weight_inputs: int
+    graph_bytes: int
+    plan_bytes: int
+    export_s: float
+    build_s: float
+    was_cached: bool
+    path: str
+    sha256: str
+
+    def lines(self) -> list[str]:
+        """For a terminal."""
+        exchanges = ", ".join(f"{number} {name}" for name, number in sorted(self.collectives.items())) or "none"
+        fused = "unknown" if self.num_fused_attentions is None else str(self.num_fused_attentions)
+        found = "found in the cache, built in" if self.was_cached else "built in"
+        return [
+            self.title,
+            f"  collectives   {exchanges}",
+            f"  attentions    {self.num_attentions}, fused: {fused}",
+            f"  inputs        {', '.join(self.inputs)}",
+            f"  weights       {self.num_weight_inputs} inputs"
+            if self.num_weight_inputs
+            else "  weights       constants",
+            f"  sizes         graph {self.graph_bytes / MIB:.1f} MiB, plan {self.plan_bytes / MIB:.1f} MiB",
+            f"  time          exported in {self.export_s:.1f} s, {found} {self.build_s:.1f} s",
+            f"  plan          {self.path}",
+        ]
+
+
+def build_engine(
+    model: DenoiserModel,
+    buckets: Sequence[Branch],
+    *,
+    config: TensorRTConfig,
+    width: int,
+    target: Target,
+    weight_streaming: bool = False,
+    strip_weights: bool = False,
+    visible: bool = True,
+) -> list[PlanReport]:
+    """Plans for ``width`` ranks: one a module, or with a ring in torch one per form of its pieces.
+
+    One branch of a module gives static shapes; several give one plan over all of their shapes, tuned for the first. No
+    process group may exist (torch's fake one stands in for the other ranks), and no GPU is needed with TensorRT-RTX.
+    Raises ValueError for what TensorRT cannot do, BuildError, BuildCancelledError after Ctrl-C.
+    """
+    check_target(target)
+    resolved = config.resolve(model, width, target)
+    exporter = Exporter(
+        model=model,
+        weights_as_inputs=config.weights == "inputs",
+        change=lambda name: quantization(model, name, config.precision, config.cache_dir),
+        native_ring=resolved.ring == "native",
+    )
+    started_s = time.perf_counter()
+    with offline_team(resolved.spec) as team, spinner("exporting", visible=visible):
+        graphs = _export(exporter, buckets, team)
+    export_s = time.perf_counter() - started_s
+    options = BuildOptions(
+        target=target,
+        weight_streaming=weight_streaming,
+        strip_weights=strip_weights,
+        timing_cache_dir=config.cache_dir,
+    )
+    cache = PlanCache(config.cache_dir)
+    plans = [cached_plan(graph, resolved, options, cache, visible=visible) for graph in graphs]
+    return [_report(graph, resolved, plan, export_s) for graph, plan in zip(graphs, plans, strict=True)]
+
+
+def _export(exporter: Exporter, buckets: Sequence[Branch], team: Team) -> list[EngineGraph]:
+    """Equal graphs once: two transformers of one make share their plans while weights are inputs."""
+    exports = [
+        export for module in dict.fromkeys(b.module for b in buckets) for export in _of(exporter, buckets, module, team)
+    ]
+    graphs = [graph for exported in exports for graph in exported.graphs]
+    return list({graph.serialized(): graph for graph in graphs}.values())
+
+
+def _of(exporter: Exporter, buckets: Sequence[Branch], module: str, team: Team) -> list[Exported]:
+    """As the engine does it: one for all sizes that divide over the team, if there are several; else one for each."""
+    mine = [branch for branch in buckets if branch.module == module]
+    shared = [b for b in mine if divides(exporter.model, b, team)] if not exporter.is_cut(team) else []
+    if len(shared) < 2:
+        return [exporter.export((branch,), team) for branch in mine]
+    rest = [branch for branch in mine if not divides(exporter.model, branch, team)]
+    return [exporter.export(shared, team), *(exporter.export((branch,), team) for branch in rest)]
+
+
+def _report(graph: EngineGraph, resolved: ResolvedConfig, plan: CachedPlan, export_s: float) -> PlanReport:
+    text = read_plan_text(plan.plan)
+    title = f"{resolved.spec.name}, {graph.num_ranks} ranks, {resolved.precision}, {resolved.target.name}"
+    return PlanReport(
+        title=f"{title}, {plan.key.product} {plan.key.version}",
+        collectives=graph.collectives() if text is None else text.collectives,
+        num_attentions=graph.num_attentions(),
+        num_fused_attentions=None if text is None else text.num_fused_attentions,
+        inputs=tuple(_shown(value, graph) for value in graph.model.graph.inputs if value.name in graph.inputs),
+        num_weight_inputs=len(graph.weights),
+        graph_bytes=len(graph.serialized()),
+        plan_bytes=len(plan.plan),
+        export_s=export_s,
+        build_s=plan.build_s,
+        was_cached=plan.was_cached,
+        path=str(plan.path),
+        sha256=plan.sha256,
+    )
+
+
+def _shown(value: ir.Value, graph: EngineGraph) -> str:
+    """Name, dims and dtype; a dim that varies with its smallest and its largest size."""
+    profiles = [profile.shapes[str(value.name)] for profile in graph.profiles if value.name in profile.shapes]
+    dims = _range(profiles[0]) if profiles else [str(dim) for dim in value.shape or ("?",)]
+    return f"{value.name} {'×'.join(dims)} {value.dtype.name if value.dtype else ''}".rstrip()
+
+
+def _range(shapes: tuple[Shape, Shape, Shape]) -> list[str]:
+    smallest, _, largest = shapes
+    return [str(low) if low == high else f"{low}–{high}" for low, high in zip(smallest, largest, strict=True)]

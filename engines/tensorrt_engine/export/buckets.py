@@ -1,0 +1,93 @@
+"""From the shapes a service will see to dynamic dims of the export and an optimization profile of the build."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.export import Dim
+
+from engines.core.model import Branch, DenoiserModel, ModelInputs
+from engines.parallel.mesh import Team
+from engines.tensorrt_engine.build.builder import Profile
+from engines.tensorrt_engine.export.exported import Exported
+from engines.tensorrt_engine.export.trace import DynamicDims
+
+
+def varying_dims(buckets: Sequence[ModelInputs]) -> DynamicDims:
+    """The dims in which the buckets' inputs differ, as ``torch.export`` wants them. Empty: the shapes are static."""
+    first, *others = buckets
+    dims: dict[str, dict[int, object]] = {}
+    for name, tensor in first.items():
+        for other in others:
+            if other[name].ndim != tensor.ndim:
+                raise ValueError(
+                    f"input {name!r} has {tensor.ndim} dims in one bucket and {other[name].ndim} in another"
+                )
+        varying = [d for d in range(tensor.ndim) if any(other[name].shape[d] != tensor.shape[d] for other in others)]
+        if varying:
+            dims[name] = dict.fromkeys(varying, Dim.AUTO)
+    return dims
+
+
+def profile_over(exported: Exported, buckets: Sequence[ModelInputs], likely: int = 0) -> Profile:
+    """One profile from the smallest to the largest shape of each engine input; bucket ``likely`` is tuned for."""
+    fed = [exported.engine_inputs(exported.feed(inputs, 0)) for inputs in buckets]
+    shapes = [{name: tuple(tensor.shape) for name, tensor in inputs.items()} for inputs in fed]
+    covered = {}
+    for name in exported.graph.dynamic_inputs():
+        seen = [shape[name] for shape in shapes]
+        smallest, largest = (tuple(pick(sizes) for sizes in zip(*seen, strict=True)) for pick in (min, max))
+        covered[name] = (smallest, seen[likely], largest)
+    return Profile(shapes=covered)
+
+
+def divides(model: DenoiserModel, branch: Branch, team: Team) -> bool:
+    """Whether the team's ranks get equal shares of every token stream: an engine of varying sizes pads none.
+
+    Where rings or gathers cross Ulysses groups, ranks share queries among them, and these shares must be equal too.
+    """
+    spec = team.spec
+    num_shares = team.context.size * (spec.ring * spec.allgather_kv if spec.ulysses > 1 else 1)
+    return all(length % num_shares == 0 for length in model.stream_lengths(branch.inputs).values())
+
+
+def lies_between(
+    model: DenoiserModel, branch: Branch, team: Team, buckets: Sequence[Branch], exported: Exported
+) -> bool:
+    """Whether ``exported``, made over ``buckets``, takes ``branch``: no smaller or larger than they are in any dim.
+
+    What the engine is fed must lie in its profile too: tokens are a product, and two sizes within may have too many.
+    """
+    like = [bucket.inputs for bucket in buckets if bucket.module == branch.module and divides(model, bucket, team)]
+    if not divides(model, branch, team) or set(branch.inputs) != set(like[0]):
+        return False
+    for name, tensor in branch.inputs.items():
+        seen = [inputs[name] for inputs in like]
+        if tensor.dtype != seen[0].dtype or tensor.ndim != seen[0].ndim:
+            return False
+        for dim, size in enumerate(tensor.shape):
+            sizes = [other.shape[dim] for other in seen]
+            if not min(sizes) <= size <= max(sizes):
+                return False
+    return exported.graph.takes(exported.engine_inputs(exported.feed(branch.inputs, team.context.index)))
+
+
+def check_branches(buckets: Sequence[Branch]) -> tuple[Branch, ...]:
+    """Two branches of the first size to check a gang with, one a module if there are two; the same on every rank."""
+    modules = list(dict.fromkeys(bucket.module for bucket in buckets))
+    chosen = [next(bucket for bucket in buckets if bucket.module == name) for name in (modules[0], modules[-1])]
+    return tuple(_with_noise(branch, seed) for seed, branch in enumerate(chosen))
+
+
+def _with_noise(branch: Branch, seed: int) -> Branch:
+    """Blank inputs (a prompt that nobody wrote) filled: zeros would hide what is not exchanged."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def filled(x: Tensor) -> Tensor:
+        blank = x.is_floating_point() and x.numel() > 1 and not bool(x.any())
+        return torch.randn(x.shape, generator=generator).to(x.device, x.dtype) if blank else x
+
+    return dataclasses.replace(branch, inputs={name: filled(x) for name, x in branch.inputs.items()}, schedule=None)

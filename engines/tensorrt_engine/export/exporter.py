@@ -1,0 +1,74 @@
+"""Exports for an engine: the right kind for a team, one for several sizes, from the cache where there is one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from engines.core.model import Branch, DenoiserModel
+from engines.parallel.mesh import Team
+from engines.quantization.onnx import Quantization
+from engines.tensorrt_engine.build.export_cache import ExportCache, export_key
+from engines.tensorrt_engine.calibration import fingerprint
+from engines.tensorrt_engine.config import RingForm
+from engines.tensorrt_engine.export.buckets import profile_over, varying_dims
+from engines.tensorrt_engine.export.exported import Exported, export, export_segments, rank_weights
+from engines.tensorrt_engine.export.trace import ChangeModule, unchanged
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exporter:
+    """``change(module name)`` swaps layers before an export (quantization). ``native_ring`` gives a ring to TensorRT;
+    else it runs in torch, between pieces of the engine. Without ``cache`` every export is made anew.
+    """
+
+    model: DenoiserModel
+    weights_as_inputs: bool = True
+    change: Callable[[str], ChangeModule] = lambda name: unchanged
+    native_ring: bool = False
+    cache: ExportCache | None = None
+
+    def export(self, branches: Sequence[Branch], team: Team) -> Exported:
+        """One branch: for its shapes. Several: one graph with a profile over all of their shapes, tuned for the first.
+
+        Every rank of the team makes this call at the same time. ValueError for what TensorRT cannot do.
+        """
+        change = self.change(branches[0].module)
+        cacheable = change is unchanged or isinstance(change, Quantization)
+        if self.cache is None or not cacheable:
+            return self._export(branches, team, change)
+        weights = rank_weights(self.model, branches[0].module, team)
+        device = next(iter(weights.values())).device
+        key = self._key(tuple(branches), team, change)
+        return self.cache.get_or_export(key, weights, device, lambda: self._export(branches, team, change))
+
+    def is_cut(self, team: Team) -> bool:
+        """Whether the engine is in pieces, with a ring in torch between them."""
+        return team.spec.ring > 1 and team.spec.ulysses == 1 and not self.native_ring
+
+    def _export(self, branches: Sequence[Branch], team: Team, change: ChangeModule) -> Exported:
+        first = branches[0]
+        if self.is_cut(team):
+            assert len(branches) == 1, "pieces of an engine have fixed shapes"
+            return export_segments(self.model, first, team, change=change)
+        dynamic = varying_dims([branch.inputs for branch in branches]) or None
+        ring: RingForm = "native" if self.native_ring else "none"
+        as_inputs = self.weights_as_inputs
+        made = export(self.model, first, team, weights_as_inputs=as_inputs, dynamic=dynamic, change=change, ring=ring)
+        if dynamic is None:
+            return made
+        profile = profile_over(made, [branch.inputs for branch in branches])
+        return dataclasses.replace(made, graphs=(dataclasses.replace(made.graph, profiles=(profile,)),))
+
+    def _key(self, branches: tuple[Branch, ...], team: Team, change: ChangeModule) -> str:
+        inside = change is not unchanged or not self.weights_as_inputs  # then values of weights are in the graph
+        return export_key(
+            self.model,
+            branches,
+            team,
+            weights="inputs" if self.weights_as_inputs else "constants",
+            ring="native" if self.native_ring else "torch",
+            change=change.digest() if isinstance(change, Quantization) else "",
+            values=fingerprint(self.model.modules[branches[0].module]) if inside else "",
+        )

@@ -1,0 +1,55 @@
+"""Hybrid attention without process groups.
+
+TensorRT drops ``groups`` in silence, so every exchange spans the whole team.
+With u·r ranks, rank (jr, ju) computes head group ju for a 1/r share of every rank's query rows, over all keys of that
+head group. Queries and results travel once; keys and values r times, which is what ring attention would save.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engines.core.kernel import Kernel
+from engines.core.layout import TokenLayout
+from engines.parallel.attention import crop_keys
+from engines.parallel.collectives import Axis, all_to_all
+from engines.parallel.mesh import Team
+
+
+def group_free_kernel(local: Kernel, team: Team, layout: TokenLayout) -> Kernel:
+    """``local`` over all tokens of the team: heads in ``ulysses`` groups, queries in ``ring × allgather_kv`` shares."""
+    num_groups, num_shares = team.ulysses.size, team.ring.size * team.allgather_kv.size
+    cropped = crop_keys(local, layout.valid_rows(0, layout.num_chunks))
+    return lambda q, k, v: _exchange(cropped, team.context, num_groups, num_shares, (q, k, v))
+
+
+def _exchange(
+    local: Kernel, axis: Axis, num_groups: int, num_shares: int, qkv_BLHD: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    q_BLHD, k_BLHD, v_BLHD = qkv_BLHD
+    batch, length, heads, dim = k_BLHD.shape
+    q_BLHD = _padded(q_BLHD, num_shares)
+    share, group = q_BLHD.shape[1] // num_shares, heads // num_groups
+    q_RBSUhD = q_BLHD.reshape(batch, num_shares, share, num_groups, group, dim).movedim(1, 0)
+    q_NBShD = q_RBSUhD.movedim(3, 1).reshape(axis.size, batch, share, group, dim)
+    kv_2BLUhD = torch.stack((k_BLHD, v_BLHD)).reshape(2, batch, length, num_groups, group, dim)
+    kv_U2BLhD = kv_2BLUhD.movedim(3, 0)
+    kv_N2BLhD = kv_U2BLhD.repeat(num_shares, 1, 1, 1, 1, 1)
+    mine_BShD = all_to_all(q_NBShD.contiguous(), axis).movedim(0, 1).flatten(1, 2)
+    keys_BLhD, values_BLhD = all_to_all(kv_N2BLhD.contiguous(), axis).movedim(0, 2).flatten(2, 3).unbind(0)
+    out_BShD, lse = local(mine_BShD, keys_BLhD, values_BLhD)
+    out_NBShD = out_BShD.reshape(batch, axis.size, share, group, dim).movedim(1, 0)
+    back_NBShD = all_to_all(out_NBShD.contiguous(), axis)
+    back_RUBShD = back_NBShD.reshape(num_shares, num_groups, batch, share, group, dim)
+    back_BLHD = back_RUBShD.permute(2, 0, 3, 1, 4, 5).reshape(batch, num_shares * share, heads, dim)
+    return back_BLHD[:, :length], lse
+
+
+def _padded(q_BLHD: Tensor, num_shares: int) -> Tensor:
+    """Queries up to a multiple of the shares (a symbolic length is one already, which the tracer then checks)."""
+    length = q_BLHD.shape[1]
+    if not isinstance(length, int) or length % num_shares == 0:
+        return q_BLHD
+    return functional.pad(q_BLHD, (0, 0, 0, 0, 0, -length % num_shares))

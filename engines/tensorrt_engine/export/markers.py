@@ -1,0 +1,74 @@
+"""Two operators that mark, in a traced graph, where tokens are cut and joined.
+
+They let one trace be taken apart: what comes before the cuts and after the joins runs in torch (it is cheap and alone
+knows which rank it is on), the rest becomes the engine, which is the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engines.core.layout import Rows, TokenLayout
+
+
+@torch.library.custom_op("troupe::cut", mutates_args=())
+def cut(x: Tensor, dim: int, length: int, chunk: int, index: int) -> Tensor:
+    """Rows ``index * chunk`` onwards, ``chunk`` of them, of dim ``dim`` (``length`` long; zeros beyond its end)."""
+    start = min(index * chunk, length)
+    stop = min(start + chunk, length)
+    piece = x.narrow(dim, start, stop - start)
+    after = x.ndim - 1 - dim
+    return functional.pad(piece, [0, 0] * after + [0, chunk - (stop - start)]).clone()
+
+
+@cut.register_fake
+def _(x: Tensor, dim: int, length: int, chunk: int, index: int) -> Tensor:
+    return x.new_empty((*x.shape[:dim], chunk, *x.shape[dim + 1 :]))
+
+
+@torch.library.custom_op("troupe::join", mutates_args=())
+def join(gathered: Tensor, dim: int, length: int) -> Tensor:
+    """Chunks stacked along dim 0, laid one after another along ``dim`` of a chunk; ``length`` rows are kept."""
+    return gathered.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, length).clone()
+
+
+@join.register_fake
+def _(gathered: Tensor, dim: int, length: int) -> Tensor:
+    shape = gathered.shape[1:]
+    return gathered.new_empty((*shape[:dim], length, *shape[dim + 1 :]))
+
+
+CUT = torch.ops.troupe.cut.default
+JOIN = torch.ops.troupe.join.default
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MarkedLayout(TokenLayout):
+    """A layout whose cuts and joins leave markers. Symbolic lengths are taken to be multiples of ``num_chunks``."""
+
+    @classmethod
+    def tracing(cls, streams: tuple[str, ...], lengths: Mapping[str, int], num_chunks: int) -> MarkedLayout:
+        """Like ``TokenLayout.of``, but keeps symbolic lengths symbolic."""
+        return cls(lengths=tuple((name, lengths[name]) for name in streams), num_chunks=num_chunks)
+
+    def chunk(self, stream: str) -> int:
+        length = self.length(stream)
+        return -(-length // self.num_chunks) if isinstance(length, int) else length // self.num_chunks
+
+    def valid_rows(self, first: int, num: int) -> Rows | None:
+        if all(isinstance(length, int) for _, length in self.lengths):
+            return TokenLayout.valid_rows(self, first, num)
+        return None
+
+    def cut(self, x: Tensor, *, dim: int, stream: str, index: int) -> Tensor:
+        piece: Tensor = CUT(x, dim % x.ndim, self.length(stream), self.chunk(stream), index)
+        return piece
+
+    def join(self, gathered: Tensor, *, dim: int, stream: str) -> Tensor:
+        whole: Tensor = JOIN(gathered, dim % (gathered.ndim - 1), self.length(stream))
+        return whole

@@ -1,0 +1,158 @@
+"""A core graph cut at its attentions, for a ring that runs in torch between the pieces.
+
+Blocks of one type give pieces of one form: with weights as inputs they share a plan. 57 attentions of two types leave
+58 pieces of 5 forms (start, first type, from the first to the second, second type, end).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from engines.tensorrt_engine.export.onnx_graph import WEIGHT_PREFIX, EngineGraph, export_graph
+from engines.tensorrt_engine.export.partition import Parts, downstream
+from engines.tensorrt_engine.export.subgraph import extract
+
+
+@torch.library.custom_op("troupe::attend", mutates_args=())
+def attend(q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor) -> Tensor:
+    """Marks where a rank's queries, keys and values leave the engine; it is never run."""
+    raise NotImplementedError("troupe::attend only marks a place in a traced graph")
+
+
+@attend.register_fake
+def _(q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor) -> Tensor:
+    return torch.empty_like(q_BLHD, memory_format=torch.contiguous_format)
+
+
+ATTEND = torch.ops.troupe.attend.default
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Segment:
+    """One piece: ``form`` is the index of its graph; values and weights by name, in the order of the graph's own.
+
+    ``attention`` names the queries, keys, values and result of the attention that follows; None after the last piece.
+    """
+
+    form: int
+    inputs: tuple[str, ...]
+    weights: Mapping[str, str]
+    outputs: tuple[str, ...]
+    attention: tuple[str, str, str, str] | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Piece:
+    graph: fx.GraphModule
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    attention: tuple[str, str, str, str] | None
+
+
+def segment_core(parts: Parts, num_ranks: int) -> tuple[tuple[Segment, ...], tuple[EngineGraph, ...]]:
+    """Cut ``parts.core``: its pieces in running order, and the distinct graphs they are instances of, exported once."""
+    pieces = list(_pieces(parts))
+    first_of: dict[str, int] = {}
+    forms: list[EngineGraph] = []
+    segments = []
+    for piece in pieces:
+        form_key = _form(piece.graph)
+        if form_key not in first_of:
+            first_of[form_key] = len(forms)
+            inputs, outputs = _numbered("in", piece.inputs), _numbered("out", piece.outputs)
+            forms.append(export_graph(piece.graph, inputs, outputs, num_ranks))
+        form = first_of[form_key]
+        model_piece = next(other for other in pieces if _form(other.graph) == form_key)
+        weights = dict(zip(_weights(model_piece.graph), _weights(piece.graph), strict=True))
+        named = zip(_numbered("in", piece.inputs), piece.inputs, strict=True)
+        inputs = tuple(
+            name for own, name in named if own in forms[form].inputs
+        )  # one whose dtype alone matters is none
+        segments.append(
+            Segment(form=form, inputs=inputs, weights=weights, outputs=piece.outputs, attention=piece.attention)
+        )
+    return tuple(segments), tuple(forms)
+
+
+def _numbered(what: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"{what}.{index}" for index in range(len(names)))
+
+
+def _pieces(parts: Parts) -> list[_Piece]:
+    nodes = list(parts.core.graph.nodes)
+    results = list(next(node for node in nodes if node.op == "output").args[0])
+    attends = [node for node in nodes if node.target is ATTEND]
+    given = [node for node in nodes if node.op == "placeholder"]
+    names = dict(zip([*given, *results], [*parts.core_inputs, *parts.core_outputs], strict=True))
+    stages = _stages(nodes, attends)
+    members = [[n for n in nodes if stages.get(n) == stage] for stage in range(len(attends) + 1)]
+    return [_piece(parts.core, part, names, attend) for part, attend in zip(members, [*attends, None], strict=True)]
+
+
+def _piece(
+    core: fx.GraphModule, part: list[fx.Node], names: Mapping[fx.Node, str], attention: fx.Node | None
+) -> _Piece:
+    inside = set(part)
+    outside = list(dict.fromkeys(s for n in part for s in n.all_input_nodes if s not in inside and s.op != "get_attr"))
+    wanted = [n for n in part if not inside.issuperset(n.users)]
+    around: tuple[str, ...] | None = None
+    if attention is not None:
+        around = tuple(_named(node, names) for node in (*attention.args, attention))  # type: ignore[arg-type]
+    return _Piece(
+        graph=extract(core, outside, part, wanted),
+        inputs=tuple(_named(n, names) for n in outside),
+        outputs=tuple(_named(n, names) for n in wanted),
+        attention=around,  # type: ignore[arg-type]
+    )
+
+
+def _named(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
+    return names.get(node, f"value {node.name}")
+
+
+def _stages(nodes: list[fx.Node], attends: list[fx.Node]) -> dict[fx.Node, int]:
+    """As late as possible, so that a block's own work (modulation, above all) lies in its own pieces.
+
+    But what more than two pieces need (the text of cross-attention) is made in the first.
+    """
+    order = {node: index for index, node in enumerate(attends)}
+    stages: dict[fx.Node, int] = {}
+    depends = downstream(attends)
+    for node in reversed(nodes):
+        if node.op == "call_function" and node not in order:
+            users = [order[user] if user in order else stages[user] for user in node.users if user.op != "output"]
+            shared = node not in depends and bool(users) and max(users) - min(users) > 1
+            stages[node] = 0 if shared else min(users, default=len(attends))
+    for node in nodes:
+        if node.target is operator.getitem:  # a tensor may go from piece to piece, a list of them may not
+            stages[node] = stages[node.all_input_nodes[0]]
+    return stages
+
+
+def _weights(graph: fx.GraphModule) -> list[str]:
+    names = (str(node.target) for node in graph.graph.nodes if node.op == "get_attr")
+    return [name.removeprefix(WEIGHT_PREFIX) for name in names]
+
+
+def _form(graph: fx.GraphModule) -> str:
+    """The graph without its names: equal for blocks of one type."""
+    index: dict[fx.Node, int] = {}
+    lines = []
+    for node in graph.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "get_attr":
+            value = graph.get_parameter(str(node.target)) if _is_parameter(graph, str(node.target)) else node.target
+        what = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else str(value)
+        args = fx.map_arg((node.args, node.kwargs), lambda source: f"%{index[source]}")
+        lines.append(f"{node.op} {node.target if node.op == 'call_function' else ''} {args} {what}")
+        index[node] = len(index)
+    return "\n".join(lines)
+
+
+def _is_parameter(graph: fx.GraphModule, name: str) -> bool:
+    return name in dict(graph.named_parameters())

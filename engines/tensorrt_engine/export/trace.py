@@ -1,0 +1,112 @@
+"""Trace a family's module as one rank of a team runs it: strategy, hooks and collectives included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.nn import functional
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from engines.core.kernel import Kernel
+from engines.core.model import Branch, DenoiserModel, ModelInputs
+from engines.core.spec import ParallelSpec
+from engines.parallel.copies import twin
+from engines.parallel.mesh import Groups, Team, Teams
+from engines.parallel.strategy import team_kernel
+from engines.parallel.tensor import split_weights
+from engines.parallel.token_hooks import TokenHooks
+from engines.tensorrt_engine.config import RingForm
+from engines.tensorrt_engine.export.group_free import group_free_kernel
+from engines.tensorrt_engine.export.markers import MarkedLayout
+from engines.tensorrt_engine.export.native_ring import native_ring_kernel
+from engines.tensorrt_engine.export.segments import ATTEND
+
+DynamicDims = Mapping[str, Any]
+"""``torch.export``'s ``dynamic_shapes`` per input name."""
+
+
+ChangeModule = Callable[[nn.Module], nn.Module]
+
+
+def sdpa(q_BLHD: Tensor, k_BMHD: Tensor, v_BMHD: Tensor, /) -> tuple[Tensor, Tensor]:
+    """The kernel that becomes ONNX's ``Attention``; it has no log-sum-exp, and no strategy that exports needs one."""
+    q_BHLD, k_BHMD, v_BHMD = (x.transpose(1, 2) for x in (q_BLHD, k_BMHD, v_BMHD))
+    out_BHLD = functional.scaled_dot_product_attention(q_BHLD, k_BHMD, v_BHMD)
+    return out_BHLD.transpose(1, 2), q_BLHD.new_empty(0)
+
+
+class _OneRank(nn.Module):
+    """The sharded forward as a module: inputs in by name, the whole prediction out."""
+
+    def __init__(self, model: DenoiserModel, name: str, team: Team, change: ChangeModule, ring: RingForm) -> None:
+        super().__init__()
+        module = change(twin(model.modules[name]))
+        self.module = split_weights(module, model.plan, team.tensor) if team.tensor.size > 1 else module
+        self._model = model
+        self._team = team
+        self._ring = ring
+        self._hooks = TokenHooks(self.module, model.plan)
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        lengths = self._model.stream_lengths(inputs)
+        layout = MarkedLayout.tracing(self._model.plan.streams, lengths, self._team.context.size)
+        self._model.set_kernel(self.module, _kernel(self._team, layout, self._ring))
+        with self._hooks.over(layout, self._team.context):
+            return self._model.forward(self.module, inputs)
+
+
+def _kernel(team: Team, layout: MarkedLayout, ring: RingForm) -> Kernel:
+    spec = team.spec
+    if spec.ring > 1 and spec.ulysses == 1:
+        if ring == "native":
+            return native_ring_kernel(team, layout)
+        if ring == "segments":
+            return lambda q, k, v: (ATTEND(q, k, v), q.new_empty(0))
+        raise ValueError(f"{spec.name} does not fit into one engine: export it in segments, or use TensorRT's own ring")
+    grouped = spec.ring > 1 or (spec.allgather_kv > 1 and spec.ulysses > 1)
+    return (group_free_kernel if grouped else team_kernel)(sdpa, team, layout)
+
+
+def unchanged(module: nn.Module) -> nn.Module:
+    return module
+
+
+def trace(
+    model: DenoiserModel,
+    branch: Branch,
+    team: Team,
+    dynamic: DynamicDims | None = None,
+    change: ChangeModule = unchanged,
+    ring: RingForm = "none",
+) -> fx.GraphModule:
+    """``torch.export`` of one branch's forward; parameters are ``get_attr`` nodes named ``module.<state_dict key>``.
+
+    ``change`` swaps layers of a copy of the module first (quantization); ``ring`` says how a ring is to be run.
+    """
+    inputs: ModelInputs = {name: value for name, value in branch.inputs.items() if value is not None}
+    shapes = None if dynamic is None else ({name: dynamic.get(name) for name in inputs},)
+    with torch.no_grad():
+        rank = _OneRank(model, branch.module, team, change, ring).eval()
+        exported = torch.export.export(rank, (dict(inputs),), dynamic_shapes=shapes, strict=False)
+        traced = exported.module(check_guards=False)
+    assert isinstance(traced, fx.GraphModule)
+    return traced
+
+
+@contextmanager
+def offline_team(spec: ParallelSpec, rank: int = 0) -> Iterator[Team]:
+    """``spec``'s team as one process alone can trace it: torch's fake process group answers for the other ranks."""
+    if dist.is_initialized():
+        raise ValueError("an engine is exported before torch.distributed is initialised, or for the gang's own team")
+    dist.init_process_group("fake", rank=rank, world_size=spec.width, store=FakeStore())
+    try:
+        yield Teams(rank=rank, num_ranks=spec.width, specs=(spec,), groups=Groups(spec.width)).team(
+            tuple(range(spec.width)), spec
+        )
+    finally:
+        dist.destroy_process_group()

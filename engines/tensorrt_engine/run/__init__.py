@@ -1,0 +1,1 @@
+"""Engine files on GPUs: checks before the first step, bindings, steps."""

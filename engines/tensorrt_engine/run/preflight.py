@@ -1,0 +1,87 @@
+"""Checks before the first step: the plan fits this GPU and TensorRT, and every rank of the team has the same one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from engines.tensorrt_engine.build.bindings import load_bindings
+from engines.tensorrt_engine.build.engine_cache import CachedPlan
+from engines.tensorrt_engine.build.targets import Target
+from engines.tensorrt_engine.run.nccl import check_process, library_version
+
+
+class PreflightError(RuntimeError):
+    """A rank cannot take part. Says which rank, what it found and what was expected; survives pickling."""
+
+    def __init__(self, rank: int, what: str, found: str, expected: str) -> None:
+        super().__init__(rank, what, found, expected)
+        self.rank, self.what, self.found, self.expected = rank, what, found, expected
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.what}: found {self.found}, expected {self.expected}"
+
+
+def current_target(rank: int) -> Target:
+    """The GPU of this process. Raises PreflightError without one."""
+    if not torch.cuda.is_available():
+        raise PreflightError(rank, "a TensorRT engine runs on a GPU", "none", "one; or engine: torch")
+    major, minor = torch.cuda.get_device_capability()
+    return Target(major=major, minor=minor)
+
+
+def check_plan(plan: CachedPlan, *, rank: int, target: Target) -> None:
+    """The plan is of this GPU's compute capability and of the installed TensorRT."""
+    if plan.key.target != target.name:
+        raise PreflightError(rank, f"plan {plan.path.name} is for another GPU", plan.key.target, target.name)
+    bindings = load_bindings()
+    of_plan, installed = f"{plan.key.product} {plan.key.version}", f"{bindings.product} {bindings.version}"
+    if of_plan != installed:
+        raise PreflightError(rank, f"plan {plan.path.name} is another TensorRT's", of_plan, installed)
+
+
+def check_same_plan(sha256: str, *, rank: int, group: str) -> None:
+    """Every rank of ``group`` has this very plan. Collective; raises on every rank when one differs."""
+    _compare({"it has another plan than the rest of its team": sha256[:12]}, rank=rank, group=resolve_group(group))
+
+
+def check_alike(facts: Mapping[str, str], *, rank: int) -> None:
+    """Every rank of the gang has these very values. Collective; raises on every rank when one differs."""
+    assert dist.group.WORLD is not None
+    named = {f"its {name} is not that of the rest of the gang": value for name, value in facts.items()}
+    _compare(named, rank=rank, group=dist.group.WORLD)
+
+
+def _compare(facts: Mapping[str, str], *, rank: int, group: dist.ProcessGroup) -> None:
+    answers: list[Any] = [None] * group.size()
+    dist.all_gather_object(answers, (rank, dict(facts)), group=group)
+    (first, expected), *others = answers
+    for other, found in others:
+        for what, value in expected.items():
+            if found.get(what) != value:
+                raise PreflightError(other, what, str(found.get(what)), f"{value} (rank {first}'s)")
+
+
+def check_nccl(rank: int) -> str:
+    """One NCCL in the process, of a version that TensorRT takes; the version."""
+    try:
+        library = check_process()
+    except RuntimeError as error:
+        raise PreflightError(rank, "NCCL", str(error), "torch's alone, 2.19 or later") from None
+    return ".".join(map(str, library_version(library)))
+
+
+def communicator(group: str, device: torch.device) -> int:
+    """The address of the group's ``ncclComm_t``, after one collective on it has made it."""
+    backend: Any = resolve_group(group)._get_backend(device)
+    return int(backend._comm_ptr())
+
+
+def resolve_group(name: str) -> dist.ProcessGroup:
+    resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+    group: dist.ProcessGroup = resolve(name)
+    return group

@@ -1,0 +1,135 @@
+"""The other half of TensorRT: a plan deserialized, torch tensors bound by address, a communicator set, an enqueue."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engines.tensorrt_engine.build.bindings import load_bindings
+from engines.tensorrt_engine.build.log import take_errors, trt_logger
+
+CAPSULE_NAME = b"ncclComm_t"  # kept here: a capsule does not copy its name
+
+
+class PlanRejectedError(RuntimeError):
+    """TensorRT would not load a plan, or not run it on this device."""
+
+
+class EnqueueError(RuntimeError):
+    """This rank could not start its part of a step. The others wait for it until the step's deadline."""
+
+
+def communicator_capsule(pointer: int) -> object:
+    """``set_communicator``'s argument: a capsule named ``ncclComm_t`` around the pointer."""
+    if pointer == 0:
+        raise ValueError("the process group has no NCCL communicator yet: run one collective on it first")
+    new = ctypes.pythonapi.PyCapsule_New
+    new.restype = ctypes.py_object
+    new.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    capsule: object = new(pointer, CAPSULE_NAME, None)
+    return capsule
+
+
+def deserialize(plan: bytes) -> Any:
+    """An ``ICudaEngine``. Raises PlanRejectedError with TensorRT's words."""
+    trt = load_bindings().api
+    take_errors()
+    runtime = trt.Runtime(trt_logger())
+    engine = runtime.deserialize_cuda_engine(plan)
+    if engine is None:
+        reason = take_errors() or "no reason given"
+        raise PlanRejectedError(f"{load_bindings().product} {load_bindings().version} cannot load the plan: {reason}")
+    return engine
+
+
+class LoadedPlan:
+    """A plan on this device, shared by the runners of all shapes that it serves; released with the last of them."""
+
+    def __init__(self, plan: bytes) -> None:
+        self._engine: Any = deserialize(plan)
+        self._num_users = 0
+
+    def take(self) -> Any:
+        """The ``ICudaEngine``, for one more user."""
+        assert self._engine is not None, "released"
+        self._num_users += 1
+        return self._engine
+
+    def give_back(self) -> None:
+        self._num_users -= 1
+        if self._num_users == 0:
+            self._engine = None
+
+
+class PlanRunner:
+    """One execution context of a plan on one rank. Weights are bound once; activations at each run, without copies.
+
+    Making it is collective when there is a communicator, and so is every run. Raises PlanRejectedError, EnqueueError.
+    """
+
+    def __init__(self, plan: LoadedPlan, weights: Mapping[str, Tensor], *, communicator: int | None = None) -> None:
+        self._plan = plan
+        self._engine = plan.take()
+        self._context = self._engine.create_execution_context()
+        if self._context is None:
+            raise PlanRejectedError(f"no execution context: {take_errors() or 'out of device memory?'}")
+        if communicator is not None and not self._context.set_communicator(communicator_capsule(communicator)):
+            raise PlanRejectedError(f"TensorRT would not take the NCCL communicator: {take_errors()}")
+        self._weights = {name: tensor.contiguous() for name, tensor in weights.items()}  # kept alive: bound by address
+        for name, tensor in self._weights.items():
+            self._bind(name, tensor)
+        self._outputs = tuple(self._names(load_bindings().api.TensorIOMode.OUTPUT))
+
+    def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Enqueue on the current stream; the outputs are ready when the stream gets there."""
+        bound = {name: tensor.contiguous() for name, tensor in inputs.items()}
+        for name, tensor in bound.items():
+            if not self._context.set_input_shape(name, tuple(tensor.shape)):
+                raise EnqueueError(f"input {name} has shape {tuple(tensor.shape)}, which the plan's profile excludes")
+            self._bind(name, tensor)
+        outputs = {name: self._allocate(name) for name in self._outputs}
+        for name, tensor in outputs.items():
+            self._bind(name, tensor)
+        if not self._context.execute_async_v3(torch.cuda.current_stream().cuda_stream):
+            raise EnqueueError(f"TensorRT could not enqueue the step: {take_errors() or 'no reason given'}")
+        return outputs
+
+    def close(self) -> None:
+        """Release the context, then the engine. The communicator must still be alive."""
+        self._context = None
+        self._engine = None
+        self._plan.give_back()
+        self._weights.clear()
+
+    def _bind(self, name: str, tensor: Tensor) -> None:
+        wanted = _torch_dtype(self._engine.get_tensor_dtype(name))
+        if tensor.dtype != wanted:
+            raise EnqueueError(f"{name} is {tensor.dtype}, the plan wants {wanted}")
+        if not self._context.set_tensor_address(name, tensor.data_ptr()):
+            raise EnqueueError(f"TensorRT would not bind {name}: {take_errors() or 'no such tensor in the plan'}")
+
+    def _allocate(self, name: str) -> Tensor:
+        shape = tuple(self._context.get_tensor_shape(name))
+        return torch.empty(shape, dtype=_torch_dtype(self._engine.get_tensor_dtype(name)), device="cuda")
+
+    def _names(self, mode: Any) -> list[str]:
+        names = [self._engine.get_tensor_name(i) for i in range(self._engine.num_io_tensors)]
+        return [name for name in names if self._engine.get_tensor_mode(name) == mode]
+
+
+def _torch_dtype(dtype: Any) -> torch.dtype:
+    kinds = load_bindings().api.DataType
+    return {
+        kinds.FLOAT: torch.float32,
+        kinds.HALF: torch.float16,
+        kinds.BF16: torch.bfloat16,
+        kinds.INT8: torch.int8,
+        kinds.INT32: torch.int32,
+        kinds.INT64: torch.int64,
+        kinds.BOOL: torch.bool,
+        kinds.FP8: torch.float8_e4m3fn,
+    }[dtype]

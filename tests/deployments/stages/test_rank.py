@@ -1,0 +1,73 @@
+"""What ranks build from a configuration: whole weights or slices, which widths there are, what is prepared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deployments.config import DenoiserConfig, ModelConfig
+from deployments.stages.rank import BuildRankParts, is_sliced
+from engines.gang.config import RankContext
+from pipelines.registry import load_family
+from pipelines.sizes import Size, first_step, request_of
+from tests.engines.support.gloo import gang
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "widths", "is_warm"),
+    [
+        ({"strategy": "tensor"}, (2,), False),
+        ({"strategy": "tensor", "load": "whole", "warm_sizes": ["64x64"]}, (1, 2), True),
+        ({"strategy": "ulysses", "warm_sizes": ["64x48", "64x64"], "elastic": True}, (1, 2), True),
+    ],
+)
+def test_ranks_of_a_gang(pictures: Path, options: dict[str, Any], widths: tuple[int, ...], is_warm: bool) -> None:
+    assert gang(2).run(build, pictures, options) == [(widths, is_warm)] * 2
+
+
+def build(folder: Path, options: dict[str, Any]) -> tuple[tuple[int, ...], bool]:
+    """The engine's widths, and whether a step of 64x64 is warm."""
+    config = DenoiserConfig(num_ranks=2, engine="torch", **options)
+    make = BuildRankParts(model=ModelConfig(name="pictures", path=str(folder), denoiser=config))
+    engine = make(RankContext(rank=dist.get_rank(), num_ranks=2, device="cpu")).engine
+    family = load_family(folder)
+    request = request_of(Size(width=64, height=64), family.defaults(folder))
+    engine.predict(first_step(family, folder, request, CPU, torch.float32), (0, 1))
+    engine.close()
+    return engine.widths, engine.was_warm
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"strategy": "ulysses"}, False),
+        ({"strategy": "ulysses2xtensor2"}, True),
+        ({"strategy": "pipeline"}, True),
+        ({"strategy": "pipeline", "load": "whole"}, False),
+        ({"strategy": "auto"}, False),
+        ({"strategy": "auto", "load": "sliced"}, True),
+        ({"strategy": "tensor", "engine": "tensorrt"}, False),
+    ],
+)
+def test_weights_are_read_in_slices_where_the_strategy_divides_them(
+    pictures: Path, options: dict[str, Any], expected: bool
+) -> None:
+    config = DenoiserConfig(num_ranks=4, **options)
+    assert is_sliced(config, load_family(pictures), pictures, CPU, torch.float32) is expected
+
+
+def test_auto_slices_what_does_not_fit(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engines.planner.measure.memory_bytes", lambda device: 1000)
+    assert is_sliced(DenoiserConfig(num_ranks=4), load_family(pictures), pictures, CPU, torch.float32)
+
+
+def test_slices_need_ranks_to_share_them(pictures: Path) -> None:
+    config = DenoiserConfig(num_ranks=1, load="sliced")
+    with pytest.raises(ValueError, match="load: sliced needs the engine torch and several ranks, not auto on 1"):
+        is_sliced(config, load_family(pictures), pictures, CPU, torch.float32)

@@ -1,0 +1,81 @@
+"""Encoders and decoders called from several threads at once, as Serve calls them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from deployments.config import ModelConfig, StageConfig
+from deployments.ingress import make_cards
+from deployments.requests.handle import plan_generate
+from deployments.stages.common import StageSpec
+from deployments.stages.text_encoder import TextEncoder
+from deployments.stages.vae_decoder import VaeDecoder
+from deployments.studio.interface import Output
+from pipelines.registry import load_family
+from pipelines.request import MediaRequest
+from tests.deployments.support.live import config_of
+
+NUM_CALLS = 120
+PROMPTS = ("a", "a red circle", "a small blue square at the top")
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # so that threads are in each other's way as often as they can be
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        yield pool
+    sys.setswitchinterval(interval_s)
+
+
+def spec_of(path: Path) -> StageSpec:
+    return StageSpec(model=ModelConfig(name="m", path=str(path)), stage=StageConfig())
+
+
+def request_of(path: Path, prompt: str) -> MediaRequest:
+    return plan_generate(make_cards(config_of({"m": path}).app), "id", {"prompt": prompt})[0]
+
+
+@pytest.mark.parametrize("kind", ["pictures", "clips"])
+def test_prompts_encoded_at_the_same_time_do_not_mix(
+    ray_cluster: None, kind: str, request: pytest.FixtureRequest, threads: ThreadPoolExecutor
+):
+    path: Path = request.getfixturevalue(kind)
+    encoder = TextEncoder(spec_of(path))
+    requests = [request_of(path, PROMPTS[i % len(PROMPTS)]) for i in range(NUM_CALLS)]
+    alone = [ray.get(encoder.encode(one).conditioning) for one in requests[: len(PROMPTS)]]
+    together = [ray.get(encoded.conditioning) for encoded in threads.map(encoder.encode, requests)]
+    for i, conditioning in enumerate(together):
+        torch.testing.assert_close(tensors(conditioning), tensors(alone[i % len(PROMPTS)]), rtol=0, atol=0)
+
+
+def tensors(record: Any) -> list[torch.Tensor]:
+    """All tensors of a record and of the records in it."""
+    if isinstance(record, torch.Tensor):
+        return [record]
+    inner = [getattr(record, field.name) for field in fields(record)] if is_dataclass(record) else []
+    return [tensor for value in inner for tensor in tensors(value)]
+
+
+def test_clips_decoded_at_the_same_time_do_not_mix(ray_cluster: None, clips: Path, threads: ThreadPoolExecutor):
+    decoder, request = VaeDecoder(spec_of(clips)), request_of(clips, "a")
+    sampler = load_family(clips).load_sampler(clips, torch.device("cpu"), torch.float32)
+    encoder = TextEncoder(spec_of(clips))
+    state = sampler.begin(request, ray.get(encoder.encode(request).conditioning))
+    refs = [ray.put(sampler.latents(state) * scale) for scale in (0.5, 1.0, 1.5)]
+
+    def decode(i: int) -> bytes:
+        return decoder.decode([refs[i % len(refs)]], request, Output(format="mp4")).data
+
+    alone = [decode(i) for i in range(len(refs))]
+    assert len(set(alone)) == len(refs)
+    assert list(threads.map(decode, range(12))) == [alone[i % len(refs)] for i in range(12)]

@@ -1,0 +1,164 @@
+"""One line of configuration to a TensorRT engine on the ranks; what TensorRT cannot do is refused when it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from deployments.config import AppConfig, ModelConfig
+from deployments.stages.denoiser import gang_config
+from deployments.stages.rank import BuildRankParts
+from engines.core.model import Branch, ModelInputs
+from engines.gang.config import RankContext
+from engines.parallel.mesh import Team
+from engines.tensorrt_engine import engine as engine_module
+from engines.tensorrt_engine import load
+from engines.tensorrt_engine.build.builder import BuildOptions
+from engines.tensorrt_engine.build.engine_cache import PlanCache
+from engines.tensorrt_engine.build.targets import Target
+from engines.tensorrt_engine.config import TensorRTConfig
+from engines.tensorrt_engine.export.onnx_graph import EngineGraph
+from engines.tensorrt_engine.run import nccl
+from engines.tensorrt_engine.run.preflight import PreflightError
+from engines.tensorrt_engine.run.step import cached_plan
+from pipelines.loading import resolve_path
+from pipelines.registry import load_family
+from pipelines.run import PlainEngine
+from pipelines.sizes import Size, request_of
+from tests.engines.tensorrt_engine.support.gloo_runner import GlooRunner
+
+CPU, SM89 = torch.device("cpu"), Target.parse("sm89")
+HERE = RankContext(rank=0, num_ranks=1, device="cpu")
+
+
+def model_config(**denoiser: Any) -> ModelConfig:
+    settings = {"engine": "tensorrt", "gpus_per_rank": 1, "num_ranks": 4} | denoiser
+    return ModelConfig.model_validate({"name": "flux-shapes", "dtype": "bfloat16", "denoiser": settings})
+
+
+@pytest.mark.parametrize(
+    ("denoiser", "message"),
+    [
+        ({"strategy": "tensor2xulysses2"}, "ignores the groups.*Use tensor4 or ulysses4 alone, or engine: torch"),
+        ({"strategy": "tensor2xring2"}, "ignores the groups"),
+        ({"strategy": "pipeline"}, "all ranks of a team load one plan. Use ulysses4 or tensor4, or engine: torch"),
+        ({"strategy": "tensor", "tensorrt": {"weights": "constants"}}, "one plan per rank; use weights: inputs"),
+        ({"strategy": "tensor", "precision": "int8"}, "scales are those of whole weights; use ulysses"),
+        ({"strategy": "guidance2xulysses", "num_ranks": 3}, "needs a multiple of 2 ranks, not 3"),
+        ({"strategy": "magic"}, "unknown strategy 'magic'; known: ulysses"),
+        ({"precision": "fp4"}, "the TensorRT engine knows auto, native, fp32, fp16, bf16, int8, fp8"),
+        ({"precision": "fp16"}, "the model is loaded in bf16: set the model's dtype to fp16"),
+        ({"gpus_per_rank": 0}, "give each rank one, or use engine: torch"),
+        ({"tensorrt": {"sizes": ["large"]}}, "sizes"),
+        ({"tensorrt": {"weights": "elsewhere"}}, "weights"),
+        ({"tensorrt": {"plans": "here"}}, "plans"),
+    ],
+)
+def test_refused_when_read_with_reason_and_alternative(denoiser: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        model_config(**denoiser)
+
+
+def test_the_same_is_nothing_to_other_engines() -> None:
+    """The section may stay where it is while ``engine`` changes."""
+    for engine in ("torch", "auto"):
+        model_config(engine=engine, strategy="tensor2xulysses2", tensorrt={"weights": "constants"})
+
+
+def test_one_line_is_enough() -> None:
+    document = {"models": [{"name": "flux-shapes", "denoiser": {"gpus_per_rank": 1, "engine": "tensorrt"}}]}
+    assert AppConfig.model_validate(document).models[0].denoiser.engine == "tensorrt"
+
+
+class RecordingEngine:
+    """An engine of one rank that notes what it is asked to prepare: tokens, and ranks."""
+
+    widths = (1,)
+
+    def __init__(self) -> None:
+        self.warmed: list[tuple[int, tuple[int, ...]]] = []
+
+    def warm_up(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> None:
+        self.warmed.append((branches[0].inputs["hidden_states"].shape[1], ranks))
+
+
+def test_options_reach_the_engine_and_nccl_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    def fake_engine(_model: object, _context: RankContext, **options: Any) -> RecordingEngine:
+        given.update(options)
+        return engine
+
+    engine: Any = RecordingEngine()
+    monkeypatch.setattr(load, "load_tensorrt_engine", fake_engine)
+    tensorrt = {"weights": "constants", "cache_dir": str(tmp_path), "sizes": ["128x128", "64x128"]}
+    model = model_config(strategy="allgather_kv", precision="int8", tensorrt=tensorrt, warm_sizes=["64x64"])
+    assert BuildRankParts(model=model)(HERE).engine is engine
+    assert engine.warmed == [(16, (0,))], "image tokens of the size to be warm, on this rank's team of one"
+    assert given["strategy"] == "allgather_kv"
+    assert (given["precision"], given["weights"], given["cache_dir"]) == ("int8", "constants", tmp_path)
+    tokens = [branch.inputs["hidden_states"].shape[1] for branch in given["buckets"]]
+    assert tokens == [64, 32]
+    variables = {"LD_LIBRARY_PATH": "both names of NCCL"}
+    monkeypatch.setattr(nccl, "rank_environment", lambda: variables)
+    assert gang_config(model).environment() == variables  # type: ignore[misc]
+    assert gang_config(model_config(engine="torch")).environment() == {}  # type: ignore[misc]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a device")
+def test_a_rank_without_a_gpu_says_so() -> None:
+    with pytest.raises(PreflightError, match=r"rank 0: a TensorRT engine runs on a GPU: found none.*engine: torch"):
+        BuildRankParts(model=model_config(num_ranks=1))(HERE)
+
+
+class Uncaptured:
+    """In a CUDA graph's place."""
+
+    def __init__(self, step: Callable[[ModelInputs], Tensor], inputs: ModelInputs) -> None:
+        self._step = step
+
+    def __call__(self, inputs: ModelInputs) -> Tensor:
+        return self._step(inputs)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def test_from_the_configuration_to_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything is real but the device: plans are built and kept for SM 8.9, and onnxruntime runs their graphs."""
+    built = []
+
+    def runners(config: TensorRTConfig, model: Any, context: Any, target: Target) -> Any:
+        def make(graph: EngineGraph, weights: Mapping[str, Tensor], team: Team) -> GlooRunner:
+            resolved = config.resolve(model, 1, target)
+            built.append(cached_plan(graph, resolved, BuildOptions(target=target), PlanCache(config.cache_dir)))
+            return GlooRunner(graph, weights, team)
+
+        return make
+
+    monkeypatch.setattr(load, "current_target", lambda rank: SM89)
+    monkeypatch.setattr(load, "plan_runners", runners)
+    monkeypatch.setattr(engine_module, "CapturedStep", Uncaptured)
+    tensorrt = {"cache_dir": str(tmp_path), "sizes": ["128x128", "64x128"]}
+    config = model_config(num_ranks=1, tensorrt=tensorrt).model_copy(update={"dtype": "float32"})
+    parts = BuildRankParts(model=config)(HERE)
+    assert len({plan.sha256 for plan in built}) == 1, "both sizes, and the check, share a plan"
+    path = resolve_path("flux-shapes")
+    family = load_family(path)
+    plain = PlainEngine(model=family.load_denoiser(path, CPU, torch.float32))
+    request = request_of(Size(width=96, height=128), family.defaults(path), prompt="a large red circle", seed=5)
+    state = parts.sampler.begin(request, family.load_text_encoder(path, CPU, torch.float32).encode(request))
+    given, expected = (
+        parts.engine.predict(parts.sampler.branches(state), (0,)),
+        plain.predict(parts.sampler.branches(state)),
+    )
+    torch.testing.assert_close(given[0], expected[0], rtol=1e-3, atol=1e-3)
+    assert len(built) == 3, "a size between them has a context of its own"
+    assert len({plan.sha256 for plan in built}) == 1, "and no plan"
+    parts.engine.close()

@@ -1,0 +1,103 @@
+"""How often the controller is asked, and what is answered meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.serve.schema import DeploymentStatusOverview
+
+from deployments.names import APPLICATION, STAGES, deployment_name
+from deployments.studio.interface import STATUS_MAX_AGE_S
+from deployments.studio.interface import readiness as deployed_studio
+from deployments.studio.readiness import POLL_S, DeployedStudio, takes_requests
+
+
+class Controller:
+    """Answers ``serve.status`` for one model; counts how often it was asked."""
+
+    def __init__(self) -> None:
+        self.num_asked, self.is_running = 0, True
+
+    def status(self) -> Any:
+        self.num_asked += 1
+        state = {"RUNNING": 1} if self.is_running else {"STARTING": 1}
+        overview = SimpleNamespace(replica_states=state, status="UPDATING")
+        deployments = {deployment_name(stage, "m"): overview for stage in STAGES}
+        return SimpleNamespace(applications={APPLICATION: SimpleNamespace(deployments=deployments)})
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def controller(monkeypatch: pytest.MonkeyPatch) -> Controller:
+    controller = Controller()
+    monkeypatch.setattr(deployed_studio.serve, "status", controller.status)
+    return controller
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(deployed_studio, "time", clock)
+    return clock
+
+
+async def settled(studio: DeployedStudio) -> dict[str, str]:
+    """The answer once nothing is being asked any more."""
+    await studio.not_ready()
+    while studio._asking is not None:
+        await asyncio.sleep(0.001)
+    return dict(await studio.not_ready())
+
+
+async def test_requests_do_not_ask_while_all_is_well(controller: Controller, clock: Clock):
+    studio = DeployedStudio({"m": None}, {})  # type: ignore[dict-item]  # names alone count here
+    assert await settled(studio) == {}
+    clock.now_s += STATUS_MAX_AGE_S - 0.1
+    for _ in range(100):
+        assert await studio.not_ready() == {}
+    assert controller.num_asked == 1
+    assert await studio.not_ready(1.0) == {}
+    assert await settled(studio) == {}
+    assert controller.num_asked == 2
+
+
+async def test_a_lost_gang_is_looked_for_at_once(controller: Controller, clock: Clock):
+    studio = DeployedStudio({"m": None}, {})  # type: ignore[dict-item]
+    assert await settled(studio) == {}
+    controller.is_running = False
+    assert await settled(studio) == {}, "nobody has noticed"
+    studio.gang_lost()
+    assert list(await settled(studio)) == ["m"]
+    controller.is_running = True
+    assert list(await settled(studio)) == ["m"], "asked a moment ago"
+    clock.now_s += POLL_S
+    assert await studio.not_ready() == {}, "while something is missing, the answer is a fresh one"
+
+
+@pytest.mark.parametrize(
+    ("status", "states", "takes"),
+    [
+        ("HEALTHY", {"RUNNING": 1}, True),
+        ("UNHEALTHY", {"RUNNING": 1, "STARTING": 1}, True),
+        ("HEALTHY", {}, True),  # scaled down to none: a request brings one back
+        ("UPSCALING", {"STARTING": 1}, True),
+        ("UPDATING", {"STARTING": 1}, False),
+        ("UPDATING", {}, False),
+        ("HEALTHY", {"STARTING": 1}, False),  # a lost gang is being replaced
+        ("UNHEALTHY", {}, False),
+        ("DEPLOY_FAILED", {}, False),
+    ],
+)
+def test_which_deployments_take_requests(status: str, states: dict[str, int], takes: bool):
+    overview = DeploymentStatusOverview(status=status, status_trigger="UNSPECIFIED", replica_states=states, message="")
+    assert takes_requests(overview) == takes

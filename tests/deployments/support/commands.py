@@ -1,0 +1,132 @@
+"""The ``troupe`` command: in the test's own process, or as one of its own, with all that it starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+
+import psutil
+from typer.testing import CliRunner, Result
+
+from deployments.cli.main import app
+from deployments.config import ServeConfig
+from tests.deployments.support.live import wait_until
+from tests.support.patience import PATIENCE_S
+
+SERVING = r"http://[\d.]+:\d+(?= \(docs)"
+"""The URL in what ``troupe serve`` says when it is ready."""
+COMMAND = (sys.executable, "-m", "deployments.cli.main")
+
+
+def troupe(*args: str) -> Result:
+    """In this process, for a terminal of 200 columns without colours."""
+    return CliRunner().invoke(app, args, env={"COLUMNS": "200", "TERM": "dumb"})
+
+
+def assert_one_line(result: Result, *parts: str) -> None:
+    """A mistake of the user's: no traceback, but one line that names ``parts``."""
+    assert result.exit_code == 2, result.output
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("troupe: ")
+    for part in parts:
+        assert part in line
+
+
+class Command:
+    """A running ``troupe``. Its output, its data and those of its Ray cluster are all in ``folder``."""
+
+    def __init__(self, *args: str, folder: Path, env: Mapping[str, str]) -> None:
+        self._folder = folder
+        self._log = folder / f"{args[0]}.log"
+        own = {"TROUPE_DATA_DIR": str(folder / "data"), "RAY_TMPDIR": str(folder)}
+        terminal = {"FORCE_COLOR": "1", "NO_COLOR": "1", "COLUMNS": "200", "TERM": "xterm"}  # live bars, no colours
+        with self._log.open("w") as file:
+            # A session of its own, as a shell gives each job.
+            self._process = subprocess.Popen(
+                [*COMMAND, *args],
+                stdout=file,
+                stderr=file,
+                env=os.environ | own | terminal | env,
+                start_new_session=True,
+                # A test run in the background of a script has Ctrl-C ignored, and children inherit that.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            )
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text()
+
+    def wait_for(self, pattern: str, within_s: float = PATIENCE_S) -> str:
+        """The first match of ``pattern`` in the output."""
+
+        def has_matched_or_ended() -> bool:
+            return self._process.poll() is not None or re.search(pattern, self.output) is not None
+
+        wait_until(has_matched_or_ended, f"{pattern} in the output", within_s)
+        match = re.search(pattern, self.output)
+        assert match is not None, self.output
+        return match[0]
+
+    def wait(self, within_s: float = PATIENCE_S) -> int:
+        """The exit code of a command that ends by itself, once all its processes are gone."""
+        code = self._process.wait(within_s)
+        assert (left := self.processes()) == [], f"left behind: {left}"
+        return code
+
+    def interrupt(self, *, again_after_s: float | None = None, within_s: float = 60.0) -> int:
+        """Ctrl-C as a terminal sends it, to all of the job in front; the exit code, once all processes are gone."""
+        os.killpg(self._process.pid, signal.SIGINT)
+        if again_after_s is not None:
+            time.sleep(again_after_s)
+            os.killpg(self._process.pid, signal.SIGINT)
+        return self.wait(within_s)
+
+    def kill_all(self) -> None:
+        """SIGKILL to every process, until there is none."""
+        while left := self.processes():
+            for one in left:
+                one.kill()
+            self._process.poll()
+
+    def processes(self) -> list[psutil.Process]:
+        """All that it has started and that runs, itself included: the processes that have files in ``folder`` open."""
+        return [process for process in psutil.process_iter() if self._is_own(process)]
+
+    def _is_own(self, process: psutil.Process) -> bool:
+        try:
+            return any(Path(file.path).is_relative_to(self._folder) for file in process.open_files())
+        except psutil.Error:
+            return False
+
+
+@contextmanager
+def command(*args: str, folder: Path, env: Mapping[str, str] = MappingProxyType({})) -> Iterator[Command]:
+    """``troupe ARGS``; whatever is left of it at the end is killed."""
+    running = Command(*args, folder=folder, env=env)
+    try:
+        yield running
+    finally:
+        running.kill_all()
+
+
+@contextmanager
+def short_folder() -> Iterator[Path]:
+    """A folder for a cluster of its own: sockets lie in it, and their paths may have 107 characters."""
+    with tempfile.TemporaryDirectory(prefix="troupe_", dir="/tmp", ignore_cleanup_errors=True) as path:
+        yield Path(path)
+
+
+def config_file(config: ServeConfig, folder: Path) -> str:
+    path = folder / "config.yaml"
+    path.write_text(json.dumps(config.model_dump(mode="json")))  # JSON is YAML
+    return str(path)

@@ -1,0 +1,123 @@
+"""A studio without models: draws flat pictures whose colour is the seed, with the manners of the real one."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass, field
+
+import av
+import numpy as np
+from PIL import Image
+
+from deployments.studio.interface import Media, ModelCard, Output, Preview, Progress, StudioEvent, Timings
+from pipelines.family import Defaults
+from pipelines.request import MediaRequest
+
+PICTURES = Defaults(
+    kind="image",
+    width=64,
+    height=64,
+    num_frames=1,
+    fps=0,
+    num_inference_steps=4,
+    guidance_scale=3.5,
+    true_cfg_scale=1.0,
+    size_multiple=16,
+    frame_multiple=1,
+    max_pixels=256 * 256,
+    max_frames=1,
+    max_steps=100,
+)
+CLIPS = Defaults(
+    kind="video",
+    width=32,
+    height=32,
+    num_frames=17,
+    fps=8,
+    num_inference_steps=4,
+    guidance_scale=0.0,
+    true_cfg_scale=5.0,
+    size_multiple=16,
+    frame_multiple=4,
+    max_pixels=128 * 128,
+    max_frames=49,
+    max_steps=100,
+)
+
+
+@dataclass
+class FakeStudio:
+    """``step_s`` is how long a step takes; ``before`` runs first in each request, ``at_step`` in each step.
+
+    Both may raise. ``performed`` are the requests that came, ``closed`` the ids of those closed before their end.
+    """
+
+    step_s: float = 0.005
+    before: Callable[[MediaRequest], None] = lambda request: None
+    at_step: Callable[[MediaRequest, int], None] = lambda request, step: None
+    reasons: dict[str, str] = field(default_factory=dict)
+    performed: list[MediaRequest] = field(default_factory=list)
+    closed: list[str] = field(default_factory=list)
+    finished: list[str] = field(default_factory=list)
+
+    def cards(self) -> Mapping[str, ModelCard]:
+        created = int(time.time())
+        pictures = ModelCard(name="fake-pictures", family="fake", created=created, defaults=PICTURES)
+        clips = ModelCard(name="fake-clips", family="fake", created=created, defaults=CLIPS)
+        return {pictures.name: pictures, clips.name: clips}
+
+    async def not_ready(self, max_age_s: float = 0.0) -> Mapping[str, str]:
+        return self.reasons
+
+    async def perform(self, request: MediaRequest, output: Output) -> AsyncGenerator[StudioEvent, None]:
+        self.performed.append(request)
+        try:
+            async for event in self._perform(request, output):
+                yield event
+            self.finished.append(request.request_id)
+        finally:
+            if request.request_id not in self.finished:
+                self.closed.append(request.request_id)
+
+    async def _perform(self, request: MediaRequest, output: Output) -> AsyncGenerator[StudioEvent, None]:
+        self.before(request)
+        start_s = time.perf_counter()
+        num_previews = 0
+        for step in range(1, request.num_inference_steps + 1):
+            await asyncio.sleep(self.step_s)
+            self.at_step(request, step)
+            yield Progress(step=step, num_steps=request.num_inference_steps, eta_s=0.1)
+            if step in request.preview_steps:
+                yield Preview(index=num_previews, step=step, data=picture(request, Output(format="png")))
+                num_previews += 1
+        total_s = time.perf_counter() - start_s
+        timings = Timings(queue_s=0.001, encode_s=0.002, denoise_s=total_s, decode_s=0.003, total_s=total_s)
+        data = clip(request) if request.kind == "video" else picture(request, output)
+        thumbnail = picture(request, Output(format="webp")) if request.kind == "video" else b""
+        yield Media(data=data, format=output.format, seed=request.seed, timings=timings, thumbnail=thumbnail)
+
+
+def colour(seed: int) -> tuple[int, int, int]:
+    return seed % 256, seed // 256 % 256, 99
+
+
+def picture(request: MediaRequest, output: Output) -> bytes:
+    file = io.BytesIO()
+    image = Image.new("RGB", (request.width, request.height), colour(request.seed))
+    image.save(file, output.format, quality=output.compression)
+    return file.getvalue()
+
+
+def clip(request: MediaRequest) -> bytes:
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as container:
+        stream = container.add_stream("libx264", rate=request.fps)
+        stream.width, stream.height, stream.pix_fmt = request.width, request.height, "yuv420p"
+        frame_HWC = np.full((request.height, request.width, 3), colour(request.seed), np.uint8)
+        for _ in range(request.num_frames):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame_HWC, format="rgb24")))
+        container.mux(stream.encode())
+    return file.getvalue()

@@ -1,0 +1,149 @@
+"""The whole application under test: its configs, what its clients see, and its processes and logs."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+import ray
+from numpy.typing import NDArray
+from PIL import Image
+
+from deployments.cli.serving import parse_config, running
+from deployments.config import ServeConfig
+from tests.engines.gang.support.helpers import num_placement_groups
+
+TIMEOUT_S = 240.0
+IMAGES = "/v1/images/generations"
+PROMPT = "a red circle"
+
+
+def config_of(models: Mapping[str, Path], *, api: Mapping[str, Any] | None = None, **denoiser: Any) -> ServeConfig:
+    """``models`` (name to folder), each with two CPU ranks; ``denoiser`` goes to all of their gangs."""
+    gang = {"num_ranks": 2, "cpus_per_rank": 0.1, "strategy": "ulysses", "engine": "torch"} | denoiser
+    args = {
+        "models": [{"name": name, "path": str(path), "denoiser": gang} for name, path in models.items()],
+        "api": dict(api or {}),
+    }
+    application = {"name": "troupe", "route_prefix": "/", "import_path": "deployments.app:build_app", "args": args}
+    return parse_config({"http_options": {"port": 0}, "applications": [application]})
+
+
+@contextmanager
+def live(config: ServeConfig) -> Iterator[str]:
+    """The URL of the running application; nothing of it is left in the session's cluster afterwards."""
+    before = num_placement_groups()
+    with running(config) as url:
+        yield url
+    wait_until(lambda: not footprint() and num_placement_groups() == before, "the application is gone")
+
+
+# What clients see.
+
+
+@asynccontextmanager
+async def stream_of(
+    client: httpx.AsyncClient, body: Mapping[str, Any]
+) -> AsyncGenerator[AsyncGenerator[dict[str, Any]]]:
+    """The events of a streamed picture, every step among them. Leaving the block hangs up."""
+    wanted = {"prompt": PROMPT, "stream": True, "stream_progress": True, **body}
+    async with client.stream("POST", IMAGES, json=wanted, timeout=TIMEOUT_S) as response:
+        if response.status_code != httpx.codes.OK:
+            raise AssertionError(f"{response.status_code}: {await response.aread()!r}")
+        yield _events(response)
+
+
+async def _events(response: httpx.Response) -> AsyncGenerator[dict[str, Any]]:
+    async for line in response.aiter_lines():
+        if line.startswith("data: "):
+            yield json.loads(line.removeprefix("data: "))
+
+
+async def streamed(client: httpx.AsyncClient, **body: Any) -> bytes:
+    """The finished picture of a stream."""
+    async with stream_of(client, body) as events:
+        async for event in events:
+            last = event
+    return finished(last)
+
+
+def finished(event: Mapping[str, Any]) -> bytes:
+    assert event["type"] == "image_generation.completed", event
+    return base64.b64decode(event["b64_json"])
+
+
+def picture(url: str, **body: Any) -> bytes:
+    """The finished picture of a request that is not streamed."""
+    response = httpx.post(f"{url}{IMAGES}", json={"prompt": PROMPT, **body}, timeout=TIMEOUT_S)
+    assert response.status_code == httpx.codes.OK, response.text
+    return base64.b64decode(response.json()["data"][0]["b64_json"])
+
+
+def pixels_of(data: bytes) -> NDArray[Any]:
+    """uint8, shape (height, width, 3)."""
+    return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+
+
+# What the machine sees.
+
+
+def footprint() -> Counter[str]:
+    """Processes of the application by what they run, and under ``ports`` the sockets that its gangs listen on."""
+    found: Counter[str] = Counter()
+    for process in psutil.Process().children(recursive=True):
+        try:
+            title = (process.cmdline() or [""])[0]
+            if title.startswith("ray::Rank"):
+                found["Rank"] += 1
+                found["ports"] += sum(one.status == psutil.CONN_LISTEN for one in process.net_connections("tcp"))
+            elif title.startswith("ray::ServeReplica:troupe:"):
+                found[title.split(":")[4].split(".")[0]] += 1
+        except psutil.Error:
+            continue
+    return found
+
+
+def replica_pid(deployment: str) -> int:
+    """Of the newest replica of ``deployment``."""
+    titles = {
+        process.pid: (process.cmdline() or [""])[0]
+        for process in psutil.Process().children(recursive=True)
+        if process.status() != psutil.STATUS_ZOMBIE
+    }
+    return max(pid for pid, title in titles.items() if title.startswith(f"ray::ServeReplica:troupe:{deployment}"))
+
+
+def log_lines(message: str) -> list[dict[str, Any]]:
+    """Structured log lines of all processes of the session whose message begins with ``message``, by time."""
+    logs = Path(ray.nodes()[0]["ObjectStoreSocketName"]).parents[1] / "logs"
+    found = []
+    for file in logs.glob("worker-*.err"):
+        for line in file.read_text(errors="replace").splitlines():
+            record = json.loads(line) if line.startswith("{") and line.endswith("}") else {}
+            if record.get("message", "").startswith(message):
+                found.append(record)
+    return sorted(found, key=lambda record: str(record["time"]))
+
+
+def rank_pids(model: str) -> list[int]:
+    """Process ids of the gang that serves ``model`` now, by rank."""
+    return [record["pids"] for record in log_lines("gang is ready") if record["model"] == model][-1]
+
+
+def wait_until(holds: Callable[[], object], what: str, within_s: float = 30.0) -> float:
+    """Seconds until ``holds()``; AssertionError if that takes longer than ``within_s``."""
+    started_s = time.monotonic()
+    while not holds():
+        assert time.monotonic() - started_s < within_s, f"not within {within_s:g} s: {what}"
+        time.sleep(0.05)
+    return time.monotonic() - started_s

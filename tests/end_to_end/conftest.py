@@ -1,0 +1,26 @@
+"""One running application for all tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.deployments.support.live import config_of, live
+
+NUM_RUNNING = 3
+NUM_WAITING = 60
+MAX_BODY_BYTES = 100_000
+STEP_DEADLINE_S = 5.0
+"""What a test waits for that stops a rank."""
+WARM_SIZE = "96x32"
+"""Prepared at start; only the test of that asks for it."""
+
+
+@pytest.fixture(scope="package")
+def url(ray_cluster: None, models: dict[str, Path]) -> Iterator[str]:
+    denoiser = {"max_running_jobs": NUM_RUNNING, "max_waiting_jobs": NUM_WAITING, "step_deadline_s": STEP_DEADLINE_S}
+    api = {"max_body_bytes": MAX_BODY_BYTES}
+    with live(config_of(models, api=api, warm_sizes=[WARM_SIZE], **denoiser)) as url:
+        yield url

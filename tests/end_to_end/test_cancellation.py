@@ -1,0 +1,150 @@
+"""Clients that go away: their jobs stop on all ranks, and nobody else notices."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import httpx
+import openai
+import pytest
+from ray import serve
+from ray.serve.exceptions import RequestCancelledError
+
+from tests.deployments.support.live import (
+    PROMPT,
+    TIMEOUT_S,
+    log_lines,
+    picture,
+    rank_pids,
+    stream_of,
+    streamed,
+    wait_until,
+)
+from tests.end_to_end.conftest import NUM_WAITING
+
+pytestmark = pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
+
+NUM_STREAMS = NUM_WAITING
+NUM_SEEDS = 5
+LONGEST = 100
+"""Steps: long enough that none of these jobs ends by itself while a test looks at it."""
+
+
+def cancelled() -> dict[str, int]:
+    """Jobs that their gangs cancelled, with the steps that were done by then."""
+    return {line["gang_job_id"]: line["num_steps_done"] for line in log_lines("job is cancelled")}
+
+
+def dropped() -> dict[str, dict[int, int]]:
+    """Jobs that ranks dropped: for each rank the steps that it had done by then."""
+    jobs: dict[str, dict[int, int]] = {}
+    for line in log_lines("job is dropped"):
+        jobs.setdefault(line["gang_job_id"], {})[line["rank"]] = line["num_steps_done"]
+    return jobs
+
+
+def held() -> set[tuple[str, int]]:
+    """Jobs with the ranks that began them and have neither ended nor dropped them."""
+
+    def places(message: str) -> set[tuple[str, int]]:
+        return {(line["gang_job_id"], line["rank"]) for line in log_lines(message)}
+
+    return places("job begins") - places("job ends") - places("job is dropped")
+
+
+def assert_dropped_within_two_steps(job_id: str) -> None:
+    """The ranks are at most two steps further than the gang was when it cancelled the job; all at the same one."""
+    wait_until(lambda: len(dropped().get(job_id, {})) == 2, "both ranks drop the job")
+    num_steps_done, by_rank = cancelled()[job_id], dropped()[job_id]
+    assert set(by_rank) == {0, 1}
+    assert len(set(by_rank.values())) == 1
+    assert num_steps_done <= by_rank[0] <= num_steps_done + 2
+
+
+def newly_cancelled(before: dict[str, int]) -> str:
+    wait_until(lambda: len(cancelled()) == len(before) + 1, "the gang cancels the job")
+    (job_id,) = cancelled().keys() - before.keys()
+    return job_id
+
+
+async def test_sixty_streams_half_of_them_dropped_at_random_moments(url: str):
+    rng = random.Random(20)
+    references = {seed: picture(url, seed=seed) for seed in range(NUM_SEEDS)}
+    pids = rank_pids("pictures")
+    starts_s = [rng.uniform(0, 1.5) for _ in range(NUM_STREAMS)]
+    stays_s: dict[int, float | None] = {i: rng.uniform(0, 1.5) for i in range(NUM_STREAMS)}
+    leaves_at_step = {i: rng.randint(1, 5) for i in range(0, NUM_STREAMS, 4)}  # however long it takes to get there
+    stays_s |= dict.fromkeys(leaves_at_step)
+    limits = httpx.Limits(max_connections=None)
+
+    async def keep(client: httpx.AsyncClient, i: int) -> None:
+        await asyncio.sleep(starts_s[i])
+        assert await streamed(client, seed=i % NUM_SEEDS) == references[i % NUM_SEEDS]
+
+    async def drop(client: httpx.AsyncClient, i: int) -> None:
+        await asyncio.sleep(starts_s[i])
+        try:
+            async with asyncio.timeout(stays_s[i]), stream_of(client, {"num_inference_steps": LONGEST}) as events:
+                async for event in events:
+                    assert event["type"] == "troupe.progress", "it is too long to end"
+                    if event["step"] == leaves_at_step.get(i):
+                        return
+        except TimeoutError:
+            return
+        raise AssertionError("the stream ended by itself")
+
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits) as client:
+        await asyncio.gather(*(keep(client, i) if i % 2 else drop(client, i) for i in range(NUM_STREAMS)))
+    assert rank_pids("pictures") == pids, "the same gang all along"
+    assert picture(url, seed=0) == references[0]
+    wait_until(lambda: not held(), "the ranks have forgotten every job")
+    reached_the_ranks = dropped()
+    assert len(reached_the_ranks) >= len(leaves_at_step), "the others may leave before they are admitted"
+    for job_id in reached_the_ranks:
+        assert_dropped_within_two_steps(job_id)
+
+
+async def test_a_dropped_stream_stops_on_all_ranks_within_two_steps(url: str):
+    before = cancelled()
+    async with (
+        httpx.AsyncClient(base_url=url) as client,
+        stream_of(client, {"num_inference_steps": LONGEST}) as events,
+    ):
+        async for event in events:
+            if event["step"] == 5:
+                break
+    assert_dropped_within_two_steps(job_id := newly_cancelled(before))
+    assert 5 <= dropped()[job_id][0] < LONGEST
+
+
+def test_a_client_that_hangs_up_before_its_answer_stops_its_jobs(url: str):
+    before = cancelled()
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{url}/v1/images/generations", json={"prompt": PROMPT, "num_inference_steps": LONGEST}, timeout=0.5)
+    assert_dropped_within_two_steps(newly_cancelled(before))
+
+
+async def test_cancelling_a_handle_stops_the_job(url: str):
+    handle, before = serve.get_app_handle("troupe").options(stream=True), cancelled()
+    response = handle.generate.remote(PROMPT, num_inference_steps=LONGEST)
+    while (await anext(response)).step < 3:
+        pass
+    response.cancel()
+    with pytest.raises(RequestCancelledError):
+        [event async for event in response]
+    assert_dropped_within_two_steps(job_id := newly_cancelled(before))
+    assert 3 <= dropped()[job_id][0] < LONGEST
+
+
+def test_deleting_a_clip_that_runs_stops_it(url: str):
+    before = cancelled()
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S) as official:
+        video = official.videos.create(prompt=PROMPT, extra_body={"num_inference_steps": LONGEST, "num_frames": 33})
+        wait_until(lambda: official.videos.retrieve(video.id).progress > 0, "the clip makes progress")
+        assert official.videos.retrieve(video.id).status == "in_progress", "too short to be deleted while it runs"
+        assert official.videos.delete(video.id).deleted
+        assert_dropped_within_two_steps(job_id := newly_cancelled(before))
+        assert dropped()[job_id][0] < LONGEST
+        again = official.videos.create_and_poll(prompt=PROMPT, poll_interval_ms=100)
+        assert again.status == "completed", "the next clip runs unharmed"

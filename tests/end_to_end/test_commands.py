@@ -1,0 +1,52 @@
+"""Commands that talk to an application which runs already."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.deployments.support.commands import assert_one_line, troupe
+
+
+def test_a_picture(url: str, tmp_path: Path):
+    made = []
+    for name in ("one.png", "deeper/same.png"):
+        out = tmp_path / name
+        size = ("--size", "64x48", "--steps", "4", "--seed", "7")
+        result = troupe("generate", "a red circle", *size, "--out", str(out), "--url", url)
+        assert result.exit_code == 0, result.output
+        assert f"{out}  seed 7" in result.output
+        assert "step 4 of 4" in result.output
+        for stage in ("queue", "encode", "denoise", "decode"):
+            assert stage in result.output
+        made.append(out.read_bytes())
+    assert made[0] == made[1]
+    picture = Image.open(io.BytesIO(made[0]))
+    assert (picture.format, picture.size) == ("PNG", (64, 48))
+
+
+def test_models(url: str):
+    result = troupe("models", "--url", url)
+    assert result.exit_code == 0, result.output
+    for cell in ("pictures", "clips", "image", "video", "64x64", "32x32"):
+        assert cell in result.output
+
+
+MISTAKES = {
+    "size": (["--size", "63x64", "--out", "a.png"], "size is 63x64: width and height must be multiples"),
+    "steps": (["--steps", "0", "--out", "a.png"], "num_inference_steps is 0"),
+    "model": (["--model", "dall-e", "--out", "a.png"], "no model dall-e; served: pictures, clips"),
+    "ending": (["--out", "a.mp4"], "pictures makes pictures: --out must end in .png, .jpg, .jpeg, .webp"),
+    "clip": (["--model", "clips", "--out", "a.png"], "clips makes clips: --out must end in .mp4"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line(url: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    args, told = MISTAKES[name]
+    assert_one_line(troupe("generate", "a red circle", *args, "--url", url), told)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,146 @@
+"""A gang breaks under a request: the same request succeeds with the same bytes, and its client sees only a delay."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+
+from tests.deployments.support.live import (
+    IMAGES,
+    PROMPT,
+    TIMEOUT_S,
+    finished,
+    footprint,
+    log_lines,
+    picture,
+    rank_pids,
+    replica_pid,
+    stream_of,
+    wait_until,
+)
+from tests.engines.gang.support.helpers import alive, num_placement_groups
+
+NUM_STEPS = 60
+RECOVERED_WITHIN_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing(url: str) -> Iterator[None]:
+    """Each test ends with the processes, sockets and placement groups that it began with."""
+
+    def found() -> object:
+        return footprint(), num_placement_groups()
+
+    wait_until(lambda: httpx.get(f"{url}/health").status_code == 200, "healthy", RECOVERED_WITHIN_S)
+    before = found()
+    yield
+    wait_until(lambda: found() == before, f"nothing leaks: {before} before", RECOVERED_WITHIN_S)
+
+
+@asynccontextmanager
+async def health_of(client: httpx.AsyncClient) -> AsyncIterator[list[int]]:
+    """The statuses that ``GET /health`` had meanwhile."""
+    statuses: list[int] = []
+
+    async def look() -> None:
+        while True:
+            statuses.append((await client.get("/health", timeout=TIMEOUT_S)).status_code)
+            await asyncio.sleep(0.05)
+
+    task = asyncio.create_task(look())
+    try:
+        yield statuses
+    finally:
+        task.cancel()
+
+
+async def drawn_in_spite_of(url: str, break_it: Callable[[], None], seed: int) -> tuple[bytes, float, list[int]]:
+    """A streamed picture whose gang breaks at its third step: its bytes, the longest silence, what health said."""
+    longest_s, last_s, steps = 0.0, time.monotonic(), []
+    async with httpx.AsyncClient(base_url=url) as client, health_of(client) as statuses:
+        async with stream_of(client, {"seed": seed, "num_inference_steps": NUM_STEPS}) as events:
+            async for event in events:
+                longest_s, last_s = max(longest_s, time.monotonic() - last_s), time.monotonic()
+                steps += [event["step"]] if event["type"] == "troupe.progress" else []
+                if steps == [1, 2, 3]:
+                    break_it()
+        assert steps.count(1) == 2, "it was run again from the start"
+        assert steps[-NUM_STEPS:] == list(range(1, NUM_STEPS + 1))
+        while 503 not in statuses or statuses[-1] != 200:
+            await asyncio.sleep(0.05)
+    return finished(event), longest_s, statuses
+
+
+def kill(*pids: int) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+BREAKS: dict[str, Callable[[], None]] = {
+    "kill rank 0": lambda: kill(rank_pids("pictures")[0]),
+    "kill rank 1": lambda: kill(rank_pids("pictures")[1]),
+    "kill the replica": lambda: kill(replica_pid("Denoiser-pictures")),
+    "stop rank 1": lambda: os.kill(rank_pids("pictures")[1], signal.SIGSTOP),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("kill rank 0", marks=pytest.mark.slow),  # the next test kills a rank, too
+        pytest.param("kill rank 1", marks=pytest.mark.slow),
+        "kill the replica",
+        "stop rank 1",
+    ],
+)
+async def test_a_request_survives_its_gang(
+    url: str, name: str, record_property: Callable[[str, object], None], capsys: pytest.CaptureFixture[str]
+):
+    reference = picture(url, seed=1, num_inference_steps=NUM_STEPS)
+    pids = [*rank_pids("pictures"), replica_pid("Denoiser-pictures")]
+    data, delay_s, statuses = await drawn_in_spite_of(url, BREAKS[name], seed=1)
+    assert data == reference
+    assert set(statuses) == {200, 503}
+    wait_until(lambda: not alive(pids), "the old gang is gone")
+    record_property("delay_s", round(delay_s, 2))
+    with capsys.disabled():
+        print(f"{name}: the client waited {delay_s:.2f} s")
+
+
+def test_a_request_that_keeps_killing_its_gang_is_given_up_and_its_neighbour_is_not(url: str):
+    request_id, killed = "poison", set()
+    reference = picture(url, seed=2, num_inference_steps=NUM_STEPS)
+
+    def kill_again() -> bool:
+        """Kill a rank as soon as it runs the request; whether the answers are there."""
+        for line in log_lines("job begins"):
+            if line["request_id"].startswith(request_id) and line["rank"] == 1 and line["gang_job_id"] not in killed:
+                killed.add(line["gang_job_id"])
+                kill(rank_pids("pictures")[1])
+        return poison.done() and neighbour.done()
+
+    body, headers = {"prompt": PROMPT, "num_inference_steps": NUM_STEPS}, {"x-request-id": request_id}
+    with ThreadPoolExecutor() as threads:
+        neighbour = threads.submit(picture, url, seed=2, num_inference_steps=NUM_STEPS)
+        poison = threads.submit(httpx.post, f"{url}{IMAGES}", json=body, headers=headers, timeout=TIMEOUT_S)
+        wait_until(kill_again, "both answers", 3 * RECOVERED_WITHIN_S)
+    assert neighbour.result() == reference
+    answer = poison.result()
+    assert len(killed) == 2, "two attempts"
+    assert answer.status_code == 502
+    assert answer.headers["x-should-retry"] == "false"
+    error = answer.json()["error"]
+    assert (error["type"], error["code"]) == ("server_error", "gang_broken")
+    reason = "given up after 2 broken gangs; the last: rank 1 died: The actor died"
+    assert error["message"].startswith(f"The ranks that worked on this request failed: {reason}")
+    assert "\n" not in error["message"]
+    wait_until(lambda: httpx.get(f"{url}/health").status_code == 200, "healthy", RECOVERED_WITHIN_S)
+    assert picture(url, seed=2, num_inference_steps=NUM_STEPS) == reference, "the next request works"

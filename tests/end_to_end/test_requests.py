@@ -1,0 +1,239 @@
+"""The application as its users meet it: real Serve, real HTTP, the official client, handles; two CPU ranks a gang."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+from pathlib import Path
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from PIL import Image
+from ray import serve
+
+from deployments.studio.interface import Media, Preview, Progress
+from tests.deployments.support.bare import (
+    BAD_BODIES,
+    assert_alike,
+    assert_same_picture,
+    bare_frames,
+    bare_previews,
+    begun,
+    frames_of,
+)
+from tests.deployments.support.live import (
+    IMAGES,
+    PROMPT,
+    TIMEOUT_S,
+    finished,
+    log_lines,
+    picture,
+    pixels_of,
+    stream_of,
+    wait_until,
+)
+from tests.end_to_end.conftest import NUM_RUNNING, WARM_SIZE
+
+pytestmark = pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
+
+
+def test_health_and_models(url: str, official: openai.OpenAI):
+    assert httpx.get(f"{url}/health").status_code == 200
+    kinds = {model.id: model.kind for model in official.models.list().data}
+    assert kinds == {"pictures": "image", "clips": "video"}
+
+
+def test_a_seed_fixes_the_bytes_and_the_picture_is_that_of_the_bare_pipeline(
+    official: openai.OpenAI, models: dict[str, Path]
+):
+    def draw(seed: int) -> bytes:
+        answer = official.images.generate(prompt=PROMPT, extra_body={"seed": seed})
+        assert answer.data[0].seed == seed
+        return base64.b64decode(answer.data[0].b64_json)
+
+    first, again, other = draw(1), draw(1), draw(2)
+    assert first == again
+    assert np.abs(pixels_of(first).astype(int) - pixels_of(other)).mean() > 2
+    assert_same_picture(pixels_of(first), bare_frames(models, seed=1)[0])
+
+
+def test_true_guidance_splits_into_branches_and_equals_the_bare_pipeline(url: str, models: dict[str, Path]):
+    guided = {"seed": 3, "true_cfg_scale": 4.0, "negative_prompt": "blue"}
+    data = picture(url, **guided)
+    assert_same_picture(pixels_of(data), bare_frames(models, **guided)[0])
+    assert data != picture(url, seed=3)
+
+
+def test_streaming_with_previews_and_progress(official: openai.OpenAI, url: str, models: dict[str, Path]):
+    extra = {"seed": 5, "num_inference_steps": 8, "stream_progress": True}
+    events = list(official.images.generate(prompt=PROMPT, stream=True, partial_images=3, extra_body=extra))
+    steps = [(event.step, event.of) for event in events if event.type == "troupe.progress"]
+    assert steps == [(step, 8) for step in range(1, 9)]
+    partials = [event for event in events if event.type == "image_generation.partial_image"]
+    assert [event.partial_image_index for event in partials] == [0, 1, 2]
+    assert [event.step for event in partials] == [2, 4, 6]
+    for event, bare_HWC in zip(partials, bare_previews(models, seed=5, num_inference_steps=8), strict=True):
+        assert_same_picture(pixels_of(base64.b64decode(event.b64_json)), bare_HWC)
+    assert base64.b64decode(events[-1].b64_json) == picture(url, seed=5, num_inference_steps=8), (
+        "previews change nothing"
+    )
+
+
+def test_several_pictures_in_one_request(official: openai.OpenAI, url: str):
+    answer = official.images.generate(prompt=PROMPT, n=2, extra_body={"seed": 6})
+    assert [image.seed for image in answer.data] == [6, 7]
+    assert [base64.b64decode(image.b64_json) for image in answer.data] == [picture(url, seed=6), picture(url, seed=7)]
+
+
+@pytest.mark.parametrize("image_format", ["png", "jpeg", "webp"])
+def test_formats(official: openai.OpenAI, url: str, image_format: str):
+    quality = {} if image_format == "png" else {"output_compression": 95}
+    answer = official.images.generate(prompt=PROMPT, output_format=image_format, extra_body={"seed": 5}, **quality)
+    data = base64.b64decode(answer.data[0].b64_json)
+    assert Image.open(io.BytesIO(data)).format == image_format.upper()
+    assert_alike(pixels_of(data), pixels_of(picture(url, seed=5)))
+
+
+def test_by_url(official: openai.OpenAI, url: str):
+    answer = official.images.generate(prompt=PROMPT, response_format="url", extra_body={"seed": 5})
+    assert httpx.get(answer.data[0].url).content == picture(url, seed=5)
+
+
+def test_server_timing_and_request_id(official: openai.OpenAI):
+    raw = official.images.with_raw_response.generate(prompt=PROMPT, extra_headers={"x-request-id": "my-id-1"})
+    assert raw.headers.get_list("x-request-id") == ["my-id-1"]
+    timing = dict(entry.split(";dur=") for entry in raw.headers["server-timing"].split(", "))
+    milliseconds = {stage: float(value) for stage, value in timing.items()}
+    assert set(milliseconds) == {"queue", "encode", "denoise", "decode", "total"}
+    assert all(value >= 0 for value in milliseconds.values())
+    assert milliseconds["denoise"] > 0
+    assert milliseconds.pop("total") >= sum(milliseconds.values()) * 0.9
+    wait_until(lambda: len(begun("my-id-1")) == 2, "both ranks log the client's request id")
+
+
+def test_every_deployment_and_rank_logs_the_request_that_it_works_for(url: str):
+    body, headers = {"prompt": "a red circle " * 9, "num_inference_steps": 1}, {"x-request-id": "traced"}
+    assert httpx.post(f"{url}{IMAGES}", json=body, headers=headers, timeout=TIMEOUT_S).status_code == 200
+
+    def logged(message: str) -> list[str]:
+        return [line["logger"] for line in log_lines(message) if line.get("request_id", "").startswith("traced")]
+
+    by_message = {
+        "the prompt has 118 tokens": ["pipelines.prompts"],
+        "text is encoded": ["deployments.stages.text_encoder"],
+        "job is queued": ["deployments.stages.denoiser"],
+        "job begins": ["engines.gang.rank_jobs"] * 2,
+        "latents are decoded": ["deployments.stages.vae_decoder"],
+        f"POST {IMAGES} 200": ["troupe.access"],
+    }
+    for message, loggers in by_message.items():
+        wait_until(lambda message=message, loggers=loggers: logged(message) == loggers, message)
+
+
+def test_answers_say_whether_the_shape_was_warm(official: openai.OpenAI, url: str):
+    def headers_say(size: str) -> str:
+        raw = official.images.with_raw_response.generate(prompt=PROMPT, extra_body={"size": size, "seed": 1})
+        return str(raw.headers["x-troupe-warm"])
+
+    assert headers_say(WARM_SIZE) == "true", "prepared at start"
+    assert [headers_say("32x88") for _ in range(2)] == ["false", "true"], "prepared by the first that came"
+    events = list(
+        official.images.generate(prompt=PROMPT, stream=True, extra_body={"size": "32x104", "num_inference_steps": 2})
+    )
+    assert events[-1].timings["was_warm"] is False
+    video = official.videos.create_and_poll(
+        prompt=PROMPT, poll_interval_ms=100, size=WARM_SIZE, extra_body={"num_inference_steps": 2}
+    )
+    assert video.timings["was_warm"] is True
+
+
+def test_clip_from_prompt_to_deletion(official: openai.OpenAI, models: dict[str, Path]):
+    extra = {"seed": 4, "num_frames": 9, "fps": 8}
+    video = official.videos.create_and_poll(prompt=PROMPT, poll_interval_ms=100, extra_body=extra)
+    assert (video.status, video.progress, video.seed) == ("completed", 100, 4)
+    frames = frames_of(official.videos.download_content(video.id).read())
+    bare = bare_frames(models, model="clips", **extra)
+    assert len(frames) == len(bare) == 9
+    assert_alike(np.stack(frames), bare)
+    thumbnail = official.videos.download_content(video.id, variant="thumbnail").read()
+    assert Image.open(io.BytesIO(thumbnail)).format == "WEBP"
+    assert official.videos.delete(video.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        official.videos.retrieve(video.id)
+
+
+def test_clips_with_one_seed_are_the_same_bytes(official: openai.OpenAI):
+    def film(seed: int) -> bytes:
+        video = official.videos.create_and_poll(
+            prompt=PROMPT, poll_interval_ms=100, extra_body={"seed": seed, "num_inference_steps": 3}
+        )
+        return official.videos.download_content(video.id).read()
+
+    assert film(1) == film(1) != film(2)
+
+
+async def test_handle_for_a_picture(url: str):
+    handle = serve.get_app_handle("troupe").options(stream=True)
+    events = [event async for event in handle.generate.remote(PROMPT, seed=5, partial_images=1)]
+    assert [event.step for event in events if isinstance(event, Progress)] == list(range(1, 9))
+    assert sum(isinstance(event, Preview) for event in events) == 1
+    assert isinstance(events[-1], Media)
+    assert events[-1].data == picture(url, seed=5)
+
+
+async def test_handle_for_a_clip(url: str):
+    handle = serve.get_app_handle("troupe").options(stream=True)
+    events = [event async for event in handle.generate.remote(PROMPT, model="clips", seed=5, num_frames=5)]
+    assert [event.step for event in events if isinstance(event, Progress)] == list(range(1, 7))
+    assert any(isinstance(event, Preview) for event in events)
+    assert isinstance(events[-1], Media)
+    assert len(frames_of(events[-1].data)) == 5
+    assert Image.open(io.BytesIO(events[-1].thumbnail)).format == "WEBP"
+
+
+async def test_handle_with_bad_fields_says_what_is_wrong(url: str):
+    handle = serve.get_app_handle("troupe").options(stream=True)
+    with pytest.raises(ValueError, match="multiples of"):
+        async for _ in handle.generate.remote(PROMPT, size="63x64"):
+            pass
+    with pytest.raises(ValueError, match="Unknown field 'sed'"):
+        async for _ in handle.generate.remote(PROMPT, sed=1):
+            pass
+
+
+async def test_jobs_in_flight_take_turns_and_each_sees_its_own_progress(url: str):
+    lengths = [40, 50, 60]
+    assert len(lengths) == NUM_RUNNING
+    seen: dict[int, list[int]] = {length: [] for length in lengths}
+    at_first_end: list[dict[int, int]] = []
+
+    async def follow(client: httpx.AsyncClient, length: int) -> bytes:
+        async with stream_of(client, {"seed": length, "num_inference_steps": length}) as events:
+            async for event in events:
+                if event["type"] == "troupe.progress":
+                    assert event["of"] == length
+                    seen[length].append(event["step"])
+        at_first_end.append({length: len(steps) for length, steps in seen.items()})
+        return finished(event)
+
+    async with httpx.AsyncClient(base_url=url) as client:
+        together = await asyncio.gather(*(follow(client, length) for length in lengths))
+    assert seen == {length: list(range(1, length + 1)) for length in lengths}
+    assert min(at_first_end[0].values()) >= 20, f"one starved: {at_first_end[0]}"
+    assert together == [picture(url, seed=length, num_inference_steps=length) for length in lengths]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_input_never_reaches_a_rank(url: str, stream: bool):
+    before = len(log_lines("job begins"))
+    with httpx.Client(base_url=url) as client:
+        for body, status, param in BAD_BODIES:
+            answer = client.post(IMAGES, json={**body, "stream": stream})
+            assert answer.status_code == status, (body, answer.text)
+            assert answer.json()["error"]["param"] == param
+    picture(url, num_inference_steps=1)
+    wait_until(lambda: len(log_lines("job begins")) >= before + 2, "a good one is logged by both ranks")
+    assert len(log_lines("job begins")) == before + 2

@@ -1,0 +1,99 @@
+import re
+
+import pytest
+import torch
+
+from engines.core.spec import ParallelSpec
+from engines.parallel.tensor import split_features
+
+
+@pytest.mark.parametrize(
+    ("strategy", "width", "expected"),
+    [
+        ("ulysses", 4, ParallelSpec(ulysses=4)),
+        ("ring", 1, ParallelSpec()),
+        ("hybrid", 2, ParallelSpec(ulysses=2)),
+        ("hybrid", 4, ParallelSpec(ulysses=2, ring=2)),
+        ("hybrid", 8, ParallelSpec(ulysses=4, ring=2)),
+        ("ulysses4xring2", 8, ParallelSpec(ulysses=4, ring=2)),
+        ("guidance", 2, ParallelSpec(guidance=2)),
+        ("guidance", 4, ParallelSpec(guidance=2, ulysses=2)),
+        ("guidance2xtensor", 8, ParallelSpec(guidance=2, tensor=4)),
+        ("guidance2xulysses2", 2, ParallelSpec(ulysses=2)),
+        ("ulysses2xtensor2", 2, ParallelSpec(tensor=2)),
+    ],
+)
+def test_names(strategy: str, width: int, expected: ParallelSpec) -> None:
+    assert ParallelSpec.of(strategy, width) == expected
+    assert expected.width == width
+
+
+def test_name_reads_back() -> None:
+    spec = ParallelSpec(guidance=2, ulysses=4, ring=2)
+    assert ParallelSpec.of(spec.name, 16) == spec
+
+
+@pytest.mark.parametrize(
+    ("strategy", "width", "message"),
+    [
+        ("spiral", 4, "unknown strategy 'spiral'; known: ulysses, ring"),
+        ("ulysses2xulysses2", 4, "unknown strategy"),
+        ("guidance2xulysses", 3, "needs a multiple of 2 ranks, not 3"),
+        ("guidancexulysses", 4, "give a number to all factors but one"),
+        ("ulysses2xring2", 8, "cannot be spread over 8"),
+        ("ring2xallgather_kv2", 4, "use one of them"),
+        ("guidance4", 4, "at most two branches"),
+        ("ulysses0", 4, "unknown strategy"),
+    ],
+)
+def test_errors_say_what_is_allowed(strategy: str, width: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ParallelSpec.of(strategy, width)
+
+
+def test_heads_that_do_not_divide() -> None:
+    with pytest.raises(
+        ValueError, match=r"ulysses 5 does not fit: 24 heads, not divisible by 5; allowed: 1, 2, 3, 4, 6, 8, 12, 24"
+    ):
+        ParallelSpec(ulysses=5).check(num_heads=24)
+    with pytest.raises(
+        ValueError, match=r"6 heads per tensor rank \(24 / 4\), not divisible by 4; allowed: 1, 2, 3, 6"
+    ):
+        ParallelSpec(ulysses=4, tensor=4).check(num_heads=24)
+    with pytest.raises(ValueError, match="names no linears"):
+        ParallelSpec(tensor=2).check(num_heads=24, has_tensor_plan=False)
+    ParallelSpec(ring=5).check(num_heads=24)
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        (
+            "small",
+            "tensor 3 does not fit: 8960 features of blocks.*.ffn.net.0.proj, not divisible by 3; allowed: 1, 2, 4",
+        ),
+        (
+            "large",
+            "tensor 5 does not fit: 13824 features of blocks.*.ffn.net.0.proj, not divisible by 5; allowed: 1, 2, 4, 8",
+        ),
+    ],
+)
+def test_features_that_do_not_divide(family: str, message: str) -> None:
+    """Wan 2.1: the 12 heads of 1.3B allow three ranks and the 40 heads of 14B five, their MLPs do not."""
+    from diffusers import WanTransformer3DModel
+
+    from pipelines.wan.shard_plan import shard_plan
+
+    heads, features, layers = {"small": (12, 8960, 1), "large": (40, 13824, 1)}[family]
+    with torch.device("meta"):
+        module = WanTransformer3DModel(num_attention_heads=heads, ffn_dim=features, num_layers=layers)
+    divided = split_features(module, shard_plan(expand_timesteps=False))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ParallelSpec(tensor=int(message.split()[1])).check(num_heads=heads, features=divided)
+    ParallelSpec(tensor=4).check(num_heads=heads, features=divided)
+
+
+def test_one_branch_takes_the_guidance_axis() -> None:
+    assert ParallelSpec(guidance=2, ring=2).without_guidance() == ParallelSpec(ring=4)
+    assert ParallelSpec(guidance=2).without_guidance() == ParallelSpec(ulysses=2)
+    assert ParallelSpec(ulysses=4).without_guidance() == ParallelSpec(ulysses=4)

@@ -1,0 +1,16 @@
+"""Teams of one width fill the gang."""
+
+import subprocess
+import sys
+
+from engines.core.widths import aligned_runs, gang_widths
+
+
+def test_aligned_runs_fill_the_gang() -> None:
+    assert aligned_runs(4, 2) == [(0, 1), (2, 3)]
+    assert gang_widths(6) == (1, 2, 3, 6)
+
+
+def test_a_scheduler_needs_no_torch() -> None:
+    code = "import sys, engines.gang.scheduler; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

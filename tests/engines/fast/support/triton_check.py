@@ -1,0 +1,188 @@
+"""Every Triton kernel beside its plain version: ``python triton_check.py cpu`` (under the interpreter) or ``cuda``."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[4]))
+
+from engines.fast.kernels import (
+    HeadNorms,
+    Modulation,
+    heads_triton,
+    norm_and_rotate,
+    norm_modulate,
+    norm_triton,
+    push_triton,
+    quantize_rows,
+    quantize_triton,
+)
+from engines.fast.kernels import residual_norm_modulate as residual
+from engines.fast.kernels.rows import QuantRows
+from engines.parallel.collectives import Axis
+from engines.torch_engine.exchange.heads import attend_tokens_first, join_columns, local_attention
+from engines.torch_engine.exchange.peer_heads import PeerHeads
+from engines.torch_engine.exchange.peer_memory import addresses_of
+
+
+def close(got: Tensor | QuantRows, expected: Tensor | QuantRows, tolerance: float = 1e-5) -> None:
+    if isinstance(got, QuantRows):
+        assert isinstance(expected, QuantRows)
+        close(got.scale_R1.cpu(), expected.scale_R1)
+        # The interpreter cuts float8 off instead of rounding it.
+        tolerance = 0.01 if got.values_RC.is_cuda else 0.1
+        got, expected = got.dequantized(), expected.dequantized()
+    assert isinstance(expected, Tensor)
+    error = (got.cpu().float() - expected.float()).norm() / expected.float().norm()
+    assert error <= tolerance, f"relative error {error:.2e}"
+
+
+def moved(modulation: Modulation, device: str) -> Modulation:
+    return Modulation(
+        shift_SBC=modulation.shift_SBC.to(device),
+        scale_SBC=modulation.scale_SBC.to(device),
+        first_rows=modulation.first_rows,
+    )
+
+
+def check_norm(device: str, *, channels: int, first: int, gates: int, segments: int) -> None:
+    batch, rows = 2, 10
+    x, y, z = (torch.randn(rows, channels) for _ in range(3))
+    vectors = torch.randn(6, segments, batch, channels)
+    gate = torch.randn(gates, batch, channels)
+    modulation = Modulation(shift_SBC=vectors[1], scale_SBC=vectors[4], first_rows=first)
+    there = moved(modulation, device)
+    for quantize in (False, True):
+        got = norm_triton.launch(x.to(device), (), None, there, quantize)
+        close(got, norm_modulate(x, modulation, quantize=quantize))
+        for updates in ((y,), (y, z)):
+            x_here, x_there = x.clone(), x.clone().to(device)
+            moved_updates = tuple(update.to(device) for update in updates)
+            got = norm_triton.launch(x_there, moved_updates, gate.to(device), there, quantize)
+            close(got, residual(x_here, updates, gate, modulation, quantize=quantize))
+            close(x_there, x_here)
+
+
+def check_heads(device: str, *, heads: int, dim: int, parts: int, world: int) -> None:
+    batch, length, first = 2, 5, 4
+    qkv = torch.randn(length * batch, 3, heads, dim)
+    weight, angles = torch.randn(2, 2, dim), torch.randn(length, dim // 2)
+    norms = HeadNorms(weight_S2D=weight, cos_LP=angles.cos(), sin_LP=angles.sin(), first_rows=first)
+    there = HeadNorms(
+        weight_S2D=weight.to(device), cos_LP=norms.cos_LP.to(device), sin_LP=norms.sin_LP.to(device), first_rows=first
+    )
+    in_place = qkv.clone().to(device)
+    heads_triton.launch(in_place, there, in_place.view(length, batch, 3, heads, dim))
+    expected = qkv.clone()
+    norm_and_rotate(expected, norms, expected.view(length, batch, 3, heads, dim))
+    close(in_place, expected)
+    bias = torch.randn(3, heads, dim)
+    norms, there = replace(norms, bias_3HD=bias), replace(there, bias_3HD=bias.to(device))
+    here_out = torch.full((parts, world, length, batch, 3, heads // parts // world, dim), float("nan"))
+    there_out = here_out.clone().to(device)
+    order = (2, 3, 4, 0, 1, 5, 6)
+    norm_and_rotate(qkv, norms, here_out.permute(order))
+    heads_triton.launch(qkv.to(device), there, there_out.permute(order))
+    close(there_out, here_out)
+
+
+def check_peers(device: str, *, heads: int, dim: int, world: int) -> None:
+    """The inboxes of all ranks are on this device; every rank's rows must land in its own part of each."""
+    batch, length, first = 2, 5, 4
+    each = heads // world
+    inboxes = torch.full((world, world * length, batch, 3, each, dim), float("nan"), device=device)
+    results = torch.full((world, 7, world * 6), float("nan"), device=device)
+    expected, expected_results = inboxes.cpu(), results.cpu()
+    addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes], device=device)
+    result_addresses = torch.tensor([result.data_ptr() for result in results], device=device)
+    for rank in range(world):
+        qkv, angles = torch.randn(length * batch, 3, heads, dim), torch.randn(length, dim // 2)
+        weight = torch.randn(2, 2, dim)
+        bias = torch.randn(3, heads, dim)
+        norms = HeadNorms(weight_S2D=weight, cos_LP=angles.cos(), sin_LP=angles.sin(), first_rows=first, bias_3HD=bias)
+        mine = expected[:, rank * length : (rank + 1) * length]
+        norm_and_rotate(qkv, norms, mine.permute(1, 2, 3, 0, 4, 5))
+        tables = (norms.weight_S2D.to(device), norms.cos_LP.to(device), norms.sin_LP.to(device))
+        there = HeadNorms(
+            weight_S2D=tables[0], cos_LP=tables[1], sin_LP=tables[2], first_rows=first, bias_3HD=bias.to(device)
+        )
+        heads_triton.launch_to_peers(qkv.to(device), there, batch, addresses, rank * length)
+        x = torch.randn(world, 7, 6)
+        push_triton.push_columns(x.to(device), result_addresses, rank)
+        expected_results[:, :, rank * 6 : (rank + 1) * 6] = x
+    close(inboxes, expected)
+    close(results, expected_results)
+
+
+class OneProcessMemory:
+    """Stands for ``PeerMemory``: the memories of all ranks, which take turns in this process and need no barrier."""
+
+    opened: ClassVar[dict[str, list[Tensor]]] = {}
+
+    def __init__(self, numel: int, sample: Tensor, axis: Axis, *, use: str) -> None:
+        several = self.opened.setdefault(use, [sample.new_full((numel,), float("nan")) for _ in axis.ranks])
+        self.views_W, self.mine = tuple(several), several[axis.index]
+        self.addresses_W = addresses_of(several)
+        self.barrier = lambda channel: None
+
+
+def check_exchange(device: str, *, world: int, by_runs: bool, copied: bool = False) -> None:
+    """Attention of all ranks through each other's memory against one rank's: sent whole, picture first, or copied."""
+    OneProcessMemory.opened.clear()
+    batch, length, first, heads, dim = 2, 5, 4, 4, 8
+    rows = length * batch
+    attend = local_attention(torch.device(device), torch.float32)
+    weight, angles = torch.randn(2, 2, dim, device=device), torch.randn(world, length, dim // 2, device=device)
+    inputs = torch.randn(world, rows, 3, heads, dim, device=device)
+    axes = [Axis(ranks=tuple(range(world)), index=rank) for rank in range(world)]
+    with patch("engines.torch_engine.exchange.peer_heads.PeerMemory") as memory:
+        memory.open = OneProcessMemory
+        exchanges = [PeerHeads(attend, axis, torch.device("cpu"), copies=copied) for axis in axes]
+        norms = [
+            HeadNorms(weight_S2D=weight, cos_LP=some.cos(), sin_LP=some.sin(), first_rows=first) for some in angles
+        ]
+        for exchange, qkv_R3HD, norm in zip(exchanges, inputs, norms, strict=True):
+            for start, stop in ((first, rows), (0, first)) if by_runs else ():
+                exchange.send_run(qkv_R3HD, batch, norm, start, stop)
+        sent = [
+            exchange.sent(qkv_R3HD, batch) if by_runs else exchange.send(qkv_R3HD, batch, norm, beside=copied)
+            for exchange, qkv_R3HD, norm in zip(exchanges, inputs, norms, strict=True)
+        ]
+        attended = [exchange.attend(some) for exchange, some in zip(exchanges, sent, strict=True)]
+        results = [join_columns(exchange.collect(some)) for exchange, some in zip(exchanges, attended, strict=True)]
+    normed = torch.empty(world * length, batch, 3, heads, dim)
+    for rank, norm in enumerate(norms):
+        here = HeadNorms(weight_S2D=weight.cpu(), cos_LP=norm.cos_LP.cpu(), sin_LP=norm.sin_LP.cpu(), first_rows=first)
+        norm_and_rotate(inputs[rank].cpu(), here, normed[rank * length : (rank + 1) * length])
+    expected = attend_tokens_first(local_attention(torch.device("cpu"), torch.float32), normed)
+    close(torch.cat(results), expected.flatten(0, 1).flatten(1))
+
+
+def main(device: str) -> None:
+    torch.manual_seed(0)
+    check_norm(device, channels=48, first=4, gates=2, segments=2)
+    check_norm(device, channels=96, first=4, gates=2, segments=1)
+    check_norm(device, channels=64, first=0, gates=1, segments=1)
+    check_heads(device, heads=12, dim=16, parts=2, world=2)
+    check_heads(device, heads=6, dim=8, parts=1, world=3)
+    for gelu in (False, True):
+        x = torch.randn(4, 9, 12)
+        close(quantize_triton.launch(x.to(device), gelu=gelu), quantize_rows(x, gelu=gelu))
+        wide = torch.randn(7, 40)
+        close(quantize_triton.launch(wide[None, :, :30].to(device), gelu=gelu), quantize_rows(wide[:, :30], gelu=gelu))
+    check_peers(device, heads=12, dim=16, world=4)
+    for by_runs in (False, True):
+        check_exchange(device, world=2, by_runs=by_runs)
+    check_exchange(device, world=2, by_runs=False, copied=True)
+    print("all kernels agree")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

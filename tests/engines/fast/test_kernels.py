@@ -1,0 +1,127 @@
+"""The fused elementwise steps against PyTorch's own modules, and Triton's versions against the plain ones.
+
+Triton runs on CPU tensors only under its interpreter, which must be chosen before it is imported: its part of this test
+runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers.models.embeddings import apply_rotary_emb
+from torch import Tensor, nn
+from torch.nn import functional
+
+from engines.fast.kernels import HeadNorms, Modulation, norm_and_rotate, norm_modulate, quantize_rows
+from engines.fast.kernels import residual_norm_modulate as residual
+from engines.fast.kernels.rows import QuantRows
+from tests.support.patience import PATIENCE_S
+
+BATCH, TEXT, IMAGE, CHANNELS = 2, 3, 5, 24
+ROWS = BATCH * (TEXT + IMAGE)
+TRITON_CHECK = Path(__file__).parent / "support" / "triton_check.py"
+TRITON_APART = Path(sys.prefix, "triton")
+"""Where `make venv` puts it."""
+
+
+def vectors(segments: int = 2) -> Tensor:
+    return torch.randn(segments, BATCH, CHANNELS)
+
+
+def expected_norm(x_RC: Tensor, shift_SBC: Tensor, scale_SBC: Tensor) -> Tensor:
+    """Batch entry by entry and stream by stream, as a block does it."""
+    x_LBC = x_RC.view(-1, BATCH, CHANNELS)
+    streams = []
+    for stream_LBC, shift_BC, scale_BC in zip((x_LBC[:TEXT], x_LBC[TEXT:]), shift_SBC, scale_SBC, strict=True):
+        normed = nn.LayerNorm(CHANNELS, elementwise_affine=False, eps=1e-6)(stream_LBC)
+        streams.append(normed * (1 + scale_BC) + shift_BC)
+    return torch.cat(streams).reshape(ROWS, CHANNELS)
+
+
+def test_norm_modulate_takes_each_streams_and_entrys_own_vectors() -> None:
+    x_RC, shift_SBC, scale_SBC = torch.randn(ROWS, CHANNELS), vectors(), vectors()
+    result = norm_modulate(x_RC, Modulation(shift_SBC=shift_SBC, scale_SBC=scale_SBC, first_rows=BATCH * TEXT))
+    torch.testing.assert_close(result, expected_norm(x_RC, shift_SBC, scale_SBC))
+
+
+def test_residual_is_added_in_place_before_the_norm() -> None:
+    x_RC, y_RC, z_RC = (torch.randn(ROWS, CHANNELS) for _ in range(3))
+    gate_SBC, shift_SBC, scale_SBC = vectors(), vectors(), vectors()
+    gates = torch.cat((gate_SBC[0].repeat(TEXT, 1), gate_SBC[1].repeat(IMAGE, 1)))
+    sum_RC = x_RC + gates * (y_RC + z_RC)
+    modulation = Modulation(shift_SBC=shift_SBC, scale_SBC=scale_SBC, first_rows=BATCH * TEXT)
+    result = residual(x_RC, (y_RC, z_RC), gate_SBC, modulation)
+    torch.testing.assert_close(x_RC, sum_RC)
+    torch.testing.assert_close(result, expected_norm(sum_RC, shift_SBC, scale_SBC))
+
+
+def test_gate_with_two_segments_meets_modulation_with_one() -> None:
+    x_RC, y_RC = torch.randn(ROWS, CHANNELS), torch.randn(ROWS, CHANNELS)
+    gate_SBC, one_SBC = vectors(), vectors(1)
+    modulation = Modulation(shift_SBC=one_SBC, scale_SBC=one_SBC, first_rows=BATCH * TEXT)
+    gates = torch.cat((gate_SBC[0].repeat(TEXT, 1), gate_SBC[1].repeat(IMAGE, 1)))
+    expected = expected_norm(x_RC + gates * y_RC, one_SBC.expand(2, -1, -1), one_SBC.expand(2, -1, -1))
+    torch.testing.assert_close(residual(x_RC, (y_RC,), gate_SBC, modulation), expected)
+
+
+def test_norm_and_rotate_equals_diffusers() -> None:
+    heads, dim, length = 6, 8, TEXT + IMAGE
+    qkv_R3HD = torch.randn(length * BATCH, 3, heads, dim)
+    weight_S2D = torch.randn(2, 2, dim)
+    angles = torch.randn(length, dim // 2)
+    norms = HeadNorms(weight_S2D=weight_S2D, cos_LP=angles.cos(), sin_LP=angles.sin(), first_rows=BATCH * TEXT)
+    parts = torch.empty(3, length, BATCH, 3, 2, dim)  # three destinations, two heads each
+    norm_and_rotate(qkv_R3HD, norms, parts.permute(1, 2, 3, 0, 4, 5))
+    got_BL3HD = parts.permute(2, 1, 3, 0, 4, 5).flatten(3, 4)
+    qkv_BL3HD = qkv_R3HD.view(length, BATCH, 3, heads, dim).transpose(0, 1)
+    tables = (angles.cos().repeat_interleave(2, 1), angles.sin().repeat_interleave(2, 1))
+    for which in range(2):
+        x_BLHD = qkv_BL3HD[:, :, which]
+        text = functional.rms_norm(x_BLHD[:, :TEXT], (dim,), weight_S2D[0, which], 1e-6)
+        image = functional.rms_norm(x_BLHD[:, TEXT:], (dim,), weight_S2D[1, which], 1e-6)
+        expected = apply_rotary_emb(torch.cat((text, image), 1), tables, sequence_dim=1)
+        torch.testing.assert_close(got_BL3HD[:, :, which], expected)
+    torch.testing.assert_close(got_BL3HD[:, :, 2], qkv_BL3HD[:, :, 2])
+
+
+@pytest.mark.parametrize("gelu", [False, True])
+def test_quantize_rows_joins_groups(gelu: bool) -> None:
+    x_GRC = torch.randn(4, 7, 6) * torch.logspace(-3, 2, 7)[None, :, None]
+    rows = quantize_rows(x_GRC, gelu=gelu)
+    joined = torch.cat(tuple(x_GRC), dim=1)
+    joined = functional.gelu(joined, approximate="tanh") if gelu else joined
+    assert rows.values_RC.float().abs().amax(1).allclose(torch.tensor(448.0))
+    largest = joined.abs().amax(1, keepdim=True)
+    assert ((rows.dequantized() - joined).abs() / largest).max() < 2**-4  # half a step of a 3-bit mantissa
+
+
+def test_zero_rows_stay_zero() -> None:
+    assert not quantize_rows(torch.zeros(2, 8)).dequantized().any()
+
+
+def test_quantised_norm_is_the_norm_quantised() -> None:
+    modulation = Modulation(shift_SBC=vectors(), scale_SBC=vectors(), first_rows=BATCH * TEXT)
+    x_RC = torch.randn(ROWS, CHANNELS)
+    rows, plain = norm_modulate(x_RC, modulation, quantize=True), norm_modulate(x_RC, modulation)
+    assert isinstance(rows, QuantRows)
+    assert isinstance(plain, Tensor)
+    torch.testing.assert_close(rows.dequantized(), plain, rtol=2**-4, atol=0.02)
+
+
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None or TRITON_APART.is_dir()
+
+
+@pytest.mark.skipif(not has_triton(), reason="Triton is not installed; `make venv` does that")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU, test_gpu.py runs them compiled")
+def test_triton_versions_equal_the_plain_ones() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(TRITON_APART)}
+    command = [sys.executable, str(TRITON_CHECK), "cpu"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,173 @@
+"""A denoiser small enough to run by hand, which exchanges something at every step: a missing rank shows in its result.
+
+Faults are asked for by the request and happen in the engine, so the product needs no hooks for them.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engines.core.model import Branch
+from engines.gang.config import RankContext, RankParts
+from engines.gang.job import Job
+
+Fault = Literal["exit", "hang", "error", "value_error"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FakeRequest:
+    """``fault`` strikes in the engine at ``fault_step``, on ``fault_rank`` or on all ranks.
+
+    Every rank appends a line with its pid to the file ``trace`` for each step that it has done.
+    """
+
+    seed: int
+    num_steps: int
+    step_s: float = 0.0
+    fault: Fault | None = None
+    fault_step: int = 1
+    fault_rank: int | None = None
+    trace: str | None = None
+    bad_begin: bool = False
+    bad_preview: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FakeState:
+    request: FakeRequest
+    x_L: Tensor
+    conditioning_L: Tensor
+    step: int = 0
+
+
+def predict_whole(x_L: Tensor, conditioning_L: Tensor) -> Tensor:
+    """What the engine computes in slices."""
+    return torch.sin(3 * x_L) + conditioning_L
+
+
+class FakeSampler:
+    def begin(self, request: FakeRequest, conditioning: Tensor) -> FakeState:
+        if request.bad_begin:
+            raise ValueError("this request has no beginning")
+        generator = torch.Generator().manual_seed(request.seed)
+        x_L = torch.randn(conditioning.shape, generator=generator)
+        return FakeState(request=request, x_L=x_L, conditioning_L=conditioning)
+
+    def num_steps(self, state: FakeState) -> int:
+        return state.request.num_steps
+
+    def branches(self, state: FakeState) -> tuple[Branch, ...]:
+        time.sleep(state.request.step_s)
+        struck = state.request.fault if state.step + 1 == state.request.fault_step else None
+        module = f"{struck}@{state.request.fault_rank}" if struck else "transformer"
+        return (Branch(inputs={"x_L": state.x_L, "conditioning_L": state.conditioning_L}, module=module),)
+
+    def advance(self, state: FakeState, predictions: tuple[Tensor, ...]) -> FakeState:
+        if state.request.trace:
+            with open(state.request.trace, "a") as trace:
+                trace.write(f"{os.getpid()}\n")
+        return replace(state, x_L=state.x_L - 0.1 * predictions[0], step=state.step + 1)
+
+    def latents(self, state: FakeState) -> Tensor:
+        return state.x_L
+
+    def preview(self, state: FakeState) -> Tensor:
+        if state.request.bad_preview:
+            raise ValueError("this request has no preview")
+        return state.x_L.clone()
+
+
+class FakeEngine:
+    """Each rank of a team computes its slice of the prediction; the sum over the team is the whole, to the bit.
+
+    A width and a length of the prediction are warm once they have run.
+    """
+
+    def __init__(self, context: RankContext) -> None:
+        self._rank = context.rank
+        self._widths = tuple(w for w in range(1, context.num_ranks + 1) if context.num_ranks % w == 0)
+        self._seen: set[tuple[int, int]] = set()
+        self._was_warm = False
+        self._groups = {}
+        for width in self._widths[1:]:
+            for first in range(0, context.num_ranks, width):
+                team = tuple(range(first, first + width))
+                self._groups[team] = dist.new_group(list(team))
+
+    def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> tuple[Tensor, ...]:
+        keys = {(len(ranks), len(branch.inputs["x_L"])) for branch in branches}
+        self._was_warm = keys <= self._seen
+        self._seen |= keys
+        return tuple(self._predict_branch(branch, ranks) for branch in branches)
+
+    def warm_up(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> None:
+        self.predict(branches, ranks)
+
+    @property
+    def was_warm(self) -> bool:
+        return self._was_warm
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return self._widths
+
+    def close(self) -> None:
+        assert dist.is_initialized()
+
+    def _predict_branch(self, branch: Branch, ranks: tuple[int, ...]) -> Tensor:
+        fault, _, fault_rank = branch.module.partition("@")
+        if fault_rank in (str(self._rank), "None"):
+            strike(fault)
+        x_L, conditioning_L = branch.inputs["x_L"], branch.inputs["conditioning_L"]
+        mine = torch.arange(len(x_L)) % len(ranks) == ranks.index(self._rank)
+        out_L = torch.where(mine, predict_whole(x_L, conditioning_L), torch.zeros_like(x_L))
+        if len(ranks) > 1:
+            dist.all_reduce(out_L, group=self._groups[ranks])
+        return out_L
+
+
+def strike(fault: str) -> None:
+    if fault == "exit":
+        os._exit(1)
+    if fault == "hang":
+        time.sleep(10**6)
+    if fault == "error":
+        raise RuntimeError("the engine is broken")
+    if fault == "value_error":
+        raise ValueError("the engine cannot take this shape")
+
+
+def build_fake(context: RankContext) -> RankParts:
+    return RankParts(engine=FakeEngine(context), sampler=FakeSampler())
+
+
+def build_fake_failing_on_rank_1(context: RankContext) -> RankParts:
+    if context.rank == 1:
+        raise ValueError("no such checkpoint")
+    dist.barrier()  # for ever: rank 1 is not coming
+    return build_fake(context)
+
+
+CONDITIONING_L = torch.linspace(-1, 1, 101)
+
+
+def fake_job(job_id: str, request: FakeRequest, **fields: object) -> Job:
+    return Job(
+        **{"job_id": job_id, "request": request, "conditioning": CONDITIONING_L, "num_steps": request.num_steps}
+        | fields
+    )  # type: ignore[arg-type]
+
+
+def reference_latents(request: FakeRequest, conditioning_L: Tensor = CONDITIONING_L) -> Tensor:
+    """The same maths in one process, without engine, team or plan."""
+    x_L = torch.randn(conditioning_L.shape, generator=torch.Generator().manual_seed(request.seed))
+    for _ in range(request.num_steps):
+        x_L = x_L - 0.1 * predict_whole(x_L, conditioning_L)
+    return x_L

@@ -1,0 +1,78 @@
+"""What the gang's tests share: starting gangs, running jobs to their end, and looking for leaks."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import psutil
+import ray
+import torch
+from ray.util import placement_group_table
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from engines.gang.config import GangConfig
+from engines.gang.gang import Gang
+from engines.gang.job import Job, JobDone, JobEvent
+from engines.gang.placement import gang_bundles, gang_strategy
+from tests.engines.gang.support.fakes import build_fake
+
+
+@contextmanager
+def group_for(config: GangConfig) -> Iterator[PlacementGroup]:
+    group = placement_group(gang_bundles(config, replica_cpus=0.1), strategy=gang_strategy(config))
+    try:
+        yield group
+    finally:
+        remove_placement_group(group)
+
+
+@asynccontextmanager
+async def gang_of(config: GangConfig) -> AsyncIterator[Gang]:
+    """A gang of fakes in a placement group of its own; nothing of either is left behind."""
+    with group_for(config) as group:
+        gang = await Gang.start(config, build_fake, placement_group=group)
+        try:
+            yield gang
+        finally:
+            await gang.close()
+        await eventually(lambda: not alive(info.pid for info in gang.infos))
+
+
+async def run(gang: Gang, job: Job) -> list[JobEvent]:
+    return [event async for event in gang.submit(job)]
+
+
+async def latents(gang: Gang, job: Job) -> torch.Tensor:
+    done = (await run(gang, job))[-1]
+    assert isinstance(done, JobDone)
+    return await done.latents
+
+
+def alive(pids: Iterable[int]) -> list[int]:
+    return [pid for pid in pids if _is_alive(pid)]
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def num_placement_groups() -> int:
+    return sum(entry["state"] != "REMOVED" for entry in placement_group_table().values())
+
+
+def num_free_cpus() -> float:
+    return ray.available_resources().get("CPU", 0.0)
+
+
+async def eventually(holds: Callable[[], bool], within_s: float = 10.0) -> None:
+    """Return once ``holds()``, with an AssertionError when it does not in time."""
+    deadline_s = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < deadline_s, f"not within {within_s} s"
+        await asyncio.sleep(0.05)

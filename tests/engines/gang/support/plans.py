@@ -1,0 +1,26 @@
+"""Schedulers, their jobs and their plans, without ranks."""
+
+from __future__ import annotations
+
+from engines.gang.job import Job
+from engines.gang.scheduler import Scheduler
+from engines.gang.step_plan import StepPlan
+
+
+def job(job_id: str, num_steps: int = 3, width: int | None = None, previews: tuple[int, ...] = ()) -> Job:
+    return Job(
+        job_id=job_id,
+        request=None,
+        conditioning=None,
+        num_steps=num_steps,
+        width=width,
+        preview_steps=frozenset(previews),
+    )
+
+
+def scheduler(num_ranks: int = 4, max_running_jobs: int = 4, **options: object) -> Scheduler:
+    return Scheduler(num_ranks=num_ranks, max_running_jobs=max_running_jobs, **options)  # type: ignore[arg-type]
+
+
+def all_plans(scheduler: Scheduler) -> list[StepPlan]:
+    return list(iter(scheduler.next_plan, None))

@@ -1,0 +1,153 @@
+"""What a rank does with plans, without actors or a communicator."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from engines.core.model import Branch
+from engines.gang.config import RankContext, RankParts
+from engines.gang.rank_jobs import StepRunner
+from engines.gang.step_plan import Emit, JobStep, StepPlan, Work
+from tests.engines.gang.support.fakes import (
+    FakeRequest,
+    FakeSampler,
+    fake_job,
+    predict_whole,
+    reference_latents,
+    strike,
+)
+
+
+class OneRankEngine:
+    """Counts its forwards."""
+
+    was_warm = True
+    widths = (1, 2)
+
+    def __init__(self) -> None:
+        self.num_branches: list[int] = []
+        self.is_closed = False
+
+    def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> tuple[Tensor, ...]:
+        self.num_branches.append(len(branches))
+        for branch in branches:
+            strike(branch.module.partition("@")[0])
+        return tuple(predict_whole(branch.inputs["x_L"], branch.inputs["conditioning_L"]) for branch in branches)
+
+    def warm_up(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> None:
+        self.predict(branches, ranks)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class TwoBranchSampler(FakeSampler):
+    """As with true guidance: two forwards a step, of which the first counts here."""
+
+    def branches(self, state):
+        (branch,) = super().branches(state)
+        return branch, replace(branch, inputs={name: -tensor for name, tensor in branch.inputs.items()})
+
+
+def runner_with(engine: OneRankEngine, sampler: FakeSampler | None = None, rank: int = 0) -> StepRunner:
+    parts = RankParts(engine=engine, sampler=sampler or FakeSampler())
+    return StepRunner(parts, RankContext(rank=rank, num_ranks=2, device="cpu"))
+
+
+def plan(*steps: tuple[str, int, Emit | None], drops: tuple[str, ...] = (), ranks: tuple[int, ...] = (0,)) -> StepPlan:
+    job_steps = tuple(JobStep(job_id=job_id, step=step, emit=emit) for job_id, step, emit in steps)
+    return StepPlan(sequence=0, works=(Work(job_steps=job_steps, ranks=ranks),) if steps else (), drops=drops)
+
+
+def test_one_forward_serves_several_jobs():
+    engine = OneRankEngine()
+    runner = runner_with(engine, TwoBranchSampler())
+    requests = {name: FakeRequest(seed=ord(name), num_steps=2) for name in "ab"}
+    for name, request in requests.items():
+        runner.admit(fake_job(name, request))
+    runner.execute(plan(("a", 1, None), ("b", 1, "preview")))
+    _, emitted = runner.execute(plan(("a", 2, "final"), ("b", 2, "final")))
+    assert engine.num_branches == [4, 4]
+    for request, latents in zip(requests.values(), emitted, strict=True):
+        assert latents is not None
+        torch.testing.assert_close(latents, reference_latents(request), rtol=0, atol=0)
+    assert runner.job_ids == ()
+
+
+def test_only_the_lead_rank_emits_and_all_forget():
+    runner = runner_with(OneRankEngine(), rank=1)
+    runner.admit(fake_job("a", FakeRequest(seed=1, num_steps=1)))
+    runner.admit(fake_job("elsewhere", FakeRequest(seed=1, num_steps=1)))
+    _, emitted = runner.execute(plan(("a", 1, "final"), ranks=(0, 1)))
+    assert emitted == ()
+    assert runner.job_ids == ("elsewhere",)
+    runner.execute(plan(("elsewhere", 1, "final"), ranks=(0,)))
+    assert runner.job_ids == ()
+
+
+def test_drops_come_first():
+    runner = runner_with(OneRankEngine())
+    runner.admit(fake_job("a", FakeRequest(seed=1, num_steps=5)))
+    runner.execute(plan(("a", 1, None)))
+    report, _ = runner.execute(plan(drops=("a", "unknown")))
+    assert (runner.job_ids, report.failures) == ((), ())
+
+
+def test_a_failed_job_is_reported_once_and_sits_out_the_plans_that_still_name_it():
+    runner = runner_with(OneRankEngine())
+    runner.admit(fake_job("bad", FakeRequest(seed=1, num_steps=2, bad_begin=True)))
+    runner.admit(fake_job("good", FakeRequest(seed=2, num_steps=2)))
+    first, _ = runner.execute(plan(("bad", 1, None), ("good", 1, None)))
+    second, (nothing, latents) = runner.execute(plan(("bad", 2, "final"), ("good", 2, "final")))
+    assert [(f.job_id, str(f.error), f.shared) for f in first.failures] == [
+        ("bad", "this request has no beginning", True)
+    ]
+    assert (second.failures, nothing) == ((), None)
+    assert latents is not None
+    assert latents.equal(reference_latents(FakeRequest(seed=2, num_steps=2)))
+
+
+def test_a_failed_preview_leaves_the_state_as_on_the_other_ranks():
+    runner = runner_with(OneRankEngine())
+    runner.admit(fake_job("a", FakeRequest(seed=1, num_steps=2, bad_preview=True)))
+    report, emitted = runner.execute(plan(("a", 1, "preview")))
+    assert emitted == (None,)
+    assert [failure.shared for failure in report.failures] == [False]
+    _, (latents,) = runner.execute(plan(("a", 2, "final")))
+    assert latents is not None
+    assert latents.equal(reference_latents(FakeRequest(seed=1, num_steps=2)))
+
+
+def test_a_value_error_of_the_engine_fails_the_jobs_and_any_other_error_escapes():
+    runner = runner_with(OneRankEngine())
+    for name, fault in (("value", "value_error"), ("other", "error")):
+        runner.admit(fake_job(name, FakeRequest(seed=1, num_steps=2, fault=fault)))  # type: ignore[arg-type]
+    report, _ = runner.execute(plan(("value", 1, None)))
+    assert [type(failure.error) for failure in report.failures] == [ValueError]
+    with pytest.raises(RuntimeError, match="the engine is broken"):
+        runner.execute(plan(("other", 1, None)))
+
+
+def test_a_job_that_was_never_admitted_is_our_mistake():
+    with pytest.raises(KeyError):
+        runner_with(OneRankEngine()).execute(plan(("unknown", 1, None)))
+
+
+def test_logs_carry_the_job_and_the_request(caplog: pytest.LogCaptureFixture):
+    runner = runner_with(OneRankEngine(), rank=0)
+    runner.admit(fake_job("job-1", FakeRequest(seed=1, num_steps=1), request_id="request-1"))
+    with caplog.at_level(logging.INFO, logger="engines.gang"):
+        runner.execute(plan(("job-1", 1, "final")))
+    assert [record.message for record in caplog.records] == ["job begins", "job ends"]
+    assert {(r.gang_job_id, r.request_id, r.rank) for r in caplog.records} == {("job-1", "request-1", 0)}  # type: ignore[attr-defined]
+
+
+def test_close_releases_the_engine():
+    engine = OneRankEngine()
+    runner_with(engine).close()
+    assert engine.is_closed

@@ -1,0 +1,177 @@
+"""States of real jobs that change ranks between steps: what arrives, what it costs, and the pictures at the end."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engines.gang.config import RankContext, RankParts
+from engines.gang.job import Job
+from engines.gang.rank_jobs import StepRunner
+from engines.gang.scheduler import Scheduler
+from engines.gang.transfer import ALIGNMENT, hand_over
+from engines.parallel.self_check import relative_difference
+from engines.torch_engine.config import TorchEngineConfig
+from engines.torch_engine.engine import TorchEngine
+from pipelines.registry import load_family
+from pipelines.run import PlainEngine
+from pipelines.sizes import Size, request_of
+from tests.engines.support.gloo import gang
+from tests.pipelines.support import tiny
+
+CPU = torch.device("cpu")
+NUM_STEPS = (7, 3, 4)
+"""Of jobs a, b and c; a begins two steps before the others, so that widths go 4, 2 + 1 + 1, 2 + 2, 4."""
+
+
+@pytest.fixture(scope="module", params=["flux", "wan"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    make = {"flux": tiny.flux, "wan": tiny.wan}[request.param]
+    path: Path = make(tmp_path_factory.mktemp(request.param))
+    return path
+
+
+def test_jobs_whose_width_changes_give_the_latents_of_one_rank(folder: Path) -> None:
+    by_rank = gang(4).run(run_elastically, folder)
+    widths = by_rank[0][1]
+    assert widths == {"a": [4, 4, 2, 2, 2, 2, 4], "b": [1, 1, 1], "c": [1, 1, 1, 2]}
+    latents = {job_id: x for emitted, _ in by_rank for job_id, x in emitted.items()}
+    for number, job_id in enumerate("abc"):
+        assert relative_difference(latents[job_id], alone(folder, number)) <= 1e-5
+
+
+def jobs_of(folder: Path) -> list[Job]:
+    family = load_family(folder)
+    size = Size(width=32, height=32, num_frames=5 if family.defaults(folder).kind == "video" else None)
+    jobs = []
+    for number, num_steps in enumerate(NUM_STEPS):
+        request = request_of(size, family.defaults(folder), seed=number, guided=True)
+        request = type(request)(**{**fields_of(request), "num_inference_steps": num_steps})
+        conditioning = shaken(family.blank_conditioning(folder, request), seed=number)
+        job_id = "abc"[number]
+        jobs.append(Job(job_id=job_id, request=request, conditioning=conditioning, num_steps=num_steps, shape=size))
+    return jobs
+
+
+def fields_of(record: Any) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in record.__dataclass_fields__}
+
+
+def shaken(record: Any, seed: int) -> Any:
+    """The same record with noise for zeros."""
+    if isinstance(record, Tensor):
+        return torch.randn(record.shape, generator=torch.Generator().manual_seed(seed))
+    if record is None:
+        return None
+    return type(record)(**{name: shaken(value, seed + 7) for name, value in fields_of(record).items()})
+
+
+def alone(folder: Path, number: int) -> Tensor:
+    family, job = load_family(folder), jobs_of(folder)[number]
+    engine = PlainEngine(model=family.load_denoiser(folder, CPU, torch.float32))
+    sampler = family.load_sampler(folder, CPU, torch.float32)
+    state = sampler.begin(job.request, job.conditioning)
+    for _ in range(job.num_steps):
+        state = sampler.advance(state, engine.predict(sampler.branches(state)))
+    return sampler.latents(state)
+
+
+def run_elastically(folder: Path) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
+    """Every rank makes the same plans, and does its part: the latents that it hands out, and each step's width."""
+    family, rank = load_family(folder), dist.get_rank()
+    engine = TorchEngine(family.load_denoiser(folder, CPU, torch.float32), config=TorchEngineConfig(strategy="ulysses"))
+    parts = RankParts(engine=engine, sampler=family.load_sampler(folder, CPU, torch.float32))
+    runner = StepRunner(parts, RankContext(rank=rank, num_ranks=4, device="cpu"))
+    scheduler = Scheduler(num_ranks=4, max_running_jobs=4, elastic=True)
+    late = jobs_of(folder)
+    emitted: dict[str, Tensor] = {}
+    widths: dict[str, list[int]] = {"a": [], "b": [], "c": []}
+    for number in range(100):
+        for job in {0: late[:1], 2: late[1:]}.get(number, ()):
+            runner.admit(job)
+            scheduler.add(job)
+        if (plan := scheduler.next_plan()) is None:
+            break
+        report, latents = runner.execute(plan)
+        assert report.failures == ()
+        for step, x in zip(plan.emits_of(rank), latents, strict=True):
+            assert x is not None
+            emitted[step.job_id] = x
+        for work in plan.works:
+            widths[work.job_ids[0]].append(work.width)
+    assert runner.job_ids == ()
+    runner.close()
+    return emitted, widths
+
+
+SHARED = torch.arange(5, dtype=torch.int16)
+STATE = {
+    "bfloat16": torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
+    "scalar": torch.tensor(3.25, dtype=torch.float64),
+    "strided": torch.arange(12.0).view(3, 4).t(),
+    "empty": torch.empty(0, 4),
+    "twice": [SHARED, SHARED],
+    "plain": ("text", 7, None),
+}
+
+
+def test_every_kind_of_value_arrives_once() -> None:
+    for rank, arrived in enumerate(gang(2).run(hand_over_state)):
+        for name in ("bfloat16", "scalar", "strided", "empty"):
+            assert arrived[name].dtype == STATE[name].dtype  # type: ignore[union-attr]
+            assert torch.equal(arrived[name], STATE[name]), (rank, name)  # type: ignore[arg-type]
+        assert arrived["twice"][0] is arrived["twice"][1]
+        assert arrived["plain"] == STATE["plain"]
+
+
+def hand_over_state() -> Any:
+    rank = dist.get_rank()
+    return hand_over(STATE if rank == 1 else None, source=1, rank=rank, device=CPU)
+
+
+def test_a_state_without_tensors() -> None:
+    assert gang(2).run(hand_over_number) == [5, 5]
+
+
+def hand_over_number() -> Any:
+    return hand_over(5, source=0, rank=dist.get_rank(), device=CPU)
+
+
+def test_what_cannot_be_pickled_is_told_to_every_rank() -> None:
+    for told in gang(2).run(hand_over_function):
+        assert "pickle" in told
+
+
+def hand_over_function() -> str:
+    try:
+        hand_over(lambda: None, source=0, rank=dist.get_rank(), device=CPU)
+    except Exception as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_change_costs_milliseconds() -> None:
+    """Latents and prompts of a picture of 1024 x 1024, 3 MB; the bound leaves room for whatever else runs here."""
+    assert min(gang(4).run(time_hand_overs)) < 40
+
+
+def time_hand_overs() -> float:
+    rank = dist.get_rank()
+    state = {"latents": torch.zeros(1, 4096, 64), "text": torch.zeros(1, 512, 1024), "step": 5}
+    times = []
+    for _ in range(9):
+        dist.barrier()
+        started_s = time.perf_counter()
+        hand_over(state if rank == 0 else None, source=0, rank=rank, device=CPU)
+        times.append(1e3 * (time.perf_counter() - started_s))
+    return min(times)
+
+
+def test_alignment_fits_every_dtype() -> None:
+    assert ALIGNMENT % torch.complex128.itemsize == 0

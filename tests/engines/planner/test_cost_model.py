@@ -1,0 +1,178 @@
+"""The cost model counts what is known to be there and prefers what must win on machines made to favour it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from engines.core.spec import ParallelSpec
+from engines.planner.cost_model import Workload, candidates, choose, predict
+from engines.planner.forecast import forecast
+from engines.planner.machine import Line, Machine, between
+from engines.planner.machines import H200
+from engines.planner.profile import ModelProfile, profile
+from tests.engines.support import models
+
+KINDS = ("all_to_all", "all_gather", "all_reduce", "rotation")
+WORK = Workload(lengths=(("text", 512), ("image", 4096)), num_branches=2)
+
+
+def machine(latency_s: float = 1e-5, bytes_per_s: float = 2e11, memory_bytes: int = 2**40, **slow: float) -> Machine:
+    lines = {
+        f"{kind}/{n}": Line(latency_s=latency_s * slow.get(kind, 1.0), bytes_per_s=bytes_per_s / slow.get(kind, 1.0))
+        for kind in KINDS
+        for n in (2, 4, 8)
+    }
+    rates = ((512, 5e14), (4608, 7e14))
+    return Machine(
+        name="paper",
+        products=rates,
+        attention=rates,
+        copy_bytes_per_s=4e12,
+        memory_bytes=memory_bytes,
+        exchanges=lines,
+    )
+
+
+@pytest.fixture(scope="module")
+def flux() -> ModelProfile:
+    """The published FLUX.1 transformer, counted without weights."""
+    from diffusers import FluxTransformer2DModel
+
+    from pipelines.flux.denoiser import as_denoiser
+
+    with torch.device("meta"):
+        return profile(as_denoiser(FluxTransformer2DModel(guidance_embeds=True).to(torch.bfloat16)))
+
+
+def test_counts_the_published_model(flux: ModelProfile) -> None:
+    """74.4 TFLOP at 1024 x 1024 with 512 text tokens; 11.9 B weights."""
+    lengths = {"text": 512, "image": 4096, "joint": 4608}
+    linears = sum((cost.split_flops + cost.whole_flops) * lengths[name] for name, cost in flux.streams.items())
+    attention = 4 * 4608**2 * flux.hidden * flux.num_attentions
+    assert (linears + attention) / 1e12 == pytest.approx(74.4, abs=0.05)
+    assert flux.weight_bytes / 2 / 1e9 == pytest.approx(11.9, abs=0.05)
+    assert flux.num_attentions == 57
+    assert flux.num_reductions == 19 * 4 + 38
+
+
+def test_counts_full_width_norms_and_row_linears() -> None:
+    wan = profile(models.model("wan"))
+    assert wan.streams["video"].num_norms == 4 * 3  # the text's key norm does not grow with the video
+    assert wan.num_reductions == 4 * (4 + 3)
+    assert wan.streams["video"].reduced_features == 4 * 3 * wan.hidden
+
+
+@pytest.mark.parametrize("family", ["flux", "wan"])
+def test_one_block_counts_for_all_that_are_equal(family: str) -> None:
+    counted = profile(models.model(family))
+    with patch("engines.planner.profile._signature", id):  # as if no two were equal: all run
+        assert profile(models.model(family)) == counted
+
+
+def test_counting_leaves_the_model_alone() -> None:
+    denoiser = models.model("wan")
+    before = {name: weight.device for name, weight in denoiser.modules["transformer"].named_parameters()}
+    (branch,) = models.branches("wan", "even")
+    with torch.no_grad():
+        expected = denoiser.forward(denoiser.modules["transformer"], branch.inputs)
+        profile(denoiser)
+        again = denoiser.forward(denoiser.modules["transformer"], branch.inputs)
+    assert torch.equal(expected, again)
+    assert before == {name: weight.device for name, weight in denoiser.modules["transformer"].named_parameters()}
+
+
+def test_candidates_fit_heads_branches_and_width(flux: ModelProfile) -> None:
+    found = candidates(flux, 4, num_branches=2)
+    assert len(set(found)) == len(found)
+    assert all(spec.width == 4 for spec in found)
+    assert ParallelSpec(guidance=2, ulysses=2) in found
+    assert ParallelSpec(ring=4) in found
+    assert not any(spec.guidance > 1 for spec in candidates(flux, 4, num_branches=1))
+    assert ParallelSpec(pipeline=2, tensor=2) in found
+    assert not any(spec.ulysses == 5 for spec in candidates(flux, 5, num_branches=1))
+
+
+def test_work_is_shared_and_exchange_grows(flux: ModelProfile) -> None:
+    one = predict(flux, WORK, ParallelSpec(), machine())
+    four = predict(flux, WORK, ParallelSpec(ulysses=4), machine())
+    assert one.exchange_ms == 0
+    assert four.exchange_ms > 0
+    assert four.products_ms < one.products_ms / 2
+    assert four.memory_bytes < one.memory_bytes
+    slow = predict(flux, WORK, ParallelSpec(ulysses=4), machine(bytes_per_s=1e9))
+    assert slow.exchange_ms > 50 * four.exchange_ms
+    assert slow.attention_ms == four.attention_ms
+
+
+def test_two_branches_take_two_halves(flux: ModelProfile) -> None:
+    whole = predict(flux, WORK, ParallelSpec(ulysses=2), machine())
+    halves = predict(flux, WORK, ParallelSpec(guidance=2), machine())
+    assert halves.exchange_ms < whole.exchange_ms / 10
+
+
+@pytest.mark.parametrize(
+    ("slow", "kind"),
+    [
+        ({"all_gather": 100.0, "rotation": 1e4, "all_reduce": 1e4}, "ulysses"),
+        ({"all_to_all": 1e4, "rotation": 1e4, "all_reduce": 1e4}, "allgather_kv"),
+        ({"all_to_all": 1e4, "all_gather": 100.0, "all_reduce": 1e4, "rotation": 0.001}, "ring"),
+    ],
+)
+def test_picks_what_the_machine_is_good_at(flux: ModelProfile, slow: dict[str, float], kind: str) -> None:
+    work = replace(WORK, num_branches=1)
+    costs = [predict(flux, work, spec, machine(**slow)) for spec in candidates(flux, 4, 1)]
+    assert choose(costs, 2**40).spec.degree(kind) == 4
+
+
+@pytest.mark.parametrize(("width", "measured_ms"), [(1, 121.9), (2, 67.95), (4, 37.91)])
+def test_the_known_machine_predicts_what_was_measured(flux: ModelProfile, width: int, measured_ms: float) -> None:
+    """1024 x 1024 in bf16 on H200s: benchmarks/reports/denoise_step_h200_2026-11-21.md; all by Ulysses."""
+    plan = forecast(flux, replace(WORK, num_branches=1), width, H200)
+    assert plan.chosen.spec == ParallelSpec(ulysses=width)
+    assert plan.chosen.total_ms == pytest.approx(measured_ms, rel=0.05)
+
+
+def test_a_hand_ordered_step_hides_exchanges_only_where_it_runs(flux: ModelProfile) -> None:
+    work, spec = replace(WORK, num_branches=1), ParallelSpec(ulysses=4)
+    fast = predict(flux, work, spec, replace(machine(), fast_path=True))
+    module = predict(flux, work, spec, machine())
+    assert flux.has_fast_path
+    assert fast.exchange_ms < module.exchange_ms
+    assert fast.elementwise_ms < module.elementwise_ms / 2
+    fast_int8 = predict(flux, work, spec, replace(H200, fast_path=True), "int8")
+    assert fast_int8 == predict(flux, work, spec, replace(H200, fast_path=False), "int8"), "int8 runs the module"
+    tensor = ParallelSpec(tensor=4)
+    assert predict(flux, work, tensor, replace(machine(), fast_path=True)) == predict(flux, work, tensor, machine())
+
+
+def test_nothing_fits(flux: ModelProfile) -> None:
+    costs = [predict(flux, WORK, spec, machine()) for spec in candidates(flux, 2, 2)]
+    with pytest.raises(ValueError, match=r"no way to divide the step fits 1.0 GiB: the smallest needs 1\d\.\d GiB"):
+        choose(costs, 2**30)
+
+
+def test_table_names_every_candidate_and_the_reason() -> None:
+    plan = forecast(profile(models.model("flux")), replace(WORK, num_branches=1), 4, machine())
+    table = plan.table()
+    for cost in plan.costs:
+        assert cost.spec.name in table
+    assert table.count("*") == 2
+    assert f"* {plan.chosen.spec.name}" in table
+    assert "(on paper)" in table
+
+
+def test_machine_reads_back_from_json() -> None:
+    assert Machine.from_json(machine().to_json()) == machine()
+    with pytest.raises(ValueError, match="not measured with rotation over 3 ranks"):
+        machine().exchange_s("rotation", 3, 1.0)
+
+
+def test_rates_between_measurements() -> None:
+    table = ((100, 1.0), (300, 3.0))
+    assert [between(table, size) for size in (10, 100, 200, 300, 900)] == [1.0, 1.0, 2.0, 3.0, 3.0]
+    assert Line.through((0.0, 1.0), (10.0, 3.0)) == Line(latency_s=1.0, bytes_per_s=5.0)
+    assert Line.through((0.0, 3.0), (10.0, 1.0)).time_s(5.0) == pytest.approx(3.0)

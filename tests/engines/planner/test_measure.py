@@ -1,0 +1,45 @@
+"""Measuring gives plausible numbers for every exchange and width, the same on all ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from engines.core.spec import ParallelSpec
+from engines.parallel.mesh import Groups, Teams
+from engines.planner.machine import Machine
+from engines.planner.measure import EXCHANGES, measure
+from engines.planner.measure_here import measure_here
+from engines.planner.profile import profile
+from tests.engines.support import models
+from tests.engines.support.gloo import gang
+
+
+def check(machine: Machine, widths: tuple[int, ...]) -> None:
+    assert set(machine.exchanges) == {f"{kind}/{width}" for kind in EXCHANGES for width in widths}
+    for line in machine.exchanges.values():
+        assert 1e-6 < line.time_s(2**16) < 10
+    for _, rate in (*machine.products, *machine.attention):
+        assert 1e6 < rate < 1e16
+
+
+def test_in_a_gang() -> None:
+    machines = gang(4).run(measure_in_gang)
+    check(machines[0], (2, 4))
+    assert all(machine == machines[0] for machine in machines)
+
+
+def measure_in_gang() -> Machine:
+    specs = [ParallelSpec(ulysses=2), ParallelSpec(ulysses=4)]
+    teams = Teams(rank=dist.get_rank(), num_ranks=4, specs=specs, groups=Groups(4))
+    return measure(profile(models.model("wan")), teams, torch.device("cpu"))
+
+
+def test_without_a_gang() -> None:
+    check(measure_here(profile(models.model("wan")), 2, "cpu"), (2,))
+
+
+def test_not_so_many_devices() -> None:
+    with pytest.raises(ValueError, match="99 ranks need 99 GPUs, and this host has"):
+        measure_here(profile(models.model("wan")), 99, "cuda")

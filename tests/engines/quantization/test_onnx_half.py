@@ -1,0 +1,119 @@
+"""Quantized graphs in half precision, where rounding moves values over quantization steps.
+
+A quantized model answers the smallest change of its input with flips: values near the middle between two steps land on
+the other one, and what follows differs by a whole step. Shaking the inputs of the float32 int8 model by the rounding
+of half precision (2**-11) moves its prediction by 2.2 % here, as much as the graph and the torch model in half
+precision, which round in different places, differ. So a whole forward can be compared no closer than that. Layer by
+layer, with the same input fed to both, it can be compared to half precision's own rounding, and that is where a fault
+would show.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engines.core.model import DenoiserModel
+from engines.core.spec import ParallelSpec
+from engines.quantization.onnx import Kind, QuantizedLinear, observed, quantize
+from engines.tensorrt_engine.export.onnx_graph import export_graph
+from tests.engines.tensorrt_engine.support.all_ranks import export_case, relative_error
+from tests.engines.tensorrt_engine.support.simulate import Simulator
+from tests.engines.tensorrt_engine.support.zoo import SPECIMENS, cast, reference
+
+HALF_ROUNDING = 2**-11
+LAYER_TOLERANCE = 2 * HALF_ROUNDING
+"""Both results are rounded once to half precision: at most ``HALF_ROUNDING`` each (4.0e-4 measured in all)."""
+
+FLIPS = 2.0
+"""How many times the answer to a shake by rounding two roundings of a whole forward may differ (0.99 measured)."""
+
+
+class Each(nn.Module):
+    """Every layer on an input of its own."""
+
+    def __init__(self, layers: list[QuantizedLinear]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(layer(x) for layer, x in zip(self.layers, inputs, strict=True))
+
+
+def quantized_model(family: str, kind: Kind, dtype: torch.dtype) -> tuple[DenoiserModel, dict[str, Tensor]]:
+    """Scales and weights as half precision holds them, in ``dtype``; and the inputs."""
+    specimen = SPECIMENS[family]
+    model, inputs = specimen.model(), specimen.inputs()
+    (module,) = model.modules.values()
+    with observed(module, model.plan) as amax:
+        reference(model, inputs)
+    quantize(module.half(), model.plan, amax, kind)
+    module.to(dtype)
+    return model, cast(specimen, inputs, dtype)
+
+
+def layers_run(model: DenoiserModel, inputs: dict[str, Tensor]) -> list[tuple[QuantizedLinear, Tensor, Tensor]]:
+    """Each quantized layer with what it got and gave in one forward."""
+    (module,) = model.modules.values()
+    seen: list[tuple[QuantizedLinear, Tensor, Tensor]] = []
+    layers = [layer for layer in module.modules() if isinstance(layer, QuantizedLinear)]
+    hooks = [layer.register_forward_hook(lambda own, args, out: seen.append((own, args[0], out))) for layer in layers]
+    reference(model, inputs)
+    for hook in hooks:
+        hook.remove()
+    assert len(seen) == len(layers)
+    return seen
+
+
+def in_graph(layers: list[QuantizedLinear], inputs: list[Tensor]) -> list[Tensor]:
+    each = Each(layers).eval()
+    with torch.no_grad():
+        traced = torch.export.export(each, tuple(inputs), strict=False).module(check_guards=False)
+    names = tuple(f"x{index}" for index in range(len(inputs))), tuple(f"y{index}" for index in range(len(inputs)))
+    graph = export_graph(traced, *names, 1)  # type: ignore[arg-type]
+    weights = {name: weight.detach().numpy() for name, weight in each.named_parameters()}
+    feed = {name: x.contiguous().numpy() for name, x in zip(names[0], inputs, strict=True)}
+    (outputs,) = Simulator(graph.serialized()).run([feed | {name: weights[name] for name in graph.weights}])
+    return [torch.from_numpy(output).float() for output in outputs]
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        ("flux", "fp8"),
+        pytest.param("flux", "int8", marks=pytest.mark.slow),
+        pytest.param("wan", "fp8", marks=pytest.mark.slow),
+        pytest.param("wan", "int8", marks=pytest.mark.slow),
+    ],
+)
+def test_each_layer_computes_what_the_quantized_layer_does(family: str, kind: Kind) -> None:
+    layers, inputs, expected = map(list, zip(*layers_run(*quantized_model(family, kind, torch.float16)), strict=True))
+    for given, whole in zip(in_graph(layers, inputs), expected, strict=True):
+        assert relative_error(given, whole.float()) <= LAYER_TOLERANCE
+    with torch.no_grad():  # a control: scales that are wrong by two percent
+        for layer in layers:
+            layer.input_scale.mul_(1.02)
+    for given, whole in zip(in_graph(layers, inputs), expected, strict=True):
+        assert not relative_error(given, whole.float()) <= 5 * LAYER_TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["flux", pytest.param("wan", marks=pytest.mark.slow)])
+def test_a_whole_forward_differs_by_no_more_than_flips_explain(family: str) -> None:
+    wide, inputs = quantized_model(family, "int8", torch.float32)
+    exact = reference(wide, inputs)
+    specimen, flips = SPECIMENS[family], []
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        shaken = {
+            name: x
+            if name in specimen.float32_inputs
+            else x + x * HALF_ROUNDING * torch.randn(x.shape, generator=generator)
+            for name, x in inputs.items()
+        }
+        flips.append(relative_error(reference(wide, shaken), exact))
+    half, half_inputs = quantized_model(family, "int8", torch.float16)
+    # the half-precision model is quantized already: the exporter takes it as it is
+    case = export_case(half, half_inputs, ParallelSpec.of("ulysses", 2), weights_as_inputs=False)
+    for prediction in case.predictions(half_inputs):
+        assert relative_error(prediction, reference(half, half_inputs).float()) <= FLIPS * sorted(flips)[1]

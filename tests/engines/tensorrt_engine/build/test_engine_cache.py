@@ -1,0 +1,136 @@
+"""The plan cache: keys, damage, interrupted writes, and two processes that want the same plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from engines.core import files
+from engines.tensorrt_engine.build.bindings import Bindings, load_bindings
+from engines.tensorrt_engine.build.builder import BuildOptions, Built, Profile
+from engines.tensorrt_engine.build.engine_cache import PlanCache, PlanKey
+from engines.tensorrt_engine.build.targets import Target
+
+OPTIONS = BuildOptions(target=Target.parse("sm89"))
+
+
+def key(graph: bytes = b"graph", **changes: object) -> PlanKey:
+    facts = {"strategy": "ulysses2", "num_ranks": 2, "precision": "fp16", "options": OPTIONS} | changes
+    return PlanKey.of(graph, **facts)  # type: ignore[arg-type]
+
+
+def builder(plan: bytes = b"plan") -> Built:
+    return Built(plan=plan, build_s=1.5)
+
+
+def refuse() -> Built:
+    raise AssertionError("it should have been found")
+
+
+def test_the_second_time_it_is_found(tmp_path: Path) -> None:
+    first = PlanCache(tmp_path).get_or_build(key(), builder)
+    again = PlanCache(tmp_path).get_or_build(key(), refuse)
+    assert not first.was_cached
+    assert again.was_cached
+    assert (again.plan, again.sha256, again.build_s) == (first.plan, first.sha256, 1.5)
+    assert again.key.target == "sm89"
+
+
+SHAPES = {"x": ((1,), (2,), (3,))}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"graph": b"other"},
+        {"strategy": "allgather_kv2"},
+        {"num_ranks": 4},
+        {"precision": "bf16"},
+        {"options": dataclasses.replace(OPTIONS, target=Target.parse("sm120"))},
+        {"options": dataclasses.replace(OPTIONS, profiles=(Profile(shapes=SHAPES),))},
+        {"options": dataclasses.replace(OPTIONS, weight_streaming=True)},
+        {"options": dataclasses.replace(OPTIONS, strip_weights=True)},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_everything_that_matters_is_in_the_key(changed: dict[str, object]) -> None:
+    assert key(**changed).digest() != key().digest()  # type: ignore[arg-type]
+
+
+def test_another_builder_version_is_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = key().digest()
+    newer = Bindings(module=load_bindings().module, product=load_bindings().product, version="99.0")
+    monkeypatch.setattr("engines.tensorrt_engine.build.engine_cache.load_bindings", lambda: newer)
+    assert key().digest() != before
+
+
+def test_where_timings_are_kept_does_not_matter(tmp_path: Path) -> None:
+    assert key(options=dataclasses.replace(OPTIONS, timing_cache_dir=tmp_path)).digest() == key().digest()
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "missing", "record", "foreign record"])
+def test_damaged_plan_is_built_again(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    cache = PlanCache(tmp_path)
+    path = cache.get_or_build(key(), lambda: builder(b"sound plan")).path
+    match damage:
+        case "flipped":
+            path.write_bytes(b"sound plaN")
+        case "truncated":
+            path.write_bytes(b"sound")
+        case "missing":
+            path.unlink()
+        case "record":
+            path.with_suffix(".json").write_text('{"sha256"')
+        case "foreign record":
+            record = path.with_suffix(".json")
+            record.write_text(record.read_text().replace("fp16", "fp32"))
+    found = cache.get_or_build(key(), lambda: builder(b"new plan"))
+    assert found.plan == b"new plan"
+    assert not found.was_cached
+    assert "damaged" in caplog.text
+    assert cache.get_or_build(key(), refuse).plan == b"new plan"
+
+
+def test_interrupted_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full_disk(_handle: int) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", full_disk)
+    with pytest.raises(OSError, match="no space"):
+        PlanCache(tmp_path).get_or_build(key(), builder)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_failed_build_stores_nothing_and_frees_the_lock(tmp_path: Path) -> None:
+    def broken() -> Built:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        PlanCache(tmp_path).get_or_build(key(), broken)
+    assert PlanCache(tmp_path).get_or_build(key(), builder).plan == b"plan"
+
+
+def build_slowly(folder: Path, log: Path) -> None:
+    def build() -> Built:
+        with log.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        time.sleep(0.5)
+        return builder()
+
+    assert PlanCache(folder).get_or_build(key(), build).plan == b"plan"
+
+
+def test_two_processes_build_once(tmp_path: Path) -> None:
+    context, log = multiprocessing.get_context("fork"), tmp_path / "log"
+    processes = [context.Process(target=build_slowly, args=(tmp_path / "plans", log)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert len(log.read_text().splitlines()) == 1

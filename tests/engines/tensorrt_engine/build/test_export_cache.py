@@ -1,0 +1,164 @@
+"""Exports on disk: the same engine again, made once however many ask, never read when damaged or of another model."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engines.core.model import Branch, DenoiserModel
+from engines.core.spec import ParallelSpec
+from engines.quantization.onnx import Quantization
+from engines.tensorrt_engine.build.export_cache import ExportCache
+from engines.tensorrt_engine.export.archive import read_export, write_export
+from engines.tensorrt_engine.export.exported import Exported, export, export_segments, rank_weights
+from engines.tensorrt_engine.export.exported import exporter as exporter_module
+from engines.tensorrt_engine.export.exporter import Exporter
+from engines.tensorrt_engine.export.trace import offline_team
+from tests.engines.tensorrt_engine.support.all_ranks import Case, relative_error
+from tests.engines.tensorrt_engine.support.zoo import SPECIMENS, reference
+
+CPU = torch.device("cpu")
+ULYSSES = ParallelSpec.of("ulysses", 2)
+
+
+@pytest.mark.parametrize("family", [pytest.param("flux", marks=pytest.mark.slow), "wan"])
+def test_what_is_read_again_predicts_the_same(family: str) -> None:
+    specimen = SPECIMENS[family]
+    model, inputs = specimen.model(), specimen.inputs()
+    with offline_team(ULYSSES) as team:
+        made = export(model, Branch(inputs=inputs), team)
+        weights = rank_weights(model, "transformer", team)
+    data = write_export(made)
+    again = read_export(data, weights, CPU)
+    assert again.graph.serialized() == made.graph.serialized()
+    assert (again.graph.inputs, again.graph.weights, again.graph.outputs) == (
+        made.graph.inputs,
+        made.graph.weights,
+        made.graph.outputs,
+    )
+    assert write_export(again) == data
+    for prediction in Case(exported=again, weights=(weights,) * 2).predictions(inputs):
+        assert relative_error(prediction, reference(model, inputs)) <= 1e-4
+
+
+def test_weights_stay_out_of_the_file_and_are_bound_when_it_is_read() -> None:
+    """Another checkpoint's weights go into what runs in torch, too (the patch embedding of this model)."""
+    specimen = SPECIMENS["wan"]
+    model, inputs = specimen.model(), specimen.inputs()
+    with offline_team(ULYSSES) as team:
+        data = write_export(export(model, Branch(inputs=inputs), team))
+        with torch.no_grad():
+            model.modules["transformer"].get_parameter("patch_embedding.weight").mul_(2)
+        weights = rank_weights(model, "transformer", team)
+    case = Case(exported=read_export(data, weights, CPU), weights=(weights,) * 2)
+    assert relative_error(case.predictions(inputs)[1], reference(model, inputs)) <= 1e-4
+
+
+def test_pieces_of_a_ring_are_kept_too() -> None:
+    specimen = SPECIMENS["flux"]
+    model = specimen.model()
+    with offline_team(ParallelSpec.of("ring", 2)) as team:
+        made = export_segments(model, Branch(inputs=specimen.inputs()), team)
+        again = read_export(write_export(made), rank_weights(model, "transformer", team), CPU)
+    assert again.segments == made.segments
+    assert [graph.serialized() for graph in again.graphs] == [graph.serialized() for graph in made.graphs]
+
+
+class Counted:
+    """``Exporter`` over one model, with the exports that were really made counted and not traced twice."""
+
+    def __init__(self, model: DenoiserModel, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_exports, self.folder = 0, folder
+        self.exporter = Exporter(model=model, cache=ExportCache(folder))
+        self._made: Exported | None = None
+        monkeypatch.setattr(exporter_module, "export", self._count)
+
+    def _count(self, *args: object, **options: object) -> Exported:
+        self.num_exports += 1
+        self._made = self._made or export(*args, **options)  # type: ignore[arg-type]
+        return self._made
+
+    def export(self, branch: Branch, spec: ParallelSpec = ULYSSES, **changes: object) -> Exported:
+        with offline_team(spec) as team:
+            return replace(self.exporter, **changes).export((branch,), team)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counted:
+    return Counted(SPECIMENS["wan"].model(), tmp_path, monkeypatch)
+
+
+def test_the_key_holds_all_that_decides_an_export(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = SPECIMENS["wan"].inputs()
+    branch = Branch(inputs=inputs)
+    first = counted.export(branch)
+    assert counted.export(Branch(inputs={name: 2 * x for name, x in inputs.items()})).handed == first.handed
+    assert counted.num_exports == 1, "values do not matter"
+    (module,) = counted.exporter.model.modules.values()
+    with torch.no_grad():
+        module.get_parameter("blocks.0.ffn.net.2.weight").mul_(2)
+    counted.export(branch)
+    assert counted.num_exports == 1, "nor do those of weights"
+    wider = inputs | {"encoder_hidden_states": torch.zeros(1, 24, 32)}
+    half = inputs | {"encoder_hidden_states": inputs["encoder_hidden_states"].half()}
+    quantized = Quantization(plan=counted.exporter.model.plan, amax={"a": 1.0}, kind="int8")
+    other = replace(quantized, amax={"a": 2.0})
+    others = [
+        (Branch(inputs=wider), {}),
+        (Branch(inputs=half), {}),
+        (branch, {"spec": ParallelSpec.of("allgather_kv", 2)}),
+        (branch, {"native_ring": True}),
+        (branch, {"weights_as_inputs": False}),
+        (branch, {"change": lambda name: quantized}),
+        (branch, {"change": lambda name: other}),
+    ]
+    for number, (asked, changes) in enumerate(others):
+        counted.export(asked, **changes)  # type: ignore[arg-type]
+        assert counted.num_exports == number + 2
+    monkeypatch.setattr("engines.tensorrt_engine.build.export_cache.code_digest", lambda package: "newer code")
+    counted.export(branch)
+    assert counted.num_exports == len(others) + 2
+
+
+def test_a_damaged_file_is_made_again(counted: Counted, caplog: pytest.LogCaptureFixture) -> None:
+    branch = Branch(inputs=SPECIMENS["wan"].inputs())
+    good = counted.export(branch).graph.serialized()
+    (path,) = counted.folder.rglob("*.zip")
+    data = bytearray(path.read_bytes())
+    for damaged in (bytes(data[: len(data) // 2]), bytes(data[:2000]) + b"\x00\x01" + bytes(data[2002:]), b""):
+        path.write_bytes(damaged)
+        with caplog.at_level(logging.WARNING):
+            assert counted.export(branch).graph.serialized() == good
+        assert "is damaged" in caplog.text
+        caplog.clear()
+    assert counted.num_exports == 4
+
+
+def test_of_two_that_ask_at_once_one_exports(tmp_path: Path) -> None:
+    specimen = SPECIMENS["wan"]
+    model = specimen.model()
+    with offline_team(ULYSSES) as team:
+        made = export(model, Branch(inputs=specimen.inputs()), team)
+        weights = rank_weights(model, "transformer", team)
+    exports, entered = [], threading.Event()
+
+    def slow() -> Exported:
+        exports.append(threading.current_thread().name)
+        entered.set()
+        threading.Event().wait(0.3)
+        return made
+
+    def ask() -> None:
+        ExportCache(tmp_path).get_or_export("key", weights, CPU, slow)
+
+    askers = [threading.Thread(target=ask) for _ in range(3)]
+    for asker in askers:
+        asker.start()
+    for asker in askers:
+        asker.join()
+    assert len(exports) == 1

@@ -1,0 +1,79 @@
+"""Export for a team, then run the engine graph for all its ranks and finish the prediction on each."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from engines.core.model import Branch, DenoiserModel, ModelInputs
+from engines.core.spec import ParallelSpec
+from engines.tensorrt_engine.export.exported import Exported, export, rank_weights
+from engines.tensorrt_engine.export.trace import ChangeModule, DynamicDims, offline_team, unchanged
+from tests.engines.tensorrt_engine.support.simulate import Simulator
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """An exported engine with the weights of each rank."""
+
+    exported: Exported
+    weights: tuple[dict[str, Tensor], ...]
+    simulators: list[Simulator] = field(default_factory=list)
+
+    def predictions(self, inputs: ModelInputs, *, deaf: Collection[int] = ()) -> list[Tensor]:
+        graph = self.exported.graph
+        handed = [self.exported.feed(inputs, rank) for rank in range(graph.num_ranks)]
+        feeds = [self._feed(rank, self.exported.engine_inputs(values)) for rank, values in enumerate(handed)]
+        results = self._simulator().run(feeds, deaf=deaf)
+        outputs = [dict(zip(graph.outputs, map(torch.from_numpy, result), strict=True)) for result in results]
+        return [self.exported.finish(*pair).float() for pair in zip(handed, outputs, strict=True)]
+
+    def _simulator(self) -> Simulator:
+        if not self.simulators:
+            self.simulators.append(Simulator(self.exported.graph.serialized()))
+        return self.simulators[0]
+
+    def _feed(self, rank: int, activations: dict[str, Tensor]) -> dict[str, object]:
+        mine = self.weights[rank]
+        tensors = activations | {name: mine[name] for name in self.exported.graph.weights}
+        return {name: tensor.contiguous().numpy() for name, tensor in tensors.items()}
+
+
+def export_case(
+    model: DenoiserModel,
+    inputs: ModelInputs,
+    spec: ParallelSpec,
+    *,
+    dynamic: DynamicDims | None = None,
+    weights_as_inputs: bool = True,
+    change: ChangeModule = unchanged,
+) -> Case:
+    name = next(iter(model.modules))
+    with offline_team(spec) as team:
+        branch = Branch(inputs=inputs, module=name)
+        exported = export(model, branch, team, dynamic=dynamic, weights_as_inputs=weights_as_inputs, change=change)
+        teams = [replace(team, tensor=replace(team.tensor, index=index)) for index in range(team.tensor.size)]
+    weights = [rank_weights(model, name, team) for team in teams]
+    return Case(exported=exported, weights=tuple(weights * (spec.width // len(weights))))
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return float(((actual - expected).norm() / expected.norm()).detach())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimulatedEngine:
+    """An ``Engine`` whose every prediction comes from one engine graph, run for all its ranks; ``rank``'s is given."""
+
+    case: Case
+    rank: int = 0
+    deaf: Collection[int] = ()
+
+    def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> tuple[Tensor, ...]:
+        return tuple(self.case.predictions(branch.inputs, deaf=self.deaf)[self.rank] for branch in branches)
+
+    def close(self) -> None:
+        """Nothing to release."""

@@ -1,0 +1,68 @@
+"""The matrix of exports: which are looked at in every run, and which in ``make test-slow`` alone."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from engines.core.spec import ParallelSpec
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+TOLERANCE = {"fp32": 1e-4, "fp16": 5e-3}
+BLOCKS = {"flux": 2, "wan": 2}
+PER_BLOCK = {
+    "ulysses": {"all_to_all": 2},
+    "allgather_kv": {"all_gather": 1},
+    "hybrid": {"all_to_all": 3},
+}
+TENSOR_REDUCES = {"flux": 4 + 1, "wan": 2 * 7}
+ATTENTIONS = {"flux": 2, "wan": 4}  # Wan: self and cross
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Key:
+    family: str
+    strategy: str
+    width: int
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.family}-{self.strategy}{self.width}-{self.dtype}"
+
+    @property
+    def spec(self) -> ParallelSpec:
+        return ParallelSpec.of(self.strategy, self.width)
+
+    def collectives(self) -> dict[str, int]:
+        """What the graph and the plan must hold: per block, and one gather of the prediction."""
+        if self.strategy == "tensor":
+            return {"all_reduce": TENSOR_REDUCES[self.family]}
+        expected = {"all_gather": 1}
+        for operation, number in PER_BLOCK[self.strategy].items():
+            expected[operation] = expected.get(operation, 0) + number * BLOCKS[self.family]
+        return expected
+
+
+def _keys() -> list[Key]:
+    families, strategies, widths = ("flux", "wan"), ("ulysses", "allgather_kv", "hybrid", "tensor"), (2, 4)
+    every = itertools.product(families, strategies, widths, DTYPES)
+    keys = [Key(family=f, strategy=s, width=w, dtype=d) for f, s, w, d in every]
+    return [key for key in keys if (key.strategy, key.width) != ("hybrid", 2)]  # 2 ranks have one axis
+
+
+_EVERY_RUN = {
+    "flux-ulysses4-fp32", "flux-allgather_kv2-fp16", "wan-hybrid4-fp32", "wan-tensor4-fp16",
+}  # fmt: skip
+"""The trained models add Ulysses and AllGather-KV of Wan, and bfloat16."""
+
+KEYS = _keys()
+assert {str(key) for key in KEYS} >= _EVERY_RUN
+
+
+def params(*, dtypes: tuple[str, ...] = tuple(DTYPES)) -> list[Any]:
+    marks = {key: () if str(key) in _EVERY_RUN else (pytest.mark.slow,) for key in KEYS}
+    return [pytest.param(key, id=str(key), marks=marks[key]) for key in KEYS if key.dtype in dtypes]

@@ -1,0 +1,66 @@
+"""The trained models, and what they are asked at the first step of a real prompt."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engines.core.model import Branch, DenoiserModel
+from engines.parallel.attention import plain_attention
+from pipelines.family import Family
+from pipelines.loading import resolve_path
+from pipelines.registry import load_family
+from pipelines.request import MediaRequest
+
+CPU = torch.device("cpu")
+NAMES = ("flux-shapes", "wan-shapes")
+PROMPTS = {"image": "a large red circle in the centre", "video": "a red circle moves from left to right"}
+SIZES: dict[str, dict[str, dict[str, int]]] = {
+    "default": {"flux-shapes": {}, "wan-shapes": {}},
+    "wide": {"flux-shapes": {}, "wan-shapes": {"num_frames": 13}},
+    "narrow": {"flux-shapes": {"width": 64}, "wan-shapes": {"width": 64, "num_frames": 9}},
+}
+"""Tokens of the last two divide by eight: four ranks get equal shares, and a hybrid's ranks share queries in two."""
+
+
+def family_of(name: str) -> Family:
+    return load_family(resolve_path(name))
+
+
+def request_for(name: str, **changes: Any) -> MediaRequest:
+    """The model's default request, unguided."""
+    defaults = family_of(name).defaults(resolve_path(name))
+    return defaults.request(name, PROMPTS[defaults.kind], **({"true_cfg_scale": 1.0, "seed": 11} | changes))
+
+
+@functools.cache
+def first_branch(name: str, dtype: torch.dtype, size: str = "default") -> Branch:
+    path, family = resolve_path(name), family_of(name)
+    request = request_for(name, **SIZES[size][name])
+    sampler = family.load_sampler(path, CPU, dtype)
+    conditioning = family.load_text_encoder(path, CPU, dtype).encode(request)
+    return sampler.branches(sampler.begin(request, conditioning))[0]
+
+
+def twice(branch: Branch) -> Branch:
+    """A batch of two."""
+    inputs = {name: torch.cat((x, x)) if x.shape[0] == 1 else x for name, x in branch.inputs.items()}
+    return replace(branch, inputs=inputs)
+
+
+@functools.cache
+def load(name: str, dtype: torch.dtype) -> DenoiserModel:
+    return family_of(name).load_denoiser(resolve_path(name), CPU, dtype)
+
+
+@torch.no_grad()
+def predicted(name: str, branch: Branch) -> Tensor:
+    """The unsharded model in float32 with attention written out."""
+    model = load(name, torch.float32)
+    module = model.modules[branch.module]
+    model.set_kernel(module, plain_attention)
+    return model.forward(module, branch.inputs)

@@ -1,0 +1,123 @@
+"""Ulysses through each other's memory, with threads for ranks and plain tensors for what they share."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from engines.core.kernel import Kernel
+from engines.parallel.attention import plain_attention
+from engines.parallel.collectives import Axis
+from engines.torch_engine.exchange.copy_rows import copy_rows
+from engines.torch_engine.exchange.heads import without_lse
+from engines.torch_engine.exchange.peer_attention import parts_of, peer_ulysses
+from tests.support.patience import PATIENCE_S
+
+WORLD, BATCH, LENGTH, DIM = 4, 2, 5, 8
+CPU = torch.device("cpu")
+
+
+class ThreadMemory:
+    """Stands for ``PeerMemory`` where ranks are threads of one process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._barriers: dict[tuple[str, int], threading.Barrier] = {}
+        self._memories: dict[tuple[str, int], list[Tensor]] = {}
+
+    def open(self, numel: int, sample: Tensor, axis: Axis, *, use: str) -> Any:
+        with self._lock:
+            fresh = [sample.new_full((numel,), float("nan")) for _ in axis.ranks]
+            views = self._memories.setdefault((use, numel), fresh)
+
+        def barrier(channel: int) -> None:
+            with self._lock:
+                meeting = self._barriers.setdefault((use, channel), threading.Barrier(axis.size))
+            meeting.wait(timeout=PATIENCE_S)
+
+        return SimpleNamespace(mine=views[axis.index], views_W=tuple(views), barrier=barrier)
+
+
+@pytest.fixture(autouse=True)
+def shared_memory() -> Iterator[None]:
+    with patch("engines.torch_engine.exchange.peer_attention.PeerMemory", ThreadMemory()):
+        yield
+
+
+def axis_of(rank: int, world: int = WORLD) -> Axis:
+    return Axis(ranks=tuple(range(world)), index=rank)
+
+
+def qkv(seed: int, heads_each: int = 6) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(BATCH, WORLD * LENGTH, WORLD * heads_each, DIM, generator=generator) for _ in "qkv")
+
+
+def on_all_ranks(function: Callable[[int], Any]) -> list[Any]:
+    with ThreadPoolExecutor(WORLD) as threads:
+        return list(threads.map(function, range(WORLD)))
+
+
+def kernels() -> list[Kernel]:
+    return [peer_ulysses(without_lse(plain_attention), axis_of(rank), CPU) for rank in range(WORLD)]
+
+
+def together(several: list[Kernel], seed: int, heads_each: int = 6) -> Tensor:
+    """The result of all ranks, each with its tokens."""
+    cut = [x_BLHD.chunk(WORLD, dim=1) for x_BLHD in qkv(seed, heads_each)]
+    return torch.cat(on_all_ranks(lambda rank: several[rank](*(chunks[rank] for chunks in cut))[0]), dim=1)
+
+
+@pytest.mark.parametrize("heads_each", [1, 2, 3, 6])
+def test_equals_attention_on_one_rank(heads_each: int) -> None:
+    """Call after call: the second finds what the first left in the others' memory."""
+    several = kernels()
+    for seed in (1, 2, 3):
+        expected, _ = plain_attention(*qkv(seed, heads_each))
+        torch.testing.assert_close(together(several, seed, heads_each), expected)
+
+
+def test_control_with_a_part_that_never_leaves_fails() -> None:
+    num_calls = iter(range(10**6))
+
+    def forgetful(target_RC: Tensor, source_RC: Tensor) -> None:
+        if next(num_calls) != 7:
+            copy_rows(target_RC, source_RC)
+
+    with patch("engines.torch_engine.exchange.peer_attention.copy_rows", forgetful):
+        result = together(kernels(), seed=1)
+    assert not torch.allclose(result, plain_attention(*qkv(1))[0])
+
+
+@pytest.mark.parametrize(("heads", "sizes"), [(1, [1]), (2, [1, 1]), (3, [1, 1, 1]), (10, [1, 8, 1])])
+def test_first_and_last_part_are_single_heads(heads: int, sizes: list[int]) -> None:
+    parts = parts_of(heads)
+    assert [part.stop - part.start for part in parts] == sizes
+    assert (parts[0].start, parts[-1].stop) == (0, heads)
+
+
+def test_a_compiler_sees_one_operation() -> None:
+    kernel = peer_ulysses(without_lse(plain_attention), axis_of(0, world=1), CPU)
+    targets: list[Any] = []
+
+    def backend(module: torch.fx.GraphModule, _inputs: list[Tensor]) -> Callable[..., Any]:
+        targets.extend(node.target for node in module.graph.nodes if node.op == "call_function")
+        return module.forward
+
+    compiled = torch.compile(lambda q, k, v: kernel(q, k, v)[0], backend=backend, fullgraph=True)
+    torch.testing.assert_close(compiled(*qkv(1)), plain_attention(*qkv(1))[0])
+    assert targets == [torch.ops.troupe.peer_ulysses.default]
+
+
+def test_another_number_of_heads_is_our_mistake() -> None:
+    (kernel, *_) = kernels()
+    with pytest.raises(AssertionError, match="6 heads cannot be divided over 4 ranks"):
+        kernel(*(torch.zeros(1, 3, 6, 8) for _ in "qkv"))

@@ -1,0 +1,39 @@
+"""What a step that copies between ranks keeps of memory, with plain tensors for what ranks share."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from engines.parallel.attention import plain_attention
+from engines.parallel.collectives import Axis
+from engines.torch_engine.exchange import peer_heads as peer_exchange
+from engines.torch_engine.exchange.heads import without_lse
+from engines.torch_engine.exchange.peer_heads import PeerHeads
+
+CPU = torch.device("cpu")
+AXIS = Axis(ranks=(0, 1), index=0)
+
+
+class OwnMemory:
+    """Stands for ``PeerMemory``, without another rank."""
+
+    @staticmethod
+    def open(numel: int, sample: Tensor, axis: Axis, *, use: str) -> Any:
+        views = tuple(sample.new_empty(numel) for _ in axis.ranks)
+        return SimpleNamespace(mine=views[axis.index], views_W=views, addresses_W=peer_exchange.addresses_of(views))
+
+
+def test_shapes_share_what_is_copied_from() -> None:
+    """A step is made for every shape, and never dropped."""
+    with patch.object(peer_exchange, "PeerMemory", OwnMemory), patch.dict(peer_exchange._STAGED, clear=True):
+        for parts, rows in ((1, 100), (2, 40), *((1, rows) for rows in range(2, 200, 2))):
+            heads = PeerHeads(without_lse(plain_attention), AXIS, CPU)
+            memory = heads._memory(torch.empty(rows, 3, 4, 8), parts)
+            assert memory.staging_PWN.shape == (parts, 2, rows * 3 * 4 * 8 // 2 // parts)
+        (staged,) = peer_exchange._STAGED.values()
+        assert sum(tensor.numel() for tensor in staged) < 4 * rows * 3 * 4 * 8

@@ -1,0 +1,49 @@
+"""Which memory a call gets; that ranks reach each other's is for GPUs to show (``peer_check``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from engines.parallel.collectives import Axis
+from engines.torch_engine.exchange.peer_memory import PeerMemory, addresses_of
+
+PAIR, OTHER_PAIR = (Axis(ranks=ranks, index=0) for ranks in ((0, 1), (2, 3)))
+SAMPLE = torch.zeros(())
+
+
+def two_tensors(numel: int, sample: Tensor, axis: Axis) -> PeerMemory:
+    views = tuple(sample.new_zeros(numel) for _ in axis.ranks)
+    return PeerMemory(mine=views[axis.index], views_W=views, addresses_W=addresses_of(views), handle=None)
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    with patch("engines.torch_engine.exchange.peer_memory._OPENED", {}), patch.object(PeerMemory, "_new", two_tensors):
+        yield
+
+
+def test_sizes_share_the_smallest_memory_that_holds_them() -> None:
+    opened = [PeerMemory.open(numel, SAMPLE, PAIR, use="queries") for numel in (10, 100, 16, 60, 128)]
+    assert [memory.mine.numel() for memory in opened] == [10, 100, 16, 60, 128]
+    assert all(view.numel() == memory.mine.numel() for memory in opened for view in memory.views_W)
+    small, large, *others = (memory.mine.data_ptr() for memory in opened)
+    assert small != large
+    assert others == [small, large, large]
+    assert [memory.addresses_W[0].item() for memory in opened] == [small, large, small, large, large]
+
+
+def test_other_uses_ranks_and_dtypes_have_their_own() -> None:
+    half = SAMPLE.to(torch.bfloat16)
+    opened = [
+        PeerMemory.open(8, SAMPLE, PAIR, use="queries"),
+        PeerMemory.open(8, SAMPLE, PAIR, use="results"),
+        PeerMemory.open(8, SAMPLE, OTHER_PAIR, use="queries"),
+        PeerMemory.open(8, half, PAIR, use="queries"),
+    ]
+    assert len({memory.mine.data_ptr() for memory in opened}) == 4
+    assert opened[3].mine.dtype == torch.bfloat16

@@ -1,0 +1,53 @@
+"""The repository's own source, as the tests of its shape read it."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PACKAGES = ("engines", "pipelines", "deployments")
+CODE = (*PACKAGES, "training")
+Names = Iterator[tuple[int, str]]
+
+
+@cache
+def repository_files() -> tuple[str, ...]:
+    """Tracked files and new ones that git does not ignore, without those deleted in the work tree."""
+    command = "git ls-files --cached --others --exclude-standard"
+    listed = subprocess.run(command.split(), cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode != 0:
+        pytest.skip(f"not a git checkout: {listed.stderr.strip()}")
+    return tuple(sorted({name for name in listed.stdout.splitlines() if (ROOT / name).is_file()}))
+
+
+def python_files(*folders: str) -> list[str]:
+    chosen = tuple(f"{folder}/" for folder in folders)
+    return [name for name in repository_files() if name.endswith(".py") and name.startswith(chosen)]
+
+
+@cache
+def tree_of(name: str) -> ast.Module:
+    return ast.parse((ROOT / name).read_text(), filename=name)
+
+
+def modules_named(tree: ast.Module) -> Names:
+    """Every absolute module that is imported, or named in a string that looks like a module of this project."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names):
+                yield from ((node.lineno, alias.name) for alias in names)
+            case ast.ImportFrom(module=str(module), level=0):
+                yield node.lineno, module
+            case ast.Constant(value=str(text)) if re.fullmatch(rf"({'|'.join(CODE)})(\.\w+)+(:\w+)?", text):
+                yield node.lineno, text
+
+
+def top(module: str) -> str:
+    return module.split(".")[0]

@@ -1,0 +1,147 @@
+"""Which way imports go, and who may know what."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+
+import pytest
+
+from tests.layout.support.source import CODE, PACKAGES, Names, modules_named, python_files, top, tree_of
+
+MAY_IMPORT = {
+    "engines": {"engines"},
+    "pipelines": {"engines", "pipelines"},
+    "deployments": set(PACKAGES),
+    "training": {"engines", "pipelines", "training"},
+}
+HTTP_LIBRARIES = {"aiohttp", "fastapi", "flask", "httpx", "openai", "requests", "starlette", "uvicorn"}
+REGISTRY = "pipelines/registry.py"
+SETTINGS = "deployments/settings.py"
+
+
+def forbidden_imports(names: list[str], forbidden: Callable[[str, str], bool]) -> list[str]:
+    """``forbidden`` gets the file and the module."""
+    return [
+        f"{name}:{line} names {module}"
+        for name in names
+        for line, module in modules_named(tree_of(name))
+        if forbidden(name, module)
+    ]
+
+
+def test_imports_go_from_deployments_to_pipelines_to_engines() -> None:
+    def upward(name: str, module: str) -> bool:
+        return top(module) in CODE and top(module) not in MAY_IMPORT[name.split("/")[0]]
+
+    assert forbidden_imports(python_files(*CODE), upward) == []
+
+
+def test_imports_are_absolute() -> None:
+    nodes = [(name, node) for name in python_files(*CODE) for node in ast.walk(tree_of(name))]
+    assert [f"{name}:{node.lineno}" for name, node in nodes if isinstance(node, ast.ImportFrom) and node.level] == []
+
+
+def test_nothing_that_is_served_imports_training_tests_or_benchmarks() -> None:
+    for_developers = {"tests", "benchmarks", "training"}
+    assert forbidden_imports(python_files(*PACKAGES), lambda _, module: top(module) in for_developers) == []
+
+
+def test_ray_is_known_to_deployments_and_gangs_alone() -> None:
+    others = [name for name in python_files("engines", "pipelines") if not name.startswith("engines/gang/")]
+    assert forbidden_imports(others, lambda _, module: top(module) == "ray") == []
+
+
+def test_http_is_known_to_deployments_alone() -> None:
+    assert (
+        forbidden_imports(python_files("engines", "pipelines"), lambda _, module: top(module) in HTTP_LIBRARIES) == []
+    )
+
+
+def registry_table() -> ast.Assign:
+    assignments = (node for node in tree_of(REGISTRY).body if isinstance(node, ast.Assign))
+    return next(node for node in assignments if ast.unparse(node.targets[0]) == "FAMILIES")
+
+
+def families() -> dict[str, str]:
+    """Family folders that the registry names, and the word that each may be known by: ``cosmos3`` is ``cosmos``."""
+    folders = {package.replace(".", "/") + "/" for package in ast.literal_eval(registry_table().value).values()}
+    return {folder: re.sub(r"\d+$", "", folder.split("/")[-2]) for folder in folders}
+
+
+def words(text: str) -> set[str]:
+    """``FluxPipeline``, ``load_flux`` and ``flux-shapes`` all contain the word ``flux``."""
+    return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", text)}
+
+
+def documentation(tree: ast.Module) -> set[int]:
+    """Ids of strings for readers: those that stand alone as statements, and the ``description=`` of a field."""
+    nodes = list(ast.walk(tree))
+    alone = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    return alone | {id(node.value) for node in nodes if isinstance(node, ast.keyword) and node.arg == "description"}
+
+
+def identifiers_and_strings(tree: ast.Module) -> Names:
+    for_readers = documentation(tree)
+    for node in ast.walk(tree):
+        line = getattr(node, "lineno", 0)
+        match node:
+            case ast.Name(id=text) | ast.Attribute(attr=text) | ast.arg(arg=text) | ast.alias(name=text):
+                yield line, text
+            case ast.FunctionDef(name=text) | ast.AsyncFunctionDef(name=text) | ast.ClassDef(name=text):
+                yield line, text
+            case ast.keyword(arg=str(text)) | ast.ImportFrom(module=str(text)):
+                yield line, text
+            case ast.Constant(value=str(text)) if id(node) not in for_readers:
+                yield line, text
+
+
+def may_name_family(name: str, line: int, folder: str) -> bool:
+    table = registry_table()
+    in_table = name == REGISTRY and table.lineno <= line <= (table.end_lineno or 0)
+    return in_table or name.startswith(folder)
+
+
+def test_a_family_is_known_in_its_folder_and_its_registry_line_alone() -> None:
+    offenders = [
+        f"{name}:{line} says {text!r}"
+        for name in python_files(*PACKAGES)
+        for line, text in identifiers_and_strings(tree_of(name))
+        for folder, family in families().items()
+        if family in words(text) and not may_name_family(name, line, folder)
+    ]
+    assert offenders == []
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("FluxPipeline", True), ("pipelines.flux", True), ("load_flux2", True), ("influx", False), ("reflux_rate", False)],
+)
+def test_a_family_name_is_found_as_a_word(text: str, found: bool) -> None:
+    assert ("flux" in words(text)) is found
+
+
+def reads_environment(node: ast.AST) -> bool:
+    match node:
+        case ast.Attribute(value=ast.Name(id="os"), attr="getenv"):
+            return True
+        case ast.ImportFrom(module="os", names=names):
+            return any(alias.name in {"environ", "getenv"} for alias in names)
+        case ast.Attribute(value=ast.Attribute(value=ast.Name(id="os"), attr="environ"), attr="get"):
+            return True
+        case ast.Subscript(ctx=ast.Load()) | ast.Compare():
+            operand = node.value if isinstance(node, ast.Subscript) else node.comparators[0]
+            return ast.unparse(operand) == "os.environ"
+    return False
+
+
+def test_one_file_reads_the_environment() -> None:
+    offenders = [
+        f"{name}:{getattr(node, 'lineno', 0)}"
+        for name in python_files(*PACKAGES)
+        if name != SETTINGS
+        for node in ast.walk(tree_of(name))
+        if reads_environment(node)
+    ]
+    assert offenders == []

@@ -1,0 +1,74 @@
+"""How large things may grow, and that each has its place."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from pathlib import Path
+
+from tests.layout.support.source import CODE, ROOT, python_files, repository_files, tree_of
+
+CHECKPOINTS = "pipelines/checkpoints/"
+
+MAX_FILE_LINES = 250
+MAX_FUNCTION_LINES = 40
+MAX_CHECKPOINT_BYTES = 28_000_000
+MAX_REPOSITORY_BYTES = 34_000_000
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def test_files_are_short() -> None:
+    lengths = {name: len((ROOT / name).read_text().splitlines()) for name in repository_files() if name[-3:] == ".py"}
+    assert {name: lines for name, lines in lengths.items() if lines > MAX_FILE_LINES} == {}
+
+
+def length(function: Function) -> int:
+    """Lines from ``def`` to the end, without the docstring and without functions inside, which count by themselves."""
+    inside = [node for node in ast.walk(function) if isinstance(node, Function) and node is not function]
+    apart = [function.body[0]] if ast.get_docstring(function) else []
+    skipped = {line for node in apart + inside for line in range(node.lineno, (node.end_lineno or 0) + 1)}
+    return len(set(range(function.lineno, (function.end_lineno or 0) + 1)) - skipped)
+
+
+def test_functions_are_short() -> None:
+    offenders = [
+        f"{name}:{function.lineno} {function.name} has {length(function)} lines"
+        for name in repository_files()
+        if name.endswith(".py")
+        for function in ast.walk(tree_of(name))
+        if isinstance(function, Function) and length(function) > MAX_FUNCTION_LINES
+    ]
+    assert offenders == []
+
+
+def test_every_folder_with_code_is_a_package() -> None:
+    folders = {Path(name).parent for name in python_files(*CODE)}
+    assert [str(folder) for folder in sorted(folders) if not (ROOT / folder / "__init__.py").is_file()] == []
+
+
+def test_tests_mirror_the_tree() -> None:
+    """A folder of tests is called as a package, or as a module whose tests share a set-up; ``support`` has helpers."""
+    files = python_files(*(f"tests/{name}" for name in CODE))
+    folders = {Path(name).parent.relative_to("tests") for name in files if "/support/" not in name}
+    unknown = [folder for folder in folders if not (ROOT / folder).is_dir() and not (ROOT / f"{folder}.py").is_file()]
+    assert unknown == []
+
+
+def test_no_text_mentions_a_place_on_somebodys_machine() -> None:
+    places = re.compile(rb"(?<![\w.])/(work|root|home/[a-z]+|Users/[a-z]+)/")
+    texts = [name for name in repository_files() if not name.startswith((CHECKPOINTS, "docs/images/"))]
+    offenders = [
+        f"{name}: {found.group().decode()}" for name in texts if (found := places.search((ROOT / name).read_bytes()))
+    ]
+    assert offenders == []
+
+
+def total_bytes(prefix: str) -> int:
+    return sum(os.path.getsize(ROOT / name) for name in repository_files() if name.startswith(prefix))
+
+
+def test_checkpoints_and_repository_stay_small() -> None:
+    assert total_bytes(CHECKPOINTS) <= MAX_CHECKPOINT_BYTES
+    assert total_bytes("") < MAX_REPOSITORY_BYTES

@@ -1,0 +1,73 @@
+"""The training models call their parts exactly as diffusers' pipelines do, so what is trained is what will run."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import FluxPipeline, WanPipeline
+from safetensors.torch import load_file
+
+from training import evaluate
+from training.captions import caption
+from training.flux_model import image_ids, pack
+from training.flux_shapes import start as start_flux
+from training.scenes import training_scene
+from training.tokens import MAX_LENGTH
+from training.wan_shapes import start as start_wan
+
+FLUX, WAN = evaluate.CHECKPOINTS / "flux-shapes", evaluate.CHECKPOINTS / "wan-shapes"
+
+
+def _captions() -> list[str]:
+    rng = random.Random(0)
+    return [*(caption(training_scene(rng), rng) for _ in range(3)), ""]
+
+
+def _ids(tokenizer: object, texts: list[str]) -> torch.Tensor:
+    padded = tokenizer(texts, padding="max_length", max_length=MAX_LENGTH, truncation=True)  # type: ignore[operator]
+    return torch.tensor(padded["input_ids"])
+
+
+def _error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Relative; ours runs in bfloat16 autocast, theirs in float32."""
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+def test_flux_text_equals_the_pipeline() -> None:
+    model, (clip_tokenizer, t5_tokenizer) = start_flux(FLUX)
+    pipeline = FluxPipeline.from_pretrained(FLUX, torch_dtype=torch.float32)
+    texts = _captions()
+    sequence, pooled, _ = pipeline.encode_prompt(texts, None, max_sequence_length=MAX_LENGTH)
+    with torch.no_grad():
+        ours = model.text(_ids(clip_tokenizer, texts), _ids(t5_tokenizer, texts))
+    assert _error(ours[0], pooled) < 0.02
+    assert _error(ours[1], sequence) < 0.02
+
+
+def test_flux_packing_equals_the_pipeline() -> None:
+    latents = torch.randn(2, 16, 12, 8)
+    torch.testing.assert_close(pack(latents), FluxPipeline._pack_latents(latents, 2, 16, 12, 8))
+    theirs = FluxPipeline._prepare_latent_image_ids(2, 6, 4, "cpu", torch.float32)
+    torch.testing.assert_close(image_ids(12, 8, torch.device("cpu")), theirs)
+
+
+def test_wan_text_equals_the_pipeline() -> None:
+    model, tokenizer = start_wan(WAN)
+    pipeline = WanPipeline.from_pretrained(WAN, torch_dtype=torch.float32)
+    texts = _captions()
+    sequence, _ = pipeline.encode_prompt(texts, do_classifier_free_guidance=False, max_sequence_length=MAX_LENGTH)
+    with torch.no_grad():
+        ours = model.text(_ids(tokenizer, texts))
+    assert _error(ours, sequence) < 0.02
+
+
+def test_both_checkpoints_together_are_small() -> None:
+    assert sum(file.stat().st_size for folder in (FLUX, WAN) for file in folder.rglob("*") if file.is_file()) <= 28e6
+
+
+@pytest.mark.parametrize("path", [FLUX, WAN], ids=["flux-shapes", "wan-shapes"])
+def test_a_checkpoint_is_half_precision_and_has_a_card(path: Path) -> None:
+    weights = [load_file(file) for file in path.rglob("*.safetensors")]
+    assert {tensor.dtype for file in weights for tensor in file.values()} == {torch.float16}
+    assert "apache-2.0" in (path / "README.md").read_text().lower()

@@ -1,0 +1,72 @@
+"""The report's commands run as written with today's trainers, each cut to one step, and what they export loads."""
+
+import shlex
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import FluxPipeline, WanPipeline
+
+from training import vae
+
+REPORTS = Path(__file__).parents[2] / "benchmarks" / "reports"
+QUICK = {
+    "vae": "--max-steps 1 --batch 1",
+    "flux_shapes": "--max-steps 1 --batch 2 --captions 60 --pool 12 --chunk 2",
+    "wan_shapes": "--max-steps 1 --batch 1 --captions 60 --pool 2 --chunk 1",
+    "evaluate": "--prompts 1 --steps 1",
+    "seeds": "--prompts 1 --seeds 2",
+}
+WORK = {"vae": "train", "flux_shapes": "train", "wan_shapes": "train", "evaluate": "evaluate", "seeds": "measure"}
+
+
+def _commands() -> list[tuple[str, list[str]]]:
+    """Module and arguments of each training command of the newest report."""
+    text = max(REPORTS.glob("shipped-models_*.md")).read_text().replace("\\\n", " ")
+    lines = [line.split("python -m ")[1] for line in text.splitlines() if line.startswith("    python -m pipelines.")]
+    return [(words[0], words[1:]) for words in map(shlex.split, lines)]
+
+
+@pytest.fixture
+def torch_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Trainers set what is global to the process; other tests need it as it was."""
+    precision = torch.get_float32_matmul_precision()
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", torch._dynamo.config.recompile_limit)
+    yield
+    torch.set_float32_matmul_precision(precision)
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
+
+
+@pytest.mark.parametrize("command", _commands(), ids=lambda command: command[0])
+def test_a_command_of_the_report_is_understood(command: tuple[str, list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    module, arguments = command
+    called: list[tuple[Any, ...]] = []
+
+    def work(*args: Any) -> list[Any]:
+        called.append(args)
+        return []
+
+    monkeypatch.setattr(f"{module}.{WORK[module.rpartition('.')[2]]}", work)
+    monkeypatch.setattr(sys, "argv", [module, *arguments])
+    import_module(module).main()
+    assert len(called) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("torch_as_before")
+def test_the_reports_commands_train_export_and_evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vae, "NUM_MEASURED", 2)
+    for module, arguments in _commands():
+        here = [word.replace("out/", f"{tmp_path}/") for word in arguments]
+        monkeypatch.setattr(sys, "argv", [module, *here, *QUICK[module.rpartition(".")[2]].split()])
+        import_module(module).main()
+    for pipeline, model in ((FluxPipeline, "flux-shapes"), (WanPipeline, "wan-shapes")):
+        trained = pipeline.from_pretrained(tmp_path / model, torch_dtype=torch.float32)
+        weights = torch.nn.utils.parameters_to_vector(trained.transformer.parameters())
+        assert weights.isfinite().all()

@@ -1,0 +1,216 @@
+"""Scores a shipped model on held-out prompts: `python -m training.evaluate --model flux-shapes`.
+
+Pictures come from diffusers' own pipeline class, with the settings of the shipped `troupe.json` unless others are
+given; `judge` decides what they show. The last line is one JSON object.
+"""
+
+import argparse
+import json
+import random
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import FluxPipeline, WanPipeline
+
+from pipelines.registry import load_family
+from training import judge
+from training.captions import Said, caption, motion_caption
+from training.judge import Found, Picture, look_at, motion_of, place_of
+from training.scenes import PLACES, Item, MotionScene, Scene, held_out_motion_scene, held_out_scene
+from training.tokens import MAX_LENGTH
+from training.wan_model import NUM_FRAMES
+
+CHECKPOINTS = Path(__file__).parents[1] / "pipelines" / "checkpoints"
+SETTINGS = ("model", "prompts", "height", "width", "steps", "guidance", "device", "dtype", "seed")
+EVERYTHING = Said(size=True, place=True, background=True)
+Checks = dict[str, bool]
+
+
+def held_out_prompts(count: int, seed: int) -> list[tuple[Scene, str]]:
+    """Still scenes that training never showed, with captions that say everything."""
+    rng = random.Random(seed)
+    scenes = [held_out_scene(rng) for _ in range(count)]
+    return [(scene, caption(scene, rng, EVERYTHING)) for scene in scenes]
+
+
+def held_out_motion_prompts(count: int, seed: int) -> list[tuple[MotionScene, str]]:
+    """Video scenes that training never showed, with captions that say everything."""
+    rng = random.Random(seed)
+    scenes = [held_out_motion_scene(rng) for _ in range(count)]
+    return [(scene, motion_caption(scene, rng, EVERYTHING)) for scene in scenes]
+
+
+def _looks_like(item: Item, found: Found) -> bool:
+    return (item.shape, item.colour) == (found.shape, found.colour)
+
+
+def _match(items: tuple[Item, ...], picture: Picture) -> list[Found] | None:
+    """The found shape of each item, or None unless shapes and colours are exactly those asked for."""
+    if len(picture.found) != len(items):
+        return None
+    for order in (picture.found, picture.found[::-1]):
+        if all(_looks_like(item, found) for item, found in zip(items, order, strict=True)):
+            return list(order)
+    return None
+
+
+def _right_place(scene: Scene, found: list[Found]) -> bool:
+    if scene.relation is None:
+        return all(place_of(f) == PLACES[i.place or "centre"] for i, f in zip(scene.items, found, strict=True))
+    first, second = found
+    dx, dy = second.x - first.x, second.y - first.y
+    ahead, aside = (dy, dx) if scene.relation == "above" else (dx, dy)
+    return ahead > 0.15 and ahead > abs(aside)
+
+
+def check_still(scene: Scene, picture: Picture) -> Checks:
+    """Which parts of a still scene the picture shows. A place counts only if shape and colour are right too."""
+    found = _match(scene.items, picture)
+    sized = found is not None and all(
+        item.size == "medium" or item.size == judge.size_of(f) for item, f in zip(scene.items, found, strict=True)
+    )
+    kind = "one" if len(scene.items) == 1 else "pair" if scene.relation else "two places"
+    checks = {
+        "shape and colour": found is not None,
+        "place": found is not None and _right_place(scene, found),
+        "size": sized,
+        "background": picture.background == scene.background,
+    }
+    return checks | {
+        f"{name} ({kind})": value for name, value in checks.items() if name in ("shape and colour", "place")
+    }
+
+
+def check_motion(scene: MotionScene, frames: list[Picture]) -> Checks:
+    """Which parts of a video scene the frames show. Shape and colour must be right in at least 3 frames of 4."""
+    right = [len(frame.found) == 1 and _looks_like(scene.item, frame.found[0]) for frame in frames]
+    motion = motion_of(frames) == scene.motion
+    grounds = Counter(frame.background for frame in frames)
+    return {
+        "shape and colour": sum(right) >= 0.75 * len(right),
+        "motion": motion,
+        f"motion ({scene.motion})": motion,
+        "background": grounds.most_common(1)[0][0] == scene.background,
+    }
+
+
+def filled(args: argparse.Namespace, model: str) -> argparse.Namespace:
+    """`args`, where they leave `height`, `width`, `steps` or `guidance` open with what the shipped model has."""
+    path = CHECKPOINTS / model
+    own = load_family(path).defaults(path)
+    guidance = own.guidance_scale if own.kind == "image" else own.true_cfg_scale
+    settings = {"height": own.height, "width": own.width, "steps": own.num_inference_steps, "guidance": guidance}
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    return argparse.Namespace(**(vars(args) | settings | given))
+
+
+def _generators(start: int, count: int) -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(start + index) for index in range(count)]
+
+
+def paint_stills(pipeline: Any, prompts: list[str], args: argparse.Namespace, seed: int) -> list[judge.Pixels]:
+    """One picture (height, width, 3) a prompt."""
+    args = filled(args, "flux-shapes")
+    images = pipeline(
+        prompts,
+        height=args.height,
+        width=args.width,
+        num_inference_steps=args.steps,
+        guidance_scale=args.guidance,
+        max_sequence_length=MAX_LENGTH,
+        generator=_generators(seed, len(prompts)),
+        output_type="np",
+    ).images
+    return [(image * 255).round().astype(np.uint8) for image in images]
+
+
+def paint_videos(pipeline: Any, prompts: list[str], args: argparse.Namespace, seed: int) -> list[judge.Pixels]:
+    """One video (frames, height, width, 3) a prompt."""
+    args = filled(args, "wan-shapes")
+    videos = pipeline(
+        prompts,
+        height=args.height,
+        width=args.width,
+        num_frames=NUM_FRAMES,
+        num_inference_steps=args.steps,
+        guidance_scale=args.guidance,
+        max_sequence_length=MAX_LENGTH,
+        generator=_generators(seed, len(prompts)),
+        output_type="np",
+    ).frames
+    return [(video * 255).round().astype(np.uint8) for video in videos]
+
+
+def _batches(prompts: list[Any], size: int) -> list[list[Any]]:
+    return [prompts[start : start + size] for start in range(0, len(prompts), size)]
+
+
+def _score_stills(pipeline: Any, args: argparse.Namespace) -> list[tuple[str, Checks]]:
+    scored = []
+    for number, batch in enumerate(_batches(held_out_prompts(args.prompts, args.seed), args.batch)):
+        images = paint_stills(pipeline, [text for _, text in batch], args, number * args.batch)
+        scored += [
+            (text, check_still(scene, look_at(image))) for (scene, text), image in zip(batch, images, strict=True)
+        ]
+    return scored
+
+
+def _score_videos(pipeline: Any, args: argparse.Namespace) -> list[tuple[str, Checks]]:
+    scored = []
+    for number, batch in enumerate(_batches(held_out_motion_prompts(args.prompts, args.seed), args.batch)):
+        videos = paint_videos(pipeline, [text for _, text in batch], args, number * args.batch)
+        for (scene, text), video in zip(batch, videos, strict=True):
+            scored.append((text, check_motion(scene, [look_at(frame) for frame in video])))
+    return scored
+
+
+def summary(scored: list[tuple[str, Checks]]) -> dict[str, dict[str, float]]:
+    """For each check the share of prompts that passed, and how many were asked."""
+    names = {name: None for _, checks in scored for name in checks}
+    results = {name: [checks[name] for _, checks in scored if name in checks] for name in names}
+    return {name: {"share": round(sum(r) / len(r), 4), "prompts": len(r)} for name, r in results.items()}
+
+
+def load(model: str, checkpoint: Path | None = None, dtype: torch.dtype = torch.float32) -> Any:
+    """diffusers' own pipeline of a model, the shipped one unless another checkpoint is given."""
+    pipeline: Any = FluxPipeline if model == "flux-shapes" else WanPipeline
+    pipeline = pipeline.from_pretrained(checkpoint or CHECKPOINTS / model, torch_dtype=dtype)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def evaluate(args: argparse.Namespace) -> dict[str, Any]:
+    """Paints and judges the held-out prompts; prints those that failed if asked to."""
+    args = filled(args, args.model)
+    pipeline = load(args.model, args.checkpoint, getattr(torch, args.dtype)).to(args.device)
+    start_s = time.monotonic()
+    scored = (_score_stills if args.model == "flux-shapes" else _score_videos)(pipeline, args)
+    for text, checks in scored:
+        wrong = [name for name, passed in checks.items() if not passed and "(" not in name]
+        if wrong and args.verbose:
+            print(f"{', '.join(wrong)}: {text}")
+    settings = {name: getattr(args, name) for name in SETTINGS}
+    return {**settings, "wall_s": round(time.monotonic() - start_s, 1), "checks": summary(scored)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=("flux-shapes", "wan-shapes"), required=True)
+    parser.add_argument("--checkpoint", type=Path, help="default: the shipped one")
+    parser.add_argument("--prompts", type=int, default=240)
+    parser.add_argument("--batch", type=int, default=24)
+    for name, kind in (("--height", int), ("--width", int), ("--steps", int), ("--guidance", float)):
+        parser.add_argument(name, type=kind, help="default: the shipped model's")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    parser.add_argument("--verbose", action="store_true", help="print the prompts that failed")
+    print(json.dumps(evaluate(parser.parse_args())))
+
+
+if __name__ == "__main__":
+    main()

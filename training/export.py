@@ -1,0 +1,50 @@
+"""Writes the trained parts as pipelines in diffusers' own directory layout, in float16."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import FluxPipeline, WanPipeline
+from transformers import PreTrainedTokenizerBase
+
+from training import flux_model, wan_model
+from training.flux_model import FluxModel
+from training.wan_model import WanModel
+
+SHARD_SIZE = "1GB"
+
+
+def _half(module: Any) -> Any:
+    return module.to(device="cpu", dtype=torch.float16).eval()
+
+
+def export_flux(
+    path: Path,
+    model: FluxModel,
+    vae: Any,
+    clip_tokenizer: PreTrainedTokenizerBase,
+    t5_tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Directory for `FluxPipeline.from_pretrained`. The model's own weights become float16 on the CPU."""
+    pipeline = FluxPipeline(
+        scheduler=flux_model.build_scheduler(),
+        vae=_half(vae),
+        text_encoder=_half(model.clip),
+        tokenizer=clip_tokenizer,
+        text_encoder_2=_half(model.t5),
+        tokenizer_2=t5_tokenizer,
+        transformer=_half(model.transformer),
+    )
+    pipeline.save_pretrained(path, max_shard_size=SHARD_SIZE)
+
+
+def export_wan(path: Path, model: WanModel, vae: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Directory for `WanPipeline.from_pretrained`. The model's own weights become float16 on the CPU."""
+    pipeline = WanPipeline(
+        tokenizer=tokenizer,
+        text_encoder=_half(model.umt5),
+        vae=_half(vae),
+        scheduler=wan_model.build_scheduler(),
+        transformer=_half(model.transformer),
+    )
+    pipeline.save_pretrained(path, max_shard_size=SHARD_SIZE)

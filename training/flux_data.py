@@ -1,0 +1,67 @@
+"""What flux-shapes is trained on: latent pools of every picture size, and the captions' tokens and labels."""
+
+import random
+
+import torch
+from diffusers import AutoencoderKL
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from training.draw import draw
+from training.pool import Captioned, LatentPool, token_ids, with_dropout
+
+MAIN_SIZE = (128, 128)
+SIZES = {MAIN_SIZE: 11, (96, 96): 2, (96, 128): 2, (128, 96): 2, (64, 64): 1, (160, 160): 2}
+OTHERS_FROM = 0.4  # progress from which the other sizes are shown too
+REFRESH_EVERY = 8
+Size = tuple[int, int]
+Tokenizers = tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase]
+
+
+class Data:
+    """Latents and captions, all on the device."""
+
+    def __init__(
+        self,
+        stills: Captioned,
+        vae: AutoencoderKL,
+        tokenizers: Tokenizers,
+        *,
+        pool: int,
+        chunk: int,
+        device: str,
+        graph: bool,
+    ) -> None:
+        self.vae, self.drawings = vae, stills.drawings.to(device)
+        self.clip_tokenizer, self.t5_tokenizer = tokenizers
+        self.clip_ids = token_ids(self.clip_tokenizer, stills.captions).to(device)
+        self.t5_ids = token_ids(self.t5_tokenizer, stills.captions).to(device)
+        self.labels = stills.labels.to(device)
+        self.empty = len(stills.captions)
+        self.rng, self.steps = random.Random(0), 0
+        total = sum(SIZES.values())
+        self.pools = {size: self._pool(size, pool * n // total, chunk, device, graph) for size, n in SIZES.items()}
+
+    def _pool(self, size: Size, rows: int, chunk: int, device: str, graph: bool) -> LatentPool:
+        def encode(row: Tensor) -> Tensor:
+            pixels = draw(self.drawings[row], height=size[0], width=size[1])[:, :, 0]
+            with torch.autocast(device, torch.bfloat16):
+                mean: Tensor = self.vae.encode(pixels).latent_dist.mean
+            scaled: Tensor = (mean.float() - self.vae.config.shift_factor) * self.vae.config.scaling_factor
+            return scaled
+
+        return LatentPool(encode, num_rows=self.empty, size=rows, chunk=chunk, device=device, graph=graph)
+
+    def next_size(self, progress: float) -> Size:
+        """The size of the next step's pictures, whose pool gets new ones now and then."""
+        shown = SIZES if progress >= OTHERS_FROM else {MAIN_SIZE: 1}
+        size = self.rng.choices(tuple(shown), tuple(shown.values()))[0]
+        self.steps += 1
+        if self.steps % REFRESH_EVERY == 0:
+            self.pools[size].refresh()
+        return size
+
+    def sample(self, size: Size, batch: int) -> tuple[Tensor, Tensor]:
+        """Latents of this size and the rows of their captions, some of them the empty prompt's."""
+        latents, row = self.pools[size].sample(batch)
+        return latents, with_dropout(row, self.empty)

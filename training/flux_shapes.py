@@ -1,0 +1,156 @@
+"""Trains flux-shapes: `python -m training.flux_shapes --vae DIR/vae --out DIR --export DIR --minutes 8`.
+
+Two stages, each resumable: flow matching with dropped prompts, then guidance distillation (Meng et al., arXiv
+2210.03142), after which the embedded guidance scale acts like classifier-free guidance.
+"""
+
+import argparse
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL, FluxPipeline
+from torch import Tensor
+
+from training.export import export_flux
+from training.fast import Step, graphed, prepare, slow_down, speed_up
+from training.flow import noisy, sample_sigma
+from training.flux_data import SIZES, Data, Size, Tokenizers
+from training.flux_model import FluxModel, pack, shift_of
+from training.loop import Run, fit, update
+from training.options import device_of, flow_options, plan_of
+from training.pool import Captioned, captioned_stills
+from training.tokens import byte_pairs, sentence_pieces
+
+GUIDANCE = (1.0, 5.0)
+
+
+def _noisy(latents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    num_tokens = latents.shape[-1] * latents.shape[-2] // 4
+    sigma_B = sample_sigma(len(latents), shift_of(num_tokens), latents.device)
+    return *noisy(latents, sigma_B), sigma_B
+
+
+def flow_loss(model: FluxModel, data: Data, size: Size, args: argparse.Namespace) -> Tensor:
+    """Squared error of the velocity at guidance 1, and the reader's loss (2,)."""
+    latents, row = data.sample(size, args.batch)
+    noised, velocity, sigma_B = _noisy(latents)
+    text = model.text(data.clip_ids[row], data.t5_ids[row])
+    error = model.velocity(noised, sigma_B, torch.ones_like(sigma_B), text) - pack(velocity)
+    return torch.stack((error.square().mean(), args.reading * model.reader.loss(text[1], data.labels[row])))
+
+
+def distillation_loss(model: FluxModel, teacher: FluxModel, data: Data, size: Size, batch: int) -> Tensor:
+    """Squared error to the teacher's guided velocity, at a random guidance scale."""
+    latents, row = data.sample(size, batch)
+    noised, _, sigma_B = _noisy(latents)
+    guidance_B = torch.empty_like(sigma_B).uniform_(*GUIDANCE)
+    with torch.no_grad():
+        text = model.text(data.clip_ids[row], data.t5_ids[row])
+        empty = row.new_full(row.shape, data.empty)
+        nothing = model.text(data.clip_ids[empty], data.t5_ids[empty])
+        one = torch.ones_like(sigma_B)
+        unguided = teacher.velocity(noised, sigma_B, one, nothing)
+        guided = unguided + guidance_B[:, None, None] * (teacher.velocity(noised, sigma_B, one, text) - unguided)
+    return (model.velocity(noised, sigma_B, guidance_B, text) - guided).square().mean()
+
+
+def _accelerate(model: FluxModel, device: str) -> FluxModel:
+    """Static shapes for the text and for the first picture size, then dynamic ones for all others together."""
+    speed_up([*model.t5.encoder.block, *model.clip_layers], device, dynamic=False)
+    speed_up(
+        [*model.transformer.transformer_blocks, *model.transformer.single_transformer_blocks], device, dynamic=None
+    )
+    return model
+
+
+def _steps(run: Run, data: Data, loss_of: Callable[[Size], Tensor], *, all_sizes: bool, graph: bool) -> Step:
+    """Updates with pictures of one size after the other, each size a graph of its own."""
+
+    def of(size: Size) -> Step:
+        return graphed(lambda: update(run, lambda: loss_of(size)), on=graph)
+
+    updates = {size: of(size) for size in SIZES}
+    return lambda: updates[data.next_size(1.0 if all_sizes else run.progress)]()
+
+
+def _stage_one(model: FluxModel, data: Data, args: argparse.Namespace) -> Run:
+    device, graph = device_of(args)
+    run = Run(module=_accelerate(model, device), plan=plan_of(args, args.out / "flow"))
+    step = _steps(run, data, lambda size: flow_loss(model, data, size, args), all_sizes=bool(args.start), graph=graph)
+    fit(run, step, args.max_steps)
+    run.average.copy_to_module()
+    return run
+
+
+def _frozen(model: FluxModel) -> FluxModel:
+    """A copy as it was before `_accelerate`."""
+    frozen = copy.deepcopy(model).requires_grad_(False)
+    slow_down(frozen)
+    return frozen
+
+
+def _stage_two(model: FluxModel, data: Data, args: argparse.Namespace) -> None:
+    device, graph = device_of(args)
+    teacher = _accelerate(_frozen(model), device)
+    model.requires_grad_(False)
+    model.transformer.requires_grad_(True)
+    plan = replace(
+        plan_of(args, args.out / "distilled"),
+        minutes=args.distill_minutes,
+        total_minutes=args.distill_minutes,
+        learning_rate=args.learning_rate / 2,
+        decay_from=0.3,
+    )
+    run = Run(module=model, plan=plan)
+
+    def loss_of(size: Size) -> Tensor:
+        return distillation_loss(model, teacher, data, size, args.batch)
+
+    fit(run, _steps(run, data, loss_of, all_sizes=True, graph=graph), args.max_steps)
+    run.average.copy_to_module()
+
+
+def untrained(stills: Captioned) -> tuple[FluxModel, Tokenizers]:
+    """A new model, and tokenizers made from the captions."""
+    tokenizers = byte_pairs(stills.captions[:20_000]), sentence_pieces(stills.captions[:50_000])
+    return FluxModel(*tokenizers), tokenizers
+
+
+def start(path: Path) -> tuple[FluxModel, Tokenizers]:
+    """An exported pipeline's model and tokenizers, to train on from there."""
+    pipeline: Any = FluxPipeline.from_pretrained(path, torch_dtype=torch.float32)
+    tokenizers = pipeline.tokenizer, pipeline.tokenizer_2
+    model = FluxModel(*tokenizers)
+    model.clip.load_state_dict(pipeline.text_encoder.state_dict())
+    model.t5.load_state_dict(pipeline.text_encoder_2.state_dict())
+    model.transformer.load_state_dict(pipeline.transformer.state_dict())
+    return model, tokenizers
+
+
+def train(args: argparse.Namespace) -> None:
+    """Runs this piece of the training; exports the averaged model before and after distillation."""
+    prepare(args.seed)
+    device, graph = device_of(args)
+    vae = AutoencoderKL.from_pretrained(args.vae).to(device).requires_grad_(False)
+    stills = captioned_stills(args.captions, args.seed)
+    model, tokenizers = start(args.start) if args.start else untrained(stills)
+    data = Data(stills, vae, tokenizers, pool=args.pool, chunk=args.chunk, device=device, graph=graph)
+    run = _stage_one(model.to(device), data, args)
+    export_flux(args.out / "undistilled", _frozen(model), copy.deepcopy(vae), *tokenizers)
+    if run.progress >= 1 or args.max_steps:
+        _stage_two(model, data, args)
+        export_flux(args.export, _frozen(model), vae, *tokenizers)
+
+
+def main() -> None:
+    parser = flow_options(__doc__, minutes=11.0, batch=512, pool=200_000, chunk=512)
+    parser.add_argument("--distill-minutes", type=float, default=3.0)
+    train(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()
