@@ -1,4 +1,4 @@
-"""The table of cases. A name says everything: who, picture side, width, options."""
+"""The table of cases. A name says everything: who, picture side, number of ranks, options."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ PLAIN = Overlap(mlp_lane=False, num_parts=1, peer_memory=False, streams_apart=Fa
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
     """``maker``: "fast" (ours), "blocks" (the module, blocks compiled), "eager"; the others' names are the peers'.
-    "engine": ours as a gang calls it; "switch": the same, at width 1 and then at ``width``, both in one time;
-    "always8": 8 pictures of ``num_steps``, each on all ``width`` ranks, one after the other; "elastic8": the same, the
+    "engine": ours as a gang calls it; "switch": the same, on one rank and then on ``num_ranks``, both in one time;
+    "always8": 8 pictures of ``num_steps``, each on all ranks, one after the other; "elastic8": the same, the
     ranks shared out among them.
     "wan" is Wan2.1-14B (``side`` its height) by the engine, blocks compiled; the others FLUX.1-dev.
 
@@ -26,7 +26,7 @@ class Case:
 
     maker: str
     side: int
-    width: int
+    num_ranks: int
     strategy: str = "ulysses"
     precision: Precision = "native"
     batch: int = 1
@@ -42,22 +42,22 @@ class Case:
     @property
     def name(self) -> str:
         options: list[str] = [self.precision if self.precision != "native" else "bf16"]
-        options += [self.strategy] if self.width > 1 else []
+        options += [self.strategy] if self.num_ranks > 1 else []
         options += [f"branches{self.num_branches}"] if self.num_branches > 1 else []
         options += [f"blocks{self.num_blocks}"] if self.num_blocks else []
         options += [f"batch{self.batch}"] if self.batch > 1 else []
         options += [f"steps{self.num_steps}"] if self.num_steps > 1 else []
-        options += [self.exchange] if self.width > 1 and self.exchange != "nccl" else []
+        options += [self.exchange] if self.num_ranks > 1 and self.exchange != "nccl" else []
         options += [] if self.graph else ["uncaptured"]
         options += self._overlaps() if self.maker in ("fast", *ENGINE_MAKERS) else []
-        options += self._module_overlaps() if self.maker == "wan" and self.width > 1 else []
-        return "/".join((self.maker, str(self.side), f"w{self.width}", *options))
+        options += self._module_overlaps() if self.maker == "wan" and self.num_ranks > 1 else []
+        return "/".join((self.maker, str(self.side), f"w{self.num_ranks}", *options))
 
     def can_run(self, world: int) -> bool:
-        """Without its exchange, a rank's share of any width can be timed alone; peers take all ranks there are."""
+        """Without its exchange, a rank's share of a team of any size can be timed alone; peers take all ranks."""
         if self.is_peer:
-            return self.width == world
-        return self.width <= world or self.exchange == "none"
+            return self.num_ranks == world
+        return self.num_ranks <= world or self.exchange == "none"
 
     @property
     def is_peer(self) -> bool:
@@ -66,7 +66,7 @@ class Case:
     def _overlaps(self) -> list[str]:
         options = [] if self.overlap.stream_lane == PLAIN.stream_lane else ["one-stream"]
         options += ["apart"] if self.overlap.streams_apart else []
-        if self.width == 1:
+        if self.num_ranks == 1:
             return options  # nothing is exchanged
         options += ["mlp-lane"] if self.overlap.mlp_lane else []
         options += [f"parts{self.overlap.num_parts}"] if self.overlap.num_parts > 1 else []
@@ -86,8 +86,8 @@ NATIVE: Precision = "native"
 FP8: Precision = "fp8"
 
 GOALS = tuple(
-    Case(maker="fast", side=side, width=width, precision=precision, batch=batch, overlap=DEFAULT_OVERLAP)
-    for side, width, precision, batch in (
+    Case(maker="fast", side=side, num_ranks=num_ranks, precision=precision, batch=batch, overlap=DEFAULT_OVERLAP)
+    for side, num_ranks, precision, batch in (
         (1024, 1, NATIVE, 1),
         (1024, 2, NATIVE, 1),
         (1024, 4, NATIVE, 1),
@@ -105,13 +105,13 @@ VARIANTS = tuple(
     Case(
         maker="fast",
         side=side,
-        width=width,
+        num_ranks=num_ranks,
         precision=precision,
         overlap=overlap,
         repeats=10 if side > 1024 else 20,
         default=False,
     )
-    for side, width, precision in (
+    for side, num_ranks, precision in (
         (1024, 2, NATIVE),
         (1024, 4, NATIVE),
         (2048, 4, NATIVE),
@@ -127,7 +127,7 @@ SINGLE_RANK = (
         Case(
             maker="fast",
             side=side,
-            width=1,
+            num_ranks=1,
             precision=precision,
             overlap=overlap,
             default=False,
@@ -135,47 +135,47 @@ SINGLE_RANK = (
         for side, precision in ((1024, NATIVE), (1024, FP8), (512, NATIVE))
         for overlap in (PLAIN, replace(PLAIN, stream_lane=False))
     ),
-    Case(maker="fast", side=2048, width=1, default=False, repeats=6),
-    Case(maker="fast", side=1024, width=1, graph=False, default=False),
-    Case(maker="eager", side=1024, width=1, graph=False, default=False, repeats=6),
-    Case(maker="blocks", side=1024, width=1, default=False),
+    Case(maker="fast", side=2048, num_ranks=1, default=False, repeats=6),
+    Case(maker="fast", side=1024, num_ranks=1, graph=False, default=False),
+    Case(maker="eager", side=1024, num_ranks=1, graph=False, default=False, repeats=6),
+    Case(maker="blocks", side=1024, num_ranks=1, default=False),
 )
 
 EXCHANGES = tuple(
-    Case(maker="fast", side=1024, width=4, exchange=exchange, overlap=overlap, default=False)
+    Case(maker="fast", side=1024, num_ranks=4, exchange=exchange, overlap=overlap, default=False)
     for exchange in ("none", "nccl-low", "nccl-8", "nccl-16")
     for overlap in (PLAIN, LANE)
 ) + tuple(
-    Case(maker="fast", side=side, width=width, precision=precision, exchange="none", default=False)
-    for side, width, precision in ((1024, 2, NATIVE), (512, 4, NATIVE), (2048, 4, NATIVE), (1024, 4, FP8))
+    Case(maker="fast", side=side, num_ranks=num_ranks, precision=precision, exchange="none", default=False)
+    for side, num_ranks, precision in ((1024, 2, NATIVE), (512, 4, NATIVE), (2048, 4, NATIVE), (1024, 4, FP8))
 )
 
 STRATEGIES = tuple(
-    Case(maker="fast", side=1024, width=width, strategy=strategy, default=False)
-    for strategy, width in (("allgather_kv", 2), ("allgather_kv", 4), ("ring", 2), ("ring", 4), ("hybrid", 4))
+    Case(maker="fast", side=1024, num_ranks=num_ranks, strategy=strategy, default=False)
+    for strategy, num_ranks in (("allgather_kv", 2), ("allgather_kv", 4), ("ring", 2), ("ring", 4), ("hybrid", 4))
 )
 
 VLLM_OMNI = ("vllm-omni", "vllm-omni-eager", "vllm-omni-tensor")
 PEERS = tuple(
-    Case(maker=maker, side=side, width=width, graph=False, default=False)
+    Case(maker=maker, side=side, num_ranks=num_ranks, graph=False, default=False)
     for maker in ("diffusers-ulysses", "diffusers-ring", "xdit", "sglang", "sglang-compiled", *VLLM_OMNI)
-    for side, width in ((1024, 2), (1024, 4), (2048, 4), (512, 4))
+    for side, num_ranks in ((1024, 2), (1024, 4), (2048, 4), (512, 4))
 )
 
 ENGINE = (
-    Case(maker="engine", side=512, width=1, overlap=DEFAULT_OVERLAP, default=False),
-    Case(maker="engine", side=512, width=4, overlap=DEFAULT_OVERLAP, default=False),
-    Case(maker="switch", side=512, width=4, overlap=DEFAULT_OVERLAP, default=False),
+    Case(maker="engine", side=512, num_ranks=1, overlap=DEFAULT_OVERLAP, default=False),
+    Case(maker="engine", side=512, num_ranks=4, overlap=DEFAULT_OVERLAP, default=False),
+    Case(maker="switch", side=512, num_ranks=4, overlap=DEFAULT_OVERLAP, default=False),
     *(
-        Case(maker=maker, side=512, width=4, overlap=DEFAULT_OVERLAP, num_steps=28, repeats=5, default=False)
+        Case(maker=maker, side=512, num_ranks=4, overlap=DEFAULT_OVERLAP, num_steps=28, repeats=5, default=False)
         for maker in ("always8", "elastic8")
     ),
 )
 
 WAN = (
     *(
-        Case(maker="wan", side=480, width=width, repeats=4, overlap=overlap, default=False)
-        for width, overlap in (
+        Case(maker="wan", side=480, num_ranks=num_ranks, repeats=4, overlap=overlap, default=False)
+        for num_ranks, overlap in (
             (4, DEFAULT_OVERLAP),
             (1, DEFAULT_OVERLAP),
             (2, DEFAULT_OVERLAP),
@@ -184,14 +184,16 @@ WAN = (
         )
     ),
     *(
-        Case(maker="wan", side=480, width=width, num_blocks=8, overlap=DEFAULT_OVERLAP, repeats=4, default=False)
-        for width in (4, 1)  # to be profiled
+        Case(
+            maker="wan", side=480, num_ranks=num_ranks, num_blocks=8, overlap=DEFAULT_OVERLAP, repeats=4, default=False
+        )
+        for num_ranks in (4, 1)  # to be profiled
     ),
     *(
         Case(
             maker="wan",
             side=720,
-            width=4,
+            num_ranks=4,
             strategy=strategy,
             num_branches=2,
             num_blocks=8,

@@ -1,9 +1,9 @@
-"""Milliseconds per denoising step of FLUX.1-dev (random weights) at every width, beside its peers.
+"""Milliseconds per denoising step of FLUX.1-dev (random weights) on every number of ranks, beside its peers.
 
     python -m benchmarks.denoise_step [CASE ...]                            one GPU (or a small model on the CPU)
-    torchrun --nproc_per_node 4 -m benchmarks.denoise_step [CASE ...]       four GPUs: widths 1, 2 and 4
+    torchrun --nproc_per_node 4 -m benchmarks.denoise_step [CASE ...]       four GPUs: 1, 2 and 4 ranks
 
-A case is ``<maker>/<side>/w<width>[/<option>...]``, as ``--list`` prints them; an argument picks those that contain it,
+A case is ``<maker>/<side>/w<ranks>[/<option>...]``, as ``--list`` prints them; an argument picks those that contain it,
 and none picks the few that the goals are about.
 The last line is one JSON document. Report: benchmarks/reports/.
 """
@@ -46,9 +46,9 @@ def floor_ms(case: Case) -> float:
     products, attention = wan_case.flop(case.side, num_blocks) if wan else flux_case.flop(case.side, batch=case.batch)
     rate = FP8_TFLOPS if case.precision == "fp8" else BF16_TFLOPS
     num_forwards = case.num_branches * case.num_steps * (NUM_JOBS if case.maker in ("always8", "elastic8") else 1)
-    if case.maker == "switch":  # a step at width 1, and one at ``width``
-        num_forwards *= 1 + case.width
-    return num_forwards * (products / rate + attention / BF16_TFLOPS) / 1e9 / case.width
+    if case.maker == "switch":  # a step on one rank, and one on ``num_ranks``
+        num_forwards *= 1 + case.num_ranks
+    return num_forwards * (products / rate + attention / BF16_TFLOPS) / 1e9 / case.num_ranks
 
 
 def main() -> None:
@@ -108,7 +108,9 @@ def in_turns(bench: Bench, cases: list[Case], rounds: int, say: Any) -> list[dic
     medians: dict[str, list[float]] = {case.name: [] for case in ready}
     for _ in range(rounds):
         for case, step in ready.items():
-            medians[case.name].append(measure(step, repeats=REPEATS_A_ROUND, warm_up=1, width=case.width).median_ms)
+            medians[case.name].append(
+                measure(step, repeats=REPEATS_A_ROUND, warm_up=1, num_ranks=case.num_ranks).median_ms
+            )
     results: list[dict[str, Any]] = []
     for case in ready:
         found = Spread.of(medians[case.name])
@@ -145,7 +147,7 @@ def run_case(bench: Bench, case: Case, say: Any, step: Any = None) -> dict[str, 
         if step is None:
             times, extra = bench.run(case)
         else:  # prepared, and seen to be right
-            times, extra = measure(step, repeats=bench.fitting(case).repeats, width=case.width), {}
+            times, extra = measure(step, repeats=bench.fitting(case).repeats, num_ranks=case.num_ranks), {}
     except Exception:
         say(f"{case.name}: failed\n{traceback.format_exc()[-1500:]}", flush=True)
         return {"case": case.name, "error": traceback.format_exc()[-300:]}

@@ -24,7 +24,7 @@ from benchmarks import flux_case
 from benchmarks.denoise_step import start_distributed
 from benchmarks.timing import rank_synchronize
 from engines.core.model import Branch
-from engines.core.widths import gang_widths
+from engines.core.team_sizes import tiling_sizes
 from engines.parallel.self_check import relative_difference
 from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
@@ -50,21 +50,21 @@ def widened(inputs: Inputs) -> Inputs:
 
 
 def errors_of(config: TorchEngineConfig, module: Any, inputs: dict[str, Inputs], exact: dict[str, Tensor]) -> Any:
-    """Relative error by (length, width), on this rank, of a step with one branch and (guidance) with two."""
+    """Relative error by (length, num_ranks), on this rank, of a step with one branch and (guidance) with two."""
     engine = TorchEngine(as_denoiser(module), config=config)
     rank = torch.distributed.get_rank()
     num_runs = 3 if config.capture else 1  # as it comes, captured, replayed
     found = {}
-    for width in gang_widths(torch.distributed.get_world_size()):
-        first = rank // width * width
+    for num_ranks in tiling_sizes(torch.distributed.get_world_size()):
+        first = rank // num_ranks * num_ranks
         for length, some in inputs.items():
             branches = (Branch(inputs=some),) * (2 if "guidance" in config.strategy else 1)
             answers = [
                 answer.float()
                 for _ in range(num_runs)
-                for answer in engine.predict(branches, tuple(range(first, first + width)))
+                for answer in engine.predict(branches, tuple(range(first, first + num_ranks)))
             ]
-            found[length, width] = max(relative_difference(answer, exact[length]) for answer in answers)
+            found[length, num_ranks] = max(relative_difference(answer, exact[length]) for answer in answers)
     engine.close()
     return found
 
@@ -133,15 +133,15 @@ def main() -> None:
 
 def result_of(label: str, case: tuple[str, int], error: float, base: dict[str, float]) -> dict[str, Any]:
     """One line of the table; in float32 the module itself is exact, and nothing is compared with it."""
-    length, width = case
+    length, num_ranks = case
     ratio = round(error / base[length], 4) if base[length] > 1e-6 else 1.0
-    return {"strategy": label, "width": width, "length": length, "error": float(f"{error:.3e}"), "ratio": ratio}
+    return {"strategy": label, "num_ranks": num_ranks, "length": length, "error": float(f"{error:.3e}"), "ratio": ratio}
 
 
 def line_of(result: dict[str, Any]) -> str:
     verdict = "ok" if result["ratio"] <= ALLOWED else "TOO FAR"
     return (
-        f"{result['strategy']:32} w{result['width']} {result['length']:7} error {result['error']:.3e} "
+        f"{result['strategy']:32} w{result['num_ranks']} {result['length']:7} error {result['error']:.3e} "
         f"= {result['ratio']:.3f} x module: {verdict}"
     )
 

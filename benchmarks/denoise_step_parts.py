@@ -2,7 +2,7 @@
 
     python -m benchmarks.denoise_step_parts [--out FILE]
 
-Shapes are FLUX.1-dev's at widths 1, 2 and 4. Every time is of calls captured in a CUDA graph, over rotating inputs that
+Shapes are FLUX.1-dev's on 1, 2 and 4 ranks. Every time is of calls captured in a CUDA graph, over rotating inputs that
 do not fit the cache together. The last line is one JSON document.
 """
 

@@ -48,7 +48,7 @@ def pictures(
     names = [f"job {number}" for number in range(NUM_JOBS)]
     teams = dict.fromkeys(names, ranks)
     if elastic:
-        teams = share_out(ranks, dict.fromkeys(names), engine.widths)
+        teams = share_out(ranks, dict.fromkeys(names), engine.team_sizes)
     mine = [team for team in teams.values() if rank in team]
     for team in dict.fromkeys(mine):
         branch = Branch(inputs=flux_case.inputs(module, side, text=text))

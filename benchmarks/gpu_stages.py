@@ -61,8 +61,8 @@ def beside(name: str, *runs: Run, limit_s: int) -> Stage:
     return Stage(name=name, runs=runs, limit_s=limit_s, min_gpus=4, takes_turns=True)
 
 
-# In two stages: each run holds the whole model on its GPUs, and three of them are what fits. At width 4 the goals' own
-# stage is what they stand beside; at width 2 their GPUs are cooler than there, so Troupe takes its turn with them.
+# In two stages: each run holds the whole model on its GPUs, and three of them are what fits. On four the goals' own
+# stage is what they stand beside; on 2 ranks their GPUs are cooler than there, so Troupe takes its turn with them.
 PEERS = (
     beside(
         "peers",
@@ -132,8 +132,8 @@ STAGES = (
     alone("wan", "wan/", "--skip", "w1/bf16/blocks8", "ulysses/blocks8", limit_s=230),
     alone("start_cold", module="benchmarks.denoise_step_start", own_caches=True, limit_s=60),
     alone("start_warm", module="benchmarks.denoise_step_start", own_caches=True, limit_s=60),
-    alone("widths_flux", module=QUALITY, limit_s=60, min_gpus=2),
-    alone("widths_wan", "--model", "wan-shapes", module=QUALITY, limit_s=60, min_gpus=2),
+    alone("teams_flux", module=QUALITY, limit_s=60, min_gpus=2),
+    alone("teams_wan", "--model", "wan-shapes", module=QUALITY, limit_s=60, min_gpus=2),
     Stage(
         name="singles",
         runs=(

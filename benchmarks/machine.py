@@ -1,6 +1,6 @@
 """This machine's figures for the cost model, and what it forecasts with them.
 
-    python -m benchmarks.machine [--gpus 4] [--model FLUX.1-dev] [--out FILE]
+    python -m benchmarks.machine [--ranks 4] [--model FLUX.1-dev] [--out FILE]
 
 Reads configurations only, no weights. The last line is one JSON document: the figures, and by size every candidate.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from engines.core.widths import gang_widths
+from engines.core.team_sizes import tiling_sizes
 from engines.planner.cost_model import Workload
 from engines.planner.forecast import StepForecast, forecast, workload
 from engines.planner.measure_here import measure_here
@@ -49,20 +49,20 @@ def candidates(plan: StepForecast) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, default=max(torch.cuda.device_count(), 1))
+    parser.add_argument("--ranks", type=int, default=max(torch.cuda.device_count(), 1))
     parser.add_argument("--model", default="FLUX.1-dev")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     counted, works = counted_and_works(arguments.model)
-    machine = measure_here(counted, arguments.gpus, "cuda" if torch.cuda.is_available() else "cpu")
+    machine = measure_here(counted, arguments.ranks, "cuda" if torch.cuda.is_available() else "cpu")
     document: dict[str, Any] = {"machine": json.loads(machine.to_json()), "results": []}
     print(machine.describe(), flush=True)
     spacious = replace(machine, memory_bytes=SPACIOUS_BYTES)  # the question is how long a step takes
     for side, work in works.items():
-        for width in gang_widths(arguments.gpus):
-            plan = forecast(counted, work, width, spacious)
-            print(f"{side} x {side}, {width} ranks", plan.table(), sep="\n", flush=True)
-            document["results"].append({"side": side, "width": width, "candidates": candidates(plan)})
+        for num_ranks in tiling_sizes(arguments.ranks):
+            plan = forecast(counted, work, num_ranks, spacious)
+            print(f"{side} x {side}, {num_ranks} ranks", plan.table(), sep="\n", flush=True)
+            document["results"].append({"side": side, "num_ranks": num_ranks, "candidates": candidates(plan)})
     if arguments.out:
         arguments.out.write_text(json.dumps(document))
     print(json.dumps(document), flush=True)

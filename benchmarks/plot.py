@@ -1,4 +1,4 @@
-"""Milliseconds per step against width, from the JSON documents of ``benchmarks.denoise_step``.
+"""Milliseconds per step against the number of GPUs, from the JSON documents of ``benchmarks.denoise_step``.
 
 python -m benchmarks.plot OUT.png RESULTS.json [RESULTS.json ...]
 """
@@ -55,9 +55,7 @@ def draw(axis: Any, side: str, found: dict[str, Line]) -> None:
             {"linestyle": "--" if "bf16" in label else ":", "color": "black"} if "floor" in label else {"marker": "o"}
         )
         axis.plot(list(line), list(line.values()), label=label, **style)
-    axis.set(
-        title=f"FLUX.1-dev {side} x {side}", xlabel="width (GPUs)", ylabel="ms per step", xscale="log", yscale="log"
-    )
+    axis.set(title=f"FLUX.1-dev {side} x {side}", xlabel="GPUs", ylabel="ms per step", xscale="log", yscale="log")
     axis.minorticks_off()
     everything = [value for line in found.values() for value in line.values()]
     ticks = [tick for tick in TICKS_MS if 0.9 * min(everything) <= tick <= 1.1 * max(everything)]
@@ -68,15 +66,15 @@ def draw(axis: Any, side: str, found: dict[str, Line]) -> None:
 
 
 def lines(results: list[dict[str, Any]], side: str) -> dict[str, Line]:
-    """Best time by width, per label."""
+    """Best time by number of GPUs, per label."""
     found: dict[str, Line] = defaultdict(dict)
     for result in results:
-        maker, picture, width, *options = result["case"].split("/")
+        maker, picture, num_ranks, *options = result["case"].split("/")
         if picture != side or maker not in MAKERS:
             continue
         if maker == "fast" and not SKIPPED.isdisjoint(options):
             continue
-        label, number = name_of(maker, options), int(width.removeprefix("w"))
+        label, number = name_of(maker, options), int(num_ranks.removeprefix("w"))
         found[label][number] = min(result["median_ms"], found[label].get(number, float("inf")))
         if maker == "fast":
             found[f"{options[0]} floor"][number] = result["floor_ms"]

@@ -1,11 +1,11 @@
-"""What precisions and widths cost in pictures and clips of the shipped models.
+"""What precisions and teams cost in pictures and clips of the shipped models.
 
     python -m benchmarks.precision_quality [--model wan-shapes] [--prompts N] [--out FILE]       precisions, one device
-    torchrun --nproc_per_node 4 -m benchmarks.precision_quality [...]                            widths, four GPUs
+    torchrun --nproc_per_node 4 -m benchmarks.precision_quality [...]                            teams, four GPUs
 
 Precisions: held-out prompts painted by diffusers' pipeline in bfloat16 (float32 on a CPU), and with float8 and int8
 linears (scales measured, or fixed by a calibration on other prompts); PSNR against the unquantised, and what the judge
-finds in them. Widths: the engine's pictures at widths 1, 2 and 4; PSNR against width 1, beside that of width 1 against
+finds in them. Teams: the engine's pictures on 1, 2 and 4 ranks; PSNR against one rank, beside that of one rank against
 float32. The last line is one JSON document.
 """
 
@@ -30,7 +30,7 @@ from benchmarks.denoise_step import start_distributed
 from benchmarks.timing import rank_synchronize
 from engines.core.model import Branch
 from engines.core.shard_plan import ShardPlan
-from engines.core.widths import gang_widths
+from engines.core.team_sizes import tiling_sizes
 from engines.quantization.linear import Scheme, swap_linears
 from engines.quantization.observe import recording
 from engines.torch_engine.config import TorchEngineConfig
@@ -45,7 +45,7 @@ from training.judge import look_at
 STILLS, CLIPS = "flux-shapes", "wan-shapes"
 NUM_PROMPTS = {STILLS: 240, CLIPS: 96}
 BATCH = {STILLS: 24, CLIPS: 8}
-CALIBRATION_SEED, JUDGED_SEED, NUM_CALIBRATION, NUM_WIDTH_PROMPTS = 5, 1, 24, 12
+CALIBRATION_SEED, JUDGED_SEED, NUM_CALIBRATION, NUM_TEAM_PROMPTS = 5, 1, 24, 12
 STRATEGIES = ("ulysses", "allgather_kv", "ring")
 IDENTICAL_DB, ALIKE_DB = 99.0, 40.0
 Pixels = NDArray[np.uint8]
@@ -122,12 +122,12 @@ def plan_of(model: str) -> ShardPlan:
         return load_family(path).outline_denoiser(path, torch.bfloat16).plan
 
 
-class WidthEngine:
-    """An ``Engine`` that runs everything on the caller's team of one width."""
+class TeamEngine:
+    """An ``Engine`` that runs everything on the caller's team of one size."""
 
-    def __init__(self, engine: TorchEngine, width: int) -> None:
-        first = dist.get_rank() // width * width
-        self._engine, self._ranks = engine, tuple(range(first, first + width))
+    def __init__(self, engine: TorchEngine, num_ranks: int) -> None:
+        first = dist.get_rank() // num_ranks * num_ranks
+        self._engine, self._ranks = engine, tuple(range(first, first + num_ranks))
 
     def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...] = (0,)) -> tuple[Tensor, ...]:
         return self._engine.predict(branches, self._ranks)
@@ -140,32 +140,32 @@ class WidthEngine:
         return self._engine.was_warm
 
     @property
-    def widths(self) -> tuple[int, ...]:
+    def team_sizes(self) -> tuple[int, ...]:
         return (len(self._ranks),)
 
     def close(self) -> None:
-        """The engine serves other widths."""
+        """The engine serves other teams."""
 
 
-def widths(model: str, num_prompts: int, device: torch.device, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
+def teams(model: str, num_prompts: int, device: torch.device, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
     prompts = prompts_of(model, num_prompts, JUDGED_SEED)
     (exact,) = engine_pictures(model, prompts, device, torch.float32, STRATEGIES[0], (1,)).values()
     one: list[Pixels] = []
     for strategy in STRATEGIES:
-        sizes = gang_widths(dist.get_world_size())
+        sizes = tiling_sizes(dist.get_world_size())
         made = engine_pictures(model, prompts, device, dtype, strategy, sizes[1:] if one else sizes)
         if 1 in made:
             one = made.pop(1)
-            yield {"width": 1, "against": "float32", "psnr_db": compared(one, exact)}
-        for width, pictures in made.items():
+            yield {"num_ranks": 1, "against": "float32", "psnr_db": compared(one, exact)}
+        for num_ranks, pictures in made.items():
             found = {"psnr_db": compared(pictures, one), "psnr_db_against_float32": compared(pictures, exact)}
-            yield {"strategy": strategy, "width": width, "against": "width 1", **found}
+            yield {"strategy": strategy, "num_ranks": num_ranks, "against": "one rank", **found}
 
 
 def engine_pictures(
     model: str, prompts: Prompts, device: torch.device, dtype: torch.dtype, strategy: str, sizes: tuple[int, ...]
 ) -> dict[int, list[Pixels]]:
-    """By width; one engine paints them all."""
+    """By size of team; one engine paints them all."""
     path = resolve_path(model)
     family = load_family(path)
     config = TorchEngineConfig(strategy=strategy, compile="eager")
@@ -174,9 +174,9 @@ def engine_pictures(
     default = replace(request_of(None, defaults), true_cfg_scale=defaults.true_cfg_scale)
     requests = [replace(default, prompt=text, seed=seed) for seed, (_, text) in enumerate(prompts)]
     pictures = {}
-    for width in sizes:
-        pipeline = load_pipeline(path, device, dtype, WidthEngine(engine, width))
-        pictures[width] = [pipeline.run(request) for request in requests]
+    for num_ranks in sizes:
+        pipeline = load_pipeline(path, device, dtype, TeamEngine(engine, num_ranks))
+        pictures[num_ranks] = [pipeline.run(request) for request in requests]
     engine.close()
     return pictures
 
@@ -191,8 +191,8 @@ def main() -> None:
     rank, world = start_distributed()
     on_gpu = torch.cuda.is_available()
     device, dtype = (torch.device("cuda", rank), torch.bfloat16) if on_gpu else (torch.device("cpu"), torch.float32)
-    num = arguments.prompts or (NUM_PROMPTS[arguments.model] if world == 1 else NUM_WIDTH_PROMPTS)
-    compare = precisions if world == 1 else widths
+    num = arguments.prompts or (NUM_PROMPTS[arguments.model] if world == 1 else NUM_TEAM_PROMPTS)
+    compare = precisions if world == 1 else teams
     document: dict[str, Any] = {"model": arguments.model, "num_prompts": num, "results": []}
     for result in compare(arguments.model, num, device, dtype):
         document["results"].append(result)

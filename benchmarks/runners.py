@@ -21,7 +21,7 @@ from benchmarks.timing import Times, measure
 from engines.core.layout import TokenLayout
 from engines.core.model import Branch, Schedule
 from engines.core.spec import ParallelSpec
-from engines.core.widths import aligned_runs
+from engines.core.team_sizes import aligned_runs
 from engines.fast.interface import FastWeights, Precision, StepTensors
 from engines.parallel.collectives import Axis
 from engines.parallel.mesh import Groups, Team, Teams, team_of_one
@@ -69,7 +69,7 @@ class Bench:
         step, close = self.prepare(case)
         error = self.error(case, step())
         prepare_s = round(time.perf_counter() - start_s, 2)
-        times = measure(step, repeats=case.repeats, warm_up=min(3, case.repeats - 1), width=case.width)
+        times = measure(step, repeats=case.repeats, warm_up=min(3, case.repeats - 1), num_ranks=case.num_ranks)
         close()
         gc.collect()
         extra = {"prepare_s": prepare_s} | ({} if error is None else {"relative_error": error})
@@ -104,10 +104,10 @@ class Bench:
         return (self._captured(lambda _: step(), {}) if case.graph and self.pool else step), lambda: None
 
     def _engine_step(self, case: Case) -> Step:
-        """As a gang calls it: a job's step with its schedule. "switch" goes to width 1 and back with every repeat."""
+        """As a gang calls it: a job's step with its schedule. "switch" goes to one rank and back with every repeat."""
         engine, inputs = self.engine(case.overlap), self.inputs(case.side, case.batch)
-        first = self.rank // case.width * case.width
-        together, alone = tuple(range(first, first + case.width)), (self.rank,)
+        first = self.rank // case.num_ranks * case.num_ranks
+        together, alone = tuple(range(first, first + case.num_ranks)), (self.rank,)
         if case.maker in ("always8", "elastic8"):
             return elastic_case.pictures(
                 engine, self.module, side=case.side, text=self.num_text, num_steps=case.num_steps, ranks=together,
@@ -116,17 +116,17 @@ class Bench:
         timesteps_S = torch.linspace(1, 0.1, 28, device=self.device).to(self.dtype)
         schedule = Schedule(timesteps_S=timesteps_S, step=14)
         branches = (Branch(inputs={**inputs, "timestep": timesteps_S[14:15]}, schedule=schedule),)
-        widths: tuple[tuple[int, ...], ...] = (alone, together) if case.maker == "switch" else (together,)
-        for ranks in dict.fromkeys(widths):
+        teams: tuple[tuple[int, ...], ...] = (alone, together) if case.maker == "switch" else (together,)
+        for ranks in dict.fromkeys(teams):
             engine.warm_up(branches, ranks)
-        return lambda: [engine.predict(branches, ranks)[0] for ranks in widths][-1]
+        return lambda: [engine.predict(branches, ranks)[0] for ranks in teams][-1]
 
     def _engine(self, overlap: Overlap) -> TorchEngine:
         return TorchEngine(as_denoiser(self.module), config=TorchEngineConfig(strategy="ulysses", overlap=overlap))
 
     def _wan(self, case: Case) -> Step:
-        first = self.rank // case.width * case.width
-        ranks = tuple(range(first, first + case.width))
+        first = self.rank // case.num_ranks * case.num_ranks
+        ranks = tuple(range(first, first + case.num_ranks))
         return wan_case.step(
             self.device, height=case.side, ranks=ranks, strategy=case.strategy, num_branches=case.num_branches,
             capture=case.graph, num_blocks=case.num_blocks or wan_case.LAYERS, small=self.small,
@@ -164,28 +164,28 @@ class Bench:
         return lambda: captured(captured.inputs)
 
     def _team(self, case: Case) -> Team:
-        if case.width == 1:
+        if case.num_ranks == 1:
             return team_of_one(self.rank)
         if case.exchange == "none":
-            return _pretended_team(ParallelSpec.of(case.strategy, case.width))
-        first = self.rank // case.width * case.width
-        ranks = tuple(range(first, first + case.width))
-        team = self.teams.team(ranks, ParallelSpec.of(case.strategy, case.width))
+            return _pretended_team(ParallelSpec.of(case.strategy, case.num_ranks))
+        first = self.rank // case.num_ranks * case.num_ranks
+        ranks = tuple(range(first, first + case.num_ranks))
+        team = self.teams.team(ranks, ParallelSpec.of(case.strategy, case.num_ranks))
         if not case.exchange.startswith("nccl-"):
             return team
-        name = self.group(case.width, case.exchange.removeprefix("nccl-"))
+        name = self.group(case.num_ranks, case.exchange.removeprefix("nccl-"))
         return dataclasses.replace(team, ulysses=dataclasses.replace(team.ulysses, group=name))
 
     @cached_property
     def teams(self) -> Teams:
-        widths = [width for width in (2, 4, 8) if width <= self.world]
-        specs = {ParallelSpec.of(strategy, width) for strategy in STRATEGIES for width in widths}
+        team_sizes = [num_ranks for num_ranks in (2, 4, 8) if num_ranks <= self.world]
+        specs = {ParallelSpec.of(strategy, num_ranks) for strategy in STRATEGIES for num_ranks in team_sizes}
         return Teams(rank=self.rank, num_ranks=self.world, specs=specs, groups=Groups(self.world))
 
-    def _group(self, width: int, kind: str) -> str:
+    def _group(self, num_ranks: int, kind: str) -> str:
         """A communicator for each run of ranks: on a stream of usual priority ("low"), or of few thread blocks."""
         mine = ""
-        for ranks in aligned_runs(self.world, width):
+        for ranks in aligned_runs(self.world, num_ranks):
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=kind != "low")
             if kind != "low":
                 options.config.max_ctas = int(kind)
@@ -240,7 +240,7 @@ def _without_exchange() -> AbstractContextManager[Any]:
 
 def _pretended_team(spec: ParallelSpec) -> Team:
     """Rank 0's view of a team whose other ranks are not there."""
-    ranks = tuple(range(spec.width))
+    ranks = tuple(range(spec.num_ranks))
     alone, everyone = Axis(ranks=(0,), index=0), Axis(ranks=ranks, index=0)
     axes = dict.fromkeys(("guidance", "ring", "allgather_kv", "tensor"), alone)
     return Team(ranks=ranks, spec=spec, ulysses=everyone, context=everyone, **axes)

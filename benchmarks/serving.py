@@ -30,7 +30,7 @@ from deployments.cli.serving import load_config, parse_config
 from deployments.config import ServeConfig
 
 PICTURES, CLIPS = "flux-shapes", "wan-shapes"
-WIDTHS = (1, 2)
+TEAM_SIZES = (1, 2)
 NUM_CLIENTS = 8
 IDLE_S = 5.0
 GIB = 2**30
@@ -61,8 +61,8 @@ def main() -> None:
         ceiling = tell_bare("bare", [draw() for _ in range(arguments.num_alone)])
     document: dict[str, Any] = {"hardware": f"{os.cpu_count()} cores {platform.machine()}", "versions": versions()}
     document["bare_s"] = {name: spread.rounded() for name, spread in ceiling.items()}
-    for width in WIDTHS:
-        document[f"width_{width}"] = measure_width(config, width, arguments)
+    for num_ranks in TEAM_SIZES:
+        document[f"ranks_{num_ranks}"] = measure_ranks(config, num_ranks, arguments)
     document["demo_s"] = say("make demo, installed", [demo_s() for _ in range(arguments.num_starts)]).rounded(1)
     document["load_at_end"] = round(os.getloadavg()[0], 1)
     print(json.dumps(document))
@@ -98,20 +98,20 @@ def tell_bare(what: str, runs: Sequence[Times]) -> dict[str, Spread]:
     return {name: say(f"{what}, {name}: picture", [run[name]["total"] for run in runs]) for name in runs[0]}
 
 
-def with_width(config: ServeConfig, width: int) -> ServeConfig:
-    """``config`` with picture gangs of ``width`` ranks."""
+def with_ranks(config: ServeConfig, num_ranks: int) -> ServeConfig:
+    """``config`` with picture gangs of ``num_ranks`` ranks."""
     document = config.model_dump()
     for model in document["applications"][0]["args"]["models"]:
         if model["name"] == PICTURES:
-            model["denoiser"]["num_ranks"] = width
+            model["denoiser"]["num_ranks"] = num_ranks
     return parse_config(document)
 
 
-def measure_width(config: ServeConfig, width: int, arguments: Arguments) -> dict[str, Any]:
-    print(f"\nwidth {width}", flush=True)
+def measure_ranks(config: ServeConfig, num_ranks: int, arguments: Arguments) -> dict[str, Any]:
+    print(f"\n{num_ranks} ranks", flush=True)
     ready_s, results = [], {}
     for index in range(arguments.num_starts):
-        with serving(with_width(config, width)) as application:
+        with serving(with_ranks(config, num_ranks)) as application:
             ready_s.append(application.ready_s)
             if index == arguments.num_starts - 1:
                 results = measure_pictures(application, source(config), arguments) | measure_footprint(application)

@@ -115,7 +115,7 @@ def accuracy(bench: Bench, side: int) -> None:
     inputs = bench.inputs(side, 1)
     answers = {"module": bench.reference(side, 1)}
     for precision in ("native", "fp8"):
-        case = next(case for case in CASES if (case.width, case.side, case.precision) == (1, SIDE, precision))
+        case = next(case for case in CASES if (case.num_ranks, case.side, case.precision) == (1, SIDE, precision))
         step, _ = bench.prepare(dataclasses.replace(case, graph=False, side=side))
         answers[f"fast, {precision}"] = step().float()
     exact = float32_answer(bench.module, inputs)

@@ -1,6 +1,6 @@
 """What a precision costs: whole pictures and clips through engine graphs: `python -m benchmarks.tensorrt_accuracy`.
 
-A shipped model at width 1 (splitting changes nothing that rounding would show) in onnxruntime, held against the same
+A shipped model on one rank (splitting changes nothing that rounding would show) in onnxruntime, held against the same
 prompts and seeds in torch float32 and bfloat16, and judged by what it shows. int8 and fp8 are calibrated on other
 prompts than they are judged on. bfloat16 has no CPU kernels in onnxruntime, so its rows are torch's, with the same
 quantized layers. `--rules` compares ways to choose scales and layers in torch instead. The last line of output is one

@@ -1,4 +1,4 @@
-"""Time, memory and size of exports and builds: `python -m benchmarks.tensorrt_build --models FLUX.1-dev --widths 4`.
+"""Time, memory and size of exports and builds: `python -m benchmarks.tensorrt_build --models FLUX.1-dev --ranks 4`.
 
 What `troupe build-engine` does, each case in a process of its own with an empty cache. No GPU is needed. Published
 models go by their configurations: their weights exist nowhere. A case that TensorRT cannot do is listed with the
@@ -35,7 +35,7 @@ class Case:
 
     model: str
     strategy: str
-    width: int
+    num_ranks: int
     target: str
     precision: str
     weights: str
@@ -100,7 +100,7 @@ COLUMNS = (
 def shown(row: dict[str, Any]) -> str:
     flag = "" if row["flag"] == "none" else f", {row['flag']}"
     options = f"{row['precision']}, {row['target']}, {row['weights']}{flag}"
-    start = f"| {row['model']} | {row['strategy']} {row['width']} | {options} |"
+    start = f"| {row['model']} | {row['strategy']} {row['num_ranks']} | {options} |"
     if "error" in row:
         return f"{start} refused: {row['error']} |"
     exchanges = ", ".join(f"{number} {name}" for name, number in sorted(row["collectives"].items())) or "none"
@@ -112,14 +112,14 @@ def shown(row: dict[str, Any]) -> str:
 
 def cases(given: argparse.Namespace) -> Iterator[Case]:
     every = itertools.product(
-        given.models, given.strategies, given.widths, given.targets, given.precisions, given.weights, given.flags
+        given.models, given.strategies, given.ranks, given.targets, given.precisions, given.weights, given.flags
     )
-    for model, strategy, width, target, precision, weights, flag in every:
-        if (strategy, width) != ("hybrid", 2):  # two ranks have one axis
+    for model, strategy, num_ranks, target, precision, weights, flag in every:
+        if (strategy, num_ranks) != ("hybrid", 2):  # two ranks have one axis
             yield Case(
                 model=model,
                 strategy=strategy,
-                width=width,
+                num_ranks=num_ranks,
                 target=target,
                 precision=precision,
                 weights=weights,
@@ -131,7 +131,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["flux-shapes", "wan-shapes"])
     parser.add_argument("--strategies", nargs="+", default=["ulysses", "allgather_kv", "hybrid", "tensor", "ring"])
-    parser.add_argument("--widths", nargs="+", type=int, default=[2, 4, 8])
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4, 8])
     parser.add_argument("--targets", nargs="+", default=["sm89"])
     parser.add_argument("--precisions", nargs="+", default=["bf16"])
     parser.add_argument("--weights", nargs="+", default=["inputs"], choices=["inputs", "constants"])

@@ -45,10 +45,10 @@ class _Samples:
             return
 
 
-def measure(call: Callable[[], object], *, repeats: int = 20, warm_up: int = 3, width: int | None = None) -> Times:
+def measure(call: Callable[[], object], *, repeats: int = 20, warm_up: int = 3, num_ranks: int | None = None) -> Times:
     """``call`` again and again on all ranks at once; a repeat's time is the time between two events round it.
 
-    Runs of ``width`` ranks (None: all) are teams that work by themselves: a team's repeat takes as long as on its
+    Runs of ``num_ranks`` ranks (None: all) are teams that work by themselves: a team's repeat takes as long as on its
     slowest rank, and the repeats of all teams count.
     """
     for _ in range(warm_up):
@@ -56,7 +56,7 @@ def measure(call: Callable[[], object], *, repeats: int = 20, warm_up: int = 3, 
     rank_synchronize()
     samples = _Samples([], [])
     times = _cuda_times(call, repeats, samples) if torch.cuda.is_available() else _cpu_times(call, repeats)
-    times = sorted(_times_of_teams(times, width))
+    times = sorted(_times_of_teams(times, num_ranks))
     return Times(
         median_ms=statistics.median(times),
         lowest_ms=times[0],
@@ -95,12 +95,12 @@ def _cpu_times(call: Callable[[], object], repeats: int) -> list[float]:
     return times
 
 
-def _times_of_teams(times: list[float], width: int | None) -> list[float]:
-    return [max(repeat) for team in _teams(_of_all_ranks(times), width) for repeat in zip(*team, strict=True)]
+def _times_of_teams(times: list[float], num_ranks: int | None) -> list[float]:
+    return [max(repeat) for team in _teams(_of_all_ranks(times), num_ranks) for repeat in zip(*team, strict=True)]
 
 
-def _teams(ranks: list[list[float]], width: int | None) -> list[list[list[float]]]:
-    each = width or len(ranks)
+def _teams(ranks: list[list[float]], num_ranks: int | None) -> list[list[list[float]]]:
+    each = num_ranks or len(ranks)
     return [ranks[first : first + each] for first in range(0, len(ranks), each)]
 
 

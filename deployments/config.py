@@ -167,7 +167,7 @@ class ModelConfig(_Config):
                 strategy=config.strategy,
                 precision=config.precision,
                 weights=config.tensorrt.weights,
-                width=config.num_ranks,
+                num_ranks=config.num_ranks,
             )
         return self
 

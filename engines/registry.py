@@ -34,7 +34,7 @@ def load_engine(
     precision: str = "auto",
     **options: Any,
 ) -> Engine:
-    """The engine of that name, compared with width 1 on every team. All ranks of a gang make the call together.
+    """The engine of that name, compared with one rank on every team. All ranks of a gang make the call together.
 
     ``options`` are those of that engine alone. Raises ``ValueError`` for an unknown name and for options that the
     engine or the model does not allow.

@@ -16,13 +16,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def warm_up(engine: Engine, steps: Iterable[tuple[Branch, ...]], context: RankContext, widths: Sequence[int]) -> None:
-    """Do what the first of each of ``steps`` would have to do, at each of ``widths``. All ranks make the call."""
+def warm_up(
+    engine: Engine, steps: Iterable[tuple[Branch, ...]], context: RankContext, team_sizes: Sequence[int]
+) -> None:
+    """Do what the first of each of ``steps`` would have to do, at each of ``team_sizes``. All ranks make the call."""
     for branches in steps:
         shapes = {name: tuple(x.shape) for name, x in branches[0].inputs.items()}
-        for width in widths:
+        for team_size in team_sizes:
             started_s = time.perf_counter()
-            first = context.rank // width * width
-            engine.warm_up(branches, tuple(range(first, first + width)))
-            fields = {"rank": context.rank, "width": width, "took_s": round(time.perf_counter() - started_s, 3)}
+            first = context.rank // team_size * team_size
+            engine.warm_up(branches, tuple(range(first, first + team_size)))
+            fields = {"rank": context.rank, "team_size": team_size, "took_s": round(time.perf_counter() - started_s, 3)}
             logger.info("shape is warm: %s", shapes, extra=fields)

@@ -39,7 +39,7 @@ class PlainEngine:
         return True
 
     @property
-    def widths(self) -> tuple[int, ...]:
+    def team_sizes(self) -> tuple[int, ...]:
         return (1,)
 
     def close(self) -> None:

@@ -1,1 +1,1 @@
-"""The command line: ``troupe generate | serve | models | plan | doctor | demo``."""
+"""The command line: ``troupe generate | serve | models | doctor | build-engine | calibrate | estimate | demo``."""

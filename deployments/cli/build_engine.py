@@ -28,7 +28,7 @@ class Order:
 
     model: str
     strategy: str
-    width: int
+    num_ranks: int
     precision: str
     target: str
     sizes: tuple[str, ...] = ()
@@ -66,7 +66,7 @@ def plan_reports(order: Order, *, visible: bool = True) -> list[PlanReport]:
     from pipelines.registry import load_family
 
     options = {"strategy": order.strategy, "precision": order.precision, "weights": order.weights}
-    rules.check_options(**options, width=order.width)
+    rules.check_options(**options, num_ranks=order.num_ranks)
     folder = order.cache_dir or DEFAULT_FOLDER
     config, target = TensorRTConfig(**cast(Any, options), cache_dir=folder), find_target(order.target)
     check_target(target)
@@ -79,7 +79,7 @@ def plan_reports(order: Order, *, visible: bool = True) -> list[PlanReport]:
             model,
             buckets_for(order, family, path, model, device, dtype),
             config=config,
-            width=order.width,
+            num_ranks=order.num_ranks,
             target=target,
             weight_streaming=order.weight_streaming,
             strip_weights=order.strip_weights,

@@ -1,4 +1,4 @@
-"""``troupe plan``: each way to divide a model's step over some ranks, with predicted time and memory, and the choice.
+"""``troupe estimate``: each way to divide a step over some ranks, with predicted time and memory, and the choice.
 
 The choice is the one that ``strategy: auto`` makes for the same machine and step.
 """
@@ -27,7 +27,7 @@ PAPER_MACHINE = "h200"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlanOptions:
+class EstimateOptions:
     """What the command line says. ``machine``: the name of a known machine, or a file that a measurement left."""
 
     model: str
@@ -48,7 +48,7 @@ class PlanOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class Estimate:
     """``origin`` says where the machine's figures come from."""
 
     request: MediaRequest
@@ -57,7 +57,7 @@ class Plan:
     origin: str
 
 
-def make_plan(options: PlanOptions) -> Plan:
+def make_estimate(options: EstimateOptions) -> Estimate:
     """Reads configurations only. ValueError for what the model, or the machine, does not allow."""
     import torch
 
@@ -68,7 +68,7 @@ def make_plan(options: PlanOptions) -> Plan:
     from pipelines.sizes import first_step, request_of
 
     if options.num_ranks < 1:
-        raise ValueError(f"--gpus is {options.num_ranks}; it must be at least 1")
+        raise ValueError(f"--ranks is {options.num_ranks}; it must be at least 1")
     path, meta = resolve_configuration(options.model), torch.device("meta")
     family = load_family(path)
     defaults = family.defaults(path)
@@ -81,7 +81,7 @@ def make_plan(options: PlanOptions) -> Plan:
     counted = profile(outline)
     machine, origin = find_machine(options, counted)
     work = workload(outline, first_step(family, path, request, meta, dtype))
-    return Plan(
+    return Estimate(
         request=request,
         dtype=dtype,
         forecast=forecast(counted, work, options.num_ranks, machine, options.precision),
@@ -89,7 +89,7 @@ def make_plan(options: PlanOptions) -> Plan:
     )
 
 
-def find_machine(options: PlanOptions, counted: ModelProfile) -> tuple[Machine, str]:
+def find_machine(options: EstimateOptions, counted: ModelProfile) -> tuple[Machine, str]:
     """Figures, and where they come from: as asked for; measured before; measured now; or a known machine's."""
     from engines.planner.machine import Machine
     from engines.planner.machines import MACHINES
@@ -113,28 +113,28 @@ def kept_file(counted: ModelProfile, kind: str, num_ranks: int) -> Path:
     return Settings().data_dir / "machines" / f"{kind}x{num_ranks}_{counted.num_heads}x{counted.head_dim}_{dtype}.json"
 
 
-def print_plan(options: PlanOptions, *, as_json: bool) -> None:
-    plan = make_plan(options)
+def print_estimate(options: EstimateOptions, *, as_json: bool) -> None:
+    estimate = make_estimate(options)
     if as_json:
-        print(json.dumps(document_of(options, plan), indent=1))
+        print(json.dumps(document_of(options, estimate), indent=1))
         return
-    request, step = plan.request, plan.forecast
+    request, step = estimate.request, estimate.forecast
     frames = f", {request.num_frames} frames" if request.num_frames > 1 else ""
     tokens = " + ".join(f"{number} {stream}" for stream, number in step.work.lengths)
-    dtype = str(plan.dtype).removeprefix("torch.")
+    dtype = str(estimate.dtype).removeprefix("torch.")
     lines = [
         f"{options.model}, {request.width}x{request.height}{frames}, {dtype}, linears {step.precision}",
         f"tokens: {tokens}; branches: {step.work.num_branches}; ranks: {options.num_ranks}; times are predicted",
         step.table(),
         step.machine.describe(),
-        f"figures: {plan.origin}",
+        f"figures: {estimate.origin}",
     ]
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
 
-def document_of(options: PlanOptions, plan: Plan) -> dict[str, Any]:
+def document_of(options: EstimateOptions, estimate: Estimate) -> dict[str, Any]:
     """The same for programs."""
-    step = plan.forecast
+    step = estimate.forecast
     candidates = [
         {name: value for name, value in asdict(cost).items() if name != "spec"}
         | {"strategy": cost.spec.name, "total_ms": cost.total_ms}
@@ -142,10 +142,10 @@ def document_of(options: PlanOptions, plan: Plan) -> dict[str, Any]:
     ]
     return {
         "model": options.model,
-        "size": f"{plan.request.width}x{plan.request.height}",
-        "num_frames": plan.request.num_frames,
+        "size": f"{estimate.request.width}x{estimate.request.height}",
+        "num_frames": estimate.request.num_frames,
         "num_ranks": options.num_ranks,
-        "dtype": str(plan.dtype).removeprefix("torch."),
+        "dtype": str(estimate.dtype).removeprefix("torch."),
         "precision": step.precision,
         "tokens": dict(step.work.lengths),
         "num_branches": step.work.num_branches,
@@ -153,7 +153,7 @@ def document_of(options: PlanOptions, plan: Plan) -> dict[str, Any]:
         "chosen": step.chosen.spec.name,
         "reason": step.reason(),
         "machine": asdict(step.machine),
-        "origin": plan.origin,
+        "origin": estimate.origin,
     }
 
 

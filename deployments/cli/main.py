@@ -11,11 +11,13 @@ from typing import Annotated, Any
 import typer
 
 from deployments.cli.errors import errors
+from deployments.cli.renamed import rename_command, renamed_option
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 
 ConfigOption = Annotated[str, typer.Option("--config", help="A config file, or the name of a shipped one.")]
 UrlOption = Annotated[str, typer.Option("--url", help="A running server; without it one is started for the purpose.")]
+RanksOption = Annotated[int, typer.Option("--ranks", help="Ranks that work on one step.")]
 KeyOption = Annotated[str, typer.Option("--api-key", help="Key of the server, if it asks for one.")]
 
 
@@ -101,7 +103,7 @@ def build_engine(
     model: Annotated[
         str, typer.Option(help="A shipped model, a diffusers directory, a hub id, or a published model's name.")
     ],
-    width: Annotated[int, typer.Option(help="Ranks that work on one step.")] = 1,
+    num_ranks: RanksOption = 1,
     strategy: Annotated[
         str, typer.Option(help="How they divide it: ulysses, allgather_kv, hybrid, tensor ...")
     ] = "auto",
@@ -115,6 +117,7 @@ def build_engine(
     prompts: Annotated[Path | None, typer.Option(help="Prompts to calibrate with, one a line.")] = None,
     weight_streaming: Annotated[bool, typer.Option("--weight-streaming", help="Weights may stay on the host.")] = False,
     strip_weights: Annotated[bool, typer.Option("--strip-weights", help="A plan without its weights.")] = False,
+    width: Annotated[str | None, renamed_option("--width", "--ranks")] = None,
 ) -> None:
     """TensorRT plans ahead of time; says what they hold."""
     from deployments.cli.build_engine import Order, build
@@ -124,7 +127,7 @@ def build_engine(
             Order(
                 model=model,
                 strategy=strategy,
-                width=width,
+                num_ranks=num_ranks,
                 precision=precision,
                 target=target,
                 sizes=tuple(size or ()),
@@ -155,9 +158,9 @@ def calibrate(
 
 
 @app.command()
-def plan(
+def estimate(
     model: Annotated[str, typer.Option(help="A shipped model, a folder, a published model's name, or a hub id.")],
-    gpus: Annotated[int, typer.Option(help="How many ranks share each step.")] = 1,
+    num_ranks: RanksOption = 1,
     size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT in pixels; the model's default.")] = None,
     frames: Annotated[int | None, typer.Option(help="Frames of a clip; the model's default.")] = None,
     guidance: Annotated[
@@ -168,14 +171,15 @@ def plan(
     machine: Annotated[str | None, typer.Option(help="A known machine, or a file that --measure left.")] = None,
     measure: Annotated[bool, typer.Option("--measure", help="Measure this machine now, and keep the figures.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")] = False,
+    gpus: Annotated[str | None, renamed_option("--gpus", "--ranks")] = None,
 ) -> None:
     """Each way to divide a step over some ranks, with predicted time and memory, and which is chosen and why."""
-    from deployments.cli.estimate import PlanOptions, print_plan
+    from deployments.cli.estimate import EstimateOptions, print_estimate
 
     with errors():
-        options = PlanOptions(
+        options = EstimateOptions(
             model=model,
-            num_ranks=gpus,
+            num_ranks=num_ranks,
             size=size,
             num_frames=frames,
             guided=guidance,
@@ -184,7 +188,7 @@ def plan(
             machine=machine,
             measure=measure,
         )
-        print_plan(options, as_json=as_json)
+        print_estimate(options, as_json=as_json)
 
 
 @app.command()
@@ -194,6 +198,9 @@ def demo(out: Annotated[Path, typer.Option(help="Directory for picture.png and c
 
     with errors():
         run(out)
+
+
+rename_command(app, "plan", "estimate")
 
 
 @contextmanager

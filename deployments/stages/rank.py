@@ -50,7 +50,7 @@ class BuildRankParts:
             options |= config.torch.model_dump()
         engine = load_engine(config.engine, denoiser, context, **options)
         steps = steps_ahead(family, path, config.warm_sizes, tuple(denoiser.modules), device, dtype)
-        warm_up(engine, steps, context, engine.widths if config.elastic else engine.widths[-1:])
+        warm_up(engine, steps, context, engine.team_sizes if config.elastic else engine.team_sizes[-1:])
         return RankParts(engine=engine, sampler=family.load_sampler(path, device, dtype))
 
 

@@ -16,7 +16,7 @@ class Engine(Protocol):
     def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> tuple[Tensor, ...]:
         """One prediction (noise or velocity, whole, on the device) per branch, equal on all of ``ranks``.
 
-        ``ranks`` are sorted global ranks of the gang and contain the caller; their number is the width of the step.
+        ``ranks`` are sorted global ranks of the gang and contain the caller; their number is the size of the team.
         """
         ...
 
@@ -30,7 +30,7 @@ class Engine(Protocol):
         ...
 
     @property
-    def widths(self) -> tuple[int, ...]:
+    def team_sizes(self) -> tuple[int, ...]:
         """How many ranks a prediction may have, in ascending order."""
         ...
 

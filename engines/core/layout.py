@@ -1,4 +1,4 @@
-"""Where tokens lie when a sequence is split: equal, padded chunks per stream, so that any length runs at any width."""
+"""Where tokens lie when a sequence is split: equal, padded chunks per stream, for any length and number of ranks."""
 
 from __future__ import annotations
 

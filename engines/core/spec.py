@@ -42,29 +42,29 @@ class ParallelSpec:
             raise ValueError("ring and allgather_kv both bring the keys together: use one of them")
 
     @classmethod
-    def of(cls, strategy: str, width: int) -> ParallelSpec:
-        """The division of a step over ``width`` ranks by the strategy of that name.
+    def of(cls, strategy: str, num_ranks: int) -> ParallelSpec:
+        """The division of a step over ``num_ranks`` ranks by the strategy of that name.
 
         In a product such as "guidance2xulysses", a factor without a number takes what the others leave.
         """
         degrees = _parse("ulysses2xring2" if strategy == "hybrid" else strategy)
-        if width == 1:
+        if num_ranks == 1:
             return cls()
         if strategy == "hybrid":
-            return cls(ulysses=width) if width < 4 or width % 2 else cls(ring=2, ulysses=width // 2)
+            return cls(ulysses=num_ranks) if num_ranks < 4 or num_ranks % 2 else cls(ring=2, ulysses=num_ranks // 2)
         if strategy == "guidance":
-            return cls(guidance=2, ulysses=_share(width, 2, strategy))
+            return cls(guidance=2, ulysses=_share(num_ranks, 2, strategy))
         open_axes = [axis for axis, degree in degrees.items() if not degree]
         if len(open_axes) > 1:
-            raise ValueError(f"{strategy!r}: give a number to all factors but one, for instance {strategy}{width}")
+            raise ValueError(f"{strategy!r}: give a number to all factors but one, for instance {strategy}{num_ranks}")
         known = math.prod(degree for degree in degrees.values() if degree)
         for axis in open_axes:
-            degrees[axis] = _share(width, known, strategy)
+            degrees[axis] = _share(num_ranks, known, strategy)
         spec = cls(**degrees)
-        return spec if open_axes else spec.narrowed(width)
+        return spec if open_axes else spec.narrowed(num_ranks)
 
     @property
-    def width(self) -> int:
+    def num_ranks(self) -> int:
         return math.prod(self.degree(axis) for axis in AXES)
 
     @property
@@ -85,14 +85,16 @@ class ParallelSpec:
     def degree(self, axis: str) -> int:
         return int(getattr(self, axis))
 
-    def narrowed(self, width: int) -> ParallelSpec:
+    def narrowed(self, num_ranks: int) -> ParallelSpec:
         """The same kinds of division over fewer ranks; tensor and ulysses are kept before ring and guidance."""
-        left, degrees = width, dict.fromkeys(AXES, 1)
+        left, degrees = num_ranks, dict.fromkeys(AXES, 1)
         for axis in _KEEP_FIRST:
             degrees[axis] = math.gcd(self.degree(axis), left)
             left //= degrees[axis]
         if left > 1:
-            raise ValueError(f"{self.name} divides a step over {self.width} ranks; it cannot be spread over {width}")
+            raise ValueError(
+                f"{self.name} divides a step over {self.num_ranks} ranks; it cannot be spread over {num_ranks}"
+            )
         return ParallelSpec(**degrees)
 
     def without_guidance(self, *, keep_weights: bool = False) -> ParallelSpec:
@@ -146,10 +148,10 @@ def _parse(strategy: str) -> dict[str, int]:
     return degrees
 
 
-def _share(width: int, known: int, strategy: str) -> int:
-    if width % known:
-        raise ValueError(f"{strategy!r} needs a multiple of {known} ranks, not {width}")
-    return width // known
+def _share(num_ranks: int, known: int, strategy: str) -> int:
+    if num_ranks % known:
+        raise ValueError(f"{strategy!r} needs a multiple of {known} ranks, not {num_ranks}")
+    return num_ranks // known
 
 
 def _check_divides(axis: str, degree: int, number: int, what: str, common: int) -> None:

@@ -7,29 +7,29 @@ from collections.abc import Mapping, Sequence
 Ranks = tuple[int, ...]
 
 
-def share_out(ranks: Ranks, homes: Mapping[str, int | None], widths: Sequence[int]) -> dict[str, Ranks]:
-    """A team for every job: as wide as possible, narrower the more jobs there are, of one of the gang's ``widths``.
+def share_out(ranks: Ranks, homes: Mapping[str, int | None], team_sizes: Sequence[int]) -> dict[str, Ranks]:
+    """A team for every job: as large as possible, smaller the more jobs there are, of one of the gang's ``team_sizes``.
 
     ``homes`` are the jobs in order of age, each with a rank that holds its state (None: no rank does yet); it stays
     there if the shares allow that. Four ranks go 4, 2 + 2, 2 + 1 + 1, 1 + 1 + 1 + 1; jobs that are more than the
-    narrowest teams share them, and take turns.
+    smallest teams share them, and take turns.
     """
-    parts = _parts(ranks, widths)
+    parts = _parts(ranks, team_sizes)
     if not parts or len(homes) < len(parts):
         return dict.fromkeys(homes, ranks)
     shares: dict[str, Ranks] = {}
     for part, jobs in _spread(homes, parts):
-        shares |= share_out(part, {job: homes[job] for job in jobs}, widths)
+        shares |= share_out(part, {job: homes[job] for job in jobs}, team_sizes)
     return {job: shares[job] for job in homes}
 
 
-def _parts(ranks: Ranks, widths: Sequence[int]) -> list[Ranks]:
-    """``ranks`` cut into the widest teams narrower than all of them; none if there are no such."""
-    narrower = [width for width in widths if width < len(ranks) and len(ranks) % width == 0]
-    if not narrower:
+def _parts(ranks: Ranks, team_sizes: Sequence[int]) -> list[Ranks]:
+    """``ranks`` cut into the largest teams that are smaller than all of them; none if there are no such."""
+    smaller = [team_size for team_size in team_sizes if team_size < len(ranks) and len(ranks) % team_size == 0]
+    if not smaller:
         return []
-    width = max(narrower)
-    return [ranks[first : first + width] for first in range(0, len(ranks), width)]
+    team_size = max(smaller)
+    return [ranks[first : first + team_size] for first in range(0, len(ranks), team_size)]
 
 
 def _spread(homes: Mapping[str, int | None], parts: list[Ranks]) -> list[tuple[Ranks, list[str]]]:

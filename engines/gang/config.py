@@ -19,7 +19,7 @@ class GangConfig:
     on each, in node order. ``step_deadline_s`` is the longest a step may take once its ranks are warm,
     ``start_deadline_s`` covers loading, compiling and the self-check, and steps of a shape until its ranks are warm.
     ``plans_ahead`` step plans are submitted before the first result is awaited. If the gang is ``elastic``, jobs are
-    given narrower teams the more of them run, else all take turns on all ranks; up to ``max_batch`` jobs of one shape
+    given smaller teams the more of them run, else all take turns on all ranks; up to ``max_batch`` jobs of one shape
     on one team are advanced together. ``nccl`` goes to every process group
     between GPUs. ``environment`` is asked on each node for variables that its ranks must be started with.
     """
@@ -93,7 +93,7 @@ class RankParts:
 
 
 BuildRank = Callable[[RankContext], RankParts]
-"""Runs on each rank at start (pickled by Ray): loads weights, makes the engine for every width, does the self-check.
+"""Runs on each rank at start (pickled by Ray): loads weights, makes the engine for every team, does the self-check.
 
 While it imports and loads, a thread may be exchanging with the other ranks (``engines.parallel.early_start``): who uses
 ``torch.distributed`` other than through an engine, or computes attention, calls ``wait_for_early_start`` before.

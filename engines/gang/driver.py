@@ -30,16 +30,16 @@ class Driver:
     made in a request's context could vanish on some ranks and hang the others: hence the tasks' fresh contexts.
     """
 
-    def __init__(self, config: GangConfig, ranks: Sequence[Any], widths: tuple[int, ...]) -> None:
+    def __init__(self, config: GangConfig, ranks: Sequence[Any], team_sizes: tuple[int, ...]) -> None:
         self._config = config
         self._ranks = ranks
         self._metrics = GangMetrics(config.model)
-        self._table = JobTable(config, self._metrics, widths)
+        self._table = JobTable(config, self._metrics)
         self._watchdog = Watchdog(config, ranks)
         self._scheduler = Scheduler(
             num_ranks=config.num_ranks,
             max_running_jobs=config.max_running_jobs,
-            widths=widths,
+            team_sizes=team_sizes,
             elastic=config.elastic,
             max_batch=config.max_batch,
         )
@@ -160,7 +160,7 @@ class Driver:
     def _publish_work(self, work: Work, reports: list[StepReport], flight: Flight, started_s: float) -> None:
         step_ms = max(report.step_ms for report in reports)
         self._mean_step_s = 0.9 * self._mean_step_s + 0.1 * step_ms / 1e3 if self._mean_step_s else step_ms / 1e3
-        self._metrics.step_done(step_ms, work.width)
+        self._metrics.step_done(step_ms, work.num_ranks)
         for job_step in work.job_steps:
             open_job = self._table.get(job_step.job_id)
             if job_step.step == 1:
@@ -171,13 +171,13 @@ class Driver:
                 self._table.fail(open_job, failure.error)
                 self._drop(open_job)
             else:
-                self._publish_step(open_job, job_step, step_ms, work.width, flight)
+                self._publish_step(open_job, job_step, step_ms, work.num_ranks, flight)
 
-    def _publish_step(self, open_job: OpenJob, done: JobStep, step_ms: float, width: int, flight: Flight) -> None:
+    def _publish_step(self, open_job: OpenJob, done: JobStep, step_ms: float, num_ranks: int, flight: Flight) -> None:
         job_id, num_steps = done.job_id, open_job.job.num_steps
         open_job.num_steps_done = done.step
         self._table.publish(
-            job_id, StepDone(job_id=job_id, step=done.step, num_steps=num_steps, step_ms=step_ms, width=width)
+            job_id, StepDone(job_id=job_id, step=done.step, num_steps=num_steps, step_ms=step_ms, num_ranks=num_ranks)
         )
         if done.emit == "preview":
             self._table.publish(job_id, PreviewReady(job_id=job_id, step=done.step, latents=flight.latents[job_id]))

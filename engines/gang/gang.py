@@ -27,12 +27,12 @@ class Gang:
     """Made by ``Gang.start``. All methods run in the event loop that started it."""
 
     def __init__(
-        self, config: GangConfig, ranks: Sequence[Any], infos: Sequence[RankInfo], widths: tuple[int, ...]
+        self, config: GangConfig, ranks: Sequence[Any], infos: Sequence[RankInfo], team_sizes: tuple[int, ...]
     ) -> None:
         self.config = config
         self.infos = tuple(infos)
         self._ranks = ranks
-        self._driver = Driver(config, ranks, widths)
+        self._driver = Driver(config, ranks, team_sizes)
         self._driver.start()
 
     @classmethod
@@ -49,7 +49,7 @@ class Gang:
         try:
             async with asyncio.timeout(config.start_deadline_s):
                 infos = await _connect(ranks)
-                widths = (await asyncio.gather(*(rank.build.remote(build) for rank in ranks)))[0]
+                team_sizes = (await asyncio.gather(*(rank.build.remote(build) for rank in ranks)))[0]
         except BaseException as error:
             kill_ranks(ranks)
             if isinstance(error, TimeoutError):
@@ -57,7 +57,7 @@ class Gang:
                 raise GangBrokenError(reason, "deadline") from error
             raise
         logger.info("gang is ready", extra={"model": config.model, "pids": [info.pid for info in infos]})
-        return cls(config, ranks, infos, widths)
+        return cls(config, ranks, infos, team_sizes)
 
     @property
     def broken(self) -> GangBrokenError | None:

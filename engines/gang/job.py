@@ -14,8 +14,7 @@ if TYPE_CHECKING:  # the scheduler works with jobs, and must not need Ray
 class Job:
     """One request for the gang. ``request`` and ``conditioning`` go to ``Sampler.begin`` untouched.
 
-    ``conditioning`` may be an ``ObjectRef``; it is resolved on the ranks, never in the scheduler's process. ``width``
-    is how many ranks work on each step; None leaves it to the scheduler, which may change it between steps.
+    ``conditioning`` may be an ``ObjectRef``; it is resolved on the ranks, never in the scheduler's process.
     ``preview_steps`` count from 1. Jobs of equal ``shape`` share compiled programs: steps get the start deadline until
     their ranks have found everything ready for it (None: the first step of each job). ``alone`` keeps other jobs from
     running meanwhile: if the gang breaks, it is clear under which job.
@@ -27,7 +26,6 @@ class Job:
     conditioning: Any
     num_steps: int
     preview_steps: frozenset[int] = frozenset()
-    width: int | None = None
     shape: Hashable | None = None
     alone: bool = False
     request_id: str = ""
@@ -44,7 +42,7 @@ class StepDone:
     step: int
     num_steps: int
     step_ms: float
-    width: int
+    num_ranks: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

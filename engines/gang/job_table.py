@@ -41,9 +41,8 @@ class OpenJob:
 class JobTable:
     """Open jobs by id. An ended job stays until the ranks have forgotten it, so that its id is not taken again."""
 
-    def __init__(self, config: GangConfig, metrics: GangMetrics, widths: tuple[int, ...]) -> None:
+    def __init__(self, config: GangConfig, metrics: GangMetrics) -> None:
         self._config = config
-        self._widths = widths
         self._metrics = metrics
         self._jobs: dict[str, OpenJob] = {}
 
@@ -99,9 +98,6 @@ class JobTable:
             self._jobs.pop(job_id, None)
 
     def _check(self, job: Job) -> None:
-        if job.width is not None and job.width not in self._widths:
-            num_ranks = self._config.num_ranks
-            raise ValueError(f"width {job.width} does not tile a gang of {num_ranks} ranks: use {self._widths}")
         if job.num_steps < 1:
             raise ValueError(f"a job has at least 1 step, not {job.num_steps}")
         if job.job_id in self._jobs:

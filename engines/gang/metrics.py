@@ -20,9 +20,9 @@ class GangMetrics:
         model_tag = {"model": model}
         self._step_ms = Histogram(
             "troupe_step_ms",
-            description="Duration of one denoising step, by model and width",
+            description="Duration of one denoising step, by model and number of ranks",
             boundaries=STEP_BOUNDARIES_MS,
-            tag_keys=("model", "width"),
+            tag_keys=("model", "num_ranks"),
         )
         self._starts = Counter("troupe_gang_starts", description="Gangs that became ready", tag_keys=("model",))
         self._failures = Counter(
@@ -33,8 +33,8 @@ class GangMetrics:
         for metric in (self._step_ms, self._starts, self._failures, self._jobs, self._open):
             metric.set_default_tags(model_tag)
 
-    def step_done(self, step_ms: float, width: int) -> None:
-        self._step_ms.observe(step_ms, tags={"width": str(width)})
+    def step_done(self, step_ms: float, num_ranks: int) -> None:
+        self._step_ms.observe(step_ms, tags={"num_ranks": str(num_ranks)})
 
     def gang_started(self) -> None:
         self._starts.inc()

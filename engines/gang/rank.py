@@ -79,7 +79,7 @@ class Rank:
         return RankInfo(rank=self._context.rank, pid=os.getpid(), node_id=node_id, device=self._context.device)
 
     def build(self, build: BuildRank) -> tuple[int, ...]:
-        """The widths that the engine knows."""
+        """The sizes of teams that the engine knows."""
         from engines.gang.rank_jobs import StepRunner
         from engines.parallel.early_start import wait_for_early_start
 
@@ -87,7 +87,7 @@ class Rank:
         wait_for_early_start()  # in case no engine did
         self._runner = StepRunner(parts, self._context)
         logger.info("rank is built", extra={"rank": self._context.rank})
-        return parts.engine.widths
+        return parts.engine.team_sizes
 
     def execute(self, plan: StepPlan) -> Any:
         """The report, followed by what ``plan.emits_of`` this rank names; Ray makes an object of each."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 
-from engines.core.widths import gang_widths
+from engines.core.team_sizes import tiling_sizes
 from engines.gang.assignment import share_out
 from engines.gang.job import Job
 from engines.gang.step_plan import Emit, JobStep, Move, StepPlan, Work
@@ -39,10 +39,9 @@ class _RunningJob:
 class Scheduler:
     """Round robin at step granularity over at most ``max_running_jobs`` jobs.
 
-    A job has the width that it asks for, or the widest of ``widths`` (by default all that tile the gang), and keeps its
-    team of ranks (contiguous, aligned to its width), since only they hold its state. If the gang is ``elastic``, jobs
-    that ask for no width are given teams anew whenever a job begins or ends, narrower the more jobs run; a job's state
-    goes before it to ranks that do not hold it.
+    Jobs take turns on all ranks. If the gang is ``elastic``, they are given teams anew whenever one begins or ends, the
+    smaller the more jobs run, of ``team_sizes`` (by default all that tile the gang). A job's state goes before it to
+    ranks that do not hold it.
 
     Each plan serves the job that has waited longest and fills the ranks that it leaves free with the next ones, so a
     job waits at most ``max_running_jobs - 1`` plans between two steps. Up to ``max_batch`` jobs of one shape on one
@@ -55,13 +54,13 @@ class Scheduler:
         *,
         num_ranks: int,
         max_running_jobs: int,
-        widths: tuple[int, ...] | None = None,
+        team_sizes: tuple[int, ...] | None = None,
         elastic: bool = False,
         max_batch: int = 1,
     ) -> None:
-        self._num_ranks = num_ranks
+        self._all_ranks = tuple(range(num_ranks))
         self._max_running_jobs = max_running_jobs
-        self._widths = widths or gang_widths(num_ranks)
+        self._team_sizes = team_sizes or tiling_sizes(num_ranks)
         self._elastic = elastic
         self._max_batch = max_batch
         self._waiting: deque[Job] = deque()
@@ -103,7 +102,7 @@ class Scheduler:
     def _start_waiting(self, is_idle: bool) -> None:
         while self._waiting and self._may_start(self._waiting[0], is_idle):
             job = self._waiting.popleft()
-            self._running[job.job_id] = _RunningJob(job, self._choose_team(self._width(job)), next(self._turns))
+            self._running[job.job_id] = _RunningJob(job, self._all_ranks, next(self._turns))
 
     def _may_start(self, job: Job, is_idle: bool) -> bool:
         if job.alone:
@@ -113,12 +112,11 @@ class Scheduler:
 
     def _share_out(self) -> None:
         """New teams, if other jobs run than those that the gang was shared among last."""
-        flexible = {job_id: running for job_id, running in self._running.items() if running.job.width is None}
-        if tuple(flexible) != self._shared_among:
-            self._shared_among = tuple(flexible)
-            homes = {job_id: min(running.holders, default=None) for job_id, running in flexible.items()}
-            for job_id, ranks in share_out(tuple(range(self._num_ranks)), homes, self._widths).items():
-                flexible[job_id].ranks = ranks
+        if tuple(self._running) != self._shared_among:
+            self._shared_among = tuple(self._running)
+            homes = {job_id: min(running.holders, default=None) for job_id, running in self._running.items()}
+            for job_id, ranks in share_out(self._all_ranks, homes, self._team_sizes).items():
+                self._running[job_id].ranks = ranks
 
     def _choose_served(self) -> Iterator[list[_RunningJob]]:
         """The jobs of each work: whose turn it is, and those of its shape that can come along."""
@@ -138,19 +136,6 @@ class Scheduler:
             if running.num_left == 0:
                 del self._running[running.job.job_id]
         return Work(job_steps=steps, ranks=ranks)
-
-    def _width(self, job: Job) -> int:
-        width = job.width or max(self._widths)
-        assert width in self._widths, width
-        return width
-
-    def _choose_team(self, width: int) -> tuple[int, ...]:
-        """The team of this width whose busiest rank has the fewest steps ahead of it; the first of equals."""
-        teams = [tuple(range(first, first + width)) for first in range(0, self._num_ranks, width)]
-        return min(teams, key=lambda team: max(self._num_steps_ahead(rank) for rank in team))
-
-    def _num_steps_ahead(self, rank: int) -> int:
-        return sum(running.num_left for running in self._running.values() if rank in running.ranks)
 
 
 def _go_together(running: _RunningJob, other: _RunningJob) -> bool:

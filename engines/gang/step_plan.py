@@ -28,7 +28,7 @@ class Work:
     ranks: tuple[int, ...]
 
     @property
-    def width(self) -> int:
+    def num_ranks(self) -> int:
         return len(self.ranks)
 
     @property

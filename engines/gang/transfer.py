@@ -1,4 +1,4 @@
-"""A job's state from one rank to the others of its gang: what a change of width costs."""
+"""A job's state from one rank to the others of its gang: what a change of its team costs."""
 
 from __future__ import annotations
 

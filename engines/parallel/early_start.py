@@ -16,7 +16,7 @@ from threading import Thread
 import torch
 import torch.distributed as dist
 
-from engines.core.widths import aligned_runs, gang_widths
+from engines.core.team_sizes import aligned_runs, tiling_sizes
 from engines.parallel.attention import local_kernel
 from engines.parallel.collectives import Axis
 from engines.parallel.mesh import Groups
@@ -73,7 +73,7 @@ def _exchange(device: torch.device) -> None:
     differently.
     """
     groups, rank, num_ranks = Groups.of_gang(), dist.get_rank(), dist.get_world_size()
-    runs = [ranks for width in gang_widths(num_ranks)[1:] for ranks in aligned_runs(num_ranks, width)]
+    runs = [ranks for team_size in tiling_sizes(num_ranks)[1:] for ranks in aligned_runs(num_ranks, team_size)]
     # Groups first: ranks outside a new one wait until those inside have made it, some with the interpreter locked.
     names = {ranks: groups.name(ranks) for ranks in runs}
     sizes_bytes = (2**16, 2**24) if device.type == "cuda" else (2**10,)

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from engines.core.spec import AXES, ParallelSpec
-from engines.core.widths import aligned_runs
+from engines.core.team_sizes import aligned_runs
 from engines.parallel.collectives import Axis
 from engines.parallel.nccl_options import inherited_options
 
@@ -81,8 +81,8 @@ class Teams:
         self._rank = rank
         self._groups = groups
         self._teams: dict[tuple[tuple[int, ...], ParallelSpec], Team] = {}
-        for spec in sorted(set(specs), key=lambda spec: (spec.width, spec.name)):
-            for ranks in aligned_runs(num_ranks, spec.width):
+        for spec in sorted(set(specs), key=lambda spec: (spec.num_ranks, spec.name)):
+            for ranks in aligned_runs(num_ranks, spec.num_ranks):
                 self._form(ranks, spec)
 
     def team(self, ranks: tuple[int, ...], spec: ParallelSpec) -> Team:

@@ -10,7 +10,7 @@ import torch
 
 from engines.core.model import DenoiserModel
 from engines.core.spec import ParallelSpec
-from engines.core.widths import gang_widths
+from engines.core.team_sizes import tiling_sizes
 from engines.parallel.mesh import Groups, Teams
 from engines.planner.cost_model import Workload
 from engines.planner.forecast import forecast
@@ -38,35 +38,35 @@ def choose_specs(
     typical_tokens: int | None,
     precision: str,
 ) -> Specs:
-    """Per width the fastest division of one branch, and of two. All ranks make the call and get the same answer.
+    """By size of team the fastest division of one branch, and of two. All ranks make the call and get the same answer.
 
     It is the choice that ``forecast`` prints for the same machine and step; the figures and the table are logged.
     """
     if num_ranks == 1:
         return {1: (ParallelSpec(), ParallelSpec())}
     counted = profile(model)
-    lines = [ParallelSpec(ulysses=width) for width in gang_widths(num_ranks)]
+    lines = [ParallelSpec(ulysses=team_size) for team_size in tiling_sizes(num_ranks)]
     machine = measure(counted, Teams(rank=rank, num_ranks=num_ranks, specs=lines, groups=groups), device)
     tokens = typical_tokens or TYPICAL_TOKENS.get(device.type, 4096)
     lengths = typical_lengths(model, tokens)
     if rank == 0:
         logger.info("this machine:\n%s", machine.describe(), extra={"machine": machine.to_json()})
     specs: Specs = {}
-    for width in team_widths(model, num_ranks):
-        # Memory decides at the gang's own width alone: narrower teams are there for smaller steps.
-        here = machine if width == num_ranks else replace(machine, memory_bytes=UNLIMITED)
+    for team_size in possible_team_sizes(model, num_ranks):
+        # Memory decides for the whole gang alone: smaller teams are there for smaller steps.
+        here = machine if team_size == num_ranks else replace(machine, memory_bytes=UNLIMITED)
         one, two = (Workload(lengths=lengths, num_branches=number) for number in (1, 2))
-        single = forecast(counted, one, width, here, precision)
-        plans = (single, forecast(counted, two, width, here, precision, same_weights=single.chosen.spec))
+        single = forecast(counted, one, team_size, here, precision)
+        plans = (single, forecast(counted, two, team_size, here, precision, same_weights=single.chosen.spec))
         for plan in plans if rank == 0 else ():
             logger.info("auto strategy for a step of %s:\n%s", dict(lengths), plan.table(), extra=plan.log_fields)
-        specs[width] = (plans[0].chosen.spec, plans[1].chosen.spec)
+        specs[team_size] = (plans[0].chosen.spec, plans[1].chosen.spec)
     return specs
 
 
-def team_widths(model: DenoiserModel, num_ranks: int) -> tuple[int, ...]:
+def possible_team_sizes(model: DenoiserModel, num_ranks: int) -> tuple[int, ...]:
     """All that tile the gang; but ranks that read only their share of the weights work together or not at all."""
-    return gang_widths(num_ranks) if model.weights is None else (num_ranks,)
+    return tiling_sizes(num_ranks) if model.weights is None else (num_ranks,)
 
 
 def typical_lengths(model: DenoiserModel, num_tokens: int) -> tuple[tuple[str, int], ...]:

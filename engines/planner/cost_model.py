@@ -43,17 +43,17 @@ class Cost:
         return self.products_ms + self.attention_ms + self.elementwise_ms + self.exchange_ms
 
 
-def candidates(profile: ModelProfile, width: int, num_branches: int) -> list[ParallelSpec]:
-    """Every division of a step over ``width`` ranks that the model and the number of branches allow."""
-    divisors = [n for n in range(1, width + 1) if width % n == 0]
+def candidates(profile: ModelProfile, num_ranks: int, num_branches: int) -> list[ParallelSpec]:
+    """Every division of a step over ``num_ranks`` ranks that the model and the number of branches allow."""
+    divisors = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
     found = []
     for guidance, pipeline, ring, gather, tensor in itertools.product((1, 2), *[divisors] * 4):
-        rest, remainder = divmod(width, guidance * pipeline * ring * gather * tensor)
+        rest, remainder = divmod(num_ranks, guidance * pipeline * ring * gather * tensor)
         if remainder or guidance > num_branches or (ring > 1 and gather > 1):
             continue
         degrees = {"guidance": guidance, "pipeline": pipeline, "ring": ring, "allgather_kv": gather}
         spec = ParallelSpec(**degrees, tensor=tensor, ulysses=max(rest, 1))
-        if spec.width == width and _allows(profile, spec):
+        if spec.num_ranks == num_ranks and _allows(profile, spec):
             found.append(spec)
     return found
 
@@ -83,7 +83,7 @@ def predict(
 def choose(costs: list[Cost], memory_bytes: int) -> Cost:
     """The fastest that fits. Near equals: the one with fewer kinds of exchange, then the smaller memory.
 
-    Weights are divided only where whole ones do not fit: ranks with whole weights can form teams of any width.
+    Weights are divided only where whole ones do not fit: ranks with whole weights can form teams of any size.
     """
     fitting = [cost for cost in costs if cost.memory_bytes <= USABLE * memory_bytes]
     if not fitting:

@@ -31,13 +31,17 @@ class StepForecast:
             return f"{name}: the fastest that fits {usable}"
         gap = f"{self.chosen.total_ms / fastest.total_ms - 1:.1%} slower than {fastest.spec.name}"
         if fastest.spec.divides_weights and not self.chosen.spec.divides_weights:
-            return f"{name}: {gap}, and every rank holds whole weights, so that teams of any width can form"
+            return f"{name}: {gap}, and every rank holds whole weights, so that teams of any size can form"
         return f"{name}: {gap}, and simpler or smaller"
 
     @property
     def log_fields(self) -> dict[str, object]:
         """For ``extra``."""
-        fields = {"width": self.chosen.spec.width, "branches": self.work.num_branches, "precision": self.precision}
+        fields = {
+            "num_ranks": self.chosen.spec.num_ranks,
+            "branches": self.work.num_branches,
+            "precision": self.precision,
+        }
         return fields | {"strategy": self.chosen.spec.name, "predicted_ms": round(self.chosen.total_ms, 2)}
 
     def table(self) -> str:
@@ -54,17 +58,17 @@ class StepForecast:
 def forecast(
     counted: ModelProfile,
     work: Workload,
-    width: int,
+    num_ranks: int,
     machine: Machine,
     precision: str = "native",
     *,
     same_weights: ParallelSpec | None = None,
 ) -> StepForecast:
-    """Cost every way to divide the step over ``width`` ranks and choose one. Loads and runs nothing.
+    """Cost every way to divide the step over ``num_ranks`` ranks and choose one. Loads and runs nothing.
 
     ``same_weights``: only ways that give each rank the weights that it has with this one.
     """
-    specs = candidates(counted, width, work.num_branches)
+    specs = candidates(counted, num_ranks, work.num_branches)
     if same_weights is not None:
         wanted = (same_weights.tensor, same_weights.pipeline)
         specs = [spec for spec in specs if (spec.tensor, spec.pipeline) == wanted]

@@ -111,7 +111,7 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def _exchange_lines(teams: Teams, device: torch.device) -> dict[str, Line]:
-    """Each kind at two sizes over every width that the gang's teams have (several teams of a width: side by side)."""
+    """Each kind at two sizes over teams of every size that the gang has (several of one size: side by side)."""
     small, large = (2**14, 2**20) if device.type == "cpu" else (2**16, 2**24)
     lines: dict[str, Line] = {}
     for team in teams.all():

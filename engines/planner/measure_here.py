@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from engines.core.spec import ParallelSpec
-from engines.core.widths import gang_widths
+from engines.core.team_sizes import tiling_sizes
 from engines.parallel.mesh import Groups, Teams
 from engines.planner.machine import Machine
 from engines.planner.measure import measure
@@ -66,7 +66,7 @@ def _rank(pipe: Connection, profile: ModelProfile, rank: int, num_ranks: int, po
     if device_type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device_type == "cuda" else "gloo", store=store, rank=rank, world_size=num_ranks)
-    specs = [ParallelSpec(ulysses=width) for width in gang_widths(num_ranks)]
+    specs = [ParallelSpec(ulysses=team_size) for team_size in tiling_sizes(num_ranks)]
     teams = Teams(rank=rank, num_ranks=num_ranks, specs=specs, groups=Groups(num_ranks))
     machine = measure(profile, teams, device)
     if rank == 0:

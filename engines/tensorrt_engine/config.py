@@ -45,16 +45,16 @@ class TensorRTConfig:
     def __post_init__(self) -> None:
         check_options(strategy=self.strategy, precision=self.precision, weights=self.weights)
 
-    def spec(self, width: int, *, num_heads: int | None = None) -> ParallelSpec:
-        """The division over ``width`` ranks. "auto" is Ulysses while every rank has two heads, then AllGather-KV."""
+    def spec(self, num_ranks: int, *, num_heads: int | None = None) -> ParallelSpec:
+        """The division over so many ranks. "auto" is Ulysses while every rank has two heads, then AllGather-KV."""
         if self.strategy != "auto":
-            return ParallelSpec.of(self.strategy, width)
-        fits = num_heads is None or (num_heads % width == 0 and num_heads // width >= MIN_FUSED_HEADS)
-        return ParallelSpec.of("ulysses" if fits else "allgather_kv", width)
+            return ParallelSpec.of(self.strategy, num_ranks)
+        fits = num_heads is None or (num_heads % num_ranks == 0 and num_heads // num_ranks >= MIN_FUSED_HEADS)
+        return ParallelSpec.of("ulysses" if fits else "allgather_kv", num_ranks)
 
-    def resolve(self, model: DenoiserModel, width: int, target: Target) -> ResolvedConfig:
-        """Concrete choices for a model, a width and a GPU. ValueError says why a combination cannot be."""
-        spec = self.spec(width, num_heads=model.num_heads)
+    def resolve(self, model: DenoiserModel, num_ranks: int, target: Target) -> ResolvedConfig:
+        """Concrete choices for a model, a number of ranks and a GPU. ValueError says why a combination cannot be."""
+        spec = self.spec(num_ranks, num_heads=model.num_heads)
         spec.check(num_heads=model.num_heads, has_tensor_plan=bool(model.plan.linears))
         check_spec(spec, weights=self.weights)
         precision = _precision(self.precision, dtype_of(next(iter(model.modules.values()))))
@@ -62,7 +62,7 @@ class TensorRTConfig:
         if precision == "fp8" and not target.has_fp8:
             raise ValueError(f"fp8 needs compute capability 8.9; {target.name} has none: use int8, bf16 or fp16")
         heads = model.num_heads // (spec.ulysses * spec.tensor)
-        if spec.width > 1 and heads < MIN_FUSED_HEADS and precision != "fp32":
+        if spec.num_ranks > 1 and heads < MIN_FUSED_HEADS and precision != "fp32":
             raise ValueError(
                 f"{spec.name} leaves {heads} of {model.num_heads} heads on a rank; TensorRT fuses half-precision "
                 f"attention from {MIN_FUSED_HEADS} heads on: use fewer ranks, or allgather_kv, which keeps all heads"
@@ -71,7 +71,7 @@ class TensorRTConfig:
         if ring == "segments" and self.weights == "constants":
             raise ValueError(
                 f"{spec.name} with weights: constants on {target.name}: the engine is cut into pieces that blocks of "
-                f"one type share, with the weights of each as inputs; use weights: inputs, or ulysses{spec.width}"
+                f"one type share, with the weights of each as inputs; use weights: inputs, or ulysses{spec.num_ranks}"
             )
         return ResolvedConfig(spec=spec, precision=precision, ring=ring, target=target)
 

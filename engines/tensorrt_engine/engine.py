@@ -25,8 +25,9 @@ class TensorRTEngine:
     """An ``Engine``, made on every rank at the same time.
 
     ``buckets`` are branches in the sizes that are expected: those of one module and team share a plan, whose profile
-    takes every size between them. Other sizes get a plan of their own when they first come. ``specs[width]`` are the
-    divisions of one branch, and of two of the same shape. ``capture`` puts each step in a CUDA graph at its first call.
+    takes every size between them. Other sizes get a plan of their own when they first come. ``specs`` are, by size of
+    team, the divisions of one branch, and of two of the same shape. ``capture`` puts each step in a CUDA graph at its
+    first call.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class TensorRTEngine:
         return self._was_warm
 
     @property
-    def widths(self) -> tuple[int, ...]:
+    def team_sizes(self) -> tuple[int, ...]:
         return tuple(self._specs)
 
     def prepare(self) -> None:

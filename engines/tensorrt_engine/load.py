@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engines.core.model import Branch, DenoiserModel
 from engines.core.spec import ParallelSpec
-from engines.core.widths import gang_widths
+from engines.core.team_sizes import tiling_sizes
 from engines.parallel.early_start import gang_groups
 from engines.parallel.mesh import Groups, Team, Teams
 from engines.parallel.self_check import self_check
@@ -123,18 +123,18 @@ def exporter_of(config: TensorRTConfig, model: DenoiserModel, num_ranks: int, ta
 
 
 def choose_specs(config: TensorRTConfig, model: DenoiserModel, num_ranks: int, target: Target) -> Specs:
-    """Divisions per width. ValueError if the whole gang cannot be divided so; narrower widths may be missing."""
+    """Returns divisions by size of team; small ones may be missing. ValueError if the whole gang cannot be divided."""
     specs: Specs = {}
-    for width in gang_widths(num_ranks):
+    for team_size in tiling_sizes(num_ranks):
         try:
-            paired = config.resolve(model, width, target).spec
+            paired = config.resolve(model, team_size, target).spec
             single = paired.without_guidance()
             single.check(num_heads=model.num_heads, has_tensor_plan=bool(model.plan.linears))
         except ValueError:
-            if width == num_ranks:
+            if team_size == num_ranks:
                 raise
             continue
-        specs[width] = (single, paired)
+        specs[team_size] = (single, paired)
     return specs
 
 

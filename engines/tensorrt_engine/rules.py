@@ -15,15 +15,15 @@ DTYPE_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 QUANTIZED = ("int8", "fp8")
 
 
-def check_options(*, strategy: str, precision: str, weights: str, width: int | None = None) -> None:
-    """ValueError with the reason and what would work. ``width`` None: any number of ranks that fits the strategy."""
+def check_options(*, strategy: str, precision: str, weights: str, num_ranks: int | None = None) -> None:
+    """Raises ValueError with the reason and what would work. Without ``num_ranks``, any that fits the strategy does."""
     if precision not in get_args(Precision):
         raise ValueError(f"precision is {precision!r}; the TensorRT engine knows {', '.join(get_args(Precision))}")
     if weights not in get_args(Weights):
         raise ValueError(f"weights is {weights!r}; it must be inputs or constants")
     if strategy == "auto":
         return
-    spec = ParallelSpec.of(strategy, _some_width(strategy) if width is None else width)
+    spec = ParallelSpec.of(strategy, _some_num_ranks(strategy) if num_ranks is None else num_ranks)
     check_spec(spec, weights=weights)
     check_precision(spec, precision=precision)
 
@@ -34,12 +34,12 @@ def check_spec(spec: ParallelSpec, *, weights: str) -> None:
         raise ValueError(
             f"{spec.name} in TensorRT: tensor parallelism with split tokens needs two communicators, and TensorRT "
             f"ignores the groups of a collective (it would exchange with the wrong ranks, in silence). "
-            f"Use tensor{spec.width} or ulysses{spec.width} alone, or engine: torch"
+            f"Use tensor{spec.num_ranks} or ulysses{spec.num_ranks} alone, or engine: torch"
         )
     if spec.pipeline > 1:
         raise ValueError(
             f"{spec.name} in TensorRT: a pipeline gives every rank other layers, and all ranks of a team load one "
-            f"plan. Use ulysses{spec.width} or tensor{spec.width}, or engine: torch"
+            f"plan. Use ulysses{spec.num_ranks} or tensor{spec.num_ranks}, or engine: torch"
         )
     if spec.tensor > 1 and weights == "constants":
         raise ValueError(f"{spec.name} with weights: constants needs one plan per rank; use weights: inputs")
@@ -68,12 +68,12 @@ def check_device(*, gpus_per_rank: float) -> None:
         )
 
 
-def _some_width(strategy: str) -> int:
-    """A width at which a strategy's name can be checked: 4 shows its axes, a product has its own."""
-    for width in (4, 2, 8, 3, 6, 12, 16):
+def _some_num_ranks(strategy: str) -> int:
+    """A number of ranks at which a strategy's name can be checked: 4 shows its axes, a product has its own."""
+    for num_ranks in (4, 2, 8, 3, 6, 12, 16):
         try:
-            ParallelSpec.of(strategy, width)
+            ParallelSpec.of(strategy, num_ranks)
         except ValueError:
             continue
-        return width
+        return num_ranks
     return 4  # and ParallelSpec says what is wrong with it

@@ -14,7 +14,7 @@ from engines.core.spec import ParallelSpec
 from engines.parallel.mesh import Groups
 from engines.parallel.pipeline import pipeline_blocks
 from engines.parallel.tensor import split_features
-from engines.planner.auto import Specs, choose_specs, team_widths
+from engines.planner.auto import Specs, choose_specs, possible_team_sizes
 from engines.torch_engine.fast_step import DEFAULT_OVERLAP, Overlap
 
 CompileMode = Literal["auto", "eager", "per-block"]
@@ -80,7 +80,9 @@ class TorchEngineConfig:
             )
         else:
             specs = {
-                width: spec for width in team_widths(model, num_ranks) if (spec := self._spec(model, width, num_ranks))
+                team_size: spec
+                for team_size in possible_team_sizes(model, num_ranks)
+                if (spec := self._spec(model, team_size, num_ranks))
             }
         return ResolvedConfig(
             specs=specs,
@@ -118,9 +120,9 @@ class TorchEngineConfig:
                     f"{name} has {capability[0]}.{capability[1]}: use 'native' or 'int8'"
                 )
 
-    def _spec(self, model: DenoiserModel, width: int, num_ranks: int) -> tuple[ParallelSpec, ParallelSpec] | None:
+    def _spec(self, model: DenoiserModel, team_size: int, num_ranks: int) -> tuple[ParallelSpec, ParallelSpec] | None:
         try:
-            paired = ParallelSpec.of(self.strategy, width)
+            paired = ParallelSpec.of(self.strategy, team_size)
             single = paired.without_guidance(keep_weights=model.weights is not None)
             for spec in (paired, single):
                 spec.check(
@@ -130,15 +132,15 @@ class TorchEngineConfig:
                     features=split_features(next(iter(model.modules.values())), model.plan),
                 )
         except ValueError:
-            if width == num_ranks:
+            if team_size == num_ranks:
                 raise
-            return None  # narrower teams are a convenience: predict() lists the widths that there are
+            return None  # smaller teams are a convenience: predict() lists the sizes that there are
         return single, paired
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResolvedConfig:
-    """``specs[width]`` are the divisions of one branch, and of two branches of the same shape."""
+    """``specs`` are, by size of team, the divisions of one branch, and of two branches of the same shape."""
 
     specs: Specs
     compile_blocks: bool
@@ -148,11 +150,11 @@ class ResolvedConfig:
     capture: bool = False
     overlap: Overlap = DEFAULT_OVERLAP
 
-    def spec(self, width: int, num_branches: int) -> ParallelSpec:
-        if width not in self.specs:
-            allowed = ", ".join(str(width) for width in self.specs)
-            raise ValueError(f"this gang cannot divide a step over {width} ranks; allowed: {allowed}")
-        return self.specs[width][num_branches - 1]
+    def spec(self, team_size: int, num_branches: int) -> ParallelSpec:
+        if team_size not in self.specs:
+            allowed = ", ".join(str(team_size) for team_size in self.specs)
+            raise ValueError(f"this gang cannot divide a step over {team_size} ranks; allowed: {allowed}")
+        return self.specs[team_size][num_branches - 1]
 
     def all_specs(self) -> tuple[ParallelSpec, ...]:
         return tuple(dict.fromkeys(spec for pair in self.specs.values() for spec in pair))

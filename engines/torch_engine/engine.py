@@ -74,7 +74,7 @@ class TorchEngine:
         return self._was_warm
 
     @property
-    def widths(self) -> tuple[int, ...]:
+    def team_sizes(self) -> tuple[int, ...]:
         return tuple(self.config.specs)
 
     def warm_up(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> None:
@@ -94,7 +94,7 @@ class TorchEngine:
     def load_weights(self) -> None:
         """Make all modules of the whole gang's team now; of a model in files, this reads the caller's share."""
         for name in self._model.modules:
-            self._sharded.module(name, self.team(tuple(range(self.widths[-1]))))
+            self._sharded.module(name, self.team(tuple(range(self.team_sizes[-1]))))
 
     def _split_weights_first(self) -> None:
         """Layers are split as they were loaded: teams with whole weights get quantised ones in the module itself."""

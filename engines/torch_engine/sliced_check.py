@@ -28,7 +28,7 @@ def check_sliced(engine: TorchEngine, model: DenoiserModel, config: TorchEngineC
     The team, the strategy, the exchanges and the way that weights are read are those of the whole model. Returns the
     relative difference; raises ``WrongAnswerError``. All ranks make the call.
     """
-    ranks = tuple(range(engine.widths[-1]))
+    ranks = tuple(range(engine.team_sizes[-1]))
     num_blocks = engine.team(ranks).pipeline.size
     small = shallow(model, num_blocks)
     branches = small.probe()

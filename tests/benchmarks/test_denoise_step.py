@@ -70,7 +70,7 @@ def test_eight_pictures_are_painted_by_as_many_ranks_as_the_case_says(
 ) -> None:
     """The sixth rank of eight belongs to the second of two teams of four."""
     given: list[Any] = []
-    engine = SimpleNamespace(widths=(1, 2, 4, 8), warm_up=lambda branches, ranks: given.append(ranks))
+    engine = SimpleNamespace(team_sizes=(1, 2, 4, 8), warm_up=lambda branches, ranks: given.append(ranks))
     monkeypatch.setattr(elastic_case, "new_job", lambda *_: SimpleNamespace(paint=lambda _: None))
     monkeypatch.setattr(flux_case, "inputs", lambda *_, **__: {})
     bench = Bench(rank=5, world=8, small=True)

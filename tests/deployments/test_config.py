@@ -41,8 +41,8 @@ def test_shipped_configs_are_valid_down_to_the_gang(name: str) -> None:
 
 def test_there_is_a_config_for_the_laptop_and_for_1_2_4_and_8_gpus() -> None:
     assert {path.stem for path in CONFIGS.glob("*.yaml")} == {"laptop", "gpu1", "gpu2", "gpu4", "gpu8"}
-    for width in (1, 2, 4, 8):
-        assert {model.denoiser.num_ranks for model in load_config(f"gpu{width}").app.models} == {width}
+    for num_ranks in (1, 2, 4, 8):
+        assert {model.denoiser.num_ranks for model in load_config(f"gpu{num_ranks}").app.models} == {num_ranks}
 
 
 @pytest.mark.parametrize(

@@ -20,18 +20,18 @@ def test_the_first_step_of_a_prepared_shape_is_warm(strategy: str) -> None:
 
 
 def warm_and_predict(strategy: str) -> dict[str, bool]:
-    """Even lengths are prepared at widths 4 and 2."""
+    """Even lengths are prepared for teams of 4 and 2."""
     rank = dist.get_rank()
     engine = TorchEngine(models.model("wan"), config=TorchEngineConfig(strategy=strategy))
     context = RankContext(rank=rank, num_ranks=4, device="cpu")
     warm_up(engine, [models.branches("wan", "even", num=2)], context, (2, 4))
 
-    def was_warm(width: int, length: str) -> bool:
-        first = rank // width * width
-        engine.predict(models.branches("wan", length, num=2, seed=8), tuple(range(first, first + width)))
+    def was_warm(num_ranks: int, length: str) -> bool:
+        first = rank // num_ranks * num_ranks
+        engine.predict(models.branches("wan", length, num=2, seed=8), tuple(range(first, first + num_ranks)))
         return engine.was_warm
 
-    found = {f"{width} even": was_warm(width, "even") for width in (4, 2, 1)}
+    found = {f"{num_ranks} even": was_warm(num_ranks, "even") for num_ranks in (4, 2, 1)}
     found |= {"4 uneven": was_warm(4, "uneven"), "4 uneven again": was_warm(4, "uneven")}
     engine.close()
     return found

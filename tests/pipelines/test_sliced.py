@@ -82,7 +82,7 @@ def predict_sliced(folder: Path, strategy: str) -> tuple[tuple[Tensor, ...], int
 def closing_engine(model: Any, strategy: str) -> Iterator[TorchEngine]:
     engine = TorchEngine(model, config=TorchEngineConfig(strategy=strategy))
     try:
-        assert engine.widths == (4,)
+        assert engine.team_sizes == (4,)
         yield engine
     finally:
         engine.close()

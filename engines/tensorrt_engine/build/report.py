@@ -69,20 +69,20 @@ def build_engine(
     buckets: Sequence[Branch],
     *,
     config: TensorRTConfig,
-    width: int,
+    num_ranks: int,
     target: Target,
     weight_streaming: bool = False,
     strip_weights: bool = False,
     visible: bool = True,
 ) -> list[PlanReport]:
-    """Plans for ``width`` ranks: one a module, or with a ring in torch one per form of its pieces.
+    """Plans for ``num_ranks`` ranks: one a module, or with a ring in torch one per form of its pieces.
 
     One branch of a module gives static shapes; several give one plan over all of their shapes, tuned for the first. No
     process group may exist (torch's fake one stands in for the other ranks), and no GPU is needed with TensorRT-RTX.
     Raises ValueError for what TensorRT cannot do, BuildError, BuildCancelledError after Ctrl-C.
     """
     check_target(target)
-    resolved = config.resolve(model, width, target)
+    resolved = config.resolve(model, num_ranks, target)
     exporter = Exporter(
         model=model,
         weights_as_inputs=config.weights == "inputs",

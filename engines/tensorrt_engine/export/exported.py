@@ -1,4 +1,4 @@
-"""The one exporter: a family's model, a strategy and a width in; engine graphs and their torch parts out."""
+"""The one exporter: a family's model, a strategy and a number of ranks in; engine graphs and their torch parts out."""
 
 from __future__ import annotations
 

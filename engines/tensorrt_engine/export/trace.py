@@ -103,10 +103,10 @@ def offline_team(spec: ParallelSpec, rank: int = 0) -> Iterator[Team]:
     """``spec``'s team as one process alone can trace it: torch's fake process group answers for the other ranks."""
     if dist.is_initialized():
         raise ValueError("an engine is exported before torch.distributed is initialised, or for the gang's own team")
-    dist.init_process_group("fake", rank=rank, world_size=spec.width, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=spec.num_ranks, store=FakeStore())
     try:
-        yield Teams(rank=rank, num_ranks=spec.width, specs=(spec,), groups=Groups(spec.width)).team(
-            tuple(range(spec.width)), spec
+        yield Teams(rank=rank, num_ranks=spec.num_ranks, specs=(spec,), groups=Groups(spec.num_ranks)).team(
+            tuple(range(spec.num_ranks)), spec
         )
     finally:
         dist.destroy_process_group()

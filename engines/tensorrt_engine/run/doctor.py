@@ -1,7 +1,7 @@
 """``troupe doctor --tensorrt``: prove on this host what can be proved here, and say what cannot.
 
 On a host with TensorRT 11 and GPUs that is everything: each collective executed over NCCL against its meaning, and the
-model's engine at each width against one rank and against torch. Without a GPU it is what the builder alone shows.
+model's engine on teams of each size against one rank and against torch. Without a GPU it is what the builder shows.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def _executes(operation: Operation, rank: int, num_ranks: int, device: torch.dev
 
 
 def _engine_agrees(make_model: MakeModel, rank: int, num_ranks: int, device: torch.device) -> Proof:
-    """The gang's own self-check (every width against width 1), then width 1 against torch."""
+    """The gang's own self-check (every team against one rank), then one rank against torch."""
     from engines.parallel.self_check import TOLERANCE, relative_difference
     from engines.tensorrt_engine.load import RankPlace, load_tensorrt_engine
 
@@ -187,5 +187,5 @@ def _engine_agrees(make_model: MakeModel, rank: int, num_ranks: int, device: tor
         return Proof(subject="engine", result="failed", detail=f"rank {rank}: {error}")
     difference = relative_difference(given, expected)
     ok = difference <= TOLERANCE.get(given.dtype, 1e-4)
-    detail = f"every width of {num_ranks} ranks agrees with one; one with torch to {difference:.1e}"
+    detail = f"every team of {num_ranks} ranks agrees with one; one with torch to {difference:.1e}"
     return Proof(subject="engine", result="proved" if ok else "failed", detail=detail)

@@ -29,7 +29,7 @@ def build(folder: Path, model: str, *args: str) -> Result:
 
 def test_says_what_the_plan_holds_and_finds_it_again(tmp_path: Path, tiny_model: Path) -> None:
     """By the configuration alone at first, then with the weights: it is the same plan."""
-    args = ("--strategy", "ulysses", "--width", "2", "--precision", "fp16", "--size", "64x64")
+    args = ("--strategy", "ulysses", "--ranks", "2", "--precision", "fp16", "--size", "64x64")
     first = build(tmp_path, str(tiny_model), *args)
     assert first.exit_code == 0, first.output
     for told in ("ulysses2, 2 ranks, fp16, sm89", "1 all_gather, 8 all_to_all", "attentions    4, fused: 4"):
@@ -49,7 +49,7 @@ def one_prompt(folder: Path) -> Path:
     return file
 
 
-QUANTIZED = ("--precision", "int8", "--weights", "constants", "--width", "2", "--dtype", "float16")
+QUANTIZED = ("--precision", "int8", "--weights", "constants", "--ranks", "2", "--dtype", "float16")
 
 
 def test_quantized_needs_a_record(tmp_path: Path, tiny_model: Path) -> None:
@@ -82,11 +82,11 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("args", "told"),
     [
-        (("--strategy", "tensor2xulysses2", "--width", "4"), "Use tensor4 or ulysses4 alone, or engine: torch"),
-        (("--strategy", "tensor", "--width", "2", "--weights", "constants"), "use weights: inputs"),
+        (("--strategy", "tensor2xulysses2", "--ranks", "4"), "Use tensor4 or ulysses4 alone, or engine: torch"),
+        (("--strategy", "tensor", "--ranks", "2", "--weights", "constants"), "use weights: inputs"),
         (("--precision", "fp4"), "the TensorRT engine knows auto"),
         (("--precision", "fp16", "--dtype", "bfloat16"), "set the model's dtype to fp16"),
-        (("--width", "8", "--strategy", "ulysses"), "leaves 1 of 8 heads on a rank"),
+        (("--ranks", "8", "--strategy", "ulysses"), "leaves 1 of 8 heads on a rank"),
         (("--size", "100x100"), "must be positive multiples of 16"),
         (("--size", "large"), "write it as WIDTHxHEIGHT"),
         (("--target", "h100"), "write it as sm80, sm89, sm90"),
@@ -111,7 +111,7 @@ def test_without_a_gpu_the_target_must_be_named() -> None:
 @pytest.mark.parametrize("while_it", ["exports", pytest.param("builds", marks=pytest.mark.slow)])
 def test_interrupt_ends_it_cleanly(tmp_path: Path, while_it: str) -> None:
     plans = tmp_path / "plans"
-    args = ("build-engine", "--model", "flux-shapes", "--target", "sm89", "--width", "2", "--cache-dir", str(plans))
+    args = ("build-engine", "--model", "flux-shapes", "--target", "sm89", "--ranks", "2", "--cache-dir", str(plans))
     with command(*args, folder=tmp_path, env={}) as running:
         running.wait_for("exporting" if while_it == "exports" else "Building|[Bb]uild")
         assert running.interrupt(within_s=PATIENCE_S) == 130
@@ -127,7 +127,7 @@ def test_interrupt_ends_it_cleanly(tmp_path: Path, while_it: str) -> None:
 )
 def test_full_size_by_configuration_alone(tmp_path: Path, model: str, exchanges: str, fused: int) -> None:
     """Weights that are nowhere: not on disk, not in memory."""
-    result = build(tmp_path, model, "--width", "4", "--strategy", "ulysses")
+    result = build(tmp_path, model, "--ranks", "4", "--strategy", "ulysses")
     assert result.exit_code == 0, result.output
     assert exchanges in result.output
     assert f"fused: {fused}" in result.output

@@ -1,4 +1,4 @@
-"""``troupe plan`` for shipped, published and own models: the table, the document, and mistakes."""
+"""``troupe estimate`` for shipped, published and own models: the table, the document, and mistakes."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "data"
 
 
-def plan(*args: str) -> Result:
-    return troupe("plan", *args)
+def estimate(*args: str) -> Result:
+    return troupe("estimate", *args)
 
 
 def document(*args: str) -> dict[str, Any]:
-    result = plan(*args, "--json")
+    result = estimate(*args, "--json")
     assert result.exit_code == 0, result.output
     found: dict[str, Any] = json.loads(result.stdout)
     return found
 
 
 def test_the_table_shows_every_candidate_and_why_one_was_chosen() -> None:
-    result = plan("--model", "FLUX.1-dev", "--size", "1024x1024", "--gpus", "4", "--machine", "h200")
+    result = estimate("--model", "FLUX.1-dev", "--size", "1024x1024", "--ranks", "4", "--machine", "h200")
     assert result.exit_code == 0, result.output
     for part in ("ulysses4 *", "ring4", "allgather_kv4", "tensor4", "pipeline4", "512 text + 4096 image", "GiB"):
         assert part in result.output
@@ -39,13 +39,15 @@ def test_the_table_shows_every_candidate_and_why_one_was_chosen() -> None:
 
 
 def test_a_published_model_by_its_hub_id_with_its_branches_and_frames() -> None:
-    found = document("--model", "Wan-AI/Wan2.1-T2V-14B-Diffusers", "--size", "832x480", "--frames", "81", "--gpus", "4")
+    found = document(
+        "--model", "Wan-AI/Wan2.1-T2V-14B-Diffusers", "--size", "832x480", "--frames", "81", "--ranks", "4"
+    )
     assert found["tokens"] == {"video": 21 * 30 * 52}
     assert found["num_branches"] == 2
     assert found["chosen"].startswith("guidance2x")
     by_name = {candidate["strategy"]: candidate for candidate in found["candidates"]}
     assert by_name["tensor4"]["memory_bytes"] < 0.6 * by_name["ulysses4"]["memory_bytes"], "weights are divided"
-    alone = document("--model", "Wan2.1-T2V-14B", "--size", "832x480", "--no-guidance", "--gpus", "4")
+    alone = document("--model", "Wan2.1-T2V-14B", "--size", "832x480", "--no-guidance", "--ranks", "4")
     assert not any("guidance" in candidate["strategy"] for candidate in alone["candidates"])
 
 
@@ -56,7 +58,7 @@ def test_weights_are_divided_where_whole_ones_do_not_fit(tmp_path: Path) -> None
 
     small = tmp_path / "small.json"
     small.write_text(replace(H200, name="small", memory_bytes=20 * 2**30).to_json())
-    found = document("--model", "FLUX.1-dev", "--gpus", "4", "--machine", str(small))
+    found = document("--model", "FLUX.1-dev", "--ranks", "4", "--machine", str(small))
     assert "tensor" in found["chosen"]
     assert "fits 90% of 20.0 GiB" in found["reason"]
 
@@ -68,13 +70,13 @@ def test_quantised_linears_are_faster_and_lie_beside_the_others() -> None:
 
 
 def test_a_measurement_is_kept_and_used_again(data_dir: Path) -> None:
-    measured = document("--model", "flux-shapes", "--size", "128x128", "--gpus", "2", "--measure")
+    measured = document("--model", "flux-shapes", "--size", "128x128", "--ranks", "2", "--measure")
     (file,) = (data_dir / "machines").iterdir()
     assert str(file) in measured["origin"]
     assert measured["machine"]["name"].startswith("cpu")
-    again = document("--model", "flux-shapes", "--gpus", "2", "--dtype", "float32")
+    again = document("--model", "flux-shapes", "--ranks", "2", "--dtype", "float32")
     assert again["machine"] == measured["machine"]
-    by_file = document("--model", "flux-shapes", "--gpus", "2", "--machine", str(file))
+    by_file = document("--model", "flux-shapes", "--ranks", "2", "--machine", str(file))
     assert by_file["machine"] == measured["machine"]
 
 
@@ -88,14 +90,14 @@ def test_a_folder(pictures: Path) -> None:
         (["--model", "nonsense"], "or the name of a published model: FLUX.1-dev"),
         (["--model", "FLUX.1-dev", "--size", "big"], "size 'big': write it as WIDTHxHEIGHT"),
         (["--model", "FLUX.1-dev", "--size", "1000x1024"], "positive multiples of 16"),
-        (["--model", "FLUX.1-dev", "--gpus", "0"], "--gpus is 0; it must be at least 1"),
-        (["--model", "FLUX.1-dev", "--gpus", "3"], "was not measured with all_gather over 3 ranks; measured:"),
+        (["--model", "FLUX.1-dev", "--ranks", "0"], "--gpus is 0; it must be at least 1"),
+        (["--model", "FLUX.1-dev", "--ranks", "3"], "was not measured with all_gather over 3 ranks; measured:"),
         (["--model", "FLUX.1-dev", "--precision", "fp3"], "was not measured in precision fp3; measured: native, fp8"),
         (["--model", "FLUX.1-dev", "--machine", "abacus"], "abacus is no file, and no known machine; known: h200"),
     ],
 )
 def test_mistakes_are_one_line(args: list[str], message: str) -> None:
-    result = plan(*args)
+    result = estimate(*args)
     assert result.exit_code == 2, result.output
     (line,) = result.stderr.splitlines()
     assert message in line
@@ -104,4 +106,4 @@ def test_mistakes_are_one_line(args: list[str], message: str) -> None:
 def test_a_file_that_holds_no_figures(tmp_path: Path) -> None:
     file = tmp_path / "machine.json"
     file.write_text("{}")
-    assert "holds no machine's figures" in plan("--model", "FLUX.1-dev", "--machine", str(file)).stderr
+    assert "holds no machine's figures" in estimate("--model", "FLUX.1-dev", "--machine", str(file)).stderr

@@ -1,4 +1,4 @@
-"""What ranks build from a configuration: whole weights or slices, which widths there are, what is prepared."""
+"""What ranks build from a configuration: whole weights or slices, which teams there are, what is prepared."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    ("options", "widths", "is_warm"),
+    ("options", "team_sizes", "is_warm"),
     [
         ({"strategy": "tensor"}, (2,), False),
         ({"strategy": "tensor", "load": "whole", "warm_sizes": ["64x64"]}, (1, 2), True),
         ({"strategy": "ulysses", "warm_sizes": ["64x48", "64x64"], "elastic": True}, (1, 2), True),
     ],
 )
-def test_ranks_of_a_gang(pictures: Path, options: dict[str, Any], widths: tuple[int, ...], is_warm: bool) -> None:
-    assert gang(2).run(build, pictures, options) == [(widths, is_warm)] * 2
+def test_ranks_of_a_gang(pictures: Path, options: dict[str, Any], team_sizes: tuple[int, ...], is_warm: bool) -> None:
+    assert gang(2).run(build, pictures, options) == [(team_sizes, is_warm)] * 2
 
 
 def build(folder: Path, options: dict[str, Any]) -> tuple[tuple[int, ...], bool]:
-    """The engine's widths, and whether a step of 64x64 is warm."""
+    """The sizes of the engine's teams, and whether a step of 64x64 is warm."""
     config = DenoiserConfig(num_ranks=2, engine="torch", **options)
     make = BuildRankParts(model=ModelConfig(name="pictures", path=str(folder), denoiser=config))
     engine = make(RankContext(rank=dist.get_rank(), num_ranks=2, device="cpu")).engine
@@ -40,7 +40,7 @@ def build(folder: Path, options: dict[str, Any]) -> tuple[tuple[int, ...], bool]
     request = request_of(Size(width=64, height=64), family.defaults(folder))
     engine.predict(first_step(family, folder, request, CPU, torch.float32), (0, 1))
     engine.close()
-    return engine.widths, engine.was_warm
+    return engine.team_sizes, engine.was_warm
 
 
 @pytest.mark.parametrize(

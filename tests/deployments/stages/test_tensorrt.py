@@ -79,7 +79,7 @@ def test_one_line_is_enough() -> None:
 class RecordingEngine:
     """An engine of one rank that notes what it is asked to prepare: tokens, and ranks."""
 
-    widths = (1,)
+    team_sizes = (1,)
 
     def __init__(self) -> None:
         self.warmed: list[tuple[int, tuple[int, ...]]] = []

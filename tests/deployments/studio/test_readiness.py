@@ -10,8 +10,8 @@ import pytest
 from ray.serve.schema import DeploymentStatusOverview
 
 from deployments.names import APPLICATION, STAGES, deployment_name
+from deployments.studio import readiness as deployed_studio
 from deployments.studio.interface import STATUS_MAX_AGE_S
-from deployments.studio.interface import readiness as deployed_studio
 from deployments.studio.readiness import POLL_S, DeployedStudio, takes_requests
 
 

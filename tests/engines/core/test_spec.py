@@ -8,7 +8,7 @@ from engines.parallel.tensor import split_features
 
 
 @pytest.mark.parametrize(
-    ("strategy", "width", "expected"),
+    ("strategy", "num_ranks", "expected"),
     [
         ("ulysses", 4, ParallelSpec(ulysses=4)),
         ("ring", 1, ParallelSpec()),
@@ -23,9 +23,9 @@ from engines.parallel.tensor import split_features
         ("ulysses2xtensor2", 2, ParallelSpec(tensor=2)),
     ],
 )
-def test_names(strategy: str, width: int, expected: ParallelSpec) -> None:
-    assert ParallelSpec.of(strategy, width) == expected
-    assert expected.width == width
+def test_names(strategy: str, num_ranks: int, expected: ParallelSpec) -> None:
+    assert ParallelSpec.of(strategy, num_ranks) == expected
+    assert expected.num_ranks == num_ranks
 
 
 def test_name_reads_back() -> None:
@@ -34,7 +34,7 @@ def test_name_reads_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "width", "message"),
+    ("strategy", "num_ranks", "message"),
     [
         ("spiral", 4, "unknown strategy 'spiral'; known: ulysses, ring"),
         ("ulysses2xulysses2", 4, "unknown strategy"),
@@ -46,9 +46,9 @@ def test_name_reads_back() -> None:
         ("ulysses0", 4, "unknown strategy"),
     ],
 )
-def test_errors_say_what_is_allowed(strategy: str, width: int, message: str) -> None:
+def test_errors_say_what_is_allowed(strategy: str, num_ranks: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ParallelSpec.of(strategy, width)
+        ParallelSpec.of(strategy, num_ranks)
 
 
 def test_heads_that_do_not_divide() -> None:

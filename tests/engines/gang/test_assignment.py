@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.core.widths import gang_widths
+from engines.core.team_sizes import tiling_sizes
 from engines.gang.assignment import share_out
 
 FOUR = (0, 1, 2, 3)
@@ -14,7 +14,7 @@ FOUR = (0, 1, 2, 3)
 
 def teams(num_jobs: int, num_ranks: int = 4, **homes: int) -> list[tuple[int, ...]]:
     jobs = {name: homes.get(name) for name in "abcdefghij"[:num_jobs]}
-    return list(share_out(tuple(range(num_ranks)), jobs, gang_widths(num_ranks)).values())
+    return list(share_out(tuple(range(num_ranks)), jobs, tiling_sizes(num_ranks)).values())
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_teams_tile_the_gang_and_overlap_only_where_jobs_outnumber_ranks(
     num_ranks: int, homes: list[int | None]
 ) -> None:
     jobs = {str(number): home for number, home in enumerate(homes)}
-    shares = share_out(tuple(range(num_ranks)), jobs, gang_widths(num_ranks))
+    shares = share_out(tuple(range(num_ranks)), jobs, tiling_sizes(num_ranks))
     assert list(shares) == list(jobs)
     for ranks in shares.values():
         assert ranks[0] % len(ranks) == 0

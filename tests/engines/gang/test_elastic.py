@@ -1,4 +1,4 @@
-"""An elastic gang of four real ranks over Gloo: widths that follow the load, batches, and shapes that are warm."""
+"""An elastic gang of four real ranks over Gloo: teams that follow the load, batches, and shapes that are warm."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 from engines.gang.config import GangConfig
 from engines.gang.gang import Gang
-from engines.gang.job import Job, JobDone, StepDone
+from engines.gang.job import JobDone, StepDone
 from tests.engines.gang.support.checks import assert_equal
 from tests.engines.gang.support.fakes import FakeRequest, fake_job, reference_latents
-from tests.engines.gang.support.helpers import gang_of, latents, run
+from tests.engines.gang.support.helpers import gang_of, run
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -30,19 +30,7 @@ async def four(ray_cluster: None) -> AsyncIterator[Gang]:
         assert gang.broken is None
 
 
-async def test_a_gang_of_four_at_every_width(four: Gang):
-    widths = [4, 2, 2, 1, 1, None]
-    requests = [FakeRequest(seed=i, num_steps=5 + i) for i in range(len(widths))]
-
-    def job(i: int) -> Job:
-        return fake_job(str(i), requests[i], width=widths[i])
-
-    results = await asyncio.gather(*(latents(four, job(i)) for i in range(len(widths))))
-    for request, result in zip(requests, results, strict=True):
-        assert_equal(result, reference_latents(request))
-
-
-async def test_jobs_grow_narrower_and_wider_as_others_come_and_go(four: Gang):
+async def test_teams_shrink_and_grow_as_jobs_come_and_go(four: Gang):
     """A large state, so that a rank without it could not guess it; six jobs at most on four ranks, two in a batch."""
     conditioning_L = torch.linspace(-1, 1, 50_000)
     requests = [FakeRequest(seed=i, num_steps=n, step_s=0.02) for i, n in enumerate((40, 12, 8, 6, 5, 5))]
@@ -52,7 +40,7 @@ async def test_jobs_grow_narrower_and_wider_as_others_come_and_go(four: Gang):
         job = fake_job(f"elastic{i}", requests[i], conditioning=conditioning_L, shape="large")
         *steps, done = await run(four, job)
         assert isinstance(done, JobDone)
-        return {step.width for step in steps if isinstance(step, StepDone)}, await done.latents
+        return {step.num_ranks for step in steps if isinstance(step, StepDone)}, await done.latents
 
     results = await asyncio.gather(*(follow(i) for i in range(len(requests))))
     assert results[0][0] == {4, 2, 1}

@@ -8,7 +8,6 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.core.widths import gang_widths
 from engines.gang.step_plan import StepPlan
 from tests.engines.gang.support.plans import all_plans, job, scheduler
 
@@ -16,25 +15,20 @@ from tests.engines.gang.support.plans import all_plans, job, scheduler
 @given(
     num_ranks=st.sampled_from([1, 2, 4, 6, 8]),
     max_running=st.integers(1, 6),
-    jobs=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 3), st.integers(0, 3)), max_size=12),
+    jobs=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 3)), max_size=12),
 )
-def test_every_plan_is_sound_and_no_job_starves(num_ranks: int, max_running: int, jobs: list[tuple[int, int, int]]):
+def test_every_plan_is_sound_and_no_job_starves(num_ranks: int, max_running: int, jobs: list[tuple[int, int]]):
     subject = scheduler(num_ranks=num_ranks, max_running_jobs=max_running)
-    widths = gang_widths(num_ranks)
     plans: list[StepPlan] = []
-    for i, (num_steps, width_index, num_plans_before) in enumerate(jobs):
+    for i, (num_steps, num_plans_before) in enumerate(jobs):
         plans += [plan for _ in range(num_plans_before) if (plan := subject.next_plan())]
-        subject.add(job(str(i), num_steps=num_steps, width=widths[width_index % len(widths)]))
+        subject.add(job(str(i), num_steps=num_steps))
     plans += all_plans(subject)
     for plan in plans:
-        ranks = [rank for work in plan.works for rank in work.ranks]
-        assert len(ranks) == len(set(ranks)), "a rank does one thing at a time"
-    for i, (num_steps, width_index, _) in enumerate(jobs):
+        assert [work.ranks for work in plan.works] == [tuple(range(num_ranks))], "all ranks work on one job"
+    for i, (num_steps, _) in enumerate(jobs):
         mine = [(plan.sequence, work) for plan in plans for work in plan.works if work.job_ids == (str(i),)]
         assert [work.job_steps[0].step for _, work in mine] == list(range(1, num_steps + 1))
-        assert {work.ranks[0] % work.width for _, work in mine} == {0}, "aligned"
-        assert {work.width for _, work in mine} == {widths[width_index % len(widths)]}
-        assert len({work.ranks for _, work in mine}) == 1, "a job stays with the ranks that hold its state"
         assert all(after - before <= max_running for (before, _), (after, _) in pairwise(mine))
 
 
@@ -58,8 +52,9 @@ def test_in_an_elastic_gang_every_step_finds_the_state_of_the_step_before(
         for move in plan.moves:
             state |= {(rank, move.job_id): state[move.source, move.job_id] for rank in move.ranks}
         ranks = [rank for work in plan.works for rank in work.ranks]
-        assert len(ranks) == len(set(ranks))
+        assert len(ranks) == len(set(ranks)), "a rank does one thing at a time"
         for work in plan.works:
+            assert work.ranks[0] % work.num_ranks == 0, "aligned"
             assert len(work.job_steps) <= max_batch
             for step in work.job_steps:
                 before = {state.get((rank, step.job_id), 0) for rank in work.ranks}

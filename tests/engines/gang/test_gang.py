@@ -41,7 +41,7 @@ async def test_a_job_gives_its_steps_previews_and_latents(gang: Gang):
     request = FakeRequest(seed=1, num_steps=5)
     *events, done = await run(gang, fake_job("one", request, preview_steps=frozenset({2, 5})))
     assert [e.step for e in events if isinstance(e, StepDone)] == [1, 2, 3, 4, 5]
-    assert {(e.num_steps, e.width) for e in events if isinstance(e, StepDone)} == {(5, 2)}
+    assert {(e.num_steps, e.num_ranks) for e in events if isinstance(e, StepDone)} == {(5, 2)}
     (preview,) = [e for e in events if isinstance(e, PreviewReady)]
     assert preview.step == 2
     assert_equal(await preview.latents, reference_latents(FakeRequest(seed=1, num_steps=2)))
@@ -140,8 +140,6 @@ async def test_a_schedule_of_another_length_than_promised_is_an_error(gang: Gang
 
 
 async def test_bad_jobs_never_reach_a_rank(gang: Gang):
-    with pytest.raises(ValueError, match=r"width 3 does not tile a gang of 2 ranks: use \(1, 2\)"):
-        await run(gang, fake_job("three", FakeRequest(seed=1, num_steps=2), width=3))
     with pytest.raises(ValueError, match="at least 1 step"):
         await run(gang, fake_job("none", FakeRequest(seed=1, num_steps=0)))
     stream = gang.submit(fake_job("twice", FakeRequest(seed=1, num_steps=50)))
@@ -193,8 +191,7 @@ async def test_half_of_sixty_jobs_dropped_at_random_moments(gang: Gang):
 
     async def keep(i: int) -> None:
         await asyncio.sleep(rng.random())
-        job = fake_job(f"kept{i}", requests[i], width=rng.choice([None, 1, 2]))
-        assert_equal(await latents(gang, job), reference_latents(requests[i]))
+        assert_equal(await latents(gang, fake_job(f"kept{i}", requests[i])), reference_latents(requests[i]))
 
     async def abandon(i: int) -> None:
         await asyncio.sleep(rng.random())
@@ -214,23 +211,11 @@ async def test_health_is_checked_while_a_step_runs(gang: Gang):
     await stream.aclose()
 
 
-async def test_jobs_at_width_1_run_side_by_side(gang: Gang, tmp_path: Path):
-    requests = [FakeRequest(seed=i, num_steps=10, trace=str(tmp_path / str(i))) for i in range(2)]
-    jobs = [fake_job(f"narrow{i}", request, width=1) for i, request in enumerate(requests)]
-    for request, result in zip(requests, await asyncio.gather(*(latents(gang, job) for job in jobs)), strict=True):
-        assert_equal(result, reference_latents(request))
-    pids = [set((tmp_path / str(i)).read_text().split()) for i in range(2)]
-    assert [len(p) for p in pids] == [1, 1]
-    assert pids[0] != pids[1]
-
-
-async def test_metrics_reach_prometheus_by_model_width_and_outcome(gang: Gang):
+async def test_metrics_reach_prometheus_by_model_ranks_and_outcome(gang: Gang):
     await latents(gang, fake_job("measured", FakeRequest(seed=1, num_steps=2)))
-    await latents(gang, fake_job("measured narrow", FakeRequest(seed=1, num_steps=2), width=1))
     with pytest.raises(ValueError, match="no beginning"):
         await run(gang, fake_job("measured badly", FakeRequest(seed=1, num_steps=2, bad_begin=True)))
     expected = {
-        "ray_troupe_step_ms_count 1",
         "ray_troupe_step_ms_count 2",
         "ray_troupe_jobs_total done",
         "ray_troupe_jobs_total failed",

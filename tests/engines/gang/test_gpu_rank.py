@@ -26,7 +26,7 @@ NUM_SLEEP_CYCLES = 400_000_000
 class SleepingEngine:
     """Keeps the device busy, and returns at once, as a captured step does."""
 
-    widths = (1,)
+    team_sizes = (1,)
     was_warm = True
 
     def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> tuple[Tensor, ...]:

@@ -27,7 +27,7 @@ class OneRankEngine:
     """Counts its forwards."""
 
     was_warm = True
-    widths = (1, 2)
+    team_sizes = (1, 2)
 
     def __init__(self) -> None:
         self.num_branches: list[int] = []

@@ -28,7 +28,7 @@ def test_a_job_alone_takes_all_ranks_and_ends_with_its_last_step():
     assert not alone.num_steps_left
 
 
-def test_jobs_at_full_width_take_turns():
+def test_jobs_take_turns():
     turns = scheduler()
     for name in "abc":
         turns.add(job(name, num_steps=2))
@@ -59,35 +59,27 @@ def test_a_late_job_joins_at_the_back_of_the_round():
 
 
 def test_jobs_wait_while_enough_run():
-    narrow = scheduler(max_running_jobs=1)
-    narrow.add(job("a", num_steps=2))
-    narrow.add(job("b", num_steps=1))
-    assert ["".join(served(plan)) for plan in all_plans(narrow)] == list("aab")
+    single = scheduler(max_running_jobs=1)
+    single.add(job("a", num_steps=2))
+    single.add(job("b", num_steps=1))
+    assert ["".join(served(plan)) for plan in all_plans(single)] == list("aab")
 
 
 @pytest.mark.parametrize(
-    ("widths", "teams"),
+    "teams",
     [
-        ([4], [(0, 1, 2, 3)]),
-        ([2, 2], [(0, 1), (2, 3)]),
-        ([1, 1, 1, 1], [(0,), (1,), (2,), (3,)]),
-        ([2, 1, 1], [(0, 1), (2,), (3,)]),
-        ([1, 2, 1], [(0,), (2, 3), (1,)]),
+        [(0, 1, 2, 3)],
+        [(0, 1), (2, 3)],
+        [(0, 1), (2,), (3,)],
+        [(0,), (2,), (3,), (1,)],
     ],
 )
-def test_jobs_narrower_than_the_gang_run_side_by_side(widths: list[int], teams: list[tuple[int, ...]]):
-    side_by_side = scheduler()
-    for i, width in enumerate(widths):
-        side_by_side.add(job(str(i), num_steps=5, width=width))
+def test_jobs_of_an_elastic_gang_run_side_by_side(teams: list[tuple[int, ...]]):
+    side_by_side = scheduler(elastic=True)
+    for i in range(len(teams)):
+        side_by_side.add(job(str(i), num_steps=5))
     for plan in all_plans(side_by_side):
         assert served(plan) == {str(i): team for i, team in enumerate(teams)}
-
-
-def test_a_full_width_job_and_two_narrow_ones_alternate():
-    mixed = scheduler()
-    for name, width in (("wide", 4), ("left", 2), ("right", 2)):
-        mixed.add(job(name, num_steps=2, width=width))
-    assert [set(served(plan)) for plan in all_plans(mixed)] == [{"wide"}, {"left", "right"}] * 2
 
 
 def test_a_gang_that_is_not_elastic_never_changes_a_team():
@@ -95,7 +87,7 @@ def test_a_gang_that_is_not_elastic_never_changes_a_team():
     rigid.add(job("a", num_steps=4))
     rigid.next_plan()
     rigid.add(job("b"))
-    assert {(work.width, plan.moves) for plan in all_plans(rigid) for work in plan.works} == {(4, ())}
+    assert {(work.num_ranks, plan.moves) for plan in all_plans(rigid) for work in plan.works} == {(4, ())}
 
 
 def test_an_elastic_gang_is_shared_out_anew_when_a_job_begins_or_ends():
@@ -119,20 +111,11 @@ def test_an_elastic_gang_is_shared_out_anew_when_a_job_begins_or_ends():
     ]
 
 
-def test_widths_that_the_engine_does_not_know_are_left_out():
-    elastic = scheduler(elastic=True, widths=(1, 4))
+def test_team_sizes_that_the_engine_does_not_know_are_left_out():
+    elastic = scheduler(elastic=True, team_sizes=(1, 4))
     for name in "ab":
         elastic.add(job(name))
     assert ["".join(served(plan)) for plan in all_plans(elastic)] == list("ababab"), "two jobs would leave ranks idle"
-
-
-def test_a_job_with_a_width_of_its_own_stays_where_it_is_in_an_elastic_gang():
-    elastic = scheduler(elastic=True)
-    elastic.add(job("fixed", num_steps=4, width=2))
-    for name in "abc":
-        elastic.add(job(name, num_steps=4))
-    plans = all_plans(elastic)
-    assert {ranks for plan in plans for name, ranks in served(plan).items() if name == "fixed"} == {(0, 1)}
 
 
 def test_jobs_of_one_shape_on_one_team_are_served_together():

@@ -27,7 +27,7 @@ from tests.pipelines.support import tiny
 
 CPU = torch.device("cpu")
 NUM_STEPS = (7, 3, 4)
-"""Of jobs a, b and c; a begins two steps before the others, so that widths go 4, 2 + 1 + 1, 2 + 2, 4."""
+"""Of jobs a, b and c; a begins two steps before the others, so that teams go 4, 2 + 1 + 1, 2 + 2, 4."""
 
 
 @pytest.fixture(scope="module", params=["flux", "wan"])
@@ -39,8 +39,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def test_jobs_whose_width_changes_give_the_latents_of_one_rank(folder: Path) -> None:
     by_rank = gang(4).run(run_elastically, folder)
-    widths = by_rank[0][1]
-    assert widths == {"a": [4, 4, 2, 2, 2, 2, 4], "b": [1, 1, 1], "c": [1, 1, 1, 2]}
+    team_sizes = by_rank[0][1]
+    assert team_sizes == {"a": [4, 4, 2, 2, 2, 2, 4], "b": [1, 1, 1], "c": [1, 1, 1, 2]}
     latents = {job_id: x for emitted, _ in by_rank for job_id, x in emitted.items()}
     for number, job_id in enumerate("abc"):
         assert relative_difference(latents[job_id], alone(folder, number)) <= 1e-5
@@ -83,7 +83,7 @@ def alone(folder: Path, number: int) -> Tensor:
 
 
 def run_elastically(folder: Path) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
-    """Every rank makes the same plans, and does its part: the latents that it hands out, and each step's width."""
+    """Every rank makes the same plans: the latents that it hands out, and the number of ranks of each step."""
     family, rank = load_family(folder), dist.get_rank()
     engine = TorchEngine(family.load_denoiser(folder, CPU, torch.float32), config=TorchEngineConfig(strategy="ulysses"))
     parts = RankParts(engine=engine, sampler=family.load_sampler(folder, CPU, torch.float32))
@@ -91,7 +91,7 @@ def run_elastically(folder: Path) -> tuple[dict[str, Tensor], dict[str, list[int
     scheduler = Scheduler(num_ranks=4, max_running_jobs=4, elastic=True)
     late = jobs_of(folder)
     emitted: dict[str, Tensor] = {}
-    widths: dict[str, list[int]] = {"a": [], "b": [], "c": []}
+    team_sizes: dict[str, list[int]] = {"a": [], "b": [], "c": []}
     for number in range(100):
         for job in {0: late[:1], 2: late[1:]}.get(number, ()):
             runner.admit(job)
@@ -104,10 +104,10 @@ def run_elastically(folder: Path) -> tuple[dict[str, Tensor], dict[str, list[int
             assert x is not None
             emitted[step.job_id] = x
         for work in plan.works:
-            widths[work.job_ids[0]].append(work.width)
+            team_sizes[work.job_ids[0]].append(work.num_ranks)
     assert runner.job_ids == ()
     runner.close()
-    return emitted, widths
+    return emitted, team_sizes
 
 
 SHARED = torch.arange(5, dtype=torch.int16)

@@ -76,7 +76,7 @@ def teams_without_new_groups() -> bool:
     with as_at_start():
         start_early(CPU)
         groups = gang_groups()
-        specs = [ParallelSpec(ulysses=width) for width in (1, 2, 4)]
+        specs = [ParallelSpec(ulysses=num_ranks) for num_ranks in (1, 2, 4)]
         with patch("engines.parallel.mesh.new_group", side_effect=AssertionError("made again")):
             teams = Teams(rank=dist.get_rank(), num_ranks=4, specs=specs, groups=groups)
         names = {team.ranks: team.ulysses.group for team in teams.all() if len(team.ranks) > 1}

@@ -23,7 +23,7 @@ from tests.engines.support.gloo import gang
 BOUND = 1e-5
 STRATEGIES = ["ulysses", "ring", "allgather_kv", "tensor", "guidance"]
 CASES = [
-    *((strategy, width) for strategy, width in itertools.product(STRATEGIES, (1, 2, 4))),
+    *((strategy, num_ranks) for strategy, num_ranks in itertools.product(STRATEGIES, (1, 2, 4))),
     ("hybrid", 4),
     ("guidance2xulysses2", 4),
     ("guidance2xring2", 4),
@@ -42,9 +42,9 @@ CASES = [
 
 @pytest.mark.parametrize("length", ["even", "uneven"])
 @pytest.mark.parametrize("family", ["flux", "wan"])
-@pytest.mark.parametrize(("strategy", "width"), CASES)
-def test_equals_unsharded_module(strategy: str, width: int, family: str, length: str) -> None:
-    answers = gang(4).run(predict, strategy, width, family, length, None)[:width]
+@pytest.mark.parametrize(("strategy", "num_ranks"), CASES)
+def test_equals_unsharded_module(strategy: str, num_ranks: int, family: str, length: str) -> None:
+    answers = gang(4).run(predict, strategy, num_ranks, family, length, None)[:num_ranks]
     errors = [relative_difference(x, y) for x, y in zip(answers[0], reference(family, length), strict=True)]
     assert max(errors) <= BOUND
     for answer in answers[1:]:
@@ -53,9 +53,9 @@ def test_equals_unsharded_module(strategy: str, width: int, family: str, length:
 
 @pytest.mark.parametrize("length", ["even", "uneven"])
 @pytest.mark.parametrize("family", ["flux", "wan"])
-@pytest.mark.parametrize(("strategy", "width"), [("ulysses", 2), ("ulysses", 4), ("hybrid", 4)])
-def test_heads_in_parts_too(strategy: str, width: int, family: str, length: str) -> None:
-    test_equals_unsharded_module(f"{strategy} in parts", width, family, length)
+@pytest.mark.parametrize(("strategy", "num_ranks"), [("ulysses", 2), ("ulysses", 4), ("hybrid", 4)])
+def test_heads_in_parts_too(strategy: str, num_ranks: int, family: str, length: str) -> None:
+    test_equals_unsharded_module(f"{strategy} in parts", num_ranks, family, length)
 
 
 EXCHANGES = {
@@ -107,7 +107,7 @@ def test_control_with_an_exchange_left_out_fails(strategy: str, exchange: str, f
 
 def test_every_strategy_has_its_cases_and_its_controls() -> None:
     for strategy in STRATEGY_NAMES:
-        assert {width for name, width in CASES if name == strategy} >= ({4} if strategy == "hybrid" else {2, 4})
+        assert {num_ranks for name, num_ranks in CASES if name == strategy} >= ({4} if strategy == "hybrid" else {2, 4})
         assert any(name == strategy for name, _ in BROKEN)
 
 
@@ -120,12 +120,12 @@ def reference(family: str, length: str) -> tuple[Tensor, ...]:
         return tuple(module(**inputs, return_dict=False)[0] for inputs in every)
 
 
-def predict(strategy: str, width: int, family: str, length: str, broken: str | None) -> tuple[Tensor, ...]:
+def predict(strategy: str, num_ranks: int, family: str, length: str, broken: str | None) -> tuple[Tensor, ...]:
     rank = torch.distributed.get_rank()
     engine = engine_for(strategy, family)
-    first = rank // width * width
+    first = rank // num_ranks * num_ranks
     with left_out(broken):
-        return engine.predict(models.branches(family, length, num=2), tuple(range(first, first + width)))
+        return engine.predict(models.branches(family, length, num=2), tuple(range(first, first + num_ranks)))
 
 
 @contextmanager

@@ -88,7 +88,7 @@ def test_counting_leaves_the_model_alone() -> None:
 def test_candidates_fit_heads_branches_and_width(flux: ModelProfile) -> None:
     found = candidates(flux, 4, num_branches=2)
     assert len(set(found)) == len(found)
-    assert all(spec.width == 4 for spec in found)
+    assert all(spec.num_ranks == 4 for spec in found)
     assert ParallelSpec(guidance=2, ulysses=2) in found
     assert ParallelSpec(ring=4) in found
     assert not any(spec.guidance > 1 for spec in candidates(flux, 4, num_branches=1))
@@ -128,11 +128,11 @@ def test_picks_what_the_machine_is_good_at(flux: ModelProfile, slow: dict[str, f
     assert choose(costs, 2**40).spec.degree(kind) == 4
 
 
-@pytest.mark.parametrize(("width", "measured_ms"), [(1, 121.9), (2, 67.95), (4, 37.91)])
-def test_the_known_machine_predicts_what_was_measured(flux: ModelProfile, width: int, measured_ms: float) -> None:
+@pytest.mark.parametrize(("num_ranks", "measured_ms"), [(1, 121.9), (2, 67.95), (4, 37.91)])
+def test_the_known_machine_predicts_what_was_measured(flux: ModelProfile, num_ranks: int, measured_ms: float) -> None:
     """1024 x 1024 in bf16 on H200s: benchmarks/reports/denoise_step_h200_2026-11-21.md; all by Ulysses."""
-    plan = forecast(flux, replace(WORK, num_branches=1), width, H200)
-    assert plan.chosen.spec == ParallelSpec(ulysses=width)
+    plan = forecast(flux, replace(WORK, num_branches=1), num_ranks, H200)
+    assert plan.chosen.spec == ParallelSpec(ulysses=num_ranks)
     assert plan.chosen.total_ms == pytest.approx(measured_ms, rel=0.05)
 
 

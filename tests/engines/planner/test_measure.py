@@ -1,4 +1,4 @@
-"""Measuring gives plausible numbers for every exchange and width, the same on all ranks."""
+"""Measuring gives plausible numbers for every exchange and size of team, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.engines.support import models
 from tests.engines.support.gloo import gang
 
 
-def check(machine: Machine, widths: tuple[int, ...]) -> None:
-    assert set(machine.exchanges) == {f"{kind}/{width}" for kind in EXCHANGES for width in widths}
+def check(machine: Machine, team_sizes: tuple[int, ...]) -> None:
+    assert set(machine.exchanges) == {f"{kind}/{num_ranks}" for kind in EXCHANGES for num_ranks in team_sizes}
     for line in machine.exchanges.values():
         assert 1e-6 < line.time_s(2**16) < 10
     for _, rate in (*machine.products, *machine.attention):

@@ -37,7 +37,7 @@ def test_build_engine_says_what_the_plan_holds(tmp_path: Path, num_buckets: int)
     model, buckets = bf16_specimen("flux")
     buckets = buckets[:num_buckets]
     config = TensorRTConfig(cache_dir=tmp_path)
-    (first,) = build_engine(model, buckets, config=config, width=2, target=SM89, visible=False)  # type: ignore[arg-type]
+    (first,) = build_engine(model, buckets, config=config, num_ranks=2, target=SM89, visible=False)  # type: ignore[arg-type]
     assert first.collectives == {"all_to_all": 4, "all_gather": 1}
     assert (first.num_attentions, first.num_fused_attentions) == (2, 2)
     assert not first.was_cached
@@ -46,7 +46,7 @@ def test_build_engine_says_what_the_plan_holds(tmp_path: Path, num_buckets: int)
     assert text.startswith("ulysses2, 2 ranks, bf16, sm89, tensorrt")
     assert "1 all_gather, 4 all_to_all" in text
     assert "hidden_states" in text
-    (again,) = build_engine(model, buckets, config=config, width=2, target=SM89, visible=False)  # type: ignore[arg-type]
+    (again,) = build_engine(model, buckets, config=config, num_ranks=2, target=SM89, visible=False)  # type: ignore[arg-type]
     assert again.was_cached
     assert again.sha256 == first.sha256
 
@@ -58,7 +58,7 @@ def test_weight_flags_build_or_say_why_not(tmp_path: Path, flag: str) -> None:
     model, buckets = bf16_specimen("wan")
     config = TensorRTConfig(cache_dir=tmp_path, weights="constants", strategy="allgather_kv")
     with nullcontext() if flag == "weight_streaming" else pytest.raises(BuildError):
-        options = {"width": 2, "target": SM89, "visible": False, flag: True}
+        options = {"num_ranks": 2, "target": SM89, "visible": False, flag: True}
         (report,) = build_engine(model, buckets[:1], config=config, **options)  # type: ignore[arg-type]
         assert report.num_weight_inputs == 0
 

@@ -59,7 +59,7 @@ def test_one_head_per_rank_is_refused_in_half_precision(model: Callable[[torch.d
 
 
 def test_auto_keeps_two_heads_per_rank(model: Callable[[torch.dtype], DenoiserModel]) -> None:
-    specs = [TensorRTConfig().resolve(model(torch.bfloat16), width, SM89).spec.name for width in (1, 2, 4, 8)]
+    specs = [TensorRTConfig().resolve(model(torch.bfloat16), num_ranks, SM89).spec.name for num_ranks in (1, 2, 4, 8)]
     assert specs == ["single", "ulysses2", "ulysses4", "allgather_kv8"]
 
 

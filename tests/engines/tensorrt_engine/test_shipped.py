@@ -48,17 +48,17 @@ def cases(*, varying: bool) -> list[object]:
         if not (varying and division[0] == "tensor"):
             in_every_run = not varying and (name, division, precision) in EVERY_RUN
             marks = () if in_every_run else (pytest.mark.slow,)
-            strategy, width = division
+            strategy, num_ranks = division
             made.append(
-                pytest.param(name, *division, precision, marks=marks, id=f"{name}-{strategy}{width}-{precision}")
+                pytest.param(name, *division, precision, marks=marks, id=f"{name}-{strategy}{num_ranks}-{precision}")
             )
     return made
 
 
 @functools.cache
-def exported(name: str, strategy: str, width: int, precision: str) -> Case:
+def exported(name: str, strategy: str, num_ranks: int, precision: str) -> Case:
     inputs = first_branch(name, DTYPES[precision]).inputs
-    return export_case(load(name, DTYPES[precision]), inputs, ParallelSpec.of(strategy, width))
+    return export_case(load(name, DTYPES[precision]), inputs, ParallelSpec.of(strategy, num_ranks))
 
 
 def check_predictions(case: Case, name: str, precision: str, branch: Branch, exact: Branch) -> None:
@@ -78,18 +78,18 @@ def check_plans(case: Case, precision: str, build_plan: Build, profiles: Sequenc
         assert text.num_fused_attentions == (0 if precision == "fp32" else graph.num_attentions())
 
 
-@pytest.mark.parametrize(("name", "strategy", "width", "precision"), cases(varying=False))
+@pytest.mark.parametrize(("name", "strategy", "num_ranks", "precision"), cases(varying=False))
 def test_trained_models_predict_alike_on_every_rank(
-    build_plan: Build, name: str, strategy: str, width: int, precision: str
+    build_plan: Build, name: str, strategy: str, num_ranks: int, precision: str
 ) -> None:
-    case = exported(name, strategy, width, precision)
+    case = exported(name, strategy, num_ranks, precision)
     check_predictions(case, name, precision, first_branch(name, DTYPES[precision]), first_branch(name, torch.float32))
     check_plans(case, precision, build_plan)
 
 
-@pytest.mark.parametrize(("name", "strategy", "width", "precision"), cases(varying=True))
+@pytest.mark.parametrize(("name", "strategy", "num_ranks", "precision"), cases(varying=True))
 def test_trained_models_in_a_range_of_batches_and_sizes(
-    build_plan: Build, name: str, strategy: str, width: int, precision: str
+    build_plan: Build, name: str, strategy: str, num_ranks: int, precision: str
 ) -> None:
     """One graph for two of the one size, one of the other, and one plan with a profile over both."""
     dtype = DTYPES[precision]
@@ -98,7 +98,7 @@ def test_trained_models_in_a_range_of_batches_and_sizes(
     buckets = [branch.inputs for branch in asked]
     dynamic = varying_dims(buckets)
     assert set(dynamic["hidden_states"]) >= {0, 1 if name == "flux-shapes" else 2}, "the batch, and the sequence"
-    case = export_case(load(name, dtype), buckets[0], ParallelSpec.of(strategy, width), dynamic=dynamic)
+    case = export_case(load(name, dtype), buckets[0], ParallelSpec.of(strategy, num_ranks), dynamic=dynamic)
     for pair in zip(asked, exact, strict=True):
         check_predictions(case, name, precision, *pair)
     check_plans(case, precision, build_plan, [profile_over(case.exported, buckets)])

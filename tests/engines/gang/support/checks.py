@@ -40,5 +40,5 @@ def metric_names(model: str) -> set[str]:
     node = ray.nodes()[0]
     page = httpx.get(f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics").text
     lines = [line for line in page.splitlines() if line.startswith("ray_troupe_") and f'model="{model}"' in line]
-    labels = re.compile(r'(width|outcome)="([^"]*)"')
+    labels = re.compile(r'(num_ranks|outcome)="([^"]*)"')
     return {" ".join([line.partition("{")[0], *(value for _, value in labels.findall(line))]) for line in lines}

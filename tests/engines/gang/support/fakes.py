@@ -87,18 +87,18 @@ class FakeSampler:
 class FakeEngine:
     """Each rank of a team computes its slice of the prediction; the sum over the team is the whole, to the bit.
 
-    A width and a length of the prediction are warm once they have run.
+    A size of team and a length of the prediction are warm once they have run.
     """
 
     def __init__(self, context: RankContext) -> None:
         self._rank = context.rank
-        self._widths = tuple(w for w in range(1, context.num_ranks + 1) if context.num_ranks % w == 0)
+        self._team_sizes = tuple(w for w in range(1, context.num_ranks + 1) if context.num_ranks % w == 0)
         self._seen: set[tuple[int, int]] = set()
         self._was_warm = False
         self._groups = {}
-        for width in self._widths[1:]:
-            for first in range(0, context.num_ranks, width):
-                team = tuple(range(first, first + width))
+        for num_ranks in self._team_sizes[1:]:
+            for first in range(0, context.num_ranks, num_ranks):
+                team = tuple(range(first, first + num_ranks))
                 self._groups[team] = dist.new_group(list(team))
 
     def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> tuple[Tensor, ...]:
@@ -115,8 +115,8 @@ class FakeEngine:
         return self._was_warm
 
     @property
-    def widths(self) -> tuple[int, ...]:
-        return self._widths
+    def team_sizes(self) -> tuple[int, ...]:
+        return self._team_sizes
 
     def close(self) -> None:
         assert dist.is_initialized()

@@ -7,13 +7,12 @@ from engines.gang.scheduler import Scheduler
 from engines.gang.step_plan import StepPlan
 
 
-def job(job_id: str, num_steps: int = 3, width: int | None = None, previews: tuple[int, ...] = ()) -> Job:
+def job(job_id: str, num_steps: int = 3, previews: tuple[int, ...] = ()) -> Job:
     return Job(
         job_id=job_id,
         request=None,
         conditioning=None,
         num_steps=num_steps,
-        width=width,
         preview_steps=frozenset(previews),
     )
 

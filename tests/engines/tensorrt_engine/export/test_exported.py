@@ -64,7 +64,7 @@ def test_graph_holds_the_expected_nodes(exports: Exports, key: Key) -> None:
     assert graph.collectives() == key.collectives()
     assert graph.num_attentions() == ATTENTIONS[key.family]
     assert set(graph.weights) <= set(case.weights[0])
-    assert graph.num_ranks == key.width
+    assert graph.num_ranks == key.num_ranks
 
 
 CLIPS = ("Max", "Min")
@@ -104,7 +104,7 @@ def test_builds_with_its_collectives_and_fused_attention(
     text = read_plan_text(build_plan(exports(key).exported.graph.serialized(), target))
     assert text is not None
     assert text.collectives == key.collectives()
-    assert text.num_ranks == key.width
+    assert text.num_ranks == key.num_ranks
     assert text.num_fused_attentions == (0 if key.dtype == "fp32" else ATTENTIONS[key.family])
 
 

@@ -61,6 +61,6 @@ def test_two_transformers_share_a_plan(tmp_path: Path) -> None:
     branch = Branch(inputs=wan_inputs(1, 3, 6, 10))
     branches = [branch, replace(branch, module="transformer_2")]
     config = TensorRTConfig(cache_dir=tmp_path)
-    reports = build_engine(both, branches, config=config, width=2, target=Target.parse("sm89"), visible=False)
+    reports = build_engine(both, branches, config=config, num_ranks=2, target=Target.parse("sm89"), visible=False)
     assert len(reports) == 1
     assert reports[0].collectives == {"all_to_all": 4, "all_gather": 1}

@@ -57,7 +57,7 @@ def export_case(
         exported = export(model, branch, team, dynamic=dynamic, weights_as_inputs=weights_as_inputs, change=change)
         teams = [replace(team, tensor=replace(team.tensor, index=index)) for index in range(team.tensor.size)]
     weights = [rank_weights(model, name, team) for team in teams]
-    return Case(exported=exported, weights=tuple(weights * (spec.width // len(weights))))
+    return Case(exported=exported, weights=tuple(weights * (spec.num_ranks // len(weights))))
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

@@ -27,15 +27,15 @@ ATTENTIONS = {"flux": 2, "wan": 4}  # Wan: self and cross
 class Key:
     family: str
     strategy: str
-    width: int
+    num_ranks: int
     dtype: str
 
     def __str__(self) -> str:
-        return f"{self.family}-{self.strategy}{self.width}-{self.dtype}"
+        return f"{self.family}-{self.strategy}{self.num_ranks}-{self.dtype}"
 
     @property
     def spec(self) -> ParallelSpec:
-        return ParallelSpec.of(self.strategy, self.width)
+        return ParallelSpec.of(self.strategy, self.num_ranks)
 
     def collectives(self) -> dict[str, int]:
         """What the graph and the plan must hold: per block, and one gather of the prediction."""
@@ -48,10 +48,10 @@ class Key:
 
 
 def _keys() -> list[Key]:
-    families, strategies, widths = ("flux", "wan"), ("ulysses", "allgather_kv", "hybrid", "tensor"), (2, 4)
-    every = itertools.product(families, strategies, widths, DTYPES)
-    keys = [Key(family=f, strategy=s, width=w, dtype=d) for f, s, w, d in every]
-    return [key for key in keys if (key.strategy, key.width) != ("hybrid", 2)]  # 2 ranks have one axis
+    families, strategies, team_sizes = ("flux", "wan"), ("ulysses", "allgather_kv", "hybrid", "tensor"), (2, 4)
+    every = itertools.product(families, strategies, team_sizes, DTYPES)
+    keys = [Key(family=f, strategy=s, num_ranks=w, dtype=d) for f, s, w, d in every]
+    return [key for key in keys if (key.strategy, key.num_ranks) != ("hybrid", 2)]  # 2 ranks have one axis
 
 
 _EVERY_RUN = {

@@ -96,7 +96,7 @@ def wan_inputs(batch: int, frames: int, height: int, width: int) -> dict[str, Te
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Specimen:
-    """A model, the inputs most tests use (with padding at widths 2 and 4), and two buckets for dynamic shapes."""
+    """A model, the inputs most tests use (with padding on 2 and 4 ranks), and two buckets for dynamic shapes."""
 
     model: Callable[[], DenoiserModel]
     inputs: Callable[[], dict[str, Tensor]]
