@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from engines.fast.interface import Precision
+from engines.core.fast_model import Precision
 from engines.torch_engine.fast_step import DEFAULT_OVERLAP, Overlap
 
 ENGINE_MAKERS = ("engine", "switch", "always8", "elastic8")

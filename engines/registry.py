@@ -10,7 +10,7 @@ from engines.core.engine import Engine
 from engines.core.model import DenoiserModel
 
 if TYPE_CHECKING:
-    from engines.gang.config import RankContext
+    from engines.core.rank import RankContext
 
 EngineName = Literal["torch", "tensorrt", "auto"]
 

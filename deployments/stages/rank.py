@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deployments.config import DenoiserConfig, ModelConfig
-from engines.gang.config import RankContext, RankParts
+from engines.core.rank import RankContext
+from engines.gang.config import RankParts
 from pipelines.family import Family
 
 if TYPE_CHECKING:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from engines.core.fast_model import ArrangeWeights
 from engines.core.kernel import Kernel
 from engines.core.shard_plan import ShardPlan
 
@@ -14,8 +15,6 @@ if TYPE_CHECKING:  # processes that only pass these records on do without torch
     import torch
     from torch import Tensor, nn
 
-    from engines.fast.interface import ArrangeWeights
-    from engines.parallel.weight_files import WeightFiles
 
 ModelInputs: TypeAlias = Mapping[str, "Tensor"]
 """Keyword arguments of the transformer's ``forward``, whole (unsplit), batch first where they have a batch."""
@@ -42,6 +41,19 @@ class Branch:
     inputs: ModelInputs
     module: str = "transformer"
     schedule: Schedule | None = None
+
+
+class WeightSource(Protocol):
+    """Where a rank reads its share of weights that it does not hold whole: see ``parallel.weight_files``."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def fill(
+        self, name: str, module: nn.Module, slices: Mapping[str, Any], leave_out: Collection[nn.Module] = ()
+    ) -> None:
+        """Give the module of that name its weights, but none to the modules in ``leave_out``."""
+        ...
 
 
 def dtype_of(module: nn.Module) -> torch.dtype:
@@ -78,7 +90,7 @@ class DenoiserModel:
     ahead: Callable[[nn.Module, ModelInputs], ModelInputs] | None = None
     fast: ArrangeWeights | None = None
     typical_lengths: Mapping[str, int] | None = None
-    weights: WeightFiles | None = None
+    weights: WeightSource | None = None
 
     @property
     def device(self) -> torch.device:

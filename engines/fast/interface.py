@@ -1,35 +1,17 @@
-"""What a family gives for its fast path: the same step as its module, cut where an engine can gain time."""
+"""What an engine gives a hand-ordered step, and the small steps that its blocks share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from engines.core.model import ModelInputs
+from engines.core.fast_model import Precision
 from engines.fast.gemm import Float8Product, NativeProduct, Product
 from engines.fast.kernels import QuantRows, Rows, quantize_rows
 from engines.fast.side_streams import Lane
 from engines.torch_engine.exchange.heads import HeadExchange, join_columns
-
-Precision = Literal["native", "fp8"]
-StepTensors = Mapping[str, Tensor]
-"""Everything that one step reads, by name. A captured step keeps buffers of these shapes."""
-
-
-class FastModel(Protocol):
-    """One transformer's step, for one team's exchange."""
-
-    def ahead(self, inputs: ModelInputs) -> dict[str, Tensor]:
-        """What no step of a job changes, from the team's share of the inputs: embedded text, rotary tables."""
-        ...
-
-    def step(self, latents: Tensor, ahead: StepTensors) -> Tensor:
-        """My tokens of the prediction from my tokens of the latents."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,22 +25,6 @@ class StepParts:
     stream_lane: Lane
     mlp_lane: Lane
     streams_apart: bool = False
-
-
-class FastWeights(Protocol):
-    """A transformer's weights arranged for the fast path, once per module; teams share them."""
-
-    def model(self, parts: StepParts) -> FastModel: ...
-
-    def scheduled(self, inputs: ModelInputs, timesteps_SB: Tensor) -> dict[str, Tensor]:
-        """What depends on the timestep but not on the latents (modulation), for S steps at once: stacked, step first.
-
-        ``inputs`` are whole; their own timestep is not read. ``timesteps_SB`` may have one column for all entries.
-        """
-        ...
-
-
-ArrangeWeights = Callable[[nn.Module, Precision], FastWeights]
 
 
 def make_product(weight_NK: Tensor, bias_N: Tensor | None, precision: Precision) -> Product:

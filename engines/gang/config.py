@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engines.core.engine import Engine
+from engines.core.rank import RankContext
 from engines.core.sampler import Sampler
 from engines.parallel.nccl_options import DEFAULT_OPTIONS, NcclOptions
 
@@ -73,15 +74,6 @@ class StoreAddress:
 
     host: str
     port: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankContext:
-    """Where a rank finds itself when it builds its parts. ``torch.distributed`` is initialised by then."""
-
-    rank: int
-    num_ranks: int
-    device: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

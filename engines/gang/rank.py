@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from engines.gang.config import BuildRank, GangConfig, RankContext, StoreAddress
+from engines.core.rank import RankContext
+from engines.gang.config import BuildRank, GangConfig, StoreAddress
 from engines.gang.errors import portable
 from engines.gang.job import Job
 from engines.gang.placement import rank_strategy
 from engines.gang.step_plan import JobFailure, StepPlan
 
 if TYPE_CHECKING:
-    from engines.gang.rank_jobs import StepRunner
+    from engines.gang.rank_jobs import RankJobs
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class Rank:
             timeout_s=2 * config.start_deadline_s + config.step_deadline_s,
             nccl=config.nccl,
         )
-        self._runner: StepRunner | None = None
+        self._runner: RankJobs | None = None
 
     def open_store(self) -> StoreAddress:
         return self._communicator.open_store(_node_ip())
@@ -80,12 +81,12 @@ class Rank:
 
     def build(self, build: BuildRank) -> tuple[int, ...]:
         """The sizes of teams that the engine knows."""
-        from engines.gang.rank_jobs import StepRunner
+        from engines.gang.rank_jobs import RankJobs
         from engines.parallel.early_start import wait_for_early_start
 
         parts = build(self._context)
         wait_for_early_start()  # in case no engine did
-        self._runner = StepRunner(parts, self._context)
+        self._runner = RankJobs(parts, self._context)
         logger.info("rank is built", extra={"rank": self._context.rank})
         return parts.engine.team_sizes
 

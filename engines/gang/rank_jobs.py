@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from engines.core.model import Branch
-from engines.gang.config import RankContext, RankParts
+from engines.core.rank import RankContext
+from engines.gang.config import RankParts
 from engines.gang.errors import portable
 from engines.gang.job import Job
 from engines.gang.step_plan import JobFailure, JobStep, Move, StepPlan, StepReport, Work
@@ -33,7 +34,7 @@ class HeldJob:
     failed: bool = False
 
 
-class StepRunner:
+class RankJobs:
     """Executes plans in order. Every rank of a team holds equal states and so sees equal failures.
 
     What goes wrong in a job's own maths (its sampler, or a ValueError of the engine) fails the job alone. Any other

@@ -6,6 +6,7 @@ else in ``engines`` talks to ``torch.distributed`` inside a forward.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
@@ -90,3 +91,14 @@ def broadcast(x: Tensor, axis: Axis, source: int) -> Tensor:
 def wait(x: Tensor) -> Tensor:
     """Make the current stream (the caller, on the CPU) wait for an exchange."""
     return cast(Tensor, _ops.wait_tensor(x))
+
+
+Exchange = Callable[[Tensor, Axis], Tensor]
+
+EXCHANGES: dict[str, Exchange] = {
+    "all_to_all": all_to_all,
+    "all_gather": all_gather,
+    "all_reduce": all_reduce_sum,
+    "rotation": lambda x, axis: wait(start_rotation(x, axis)),
+}
+"""Sizes are those of the tensor that a rank passes in."""

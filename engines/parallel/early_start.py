@@ -18,9 +18,8 @@ import torch.distributed as dist
 
 from engines.core.team_sizes import aligned_runs, tiling_sizes
 from engines.parallel.attention import local_kernel
-from engines.parallel.collectives import Axis
+from engines.parallel.collectives import EXCHANGES, Axis
 from engines.parallel.mesh import Groups
-from engines.planner.measure import EXCHANGES
 
 _started: Future[None] | None = None
 

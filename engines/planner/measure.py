@@ -8,25 +8,13 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from engines.core.spec import ParallelSpec
-from engines.parallel import collectives
 from engines.parallel.attention import local_kernel
-from engines.parallel.collectives import Axis
+from engines.parallel.collectives import EXCHANGES, Axis, Exchange
 from engines.parallel.mesh import Teams
 from engines.planner.machine import Line, Machine, Rates
 from engines.planner.profile import ModelProfile
-
-Exchange = Callable[[Tensor, Axis], Tensor]
-
-EXCHANGES: dict[str, Exchange] = {
-    "all_to_all": lambda x, axis: collectives.all_to_all(x, axis),
-    "all_gather": lambda x, axis: collectives.all_gather(x, axis),
-    "all_reduce": lambda x, axis: collectives.all_reduce_sum(x, axis),
-    "rotation": lambda x, axis: collectives.wait(collectives.start_rotation(x, axis)),
-}
-"""Sizes are those of the tensor that a rank passes in."""
 
 
 def measure(profile: ModelProfile, teams: Teams, device: torch.device) -> Machine:

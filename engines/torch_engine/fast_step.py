@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from engines.core.fast_model import FastWeights, StepTensors
 from engines.core.layout import TokenLayout
 from engines.core.model import ModelInputs
 from engines.core.shard_plan import ShardPlan
-from engines.fast.interface import FastWeights, StepParts, StepTensors
+from engines.fast.interface import StepParts
 from engines.fast.side_streams import Lane
 from engines.parallel.attention import local_kernel
 from engines.parallel.collectives import all_gather

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.fast.interface import StepTensors
+from engines.core.fast_model import StepTensors
 from engines.fast.side_streams import named_stream
 
 NUM_WARM_UP_RUNS = 2

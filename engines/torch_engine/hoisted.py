@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from engines.core.fast_model import FastWeights
 from engines.core.model import Branch, ModelInputs
-from engines.fast.interface import FastWeights
 from engines.torch_engine.fast_step import LATENTS, FastStep
 
 AheadOfModule = Callable[[nn.Module, ModelInputs], ModelInputs]

@@ -18,7 +18,7 @@ from engines.torch_engine.sliced_check import check_sliced
 from engines.torch_engine.steps import RUNS_BEFORE_CAPTURE
 
 if TYPE_CHECKING:
-    from engines.gang.config import RankContext
+    from engines.core.rank import RankContext
 
 
 def load_torch_engine(

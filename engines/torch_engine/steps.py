@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engines.core.fast_model import FastWeights, Precision, StepTensors
 from engines.core.model import Branch, DenoiserModel
-from engines.fast.interface import FastWeights, Precision, StepTensors
 from engines.parallel.mesh import Team
 from engines.parallel.sharded import ShardedModel
 from engines.torch_engine.config import ResolvedConfig

@@ -12,8 +12,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from engines.core.fast_model import Precision, StepTensors
 from engines.core.model import ModelInputs
-from engines.fast.interface import Precision, StepParts, StepTensors, collected_rows, run_of_rows
+from engines.fast.interface import StepParts, collected_rows, run_of_rows
 from engines.fast.kernels import HeadNorms, Rows, norm_modulate, residual_norm_modulate
 from pipelines.flux.fast_apart import StreamsApart
 from pipelines.flux.fast_weights import DualWeights, FluxWeights, SingleWeights

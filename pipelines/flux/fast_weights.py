@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engines.core.fast_model import FastModel, Precision
 from engines.core.model import ModelInputs
 from engines.fast.gemm import Product, stack
-from engines.fast.interface import FastModel, Precision, StepParts, make_product
+from engines.fast.interface import StepParts, make_product
 from pipelines.flux.modulation import embedded_times, modulation_vectors
 
 

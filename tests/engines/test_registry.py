@@ -1,6 +1,6 @@
 import pytest
 
-from engines.gang.config import RankContext
+from engines.core.rank import RankContext
 from engines.registry import load_engine
 from tests.engines.support import models
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from engines.gang.config import RankContext
+from engines.core.rank import RankContext
 from engines.parallel.self_check import WrongAnswerError, relative_difference
 from engines.parallel.weight_files import INDEX, NAME, Slice
 from engines.registry import load_engine

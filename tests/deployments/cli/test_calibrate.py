@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from deployments.cli.main import app
 from deployments.config import DenoiserConfig, ModelConfig
 from deployments.stages.rank import BuildRankParts
-from engines.gang.config import RankContext
+from engines.core.rank import RankContext
 from engines.parallel.self_check import relative_difference
 from pipelines.registry import load_family
 from pipelines.sizes import first_step, request_of

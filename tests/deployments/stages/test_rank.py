@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from deployments.config import DenoiserConfig, ModelConfig
 from deployments.stages.rank import BuildRankParts, is_sliced
-from engines.gang.config import RankContext
+from engines.core.rank import RankContext
 from pipelines.registry import load_family
 from pipelines.sizes import Size, first_step, request_of
 from tests.engines.support.gloo import gang

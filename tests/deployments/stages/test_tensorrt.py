@@ -15,7 +15,7 @@ from deployments.config import AppConfig, ModelConfig
 from deployments.stages.denoiser import gang_config
 from deployments.stages.rank import BuildRankParts
 from engines.core.model import Branch, ModelInputs
-from engines.gang.config import RankContext
+from engines.core.rank import RankContext
 from engines.parallel.mesh import Team
 from engines.tensorrt_engine import engine as engine_module
 from engines.tensorrt_engine import load

@@ -16,7 +16,7 @@ from engines.gang.errors import GangBrokenError, QueueFullError
 from engines.gang.job import JobDone, JobEvent, StepDone
 from tests.deployments.support.fake_studio import PICTURES
 
-STEP = StepDone(job_id="j", step=1, num_steps=1, step_ms=1.0, width=2)
+STEP = StepDone(job_id="j", step=1, num_steps=1, step_ms=1.0, num_ranks=2)
 DONE = JobDone(job_id="j", latents=None, queue_s=0.0, denoise_s=1.0, was_warm=True)  # type: ignore[arg-type]
 BROKEN = GangBrokenError("rank 1 died", "death", in_flight=True)
 WAITED_BESIDE = GangBrokenError("rank 1 died", "death", in_flight=False)

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from engines.gang.config import GangConfig, RankContext, RankParts
+from engines.core.rank import RankContext
+from engines.gang.config import GangConfig, RankParts
 from engines.gang.gang import Gang
 from tests.engines.gang.support.fakes import FakeRequest, build_fake, fake_job, reference_latents
 from tests.engines.gang.support.helpers import group_for, latents

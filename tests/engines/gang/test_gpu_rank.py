@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, multiprocessing
 
 from engines.core.model import Branch
+from engines.core.rank import RankContext
 from engines.gang.communicator import Communicator
-from engines.gang.config import RankContext, RankParts
-from engines.gang.rank_jobs import StepRunner
+from engines.gang.config import RankParts
+from engines.gang.rank_jobs import RankJobs
 from engines.gang.step_plan import JobStep, StepPlan, Work
 from tests.engines.gang.support.fakes import FakeRequest, FakeSampler, fake_job
 
@@ -44,7 +45,7 @@ def step(number: int) -> StepPlan:
 @pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU")
 def test_a_step_is_queued_while_the_one_before_it_runs():
     parts = RankParts(engine=SleepingEngine(), sampler=FakeSampler())
-    runner = StepRunner(parts, RankContext(rank=0, num_ranks=1, device="cuda:0"))
+    runner = RankJobs(parts, RankContext(rank=0, num_ranks=1, device="cuda:0"))
     conditioning_L = torch.zeros(8)
     runner.admit(fake_job("a", FakeRequest(seed=1, num_steps=9), conditioning=conditioning_L))
     torch.cuda.synchronize()

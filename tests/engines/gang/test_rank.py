@@ -8,7 +8,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from engines.gang.config import GangConfig, RankContext, RankParts
+from engines.core.rank import RankContext
+from engines.gang.config import GangConfig, RankParts
 from engines.gang.rank import Rank
 from engines.parallel.early_start import start_early
 from tests.engines.gang.support.fakes import build_fake

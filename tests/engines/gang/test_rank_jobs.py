@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from engines.core.model import Branch
-from engines.gang.config import RankContext, RankParts
-from engines.gang.rank_jobs import StepRunner
+from engines.core.rank import RankContext
+from engines.gang.config import RankParts
+from engines.gang.rank_jobs import RankJobs
 from engines.gang.step_plan import Emit, JobStep, StepPlan, Work
 from tests.engines.gang.support.fakes import (
     FakeRequest,
@@ -54,9 +55,9 @@ class TwoBranchSampler(FakeSampler):
         return branch, replace(branch, inputs={name: -tensor for name, tensor in branch.inputs.items()})
 
 
-def runner_with(engine: OneRankEngine, sampler: FakeSampler | None = None, rank: int = 0) -> StepRunner:
+def runner_with(engine: OneRankEngine, sampler: FakeSampler | None = None, rank: int = 0) -> RankJobs:
     parts = RankParts(engine=engine, sampler=sampler or FakeSampler())
-    return StepRunner(parts, RankContext(rank=rank, num_ranks=2, device="cpu"))
+    return RankJobs(parts, RankContext(rank=rank, num_ranks=2, device="cpu"))
 
 
 def plan(*steps: tuple[str, int, Emit | None], drops: tuple[str, ...] = (), ranks: tuple[int, ...] = (0,)) -> StepPlan:

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engines.gang.config import RankContext, RankParts
+from engines.core.rank import RankContext
+from engines.gang.config import RankParts
 from engines.gang.job import Job
-from engines.gang.rank_jobs import StepRunner
+from engines.gang.rank_jobs import RankJobs
 from engines.gang.scheduler import Scheduler
 from engines.gang.transfer import ALIGNMENT, hand_over
 from engines.parallel.self_check import relative_difference
@@ -87,7 +88,7 @@ def run_elastically(folder: Path) -> tuple[dict[str, Tensor], dict[str, list[int
     family, rank = load_family(folder), dist.get_rank()
     engine = TorchEngine(family.load_denoiser(folder, CPU, torch.float32), config=TorchEngineConfig(strategy="ulysses"))
     parts = RankParts(engine=engine, sampler=family.load_sampler(folder, CPU, torch.float32))
-    runner = StepRunner(parts, RankContext(rank=rank, num_ranks=4, device="cpu"))
+    runner = RankJobs(parts, RankContext(rank=rank, num_ranks=4, device="cpu"))
     scheduler = Scheduler(num_ranks=4, max_running_jobs=4, elastic=True)
     late = jobs_of(folder)
     emitted: dict[str, Tensor] = {}

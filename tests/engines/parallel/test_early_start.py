@@ -19,11 +19,10 @@ from torch import Tensor
 
 from engines.core.spec import ParallelSpec
 from engines.parallel import early_start
-from engines.parallel.collectives import Axis
+from engines.parallel.collectives import EXCHANGES, Axis
 from engines.parallel.early_start import gang_groups, start_early, wait_for_early_start
 from engines.parallel.mesh import Teams
 from engines.parallel.self_check import relative_difference
-from engines.planner.measure import EXCHANGES
 from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
 from tests.engines.support import models

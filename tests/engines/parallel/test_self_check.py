@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from engines.core.model import DenoiserModel
-from engines.gang.config import RankContext
+from engines.core.rank import RankContext
 from engines.parallel.self_check import WrongAnswerError
 from engines.registry import load_engine
 from tests.engines.support import models

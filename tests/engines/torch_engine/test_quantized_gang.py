@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines.core.model import DenoiserModel
-from engines.gang.config import RankContext
+from engines.core.rank import RankContext
 from engines.parallel.self_check import WrongAnswerError, relative_difference
 from engines.parallel.weight_files import WeightFiles
 from engines.quantization.linear import QuantLinear

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from engines.core.fast_model import StepTensors
 from engines.core.model import Branch
 from engines.core.spec import ParallelSpec
-from engines.fast.interface import StepTensors
 from engines.parallel.mesh import Team, team_of_one
 from engines.parallel.sharded import ShardedModel
 from engines.torch_engine import steps

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from engines.core.fast_model import Precision
 from engines.core.layout import TokenLayout
 from engines.core.spec import ParallelSpec
-from engines.fast.interface import Precision
 from engines.parallel.mesh import Groups, Team, Teams, team_of_one
 from engines.parallel.self_check import relative_difference
 from engines.torch_engine.fast_step import FastStep, Overlap

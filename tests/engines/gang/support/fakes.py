@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines.core.model import Branch
-from engines.gang.config import RankContext, RankParts
+from engines.core.rank import RankContext
+from engines.gang.config import RankParts
 from engines.gang.job import Job
 
 Fault = Literal["exit", "hang", "error", "value_error"]

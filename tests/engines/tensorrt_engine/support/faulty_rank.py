@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from engines.core.model import Branch
+from engines.core.rank import RankContext
 from engines.core.spec import ParallelSpec
-from engines.gang.config import RankContext, RankParts
+from engines.gang.config import RankParts
 from engines.parallel.mesh import Groups, Team, Teams
 from engines.tensorrt_engine.build.export_cache import ExportCache
 from engines.tensorrt_engine.engine import TensorRTEngine

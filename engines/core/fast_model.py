@@ -1,0 +1,45 @@
+"""What a model may give beside its module: the same step as a hand-ordered sequence, cut where an engine gains time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+Precision = Literal["native", "fp8"]
+"""What the products of a hand-ordered step compute in."""
+
+StepTensors: TypeAlias = Mapping[str, "Tensor"]
+"""Everything that one step reads, by name. A captured step keeps buffers of these shapes."""
+
+
+class FastModel(Protocol):
+    """One transformer's step, for one team's exchange."""
+
+    def ahead(self, inputs: StepTensors) -> dict[str, Tensor]:
+        """What no step of a job changes, from the team's share of the inputs: embedded text, rotary tables."""
+        ...
+
+    def step(self, latents: Tensor, ahead: StepTensors) -> Tensor:
+        """My tokens of the prediction from my tokens of the latents."""
+        ...
+
+
+class FastWeights(Protocol):
+    """A transformer's weights arranged for the fast path, once per module; teams share them."""
+
+    def model(self, parts: Any) -> FastModel:
+        """``parts`` is what the engine brings: ``engines.fast.interface.StepParts``."""
+        ...
+
+    def scheduled(self, inputs: StepTensors, timesteps_SB: Tensor) -> dict[str, Tensor]:
+        """What depends on the timestep but not on the latents (modulation), for S steps at once: stacked, step first.
+
+        ``inputs`` are whole; their own timestep is not read. ``timesteps_SB`` may have one column for all entries.
+        """
+        ...
+
+
+ArrangeWeights: TypeAlias = Callable[["nn.Module", Precision], FastWeights]

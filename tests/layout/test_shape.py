@@ -1,0 +1,68 @@
+"""No circles, no crowded folders, no name for two things."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+from tests.layout.support.source import CODE, PACKAGES, python_files, tree_of
+
+MAX_FILES = 18
+"""Python files in one folder, ``__init__.py`` not counted: the widest of torchtitan's."""
+
+
+def module_of(name: str) -> str:
+    return name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def imported(tree: ast.Module, modules: set[str]) -> set[str]:
+    """The project's modules that a file imports, be it inside a function or for its types alone."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            parts = {f"{node.module}.{alias.name}" for alias in node.names} & modules
+            found |= parts or {node.module}
+    return found & modules
+
+
+def test_no_import_leads_back() -> None:
+    files = python_files(*CODE, "benchmarks")
+    modules = {module_of(name) for name in files}
+    graph = {module_of(name): imported(tree_of(name), modules) - {module_of(name)} for name in files}
+    for package in (name for name in modules if any(other.startswith(f"{name}.") for other in modules)):
+        graph[package] -= {module for module in graph[package] if module.startswith(f"{package}.")}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        raise AssertionError(" imports ".join(reversed(error.args[1]))) from None
+
+
+def test_core_imports_nothing_else_of_engines() -> None:
+    files = python_files("engines/core")
+    nodes = [(name, node) for name in files for node in ast.walk(tree_of(name)) if isinstance(node, ast.ImportFrom)]
+    strangers = [
+        f"{name}:{node.lineno} imports {node.module}"
+        for name, node in nodes
+        if str(node.module).split(".")[0] in CODE and not str(node.module).startswith("engines.core")
+    ]
+    assert files
+    assert strangers == []
+
+
+def test_no_folder_is_crowded() -> None:
+    files = [Path(name) for name in python_files(*CODE, "benchmarks", "tests")]
+    counts = Counter(str(file.parent) for file in files if file.name != "__init__.py")
+    assert {folder: count for folder, count in counts.items() if count > MAX_FILES} == {}
+
+
+def test_no_two_public_classes_bear_one_name() -> None:
+    places: dict[str, list[str]] = {}
+    for name in python_files(*PACKAGES):
+        for node in tree_of(name).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(name)
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
