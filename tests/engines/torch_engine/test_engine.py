@@ -18,7 +18,7 @@ from engines.quantization.observe import recording, save_calibration
 from engines.torch_engine.check import check_fast_path
 from engines.torch_engine.config import PathMode, TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
-from pipelines.flux.fast import FastFlux
+from pipelines.fast.flux import FastFlux
 from tests.engines.support import models
 from tests.engines.support.gloo import gang
 
@@ -73,7 +73,7 @@ def test_the_fast_path_is_checked_against_the_module() -> None:
 
 def predict_fast(strategy: str, ranks: tuple[int, ...] | None) -> tuple[Tensor, ...]:
     engine = TorchEngine(models.model("flux"), config=TorchEngineConfig(strategy=strategy, path="fast"))
-    with patch("pipelines.flux.fast.FastFlux.step", autospec=True, side_effect=FastFlux.step) as step:
+    with patch("pipelines.fast.flux.FastFlux.step", autospec=True, side_effect=FastFlux.step) as step:
         predicted = engine.predict(mixed(), ranks or (dist.get_rank(),))
     assert bool(step.call_count) == (ranks is None or "tensor" not in strategy)
     engine.close()
