@@ -1,4 +1,4 @@
-"""How fast each part of a denoising step can be alone on one GPU: attention, matrix products, the fused passes.
+"""How fast each part of a denoising step can be alone on one GPU: attention, GEMMs, the fused passes.
 
     python -m benchmarks.denoise_step_parts [--out FILE]
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from engines.fast.gemm import Float8Product, NativeProduct
+from engines.fast.gemm import Float8Gemm, NativeGemm
 from engines.fast.kernels import HeadNorms, Modulation, norm_and_rotate, quantize_rows, residual_norm_modulate
 from engines.torch_engine.exchange.heads import attend_tokens_first, local_attention
 
@@ -29,7 +29,7 @@ ROTATION, CALLS, REPEATS = 4, 12, 7
 ATTENTION = ((4608, 24), (4608, 12), (4608, 6), (1536, 24), (1536, 6), (16896, 6))
 """Tokens and heads of one rank."""
 FEATURES = ((9216, 3072), (12288, 3072), (3072, 12288), (3072, 3072))
-"""Out and in, of q, k and v, the MLP's two products, and the output projection."""
+"""Out and in, of q, k and v, the MLP's two GEMMs, and the output projection."""
 ROWS = (4608, 2304, 1152, 1024, 128)
 Part = tuple[str, float, float, Callable[[int], object]]
 """Name, floating-point operations, bytes, and the call on the input of that number."""
@@ -74,19 +74,19 @@ def sdpa(qkv_3BHLD: Tensor, backend: SDPBackend) -> Tensor:
         return scaled_dot_product_attention(*qkv_3BHLD.unbind(0))
 
 
-def product_parts() -> Iterator[Part]:
+def gemm_parts() -> Iterator[Part]:
     for rows in ROWS:
         for out_features, in_features in FEATURES:
             flop = 2.0 * rows * out_features * in_features
             x = [torch.randn(rows, in_features, device=DEVICE, dtype=DTYPE) for _ in range(ROTATION)]
             weights = [torch.randn(out_features, in_features, device=DEVICE, dtype=DTYPE) for _ in range(ROTATION)]
             bias = torch.randn(out_features, device=DEVICE, dtype=DTYPE)
-            plain = [NativeProduct(weight, None) for weight in weights]
-            biased = [NativeProduct(weight, bias) for weight in weights]
-            exact = [Float8Product(weight, bias) for weight in weights]
+            plain = [NativeGemm(weight, None) for weight in weights]
+            biased = [NativeGemm(weight, bias) for weight in weights]
+            exact = [Float8Gemm(weight, bias) for weight in weights]
             quantized = [quantize_rows(rows_RC) for rows_RC in x]
             sums = [torch.randn(rows, out_features, device=DEVICE, dtype=DTYPE) for _ in range(ROTATION)]
-            name = f"product {rows} x {in_features} x {out_features}"
+            name = f"GEMM {rows} x {in_features} x {out_features}"
             yield f"{name}", flop, 0, lambda n, x=x, p=plain: p[n](x[n])
             yield f"{name} + bias", flop, 0, lambda n, x=x, p=biased: p[n](x[n])
             yield f"{name} + bias, into rows", flop, 0, lambda n, x=x, p=biased, s=sums: p[n](x[n], out=s[n])
@@ -143,7 +143,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     out = parser.parse_args().out
     results = []
-    for parts in (attention_parts, product_parts, pass_parts):
+    for parts in (attention_parts, gemm_parts, pass_parts):
         for name, flop, num_bytes, call in parts():
             try:
                 time_us = median_us(call)

@@ -61,7 +61,7 @@ def pictures(
 
 
 def new_job(module: Any, side: int, text: int, num_steps: int, ranks: Ranks) -> Job:
-    """New tensors each time, as a new request has them: nothing computed ahead for another serves it."""
+    """New tensors each time, as a new request has them: nothing hoisted for another serves it."""
     inputs = flux_case.inputs(module, side, text=text)
     some = inputs["hidden_states"]
     timesteps_S = torch.linspace(1, 1 / num_steps, num_steps, device=some.device).to(some.dtype)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.distributed import start_distributed
 from benchmarks.timing import measure, rank_synchronize
-from engines.fast.side_streams import Lane
+from engines.fast.side_streams import SideStream
 from engines.parallel.collectives import Axis, all_to_all
 from engines.parallel.mesh import Groups
 from engines.torch_engine.exchange.copy_rows import copy_rows
@@ -48,7 +48,7 @@ class Exchanges:
         self.memory = PeerMemory.open(numel, self.qkv[0], self.axis, use="speed") if on_gpu else None
         views = self.memory.views_W if self.memory else tuple(self.random(numel) for _ in range(world))
         self.inboxes = [view.view(3, world * self.length, -1) for view in views]
-        self.lanes = {(rank + turn) % world: Lane(self.device, f"copies {turn}") for turn in range(1, world)}
+        self.streams = {(rank + turn) % world: SideStream(self.device, f"copies {turn}") for turn in range(1, world)}
         self.attended = [self.random(1, world * self.length, ATTENDED_HEADS, DIM) for _ in "qkv"]
         self.attention = local_attention(self.device, self.dtype)
         self.packed = torch.stack(self.qkv).view(world, -1)
@@ -59,29 +59,29 @@ class Exchanges:
     @property
     def num_bytes(self) -> float:
         """That leave this rank."""
-        return self.packed.nbytes * len(self.lanes) / self.axis.size
+        return self.packed.nbytes * len(self.streams) / self.axis.size
 
     def nccl(self) -> None:
         all_to_all(self.packed, self.axis)
 
     def copies(self, heads: int) -> None:
         self.start_copies(heads)
-        self.join()
+        self.wait()
 
     def start_copies(self, heads: int) -> None:
         """Rows of so many heads each."""
         columns, each = heads * DIM, HEADS // self.axis.size * DIM
         mine = slice(self.axis.index * self.length, (self.axis.index + 1) * self.length)
-        for peer, lane in self.lanes.items():
-            with lane.aside():
+        for peer, stream in self.streams.items():
+            with stream.run():
                 for start in range(0, each, columns):
                     for which, x_LC in enumerate(self.qkv):
                         source_LC = x_LC[:, peer * each + start : peer * each + start + columns]
                         copy_rows(self.inboxes[peer][which, mine, start : start + columns], source_LC)
 
-    def join(self) -> None:
-        for lane in self.lanes.values():
-            lane.join()
+    def wait(self) -> None:
+        for stream in self.streams.values():
+            stream.wait()
 
     def attend(self) -> None:
         self.attention(*self.attended)
@@ -89,7 +89,7 @@ class Exchanges:
     def attend_beside(self, heads: int) -> None:
         self.start_copies(heads)
         self.attend()
-        self.join()
+        self.wait()
 
 
 def cases(exchanges: Exchanges) -> dict[str, Callable[[], object]]:

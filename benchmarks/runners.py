@@ -29,7 +29,7 @@ from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.fast_step import FastStep
 from engines.torch_engine.graph import CapturedStep, GraphPool
-from engines.torch_engine.hoisted import AheadCache
+from engines.torch_engine.hoisted import HoistedCache
 from pipelines.fast.flux import FluxWeights
 from pipelines.flux.denoiser import as_denoiser
 from pipelines.flux.shard_plan import SHARD_PLAN, stream_lengths
@@ -147,15 +147,15 @@ class Bench:
         fast = FastStep(weights, SHARD_PLAN, team, layout, sample=sample, peer_memory=case.peer_memory)
         around = _without_exchange if case.exchange == "none" else nullcontext
 
-        def run(latents: Tensor, ahead: StepTensors) -> Tensor:
+        def run(latents: Tensor, hoisted: StepTensors) -> Tensor:
             with around():
-                return fast(latents, ahead)
+                return fast(latents, hoisted)
 
-        ahead = AheadCache().tensors(Branch(inputs=inputs), weights, fast)
+        hoisted = HoistedCache().step_tensors(Branch(inputs=inputs), weights, fast)
         latents = fast.latents(inputs)
         if not (case.graph and self.pool):
-            return (lambda: run(latents, ahead)), lambda: None
-        named = {"latents": latents, **ahead}
+            return (lambda: run(latents, hoisted)), lambda: None
+        named = {"latents": latents, **hoisted}
         captured = CapturedStep(lambda tensors: run(tensors["latents"], tensors), named, self.pool)
         return (lambda: captured(captured.inputs)), captured.close
 

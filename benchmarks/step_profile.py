@@ -33,7 +33,7 @@ NUM_STEPS = 3
 KINDS = {
     "exchange": ("nccl", "_push", "barrier"),
     "attention": ("sdpa", "flash"),
-    "products": ("nvjet", "gemm", "cutlass", "splitK"),
+    "GEMMs": ("nvjet", "gemm", "cutlass", "splitK"),
     "copies": ("Memcpy",),
 }
 """By parts of a kernel's name; everything else is a pass over activations."""

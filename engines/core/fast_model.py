@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 Precision = Literal["native", "fp8"]
-"""What the products of a hand-ordered step compute in."""
+"""What the GEMMs of a hand-ordered step compute in."""
 
 StepTensors: TypeAlias = Mapping[str, "Tensor"]
 """Everything that one step reads, by name. A captured step keeps buffers of these shapes."""
@@ -18,12 +18,12 @@ StepTensors: TypeAlias = Mapping[str, "Tensor"]
 class FastModel(Protocol):
     """One transformer's step, for one team's exchange."""
 
-    def ahead(self, inputs: StepTensors) -> dict[str, Tensor]:
-        """What no step of a job changes, from the team's share of the inputs: embedded text, rotary tables."""
+    def hoisted(self, inputs: StepTensors) -> dict[str, Tensor]:
+        """Returns what no step of a job changes, from the team's share of the inputs: embedded text, rotary tables."""
         ...
 
-    def step(self, latents: Tensor, ahead: StepTensors) -> Tensor:
-        """My tokens of the prediction from my tokens of the latents."""
+    def step(self, latents: Tensor, hoisted: StepTensors) -> Tensor:
+        """Returns my tokens of the prediction from my tokens of the latents."""
         ...
 
 
@@ -31,11 +31,11 @@ class FastWeights(Protocol):
     """A transformer's weights arranged for the fast path, once per module; teams share them."""
 
     def model(self, parts: Any) -> FastModel:
-        """``parts`` is what the engine brings: ``engines.fast.interface.StepParts``."""
+        """Returns the model for one team. ``parts`` is what the engine brings: ``engines.fast.interface.StepParts``."""
         ...
 
     def scheduled(self, inputs: StepTensors, timesteps_SB: Tensor) -> dict[str, Tensor]:
-        """What depends on the timestep but not on the latents (modulation), for S steps at once: stacked, step first.
+        """Returns what depends on the timestep but not on the latents (modulation), for S steps: stacked, step first.
 
         ``inputs`` are whole; their own timestep is not read. ``timesteps_SB`` may have one column for all entries.
         """

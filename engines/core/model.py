@@ -24,7 +24,7 @@ ModelInputs: TypeAlias = Mapping[str, "Tensor"]
 class Schedule:
     """What is known of a job's other steps: every step's ``timestep`` (one value for all entries), and which is now.
 
-    An engine may compute ahead what depends on these and on inputs that stay the same tensors from step to step.
+    An engine may compute once what depends on these and on inputs that stay the same tensors from step to step.
     """
 
     timesteps_S: Tensor
@@ -70,7 +70,7 @@ class DenoiserModel:
 
     ``stream_lengths(inputs)`` gives the number of tokens per stream name; ``set_kernel(module, kernel)`` makes the
     module's self-attention call ``kernel``; a module called with ``forward(module, inputs)`` returns the prediction.
-    ``ahead(module, inputs)`` makes further inputs that ``forward`` may be given, from those that no step of a job
+    ``hoisted(module, inputs)`` makes further inputs that ``forward`` may be given, from those that no step of a job
     changes (all but the latents and the timestep); the module is whole (None: there is nothing to gain).
     ``head_dim`` and ``num_heads`` are those of self-attention. ``probe()`` makes the branches of one small, seeded,
     known step (the same on every rank), for the self-check of a gang at its start. ``fast`` arranges a module's weights
@@ -87,7 +87,7 @@ class DenoiserModel:
     set_kernel: Callable[[nn.Module, Kernel], None]
     forward: Callable[[nn.Module, ModelInputs], Tensor]
     probe: Callable[[], tuple[Branch, ...]]
-    ahead: Callable[[nn.Module, ModelInputs], ModelInputs] | None = None
+    hoisted: Callable[[nn.Module, ModelInputs], ModelInputs] | None = None
     fast: ArrangeWeights | None = None
     typical_lengths: Mapping[str, int] | None = None
     weights: WeightSource | None = None

@@ -1,1 +1,1 @@
-"""The toolkit of hand-ordered steps: matrix products, fused kernels, side streams."""
+"""The toolkit of hand-ordered steps: GEMMs, fused kernels, side streams, blocks, captured steps."""

@@ -12,7 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from engines.core.fast_model import Precision
-from engines.fast.gemm import Product
+from engines.fast.gemm import Gemm
 from engines.fast.kernels import Modulation
 
 CONTEXT, LATENTS = 0, 1
@@ -20,18 +20,18 @@ CONTEXT, LATENTS = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One product per stream."""
+    """One GEMM per stream."""
 
-    context: Product
-    latents: Product
+    context: Gemm
+    latents: Gemm
 
-    def of_stream(self, stream: int) -> Product:
+    def of_stream(self, stream: int) -> Gemm:
         return self.context if stream == CONTEXT else self.latents
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DualBlock:
-    """``qkv``: queries, keys and values as one; ``up`` and ``down``: the MLP's two products, with GELU between them.
+    """``qkv``: queries, keys and values as one; ``up`` and ``down``: the MLP's two GEMMs, with GELU between them.
 
     ``head_norms_S2D``: RMS norms of q and k, of the context's and of the latents' rows.
     """
@@ -47,10 +47,10 @@ class DualBlock:
 class SingleBlock:
     """Attention and MLP side by side; the output projection is cut by input, the MLP's share has the bias."""
 
-    qkv: Product
-    up: Product
-    out_mlp: Product
-    out_attention: Product
+    qkv: Gemm
+    up: Gemm
+    out_mlp: Gemm
+    out_attention: Gemm
     head_norms_S2D: Tensor
 
 
@@ -64,11 +64,11 @@ class Blocks:
 
     @property
     def quantizes(self) -> bool:
-        """Whether products of blocks read quantised rows."""
+        """Says whether GEMMs of blocks read quantised rows."""
         return self.precision == "fp8"
 
     def quantizes_after_dual(self, index: int) -> bool:
-        """Whether what follows dual block ``index`` reads quantised rows: blocks do, the last projection does not."""
+        """Says whether what follows dual block ``index`` reads quantised rows: blocks do, the last projection not."""
         return self.quantizes and (index + 1 < len(self.duals) or bool(self.singles))
 
 

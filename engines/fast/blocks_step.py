@@ -32,7 +32,7 @@ class BlocksStep:
     The two streams of a dual block meet in attention only: from one attention to the next each depends on nothing but
     itself. So the context's share runs on a stream of its own, in whatever time and on whatever multiprocessors the
     latents' leaves: above all while queries, keys and values of the latents travel. A rank's share of the context is
-    small, and products of so few rows leave a GPU mostly idle.
+    small, and GEMMs of so few rows leave a GPU mostly idle.
     """
 
     blocks: Blocks
@@ -63,20 +63,20 @@ class BlocksStep:
     def _single(self, normed: Rows, single: SingleBlock, needed: slice) -> tuple[Tensor, ...]:
         """Returns what the residual gets. Every row is attended to, but only those in ``needed`` go on.
 
-        On several ranks the MLP's first product runs while queries and keys travel, its second while the result does.
+        On several ranks the MLP's first GEMM runs while queries and keys travel, its second while the result does.
         """
-        exchange, lane, norms = self.parts.exchange, self.parts.mlp_lane, self._norms(single.head_norms_S2D)
+        exchange, mlp_stream, norms = self.parts.exchange, self.parts.mlp_stream, self._norms(single.head_norms_S2D)
         qkv, bias_E = single.qkv.without_bias() if exchange.adds_bias else (single.qkv, None)
         if bias_E is not None:
             norms = replace(norms, bias_3HD=bias_E.view(3, -1, norms.weight_S2D.shape[-1]))
         sent = exchange.send(_by_head(qkv(normed), norms), self.batch, norms)
-        with lane.aside():
+        with mlp_stream.run():
             hidden = single.up.activated(normed[needed])
         attended = sent.attend()
-        with lane.aside(after_main=False):
+        with mlp_stream.run(after_current=False):
             update_RC = single.out_mlp(hidden)
         result = collected_rows(attended.collect(), self.blocks.precision)
-        lane.join()
+        mlp_stream.wait()
         return single.out_attention.add(update_RC, result[needed])
 
     def _duals(self, x_RC: Tensor) -> Rows:
@@ -84,21 +84,21 @@ class BlocksStep:
         qkv_RE: Tensor | None = _new_qkv(x_RC)
         normed: dict[int, Rows] = {}
         for stream in (CONTEXT, LATENTS):
-            with self._lane(stream):
+            with self._beside(stream):
                 self._begin(stream, x_RC, qkv_RE)
         for index, dual in enumerate(self.blocks.duals):
             assert qkv_RE is not None
-            self.parts.stream_lane.join()
+            self.parts.context_stream.wait()
             norms = self._norms(dual.head_norms_S2D)
             attended = self.parts.exchange.send_rest(_by_head(qkv_RE, norms), self.batch, norms).attend()
             result = collected_rows(attended.collect(), self.blocks.precision)
             # Made before the streams part: what was in this memory before has been read by then.
             following = _new_qkv(x_RC) if index + 1 < len(self.blocks.duals) else None
             for stream in (CONTEXT, LATENTS):
-                with self._lane(stream):
+                with self._beside(stream):
                     normed[stream] = self._rest(stream, index, result, x_RC, following)
             qkv_RE = following
-        self.parts.stream_lane.join()
+        self.parts.context_stream.wait()
         return join_rows(normed[CONTEXT], normed[LATENTS])
 
     def _begin(self, stream: int, x_RC: Tensor, qkv_RE: Tensor | None) -> None:
@@ -145,11 +145,12 @@ class BlocksStep:
         return (0, first_rows) if stream == CONTEXT else (first_rows, x_RC.shape[0])
 
     @contextmanager
-    def _lane(self, stream: int) -> Iterator[None]:
+    def _beside(self, stream: int) -> Iterator[None]:
+        """Runs the context's share on its side stream, the latents' on the current one."""
         if stream == LATENTS:
             yield
             return
-        with self.parts.stream_lane.aside():
+        with self.parts.context_stream.run():
             yield
 
 

@@ -1,4 +1,4 @@
-"""Matrix products of one or several linear layers as one, in the precision of the weights or in float8."""
+"""GEMMs of one or several linear layers as one, in the precision of the weights or in float8."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from engines.fast.kernels import QuantRows, Rows, quantize_rows
 from engines.fast.kernels.rows import quantized
 
 
-class Product(Protocol):
+class Gemm(Protocol):
     """``x @ weight.T + bias`` on rows."""
 
     def __call__(self, x: Rows, out: Tensor | None = None) -> Tensor:
-        """Written to ``out`` if given (contiguous rows)."""
+        """Returns the result, written to ``out`` if given (contiguous rows)."""
         ...
 
     def activated(self, x: Rows) -> Rows:
-        """The same through GELU (tanh form), as the next product wants it."""
+        """Returns the result through GELU (tanh form), as the next GEMM wants it."""
         ...
 
-    def without_bias(self) -> tuple[Product, Tensor | None]:
-        """The product alone, and the bias that must be added elsewhere (None: this one is as fast with it)."""
+    def without_bias(self) -> tuple[Gemm, Tensor | None]:
+        """Returns the GEMM alone, and the bias that must be added elsewhere (None: this one is as fast with it)."""
         ...
 
     def add(self, update_RN: Tensor, x: Rows) -> tuple[Tensor, ...]:
-        """One or two tensors whose sum is ``update + x @ weight.T + bias``; ``update`` may be overwritten."""
+        """Returns one or two tensors whose sum is ``update + x @ weight.T + bias``; ``update`` may be overwritten."""
         ...
 
 
-class NativeProduct:
+class NativeGemm:
     """cuBLAS with bias and GELU in its epilogue; reads the layer's own weight."""
 
     def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
@@ -54,16 +54,16 @@ class NativeProduct:
             return fused
         return functional.gelu(functional.linear(x, self.weight_NK, self.bias_N), approximate="tanh")
 
-    def without_bias(self) -> tuple[Product, Tensor | None]:
-        return NativeProduct(self.weight_NK, None), self.bias_N
+    def without_bias(self) -> tuple[Gemm, Tensor | None]:
+        return NativeGemm(self.weight_NK, None), self.bias_N
 
     def add(self, update_RN: Tensor, x: Rows) -> tuple[Tensor, ...]:
         assert isinstance(x, Tensor)
-        assert self.bias_N is None, "the bias belongs to the product that is added to"
+        assert self.bias_N is None, "the bias belongs to the GEMM that is added to"
         return (update_RN.addmm_(x, self.weight_NK.t()),)
 
 
-class Float8Product:
+class Float8Gemm:
     """Row-wise float8: one scale per output feature, fixed, and one per row of activations, measured as they come."""
 
     def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
@@ -83,7 +83,7 @@ class Float8Product:
         """GELU shares the pass that quantises."""
         return quantize_rows(self(x), gelu=True)
 
-    def without_bias(self) -> tuple[Product, Tensor | None]:
+    def without_bias(self) -> tuple[Gemm, Tensor | None]:
         return self, None
 
     def add(self, update_RN: Tensor, x: Rows) -> tuple[Tensor, ...]:
@@ -96,12 +96,12 @@ class Float8Product:
         return result if out is None else out.copy_(result)
 
 
-def make_product(weight_NK: Tensor, bias_N: Tensor | None, precision: Precision) -> Product:
-    return NativeProduct(weight_NK, bias_N) if precision == "native" else Float8Product(weight_NK, bias_N)
+def make_gemm(weight_NK: Tensor, bias_N: Tensor | None, precision: Precision) -> Gemm:
+    return NativeGemm(weight_NK, bias_N) if precision == "native" else Float8Gemm(weight_NK, bias_N)
 
 
 def stack(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor]:
-    """Weight and bias of all ``linears`` one under the other; the layers' own parameters become views of them."""
+    """Returns weight and bias of all ``linears`` one under the other; the layers' parameters become views of them."""
     weight_NK = torch.cat([linear.weight.detach() for linear in linears])
     bias_N = torch.cat([_bias(linear) for linear in linears])
     start = 0

@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from engines.fast.kernels import HeadNorms
-from engines.fast.side_streams import Lane
+from engines.fast.side_streams import SideStream
 
 
 class AttendedHeads(Protocol):
@@ -57,8 +57,8 @@ class HeadExchange(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepParts:
-    """What an engine gives a fast model: the team's exchange, and lanes for the second stream and for the MLP."""
+    """What an engine gives a fast model: the team's exchange, and side streams for the context and for the MLP."""
 
     exchange: HeadExchange
-    stream_lane: Lane
-    mlp_lane: Lane
+    context_stream: SideStream
+    mlp_stream: SideStream

@@ -1,8 +1,8 @@
 """Side streams, so that work which does not depend on an exchange fills the time and the multiprocessors it leaves.
 
-Inside a CUDA graph a lane becomes a parallel branch. On the CPU everything runs in program order.
+Inside a CUDA graph a side stream becomes a parallel branch. On the CPU everything runs in program order.
 
-Memory rule: what is allocated inside ``aside()`` may be read after ``join()`` and dropped at once: the next ``aside()``
+Memory rule: what is allocated inside ``run()`` may be read after ``wait()`` and dropped at once: the next ``run()``
 waits for the main stream before it can reuse the block.
 """
 
@@ -17,45 +17,44 @@ import torch
 
 @cache
 def named_stream(device: torch.device, name: str, priority: int = 0) -> torch.cuda.Stream:
-    """One stream per name and device, shared by all who ask: PyTorch has 32 and hands the same ones out again.
+    """Returns one stream per name and device, shared by all who ask: PyTorch has 32 and hands the same ones out again.
 
     Lower priorities go first.
     """
     return torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
 
 
-class Lane:
-    """The side stream of that name (none on the CPU, or if ``enabled`` is false: then the code runs in line)."""
+class SideStream:
+    """The side stream of that name. On the CPU, and unless ``in_use``, there is none: the code runs in line."""
 
-    def __init__(self, device: torch.device, name: str, *, enabled: bool = True, priority: int = 0) -> None:
-        in_use = enabled and device.type == "cuda"
-        self._stream = named_stream(device, name, priority) if in_use else None
+    def __init__(self, device: torch.device, name: str, *, in_use: bool = True) -> None:
+        self._stream = named_stream(device, name) if in_use and device.type == "cuda" else None
 
     @contextmanager
-    def aside(self, *, after_main: bool = True) -> Iterator[None]:
-        """Run the body on the side stream, after everything that the current stream was given so far.
+    def run(self, *, after_current: bool = True) -> Iterator[None]:
+        """Runs the body on the side stream, after everything that the current stream was given so far.
 
-        ``after_main=False`` goes on where the lane's last body ended: only for work that needs nothing newer.
+        ``after_current=False`` goes on where the last body ended: only for work that needs nothing newer.
         """
         if self._stream is None:
             yield
             return
-        if after_main:
+        if after_current:
             self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             yield
 
-    def mark(self) -> torch.cuda.Event | None:
-        """What the side stream was given so far, for ``wait_for`` (None: nothing runs aside)."""
+    def record(self) -> torch.cuda.Event | None:
+        """Returns what ``wait_for`` takes, reached when all that was given so far is done (None: it ran in line)."""
         return None if self._stream is None else self._stream.record_event()
 
-    def join(self) -> None:
-        """Make the current stream wait for the side stream."""
+    def wait(self) -> None:
+        """Makes the current stream wait for the side stream."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
 
-def wait_for(mark: torch.cuda.Event | None) -> None:
-    """Make the current stream wait for what a lane had been given when it was marked."""
-    if mark is not None:
-        torch.cuda.current_stream().wait_event(mark)
+def wait_for(event: torch.cuda.Event | None) -> None:
+    """Makes the current stream wait for what a side stream had been given when ``record`` was called."""
+    if event is not None:
+        torch.cuda.current_stream().wait_event(event)

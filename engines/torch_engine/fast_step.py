@@ -9,7 +9,7 @@ from engines.core.layout import TokenLayout
 from engines.core.model import ModelInputs
 from engines.core.shard_plan import ShardPlan
 from engines.fast.interface import HeadExchange, StepParts
-from engines.fast.side_streams import Lane
+from engines.fast.side_streams import SideStream
 from engines.parallel.attention import local_kernel
 from engines.parallel.collectives import all_gather
 from engines.parallel.mesh import Team
@@ -23,7 +23,7 @@ LATENTS = "hidden_states"
 
 
 def can_run(team: Team) -> bool:
-    """Whether the fast path knows how this team divides a step: by tokens, whichever strategy, but not by weights."""
+    """Says whether the fast path knows how this team divides a step: by tokens, whichever strategy, not by weights."""
     return team.tensor.size == 1 and team.pipeline.size == 1
 
 
@@ -48,22 +48,22 @@ class FastStep:
         self._plan, self._team, self._layout = plan, team, layout
         parts = StepParts(
             exchange=make_exchange(team, layout, sample, peer_memory),
-            stream_lane=Lane(sample.device, "stream"),
-            mlp_lane=Lane(sample.device, "mlp", enabled=team.context.size > 1),
+            context_stream=SideStream(sample.device, "stream"),
+            mlp_stream=SideStream(sample.device, "mlp", in_use=team.context.size > 1),
         )
         self._model = weights.model(parts)
 
-    def ahead(self, inputs: ModelInputs) -> dict[str, Tensor]:
-        """What no step of a job changes, from whole inputs."""
-        return self._model.ahead(self._split(inputs))
+    def hoisted(self, inputs: ModelInputs) -> dict[str, Tensor]:
+        """Returns what no step of a job changes, from whole inputs."""
+        return self._model.hoisted(self._split(inputs))
 
     def latents(self, inputs: ModelInputs) -> Tensor:
-        """My tokens of the latents."""
+        """Returns my tokens of the latents."""
         return self._split({LATENTS: inputs[LATENTS]})[LATENTS]
 
-    def __call__(self, latents: Tensor, ahead: StepTensors) -> Tensor:
-        """The whole prediction, equal on all ranks of the team."""
-        return self._gathered(self._model.step(latents, ahead))
+    def __call__(self, latents: Tensor, hoisted: StepTensors) -> Tensor:
+        """Returns the whole prediction, equal on all ranks of the team."""
+        return self._gathered(self._model.step(latents, hoisted))
 
     def _split(self, inputs: ModelInputs) -> dict[str, Tensor]:
         index = self._team.context.index
@@ -80,7 +80,7 @@ class FastStep:
 
 
 def make_exchange(team: Team, layout: TokenLayout, sample: Tensor, peer_memory: bool) -> HeadExchange:
-    """Ulysses in pieces that overlap with other work; the other strategies inside attention's moment."""
+    """Returns Ulysses in moments that overlap with other work; the other strategies inside attention's moment."""
     if team.context.size != team.ulysses.size:
         return LocalHeads(without_lse(team_kernel(local_kernel(sample.device, sample.dtype), team, layout)))
     attend = local_attention(sample.device, sample.dtype, layout.valid_rows(0, layout.num_chunks))

@@ -12,17 +12,17 @@ from engines.core.fast_model import FastWeights
 from engines.core.model import Branch, ModelInputs
 from engines.torch_engine.fast_step import LATENTS, FastStep
 
-AheadOfModule = Callable[[nn.Module, ModelInputs], ModelInputs]
+HoistInputs = Callable[[nn.Module, ModelInputs], ModelInputs]
 
 TIMESTEP = "timestep"
 """The input that a schedule gives for all steps at once."""
 
-MAX_KEPT, MAX_KEPT_BYTES = 32, 2**31
-"""Of all results together. One that is needed again after it went is made again, at the price of a step's share."""
+MAX_ENTRIES, MAX_BYTES = 32, 2**31
+"""The most that a cache keeps. What is needed again after it was evicted is computed again, within one step."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _Entry:
     """A result, and the tensors it came from: while they are held, nothing else can have their identity."""
 
     sources: tuple[Tensor, ...]
@@ -33,20 +33,20 @@ class _Kept:
         return sum(x.nbytes for x in (*self.sources, *self.result.values()))
 
 
-class AheadCache:
+class HoistedCache:
     """Results by the identity of the tensors they came from. States of jobs hold the same tensors from step to step."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()
+        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
 
-    def of_module(self, branch: Branch, module: nn.Module, ahead: AheadOfModule) -> ModelInputs:
-        """What a module's step may be given beside its inputs."""
-        return self._get(module, tuple(_lasting(branch).values()), lambda: ahead(module, branch.inputs))
+    def module_inputs(self, branch: Branch, module: nn.Module, hoist: HoistInputs) -> ModelInputs:
+        """Returns what a module's step is given beside the branch's inputs: ``hoist(module, inputs)``."""
+        return self._get(module, tuple(_lasting(branch).values()), lambda: hoist(module, branch.inputs))
 
-    def tensors(self, branch: Branch, weights: FastWeights, fast: FastStep) -> dict[str, Tensor]:
-        """Everything that this step of ``fast`` reads besides the latents."""
+    def step_tensors(self, branch: Branch, weights: FastWeights, fast: FastStep) -> dict[str, Tensor]:
+        """Returns everything that this step of ``fast`` reads besides the latents."""
         shared = _lasting(branch)
-        fixed = self._get(fast, tuple(shared.values()), lambda: fast.ahead(branch.inputs))
+        fixed = self._get(fast, tuple(shared.values()), lambda: fast.hoisted(branch.inputs))
         if branch.schedule is None:
             now = weights.scheduled(branch.inputs, branch.inputs[TIMESTEP][None])
             return {**fixed, **{name: stacked[0] for name, stacked in now.items()}}
@@ -56,27 +56,27 @@ class AheadCache:
         return {**fixed, **{name: stacked[step] for name, stacked in scheduled.items()}}
 
     def clear(self) -> None:
-        self._kept.clear()
+        self._entries.clear()
 
     def _get(
         self, owner: object, sources: tuple[Tensor, ...], make: Callable[[], Mapping[str, Tensor]]
     ) -> Mapping[str, Tensor]:
         key = (id(owner), *((id(tensor), tensor._version) for tensor in sources))
-        if key not in self._kept:
-            self._kept[key] = _Kept(sources, make())
-            self._let_go()
-        self._kept.move_to_end(key)
-        return self._kept[key].result
+        if key not in self._entries:
+            self._entries[key] = _Entry(sources, make())
+            self._evict()
+        self._entries.move_to_end(key)
+        return self._entries[key].result
 
-    def _let_go(self) -> None:
-        """Of what was not asked for the longest; the newest stays."""
-        while len(self._kept) > MAX_KEPT or (len(self._kept) > 1 and self._num_bytes() > MAX_KEPT_BYTES):
-            self._kept.popitem(last=False)
+    def _evict(self) -> None:
+        """Drops the least recently used entries; the newest stays, however large it is."""
+        while len(self._entries) > MAX_ENTRIES or (len(self._entries) > 1 and self._num_bytes() > MAX_BYTES):
+            self._entries.popitem(last=False)
 
     def _num_bytes(self) -> int:
-        return sum(kept.num_bytes for kept in self._kept.values())
+        return sum(entry.num_bytes for entry in self._entries.values())
 
 
 def _lasting(branch: Branch) -> dict[str, Tensor]:
-    """The inputs that are the same tensors in all steps of a job."""
+    """Returns the inputs that are the same tensors in all steps of a job."""
     return {name: x for name, x in branch.inputs.items() if name not in (LATENTS, TIMESTEP)}

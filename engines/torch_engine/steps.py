@@ -17,13 +17,13 @@ from engines.parallel.sharded import ShardedModel
 from engines.torch_engine.config import ResolvedConfig
 from engines.torch_engine.fast_step import LATENTS, FastStep, can_run
 from engines.torch_engine.graph import CapturedStep, GraphPool
-from engines.torch_engine.hoisted import AheadCache
+from engines.torch_engine.hoisted import HoistedCache
 
 logger = logging.getLogger(__name__)
 
 MAX_GRAPHS = 32
-"""Shapes captured for one division of one team; later ones run uncaptured. So counted, ranks that work together agree:
-two branches may bring the halves of a team different shapes, but not the ranks of a half.
+"""The number of shapes that are captured for one division of one team; later ones run uncaptured. Counted so, ranks
+that work together agree: two branches may bring the halves of a team different shapes, but not the ranks of a half.
 """
 
 RUNS_BEFORE_CAPTURE = 1
@@ -32,7 +32,7 @@ RUNS_BEFORE_CAPTURE = 1
 
 @dataclass(slots=True)
 class _Step:
-    """One shape on one team."""
+    """What runs for one shape on one team."""
 
     prepare: Callable[[Branch], StepTensors]
     function: Callable[[StepTensors], Tensor]
@@ -48,7 +48,7 @@ class StepRunner:
     ) -> None:
         self._model, self._sharded, self._config = model, sharded, config
         self._pool = GraphPool(device) if config.capture else None
-        self._ahead = AheadCache()
+        self._hoisted = HoistedCache()
         self._weights: dict[str, FastWeights] = {}
         self._steps: dict[Hashable, _Step] = {}
         self._num_graphs: Counter[Hashable] = Counter()
@@ -56,7 +56,7 @@ class StepRunner:
         """Whether the last run was a replay without a capture; where nothing is captured: its shape had run before."""
 
     def run(self, branch: Branch, team: Team) -> Tensor:
-        """The whole prediction, equal on all ranks of the team's context and tensor axes."""
+        """Returns the whole prediction, equal on all ranks of the team's context and tensor axes."""
         step = self._step(branch, team)
         tensors = step.prepare(branch)
         captures = step.captured is None and self._may_capture(step, team)
@@ -69,12 +69,12 @@ class StepRunner:
         return step.captured(tensors).clone()
 
     def close(self) -> None:
-        """Graphs first: they hold the communicator's kernels."""
+        """Releases graphs first: they hold the communicator's kernels."""
         for step in self._steps.values():
             if step.captured is not None:
                 step.captured.close()
         self._steps.clear()
-        self._ahead.clear()
+        self._hoisted.clear()
         self._weights.clear()
 
     def _step(self, branch: Branch, team: Team) -> _Step:
@@ -91,16 +91,17 @@ class StepRunner:
         fast = FastStep(weights, self._model.plan, team, layout, sample=sample, peer_memory=peer_memory)
 
         def prepare(branch: Branch) -> StepTensors:
-            return {LATENTS: fast.latents(branch.inputs), **self._ahead.tensors(branch, weights, fast)}
+            return {LATENTS: fast.latents(branch.inputs), **self._hoisted.step_tensors(branch, weights, fast)}
 
         return _Step(prepare=prepare, function=lambda tensors: fast(tensors[LATENTS], tensors))
 
     def _module_step(self, module: str, team: Team) -> _Step:
-        ahead = self._model.ahead if can_run(team) else None
+        hoist = self._model.hoisted if can_run(team) else None
 
         def prepare(branch: Branch) -> StepTensors:
-            more = {} if ahead is None else self._ahead.of_module(branch, self._sharded.module(module, team), ahead)
-            return {**branch.inputs, **more}
+            if hoist is None:
+                return branch.inputs
+            return {**branch.inputs, **self._hoisted.module_inputs(branch, self._sharded.module(module, team), hoist)}
 
         def function(tensors: StepTensors) -> Tensor:
             return self._sharded.forward(Branch(inputs=tensors, module=module), team)
@@ -108,7 +109,7 @@ class StepRunner:
         return _Step(prepare=prepare, function=function)
 
     def weights(self, module: str) -> FastWeights:
-        """The fast weights of a module, arranged at first use (at start, by the self-check)."""
+        """Returns the fast weights of a module, arranged at first use (at start, by the self-check)."""
         if module not in self._weights:
             assert self._model.fast is not None
             precision: Precision = "fp8" if self._config.precision == "fp8" else "native"
@@ -128,5 +129,5 @@ class StepRunner:
 
 
 def shapes_of(branch: Branch) -> Hashable:
-    """What tells branches apart that need steps of their own."""
+    """Returns what tells branches apart that need steps of their own."""
     return branch.module, tuple((name, tuple(x.shape), x.dtype) for name, x in sorted(branch.inputs.items()))

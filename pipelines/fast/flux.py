@@ -1,7 +1,7 @@
 """FLUX as a hand-ordered step on the module's own parameters, equal to ``FluxTransformer2DModel.forward``.
 
 What differs is order and grouping. Modulation vectors, rotary tables and the embedded text do not depend on the latents
-and are computed ahead.
+and are hoisted out of the steps.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class FastFlux:
     def __init__(self, weights: FluxWeights, parts: StepParts) -> None:
         self._weights, self._parts = weights, parts
 
-    def ahead(self, inputs: ModelInputs) -> dict[str, Tensor]:
+    def hoisted(self, inputs: ModelInputs) -> dict[str, Tensor]:
         module = self._weights.module
         cos_LD, sin_LD = module.pos_embed(torch.cat((inputs["txt_ids"], inputs["img_ids"])))
         text_BTC = module.context_embedder(inputs["encoder_hidden_states"])
@@ -53,22 +53,22 @@ class FastFlux:
             "sin_LP": sin_LD[:, ::2].float().contiguous(),
         }
 
-    def step(self, latents: Tensor, ahead: StepTensors) -> Tensor:
+    def step(self, latents: Tensor, hoisted: StepTensors) -> Tensor:
         """Returns ``velocity_BSD`` of my image tokens from ``latents_BSD``."""
-        module, text_TBC = self._weights.module, ahead["text_TBC"]
+        module, text_TBC = self._weights.module, hoisted["text_TBC"]
         image_SBC = module.x_embedder(latents.transpose(0, 1))
         x_RC = torch.cat((text_TBC, image_SBC)).flatten(0, 1)
-        velocity_RD: Tensor = module.proj_out(self._blocks_step(ahead).run(x_RC))
+        velocity_RD: Tensor = module.proj_out(self._blocks_step(hoisted).run(x_RC))
         return velocity_RD.view(-1, text_TBC.shape[1], velocity_RD.shape[-1]).transpose(0, 1).contiguous()
 
-    def _blocks_step(self, ahead: StepTensors) -> BlocksStep:
-        blocks, (num_text, batch, _) = self._weights.blocks, ahead["text_TBC"].shape
-        vectors_VBC = ahead["modulation_VBC"]
+    def _blocks_step(self, hoisted: StepTensors) -> BlocksStep:
+        blocks, (num_text, batch, _) = self._weights.blocks, hoisted["text_TBC"].shape
+        vectors_VBC = hoisted["modulation_VBC"]
         return BlocksStep(
             blocks=blocks,
             parts=self._parts,
             modulation=FluxModulation(vectors_VBC, len(blocks.duals), len(blocks.singles), num_text * batch),
-            cos_LP=ahead["cos_LP"],
-            sin_LP=ahead["sin_LP"],
+            cos_LP=hoisted["cos_LP"],
+            sin_LP=hoisted["sin_LP"],
             batch=batch,
         )

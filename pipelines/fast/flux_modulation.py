@@ -17,7 +17,7 @@ DUAL_VECTORS, SINGLE_VECTORS, LAST_VECTORS = 12, 3, 2
 
 
 def modulation_vectors(module: Any, temb_BC: Tensor) -> Tensor:
-    """``modulation_VBC``: dual blocks, single blocks, last norm, in running order.
+    """Returns ``modulation_VBC``: dual blocks, single blocks, last norm, in running order.
 
     Any number of rows goes: those of a whole schedule give the vectors of all its steps, with the weights read once.
     """
@@ -29,7 +29,7 @@ def modulation_vectors(module: Any, temb_BC: Tensor) -> Tensor:
 
 
 def embedded_times(module: Any, inputs: ModelInputs, timesteps_SB: Tensor) -> Tensor:
-    """``temb_SBC``: each timestep with each entry's guidance and pooled prompt, as ``forward`` embeds them."""
+    """Returns ``temb_SBC``: each timestep with each entry's guidance and pooled prompt, as ``forward`` embeds them."""
     pooled_BC, dtype = inputs["pooled_projections"], inputs["hidden_states"].dtype
     steps, batch = timesteps_SB.shape[0], pooled_BC.shape[0]
     times = [timesteps_SB.to(dtype).expand(steps, batch).flatten() * 1000]
@@ -53,7 +53,7 @@ def _vectors(linear: Any, active_BC: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class FluxModulation:
-    """``modulation_VBC`` by place. ``first_rows`` rows are text; single blocks treat both streams alike."""
+    """``modulation_VBC`` by place. Implements ``BlockModulation``: ``first_rows`` rows are text."""
 
     vectors_VBC: Tensor
     num_duals: int
@@ -61,20 +61,16 @@ class FluxModulation:
     first_rows: int
 
     def first(self) -> Modulation:
-        """Of the norm before the first block."""
         return self._start_of(0)
 
     def dual_middle(self, index: int) -> tuple[Tensor, Modulation]:
-        """Gate of dual block ``index``'s attention, and modulation of the norm before its MLP."""
         kinds = self._dual_kinds(index)
         return kinds[2], self._modulation(kinds[3], kinds[4])
 
     def dual_end(self, index: int) -> tuple[Tensor, Modulation]:
-        """Gate of its MLP, and modulation of the norm before the next block."""
         return self._dual_kinds(index)[5], self._start_of(index + 1)
 
     def single_end(self, index: int) -> tuple[Tensor, Modulation]:
-        """Gate of single block ``index``, and modulation of the norm before what follows."""
         return self._single_kinds(index)[2], self._start_of(self.num_duals + index + 1)
 
     def _start_of(self, index: int) -> Modulation:

@@ -1,4 +1,4 @@
-"""A FLUX transformer's parameters arranged as the products of blocks: no copies, one view or stack each."""
+"""A FLUX transformer's parameters arranged as the GEMMs of blocks: no copies, one view or stack each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from engines.core.fast_model import Precision
 from engines.fast.blocks import Blocks, DualBlock, Pair, SingleBlock
-from engines.fast.gemm import Product, make_product, stack
+from engines.fast.gemm import Gemm, make_gemm, stack
 
 
 @torch.no_grad()
@@ -28,9 +28,9 @@ def _dual(block: Any, precision: Precision) -> DualBlock:
     text = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
     return DualBlock(
         qkv=Pair(_stacked(text, precision), _stacked((attn.to_q, attn.to_k, attn.to_v), precision)),
-        out=Pair(_product(attn.to_add_out, precision), _product(attn.to_out[0], precision)),
-        up=Pair(_product(block.ff_context.net[0].proj, precision), _product(block.ff.net[0].proj, precision)),
-        down=Pair(_product(block.ff_context.net[2], precision), _product(block.ff.net[2], precision)),
+        out=Pair(_gemm(attn.to_add_out, precision), _gemm(attn.to_out[0], precision)),
+        up=Pair(_gemm(block.ff_context.net[0].proj, precision), _gemm(block.ff.net[0].proj, precision)),
+        down=Pair(_gemm(block.ff_context.net[2], precision), _gemm(block.ff.net[2], precision)),
         head_norms_S2D=torch.stack((_norms(attn.norm_added_q, attn.norm_added_k), _norms(attn.norm_q, attn.norm_k))),
     )
 
@@ -40,19 +40,19 @@ def _single(block: Any, precision: Precision) -> SingleBlock:
     channels = out.out_features
     return SingleBlock(
         qkv=_stacked((attn.to_q, attn.to_k, attn.to_v), precision),
-        up=_product(block.proj_mlp, precision),
-        out_mlp=make_product(out.weight[:, channels:], out.bias, precision),
-        out_attention=make_product(out.weight[:, :channels], None, precision),
+        up=_gemm(block.proj_mlp, precision),
+        out_mlp=make_gemm(out.weight[:, channels:], out.bias, precision),
+        out_attention=make_gemm(out.weight[:, :channels], None, precision),
         head_norms_S2D=_norms(attn.norm_q, attn.norm_k)[None],
     )
 
 
-def _stacked(linears: tuple[Any, ...], precision: Precision) -> Product:
-    return make_product(*stack(linears), precision)
+def _stacked(linears: tuple[Any, ...], precision: Precision) -> Gemm:
+    return make_gemm(*stack(linears), precision)
 
 
-def _product(linear: Any, precision: Precision) -> Product:
-    return make_product(linear.weight, linear.bias, precision)
+def _gemm(linear: Any, precision: Precision) -> Gemm:
+    return make_gemm(linear.weight, linear.bias, precision)
 
 
 def _norms(norm_q: Any, norm_k: Any) -> Tensor:

@@ -14,9 +14,9 @@ from engines.core.model import Branch, DenoiserModel, ModelInputs
 from engines.parallel.attention import local_kernel
 from pipelines.directory import has_part, load_diffusers_model, outline_diffusers_model, read_index
 from pipelines.wan.attention import set_kernel
+from pipelines.wan.hoisted_text import KEYS_VALUES, hoisted_text, text_replaced
 from pipelines.wan.sampler import HIGH_NOISE, LOW_NOISE
 from pipelines.wan.shard_plan import StreamLengths, shard_plan
-from pipelines.wan.text_ahead import KEYS_VALUES, given_to_blocks, text_ahead
 
 MODEL = ("diffusers.models.transformers.transformer_wan", "WanTransformer3DModel")
 PROBE_SEED = 20250225
@@ -51,7 +51,7 @@ def as_denoiser(modules: Mapping[str, Any], *, expand_timesteps: bool = False) -
         stream_lengths=StreamLengths(tuple(first.config.patch_size)),
         set_kernel=set_kernel,
         forward=forward,
-        ahead=text_ahead,
+        hoisted=hoisted_text,
         probe=Probe(
             modules=tuple(modules),
             config=first.config,
@@ -65,7 +65,7 @@ def as_denoiser(modules: Mapping[str, Any], *, expand_timesteps: bool = False) -
 def forward(module: nn.Module, inputs: ModelInputs) -> Tensor:
     """The velocity, ``velocity_BCFHW``."""
     own = {name: x for name, x in inputs.items() if name != KEYS_VALUES}
-    with given_to_blocks(module, inputs.get(KEYS_VALUES)):
+    with text_replaced(module, inputs.get(KEYS_VALUES)):
         velocity_BCFHW: Tensor = module(**own, return_dict=False)[0]
     return velocity_BCFHW
 

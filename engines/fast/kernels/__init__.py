@@ -1,4 +1,4 @@
-"""Fused elementwise steps between matrix products: one pass over memory each, in Triton on CUDA, else in plain PyTorch.
+"""Fused elementwise steps between GEMMs: one pass over memory each, in Triton on CUDA, else in plain PyTorch.
 
 Dims: R rows (tokens × batch, batch innermost), C channels, S segments of rows with a modulation of their own, B batch.
 The plain version of each is its specification and the path on the CPU.

@@ -9,7 +9,7 @@ from engines.fast.kernels.records import EPS, HeadNorms
 
 
 def norm_and_rotate(qkv_R3HD: Tensor, norms: HeadNorms, out_LB3HD: Tensor) -> None:
-    """Write q and k (normalised, turned) and v (as it is) of all rows into ``out``, a view with any strides.
+    """Writes q and k (normalised, turned) and v (as it is) of all rows into ``out``, a view with any strides.
 
     Rows are tokens × batch, batch innermost. ``out`` has dims (L, B, 3, ..., D) whose middle dims number the heads.
     When ``out`` is a view of ``qkv`` itself, v stays where it is, and there must be no bias.

@@ -70,7 +70,7 @@ def launch(qkv_R3HD: Tensor, norms: HeadNorms, out_LB3HD: Tensor) -> None:
 
 
 def _tables(qkv_R3HD: Tensor, norms: HeadNorms) -> tuple[Tensor | int, ...]:
-    """The kernel's arguments from ``weight_ptr`` to ``bias_which``."""
+    """Returns the kernel's arguments from ``weight_ptr`` to ``bias_which``."""
     weight_S2D, bias_3HD = norms.weight_S2D, norms.bias_3HD
     segment = weight_S2D.stride(0) if weight_S2D.shape[0] > 1 else 0
     bias, which = (qkv_R3HD, 0) if bias_3HD is None else (bias_3HD, bias_3HD.stride(0))
@@ -78,7 +78,7 @@ def _tables(qkv_R3HD: Tensor, norms: HeadNorms) -> tuple[Tensor | int, ...]:
 
 
 def launch_to_peers(qkv_R3HD: Tensor, norms: HeadNorms, batch: int, addresses_W: Tensor, first_token: int) -> None:
-    """Write my rows straight into the inbox of the rank that attends to each head.
+    """Writes my rows straight into the inbox of the rank that attends to each head.
 
     ``addresses_W`` (int64, on the device) are the inboxes of all ranks as this one sees them; each is contiguous
     (all tokens, B, 3, H / W, D), and mine is the run of tokens from ``first_token``.

@@ -1,4 +1,4 @@
-"""Rows and columns put together as the next matrix product wants them."""
+"""Rows and columns put together as the next GEMM wants them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def join_columns(x_GRC: Tensor) -> Tensor:
 
 
 def collected_rows(x_GRC: Tensor, precision: Precision) -> Rows:
-    """Returns what an exchange brought back, quantised where products are."""
+    """Returns what an exchange brought back, quantised where GEMMs are."""
     return join_columns(x_GRC) if precision == "native" else quantize_rows(x_GRC)
 
 

@@ -10,7 +10,7 @@ from engines.fast.kernels.rows import QuantRows, Rows, quantized
 
 
 def norm_modulate(x_RC: Tensor, modulation: Modulation, *, quantize: bool = False) -> Rows:
-    """``layer_norm(x) * (1 + scale) + shift``, float32 inside; quantised by rows if asked."""
+    """Returns ``layer_norm(x) * (1 + scale) + shift``, float32 inside; quantised by rows if asked."""
     if x_RC.is_cuda:
         from engines.fast.kernels import norm_triton
 
@@ -21,7 +21,7 @@ def norm_modulate(x_RC: Tensor, modulation: Modulation, *, quantize: bool = Fals
 def residual_norm_modulate(
     x_RC: Tensor, updates: tuple[Tensor, ...], gate_SBC: Tensor, modulation: Modulation, *, quantize: bool = False
 ) -> Rows:
-    """Add ``gate * sum(updates)`` to ``x_RC`` in place (one or two updates), then ``norm_modulate``.
+    """Adds ``gate * sum(updates)`` to ``x_RC`` in place (one or two updates); returns ``norm_modulate`` of the sum.
 
     ``gate_SBC`` has one or two segments of its own, divided at the same row as the modulation's.
     """

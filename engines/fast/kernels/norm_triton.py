@@ -50,7 +50,7 @@ def _residual_norm(
 def launch(
     x_RC: Tensor, updates: tuple[Tensor, ...], gate_SBC: Tensor | None, modulation: Modulation, quantize: bool
 ) -> Rows:
-    """``norm.residual_norm_modulate``, or ``norm.norm_modulate`` without updates."""
+    """Returns ``norm.residual_norm_modulate``, or ``norm.norm_modulate`` without updates."""
     rows, channels = x_RC.shape
     shift_SBC, scale_SBC = modulation.shift_SBC, modulation.scale_SBC
     gate_SBC = shift_SBC if gate_SBC is None else gate_SBC

@@ -20,15 +20,14 @@ def _push(
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     address = tl.load(addresses_ptr + peer).to(tl.pointer_type(x_ptr.dtype.element_ty))
-    address = tl.multiple_of(
-        address, 16
-    )  # said of the pointer: of the number it would be lost, and stores be 2 bytes wide
+    # The hint belongs to the pointer: on the integer it would be lost, and each store would be 2 bytes wide.
+    address = tl.multiple_of(address, 16)
     x = tl.load(x_ptr + (peer * rows + row[:, None]) * columns + column[None, :], inside)
     tl.store(address + target_column + row[:, None] * target_row_stride + column[None, :], x, inside)
 
 
 def push_columns(x_WRC: Tensor, addresses_W: Tensor, rank: int) -> None:
-    """``x[j]`` goes to rank j's inbox (R, W x C), into the columns that belong to ``rank``."""
+    """Writes ``x[j]`` to rank j's inbox (R, W x C), into the columns that belong to ``rank``."""
     world, rows, columns = x_WRC.shape
     assert x_WRC.is_contiguous(), x_WRC.stride()
     _push[(triton.cdiv(rows, ROWS_PER_PROGRAM), world)](

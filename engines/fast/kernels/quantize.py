@@ -9,7 +9,7 @@ from engines.fast.kernels.rows import QuantRows, quantized
 
 
 def quantize_rows(x_GRC: Tensor, *, gelu: bool = False) -> QuantRows:
-    """Row r is ``x[0, r] | x[1, r] | ...`` (G groups of columns), through GELU (tanh form) if asked, then quantised.
+    """Returns rows ``x[0, r] | x[1, r] | ...`` (G groups of columns), through GELU (tanh form) if asked, quantised.
 
     A two-dimensional ``x_RC`` is one group.
     """

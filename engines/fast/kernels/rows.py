@@ -21,7 +21,7 @@ class QuantRows:
     scale_R1: Tensor
 
     def dequantized(self) -> Tensor:
-        """float32."""
+        """Returns the rows, float32."""
         return self.values_RC.float() * self.scale_R1
 
     def __getitem__(self, rows: slice) -> QuantRows:
@@ -32,6 +32,6 @@ Rows = Tensor | QuantRows
 
 
 def quantized(x_RC: Tensor) -> QuantRows:
-    """``x_RC`` with the largest magnitude of each row mapped to the largest float8; plain PyTorch."""
+    """Returns ``x_RC`` with the largest magnitude of each row mapped to the largest float8; plain PyTorch."""
     scale_R1 = x_RC.float().abs().amax(-1, keepdim=True).clamp(min=SMALLEST_AMAX) / FP8_MAX
     return QuantRows(values_RC=(x_RC.float() / scale_R1).to(FP8), scale_R1=scale_R1)

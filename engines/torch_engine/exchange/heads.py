@@ -22,7 +22,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class LocalHeads:
-    """No exchange: q and k are normalised in place and attention reads the product's result where it lies."""
+    """No exchange: q and k are normalised in place and attention reads the GEMM's result where it lies."""
 
     adds_bias = False
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from engines.core.kernel import Kernel
-from engines.fast.side_streams import Lane, wait_for
+from engines.fast.side_streams import SideStream, wait_for
 from engines.parallel.collectives import Axis
 from engines.torch_engine.exchange.copy_rows import copy_rows
 from engines.torch_engine.exchange.heads import Attend
@@ -77,7 +77,7 @@ class PeerUlysses:
         self._attend, self._axis = attend, axis
         # Others first, each rank from its right-hand neighbour on, so that no inbox is written by all at once.
         targets = ((axis.index + turn) % axis.size for turn in (*range(1, axis.size), 0))
-        self._lanes = {rank: Lane(device, f"copies {turn}") for turn, rank in enumerate(targets)}
+        self._streams = {rank: SideStream(device, f"copies {turn}") for turn, rank in enumerate(targets)}
         self._memories: dict[tuple[int, ...], _Memory] = {}
 
     def __call__(self, q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor) -> Tensor:
@@ -94,8 +94,8 @@ class PeerUlysses:
             memory.inbox.barrier(channel=part)
             kept.append(self._attend(*memory.inboxes[part][self._axis.index].unbind(0)).contiguous())
             self._send_back(kept[-1], memory, part)
-        for lane in self._lanes.values():
-            lane.join()
+        for stream in self._streams.values():
+            stream.wait()
         memory.outbox.barrier(channel=0)
         return memory.outboxes[self._axis.index].reshape(q_BLHD.shape).clone()
 
@@ -103,16 +103,16 @@ class PeerUlysses:
         """Start one part's copies; the marks after which they have left."""
         heads, length = memory.parts[part], qkv[0].shape[1]
         mine = slice(self._axis.index * length, (self._axis.index + 1) * length)
-        for rank, lane in self._lanes.items():
-            with lane.aside():
+        for rank, stream in self._streams.items():
+            with stream.run():
                 for target_BMhD, x_BLWHD in zip(memory.inboxes[part][rank], qkv, strict=True):
                     _copy(target_BMhD[:, mine], x_BLWHD[:, :, rank, heads])
-        return [lane.mark() for lane in self._lanes.values()]
+        return [stream.record() for stream in self._streams.values()]
 
     def _send_back(self, out_BMhD: Tensor, memory: _Memory, part: int) -> None:
         out_BWLhD = torch.unflatten(out_BMhD, 1, (self._axis.size, -1))
-        for rank, lane in self._lanes.items():
-            with lane.aside():
+        for rank, stream in self._streams.items():
+            with stream.run():
                 _copy(memory.outboxes[rank][:, :, self._axis.index, memory.parts[part]], out_BWLhD[:, rank])
 
     def _memory(self, q_BLHD: Tensor) -> _Memory:

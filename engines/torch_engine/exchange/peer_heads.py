@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from engines.fast.kernels import HeadNorms
-from engines.fast.side_streams import Lane, wait_for
+from engines.fast.side_streams import SideStream, wait_for
 from engines.parallel.collectives import Axis
 from engines.torch_engine.exchange.heads import Attend, attend_tokens_first
 from engines.torch_engine.exchange.peer_memory import PeerMemory, addresses_of
@@ -84,7 +84,7 @@ class PeerHeads:
     def __init__(self, attend: Attend, axis: Axis, device: torch.device) -> None:
         self._attend, self._axis = attend, axis
         turns = range(1, axis.size)
-        self._lanes = {(axis.index + turn) % axis.size: Lane(device, f"copies {turn}") for turn in turns}
+        self._streams = {(axis.index + turn) % axis.size: SideStream(device, f"copies {turn}") for turn in turns}
         self._memories: dict[tuple[int, ...], _Memory] = {}
 
     def send(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms) -> PeerSent:
@@ -121,8 +121,8 @@ class PeerHeads:
     def collect(self, attended: PeerAttended) -> Tensor:
         """Returns my rows when all ranks have written them: a group of columns a rank, or, pushed, a single one."""
         if attended.is_copied:
-            for lane in self._lanes.values():
-                lane.join()
+            for stream in self._streams.values():
+                stream.wait()
         attended.memory.outbox.barrier(channel=0)
         result, (_, rows, _) = attended.memory.outbox.mine, attended.out_WRC.shape
         return result.view(attended.out_WRC.shape) if attended.is_copied else result.view(1, rows, -1)
@@ -133,18 +133,18 @@ class PeerHeads:
         return PeerSent(exchange=self, memory=memory, qkv_LB3hD=received, num_rows=rows, copies=copies)
 
     def _copy_queries(self, memory: _Memory) -> Copies:
-        for peer, lane in self._lanes.items():
-            with lane.aside():
+        for peer, stream in self._streams.items():
+            with stream.run():
                 target_WN = memory.inbox.views_W[peer].view_as(memory.staging_WN)
                 target_WN[self._axis.index].copy_(memory.staging_WN[peer])
-        return tuple(lane.mark() for lane in self._lanes.values())
+        return tuple(stream.record() for stream in self._streams.values())
 
     def _copy_result(self, memory: _Memory, out_WRC: Tensor) -> None:
         mine = self._axis.index
-        for peer, lane in self._lanes.items():
-            with lane.aside():
+        for peer, stream in self._streams.items():
+            with stream.run():
                 memory.outbox.views_W[peer].view(out_WRC.shape)[mine].copy_(out_WRC[peer])
-        with lane.aside():  # the last of them
+        with stream.run():  # the last of them
             memory.outbox.mine.view(out_WRC.shape)[mine].copy_(out_WRC[mine])
 
     def _push_result(self, memory: _Memory, out_WRC: Tensor) -> None:

@@ -65,7 +65,7 @@ def test_the_fast_path_is_checked_against_the_module() -> None:
     model = models.model.__wrapped__("flux")
     engine = TorchEngine(model, config=TorchEngineConfig(path="fast"))
     assert max(check_fast_path(engine, model, rank=0).values()) < 1e-5
-    gelu = "engines.fast.gemm.NativeProduct.activated"
+    gelu = "engines.fast.gemm.NativeGemm.activated"
     with patch(gelu, lambda product, x: product(x).relu()), pytest.raises(WrongAnswerError, match="fast path"):
         check_fast_path(engine, model, rank=0)
     assert check_fast_path(TorchEngine(model), model, rank=0) == {}

@@ -1,4 +1,4 @@
-"""What is computed ahead for a schedule equals what each step would compute; it is computed once a job."""
+"""What is hoisted out of the steps of a schedule equals what each would compute, and is computed once a job."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engines.core.layout import TokenLayout
 from engines.core.model import Branch, ModelInputs, Schedule
 from engines.parallel.mesh import team_of_one
 from engines.torch_engine.fast_step import FastStep
-from engines.torch_engine.hoisted import AheadCache
+from engines.torch_engine.hoisted import HoistedCache
 from pipelines.fast.flux import FluxWeights
 from pipelines.flux.shard_plan import SHARD_PLAN, stream_lengths
 from tests.engines.support import models
@@ -37,10 +37,10 @@ def at_step(branch: Branch, step: int, timesteps_S: torch.Tensor = TIMESTEPS_S) 
 @torch.no_grad()
 def test_a_schedule_gives_what_single_steps_give() -> None:
     branch, weights, fast = parts()
-    cache = AheadCache()
+    cache = HoistedCache()
     for step in (0, 1, 2):
-        scheduled = cache.tensors(at_step(branch, step), weights, fast)
-        alone = AheadCache().tensors(replace(at_step(branch, step), schedule=None), weights, fast)
+        scheduled = cache.step_tensors(at_step(branch, step), weights, fast)
+        alone = HoistedCache().step_tensors(replace(at_step(branch, step), schedule=None), weights, fast)
         assert scheduled.keys() == alone.keys()
         for name, tensor in scheduled.items():
             torch.testing.assert_close(tensor, alone[name])
@@ -52,44 +52,46 @@ def test_entries_of_a_batch_may_be_at_different_times() -> None:
     timestep_B = torch.tensor([0.8, 0.3])
     mixed = replace(branch, inputs={**branch.inputs, "timestep": timestep_B})
     expected = models.transformer("flux")(**mixed.inputs)[0]
-    torch.testing.assert_close(fast(fast.latents(mixed.inputs), AheadCache().tensors(mixed, weights, fast)), expected)
+    torch.testing.assert_close(
+        fast(fast.latents(mixed.inputs), HoistedCache().step_tensors(mixed, weights, fast)), expected
+    )
 
 
 @torch.no_grad()
 def test_a_job_computes_once_and_another_job_again() -> None:
     branch, weights, fast = parts()
-    cache = AheadCache()
+    cache = HoistedCache()
     with patch.object(weights, "scheduled", wraps=weights.scheduled) as scheduled:
         for step in (0, 1, 2):
-            cache.tensors(at_step(branch, step), weights, fast)
+            cache.step_tensors(at_step(branch, step), weights, fast)
         assert scheduled.call_count == 1
-        cache.tensors(at_step(branch, 0, TIMESTEPS_S.clone()), weights, fast)
+        cache.step_tensors(at_step(branch, 0, TIMESTEPS_S.clone()), weights, fast)
         assert scheduled.call_count == 2
 
 
 @torch.no_grad()
 def test_tensors_changed_in_place_are_not_taken_for_the_old_ones() -> None:
     branch, weights, fast = parts()
-    cache = AheadCache()
-    before = cache.tensors(branch, weights, fast)["text_TBC"]
+    cache = HoistedCache()
+    before = cache.step_tensors(branch, weights, fast)["text_TBC"]
     text = branch.inputs["encoder_hidden_states"]
     text.mul_(2)
-    after = cache.tensors(branch, weights, fast)["text_TBC"]
+    after = cache.step_tensors(branch, weights, fast)["text_TBC"]
     text.div_(2)
     assert not torch.equal(before, after)
 
 
-def test_what_was_not_asked_for_the_longest_goes_first() -> None:
-    cache, made = AheadCache(), []
+def test_the_least_recently_used_entry_is_evicted() -> None:
+    cache, computed = HoistedCache(), []
     texts = [torch.full((8,), float(number)) for number in range(3)]
 
-    def ahead(_module: torch.nn.Module, inputs: ModelInputs) -> ModelInputs:
-        made.append(int(inputs["text"][0]))
+    def hoist(_module: torch.nn.Module, inputs: ModelInputs) -> ModelInputs:
+        computed.append(int(inputs["text"][0]))
         return {"more": inputs["text"] + 1}
 
     module = torch.nn.Identity()
-    with patch("engines.torch_engine.hoisted.MAX_KEPT_BYTES", 2 * 64):  # a text and what is made of it: 64 bytes
+    with patch("engines.torch_engine.hoisted.MAX_BYTES", 2 * 64):  # a text and its result: 64 bytes
         for number in (0, 1, 0, 2, 0, 1):
-            kept = cache.of_module(Branch(inputs={"text": texts[number]}), module, ahead)
-            torch.testing.assert_close(kept["more"], texts[number] + 1)
-    assert made == [0, 1, 2, 1]
+            result = cache.module_inputs(Branch(inputs={"text": texts[number]}), module, hoist)
+            torch.testing.assert_close(result["more"], texts[number] + 1)
+    assert computed == [0, 1, 2, 1]

@@ -17,7 +17,7 @@ from engines.core.spec import ParallelSpec
 from engines.parallel.mesh import Groups, Team, Teams, team_of_one
 from engines.parallel.self_check import relative_difference
 from engines.torch_engine.fast_step import FastStep
-from engines.torch_engine.hoisted import AheadCache
+from engines.torch_engine.hoisted import HoistedCache
 from pipelines.fast.flux import FluxWeights
 from pipelines.flux.shard_plan import SHARD_PLAN, stream_lengths
 from tests.engines.support import models
@@ -43,7 +43,7 @@ def step(team: Team, length: str, precision: Precision = "native") -> Tensor:
     layout = TokenLayout.of(SHARD_PLAN.streams, stream_lengths(branch.inputs), team.context.size)
     fast = FastStep(weights(precision), SHARD_PLAN, team, layout, sample=branch.inputs["hidden_states"])
     with torch.no_grad():
-        return fast(fast.latents(branch.inputs), AheadCache().tensors(branch, weights(precision), fast))
+        return fast(fast.latents(branch.inputs), HoistedCache().step_tensors(branch, weights(precision), fast))
 
 
 STRATEGIES = [("ulysses", 2), ("ulysses", 4), ("ring", 2), ("allgather_kv", 4), ("hybrid", 4)]

@@ -15,19 +15,22 @@ KEYS_VALUES = "text_keys_values"
 """An input beside the module's own: (blocks, keys and values, B, T text tokens, C), keys normalised."""
 
 
-def text_ahead(module: Any, inputs: ModelInputs) -> dict[str, Tensor]:
-    """For all blocks of a whole ``WanTransformer3DModel``. 420 MB for 512 tokens of the 14B model in bfloat16."""
+def hoisted_text(module: Any, inputs: ModelInputs) -> dict[str, Tensor]:
+    """Returns those of all blocks of a whole ``WanTransformer3DModel``.
+
+    They take 420 MB for 512 tokens of the 14B model in bfloat16.
+    """
     text_BTC: Tensor = module.condition_embedder.text_embedder(inputs["encoder_hidden_states"])
-    made_N2BTC = text_BTC.new_empty(len(module.blocks), 2, *text_BTC.shape)
-    for made_2BTC, block in zip(made_N2BTC, module.blocks, strict=True):
-        for target_BTC, x_BTC in zip(made_2BTC, keys_and_values(block.attn2, text_BTC), strict=True):
+    keys_values_N2BTC = text_BTC.new_empty(len(module.blocks), 2, *text_BTC.shape)
+    for keys_values_2BTC, block in zip(keys_values_N2BTC, module.blocks, strict=True):
+        for target_BTC, x_BTC in zip(keys_values_2BTC, keys_and_values(block.attn2, text_BTC), strict=True):
             target_BTC.copy_(x_BTC)
-    return {KEYS_VALUES: made_N2BTC}
+    return {KEYS_VALUES: keys_values_N2BTC}
 
 
 @contextmanager
-def given_to_blocks(module: Any, keys_values_N2BTC: Tensor | None) -> Iterator[None]:
-    """In forwards of this context each block gets its keys and values where it expects the text (None: the text)."""
+def text_replaced(module: Any, keys_values_N2BTC: Tensor | None) -> Iterator[None]:
+    """Gives each block its keys and values in place of the text in the forwards of this context (None: the text)."""
     with ExitStack() as stack:
         if keys_values_N2BTC is not None:
             for block, x_2BTC in zip(module.blocks, keys_values_N2BTC, strict=True):

@@ -11,7 +11,7 @@ from engines.core.model import Branch
 from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
 from pipelines.wan.denoiser import forward
-from pipelines.wan.text_ahead import text_ahead
+from pipelines.wan.hoisted_text import hoisted_text
 from tests.engines.support import models
 
 
@@ -27,14 +27,14 @@ def test_the_step_is_the_same() -> None:
     expected = module(**branch.inputs, return_dict=False)[0]
     model = models.model("wan")
     whole = model.modules["transformer"]
-    torch.testing.assert_close(forward(whole, {**branch.inputs, **text_ahead(whole, branch.inputs)}), expected)
+    torch.testing.assert_close(forward(whole, {**branch.inputs, **hoisted_text(whole, branch.inputs)}), expected)
     torch.testing.assert_close(forward(whole, branch.inputs), expected)
 
 
 @torch.no_grad()
 def test_the_text_itself_is_read_no_more() -> None:
     whole, (branch, other) = models.model("wan").modules["transformer"], branch_and_other()
-    mixed = forward(whole, {**other.inputs, **text_ahead(whole, branch.inputs)})
+    mixed = forward(whole, {**other.inputs, **hoisted_text(whole, branch.inputs)})
     torch.testing.assert_close(mixed, forward(whole, branch.inputs))
     assert not torch.allclose(mixed, forward(whole, other.inputs))
 
