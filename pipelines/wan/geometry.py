@@ -15,7 +15,7 @@ SIZE_MULTIPLE = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Geometry:
-    """The way from pixels to latents to tokens. ``patch`` is (frames, rows, columns) of a token, ``max_positions`` per dim."""
+    """Pixels, latents and tokens. ``patch`` is (frames, rows, columns) of a token, ``max_positions`` per dim."""
 
     temporal: int
     spatial: int
