@@ -10,11 +10,13 @@ from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import ndimage
 
 from training.draw import PALETTE
-from training.masks import Floats, Mask, centre, connected, grown, sample, shrunk
 from training.scenes import COLOURS
 
+Floats = NDArray[np.float64]
+Mask = NDArray[np.bool_]
 Pixels = NDArray[np.uint8]
 _HARMONIC_SHAPES = {3: "triangle", 4: "square", 5: "star"}
 _NUM_ANGLES = 180
@@ -61,7 +63,7 @@ def _profile(cover: Floats, x: float, y: float) -> Floats:
     angles = np.linspace(0, 2 * np.pi, _NUM_ANGLES, endpoint=False)
     radii = np.arange(0, max(cover.shape) * 0.75, 0.25)
     rows, columns = y + np.outer(np.sin(angles), radii), x + np.outer(np.cos(angles), radii)
-    lengths: Floats = sample(cover, rows, columns).sum(axis=1) * 0.25
+    lengths: Floats = ndimage.map_coordinates(cover, (rows, columns), order=1).sum(axis=1) * 0.25
     return lengths
 
 
@@ -75,12 +77,12 @@ def _shape(profile: Floats) -> tuple[str, float]:
 
 def _found(image: Floats, ground: Floats, mask: Mask) -> Found:
     height, width = mask.shape
-    core = shrunk(mask, 2)
+    core = ndimage.binary_erosion(mask, iterations=2)
     paint: Floats = np.median(image[core if core.any() else mask], axis=0)
     span = paint - ground
-    near = grown(mask, 2)
+    near = ndimage.binary_dilation(mask, iterations=2)
     cover: Floats = np.clip((image - ground) @ span / (span @ span), 0, 1) * near
-    y, x = centre(cover)
+    y, x = ndimage.center_of_mass(cover)
     shape, angle = _shape(_profile(cover, x, y))
     return Found(
         shape=shape,
@@ -97,7 +99,8 @@ def look_at(pixels: Pixels) -> Picture:
     image = pixels.astype(np.float64) / 255
     ground = _background(image)
     mask = np.linalg.norm(image - ground, axis=-1) > _MIN_CONTRAST
-    labels, sizes = connected(mask)
+    labels, _ = ndimage.label(mask)
+    sizes = np.bincount(labels.ravel())[1:]
     kept = [label + 1 for label in np.argsort(sizes)[::-1] if sizes[label] > _MIN_AREA * mask.size]
     found = tuple(_found(image, ground, labels == label) for label in kept)
     return Picture(background=colour_name(ground, tuple(PALETTE)), found=found)
