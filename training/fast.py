@@ -11,7 +11,7 @@ from torch.nn import functional
 RECOMPILE_LIMIT = 64  # every block and every resolution may cost one; the default of 8 would fall back to eager
 NORMS = ("GroupNorm", "WanRMS_norm")
 WARM_UP_CALLS = 3
-Step = Callable[[], Tensor]
+TensorFunction = Callable[[], Tensor]
 
 
 def prepare(seed: int) -> None:
@@ -85,7 +85,7 @@ class Graphed:
 
     _pool: Any = None
 
-    def __init__(self, function: Step) -> None:
+    def __init__(self, function: TensorFunction) -> None:
         self.function, self.calls = function, 0
         self.graph: Any = None
 
@@ -114,6 +114,6 @@ class Graphed:
             self.result = self.function()
 
 
-def graphed(function: Step, *, on: bool) -> Step:
+def graphed(function: TensorFunction, *, on: bool) -> TensorFunction:
     """The function itself, or `Graphed`."""
     return Graphed(function) if on else function

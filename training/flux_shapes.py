@@ -8,6 +8,7 @@ import argparse
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,12 @@ from diffusers import AutoencoderKL, FluxPipeline
 from torch import Tensor
 
 from training.export import export_flux
-from training.fast import Step, graphed, prepare, slow_down, speed_up
+from training.fast import TensorFunction, prepare, slow_down, speed_up
 from training.flow import noisy, sample_sigma
 from training.flux_data import SIZES, Data, Size, Tokenizers
 from training.flux_model import FluxModel, pack, shift_of
-from training.loop import Run, fit, update
-from training.options import device_of, flow_options, plan_of
+from training.loop import Run, fit, step_of
+from training.options import budget_of, device_of, flow_options
 from training.pool import Captioned, captioned_stills
 from training.tokens import byte_pairs, sentence_pieces
 
@@ -67,22 +68,18 @@ def _accelerate(model: FluxModel, device: str) -> FluxModel:
     return model
 
 
-def _steps(run: Run, data: Data, loss_of: Callable[[Size], Tensor], *, all_sizes: bool, graph: bool) -> Step:
-    """Updates with pictures of one size after the other, each size a graph of its own."""
-
-    def of(size: Size) -> Step:
-        return graphed(lambda: update(run, lambda: loss_of(size)), on=graph)
-
-    updates = {size: of(size) for size in SIZES}
-    return lambda: updates[data.next_size(1.0 if all_sizes else run.progress)]()
+def _steps(run: Run, data: Data, loss_of: Callable[[Size], Tensor], *, all_sizes: bool, graph: bool) -> TensorFunction:
+    """Returns a step with pictures of one size after the other, each size a graph of its own."""
+    steps = {size: step_of(run, partial(loss_of, size), graph=graph) for size in SIZES}
+    return lambda: steps[data.next_size(1.0 if all_sizes else run.progress)]()
 
 
 def _stage_one(model: FluxModel, data: Data, args: argparse.Namespace) -> Run:
     device, graph = device_of(args)
-    run = Run(module=_accelerate(model, device), plan=plan_of(args, args.out / "flow"))
+    run = Run(module=_accelerate(model, device), budget=budget_of(args, args.out / "flow"))
     step = _steps(run, data, lambda size: flow_loss(model, data, size, args), all_sizes=bool(args.start), graph=graph)
     fit(run, step, args.max_steps)
-    run.average.copy_to_module()
+    run.use_average()
     return run
 
 
@@ -98,20 +95,20 @@ def _stage_two(model: FluxModel, data: Data, args: argparse.Namespace) -> None:
     teacher = _accelerate(_frozen(model), device)
     model.requires_grad_(False)
     model.transformer.requires_grad_(True)
-    plan = replace(
-        plan_of(args, args.out / "distilled"),
+    budget = replace(
+        budget_of(args, args.out / "distilled"),
         minutes=args.distill_minutes,
         total_minutes=args.distill_minutes,
         learning_rate=args.learning_rate / 2,
         decay_from=0.3,
     )
-    run = Run(module=model, plan=plan)
+    run = Run(module=model, budget=budget)
 
     def loss_of(size: Size) -> Tensor:
         return distillation_loss(model, teacher, data, size, args.batch)
 
     fit(run, _steps(run, data, loss_of, all_sizes=True, graph=graph), args.max_steps)
-    run.average.copy_to_module()
+    run.use_average()
 
 
 def untrained(stills: Captioned) -> tuple[FluxModel, Tokenizers]:

@@ -1,11 +1,11 @@
-"""Command-line options that the trainers share, and the `Plan` they make."""
+"""Command-line options that the trainers share, and the `Budget` that they make."""
 
 import argparse
 from pathlib import Path
 
 import torch
 
-from training.loop import Plan
+from training.loop import Budget
 from training.reading import READING_WEIGHT
 
 
@@ -47,9 +47,9 @@ def device_of(args: argparse.Namespace) -> tuple[str, bool]:
     return device, device == "cuda" and not args.eager
 
 
-def plan_of(args: argparse.Namespace, out: Path, *, ema_decay: float = 0.999) -> Plan:
-    """The plan that the options ask for."""
-    return Plan(
+def budget_of(args: argparse.Namespace, out: Path, *, ema_decay: float = 0.999) -> Budget:
+    """Returns the budget that the options ask for."""
+    return Budget(
         out=out,
         minutes=args.minutes,
         total_minutes=args.total_minutes or args.minutes,

@@ -16,9 +16,9 @@ from torch.nn import functional
 
 from training import flux_model, wan_model
 from training.draw import Drawings, draw
-from training.fast import channels_last, graphed, prepare, slow_down, speed_up_norms
-from training.loop import Plan, Run, fit, update
-from training.options import device_of, plan_of, run_options
+from training.fast import channels_last, prepare, slow_down, speed_up_norms
+from training.loop import Budget, Run, fit, step_of
+from training.options import budget_of, device_of, run_options
 from training.pool import Captioned, captioned_motions, captioned_stills
 from training.scenes import SHAPES
 
@@ -163,7 +163,7 @@ def _trainable(vae: Any, *, decoder_only: bool) -> None:
                 part.requires_grad_(False)
 
 
-def train(plan: Plan, args: argparse.Namespace) -> None:
+def train(budget: Budget, args: argparse.Namespace) -> None:
     """Trains, measures the latents' statistics and writes `out/vae` in diffusers' layout (float32)."""
     prepare(args.seed)
     task, (device, graph) = TASKS[args.model], device_of(args)
@@ -172,7 +172,7 @@ def train(plan: Plan, args: argparse.Namespace) -> None:
     stars = every[(drawings.shape_NI == SHAPES.index("star")).any(1)]
     module = _untrained(task, args.start).to(device)
     _trainable(module, decoder_only=args.decoder_only)
-    run, size = Run(module=module, plan=plan), args.batch or task.batch
+    run, size = Run(module=module, budget=budget), args.batch or task.batch
 
     def loss_of() -> Tensor:
         row = torch.where(torch.rand(size, device=device) < STARS, _some(stars, size), _some(every, size))
@@ -181,10 +181,10 @@ def train(plan: Plan, args: argparse.Namespace) -> None:
     if device == "cuda":
         channels_last(run.module)
         speed_up_norms(run.module)
-    fit(run, graphed(lambda: update(run, loss_of), on=graph), args.max_steps)
-    run.average.copy_to_module()
+    fit(run, step_of(run, loss_of, graph=graph), args.max_steps)
+    run.use_average()
     slow_down(run.module)
-    _finish(task, run.module.eval(), drawings, plan.out, keep_statistics=args.decoder_only)
+    _finish(task, run.module.eval(), drawings, budget.out, keep_statistics=args.decoder_only)
 
 
 def main() -> None:
@@ -192,7 +192,7 @@ def main() -> None:
     parser.add_argument("--decoder-only", action="store_true", help="keep the latents as they are")
     parser.add_argument("--model", choices=sorted(TASKS), required=True)
     args = parser.parse_args()
-    train(plan_of(args, args.out, ema_decay=0.99), args)
+    train(budget_of(args, args.out, ema_decay=0.99), args)
 
 
 if __name__ == "__main__":

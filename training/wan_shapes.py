@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerBase
 
 from training.draw import draw
 from training.export import export_wan
-from training.fast import Step, graphed, prepare, slow_down, speed_up
+from training.fast import TensorFunction, prepare, slow_down, speed_up
 from training.flow import noisy, sample_sigma
-from training.loop import Run, fit, update
-from training.options import device_of, flow_options, plan_of
+from training.loop import Run, fit, step_of
+from training.options import budget_of, device_of, flow_options
 from training.pool import Captioned, LatentPool, captioned_motions, token_ids, with_dropout
 from training.tokens import sentence_pieces
 from training.wan_model import FLOW_SHIFT, NUM_FRAMES, SIDE_PX, WanModel
@@ -75,12 +75,12 @@ def flow_loss(model: WanModel, data: Data, args: argparse.Namespace) -> Tensor:
     return torch.stack((error.square().mean(), args.reading * model.reader.loss(text, data.labels[row])))
 
 
-def _steps(run: Run, model: WanModel, data: Data, args: argparse.Namespace, graph: bool) -> Step:
-    updating = graphed(lambda: update(run, lambda: flow_loss(model, data, args)), on=graph)
+def _refreshing_step(run: Run, model: WanModel, data: Data, args: argparse.Namespace, graph: bool) -> TensorFunction:
+    flow_step = step_of(run, lambda: flow_loss(model, data, args), graph=graph)
 
     def step() -> Tensor:
         data.refresh()
-        return updating()
+        return flow_step()
 
     return step
 
@@ -110,9 +110,9 @@ def train(args: argparse.Namespace) -> None:
     data = Data(motions, vae, tokenizer, pool=args.pool, chunk=args.chunk, device=device, graph=graph)
     model.to(device)
     speed_up([*model.transformer.blocks, *model.umt5.encoder.block], device, dynamic=False)
-    run = Run(module=model, plan=plan_of(args, args.out))
-    fit(run, _steps(run, model, data, args, graph), args.max_steps)
-    run.average.copy_to_module()
+    run = Run(module=model, budget=budget_of(args, args.out))
+    fit(run, _refreshing_step(run, model, data, args, graph), args.max_steps)
+    run.use_average()
     slow_down(model)
     export_wan(args.export, model, vae, tokenizer)
 
