@@ -1,6 +1,7 @@
 """The parts of flux-shapes, untrained, in the shapes that ship."""
 
 import math
+from functools import cache
 
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
@@ -8,6 +9,7 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerBase, T5Config, T5EncoderModel
 
+from pipelines.flux.latents import image_ids, pack
 from training.reading import STILL_ANSWERS, Reader
 from training.scenes import PLACES
 from training.tokens import MAX_LENGTH
@@ -109,19 +111,10 @@ def shift_of(num_image_tokens: int) -> float:
     return math.exp(calculate_shift(num_image_tokens))
 
 
-def pack(latents_BCHW: Tensor) -> Tensor:
-    """2 x 2 patches as tokens (B, HW / 4, 4 C), as FLUX packs them."""
-    batch, channels, height, width = latents_BCHW.shape
-    patches = latents_BCHW.view(batch, channels, height // 2, 2, width // 2, 2).permute(0, 2, 4, 1, 3, 5)
-    return patches.reshape(batch, height * width // 4, 4 * channels)
-
-
-def image_ids(height: int, width: int, device: torch.device) -> Tensor:
-    """Positions (tokens, 3) of the packed latents of a height x width latent."""
-    rows, columns = torch.meshgrid(
-        torch.arange(height // 2, device=device), torch.arange(width // 2, device=device), indexing="ij"
-    )
-    return torch.stack((torch.zeros_like(rows), rows, columns), dim=-1).reshape(-1, 3).float()
+@cache
+def _positions(height: int, width: int, device: torch.device) -> Tensor:
+    """Returns `image_ids`, kept on the device: a copy to it cannot be part of a CUDA graph."""
+    return image_ids(height, width).to(device)
 
 
 def additive(hidden: Tensor) -> Tensor:
@@ -168,7 +161,7 @@ class FluxModel(nn.Module):
             pooled_projections=pooled,
             timestep=sigma_B,
             guidance=guidance_B,
-            img_ids=image_ids(height, width, latents_BCHW.device),
+            img_ids=_positions(height, width, latents_BCHW.device),
             txt_ids=torch.zeros(sequence.shape[1], 3, device=latents_BCHW.device),
             return_dict=False,
         )[0]
