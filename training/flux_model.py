@@ -19,7 +19,7 @@ TEXT_ATTENTION = "eager"  # 48 tokens need no kernel, and T5's position bias nee
 
 
 def build_vae() -> AutoencoderKL:
-    """8x down, 16 channels. No attention: every size decodes alike."""
+    """Returns an auto-encoder: 8x down, 16 channels, and no attention, so that every size decodes alike."""
     return AutoencoderKL(
         in_channels=3,
         out_channels=3,
@@ -70,7 +70,7 @@ def build_clip(tokenizer: PreTrainedTokenizerBase) -> CLIPTextModel:
 
 
 def t5_config(tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
-    """What the T5 and the UMT5 encoder have in common."""
+    """Returns the options that the T5 and the UMT5 encoder have in common."""
     return {
         "vocab_size": len(tokenizer),
         "d_model": TEXT_DIM,
@@ -94,7 +94,7 @@ def build_t5(tokenizer: PreTrainedTokenizerBase) -> T5EncoderModel:
 
 
 def build_scheduler() -> FlowMatchEulerDiscreteScheduler:
-    """FLUX.1-dev's own settings."""
+    """Returns a scheduler with FLUX.1-dev's own settings."""
     return FlowMatchEulerDiscreteScheduler(
         num_train_timesteps=1000,
         shift=3.0,
@@ -107,7 +107,7 @@ def build_scheduler() -> FlowMatchEulerDiscreteScheduler:
 
 
 def shift_of(num_image_tokens: int) -> float:
-    """The factor by which FLUX's scheduler moves its noise levels for a picture of so many tokens."""
+    """Returns the factor by which FLUX's scheduler moves its noise levels for a picture of so many tokens."""
     return math.exp(calculate_shift(num_image_tokens))
 
 
@@ -118,8 +118,8 @@ def _positions(height: int, width: int, device: torch.device) -> Tensor:
 
 
 def additive(hidden: Tensor) -> Tensor:
-    """What attention adds to the scores of hidden places. The encoders' own masks copy a number to the device each
-    time, which no CUDA graph may do."""
+    """Returns the numbers that attention adds to the scores of hidden places. The encoders' own masks copy a number to
+    the device each time, which no CUDA graph may do."""
     return hidden.float() * torch.finfo(torch.float32).min
 
 
@@ -134,13 +134,13 @@ class FluxModel(nn.Module):
 
     @property
     def clip_layers(self) -> nn.ModuleList:
-        """The CLIP encoder's blocks, wherever this version of transformers keeps them."""
+        """Returns the CLIP encoder's blocks, wherever this version of transformers keeps them."""
         encoder = getattr(self.clip, "text_model", self.clip).encoder
         layers: nn.ModuleList = encoder.layers
         return layers
 
     def text(self, clip_ids_BL: Tensor, t5_ids_BL: Tensor) -> tuple[Tensor, Tensor]:
-        """(pooled (B, D), sequence (B, L, D)) in float32. Padding is attended to, as in FLUX's pipeline."""
+        """Returns pooled (B, D) and sequence (B, L, D) in float32. Padding is attended to, as in FLUX's pipeline."""
         length, device = clip_ids_BL.shape[1], clip_ids_BL.device
         every = torch.zeros(1, 1, 1, length, device=device)
         later = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
@@ -152,7 +152,7 @@ class FluxModel(nn.Module):
     def velocity(
         self, latents_BCHW: Tensor, sigma_B: Tensor, guidance_B: Tensor, text: tuple[Tensor, Tensor]
     ) -> Tensor:
-        """Predicted velocity, packed."""
+        """Returns the predicted velocity, packed (B, S, 4 C)."""
         pooled, sequence = text
         height, width = latents_BCHW.shape[-2:]
         prediction: Tensor = self.transformer(

@@ -59,7 +59,7 @@ class Run:
 
     @property
     def progress(self) -> float:
-        """Share of the whole time budget that is used up."""
+        """Returns the share of the whole time budget that is used up."""
         return self.elapsed_s / (self.budget.total_minutes * 60)
 
     def save(self) -> None:

@@ -42,9 +42,11 @@ def test_every_trained_parameter_has_one_optimizer() -> None:
     module = nn.ModuleDict({"embed": nn.Embedding(5, 4), "blocks": nn.ModuleList([block]), "norm": nn.LayerNorm(4)})
     trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
     for with_muon, num_optimizers in ((False, 1), (True, 2)):
-        made = optimizers(module, with_muon=with_muon)
-        ids = [id(parameter) for one in made for group in one.param_groups for parameter in group["params"]]
-        assert len(made) == num_optimizers
+        chosen = optimizers(module, with_muon=with_muon)
+        ids = [
+            id(parameter) for optimizer in chosen for group in optimizer.param_groups for parameter in group["params"]
+        ]
+        assert len(chosen) == num_optimizers
         assert len(ids) == len(set(ids))
         assert set(ids) == trained
 
