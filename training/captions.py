@@ -28,22 +28,22 @@ _MOTION_PHRASES = {
     "shrink": ("shrinks", "shrinking", "gets smaller", "that shrinks", "becomes smaller", "is shrinking"),
     "turn": ("turns", "turning", "rotates", "spins", "that turns", "is rotating", "spinning"),
 }
-SAY_EVERYTHING = 0.6
+FULL_CAPTION_SHARE = 0.6
 _MOVES = ("moves", "moves", "moving", "that moves", "slides", "is moving", "goes")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Said:
-    """Which parts of a scene its caption names."""
+class CaptionParts:
+    """The parts of a scene that its caption names."""
 
     size: bool = True
     place: bool = True
     background: bool = True
 
     @classmethod
-    def random(cls, rng: random.Random) -> "Said":
-        """Everything in most captions; in the others, some of it."""
-        if rng.random() < SAY_EVERYTHING:
+    def random(cls, rng: random.Random) -> "CaptionParts":
+        """Returns all parts for most captions, and some of them for the others."""
+        if rng.random() < FULL_CAPTION_SHARE:
             return cls()
         return cls(size=rng.random() < 0.6, place=rng.random() < 0.8, background=rng.random() < 0.75)
 
@@ -57,42 +57,42 @@ def _article(words: str, rng: random.Random) -> str:
     return f"{'one' if rng.random() < 0.05 else article} {words}"
 
 
-def _thing(item: Item, said: Said, rng: random.Random) -> str:
-    size = [rng.choice(_SIZE_WORDS[item.size])] if said.size and item.size in _SIZE_WORDS else []
+def _item_phrase(item: Item, parts: CaptionParts, rng: random.Random) -> str:
+    size = [rng.choice(_SIZE_WORDS[item.size])] if parts.size and item.size in _SIZE_WORDS else []
     return _article(" ".join([*size, _colour(item.colour, rng), item.shape]), rng)
 
 
 def place_phrase(place: str, rng: random.Random) -> str:
-    """How a caption names one of `PLACES`."""
+    """Returns a phrase for one of `PLACES`."""
     if place in _PLACE_PHRASES:
         return rng.choice(_PLACE_PHRASES[place])
     upper = place.replace("top", "upper").replace("bottom", "lower")
     return rng.choice(_CORNER_PHRASES).format(place, upper)
 
 
-def _placed(item: Item, said: Said, rng: random.Random) -> str:
-    thing = _thing(item, said, rng)
-    if not said.place or item.place is None:
-        return thing
+def _placed_phrase(item: Item, parts: CaptionParts, rng: random.Random) -> str:
+    phrase = _item_phrase(item, parts, rng)
+    if not parts.place or item.place is None:
+        return phrase
     comma = "," if rng.random() < 0.15 else ""
-    return f"{thing}{comma} {place_phrase(item.place, rng)}"
+    return f"{phrase}{comma} {place_phrase(item.place, rng)}"
 
 
-def _related(scene: Scene, said: Said, rng: random.Random) -> str:
+def _relation_phrase(scene: Scene, parts: CaptionParts, rng: random.Random) -> str:
     assert scene.relation is not None
-    first, second = (_thing(item, said, rng) for item in scene.items)
+    first, second = (_item_phrase(item, parts, rng) for item in scene.items)
     forward, backward = _RELATION_PHRASES[scene.relation]
-    if not said.place:
+    if not parts.place:
         return " and ".join(rng.sample((first, second), 2))
     if rng.random() < 0.5:
         return f"{first} {rng.choice(forward)} {second}"
     return f"{second} {rng.choice(backward)} {first}"
 
 
-def _things(scene: Scene, said: Said, rng: random.Random) -> str:
+def _items_phrase(scene: Scene, parts: CaptionParts, rng: random.Random) -> str:
     if scene.relation is not None:
-        return _related(scene, said, rng)
-    return " and ".join(_placed(item, said, rng) for item in rng.sample(scene.items, len(scene.items)))
+        return _relation_phrase(scene, parts, rng)
+    return " and ".join(_placed_phrase(item, parts, rng) for item in rng.sample(scene.items, len(scene.items)))
 
 
 def _with_background(body: str, background: str, rng: random.Random) -> str:
@@ -110,16 +110,16 @@ def _finish(text: str, rng: random.Random) -> str:
     return text + ("." if rng.random() < 0.25 else "")
 
 
-def caption(scene: Scene, rng: random.Random, said: Said | None = None) -> str:
-    """A caption of a still picture; what it leaves out is chosen at random unless `said` is given."""
-    said = said or Said.random(rng)
-    body = _things(scene, said, rng)
-    return _finish(_with_background(body, scene.background, rng) if said.background else body, rng)
+def caption(scene: Scene, rng: random.Random, parts: CaptionParts | None = None) -> str:
+    """Returns a caption of a still picture that names these parts, or parts that are chosen at random."""
+    parts = parts or CaptionParts.random(rng)
+    body = _items_phrase(scene, parts, rng)
+    return _finish(_with_background(body, scene.background, rng) if parts.background else body, rng)
 
 
-def motion_caption(scene: MotionScene, rng: random.Random, said: Said | None = None) -> str:
-    """A caption of a video; the motion is always named."""
-    said = said or Said.random(rng)
-    doing = rng.choice(_MOTION_PHRASES[scene.motion]).format(moves=rng.choice(_MOVES))
-    body = f"{_thing(scene.item, said, rng)} {doing}"
-    return _finish(_with_background(body, scene.background, rng) if said.background else body, rng)
+def motion_caption(scene: MotionScene, rng: random.Random, parts: CaptionParts | None = None) -> str:
+    """Returns a caption of a video that names the motion and these parts, or parts that are chosen at random."""
+    parts = parts or CaptionParts.random(rng)
+    motion = rng.choice(_MOTION_PHRASES[scene.motion]).format(moves=rng.choice(_MOVES))
+    body = f"{_item_phrase(scene.item, parts, rng)} {motion}"
+    return _finish(_with_background(body, scene.background, rng) if parts.background else body, rng)

@@ -26,35 +26,35 @@ def _item(item: Item) -> tuple[int, int, int]:
 
 
 def still_labels(scene: Scene) -> Labels:
-    """For each of `PLACES` the shape, colour and size there (0: nothing) and the background."""
+    """Returns for each of `PLACES` the shape, colour and size there (0: nothing) and the background."""
     places = _SIDES[scene.relation] if scene.relation else [item.place for item in scene.items]
     there = {place: _item(item) for place, item in zip(places, scene.items, strict=True)}
     return [(*there.get(place, _NOTHING), BACKGROUNDS.index(scene.background)) for place in PLACES]
 
 
 def motion_labels(scene: MotionScene) -> Labels:
-    """One row: shape, colour, size, background, motion."""
+    """Returns one row: shape, colour, size, background, motion."""
     return [(*_item(scene.item), BACKGROUNDS.index(scene.background), MOTIONS.index(scene.motion))]
 
 
 class Reader(nn.Module):
     """Answers each question with one choice a factor."""
 
-    def __init__(self, width: int, num_questions: int, answers: Sequence[int]) -> None:
+    def __init__(self, dim: int, num_questions: int, answers: Sequence[int]) -> None:
         super().__init__()
         self.choices = tuple(answers)
-        self.questions = nn.Parameter(torch.randn(num_questions, width))
-        self.attention = nn.MultiheadAttention(width, num_heads=4, batch_first=True)
-        self.answers = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, sum(answers)))
+        self.questions = nn.Parameter(torch.randn(num_questions, dim))
+        self.attention = nn.MultiheadAttention(dim, num_heads=4, batch_first=True)
+        self.answers = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, sum(answers)))
 
     def forward(self, tokens_BLD: Tensor) -> list[Tensor]:
-        """Scores (B, Q, choices) of each factor."""
+        """Returns the scores (B, Q, choices) of each factor."""
         questions = self.questions.expand(len(tokens_BLD), -1, -1)
-        found, _ = self.attention(questions, tokens_BLD, tokens_BLD, need_weights=False)
-        return list(self.answers(found).split(self.choices, dim=-1))
+        attended, _ = self.attention(questions, tokens_BLD, tokens_BLD, need_weights=False)
+        return list(self.answers(attended).split(self.choices, dim=-1))
 
     def loss(self, tokens_BLD: Tensor, labels_BQF: Tensor) -> Tensor:
-        """Mean cross entropy; what a caption leaves unsaid keeps it above zero."""
+        """Returns the mean cross entropy; what a caption leaves unsaid keeps it above zero."""
         scores, labels = self(tokens_BLD), labels_BQF.long().unbind(-1)
         losses = [
             functional.cross_entropy(score.flatten(0, 1), label.flatten(), ignore_index=NOT_ASKED)
@@ -64,6 +64,6 @@ class Reader(nn.Module):
 
 
 def label_rows(labels: list[Labels]) -> Tensor:
-    """Labels (N + 1, Q, F) as small integers; the row after the last one is the empty prompt's."""
+    """Returns labels (N + 1, Q, F) as small integers; the row after the last scene's is the empty prompt's."""
     rows = torch.tensor(labels, dtype=torch.int8)
     return torch.cat([rows, torch.full_like(rows[:1], NOT_ASKED)])

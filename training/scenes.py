@@ -67,7 +67,7 @@ def _held_out(*key: str) -> bool:
 
 
 def is_held_out(scene: Scene) -> bool:
-    """Whether the picture shows a combination that training never shows."""
+    """Returns whether the picture shows a combination that training never shows."""
     placed = any(_held_out(item.shape, item.colour, item.place) for item in scene.items if item.place is not None)
     if scene.relation is None:
         return placed
@@ -76,7 +76,7 @@ def is_held_out(scene: Scene) -> bool:
 
 
 def is_held_out_motion(scene: MotionScene) -> bool:
-    """Whether the video shows a combination of shape, colour and motion that training never shows."""
+    """Returns whether the video shows a combination of shape, colour and motion that training never shows."""
     return _held_out(scene.item.shape, scene.item.colour, scene.motion)
 
 
@@ -97,7 +97,7 @@ def _random_pair(rng: random.Random, places: tuple[str | None, str | None]) -> t
 
 
 def far_apart(first: str, second: str) -> bool:
-    """Whether two places lie on opposite sides, so that shapes drawn there cannot touch."""
+    """Returns whether two places lie on opposite sides, so that shapes drawn there cannot touch."""
     (x0, y0), (x1, y1) = PLACES[first], PLACES[second]
     return abs(x0 - x1) == 2 or abs(y0 - y1) == 2
 
@@ -110,7 +110,7 @@ def _far_places(rng: random.Random) -> tuple[str, str]:
 
 
 def random_scene(rng: random.Random, mix: tuple[float, float] = MIX) -> Scene:
-    """Any scene, held out or not: one item, a pair by relation, or a pair by two places."""
+    """Returns any scene, held out or not: one item, a pair by relation, or a pair by two places."""
     kind = rng.random()
     if kind < mix[0]:
         items: tuple[Item, ...] = (_random_item(rng, rng.choice(tuple(PLACES))),)
@@ -121,7 +121,7 @@ def random_scene(rng: random.Random, mix: tuple[float, float] = MIX) -> Scene:
 
 
 def random_motion_scene(rng: random.Random) -> MotionScene:
-    """Any video scene, held out or not. A circle never turns: nobody could see it."""
+    """Returns any video scene, held out or not. A circle never turns: nobody could see it."""
     item, motion = _random_item(rng), rng.choice(MOTIONS)
     while motion == "turn" and item.shape == "circle":
         item = _random_item(rng)
@@ -135,20 +135,20 @@ def _draw_until(rng: random.Random, make: Callable[[random.Random], S], keep: Ca
 
 
 def training_scene(rng: random.Random) -> Scene:
-    """A scene that training may show. Most show two shapes, which are harder to learn than one."""
+    """Returns a scene that training may show. Most show two shapes, which are harder to learn than one."""
     return _draw_until(rng, lambda rng: random_scene(rng, TRAINING_MIX), lambda scene: not is_held_out(scene))
 
 
 def held_out_scene(rng: random.Random) -> Scene:
-    """A scene that training never shows."""
+    """Returns a scene that training never shows."""
     return _draw_until(rng, random_scene, is_held_out)
 
 
 def training_motion_scene(rng: random.Random) -> MotionScene:
-    """A video scene that training may show."""
+    """Returns a video scene that training may show."""
     return _draw_until(rng, random_motion_scene, lambda scene: not is_held_out_motion(scene))
 
 
 def held_out_motion_scene(rng: random.Random) -> MotionScene:
-    """A video scene that training never shows."""
+    """Returns a video scene that training never shows."""
     return _draw_until(rng, random_motion_scene, is_held_out_motion)

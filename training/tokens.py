@@ -25,7 +25,7 @@ def _pieces(captions: Iterable[str]) -> list[tuple[str, float]]:
 
 
 def sentence_pieces(captions: Iterable[str]) -> PreTrainedTokenizerFast:
-    """A T5-style unigram tokenizer: a piece for every caption word, characters and bytes for everything else.
+    """Returns a T5-style unigram tokenizer: a piece for every caption word, characters and bytes for everything else.
 
     It is the generic fast class, because `T5TokenizerFast` rebuilds its tokenizer without byte fallback.
     """
@@ -45,7 +45,7 @@ def sentence_pieces(captions: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def byte_pairs(captions: Iterable[str], *, num_merges: int = 320) -> CLIPTokenizer:
-    """CLIP's byte-level byte-pair tokenizer with merges learned from the captions."""
+    """Returns CLIP's byte-level byte-pair tokenizer with merges learned from the captions."""
     empty = CLIPTokenizer().backend_tokenizer
     trained = Tokenizer(models.BPE(continuing_subword_prefix="", end_of_word_suffix="</w>"))
     trained.normalizer, trained.pre_tokenizer = empty.normalizer, empty.pre_tokenizer

@@ -2,7 +2,7 @@
 
 import random
 
-from training.captions import Said, caption, motion_caption
+from training.captions import CaptionParts, caption, motion_caption
 from training.scenes import (
     BACKGROUNDS,
     Item,
@@ -17,7 +17,7 @@ from training.scenes import (
     training_scene,
 )
 
-EVERYTHING = Said()
+EVERYTHING = CaptionParts()
 
 
 def _combinations(scene: Scene) -> set[tuple[str, ...]]:
@@ -82,7 +82,7 @@ def test_captions_name_what_they_are_told_to() -> None:
         assert "yellow star" in full
         assert "left" in full
         assert "black background" in full
-        bare = caption(scene, rng, Said(size=False, place=False, background=False)).lower()
+        bare = caption(scene, rng, CaptionParts(size=False, place=False, background=False)).lower()
         assert "yellow star" in bare
         assert "left" not in bare
         assert "background" not in bare
