@@ -31,8 +31,9 @@ from benchmarks.timing import rank_synchronize
 from engines.core.model import Branch
 from engines.core.shard_plan import ShardPlan
 from engines.core.team_sizes import tiling_sizes
-from engines.quantization.linear import Scheme, swap_linears
-from engines.quantization.observe import recording
+from engines.quantization.calibration import recording
+from engines.quantization.linear import swap_linears
+from engines.quantization.scales import Scheme
 from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
 from pipelines.loading import resolve_path

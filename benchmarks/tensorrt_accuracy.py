@@ -26,7 +26,9 @@ from torch import Tensor
 
 from engines.core.model import Branch, DenoiserModel
 from engines.core.spec import ParallelSpec
-from engines.quantization.onnx import Kind, Quantization, observed
+from engines.quantization.calibration import recording
+from engines.quantization.onnx import Quantization
+from engines.quantization.scales import Scheme
 from engines.tensorrt_engine.export.exported import Exported, export, rank_weights
 from engines.tensorrt_engine.export.trace import ChangeModule, offline_team, unchanged
 from pipelines.family import Defaults, Family
@@ -139,14 +141,14 @@ def calibrated(subject: Subject, prompts: Prompts) -> dict[str, float]:
     model = subject.model(torch.float32)
     pipeline = subject.pipeline(torch.float32, PlainEngine(model=model))
     (module,) = model.modules.values()
-    with observed(module, model.plan) as amax:
+    with recording(module, model.plan) as amax:
         for seed, (_, prompt) in enumerate(prompts):
             pipeline.denoise(subject.request(prompt, CALIBRATION_NOISE + seed))
     return amax
 
 
-def quantizing(kind: Kind, amax: dict[str, float]) -> Change:
-    return lambda model: Quantization(plan=model.plan, amax=amax, kind=kind)
+def quantizing(kind: Scheme, amax: dict[str, float]) -> Change:
+    return lambda model: Quantization(plan=model.plan, amax=amax, scheme=kind)
 
 
 def psnr_db(given: NDArray[Any], expected: NDArray[Any]) -> float:

@@ -15,19 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.tensorrt_accuracy import CALIBRATION_NOISE, Engines, Prompts, Subject, calibrated
-from engines.quantization.onnx import (
-    LARGEST,
-    PER_TENSOR,
-    QUANTIZE_DEQUANTIZE,
-    Kind,
-    QuantizedLinear,
-    quantized_linears,
-)
+from engines.quantization.layers import quantizable
+from engines.quantization.onnx import PER_TENSOR, QUANTIZE_DEQUANTIZE, QuantizedLinear
+from engines.quantization.scales import LARGEST, Scheme
 from pipelines.run import Pipeline, PlainEngine
 
 SAMPLES_PER_CALL, NUM_CLIPS, SMALLEST_CLIP = 2000, 41, 0.2
 WRITERS = ("proj_out", "net.2", "to_out.0", "to_add_out")
-KINDS: tuple[Kind, ...] = ("int8", "fp8")
+KINDS: tuple[Scheme, ...] = ("int8", "fp8")
 Amax = Mapping[str, float]
 
 
@@ -44,7 +39,7 @@ def samples(subject: Subject, prompts: Prompts) -> dict[str, Tensor]:
 
         return look
 
-    for name, layer in quantized_linears(module, model.plan):
+    for name, layer in quantizable(module, model.plan):
         layer.register_forward_pre_hook(watch(name))
     pipeline = subject.pipeline(torch.float32, PlainEngine(model=model))
     for seed, (_, prompt) in enumerate(prompts):
@@ -52,7 +47,7 @@ def samples(subject: Subject, prompts: Prompts) -> dict[str, Tensor]:
     return {name: torch.cat(parts) for name, parts in drawn.items()}
 
 
-def least_squares(x: Tensor, largest: float, kind: Kind) -> float:
+def least_squares(x: Tensor, largest: float, kind: Scheme) -> float:
     """The clipping magnitude, up to ``largest``, with the least squared error over the samples."""
 
     def error(clip: float) -> float:
@@ -71,7 +66,7 @@ def percentile(x: Tensor, share: float) -> float:
 class Rule:
     """How scales are chosen, for which layers."""
 
-    kind: Kind
+    kind: Scheme
     scale: str = "largest"
     layers: str = "all"
     per_weight: bool = False
@@ -122,7 +117,7 @@ def block_of(name: str) -> str:
 def _pipeline(subject: Subject, rule: Rule, amax: Amax) -> Pipeline:
     model = subject.model(torch.float32)
     (module,) = model.modules.values()
-    layers = dict(quantized_linears(module, model.plan))
+    layers = dict(quantizable(module, model.plan))
     for name in chosen_layers(rule, list(layers)):
         quantized = QuantizedLinear(layers[name], amax[name], rule.kind)
         if rule.per_weight:

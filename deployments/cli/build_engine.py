@@ -120,13 +120,15 @@ def calibrate(
     path: Path, prompts: Sequence[str], size: str | None, folder: Path, device: torch.device, dtype: torch.dtype
 ) -> None:
     """What was seen over ``prompts`` is kept for this checkpoint."""
-    from engines.tensorrt_engine.calibration import calibrating
+    from engines.quantization.calibration import calibration_of, recording_all, save_calibration
 
     model, run = model_over(prompts, path, size, device, dtype)
-    with calibrating(model, folder) as records:
+    with recording_all(model) as records:
         run()
     for name, record in records.items():
-        console.print(f"calibrated {name} on {len(prompts)} prompts: {record}", highlight=False, soft_wrap=True)
+        file = calibration_of(model.modules[name], folder)
+        save_calibration({name: record}, file)
+        console.print(f"calibrated {name} on {len(prompts)} prompts: {file}", highlight=False, soft_wrap=True)
 
 
 def find_target(text: str) -> Any:

@@ -31,14 +31,15 @@ def calibrate(source: str, out: Path, prompts_file: Path | None, size: str | Non
 
     ValueError for a model, a size or a file of prompts that cannot be used.
     """
-    from engines.quantization.observe import calibrating
+    from engines.quantization.calibration import recording_all, save_calibration
     from pipelines.loading import resolve_dtype, resolve_path
 
     prompts, device = read_prompts(prompts_file), find_device()
     dtype = resolve_dtype(dtype_name, device)
     model, run = model_over(prompts, resolve_path(source), size, device, dtype)
-    with calibrating(model, out):
+    with recording_all(model) as records:
         run()
+    save_calibration(records, out)
     console.print(f"{out}  scales of {source} over {len(prompts)} prompts", highlight=False, soft_wrap=True)
 
 

@@ -76,7 +76,7 @@ class Gang:
                     yield event
 
     async def submit_grouped(self, job: Job, *, every_s: float) -> AsyncGenerator[tuple[JobEvent, ...], None]:
-        """As ``submit``; steps that end within ``every_s`` of the last group come together, anything else at once."""
+        """Gives events as ``submit`` does; steps that end within ``every_s`` of the last group come together."""
         open_job, told_s = self._driver.open(job), -math.inf
         try:
             while True:

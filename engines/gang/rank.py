@@ -68,7 +68,7 @@ class Rank:
         return self._communicator.open_store(_node_ip())
 
     def join(self, address: StoreAddress) -> RankInfo:
-        """On a GPU, groups and first exchanges follow in a thread, while the main thread builds."""
+        """Joins the communicator. On a GPU, groups and first exchanges follow in a thread beside ``build``."""
         self._communicator.join(address)
         if self._context.device != "cpu":  # Gloo connects ranks at once: nothing to gain
             import torch

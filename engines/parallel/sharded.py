@@ -15,7 +15,7 @@ from engines.core.model import Branch, DenoiserModel, dtype_of
 from engines.core.shard_plan import ShardPlan
 from engines.parallel.attention import local_kernel
 from engines.parallel.collectives import Axis
-from engines.parallel.copies import twin
+from engines.parallel.copies import weight_sharing_copy
 from engines.parallel.mesh import Team
 from engines.parallel.pipeline import Stage, block_weights, other_stages
 from engines.parallel.strategy import MakeKernel, team_kernel
@@ -100,7 +100,7 @@ class ShardedModel:
         if team.tensor.size > 1:
             module = split_weights(whole, plan, team.tensor)  # a copy, which keeps the hooks
         elif team.pipeline.size > 1 or weights is not None:
-            module = twin(whole)
+            module = weight_sharing_copy(whole)
         if weights is not None:
             slices = slices_of(whole, plan, team.tensor) if team.tensor.size > 1 else {}
             weights.fill(name, module, slices, leave_out=other_stages(module, plan, team, self._weights[name]))

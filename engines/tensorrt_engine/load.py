@@ -10,6 +10,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from engines.core.fingerprint import fingerprint
 from engines.core.model import Branch, DenoiserModel
 from engines.core.spec import ParallelSpec
 from engines.core.team_sizes import tiling_sizes
@@ -21,11 +22,10 @@ from engines.tensorrt_engine.build.builder import BuildOptions
 from engines.tensorrt_engine.build.engine_cache import DEFAULT_FOLDER, PlanCache
 from engines.tensorrt_engine.build.export_cache import ExportCache
 from engines.tensorrt_engine.build.targets import Target
-from engines.tensorrt_engine.calibration import fingerprint, quantization
 from engines.tensorrt_engine.config import ResolvedConfig, TensorRTConfig
 from engines.tensorrt_engine.engine import TensorRTEngine
 from engines.tensorrt_engine.export.buckets import check_branches
-from engines.tensorrt_engine.export.exporter import Exporter
+from engines.tensorrt_engine.export.exporter import Exporter, change_for
 from engines.tensorrt_engine.export.onnx_graph import EngineGraph
 from engines.tensorrt_engine.rules import Precision, Weights
 from engines.tensorrt_engine.run.preflight import (
@@ -116,7 +116,7 @@ def exporter_of(config: TensorRTConfig, model: DenoiserModel, num_ranks: int, ta
     return Exporter(
         model=model,
         weights_as_inputs=config.weights == "inputs",
-        change=lambda name: quantization(model, name, config.precision, config.cache_dir),
+        change=lambda name: change_for(model, name, config.precision, config.cache_dir),
         native_ring=config.resolve(model, num_ranks, target).ring == "native",
         cache=ExportCache(config.cache_dir),
     )

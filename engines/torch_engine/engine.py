@@ -17,8 +17,9 @@ from engines.parallel.early_start import gang_groups
 from engines.parallel.guidance import exchange_predictions, may_pair
 from engines.parallel.mesh import Team, Teams
 from engines.parallel.sharded import ShardedModel
-from engines.quantization.linear import Scheme, swap_linears
-from engines.quantization.observe import load_calibration
+from engines.quantization.calibration import load_calibration
+from engines.quantization.linear import swap_linears
+from engines.quantization.scales import Scheme
 from engines.torch_engine.compiler import compile_blocks, release_blocks
 from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.exchange.choose import kernel_by_length

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from engines.core.model import Branch, DenoiserModel
+from engines.parallel.copies import truncated
 from engines.parallel.mesh import team_of_one
 from engines.parallel.self_check import TOLERANCE, WrongAnswerError, relative_difference
-from engines.parallel.shallow import shallow
 from engines.parallel.sharded import ShardedModel
 from engines.torch_engine.check import QUANTISED_TOLERANCE
 from engines.torch_engine.config import TorchEngineConfig
@@ -30,7 +30,7 @@ def check_sliced(engine: TorchEngine, model: DenoiserModel, config: TorchEngineC
     """
     ranks = tuple(range(engine.team_sizes[-1]))
     num_blocks = engine.team(ranks).pipeline.size
-    small = shallow(model, num_blocks)
+    small = truncated(model, num_blocks)
     branches = small.probe()
     expected = _alone(small, branches)
     allowed = TOLERANCE.get(expected[0].dtype, 1e-4) if config.is_native else QUANTISED_TOLERANCE

@@ -28,7 +28,7 @@ class FluxFamily:
     name: str = "flux"
 
     def defaults(self, path: Path) -> Defaults:
-        """Those of FLUX.1-dev if the model takes a guidance scale, of FLUX.1-schnell if not, then the folder's own."""
+        """Returns FLUX.1-dev's if the model takes a guidance scale, else FLUX.1-schnell's, then the folder's own."""
         distilled: bool = read_config(path, "transformer")["guidance_embeds"]
         known = Defaults(
             kind="image",

@@ -51,7 +51,7 @@ class WanFamily:
     name: str = "wan"
 
     def defaults(self, path: Path) -> Defaults:
-        """Those of the published model that the folder resembles, then the folder's own."""
+        """Returns the defaults of the published model that the folder resembles, then the folder's own."""
         geometry = read_geometry(path)
         known = replace(known_defaults(path), size_multiple=geometry.size_multiple, frame_multiple=geometry.temporal)
         return with_own_defaults(path, known)

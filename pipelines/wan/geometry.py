@@ -1,4 +1,4 @@
-"""From pixels to latent values to tokens, read from a directory's configuration (without torch)."""
+"""The way from pixels to latent values to tokens, read from a directory's configuration (without torch)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZE_MULTIPLE = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Geometry:
-    """From pixels to latents to tokens. ``patch`` is (frames, rows, columns) of a token, ``max_positions`` per dim."""
+    """Pixels, latents and tokens. ``patch`` is (frames, rows, columns) of a token, ``max_positions`` per dim."""
 
     temporal: int
     spatial: int

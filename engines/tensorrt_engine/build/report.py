@@ -15,11 +15,10 @@ from engines.tensorrt_engine.build.engine_cache import CachedPlan, PlanCache
 from engines.tensorrt_engine.build.engine_text import read_plan_text
 from engines.tensorrt_engine.build.progress import spinner
 from engines.tensorrt_engine.build.targets import Target
-from engines.tensorrt_engine.calibration import quantization
 from engines.tensorrt_engine.config import ResolvedConfig, TensorRTConfig
 from engines.tensorrt_engine.export.buckets import divides
 from engines.tensorrt_engine.export.exported import Exported
-from engines.tensorrt_engine.export.exporter import Exporter
+from engines.tensorrt_engine.export.exporter import Exporter, change_for
 from engines.tensorrt_engine.export.onnx_graph import EngineGraph
 from engines.tensorrt_engine.export.trace import offline_team
 from engines.tensorrt_engine.run.step import cached_plan
@@ -86,7 +85,7 @@ def build_engine(
     exporter = Exporter(
         model=model,
         weights_as_inputs=config.weights == "inputs",
-        change=lambda name: quantization(model, name, config.precision, config.cache_dir),
+        change=lambda name: change_for(model, name, config.precision, config.cache_dir),
         native_ring=resolved.ring == "native",
     )
     started_s = time.perf_counter()

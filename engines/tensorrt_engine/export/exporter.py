@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from engines.core.fingerprint import fingerprint
 from engines.core.model import Branch, DenoiserModel
 from engines.parallel.mesh import Team
-from engines.quantization.onnx import Quantization
+from engines.quantization.onnx import Quantization, quantization
 from engines.tensorrt_engine.build.export_cache import ExportCache, export_key
-from engines.tensorrt_engine.calibration import fingerprint
 from engines.tensorrt_engine.config import RingForm
 from engines.tensorrt_engine.export.buckets import profile_over, varying_dims
 from engines.tensorrt_engine.export.exported import Exported, export, export_segments, rank_weights
@@ -72,3 +73,12 @@ class Exporter:
             change=change.digest() if isinstance(change, Quantization) else "",
             values=fingerprint(self.model.modules[branches[0].module]) if inside else "",
         )
+
+
+def change_for(model: DenoiserModel, name: str, precision: str, folder: Path) -> ChangeModule:
+    """What happens to module ``name`` before it is traced. ValueError without the calibration that it needs."""
+    match precision:
+        case "int8" | "fp8":
+            return quantization(model, name, precision, folder)
+        case _:
+            return unchanged

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from engines.core.kernel import Kernel
 from engines.core.model import Branch, DenoiserModel, ModelInputs
 from engines.core.spec import ParallelSpec
-from engines.parallel.copies import twin
+from engines.parallel.copies import weight_sharing_copy
 from engines.parallel.mesh import Groups, Team, Teams
 from engines.parallel.strategy import team_kernel
 from engines.parallel.tensor import split_weights
@@ -45,7 +45,7 @@ class _OneRank(nn.Module):
 
     def __init__(self, model: DenoiserModel, name: str, team: Team, change: ChangeModule, ring: RingForm) -> None:
         super().__init__()
-        module = change(twin(model.modules[name]))
+        module = change(weight_sharing_copy(model.modules[name]))
         self.module = split_weights(module, model.plan, team.tensor) if team.tensor.size > 1 else module
         self._model = model
         self._team = team

@@ -17,8 +17,8 @@ from engines.core.model import DenoiserModel
 from engines.core.rank import RankContext
 from engines.parallel.self_check import WrongAnswerError, relative_difference
 from engines.parallel.weight_files import WeightFiles
+from engines.quantization.calibration import recording, save_calibration
 from engines.quantization.linear import QuantLinear
-from engines.quantization.observe import recording, save_calibration
 from engines.registry import load_engine
 from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine

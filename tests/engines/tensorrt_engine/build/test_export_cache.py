@@ -106,7 +106,7 @@ def test_the_key_holds_all_that_decides_an_export(counted: Counted, monkeypatch:
     assert counted.num_exports == 1, "nor do those of weights"
     wider = inputs | {"encoder_hidden_states": torch.zeros(1, 24, 32)}
     half = inputs | {"encoder_hidden_states": inputs["encoder_hidden_states"].half()}
-    quantized = Quantization(plan=counted.exporter.model.plan, amax={"a": 1.0}, kind="int8")
+    quantized = Quantization(plan=counted.exporter.model.plan, amax={"a": 1.0}, scheme="int8")
     other = replace(quantized, amax={"a": 2.0})
     others = [
         (Branch(inputs=wider), {}),

@@ -9,11 +9,13 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from engines.core.files import write_atomically
+from engines.core.fingerprint import fingerprint
 from engines.core.model import DenoiserModel
 from engines.core.shard_plan import ShardPlan
-from engines.quantization.linear import quantizable
+from engines.quantization.layers import quantizable
 
-Scales = Mapping[str, float]
+Amax = Mapping[str, float]
 """Layer name to the largest magnitude of its input."""
 
 
@@ -39,28 +41,37 @@ class _Recorder:
 
 
 @contextmanager
-def calibrating(model: DenoiserModel, path: Path) -> Iterator[None]:
-    """Writes, at the end of the block, what all modules of the unsplit, unquantised model saw in it."""
+def recording_all(model: DenoiserModel) -> Iterator[dict[str, Amax]]:
+    """Yields the records of all modules of an unsplit, unquantised model, by module name; filled at the block's end.
+
+    Modules of which nothing ran have none.
+    """
+    records: dict[str, Amax] = {}
     with ExitStack() as stack:
-        records = {name: stack.enter_context(recording(m, model.plan)) for name, m in model.modules.items()}
-        yield
-    save_calibration({name: record for name, record in records.items() if record}, path)
+        running = {name: stack.enter_context(recording(m, model.plan)) for name, m in model.modules.items()}
+        yield records
+    records.update({name: record for name, record in running.items() if record})
 
 
-def save_calibration(records: Mapping[str, Scales], path: Path) -> None:
-    """``records`` by module name."""
-    path.write_text(json.dumps(records, indent=1, sort_keys=True) + "\n")
+def save_calibration(records: Mapping[str, Amax], path: Path) -> None:
+    """Write ``records`` by module name."""
+    write_atomically(path, (json.dumps(records, indent=1, sort_keys=True) + "\n").encode())
 
 
 def load_calibration(path: Path, module: str) -> dict[str, float]:
-    """The scales of one module. ``ValueError`` if the file has none for it, or is not a calibration."""
+    """The record of one module. ``ValueError`` if the file has none for it, or is not a calibration."""
     document = json.loads(path.read_text())
-    if not isinstance(document, dict) or not all(map(_is_table, document.values())):
+    if not isinstance(document, dict) or not all(map(_is_record, document.values())):
         raise ValueError(f"{path} is no calibration: it must map module names to layer names to largest magnitudes")
     if module not in document:
         raise ValueError(f"{path} has no scales for {module!r}, only for: {', '.join(document) or 'nothing'}")
     return {str(name): float(value) for name, value in document[module].items()}
 
 
-def _is_table(value: object) -> bool:
+def calibration_of(module: nn.Module, folder: Path) -> Path:
+    """The file in ``folder`` that belongs to these very weights, be it there or not."""
+    return folder / "calibration" / f"{fingerprint(module)}.json"
+
+
+def _is_record(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(one, int | float) and one >= 0 for one in value.values())
