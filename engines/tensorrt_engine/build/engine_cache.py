@@ -5,19 +5,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from filelock import FileLock
 
 from engines.core.files import write_atomically
 from engines.tensorrt_engine.build.bindings import load_bindings
 from engines.tensorrt_engine.build.builder import BuildOptions, Built
-
-logger = logging.getLogger("troupe.tensorrt")
+from engines.tensorrt_engine.build.cache import get_or_make
 
 DEFAULT_FOLDER = Path.home() / ".cache" / "troupe" / "plans"
 
@@ -70,53 +65,35 @@ class CachedPlan:
 
 
 class PlanCache:
-    """A folder with a ``.plan`` and a ``.json`` (its key and checksum, written last) for each plan."""
+    """A folder with a ``.plan`` and a ``.plan.json`` (its key and checksum, written last) for each plan."""
 
     def __init__(self, folder: Path = DEFAULT_FOLDER) -> None:
         self._folder = folder
 
     def get_or_build(self, key: PlanKey, build: Callable[[], Built]) -> CachedPlan:
-        """The stored plan, or ``build()``'s. Of several processes that ask at once one builds, the others wait."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(self._path(key, "lock")):
-            return self.find(key) or self._store(key, build())
+        """Returns the stored plan, or ``build()``'s. Of processes that ask at once one builds, the others wait."""
+        path = self._folder / f"{key.digest()[:32]}.plan"
+        record = path.with_name(f"{path.name}.json")
 
-    def find(self, key: PlanKey) -> CachedPlan | None:
-        """The stored plan; None when there is none or it is damaged (which is logged)."""
-        manifest = self._manifest(key)
-        if manifest is None:
-            return None
-        path = self._path(key, "plan")
-        plan = path.read_bytes() if path.exists() else b""
-        if hashlib.sha256(plan).hexdigest() != manifest["sha256"]:
-            logger.warning("the plan %s is damaged (wrong checksum) and will be built again", path)
-            return None
-        return CachedPlan(
-            plan=plan, sha256=manifest["sha256"], key=key, build_s=manifest["build_s"], was_cached=True, path=path
-        )
+        def make() -> CachedPlan:
+            built = build()
+            sha256 = hashlib.sha256(built.plan).hexdigest()
+            write_atomically(path, built.plan)
+            manifest = {"key": dataclasses.asdict(key), "sha256": sha256, "build_s": built.build_s}
+            write_atomically(record, json.dumps(manifest, indent=1).encode())
+            return CachedPlan(
+                plan=built.plan, sha256=sha256, key=key, build_s=built.build_s, was_cached=False, path=path
+            )
 
-    def _manifest(self, key: PlanKey) -> dict[str, Any] | None:
-        path = self._path(key, "json")
-        if not path.exists():
-            return None
-        try:
-            manifest: dict[str, Any] = json.loads(path.read_text())
-            if manifest["key"] != dataclasses.asdict(key):
-                raise ValueError("the key inside is another's")
-            float(manifest["build_s"])
-            str(manifest["sha256"])
-        except (ValueError, KeyError, TypeError) as error:
-            logger.warning("the record %s is damaged (%s) and its plan will be built again", path, error)
-            return None
-        return manifest
+        return get_or_make(record, lambda _: _read(path, record, key), make)
 
-    def _store(self, key: PlanKey, built: Built) -> CachedPlan:
-        sha256 = hashlib.sha256(built.plan).hexdigest()
-        path = self._path(key, "plan")
-        write_atomically(path, built.plan)
-        manifest = {"key": dataclasses.asdict(key), "sha256": sha256, "build_s": built.build_s}
-        write_atomically(self._path(key, "json"), json.dumps(manifest, indent=1).encode())
-        return CachedPlan(plan=built.plan, sha256=sha256, key=key, build_s=built.build_s, was_cached=False, path=path)
 
-    def _path(self, key: PlanKey, suffix: str) -> Path:
-        return self._folder / f"{key.digest()[:32]}.{suffix}"
+def _read(path: Path, record: Path, key: PlanKey) -> CachedPlan:
+    """ValueError, KeyError, TypeError or FileNotFoundError for what cannot be used."""
+    manifest = json.loads(record.read_text())
+    if manifest["key"] != dataclasses.asdict(key):
+        raise ValueError("the key inside is another's")
+    sha256, build_s, plan = str(manifest["sha256"]), float(manifest["build_s"]), path.read_bytes()
+    if hashlib.sha256(plan).hexdigest() != sha256:
+        raise ValueError(f"{path.name} has another checksum")
+    return CachedPlan(plan=plan, sha256=sha256, key=key, build_s=build_s, was_cached=True, path=path)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from engines.tensorrt_engine.export.markers import CUT
 from engines.tensorrt_engine.export.symbolic import Sizes
@@ -42,7 +43,7 @@ def extract(
         if node.target is CUT and index is not None:
             copies[node].args = (*copies[node].args[:4], index)
     graph.output(tuple(copies[node] for node in results))
-    return fx.GraphModule(_only_used(traced, graph), graph)
+    return fx.GraphModule(tensors_of(traced, graph), graph)
 
 
 def _copy(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, Any]) -> fx.Node:
@@ -54,28 +55,13 @@ def _copy(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, Any]) -> fx.N
     return made
 
 
-def _only_used(traced: fx.GraphModule, graph: fx.Graph) -> nn.Module:
-    """A root that holds just the tensors that ``graph`` reads, under their names."""
-    root = nn.Module()
-    for node in graph.nodes:
-        if node.op == "get_attr":
-            *path, leaf = str(node.target).split(".")
-            owner: nn.Module = root
-            for step in path:
-                if not hasattr(owner, step):
-                    owner.add_module(step, nn.Module())
-                owner = getattr(owner, step)
-            value = resolve(traced, str(node.target))
-            if isinstance(value, nn.Parameter):
-                owner.register_parameter(leaf, value)
-            else:
-                owner.register_buffer(leaf, value)
-    return root
+def tensors_of(root: nn.Module, graph: fx.Graph) -> dict[str, Tensor]:
+    """Returns the tensors of ``root`` that ``graph`` reads, by the names of its ``get_attr`` nodes."""
+    names = dict.fromkeys(str(node.target) for node in graph.nodes if node.op == "get_attr")
+    return {name: resolve(root, name) for name in names}
 
 
-def resolve(root: nn.Module, name: str) -> torch.Tensor:
-    value: object = root
-    for step in name.split("."):
-        value = getattr(value, step)
-    assert isinstance(value, torch.Tensor), name
-    return value
+def resolve(root: nn.Module, name: str) -> Tensor:
+    tensor = operator.attrgetter(name)(root)
+    assert isinstance(tensor, Tensor), name
+    return tensor

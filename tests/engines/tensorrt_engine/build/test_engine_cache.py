@@ -85,9 +85,9 @@ def test_damaged_plan_is_built_again(tmp_path: Path, damage: str, caplog: pytest
         case "missing":
             path.unlink()
         case "record":
-            path.with_suffix(".json").write_text('{"sha256"')
+            Path(f"{path}.json").write_text('{"sha256"')
         case "foreign record":
-            record = path.with_suffix(".json")
+            record = Path(f"{path}.json")
             record.write_text(record.read_text().replace("fp16", "fp32"))
     found = cache.get_or_build(key(), lambda: builder(b"new plan"))
     assert found.plan == b"new plan"

@@ -14,9 +14,9 @@ from engines.core.model import Branch, DenoiserModel
 from engines.core.spec import ParallelSpec
 from engines.quantization.onnx import Quantization
 from engines.tensorrt_engine.build.export_cache import ExportCache
+from engines.tensorrt_engine.export import exporter as exporter_module
 from engines.tensorrt_engine.export.archive import read_export, write_export
 from engines.tensorrt_engine.export.exported import Exported, export, export_segments, rank_weights
-from engines.tensorrt_engine.export.exported import exporter as exporter_module
 from engines.tensorrt_engine.export.exporter import Exporter
 from engines.tensorrt_engine.export.trace import offline_team
 from tests.engines.tensorrt_engine.support.all_ranks import Case, relative_error
