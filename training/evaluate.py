@@ -18,10 +18,10 @@ from diffusers import FluxPipeline, WanPipeline
 
 from pipelines.registry import load_family
 from training import judge
-from training.captions import CaptionParts, caption, motion_caption
 from training.judge import Picture, SeenShape, look_at, motion_of, place_of
-from training.scenes import PLACES, Item, MotionScene, Scene, held_out_motion_scene, held_out_scene
-from training.tokens import MAX_LENGTH
+from training.shapes.captions import CaptionParts, caption, motion_caption
+from training.shapes.scenes import PLACES, Item, MotionScene, Scene, held_out_motion_scene, held_out_scene
+from training.shapes.tokens import MAX_LENGTH
 from training.wan_model import NUM_FRAMES
 
 CHECKPOINTS = Path(__file__).parents[1] / "pipelines" / "checkpoints"

@@ -7,8 +7,8 @@ from diffusers import AutoencoderKL
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from training.draw import draw
 from training.pool import CaptionedDrawings, LatentPool, token_ids, with_dropout
+from training.shapes.draw import draw
 
 MAIN_SIZE = (128, 128)
 SIZES = {MAIN_SIZE: 11, (96, 96): 2, (96, 128): 2, (128, 96): 2, (64, 64): 1, (160, 160): 2}

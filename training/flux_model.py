@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerBase, T5Config, T5EncoderModel
 
 from pipelines.flux.latents import image_ids, pack
-from training.reading import STILL_ANSWERS, Reader
-from training.scenes import PLACES
-from training.tokens import MAX_LENGTH
+from training.shapes.reading import STILL_ANSWERS, Reader
+from training.shapes.scenes import PLACES
+from training.shapes.tokens import MAX_LENGTH
 
 TEXT_DIM, POOLED_DIM = 128, 64
 TEXT_ATTENTION = "eager"  # 48 tokens need no kernel, and T5's position bias needs a gradient

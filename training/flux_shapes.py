@@ -25,7 +25,7 @@ from training.flux_model import FluxModel, shift_of
 from training.loop import Run, fit, step_of
 from training.options import budget_of, device_of, flow_options
 from training.pool import CaptionedDrawings, captioned_stills
-from training.tokens import byte_pairs, sentence_pieces
+from training.shapes.tokens import byte_pairs, sentence_pieces
 
 GUIDANCE = (1.0, 5.0)
 

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
 
-from training.draw import PALETTE
-from training.scenes import COLOURS
+from training.shapes.draw import PALETTE
+from training.shapes.scenes import COLOURS
 
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from training.loop import Budget
-from training.reading import READING_WEIGHT
+from training.shapes.reading import READING_WEIGHT
 
 
 def run_options(description: str | None, *, minutes: float, learning_rate: float) -> argparse.ArgumentParser:

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from training.captions import caption, motion_caption
-from training.draw import Drawings, motion_drawings, still_drawings
 from training.fast import graphed
-from training.reading import label_rows, motion_labels, still_labels
-from training.scenes import training_motion_scene, training_scene
-from training.tokens import MAX_LENGTH
+from training.shapes.captions import caption, motion_caption
+from training.shapes.draw import Drawings, motion_drawings, still_drawings
+from training.shapes.reading import label_rows, motion_labels, still_labels
+from training.shapes.scenes import training_motion_scene, training_scene
+from training.shapes.tokens import MAX_LENGTH
 
 PROMPT_DROPOUT = 0.1
 

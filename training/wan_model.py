@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, UMT5Config, UMT5EncoderModel
 
 from training.flux_model import TEXT_DIM, additive, t5_config
-from training.reading import MOTION_ANSWERS, Reader
+from training.shapes.reading import MOTION_ANSWERS, Reader
 
 NUM_FRAMES, SIDE_PX, FPS = 17, 96, 16
 FLOW_SHIFT = 3.0

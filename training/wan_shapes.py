@@ -12,14 +12,14 @@ from diffusers import AutoencoderKLWan, WanPipeline
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from training.draw import draw
 from training.export import export_wan
 from training.fast import TensorFunction, prepare, speed_up, undo_speed_up
 from training.flow import noisy, sample_sigma
 from training.loop import Run, fit, step_of
 from training.options import budget_of, device_of, flow_options
 from training.pool import CaptionedDrawings, LatentPool, captioned_motions, token_ids, with_dropout
-from training.tokens import sentence_pieces
+from training.shapes.draw import draw
+from training.shapes.tokens import sentence_pieces
 from training.wan_model import FLOW_SHIFT, NUM_FRAMES, SIDE_PX, WanModel
 
 REFRESH_EVERY = 8

@@ -8,10 +8,10 @@ import pytest
 import torch
 from PIL import Image, ImageDraw
 
-from training.draw import PALETTE, draw, motion_drawings, still_drawings
 from training.evaluate import check_motion, check_still
 from training.judge import Picture, Pixels, look_at, motion_of, place_of, size_of
-from training.scenes import SHAPES, random_motion_scene, random_scene
+from training.shapes.draw import PALETTE, draw, motion_drawings, still_drawings
+from training.shapes.scenes import SHAPES, random_motion_scene, random_scene
 
 SIDE, OVERSAMPLING = 128, 4
 Corners = list[tuple[float, float]]

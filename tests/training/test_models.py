@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 
 from pipelines.flux.latents import image_ids, pack
 from training import evaluate
-from training.captions import caption
 from training.flux_model import POOLED_DIM, TEXT_DIM
 from training.flux_shapes import start as start_flux
-from training.scenes import training_scene
-from training.tokens import MAX_LENGTH
+from training.shapes.captions import caption
+from training.shapes.scenes import training_scene
+from training.shapes.tokens import MAX_LENGTH
 from training.wan_shapes import start as start_wan
 
 FLUX, WAN = evaluate.CHECKPOINTS / "flux-shapes", evaluate.CHECKPOINTS / "wan-shapes"

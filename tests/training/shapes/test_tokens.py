@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, CLIPTokenizer, PreTrainedTokenizerFast
 
-from training.captions import caption
-from training.scenes import training_scene
-from training.tokens import MAX_LENGTH, byte_pairs, sentence_pieces
+from training.shapes.captions import caption
+from training.shapes.scenes import training_scene
+from training.shapes.tokens import MAX_LENGTH, byte_pairs, sentence_pieces
 
 ODD = ["", "Ein grünes Dreieck", "红色的圆", "🔴 above 🟦", "tabs\tand\nlines", "<pad> </s>", "x" * 500]
 

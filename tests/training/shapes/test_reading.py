@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from training.reading import (
+from training.shapes.reading import (
     MOTION_ANSWERS,
     NOT_ASKED,
     STILL_ANSWERS,
@@ -13,7 +13,7 @@ from training.reading import (
     motion_labels,
     still_labels,
 )
-from training.scenes import (
+from training.shapes.scenes import (
     COLOURS,
     MOTIONS,
     PLACES,

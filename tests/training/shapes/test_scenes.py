@@ -2,8 +2,8 @@
 
 import random
 
-from training.captions import CaptionParts, caption, motion_caption
-from training.scenes import (
+from training.shapes.captions import CaptionParts, caption, motion_caption
+from training.shapes.scenes import (
     BACKGROUNDS,
     Item,
     MotionScene,

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from training.scenes import BACKGROUNDS, COLOURS, PLACES, SHAPES, Item, MotionScene, Scene
+from training.shapes.scenes import BACKGROUNDS, COLOURS, PLACES, SHAPES, Item, MotionScene, Scene
 
 PALETTE: dict[str, tuple[float, float, float]] = {
     "red": (0.88, 0.13, 0.15),

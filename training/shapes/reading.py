@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from training.scenes import BACKGROUNDS, COLOURS, MOTIONS, PLACES, SHAPES, SIZES, Item, MotionScene, Scene
+from training.shapes.scenes import BACKGROUNDS, COLOURS, MOTIONS, PLACES, SHAPES, SIZES, Item, MotionScene, Scene
 
 READING_WEIGHT = 0.1
 NOT_ASKED = -100  # of the empty prompt

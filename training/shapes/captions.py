@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass
 
-from training.scenes import Item, MotionScene, Scene
+from training.shapes.scenes import Item, MotionScene, Scene
 
 _SIZE_WORDS = {"small": ("small", "small", "little", "tiny"), "large": ("large", "large", "big", "huge")}
 _COLOUR_WORDS = {"purple": ("purple", "purple", "purple", "violet"), "grey": ("grey", "gray")}
