@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.flux_case import architecture
-from benchmarks.making import default_dtype
+from benchmarks.models.flux import architecture
+from benchmarks.models.making import default_dtype
 
 TRAINED_STEPS = 1000
 """It takes timesteps and guidance times this, as its pipeline hands them over."""

@@ -1,6 +1,6 @@
 """How fast q, k and v travel between the GPUs of a host, alone and beside attention: NCCL, copy engines by row length.
 
-    torchrun --nproc_per_node 4 -m benchmarks.exchange_speed
+    torchrun --nproc_per_node 4 -m benchmarks.denoise_step.exchange
 
 Shapes are Wan2.1-14B's at 832x480x81. Gigabytes a second are those that leave one GPU. On a CPU, where ranks share no
 memory, copies stay in the process: that is the program's own test. The last line is one JSON document.

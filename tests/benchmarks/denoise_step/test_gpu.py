@@ -1,4 +1,4 @@
-"""The caches of the processes that ``benchmarks.denoise_step_gpu`` starts, and what an earlier call has left."""
+"""The caches of the processes that ``benchmarks.denoise_step.gpu`` starts, and what an earlier call has left."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import denoise_step_gpu
-from benchmarks.gpu_stages import STAGES, Run, Stage
+from benchmarks.denoise_step import gpu
+from benchmarks.denoise_step.stages import STAGES, Run, Stage
 from tests.support.patience import PATIENCE_S
 
 SOURCE = """
@@ -24,10 +24,10 @@ def run_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, own_caches: boo
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     monkeypatch.delenv("PYTHONPYCACHEPREFIX", raising=False)
-    monkeypatch.setattr(denoise_step_gpu, "own_caches", lambda: str(tmp_path / "own"))
+    monkeypatch.setattr(gpu, "own_caches", lambda: str(tmp_path / "own"))
     run = Run(name="run", module="started", all_gpus=False, writes_json=False, own_caches=own_caches)
     stage = Stage(name="run", runs=(run,), limit_s=60)
-    started = denoise_step_gpu.start(run, 0, stage, 0, tmp_path, tmp_path / "meeting")
+    started = gpu.start(run, 0, stage, 0, tmp_path, tmp_path / "meeting")
     assert started.process.wait(timeout=PATIENCE_S) == 0, started.log.read_text()
     environment: dict[str, str] = json.loads(started.log.read_text())
     return environment
@@ -51,7 +51,7 @@ def test_any_other_run_has_the_caches_of_its_host(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_cold_start_comes_before_the_warm_one_and_they_share_their_caches() -> None:
-    starts = [run for stage in STAGES for run in stage.runs if run.module == "benchmarks.denoise_step_start"]
+    starts = [run for stage in STAGES for run in stage.runs if run.module == "benchmarks.denoise_step.start"]
     assert [(run.name, run.own_caches) for run in starts] == [("start_cold", True), ("start_warm", True)]
 
 
@@ -66,7 +66,7 @@ def test_what_an_earlier_call_has_left_is_neither_waited_for_nor_reported(
         left.touch()
     (tmp_path / "run.json").write_text(json.dumps({"results": [{"case": "an earlier call's"}]}))
     stage = Stage(name="stage", runs=(Run(name="run", module="started", all_gpus=False),), limit_s=60, takes_turns=True)
-    (outcome,) = denoise_step_gpu.perform(stage, 0, 60, tmp_path).values()
+    (outcome,) = gpu.perform(stage, 0, 60, tmp_path).values()
     assert outcome.startswith("exit 0")
     assert (tmp_path / "run.log").read_text().strip() == "[]"
-    assert denoise_step_gpu.collect(tmp_path) == []
+    assert gpu.collect(tmp_path) == []

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.making import default_dtype
+from benchmarks.models.making import default_dtype
 from engines.core.model import Branch
 from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine

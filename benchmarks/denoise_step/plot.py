@@ -1,6 +1,6 @@
 """Milliseconds per step against the number of GPUs, from the JSON documents of ``benchmarks.denoise_step``.
 
-python -m benchmarks.plot OUT.png RESULTS.json [RESULTS.json ...]
+python -m benchmarks.denoise_step.plot OUT.png RESULTS.json [RESULTS.json ...]
 """
 
 from __future__ import annotations

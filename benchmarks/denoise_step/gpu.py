@@ -1,6 +1,6 @@
 """Everything about the denoising step that a GPU host can tell: right first, then fast, then the peers.
 
-    python -m benchmarks.denoise_step_gpu OUT_DIR [--limit-s 560] [--stages NAME ...]
+    python -m benchmarks.denoise_step.gpu OUT_DIR [--limit-s 560] [--stages NAME ...]
 
 Stages run in order, each in processes of its own with a limit, so that one that fails or hangs costs no other; a stage
 that the time left does not allow is passed over and named. ``peers`` are several gangs that compile at the same time
@@ -23,7 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_stages import STAGES, Run, Stage
+from benchmarks.denoise_step.stages import STAGES, Run, Stage
 
 SMALLEST_LIMIT_S = 15
 STOP_S = 35

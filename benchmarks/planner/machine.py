@@ -1,6 +1,6 @@
 """This machine's figures for the cost model, and what it forecasts with them.
 
-    python -m benchmarks.machine [--ranks 4] [--model FLUX.1-dev] [--out FILE]
+    python -m benchmarks.planner.machine [--ranks 4] [--model FLUX.1-dev] [--out FILE]
 
 Reads configurations only, no weights. The last line is one JSON document: the figures, and by size every candidate.
 """

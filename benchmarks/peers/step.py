@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.making import without_init
-from benchmarks.sglang_peer import sglang_step
-from benchmarks.vllm_omni_peer import vllm_omni_step
+from benchmarks.models.making import without_init
+from benchmarks.peers.sglang import sglang_step
+from benchmarks.peers.vllm_omni import vllm_omni_step
 from pipelines.flux.attention import set_kernel
 
 

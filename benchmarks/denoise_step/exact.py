@@ -1,6 +1,6 @@
 """How far every strategy's answer is from float32, at FLUX.1-dev's full size: beside the unsharded module's.
 
-    torchrun --nproc_per_node 4 -m benchmarks.denoise_step_exact [--out FILE]
+    torchrun --nproc_per_node 4 -m benchmarks.denoise_step.exact [--out FILE]
 
 Random weights, bfloat16 on GPUs, one picture whose tokens divide by the ranks and one whose do not. A strategy passes
 if its error is at most 1.2 x that of the unsharded module in bfloat16. The last line is one JSON document.
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import flux_case
-from benchmarks.denoise_step import start_distributed
+from benchmarks.distributed import start_distributed
+from benchmarks.models import flux
 from benchmarks.timing import rank_synchronize
 from engines.core.model import Branch
 from engines.core.team_sizes import tiling_sizes
@@ -101,9 +101,9 @@ def main() -> None:
     rank, _ = start_distributed()
     on_gpu = torch.cuda.is_available()
     device, dtype = (torch.device("cuda", rank), torch.bfloat16) if on_gpu else (torch.device("cpu"), torch.float32)
-    module = flux_case.build(device, dtype, small=not on_gpu)
-    text = flux_case.TEXT_TOKENS if on_gpu else 64
-    inputs = {length: flux_case.inputs(module, side, text=text) for length, side in SIDES.items()}
+    module = flux.build(device, dtype, small=not on_gpu)
+    text = flux.TEXT_TOKENS if on_gpu else 64
+    inputs = {length: flux.inputs(module, side, text=text) for length, side in SIDES.items()}
     exact = float32_answers(module, inputs)
     module.set_attention_backend("_native_cudnn" if on_gpu else "native")
     base = {

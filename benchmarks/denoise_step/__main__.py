@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 
-from benchmarks import flux_case, wan_case
-from benchmarks.cases import CASES, Case
+from benchmarks.denoise_step.cases import CASES, Case
+from benchmarks.denoise_step.elastic import NUM_JOBS
+from benchmarks.denoise_step.runners import Bench
 from benchmarks.distributed import start_distributed
-from benchmarks.elastic_case import NUM_JOBS
-from benchmarks.runners import Bench
+from benchmarks.models import flux, wan
 from benchmarks.spread import Spread
 from benchmarks.timing import measure, rank_synchronize
 
@@ -41,9 +41,9 @@ BF16_TFLOPS, FP8_TFLOPS = 790.0, 1500.0
 
 def floor_ms(case: Case) -> float:
     """All arithmetic of the step at the rates above, divided over the ranks. Attention is bf16 in every case."""
-    wan = case.maker == "wan"
-    num_blocks = case.num_blocks or wan_case.LAYERS
-    products, attention = wan_case.flop(case.side, num_blocks) if wan else flux_case.flop(case.side, batch=case.batch)
+    is_wan = case.maker == "wan"
+    num_blocks = case.num_blocks or wan.LAYERS
+    products, attention = wan.flop(case.side, num_blocks) if is_wan else flux.flop(case.side, batch=case.batch)
     rate = FP8_TFLOPS if case.precision == "fp8" else BF16_TFLOPS
     num_forwards = case.num_branches * case.num_steps * (NUM_JOBS if case.maker in ("always8", "elastic8") else 1)
     if case.maker == "switch":  # a step on one rank, and one on ``num_ranks``

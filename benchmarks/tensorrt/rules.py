@@ -1,4 +1,4 @@
-"""Ways to choose scales and layers for int8 and fp8, in torch: `python -m benchmarks.tensorrt_accuracy --rules`.
+"""Ways to choose scales and layers for int8 and fp8, in torch: `python -m benchmarks.tensorrt.accuracy --rules`.
 
 A scale from the largest magnitude seen (what the engine does), from the 99.99th percentile, or the one with the least
 squared error; one scale a weight instead of one for each of its output features; and all linears of the blocks, all
@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from benchmarks.tensorrt_accuracy import CALIBRATION_NOISE, Engines, Prompts, Subject, calibrated
+from benchmarks.tensorrt.accuracy import CALIBRATION_NOISE, Engines, Prompts, Subject, calibrated
 from engines.quantization.onnx import (
     LARGEST,
     PER_TENSOR,

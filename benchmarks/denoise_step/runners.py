@@ -15,8 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import elastic_case, flux_case, peers, wan_case
-from benchmarks.cases import CASES, ENGINE_MAKERS, Case
+from benchmarks.denoise_step import elastic
+from benchmarks.denoise_step.cases import CASES, ENGINE_MAKERS, Case
+from benchmarks.models import flux, wan
+from benchmarks.peers.step import peer_step
 from benchmarks.timing import Times, measure
 from engines.core.fast_model import FastWeights, Precision, StepTensors
 from engines.core.layout import TokenLayout
@@ -59,7 +61,7 @@ class Bench:
     @cached_property
     def module(self) -> Any:
         """FLUX.1-dev; not made for cases of another model."""
-        return flux_case.build(self.device, self.dtype, small=self.small)
+        return flux.build(self.device, self.dtype, small=self.small)
 
     @torch.no_grad()
     def run(self, case: Case) -> tuple[Times, dict[str, Any]]:
@@ -74,7 +76,7 @@ class Bench:
         gc.collect()
         extra = {"prepare_s": prepare_s} | ({} if error is None else {"relative_error": error})
         if case.maker in ("always8", "elastic8"):
-            extra["pictures_per_s"] = round(1000 * elastic_case.NUM_JOBS / times.median_ms, 2)
+            extra["pictures_per_s"] = round(1000 * elastic.NUM_JOBS / times.median_ms, 2)
         return times, extra
 
     def fitting(self, case: Case) -> Case:
@@ -96,7 +98,7 @@ class Bench:
         inputs = self.inputs(case.side, case.batch)
         if case.is_peer:
             self.references_for_peers()
-            return peers.peer_step(self.module, inputs, case.maker), lambda: None
+            return peer_step(self.module, inputs, case.maker), lambda: None
         if case.maker == "blocks":
             self.reference(case.side, case.batch)
             self.module.compile_repeated_blocks(dynamic=False, fullgraph=True)
@@ -109,7 +111,7 @@ class Bench:
         first = self.rank // case.num_ranks * case.num_ranks
         together, alone = tuple(range(first, first + case.num_ranks)), (self.rank,)
         if case.maker in ("always8", "elastic8"):
-            return elastic_case.pictures(
+            return elastic.pictures(
                 engine, self.module, side=case.side, text=self.num_text, num_steps=case.num_steps, ranks=together,
                 rank=self.rank, elastic=case.maker == "elastic8",
             )  # fmt: skip
@@ -127,9 +129,9 @@ class Bench:
     def _wan(self, case: Case) -> Step:
         first = self.rank // case.num_ranks * case.num_ranks
         ranks = tuple(range(first, first + case.num_ranks))
-        return wan_case.step(
+        return wan.step(
             self.device, height=case.side, ranks=ranks, strategy=case.strategy, num_branches=case.num_branches,
-            capture=case.graph, num_blocks=case.num_blocks or wan_case.LAYERS, small=self.small,
+            capture=case.graph, num_blocks=case.num_blocks or wan.LAYERS, small=self.small,
             overlap=case.overlap,
         )  # fmt: skip
 
@@ -197,11 +199,11 @@ class Bench:
         return fast_weights(self.module, precision)
 
     def _inputs(self, side: int, batch: int) -> dict[str, Tensor]:
-        return flux_case.inputs(self.module, side, batch=batch, text=self.num_text)
+        return flux.inputs(self.module, side, batch=batch, text=self.num_text)
 
     @property
     def num_text(self) -> int:
-        return 64 if self.small else flux_case.TEXT_TOKENS
+        return 64 if self.small else flux.TEXT_TOKENS
 
     def _reference(self, side: int, batch: int) -> Tensor:
         """The module's own answer, computed once before anything was swapped."""

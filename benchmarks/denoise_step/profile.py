@@ -1,7 +1,7 @@
 """Where a step's time goes, kernel by kernel, and how far its answer is from float32.
 
-    python -m benchmarks.step_profile [CASE ...]
-    torchrun --nproc_per_node 4 -m benchmarks.step_profile [CASE ...]
+    python -m benchmarks.denoise_step.profile [CASE ...]
+    torchrun --nproc_per_node 4 -m benchmarks.denoise_step.profile [CASE ...]
 
 A case is the whole name of one of ``benchmarks.denoise_step --list``. Captured cases are profiled as they are replayed,
 so what runs side by side is seen side by side; rank 0 prints.
@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.cases import CASES, Case
-from benchmarks.denoise_step import start_distributed
-from benchmarks.runners import Bench
+from benchmarks.denoise_step.cases import CASES, Case
+from benchmarks.denoise_step.runners import Bench
+from benchmarks.distributed import start_distributed
 from benchmarks.timing import rank_synchronize
 
 NUM_ROWS = 18

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.flux_case import architecture
-from benchmarks.making import default_dtype, without_init
+from benchmarks.models.flux import architecture
+from benchmarks.models.making import default_dtype, without_init
 
 
 def vllm_omni_step(

@@ -1,4 +1,4 @@
-"""Time, memory and size of exports and builds: `python -m benchmarks.tensorrt_build --models FLUX.1-dev --ranks 4`.
+"""Time, memory and size of exports and builds: `python -m benchmarks.tensorrt.build --models FLUX.1-dev --ranks 4`.
 
 What `troupe build-engine` does, each case in a process of its own with an empty cache. No GPU is needed. Published
 models go by their configurations: their weights exist nowhere. A case that TensorRT cannot do is listed with the
@@ -82,7 +82,7 @@ def whole(reports: Sequence[PlanReport]) -> dict[str, Any]:
 
 
 def in_own_process(case: Case) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.tensorrt_build", "--one", json.dumps(asdict(case))]
+    command = [sys.executable, "-m", "benchmarks.tensorrt.build", "--one", json.dumps(asdict(case))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]

@@ -2,9 +2,9 @@
 
     python -m benchmarks.serving [--quick]
 
-First the ceiling: the bare pipeline in one process (``benchmarks.bare``), while nothing else runs. Then the laptop's
-configuration with picture gangs of 1 and 2 ranks, through HTTP; served and bare pictures are drawn in turns, so that
-what else the machine does hits both alike. The last line is one JSON document.
+First the ceiling: the bare pipeline in one process (``benchmarks.serving.bare``), while nothing else runs. Then the
+laptop's configuration with picture gangs of 1 and 2 ranks, through HTTP; served and bare pictures are drawn in turns,
+so that what else the machine does hits both alike. The last line is one JSON document.
 Reports: benchmarks/reports/serving_*.md.
 """
 
@@ -22,9 +22,9 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 
-from benchmarks.application import Application, Memory, demo_s, serving
-from benchmarks.bare import Times, bare
-from benchmarks.clients import STAGES, Answer, Load, ask, clip
+from benchmarks.serving.application import Application, Memory, demo_s, serving
+from benchmarks.serving.bare import Times, bare
+from benchmarks.serving.clients import STAGES, Answer, Load, ask, clip
 from benchmarks.spread import Spread
 from deployments.cli.serving import load_config, parse_config
 from deployments.config import ServeConfig

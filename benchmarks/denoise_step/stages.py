@@ -1,10 +1,11 @@
-"""What ``benchmarks.denoise_step_gpu`` runs, in order of importance."""
+"""What ``benchmarks.denoise_step.gpu`` runs, in order of importance."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 STEP = "benchmarks.denoise_step"
+PROFILE = "benchmarks.denoise_step.profile"
 QUALITY = "benchmarks.precision_quality"
 
 
@@ -128,10 +129,10 @@ STAGES = (
     alone("variants", "bf16/ulysses", "fp8/ulysses", "--skip", "uncaptured", "none", "wan", "nccl-", "engine", "switch",
           "8/512", limit_s=150, min_gpus=2),
     alone("strategies", "allgather_kv", "/ring", "hybrid", "--skip", "wan", "diffusers", limit_s=60, min_gpus=2),
-    alone("exact", module="benchmarks.denoise_step_exact", limit_s=100, min_gpus=2),
+    alone("exact", module="benchmarks.denoise_step.exact", limit_s=100, min_gpus=2),
     alone("wan", "wan/", "--skip", "w1/bf16/blocks8", "ulysses/blocks8", limit_s=230),
-    alone("start_cold", module="benchmarks.denoise_step_start", own_caches=True, limit_s=60),
-    alone("start_warm", module="benchmarks.denoise_step_start", own_caches=True, limit_s=60),
+    alone("start_cold", module="benchmarks.denoise_step.start", own_caches=True, limit_s=60),
+    alone("start_warm", module="benchmarks.denoise_step.start", own_caches=True, limit_s=60),
     alone("teams_flux", module=QUALITY, limit_s=60, min_gpus=2),
     alone("teams_wan", "--model", "wan-shapes", module=QUALITY, limit_s=60, min_gpus=2),
     Stage(
@@ -145,11 +146,11 @@ STAGES = (
         limit_s=130,
         min_gpus=4,
     ),
-    alone("machine", module="benchmarks.machine", all_gpus=False, limit_s=60),
-    alone("profile", *PROFILED, module="benchmarks.step_profile", writes_json=False, limit_s=60),
-    alone("profile_wan", *PROFILED_WAN, module="benchmarks.step_profile", writes_json=False, limit_s=90, min_gpus=4),
-    alone("exchange_speed", module="benchmarks.exchange_speed", writes_json=False, limit_s=60, min_gpus=2),
-    alone("parts", module="benchmarks.denoise_step_parts", all_gpus=False, limit_s=60),
+    alone("machine", module="benchmarks.planner.machine", all_gpus=False, limit_s=60),
+    alone("profile", *PROFILED, module=PROFILE, writes_json=False, limit_s=60),
+    alone("profile_wan", *PROFILED_WAN, module=PROFILE, writes_json=False, limit_s=90, min_gpus=4),
+    alone("exchange_speed", module="benchmarks.denoise_step.exchange", writes_json=False, limit_s=60, min_gpus=2),
+    alone("parts", module="benchmarks.denoise_step.parts", all_gpus=False, limit_s=60),
     alone("exchanges", "none", "nccl-", limit_s=60, min_gpus=4),
     *SLOW_PEERS,
 )  # fmt: skip

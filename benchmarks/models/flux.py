@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.making import default_dtype
+from benchmarks.models.making import default_dtype
 
 GUIDANCE = 4.0
 """Times 1000 it is exact in bfloat16: otherwise every bfloat16 answer would be that of another guidance."""

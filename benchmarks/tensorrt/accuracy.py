@@ -1,4 +1,4 @@
-"""What a precision costs: whole pictures and clips through engine graphs: `python -m benchmarks.tensorrt_accuracy`.
+"""What a precision costs: whole pictures and clips through engine graphs: `python -m benchmarks.tensorrt.accuracy`.
 
 A shipped model on one rank (splitting changes nothing that rounding would show) in onnxruntime, held against the same
 prompts and seeds in torch float32 and bfloat16, and judged by what it shows. int8 and fp8 are calibrated on other
@@ -214,7 +214,7 @@ def main() -> None:
     judged = subject.prompts(given.prompts, JUDGED_SEED)
     calibration = subject.prompts(given.calibration_prompts, CALIBRATION_SEED)
     if given.rules:
-        from benchmarks.tensorrt_rules import engines_by_rule
+        from benchmarks.tensorrt.rules import engines_by_rule
 
         engines = engines_by_rule(subject, calibration)
     else:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import flux_case
+from benchmarks.models import flux
 from engines.core.model import Branch, ModelInputs, Schedule
 from engines.gang.assignment import share_out
 from engines.torch_engine.engine import TorchEngine
@@ -51,7 +51,7 @@ def pictures(
         teams = share_out(ranks, dict.fromkeys(names), engine.team_sizes)
     mine = [team for team in teams.values() if rank in team]
     for team in dict.fromkeys(mine):
-        branch = Branch(inputs=flux_case.inputs(module, side, text=text))
+        branch = Branch(inputs=flux.inputs(module, side, text=text))
         engine.warm_up((branch,), team)
 
     def paint() -> list[Tensor]:
@@ -62,7 +62,7 @@ def pictures(
 
 def new_job(module: Any, side: int, text: int, num_steps: int, ranks: Ranks) -> Job:
     """New tensors each time, as a new request has them: nothing computed ahead for another serves it."""
-    inputs = flux_case.inputs(module, side, text=text)
+    inputs = flux.inputs(module, side, text=text)
     some = inputs["hidden_states"]
     timesteps_S = torch.linspace(1, 1 / num_steps, num_steps, device=some.device).to(some.dtype)
     return Job(inputs=inputs, timesteps_S=timesteps_S, ranks=ranks)

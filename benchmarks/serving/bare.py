@@ -1,6 +1,6 @@
 """A picture without Ray, Serve, HTTP and gangs: the pipeline in one process and one thread, as each stage is served.
 
-    python -m benchmarks.bare MODEL
+    python -m benchmarks.serving.bare MODEL
 
 Draws one picture for each line on stdin and answers with one line of JSON: seconds from the request to the PNG, with
 the plain module and with the engine that ranks use. So pictures can be drawn in turns with other measurements.
@@ -67,7 +67,7 @@ def main(model: str) -> None:
 @contextmanager
 def bare(model: str) -> Iterator[Callable[[], Times]]:
     """A function that draws in a warm process of its own, which sleeps between calls."""
-    command = [sys.executable, "-m", "benchmarks.bare", model]
+    command = [sys.executable, "-m", "benchmarks.serving.bare", model]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None

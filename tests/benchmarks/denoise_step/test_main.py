@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import denoise_step, elastic_case, flux_case, vllm_omni_peer
-from benchmarks.cases import CASES, Case
-from benchmarks.runners import Bench
+from benchmarks.denoise_step import __main__ as denoise_step
+from benchmarks.denoise_step import elastic
+from benchmarks.denoise_step.cases import CASES, Case
+from benchmarks.denoise_step.runners import Bench
+from benchmarks.models import flux
+from benchmarks.peers import vllm_omni
 
 
 def case_of(maker: str) -> Case:
@@ -50,8 +53,8 @@ def test_vllm_omni_runs_in_the_mode_that_its_worker_runs_it_in(monkeypatch: pyte
         modes.append(torch.is_inference_mode_enabled())
         return (None,)
 
-    monkeypatch.setattr(vllm_omni_peer, "_transformer", lambda *_: transformer)
-    vllm_omni_peer.vllm_omni_step(None, {}, compiled=True)()
+    monkeypatch.setattr(vllm_omni, "_transformer", lambda *_: transformer)
+    vllm_omni.vllm_omni_step(None, {}, compiled=True)()
     assert modes == [True]
 
 
@@ -71,8 +74,8 @@ def test_eight_pictures_are_painted_by_as_many_ranks_as_the_case_says(
     """The sixth rank of eight belongs to the second of two teams of four."""
     given: list[Any] = []
     engine = SimpleNamespace(team_sizes=(1, 2, 4, 8), warm_up=lambda branches, ranks: given.append(ranks))
-    monkeypatch.setattr(elastic_case, "new_job", lambda *_: SimpleNamespace(paint=lambda _: None))
-    monkeypatch.setattr(flux_case, "inputs", lambda *_, **__: {})
+    monkeypatch.setattr(elastic, "new_job", lambda *_: SimpleNamespace(paint=lambda _: None))
+    monkeypatch.setattr(flux, "inputs", lambda *_, **__: {})
     bench = Bench(rank=5, world=8, small=True)
     monkeypatch.setattr(Bench, "module", None)
     bench.engine, bench.inputs = lambda _: engine, lambda *_: {}  # type: ignore[assignment]

@@ -1,6 +1,6 @@
 """How fast each part of a denoising step can be alone on one GPU: attention, matrix products, the fused passes.
 
-    python -m benchmarks.denoise_step_parts [--out FILE]
+    python -m benchmarks.denoise_step.parts [--out FILE]
 
 Shapes are FLUX.1-dev's on 1, 2 and 4 ranks. Every time is of calls captured in a CUDA graph, over rotating inputs that
 do not fit the cache together. The last line is one JSON document.

@@ -1,6 +1,6 @@
 """How long a gang takes to be ready: from the start of its processes to the first captured step.
 
-    torchrun --nproc_per_node 4 -m benchmarks.denoise_step_start [--side 1024] [--out FILE]
+    torchrun --nproc_per_node 4 -m benchmarks.denoise_step.start [--side 1024] [--out FILE]
 
 In the order of a gang's ranks: torch is imported, the communicator made, the early start begun (in a thread), and the
 model's library imported meanwhile. FLUX.1-dev, random weights, whose making is timed apart. Run it twice to see what
@@ -41,7 +41,7 @@ def main() -> None:
     marks["communicator"] = time.perf_counter()
     start_early(device)
 
-    from benchmarks import flux_case
+    from benchmarks.models import flux
     from engines.core.model import Branch, Schedule
     from engines.torch_engine.load import load_torch_engine
     from pipelines.flux.denoiser import as_denoiser
@@ -49,12 +49,12 @@ def main() -> None:
     marks["imports"] = time.perf_counter()
     on_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    module = flux_case.build(device, dtype, small=not on_gpu)
+    module = flux.build(device, dtype, small=not on_gpu)
     marks["weights"] = time.perf_counter()  # no exchange up to here: the thread has its own under way
     context: Any = SimpleNamespace(rank=rank)
     engine = load_torch_engine(as_denoiser(module), context)
     mark(marks, "engine made and checked")
-    inputs = flux_case.inputs(module, arguments.side, text=flux_case.TEXT_TOKENS if on_gpu else 64)
+    inputs = flux.inputs(module, arguments.side, text=flux.TEXT_TOKENS if on_gpu else 64)
     timesteps_S = torch.linspace(1, 0.1, 28, device=device).to(dtype)
     schedule = Schedule(timesteps_S=timesteps_S, step=0)
     branches = (Branch(inputs={**inputs, "timestep": timesteps_S[:1]}, schedule=schedule),)

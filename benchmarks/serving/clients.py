@@ -9,7 +9,7 @@ from itertools import chain
 
 import httpx
 
-from benchmarks.bare import PROMPT
+from benchmarks.serving.bare import PROMPT
 
 STAGES = ("queue", "encode", "denoise", "decode", "total")
 TIMEOUT_S = 600.0
