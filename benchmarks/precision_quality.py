@@ -26,7 +26,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from benchmarks.denoise_step import start_distributed
+from benchmarks.distributed import start_distributed
 from benchmarks.timing import rank_synchronize
 from engines.core.model import Branch
 from engines.core.shard_plan import ShardPlan

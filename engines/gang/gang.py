@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from ray.util.placement_group import PlacementGroup
 
+from engines.gang.clock import Clock
 from engines.gang.config import BuildRank, GangConfig
 from engines.gang.driver import Driver
 from engines.gang.environment import rank_environments
@@ -27,27 +27,38 @@ class Gang:
     """Made by ``Gang.start``. All methods run in the event loop that started it."""
 
     def __init__(
-        self, config: GangConfig, ranks: Sequence[Any], infos: Sequence[RankInfo], team_sizes: tuple[int, ...]
+        self,
+        config: GangConfig,
+        ranks: Sequence[Any],
+        infos: Sequence[RankInfo],
+        team_sizes: tuple[int, ...],
+        clock: Clock,
     ) -> None:
         self.config = config
         self.infos = tuple(infos)
         self._ranks = ranks
-        self._driver = Driver(config, ranks, team_sizes)
+        self._clock = clock
+        self._driver = Driver(config, ranks, team_sizes, clock)
         self._driver.start()
 
     @classmethod
     async def start(
-        cls, config: GangConfig, build: BuildRank, *, placement_group: PlacementGroup | None = None
+        cls,
+        config: GangConfig,
+        build: BuildRank,
+        *,
+        placement_group: PlacementGroup | None = None,
+        clock: Clock | None = None,
     ) -> Gang:
         """Spawn the ranks in the replica's own placement group, connect them, and run ``build`` on each.
 
         All or nothing: on an error, on ``start_deadline_s`` (``GangBrokenError``) and on cancellation, what was
         started is killed. An exception of ``build`` comes out as it was raised on the rank.
         """
-        group = placement_group or current_group()
+        group, clock = placement_group or current_group(), clock or Clock()
         ranks = spawn_ranks(config, group, await rank_environments(config, group))
         try:
-            async with asyncio.timeout(config.start_deadline_s):
+            async with clock.timeout(config.start_deadline_s):
                 infos = await _connect(ranks)
                 team_sizes = (await asyncio.gather(*(rank.build.remote(build) for rank in ranks)))[0]
         except BaseException as error:
@@ -57,7 +68,7 @@ class Gang:
                 raise GangBrokenError(reason, "deadline") from error
             raise
         logger.info("gang is ready", extra={"model": config.model, "pids": [info.pid for info in infos]})
-        return cls(config, ranks, infos, team_sizes)
+        return cls(config, ranks, infos, team_sizes, clock)
 
     @property
     def broken(self) -> GangBrokenError | None:
@@ -81,7 +92,7 @@ class Gang:
         try:
             while True:
                 group = await open_job.next_events(until_s=told_s + every_s)
-                told_s = time.monotonic()
+                told_s = self._clock.now_s()
                 if events := tuple(event for event in group if not isinstance(event, Exception)):
                     yield events
                 if isinstance(group[-1], Exception):
@@ -107,7 +118,7 @@ class Gang:
         if self.broken is None:
             self._driver.stop(GangBrokenError("the gang is closed", "closed"))
             try:
-                async with asyncio.timeout(self.config.step_deadline_s):
+                async with self._clock.timeout(self.config.step_deadline_s):
                     await asyncio.gather(*(rank.close.remote() for rank in self._ranks))
             except Exception as error:
                 logger.warning("ranks did not close in order: %s", error)
@@ -119,7 +130,7 @@ class Gang:
 
     async def _check_answers(self) -> None:
         try:
-            async with asyncio.timeout(self.config.ping_deadline_s):
+            async with self._clock.timeout(self.config.ping_deadline_s):
                 await asyncio.gather(*(rank.ping.remote() for rank in self._ranks))
         except TimeoutError:
             if self._driver.is_cold:
@@ -136,7 +147,7 @@ class Gang:
         """
         assert self.broken is not None
         try:
-            async with asyncio.timeout(self.config.ping_deadline_s):
+            async with self._clock.timeout(self.config.ping_deadline_s):
                 await asyncio.gather(*(rank.watch.remote() for rank in self._ranks))
         except TimeoutError:
             raise GangBrokenError(self.broken.reason, self.broken.cause) from None
