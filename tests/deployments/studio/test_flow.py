@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from deployments.stages.records import Decoded
+from deployments.studio import flow
 from deployments.studio.flow import RECOVERY_DEADLINE_S, Flow
-from deployments.studio.interface import Media, Output, flow
+from deployments.studio.interface import Media, Output
 from engines.gang.errors import GangBrokenError, QueueFullError
 from engines.gang.job import JobDone, JobEvent, StepDone
 from tests.deployments.support.fake_studio import PICTURES

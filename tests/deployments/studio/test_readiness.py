@@ -10,8 +10,8 @@ import pytest
 from ray.serve.schema import DeploymentStatusOverview
 
 from deployments.names import APPLICATION, STAGES, deployment_name
+from deployments.studio import readiness
 from deployments.studio.interface import STATUS_MAX_AGE_S
-from deployments.studio.interface import readiness as deployed_studio
 from deployments.studio.readiness import POLL_S, DeployedStudio, takes_requests
 
 
@@ -40,14 +40,14 @@ class Clock:
 @pytest.fixture
 def controller(monkeypatch: pytest.MonkeyPatch) -> Controller:
     controller = Controller()
-    monkeypatch.setattr(deployed_studio.serve, "status", controller.status)
+    monkeypatch.setattr(readiness.serve, "status", controller.status)
     return controller
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(deployed_studio, "time", clock)
+    monkeypatch.setattr(readiness, "time", clock)
     return clock
 
 
