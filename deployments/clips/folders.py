@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from deployments.clips.files import write_atomically
+from engines.core.files import write_atomically
 
 Variant = Literal["video", "thumbnail", "preview"]
 
