@@ -13,13 +13,13 @@ from deployments.asyncio_tools import cancel
 from deployments.clips.attempt import Attempt
 from deployments.clips.claims import Claim, Claims
 from deployments.clips.database import open_database
-from deployments.clips.errors import TooManyJobsError
 from deployments.clips.folders import JobFolders, Variant
 from deployments.clips.records import Job
 from deployments.clips.runner import JobRunner
 from deployments.clips.settings import JobSettings
 from deployments.clips.store import JobStore
 from deployments.studio.interface import Studio
+from engines.gang.errors import QueueFullError
 from pipelines.request import MediaRequest
 
 logger = logging.getLogger("troupe.jobs")
@@ -64,10 +64,10 @@ class Jobs:
             await self._engine.dispose()
 
     async def submit(self, request: MediaRequest, seconds: str) -> Job:
-        """Queue a job. TooManyJobsError if too many wait."""
+        """Queue a job. QueueFullError if too many wait."""
         num_waiting = await self._store.num_waiting()
         if num_waiting >= self._settings.max_waiting:
-            raise TooManyJobsError(num_waiting, retry_after_s=self._settings.lease_s)
+            raise QueueFullError(num_waiting, retry_after_s=self._settings.lease_s)
         job = await self._store.create(request, seconds)
         self._runner.wake()
         return job

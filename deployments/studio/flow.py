@@ -16,7 +16,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from deployments.observability.metrics import observe_failure, observe_stage
-from deployments.stages.records import Decoded, Encoded
+from deployments.stages.common import Decoded, Encoded
 from deployments.studio.interface import (
     Media,
     ModelCard,

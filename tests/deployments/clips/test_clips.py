@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from deployments.clips.clips import Jobs
-from deployments.clips.errors import TooManyJobsError
 from deployments.clips.records import Job
 from deployments.clips.settings import JobSettings
 from engines.gang.errors import GangBrokenError, QueueFullError
@@ -206,7 +205,7 @@ async def test_queue_limit(tmp_path):
     async with running(studio, tmp_path, max_waiting=2) as jobs:
         for _ in range(2):
             await jobs.submit(REQUEST, "1")
-        with pytest.raises(TooManyJobsError, match="2 jobs are waiting"):
+        with pytest.raises(QueueFullError, match="2 jobs are waiting"):
             await jobs.submit(REQUEST, "1")
 
 

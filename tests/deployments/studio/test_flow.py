@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deployments.stages.records import Decoded
+from deployments.stages.common import Decoded
 from deployments.studio import flow
 from deployments.studio.flow import RECOVERY_DEADLINE_S, Flow
 from deployments.studio.interface import Media, Output
