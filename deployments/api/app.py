@@ -11,7 +11,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from deployments.api.context import ApiContext
-from deployments.api.disconnect import ClientGoneError
 from deployments.api.documents import add_document
 from deployments.api.errors import add_error_handlers
 from deployments.api.files import FileShelf
@@ -20,12 +19,12 @@ from deployments.api.images import image_routes
 from deployments.api.middleware import BodyLimit, RequestLog
 from deployments.api.page import page_routes
 from deployments.api.settings import ApiSettings
-from deployments.api.video_content import video_content_routes
+from deployments.api.streams import ClientGoneError
 from deployments.api.videos import video_routes
 from deployments.clips.clips import Jobs
 from deployments.studio.interface import Studio
 
-ROUTES = (health_routes, model_routes, image_routes, video_routes, video_content_routes, page_routes)
+ROUTES = (health_routes, model_routes, image_routes, video_routes, page_routes)
 DESCRIPTION = "Text to image and text to video. Works with OpenAI's clients; what goes beyond them is marked so."
 
 

@@ -10,9 +10,8 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from deployments.api.answers import CompletedImage, ImagesResponse, PartialImage, StepProgress
+from deployments.api.answers import CompletedImage, ImagesResponse, PartialImage, StepProgress, VideoEvent
 from deployments.api.errors import ErrorBody
-from deployments.api.video_answers import VideoEvent
 from deployments.requests.bodies import ImageBody, VideoBody
 
 UNSEEN_MODELS: tuple[type[BaseModel], ...] = (

@@ -5,26 +5,33 @@ from __future__ import annotations
 import asyncio
 import time
 from base64 import b64encode
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 from fastapi import APIRouter, Depends
 from fastapi.responses import FileResponse, JSONResponse
 from starlette.requests import Request
 from starlette.responses import Response
 
-from deployments.api.answers import Image, ImagesResponse, measures
+from deployments.api.answers import (
+    CompletedImage,
+    Image,
+    ImagesResponse,
+    PartialImage,
+    StageTimes,
+    StepProgress,
+    measures,
+)
 from deployments.api.context import ApiContext
-from deployments.api.disconnect import until_disconnect
 from deployments.api.documents import body_document, error_documents, file_answers, image_answers
 from deployments.api.errors import ApiError, shown
-from deployments.api.event_stream import start_stream
-from deployments.api.image_stream import image_events
-from deployments.api.performing import collect, perform_all
 from deployments.api.ranges import tame_range
 from deployments.api.reading import read_json
+from deployments.api.streams import Event, Indexed, collect, perform_all, start_stream, until_disconnect
 from deployments.requests.bodies import ImageBody
 from deployments.requests.images import ImagePlan, plan_images
 from deployments.requests.rules import ready_card
-from deployments.studio.interface import Media
+from deployments.studio.interface import Media, Preview, StudioEvent
 
 
 def image_routes(context: ApiContext) -> APIRouter:
@@ -81,3 +88,46 @@ def _hand_over(context: ApiContext, plan: ImagePlan, media: list[Media], base_ur
         return [Image(b64_json=b64encode(one.data).decode(), seed=one.seed) for one in media]
     names = [context.files.put(one.data, one.format) for one in media]
     return [Image(url=f"{base_url}/{name}", seed=one.seed) for name, one in zip(names, media, strict=True)]
+
+
+async def image_events(plan: ImagePlan, events: AsyncGenerator[Indexed]) -> AsyncGenerator[Event, None]:
+    """What the client of ``plan`` is told: previews, finished pictures and, if wanted, every step."""
+    async with aclosing(events):
+        async for index, event in events:
+            if told := translate(plan, index, event):
+                yield told
+
+
+def translate(plan: ImagePlan, index: int, event: StudioEvent) -> Event | None:
+    match event:
+        case Media():
+            return _completed(plan, index, event)
+        case Preview():
+            return _partial(plan, index, event)
+        case _ if plan.stream_progress:
+            return StepProgress(image_index=index, step=event.step, of=event.num_steps, eta_s=event.eta_s)
+    return None
+
+
+def _completed(plan: ImagePlan, index: int, media: Media) -> CompletedImage:
+    return CompletedImage(
+        b64_json=b64encode(media.data).decode(),
+        created_at=int(time.time()),
+        output_format=media.format,
+        size=plan.size,
+        safety_identifier=plan.safety_identifier,
+        image_index=index,
+        seed=media.seed,
+        timings=StageTimes.of(media.timings),
+    )
+
+
+def _partial(plan: ImagePlan, index: int, preview: Preview) -> PartialImage:
+    return PartialImage(
+        b64_json=b64encode(preview.data).decode(),
+        partial_image_index=preview.index,
+        created_at=int(time.time()),
+        size=plan.size,
+        image_index=index,
+        step=preview.step,
+    )
