@@ -20,9 +20,9 @@ from deployments.config import AppConfig
 from deployments.observability.logs import configure_logs
 from deployments.requests.handle import plan_generate
 from deployments.settings import Settings
-from deployments.studio.flow import StageHandles
+from deployments.studio.flow import DeployedStudio, StageHandles
 from deployments.studio.interface import ModelCard, StudioEvent
-from deployments.studio.readiness import DeployedStudio
+from deployments.studio.readiness import Readiness
 from pipelines.loading import resolve_path
 from pipelines.registry import load_family
 
@@ -50,7 +50,8 @@ class Ingress:
             # In this loop, where calls are made, and not one thread further.
             handle._init(_run_router_in_separate_loop=False)  # type: ignore[no-untyped-call]
         handles = {model: StageHandles(**by_stage) for model, by_stage in stages.items()}
-        self._studio = DeployedStudio(make_cards(config), handles)
+        cards = make_cards(config)
+        self._studio = DeployedStudio(cards, handles, Readiness(cards))
 
     async def generate(self, prompt: str, **fields: Any) -> AsyncGenerator[StudioEvent]:
         """For handles: ``handle.options(stream=True).generate.remote("a red circle", seed=1)``.
