@@ -18,7 +18,7 @@ from deployments.clips.clips import Jobs
 from deployments.clips.settings import JobSettings
 from deployments.config import AppConfig
 from deployments.observability.logs import configure_logs
-from deployments.requests.handle import plan_generate
+from deployments.requests.handle import handle_request
 from deployments.settings import Settings
 from deployments.studio.flow import DeployedStudio, StageHandles
 from deployments.studio.interface import ModelCard, StudioEvent
@@ -60,7 +60,7 @@ class Ingress:
         and at last ``Media`` with the bytes. ``fields`` are those of the HTTP API; ValueError names a wrong one.
         Cancelling the response stops the job on all ranks.
         """
-        request, output = plan_generate(self._studio.cards(), uuid.uuid4().hex, {"prompt": prompt, **fields})
+        request, output = handle_request(self._studio.cards(), uuid.uuid4().hex, {"prompt": prompt, **fields})
         async with aclosing(self._studio.perform(request, output)) as events:
             async for event in events:
                 yield event

@@ -30,6 +30,13 @@ class ApiContext:
         """A dependency of every route behind the key. ApiError 401."""
         check_key(self.settings.api_keys, sent.credentials if sent else None)
 
+    async def check_ready(self, model: str) -> None:
+        """ApiError 503 while ``model`` cannot take requests."""
+        reason = (await self.studio.not_ready()).get(model)
+        if reason is not None:
+            message = f"{model} is not ready: {reason}"
+            raise ApiError(503, message, code="model_not_ready", headers={"Retry-After": "2"})
+
 
 def check_key(keys: Sequence[str], sent: str | None) -> None:
     """ApiError 401 unless ``sent`` is one of ``keys``; without keys, everything passes."""

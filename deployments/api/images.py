@@ -24,14 +24,18 @@ from deployments.api.answers import (
 )
 from deployments.api.context import ApiContext
 from deployments.api.documents import body_document, error_documents, file_answers, image_answers
-from deployments.api.errors import ApiError, shown
+from deployments.api.errors import ApiError, from_failure
 from deployments.api.ranges import tame_range
 from deployments.api.reading import read_json
-from deployments.api.streams import Event, Indexed, collect, perform_all, start_stream, until_disconnect
+from deployments.api.streams import Event, start_stream, until_disconnect
+from deployments.asyncio_tools import merge
 from deployments.requests.bodies import ImageBody
-from deployments.requests.images import ImagePlan, plan_images
-from deployments.requests.rules import ready_card
-from deployments.studio.interface import Media, Preview, StudioEvent
+from deployments.requests.errors import shown
+from deployments.requests.images import ImageRequest, image_request
+from deployments.studio.interface import Media, Preview, Studio, StudioEvent
+
+Indexed = tuple[int, StudioEvent]
+"""An event, with the index of its request."""
 
 
 def image_routes(context: ApiContext) -> APIRouter:
@@ -46,19 +50,19 @@ def image_routes(context: ApiContext) -> APIRouter:
     async def generate_images(request: Request) -> Response:
         """Draw pictures. With ``stream``, the answer is server-sent events instead of one JSON object."""
         body = await read_json(request, ImageBody)
-        card = await ready_card(context.studio, body.model, "image")
-        plan = plan_images(body, card, request.state.request_id, context.settings.max_n)
-        events = perform_all(context.studio, plan.requests, plan.output)
+        wanted = image_request(body, context.studio.cards(), request.state.request_id, context.settings.max_n)
+        await context.check_ready(wanted.model)
+        events = perform_all(context.studio, wanted)
         if body.stream:
-            return await start_stream(image_events(plan, events), request.receive, context.settings)
-        media = await until_disconnect(request.receive, collect(events, len(plan.requests)))
-        images = await asyncio.to_thread(_hand_over, context, plan, media, files_url(context, request))
+            return await start_stream(image_events(wanted, events), request.receive, context.settings)
+        media = await until_disconnect(request.receive, collect(events, len(wanted.requests)))
+        images = await asyncio.to_thread(_hand_over, context, wanted, media, files_url(context, request))
         answer = ImagesResponse(
             created=int(time.time()),
             data=images,
-            output_format=plan.output.format,
-            size=plan.size,
-            safety_identifier=plan.safety_identifier,
+            output_format=wanted.output.format,
+            size=wanted.size,
+            safety_identifier=wanted.safety_identifier,
         )
         return JSONResponse(answer.model_dump(), headers=measures(media))
 
@@ -83,51 +87,86 @@ def files_url(context: ApiContext, request: Request) -> str:
     return f"{base.rstrip('/')}/v1/files"
 
 
-def _hand_over(context: ApiContext, plan: ImagePlan, media: list[Media], base_url: str) -> list[Image]:
-    if not plan.by_url:
+def _hand_over(context: ApiContext, wanted: ImageRequest, media: list[Media], base_url: str) -> list[Image]:
+    if not wanted.by_url:
         return [Image(b64_json=b64encode(one.data).decode(), seed=one.seed) for one in media]
     names = [context.files.put(one.data, one.format) for one in media]
     return [Image(url=f"{base_url}/{name}", seed=one.seed) for name, one in zip(names, media, strict=True)]
 
 
-async def image_events(plan: ImagePlan, events: AsyncGenerator[Indexed]) -> AsyncGenerator[Event, None]:
-    """What the client of ``plan`` is told: previews, finished pictures and, if wanted, every step."""
+async def perform_all(studio: Studio, wanted: ImageRequest) -> AsyncGenerator[Indexed]:
+    """Yields the events of all pictures, which are made side by side.
+
+    Closing this closes every ``perform``, and so does the first one that fails: what it raised is raised here, as an
+    ApiError if it has a meaning for clients.
+    """
+    pictures = [_indexed(i, studio.perform(request, wanted.output)) for i, request in enumerate(wanted.requests)]
+    try:
+        async with aclosing(merge(*pictures)) as events:
+            async for event in events:
+                yield event
+    except Exception as failure:
+        answer = from_failure(failure)
+        if answer is None:
+            raise
+        raise answer from failure
+
+
+async def _indexed(index: int, events: AsyncGenerator[StudioEvent]) -> AsyncGenerator[Indexed]:
+    async with aclosing(events):
+        async for event in events:
+            yield index, event
+
+
+async def collect(events: AsyncGenerator[Indexed], num_media: int) -> list[Media]:
+    """Returns the finished media of ``perform_all``, in the order of the requests."""
+    media: dict[int, Media] = {}
     async with aclosing(events):
         async for index, event in events:
-            if told := translate(plan, index, event):
+            if isinstance(event, Media):
+                media[index] = event
+    assert len(media) == num_media, f"{num_media} requests gave {len(media)} media"
+    return [media[index] for index in range(num_media)]
+
+
+async def image_events(wanted: ImageRequest, events: AsyncGenerator[Indexed]) -> AsyncGenerator[Event, None]:
+    """What the client of ``wanted`` is told: previews, finished pictures and, if wanted, every step."""
+    async with aclosing(events):
+        async for index, event in events:
+            if told := translate(wanted, index, event):
                 yield told
 
 
-def translate(plan: ImagePlan, index: int, event: StudioEvent) -> Event | None:
+def translate(wanted: ImageRequest, index: int, event: StudioEvent) -> Event | None:
     match event:
         case Media():
-            return _completed(plan, index, event)
+            return _completed(wanted, index, event)
         case Preview():
-            return _partial(plan, index, event)
-        case _ if plan.stream_progress:
+            return _partial(wanted, index, event)
+        case _ if wanted.stream_progress:
             return StepProgress(image_index=index, step=event.step, of=event.num_steps, eta_s=event.eta_s)
     return None
 
 
-def _completed(plan: ImagePlan, index: int, media: Media) -> CompletedImage:
+def _completed(wanted: ImageRequest, index: int, media: Media) -> CompletedImage:
     return CompletedImage(
         b64_json=b64encode(media.data).decode(),
         created_at=int(time.time()),
         output_format=media.format,
-        size=plan.size,
-        safety_identifier=plan.safety_identifier,
+        size=wanted.size,
+        safety_identifier=wanted.safety_identifier,
         image_index=index,
         seed=media.seed,
         timings=StageTimes.of(media.timings),
     )
 
 
-def _partial(plan: ImagePlan, index: int, preview: Preview) -> PartialImage:
+def _partial(wanted: ImageRequest, index: int, preview: Preview) -> PartialImage:
     return PartialImage(
         b64_json=b64encode(preview.data).decode(),
         partial_image_index=preview.index,
         created_at=int(time.time()),
-        size=plan.size,
+        size=wanted.size,
         image_index=index,
         step=preview.step,
     )

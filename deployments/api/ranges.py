@@ -7,7 +7,8 @@ import re
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import Scope
 
-from deployments.api.errors import ApiError, shown
+from deployments.api.errors import ApiError
+from deployments.requests.errors import shown
 
 ONE_RANGE = re.compile(r"\s*bytes\s*=\s*(\d{0,18})-(\d{0,18})\s*", re.ASCII)
 

@@ -9,7 +9,8 @@ from pydantic import BaseModel, ValidationError
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
 
-from deployments.api.errors import ApiError, from_pydantic, invalid, shown
+from deployments.api.errors import ApiError
+from deployments.requests.errors import RequestError, field_error, shown, validated
 
 B = TypeVar("B", bound=BaseModel)
 
@@ -17,19 +18,19 @@ B = TypeVar("B", bound=BaseModel)
 async def read_json(request: Request, body_type: type[B]) -> B:
     """The JSON body as ``body_type``. ApiError 400 that names the field, 415 for another content type."""
     check_content_type(request, "application/json")
-    return _validated(body_type, parse_json(await request.body()))
+    return validated(body_type, parse_json(await request.body()))
 
 
 async def read_json_or_form(request: Request, body_type: type[B]) -> B:
     """As ``read_json``, or the same fields as multipart/form-data, where numbers are text."""
     if content_type(request) != "multipart/form-data":
         check_content_type(request, "application/json", "multipart/form-data")
-        return _validated(body_type, parse_json(await request.body()))
+        return validated(body_type, parse_json(await request.body()))
     fields = await read_form(request, set(body_type.model_fields))
     try:
         return body_type.model_validate_strings(fields)
     except ValidationError as error:
-        raise from_pydantic(error.errors(), list(body_type.model_fields)) from None
+        raise field_error(error.errors(), body_type.model_fields) from None
 
 
 async def read_form(request: Request, known: set[str]) -> dict[str, str]:
@@ -38,9 +39,9 @@ async def read_form(request: Request, known: set[str]) -> dict[str, str]:
     async with request.form(max_files=16, max_fields=100) as form:
         for name, value in form.multi_items():
             if isinstance(value, UploadFile) and name in known:
-                raise invalid(name, f"{name} is a file; it must be a plain form field")
+                raise RequestError(f"{name} is a file; it must be a plain form field", name)
             if name in fields:
-                raise invalid(name, f"{shown(name)} is given twice")
+                raise RequestError(f"{shown(name)} is given twice", name)
             fields[name] = "" if isinstance(value, UploadFile) else value
     return fields
 
@@ -61,17 +62,10 @@ def parse_json(raw: bytes) -> Any:
         value = json.loads(raw.decode(), parse_constant=_no_constant, object_pairs_hook=_unique)
         json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate cannot be UTF-8
     except UnicodeEncodeError:
-        raise invalid(None, "The body holds half of a surrogate pair; send whole characters", code="bad_json") from None
+        raise RequestError("The body holds half of a surrogate pair; send whole characters", code="bad_json") from None
     except (ValueError, RecursionError) as error:
-        raise invalid(None, f"The body is not valid JSON: {error}", code="bad_json") from None
+        raise RequestError(f"The body is not valid JSON: {error}", code="bad_json") from None
     return value
-
-
-def _validated(body_type: type[B], value: Any) -> B:
-    try:
-        return body_type.model_validate(value)
-    except ValidationError as error:
-        raise from_pydantic(error.errors(), list(body_type.model_fields)) from None
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from deployments.api.answers import Video, VideoDeleted, VideoEvent, VideoPage
 from deployments.api.context import ApiContext
 from deployments.api.documents import body_document, error_documents, file_answers, stream_answers
-from deployments.api.errors import ApiError, shown
+from deployments.api.errors import ApiError
 from deployments.api.ranges import tame_range
 from deployments.api.reading import read_json_or_form
 from deployments.api.streams import start_stream
@@ -23,7 +23,8 @@ from deployments.clips.clips import Jobs
 from deployments.clips.folders import CONTENT_TYPES, Variant
 from deployments.clips.records import Job
 from deployments.requests.bodies import ContentQuery, PageQuery, VideoBody
-from deployments.requests.rules import clip_length, media_request, ready_card
+from deployments.requests.clips import clip_request
+from deployments.requests.errors import shown
 
 VIDEO_ID = re.compile(r"video_[0-9a-f]{32}")
 EventName = Literal["video.progress", "video.completed", "video.failed"]
@@ -43,19 +44,11 @@ def video_routes(context: ApiContext) -> APIRouter:
     async def create_video(request: Request, response: Response) -> Video:
         """Queue a clip. The job is on disk before the answer, and survives a restart."""
         body = await read_json_or_form(request, VideoBody)
-        card = await ready_card(context.studio, body.model, "video")
-        num_frames, fps = clip_length(body.seconds, body.num_frames, body.fps, card.defaults)
-        wanted = media_request(
-            body,
-            card,
-            request.state.request_id,
-            num_frames=num_frames,
-            fps=fps,
-            num_previews=context.settings.num_clip_previews,
-        )
-        seconds = f"{num_frames / fps:.3f}".rstrip("0").rstrip(".") if body.seconds is None else str(body.seconds)
+        num_previews = context.settings.num_clip_previews
+        clip = clip_request(body, context.studio.cards(), request.state.request_id, num_previews)
+        await context.check_ready(clip.request.model)
         response.headers["openai-poll-after-ms"] = str(POLL_MS)
-        return Video.of(await context.jobs.submit(wanted, seconds))
+        return Video.of(await context.jobs.submit(clip.request, clip.seconds))
 
     @router.get("/v1/videos", responses=error_documents(400, 401, 404))
     async def list_videos(query: Annotated[PageQuery, Query()]) -> VideoPage:

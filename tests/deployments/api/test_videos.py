@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from deployments.requests.rules import clip_length
+from deployments.requests.clips import clip_length
 from engines.gang.errors import GangBrokenError
 from tests.deployments.api.conftest import build, client_of
 from tests.deployments.api.test_disconnect import until
