@@ -25,7 +25,7 @@ from deployments.api.answers import (
 from deployments.api.context import ApiContext
 from deployments.api.documents import body_document, error_documents, file_answers, image_answers
 from deployments.api.errors import ApiError, from_failure
-from deployments.api.ranges import tame_range
+from deployments.api.files import RangedFile
 from deployments.api.reading import read_json
 from deployments.api.streams import Event, start_stream, until_disconnect
 from deployments.asyncio_tools import merge
@@ -71,13 +71,12 @@ def image_routes(context: ApiContext) -> APIRouter:
         response_class=FileResponse,
         responses=file_answers("image/png", "image/jpeg", "image/webp") | error_documents(404, 416),
     )
-    async def read_file(name: str, request: Request) -> Response:
+    async def read_file(name: str) -> Response:
         """A picture made with ``response_format=url``. Its name is the secret; it is gone after a while."""
         path = await asyncio.to_thread(context.files.find, name)
         if path is None:
             raise ApiError(404, f"There is no file {shown(name)}; files are kept for a limited time", param="name")
-        tame_range(request.scope, path.stat().st_size)
-        return FileResponse(path, media_type=f"image/{path.suffix[1:]}", headers={"X-Content-Type-Options": "nosniff"})
+        return RangedFile(path, media_type=f"image/{path.suffix[1:]}", headers={"X-Content-Type-Options": "nosniff"})
 
     return router
 

@@ -16,7 +16,7 @@ from deployments.api.answers import Video, VideoDeleted, VideoEvent, VideoPage
 from deployments.api.context import ApiContext
 from deployments.api.documents import body_document, error_documents, file_answers, stream_answers
 from deployments.api.errors import ApiError
-from deployments.api.ranges import tame_range
+from deployments.api.files import RangedFile
 from deployments.api.reading import read_json_or_form
 from deployments.api.streams import start_stream
 from deployments.clips.clips import Jobs
@@ -77,7 +77,6 @@ def video_routes(context: ApiContext) -> APIRouter:
     )
     async def read_content(
         video_id: str,
-        request: Request,
         query: Annotated[ContentQuery, Query()],
         range_header: Annotated[str | None, Header(alias="Range", examples=["bytes=0-1023"])] = None,
     ) -> Response:
@@ -86,9 +85,8 @@ def video_routes(context: ApiContext) -> APIRouter:
         path = context.jobs.file(video_id, variant)
         if not (variant == "preview" or job.status == "completed") or not await asyncio.to_thread(path.is_file):
             raise not_there(job, variant)
-        tame_range(request.scope, path.stat().st_size)
         suffix = path.suffix[1:]
-        return FileResponse(
+        return RangedFile(
             path,
             media_type=CONTENT_TYPES[variant],
             filename=f"{video_id}.{suffix}",
