@@ -14,8 +14,8 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.api.app import create_api
 from deployments.api.settings import ApiSettings
-from deployments.clips.clips import Jobs
-from deployments.clips.settings import JobSettings
+from deployments.clips.clips import Clips
+from deployments.clips.settings import ClipSettings
 from deployments.config import AppConfig
 from deployments.observability.logs import configure_logs
 from deployments.requests.handle import handle_request
@@ -66,7 +66,7 @@ class Ingress:
                 yield event
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_api(self._studio, self._api_settings(), Jobs(self._studio, self._job_settings()))
+        return create_api(self._studio, self._api_settings(), Clips(self._studio, self._clip_settings()))
 
     def _api_settings(self) -> ApiSettings:
         limits = self._config.api
@@ -79,9 +79,9 @@ class Ingress:
             sends_request_id=False,
         )
 
-    def _job_settings(self) -> JobSettings:
+    def _clip_settings(self) -> ClipSettings:
         limits = self._config.api
-        return JobSettings(
+        return ClipSettings(
             data_dir=limits.data_dir or self._settings.data_dir,
             database_url=self._settings.database_url,
             max_running=limits.max_concurrent_videos,

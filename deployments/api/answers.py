@@ -7,26 +7,10 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 from deployments.api.streams import Event
-from deployments.clips.records import Job
-from deployments.studio.interface import Media, ModelCard, Timings
+from deployments.clips.records import ClipRecord
+from deployments.studio.interface import Media, ModelCard, StageTimes
+from pipelines.family import Defaults
 from pipelines.request import MediaKind
-
-
-class ModelDefaults(BaseModel):
-    """What a model does when the client does not say, and its limits."""
-
-    width: int
-    height: int
-    num_frames: int
-    fps: int
-    num_inference_steps: int
-    guidance_scale: float
-    true_cfg_scale: float
-    size_multiple: int
-    frame_multiple: int
-    max_pixels: int
-    max_frames: int
-    max_steps: int
 
 
 class Model(BaseModel):
@@ -36,12 +20,12 @@ class Model(BaseModel):
     owned_by: str = "troupe"
     kind: MediaKind = Field(description="image or video; beyond OpenAI")
     family: str = Field(description="beyond OpenAI")
-    defaults: ModelDefaults = Field(description="beyond OpenAI")
+    defaults: Defaults = Field(description="beyond OpenAI")
 
     @classmethod
     def of(cls, card: ModelCard) -> Model:
-        defaults = ModelDefaults.model_validate(card.defaults, from_attributes=True)
-        return cls(id=card.name, created=card.created, kind=card.defaults.kind, family=card.family, defaults=defaults)
+        defaults = card.defaults
+        return cls(id=card.name, created=card.created, kind=defaults.kind, family=card.family, defaults=defaults)
 
 
 class ModelList(BaseModel):
@@ -52,21 +36,6 @@ class ModelList(BaseModel):
 class Health(BaseModel):
     status: Literal["ready", "not_ready"]
     models: dict[str, str] = Field(description="For each model: ready, or the reason why not.")
-
-
-class StageTimes(BaseModel):
-    """Seconds in each stage, and whether the ranks were prepared for the shape."""
-
-    queue_s: float
-    encode_s: float
-    denoise_s: float
-    decode_s: float
-    total_s: float
-    was_warm: bool = Field(description="Whether denoising found everything compiled and captured for the shape.")
-
-    @classmethod
-    def of(cls, timings: Timings) -> StageTimes:
-        return cls.model_validate(timings, from_attributes=True)
 
 
 class Usage(BaseModel):
@@ -158,25 +127,25 @@ class Video(BaseModel):
     timings: StageTimes | None = Field(description="beyond OpenAI")
 
     @classmethod
-    def of(cls, job: Job) -> Video:
-        request = job.request
+    def of(cls, clip: ClipRecord) -> Video:
+        request = clip.request
         return cls(
-            id=job.id,
+            id=clip.id,
             model=request.model,
-            status=job.status,
-            progress=job.progress,
-            created_at=job.created_at,
-            completed_at=job.completed_at,
+            status=clip.status,
+            progress=clip.progress,
+            created_at=clip.created_at,
+            completed_at=clip.completed_at,
             prompt=request.prompt,
-            seconds=job.seconds,
+            seconds=clip.seconds,
             size=f"{request.width}x{request.height}",
-            error=VideoError(code=job.error.code, message=job.error.message) if job.error else None,
+            error=VideoError(code=clip.error.code, message=clip.error.message) if clip.error else None,
             seed=request.seed,
             num_frames=request.num_frames,
             fps=request.fps,
             num_inference_steps=request.num_inference_steps,
-            num_previews=job.num_previews,
-            timings=StageTimes.of(job.timings) if job.timings else None,
+            num_previews=clip.num_previews,
+            timings=clip.timings,
         )
 
 
@@ -188,8 +157,8 @@ class VideoPage(BaseModel):
     has_more: bool
 
     @classmethod
-    def of(cls, jobs: list[Job], has_more: bool) -> VideoPage:
-        data = [Video.of(job) for job in jobs]
+    def of(cls, clips: list[ClipRecord], has_more: bool) -> VideoPage:
+        data = [Video.of(clip) for clip in clips]
         ends = (data[0].id, data[-1].id) if data else (None, None)
         return cls(data=data, first_id=ends[0], last_id=ends[1], has_more=has_more)
 

@@ -13,7 +13,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from deployments.api.errors import ApiError
 from deployments.api.files import FileShelf
 from deployments.api.settings import ApiSettings
-from deployments.clips.clips import Jobs
+from deployments.clips.clips import Clips
 from deployments.studio.interface import Studio
 
 BEARER = HTTPBearer(auto_error=False, description="Needed only if the server was started with API keys.")
@@ -24,7 +24,7 @@ class ApiContext:
     studio: Studio
     settings: ApiSettings
     files: FileShelf
-    jobs: Jobs
+    clips: Clips
 
     async def authorize(self, sent: Annotated[HTTPAuthorizationCredentials | None, Security(BEARER)]) -> None:
         """A dependency of every route behind the key. ApiError 401."""

@@ -27,7 +27,7 @@ REFERENCE = "#/components/schemas/{model}"
 ERRORS = {
     400: "A value is missing, unknown, or not allowed; `param` says which",
     401: "The API key is missing or not known",
-    404: "There is no such model, job or file",
+    404: "There is no such model, clip or file",
     409: "The clip is not finished",
     413: "The body is too large",
     415: "The content type is not supported",

@@ -18,7 +18,6 @@ from deployments.api.answers import (
     Image,
     ImagesResponse,
     PartialImage,
-    StageTimes,
     StepProgress,
     measures,
 )
@@ -156,7 +155,7 @@ def _completed(wanted: ImageRequest, index: int, media: Media) -> CompletedImage
         safety_identifier=wanted.safety_identifier,
         image_index=index,
         seed=media.seed,
-        timings=StageTimes.of(media.timings),
+        timings=media.timings,
     )
 
 

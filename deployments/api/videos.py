@@ -19,9 +19,9 @@ from deployments.api.errors import ApiError
 from deployments.api.files import RangedFile
 from deployments.api.reading import read_json_or_form
 from deployments.api.streams import start_stream
-from deployments.clips.clips import Jobs
+from deployments.clips.clips import Clips
 from deployments.clips.folders import CONTENT_TYPES, Variant
-from deployments.clips.records import Job
+from deployments.clips.records import ClipRecord
 from deployments.requests.bodies import ContentQuery, PageQuery, VideoBody
 from deployments.requests.clips import clip_request
 from deployments.requests.errors import shown
@@ -42,31 +42,31 @@ def video_routes(context: ApiContext) -> APIRouter:
         openapi_extra=body_document(VideoBody, "application/json", "multipart/form-data"),
     )
     async def create_video(request: Request, response: Response) -> Video:
-        """Queue a clip. The job is on disk before the answer, and survives a restart."""
+        """Queue a clip. The clip is on disk before the answer, and survives a restart."""
         body = await read_json_or_form(request, VideoBody)
         num_previews = context.settings.num_clip_previews
         clip = clip_request(body, context.studio.cards(), request.state.request_id, num_previews)
         await context.check_ready(clip.request.model)
         response.headers["openai-poll-after-ms"] = str(POLL_MS)
-        return Video.of(await context.jobs.submit(clip.request, clip.seconds))
+        return Video.of(await context.clips.submit(clip.request, clip.seconds))
 
     @router.get("/v1/videos", responses=error_documents(400, 401, 404))
     async def list_videos(query: Annotated[PageQuery, Query()]) -> VideoPage:
         """Clips, the newest first unless order is asc."""
-        last = None if query.after is None else await find_job(context.jobs, query.after, "after")
-        return VideoPage.of(*await context.jobs.page(after=last, limit=query.limit, ascending=query.order == "asc"))
+        last = None if query.after is None else await find_clip(context.clips, query.after, "after")
+        return VideoPage.of(*await context.clips.page(after=last, limit=query.limit, ascending=query.order == "asc"))
 
     @router.get("/v1/videos/{video_id}", responses=error_documents(401, 404))
     async def read_video(video_id: str, response: Response) -> Video:
         """One clip: where it is in the queue or in its steps, or why it failed."""
         response.headers["openai-poll-after-ms"] = str(POLL_MS)
-        return Video.of(await find_job(context.jobs, video_id))
+        return Video.of(await find_clip(context.clips, video_id))
 
     @router.delete("/v1/videos/{video_id}", responses=error_documents(401, 404))
     async def delete_video(video_id: str) -> VideoDeleted:
-        """Stop the job if it still runs, and delete its record and files."""
-        await find_job(context.jobs, video_id)
-        if not await context.jobs.delete(video_id):
+        """Stop the clip if it still runs, and delete its record and files."""
+        await find_clip(context.clips, video_id)
+        if not await context.clips.delete(video_id):
             raise no_video(video_id, "video_id")
         return VideoDeleted(id=video_id)
 
@@ -81,10 +81,10 @@ def video_routes(context: ApiContext) -> APIRouter:
         range_header: Annotated[str | None, Header(alias="Range", examples=["bytes=0-1023"])] = None,
     ) -> Response:
         """The clip as MP4 (H.264), a still of it as WebP, or a preview as PNG. One byte range is honoured."""
-        job, variant = await find_job(context.jobs, video_id), query.variant
-        path = context.jobs.file(video_id, variant)
-        if not (variant == "preview" or job.status == "completed") or not await asyncio.to_thread(path.is_file):
-            raise not_there(job, variant)
+        clip, variant = await find_clip(context.clips, video_id), query.variant
+        path = context.clips.file(video_id, variant)
+        if not (variant == "preview" or clip.status == "completed") or not await asyncio.to_thread(path.is_file):
+            raise not_there(clip, variant)
         suffix = path.suffix[1:]
         return RangedFile(
             path,
@@ -96,42 +96,42 @@ def video_routes(context: ApiContext) -> APIRouter:
 
     @router.get("/v1/videos/{video_id}/events", responses=stream_answers() | error_documents(401, 404))
     async def read_events(video_id: str, request: Request) -> Response:
-        """Server-sent events as the job goes on, from now to its end; beyond OpenAI."""
-        await find_job(context.jobs, video_id)
-        events = video_events(context.jobs, video_id, context.settings.video_poll_s)
+        """Server-sent events as the clip goes on, from now to its end; beyond OpenAI."""
+        await find_clip(context.clips, video_id)
+        events = video_events(context.clips, video_id, context.settings.video_poll_s)
         return await start_stream(events, request.receive, context.settings)
 
     return router
 
 
-async def find_job(jobs: Jobs, video_id: str, param: str = "video_id") -> Job:
+async def find_clip(clips: Clips, video_id: str, param: str = "video_id") -> ClipRecord:
     """ApiError 404 if there is none. Only what looks like an id gets to the database."""
-    job = await jobs.get(video_id) if VIDEO_ID.fullmatch(video_id) else None
-    if job is None:
+    clip = await clips.get(video_id) if VIDEO_ID.fullmatch(video_id) else None
+    if clip is None:
         raise no_video(video_id, param)
-    return job
+    return clip
 
 
 def no_video(video_id: str, param: str) -> ApiError:
     return ApiError(404, f"There is no video {shown(video_id)}", param=param, code="video_not_found")
 
 
-def not_there(job: Job, variant: Variant) -> ApiError:
-    if job.status == "failed":
-        reason = job.error.message if job.error else "unknown"
+def not_there(clip: ClipRecord, variant: Variant) -> ApiError:
+    if clip.status == "failed":
+        reason = clip.error.message if clip.error else "unknown"
         headers = {"x-should-retry": "false"}
-        return ApiError(409, f"The job failed: {reason}", param="video_id", code="video_failed", headers=headers)
-    message = f"There is no {variant} yet; the job is {job.status}, {job.progress} %"
+        return ApiError(409, f"The clip failed: {reason}", param="video_id", code="video_failed", headers=headers)
+    message = f"There is no {variant} yet; the clip is {clip.status}, {clip.progress} %"
     return ApiError(409, message, param="video_id", code="video_not_ready", headers={"Retry-After": "1"})
 
 
-async def video_events(jobs: Jobs, video_id: str, poll_s: float) -> AsyncGenerator[VideoEvent, None]:
-    """What changes about the job. Read from the database: the job may run in another process."""
+async def video_events(clips: Clips, video_id: str, poll_s: float) -> AsyncGenerator[VideoEvent, None]:
+    """What changes about the clip. Read from the database: the clip may run in another process."""
     told: Video | None = None
-    while job := await jobs.get(video_id):
-        video = Video.of(job)
-        if job.status in ENDS:
-            yield VideoEvent(type=ENDS[job.status], video=video)
+    while clip := await clips.get(video_id):
+        video = Video.of(clip)
+        if clip.status in ENDS:
+            yield VideoEvent(type=ENDS[clip.status], video=video)
             return
         if video != told:
             yield VideoEvent(type="video.progress", video=video)

@@ -26,8 +26,8 @@ from deployments.studio.interface import (
     Output,
     Preview,
     Progress,
+    StageTimes,
     StudioEvent,
-    Timings,
 )
 from deployments.studio.readiness import Readiness
 from engines.gang.errors import GangBrokenError, QueueFullError
@@ -191,8 +191,8 @@ def _counts(error: BaseException, run: _Run) -> bool:
     return run.num_steps_seen > 0
 
 
-def _timings(run: _Run, done: JobDone, encoded: Encoded, decoded: Decoded) -> Timings:
-    return Timings(
+def _timings(run: _Run, done: JobDone, encoded: Encoded, decoded: Decoded) -> StageTimes:
+    return StageTimes(
         queue_s=done.queue_s,
         encode_s=encoded.encode_s,
         denoise_s=done.denoise_s,
@@ -202,6 +202,6 @@ def _timings(run: _Run, done: JobDone, encoded: Encoded, decoded: Decoded) -> Ti
     )
 
 
-def _observe(model: str, timings: Timings) -> None:
+def _observe(model: str, timings: StageTimes) -> None:
     for stage in ("queue", "encode", "denoise", "decode", "total"):
         observe_stage(stage, model, getattr(timings, f"{stage}_s"))
