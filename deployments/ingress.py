@@ -14,15 +14,15 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.api.app import create_api
 from deployments.api.settings import ApiSettings
-from deployments.clips.clips import Jobs
-from deployments.clips.settings import JobSettings
+from deployments.clips.clips import Clips
+from deployments.clips.settings import ClipSettings
 from deployments.config import AppConfig
 from deployments.observability.logs import configure_logs
-from deployments.requests.handle import plan_generate
+from deployments.requests.handle import handle_request
 from deployments.settings import Settings
-from deployments.studio.flow import StageHandles
+from deployments.studio.flow import DeployedStudio, StageHandles
 from deployments.studio.interface import ModelCard, StudioEvent
-from deployments.studio.readiness import DeployedStudio
+from deployments.studio.readiness import Readiness
 from pipelines.loading import resolve_path
 from pipelines.registry import load_family
 
@@ -50,7 +50,8 @@ class Ingress:
             # In this loop, where calls are made, and not one thread further.
             handle._init(_run_router_in_separate_loop=False)  # type: ignore[no-untyped-call]
         handles = {model: StageHandles(**by_stage) for model, by_stage in stages.items()}
-        self._studio = DeployedStudio(make_cards(config), handles)
+        cards = make_cards(config)
+        self._studio = DeployedStudio(cards, handles, Readiness(cards))
 
     async def generate(self, prompt: str, **fields: Any) -> AsyncGenerator[StudioEvent]:
         """For handles: ``handle.options(stream=True).generate.remote("a red circle", seed=1)``.
@@ -59,13 +60,13 @@ class Ingress:
         and at last ``Media`` with the bytes. ``fields`` are those of the HTTP API; ValueError names a wrong one.
         Cancelling the response stops the job on all ranks.
         """
-        request, output = plan_generate(self._studio.cards(), uuid.uuid4().hex, {"prompt": prompt, **fields})
+        request, output = handle_request(self._studio.cards(), uuid.uuid4().hex, {"prompt": prompt, **fields})
         async with aclosing(self._studio.perform(request, output)) as events:
             async for event in events:
                 yield event
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_api(self._studio, self._api_settings(), Jobs(self._studio, self._job_settings()))
+        return create_api(self._studio, self._api_settings(), Clips(self._studio, self._clip_settings()))
 
     def _api_settings(self) -> ApiSettings:
         limits = self._config.api
@@ -78,9 +79,9 @@ class Ingress:
             sends_request_id=False,
         )
 
-    def _job_settings(self) -> JobSettings:
+    def _clip_settings(self) -> ClipSettings:
         limits = self._config.api
-        return JobSettings(
+        return ClipSettings(
             data_dir=limits.data_dir or self._settings.data_dir,
             database_url=self._settings.database_url,
             max_running=limits.max_concurrent_videos,

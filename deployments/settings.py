@@ -41,7 +41,7 @@ class Settings(BaseSettings):
 def settings_unset() -> Iterator[None]:
     """No ``TROUPE_*`` variable inside the block: for an application that is nobody's but the block's.
 
-    With the server's own it would ask for keys that nobody gave it, and take jobs from the database.
+    With the server's own it would ask for keys that nobody gave it, and take clips from the database.
     """
     names = [name for name in os.environ if name.upper().startswith(PREFIX)]
     held = {name: os.environ.pop(name) for name in names}

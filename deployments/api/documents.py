@@ -10,9 +10,8 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from deployments.api.answers import CompletedImage, ImagesResponse, PartialImage, StepProgress
+from deployments.api.answers import CompletedImage, ImagesResponse, PartialImage, StepProgress, VideoEvent
 from deployments.api.errors import ErrorBody
-from deployments.api.video_answers import VideoEvent
 from deployments.requests.bodies import ImageBody, VideoBody
 
 UNSEEN_MODELS: tuple[type[BaseModel], ...] = (
@@ -28,7 +27,7 @@ REFERENCE = "#/components/schemas/{model}"
 ERRORS = {
     400: "A value is missing, unknown, or not allowed; `param` says which",
     401: "The API key is missing or not known",
-    404: "There is no such model, job or file",
+    404: "There is no such model, clip or file",
     409: "The clip is not finished",
     413: "The body is too large",
     415: "The content type is not supported",

@@ -10,7 +10,7 @@ from pathlib import Path
 class ApiSettings:
     """Limits and places of the API. ValueError if one cannot work.
 
-    ``data_dir`` holds pictures served by URL and the clips of jobs. With no ``api_keys`` nobody is asked for one.
+    ``data_dir`` holds pictures served by URL and the clips. With no ``api_keys`` nobody is asked for one.
     ``max_files_bytes`` and ``file_lifetime_s`` bound what ``response_format=url`` leaves on the disk. ``public_url``
     replaces the host of the request in such URLs (behind a proxy that rewrites it). ``num_clip_previews`` are decoded
     on the way of each clip. A stream sends a comment every ``keepalive_s`` when nothing happens, and answers after

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -19,7 +21,6 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 
 from deployments.app import REPLICA_CPUS, build_app
-from deployments.cli.interrupts import interrupts_later
 from deployments.config import ServeConfig
 from deployments.names import APPLICATION
 from deployments.stages.denoiser import gang_config
@@ -77,6 +78,26 @@ def running(config: ServeConfig, *, on_wait: Callable[[str], None] = lambda reas
         url = _deploy(config)
         wait_ready(url, on_wait, ready_deadline_s(config))
         yield url
+
+
+@contextmanager
+def interrupts_later() -> Iterator[None]:
+    """A Ctrl-C inside the block is a KeyboardInterrupt at its end.
+
+    For blocks that fork: an interrupted child prints a traceback before it has become what it was forked for. In other
+    threads than the main one, where Python handles no signals, it changes nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if held:
+        raise KeyboardInterrupt
 
 
 def _start_cluster(config: ServeConfig) -> None:

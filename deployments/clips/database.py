@@ -1,4 +1,4 @@
-"""The engine behind the job records, and what SQLite needs to be told."""
+"""The engine behind the clip records, and what SQLite needs to be told."""
 
 from __future__ import annotations
 

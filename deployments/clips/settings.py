@@ -1,4 +1,4 @@
-"""What the job runner is told when it is made."""
+"""What the clip runner is told when it is made."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class JobSettings:
+class ClipSettings:
     """``database_url`` is an async SQLAlchemy URL; by default SQLite in ``data_dir``, where the clips lie as well.
 
-    A runner claims a job for ``lease_s`` and renews the claim while it lives; another one, or its successor, takes
-    the job over when the claim has run out. Runners on several machines need clocks that differ by less than that.
-    ``max_running`` jobs run side by side in one runner, ``max_waiting`` wait in all. A job is tried ``max_attempts``
-    times, with ``retry_s`` between. Progress is written at most every ``progress_s``; new jobs of other processes are
-    looked for every ``poll_s``. Finished jobs are deleted after ``keep_s``, if that is not None.
+    A runner claims a clip for ``lease_s`` and renews the claim while it lives; another one, or its successor, takes
+    the clip over when the claim has run out. Runners on several machines need clocks that differ by less than that.
+    ``max_running`` clips run side by side in one runner, ``max_waiting`` wait in all. A clip is tried ``max_attempts``
+    times, with ``retry_s`` between. Progress is written at most every ``progress_s``; new clips of other processes are
+    looked for every ``poll_s``. Finished clips are deleted after ``keep_s``, if that is not None.
     """
 
     data_dir: Path

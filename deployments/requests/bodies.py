@@ -1,4 +1,4 @@
-"""What clients may send, field by field. Rules that depend on the model are in ``checks``."""
+"""What clients may send, field by field. Rules that depend on the model are in ``rules``."""
 
 from __future__ import annotations
 
@@ -75,4 +75,4 @@ class ContentQuery(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    variant: Variant = Field("video", description="preview: the last one of a job that runs.")
+    variant: Variant = Field("video", description="preview: the last one of a clip that is being made.")

@@ -1,10 +1,12 @@
-"""What text encoders and decoders have in common: one model's part on one device."""
+"""What the stages have in common: one model's part on one device, and what they hand to each other."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import ray
 
 from deployments.config import ModelConfig, StageConfig
 from deployments.observability.logs import configure_logs
@@ -22,6 +24,23 @@ class StageSpec:
 
     model: ModelConfig
     stage: StageConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Encoded:
+    """Conditioning, left in the object store by a text encoder, and the seconds it took: tensors stay there."""
+
+    conditioning: ray.ObjectRef[Any]
+    encode_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decoded:
+    """Finished bytes from a decoder; ``thumbnail`` is empty for pictures."""
+
+    data: bytes
+    thumbnail: bytes
+    decode_s: float
 
 
 def load_stage(spec: StageSpec) -> tuple[Family, Path, torch.device, torch.dtype]:

@@ -11,8 +11,8 @@ import ray
 
 from deployments.config import ModelConfig
 from deployments.observability.logs import configure_logs
+from deployments.stages.common import Encoded
 from deployments.stages.rank import BuildRankParts
-from deployments.stages.records import Encoded
 from engines.gang.config import GangConfig
 from engines.gang.gang import Gang
 from engines.gang.job import Job, JobEvent

@@ -10,8 +10,7 @@ from typing import Any
 import ray
 
 from deployments.observability.logs import request_context
-from deployments.stages.common import StageSpec, load_stage
-from deployments.stages.records import Encoded
+from deployments.stages.common import Encoded, StageSpec, load_stage
 from pipelines.request import MediaRequest
 
 logger = logging.getLogger(__name__)

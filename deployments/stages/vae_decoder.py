@@ -10,8 +10,7 @@ from typing import Any
 import ray
 
 from deployments.observability.logs import request_context
-from deployments.stages.common import StageSpec, load_stage
-from deployments.stages.records import Decoded
+from deployments.stages.common import Decoded, StageSpec, load_stage
 from deployments.studio.interface import Output
 from pipelines.media import encode_frames, encode_thumbnail
 from pipelines.request import MediaRequest

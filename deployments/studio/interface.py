@@ -31,7 +31,7 @@ class ModelCard:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Timings:
+class StageTimes:
     """Where the time of a request went, in seconds; ``total_s`` is wall-clock from start to end.
 
     ``was_warm``: its denoising found everything ready for its shape, so that nothing of it was preparation.
@@ -42,7 +42,7 @@ class Timings:
     denoise_s: float
     decode_s: float
     total_s: float
-    was_warm: bool = False
+    was_warm: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +70,7 @@ class Media:
     data: bytes
     format: MediaFormat
     seed: int
-    timings: Timings
+    timings: StageTimes
     thumbnail: bytes = b""
 
 

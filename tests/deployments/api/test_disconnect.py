@@ -6,10 +6,13 @@ import asyncio
 import contextlib
 import json
 import time
+from collections.abc import AsyncGenerator
 
 import httpx
 import pytest
+from starlette.types import Message
 
+from deployments.api.streams import Event, EventStream
 from tests.deployments.api.conftest import build, serving
 from tests.deployments.support.fake_studio import FakeStudio
 
@@ -70,3 +73,25 @@ async def test_keepalive_while_the_job_waits(tmp_path):
     assert answer.headers["cache-control"] == "no-cache"
     assert answer.text.count(": nothing new\n\n") >= 3
     assert "event: image_generation.completed\n" in answer.text
+
+
+async def test_a_client_that_is_gone_before_the_first_byte() -> None:
+    """What was begun for it is closed, though the response never got to its chunks."""
+    is_closed = False
+
+    async def endless() -> AsyncGenerator[Event]:
+        nonlocal is_closed
+        try:
+            while True:
+                yield Event(type="a")
+        finally:
+            is_closed = True
+
+    async def fail(message: Message) -> None:
+        raise ConnectionResetError
+
+    events = endless()
+    response = EventStream(await anext(events), events)
+    with pytest.raises(ConnectionResetError):
+        await response.stream_response(fail)
+    assert is_closed

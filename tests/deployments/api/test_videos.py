@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from deployments.requests.rules import clip_length
+from deployments.requests.clips import clip_length
 from engines.gang.errors import GangBrokenError
 from tests.deployments.api.conftest import build, client_of
 from tests.deployments.api.test_disconnect import until
@@ -104,7 +104,7 @@ async def test_variants(client, studio):
     assert (unknown.status_code, unknown.json()["error"]["param"]) == (400, "variant")
 
 
-async def test_delete_stops_the_job(client, studio, tmp_path):
+async def test_delete_stops_the_clip(client, studio, tmp_path):
     studio.step_s = 0.05
     video = await make(client, num_inference_steps=100)
     watching = asyncio.create_task(client.get(f"/v1/videos/{video['id']}/events"))
@@ -120,7 +120,7 @@ async def test_delete_stops_the_job(client, studio, tmp_path):
     assert (await finished(client, (await make(client))["id"]))["status"] == "completed"
 
 
-async def test_failed_job(client, studio):
+async def test_failed_clip(client, studio):
     def fail(request):
         raise GangBrokenError("rank 1 died")
 
@@ -136,7 +136,7 @@ async def test_failed_job(client, studio):
 
 async def test_full_queue(studio, tmp_path):
     studio.step_s = 1
-    async with client_of(build(studio, tmp_path, jobs={"max_running": 1, "max_waiting": 1})) as client:
+    async with client_of(build(studio, tmp_path, clips={"max_running": 1, "max_waiting": 1})) as client:
         await make(client)
         await until(lambda: len(studio.performed) == 1)
         await make(client)

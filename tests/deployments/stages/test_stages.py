@@ -15,7 +15,7 @@ import torch
 
 from deployments.config import ModelConfig, StageConfig
 from deployments.ingress import make_cards
-from deployments.requests.handle import plan_generate
+from deployments.requests.handle import handle_request
 from deployments.stages.common import StageSpec
 from deployments.stages.text_encoder import TextEncoder
 from deployments.stages.vae_decoder import VaeDecoder
@@ -42,7 +42,7 @@ def spec_of(path: Path) -> StageSpec:
 
 
 def request_of(path: Path, prompt: str) -> MediaRequest:
-    return plan_generate(make_cards(config_of({"m": path}).app), "id", {"prompt": prompt})[0]
+    return handle_request(make_cards(config_of({"m": path}).app), "id", {"prompt": prompt})[0]
 
 
 @pytest.mark.parametrize("kind", ["pictures", "clips"])

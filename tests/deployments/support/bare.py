@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from deployments.ingress import make_cards
-from deployments.requests.handle import plan_generate
+from deployments.requests.handle import handle_request
 from pipelines.request import MediaRequest
 from pipelines.run import load_pipeline, run_request
 from tests.deployments.support.live import PROMPT, config_of, log_lines
@@ -20,7 +20,7 @@ from tests.deployments.support.live import PROMPT, config_of, log_lines
 
 def bare_request(models: dict[str, Path], **fields: Any) -> MediaRequest:
     cards = make_cards(config_of(models).app)
-    return plan_generate(cards, "bare", {"prompt": PROMPT, **fields})[0]
+    return handle_request(cards, "bare", {"prompt": PROMPT, **fields})[0]
 
 
 def bare_frames(models: dict[str, Path], **fields: Any) -> NDArray[Any]:

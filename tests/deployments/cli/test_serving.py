@@ -1,3 +1,5 @@
+"""Starting the application: a Ctrl-C in the middle of it comes at the end of what cannot be undone half-way."""
+
 from __future__ import annotations
 
 import os
@@ -7,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from deployments.cli.interrupts import interrupts_later
+from deployments.cli.serving import interrupts_later
 
 
 @pytest.fixture(autouse=True)
