@@ -11,7 +11,7 @@ import onnx_ir as ir
 from engines.core.model import Branch, DenoiserModel
 from engines.parallel.mesh import Team
 from engines.tensorrt_engine.build.builder import BuildOptions, Shape, check_target
-from engines.tensorrt_engine.build.engine_cache import CachedPlan, PlanCache
+from engines.tensorrt_engine.build.engine_cache import CachedPlan, PlanCache, cached_plan
 from engines.tensorrt_engine.build.engine_text import read_plan_text
 from engines.tensorrt_engine.build.progress import spinner
 from engines.tensorrt_engine.build.targets import Target
@@ -21,7 +21,6 @@ from engines.tensorrt_engine.export.exported import Exported
 from engines.tensorrt_engine.export.exporter import Exporter, change_for
 from engines.tensorrt_engine.export.onnx_graph import EngineGraph
 from engines.tensorrt_engine.export.trace import offline_team
-from engines.tensorrt_engine.run.step import cached_plan
 
 MIB = 1 << 20
 
@@ -99,7 +98,8 @@ def build_engine(
         timing_cache_dir=config.cache_dir,
     )
     cache = PlanCache(config.cache_dir)
-    plans = [cached_plan(graph, resolved, options, cache, visible=visible) for graph in graphs]
+    named = {"strategy": resolved.spec.name, "precision": resolved.precision}
+    plans = [cached_plan(graph, options, cache, **named, visible=visible) for graph in graphs]
     return [_report(graph, resolved, plan, export_s) for graph, plan in zip(graphs, plans, strict=True)]
 
 
