@@ -104,9 +104,10 @@ def test_options_reach_the_engine_and_nccl_the_environment(tmp_path: Path, monke
     assert (given["precision"], given["weights"], given["cache_dir"]) == ("int8", "constants", tmp_path)
     tokens = [branch.inputs["hidden_states"].shape[1] for branch in given["buckets"]]
     assert tokens == [64, 32]
-    variables = {"LD_LIBRARY_PATH": "both names of NCCL"}
-    monkeypatch.setattr(nccl, "rank_environment", lambda: variables)
-    assert gang_config(model).environment() == variables  # type: ignore[misc]
+    monkeypatch.setattr(nccl, "rank_environment", lambda environment: {"LIBRARIES": environment["LD_LIBRARY_PATH"]})
+    environment = gang_config(model).environment
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/of/this/node")  # read where it is asked, not where it was configured
+    assert environment() == {"LIBRARIES": "/of/this/node"}  # type: ignore[misc]
     assert gang_config(model_config(engine="torch")).environment() == {}  # type: ignore[misc]
 
 
