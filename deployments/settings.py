@@ -37,6 +37,11 @@ class Settings(BaseSettings):
         return tuple(key.strip() for key in keys if key.strip())
 
 
+def process_environment() -> dict[str, str]:
+    """Returns a copy of all variables of this process, for what must pass some of them on."""
+    return dict(os.environ)
+
+
 @contextmanager
 def settings_unset() -> Iterator[None]:
     """No ``TROUPE_*`` variable inside the block: for an application that is nobody's but the block's.

@@ -22,7 +22,7 @@ ENGINES = {
 """Engine to the function that makes one: ``(model, context, *, strategy, precision, ...) -> Engine``."""
 
 ENVIRONMENTS = {"tensorrt": "engines.tensorrt_engine.run.nccl:rank_environment"}
-"""Engine to the function that says what its ranks must find in their environment: ``() -> variables``."""
+"""Engine to the function that says what its ranks must find in their environment: ``(environment) -> variables``."""
 
 
 def load_engine(
@@ -46,9 +46,9 @@ def load_engine(
     return cast(Engine, load(model, context, strategy=strategy, precision=precision, **options))
 
 
-def rank_environment(name: EngineName) -> Mapping[str, str]:
-    """Variables that a rank on this node must be started with; empty if none. Needs no torch."""
+def rank_environment(name: EngineName, environment: Mapping[str, str]) -> Mapping[str, str]:
+    """Returns variables to start a rank on this node with, whose own are ``environment``; empty if none."""
     if name not in ENVIRONMENTS:
         return {}
     module, _, function = ENVIRONMENTS[name].partition(":")
-    return cast("Mapping[str, str]", getattr(import_module(module), function)())
+    return cast("Mapping[str, str]", getattr(import_module(module), function)(environment))

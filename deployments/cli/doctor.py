@@ -69,12 +69,13 @@ def first_model(config: str) -> str:
 
 def print_proofs(model: str) -> bool:
     """Print how each statement about TensorRT engines fares on this host; True if none failed."""
+    from deployments.settings import process_environment
     from engines.tensorrt_engine.run.doctor import doctor
     from pipelines.loading import resolve_path
 
     resolve_path(model)  # a name that is wrong is the user's mistake, not a proof that failed
     marks = {"proved": "[green]proved[/]", "failed": "[red]failed[/]", "not here": "[yellow]not here[/]"}
-    table, proofs = Table("", "statement", "detail"), doctor(MakeModel(source=model))
+    table, proofs = Table("", "statement", "detail"), doctor(process_environment(), MakeModel(source=model))
     for proof in proofs:
         table.add_row(marks[proof.result], proof.subject, escape(proof.detail))
     console.print(table)

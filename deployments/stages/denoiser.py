@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from functools import partial
 
@@ -11,13 +11,14 @@ import ray
 
 from deployments.config import ModelConfig
 from deployments.observability.logs import configure_logs
+from deployments.settings import process_environment
 from deployments.stages.common import Encoded
 from deployments.stages.rank import BuildRankParts
 from engines.gang.config import GangConfig
 from engines.gang.gang import Gang
 from engines.gang.job import Job, JobEvent
 from engines.parallel.nccl_options import NcclOptions
-from engines.registry import rank_environment
+from engines.registry import EngineName, rank_environment
 from pipelines.request import MediaRequest
 
 logger = logging.getLogger(__name__)
@@ -42,9 +43,14 @@ def gang_config(model: ModelConfig) -> GangConfig:
         max_waiting_jobs=config.max_waiting_jobs,
         elastic=config.elastic,
         max_batch=config.max_batch,
-        environment=partial(rank_environment, config.engine),
+        environment=partial(node_environment, config.engine),
         nccl=NcclOptions(**config.nccl.model_dump()),
     )
+
+
+def node_environment(engine: EngineName) -> Mapping[str, str]:
+    """Returns the variables to start ranks with on the node where it is called, from that node's own."""
+    return rank_environment(engine, process_environment())
 
 
 class Denoiser:

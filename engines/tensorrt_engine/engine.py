@@ -17,8 +17,7 @@ from engines.tensorrt_engine.export.buckets import divides, lies_between
 from engines.tensorrt_engine.export.exported import Exported
 from engines.tensorrt_engine.export.exporter import Exporter
 from engines.tensorrt_engine.run.captured import CapturedStep
-from engines.tensorrt_engine.run.segmented_step import SegmentedStep, make_segmented_step
-from engines.tensorrt_engine.run.step import MakeRunner, Step, make_step, signature
+from engines.tensorrt_engine.run.step import EngineStep, MakeRunner, make_step, signature
 
 
 class TensorRTEngine:
@@ -49,7 +48,7 @@ class TensorRTEngine:
         self._buckets = tuple(buckets)
         self._capture = capture
         self._shared: dict[Any, Exported | None] = {}
-        self._steps: dict[Any, Step | SegmentedStep] = {}
+        self._steps: dict[Any, EngineStep] = {}
         self._captured: dict[Any, CapturedStep] = {}
         self._was_warm = False
 
@@ -119,15 +118,14 @@ class TensorRTEngine:
             self._captured[key] = CapturedStep(step, branch.inputs)
         return self._captured[key](branch.inputs)
 
-    def _step(self, branch: Branch, team: Team) -> Step | SegmentedStep:
+    def _step(self, branch: Branch, team: Team) -> EngineStep:
         """Made at its first call, which is collective over the team. Each shape has a context (a runner) of its own:
         a CUDA graph holds on to the memory of the context that it captured.
         """
         key = (_place(team), signature(branch))
         if key not in self._steps:
             exported = self._shared_export(branch, team) or self._exporter.export((branch,), team)
-            make = make_segmented_step if exported.segments else make_step
-            self._steps[key] = make(exported, self._model, branch, team, self._make_runner)
+            self._steps[key] = make_step(exported, self._model, branch, team, self._make_runner)
         return self._steps[key]
 
     def _shared_export(self, branch: Branch, team: Team) -> Exported | None:

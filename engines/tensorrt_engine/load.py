@@ -19,10 +19,10 @@ from engines.parallel.mesh import Groups, Team, Teams
 from engines.parallel.self_check import self_check
 from engines.tensorrt_engine.build.bindings import load_bindings
 from engines.tensorrt_engine.build.builder import BuildOptions
-from engines.tensorrt_engine.build.engine_cache import DEFAULT_FOLDER, PlanCache
+from engines.tensorrt_engine.build.engine_cache import DEFAULT_FOLDER, PlanCache, cached_plan
 from engines.tensorrt_engine.build.export_cache import ExportCache
 from engines.tensorrt_engine.build.targets import Target
-from engines.tensorrt_engine.config import ResolvedConfig, TensorRTConfig
+from engines.tensorrt_engine.config import TensorRTConfig
 from engines.tensorrt_engine.engine import TensorRTEngine
 from engines.tensorrt_engine.export.buckets import check_branches
 from engines.tensorrt_engine.export.exporter import Exporter, change_for
@@ -37,7 +37,7 @@ from engines.tensorrt_engine.run.preflight import (
     current_target,
 )
 from engines.tensorrt_engine.run.runtime import LoadedPlan, PlanRunner
-from engines.tensorrt_engine.run.step import MakeRunner, cached_plan
+from engines.tensorrt_engine.run.step import MakeRunner
 
 Specs = dict[int, tuple[ParallelSpec, ParallelSpec]]
 
@@ -153,8 +153,9 @@ def plan_runners(config: TensorRTConfig, model: DenoiserModel, context: Place, t
     loaded: dict[str, LoadedPlan] = {}
 
     def make(graph: EngineGraph, weights: Mapping[str, Tensor], team: Team) -> PlanRunner:
-        resolved = config.resolve(model, len(team.ranks), target)
-        plan = cached_plan(graph, _for_team(resolved, team), BuildOptions(target=target), cache)
+        precision = config.resolve(model, len(team.ranks), target).precision
+        options = BuildOptions(target=target)
+        plan = cached_plan(graph, options, cache, strategy=team.spec.name, precision=precision)
         check_plan(plan, rank=context.rank, target=target)
         group = team.context.group or team.tensor.group
         if group:
@@ -165,7 +166,3 @@ def plan_runners(config: TensorRTConfig, model: DenoiserModel, context: Place, t
         return PlanRunner(loaded[plan.sha256], weights, communicator=pointer)
 
     return make
-
-
-def _for_team(resolved: ResolvedConfig, team: Team) -> ResolvedConfig:
-    return ResolvedConfig(spec=team.spec, precision=resolved.precision, ring=resolved.ring, target=resolved.target)

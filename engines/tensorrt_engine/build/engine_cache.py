@@ -11,8 +11,10 @@ from pathlib import Path
 
 from engines.core.files import write_atomically
 from engines.tensorrt_engine.build.bindings import load_bindings
-from engines.tensorrt_engine.build.builder import BuildOptions, Built
+from engines.tensorrt_engine.build.builder import BuildOptions, Built, build
 from engines.tensorrt_engine.build.cache import get_or_make
+from engines.tensorrt_engine.build.progress import ProgressBar
+from engines.tensorrt_engine.export.onnx_graph import EngineGraph
 
 DEFAULT_FOLDER = Path.home() / ".cache" / "troupe" / "plans"
 
@@ -97,3 +99,13 @@ def _read(path: Path, record: Path, key: PlanKey) -> CachedPlan:
     if hashlib.sha256(plan).hexdigest() != sha256:
         raise ValueError(f"{path.name} has another checksum")
     return CachedPlan(plan=plan, sha256=sha256, key=key, build_s=build_s, was_cached=True, path=path)
+
+
+def cached_plan(
+    graph: EngineGraph, options: BuildOptions, cache: PlanCache, *, strategy: str, precision: str, visible: bool = False
+) -> CachedPlan:
+    """Returns the graph's plan for the graph's own profiles, built if the cache has none. Raises as ``build`` does."""
+    serialized, options = graph.serialized(), dataclasses.replace(options, profiles=graph.profiles)
+    num_ranks = graph.num_ranks
+    key = PlanKey.of(serialized, strategy=strategy, num_ranks=num_ranks, precision=precision, options=options)
+    return cache.get_or_build(key, lambda: build(serialized, options, bar=ProgressBar(visible=visible)))

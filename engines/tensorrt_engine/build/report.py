@@ -1,8 +1,14 @@
-"""``troupe build-engine``: export a model's step, build its plan (or find it in the cache), say what it holds."""
+"""``troupe build-engine``: export a model's step, build its plan (or find it in the cache), say what it holds.
+
+Without a GPU a plan cannot be deserialized, so TensorRT's engine inspector is out of reach. Plans of TensorRT-RTX 1.7
+carry their compiled program as text, in an undocumented format; for diagnostics alone, what is in it is counted here.
+"""
 
 from __future__ import annotations
 
+import re
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,8 +17,7 @@ import onnx_ir as ir
 from engines.core.model import Branch, DenoiserModel
 from engines.parallel.mesh import Team
 from engines.tensorrt_engine.build.builder import BuildOptions, Shape, check_target
-from engines.tensorrt_engine.build.engine_cache import CachedPlan, PlanCache
-from engines.tensorrt_engine.build.engine_text import read_plan_text
+from engines.tensorrt_engine.build.engine_cache import CachedPlan, PlanCache, cached_plan
 from engines.tensorrt_engine.build.progress import spinner
 from engines.tensorrt_engine.build.targets import Target
 from engines.tensorrt_engine.config import ResolvedConfig, TensorRTConfig
@@ -21,9 +26,19 @@ from engines.tensorrt_engine.export.exported import Exported
 from engines.tensorrt_engine.export.exporter import Exporter, change_for
 from engines.tensorrt_engine.export.onnx_graph import EngineGraph
 from engines.tensorrt_engine.export.trace import offline_team
-from engines.tensorrt_engine.run.step import cached_plan
 
 MIB = 1 << 20
+
+_PROGRAM_START = b"header {\n  version = 5"
+_PROGRAM_ENDS = (b"#undef __HAS", b"header {\n  version = 4")
+_INSTRUCTION = re.compile(r"^\s+([a-z_0-9]+)=\{ name=\"?([^\"\s]+)\"?", re.MULTILINE)
+_NOT_INSTRUCTIONS = ("region", "tensor", "parameter", "symbol")
+_COLLECTIVES = {
+    "comm_alltoall": "all_to_all",
+    "comm_allgather": "all_gather",
+    "comm_allreduce": "all_reduce",
+    "comm_reduce_scatter": "reduce_scatter",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +114,8 @@ def build_engine(
         timing_cache_dir=config.cache_dir,
     )
     cache = PlanCache(config.cache_dir)
-    plans = [cached_plan(graph, resolved, options, cache, visible=visible) for graph in graphs]
+    named = {"strategy": resolved.spec.name, "precision": resolved.precision}
+    plans = [cached_plan(graph, options, cache, **named, visible=visible) for graph in graphs]
     return [_report(graph, resolved, plan, export_s) for graph, plan in zip(graphs, plans, strict=True)]
 
 
@@ -152,3 +168,26 @@ def _shown(value: ir.Value, graph: EngineGraph) -> str:
 def _range(shapes: tuple[Shape, Shape, Shape]) -> list[str]:
     smallest, _, largest = shapes
     return [str(low) if low == high else f"{low}–{high}" for low, high in zip(smallest, largest, strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanText:
+    """Counts over the whole program. ``collectives`` maps the operation to its number."""
+
+    collectives: dict[str, int]
+    num_fused_attentions: int
+
+
+def read_plan_text(plan: bytes) -> PlanText | None:
+    """Returns counts of a plan's instructions; None when it has no program text of the known version."""
+    start = plan.find(_PROGRAM_START)
+    if start < 0:
+        return None
+    ends = [end for mark in _PROGRAM_ENDS if (end := plan.find(mark, start + 1)) > 0]
+    text = plan[start : min(ends, default=len(plan))].decode("latin1")
+    names = [(kind, name) for kind, name in _INSTRUCTION.findall(text) if kind not in _NOT_INSTRUCTIONS]
+    kinds = Counter(kind for kind, _ in names)
+    return PlanText(
+        collectives={_COLLECTIVES.get(k, k): n for k, n in kinds.items() if k.startswith("comm_")},
+        num_fused_attentions=sum("mha" in name for _, name in names),
+    )

@@ -10,7 +10,7 @@ import multiprocessing as mp
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -52,8 +52,11 @@ class Proof:
     detail: str
 
 
-def doctor(make_model: MakeModel | None = None) -> list[Proof]:
-    """Every proof that this host allows. Starts one process per GPU where there are any; never raises for a failure."""
+def doctor(environment: Mapping[str, str], make_model: MakeModel | None = None) -> list[Proof]:
+    """Returns every proof that this host allows; a failure is a proof that failed, no exception.
+
+    Starts one process per GPU where there are any. ``environment`` holds this process's variables.
+    """
     try:
         bindings = load_bindings()
     except TensorRTMissingError as error:
@@ -67,8 +70,8 @@ def doctor(make_model: MakeModel | None = None) -> list[Proof]:
             *proofs,
             *(Proof(subject=s, result="not here", detail=missing) for s in ("NCCL", "execution", "engine")),
         ]
-    proofs.append(_nccl_names())
-    return proofs + _on_gpus(make_model)
+    proofs.append(_nccl_names(environment))
+    return proofs + _on_gpus(environment, make_model)
 
 
 def _target() -> Target:
@@ -96,8 +99,8 @@ def _builds(operation: Operation, target: Target) -> Proof:
     return Proof(subject=subject, result="proved", detail=target.name)
 
 
-def _nccl_names() -> Proof:
-    found = nccl.search(nccl.library_path(os.environ))
+def _nccl_names(environment: Mapping[str, str]) -> Proof:
+    found = nccl.search(nccl.library_path(environment))
     missing = [name for name in (nccl.VERSIONED, nccl.PLAIN) if name not in found]
     if missing:
         detail = f"{', '.join(missing)} not on LD_LIBRARY_PATH; ranks are started with a folder of links"
@@ -105,9 +108,9 @@ def _nccl_names() -> Proof:
     return Proof(subject="NCCL names", result="proved", detail=", ".join(map(str, found.values())))
 
 
-def _on_gpus(make_model: MakeModel | None) -> list[Proof]:
-    """One process per GPU. They start with an environment in which TensorRT finds torch's NCCL."""
-    os.environ.update(nccl.rank_environment())
+def _on_gpus(environment: Mapping[str, str], make_model: MakeModel | None) -> list[Proof]:
+    """Starts one process per GPU, in an environment in which TensorRT finds torch's NCCL."""
+    os.environ.update(nccl.rank_environment(environment))
     return on_ranks(_rank, torch.cuda.device_count(), make_model)
 
 

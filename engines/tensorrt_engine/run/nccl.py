@@ -92,11 +92,12 @@ def wheel_folder() -> Path | None:
     return None
 
 
-def rank_environment(link_folder: Path = LINKS, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables with which a rank must be started so that TensorRT finds torch's NCCL under both its names.
+def rank_environment(environment: Mapping[str, str], link_folder: Path = LINKS) -> dict[str, str]:
+    """Returns variables to start a rank with, beside ``environment``, so that TensorRT finds torch's NCCL.
 
-    pip ships ``libnccl.so.2`` alone; a link named ``libnccl.so`` beside it mends that, in ``link_folder``. Empty when
-    nothing needs to change. The loader reads LD_LIBRARY_PATH once, so it is of no use in a process that runs already.
+    TensorRT wants it under both its names. pip ships ``libnccl.so.2`` alone; links of both names in ``link_folder``
+    mend that. Empty when nothing needs to change. The loader reads LD_LIBRARY_PATH once, so it is of no use in a
+    process that runs already.
     """
     found = search(library_path(environment))
     if VERSIONED in found and PLAIN in found:

@@ -1,8 +1,7 @@
-"""One branch's forward on one rank through an engine: prepared once per shape, then called every step."""
+"""One branch's forward on one rank through an engine, whole or in segments: made once a shape, called each step."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,14 +9,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engines.core.kernel import Kernel
+from engines.core.layout import TokenLayout
 from engines.core.model import Branch, DenoiserModel, ModelInputs
+from engines.parallel.attention import local_kernel
 from engines.parallel.mesh import Team
-from engines.tensorrt_engine.build.builder import BuildOptions, build
-from engines.tensorrt_engine.build.engine_cache import CachedPlan, PlanCache, PlanKey
-from engines.tensorrt_engine.build.progress import ProgressBar
-from engines.tensorrt_engine.config import ResolvedConfig
+from engines.parallel.strategy import team_kernel
 from engines.tensorrt_engine.export.exported import Exported, rank_weights
 from engines.tensorrt_engine.export.onnx_graph import EngineGraph
+from engines.tensorrt_engine.export.segments import Segment
 
 
 class Runner(Protocol):
@@ -33,7 +33,7 @@ MakeRunner = Callable[[EngineGraph, Mapping[str, Tensor], Team], Runner]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
+class WholeStep:
     """``before`` in torch, the engine, ``after`` in torch."""
 
     exported: Exported
@@ -49,26 +49,70 @@ class Step:
         self.runner.close()
 
 
-def make_step(exported: Exported, model: DenoiserModel, branch: Branch, team: Team, make_runner: MakeRunner) -> Step:
-    """With a runner of its own. Every rank of the team makes this call at the same time."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SegmentedStep:
+    """``runners[form]`` runs every piece of that form, with the piece's own weights bound at each run."""
+
+    exported: Exported
+    runners: tuple[Runner, ...]
+    weights: Mapping[str, Tensor]
+    kernel: Kernel
+    rank_index: int
+
+    def __call__(self, inputs: ModelInputs) -> Tensor:
+        handed = self.exported.feed(inputs, self.rank_index)
+        values = dict(handed)
+        for segment in self.exported.segments:
+            values.update(self._run(segment, values))
+            if segment.attention is not None:
+                q, k, v, out = segment.attention
+                values[out] = self.kernel(values[q], values[k], values[v])[0]
+        return self.exported.finish(handed, values)
+
+    def close(self) -> None:
+        for runner in self.runners:
+            runner.close()
+
+    def _run(self, segment: Segment, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        form = self.exported.graphs[segment.form]
+        activations = {own: values[name] for own, name in zip(form.inputs, segment.inputs, strict=True)}
+        weights = {own: self.weights[segment.weights[own]] for own in form.weights}
+        outputs = self.runners[segment.form].run(activations | weights)
+        return {name: outputs[own] for own, name in zip(form.outputs, segment.outputs, strict=True)}
+
+
+EngineStep = WholeStep | SegmentedStep
+
+
+def make_step(
+    exported: Exported, model: DenoiserModel, branch: Branch, team: Team, make_runner: MakeRunner
+) -> EngineStep:
+    """Returns a step with runners of its own. Every rank of the team makes this call at the same time."""
     weights = rank_weights(model, branch.module, team)
+    if exported.segments:
+        return _segmented_step(exported, model, branch, team, make_runner, weights)
     runner = make_runner(exported.graph, {name: weights[name] for name in exported.graph.weights}, team)
-    return Step(exported=exported, runner=runner, rank_index=team.context.index)
+    return WholeStep(exported=exported, runner=runner, rank_index=team.context.index)
 
 
-def cached_plan(
-    graph: EngineGraph, config: ResolvedConfig, options: BuildOptions, cache: PlanCache, *, visible: bool = False
-) -> CachedPlan:
-    """The graph's plan for the graph's own profiles, built if the cache has none."""
-    serialized, options = graph.serialized(), dataclasses.replace(options, profiles=graph.profiles)
-    key = PlanKey.of(
-        serialized,
-        strategy=config.spec.name,
-        num_ranks=graph.num_ranks,
-        precision=config.precision,
-        options=options,
+def _segmented_step(
+    exported: Exported,
+    model: DenoiserModel,
+    branch: Branch,
+    team: Team,
+    make_runner: MakeRunner,
+    weights: Mapping[str, Tensor],
+) -> SegmentedStep:
+    """Returns a step with one runner per form, which gets the weights of each segment as it runs."""
+    some = next(iter(weights.values()))
+    layout = TokenLayout.of(model.plan.streams, model.stream_lengths(branch.inputs), team.context.size)
+    return SegmentedStep(
+        exported=exported,
+        runners=tuple(make_runner(form, {}, team) for form in exported.graphs),
+        weights=weights,
+        kernel=team_kernel(local_kernel(some.device, some.dtype), team, layout),
+        rank_index=team.context.index,
     )
-    return cache.get_or_build(key, lambda: build(serialized, options, bar=ProgressBar(visible=visible)))
 
 
 def signature(branch: Branch) -> tuple[str, tuple[tuple[str, tuple[int, ...], torch.dtype], ...]]:

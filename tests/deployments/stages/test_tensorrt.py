@@ -20,13 +20,12 @@ from engines.parallel.mesh import Team
 from engines.tensorrt_engine import engine as engine_module
 from engines.tensorrt_engine import load
 from engines.tensorrt_engine.build.builder import BuildOptions
-from engines.tensorrt_engine.build.engine_cache import PlanCache
+from engines.tensorrt_engine.build.engine_cache import PlanCache, cached_plan
 from engines.tensorrt_engine.build.targets import Target
 from engines.tensorrt_engine.config import TensorRTConfig
 from engines.tensorrt_engine.export.onnx_graph import EngineGraph
 from engines.tensorrt_engine.run import nccl
 from engines.tensorrt_engine.run.preflight import PreflightError
-from engines.tensorrt_engine.run.step import cached_plan
 from pipelines.loading import resolve_path
 from pipelines.registry import load_family
 from pipelines.run import PlainEngine
@@ -105,9 +104,10 @@ def test_options_reach_the_engine_and_nccl_the_environment(tmp_path: Path, monke
     assert (given["precision"], given["weights"], given["cache_dir"]) == ("int8", "constants", tmp_path)
     tokens = [branch.inputs["hidden_states"].shape[1] for branch in given["buckets"]]
     assert tokens == [64, 32]
-    variables = {"LD_LIBRARY_PATH": "both names of NCCL"}
-    monkeypatch.setattr(nccl, "rank_environment", lambda: variables)
-    assert gang_config(model).environment() == variables  # type: ignore[misc]
+    monkeypatch.setattr(nccl, "rank_environment", lambda environment: {"LIBRARIES": environment["LD_LIBRARY_PATH"]})
+    environment = gang_config(model).environment
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/of/this/node")  # read where it is asked, not where it was configured
+    assert environment() == {"LIBRARIES": "/of/this/node"}  # type: ignore[misc]
     assert gang_config(model_config(engine="torch")).environment() == {}  # type: ignore[misc]
 
 
@@ -136,8 +136,8 @@ def test_from_the_configuration_to_a_picture(tmp_path: Path, monkeypatch: pytest
 
     def runners(config: TensorRTConfig, model: Any, context: Any, target: Target) -> Any:
         def make(graph: EngineGraph, weights: Mapping[str, Tensor], team: Team) -> GlooRunner:
-            resolved = config.resolve(model, 1, target)
-            built.append(cached_plan(graph, resolved, BuildOptions(target=target), PlanCache(config.cache_dir)))
+            options, cache = BuildOptions(target=target), PlanCache(config.cache_dir)
+            built.append(cached_plan(graph, options, cache, strategy="single", precision="fp32"))
             return GlooRunner(graph, weights, team)
 
         return make

@@ -13,7 +13,7 @@ from engines.core.spec import ParallelSpec
 from engines.quantization.calibration import calibration_of, recording, save_calibration
 from engines.quantization.layers import quantizable
 from engines.quantization.onnx import QUANTIZE_DEQUANTIZE, QuantizedLinear, quantization, quantize
-from engines.tensorrt_engine.build.engine_text import read_plan_text
+from engines.tensorrt_engine.build.report import read_plan_text
 from tests.engines.tensorrt_engine.conftest import Build
 from tests.engines.tensorrt_engine.support.all_ranks import export_case, relative_error
 from tests.engines.tensorrt_engine.support.zoo import SPECIMENS, cast, reference

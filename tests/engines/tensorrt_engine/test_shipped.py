@@ -13,7 +13,7 @@ import torch
 from engines.core.model import Branch
 from engines.core.spec import ParallelSpec
 from engines.tensorrt_engine.build.builder import Profile
-from engines.tensorrt_engine.build.engine_text import read_plan_text
+from engines.tensorrt_engine.build.report import read_plan_text
 from engines.tensorrt_engine.export.buckets import divides, profile_over, varying_dims
 from engines.tensorrt_engine.export.trace import offline_team
 from pipelines.loading import resolve_path, shipped_checkpoints

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from engines.core.spec import ParallelSpec
 from engines.tensorrt_engine.build.builder import BuildError
-from engines.tensorrt_engine.build.engine_text import read_plan_text
+from engines.tensorrt_engine.build.report import read_plan_text
 from engines.tensorrt_engine.export.buckets import profile_over, varying_dims
 from engines.tensorrt_engine.export.onnx_graph import EngineGraph
 from tests.engines.tensorrt_engine.conftest import Build, Exports
 from tests.engines.tensorrt_engine.support.all_ranks import export_case, relative_error
 from tests.engines.tensorrt_engine.support.cases import ATTENTIONS, DTYPES, TOLERANCE, Key, params
+from tests.engines.tensorrt_engine.support.engine_file import num_ranks_of
 from tests.engines.tensorrt_engine.support.zoo import SPECIMENS, cast, reference
 
 CONTROL = 20
@@ -101,10 +102,11 @@ def test_bfloat16_has_the_graph_of_float16(exports: Exports, key: Key) -> None:
 def test_builds_with_its_collectives_and_fused_attention(
     exports: Exports, build_plan: Build, key: Key, target: str
 ) -> None:
-    text = read_plan_text(build_plan(exports(key).exported.graph.serialized(), target))
+    plan = build_plan(exports(key).exported.graph.serialized(), target)
+    text = read_plan_text(plan)
     assert text is not None
     assert text.collectives == key.collectives()
-    assert text.num_ranks == key.num_ranks
+    assert num_ranks_of(plan) == key.num_ranks
     assert text.num_fused_attentions == (0 if key.dtype == "fp32" else ATTENTIONS[key.family])
 
 

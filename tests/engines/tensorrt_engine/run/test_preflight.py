@@ -88,7 +88,7 @@ def test_loaded_libraries_are_read_from_the_process(tmp_path: Path) -> None:
 def test_both_names_on_the_path_need_no_mending(tmp_path: Path) -> None:
     for name in (nccl.VERSIONED, nccl.PLAIN):
         (tmp_path / name).touch()
-    assert rank_environment(tmp_path / "links", {"LD_LIBRARY_PATH": str(tmp_path)}) == {}
+    assert rank_environment({"LD_LIBRARY_PATH": str(tmp_path)}, tmp_path / "links") == {}
 
 
 def test_the_missing_name_is_linked_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -97,7 +97,7 @@ def test_the_missing_name_is_linked_and_told(tmp_path: Path, caplog: pytest.LogC
     library.touch()
     links = tmp_path / "links"
     for _ in range(2):  # a second rank of the node finds the links there
-        variables = rank_environment(links, {"LD_LIBRARY_PATH": f"{library.parent}:/elsewhere"})
+        variables = rank_environment({"LD_LIBRARY_PATH": f"{library.parent}:/elsewhere"}, links)
         assert variables == {"LD_LIBRARY_PATH": f"{links}:{library.parent}:/elsewhere"}
         found = search([links])
         assert {path.resolve() for path in found.values()} == {library}
@@ -108,4 +108,4 @@ def test_the_missing_name_is_linked_and_told(tmp_path: Path, caplog: pytest.LogC
 def test_no_nccl_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl, "wheel_folder", lambda: None)
     with pytest.raises(NcclError, match="install troupe"):
-        rank_environment(tmp_path, {})
+        rank_environment({}, tmp_path)
