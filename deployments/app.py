@@ -12,7 +12,7 @@ from deployments.ingress import Ingress
 from deployments.names import INGRESS, deployment_name
 from deployments.stages.common import StageSpec
 from deployments.stages.denoiser import Denoiser, gang_config
-from deployments.stages.text_encoder import TextEncoder
+from deployments.stages.text_encoder import PromptEncoder
 from deployments.stages.vae_decoder import VaeDecoder
 from engines.gang.placement import gang_bundles, gang_strategy
 
@@ -38,7 +38,7 @@ def build_app(args: AppConfig) -> serve.Application:
 
 def _bind_model(model: ModelConfig) -> dict[str, serve.Application]:
     return {
-        "text_encoder": _bind_stage("text_encoder", TextEncoder, model, model.text_encoder),
+        "text_encoder": _bind_stage("text_encoder", PromptEncoder, model, model.text_encoder),
         "denoiser": _bind_denoiser(model, model.denoiser),
         "decoder": _bind_stage("decoder", VaeDecoder, model, model.decoder),
     }

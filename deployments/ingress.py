@@ -28,7 +28,7 @@ from pipelines.registry import load_family
 
 
 def make_cards(config: AppConfig) -> dict[str, ModelCard]:
-    """What the served models say about themselves. Reads configuration files only, no weights."""
+    """Returns what the served models say about themselves. Reads configuration files only, no weights."""
     cards: dict[str, ModelCard] = {}
     for model in config.models:
         path = resolve_path(model.source, weights=False)
@@ -54,7 +54,7 @@ class Ingress:
         self._studio = DeployedStudio(cards, handles, Readiness(cards))
 
     async def generate(self, prompt: str, **fields: Any) -> AsyncGenerator[StudioEvent]:
-        """For handles: ``handle.options(stream=True).generate.remote("a red circle", seed=1)``.
+        """Serves Python handles: ``handle.options(stream=True).generate.remote("a red circle", seed=1)``.
 
         Yields ``Progress`` for every step, ``Preview`` if asked for (``partial_images``; clips always have some),
         and at last ``Media`` with the bytes. ``fields`` are those of the HTTP API; ValueError names a wrong one.

@@ -177,13 +177,13 @@ class VideoEvent(Event):
 
 
 def measures(media: list[Media]) -> dict[str, str]:
-    """Headers that tell where the time went, and whether every picture's shape was warm."""
+    """Returns headers that tell where the time went, and whether every picture's shape was warm."""
     is_warm = all(one.timings.was_warm for one in media)
     return {"Server-Timing": server_timing(media), "X-Troupe-Warm": "true" if is_warm else "false"}
 
 
 def server_timing(media: list[Media]) -> str:
-    """A ``Server-Timing`` header in milliseconds; of several pictures, which ran side by side, each stage's slowest."""
+    """Returns a ``Server-Timing`` header in milliseconds, each stage's slowest of pictures that ran side by side."""
     stages = ("queue", "encode", "denoise", "decode", "total")
     slowest = {stage: max(getattr(one.timings, f"{stage}_s") for one in media) for stage in stages}
     return ", ".join(f"{stage};dur={1000 * seconds:.1f}" for stage, seconds in slowest.items())

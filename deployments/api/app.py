@@ -29,7 +29,7 @@ DESCRIPTION = "Text to image and text to video. Works with OpenAI's clients; wha
 
 
 def create_api(studio: Studio, settings: ApiSettings, clips: Clips) -> FastAPI:
-    """The HTTP application. It starts ``clips`` with its lifespan and stops them at its end."""
+    """Returns the HTTP application. Its lifespan starts ``clips`` and stops them at its end."""
     context = ApiContext(studio=studio, settings=settings, files=file_shelf(settings), clips=clips)
 
     @asynccontextmanager

@@ -26,27 +26,27 @@ class ApiContext:
     files: FileShelf
     clips: Clips
 
-    async def authorize(self, sent: Annotated[HTTPAuthorizationCredentials | None, Security(BEARER)]) -> None:
-        """A dependency of every route behind the key. ApiError 401."""
-        check_key(self.settings.api_keys, sent.credentials if sent else None)
+    async def authorize(self, credentials: Annotated[HTTPAuthorizationCredentials | None, Security(BEARER)]) -> None:
+        """Raises ApiError 401 without a known key: a dependency of every route behind one."""
+        check_key(self.settings.api_keys, credentials.credentials if credentials else None)
 
     async def check_ready(self, model: str) -> None:
-        """ApiError 503 while ``model`` cannot take requests."""
+        """Raises ApiError 503 while ``model`` cannot take requests."""
         reason = (await self.studio.not_ready()).get(model)
         if reason is not None:
             message = f"{model} is not ready: {reason}"
             raise ApiError(503, message, code="model_not_ready", headers={"Retry-After": "2"})
 
 
-def check_key(keys: Sequence[str], sent: str | None) -> None:
-    """ApiError 401 unless ``sent`` is one of ``keys``; without keys, everything passes."""
+def check_key(keys: Sequence[str], key: str | None) -> None:
+    """Raises ApiError 401 unless ``key`` is one of ``keys``; without keys, everything passes."""
     if not keys:
         return
-    if sent is None:
+    if key is None:
         raise _refusal("An API key is needed: send it as Authorization: Bearer KEY", "missing_api_key")
     # Headers arrive as Latin-1; compared are the bytes that were sent. Every key is looked at, so time tells nothing.
-    sent_bytes = sent.encode("latin-1")
-    if not sum(hmac.compare_digest(sent_bytes, key.encode()) for key in keys):
+    key_bytes = key.encode("latin-1")
+    if not sum(hmac.compare_digest(key_bytes, one.encode()) for one in keys):
         raise _refusal("This API key is not known here", "invalid_api_key")
 
 

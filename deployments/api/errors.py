@@ -122,7 +122,7 @@ async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
 
 
 def methods_at(app: FastAPI, path: str) -> list[str]:
-    """The documented methods of ``path``."""
+    """Returns the documented methods of ``path``."""
     paths = app.openapi()["paths"].items()
     return sorted(
         method.upper() for known, methods in paths if compile_path(known)[0].match(path) for method in methods

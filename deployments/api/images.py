@@ -49,19 +49,19 @@ def image_routes(context: ApiContext) -> APIRouter:
     async def generate_images(request: Request) -> Response:
         """Draw pictures. With ``stream``, the answer is server-sent events instead of one JSON object."""
         body = await read_json(request, ImageBody)
-        wanted = image_request(body, context.studio.cards(), request.state.request_id, context.settings.max_n)
-        await context.check_ready(wanted.model)
-        events = perform_all(context.studio, wanted)
+        pictures = image_request(body, context.studio.cards(), request.state.request_id, context.settings.max_n)
+        await context.check_ready(pictures.model)
+        events = perform_all(context.studio, pictures)
         if body.stream:
-            return await start_stream(image_events(wanted, events), request.receive, context.settings)
-        media = await until_disconnect(request.receive, collect(events, len(wanted.requests)))
-        images = await asyncio.to_thread(_hand_over, context, wanted, media, files_url(context, request))
+            return await start_stream(image_events(pictures, events), request.receive, context.settings)
+        media = await until_disconnect(request.receive, collect(events, len(pictures.requests)))
+        images = await asyncio.to_thread(_hand_over, context, pictures, media, files_url(context, request))
         answer = ImagesResponse(
             created=int(time.time()),
             data=images,
-            output_format=wanted.output.format,
-            size=wanted.size,
-            safety_identifier=wanted.safety_identifier,
+            output_format=pictures.output.format,
+            size=pictures.size,
+            safety_identifier=pictures.safety_identifier,
         )
         return JSONResponse(answer.model_dump(), headers=measures(media))
 
@@ -85,22 +85,22 @@ def files_url(context: ApiContext, request: Request) -> str:
     return f"{base.rstrip('/')}/v1/files"
 
 
-def _hand_over(context: ApiContext, wanted: ImageRequest, media: list[Media], base_url: str) -> list[Image]:
-    if not wanted.by_url:
+def _hand_over(context: ApiContext, pictures: ImageRequest, media: list[Media], base_url: str) -> list[Image]:
+    if not pictures.by_url:
         return [Image(b64_json=b64encode(one.data).decode(), seed=one.seed) for one in media]
     names = [context.files.put(one.data, one.format) for one in media]
     return [Image(url=f"{base_url}/{name}", seed=one.seed) for name, one in zip(names, media, strict=True)]
 
 
-async def perform_all(studio: Studio, wanted: ImageRequest) -> AsyncGenerator[Indexed]:
+async def perform_all(studio: Studio, pictures: ImageRequest) -> AsyncGenerator[Indexed]:
     """Yields the events of all pictures, which are made side by side.
 
     Closing this closes every ``perform``, and so does the first one that fails: what it raised is raised here, as an
     ApiError if it has a meaning for clients.
     """
-    pictures = [_indexed(i, studio.perform(request, wanted.output)) for i, request in enumerate(wanted.requests)]
+    streams = [_indexed(i, studio.perform(request, pictures.output)) for i, request in enumerate(pictures.requests)]
     try:
-        async with aclosing(merge(*pictures)) as events:
+        async with aclosing(merge(*streams)) as events:
             async for event in events:
                 yield event
     except Exception as failure:
@@ -127,44 +127,44 @@ async def collect(events: AsyncGenerator[Indexed], num_media: int) -> list[Media
     return [media[index] for index in range(num_media)]
 
 
-async def image_events(wanted: ImageRequest, events: AsyncGenerator[Indexed]) -> AsyncGenerator[Event, None]:
-    """What the client of ``wanted`` is told: previews, finished pictures and, if wanted, every step."""
+async def image_events(pictures: ImageRequest, events: AsyncGenerator[Indexed]) -> AsyncGenerator[Event, None]:
+    """Yields what the client is told: previews, finished pictures and, if asked for, every step."""
     async with aclosing(events):
         async for index, event in events:
-            if told := translate(wanted, index, event):
-                yield told
+            if news := translate(pictures, index, event):
+                yield news
 
 
-def translate(wanted: ImageRequest, index: int, event: StudioEvent) -> Event | None:
+def translate(pictures: ImageRequest, index: int, event: StudioEvent) -> Event | None:
     match event:
         case Media():
-            return _completed(wanted, index, event)
+            return _completed(pictures, index, event)
         case Preview():
-            return _partial(wanted, index, event)
-        case _ if wanted.stream_progress:
+            return _partial(pictures, index, event)
+        case _ if pictures.stream_progress:
             return StepProgress(image_index=index, step=event.step, of=event.num_steps, eta_s=event.eta_s)
     return None
 
 
-def _completed(wanted: ImageRequest, index: int, media: Media) -> CompletedImage:
+def _completed(pictures: ImageRequest, index: int, media: Media) -> CompletedImage:
     return CompletedImage(
         b64_json=b64encode(media.data).decode(),
         created_at=int(time.time()),
         output_format=media.format,
-        size=wanted.size,
-        safety_identifier=wanted.safety_identifier,
+        size=pictures.size,
+        safety_identifier=pictures.safety_identifier,
         image_index=index,
         seed=media.seed,
         timings=media.timings,
     )
 
 
-def _partial(wanted: ImageRequest, index: int, preview: Preview) -> PartialImage:
+def _partial(pictures: ImageRequest, index: int, preview: Preview) -> PartialImage:
     return PartialImage(
         b64_json=b64encode(preview.data).decode(),
         partial_image_index=preview.index,
         created_at=int(time.time()),
-        size=wanted.size,
+        size=pictures.size,
         image_index=index,
         step=preview.step,
     )

@@ -1,4 +1,4 @@
-"""What the HTTP API is told when it is made."""
+"""Settings of the HTTP API."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def video_routes(context: ApiContext) -> APIRouter:
         openapi_extra=body_document(VideoBody, "application/json", "multipart/form-data"),
     )
     async def create_video(request: Request, response: Response) -> Video:
-        """Queue a clip. The clip is on disk before the answer, and survives a restart."""
+        """Queue a clip. Its record is on disk before the answer, and survives a restart."""
         body = await read_json_or_form(request, VideoBody)
         num_previews = context.settings.num_clip_previews
         clip = clip_request(body, context.studio.cards(), request.state.request_id, num_previews)
@@ -64,7 +64,7 @@ def video_routes(context: ApiContext) -> APIRouter:
 
     @router.delete("/v1/videos/{video_id}", responses=error_documents(401, 404))
     async def delete_video(video_id: str) -> VideoDeleted:
-        """Stop the clip if it still runs, and delete its record and files."""
+        """Stop the clip if it is still being made, and delete its record and files."""
         await find_clip(context.clips, video_id)
         if not await context.clips.delete(video_id):
             raise no_video(video_id, "video_id")
@@ -96,7 +96,7 @@ def video_routes(context: ApiContext) -> APIRouter:
 
     @router.get("/v1/videos/{video_id}/events", responses=stream_answers() | error_documents(401, 404))
     async def read_events(video_id: str, request: Request) -> Response:
-        """Server-sent events as the clip goes on, from now to its end; beyond OpenAI."""
+        """Server-sent events while the clip is made, from now to its end; beyond OpenAI."""
         await find_clip(context.clips, video_id)
         events = video_events(context.clips, video_id, context.settings.video_poll_s)
         return await start_stream(events, request.receive, context.settings)
@@ -105,7 +105,7 @@ def video_routes(context: ApiContext) -> APIRouter:
 
 
 async def find_clip(clips: Clips, video_id: str, param: str = "video_id") -> ClipRecord:
-    """ApiError 404 if there is none. Only what looks like an id gets to the database."""
+    """Returns the clip, or raises ApiError 404. Only what looks like an id gets to the database."""
     clip = await clips.get(video_id) if VIDEO_ID.fullmatch(video_id) else None
     if clip is None:
         raise no_video(video_id, param)
@@ -126,15 +126,15 @@ def not_there(clip: ClipRecord, variant: Variant) -> ApiError:
 
 
 async def video_events(clips: Clips, video_id: str, poll_s: float) -> AsyncGenerator[VideoEvent, None]:
-    """What changes about the clip. Read from the database: the clip may run in another process."""
-    told: Video | None = None
+    """Yields what changes about the clip, by the database: it may be made in another process."""
+    last_sent: Video | None = None
     while clip := await clips.get(video_id):
         video = Video.of(clip)
         if clip.status in ENDS:
             yield VideoEvent(type=ENDS[clip.status], video=video)
             return
-        if video != told:
+        if video != last_sent:
             yield VideoEvent(type="video.progress", video=video)
-            told = video
+            last_sent = video
         await asyncio.sleep(poll_s)
     yield VideoEvent(type="video.deleted", video=None)

@@ -36,7 +36,7 @@ def follow(title: str, events: Iterator[Progress | Result]) -> Result:
 
 @contextmanager
 def started(config: ServeConfig) -> Iterator[str]:
-    """The application, started with a spinner that says what it waits for."""
+    """Starts the application, with a spinner that says what it waits for; yields its URL."""
     from deployments.cli.serving import running  # a command that only talks to a server does without Ray and torch
 
     with ExitStack() as stack:
@@ -49,8 +49,11 @@ def started(config: ServeConfig) -> Iterator[str]:
 
 @contextmanager
 def started_for_itself(config: ServeConfig) -> Iterator[str]:
-    """The application for one command alone: ``started`` on any free port, with a data directory that goes with it, and
-    without what the environment says to servers (keys, a database)."""
+    """Starts the application for one command alone; yields its URL.
+
+    It has any free port and a data directory that goes with it, and none of what the environment says to servers (keys,
+    a database).
+    """
     from deployments.settings import settings_unset
 
     with ExitStack() as stack:

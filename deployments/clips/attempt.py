@@ -1,4 +1,4 @@
-"""One attempt at one clip: perform it, keep the claim meanwhile, and write down how it went."""
+"""One attempt at one clip: it performs the request, keeps the claim meanwhile, and writes down how it went."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger("troupe.clips")
 
 @dataclass(kw_only=True, slots=True)
 class Attempt:
-    """``progress`` is 0–99 while the clip runs, ``num_previews`` counts the previews on the disk."""
+    """``progress`` is 0–99 while the clip is made, ``num_previews`` counts the previews on the disk."""
 
     studio: Studio
     claims: Claims
@@ -34,10 +34,10 @@ class Attempt:
     num_previews: int = field(default=0, init=False)
 
     async def run(self) -> None:
-        """Run the clip to its end, whatever that is. Only cancellation gets out, after the clip was queued again."""
+        """Makes the clip, or writes down why not. Only cancellation gets out, after the clip was queued again."""
         clip = self.claim.clip
         if clip.attempts > self.settings.max_attempts:
-            message = f"The application ended {clip.attempts - 1} times while this clip ran; it is not tried again"
+            message = f"The application ended {clip.attempts - 1} times while this clip was made; it is not tried again"
             await self.claims.fail(self.claim, ClipError(code="gave_up", message=message))
             return
         try:
@@ -68,7 +68,7 @@ class Attempt:
         raise RuntimeError("the studio ended without a clip")
 
     async def _keep_claim(self) -> None:
-        """Report progress as it changes and renew the claim in time; returns when the claim is lost."""
+        """Reports progress as it changes and renews the claim in time; returns when the claim is lost."""
         reported, due_s = (0, 0), time.monotonic() + self.claims.lease_s / 3
         while True:
             await asyncio.sleep(self.settings.progress_s)
@@ -91,7 +91,7 @@ class Attempt:
             await self._clean()
 
     async def _clean(self) -> None:
-        """Leave no file of a clip that was deleted meanwhile."""
+        """Leaves no file of a clip that was deleted meanwhile."""
         if await self.claims.store.get(self.claim.clip.id) is None:
             await asyncio.to_thread(self.folders.remove, self.claim.clip.id)
 
@@ -112,7 +112,7 @@ class Attempt:
 
 
 def final_error(failure: Exception) -> ClipError | None:
-    """The error of a clip that it makes no sense to try again; None if another attempt may help."""
+    """Returns the error of a clip that it makes no sense to try again; None if another attempt may help."""
     match failure:
         case GangBrokenError():  # raised only after the clip was run on a second gang
             return ClipError(code="gang_broken", message=f"The ranks that worked on this clip failed: {failure}")

@@ -1,4 +1,4 @@
-"""Who may run a clip: claims that expire, so that each clip has one runner, and an orphan gets a new one."""
+"""Who may make a clip: claims that expire, so that each clip has one runner, and an orphan gets a new one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from deployments.studio.interface import StageTimes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """The right to run ``clip`` for a while. ``owner`` is new with every claim, so a late runner changes nothing."""
+    """The right to make ``clip`` for a while. ``owner`` is new with every claim, so a late runner changes nothing."""
 
     clip: ClipRecord
     owner: str
@@ -31,7 +31,7 @@ class Claims:
     lease_s: float
 
     async def take(self, models: Collection[str]) -> Claim | None:
-        """The oldest clip for one of ``models`` that waits, or whose runner let its claim run out."""
+        """Claims the oldest clip for one of ``models`` that waits, or whose runner let its claim run out."""
         now_s = time.time()
         oldest = select(ClipRow).where(_free(now_s), ClipRow.model.in_(models)).order_by(ClipRow.number).limit(4)
         async with self.store.session() as session:
@@ -47,7 +47,7 @@ class Claims:
         return None
 
     async def report(self, claim: Claim, progress: int, num_previews: int) -> bool:
-        """Renew the claim. False if it is lost: the clip was deleted, or taken over."""
+        """Renews the claim. False if it is lost: the clip was deleted, or taken over."""
         return await self._write(_held(claim), **self._lease(), progress=progress, num_previews=num_previews)
 
     async def complete(self, claim: Claim, timings: StageTimes) -> bool:
@@ -59,7 +59,7 @@ class Claims:
         return await self._write(_held(claim), **values, completed_at_s=time.time(), owner="")
 
     async def give_back(self, claim: Claim, *, wait_s: float, counts: bool) -> bool:
-        """Queue the clip again, for ``wait_s`` from now at the earliest. ``counts``: whether it was an attempt."""
+        """Queues the clip again, for ``wait_s`` from now at the earliest. ``counts``: whether it was an attempt."""
         attempts = claim.clip.attempts if counts else claim.clip.attempts - 1
         values = {"status": "queued", "progress": 0, "attempts": attempts, "not_before_s": time.time() + wait_s}
         return await self._write(_held(claim), **values, owner="")

@@ -28,9 +28,9 @@ SWEEP_EVERY_S = 60.0
 
 
 class Clips:
-    """Clips that are made in the background. Between ``start`` and ``stop``, queued clips run.
+    """Clips that are made in the background, between ``start`` and ``stop``.
 
-    Several of these, in several processes, may share one database and one data directory: each clip is run by one.
+    Several of these, in several processes, may share one database and one data directory: each clip is made by one.
     """
 
     def __init__(self, studio: Studio, settings: ClipSettings) -> None:
@@ -41,7 +41,7 @@ class Clips:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Open the database and go on with what was left unfinished. ValueError for a bad database URL."""
+        """Opens the database and goes on with what was left unfinished. ValueError for a bad database URL."""
         self._engine = await open_database(self._settings.url)
         self._store = ClipStore(engine=self._engine)
         claims = Claims(store=self._store, lease_s=self._settings.lease_s)
@@ -58,13 +58,13 @@ class Clips:
             self._tasks.append(asyncio.create_task(self._sweep(limits.keep_s)))
 
     async def stop(self) -> None:
-        """Stop running clips; they are queued again, with nothing lost but the steps they had made."""
+        """Stops the clips that are being made; they are queued again, with nothing lost but the steps they had made."""
         await cancel(*self._tasks)
         if self._engine is not None:
             await self._engine.dispose()
 
     async def submit(self, request: MediaRequest, seconds: str) -> ClipRecord:
-        """Queue a clip. QueueFullError if too many wait."""
+        """Queues a clip. QueueFullError if too many wait, whatever room the gangs have."""
         num_waiting = await self._store.num_waiting()
         if num_waiting >= self._settings.max_waiting:
             raise QueueFullError(num_waiting, retry_after_s=self._settings.lease_s)
@@ -76,19 +76,19 @@ class Clips:
         return await self._store.get(clip_id)
 
     async def page(self, *, after: ClipRecord | None, limit: int, ascending: bool) -> tuple[list[ClipRecord], bool]:
-        """Up to ``limit`` clips behind ``after``, and whether there are more."""
+        """Returns up to ``limit`` clips behind ``after``, and whether there are more."""
         clips = await self._store.page(after=after, limit=limit + 1, ascending=ascending)
         return clips[:limit], len(clips) > limit
 
     async def delete(self, clip_id: str) -> bool:
-        """Stop the clip and delete all of it. Whether there was one."""
-        found = await self._store.delete(clip_id)
+        """Stops the clip and deletes all of it. Returns whether there was one."""
+        was_there = await self._store.delete(clip_id)
         await self._runner.stop_clip(clip_id)
         await asyncio.to_thread(self._folders.remove, clip_id)
-        return found
+        return was_there
 
     def file(self, clip_id: str, variant: Variant) -> Path:
-        """Where a file of the clip lies, once it is there."""
+        """Returns where a file of the clip lies, once it is there."""
         return self._folders.path(clip_id, variant)
 
     async def _sweep(self, keep_s: float) -> None:

@@ -1,4 +1,4 @@
-"""The files of a clip: one folder each, every file whole or absent."""
+"""The files of clips: one folder each, every file whole or absent."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ class ClipFolders:
         write_atomically(self.path(clip_id, variant), data)
 
     def remove(self, clip_id: str) -> None:
-        """Delete all files of the clip, if there are any."""
+        """Deletes all files of the clip, if there are any."""
         shutil.rmtree(self.root / clip_id, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Takes queued clips, and those whose runner is gone, and runs several side by side."""
+"""Takes queued clips, and those whose runner is gone, and makes several side by side."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger("troupe.clips")
 
 
 class ClipRunner:
-    """``attempt`` makes what runs a claimed clip; it is there so that the runner is about nothing but order."""
+    """``attempt`` gives what makes a claimed clip; it is there so that the runner is about nothing but order."""
 
     def __init__(
         self, studio: Studio, claims: Claims, attempt: Callable[[Claim], Attempt], *, max_running: int, poll_s: float
@@ -31,16 +31,16 @@ class ClipRunner:
         self._news = asyncio.Event()
 
     def wake(self) -> None:
-        """There may be a clip to take."""
+        """Says that there may be a clip to take."""
         self._news.set()
 
     async def stop_clip(self, clip_id: str) -> None:
-        """Cancel the clip on its ranks, if it runs here, and wait until that is done."""
+        """Cancels the clip on its ranks, if it is made here, and waits until that is done."""
         if task := self._running.get(clip_id):
             await cancel(task)
 
     async def run(self) -> None:
-        """Run clips until cancelled; then those that run are queued again."""
+        """Makes clips until cancelled; then the unfinished ones are queued again."""
         try:
             while True:
                 await self._take_what_fits()

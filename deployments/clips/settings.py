@@ -1,4 +1,4 @@
-"""What the clip runner is told when it is made."""
+"""Settings of the runner of clips."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class ClipSettings:
 
     A runner claims a clip for ``lease_s`` and renews the claim while it lives; another one, or its successor, takes
     the clip over when the claim has run out. Runners on several machines need clocks that differ by less than that.
-    ``max_running`` clips run side by side in one runner, ``max_waiting`` wait in all. A clip is tried ``max_attempts``
-    times, with ``retry_s`` between. Progress is written at most every ``progress_s``; new clips of other processes are
-    looked for every ``poll_s``. Finished clips are deleted after ``keep_s``, if that is not None.
+    ``max_running`` clips are made side by side in one runner, ``max_waiting`` wait in all. A clip is tried
+    ``max_attempts`` times, with ``retry_s`` between. Progress is written at most every ``progress_s``; new clips of
+    other processes are looked for every ``poll_s``. Finished clips are deleted after ``keep_s``, if that is not None.
     """
 
     data_dir: Path

@@ -1,4 +1,4 @@
-"""ClipRecord records in an SQL database: made, read, listed, deleted. Who may run them is decided in ``claims``."""
+"""Records of clips in an SQL database: created, read, listed, deleted. Who may make them is decided in ``claims``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ClipStore:
         return AsyncSession(self.engine, expire_on_commit=False)
 
     async def create(self, request: MediaRequest, seconds: str) -> ClipRecord:
-        """A queued clip, on disk when this returns."""
+        """Returns a queued clip, which is on disk then."""
         row = ClipRow(
             id=f"video_{secrets.token_hex(16)}",
             model=request.model,
@@ -40,7 +40,7 @@ class ClipStore:
         return None if row is None else record_of(row)
 
     async def page(self, *, after: ClipRecord | None, limit: int, ascending: bool) -> list[ClipRecord]:
-        """Up to ``limit`` clips behind ``after`` in order of creation, the newest first unless ``ascending``."""
+        """Returns ``limit`` clips at most behind ``after`` by creation, the newest first unless ``ascending``."""
         query = select(ClipRow).order_by(ClipRow.number if ascending else ClipRow.number.desc()).limit(limit)
         if after is not None:
             query = query.where(ClipRow.number > after.number if ascending else ClipRow.number < after.number)
@@ -48,7 +48,7 @@ class ClipStore:
             return [record_of(row) for row in await session.scalars(query)]
 
     async def delete(self, clip_id: str) -> bool:
-        """Whether there was such a clip. A runner that works on it learns of it with its next report."""
+        """Returns whether there was such a clip. A runner that works on it learns of it with its next report."""
         async with self.session() as session, session.begin():
             row = await session.scalar(select(ClipRow).where(ClipRow.id == clip_id))
             await session.execute(delete(ClipRow).where(ClipRow.id == clip_id))
@@ -60,7 +60,7 @@ class ClipStore:
             return await session.scalar(query) or 0
 
     async def finished_before(self, time_s: float) -> list[str]:
-        """Ids of the clips that were completed or failed before ``time_s``."""
+        """Returns the ids of the clips that were completed or failed before ``time_s``."""
         async with self.session() as session:
             return list(await session.scalars(select(ClipRow.id).where(ClipRow.completed_at_s < time_s)))
 

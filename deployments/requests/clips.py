@@ -42,9 +42,9 @@ def clip_length(
     rate = fps or defaults.fps
     if seconds is None:
         return check_num_frames(num_frames or defaults.num_frames, defaults), rate
-    wanted = float(seconds) * rate
-    frames = 1 + max(0, round((wanted - 1) / defaults.frame_multiple)) * defaults.frame_multiple
-    if wanted <= 0 or frames > defaults.max_frames:
+    length = float(seconds) * rate
+    frames = 1 + max(0, round((length - 1) / defaults.frame_multiple)) * defaults.frame_multiple
+    if length <= 0 or frames > defaults.max_frames:
         longest = decimal(defaults.max_frames / rate)
         message = f"seconds is {seconds}; at {rate} fps it must be above 0 and at most {longest}"
         raise RequestError(message, "seconds")

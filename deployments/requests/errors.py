@@ -40,16 +40,16 @@ def validated(body_type: type[B], fields: Any) -> B:
         raise field_error(error.errors(), body_type.model_fields) from None
 
 
-def field_error(errors: Collection[Mapping[str, Any]], known: Collection[str]) -> RequestError:
-    """Returns the first of pydantic's ``errors`` as one that names the field; ``known`` are the allowed fields."""
+def field_error(errors: Collection[Mapping[str, Any]], fields: Collection[str]) -> RequestError:
+    """Returns the first of pydantic's ``errors`` as one that names the field; ``fields`` are the allowed fields."""
     first = next(iter(errors))
     path = [str(part) for part in first["loc"] if part not in ("query", "path", "header")]
     param = ascii(path[0])[1:-1] if path else None
     if first["type"] == "extra_forbidden":
-        hint = f"; known fields: {', '.join(known)}" if known else ""
+        hint = f"; known fields: {', '.join(fields)}" if fields else ""
         return RequestError(f"Unknown field {shown(path[0])}{hint}", param, code="unknown_field")
     if first["type"] == "missing":
         return RequestError(f"{param} is required", param, code="missing_field")
     if param is None:
-        return RequestError(f"The body must be a JSON object with the fields {', '.join(known)}")
+        return RequestError(f"The body must be a JSON object with the fields {', '.join(fields)}")
     return RequestError(f"{param} is {shown(first.get('input'))}: {first['msg']}", param)

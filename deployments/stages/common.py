@@ -44,7 +44,7 @@ class Decoded:
 
 
 def load_stage(spec: StageSpec) -> tuple[Family, Path, torch.device, torch.dtype]:
-    """Set this process's threads; give the family, its directory, the device and the dtype to load with."""
+    """Sets this process's threads; returns the family, its directory, the device and the dtype to load with."""
     import torch
 
     configure_logs()

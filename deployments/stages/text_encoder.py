@@ -16,7 +16,7 @@ from pipelines.request import MediaRequest
 logger = logging.getLogger(__name__)
 
 
-class TextEncoder:
+class PromptEncoder:
     """Loads the family's text encoder once; requests run one after the other (they take milliseconds).
 
     Serve calls from a pool of threads, and a tokenizer keeps the padding of its last call for the next: hence the lock.

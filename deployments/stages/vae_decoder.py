@@ -30,7 +30,7 @@ class VaeDecoder:
         self._decoder: Any = family.load_decoder(path, device, dtype)
 
     def decode(self, latents: list[ray.ObjectRef[Any]], request: MediaRequest, output: Output) -> Decoded:
-        """``latents`` is a list of one reference, so that Ray does not resolve it on the way."""
+        """Returns the bytes. ``latents`` is a list of one reference, so that Ray does not resolve it on the way."""
         started_s = time.perf_counter()
         with request_context(request.request_id):
             latents_here = ray.get(latents[0])
@@ -43,7 +43,7 @@ class VaeDecoder:
         return Decoded(data=data, thumbnail=thumbnail, decode_s=decode_s)
 
     def preview(self, latents: list[ray.ObjectRef[Any]], request: MediaRequest) -> bytes:
-        """PNG bytes of the first frame of unfinished ``latents``."""
+        """Returns PNG bytes of the first frame of unfinished ``latents``."""
         with request_context(request.request_id):
             latents_here = ray.get(latents[0])
             with self._one_at_a_time:

@@ -185,7 +185,7 @@ async def _previews(stages: StageHandles, request: MediaRequest, run: _Run) -> A
 
 
 def _counts(error: BaseException, run: _Run) -> bool:
-    """Whether a lost gang counts against the request: it ran on it, and was not merely waiting, or the gang closed."""
+    """Returns whether a lost gang counts against the request: that ran on it, and the gang was not closed."""
     if isinstance(error, GangBrokenError):
         return error.in_flight and error.cause != "closed"
     return run.num_steps_seen > 0

@@ -91,14 +91,14 @@ class Studio(Protocol):
     def cards(self) -> Mapping[str, ModelCard]: ...
 
     async def not_ready(self, max_age_s: float = STATUS_MAX_AGE_S) -> Mapping[str, str]:
-        """Models that cannot take requests now, with the reason; empty when all are ready.
+        """Returns the models that cannot take requests now, with the reason; empty when all are ready.
 
         While all is well, the answer may be about ``max_age_s`` old.
         """
         ...
 
     def perform(self, request: MediaRequest, output: Output) -> AsyncGenerator[StudioEvent]:
-        """Run one request: progress, previews, then exactly one ``Media``.
+        """Runs one request: yields progress and previews, then exactly one ``Media``.
 
         A gang that breaks under the job is rebuilt and the job run again (its progress starts over); after two broken
         gangs ``GangBrokenError`` is raised. ``QueueFullError`` if too many jobs wait, ``ModelUnavailableError`` if a

@@ -66,7 +66,7 @@ def find_reasons(status: ServeStatus, models: tuple[str, ...]) -> dict[str, str]
 
 
 def takes_requests(deployment: DeploymentStatusOverview) -> bool:
-    """Whether a replica runs, or the next request makes one start: autoscaled down to none, or on the way up again."""
+    """Returns whether a replica runs, or the next request starts one: scaled down to none, or on the way up again."""
     if num_running(deployment) or deployment.status == "UPSCALING":
         return True
     return deployment.status == "HEALTHY" and not sum(deployment.replica_states.values())

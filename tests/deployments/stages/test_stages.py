@@ -17,7 +17,7 @@ from deployments.config import ModelConfig, StageConfig
 from deployments.ingress import make_cards
 from deployments.requests.handle import handle_request
 from deployments.stages.common import StageSpec
-from deployments.stages.text_encoder import TextEncoder
+from deployments.stages.text_encoder import PromptEncoder
 from deployments.stages.vae_decoder import VaeDecoder
 from deployments.studio.interface import Output
 from pipelines.registry import load_family
@@ -50,7 +50,7 @@ def test_prompts_encoded_at_the_same_time_do_not_mix(
     ray_cluster: None, kind: str, request: pytest.FixtureRequest, threads: ThreadPoolExecutor
 ):
     path: Path = request.getfixturevalue(kind)
-    encoder = TextEncoder(spec_of(path))
+    encoder = PromptEncoder(spec_of(path))
     requests = [request_of(path, PROMPTS[i % len(PROMPTS)]) for i in range(NUM_CALLS)]
     alone = [ray.get(encoder.encode(one).conditioning) for one in requests[: len(PROMPTS)]]
     together = [ray.get(encoded.conditioning) for encoded in threads.map(encoder.encode, requests)]
@@ -69,7 +69,7 @@ def tensors(record: Any) -> list[torch.Tensor]:
 def test_clips_decoded_at_the_same_time_do_not_mix(ray_cluster: None, clips: Path, threads: ThreadPoolExecutor):
     decoder, request = VaeDecoder(spec_of(clips)), request_of(clips, "a")
     sampler = load_family(clips).load_sampler(clips, torch.device("cpu"), torch.float32)
-    encoder = TextEncoder(spec_of(clips))
+    encoder = PromptEncoder(spec_of(clips))
     state = sampler.begin(request, ray.get(encoder.encode(request).conditioning))
     refs = [ray.put(sampler.latents(state) * scale) for scale in (0.5, 1.0, 1.5)]
 
