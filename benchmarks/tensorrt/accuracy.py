@@ -3,8 +3,7 @@
 A shipped model on one rank (splitting changes nothing that rounding would show) in onnxruntime, held against the same
 prompts and seeds in torch float32 and bfloat16, and judged by what it shows. int8 and fp8 are calibrated on other
 prompts than they are judged on. bfloat16 has no CPU kernels in onnxruntime, so its rows are torch's, with the same
-quantized layers. `--rules` compares ways to choose scales and layers in torch instead. The last line of output is one
-JSON document.
+quantized layers. The last line of output is one JSON document.
 """
 
 from __future__ import annotations
@@ -204,24 +203,26 @@ def _share(subject: Subject, drawn: Sequence[NDArray[Any]], judged: Prompts) -> 
     return round(mean(subject.is_right(scene, frames) for frames, (scene, _) in zip(drawn, judged, strict=True)), 3)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+MakeEngines = Callable[[Subject, Prompts, Prompts], Engines]
+"""Pipelines to compare, for a subject, the prompts they are judged by and those to calibrate with."""
+
+
+def compare(description: str | None, make_engines: MakeEngines) -> None:
+    """Reads the command line, prints a row for each pipeline, and at last the JSON document."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="flux-shapes", choices=["flux-shapes", "wan-shapes"])
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--calibration-prompts", type=int, default=4)
-    parser.add_argument("--rules", action="store_true")
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    subject = Subject.of(given.model)
-    judged = subject.prompts(given.prompts, JUDGED_SEED)
-    calibration = subject.prompts(given.calibration_prompts, CALIBRATION_SEED)
-    if given.rules:
-        from benchmarks.tensorrt.rules import engines_by_rule
+    subject = Subject.of(options.model)
+    judged = subject.prompts(options.prompts, JUDGED_SEED)
+    engines = make_engines(subject, judged, subject.prompts(options.calibration_prompts, CALIBRATION_SEED))
+    print(json.dumps({"model": options.model, "prompts": options.prompts, "rows": measure(subject, judged, engines)}))
 
-        engines = engines_by_rule(subject, calibration)
-    else:
-        engines = engines_of(subject, judged[0][1], calibrated(subject, calibration))
-    print(json.dumps({"model": given.model, "prompts": given.prompts, "rows": measure(subject, judged, engines)}))
+
+def main() -> None:
+    compare(__doc__, lambda subject, judged, seen: engines_of(subject, judged[0][1], calibrated(subject, seen)))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Ways to choose scales and layers for int8 and fp8, in torch: `python -m benchmarks.tensorrt.accuracy --rules`.
+"""Ways to choose scales and layers for int8 and fp8, in torch: `python -m benchmarks.tensorrt.rules`.
 
 A scale from the largest magnitude seen (what the engine does), from the 99.99th percentile, or the one with the least
 squared error; one scale a weight instead of one for each of its output features; and all linears of the blocks, all
-but those that write the residual stream, or all but those of the first and the last block.
+but those that write the residual stream, or all but those of the first and the last block. The last line of output is
+one JSON document.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from benchmarks.tensorrt.accuracy import CALIBRATION_NOISE, Engines, Prompts, Subject, calibrated
+from benchmarks.tensorrt.accuracy import CALIBRATION_NOISE, Engines, Prompts, Subject, calibrated, compare
 from engines.quantization.layers import quantizable
 from engines.quantization.onnx import PER_TENSOR, QUANTIZE_DEQUANTIZE, QuantizedLinear
 from engines.quantization.scales import LARGEST, Scheme
@@ -124,3 +125,11 @@ def _pipeline(subject: Subject, rule: Rule, amax: Amax) -> Pipeline:
             quantized.weight_scale.fill_(float(quantized.weight_scale.max()))
         module.set_submodule(name, quantized)
     return subject.pipeline(torch.float32, PlainEngine(model=model))
+
+
+def main() -> None:
+    compare(__doc__, lambda subject, _, seen: engines_by_rule(subject, seen))
+
+
+if __name__ == "__main__":
+    main()

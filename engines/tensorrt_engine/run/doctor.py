@@ -6,10 +6,8 @@ model's engine on teams of each size against one rank and against torch. Without
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -20,9 +18,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from onnx import TensorProto, helper
-from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from engines.core.model import DenoiserModel
+from engines.planner.local_ranks import Body, local_ranks
 from engines.tensorrt_engine.build.bindings import TensorRTMissingError, load_bindings
 from engines.tensorrt_engine.build.builder import BuildError, BuildOptions, build
 from engines.tensorrt_engine.build.targets import Target
@@ -36,11 +34,8 @@ Result = Literal["proved", "failed", "not here"]
 MakeModel = Callable[[str], DenoiserModel]
 """A model on the named device; picklable, because every rank makes its own."""
 
-Body = Callable[[int, int, str, Connection, MakeModel | None], None]
-"""Called in each rank's process: rank, number of ranks, a folder for all, where rank 0 sends its proofs, the model."""
-
 ROWS, COLUMNS = 8, 16
-START_TIMEOUT_S, LEAVE_S, POLL_S = 900.0, 60.0, 0.2
+START_TIMEOUT_S, LEAVE_S = 900.0, 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,28 +112,20 @@ def _on_gpus(environment: Mapping[str, str], make_model: MakeModel | None) -> li
 def on_ranks(
     body: Body, num_ranks: int, make_model: MakeModel | None, *, within_s: float = START_TIMEOUT_S
 ) -> list[Proof]:
-    """What rank 0 sends; or one failed proof, as soon as a rank has died, or when time is up. No rank stays behind."""
-    receiver, sender = mp.get_context("spawn").Pipe(duplex=False)
-    ends_s = time.monotonic() + within_s
-    with tempfile.TemporaryDirectory() as folder:
-        start: Any = start_processes
-        context = start(body, args=(num_ranks, folder, sender, make_model), nprocs=num_ranks, join=False)
+    """Returns what rank 0 sends; or one failed proof, as soon as a rank has died, or when time is up."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        local_ranks(body, num_ranks, (num_ranks, folder, make_model)) as ranks,
+    ):
         try:
-            while not receiver.poll(POLL_S):
-                context.join(timeout=POLL_S)  # raises what a rank raised
-                if time.monotonic() > ends_s:
-                    raise RuntimeError(f"no answer from {num_ranks} ranks in {within_s:.0f} s")
-            answer: list[Proof] = receiver.recv()
-            context.join(timeout=LEAVE_S)
-            return answer
-        except (RuntimeError, ProcessException) as error:
-            return [Proof(subject="execution", result="failed", detail=str(error).strip().splitlines()[-1])]
-        finally:
-            for process in context.processes:
-                process.kill()
+            proofs: list[Proof] = ranks.answer(within_s)
+            ranks.leave(LEAVE_S)
+            return proofs
+        except (RuntimeError, TimeoutError) as error:
+            return [Proof(subject="execution", result="failed", detail=str(error))]
 
 
-def _rank(rank: int, num_ranks: int, folder: str, sender: Connection, make_model: MakeModel | None) -> None:
+def _rank(rank: int, answer: Connection, num_ranks: int, folder: str, make_model: MakeModel | None) -> None:
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
     rendezvous = f"file://{Path(folder) / 'store'}"
@@ -148,7 +135,7 @@ def _rank(rank: int, num_ranks: int, folder: str, sender: Connection, make_model
     if make_model is not None:
         proofs.append(_engine_agrees(make_model, rank, num_ranks, device))
     if rank == 0:
-        sender.send(proofs)
+        answer.send(proofs)
     dist.barrier()
     dist.destroy_process_group()
 

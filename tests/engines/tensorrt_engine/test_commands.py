@@ -70,12 +70,12 @@ def test_doctor_without_a_gpu_proves_the_builder_and_names_the_rest() -> None:
     assert [proofs[name].result for name in ("NCCL", "execution", "engine")] == ["not here"] * 3
 
 
-def answers(rank: int, num_ranks: int, folder: str, sender: Connection, make_model: MakeModel | None) -> None:
+def answers(rank: int, answer: Connection, num_ranks: int, folder: str, make_model: MakeModel | None) -> None:
     if rank == 0:
-        sender.send([Proof(subject=f"{num_ranks} ranks", result="proved", detail="")])
+        answer.send([Proof(subject=f"{num_ranks} ranks", result="proved", detail="")])
 
 
-def dies(rank: int, num_ranks: int, folder: str, sender: Connection, make_model: MakeModel | None) -> None:
+def dies(rank: int, answer: Connection, num_ranks: int, folder: str, make_model: MakeModel | None) -> None:
     """One rank cannot load its plan; the others wait for it in a collective."""
     if rank == num_ranks - 1:
         raise PlanRejectedError("out of device memory")
