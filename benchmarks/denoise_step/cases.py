@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from engines.core.fast_model import Precision
-from engines.torch_engine.fast_step import DEFAULT_OVERLAP, Overlap
 
 ENGINE_MAKERS = ("engine", "switch", "always8", "elastic8")
-PLAIN = Overlap(mlp_lane=False, num_parts=1, peer_memory=False, streams_apart=False)
-"""What a case's name says nothing about: NCCL, one lane more for the second stream."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,7 +18,8 @@ class Case:
     "wan" is Wan2.1-14B (``side`` its height) by the engine, blocks compiled; the others FLUX.1-dev.
 
     ``exchange``: "nccl"; "nccl-8": at most so many thread blocks; "nccl-low": on a stream of usual priority; "none":
-    left out, to see what computing alone costs. ``num_blocks``: of the model's, where all would take too long (0: all).
+    left out, to see what computing alone costs. ``peer_memory``: ranks write into each other's memory instead,
+    where that works. ``num_blocks``: of the model's, where all would take too long (0: all).
     """
 
     maker: str
@@ -30,7 +28,7 @@ class Case:
     strategy: str = "ulysses"
     precision: Precision = "native"
     batch: int = 1
-    overlap: Overlap = PLAIN
+    peer_memory: bool = False
     exchange: str = "nccl"
     graph: bool = True
     default: bool = True
@@ -49,8 +47,7 @@ class Case:
         options += [f"steps{self.num_steps}"] if self.num_steps > 1 else []
         options += [self.exchange] if self.num_ranks > 1 and self.exchange != "nccl" else []
         options += [] if self.graph else ["uncaptured"]
-        options += self._overlaps() if self.maker in ("fast", *ENGINE_MAKERS) else []
-        options += self._module_overlaps() if self.maker == "wan" and self.num_ranks > 1 else []
+        options += ["peer"] if self.num_ranks > 1 and self.peer_memory else []
         return "/".join((self.maker, str(self.side), f"w{self.num_ranks}", *options))
 
     def can_run(self, world: int) -> bool:
@@ -63,30 +60,12 @@ class Case:
     def is_peer(self) -> bool:
         return self.maker.startswith(("diffusers", "xdit", "sglang", "vllm-omni"))
 
-    def _overlaps(self) -> list[str]:
-        options = [] if self.overlap.stream_lane == PLAIN.stream_lane else ["one-stream"]
-        options += ["apart"] if self.overlap.streams_apart else []
-        if self.num_ranks == 1:
-            return options  # nothing is exchanged
-        options += ["mlp-lane"] if self.overlap.mlp_lane else []
-        options += [f"parts{self.overlap.num_parts}"] if self.overlap.num_parts > 1 else []
-        options += ["peer"] if self.overlap.peer_memory else []
-        return options + ([] if self.overlap.peer_copies else ["push"])
-
-    def _module_overlaps(self) -> list[str]:
-        return ["peer"] if self.overlap.peer_memory else [f"parts{self.overlap.module_parts}"]
-
-
-PEER, LANE, TWO = (replace(PLAIN, **change) for change in ({"peer_memory": True}, {"mlp_lane": True}, {"num_parts": 2}))
-PEER_LANE, PEER_TWO, PUSH = replace(PEER, mlp_lane=True), replace(PEER, num_parts=2), replace(PEER, peer_copies=False)
-PEER_LANE_TWO = replace(PEER_LANE, num_parts=2)
-APART, PEER_APART, PEER_LANE_APART = (replace(overlap, streams_apart=True) for overlap in (PLAIN, PEER, PEER_LANE))
 
 NATIVE: Precision = "native"
 FP8: Precision = "fp8"
 
 GOALS = tuple(
-    Case(maker="fast", side=side, num_ranks=num_ranks, precision=precision, batch=batch, overlap=DEFAULT_OVERLAP)
+    Case(maker="fast", side=side, num_ranks=num_ranks, precision=precision, batch=batch, peer_memory=True)
     for side, num_ranks, precision, batch in (
         (1024, 1, NATIVE, 1),
         (1024, 2, NATIVE, 1),
@@ -107,7 +86,6 @@ VARIANTS = tuple(
         side=side,
         num_ranks=num_ranks,
         precision=precision,
-        overlap=overlap,
         repeats=10 if side > 1024 else 20,
         default=False,
     )
@@ -118,23 +96,10 @@ VARIANTS = tuple(
         (512, 4, NATIVE),
         (1024, 4, FP8),
     )
-    for overlap in (PEER_APART, PEER_LANE_APART, PEER_LANE, PEER, PEER_TWO, PEER_LANE_TWO, PUSH, PLAIN, LANE, APART)
-    if overlap != DEFAULT_OVERLAP
 )
+"""By NCCL."""
 
 SINGLE_RANK = (
-    *(
-        Case(
-            maker="fast",
-            side=side,
-            num_ranks=1,
-            precision=precision,
-            overlap=overlap,
-            default=False,
-        )
-        for side, precision in ((1024, NATIVE), (1024, FP8), (512, NATIVE))
-        for overlap in (PLAIN, replace(PLAIN, stream_lane=False))
-    ),
     Case(maker="fast", side=2048, num_ranks=1, default=False, repeats=6),
     Case(maker="fast", side=1024, num_ranks=1, graph=False, default=False),
     Case(maker="eager", side=1024, num_ranks=1, graph=False, default=False, repeats=6),
@@ -142,9 +107,8 @@ SINGLE_RANK = (
 )
 
 EXCHANGES = tuple(
-    Case(maker="fast", side=1024, num_ranks=4, exchange=exchange, overlap=overlap, default=False)
+    Case(maker="fast", side=1024, num_ranks=4, exchange=exchange, default=False)
     for exchange in ("none", "nccl-low", "nccl-8", "nccl-16")
-    for overlap in (PLAIN, LANE)
 ) + tuple(
     Case(maker="fast", side=side, num_ranks=num_ranks, precision=precision, exchange="none", default=False)
     for side, num_ranks, precision in ((1024, 2, NATIVE), (512, 4, NATIVE), (2048, 4, NATIVE), (1024, 4, FP8))
@@ -163,30 +127,22 @@ PEERS = tuple(
 )
 
 ENGINE = (
-    Case(maker="engine", side=512, num_ranks=1, overlap=DEFAULT_OVERLAP, default=False),
-    Case(maker="engine", side=512, num_ranks=4, overlap=DEFAULT_OVERLAP, default=False),
-    Case(maker="switch", side=512, num_ranks=4, overlap=DEFAULT_OVERLAP, default=False),
+    Case(maker="engine", side=512, num_ranks=1, peer_memory=True, default=False),
+    Case(maker="engine", side=512, num_ranks=4, peer_memory=True, default=False),
+    Case(maker="switch", side=512, num_ranks=4, peer_memory=True, default=False),
     *(
-        Case(maker=maker, side=512, num_ranks=4, overlap=DEFAULT_OVERLAP, num_steps=28, repeats=5, default=False)
+        Case(maker=maker, side=512, num_ranks=4, peer_memory=True, num_steps=28, repeats=5, default=False)
         for maker in ("always8", "elastic8")
     ),
 )
 
 WAN = (
     *(
-        Case(maker="wan", side=480, num_ranks=num_ranks, repeats=4, overlap=overlap, default=False)
-        for num_ranks, overlap in (
-            (4, DEFAULT_OVERLAP),
-            (1, DEFAULT_OVERLAP),
-            (2, DEFAULT_OVERLAP),
-            (4, replace(DEFAULT_OVERLAP, peer_memory=False)),
-            (4, replace(DEFAULT_OVERLAP, peer_memory=False, module_parts=1)),
-        )
+        Case(maker="wan", side=480, num_ranks=num_ranks, repeats=4, peer_memory=peer_memory, default=False)
+        for num_ranks, peer_memory in ((4, True), (1, True), (2, True), (4, False))
     ),
     *(
-        Case(
-            maker="wan", side=480, num_ranks=num_ranks, num_blocks=8, overlap=DEFAULT_OVERLAP, repeats=4, default=False
-        )
+        Case(maker="wan", side=480, num_ranks=num_ranks, num_blocks=8, peer_memory=True, repeats=4, default=False)
         for num_ranks in (4, 1)  # to be profiled
     ),
     *(
@@ -199,7 +155,7 @@ WAN = (
             num_blocks=8,
             repeats=2,
             graph=False,
-            overlap=DEFAULT_OVERLAP,
+            peer_memory=True,
             default=False,
         )
         for strategy in ("guidance2xulysses2", "ulysses", "allgather_kv", "ring")

@@ -13,9 +13,10 @@ import copy
 import json
 import os
 import traceback
-from dataclasses import replace
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from engines.core.team_sizes import tiling_sizes
 from engines.parallel.self_check import relative_difference
 from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
-from engines.torch_engine.fast_step import Overlap
+from engines.torch_engine.exchange import choose
 from pipelines.flux.denoiser import as_denoiser
 
 SIDES = {"even": 512, "uneven": 496}
@@ -71,25 +72,13 @@ def errors_of(config: TorchEngineConfig, module: Any, inputs: dict[str, Inputs],
 
 def makers(on_gpu: bool) -> dict[str, TorchEngineConfig]:
     """Every strategy by NCCL (or Gloo) as it comes; on GPUs then as captured steps, and through peer memory."""
-    plain: Any = {"compile": "eager", "capture": False, "overlap": Overlap(peer_memory=False)}
+    plain: Any = {"compile": "eager", "capture": False, "peer_memory": False}
     found = {strategy: TorchEngineConfig(strategy=strategy, **plain) for strategy in STRATEGIES}
     found["ulysses, module"] = TorchEngineConfig(strategy="ulysses", path="module", **plain)
-    together = Overlap(mlp_lane=False, streams_apart=False)
-    captured = {
-        "captured": Overlap(peer_memory=False),
-        "peer memory": Overlap(),
-        "peer memory, one stream": together,
-        "peer memory, parts": replace(together, num_parts=2),
-        "peer memory, MLP lane": replace(together, mlp_lane=True),
-        "peer memory, pushed": replace(together, peer_copies=False),
-        "peer memory, streams apart": replace(together, streams_apart=True),
-    }
     if on_gpu:
-        found["ulysses, module, peer memory"] = TorchEngineConfig(
-            strategy="ulysses", compile="eager", path="module", overlap=Overlap(parts_from_tokens=1)
-        )
-    for label, overlap in captured.items() if on_gpu else ():
-        found[f"ulysses, {label}"] = TorchEngineConfig(strategy="ulysses", compile="eager", overlap=overlap)
+        found["ulysses, module, peer memory"] = TorchEngineConfig(strategy="ulysses", compile="eager", path="module")
+        found["ulysses, captured"] = TorchEngineConfig(strategy="ulysses", compile="eager", peer_memory=False)
+        found["ulysses, peer memory"] = TorchEngineConfig(strategy="ulysses", compile="eager")
     return found
 
 
@@ -113,7 +102,8 @@ def main() -> None:
     document: dict[str, Any] = {"module_error": base, "worst_ratio": 0.0, "results": []}
     for label, config in makers(on_gpu).items():
         try:
-            found = errors_of(config, module, inputs, exact)
+            with patch.object(choose, "PARTS_FROM_TOKENS", 1) if config.peer_memory else nullcontext():  # as long steps
+                found = errors_of(config, module, inputs, exact)
         except Exception:
             document["results"].append({"strategy": label, "failure": traceback.format_exc()[-300:]})
             print(f"rank {rank}, {label}: failed\n{traceback.format_exc()[-1500:]}", flush=True)

@@ -29,7 +29,7 @@ from engines.parallel.collectives import Axis
 from engines.parallel.mesh import Groups, Team, Teams, team_of_one
 from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
-from engines.torch_engine.fast_step import FastStep, Overlap
+from engines.torch_engine.fast_step import FastStep
 from engines.torch_engine.graph import CapturedStep, GraphPool
 from engines.torch_engine.hoisted import AheadCache
 from pipelines.flux.denoiser import as_denoiser
@@ -107,7 +107,7 @@ class Bench:
 
     def _engine_step(self, case: Case) -> Step:
         """As a gang calls it: a job's step with its schedule. "switch" goes to one rank and back with every repeat."""
-        engine, inputs = self.engine(case.overlap), self.inputs(case.side, case.batch)
+        engine, inputs = self.engine(case.peer_memory), self.inputs(case.side, case.batch)
         first = self.rank // case.num_ranks * case.num_ranks
         together, alone = tuple(range(first, first + case.num_ranks)), (self.rank,)
         if case.maker in ("always8", "elastic8"):
@@ -123,8 +123,9 @@ class Bench:
             engine.warm_up(branches, ranks)
         return lambda: [engine.predict(branches, ranks)[0] for ranks in teams][-1]
 
-    def _engine(self, overlap: Overlap) -> TorchEngine:
-        return TorchEngine(as_denoiser(self.module), config=TorchEngineConfig(strategy="ulysses", overlap=overlap))
+    def _engine(self, peer_memory: bool) -> TorchEngine:
+        config = TorchEngineConfig(strategy="ulysses", peer_memory=peer_memory)
+        return TorchEngine(as_denoiser(self.module), config=config)
 
     def _wan(self, case: Case) -> Step:
         first = self.rank // case.num_ranks * case.num_ranks
@@ -132,7 +133,7 @@ class Bench:
         return wan.step(
             self.device, height=case.side, ranks=ranks, strategy=case.strategy, num_branches=case.num_branches,
             capture=case.graph, num_blocks=case.num_blocks or wan.LAYERS, small=self.small,
-            overlap=case.overlap,
+            peer_memory=case.peer_memory,
         )  # fmt: skip
 
     def _module_step(self, inputs: dict[str, Tensor]) -> Step:
@@ -145,7 +146,7 @@ class Bench:
         layout = TokenLayout.of(SHARD_PLAN.streams, stream_lengths(inputs), team.context.size)
         sample = inputs["hidden_states"]
         weights = self.weights(case.precision)
-        fast = FastStep(weights, SHARD_PLAN, team, layout, case.overlap, sample)
+        fast = FastStep(weights, SHARD_PLAN, team, layout, sample=sample, peer_memory=case.peer_memory)
         around = _without_exchange if case.exchange == "none" else nullcontext
 
         def run(latents: Tensor, ahead: StepTensors) -> Tensor:

@@ -48,7 +48,7 @@ def peer(name: str, maker: str, gpus: tuple[int, ...], *sides: int) -> Run:
     return Run(name=f"peer_{name}", arguments=("--only", *cases), gpus=gpus)
 
 
-DEFAULT = "apart/mlp-lane/peer"
+DEFAULT = "peer"
 FOUR, FIRST, LAST = (0, 1, 2, 3), (0, 1), (2, 3)
 
 
@@ -115,8 +115,8 @@ SLOW_PEERS = (
 
 KERNEL_CHECK = "tests.engines.fast.support.triton_check"
 SINGLE = ("1024/w1/", "2048/w1")
-TURNS = ("fast/1024/w1/bf16", "fast/1024/w1/bf16/one-stream", "fast/1024/w1/bf16/apart")
-PROFILED = ("fast/1024/w1/bf16/apart", f"fast/1024/w4/bf16/ulysses/{DEFAULT}", f"fast/2048/w4/bf16/ulysses/{DEFAULT}")
+TURNS = ("fast/1024/w1/bf16", "fast/1024/w1/bf16/uncaptured")
+PROFILED = ("fast/1024/w1/bf16", f"fast/1024/w4/bf16/ulysses/{DEFAULT}", f"fast/2048/w4/bf16/ulysses/{DEFAULT}")
 PROFILED_WAN = ("wan/480/w1/bf16/blocks8", "wan/480/w4/bf16/ulysses/blocks8/peer")
 
 STAGES = (

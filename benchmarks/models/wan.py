@@ -13,7 +13,6 @@ from benchmarks.models.making import default_dtype
 from engines.core.model import Branch
 from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
-from engines.torch_engine.fast_step import Overlap
 from pipelines.wan.denoiser import as_denoiser
 
 LAYERS, CHANNELS, FFN, TEXT_TOKENS = 40, 5120, 13824, 512
@@ -56,13 +55,13 @@ def build(device: torch.device, num_blocks: int, small: bool) -> Any:
 
 @cache
 def engine(
-    device: torch.device, strategy: str, capture: bool, num_blocks: int, small: bool, overlap: Overlap
+    device: torch.device, strategy: str, capture: bool, num_blocks: int, small: bool, peer_memory: bool
 ) -> TorchEngine:
     module = build(device, num_blocks, small)
     for block in module.blocks:
         block.__dict__.pop("forward", None)  # another engine's compiled one
     model = as_denoiser({"transformer": module})
-    return TorchEngine(model, config=TorchEngineConfig(strategy=strategy, capture=capture, overlap=overlap))
+    return TorchEngine(model, config=TorchEngineConfig(strategy=strategy, capture=capture, peer_memory=peer_memory))
 
 
 def step(
@@ -75,11 +74,11 @@ def step(
     capture: bool,
     num_blocks: int,
     small: bool,
-    overlap: Overlap,
+    peer_memory: bool,
 ) -> Callable[[], tuple[Tensor, ...]]:
     """One step of a clip of 81 frames; two branches as with true guidance."""
     generator = torch.Generator(device).manual_seed(1)
-    ready = engine(device, strategy, capture, num_blocks, small, overlap)
+    ready = engine(device, strategy, capture, num_blocks, small, peer_memory)
     latent = SMALL_LATENT if small else latent_size(height)
 
     def randn(*shape: int) -> Tensor:

@@ -16,26 +16,22 @@ from engines.torch_engine.exchange.heads import HeadExchange, join_columns
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepParts:
-    """What an engine gives a fast model: the team's exchange, and lanes for the second stream and for the MLP.
-
-    ``streams_apart``: streams meet in attention only.
-    """
+    """What an engine gives a fast model: the team's exchange, and lanes for the second stream and for the MLP."""
 
     exchange: HeadExchange
     stream_lane: Lane
     mlp_lane: Lane
-    streams_apart: bool = False
 
 
 def make_product(weight_NK: Tensor, bias_N: Tensor | None, precision: Precision) -> Product:
     return NativeProduct(weight_NK, bias_N) if precision == "native" else Float8Product(weight_NK, bias_N)
 
 
-def collected_rows(groups: tuple[Tensor, ...], precision: Precision) -> Rows:
+def collected_rows(x_GRC: Tensor, precision: Precision) -> Rows:
     """What an exchange brought back, as the next product wants it."""
     if precision == "native":
-        return join_columns(groups)
-    return quantize_rows(groups[0] if len(groups) == 1 else join_columns(groups))
+        return join_columns(x_GRC)
+    return quantize_rows(x_GRC)
 
 
 def joined_rows(first: Rows, second: Rows) -> Rows:

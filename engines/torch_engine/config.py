@@ -15,7 +15,6 @@ from engines.parallel.mesh import Groups
 from engines.parallel.pipeline import pipeline_blocks
 from engines.parallel.tensor import split_features
 from engines.planner.auto import Specs, choose_specs, possible_team_sizes
-from engines.torch_engine.fast_step import DEFAULT_OVERLAP, Overlap
 
 CompileMode = Literal["auto", "eager", "per-block"]
 PathMode = Literal["auto", "fast", "module"]
@@ -34,7 +33,8 @@ class TorchEngineConfig:
     measure the scale of every row of activations; "fp8-static" takes it from the file ``calibration``.
 
     ``path``: "fast" runs the family's hand-ordered step where it has one, "module" always its module; "auto" is "fast"
-    on CUDA. ``capture`` (CUDA only) records each shape in a CUDA graph at its second step.
+    on CUDA. ``capture`` (CUDA only) records each shape in a CUDA graph at its second step. ``peer_memory``: ranks write
+    into each other's memory where that works; without it they exchange through NCCL alone.
     """
 
     strategy: str = "auto"
@@ -44,7 +44,7 @@ class TorchEngineConfig:
     compile: CompileMode = "auto"
     path: PathMode = "auto"
     capture: bool = True
-    overlap: Overlap = DEFAULT_OVERLAP
+    peer_memory: bool = True
 
     def __post_init__(self) -> None:
         if self.compile not in _COMPILE_MODES:
@@ -91,7 +91,7 @@ class TorchEngineConfig:
             calibration=self.calibration,
             fast=self.precision in ("auto", "native", "fp8") and self._takes_fast_path(model, device),
             capture=self.capture and device.type == "cuda",
-            overlap=self.overlap,
+            peer_memory=self.peer_memory,
         )
 
     @property
@@ -148,7 +148,7 @@ class ResolvedConfig:
     calibration: Path | None = None
     fast: bool = False
     capture: bool = False
-    overlap: Overlap = DEFAULT_OVERLAP
+    peer_memory: bool = True
 
     def spec(self, team_size: int, num_branches: int) -> ParallelSpec:
         if team_size not in self.specs:

@@ -43,7 +43,7 @@ class TorchEngine:
         self._model = model
         self._was_warm = False
         self._pipelined: set[Hashable] = set()
-        make_kernel = kernel_by_length(self.config.overlap, self.device, self.dtype)
+        make_kernel = kernel_by_length(self.config.peer_memory, self.device, self.dtype)
         self._sharded = ShardedModel(model, self._prepare_module, make_kernel=make_kernel)
         self._steps = StepRunner(model, self._sharded, config=self.config, device=self.device)
         if self.config.precision != "native" and model.weights is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,6 @@ from engines.torch_engine.check import QUANTISED_TOLERANCE, check_fast_path
 from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.exchange.choose import module_kernels
-from engines.torch_engine.fast_step import DEFAULT_OVERLAP
 from engines.torch_engine.sliced_check import check_sliced
 from engines.torch_engine.steps import RUNS_BEFORE_CAPTURE
 
@@ -32,18 +30,17 @@ def load_torch_engine(
 ) -> TorchEngine:
     """Made and self-checked. Every rank of the gang makes this call at the same time.
 
-    ``peer_memory``: see ``Overlap``; without it the ranks exchange through NCCL alone. ``calibration``: the file of
-    scales that ``precision`` "fp8-static" takes.
+    ``peer_memory``: see ``TorchEngineConfig``. ``calibration``: the file of scales that "fp8-static" takes.
     """
-    overlap = replace(DEFAULT_OVERLAP, peer_memory=peer_memory)
-    config = TorchEngineConfig(strategy=strategy, precision=precision, calibration=calibration, overlap=overlap)
+    config = TorchEngineConfig(strategy=strategy, precision=precision, calibration=calibration, peer_memory=peer_memory)
     engine = TorchEngine(model, config=config)
     if engine.config.capture:
         keep_for_good()
     check_fast_path(engine, model, rank=context.rank)
     attention: dict[str, Any] = {"num_heads": model.num_heads, "head_dim": model.head_dim}
     for team in engine.teams.all():
-        for make_kernel in module_kernels(overlap, engine.device, engine.dtype)[: 2 if team.ulysses.size > 1 else 1]:
+        kernels = module_kernels(peer_memory, engine.device, engine.dtype)
+        for make_kernel in kernels[: 2 if team.ulysses.size > 1 else 1]:
             check_attention(team, **attention, device=engine.device, dtype=engine.dtype, make_kernel=make_kernel)
     if model.weights is not None:
         check_sliced(engine, model, config, rank=context.rank)

@@ -87,8 +87,8 @@ class StepRunner:
     def _fast_step(self, branch: Branch, team: Team) -> _Step:
         weights = self.weights(branch.module)
         layout = self._sharded.layout(branch, team)
-        sample = branch.inputs[LATENTS]
-        fast = FastStep(weights, self._model.plan, team, layout, self._config.overlap, sample)
+        sample, peer_memory = branch.inputs[LATENTS], self._config.peer_memory
+        fast = FastStep(weights, self._model.plan, team, layout, sample=sample, peer_memory=peer_memory)
 
         def prepare(branch: Branch) -> StepTensors:
             return {LATENTS: fast.latents(branch.inputs), **self._ahead.tensors(branch, weights, fast)}

@@ -94,7 +94,7 @@ class StreamsApart:
         exchange, qkv_R3HD = self.parts.exchange, self._by_head(qkv_RE)
         if isinstance(exchange, SendsRuns):
             return exchange.sent(qkv_R3HD, self.batch)
-        return exchange.send(qkv_R3HD, self.batch, self._norms(index), beside=False)
+        return exchange.send(qkv_R3HD, self.batch, self._norms(index))
 
     def _norms(self, index: int) -> HeadNorms:
         return HeadNorms(

@@ -1,8 +1,6 @@
 """Attention of one block as three moments (send, attend, collect), so that other work fits between them.
 
-Dims: L my tokens, B batch, R = L × B rows (batch innermost), H heads, D head dim, W ranks, P parts, h = H / W / P heads
-of one rank in one part. A part is a share of every rank's heads that is exchanged and attended on its own: one part's
-exchange hides behind the other's attention.
+Dims: L my tokens, B batch, R = L × B rows (batch innermost), H heads, D head dim, W ranks, h = H / W heads of one rank.
 """
 
 from __future__ import annotations
@@ -26,11 +24,11 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exchanged:
-    """What is under way: one tensor a part. ``left`` and ``memory`` are the exchange's own notes."""
+    """What is under way. ``left`` and ``memory`` are the exchange's own notes."""
 
-    parts: tuple[Tensor, ...]
+    data: Tensor
     num_rows: int
-    left: tuple[tuple[Any, ...], ...] = ()
+    left: tuple[Any, ...] = ()
     memory: Any = None
 
 
@@ -42,10 +40,10 @@ class HeadExchange(Protocol):
 
     adds_bias: bool
 
-    def send(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms, *, beside: bool) -> Exchanged:
+    def send(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms) -> Exchanged:
         """Normalise and turn q and k, and start sending them and v. ``qkv`` may be overwritten.
 
-        ``beside``: the caller has other work to do before ``attend``, and again before ``collect``.
+        The caller has other work to do before ``attend``, and again before ``collect``.
         """
         ...
 
@@ -53,7 +51,7 @@ class HeadExchange(Protocol):
         """Attention on what has arrived, and the start of the way back."""
         ...
 
-    def collect(self, attended: Exchanged) -> tuple[Tensor, ...]:
+    def collect(self, attended: Exchanged) -> Tensor:
         """My rows of the result: groups ``x_GRC`` of columns, in the order of the heads."""
         ...
 
@@ -79,30 +77,28 @@ class LocalHeads:
     def __init__(self, attend: Attend) -> None:
         self._attend = attend
 
-    def send(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms, *, beside: bool) -> Exchanged:
+    def send(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms) -> Exchanged:
         rows, _, heads, dim = qkv_R3HD.shape
         qkv_LB3HD = qkv_R3HD.view(rows // batch, batch, 3, heads, dim)
         norm_and_rotate(qkv_R3HD, norms, qkv_LB3HD)
-        return Exchanged(parts=(qkv_LB3HD,), num_rows=rows)
+        return Exchanged(data=qkv_LB3HD, num_rows=rows)
 
     def send_run(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms, start: int, stop: int) -> None:
-        self.send(qkv_R3HD[start:stop], batch, norms.run(start, stop, batch), beside=False)
+        self.send(qkv_R3HD[start:stop], batch, norms.run(start, stop, batch))
 
     def sent(self, qkv_R3HD: Tensor, batch: int) -> Exchanged:
         rows, _, heads, dim = qkv_R3HD.shape
-        return Exchanged(parts=(qkv_R3HD.view(rows // batch, batch, 3, heads, dim),), num_rows=rows)
+        return Exchanged(data=qkv_R3HD.view(rows // batch, batch, 3, heads, dim), num_rows=rows)
 
     def attend(self, sent: Exchanged) -> Exchanged:
-        (qkv_LB3HD,) = sent.parts
-        return Exchanged(parts=(attend_tokens_first(self._attend, qkv_LB3HD),), num_rows=sent.num_rows)
+        return Exchanged(data=attend_tokens_first(self._attend, sent.data), num_rows=sent.num_rows)
 
-    def collect(self, attended: Exchanged) -> tuple[Tensor, ...]:
-        (out_LBHD,) = attended.parts
-        return (out_LBHD.reshape(1, attended.num_rows, -1),)
+    def collect(self, attended: Exchanged) -> Tensor:
+        return attended.data.reshape(1, attended.num_rows, -1)
 
 
 class UlyssesHeads:
-    """One all-to-all per part each way (arXiv:2309.14509), on the communicator's own stream.
+    """An all-to-all each way (arXiv:2309.14509), on the communicator's own stream.
 
     Layouts are chosen so that nothing is copied but the last step: q, k and v are written as they are sent
     (destination, token, batch, which, head, D), attention reads what arrives through strides and writes what goes back.
@@ -110,29 +106,25 @@ class UlyssesHeads:
 
     adds_bias = True
 
-    def __init__(self, attend: Attend, axis: Axis, *, num_parts: int = 1) -> None:
-        self._attend, self._axis, self._num_parts = attend, axis, num_parts
+    def __init__(self, attend: Attend, axis: Axis) -> None:
+        self._attend, self._axis = attend, axis
 
-    def send(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms, *, beside: bool) -> Exchanged:
+    def send(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms) -> Exchanged:
         rows, _, heads, dim = qkv_R3HD.shape
-        world, parts = self._axis.size, self._num_parts
-        each = heads // world // parts
-        assert each * world * parts == heads, f"{heads} heads do not fit {world} ranks x {parts} parts"
-        sent = qkv_R3HD.new_empty(parts, world, rows // batch, batch, 3, each, dim)
-        norm_and_rotate(qkv_R3HD, norms, sent.permute(2, 3, 4, 0, 1, 5, 6))
-        return Exchanged(parts=tuple(start_all_to_all(part, self._axis) for part in sent.unbind(0)), num_rows=rows)
+        world = self._axis.size
+        assert heads % world == 0, f"{heads} heads cannot be divided over {world} ranks"
+        sent_WLB3hD = qkv_R3HD.new_empty(world, rows // batch, batch, 3, heads // world, dim)
+        norm_and_rotate(qkv_R3HD, norms, sent_WLB3hD.permute(1, 2, 3, 0, 4, 5))
+        return Exchanged(data=start_all_to_all(sent_WLB3hD, self._axis), num_rows=rows)
 
     def attend(self, sent: Exchanged) -> Exchanged:
-        back = []
-        for pending in sent.parts:
-            qkv_LB3HD = wait(pending).flatten(0, 1)
-            out_LBHD = attend_tokens_first(self._attend, qkv_LB3HD).contiguous()
-            out = out_LBHD.view(self._axis.size, sent.num_rows, -1)
-            back.append(start_all_to_all(out, self._axis))
-        return Exchanged(parts=tuple(back), num_rows=sent.num_rows)
+        qkv_LB3HD = wait(sent.data).flatten(0, 1)
+        out_LBHD = attend_tokens_first(self._attend, qkv_LB3HD).contiguous()
+        out = out_LBHD.view(self._axis.size, sent.num_rows, -1)
+        return Exchanged(data=start_all_to_all(out, self._axis), num_rows=sent.num_rows)
 
-    def collect(self, attended: Exchanged) -> tuple[Tensor, ...]:
-        return tuple(wait(pending) for pending in attended.parts)
+    def collect(self, attended: Exchanged) -> Tensor:
+        return wait(attended.data)
 
 
 def attend_tokens_first(attend: Attend, qkv_LB3HD: Tensor) -> Tensor:
@@ -141,9 +133,9 @@ def attend_tokens_first(attend: Attend, qkv_LB3HD: Tensor) -> Tensor:
     return attend(q_BLHD, k_BLHD, v_BLHD).transpose(0, 1)
 
 
-def join_columns(groups: tuple[Tensor, ...]) -> Tensor:
-    """``x_RC`` from groups ``x_GRC``; no copy if there is one group."""
-    columns = [x_RC for x_GRC in groups for x_RC in x_GRC.unbind(0)]
+def join_columns(x_GRC: Tensor) -> Tensor:
+    """``x_RC``; no copy if there is one group."""
+    columns = x_GRC.unbind(0)
     return columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
 
 
