@@ -24,7 +24,7 @@ from benchmarks import flux_case
 from benchmarks.denoise_step import start_distributed
 from benchmarks.timing import rank_synchronize
 from engines.core.model import Branch
-from engines.core.team_sizes import tiling_sizes
+from engines.core.spec import tiling_sizes
 from engines.parallel.self_check import relative_difference
 from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine

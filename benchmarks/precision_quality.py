@@ -30,7 +30,7 @@ from benchmarks.denoise_step import start_distributed
 from benchmarks.timing import rank_synchronize
 from engines.core.model import Branch
 from engines.core.shard_plan import ShardPlan
-from engines.core.team_sizes import tiling_sizes
+from engines.core.spec import tiling_sizes
 from engines.quantization.linear import Scheme, swap_linears
 from engines.quantization.observe import recording
 from engines.torch_engine.config import TorchEngineConfig

@@ -21,8 +21,7 @@ from benchmarks.timing import Times, measure
 from engines.core.fast_model import FastWeights, Precision, StepTensors
 from engines.core.layout import TokenLayout
 from engines.core.model import Branch, Schedule
-from engines.core.spec import ParallelSpec
-from engines.core.team_sizes import aligned_runs
+from engines.core.spec import ParallelSpec, aligned_runs
 from engines.parallel.collectives import Axis
 from engines.parallel.mesh import Groups, Team, Teams, team_of_one
 from engines.torch_engine.config import TorchEngineConfig

@@ -9,8 +9,7 @@ from dataclasses import replace
 import torch
 
 from engines.core.model import DenoiserModel
-from engines.core.spec import ParallelSpec
-from engines.core.team_sizes import tiling_sizes
+from engines.core.spec import ParallelSpec, tiling_sizes
 from engines.parallel.mesh import Groups, Teams
 from engines.planner.cost_model import Workload
 from engines.planner.forecast import forecast

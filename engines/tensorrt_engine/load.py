@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from engines.core.model import Branch, DenoiserModel
-from engines.core.spec import ParallelSpec
-from engines.core.team_sizes import tiling_sizes
+from engines.core.spec import ParallelSpec, tiling_sizes
 from engines.parallel.early_start import gang_groups
 from engines.parallel.mesh import Groups, Team, Teams
 from engines.parallel.self_check import self_check
