@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from engines.core.model import Branch, DenoiserModel
+from engines.core.rank import RankContext
 from engines.core.spec import ParallelSpec, tiling_sizes
+from engines.parallel.division import Division, TeamSpecs
 from engines.parallel.early_start import gang_groups
-from engines.parallel.mesh import Groups, Team, Teams
+from engines.parallel.mesh import Team
 from engines.parallel.self_check import self_check
 from engines.tensorrt_engine.build.bindings import load_bindings
 from engines.tensorrt_engine.build.builder import BuildOptions
@@ -38,32 +39,10 @@ from engines.tensorrt_engine.run.preflight import (
 from engines.tensorrt_engine.run.runtime import LoadedPlan, PlanRunner
 from engines.tensorrt_engine.run.step import MakeRunner, cached_plan
 
-Specs = dict[int, tuple[ParallelSpec, ParallelSpec]]
-
-
-class Place(Protocol):
-    """Where a rank finds itself: the gang's ``RankContext``, or a ``RankPlace`` outside a gang."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def num_ranks(self) -> int: ...
-    @property
-    def device(self) -> str: ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankPlace:
-    """A rank of a process group that no gang started."""
-
-    rank: int
-    num_ranks: int
-    device: str
-
 
 def load_tensorrt_engine(
     model: DenoiserModel,
-    context: Place,
+    context: RankContext,
     *,
     strategy: str = "auto",
     precision: str = "auto",
@@ -87,17 +66,16 @@ def load_tensorrt_engine(
     if context.num_ranks > 1:
         nccl = check_nccl(context.rank)
         check_alike(start_facts(model, config, target, nccl), rank=context.rank)
-    specs = choose_specs(config, model, context.num_ranks, target)
+    specs = TeamSpecs.of_sizes(tiling_sizes(context.num_ranks), lambda size: divide(config, model, size, target))
     engine = TensorRTEngine(
         model,
-        teams=form_teams(specs, context, groups),
-        specs=specs,
+        division=Division(specs, model.plan, rank=context.rank, num_ranks=context.num_ranks, groups=groups),
         make_runner=plan_runners(config, model, context, target),
         exporter=exporter_of(config, model, context.num_ranks, target),
         buckets=buckets,
     )
     engine.prepare()
-    checked = ((team.ranks, team.spec.name) for team in engine.checked_teams())
+    checked = ((team.ranks, team.spec.name) for team in engine.division.checked_teams())
     self_check(engine, check_branches(buckets) if buckets else model.probe(), rank=context.rank, teams=checked)
     return engine
 
@@ -121,28 +99,15 @@ def exporter_of(config: TensorRTConfig, model: DenoiserModel, num_ranks: int, ta
     )
 
 
-def choose_specs(config: TensorRTConfig, model: DenoiserModel, num_ranks: int, target: Target) -> Specs:
-    """Returns divisions by size of team; small ones may be missing. ValueError if the whole gang cannot be divided."""
-    specs: Specs = {}
-    for team_size in tiling_sizes(num_ranks):
-        try:
-            paired = config.resolve(model, team_size, target).spec
-            single = paired.without_guidance()
-            single.check(num_heads=model.num_heads, has_tensor_plan=bool(model.plan.linears))
-        except ValueError:
-            if team_size == num_ranks:
-                raise
-            continue
-        specs[team_size] = (single, paired)
-    return specs
+def divide(config: TensorRTConfig, model: DenoiserModel, team_size: int, target: Target) -> tuple[ParallelSpec, ...]:
+    """How a team of that size divides one branch, and two at once. ValueError if it cannot."""
+    paired = config.resolve(model, team_size, target).spec
+    single = paired.without_guidance()
+    single.check(num_heads=model.num_heads, has_tensor_plan=bool(model.plan.linears))
+    return single, paired
 
 
-def form_teams(specs: Specs, context: Place, groups: Groups) -> Teams:
-    every = dict.fromkeys(spec for pair in specs.values() for spec in pair)
-    return Teams(rank=context.rank, num_ranks=context.num_ranks, specs=every, groups=groups)
-
-
-def plan_runners(config: TensorRTConfig, model: DenoiserModel, context: Place, target: Target) -> MakeRunner:
+def plan_runners(config: TensorRTConfig, model: DenoiserModel, context: RankContext, target: Target) -> MakeRunner:
     """Runners of plans from the cache, every rank's the same plan, with the team's NCCL communicator.
 
     A plan is deserialized once, however many shapes it serves.

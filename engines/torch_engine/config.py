@@ -11,10 +11,11 @@ import torch
 from engines.core.model import DenoiserModel
 from engines.core.precision import PRECISIONS
 from engines.core.spec import ParallelSpec
+from engines.parallel.division import TeamSpecs
 from engines.parallel.mesh import Groups
 from engines.parallel.pipeline import pipeline_blocks
 from engines.parallel.tensor import split_features
-from engines.planner.auto import Specs, choose_specs, possible_team_sizes
+from engines.planner.auto import choose_specs, possible_team_sizes
 from engines.torch_engine.fast_step import DEFAULT_OVERLAP, Overlap
 
 CompileMode = Literal["auto", "eager", "per-block"]
@@ -61,37 +62,33 @@ class TorchEngineConfig:
         if self.strategy != "auto":
             ParallelSpec.of(self.strategy, 1)
 
-    def resolve(
-        self, model: DenoiserModel, *, rank: int, num_ranks: int, device: torch.device, groups: Groups
-    ) -> ResolvedConfig:
-        """Concrete choices for a model and a gang; all ranks make the call. ``ValueError`` if they cannot be made."""
+    def resolve(self, model: DenoiserModel, device: torch.device) -> ResolvedConfig:
+        """Concrete choices for a model on a device. ``ValueError`` if they cannot be made."""
         self._check_device(device)
         compile_blocks = self.compile == "per-block" or (self.compile == "auto" and device.type == "cuda")
-        if self.strategy == "auto":
-            tokens = self.typical_tokens
-            specs = choose_specs(
-                model,
-                rank=rank,
-                num_ranks=num_ranks,
-                device=device,
-                groups=groups,
-                typical_tokens=tokens,
-                precision=self._scheme(),
-            )
-        else:
-            specs = {
-                team_size: spec
-                for team_size in possible_team_sizes(model, num_ranks)
-                if (spec := self._spec(model, team_size, num_ranks))
-            }
         return ResolvedConfig(
-            specs=specs,
             compile_blocks=compile_blocks,
             precision="native" if self.precision == "auto" else self.precision,
             calibration=self.calibration,
             fast=self.precision in ("auto", "native", "fp8") and self._takes_fast_path(model, device),
             capture=self.capture and device.type == "cuda",
             overlap=self.overlap,
+        )
+
+    def specs(
+        self, model: DenoiserModel, *, rank: int, num_ranks: int, device: torch.device, groups: Groups
+    ) -> TeamSpecs:
+        """The divisions of a model's steps over a gang; all ranks make the call. ``ValueError`` if there are none."""
+        if self.strategy != "auto":
+            return TeamSpecs.of_sizes(possible_team_sizes(model, num_ranks), lambda size: self._named(model, size))
+        return choose_specs(
+            model,
+            rank=rank,
+            num_ranks=num_ranks,
+            device=device,
+            groups=groups,
+            typical_tokens=self.typical_tokens,
+            precision=self._scheme(),
         )
 
     @property
@@ -120,41 +117,26 @@ class TorchEngineConfig:
                     f"{name} has {capability[0]}.{capability[1]}: use 'native' or 'int8'"
                 )
 
-    def _spec(self, model: DenoiserModel, team_size: int, num_ranks: int) -> tuple[ParallelSpec, ParallelSpec] | None:
-        try:
-            paired = ParallelSpec.of(self.strategy, team_size)
-            single = paired.without_guidance(keep_weights=model.weights is not None)
-            for spec in (paired, single):
-                spec.check(
-                    num_heads=model.num_heads,
-                    has_tensor_plan=bool(model.plan.linears),
-                    num_blocks=min(len(pipeline_blocks(module, model.plan)) for module in model.modules.values()),
-                    features=split_features(next(iter(model.modules.values())), model.plan),
-                )
-        except ValueError:
-            if team_size == num_ranks:
-                raise
-            return None  # smaller teams are a convenience: predict() lists the sizes that there are
+    def _named(self, model: DenoiserModel, team_size: int) -> tuple[ParallelSpec, ...]:
+        paired = ParallelSpec.of(self.strategy, team_size)
+        single = paired.without_guidance(keep_weights=model.weights is not None)
+        for spec in (paired, single):
+            spec.check(
+                num_heads=model.num_heads,
+                has_tensor_plan=bool(model.plan.linears),
+                num_blocks=min(len(pipeline_blocks(module, model.plan)) for module in model.modules.values()),
+                features=split_features(next(iter(model.modules.values())), model.plan),
+            )
         return single, paired
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResolvedConfig:
-    """``specs`` are, by size of team, the divisions of one branch, and of two branches of the same shape."""
+    """``fast``: the hand-ordered step where the team allows it. ``capture``: every shape in a CUDA graph."""
 
-    specs: Specs
     compile_blocks: bool
     precision: str = "native"
     calibration: Path | None = None
     fast: bool = False
     capture: bool = False
     overlap: Overlap = DEFAULT_OVERLAP
-
-    def spec(self, team_size: int, num_branches: int) -> ParallelSpec:
-        if team_size not in self.specs:
-            allowed = ", ".join(str(team_size) for team_size in self.specs)
-            raise ValueError(f"this gang cannot divide a step over {team_size} ranks; allowed: {allowed}")
-        return self.specs[team_size][num_branches - 1]
-
-    def all_specs(self) -> tuple[ParallelSpec, ...]:
-        return tuple(dict.fromkeys(spec for pair in self.specs.values() for spec in pair))

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from engines.core.model import DenoiserModel
 from engines.parallel.self_check import check_attention, self_check
-from engines.torch_engine.check import QUANTISED_TOLERANCE, check_fast_path
+from engines.torch_engine.checks import QUANTISED_TOLERANCE, check_fast_path, check_sliced
 from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.exchange.choose import module_kernels
 from engines.torch_engine.fast_step import DEFAULT_OVERLAP
-from engines.torch_engine.sliced_check import check_sliced
 from engines.torch_engine.steps import RUNS_BEFORE_CAPTURE
 
 if TYPE_CHECKING:
@@ -42,14 +41,19 @@ def load_torch_engine(
         keep_for_good()
     check_fast_path(engine, model, rank=context.rank)
     attention: dict[str, Any] = {"num_heads": model.num_heads, "head_dim": model.head_dim}
-    for team in engine.teams.all():
+    for team in engine.division.teams.all():
         for make_kernel in module_kernels(overlap, engine.device, engine.dtype)[: 2 if team.ulysses.size > 1 else 1]:
             check_attention(team, **attention, device=engine.device, dtype=engine.dtype, make_kernel=make_kernel)
     if model.weights is not None:
-        check_sliced(engine, model, config, rank=context.rank)
+        check_sliced(
+            engine,
+            model,
+            lambda small, strategy: TorchEngine(small, config=replace(config, strategy=strategy)),
+            rank=context.rank,
+        )
         engine.load_weights()
         return engine
-    teams = ((team.ranks, team.spec.name) for team in engine.checked_teams())
+    teams = ((team.ranks, team.spec.name) for team in engine.division.checked_teams())
     num_runs = RUNS_BEFORE_CAPTURE + 2 if engine.config.capture else 1  # as it comes, captured, replayed
     tolerance = None if config.is_native else QUANTISED_TOLERANCE  # of two nearly equal numbers one may be rounded up
     self_check(engine, model.probe(), rank=context.rank, teams=teams, num_runs=num_runs, tolerance=tolerance)

@@ -115,7 +115,7 @@ def test_weights_and_buffers_are_those_of_the_loaded_model_to_the_bit(folder: Pa
     """With all of them read; parts that a family keeps in float32 are among them."""
     loaded = load_family(folder).load_denoiser(folder, CPU, dtype).modules["transformer"]
     model = load_sliced(load_family(folder), folder, CPU, dtype)
-    module = TorchEngine(model)._sharded.module("transformer", TorchEngine(model).team((0,)))
+    module = TorchEngine(model)._sharded.module("transformer", TorchEngine(model).division.team((0,)))
     for own, other in (
         (module.named_parameters, loaded.named_parameters),
         (module.named_buffers, loaded.named_buffers),

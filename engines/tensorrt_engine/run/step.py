@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from engines.core.model import Branch, DenoiserModel, ModelInputs
@@ -69,9 +68,3 @@ def cached_plan(
         options=options,
     )
     return cache.get_or_build(key, lambda: build(serialized, options, bar=ProgressBar(visible=visible)))
-
-
-def signature(branch: Branch) -> tuple[str, tuple[tuple[str, tuple[int, ...], torch.dtype], ...]]:
-    """What a static engine is made for: the module and its inputs' shapes and dtypes."""
-    shapes = ((name, tuple(x.shape), x.dtype) for name, x in sorted(branch.inputs.items()) if x is not None)
-    return branch.module, tuple(shapes)

@@ -39,7 +39,7 @@ def count_block_runs() -> list[int]:
     engine = TorchEngine(models.model("flux"), config=TorchEngineConfig(strategy="pipeline"))
     branches = models.branches("flux", "even", num=3)
     engine.predict(branches, (0, 1))
-    module = engine._sharded.module("transformer", engine.team((0, 1)))
+    module = engine._sharded.module("transformer", engine.division.team((0, 1)))
     blocks = [*module.transformer_blocks, *module.single_transformer_blocks]
     counts = [0] * len(blocks)
     for number, block in enumerate(blocks):

@@ -74,4 +74,4 @@ def forecast_and_resolve() -> tuple[StepForecast, str]:
     plan = forecast_for(work)
     typical = replace(model, typical_lengths={"video": 900})
     with patch("engines.planner.auto.measure", lambda *_: plan.machine), closing(TorchEngine(typical)) as engine:
-        return plan, engine.config.spec(2, 1).name
+        return plan, engine.division.specs.of(2)[0].name

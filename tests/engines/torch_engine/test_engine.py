@@ -15,7 +15,7 @@ from torch import Tensor
 from engines.core.model import Branch
 from engines.parallel.self_check import WrongAnswerError, relative_difference
 from engines.quantization.observe import recording, save_calibration
-from engines.torch_engine.check import check_fast_path
+from engines.torch_engine.checks import check_fast_path
 from engines.torch_engine.config import PathMode, TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
 from pipelines.flux.fast import FastFlux

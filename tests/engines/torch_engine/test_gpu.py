@@ -54,7 +54,7 @@ def test_replays_read_new_inputs() -> None:
     engine = TorchEngine(model, config=TorchEngineConfig(path="fast"))
     for scale in (1.0, 2.0, 0.5, 1.0):
         inputs = {**branch.inputs, "hidden_states": branch.inputs["hidden_states"] * scale}
-        expected = engine._sharded.forward(replace(branch, inputs=inputs), engine.team((0,)))
+        expected = engine._sharded.forward(replace(branch, inputs=inputs), engine.division.team((0,)))
         (answer,) = engine.predict((replace(branch, inputs=inputs),), (0,))
         assert relative_difference(answer, expected) < 1e-4
     engine.close()

@@ -67,7 +67,7 @@ def predict_split(calibration: Path) -> tuple[Tensor, int]:
     branches = models.branches("flux", "uneven")
     engine.predict(branches, (dist.get_rank(),))
     (answer,) = engine.predict(branches, (0, 1))
-    layers = engine._sharded.module("transformer", engine.team((0, 1))).modules()
+    layers = engine._sharded.module("transformer", engine.division.team((0, 1))).modules()
     return answer, sum(isinstance(layer, QuantLinear) for layer in layers)
 
 

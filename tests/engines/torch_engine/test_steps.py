@@ -22,7 +22,7 @@ from tests.engines.support import models
 
 ALONE = team_of_one()
 HALF = replace(ALONE, spec=ParallelSpec(guidance=2))
-CAPTURING = ResolvedConfig(specs={1: (ParallelSpec(), ParallelSpec())}, compile_blocks=False, capture=True)
+CAPTURING = ResolvedConfig(compile_blocks=False, capture=True)
 
 
 class Recording:

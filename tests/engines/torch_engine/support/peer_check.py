@@ -61,7 +61,7 @@ def main() -> None:
         path: PathMode = "module" if label in MODULE else "auto"
         config = TorchEngineConfig(strategy="ulysses", compile="eager", path=path, overlap=overlap)
         engine = TorchEngine(model, config=config)
-        axis = engine.team(everyone).ulysses
+        axis = engine.division.team(everyone).ulysses
         shared = overlap.peer_memory and reachable(axis, device, torch.float32)
         branches = (branch_of("even", device), branch_of("uneven", device))
         worst = 0.0
