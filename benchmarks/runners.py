@@ -24,7 +24,6 @@ from engines.core.model import Branch, Schedule
 from engines.core.spec import ParallelSpec, aligned_runs
 from engines.parallel.collectives import Axis
 from engines.parallel.mesh import Groups, Team, Teams, team_of_one
-from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.fast_step import FastStep, Overlap
 from engines.torch_engine.graph import CapturedStep, GraphPool
@@ -121,7 +120,7 @@ class Bench:
         return lambda: [engine.predict(branches, ranks)[0] for ranks in teams][-1]
 
     def _engine(self, overlap: Overlap) -> TorchEngine:
-        return TorchEngine(as_denoiser(self.module), config=TorchEngineConfig(strategy="ulysses", overlap=overlap))
+        return TorchEngine(as_denoiser(self.module), strategy="ulysses", overlap=overlap)
 
     def _wan(self, case: Case) -> Step:
         first = self.rank // case.num_ranks * case.num_ranks

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from benchmarks.making import default_dtype
 from engines.core.model import Branch
-from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.fast_step import Overlap
 from pipelines.wan.denoiser import as_denoiser
@@ -62,7 +61,7 @@ def engine(
     for block in module.blocks:
         block.__dict__.pop("forward", None)  # another engine's compiled one
     model = as_denoiser({"transformer": module})
-    return TorchEngine(model, config=TorchEngineConfig(strategy=strategy, capture=capture, overlap=overlap))
+    return TorchEngine(model, strategy=strategy, capture=capture, overlap=overlap)
 
 
 def step(

@@ -40,7 +40,7 @@ def image_routes(context: ApiContext) -> APIRouter:
         """Draw pictures. With ``stream``, the answer is server-sent events instead of one JSON object."""
         body = await read_json(request, ImageBody)
         card = await ready_card(context.studio, body.model, "image")
-        plan = plan_images(body, card, request.state.request_id, context.settings.max_n)
+        plan = plan_images(body, card, request.state.request_id, context.settings.max_images_per_request)
         events = perform_all(context.studio, plan.requests, plan.output)
         if body.stream:
             return await start_stream(image_events(plan, events), request.receive, context.settings)

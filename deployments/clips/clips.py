@@ -52,10 +52,12 @@ class Jobs:
             )
 
         limits = self._settings
-        self._runner = JobRunner(self._studio, claims, attempt, max_running=limits.max_running, poll_s=limits.poll_s)
+        self._runner = JobRunner(
+            self._studio, claims, attempt, max_running=limits.max_concurrent_videos, poll_s=limits.poll_s
+        )
         self._tasks = [asyncio.create_task(self._runner.run())]
-        if limits.keep_s is not None:
-            self._tasks.append(asyncio.create_task(self._sweep(limits.keep_s)))
+        if limits.keep_videos_s is not None:
+            self._tasks.append(asyncio.create_task(self._sweep(limits.keep_videos_s)))
 
     async def stop(self) -> None:
         """Stop running jobs; they are queued again, with nothing lost but the steps they had made."""
@@ -66,7 +68,7 @@ class Jobs:
     async def submit(self, request: MediaRequest, seconds: str) -> Job:
         """Queue a job. TooManyJobsError if too many wait."""
         num_waiting = await self._store.num_waiting()
-        if num_waiting >= self._settings.max_waiting:
+        if num_waiting >= self._settings.max_waiting_videos:
             raise TooManyJobsError(num_waiting, retry_after_s=self._settings.lease_s)
         job = await self._store.create(request, seconds)
         self._runner.wake()

@@ -20,7 +20,7 @@ from engines.planner.profile import profile
 logger = logging.getLogger(__name__)
 
 TYPICAL_TOKENS = {"cpu": 256, "cuda": 4096}
-"""Length of the longest stream for which a choice is made, if the configuration does not say: a small picture on CPUs,
+"""Length of the longest stream for which a choice is made, if the model does not say: a small picture on CPUs,
 1024 x 1024 pixels on GPUs."""
 
 UNLIMITED = 2**63
@@ -33,7 +33,6 @@ def choose_specs(
     num_ranks: int,
     device: torch.device,
     groups: Groups,
-    typical_tokens: int | None,
     precision: str,
 ) -> TeamSpecs:
     """The fastest divisions of one branch, and of two. All ranks make the call and get the same answer.
@@ -45,8 +44,7 @@ def choose_specs(
     counted = profile(model)
     lines = [ParallelSpec(ulysses=team_size) for team_size in tiling_sizes(num_ranks)]
     machine = measure(counted, Teams(rank=rank, num_ranks=num_ranks, specs=lines, groups=groups), device)
-    tokens = typical_tokens or TYPICAL_TOKENS.get(device.type, 4096)
-    lengths = typical_lengths(model, tokens)
+    lengths = typical_lengths(model, TYPICAL_TOKENS.get(device.type, 4096))
     if rank == 0:
         logger.info("this machine:\n%s", machine.describe(), extra={"machine": machine.to_json()})
     by_size: dict[int, tuple[ParallelSpec, ...]] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -11,14 +10,14 @@ from torch import Tensor
 
 from engines.core.model import Branch, DenoiserModel
 from engines.core.rank import RankContext
-from engines.core.spec import ParallelSpec, tiling_sizes
+from engines.core.spec import tiling_sizes
 from engines.parallel.division import Division, TeamSpecs
 from engines.parallel.early_start import gang_groups
 from engines.parallel.mesh import Team
 from engines.parallel.self_check import self_check
 from engines.tensorrt_engine.build.bindings import load_bindings
 from engines.tensorrt_engine.build.builder import BuildOptions
-from engines.tensorrt_engine.build.engine_cache import DEFAULT_FOLDER, PlanCache
+from engines.tensorrt_engine.build.engine_cache import PlanCache
 from engines.tensorrt_engine.build.export_cache import ExportCache
 from engines.tensorrt_engine.build.targets import Target
 from engines.tensorrt_engine.calibration import fingerprint, quantization
@@ -27,7 +26,7 @@ from engines.tensorrt_engine.engine import TensorRTEngine
 from engines.tensorrt_engine.export.buckets import check_branches
 from engines.tensorrt_engine.export.exporter import Exporter
 from engines.tensorrt_engine.export.onnx_graph import EngineGraph
-from engines.tensorrt_engine.rules import Precision, Weights
+from engines.tensorrt_engine.rules import Precision, TensorRTOptions
 from engines.tensorrt_engine.run.preflight import (
     check_alike,
     check_nccl,
@@ -46,27 +45,24 @@ def load_tensorrt_engine(
     *,
     strategy: str = "auto",
     precision: str = "auto",
-    weights: str = "inputs",
-    cache_dir: Path | None = None,
-    buckets: Sequence[Branch] = (),
+    options: TensorRTOptions | None = None,
+    expected: Sequence[tuple[Branch, ...]] = (),
 ) -> TensorRTEngine:
     """Made, checked on every team. Every rank of the gang makes this call at the same time.
 
-    ``buckets`` are branches in the sizes that are expected: prepared before this returns, and used for the check.
-    Raises ValueError for a configuration TensorRT cannot do, PreflightError, PlanRejectedError, WrongAnswerError.
+    ``expected`` are steps in the sizes that will come: they share a plan, prepared before this returns, and are used
+    for the check. Raises ValueError for what TensorRT cannot do, PreflightError, PlanRejectedError, WrongAnswerError.
     """
     config = TensorRTConfig(
-        strategy=strategy,
-        precision=cast(Precision, precision),
-        weights=cast(Weights, weights),
-        cache_dir=cache_dir or DEFAULT_FOLDER,
+        strategy=strategy, precision=cast(Precision, precision), options=options or TensorRTOptions()
     )
+    buckets = tuple(branches[0] for branches in expected)
     target = current_target(context.rank)
     groups = gang_groups()  # waits for the early start: no exchange comes before it
     if context.num_ranks > 1:
         nccl = check_nccl(context.rank)
         check_alike(start_facts(model, config, target, nccl), rank=context.rank)
-    specs = TeamSpecs.of_sizes(tiling_sizes(context.num_ranks), lambda size: divide(config, model, size, target))
+    specs = TeamSpecs.of_sizes(tiling_sizes(context.num_ranks), lambda size: config.specs(model, size, target))
     engine = TensorRTEngine(
         model,
         division=Division(specs, model.plan, rank=context.rank, num_ranks=context.num_ranks, groups=groups),
@@ -97,14 +93,6 @@ def exporter_of(config: TensorRTConfig, model: DenoiserModel, num_ranks: int, ta
         native_ring=config.resolve(model, num_ranks, target).ring == "native",
         cache=ExportCache(config.cache_dir),
     )
-
-
-def divide(config: TensorRTConfig, model: DenoiserModel, team_size: int, target: Target) -> tuple[ParallelSpec, ...]:
-    """How a team of that size divides one branch, and two at once. ValueError if it cannot."""
-    paired = config.resolve(model, team_size, target).spec
-    single = paired.without_guidance()
-    single.check(num_heads=model.num_heads, has_tensor_plan=bool(model.plan.linears))
-    return single, paired
 
 
 def plan_runners(config: TensorRTConfig, model: DenoiserModel, context: RankContext, target: Target) -> MakeRunner:

@@ -52,13 +52,11 @@ def check_fast_path(engine: TorchEngine, model: DenoiserModel, *, rank: int) -> 
 
 
 @torch.no_grad()
-def check_sliced(
-    engine: TorchEngine, model: DenoiserModel, make: Callable[[DenoiserModel, str], TorchEngine], *, rank: int
-) -> float:
+def check_sliced(engine: TorchEngine, model: DenoiserModel, make: Callable[..., TorchEngine], *, rank: int) -> float:
     """Compare a gang none of whose ranks could run the model alone with one rank, on as many blocks as that can hold.
 
-    ``make`` makes the engine of ``model`` cut down to a block of each kind a stage, read from the same files, with the
-    strategy of that name. The team, the strategy, the exchanges and the way that weights are read are those of the
+    ``make`` makes an engine of a model for a ``strategy``: it gets ``model`` cut down to a block of each kind a stage,
+    read from the same files. The team, the strategy, the exchanges and the way that weights are read are those of the
     whole model. Returns the relative difference; raises ``WrongAnswerError``. All ranks make the call.
     """
     ranks = tuple(range(engine.team_sizes[-1]))
@@ -70,7 +68,7 @@ def check_sliced(
     worst = 0.0
     for number in sorted({1, len(branches)}):
         spec = engine.division.team(ranks, number).spec
-        with closing(make(small, spec.name)) as together:
+        with closing(make(small, strategy=spec.name)) as together:
             given = together.predict(branches[:number], ranks)
         worst = max(worst, *map(relative_difference, given, expected))  # expected may be longer: map stops
         if not worst <= allowed:

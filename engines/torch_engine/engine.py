@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from engines.core.engine import EngineChoice
 from engines.core.model import Branch, DenoiserModel, dtype_of
 from engines.core.shard_plan import ShardPlan
 from engines.parallel.division import Division, shape_of
@@ -19,8 +20,10 @@ from engines.parallel.sharded import ShardedModel
 from engines.quantization.linear import Scheme, swap_linears
 from engines.quantization.observe import load_calibration
 from engines.torch_engine.compiler import compile_blocks, release_blocks
-from engines.torch_engine.config import TorchEngineConfig
+from engines.torch_engine.config import divide, resolve
 from engines.torch_engine.exchange.choose import kernel_by_length
+from engines.torch_engine.fast_step import Overlap
+from engines.torch_engine.options import TorchOptions, check
 from engines.torch_engine.pipelined import predict_pipelined
 from engines.torch_engine.steps import RUNS_BEFORE_CAPTURE, StepRunner
 
@@ -28,17 +31,41 @@ from engines.torch_engine.steps import RUNS_BEFORE_CAPTURE, StepRunner
 class TorchEngine:
     """An ``Engine``, made on every rank at the same time, after ``torch.distributed`` is initialised (alone: without).
 
-    Raises ``ValueError`` if the model cannot be divided over the gang as ``config`` says.
+    ``strategy`` is "auto", or what ``ParallelSpec.of`` takes. What follows ``options`` is chosen by the device, and
+    is there for tests and comparisons: see ``config.resolve``. Raises ``ValueError`` if the engine cannot do what is
+    asked, or the model cannot be divided over the gang so.
     """
 
-    def __init__(self, model: DenoiserModel, *, config: TorchEngineConfig | None = None) -> None:
+    def __init__(
+        self,
+        model: DenoiserModel,
+        *,
+        strategy: str = "auto",
+        precision: str = "auto",
+        options: TorchOptions | None = None,
+        compiled: bool | None = None,
+        fast: bool | None = None,
+        capture: bool = True,
+        overlap: Overlap | None = None,
+    ) -> None:
         rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        options = options or TorchOptions()
+        check(EngineChoice(strategy=strategy, precision=precision, options=options, num_ranks=num_ranks))
         some = next(iter(model.modules.values()))
         self.device, self.dtype = model.device, dtype_of(some)
-        wanted = config or TorchEngineConfig()
-        self.config = wanted.resolve(model, self.device)
+        self.config = resolve(
+            model,
+            self.device,
+            precision=precision,
+            options=options,
+            compiled=compiled,
+            fast=fast,
+            capture=capture,
+            overlap=overlap,
+        )
         gang: dict[str, Any] = {"rank": rank, "num_ranks": num_ranks, "groups": gang_groups()}
-        self.division = Division(wanted.specs(model, device=self.device, **gang), model.plan, **gang)
+        specs = divide(model, strategy, device=self.device, precision=self.config.precision, **gang)
+        self.division = Division(specs, model.plan, **gang)
         self._model = model
         self._was_warm = False
         self._pipelined: set[Hashable] = set()

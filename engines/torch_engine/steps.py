@@ -15,7 +15,7 @@ from engines.core.model import Branch, DenoiserModel
 from engines.parallel.division import shape_of
 from engines.parallel.mesh import Team
 from engines.parallel.sharded import ShardedModel
-from engines.torch_engine.config import ResolvedConfig
+from engines.torch_engine.config import TorchChoices
 from engines.torch_engine.fast_step import LATENTS, FastStep, can_run
 from engines.torch_engine.graph import CapturedStep, GraphPool
 from engines.torch_engine.hoisted import AheadCache
@@ -45,7 +45,7 @@ class StepRunner:
     """Runs branches. All ranks of a team make the same calls in the same order, so they capture at the same moment."""
 
     def __init__(
-        self, model: DenoiserModel, sharded: ShardedModel, *, config: ResolvedConfig, device: torch.device
+        self, model: DenoiserModel, sharded: ShardedModel, *, config: TorchChoices, device: torch.device
     ) -> None:
         self._model, self._sharded, self._config = model, sharded, config
         self._pool = GraphPool(device) if config.capture else None

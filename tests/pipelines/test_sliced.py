@@ -18,7 +18,6 @@ from engines.core.rank import RankContext
 from engines.parallel.self_check import WrongAnswerError, relative_difference
 from engines.parallel.weight_files import INDEX, NAME, Slice
 from engines.registry import load_engine
-from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
 from pipelines.registry import load_family
 from pipelines.run import PlainEngine
@@ -80,7 +79,7 @@ def predict_sliced(folder: Path, strategy: str) -> tuple[tuple[Tensor, ...], int
 
 @contextmanager
 def closing_engine(model: Any, strategy: str) -> Iterator[TorchEngine]:
-    engine = TorchEngine(model, config=TorchEngineConfig(strategy=strategy))
+    engine = TorchEngine(model, strategy=strategy)
     try:
         assert engine.team_sizes == (4,)
         yield engine

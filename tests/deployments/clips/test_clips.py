@@ -203,7 +203,7 @@ async def test_models_that_are_not_ready_wait(tmp_path):
 
 async def test_queue_limit(tmp_path):
     studio = FakeStudio(reasons={"fake-clips": "loading"})
-    async with running(studio, tmp_path, max_waiting=2) as jobs:
+    async with running(studio, tmp_path, max_waiting_videos=2) as jobs:
         for _ in range(2):
             await jobs.submit(REQUEST, "1")
         with pytest.raises(TooManyJobsError, match="2 jobs are waiting"):
@@ -212,7 +212,7 @@ async def test_queue_limit(tmp_path):
 
 async def test_side_by_side_up_to_the_limit(tmp_path):
     studio = FakeStudio(step_s=0.1)
-    async with running(studio, tmp_path, max_running=2) as jobs:
+    async with running(studio, tmp_path, max_concurrent_videos=2) as jobs:
         for _ in range(3):
             await jobs.submit(REQUEST, "1")
         await started(studio, 2)
@@ -221,7 +221,7 @@ async def test_side_by_side_up_to_the_limit(tmp_path):
 
 
 async def test_old_jobs_are_swept(tmp_path):
-    async with running(FakeStudio(), tmp_path, keep_s=2.0) as jobs:
+    async with running(FakeStudio(), tmp_path, keep_videos_s=2.0) as jobs:
         job = await jobs.submit(REQUEST, "1")
         await ended(jobs, job.id)
         assert jobs.file(job.id, "thumbnail").read_bytes()

@@ -14,7 +14,6 @@ from engines.planner.cost_model import Workload
 from engines.planner.forecast import StepForecast, forecast, workload
 from engines.planner.measure import measure
 from engines.planner.profile import profile
-from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
 from tests.engines.support import models
 from tests.engines.support.gloo import gang
@@ -50,7 +49,7 @@ def predict_and_time() -> tuple[StepForecast, dict[str, float]]:
 
 
 def engine_for(strategy: str) -> TorchEngine:
-    return TorchEngine(models.model("wan"), config=TorchEngineConfig(strategy=strategy))
+    return TorchEngine(models.model("wan"), strategy=strategy)
 
 
 def forecast_for(work: Workload) -> StepForecast:

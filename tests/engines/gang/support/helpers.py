@@ -33,7 +33,7 @@ def group_for(config: GangConfig) -> Iterator[PlacementGroup]:
 async def gang_of(config: GangConfig) -> AsyncIterator[Gang]:
     """A gang of fakes in a placement group of its own; nothing of either is left behind."""
     with group_for(config) as group:
-        gang = await Gang.start(config, build_fake, placement_group=group)
+        gang = await Gang.start(config, build_fake, model="fake", placement_group=group)
         try:
             yield gang
         finally:

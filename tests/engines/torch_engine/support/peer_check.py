@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from engines.core.model import Branch
 from engines.parallel.self_check import relative_difference
-from engines.torch_engine.config import PathMode, TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.exchange.peer_memory import reachable
 from engines.torch_engine.fast_step import Overlap
@@ -58,9 +57,8 @@ def main() -> None:
     model = as_denoiser(models.transformer("flux").to(device))
     everyone, wrong = tuple(range(world)), []
     for label, overlap in (OVERLAPS | MODULE).items():
-        path: PathMode = "module" if label in MODULE else "auto"
-        config = TorchEngineConfig(strategy="ulysses", compile="eager", path=path, overlap=overlap)
-        engine = TorchEngine(model, config=config)
+        fast = False if label in MODULE else None
+        engine = TorchEngine(model, strategy="ulysses", compiled=False, fast=fast, overlap=overlap)
         axis = engine.division.team(everyone).ulysses
         shared = overlap.peer_memory and reachable(axis, device, torch.float32)
         branches = (branch_of("even", device), branch_of("uneven", device))
