@@ -30,11 +30,10 @@ from benchmarks.distributed import start_distributed
 from benchmarks.timing import rank_synchronize
 from engines.core.model import Branch
 from engines.core.shard_plan import ShardPlan
-from engines.core.team_sizes import tiling_sizes
+from engines.core.spec import tiling_sizes
 from engines.quantization.calibration import recording
 from engines.quantization.linear import swap_linears
 from engines.quantization.scales import Scheme
-from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
 from pipelines.loading import resolve_path
 from pipelines.registry import load_family
@@ -169,8 +168,7 @@ def engine_pictures(
     """By size of team; one engine paints them all."""
     path = resolve_path(model)
     family = load_family(path)
-    config = TorchEngineConfig(strategy=strategy, compile="eager")
-    engine = TorchEngine(family.load_denoiser(path, device, dtype), config=config)
+    engine = TorchEngine(family.load_denoiser(path, device, dtype), strategy=strategy, compiled=False)
     defaults = family.defaults(path)
     default = replace(request_of(None, defaults), true_cfg_scale=defaults.true_cfg_scale)
     requests = [replace(default, prompt=text, seed=seed) for seed, (_, text) in enumerate(prompts)]

@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -13,9 +14,9 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from deployments.api.app import create_api
-from deployments.api.settings import ApiSettings
+from deployments.api.settings import ApiLimits, ApiSettings
 from deployments.clips.clips import Clips
-from deployments.clips.settings import ClipSettings
+from deployments.clips.settings import ClipLimits, ClipSettings
 from deployments.config import AppConfig
 from deployments.observability.logs import configure_logs
 from deployments.requests.handle import handle_request
@@ -69,22 +70,20 @@ class Ingress:
         return create_api(self._studio, self._api_settings(), Clips(self._studio, self._clip_settings()))
 
     def _api_settings(self) -> ApiSettings:
-        limits = self._config.api
         return ApiSettings(
-            data_dir=limits.data_dir or self._settings.data_dir,
+            data_dir=self._data_dir,
             api_keys=self._settings.all_api_keys,
-            max_body_bytes=limits.max_body_bytes,
-            max_n=limits.max_images_per_request,
-            public_url=limits.public_url,
             sends_request_id=False,
+            **self._config.api.part(ApiLimits),
         )
 
     def _clip_settings(self) -> ClipSettings:
-        limits = self._config.api
         return ClipSettings(
-            data_dir=limits.data_dir or self._settings.data_dir,
+            data_dir=self._data_dir,
             database_url=self._settings.database_url,
-            max_running=limits.max_concurrent_videos,
-            max_waiting=limits.max_waiting_videos,
-            keep_s=limits.keep_videos_s,
+            **self._config.api.part(ClipLimits),
         )
+
+    @property
+    def _data_dir(self) -> Path:
+        return self._config.api.data_dir or self._settings.data_dir

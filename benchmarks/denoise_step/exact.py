@@ -25,11 +25,11 @@ from benchmarks.distributed import start_distributed
 from benchmarks.models import flux
 from benchmarks.timing import rank_synchronize
 from engines.core.model import Branch
-from engines.core.team_sizes import tiling_sizes
+from engines.core.spec import tiling_sizes
 from engines.parallel.self_check import relative_difference
-from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.exchange import choose
+from engines.torch_engine.options import TorchOptions
 from pipelines.flux.denoiser import as_denoiser
 
 SIDES = {"even": 512, "uneven": 496}
@@ -50,16 +50,16 @@ def widened(inputs: Inputs) -> Inputs:
     return {name: tensor.float() for name, tensor in inputs.items()}
 
 
-def errors_of(config: TorchEngineConfig, module: Any, inputs: dict[str, Inputs], exact: dict[str, Tensor]) -> Any:
+def errors_of(options: dict[str, Any], module: Any, inputs: dict[str, Inputs], exact: dict[str, Tensor]) -> Any:
     """Relative error by (length, num_ranks), on this rank, of a step with one branch and (guidance) with two."""
-    engine = TorchEngine(as_denoiser(module), config=config)
+    engine = TorchEngine(as_denoiser(module), **options)
     rank = torch.distributed.get_rank()
-    num_runs = 3 if config.capture else 1  # as it comes, captured, replayed
+    num_runs = 3 if engine.config.capture else 1  # as it comes, captured, replayed
     found = {}
     for num_ranks in tiling_sizes(torch.distributed.get_world_size()):
         first = rank // num_ranks * num_ranks
         for length, some in inputs.items():
-            branches = (Branch(inputs=some),) * (2 if "guidance" in config.strategy else 1)
+            branches = (Branch(inputs=some),) * (2 if "guidance" in options["strategy"] else 1)
             answers = [
                 answer.float()
                 for _ in range(num_runs)
@@ -70,16 +70,19 @@ def errors_of(config: TorchEngineConfig, module: Any, inputs: dict[str, Inputs],
     return found
 
 
-def makers(on_gpu: bool) -> dict[str, TorchEngineConfig]:
+THROUGH_NCCL = TorchOptions(peer_memory=False)
+
+
+def makers(on_gpu: bool) -> dict[str, dict[str, Any]]:
     """Every strategy by NCCL (or Gloo) as it comes; on GPUs then as captured steps, and through peer memory."""
-    plain: Any = {"compile": "eager", "capture": False, "peer_memory": False}
-    found = {strategy: TorchEngineConfig(strategy=strategy, **plain) for strategy in STRATEGIES}
-    found["ulysses, module"] = TorchEngineConfig(strategy="ulysses", path="module", **plain)
+    plain: dict[str, Any] = {"compiled": False, "capture": False, "options": THROUGH_NCCL}
+    found = {strategy: {"strategy": strategy, **plain} for strategy in STRATEGIES}
+    found["ulysses, module"] = {"strategy": "ulysses", "fast": False, **plain}
     if on_gpu:
-        found["ulysses, module, peer memory"] = TorchEngineConfig(strategy="ulysses", compile="eager", path="module")
-        found["ulysses, captured"] = TorchEngineConfig(strategy="ulysses", compile="eager", peer_memory=False)
-        found["ulysses, peer memory"] = TorchEngineConfig(strategy="ulysses", compile="eager")
-    return found
+        found["ulysses, module, peer memory"] = {"compiled": False, "fast": False}
+        found["ulysses, captured"] = {"compiled": False, "options": THROUGH_NCCL}
+        found["ulysses, peer memory"] = {"compiled": False}
+    return {label: {"strategy": "ulysses", **options} for label, options in found.items()}
 
 
 @torch.no_grad()

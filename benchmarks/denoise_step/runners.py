@@ -23,15 +23,14 @@ from benchmarks.timing import Times, measure
 from engines.core.fast_model import FastWeights, Precision, StepTensors
 from engines.core.layout import TokenLayout
 from engines.core.model import Branch, Schedule
-from engines.core.spec import ParallelSpec
-from engines.core.team_sizes import aligned_runs
+from engines.core.spec import ParallelSpec, aligned_runs
 from engines.parallel.collectives import Axis
 from engines.parallel.mesh import Groups, Team, Teams, team_of_one
-from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.fast_step import FastStep
 from engines.torch_engine.graph import CapturedStep, GraphPool
 from engines.torch_engine.hoisted import AheadCache
+from engines.torch_engine.options import TorchOptions
 from pipelines.flux.denoiser import as_denoiser
 from pipelines.flux.fast import fast_weights
 from pipelines.flux.shard_plan import SHARD_PLAN, stream_lengths
@@ -124,8 +123,8 @@ class Bench:
         return lambda: [engine.predict(branches, ranks)[0] for ranks in teams][-1]
 
     def _engine(self, peer_memory: bool) -> TorchEngine:
-        config = TorchEngineConfig(strategy="ulysses", peer_memory=peer_memory)
-        return TorchEngine(as_denoiser(self.module), config=config)
+        options = TorchOptions(peer_memory=peer_memory)
+        return TorchEngine(as_denoiser(self.module), strategy="ulysses", options=options)
 
     def _wan(self, case: Case) -> Step:
         first = self.rank // case.num_ranks * case.num_ranks

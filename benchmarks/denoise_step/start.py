@@ -63,7 +63,7 @@ def main() -> None:
     engine.predict(branches, tuple(range(world)))
     mark(marks, "first captured step")
     if rank == 0:
-        report(marks, engine.team(tuple(range(world))).spec.name, arguments.out)
+        report(marks, engine.division.team(tuple(range(world))).spec.name, arguments.out)
     rank_synchronize()
     os._exit(0)  # graphs hold the communicator: an orderly shutdown would wait for them
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from benchmarks.models.making import default_dtype
 from engines.core.model import Branch
-from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
+from engines.torch_engine.options import TorchOptions
 from pipelines.wan.denoiser import as_denoiser
 
 LAYERS, CHANNELS, FFN, TEXT_TOKENS = 40, 5120, 13824, 512
@@ -61,7 +61,8 @@ def engine(
     for block in module.blocks:
         block.__dict__.pop("forward", None)  # another engine's compiled one
     model = as_denoiser({"transformer": module})
-    return TorchEngine(model, config=TorchEngineConfig(strategy=strategy, capture=capture, peer_memory=peer_memory))
+    options = TorchOptions(peer_memory=peer_memory)
+    return TorchEngine(model, strategy=strategy, capture=capture, options=options)
 
 
 def step(

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from engines.core.team_sizes import tiling_sizes
+from engines.core.spec import tiling_sizes
 from engines.planner.cost_model import Workload
 from engines.planner.forecast import StepForecast, forecast, workload
 from engines.planner.measure_here import measure_here

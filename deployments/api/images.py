@@ -49,7 +49,10 @@ def image_routes(context: ApiContext) -> APIRouter:
     async def generate_images(request: Request) -> Response:
         """Draw pictures. With ``stream``, the answer is server-sent events instead of one JSON object."""
         body = await read_json(request, ImageBody)
-        pictures = image_request(body, context.studio.cards(), request.state.request_id, context.settings.max_n)
+        settings = context.settings
+        pictures = image_request(
+            body, context.studio.cards(), request.state.request_id, settings.max_images_per_request
+        )
         await context.check_ready(pictures.model)
         events = perform_all(context.studio, pictures)
         if body.stream:

@@ -59,21 +59,20 @@ def plan_reports(order: Order, *, visible: bool = True) -> list[PlanReport]:
     """What the plans of ``order`` hold, made if the cache has none. Raises as ``build`` does."""
     from engines.tensorrt_engine import rules
     from engines.tensorrt_engine.build.builder import check_target
-    from engines.tensorrt_engine.build.engine_cache import DEFAULT_FOLDER
     from engines.tensorrt_engine.build.report import build_engine
     from engines.tensorrt_engine.config import TensorRTConfig
     from pipelines.loading import resolve_configuration, resolve_path
     from pipelines.registry import load_family
 
-    options = {"strategy": order.strategy, "precision": order.precision, "weights": order.weights}
-    rules.check_options(**options, num_ranks=order.num_ranks)
-    folder = order.cache_dir or DEFAULT_FOLDER
-    config, target = TensorRTConfig(**cast(Any, options), cache_dir=folder), find_target(order.target)
+    options = rules.TensorRTOptions(weights=cast(Any, order.weights), cache_dir=order.cache_dir)
+    asked: dict[str, Any] = {"strategy": order.strategy, "precision": order.precision}
+    rules.check_options(**asked, weights=options.weights, num_ranks=order.num_ranks)
+    config, target = TensorRTConfig(**asked, options=options), find_target(order.target)
     check_target(target)
     path = resolve_path(order.model) if order.needs_weights else resolve_configuration(order.model)
     device, dtype, family = find_device(), find_dtype(order.dtype, order.precision), load_family(path)
     if order.calibrate:
-        calibrate(path, read_prompts(order.prompts), next(iter(order.sizes), None), folder, device, dtype)
+        calibrate(path, read_prompts(order.prompts), next(iter(order.sizes), None), config.cache_dir, device, dtype)
     with model_for(order, family, path, device, dtype) as model:
         return build_engine(
             model,

@@ -23,7 +23,6 @@ from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 from deployments.app import REPLICA_CPUS, build_app
 from deployments.config import ServeConfig
 from deployments.names import APPLICATION
-from deployments.stages.denoiser import gang_config
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 READY_DEADLINE_S = 900.0
@@ -52,12 +51,9 @@ def load_config(name: str | Path) -> ServeConfig:
 
 
 def parse_config(document: Mapping[str, Any]) -> ServeConfig:
-    """Checks by Ray Serve's own schema, since ``serve deploy`` must take the same file, by ours, and by the gangs'."""
+    """Checks by Ray Serve's own schema, since ``serve deploy`` must take the same file, and by ours."""
     ServeDeploySchema.model_validate(document)
-    config = ServeConfig.model_validate(document)
-    for model in config.app.models:
-        gang_config(model)
-    return config
+    return ServeConfig.model_validate(document)
 
 
 @contextmanager

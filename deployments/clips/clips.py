@@ -52,10 +52,12 @@ class Clips:
             )
 
         limits = self._settings
-        self._runner = ClipRunner(self._studio, claims, attempt, max_running=limits.max_running, poll_s=limits.poll_s)
+        self._runner = ClipRunner(
+            self._studio, claims, attempt, max_running=limits.max_concurrent_videos, poll_s=limits.poll_s
+        )
         self._tasks = [asyncio.create_task(self._runner.run())]
-        if limits.keep_s is not None:
-            self._tasks.append(asyncio.create_task(self._sweep(limits.keep_s)))
+        if limits.keep_videos_s is not None:
+            self._tasks.append(asyncio.create_task(self._sweep(limits.keep_videos_s)))
 
     async def stop(self) -> None:
         """Stops the clips that are being made; they are queued again, with nothing lost but the steps they had made."""
@@ -66,7 +68,7 @@ class Clips:
     async def submit(self, request: MediaRequest, seconds: str) -> ClipRecord:
         """Queues a clip. QueueFullError if too many wait, whatever room the gangs have."""
         num_waiting = await self._store.num_waiting()
-        if num_waiting >= self._settings.max_waiting:
+        if num_waiting >= self._settings.max_waiting_videos:
             raise QueueFullError(num_waiting, retry_after_s=self._settings.lease_s)
         clip = await self._store.create(request, seconds)
         self._runner.wake()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from deployments.config import DenoiserConfig, ModelConfig
 from engines.core.rank import RankContext
@@ -30,7 +30,7 @@ class BuildRankParts:
         from engines.warm_up import warm_up
         from pipelines.loading import resolve_dtype, resolve_path
         from pipelines.registry import load_family
-        from pipelines.sizes import branches_ahead, first_step, request_of, steps_ahead
+        from pipelines.sizes import first_step, request_of, steps_ahead
         from pipelines.sliced import load_sliced
 
         configure_logs()
@@ -42,15 +42,16 @@ class BuildRankParts:
         load = partial(load_sliced, family) if is_sliced(config, family, path, device, dtype) else family.load_denoiser
         denoiser = load(path, device, dtype)
         denoiser = replace(denoiser, typical_lengths=denoiser.stream_lengths(default.inputs))
-        options: dict[str, Any] = {"strategy": config.strategy, "precision": config.precision}
-        if config.engine == "tensorrt":
-            sizes = config.tensorrt.sizes
-            buckets = branches_ahead(family, path, sizes, tuple(denoiser.modules), device, dtype)
-            options |= {"weights": config.tensorrt.weights, "cache_dir": config.tensorrt.cache_dir, "buckets": buckets}
-        else:
-            options |= config.torch.model_dump()
-        engine = load_engine(config.engine, denoiser, context, **options)
         steps = steps_ahead(family, path, config.warm_sizes, tuple(denoiser.modules), device, dtype)
+        engine = load_engine(
+            config.engine,
+            denoiser,
+            context,
+            strategy=config.strategy,
+            precision=config.precision,
+            options=config.engine_options,
+            expected=steps,
+        )
         warm_up(engine, steps, context, engine.team_sizes if config.elastic else engine.team_sizes[-1:])
         return RankParts(engine=engine, sampler=family.load_sampler(path, device, dtype))
 

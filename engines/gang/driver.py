@@ -30,11 +30,13 @@ class Driver:
     made in a request's context could vanish on some ranks and hang the others: hence the tasks' fresh contexts.
     """
 
-    def __init__(self, config: GangConfig, ranks: Sequence[Any], team_sizes: tuple[int, ...], clock: Clock) -> None:
-        self._config = config
+    def __init__(
+        self, config: GangConfig, ranks: Sequence[Any], team_sizes: tuple[int, ...], model: str, clock: Clock
+    ) -> None:
+        self._config, self._model = config, model
         self._clock = clock
         self._ranks = ranks
-        self._metrics = GangMetrics(config.model)
+        self._metrics = GangMetrics(model)
         self._table = JobTable(config, self._metrics, clock)
         self._watchdog = Watchdog(config, ranks, clock)
         self._scheduler = Scheduler(
@@ -91,7 +93,7 @@ class Driver:
 
     def break_gang(self, error: GangBrokenError) -> None:
         if self.broken is None:
-            logger.error("gang is broken: %s", error.reason, extra={"model": self._config.model})
+            logger.error("gang is broken: %s", error.reason, extra={"model": self._model})
             self._metrics.gang_broke(error.cause)
             self.stop(error)
             kill_ranks(self._ranks)

@@ -18,7 +18,6 @@ from engines.core.rank import RankContext
 from engines.parallel.self_check import WrongAnswerError, relative_difference
 from engines.parallel.weight_files import INDEX, NAME, Slice
 from engines.registry import load_engine
-from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
 from pipelines.registry import load_family
 from pipelines.run import PlainEngine
@@ -80,7 +79,7 @@ def predict_sliced(folder: Path, strategy: str) -> tuple[tuple[Tensor, ...], int
 
 @contextmanager
 def closing_engine(model: Any, strategy: str) -> Iterator[TorchEngine]:
-    engine = TorchEngine(model, config=TorchEngineConfig(strategy=strategy))
+    engine = TorchEngine(model, strategy=strategy)
     try:
         assert engine.team_sizes == (4,)
         yield engine
@@ -115,7 +114,7 @@ def test_weights_and_buffers_are_those_of_the_loaded_model_to_the_bit(folder: Pa
     """With all of them read; parts that a family keeps in float32 are among them."""
     loaded = load_family(folder).load_denoiser(folder, CPU, dtype).modules["transformer"]
     model = load_sliced(load_family(folder), folder, CPU, dtype)
-    module = TorchEngine(model)._sharded.module("transformer", TorchEngine(model).team((0,)))
+    module = TorchEngine(model)._sharded.module("transformer", TorchEngine(model).division.team((0,)))
     for own, other in (
         (module.named_parameters, loaded.named_parameters),
         (module.named_buffers, loaded.named_buffers),

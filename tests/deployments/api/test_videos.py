@@ -136,7 +136,8 @@ async def test_failed_clip(client, studio):
 
 async def test_full_queue(studio, tmp_path):
     studio.step_s = 1
-    async with client_of(build(studio, tmp_path, clips={"max_running": 1, "max_waiting": 1})) as client:
+    limits = {"max_concurrent_videos": 1, "max_waiting_videos": 1}
+    async with client_of(build(studio, tmp_path, clips=limits)) as client:
         await make(client)
         await until(lambda: len(studio.performed) == 1)
         await make(client)

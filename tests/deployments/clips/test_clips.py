@@ -202,7 +202,7 @@ async def test_models_that_are_not_ready_wait(tmp_path):
 
 async def test_queue_limit(tmp_path):
     studio = FakeStudio(reasons={"fake-clips": "loading"})
-    async with running(studio, tmp_path, max_waiting=2) as clips:
+    async with running(studio, tmp_path, max_waiting_videos=2) as clips:
         for _ in range(2):
             await clips.submit(REQUEST, "1")
         with pytest.raises(QueueFullError, match="2 jobs are waiting"):
@@ -211,7 +211,7 @@ async def test_queue_limit(tmp_path):
 
 async def test_side_by_side_up_to_the_limit(tmp_path):
     studio = FakeStudio(step_s=0.1)
-    async with running(studio, tmp_path, max_running=2) as clips:
+    async with running(studio, tmp_path, max_concurrent_videos=2) as clips:
         for _ in range(3):
             await clips.submit(REQUEST, "1")
         await started(studio, 2)
@@ -220,7 +220,7 @@ async def test_side_by_side_up_to_the_limit(tmp_path):
 
 
 async def test_old_jobs_are_swept(tmp_path):
-    async with running(FakeStudio(), tmp_path, keep_s=2.0) as clips:
+    async with running(FakeStudio(), tmp_path, keep_videos_s=2.0) as clips:
         record = await clips.submit(REQUEST, "1")
         await ended(clips, record.id)
         assert clips.file(record.id, "thumbnail").read_bytes()

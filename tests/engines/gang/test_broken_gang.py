@@ -19,6 +19,7 @@ import pytest_asyncio
 from ray.exceptions import ActorDiedError
 
 from engines.gang import driver
+from engines.gang import gang as gang_module
 from engines.gang.config import GangConfig
 from engines.gang.errors import GangBrokenError
 from engines.gang.gang import Gang
@@ -47,9 +48,13 @@ from tests.engines.gang.support.set_clock import SetClock, settled
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-CONFIG = GangConfig(
-    num_ranks=2, cpus_per_rank=0.1, step_deadline_s=1.0, ping_deadline_s=1.0, start_deadline_s=60.0, max_running_jobs=1
-)
+PING_S = 1.0
+CONFIG = GangConfig(num_ranks=2, cpus_per_rank=0.1, step_deadline_s=1.0, start_deadline_s=60.0, max_running_jobs=1)
+
+
+@pytest.fixture(autouse=True)
+def pings_are_waited_for_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gang_module, "PING_DEADLINE_S", PING_S)
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from tests.engines.gang.support.helpers import eventually, gang_of, latents, run
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-CONFIG = GangConfig(num_ranks=2, cpus_per_rank=0.1, model="fake", max_running_jobs=4, max_waiting_jobs=60)
+CONFIG = GangConfig(num_ranks=2, cpus_per_rank=0.1, max_running_jobs=4, max_waiting_jobs=60)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

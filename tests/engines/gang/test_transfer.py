@@ -18,7 +18,6 @@ from engines.gang.rank_jobs import RankJobs
 from engines.gang.scheduler import Scheduler
 from engines.gang.transfer import ALIGNMENT, hand_over
 from engines.parallel.self_check import relative_difference
-from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
 from pipelines.registry import load_family
 from pipelines.run import PlainEngine
@@ -86,7 +85,7 @@ def alone(folder: Path, number: int) -> Tensor:
 def run_elastically(folder: Path) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
     """Every rank makes the same plans: the latents that it hands out, and the number of ranks of each step."""
     family, rank = load_family(folder), dist.get_rank()
-    engine = TorchEngine(family.load_denoiser(folder, CPU, torch.float32), config=TorchEngineConfig(strategy="ulysses"))
+    engine = TorchEngine(family.load_denoiser(folder, CPU, torch.float32), strategy="ulysses")
     parts = RankParts(engine=engine, sampler=family.load_sampler(folder, CPU, torch.float32))
     runner = RankJobs(parts, RankContext(rank=rank, num_ranks=4, device="cpu"))
     scheduler = Scheduler(num_ranks=4, max_running_jobs=4, elastic=True)

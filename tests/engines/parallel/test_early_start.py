@@ -23,7 +23,6 @@ from engines.parallel.collectives import EXCHANGES, Axis
 from engines.parallel.early_start import gang_groups, start_early, wait_for_early_start
 from engines.parallel.mesh import Teams
 from engines.parallel.self_check import relative_difference
-from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
 from tests.engines.support import models
 from tests.engines.support.gloo import gang
@@ -95,7 +94,7 @@ def predict_after_early_start() -> tuple[float, Tensor]:
     with as_at_start(), patch(WORK, lambda _: time.sleep(0.3)):
         started_s = time.perf_counter()
         start_early(CPU)
-        engine = TorchEngine(model, config=TorchEngineConfig(strategy="ulysses"))
+        engine = TorchEngine(model, strategy="ulysses")
         waited_s = time.perf_counter() - started_s
         return waited_s, engine.predict(branches, (0, 1))[0]
 

@@ -16,7 +16,7 @@ BAD_IMAGES = {
     "size too large": ('{"prompt": "a", "size": "512x512"}', "size", "at most 65536"),
     "size huge": ('{"prompt": "a", "size": "99999999999x16"}', "size", "match pattern"),
     "n zero": ('{"prompt": "a", "n": 0}', "n", "greater than or equal to 1"),
-    "n above the limit": ('{"prompt": "a", "n": 11}', "n", "from 1 to 10"),
+    "n above the limit": ('{"prompt": "a", "n": 5}', "n", "from 1 to 4"),
     "n as text": ('{"prompt": "a", "n": "2"}', "n", "valid integer"),
     "n as truth": ('{"prompt": "a", "n": true}', "n", "valid integer"),
     "negative seed": ('{"prompt": "a", "seed": -1}', "seed", "greater than or equal to 0"),

@@ -39,7 +39,8 @@ async def gang_of(config: GangConfig, clock: Clock | None = None) -> AsyncIterat
     Unless ``clock`` moves no deadline passes, so that a busy machine breaks no gang.
     """
     with group_for(config) as group:
-        gang = await Gang.start(config, build_fake, placement_group=group, clock=clock or SetClock())
+        options = {"model": "fake", "placement_group": group, "clock": clock or SetClock()}
+        gang = await Gang.start(config, build_fake, **options)
         try:
             yield gang
         finally:
