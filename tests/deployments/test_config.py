@@ -169,7 +169,7 @@ def test_every_precision_of_the_engine_may_be_configured(precision: str) -> None
     assert config.app.models[0].denoiser.precision == precision
 
 
-@pytest.mark.parametrize(("engine", "other"), itertools.permutations(ENGINES, 2))
+@pytest.mark.parametrize(("engine", "other"), list(itertools.permutations(ENGINES, 2)))
 def test_a_section_of_another_engine_is_refused(engine: str, other: str) -> None:
     """Empty ones too: what is written there would do nothing."""
     chosen = {"engine": engine, "gpus_per_rank": 1}
