@@ -15,8 +15,9 @@ from engines.gang.gang import Gang
 from engines.gang.job import Job, JobEvent
 from engines.gang.placement import gang_bundles, gang_strategy
 from tests.engines.gang.support.fakes import build_fake
+from tests.support.patience import PATIENCE_S
 
-CONFIG = GangConfig(num_ranks=2, cpus_per_rank=0.1, step_deadline_s=5.0)
+CONFIG = GangConfig(num_ranks=2, cpus_per_rank=0.1, step_deadline_s=PATIENCE_S, ping_deadline_s=PATIENCE_S)
 
 
 class GangHost:
@@ -47,7 +48,7 @@ def gang_app() -> Any:
         placement_group_strategy=gang_strategy(CONFIG),
         max_ongoing_requests=100,
         health_check_period_s=1,
-        health_check_timeout_s=10,
+        health_check_timeout_s=PATIENCE_S,
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=5,
     )
