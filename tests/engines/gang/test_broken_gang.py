@@ -19,10 +19,9 @@ import pytest_asyncio
 from ray.exceptions import ActorDiedError
 
 from engines.gang import driver
-from engines.gang import gang as gang_module
 from engines.gang.config import GangConfig
 from engines.gang.errors import GangBrokenError
-from engines.gang.gang import Gang
+from engines.gang.gang import PING_DEADLINE_S, Gang
 from engines.gang.rank import kill_ranks
 from engines.gang.watchdog import DEATH_NOTICE_S
 from tests.engines.gang.support.checks import assert_breaks_for_everyone, jobs_in_flight, warm_up
@@ -48,18 +47,7 @@ from tests.engines.gang.support.set_clock import SetClock, settled
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-PING_S = 1.0
 CONFIG = GangConfig(num_ranks=2, cpus_per_rank=0.1, step_deadline_s=1.0, start_deadline_s=60.0, max_running_jobs=1)
-
-
-@pytest.fixture(autouse=True)
-def pings_are_waited_for_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gang_module, "PING_DEADLINE_S", PING_S)
-
-
-@pytest.fixture
-def clock() -> SetClock:
-    return SetClock()
 
 
 @pytest_asyncio.fixture(autouse=True, loop_scope="module")
@@ -113,7 +101,7 @@ async def test_a_stopped_process_is_found_by_a_ping(clock: SetClock) -> None:
         os.kill(gang.infos[1].pid, signal.SIGSTOP)
         check = asyncio.ensure_future(gang.check_health())
         await settled()
-        await clock.advance(CONFIG.ping_deadline_s)
+        await clock.advance(PING_DEADLINE_S)
         with pytest.raises(ActorDiedError):
             await check
         assert gang.broken is not None
@@ -163,9 +151,9 @@ async def test_a_broken_gang_whose_ranks_do_not_die_says_why_it_broke(
         await break_by_hanging(gang, clock)
         check = asyncio.ensure_future(gang.check_health())
         await settled()
-        await clock.advance(CONFIG.ping_deadline_s / 2)
+        await clock.advance(PING_DEADLINE_S / 2)
         assert not check.done()
-        await clock.advance(CONFIG.ping_deadline_s)
+        await clock.advance(PING_DEADLINE_S)
         with pytest.raises(GangBrokenError, match="did not finish a step") as caught:
             await check
         assert caught.value.cause == "deadline"

@@ -16,7 +16,7 @@ from tests.engines.gang.support.fakes import FakeRequest, fake_job
 from tests.engines.gang.support.helpers import run
 from tests.engines.gang.support.set_clock import SetClock, SetRanks, settled
 
-CONFIG = GangConfig(num_ranks=2, cpus_per_rank=0.1, model="timed")
+CONFIG = GangConfig(num_ranks=2, cpus_per_rank=0.1)
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def ranks(clock: SetClock) -> SetRanks:
 @pytest_asyncio.fixture
 async def gang(clock: SetClock, ranks: SetRanks, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Gang]:
     monkeypatch.setattr(gang_module, "kill_ranks", lambda _: None)
-    gang = Gang(CONFIG, ranks.actors, infos=(), team_sizes=(CONFIG.num_ranks,), clock=clock)
+    gang = Gang(CONFIG, ranks.actors, infos=(), team_sizes=(CONFIG.num_ranks,), model="timed", clock=clock)
     yield gang
     assert gang.broken is None
     await gang.close()
