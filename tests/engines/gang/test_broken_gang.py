@@ -223,6 +223,6 @@ async def test_a_half_start_is_undone() -> None:
         await gang.close()
 
 
-async def test_a_gang_without_a_placement_group_says_so():
+async def test_a_gang_without_a_placement_group_says_so() -> None:
     with pytest.raises(ValueError, match="placement_group_bundles"):
         await Gang.start(CONFIG, build_fake)
