@@ -50,6 +50,11 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 CONFIG = GangConfig(num_ranks=2, cpus_per_rank=0.1, step_deadline_s=1.0, start_deadline_s=60.0, max_running_jobs=1)
 
 
+@pytest.fixture
+def clock() -> SetClock:
+    return SetClock()
+
+
 @pytest_asyncio.fixture(autouse=True, loop_scope="module")
 async def leaves_nothing(ray_cluster: None) -> AsyncIterator[None]:
     before = num_placement_groups(), num_free_cpus()
@@ -216,6 +221,6 @@ async def test_a_half_start_is_undone() -> None:
         await gang.close()
 
 
-async def test_a_gang_without_a_placement_group_says_so():
+async def test_a_gang_without_a_placement_group_says_so() -> None:
     with pytest.raises(ValueError, match="placement_group_bundles"):
         await Gang.start(CONFIG, build_fake)

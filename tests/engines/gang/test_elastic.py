@@ -28,7 +28,7 @@ async def four(ray_cluster: None) -> AsyncIterator[Gang]:
         assert gang.broken is None
 
 
-async def test_teams_shrink_and_grow_as_jobs_come_and_go(four: Gang):
+async def test_teams_shrink_and_grow_as_jobs_come_and_go(four: Gang) -> None:
     """A large state, so that a rank without it could not guess it; six jobs at most on four ranks, two in a batch.
 
     Each comes two steps of the first one after the one before it.
@@ -58,7 +58,7 @@ async def test_teams_shrink_and_grow_as_jobs_come_and_go(four: Gang):
         assert_equal(result, reference_latents(request, conditioning_L))
 
 
-async def test_a_job_says_whether_its_shape_was_warm(four: Gang):
+async def test_a_job_says_whether_its_shape_was_warm(four: Gang) -> None:
     async def was_warm(name: str, length: int) -> bool:
         conditioning_L = torch.linspace(-1, 1, length)
         job = fake_job(name, FakeRequest(seed=1, num_steps=3), conditioning=conditioning_L, shape=length)

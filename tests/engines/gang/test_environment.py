@@ -38,7 +38,7 @@ def any_shared_library() -> Path:
     return next(path for line in lines if (path := Path(line.split()[-1])).name.startswith("libm.so"))
 
 
-async def test_ranks_find_libraries_where_the_engine_says(ray_cluster: None, tmp_path: Path):
+async def test_ranks_find_libraries_where_the_engine_says(ray_cluster: None, tmp_path: Path) -> None:
     shutil.copy(any_shared_library(), tmp_path / LIBRARY)
     with group_for(CONFIG) as group:
         environment = partial(search_path, tmp_path)
@@ -55,6 +55,6 @@ def refuse() -> Mapping[str, str]:
     raise RuntimeError("there is no such library here")
 
 
-async def test_an_environment_that_cannot_be_made_is_the_error_of_the_start(ray_cluster: None):
+async def test_an_environment_that_cannot_be_made_is_the_error_of_the_start(ray_cluster: None) -> None:
     with group_for(CONFIG) as group, pytest.raises(RuntimeError, match="no such library here"):
         await Gang.start(CONFIG, build_fake, environment=refuse, placement_group=group)

@@ -41,7 +41,7 @@ async def gang(ray_cluster: None) -> AsyncIterator[Gang]:
         assert gang.broken is None
 
 
-async def test_a_job_gives_its_steps_previews_and_latents(gang: Gang):
+async def test_a_job_gives_its_steps_previews_and_latents(gang: Gang) -> None:
     request = FakeRequest(seed=1, num_steps=5)
     *events, done = await run(gang, fake_job("one", request, preview_steps=frozenset({2, 5})))
     assert [e.step for e in events if isinstance(e, StepDone)] == [1, 2, 3, 4, 5]
@@ -53,7 +53,7 @@ async def test_a_job_gives_its_steps_previews_and_latents(gang: Gang):
     assert_equal(await done.latents, reference_latents(request))
 
 
-async def test_jobs_take_turns_and_each_gets_its_own_progress(gang: Gang):
+async def test_jobs_take_turns_and_each_gets_its_own_progress(gang: Gang) -> None:
     order: list[str] = []
 
     async def follow(name: str, num_steps: int) -> torch.Tensor:
@@ -69,7 +69,7 @@ async def test_jobs_take_turns_and_each_gets_its_own_progress(gang: Gang):
     assert order[:17].count("long") <= 7, "the long job does not hold up the short ones"
 
 
-async def test_conditioning_by_reference_is_awaited_on_the_ranks(gang: Gang, tmp_path: Path):
+async def test_conditioning_by_reference_is_awaited_on_the_ranks(gang: Gang, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
 
     @ray.remote(num_cpus=0.1)
@@ -84,7 +84,7 @@ async def test_conditioning_by_reference_is_awaited_on_the_ranks(gang: Gang, tmp
     assert_equal(await pending, reference_latents(request))
 
 
-async def test_a_failed_conditioning_fails_the_job_with_its_error(gang: Gang):
+async def test_a_failed_conditioning_fails_the_job_with_its_error(gang: Gang) -> None:
     @ray.remote(num_cpus=0.1)
     def encode() -> torch.Tensor:
         raise ValueError("no such language")
@@ -102,7 +102,7 @@ async def test_a_failed_conditioning_fails_the_job_with_its_error(gang: Gang):
         ({"bad_preview": True}, "this request has no preview"),
     ],
 )
-async def test_a_job_that_fails_in_its_maths_fails_alone(gang: Gang, fault: dict[str, object], message: str):
+async def test_a_job_that_fails_in_its_maths_fails_alone(gang: Gang, fault: dict[str, object], message: str) -> None:
     bad = fake_job(f"bad {message}", FakeRequest(seed=1, num_steps=6, **fault), preview_steps=frozenset({2}))  # type: ignore[arg-type]
     good = FakeRequest(seed=2, num_steps=6)
     beside = asyncio.ensure_future(latents(gang, fake_job(f"beside {message}", good)))
@@ -112,12 +112,12 @@ async def test_a_job_that_fails_in_its_maths_fails_alone(gang: Gang, fault: dict
     await assert_unharmed(gang, f"after {message}")
 
 
-async def test_a_schedule_of_another_length_than_promised_is_an_error(gang: Gang):
+async def test_a_schedule_of_another_length_than_promised_is_an_error(gang: Gang) -> None:
     with pytest.raises(ValueError, match="the job says 3 steps and its schedule has 2"):
         await run(gang, fake_job("long", FakeRequest(seed=1, num_steps=2), num_steps=3))
 
 
-async def test_bad_jobs_never_reach_a_rank(gang: Gang):
+async def test_bad_jobs_never_reach_a_rank(gang: Gang) -> None:
     with pytest.raises(ValueError, match="at least 1 step"):
         await run(gang, fake_job("none", FakeRequest(seed=1, num_steps=0)))
     stream = gang.submit(fake_job("twice", FakeRequest(seed=1, num_steps=50)))
@@ -127,7 +127,7 @@ async def test_bad_jobs_never_reach_a_rank(gang: Gang):
     await stream.aclose()
 
 
-async def test_a_full_queue_turns_jobs_away(gang: Gang):
+async def test_a_full_queue_turns_jobs_away(gang: Gang) -> None:
     jobs = [asyncio.ensure_future(run(gang, fake_job(f"full{i}", FakeRequest(seed=i, num_steps=3)))) for i in range(64)]
     await asyncio.sleep(0)
     with pytest.raises(QueueFullError) as caught:
@@ -140,7 +140,7 @@ async def test_a_full_queue_turns_jobs_away(gang: Gang):
 @pytest.mark.parametrize("way", ["aclose", "cancel"])
 async def test_a_cancelled_job_stops_on_all_ranks_within_two_steps(
     gang: Gang, tmp_path: Path, caplog: pytest.LogCaptureFixture, way: str
-):
+) -> None:
     """Counted from the step that the gang knew of when it cancelled the job."""
     caplog.set_level(logging.INFO, logger="engines.gang.driver")
     trace = tmp_path / "trace"
@@ -168,7 +168,7 @@ async def test_a_cancelled_job_stops_on_all_ranks_within_two_steps(
     assert 5 <= known <= max(num_steps.values()) <= known + CONFIG.plans_ahead
 
 
-async def test_half_of_sixty_jobs_dropped_at_random_moments(gang: Gang):
+async def test_half_of_sixty_jobs_dropped_at_random_moments(gang: Gang) -> None:
     rng = random.Random(0)
     requests = [FakeRequest(seed=i, num_steps=rng.randint(3, 12)) for i in range(60)]
 
@@ -187,7 +187,7 @@ async def test_half_of_sixty_jobs_dropped_at_random_moments(gang: Gang):
     await assert_unharmed(gang, "after the storm")
 
 
-async def test_health_is_checked_while_a_step_runs(gang: Gang, tmp_path: Path):
+async def test_health_is_checked_while_a_step_runs(gang: Gang, tmp_path: Path) -> None:
     """The step ends when the check has."""
     gate = tmp_path / "gate"
     following = asyncio.ensure_future(run(gang, fake_job("slow", FakeRequest(seed=1, num_steps=2, gate=str(gate)))))
@@ -198,7 +198,7 @@ async def test_health_is_checked_while_a_step_runs(gang: Gang, tmp_path: Path):
     await following
 
 
-async def test_metrics_reach_prometheus_by_model_ranks_and_outcome(gang: Gang):
+async def test_metrics_reach_prometheus_by_model_ranks_and_outcome(gang: Gang) -> None:
     await latents(gang, fake_job("measured", FakeRequest(seed=1, num_steps=2)))
     with pytest.raises(ValueError, match="no beginning"):
         await run(gang, fake_job("measured badly", FakeRequest(seed=1, num_steps=2, bad_begin=True)))

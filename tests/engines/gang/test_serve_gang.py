@@ -73,7 +73,7 @@ async def break_during_a_job(handle: DeploymentHandle[Any], pid: int) -> BaseExc
     raise AssertionError("the job ended well")
 
 
-async def test_large_latents_and_conditioning_pass_by_reference(handle: DeploymentHandle[Any]):
+async def test_large_latents_and_conditioning_pass_by_reference(handle: DeploymentHandle[Any]) -> None:
     conditioning_L = torch.linspace(-1, 1, 200_000)
     request = FakeRequest(seed=2, num_steps=2)
     job = fake_job("large", request, conditioning=ray.put(conditioning_L))
@@ -81,7 +81,7 @@ async def test_large_latents_and_conditioning_pass_by_reference(handle: Deployme
     assert result.equal(reference_latents(request, conditioning_L))
 
 
-async def test_dropped_streams_leave_the_others_and_the_ranks_unharmed(handle: DeploymentHandle[Any]):
+async def test_dropped_streams_leave_the_others_and_the_ranks_unharmed(handle: DeploymentHandle[Any]) -> None:
     rng = random.Random(1)
     requests = [FakeRequest(seed=i, num_steps=rng.randint(3, 12), step_s=0.002) for i in range(30)]
 
@@ -109,7 +109,7 @@ async def test_dropped_streams_leave_the_others_and_the_ranks_unharmed(handle: D
     "victim",
     [pytest.param("replica", marks=pytest.mark.slow), "rank 0", pytest.param("rank 1", marks=pytest.mark.slow)],
 )
-async def test_serve_replaces_a_broken_gang(handle: DeploymentHandle[Any], victim: str):
+async def test_serve_replaces_a_broken_gang(handle: DeploymentHandle[Any], victim: str) -> None:
     pids = dict(zip(("replica", "rank 0", "rank 1"), await handle.pids.remote(), strict=True))
     num_before = num_placement_groups()
     error = await break_during_a_job(handle, pids[victim])

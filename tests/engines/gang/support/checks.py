@@ -13,7 +13,7 @@ from ray.exceptions import ActorDiedError
 
 from engines.gang.errors import GangBrokenError
 from engines.gang.gang import Gang
-from engines.gang.job import StepDone
+from engines.gang.job import Job, StepDone
 from tests.engines.gang.support.fakes import FakeRequest, fake_job, reference_latents
 from tests.engines.gang.support.helpers import alive, eventually, latents, run
 
@@ -48,10 +48,10 @@ async def warm_up(gang: Gang) -> None:
     await run(gang, fake_job("warm", FakeRequest(seed=2, num_steps=2), shape="shape"))
 
 
-async def outcome_of(gang: Gang, job_id: str, request: FakeRequest, steps: list[int]) -> GangBrokenError:
+async def outcome_of(gang: Gang, job: Job, steps: list[int]) -> GangBrokenError:
     """What a job ends with. The steps that are done meanwhile go into ``steps``."""
     try:
-        async for event in gang.submit(fake_job(job_id, request, shape="shape")):
+        async for event in gang.submit(job):
             assert isinstance(event, StepDone), "the job ended well"
             steps.append(event.step)
     except GangBrokenError as error:
@@ -62,7 +62,8 @@ async def outcome_of(gang: Gang, job_id: str, request: FakeRequest, steps: list[
 async def jobs_in_flight(gang: Gang, request: FakeRequest, *, after_step: int) -> Outcomes:
     """One job that has done ``after_step``, and two that wait."""
     steps: list[int] = []
-    tasks = [asyncio.ensure_future(outcome_of(gang, f"job{i}", request, steps)) for i in range(3)]
+    jobs = [fake_job(f"job{i}", request, shape="shape") for i in range(3)]
+    tasks = [asyncio.ensure_future(outcome_of(gang, job, steps)) for job in jobs]
     await eventually(lambda: after_step in steps)
     return tasks
 

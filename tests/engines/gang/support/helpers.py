@@ -77,7 +77,7 @@ def num_free_cpus() -> float:
     return ray.available_resources().get("CPU", 0.0)
 
 
-async def eventually(holds: Callable[[], bool]) -> None:
+async def eventually(holds: Callable[[], object]) -> None:
     """Returns once ``holds()``. AssertionError when it does not for minutes."""
     deadline_s = time.monotonic() + PATIENCE_S
     while not holds():

@@ -10,6 +10,7 @@ from typing import Any
 
 from ray import serve
 
+from engines.gang import gang as gang_module
 from engines.gang.config import GangConfig
 from engines.gang.gang import Gang
 from engines.gang.job import Job, JobEvent
@@ -17,11 +18,12 @@ from engines.gang.placement import gang_bundles, gang_strategy
 from tests.engines.gang.support.fakes import build_fake
 from tests.support.patience import PATIENCE_S
 
-CONFIG = GangConfig(num_ranks=2, cpus_per_rank=0.1, step_deadline_s=PATIENCE_S, ping_deadline_s=PATIENCE_S)
+CONFIG = GangConfig(num_ranks=2, cpus_per_rank=0.1, step_deadline_s=PATIENCE_S)
 
 
 class GangHost:
     async def __init__(self) -> None:  # type: ignore[misc]  # Serve awaits it
+        gang_module.PING_DEADLINE_S = PATIENCE_S  # in this replica's process
         self._gang = await Gang.start(CONFIG, build_fake)
 
     async def denoise(self, job: Job) -> AsyncGenerator[JobEvent, None]:
