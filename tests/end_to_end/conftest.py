@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.deployments.conftest import clips, models, official, pictures
 from tests.deployments.support.live import config_of, live
+
+__all__ = ["clips", "models", "official", "pictures", "url"]
 
 NUM_RUNNING = 3
 NUM_WAITING = 60

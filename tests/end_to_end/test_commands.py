@@ -11,7 +11,7 @@ from PIL import Image
 from tests.deployments.support.commands import assert_one_line, troupe
 
 
-def test_a_picture(url: str, tmp_path: Path):
+def test_a_picture(url: str, tmp_path: Path) -> None:
     made = []
     for name in ("one.png", "deeper/same.png"):
         out = tmp_path / name
@@ -28,7 +28,7 @@ def test_a_picture(url: str, tmp_path: Path):
     assert (picture.format, picture.size) == ("PNG", (64, 48))
 
 
-def test_models(url: str):
+def test_models(url: str) -> None:
     result = troupe("models", "--url", url)
     assert result.exit_code == 0, result.output
     for cell in ("pictures", "clips", "image", "video", "64x64", "32x32"):
@@ -45,7 +45,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_line(url: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_mistake_is_one_line(url: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     args, told = MISTAKES[name]
     assert_one_line(troupe("generate", "a red circle", *args, "--url", url), told)

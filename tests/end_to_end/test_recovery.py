@@ -103,7 +103,7 @@ BREAKS: dict[str, Callable[[], None]] = {
 )
 async def test_a_request_survives_its_gang(
     url: str, name: str, record_property: Callable[[str, object], None], capsys: pytest.CaptureFixture[str]
-):
+) -> None:
     reference = picture(url, seed=1, num_inference_steps=NUM_STEPS)
     pids = [*rank_pids("pictures"), replica_pid("Denoiser-pictures")]
     data, delay_s, statuses = await drawn_in_spite_of(url, BREAKS[name], seed=1)
@@ -115,7 +115,7 @@ async def test_a_request_survives_its_gang(
         print(f"{name}: the client waited {delay_s:.2f} s")
 
 
-def test_a_request_that_keeps_killing_its_gang_is_given_up_and_its_neighbour_is_not(url: str):
+def test_a_request_that_keeps_killing_its_gang_is_given_up_and_its_neighbour_is_not(url: str) -> None:
     request_id, killed = "poison", set()
     reference = picture(url, seed=2, num_inference_steps=NUM_STEPS)
 
