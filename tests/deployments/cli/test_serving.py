@@ -33,19 +33,19 @@ def interrupted(reached: list[str], error: Exception | None = None) -> None:
     reached.append("what follows")
 
 
-def test_an_interrupt_comes_at_the_end_of_the_block():
+def test_an_interrupt_comes_at_the_end_of_the_block() -> None:
     reached: list[str] = []
     with pytest.raises(KeyboardInterrupt):
         interrupted(reached)
     assert reached == ["the end of the block"]
 
 
-def test_an_error_in_the_block_comes_first():
+def test_an_error_in_the_block_comes_first() -> None:
     with pytest.raises(ValueError, match="mine"):
         interrupted([], ValueError("mine"))
 
 
-def test_afterwards_all_is_as_before():
+def test_afterwards_all_is_as_before() -> None:
     before = signal.getsignal(signal.SIGINT)
     with interrupts_later():
         assert signal.getsignal(signal.SIGINT) is not before
@@ -54,7 +54,7 @@ def test_afterwards_all_is_as_before():
         interrupt()
 
 
-def test_other_threads_may_use_it():
+def test_other_threads_may_use_it() -> None:
     entered = threading.Event()
 
     def enter() -> None:

@@ -39,13 +39,13 @@ async def open_store(url: str) -> ClipStore:
 
 
 @pytest.fixture
-async def store(database_url) -> AsyncIterator[ClipStore]:
+async def store(database_url: str) -> AsyncIterator[ClipStore]:
     store = await open_store(database_url)
     yield store
     await store.engine.dispose()
 
 
-async def test_a_clip_comes_back_as_it_was(store, database_url):
+async def test_a_clip_comes_back_as_it_was(store: ClipStore, database_url: str) -> None:
     made = await store.create(REQUEST, "0.625")
     other = await open_store(database_url)
     assert await other.get(made.id) == made
@@ -54,7 +54,7 @@ async def test_a_clip_comes_back_as_it_was(store, database_url):
     assert await store.get("video_none") is None
 
 
-async def test_the_oldest_clip_comes_first_and_only_once(store):
+async def test_the_oldest_clip_comes_first_and_only_once(store: ClipStore) -> None:
     clips = [await store.create(REQUEST, "1") for _ in range(3)]
     claims = Claims(store=store, lease_s=10)
     assert await claims.take(["other"]) is None
@@ -65,7 +65,7 @@ async def test_the_oldest_clip_comes_first_and_only_once(store):
     assert await claims.take(["clips"]) is None
 
 
-async def test_many_takers_never_share_a_clip(store, database_url):
+async def test_many_takers_never_share_a_clip(store: ClipStore, database_url: str) -> None:
     clips = {(await store.create(REQUEST, "1")).id for _ in range(12)}
     stores = [await open_store(database_url) for _ in range(4)]
 
@@ -82,14 +82,14 @@ async def test_many_takers_never_share_a_clip(store, database_url):
 
 
 @pytest.fixture
-def clock(monkeypatch) -> SimpleNamespace:
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What the claims think the time is, in ``now_s``."""
     clock = SimpleNamespace(now_s=time.time())
     monkeypatch.setattr("deployments.clips.claims.time", SimpleNamespace(time=lambda: clock.now_s))
     return clock
 
 
-async def test_a_claim_that_ran_out_is_taken_over(store, clock):
+async def test_a_claim_that_ran_out_is_taken_over(store: ClipStore, clock: SimpleNamespace) -> None:
     await store.create(REQUEST, "1")
     claims = Claims(store=store, lease_s=10)
     first = await claims.take(["clips"])
@@ -111,7 +111,7 @@ async def test_a_claim_that_ran_out_is_taken_over(store, clock):
     assert await claims.take(["clips"]) is None
 
 
-async def test_giving_back(store, clock):
+async def test_giving_back(store: ClipStore, clock: SimpleNamespace) -> None:
     claims = Claims(store=store, lease_s=10)
     await store.create(REQUEST, "1")
     claim = await claims.take(["clips"])
@@ -129,7 +129,7 @@ async def test_giving_back(store, clock):
     assert (clip.status, clip.error) == ("failed", ClipError(code="c", message="m"))
 
 
-async def test_deletion_takes_the_claim(store):
+async def test_deletion_takes_the_claim(store: ClipStore) -> None:
     claims = Claims(store=store, lease_s=10)
     await store.create(REQUEST, "1")
     claim = await claims.take(["clips"])
@@ -138,7 +138,7 @@ async def test_deletion_takes_the_claim(store):
     assert not await claims.report(claim, 10, 0)
 
 
-async def test_pages_and_age(store):
+async def test_pages_and_age(store: ClipStore) -> None:
     clips = [await store.create(REQUEST, "1") for _ in range(4)]
     newest_first = await store.page(after=None, limit=3, ascending=False)
     assert [clip.id for clip in newest_first] == [clip.id for clip in clips[:0:-1]]
@@ -151,7 +151,7 @@ async def test_pages_and_age(store):
     assert await store.finished_before(time.time() - 1) == []
 
 
-async def test_tables_made_by_two_at_once(database_url):
+async def test_tables_made_by_two_at_once(database_url: str) -> None:
     stores = await asyncio.gather(*(open_store(database_url) for _ in range(4)))
     await stores[0].create(REQUEST, "1")
     assert await stores[3].num_waiting() == 1

@@ -6,11 +6,11 @@ import asyncio
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,15 +18,17 @@ from deployments.clips.clips import Clips
 from deployments.clips.records import ClipRecord
 from deployments.clips.settings import ClipSettings
 from engines.gang.errors import GangBrokenError, QueueFullError
+from pipelines.request import MediaRequest
 from tests.deployments.clips.test_claims import REQUEST as BASE
 from tests.deployments.support.fake_studio import FakeStudio, clip
+from tests.support.patience import PATIENCE_S
 
 REQUEST = replace(BASE, model="fake-clips", seed=77)
-QUICK = {"poll_s": 0.05, "progress_s": 0.02, "retry_s": 0.02, "lease_s": 10.0}
+QUICK: dict[str, Any] = {"poll_s": 0.05, "progress_s": 0.02, "retry_s": 0.02, "lease_s": 10.0}
 
 
 @asynccontextmanager
-async def running(studio: FakeStudio, folder: Path, **settings: object) -> AsyncIterator[Clips]:
+async def running(studio: FakeStudio, folder: Path, **settings: Any) -> AsyncIterator[Clips]:
     clips = Clips(studio, ClipSettings(data_dir=folder, **(QUICK | settings)))
     await clips.start()
     try:
@@ -35,20 +37,27 @@ async def running(studio: FakeStudio, folder: Path, **settings: object) -> Async
         await clips.stop()
 
 
-async def ended(clips: Clips, clip_id: str, timeout_s: float = 8.0) -> ClipRecord:
-    async with asyncio.timeout(timeout_s):
-        while (record := await clips.get(clip_id)).status in ("queued", "in_progress"):
+async def the(clips: Clips, clip_id: str) -> ClipRecord:
+    """Returns the clip, which is there."""
+    record = await clips.get(clip_id)
+    assert record is not None
+    return record
+
+
+async def ended(clips: Clips, clip_id: str) -> ClipRecord:
+    async with asyncio.timeout(PATIENCE_S):
+        while (record := await the(clips, clip_id)).status in ("queued", "in_progress"):
             await asyncio.sleep(0.02)
     return record
 
 
 async def started(studio: FakeStudio, num_clips: int = 1) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while len(studio.performed) < num_clips:
             await asyncio.sleep(0.01)
 
 
-async def test_stop_and_start_again(tmp_path, database_url):
+async def test_stop_and_start_again(tmp_path: Path, database_url: str) -> None:
     studio = FakeStudio(step_s=0.1)
     async with running(studio, tmp_path, database_url=database_url) as clips:
         record = await clips.submit(REQUEST, "1")
@@ -58,7 +67,7 @@ async def test_stop_and_start_again(tmp_path, database_url):
     async with running(second, tmp_path, database_url=database_url) as clips:
         assert (await ended(clips, record.id)).status == "completed"
         assert clips.file(record.id, "video").read_bytes() == clip(REQUEST)
-        assert (await clips.get(record.id)).attempts == 1  # a restart is no failure
+        assert (await the(clips, record.id)).attempts == 1  # a restart is no failure
     assert second.performed[0].seed == 77
 
 
@@ -81,10 +90,10 @@ KILLED = """
 """
 
 
-async def test_kill_9_in_the_middle_of_a_job(tmp_path):
+async def test_kill_9_in_the_middle_of_a_clip(tmp_path: Path) -> None:
     root = str(Path(__file__).parents[3])
     code = textwrap.dedent(KILLED.format(root=root, folder=str(tmp_path)))
-    process = await asyncio.to_thread(subprocess.run, [sys.executable, "-c", code], timeout=60)
+    process = await asyncio.to_thread(subprocess.run, [sys.executable, "-c", code], timeout=PATIENCE_S)
     assert process.returncode == -9
     studio = FakeStudio()
     async with running(studio, tmp_path) as clips:
@@ -95,7 +104,7 @@ async def test_kill_9_in_the_middle_of_a_job(tmp_path):
         assert clips.file(record.id, "video").read_bytes() == clip(REQUEST)
 
 
-async def test_two_runners_share_the_work_and_no_job(tmp_path, database_url):
+async def test_two_runners_share_the_work_and_no_clip(tmp_path: Path, database_url: str) -> None:
     first, second = FakeStudio(step_s=0.02), FakeStudio(step_s=0.02)
     url = {"database_url": database_url}
     async with running(first, tmp_path, **url) as one, running(second, tmp_path, **url) as two:
@@ -108,7 +117,7 @@ async def test_two_runners_share_the_work_and_no_job(tmp_path, database_url):
     assert second.performed
 
 
-async def test_long_job_keeps_its_claim(tmp_path):
+async def test_long_clip_keeps_its_claim(tmp_path: Path) -> None:
     first, second = FakeStudio(step_s=1), FakeStudio()
     async with running(first, tmp_path, lease_s=2) as one:
         record = await one.submit(REQUEST, "1")
@@ -118,17 +127,17 @@ async def test_long_job_keeps_its_claim(tmp_path):
     assert second.performed == []
 
 
-async def test_deleted_by_another_replica(tmp_path):
-    first, idle = FakeStudio(step_s=0.2), FakeStudio(reasons={"fake-clips": "takes no record"})
+async def test_deleted_by_another_replica(tmp_path: Path) -> None:
+    first, idle = FakeStudio(step_s=0.2), FakeStudio(reasons={"fake-clips": "takes no clip"})
     async with running(first, tmp_path) as one, running(idle, tmp_path) as two:
         record = await one.submit(replace(REQUEST, num_inference_steps=100), "1")
         await started(first)
         assert await two.delete(record.id)
-        start_s = time.monotonic()
-        while not first.closed:
-            await asyncio.sleep(0.01)
-        assert time.monotonic() - start_s < 5  # with the next report, not at the end of the record
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
+            while not first.closed + first.finished:
+                await asyncio.sleep(0.01)
+        assert first.finished == [], "with the next report, not at the end of the clip"
+        async with asyncio.timeout(PATIENCE_S):
             while (tmp_path / "videos" / record.id).exists():
                 await asyncio.sleep(0.02)
         assert not await one.delete(record.id)
@@ -142,7 +151,7 @@ class Failing(FakeStudio):
         self.failures = list(failures)
         self.before = self.fail
 
-    def fail(self, request):
+    def fail(self, request: MediaRequest) -> None:
         if self.failures:
             raise self.failures.pop(0)
 
@@ -152,7 +161,7 @@ async def outcome(studio: FakeStudio, folder: Path) -> ClipRecord:
         return await ended(clips, (await clips.submit(REQUEST, "1")).id)
 
 
-async def test_tried_again_after_a_passing_failure(tmp_path):
+async def test_tried_again_after_a_passing_failure(tmp_path: Path) -> None:
     record = await outcome(Failing(RuntimeError("x"), QueueFullError(9, 0.05), OSError("y")), tmp_path)
     assert (record.status, record.attempts, record.error) == ("completed", 3, None)
 
@@ -165,14 +174,14 @@ async def test_tried_again_after_a_passing_failure(tmp_path):
         ([RuntimeError("secret")] * 3, "internal", 3, "failed 3 times, the last time with RuntimeError"),
     ],
 )
-async def test_given_up(tmp_path, failures, code, attempts, message):
+async def test_given_up(tmp_path: Path, failures: list[Exception], code: str, attempts: int, message: str) -> None:
     record = await outcome(Failing(*failures), tmp_path)
     assert (record.status, record.error.code, record.attempts) == ("failed", code, attempts)
     assert message in record.error.message
     assert "secret" not in record.error.message
 
 
-async def test_job_that_kills_the_application(tmp_path):
+async def test_clip_that_kills_the_application(tmp_path: Path) -> None:
     """Its claim runs out again and again without an outcome."""
     studio = FakeStudio()
     async with running(studio, tmp_path, lease_s=0.2) as clips:
@@ -190,17 +199,17 @@ async def test_job_that_kills_the_application(tmp_path):
     assert studio.performed == []
 
 
-async def test_models_that_are_not_ready_wait(tmp_path):
+async def test_models_that_are_not_ready_wait(tmp_path: Path) -> None:
     studio = FakeStudio(reasons={"fake-clips": "loading"})
     async with running(studio, tmp_path) as clips:
         record = await clips.submit(REQUEST, "1")
         await asyncio.sleep(0.3)
-        assert (await clips.get(record.id)).status == "queued"
+        assert (await the(clips, record.id)).status == "queued"
         studio.reasons.clear()
         assert (await ended(clips, record.id)).status == "completed"
 
 
-async def test_queue_limit(tmp_path):
+async def test_queue_limit(tmp_path: Path) -> None:
     studio = FakeStudio(reasons={"fake-clips": "loading"})
     async with running(studio, tmp_path, max_waiting_videos=2) as clips:
         for _ in range(2):
@@ -209,7 +218,7 @@ async def test_queue_limit(tmp_path):
             await clips.submit(REQUEST, "1")
 
 
-async def test_side_by_side_up_to_the_limit(tmp_path):
+async def test_side_by_side_up_to_the_limit(tmp_path: Path) -> None:
     studio = FakeStudio(step_s=0.1)
     async with running(studio, tmp_path, max_concurrent_videos=2) as clips:
         for _ in range(3):
@@ -219,22 +228,22 @@ async def test_side_by_side_up_to_the_limit(tmp_path):
         assert len(studio.performed) == 2
 
 
-async def test_old_jobs_are_swept(tmp_path):
+async def test_old_clips_are_swept(tmp_path: Path) -> None:
     async with running(FakeStudio(), tmp_path, keep_videos_s=2.0) as clips:
         record = await clips.submit(REQUEST, "1")
         await ended(clips, record.id)
         assert clips.file(record.id, "thumbnail").read_bytes()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while await clips.get(record.id) or list((tmp_path / "videos").iterdir()):
                 await asyncio.sleep(0.05)
 
 
-async def test_a_database_that_is_away_for_a_while(tmp_path, monkeypatch):
+async def test_a_database_that_is_away_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     studio = FakeStudio()
     async with running(studio, tmp_path) as clips:
         calls = 0
 
-        async def not_ready():
+        async def not_ready() -> dict[str, str]:
             nonlocal calls
             calls += 1
             if calls < 3:

@@ -59,7 +59,7 @@ async def settled(models: Readiness) -> dict[str, str]:
     return dict(await models.not_ready())
 
 
-async def test_requests_do_not_ask_while_all_is_well(controller: Controller, clock: Clock):
+async def test_requests_do_not_ask_while_all_is_well(controller: Controller, clock: Clock) -> None:
     models = Readiness(["m"])
     assert await settled(models) == {}
     clock.now_s += STATUS_MAX_AGE_S - 0.1
@@ -71,7 +71,7 @@ async def test_requests_do_not_ask_while_all_is_well(controller: Controller, clo
     assert controller.num_asked == 2
 
 
-async def test_a_lost_gang_is_looked_for_at_once(controller: Controller, clock: Clock):
+async def test_a_lost_gang_is_looked_for_at_once(controller: Controller, clock: Clock) -> None:
     models = Readiness(["m"])
     assert await settled(models) == {}
     controller.is_running = False
@@ -98,6 +98,6 @@ async def test_a_lost_gang_is_looked_for_at_once(controller: Controller, clock: 
         ("DEPLOY_FAILED", {}, False),
     ],
 )
-def test_which_deployments_take_requests(status: str, states: dict[str, int], takes: bool):
+def test_which_deployments_take_requests(status: str, states: dict[str, int], takes: bool) -> None:
     overview = DeploymentStatusOverview(status=status, status_trigger="UNSPECIFIED", replica_states=states, message="")
     assert takes_requests(overview) == takes
