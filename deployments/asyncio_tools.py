@@ -45,24 +45,35 @@ async def cancel(*tasks: asyncio.Future[Any]) -> None:
 
 
 async def merge(*sources: AsyncGenerator[T]) -> AsyncGenerator[T]:
-    """Yields the items of all ``sources``, which run side by side, as they come.
+    """Yields the items of all ``sources``, which run side by side, as they come. No source waits for the consumer.
 
     What the first source that fails raises is raised here. At the end, whatever it is, all sources are closed.
     """
-    coming = {asyncio.ensure_future(next_or_none(source)): source for source in sources}
+    feed: asyncio.Queue[tuple[T] | BaseException | None] = asyncio.Queue()
+
+    async def pump(source: AsyncGenerator[T]) -> None:
+        end: BaseException | None = None
+        try:
+            async with aclosing(source):
+                async for item in source:
+                    feed.put_nowait((item,))
+        except BaseException as failure:  # a cancellation inside the source, too: nobody is to wait for it for ever
+            end = failure
+        feed.put_nowait(end)
+
+    pumps = [asyncio.create_task(pump(source)) for source in sources]
     try:
-        while coming:
-            ready, _ = await asyncio.wait(coming, return_when=asyncio.FIRST_COMPLETED)
-            for task in ready:
-                item, source = task.result(), coming.pop(task)
-                if item is not None:
-                    coming[asyncio.ensure_future(next_or_none(source))] = source
+        num_running = len(pumps)
+        while num_running:
+            match await feed.get():
+                case (item,):
                     yield item
+                case None:
+                    num_running -= 1
+                case BaseException() as failure:
+                    raise failure
     finally:
-        await cancel(*coming)
-        with CancelScope(shield=True):
-            for source in sources:
-                await source.aclose()
+        await cancel(*pumps)
 
 
 async def with_idle(events: AsyncGenerator[T], first_wait_s: float, wait_s: float) -> AsyncGenerator[T | None]:

@@ -15,7 +15,7 @@ from deployments.asyncio_tools import EndedError, merge, unless, with_idle
 class Source:
     """Yields numbers, one for each of ``gates``, each once its gate is open. ``is_closed`` at whatever end."""
 
-    def __init__(self, *numbers: int, failure: Exception | None = None) -> None:
+    def __init__(self, *numbers: int, failure: BaseException | None = None) -> None:
         self.gates = {number: asyncio.Event() for number in numbers}
         self.failure = failure
         self.is_closed = False
@@ -48,16 +48,17 @@ async def test_items_come_as_they_are_ready() -> None:
     assert other.is_closed
 
 
-async def test_the_first_failure_closes_the_others() -> None:
-    waiting, failing = Source(1), Source(failure=OSError("away"))
-    with pytest.raises(OSError, match="away"):
+@pytest.mark.parametrize("failure", [OSError("away"), asyncio.CancelledError("away")], ids=["error", "cancellation"])
+async def test_the_first_failure_closes_the_others(failure: BaseException) -> None:
+    waiting, failing = Source(1), Source(failure=failure)
+    with pytest.raises(type(failure), match="away"):
         await anext(merge(waiting.run(), failing.run()))
     assert waiting.is_closed
 
 
 async def test_leaving_closes_all() -> None:
-    waiting, ready = Source(1), Source(11)
-    ready.open()
+    waiting, ready = Source(1), Source(11, 12)
+    ready.gates[11].set()
     async with aclosing(merge(waiting.run(), ready.run())) as items:
         assert await anext(items) == 11
     assert waiting.is_closed
