@@ -8,13 +8,13 @@ from engines.core.fast_model import FastWeights, StepTensors
 from engines.core.layout import TokenLayout
 from engines.core.model import ModelInputs
 from engines.core.shard_plan import ShardPlan
-from engines.fast.interface import StepParts
+from engines.fast.interface import HeadExchange, StepParts
 from engines.fast.side_streams import Lane
 from engines.parallel.attention import local_kernel
 from engines.parallel.collectives import all_gather
 from engines.parallel.mesh import Team
 from engines.parallel.strategy import team_kernel
-from engines.torch_engine.exchange.heads import HeadExchange, LocalHeads, UlyssesHeads, local_attention, without_lse
+from engines.torch_engine.exchange.heads import LocalHeads, UlyssesHeads, local_attention, without_lse
 from engines.torch_engine.exchange.peer_heads import PeerHeads
 from engines.torch_engine.exchange.peer_memory import reachable
 

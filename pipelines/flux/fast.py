@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from engines.core.fast_model import Precision, StepTensors
 from engines.core.model import ModelInputs
-from engines.fast.interface import StepParts, collected_rows, run_of_rows
-from engines.fast.kernels import HeadNorms, Rows, residual_norm_modulate
+from engines.fast.interface import StepParts
+from engines.fast.kernels import HeadNorms, Rows, collected_rows, residual_norm_modulate
 from pipelines.flux.fast_apart import StreamsApart
 from pipelines.flux.fast_weights import FluxWeights, SingleWeights
 from pipelines.flux.modulation import FluxModulation
@@ -86,13 +86,13 @@ class FastFlux:
             norms = replace(norms, bias_3HD=bias_E.view(3, -1, norms.weight_S2D.shape[-1]))
         sent = exchange.send(self._by_head(qkv(normed), norms), batch, norms)
         with lane.aside():
-            hidden = single.up.activated(run_of_rows(normed, needed.start, None))
-        attended = exchange.attend(sent)
+            hidden = single.up.activated(normed[needed])
+        attended = sent.attend()
         with lane.aside(after_main=False):
             update_RC = single.out_mlp(hidden)
-        result = collected_rows(exchange.collect(attended), self._weights.precision)
+        result = collected_rows(attended.collect(), self._weights.precision)
         lane.join()
-        return single.out_attention.add(update_RC, run_of_rows(result, needed.start, None))
+        return single.out_attention.add(update_RC, result[needed])
 
     def _by_head(self, qkv_RE: Tensor, norms: HeadNorms) -> Tensor:
         return qkv_RE.view(qkv_RE.shape[0], 3, -1, norms.weight_S2D.shape[-1])

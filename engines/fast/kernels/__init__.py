@@ -5,6 +5,7 @@ The plain version of each is its specification and the path on the CPU.
 """
 
 from engines.fast.kernels.heads import norm_and_rotate
+from engines.fast.kernels.join import collected_rows, join_columns, join_rows
 from engines.fast.kernels.norm import norm_modulate, residual_norm_modulate
 from engines.fast.kernels.quantize import quantize_rows
 from engines.fast.kernels.records import HeadNorms, Modulation
@@ -15,6 +16,9 @@ __all__ = [
     "Modulation",
     "QuantRows",
     "Rows",
+    "collected_rows",
+    "join_columns",
+    "join_rows",
     "norm_and_rotate",
     "norm_modulate",
     "quantize_rows",

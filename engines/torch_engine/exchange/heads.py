@@ -1,4 +1,4 @@
-"""Attention of one block as three moments (send, attend, collect), so that other work fits between them.
+"""Attention over the tokens of a team: on one rank alone, and through one all-to-all each way.
 
 Dims: L my tokens, B batch, R = L × B rows (batch innermost), H heads, D head dim, W ranks, h = H / W heads of one rank.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,53 +21,6 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``(q_BLHD, k_BMHD, v_BMHD) -> out_BLHD``."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Exchanged:
-    """What is under way. ``left`` and ``memory`` are the exchange's own notes."""
-
-    data: Tensor
-    num_rows: int
-    left: tuple[Any, ...] = ()
-    memory: Any = None
-
-
-class HeadExchange(Protocol):
-    """Attention over the tokens of a whole team, cut into the pieces between which a block may do something else.
-
-    ``adds_bias``: ``send`` writes all of q, k and v anew, and can add their bias for nothing on the way.
-    """
-
-    adds_bias: bool
-
-    def send(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms) -> Exchanged:
-        """Normalise and turn q and k, and start sending them and v. ``qkv`` may be overwritten.
-
-        The caller has other work to do before ``attend``, and again before ``collect``.
-        """
-        ...
-
-    def attend(self, sent: Exchanged) -> Exchanged:
-        """Attention on what has arrived, and the start of the way back."""
-        ...
-
-    def collect(self, attended: Exchanged) -> Tensor:
-        """My rows of the result: groups ``x_GRC`` of columns, in the order of the heads."""
-        ...
-
-
-@runtime_checkable
-class SendsRuns(Protocol):
-    """A ``HeadExchange`` that can send one run of rows before the others are there (with nothing beside it)."""
-
-    def send_run(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms, start: int, stop: int) -> None:
-        """``send`` for the rows from ``start`` to ``stop``: whole tokens. ``norms`` are those of all rows."""
-        ...
-
-    def sent(self, qkv_R3HD: Tensor, batch: int) -> Exchanged:
-        """What ``send`` would have returned, when every row was sent and the current stream has waited for it."""
-        ...
-
-
 class LocalHeads:
     """No exchange: q and k are normalised in place and attention reads the product's result where it lies."""
 
@@ -77,28 +29,40 @@ class LocalHeads:
     def __init__(self, attend: Attend) -> None:
         self._attend = attend
 
-    def send(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms) -> Exchanged:
-        rows, _, heads, dim = qkv_R3HD.shape
-        qkv_LB3HD = qkv_R3HD.view(rows // batch, batch, 3, heads, dim)
-        norm_and_rotate(qkv_R3HD, norms, qkv_LB3HD)
-        return Exchanged(data=qkv_LB3HD, num_rows=rows)
+    def send(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms) -> LocalSent:
+        self.send_run(qkv_R3HD, batch, norms, 0, qkv_R3HD.shape[0])
+        return self.send_rest(qkv_R3HD, batch, norms)
 
     def send_run(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms, start: int, stop: int) -> None:
-        self.send(qkv_R3HD[start:stop], batch, norms.run(start, stop, batch))
+        run_R3HD = qkv_R3HD[start:stop]
+        norm_and_rotate(run_R3HD, norms.run(start, stop, batch), _by_token(run_R3HD, batch))
 
-    def sent(self, qkv_R3HD: Tensor, batch: int) -> Exchanged:
-        rows, _, heads, dim = qkv_R3HD.shape
-        return Exchanged(data=qkv_R3HD.view(rows // batch, batch, 3, heads, dim), num_rows=rows)
+    def send_rest(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms) -> LocalSent:
+        return LocalSent(kernel=self._attend, qkv_LB3HD=_by_token(qkv_R3HD, batch))
 
-    def attend(self, sent: Exchanged) -> Exchanged:
-        return Exchanged(data=attend_tokens_first(self._attend, sent.data), num_rows=sent.num_rows)
 
-    def collect(self, attended: Exchanged) -> Tensor:
-        return attended.data.reshape(1, attended.num_rows, -1)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalSent:
+    """Heads that are where they are attended."""
+
+    kernel: Attend
+    qkv_LB3HD: Tensor
+
+    def attend(self) -> LocalAttended:
+        return LocalAttended(out_LBHD=attend_tokens_first(self.kernel, self.qkv_LB3HD))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalAttended:
+    out_LBHD: Tensor
+
+    def collect(self) -> Tensor:
+        length, batch, *_ = self.out_LBHD.shape
+        return self.out_LBHD.reshape(1, length * batch, -1)
 
 
 class UlyssesHeads:
-    """An all-to-all each way (arXiv:2309.14509), on the communicator's own stream.
+    """An all-to-all each way (arXiv:2309.14509), on the communicator's own stream. It carries whole tensors.
 
     Layouts are chosen so that nothing is copied but the last step: q, k and v are written as they are sent
     (destination, token, batch, which, head, D), attention reads what arrives through strides and writes what goes back.
@@ -109,38 +73,55 @@ class UlyssesHeads:
     def __init__(self, attend: Attend, axis: Axis) -> None:
         self._attend, self._axis = attend, axis
 
-    def send(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms) -> Exchanged:
+    def send(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms) -> UlyssesSent:
         rows, _, heads, dim = qkv_R3HD.shape
         world = self._axis.size
         assert heads % world == 0, f"{heads} heads cannot be divided over {world} ranks"
         sent_WLB3hD = qkv_R3HD.new_empty(world, rows // batch, batch, 3, heads // world, dim)
         norm_and_rotate(qkv_R3HD, norms, sent_WLB3hD.permute(1, 2, 3, 0, 4, 5))
-        return Exchanged(data=start_all_to_all(sent_WLB3hD, self._axis), num_rows=rows)
+        pending_WLB3hD = start_all_to_all(sent_WLB3hD, self._axis)
+        return UlyssesSent(kernel=self._attend, axis=self._axis, pending_WLB3hD=pending_WLB3hD, num_rows=rows)
 
-    def attend(self, sent: Exchanged) -> Exchanged:
-        qkv_LB3HD = wait(sent.data).flatten(0, 1)
-        out_LBHD = attend_tokens_first(self._attend, qkv_LB3HD).contiguous()
-        out = out_LBHD.view(self._axis.size, sent.num_rows, -1)
-        return Exchanged(data=start_all_to_all(out, self._axis), num_rows=sent.num_rows)
+    def send_run(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms, start: int, stop: int) -> None:
+        """Sends nothing: all rows go together, in ``send_rest``."""
 
-    def collect(self, attended: Exchanged) -> Tensor:
-        return wait(attended.data)
+    def send_rest(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms) -> UlyssesSent:
+        return self.send(qkv_R3HD, batch, norms)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UlyssesSent:
+    """An all-to-all under way: (source, its tokens, batch, which, my heads, D)."""
+
+    kernel: Attend
+    axis: Axis
+    pending_WLB3hD: Tensor
+    num_rows: int
+
+    def attend(self) -> UlyssesAttended:
+        out_LBhD = attend_tokens_first(self.kernel, wait(self.pending_WLB3hD).flatten(0, 1)).contiguous()
+        out_WRC = out_LBhD.view(self.axis.size, self.num_rows, -1)
+        return UlyssesAttended(pending_WRC=start_all_to_all(out_WRC, self.axis))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UlyssesAttended:
+    """An all-to-all under way: (rank of the heads, my rows, columns of its heads)."""
+
+    pending_WRC: Tensor
+
+    def collect(self) -> Tensor:
+        return wait(self.pending_WRC)
 
 
 def attend_tokens_first(attend: Attend, qkv_LB3HD: Tensor) -> Tensor:
-    """``out_LBHD``; on CUDA without copies, in and out."""
+    """Returns ``out_LBHD``; on CUDA without copies, in and out."""
     q_BLHD, k_BLHD, v_BLHD = (qkv_LB3HD[:, :, which].transpose(0, 1) for which in range(3))
     return attend(q_BLHD, k_BLHD, v_BLHD).transpose(0, 1)
 
 
-def join_columns(x_GRC: Tensor) -> Tensor:
-    """``x_RC``; no copy if there is one group."""
-    columns = x_GRC.unbind(0)
-    return columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
-
-
 def local_attention(device: torch.device, dtype: torch.dtype, key_rows: TokenRows | None = None) -> Attend:
-    """The fastest local attention whose log-sum-exp nobody needs, over the given rows of the keys (None: all)."""
+    """Returns the fastest local attention without log-sum-exp, over the given rows of the keys (None: all)."""
     kernel = local_kernel(device, dtype)
     attend = _cudnn_out if kernel is cudnn_flash else without_lse(kernel)
     if key_rows is None:
@@ -150,6 +131,11 @@ def local_attention(device: torch.device, dtype: torch.dtype, key_rows: TokenRow
 
 def without_lse(kernel: Kernel) -> Attend:
     return lambda q_BLHD, k_BMHD, v_BMHD: kernel(q_BLHD, k_BMHD, v_BMHD)[0]
+
+
+def _by_token(qkv_R3HD: Tensor, batch: int) -> Tensor:
+    """Returns the view ``qkv_LB3HD``."""
+    return qkv_R3HD.view(-1, batch, *qkv_R3HD.shape[1:])
 
 
 def _cudnn_out(q_BLHD: Tensor, k_BMHD: Tensor, v_BMHD: Tensor) -> Tensor:

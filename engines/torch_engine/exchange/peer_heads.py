@@ -13,7 +13,7 @@ last result.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,8 +21,10 @@ from torch import Tensor
 from engines.fast.kernels import HeadNorms
 from engines.fast.side_streams import Lane, wait_for
 from engines.parallel.collectives import Axis
-from engines.torch_engine.exchange.heads import Attend, Exchanged, attend_tokens_first
+from engines.torch_engine.exchange.heads import Attend, attend_tokens_first
 from engines.torch_engine.exchange.peer_memory import PeerMemory, addresses_of
+
+Copies = tuple[torch.cuda.Event | None, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +43,36 @@ class _Memory:
     staged_W: Tensor
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeerSent:
+    """Queries that other ranks are writing into ``qkv_LB3hD`` (all tokens, my heads), and this one into theirs.
+
+    ``copies`` are reached when the copies of this rank's have left; empty: they were pushed.
+    """
+
+    exchange: PeerHeads
+    memory: _Memory
+    qkv_LB3hD: Tensor
+    num_rows: int
+    copies: Copies
+
+    def attend(self) -> PeerAttended:
+        return self.exchange.attend(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeerAttended:
+    """Results on their way back; ``out_WRC`` must live until the copies from it are over."""
+
+    exchange: PeerHeads
+    memory: _Memory
+    out_WRC: Tensor
+    is_copied: bool
+
+    def collect(self) -> Tensor:
+        return self.exchange.collect(self)
+
+
 class PeerHeads:
     """A ``HeadExchange`` for the ranks of one host. Memory is made at a shape's first (uncaptured) call.
 
@@ -55,17 +87,16 @@ class PeerHeads:
         self._lanes = {(axis.index + turn) % axis.size: Lane(device, f"copies {turn}") for turn in turns}
         self._memories: dict[tuple[int, ...], _Memory] = {}
 
-    def send(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms) -> Exchanged:
-        """Copied."""
+    def send(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms) -> PeerSent:
+        """Copies: the caller's work runs beside."""
         from engines.fast.kernels.heads_triton import launch_to_peers
 
         memory, rows = self._memory(qkv_R3HD), qkv_R3HD.shape[0]
         launch_to_peers(qkv_R3HD, norms, batch, memory.staged_W, self._axis.index * (rows // batch))
-        left = self._copy_queries(memory)
-        return replace(self.sent(qkv_R3HD, batch), left=left)
+        return self._sent(qkv_R3HD, batch, copies=self._copy_queries(memory))
 
     def send_run(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms, start: int, stop: int) -> None:
-        """Pushed. What was sent before lies in the inboxes of others already; a barrier of theirs keeps it safe."""
+        """Pushes. What was sent before lies in the inboxes of others already; a barrier of theirs keeps it safe."""
         from engines.fast.kernels.heads_triton import launch_to_peers
 
         memory, rows = self._memory(qkv_R3HD), qkv_R3HD.shape[0]
@@ -73,35 +104,35 @@ class PeerHeads:
         run = norms.run(start, stop, batch)
         launch_to_peers(qkv_R3HD[start:stop], run, batch, memory.pushed_W, first_token)
 
-    def sent(self, qkv_R3HD: Tensor, batch: int) -> Exchanged:
-        memory, (rows, _, heads, dim) = self._memory(qkv_R3HD), qkv_R3HD.shape
-        received = memory.inbox.mine.view(self._axis.size * rows // batch, batch, 3, heads // self._axis.size, dim)
-        return Exchanged(data=received, num_rows=rows, memory=memory)
+    def send_rest(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms) -> PeerSent:
+        return self._sent(qkv_R3HD, batch, copies=())
 
-    def attend(self, sent: Exchanged) -> Exchanged:
-        memory: _Memory = sent.memory
-        for mark in sent.left:
-            wait_for(mark)
-        memory.inbox.barrier(channel=0)
-        out_LBHD = attend_tokens_first(self._attend, sent.data).contiguous()
-        out_WRC = out_LBHD.view(self._axis.size, sent.num_rows, -1)
-        if sent.left:
-            self._copy_result(memory, out_WRC)
-        else:
-            self._push_result(memory, out_WRC)
-        return replace(sent, data=out_WRC)
+    def attend(self, sent: PeerSent) -> PeerAttended:
+        """Attends to what all ranks have written, and sends the result back as the queries came."""
+        for event in sent.copies:
+            wait_for(event)
+        sent.memory.inbox.barrier(channel=0)
+        out_LBhD = attend_tokens_first(self._attend, sent.qkv_LB3hD).contiguous()
+        out_WRC = out_LBhD.view(self._axis.size, sent.num_rows, -1)
+        is_copied = bool(sent.copies)
+        (self._copy_result if is_copied else self._push_result)(sent.memory, out_WRC)
+        return PeerAttended(exchange=self, memory=sent.memory, out_WRC=out_WRC, is_copied=is_copied)
 
-    def collect(self, attended: Exchanged) -> Tensor:
-        memory: _Memory = attended.memory
-        if attended.left:
+    def collect(self, attended: PeerAttended) -> Tensor:
+        """Returns my rows when all ranks have written them: a group of columns a rank, or, pushed, a single one."""
+        if attended.is_copied:
             for lane in self._lanes.values():
                 lane.join()
-        memory.outbox.barrier(channel=0)
-        result = memory.outbox.mine
-        return result.view(attended.data.shape) if attended.left else result.view(1, attended.num_rows, -1)
+        attended.memory.outbox.barrier(channel=0)
+        result, (_, rows, _) = attended.memory.outbox.mine, attended.out_WRC.shape
+        return result.view(attended.out_WRC.shape) if attended.is_copied else result.view(1, rows, -1)
 
-    def _copy_queries(self, memory: _Memory) -> tuple[torch.cuda.Event | None, ...]:
-        """Start the copies; the marks after which they have left."""
+    def _sent(self, qkv_R3HD: Tensor, batch: int, copies: Copies) -> PeerSent:
+        memory, (rows, _, heads, dim) = self._memory(qkv_R3HD), qkv_R3HD.shape
+        received = memory.inbox.mine.view(self._axis.size * rows // batch, batch, 3, heads // self._axis.size, dim)
+        return PeerSent(exchange=self, memory=memory, qkv_LB3hD=received, num_rows=rows, copies=copies)
+
+    def _copy_queries(self, memory: _Memory) -> Copies:
         for peer, lane in self._lanes.items():
             with lane.aside():
                 target_WN = memory.inbox.views_W[peer].view_as(memory.staging_WN)

@@ -17,6 +17,7 @@ from engines.fast.kernels import (
     HeadNorms,
     Modulation,
     heads_triton,
+    join_columns,
     norm_and_rotate,
     norm_modulate,
     norm_triton,
@@ -27,7 +28,7 @@ from engines.fast.kernels import (
 from engines.fast.kernels import residual_norm_modulate as residual
 from engines.fast.kernels.rows import QuantRows
 from engines.parallel.collectives import Axis
-from engines.torch_engine.exchange.heads import attend_tokens_first, join_columns, local_attention
+from engines.torch_engine.exchange.heads import attend_tokens_first, local_attention
 from engines.torch_engine.exchange.peer_heads import PeerHeads
 from engines.torch_engine.exchange.peer_memory import addresses_of
 
@@ -152,11 +153,11 @@ def check_exchange(device: str, *, world: int, by_runs: bool) -> None:
             for start, stop in ((first, rows), (0, first)) if by_runs else ():
                 exchange.send_run(qkv_R3HD, batch, norm, start, stop)
         sent = [
-            exchange.sent(qkv_R3HD, batch) if by_runs else exchange.send(qkv_R3HD, batch, norm)
+            exchange.send_rest(qkv_R3HD, batch, norm) if by_runs else exchange.send(qkv_R3HD, batch, norm)
             for exchange, qkv_R3HD, norm in zip(exchanges, inputs, norms, strict=True)
         ]
-        attended = [exchange.attend(some) for exchange, some in zip(exchanges, sent, strict=True)]
-        results = [join_columns(exchange.collect(some)) for exchange, some in zip(exchanges, attended, strict=True)]
+        attended = [some.attend() for some in sent]
+        results = [join_columns(some.collect()) for some in attended]
     normed = torch.empty(world * length, batch, 3, heads, dim)
     for rank, norm in enumerate(norms):
         here = HeadNorms(weight_S2D=weight.cpu(), cos_LP=norm.cos_LP.cpu(), sin_LP=norm.sin_LP.cpu(), first_rows=first)
