@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from deployments.api.errors import ApiError, invalid, shown
 from deployments.requests.bodies import MAX_SEED, MediaBody
 from deployments.studio.interface import ModelCard, Studio
-from pipelines.family import Defaults
+from pipelines.defaults import Defaults
 from pipelines.request import MediaKind, MediaRequest
+from pipelines.size import Size
 
 RANDOM_SEED_BITS = 32
 
@@ -78,27 +80,30 @@ def media_request(
     )
 
 
+@contextmanager
+def blaming(field: str) -> Iterator[None]:
+    """The model's own refusals, with the field of the body that they are about."""
+    try:
+        yield
+    except ValueError as error:
+        raise invalid(field, str(error)) from None
+
+
 def check_size(size: str | None, defaults: Defaults) -> tuple[int, int]:
     """Width and height in pixels."""
     if size is None or size == "auto":
         return defaults.width, defaults.height
-    width, height = (int(part) for part in size.split("x"))
-    multiple = defaults.size_multiple
-    if width % multiple or height % multiple:
-        near = "x".join(str(max(1, round(side / multiple)) * multiple) for side in (width, height))
-        raise invalid("size", f"size is {size}: width and height must be multiples of {multiple}, such as {near}")
-    if width * height > defaults.max_pixels:
-        limit = f"at most {defaults.max_pixels} are allowed"
-        raise invalid("size", f"size is {size}, {width * height} pixels: {limit}")
-    return width, height
+    wanted = Size.parse(size)
+    with blaming("size"):
+        defaults.check_size(wanted.width, wanted.height)
+    return wanted.width, wanted.height
 
 
 def check_steps(num_steps: int | None, defaults: Defaults) -> int:
     if num_steps is None:
         return defaults.num_inference_steps
-    if num_steps > defaults.max_steps:
-        message = f"num_inference_steps is {num_steps}; it must be from 1 to {defaults.max_steps}"
-        raise invalid("num_inference_steps", message)
+    with blaming("num_inference_steps"):
+        defaults.check_num_steps(num_steps)
     return num_steps
 
 
@@ -137,14 +142,8 @@ def clip_length(
 
 
 def check_num_frames(num_frames: int, defaults: Defaults) -> int:
-    if num_frames > defaults.max_frames:
-        raise invalid("num_frames", f"num_frames is {num_frames}; it must be at most {defaults.max_frames}")
-    multiple = defaults.frame_multiple
-    if (num_frames - 1) % multiple:
-        near = 1 + round((num_frames - 1) / multiple) * multiple
-        raise invalid(
-            "num_frames", f"num_frames is {num_frames}; it must be 1 + a multiple of {multiple}, such as {near}"
-        )
+    with blaming("num_frames"):
+        defaults.check_num_frames(num_frames)
     return num_frames
 
 
