@@ -7,10 +7,11 @@ from typing import Any
 
 from ray import serve
 
-from deployments.config import AppConfig, AutoscalingConfig, DenoiserConfig, ModelConfig, StageConfig
+from deployments.config import AppConfig, ModelConfig
 from deployments.ingress import Ingress
 from deployments.names import INGRESS, deployment_name
 from deployments.stages.common import StageSpec
+from deployments.stages.config import AutoscalingConfig, DenoiserConfig, StageConfig
 from deployments.stages.denoiser import Denoiser
 from deployments.stages.text_encoder import PromptEncoder
 from deployments.stages.vae_decoder import VaeDecoder

@@ -24,18 +24,16 @@ from deployments.settings import Settings
 from deployments.studio.flow import DeployedStudio, StageHandles
 from deployments.studio.interface import ModelCard, StudioEvent
 from deployments.studio.readiness import Readiness
-from pipelines.loading import resolve_path
-from pipelines.registry import load_family
+from pipelines.checkpoint import Checkpoint
 
 
 def make_cards(config: AppConfig) -> dict[str, ModelCard]:
     """Returns what the served models say about themselves. Reads configuration files only, no weights."""
     cards: dict[str, ModelCard] = {}
     for model in config.models:
-        path = resolve_path(model.source, weights=False)
-        family = load_family(path)
+        checkpoint = Checkpoint.open(model.source, weights=False)
         cards[model.name] = ModelCard(
-            name=model.name, family=family.name, created=int(time.time()), defaults=family.defaults(path)
+            name=model.name, family=checkpoint.family.name, created=int(time.time()), defaults=checkpoint.defaults
         )
     return cards
 

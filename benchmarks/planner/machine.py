@@ -20,9 +20,8 @@ from engines.planner.cost_model import Workload
 from engines.planner.forecast import StepForecast, forecast, workload
 from engines.planner.measure_here import measure_here
 from engines.planner.profile import ModelProfile, profile
-from pipelines.loading import resolve_configuration
-from pipelines.registry import load_family
-from pipelines.sizes import Size, first_step, request_of
+from pipelines.checkpoint import Checkpoint
+from pipelines.size import Size
 
 SIDES = (512, 1024, 2048)
 SPACIOUS_BYTES = 2**40
@@ -30,12 +29,12 @@ SPACIOUS_BYTES = 2**40
 
 def counted_and_works(model: str) -> tuple[ModelProfile, dict[int, Workload]]:
     """The model's costs, and by the side of a picture the step."""
-    path, meta = resolve_configuration(model), torch.device("meta")
-    family = load_family(path)
-    with meta:
-        outline = family.outline_denoiser(path, torch.bfloat16)
-    requests = {side: request_of(Size(width=side, height=side), family.defaults(path)) for side in SIDES}
-    steps = {side: first_step(family, path, request, meta, torch.bfloat16) for side, request in requests.items()}
+    checkpoint = Checkpoint.of_configuration(model, "meta")
+    with checkpoint.device:
+        outline = checkpoint.outline()
+    sizes = {side: Size(width=side, height=side) for side in SIDES}
+    unguided = {side: checkpoint.defaults.request(size, true_cfg_scale=1.0) for side, size in sizes.items()}
+    steps = {side: checkpoint.first_step(request) for side, request in unguided.items()}
     return profile(outline), {side: workload(outline, step) for side, step in steps.items()}
 
 

@@ -19,13 +19,11 @@ from dataclasses import replace
 import torch
 
 from engines.torch_engine.engine import TorchEngine
-from pipelines.loading import resolve_path
+from pipelines.checkpoint import Checkpoint
 from pipelines.media import encode_frames
-from pipelines.registry import load_family
 from pipelines.request import MediaRequest
 from pipelines.run import Pipeline, load_pipeline
 
-CPU = torch.device("cpu")
 PROMPT = "a small red circle above a large blue square on a white background"
 NUM_WARM_UP = 2
 
@@ -35,14 +33,13 @@ Times = dict[str, dict[str, float]]
 
 def default_request(model: str) -> MediaRequest:
     """One picture of the size and with the steps that ``model`` has by default."""
-    path = resolve_path(model)
-    return load_family(path).defaults(path).request(model, PROMPT, request_id="bare")
+    return Checkpoint.open(model).defaults.request(model=model, prompt=PROMPT, request_id="bare")
 
 
 def pipelines(model: str) -> dict[str, Pipeline]:
-    path = resolve_path(model)
-    plain = load_pipeline(path, CPU, torch.float32)
-    engine = TorchEngine(load_family(path).load_denoiser(path, CPU, torch.float32))
+    checkpoint = Checkpoint.open(model)
+    plain = load_pipeline(checkpoint)
+    engine = TorchEngine(checkpoint.denoiser())
     return {"plain": plain, "engine": replace(plain, engine=engine)}
 
 

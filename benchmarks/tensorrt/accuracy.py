@@ -30,7 +30,9 @@ from engines.quantization.onnx import Quantization
 from engines.quantization.scales import Scheme
 from engines.tensorrt_engine.export.exported import Exported, export, rank_weights
 from engines.tensorrt_engine.export.trace import ChangeModule, offline_team, unchanged
-from pipelines.family import Defaults, Family
+from pipelines.checkpoint import Checkpoint
+from pipelines.defaults import Defaults
+from pipelines.family import Family
 from pipelines.loading import resolve_path
 from pipelines.registry import load_family
 from pipelines.request import MediaRequest
@@ -67,10 +69,10 @@ class Subject:
         return self.family.load_denoiser(self.path, CPU, dtype)
 
     def pipeline(self, dtype: torch.dtype, engine: Any = None) -> Pipeline:
-        return load_pipeline(self.path, CPU, dtype, engine)
+        return load_pipeline(Checkpoint(self.path, dtype=dtype), engine)
 
     def request(self, prompt: str, seed: int) -> MediaRequest:
-        return self.defaults.request(self.name, prompt, seed=seed)
+        return self.defaults.request(model=self.name, prompt=prompt, seed=seed)
 
     def prompts(self, count: int, seed: int) -> Prompts:
         make = held_out_prompts if self.defaults.kind == "image" else held_out_motion_prompts

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 from deployments.api.streams import Event
 from deployments.clips.records import ClipRecord
 from deployments.studio.interface import Media, ModelCard, StageTimes
-from pipelines.family import Defaults
+from pipelines.defaults import Defaults
 from pipelines.request import MediaKind
 
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from deployments.requests.bodies import VideoBody
-from deployments.requests.errors import RequestError
+from deployments.requests.errors import RequestError, blaming
 from deployments.requests.rules import choose_card, media_request
 from deployments.studio.interface import ModelCard
-from pipelines.family import Defaults
+from pipelines.defaults import Defaults
 from pipelines.request import MediaRequest
 
 
@@ -52,13 +52,8 @@ def clip_length(
 
 
 def check_num_frames(num_frames: int, defaults: Defaults) -> int:
-    if num_frames > defaults.max_frames:
-        raise RequestError(f"num_frames is {num_frames}; it must be at most {defaults.max_frames}", "num_frames")
-    multiple = defaults.frame_multiple
-    if (num_frames - 1) % multiple:
-        near = 1 + round((num_frames - 1) / multiple) * multiple
-        message = f"num_frames is {num_frames}; it must be 1 + a multiple of {multiple}, such as {near}"
-        raise RequestError(message, "num_frames")
+    with blaming("num_frames"):
+        defaults.check_num_frames(num_frames)
     return num_frames
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -24,6 +25,15 @@ class RequestError(ValueError):
 
     def __str__(self) -> str:
         return self.message
+
+
+@contextmanager
+def blaming(param: str) -> Iterator[None]:
+    """Turns the model's own refusals inside the block into ones that name the field of the body."""
+    try:
+        yield
+    except ValueError as error:
+        raise RequestError(str(error), param) from None
 
 
 def shown(value: object) -> str:

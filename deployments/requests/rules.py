@@ -6,10 +6,11 @@ import secrets
 from collections.abc import Mapping
 
 from deployments.requests.bodies import MediaBody
-from deployments.requests.errors import RequestError, shown
+from deployments.requests.errors import RequestError, blaming, shown
 from deployments.studio.interface import ModelCard
-from pipelines.family import Defaults
+from pipelines.defaults import Defaults
 from pipelines.request import MediaKind, MediaRequest
+from pipelines.size import Size
 
 RANDOM_SEED_BITS = 32
 
@@ -73,23 +74,17 @@ def check_size(size: str | None, defaults: Defaults) -> tuple[int, int]:
     """Returns width and height in pixels."""
     if size is None or size == "auto":
         return defaults.width, defaults.height
-    width, height = (int(part) for part in size.split("x"))
-    multiple = defaults.size_multiple
-    if width % multiple or height % multiple:
-        near = "x".join(str(max(1, round(side / multiple)) * multiple) for side in (width, height))
-        raise RequestError(f"size is {size}: width and height must be multiples of {multiple}, such as {near}", "size")
-    if width * height > defaults.max_pixels:
-        limit = f"at most {defaults.max_pixels} are allowed"
-        raise RequestError(f"size is {size}, {width * height} pixels: {limit}", "size")
-    return width, height
+    wanted = Size.parse(size)
+    with blaming("size"):
+        defaults.check_size(wanted.width, wanted.height)
+    return wanted.width, wanted.height
 
 
 def check_steps(num_steps: int | None, defaults: Defaults) -> int:
     if num_steps is None:
         return defaults.num_inference_steps
-    if num_steps > defaults.max_steps:
-        message = f"num_inference_steps is {num_steps}; it must be from 1 to {defaults.max_steps}"
-        raise RequestError(message, "num_inference_steps")
+    with blaming("num_inference_steps"):
+        defaults.check_num_steps(num_steps)
     return num_steps
 
 

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 
-from deployments.config import ModelConfig, StageConfig
+from deployments.config import ModelConfig
 from deployments.observability.logs import configure_logs
-from pipelines.family import Family
-from pipelines.loading import resolve_dtype, resolve_path
-from pipelines.registry import load_family
-
-if TYPE_CHECKING:  # whoever starts the application imports its deployments, and does without torch
-    import torch
+from deployments.stages.config import StageConfig
+from pipelines.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,12 +38,10 @@ class Decoded:
     decode_s: float
 
 
-def load_stage(spec: StageSpec) -> tuple[Family, Path, torch.device, torch.dtype]:
-    """Sets this process's threads; returns the family, its directory, the device and the dtype to load with."""
+def load_stage(spec: StageSpec) -> Checkpoint:
+    """Sets this process's threads; returns the checkpoint on the device of the stage."""
     import torch
 
     configure_logs()
     torch.set_num_threads(spec.stage.num_threads)
-    device = torch.device("cuda" if spec.stage.num_gpus else "cpu")
-    path = resolve_path(spec.model.source)
-    return load_family(path), path, device, resolve_dtype(spec.model.dtype, device)
+    return Checkpoint.open(spec.model.source, "cuda" if spec.stage.num_gpus else "cpu", spec.model.dtype)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import Any
 
 import ray
 
@@ -23,9 +22,8 @@ class PromptEncoder:
     """
 
     def __init__(self, spec: StageSpec) -> None:
-        family, path, device, dtype = load_stage(spec)
         self._one_at_a_time = threading.Lock()
-        self._encoder: Any = family.load_text_encoder(path, device, dtype)
+        self._encoder = load_stage(spec).text_encoder()
 
     def encode(self, request: MediaRequest) -> Encoded:
         started_s = time.perf_counter()

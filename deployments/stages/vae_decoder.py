@@ -25,9 +25,8 @@ class VaeDecoder:
     """
 
     def __init__(self, spec: StageSpec) -> None:
-        family, path, device, dtype = load_stage(spec)
         self._one_at_a_time = threading.Lock()
-        self._decoder: Any = family.load_decoder(path, device, dtype)
+        self._decoder = load_stage(spec).decoder()
 
     def decode(self, latents: list[ray.ObjectRef[Any]], request: MediaRequest, output: Output) -> Decoded:
         """Returns the bytes. ``latents`` is a list of one reference, so that Ray does not resolve it on the way."""

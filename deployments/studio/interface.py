@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from pipelines.family import Defaults
+from pipelines.defaults import Defaults
 from pipelines.request import MediaRequest
 
 MediaFormat = Literal["png", "jpeg", "webp", "mp4"]

@@ -20,7 +20,8 @@ from deployments.cli.serving import (
     parse_config,
     ready_deadline_s,
 )
-from deployments.config import AppConfig, DenoiserConfig
+from deployments.config import AppConfig
+from deployments.stages.config import DenoiserConfig
 from engines.core.precision import PRECISIONS
 from engines.gang.config import GangConfig
 from engines.registry import ENGINES

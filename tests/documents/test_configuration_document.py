@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from deployments import config
+from deployments.stages import config as stages
 from engines.parallel.nccl_options import NcclOptions
 from engines.tensorrt_engine.rules import TensorRTOptions
 from engines.torch_engine.options import TorchOptions
@@ -17,9 +18,9 @@ from tests.support.fenced import ROOT
 ROWS = dict(re.findall(r"^\| `([\w.]+)` \| ([^|]*) \|", (ROOT / "docs" / "scaling.md").read_text(), re.MULTILINE))
 SECTIONS: dict[str, Any] = {
     "http_options.": config.HttpOptions,
-    "text_encoder.": config.StageConfig,
-    "autoscaling.": config.AutoscalingConfig,
-    "denoiser.": config.DenoiserConfig,
+    "text_encoder.": stages.StageConfig,
+    "autoscaling.": stages.AutoscalingConfig,
+    "denoiser.": stages.DenoiserConfig,
     "denoiser.torch.": TorchOptions,
     "denoiser.tensorrt.": TensorRTOptions,
     "denoiser.nccl.": NcclOptions,

@@ -36,7 +36,7 @@ def test_models(url: str) -> None:
 
 
 MISTAKES = {
-    "size": (["--size", "63x64", "--out", "a.png"], "size is 63x64: width and height must be multiples"),
+    "size": (["--size", "63x64", "--out", "a.png"], "size is 63x64: width and height must be positive multiples"),
     "steps": (["--steps", "0", "--out", "a.png"], "num_inference_steps is 0"),
     "model": (["--model", "dall-e", "--out", "a.png"], "no model dall-e; served: pictures, clips"),
     "ending": (["--out", "a.mp4"], "pictures makes pictures: --out must end in .png, .jpg, .jpeg, .webp"),

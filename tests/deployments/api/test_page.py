@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from deployments.requests.bodies import ImageBody, VideoBody
-from pipelines.family import Defaults
+from pipelines.defaults import Defaults
 from tests.deployments.api.conftest import build
 from tests.deployments.support.fake_studio import CLIPS, PICTURES, FakeStudio
 

@@ -12,22 +12,20 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from deployments.cli.main import app
-from deployments.config import DenoiserConfig, ModelConfig
+from deployments.config import ModelConfig
+from deployments.stages.config import DenoiserConfig
 from deployments.stages.rank import BuildRankParts
 from engines.core.rank import RankContext
 from engines.parallel.self_check import relative_difference
-from pipelines.registry import load_family
-from pipelines.sizes import first_step, request_of
+from pipelines.checkpoint import Checkpoint
 
 
 def prediction(folder: Path, **options: Any) -> torch.Tensor:
     config = DenoiserConfig(num_ranks=1, **options)
     make = BuildRankParts(model=ModelConfig(name="pictures", path=str(folder), denoiser=config))
     engine = make(RankContext(rank=0, num_ranks=1, device="cpu")).engine
-    family = load_family(folder)
-    request = request_of(None, family.defaults(folder), prompt="a red circle")
-    branches = first_step(family, folder, request, torch.device("cpu"), torch.float32)
-    (predicted,) = engine.predict(branches, (0,))
+    checkpoint = Checkpoint(folder)
+    (predicted,) = engine.predict(checkpoint.first_step(checkpoint.defaults.request()), (0,))
     engine.close()
     return predicted
 

@@ -13,14 +13,15 @@ import pytest
 import ray
 import torch
 
-from deployments.config import ModelConfig, StageConfig
+from deployments.config import ModelConfig
 from deployments.ingress import make_cards
 from deployments.requests.handle import handle_request
 from deployments.stages.common import StageSpec
+from deployments.stages.config import StageConfig
 from deployments.stages.text_encoder import PromptEncoder
 from deployments.stages.vae_decoder import VaeDecoder
 from deployments.studio.interface import Output
-from pipelines.registry import load_family
+from pipelines.checkpoint import Checkpoint
 from pipelines.request import MediaRequest
 from tests.deployments.support.live import config_of
 
@@ -68,7 +69,7 @@ def tensors(record: Any) -> list[torch.Tensor]:
 
 def test_clips_decoded_at_the_same_time_do_not_mix(ray_cluster: None, clips: Path, threads: ThreadPoolExecutor):
     decoder, request = VaeDecoder(spec_of(clips)), request_of(clips, "a")
-    sampler = load_family(clips).load_sampler(clips, torch.device("cpu"), torch.float32)
+    sampler = Checkpoint(clips).sampler()
     encoder = PromptEncoder(spec_of(clips))
     state = sampler.begin(request, ray.get(encoder.encode(request).conditioning))
     refs = [ray.put(sampler.latents(state) * scale) for scale in (0.5, 1.0, 1.5)]

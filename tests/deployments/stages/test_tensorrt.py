@@ -27,10 +27,9 @@ from engines.tensorrt_engine.export.onnx_graph import EngineGraph
 from engines.tensorrt_engine.rules import TensorRTOptions
 from engines.tensorrt_engine.run import nccl
 from engines.tensorrt_engine.run.preflight import PreflightError
-from pipelines.loading import resolve_path
-from pipelines.registry import load_family
+from pipelines.checkpoint import Checkpoint
 from pipelines.run import PlainEngine
-from pipelines.sizes import Size, request_of
+from pipelines.size import Size
 from tests.engines.tensorrt_engine.support.gloo_runner import GlooRunner
 
 CPU, SM89 = torch.device("cpu"), Target.parse("sm89")
@@ -149,11 +148,10 @@ def test_from_the_configuration_to_a_picture(tmp_path: Path, monkeypatch: pytest
     config = model_config(num_ranks=1, **wanted).model_copy(update={"dtype": "float32"})
     parts = BuildRankParts(model=config)(HERE)
     assert len({plan.sha256 for plan in built}) == 1, "both sizes, and the check, share a plan"
-    path = resolve_path("flux-shapes")
-    family = load_family(path)
-    plain = PlainEngine(model=family.load_denoiser(path, CPU, torch.float32))
-    request = request_of(Size(width=96, height=128), family.defaults(path), prompt="a large red circle", seed=5)
-    state = parts.sampler.begin(request, family.load_text_encoder(path, CPU, torch.float32).encode(request))
+    checkpoint = Checkpoint.open("flux-shapes")
+    plain = PlainEngine(model=checkpoint.denoiser())
+    request = checkpoint.defaults.request(Size(width=96, height=128), prompt="a large red circle", seed=5)
+    state = parts.sampler.begin(request, checkpoint.text_encoder().encode(request))
     given, expected = (
         parts.engine.predict(parts.sampler.branches(state), (0,)),
         plain.predict(parts.sampler.branches(state)),

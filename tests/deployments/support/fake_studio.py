@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from deployments.studio.interface import Media, ModelCard, Output, Preview, Progress, StageTimes, StudioEvent
-from pipelines.family import Defaults
+from pipelines.defaults import Defaults
 from pipelines.request import MediaRequest
 
 PICTURES = Defaults(
