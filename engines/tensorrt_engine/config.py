@@ -33,8 +33,8 @@ MIN_FUSED_HEADS = 2
 class TensorRTConfig:
     """``strategy``: "auto", or what ``ParallelSpec.of`` takes. ``precision`` "auto" is the dtype of the loaded model.
 
-    "int8" and "fp8" quantize the linears, with the model's dtype for the rest. ``weights`` "inputs" makes one plan for
-    all fine-tunes; "constants" lets TensorRT merge and pack them, in one plan per checkpoint.
+    "int8" and "fp8" quantize the linears, with the model's dtype for the rest. ``weights`` "inputs" makes one file for
+    all fine-tunes; "constants" lets TensorRT merge and pack them, in one file per checkpoint.
     """
 
     strategy: str = "auto"
@@ -70,7 +70,7 @@ class TensorRTConfig:
         ring = ring_form(spec, target)
         if ring == "segments" and self.weights == "constants":
             raise ValueError(
-                f"{spec.name} with weights: constants on {target.name}: the engine is cut into pieces that blocks of "
+                f"{spec.name} with weights: constants on {target.name}: the engine is cut into segments that blocks of "
                 f"one type share, with the weights of each as inputs; use weights: inputs, or ulysses{spec.num_ranks}"
             )
         return ResolvedConfig(spec=spec, precision=precision, ring=ring, target=target)
