@@ -79,7 +79,7 @@ class Subject:
         return list(make(count, seed))
 
     def is_right(self, scene: Any, frames: NDArray[Any]) -> bool:
-        """The asked shapes in the asked colours, and in clips the asked motion."""
+        """Whether the frames show the asked shapes in the asked colours, and in clips the asked motion."""
         if self.defaults.kind == "image":
             return check_still(scene, look_at(frames[0]))["shape and colour"]
         checks = check_motion(scene, [look_at(frame) for frame in frames])
@@ -111,11 +111,11 @@ class GraphEngine:
         """Nothing to release."""
 
     def _predict(self, branch: Branch) -> Tensor:
-        handed = self.exported.feed(branch.inputs, 0)
-        inputs = {name: tensor.numpy() for name, tensor in self.exported.engine_inputs(handed).items()}
+        prologue_outputs = self.exported.run_prologue(branch.inputs, 0)
+        inputs = {name: tensor.numpy() for name, tensor in self.exported.engine_inputs(prologue_outputs).items()}
         (results,) = self.simulator.run([inputs | self.weights])
         outputs = dict(zip(self.exported.graph.outputs, map(torch.from_numpy, results), strict=True))
-        return self.exported.finish(handed, outputs)
+        return self.exported.run_epilogue(prologue_outputs, outputs)
 
 
 Change = Callable[[DenoiserModel], ChangeModule]
@@ -138,7 +138,7 @@ def torch_engine(subject: Subject, dtype: torch.dtype, change: Change) -> PlainE
 
 
 def calibrated(subject: Subject, prompts: Prompts) -> dict[str, float]:
-    """Largest activations over all steps of the prompts."""
+    """Returns the largest activations over all steps of the prompts."""
     model = subject.model(torch.float32)
     pipeline = subject.pipeline(torch.float32, PlainEngine(model=model))
     (module,) = model.modules.values()
@@ -152,8 +152,8 @@ def quantizing(kind: Scheme, amax: dict[str, float]) -> Change:
     return lambda model: Quantization(plan=model.plan, amax=amax, scheme=kind)
 
 
-def psnr_db(given: NDArray[Any], expected: NDArray[Any]) -> float:
-    error = float(np.mean((given.astype(np.float64) - expected.astype(np.float64)) ** 2))
+def psnr_db(drawn: NDArray[Any], expected: NDArray[Any]) -> float:
+    error = float(np.mean((drawn.astype(np.float64) - expected.astype(np.float64)) ** 2))
     return EQUAL_DB if error == 0 else 10 * math.log10(255**2 / error)
 
 
@@ -161,7 +161,7 @@ Engines = dict[str, Callable[[], Pipeline]]
 
 
 def engines_of(subject: Subject, prompt: str, amax: dict[str, float]) -> Engines:
-    """Precision -> its pipeline. The rest of a quantized model is in float32 in graphs, in bfloat16 in torch."""
+    """Returns pipelines by precision. The rest of a quantized model is in float32 in graphs, in bfloat16 in torch."""
 
     def graph(dtype: torch.dtype, change: Change) -> Pipeline:
         return subject.pipeline(dtype, graph_engine(subject, subject.first_branch(prompt, dtype), dtype, change))
@@ -183,7 +183,7 @@ def engines_of(subject: Subject, prompt: str, amax: dict[str, float]) -> Engines
 
 
 def measure(subject: Subject, judged: Prompts, engines: Engines) -> list[dict[str, Any]]:
-    """One row a precision: how near its pictures are to torch's in float32 and in bfloat16, and what they show."""
+    """Returns one row a precision: how near its pictures are to torch's in float32 and bfloat16, and what they show."""
     references = {
         "psnr_db": subject.draw(subject.pipeline(torch.float32), judged),
         "psnr_bf16_db": subject.draw(subject.pipeline(torch.bfloat16), judged),
@@ -224,7 +224,7 @@ def compare(description: str | None, make_engines: MakeEngines) -> None:
 
 
 def main() -> None:
-    compare(__doc__, lambda subject, judged, seen: engines_of(subject, judged[0][1], calibrated(subject, seen)))
+    compare(__doc__, lambda subject, judged, others: engines_of(subject, judged[0][1], calibrated(subject, others)))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from engines.tensorrt_engine.build.report import PlanReport
+from engines.tensorrt_engine.build.report import EngineReport
 
 MIB, GIB_IN_KIB = 1 << 20, 1 << 20
 
@@ -45,7 +45,7 @@ class Case:
 def measure(case: Case) -> dict[str, Any]:
     import torch
 
-    from deployments.cli.build_engine import Order, plan_reports
+    from deployments.cli.build_engine import Order, engine_reports
 
     torch.set_num_threads(1)
     options: dict[str, Any] = {name: value for name, value in asdict(case).items() if name != "flag"}
@@ -53,7 +53,7 @@ def measure(case: Case) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         order = Order(**options, cache_dir=Path(folder))
         started_s = time.process_time()
-        reports = plan_reports(order, visible=False)
+        reports = engine_reports(order, visible=False)
     return (
         asdict(case)
         | whole(reports)
@@ -64,17 +64,17 @@ def measure(case: Case) -> dict[str, Any]:
     )
 
 
-def whole(reports: Sequence[PlanReport]) -> dict[str, Any]:
-    """One engine; of an engine in pieces the sum over the distinct ones."""
+def whole(reports: Sequence[EngineReport]) -> dict[str, Any]:
+    """Returns what one engine holds; of one in segments the sum over the kinds of them."""
     exchanges = Counter[str]()
     for report in reports:
         exchanges.update(report.collectives)
     return {
-        "plans": len(reports),
+        "files": len(reports),
         "export_s": round(reports[0].export_s, 1),
         "build_s": round(sum(report.build_s for report in reports), 1),
         "graph_mib": round(sum(report.graph_bytes for report in reports) / MIB, 2),
-        "plan_mib": round(sum(report.plan_bytes for report in reports) / MIB, 2),
+        "engine_mib": round(sum(report.engine_bytes for report in reports) / MIB, 2),
         "collectives": dict(exchanges),
         "attentions": sum(report.num_attentions for report in reports),
         "fused_attentions": sum(report.num_fused_attentions or 0 for report in reports),
@@ -93,7 +93,7 @@ def in_own_process(case: Case) -> dict[str, Any]:
 
 COLUMNS = (
     "model", "division", "precision, target, weights", "export s", "build s", "CPU s", "peak GiB", "graph MiB",
-    "plan MiB", "collectives", "fused attentions",
+    "engine MiB", "collectives", "fused attentions",
 )  # fmt: skip
 
 
@@ -104,15 +104,21 @@ def shown(row: dict[str, Any]) -> str:
     if "error" in row:
         return f"{start} refused: {row['error']} |"
     exchanges = ", ".join(f"{number} {name}" for name, number in sorted(row["collectives"].items())) or "none"
-    plans = "" if row["plans"] == 1 else f" in {row['plans']} plans"
-    sizes = f"{row['peak_gib']} | {row['graph_mib']} | {row['plan_mib']}{plans}"
+    files = "" if row["files"] == 1 else f" in {row['files']} files"
+    sizes = f"{row['peak_gib']} | {row['graph_mib']} | {row['engine_mib']}{files}"
     fused = f"{row['fused_attentions']} of {row['attentions']}"
     return f"{start} {row['export_s']} | {row['build_s']} | {row['cpu_s']} | {sizes} | {exchanges} | {fused} |"
 
 
-def cases(given: argparse.Namespace) -> Iterator[Case]:
+def cases(options: argparse.Namespace) -> Iterator[Case]:
     every = itertools.product(
-        given.models, given.strategies, given.ranks, given.targets, given.precisions, given.weights, given.flags
+        options.models,
+        options.strategies,
+        options.ranks,
+        options.targets,
+        options.precisions,
+        options.weights,
+        options.flags,
     )
     for model, strategy, num_ranks, target, precision, weights, flag in every:
         if (strategy, num_ranks) != ("hybrid", 2):  # two ranks have one axis
@@ -137,13 +143,13 @@ def main() -> None:
     parser.add_argument("--weights", nargs="+", default=["inputs"], choices=["inputs", "constants"])
     parser.add_argument("--flags", nargs="+", default=["none"], choices=["none", "weight_streaming", "strip_weights"])
     parser.add_argument("--one", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.one:
-        print(json.dumps(measure(Case(**json.loads(given.one)))))
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(measure(Case(**json.loads(options.one)))))
         return
     print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|")
     rows = []
-    for case in cases(given):
+    for case in cases(options):
         rows.append(in_own_process(case))
         print(shown(rows[-1]), flush=True)
     print(json.dumps({"hardware": hardware(), "versions": versions(), "rows": rows}))

@@ -28,7 +28,7 @@ Amax = Mapping[str, float]
 
 
 def samples(subject: Subject, prompts: Prompts) -> dict[str, Tensor]:
-    """Magnitudes of each linear's inputs, drawn at random over all steps of the prompts."""
+    """Returns magnitudes of each linear's inputs, drawn at random over all steps of the prompts."""
     model = subject.model(torch.float32)
     (module,) = model.modules.values()
     generator, drawn = torch.Generator().manual_seed(0), dict[str, list[Tensor]]()
@@ -49,7 +49,7 @@ def samples(subject: Subject, prompts: Prompts) -> dict[str, Tensor]:
 
 
 def least_squares(x: Tensor, largest: float, kind: Scheme) -> float:
-    """The clipping magnitude, up to ``largest``, with the least squared error over the samples."""
+    """Returns the clipping magnitude, up to ``largest``, with the least squared error over the samples."""
 
     def error(clip: float) -> float:
         rounded = QUANTIZE_DEQUANTIZE(x, torch.tensor(clip / LARGEST[kind]), PER_TENSOR, kind)
@@ -92,15 +92,15 @@ RULES = tuple(
 
 
 def engines_by_rule(subject: Subject, prompts: Prompts) -> Engines:
-    largest, seen = calibrated(subject, prompts), samples(subject, prompts)
-    return {str(rule): partial(_pipeline, subject, rule, chosen_scales(rule, largest, seen)) for rule in RULES}
+    largest, magnitudes = calibrated(subject, prompts), samples(subject, prompts)
+    return {str(rule): partial(_pipeline, subject, rule, chosen_scales(rule, largest, magnitudes)) for rule in RULES}
 
 
-def chosen_scales(rule: Rule, largest: Amax, seen: Mapping[str, Tensor]) -> Amax:
+def chosen_scales(rule: Rule, largest: Amax, magnitudes: Mapping[str, Tensor]) -> Amax:
     if rule.scale == "99.99 %":
-        return {name: percentile(x, 0.9999) for name, x in seen.items()}
+        return {name: percentile(x, 0.9999) for name, x in magnitudes.items()}
     if rule.scale == "least squares":
-        return {name: least_squares(x, largest[name], rule.kind) for name, x in seen.items()}
+        return {name: least_squares(x, largest[name], rule.kind) for name, x in magnitudes.items()}
     return largest
 
 
@@ -128,7 +128,7 @@ def _pipeline(subject: Subject, rule: Rule, amax: Amax) -> Pipeline:
 
 
 def main() -> None:
-    compare(__doc__, lambda subject, _, seen: engines_by_rule(subject, seen))
+    compare(__doc__, lambda subject, _, others: engines_by_rule(subject, others))
 
 
 if __name__ == "__main__":

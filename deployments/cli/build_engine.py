@@ -1,4 +1,4 @@
-"""``troupe build-engine``: TensorRT plans ahead of time, on any machine that has a builder."""
+"""``troupe build-engine``: TensorRT engine files ahead of time, on any machine that has a builder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from engines.core.model import Branch, DenoiserModel
-    from engines.tensorrt_engine.build.report import PlanReport
+    from engines.tensorrt_engine.build.report import EngineReport
     from pipelines.checkpoint import Checkpoint
 
 
@@ -47,16 +47,16 @@ class Order:
 
 
 def build(order: Order) -> None:
-    """Export and build (or find in the cache) the plans of ``order``, and print what they hold.
+    """Exports and builds (or finds in the cache) the engine files of ``order``, and prints what they hold.
 
     ValueError for what TensorRT cannot do, BuildError with its own words, KeyboardInterrupt after Ctrl-C.
     """
-    for report in plan_reports(order):
+    for report in engine_reports(order):
         console.print("\n".join(report.lines()), highlight=False, markup=False, soft_wrap=True)
 
 
-def plan_reports(order: Order, *, visible: bool = True) -> list[PlanReport]:
-    """What the plans of ``order`` hold, made if the cache has none. Raises as ``build`` does."""
+def engine_reports(order: Order, *, visible: bool = True) -> list[EngineReport]:
+    """Returns what the engine files of ``order`` hold, made if the cache has none. Raises as ``build`` does."""
     from engines.tensorrt_engine import rules
     from engines.tensorrt_engine.build.builder import check_target
     from engines.tensorrt_engine.build.report import build_engine
@@ -90,7 +90,7 @@ def plan_reports(order: Order, *, visible: bool = True) -> list[PlanReport]:
 
 @contextmanager
 def model_for(order: Order, checkpoint: Checkpoint) -> Iterator[DenoiserModel]:
-    """The model, or where its weights' values do not matter an outline of it, which takes next to no memory."""
+    """Gives the model; where values of weights do not matter, a copy without them, which takes next to no memory."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     if order.needs_weights:
@@ -112,7 +112,7 @@ def buckets_for(order: Order, checkpoint: Checkpoint, model: DenoiserModel) -> S
 
 
 def calibrate(checkpoint: Checkpoint, prompts: Sequence[str], size: str | None, folder: Path) -> None:
-    """What was seen over ``prompts`` is kept for this checkpoint."""
+    """Keeps what was seen over ``prompts`` for this checkpoint."""
     from engines.quantization.calibration import calibration_of, recording_all, save_calibration
 
     model, run = model_over(prompts, checkpoint, size)
@@ -125,7 +125,7 @@ def calibrate(checkpoint: Checkpoint, prompts: Sequence[str], size: str | None, 
 
 
 def find_target(text: str) -> Any:
-    """``text`` as a target, or "auto": the GPU of this machine."""
+    """Returns ``text`` as a target; for "auto" the GPU of this machine."""
     import torch
 
     from engines.tensorrt_engine.build.targets import Target

@@ -85,7 +85,7 @@ class TensorRTConfig:
         ring = ring_form(spec, target)
         if ring == "segments" and self.weights == "constants":
             raise ValueError(
-                f"{spec.name} with weights: constants on {target.name}: the engine is cut into pieces that blocks of "
+                f"{spec.name} with weights: constants on {target.name}: the engine is cut into segments that blocks of "
                 f"one type share, with the weights of each as inputs; use weights: inputs, or ulysses{spec.num_ranks}"
             )
         return ResolvedConfig(spec=spec, precision=precision, ring=ring, target=target)

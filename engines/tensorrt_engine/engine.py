@@ -1,4 +1,4 @@
-"""The engine that runs TensorRT plans on one rank or any team of a gang."""
+"""The engine that runs TensorRT engine files on one rank or any team of a gang."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from engines.tensorrt_engine.run.step import EngineStep, MakeRunner, make_step
 class TensorRTEngine:
     """An ``Engine``, made on every rank at the same time.
 
-    ``buckets`` are branches in the sizes that are expected: those of one module and team share a plan, whose profile
-    takes every size between them. Other sizes get a plan of their own when they first come. ``capture`` puts each step
-    in a CUDA graph at its first call.
+    ``buckets`` are branches in the sizes that are expected: those of one module and team share a file, whose profile
+    takes every size between them. Other sizes get one of their own when they first come. ``capture`` puts each step in
+    a CUDA graph at its first call.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class TensorRTEngine:
         return self.division.predict(branches, ranks, self._forward)
 
     def warm_up(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> None:
-        """See ``Engine.warm_up``: plans are built or found, and captured."""
+        """See ``Engine.warm_up``: engine files are built or found, and steps captured."""
         self.predict(branches, ranks)
 
     @property
@@ -108,7 +108,7 @@ class TensorRTEngine:
         key = (_place(team), branch.module)
         if key not in self._shared:
             divide = [b for b in self._buckets if b.module == branch.module and divides(self._model, b, team)]
-            several = len({shape_of(b) for b in divide}) > 1 and not self._exporter.is_cut(team)
+            several = len({shape_of(b) for b in divide}) > 1 and not self._exporter.is_segmented(team)
             self._shared[key] = self._exporter.export(divide, team) if several else None
         exported = self._shared[key]
         return (

@@ -1,4 +1,4 @@
-"""The TensorRT engine for a rank of a gang: configuration resolved, checks made, plans found or built."""
+"""The TensorRT engine for a rank of a gang: configuration resolved, checks made, engine files found or built."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engines.parallel.mesh import Team
 from engines.parallel.self_check import self_check
 from engines.tensorrt_engine.build.bindings import load_bindings
 from engines.tensorrt_engine.build.builder import BuildOptions
-from engines.tensorrt_engine.build.engine_cache import PlanCache, cached_plan
+from engines.tensorrt_engine.build.engine_cache import EngineCache, cached_engine
 from engines.tensorrt_engine.build.export_cache import ExportCache
 from engines.tensorrt_engine.build.targets import Target
 from engines.tensorrt_engine.config import TensorRTConfig
@@ -29,13 +29,13 @@ from engines.tensorrt_engine.export.onnx_graph import EngineGraph
 from engines.tensorrt_engine.rules import Precision, TensorRTOptions
 from engines.tensorrt_engine.run.preflight import (
     check_alike,
+    check_engine_file,
     check_nccl,
-    check_plan,
-    check_same_plan,
+    check_same_engine_file,
     communicator,
     current_target,
 )
-from engines.tensorrt_engine.run.runtime import LoadedPlan, PlanRunner
+from engines.tensorrt_engine.run.runtime import EngineRunner, LoadedEngine
 from engines.tensorrt_engine.run.step import MakeRunner
 
 
@@ -50,8 +50,9 @@ def load_tensorrt_engine(
 ) -> TensorRTEngine:
     """Made, checked on every team. Every rank of the gang makes this call at the same time.
 
-    ``expected`` are steps in the sizes that will come: they share a plan, prepared before this returns, and are used
-    for the check. Raises ValueError for what TensorRT cannot do, PreflightError, PlanRejectedError, WrongAnswerError.
+    ``expected`` are steps in the sizes that will come: they share an engine file, prepared before this returns, and are
+    used for the check. Raises ValueError for what TensorRT cannot do, PreflightError, EngineRejectedError,
+    WrongAnswerError.
     """
     config = TensorRTConfig(
         strategy=strategy, precision=cast(Precision, precision), options=options or TensorRTOptions()
@@ -66,7 +67,7 @@ def load_tensorrt_engine(
     engine = TensorRTEngine(
         model,
         division=Division(specs, model.plan, rank=context.rank, num_ranks=context.num_ranks, groups=groups),
-        make_runner=plan_runners(config, model, context, target),
+        make_runner=engine_runners(config, model, context, target),
         exporter=exporter_of(config, model, context.num_ranks, target),
         buckets=buckets,
     )
@@ -95,26 +96,26 @@ def exporter_of(config: TensorRTConfig, model: DenoiserModel, num_ranks: int, ta
     )
 
 
-def plan_runners(config: TensorRTConfig, model: DenoiserModel, context: RankContext, target: Target) -> MakeRunner:
-    """Runners of plans from the cache, every rank's the same plan, with the team's NCCL communicator.
+def engine_runners(config: TensorRTConfig, model: DenoiserModel, context: RankContext, target: Target) -> MakeRunner:
+    """Runners of engine files from the cache, the same on every rank, with the team's NCCL communicator.
 
-    A plan is deserialized once, however many shapes it serves.
+    An engine file is deserialized once, however many shapes it serves.
     """
-    cache = PlanCache(config.cache_dir)
+    cache = EngineCache(config.cache_dir)
     device = torch.device(context.device)
-    loaded: dict[str, LoadedPlan] = {}
+    loaded: dict[str, LoadedEngine] = {}
 
-    def make(graph: EngineGraph, weights: Mapping[str, Tensor], team: Team) -> PlanRunner:
+    def make(graph: EngineGraph, weights: Mapping[str, Tensor], team: Team) -> EngineRunner:
         precision = config.resolve(model, len(team.ranks), target).precision
         options = BuildOptions(target=target)
-        plan = cached_plan(graph, options, cache, strategy=team.spec.name, precision=precision)
-        check_plan(plan, rank=context.rank, target=target)
+        engine = cached_engine(graph, options, cache, strategy=team.spec.name, precision=precision)
+        check_engine_file(engine, rank=context.rank, target=target)
         group = team.context.group or team.tensor.group
         if group:
-            check_same_plan(plan.sha256, rank=context.rank, group=group)
-        if plan.sha256 not in loaded:
-            loaded[plan.sha256] = LoadedPlan(plan.plan)
+            check_same_engine_file(engine.sha256, rank=context.rank, group=group)
+        if engine.sha256 not in loaded:
+            loaded[engine.sha256] = LoadedEngine(engine.engine_file)
         pointer = communicator(group, device) if group else None
-        return PlanRunner(loaded[plan.sha256], weights, communicator=pointer)
+        return EngineRunner(loaded[engine.sha256], weights, communicator=pointer)
 
     return make

@@ -55,7 +55,7 @@ def check_options(*, strategy: str, precision: str, weights: str, num_ranks: int
 
 
 def check_spec(spec: ParallelSpec, *, weights: str) -> None:
-    """Refuse what would need communicators within the team, and what would need a plan per rank."""
+    """Refuse what would need communicators within the team, and what would need an engine file per rank."""
     if spec.tensor > 1 and spec.context > 1:
         raise ValueError(
             f"{spec.name} in TensorRT: tensor parallelism with split tokens needs two communicators, and TensorRT "
@@ -65,10 +65,10 @@ def check_spec(spec: ParallelSpec, *, weights: str) -> None:
     if spec.pipeline > 1:
         raise ValueError(
             f"{spec.name} in TensorRT: a pipeline gives every rank other layers, and all ranks of a team load one "
-            f"plan. Use ulysses{spec.num_ranks} or tensor{spec.num_ranks}, or engine: torch"
+            f"engine file. Use ulysses{spec.num_ranks} or tensor{spec.num_ranks}, or engine: torch"
         )
     if spec.tensor > 1 and weights == "constants":
-        raise ValueError(f"{spec.name} with weights: constants needs one plan per rank; use weights: inputs")
+        raise ValueError(f"{spec.name} with weights: constants needs one engine file per rank; use weights: inputs")
 
 
 def check_precision(spec: ParallelSpec, *, precision: str) -> None:

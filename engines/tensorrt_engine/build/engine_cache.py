@@ -1,4 +1,4 @@
-"""Plans on disk: built once for all processes, written whole or not at all, checked before they are loaded."""
+"""Engine files on disk: built once for all processes, written whole or not at all, checked before they are loaded."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from engines.tensorrt_engine.build.cache import get_or_make
 from engines.tensorrt_engine.build.progress import ProgressBar
 from engines.tensorrt_engine.export.onnx_graph import EngineGraph
 
-DEFAULT_FOLDER = Path.home() / ".cache" / "troupe" / "plans"
+DEFAULT_FOLDER = Path.home() / ".cache" / "troupe" / "engines"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlanKey:
-    """Everything that decides a plan. ``options`` holds target, profiles and flags as one line of text."""
+class EngineKey:
+    """Everything that decides an engine file. ``options`` holds target, profiles and flags as one line of text."""
 
     graph_digest: str
     strategy: str
@@ -32,7 +32,7 @@ class PlanKey:
     version: str
 
     @classmethod
-    def of(cls, graph: bytes, *, strategy: str, num_ranks: int, precision: str, options: BuildOptions) -> PlanKey:
+    def of(cls, graph: bytes, *, strategy: str, num_ranks: int, precision: str, options: BuildOptions) -> EngineKey:
         bindings = load_bindings()
         return cls(
             graph_digest=hashlib.sha256(graph).hexdigest(),
@@ -55,57 +55,68 @@ class PlanKey:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CachedPlan:
-    """A plan whose checksum was right when it was read. ``sha256`` is what the ranks of a gang compare."""
+class CachedEngine:
+    """An engine file whose checksum was right when it was read. ``sha256`` is what the ranks of a gang compare."""
 
-    plan: bytes
+    engine_file: bytes
     sha256: str
-    key: PlanKey
+    key: EngineKey
     build_s: float
     was_cached: bool
     path: Path
 
 
-class PlanCache:
-    """A folder with a ``.plan`` and a ``.plan.json`` (its key and checksum, written last) for each plan."""
+class EngineCache:
+    """A folder of ``.engine`` files, each with an ``.engine.json``, written last, of its key and checksum."""
 
     def __init__(self, folder: Path = DEFAULT_FOLDER) -> None:
         self._folder = folder
 
-    def get_or_build(self, key: PlanKey, build: Callable[[], Built]) -> CachedPlan:
-        """Returns the stored plan, or ``build()``'s. Of processes that ask at once one builds, the others wait."""
-        path = self._folder / f"{key.digest()[:32]}.plan"
+    def get_or_build(self, key: EngineKey, build: Callable[[], Built]) -> CachedEngine:
+        """Returns the stored engine, or ``build()``'s. Of processes that ask at once one builds, the others wait."""
+        path = self._folder / f"{key.digest()[:32]}.engine"
         record = path.with_name(f"{path.name}.json")
 
-        def make() -> CachedPlan:
+        def make() -> CachedEngine:
             built = build()
-            sha256 = hashlib.sha256(built.plan).hexdigest()
-            write_atomically(path, built.plan)
+            sha256 = hashlib.sha256(built.engine_file).hexdigest()
+            write_atomically(path, built.engine_file)
             manifest = {"key": dataclasses.asdict(key), "sha256": sha256, "build_s": built.build_s}
             write_atomically(record, json.dumps(manifest, indent=1).encode())
-            return CachedPlan(
-                plan=built.plan, sha256=sha256, key=key, build_s=built.build_s, was_cached=False, path=path
+            return CachedEngine(
+                engine_file=built.engine_file,
+                sha256=sha256,
+                key=key,
+                build_s=built.build_s,
+                was_cached=False,
+                path=path,
             )
 
         return get_or_make(record, lambda _: _read(path, record, key), make)
 
 
-def _read(path: Path, record: Path, key: PlanKey) -> CachedPlan:
-    """ValueError, KeyError, TypeError or FileNotFoundError for what cannot be used."""
+def _read(path: Path, record: Path, key: EngineKey) -> CachedEngine:
+    """Returns the stored engine. ValueError, KeyError, TypeError or FileNotFoundError where it cannot be used."""
     manifest = json.loads(record.read_text())
     if manifest["key"] != dataclasses.asdict(key):
         raise ValueError("the key inside is another's")
-    sha256, build_s, plan = str(manifest["sha256"]), float(manifest["build_s"]), path.read_bytes()
-    if hashlib.sha256(plan).hexdigest() != sha256:
+    sha256, build_s, engine_file = str(manifest["sha256"]), float(manifest["build_s"]), path.read_bytes()
+    if hashlib.sha256(engine_file).hexdigest() != sha256:
         raise ValueError(f"{path.name} has another checksum")
-    return CachedPlan(plan=plan, sha256=sha256, key=key, build_s=build_s, was_cached=True, path=path)
+    return CachedEngine(engine_file=engine_file, sha256=sha256, key=key, build_s=build_s, was_cached=True, path=path)
 
 
-def cached_plan(
-    graph: EngineGraph, options: BuildOptions, cache: PlanCache, *, strategy: str, precision: str, visible: bool = False
-) -> CachedPlan:
-    """Returns the graph's plan for the graph's own profiles, built if the cache has none. Raises as ``build`` does."""
+def cached_engine(
+    graph: EngineGraph,
+    options: BuildOptions,
+    cache: EngineCache,
+    *,
+    strategy: str,
+    precision: str,
+    visible: bool = False,
+) -> CachedEngine:
+    """Returns the graph's engine for its own profiles, built if the cache has none. Raises as ``build`` does."""
     serialized, options = graph.serialized(), dataclasses.replace(options, profiles=graph.profiles)
     num_ranks = graph.num_ranks
-    key = PlanKey.of(serialized, strategy=strategy, num_ranks=num_ranks, precision=precision, options=options)
+    key = EngineKey.of(serialized, strategy=strategy, num_ranks=num_ranks, precision=precision, options=options)
     return cache.get_or_build(key, lambda: build(serialized, options, bar=ProgressBar(visible=visible)))

@@ -33,7 +33,7 @@ class ExportCache:
     def get_or_export(
         self, key: str, weights: Mapping[str, Tensor], device: torch.device, export: Callable[[], Exported]
     ) -> Exported:
-        """The stored export, or ``export()``'s. Of several processes that ask at once one exports, the others wait.
+        """Returns the stored export, or ``export()``'s. Of processes that ask at once one exports, the others wait.
 
         ``weights`` are bound to what runs in torch. A damaged file is logged and made again.
         """
@@ -50,7 +50,7 @@ class ExportCache:
 
 
 def export_key(model: DenoiserModel, branches: tuple[Branch, ...], team: Team, **options: str) -> str:
-    """A digest of everything that decides an export: model, shapes, division, options, versions and our own code."""
+    """Returns a digest of all that decides an export: model, shapes, division, options, versions and our own code."""
     module = model.modules[branches[0].module]
     facts = {
         "module": repr(module),
@@ -80,7 +80,7 @@ def _digest(tensor: Tensor) -> str:
 
 @functools.cache
 def code_digest(package: str) -> str:
-    """Of every Python file in a package that is imported."""
+    """Returns a digest of every Python file in a package that is imported."""
     digest = hashlib.sha256()
     for folder in map(Path, getattr(sys.modules[package], "__path__", ())):
         for file in sorted(folder.rglob("*.py")):

@@ -39,7 +39,7 @@ def store(config: Any, path: Path | None) -> None:
 
 @contextmanager
 def _rtx_deprecation_ignored() -> Iterator[None]:
-    """TensorRT-RTX compiles on the target GPU, keeps no timings and deprecates their cache; TensorRT does not."""
+    """Silences TensorRT-RTX, which compiles on the target GPU, keeps no timings and deprecates their cache."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         yield

@@ -38,14 +38,14 @@ _OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)
 
 
 def write_export(exported: Exported) -> bytes:
-    """The file's bytes; equal exports give equal bytes. ValueError for a graph that has no written form."""
-    parts = (exported.before, exported.after)
+    """Returns the file's bytes; equal exports give equal bytes. ValueError for a graph that has no written form."""
+    parts = (exported.prologue, exported.epilogue)
     tensors = {name: tensor for part in parts for name, tensor in tensors_of(part, part.graph).items()}
     record = {
-        "before": _write_graph(exported.before.graph),
-        "after": _write_graph(exported.after.graph),
-        "handed": exported.handed,
-        "after_inputs": exported.after_inputs,
+        "prologue": _write_graph(exported.prologue.graph),
+        "epilogue": _write_graph(exported.epilogue.graph),
+        "prologue_outputs": exported.prologue_outputs,
+        "epilogue_inputs": exported.epilogue_inputs,
         "weights": sorted(name for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)),
         "graphs": [_graph_record(graph) for graph in exported.graphs],
         "segments": [dataclasses.asdict(segment) for segment in exported.segments],
@@ -61,7 +61,7 @@ def write_export(exported: Exported) -> bytes:
 
 
 def read_export(data: bytes, weights: Mapping[str, Tensor], device: torch.device) -> Exported:
-    """``weights`` by ``state_dict`` key. Raises ValueError or ``zipfile.BadZipFile`` for a damaged file."""
+    """Reads the file; ``weights`` go by ``state_dict`` key. ValueError or ``zipfile.BadZipFile`` if it is damaged."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:  # checks each member's CRC as it is read
         record: dict[str, Any] = json.loads(archive.read("export.json"))
         constants = load(archive.read("constants.safetensors"))
@@ -70,10 +70,10 @@ def read_export(data: bytes, weights: Mapping[str, Tensor], device: torch.device
     tensors |= {name: _parameter(weights[name.removeprefix(WEIGHT_PREFIX)]) for name in record["weights"]}
     return Exported(
         graphs=tuple(_graph(*pair) for pair in zip(record["graphs"], onnx_files, strict=True)),
-        before=_read_graph(record["before"], tensors),
-        after=_read_graph(record["after"], tensors),
-        handed=tuple(record["handed"]),
-        after_inputs=tuple(record["after_inputs"]),
+        prologue=_read_graph(record["prologue"], tensors),
+        epilogue=_read_graph(record["epilogue"], tensors),
+        prologue_outputs=tuple(record["prologue_outputs"]),
+        epilogue_inputs=tuple(record["epilogue_inputs"]),
         segments=tuple(_segment(segment) for segment in record["segments"]),
     )
 
@@ -109,7 +109,7 @@ def _profile(shapes_of: Mapping[str, list[list[int]]]) -> Profile:
 def _segment(record: dict[str, Any]) -> Segment:
     attention = record["attention"]
     return Segment(
-        form=record["form"],
+        kind=record["kind"],
         inputs=tuple(record["inputs"]),
         weights=record["weights"],
         outputs=tuple(record["outputs"]),
@@ -118,7 +118,7 @@ def _segment(record: dict[str, Any]) -> Segment:
 
 
 def _write_graph(graph: fx.Graph) -> list[dict[str, Any]]:
-    """One record a node. ValueError for an argument or a function that has no written form."""
+    """Returns one record a node. ValueError for an argument or a function that has no written form."""
     return [
         {
             "name": node.name,
@@ -132,7 +132,7 @@ def _write_graph(graph: fx.Graph) -> list[dict[str, Any]]:
 
 
 def _read_graph(records: list[dict[str, Any]], tensors: Mapping[str, Tensor]) -> fx.GraphModule:
-    """The graph again, its ``get_attr`` nodes bound to ``tensors`` by name."""
+    """Returns the graph again, its ``get_attr`` nodes bound to ``tensors`` by name."""
     for module in _OWN_OPERATORS:
         importlib.import_module(module)
     graph, nodes = fx.Graph(), dict[str, fx.Node]()

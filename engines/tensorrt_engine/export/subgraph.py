@@ -1,4 +1,7 @@
-"""Parts of a traced graph as modules of their own, with just the tensors they read."""
+"""Parts of a traced graph as modules of their own, with just the tensors they read.
+
+``torch.fx.passes.split_module`` would make weights, and sizes that vary, inputs of each part.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,11 @@ from engines.tensorrt_engine.export.markers import CUT
 from engines.tensorrt_engine.export.symbolic import Sizes
 
 RANK = "rank_index"
-"""Name of the extra input of ``before``: the caller's place on the context axis."""
+"""Name of the extra input of a prologue: the caller's place on the context axis."""
 
 
 def input_name(placeholder: fx.Node) -> str:
-    """The model input's name: ``torch.export`` puts the name of the dict of inputs in front."""
+    """Returns the model input's name: ``torch.export`` puts the name of the dict of inputs in front."""
     return placeholder.name.removeprefix("inputs_")
 
 
@@ -26,15 +29,16 @@ def is_size(node: fx.Node) -> bool:
 
 
 def extract(
-    traced: fx.GraphModule, given: list[fx.Node], part: list[fx.Node], results: list[fx.Node], *, rank: bool = False
+    traced: fx.GraphModule, inputs: list[fx.Node], part: list[fx.Node], results: list[fx.Node], *, rank: bool = False
 ) -> fx.GraphModule:
+    """Returns the nodes ``part`` as a module that takes ``inputs`` (and the rank's index) and gives ``results``."""
     graph = fx.Graph()
     copies: dict[fx.Node, Any] = {}
-    for node in given:
+    for node in inputs:
         copies[node] = graph.placeholder(input_name(node))
         copies[node].meta = dict(node.meta)
     index = graph.placeholder(RANK) if rank else None
-    sizes = Sizes(graph, [(node, copies[node]) for node in given if not is_size(node)])
+    sizes = Sizes(graph, [(node, copies[node]) for node in inputs if not is_size(node)])
     for node in part:
         for source in node.all_input_nodes:
             if source not in copies:
@@ -47,12 +51,12 @@ def extract(
 
 
 def _copy(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, Any]) -> fx.Node:
-    """Like ``graph.node_copy``, but a source may have become a plain number."""
+    """Copies as ``graph.node_copy`` does, but a source may have become a plain number."""
     assert node.op == "call_function", node.op
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: copies[source])
-    made = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
-    made.meta = dict(node.meta)
-    return made
+    copied = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+    copied.meta = dict(node.meta)
+    return copied
 
 
 def tensors_of(root: nn.Module, graph: fx.Graph) -> dict[str, Tensor]:

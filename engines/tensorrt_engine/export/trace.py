@@ -84,7 +84,7 @@ def trace(
     change: ChangeModule = unchanged,
     ring: RingForm = "none",
 ) -> fx.GraphModule:
-    """``torch.export`` of one branch's forward; parameters are ``get_attr`` nodes named ``module.<state_dict key>``.
+    """Returns one branch's forward, exported; parameters are ``get_attr`` nodes named ``module.<state_dict key>``.
 
     ``change`` swaps layers of a copy of the module first (quantization); ``ring`` says how a ring is to be run.
     """
@@ -100,7 +100,7 @@ def trace(
 
 @contextmanager
 def offline_team(spec: ParallelSpec, rank: int = 0) -> Iterator[Team]:
-    """``spec``'s team as one process alone can trace it: torch's fake process group answers for the other ranks."""
+    """Gives ``spec``'s team so that one process can trace it: torch's fake process group answers for other ranks."""
     if dist.is_initialized():
         raise ValueError("an engine is exported before torch.distributed is initialised, or for the gang's own team")
     dist.init_process_group("fake", rank=rank, world_size=spec.num_ranks, store=FakeStore())

@@ -1,4 +1,4 @@
-"""``troupe doctor --tensorrt``: prove on this host what can be proved here, and say what cannot.
+"""``troupe doctor --tensorrt``: proves on this host what can be proved here, and says what cannot.
 
 On a host with TensorRT 11 and GPUs that is everything: each collective executed over NCCL against its meaning, and the
 model's engine on teams of each size against one rank and against torch. Without a GPU it is what the builder shows.
@@ -29,7 +29,7 @@ from engines.tensorrt_engine.export.collectives import DOMAIN, REDUCING, ROOTED,
 from engines.tensorrt_engine.export.onnx_nodes import OPSET, collective_node
 from engines.tensorrt_engine.run import nccl
 from engines.tensorrt_engine.run.preflight import communicator, current_target
-from engines.tensorrt_engine.run.runtime import LoadedPlan, PlanRunner
+from engines.tensorrt_engine.run.runtime import EngineRunner, LoadedEngine
 
 Result = Literal["proved", "failed", "not here"]
 MakeModel = Callable[[str], DenoiserModel]
@@ -75,7 +75,7 @@ def _target() -> Target:
 
 
 def one_collective(operation: Operation, num_ranks: int) -> tuple[Collective, bytes]:
-    """A network of one collective on float32, and its meaning."""
+    """Returns a network of one collective on float32, and its meaning."""
     reduction: Any = "sum" if operation in REDUCING else "none"
     root = 0 if operation in ROOTED else -1
     what = Collective(operation=operation, num_ranks=num_ranks, reduction=reduction, root=root)
@@ -96,12 +96,12 @@ def _builds(operation: Operation, target: Target) -> Proof:
 
 
 def _nccl_names(environment: Mapping[str, str]) -> Proof:
-    found = nccl.search(nccl.library_path(environment))
-    missing = [name for name in (nccl.VERSIONED, nccl.PLAIN) if name not in found]
+    libraries = nccl.search(nccl.library_path(environment))
+    missing = [name for name in (nccl.VERSIONED, nccl.PLAIN) if name not in libraries]
     if missing:
         detail = f"{', '.join(missing)} not on LD_LIBRARY_PATH; ranks are started with a folder of links"
         return Proof(subject="NCCL names", result="failed", detail=detail)
-    return Proof(subject="NCCL names", result="proved", detail=", ".join(map(str, found.values())))
+    return Proof(subject="NCCL names", result="proved", detail=", ".join(map(str, libraries.values())))
 
 
 def _on_gpus(environment: Mapping[str, str], make_model: MakeModel | None) -> list[Proof]:
@@ -148,12 +148,12 @@ def _executes(operation: Operation, rank: int, num_ranks: int, device: torch.dev
     ]
     assert dist.group.WORLD is not None
     pointer = communicator(str(dist.group.WORLD.group_name), device)
-    plan = build(network, BuildOptions(target=current_target(rank))).plan
-    runner = PlanRunner(LoadedPlan(plan), {}, communicator=pointer)
-    given = runner.run({"x": torch.from_numpy(inputs[rank]).to(device)})["y"].cpu().numpy()
+    engine_file = build(network, BuildOptions(target=current_target(rank))).engine_file
+    runner = EngineRunner(LoadedEngine(engine_file), {}, communicator=pointer)
+    output = runner.run({"x": torch.from_numpy(inputs[rank]).to(device)})["y"].cpu().numpy()
     runner.close()
     expected = what.apply(inputs)[rank]
-    wrong = int(not np.allclose(given, expected, rtol=1e-5, atol=1e-5)) if not np.isnan(expected).any() else 0
+    wrong = int(not np.allclose(output, expected, rtol=1e-5, atol=1e-5)) if not np.isnan(expected).any() else 0
     total = torch.tensor(wrong, device=device)
     dist.all_reduce(total)
     detail = f"{num_ranks} ranks" if not total else f"{int(total)} of {num_ranks} ranks differ from torch.distributed"
@@ -161,7 +161,7 @@ def _executes(operation: Operation, rank: int, num_ranks: int, device: torch.dev
 
 
 def _engine_agrees(make_model: MakeModel, rank: int, num_ranks: int, device: torch.device) -> Proof:
-    """The gang's own self-check (every team against one rank), then one rank against torch."""
+    """Runs the gang's own self-check (every team against one rank), then compares one rank with torch."""
     from engines.parallel.self_check import TOLERANCE, relative_difference
     from engines.tensorrt_engine.load import load_tensorrt_engine
 
@@ -170,13 +170,13 @@ def _engine_agrees(make_model: MakeModel, rank: int, num_ranks: int, device: tor
         context = RankContext(rank=rank, num_ranks=num_ranks, device=str(device))
         engine = load_tensorrt_engine(model, context)
         branch = model.probe()[0]
-        given = engine.predict((branch,), (rank,))[0]
+        prediction = engine.predict((branch,), (rank,))[0]
         with torch.no_grad():
             expected = model.forward(model.modules[branch.module], branch.inputs)
         engine.close()
     except (RuntimeError, ValueError) as error:
         return Proof(subject="engine", result="failed", detail=f"rank {rank}: {error}")
-    difference = relative_difference(given, expected)
-    ok = difference <= TOLERANCE.get(given.dtype, 1e-4)
+    difference = relative_difference(prediction, expected)
+    ok = difference <= TOLERANCE.get(prediction.dtype, 1e-4)
     detail = f"every team of {num_ranks} ranks agrees with one; one with torch to {difference:.1e}"
     return Proof(subject="engine", result="proved" if ok else "failed", detail=detail)

@@ -20,7 +20,7 @@ from engines.tensorrt_engine.export.segments import Segment
 
 
 class Runner(Protocol):
-    """What runs an engine graph on one rank: TensorRT's ``PlanRunner``, or a stand-in in tests."""
+    """What runs an engine graph on one rank: TensorRT's ``EngineRunner``, or a stand-in in tests."""
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
 
@@ -33,16 +33,16 @@ MakeRunner = Callable[[EngineGraph, Mapping[str, Tensor], Team], Runner]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WholeStep:
-    """``before`` in torch, the engine, ``after`` in torch."""
+    """The prologue in torch, the engine, the epilogue in torch."""
 
     exported: Exported
     runner: Runner
     rank_index: int
 
     def __call__(self, inputs: ModelInputs) -> Tensor:
-        handed = self.exported.feed(inputs, self.rank_index)
-        outputs = self.runner.run(self.exported.engine_inputs(handed))
-        return self.exported.finish(handed, outputs)
+        prologue_outputs = self.exported.run_prologue(inputs, self.rank_index)
+        outputs = self.runner.run(self.exported.engine_inputs(prologue_outputs))
+        return self.exported.run_epilogue(prologue_outputs, outputs)
 
     def close(self) -> None:
         self.runner.close()
@@ -50,7 +50,7 @@ class WholeStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SegmentedStep:
-    """``runners[form]`` runs every piece of that form, with the piece's own weights bound at each run."""
+    """``runners[kind]`` runs every segment of that kind, with the segment's own weights bound at each run."""
 
     exported: Exported
     runners: tuple[Runner, ...]
@@ -59,25 +59,25 @@ class SegmentedStep:
     rank_index: int
 
     def __call__(self, inputs: ModelInputs) -> Tensor:
-        handed = self.exported.feed(inputs, self.rank_index)
-        values = dict(handed)
+        prologue_outputs = self.exported.run_prologue(inputs, self.rank_index)
+        values = dict(prologue_outputs)
         for segment in self.exported.segments:
             values.update(self._run(segment, values))
             if segment.attention is not None:
                 q, k, v, out = segment.attention
                 values[out] = self.kernel(values[q], values[k], values[v])[0]
-        return self.exported.finish(handed, values)
+        return self.exported.run_epilogue(prologue_outputs, values)
 
     def close(self) -> None:
         for runner in self.runners:
             runner.close()
 
     def _run(self, segment: Segment, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        form = self.exported.graphs[segment.form]
-        activations = {own: values[name] for own, name in zip(form.inputs, segment.inputs, strict=True)}
-        weights = {own: self.weights[segment.weights[own]] for own in form.weights}
-        outputs = self.runners[segment.form].run(activations | weights)
-        return {name: outputs[own] for own, name in zip(form.outputs, segment.outputs, strict=True)}
+        graph = self.exported.graphs[segment.kind]
+        activations = {own: values[name] for own, name in zip(graph.inputs, segment.inputs, strict=True)}
+        weights = {own: self.weights[segment.weights[own]] for own in graph.weights}
+        outputs = self.runners[segment.kind].run(activations | weights)
+        return {name: outputs[own] for own, name in zip(graph.outputs, segment.outputs, strict=True)}
 
 
 EngineStep = WholeStep | SegmentedStep
@@ -102,13 +102,13 @@ def _segmented_step(
     make_runner: MakeRunner,
     weights: Mapping[str, Tensor],
 ) -> SegmentedStep:
-    """Returns a step with one runner per form, which gets the weights of each segment as it runs."""
-    some = next(iter(weights.values()))
+    """Returns a step with one runner per kind of segment, which gets the weights of each segment as it runs."""
+    weight = next(iter(weights.values()))
     layout = TokenLayout.of(model.plan.streams, model.stream_lengths(branch.inputs), team.context.size)
     return SegmentedStep(
         exported=exported,
-        runners=tuple(make_runner(form, {}, team) for form in exported.graphs),
+        runners=tuple(make_runner(graph, {}, team) for graph in exported.graphs),
         weights=weights,
-        kernel=team_kernel(local_kernel(some.device, some.dtype), team, layout),
+        kernel=team_kernel(local_kernel(weight.device, weight.dtype), team, layout),
         rank_index=team.context.index,
     )

@@ -20,7 +20,7 @@ from engines.parallel.mesh import Team
 from engines.tensorrt_engine import engine as engine_module
 from engines.tensorrt_engine import load
 from engines.tensorrt_engine.build.builder import BuildOptions
-from engines.tensorrt_engine.build.engine_cache import PlanCache, cached_plan
+from engines.tensorrt_engine.build.engine_cache import EngineCache, cached_engine
 from engines.tensorrt_engine.build.targets import Target
 from engines.tensorrt_engine.config import TensorRTConfig
 from engines.tensorrt_engine.export.onnx_graph import EngineGraph
@@ -46,8 +46,11 @@ def model_config(**denoiser: Any) -> ModelConfig:
     [
         ({"strategy": "tensor2xulysses2"}, "ignores the groups.*Use tensor4 or ulysses4 alone, or engine: torch"),
         ({"strategy": "tensor2xring2"}, "ignores the groups"),
-        ({"strategy": "pipeline"}, "all ranks of a team load one plan. Use ulysses4 or tensor4, or engine: torch"),
-        ({"strategy": "tensor", "tensorrt": {"weights": "constants"}}, "one plan per rank; use weights: inputs"),
+        (
+            {"strategy": "pipeline"},
+            "load one engine file. Use ulysses4 or tensor4, or engine: torch",
+        ),
+        ({"strategy": "tensor", "tensorrt": {"weights": "constants"}}, "one engine file per rank; use weights: inputs"),
         ({"strategy": "tensor", "precision": "int8"}, "scales are those of whole weights; use ulysses"),
         ({"strategy": "guidance2xulysses", "num_ranks": 3}, "needs a multiple of 2 ranks, not 3"),
         ({"strategy": "magic"}, "unknown strategy 'magic'; known: ulysses"),
@@ -130,24 +133,24 @@ class Uncaptured:
 
 
 def test_from_the_configuration_to_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything is real but the device: plans are built and kept for SM 8.9, and onnxruntime runs their graphs."""
+    """Everything is real but the device: engines are built and kept for SM 8.9, and onnxruntime runs their graphs."""
     built = []
 
     def runners(config: TensorRTConfig, model: Any, context: Any, target: Target) -> Any:
         def make(graph: EngineGraph, weights: Mapping[str, Tensor], team: Team) -> GlooRunner:
-            options, cache = BuildOptions(target=target), PlanCache(config.cache_dir)
-            built.append(cached_plan(graph, options, cache, strategy="single", precision="fp32"))
+            options, cache = BuildOptions(target=target), EngineCache(config.cache_dir)
+            built.append(cached_engine(graph, options, cache, strategy="single", precision="fp32"))
             return GlooRunner(graph, weights, team)
 
         return make
 
     monkeypatch.setattr(load, "current_target", lambda rank: SM89)
-    monkeypatch.setattr(load, "plan_runners", runners)
+    monkeypatch.setattr(load, "engine_runners", runners)
     monkeypatch.setattr(engine_module, "CapturedStep", Uncaptured)
     wanted = {"tensorrt": {"cache_dir": str(tmp_path)}, "warm_sizes": ["128x128", "64x128"]}
     config = model_config(num_ranks=1, **wanted).model_copy(update={"dtype": "float32"})
     parts = BuildRankParts(model=config)(HERE)
-    assert len({plan.sha256 for plan in built}) == 1, "both sizes, and the check, share a plan"
+    assert len({engine.sha256 for engine in built}) == 1, "both sizes, and the check, share an engine file"
     checkpoint = Checkpoint.open("flux-shapes")
     plain = PlainEngine(model=checkpoint.denoiser())
     request = checkpoint.defaults.request(Size(width=96, height=128), prompt="a large red circle", seed=5)
@@ -158,5 +161,5 @@ def test_from_the_configuration_to_a_picture(tmp_path: Path, monkeypatch: pytest
     )
     torch.testing.assert_close(given[0], expected[0], rtol=1e-3, atol=1e-3)
     assert len(built) == 3, "a size between them has a context of its own"
-    assert len({plan.sha256 for plan in built}) == 1, "and no plan"
+    assert len({engine.sha256 for engine in built}) == 1, "and no file"
     parts.engine.close()

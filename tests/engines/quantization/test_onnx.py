@@ -13,7 +13,7 @@ from engines.core.spec import ParallelSpec
 from engines.quantization.calibration import calibration_of, recording, save_calibration
 from engines.quantization.layers import quantizable
 from engines.quantization.onnx import QUANTIZE_DEQUANTIZE, QuantizedLinear, quantization, quantize
-from engines.tensorrt_engine.build.report import read_plan_text
+from engines.tensorrt_engine.build.report import read_engine_text
 from tests.engines.tensorrt_engine.conftest import Build
 from tests.engines.tensorrt_engine.support.all_ranks import export_case, relative_error
 from tests.engines.tensorrt_engine.support.zoo import SPECIMENS, cast, reference
@@ -89,7 +89,7 @@ def test_records_belong_to_their_weights(tmp_path: Path) -> None:
     ],
 )
 def test_the_graph_computes_what_the_quantized_model_does(
-    build_plan: Build, family: str, kind: str, dtype: torch.dtype
+    build_file: Build, family: str, kind: str, dtype: torch.dtype
 ) -> None:
     specimen = SPECIMENS[family]
     model, inputs = specimen.model(), specimen.inputs()
@@ -112,12 +112,12 @@ def test_the_graph_computes_what_the_quantized_model_does(
     # in float32: in half precision, rounding moves values over a quantization step, and errors as large follow
     assert relative_error(prediction, quantized) < 0.3 * relative_error(quantized, plain)
     for target in ("sm89", "sm120"):
-        text = read_plan_text(build_plan(case.exported.graph.serialized(), target))
+        text = read_engine_text(build_file(case.exported.graph.serialized(), target))
         assert text is not None
         assert text.collectives == {"all_to_all": 4, "all_gather": 1}
 
 
-def test_bf16_with_quantized_weights_as_inputs_builds(build_plan: Build) -> None:
+def test_bf16_with_quantized_weights_as_inputs_builds(build_file: Build) -> None:
     specimen = SPECIMENS["flux"]
     model, inputs = specimen.model(), specimen.inputs()
     (module,) = model.modules.values()
@@ -126,7 +126,7 @@ def test_bf16_with_quantized_weights_as_inputs_builds(build_plan: Build) -> None
     module.to(torch.bfloat16)
     cast_inputs, spec = cast(specimen, inputs, torch.bfloat16), ParallelSpec.of("allgather_kv", 2)
     case = export_case(model, cast_inputs, spec, change=lambda m: quantize(m, model.plan, amax, "fp8"))
-    text = read_plan_text(build_plan(case.exported.graph.serialized()))
+    text = read_engine_text(build_file(case.exported.graph.serialized()))
     assert text is not None
     assert text.num_fused_attentions == 2
 

@@ -18,7 +18,7 @@ from engines.tensorrt_engine.build.targets import Target
 from engines.tensorrt_engine.config import TensorRTConfig
 from engines.tensorrt_engine.rules import TensorRTOptions
 from engines.tensorrt_engine.run.doctor import MakeModel, Proof, doctor, on_ranks
-from engines.tensorrt_engine.run.runtime import PlanRejectedError
+from engines.tensorrt_engine.run.runtime import EngineRejectedError
 from tests.engines.tensorrt_engine.support.zoo import SPECIMENS, cast
 
 SM89 = Target.parse("sm89")
@@ -32,9 +32,9 @@ def bf16_specimen(family: str) -> tuple[object, list[Branch]]:
     return model, [Branch(inputs=cast(specimen, inputs, torch.bfloat16)) for inputs in specimen.buckets()]
 
 
-@pytest.mark.slow  # the tests of the command build such a plan in every run
+@pytest.mark.slow  # the tests of the command build such a file in every run
 @pytest.mark.parametrize("num_buckets", [1, 2])
-def test_build_engine_says_what_the_plan_holds(tmp_path: Path, num_buckets: int) -> None:
+def test_build_engine_says_what_the_file_holds(tmp_path: Path, num_buckets: int) -> None:
     model, buckets = bf16_specimen("flux")
     buckets = buckets[:num_buckets]
     config = TensorRTConfig(options=TensorRTOptions(cache_dir=tmp_path))
@@ -77,9 +77,9 @@ def answers(rank: int, answer: Connection, num_ranks: int, folder: str, make_mod
 
 
 def dies(rank: int, answer: Connection, num_ranks: int, folder: str, make_model: MakeModel | None) -> None:
-    """One rank cannot load its plan; the others wait for it in a collective."""
+    """One rank cannot load its engine; the others wait for it in a collective."""
     if rank == num_ranks - 1:
-        raise PlanRejectedError("out of device memory")
+        raise EngineRejectedError("out of device memory")
     time.sleep(600)
 
 
@@ -93,7 +93,7 @@ def test_doctor_gets_the_ranks_answer() -> None:
 def test_doctor_says_what_a_rank_died_of_and_leaves_no_other_waiting() -> None:
     (proof,) = on_ranks(dies, 2, None)
     assert proof.result == "failed"
-    assert proof.detail.endswith("PlanRejectedError: out of device memory")
+    assert proof.detail.endswith("EngineRejectedError: out of device memory")
     assert not [
         child for child in psutil.Process().children(recursive=True) if "spawn_main" in " ".join(child.cmdline())
     ]

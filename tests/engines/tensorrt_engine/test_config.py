@@ -36,8 +36,8 @@ def model() -> Callable[[torch.dtype], DenoiserModel]:
     [
         ({"strategy": "tensor2xulysses2"}, "ignores the groups.*tensor4 or ulysses4 alone"),
         ({"strategy": "tensor2xring2"}, "ignores the groups"),
-        ({"strategy": "pipeline"}, "all ranks of a team load one plan"),
-        ({"strategy": "tensor", "options": TensorRTOptions(weights="constants")}, "one plan per rank"),
+        ({"strategy": "pipeline"}, "all ranks of a team load one engine file"),
+        ({"strategy": "tensor", "options": TensorRTOptions(weights="constants")}, "one engine file per rank"),
         ({"strategy": "magic"}, "unknown strategy"),
         ({"precision": "fp4"}, "knows auto"),
     ],

@@ -59,7 +59,7 @@ def test_weights_stay_out_of_the_file_and_are_bound_when_it_is_read() -> None:
     assert relative_error(case.predictions(inputs)[1], reference(model, inputs)) <= 1e-4
 
 
-def test_pieces_of_a_ring_are_kept_too() -> None:
+def test_segments_of_a_ring_are_kept_too() -> None:
     specimen = SPECIMENS["flux"]
     model = specimen.model()
     with offline_team(ParallelSpec.of("ring", 2)) as team:
@@ -97,7 +97,10 @@ def test_the_key_holds_all_that_decides_an_export(counted: Counted, monkeypatch:
     inputs = SPECIMENS["wan"].inputs()
     branch = Branch(inputs=inputs)
     first = counted.export(branch)
-    assert counted.export(Branch(inputs={name: 2 * x for name, x in inputs.items()})).handed == first.handed
+    assert (
+        counted.export(Branch(inputs={name: 2 * x for name, x in inputs.items()})).prologue_outputs
+        == first.prologue_outputs
+    )
     assert counted.num_exports == 1, "values do not matter"
     (module,) = counted.exporter.model.modules.values()
     with torch.no_grad():

@@ -55,8 +55,8 @@ def test_one_engine_for_two_sizes() -> None:
             assert relative_error(prediction, reference(model(), asked)) <= TOLERANCE["fp32"]
 
 
-def test_two_transformers_share_a_plan(tmp_path: Path) -> None:
-    """Weights are inputs, so the plan of one is that of the other."""
+def test_two_transformers_share_an_engine_file(tmp_path: Path) -> None:
+    """Weights are inputs, so the engine file of one is that of the other."""
     first, second = wan_model().modules["transformer"], shaken(wan_model().modules["transformer"], seed=4)
     both = wan.as_denoiser({"transformer": first, "transformer_2": second})
     branch = Branch(inputs=wan_inputs(1, 3, 6, 10))

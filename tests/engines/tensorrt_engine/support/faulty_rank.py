@@ -1,4 +1,4 @@
-"""A gang's rank with a TensorRT engine whose plans onnxruntime runs, and which fails to enqueue when it is told to."""
+"""A gang's rank with a TensorRT engine whose graphs onnxruntime runs, and which fails to enqueue when it is told to."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from engines.tensorrt_engine.engine import TensorRTEngine
 from engines.tensorrt_engine.export.collectives import Collective
 from engines.tensorrt_engine.export.exporter import Exporter
 from engines.tensorrt_engine.export.onnx_graph import EngineGraph
-from engines.tensorrt_engine.run.preflight import PreflightError, check_alike, check_same_plan, resolve_group
+from engines.tensorrt_engine.run.preflight import PreflightError, check_alike, check_same_engine_file, resolve_group
 from tests.engines.tensorrt_engine.support.simulate import cut_at_collectives
 from tests.engines.tensorrt_engine.support.zoo import SPECIMENS, flux_inputs
 
@@ -115,10 +115,10 @@ def alike_error(facts: list[dict[str, str]]) -> str:
     return ""
 
 
-def same_plan_error(digests: list[str]) -> str:
+def same_engine_file_error(digests: list[str]) -> str:
     assert dist.group.WORLD is not None
     try:
-        check_same_plan(digests[dist.get_rank()], rank=dist.get_rank(), group=str(dist.group.WORLD.group_name))
+        check_same_engine_file(digests[dist.get_rank()], rank=dist.get_rank(), group=str(dist.group.WORLD.group_name))
     except PreflightError as error:
         return str(error)
     return ""
