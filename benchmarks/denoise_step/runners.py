@@ -24,11 +24,11 @@ from engines.core.fast_model import FastWeights, Precision, StepTensors
 from engines.core.layout import TokenLayout
 from engines.core.model import Branch, Schedule
 from engines.core.spec import ParallelSpec, aligned_runs
+from engines.fast.graph import CapturedStep, GraphPool
 from engines.parallel.collectives import Axis
 from engines.parallel.mesh import Groups, Team, Teams, team_of_one
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.fast_step import FastStep
-from engines.torch_engine.graph import CapturedStep, GraphPool
 from engines.torch_engine.hoisted import AheadCache
 from engines.torch_engine.options import TorchOptions
 from pipelines.flux.denoiser import as_denoiser

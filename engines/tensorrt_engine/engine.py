@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from engines.core.model import Branch, DenoiserModel
+from engines.fast.graph import CapturedStep, GraphPool
 from engines.parallel.division import Division, shape_of
 from engines.parallel.mesh import Team
 from engines.tensorrt_engine.export.buckets import divides, lies_between
 from engines.tensorrt_engine.export.exported import Exported
 from engines.tensorrt_engine.export.exporter import Exporter
-from engines.tensorrt_engine.run.captured import CapturedStep
 from engines.tensorrt_engine.run.step import EngineStep, MakeRunner, make_step
 
 
@@ -45,6 +45,7 @@ class TensorRTEngine:
         self._capture = capture
         self._shared: dict[Any, Exported | None] = {}
         self._steps: dict[Any, EngineStep] = {}
+        self._pool: GraphPool | None = None
         self._captured: dict[Any, CapturedStep] = {}
         self._was_warm = False
 
@@ -87,11 +88,13 @@ class TensorRTEngine:
         key = (_place(team), shape_of(branch))
         self._was_warm = self._was_warm and key in (self._captured if self._capture else self._steps)
         step = self._step(branch, team)
+        inputs = {name: x for name, x in branch.inputs.items() if x is not None}
         if not self._capture:
             return step(branch.inputs)
         if key not in self._captured:
-            self._captured[key] = CapturedStep(step, branch.inputs)
-        return self._captured[key](branch.inputs)
+            self._pool = self._pool or GraphPool(next(iter(inputs.values())).device)
+            self._captured[key] = CapturedStep(step, inputs, self._pool)
+        return self._captured[key](inputs).clone()
 
     def _step(self, branch: Branch, team: Team) -> EngineStep:
         """Made at its first call, which is collective over the team. Each shape has a context (a runner) of its own:

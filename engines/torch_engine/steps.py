@@ -12,12 +12,12 @@ from torch import Tensor
 
 from engines.core.fast_model import FastWeights, Precision, StepTensors
 from engines.core.model import Branch, DenoiserModel
+from engines.fast.graph import CapturedStep, GraphPool
 from engines.parallel.division import shape_of
 from engines.parallel.mesh import Team
 from engines.parallel.sharded import ShardedModel
 from engines.torch_engine.config import TorchChoices
 from engines.torch_engine.fast_step import LATENTS, FastStep, can_run
-from engines.torch_engine.graph import CapturedStep, GraphPool
 from engines.torch_engine.hoisted import AheadCache
 
 logger = logging.getLogger(__name__)

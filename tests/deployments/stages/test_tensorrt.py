@@ -122,7 +122,7 @@ def test_a_rank_without_a_gpu_says_so() -> None:
 class Uncaptured:
     """In a CUDA graph's place."""
 
-    def __init__(self, step: Callable[[ModelInputs], Tensor], inputs: ModelInputs) -> None:
+    def __init__(self, step: Callable[[ModelInputs], Tensor], inputs: ModelInputs, pool: object) -> None:
         self._step = step
 
     def __call__(self, inputs: ModelInputs) -> Tensor:
@@ -147,6 +147,7 @@ def test_from_the_configuration_to_a_picture(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(load, "current_target", lambda rank: SM89)
     monkeypatch.setattr(load, "engine_runners", runners)
     monkeypatch.setattr(engine_module, "CapturedStep", Uncaptured)
+    monkeypatch.setattr(engine_module, "GraphPool", lambda device: None)
     wanted = {"tensorrt": {"cache_dir": str(tmp_path)}, "warm_sizes": ["128x128", "64x128"]}
     config = model_config(num_ranks=1, **wanted).model_copy(update={"dtype": "float32"})
     parts = BuildRankParts(model=config)(HERE)

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
-from weakref import WeakKeyDictionary
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engines.core.resources import separate_rank_resources
 from engines.core.spec import ParallelSpec
 from engines.parallel import early_start
 from engines.parallel.collectives import EXCHANGES, Axis
@@ -37,8 +37,7 @@ Seen = list[tuple[str, tuple[int, ...]]]
 @contextmanager
 def as_at_start() -> Iterator[None]:
     """Without what earlier tests have left in this process."""
-    fresh = patch("engines.parallel.mesh._of_world", WeakKeyDictionary())
-    with fresh, patch("engines.parallel.early_start._started", None):
+    with separate_rank_resources():
         yield
 
 

@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from engines.tensorrt_engine.run.captured import CapturedStep
 from engines.tensorrt_engine.run.nccl import check_process
 from engines.tensorrt_engine.run.preflight import communicator
 from engines.tensorrt_engine.run.runtime import CAPSULE_NAME, communicator_capsule
@@ -37,17 +35,3 @@ def test_the_capsule_holds_a_communicator_that_nccl_knows(group: str) -> None:
     library = ctypes.CDLL(str(check_process()))
     assert library.ncclCommCount(ctypes.c_void_p(pointer), ctypes.byref(num_ranks)) == 0
     assert num_ranks.value == 1
-
-
-def test_a_captured_step_reads_new_inputs_and_keeps_its_answers_apart() -> None:
-    weight = torch.randn(8, 8, device="cuda")
-
-    def step(inputs: dict[str, Tensor]) -> Tensor:
-        return inputs["x"] @ weight + 1
-
-    captured = CapturedStep(step, {"x": torch.zeros(4, 8, device="cuda")})  # type: ignore[arg-type]
-    given = [torch.randn(4, 8, device="cuda") for _ in range(3)]
-    answers = [captured({"x": x}) for x in given]
-    for x, answer in zip(given, answers, strict=True):
-        torch.testing.assert_close(answer, step({"x": x}))
-    captured.close()
