@@ -31,8 +31,8 @@ from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.fast_step import FastStep
 from engines.torch_engine.hoisted import AheadCache
 from engines.torch_engine.options import TorchOptions
+from pipelines.fast.flux import FluxWeights
 from pipelines.flux.denoiser import as_denoiser
-from pipelines.flux.fast import fast_weights
 from pipelines.flux.shard_plan import SHARD_PLAN, stream_lengths
 
 SMALL_SIDE = 128
@@ -196,7 +196,7 @@ class Bench:
         return mine
 
     def _weights(self, precision: Precision) -> FastWeights:
-        return fast_weights(self.module, precision)
+        return FluxWeights(self.module, precision)
 
     def _inputs(self, side: int, batch: int) -> dict[str, Tensor]:
         return flux.inputs(self.module, side, batch=batch, text=self.num_text)

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from engines.core.model import Branch, DenoiserModel, ModelInputs
 from engines.parallel.attention import local_kernel
 from pipelines.directory import load_diffusers_model, outline_diffusers_model
+from pipelines.fast.flux import FluxWeights
 from pipelines.flux import geometry
 from pipelines.flux import latents as shapes
 from pipelines.flux.attention import set_kernel
-from pipelines.flux.fast import fast_weights
 from pipelines.flux.shard_plan import SHARD_PLAN, stream_lengths
 
 MODEL = ("diffusers.models.transformers.transformer_flux", "FluxTransformer2DModel")
@@ -46,7 +46,7 @@ def as_denoiser(transformer: Any) -> DenoiserModel:
         set_kernel=set_kernel,
         forward=forward,
         probe=FluxProbe(config=config, device=transformer.device, dtype=transformer.dtype),
-        fast=fast_weights,
+        fast=FluxWeights,
     )
 
 

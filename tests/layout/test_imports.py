@@ -18,6 +18,8 @@ MAY_IMPORT = {
 }
 HTTP_LIBRARIES = {"aiohttp", "fastapi", "flask", "httpx", "openai", "requests", "starlette", "uvicorn"}
 REGISTRY = "pipelines/registry.py"
+FAST_STEPS = "pipelines/fast/"
+"""Where a family has files of its own, which begin with its word."""
 SETTINGS = "deployments/settings.py"
 SET_VARIABLES_OF_LIBRARIES = {
     "deployments/cli/serving.py",
@@ -106,10 +108,27 @@ def identifiers_and_strings(tree: ast.Module) -> Names:
 def may_name_family(name: str, line: int, folder: str) -> bool:
     table = registry_table()
     in_table = name == REGISTRY and table.lineno <= line <= (table.end_lineno or 0)
-    return in_table or name.startswith(folder)
+    in_its_file = re.match(rf"{FAST_STEPS}{families()[folder]}\d*(_\w+)?\.py$", name) is not None
+    return in_table or in_its_file or name.startswith(folder)
 
 
-def test_a_family_is_known_in_its_folder_and_its_registry_line_alone() -> None:
+@pytest.mark.parametrize(
+    ("name", "may"),
+    [
+        ("pipelines/fast/flux_weights.py", True),
+        ("pipelines/fast/flux.py", True),
+        ("pipelines/fast/wan.py", False),
+        ("pipelines/fast/__init__.py", False),
+        ("pipelines/flux/text.py", True),
+        ("pipelines/wan/text.py", False),
+        ("engines/fast/flux.py", False),
+    ],
+)
+def test_a_family_may_be_named_in_its_own_files(name: str, may: bool) -> None:
+    assert may_name_family(name, 1, "pipelines/flux/") is may
+
+
+def test_a_family_is_known_in_its_own_files_and_its_registry_line_alone() -> None:
     offenders = [
         f"{name}:{line} says {text!r}"
         for name in python_files(*PACKAGES)

@@ -13,7 +13,7 @@ from engines.core.model import Branch, ModelInputs, Schedule
 from engines.parallel.mesh import team_of_one
 from engines.torch_engine.fast_step import FastStep
 from engines.torch_engine.hoisted import AheadCache
-from pipelines.flux.fast import fast_weights
+from pipelines.fast.flux import FluxWeights
 from pipelines.flux.shard_plan import SHARD_PLAN, stream_lengths
 from tests.engines.support import models
 
@@ -22,7 +22,7 @@ TIMESTEPS_S = torch.tensor([0.9, 0.6, 0.2])
 
 def parts() -> tuple[Branch, Any, FastStep]:
     (branch,) = models.branches("flux", "even")
-    weights = fast_weights(models.transformer("flux"), "native")
+    weights = FluxWeights(models.transformer("flux"), "native")
     layout = TokenLayout.of(SHARD_PLAN.streams, stream_lengths(branch.inputs), 1)
     fast = FastStep(weights, SHARD_PLAN, team_of_one(), layout, sample=branch.inputs["hidden_states"])
     return branch, weights, fast

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from engines.core.resources import separate_rank_resources
 from engines.parallel.attention import plain_attention
 from engines.parallel.collectives import Axis
 from engines.torch_engine.exchange import peer_heads as peer_exchange

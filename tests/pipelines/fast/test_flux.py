@@ -18,7 +18,7 @@ from engines.parallel.mesh import Groups, Team, Teams, team_of_one
 from engines.parallel.self_check import relative_difference
 from engines.torch_engine.fast_step import FastStep
 from engines.torch_engine.hoisted import AheadCache
-from pipelines.flux.fast import fast_weights
+from pipelines.fast.flux import FluxWeights
 from pipelines.flux.shard_plan import SHARD_PLAN, stream_lengths
 from tests.engines.support import models
 from tests.engines.support.gloo import gang
@@ -35,7 +35,7 @@ def reference(length: str) -> Tensor:
 
 @cache
 def weights(precision: Precision = "native") -> Any:
-    return fast_weights(models.transformer("flux"), precision)
+    return FluxWeights(models.transformer("flux"), precision)
 
 
 def step(team: Team, length: str, precision: Precision = "native") -> Tensor:
@@ -87,7 +87,7 @@ def test_a_broken_exchange_shows() -> None:
 
 def test_a_broken_block_shows() -> None:
     """The bound would notice a swapped shift and scale in one block."""
-    broken = fast_weights(models.transformer("flux"), "native")
+    broken = FluxWeights(models.transformer("flux"), "native")
     block = broken.module.single_transformer_blocks[1].norm.linear
     block.bias.data = block.bias.data.unflatten(0, (3, -1))[[1, 0, 2]].flatten()
     with patch(f"{__name__}.weights", lambda precision: broken):
@@ -102,10 +102,10 @@ def test_fp8_is_close() -> None:
 def test_the_module_still_works_and_shares_its_weights() -> None:
     module = models.transformer("flux")
     before = copy.deepcopy(module)
-    arranged = fast_weights(module, "native")
+    arranged = FluxWeights(module, "native")
     (branch,) = models.branches("flux", "even")
     with torch.no_grad():
         torch.testing.assert_close(module(**branch.inputs)[0], before(**branch.inputs)[0])
     attn = module.transformer_blocks[0].attn
-    assert arranged.duals[0].qkv.image.weight_NK.data_ptr() == attn.to_q.weight.data_ptr()
+    assert arranged.blocks.duals[0].qkv.latents.weight_NK.data_ptr() == attn.to_q.weight.data_ptr()
     assert attn.to_k.weight.untyped_storage().data_ptr() == attn.to_q.weight.untyped_storage().data_ptr()

@@ -1,0 +1,1 @@
+"""Hand-ordered steps of models, made of ``engines.fast``."""
