@@ -51,13 +51,9 @@ class MakeModel:
     source: str
 
     def __call__(self, device: str) -> DenoiserModel:
-        import torch
+        from pipelines.checkpoint import Checkpoint
 
-        from pipelines.loading import resolve_dtype, resolve_path
-        from pipelines.registry import load_family
-
-        path, where = resolve_path(self.source), torch.device(device)
-        return load_family(path).load_denoiser(path, where, resolve_dtype("auto", where))
+        return Checkpoint.open(self.source, device).denoiser()
 
 
 def first_model(config: str) -> str:

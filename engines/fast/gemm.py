@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from engines.core.fast_model import Precision
 from engines.fast.kernels import QuantRows, Rows, quantize_rows
 from engines.fast.kernels.rows import quantized
 
@@ -93,6 +94,10 @@ class Float8Product:
         result = functional.linear(rows.dequantized(), weight_NK)
         result = (result if self.bias_N is None else result + self.bias_N.float()).to(_result_dtype(self.bias_N))
         return result if out is None else out.copy_(result)
+
+
+def make_product(weight_NK: Tensor, bias_N: Tensor | None, precision: Precision) -> Product:
+    return NativeProduct(weight_NK, bias_N) if precision == "native" else Float8Product(weight_NK, bias_N)
 
 
 def stack(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor]:

@@ -1,54 +1,64 @@
-"""What an engine gives a hand-ordered step, and the small steps that its blocks share."""
+"""What an engine gives a hand-ordered step: the team's exchange of heads, and streams for work beside it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from engines.core.fast_model import Precision
-from engines.fast.gemm import Float8Product, NativeProduct, Product
-from engines.fast.kernels import QuantRows, Rows, quantize_rows
+from engines.fast.kernels import HeadNorms
 from engines.fast.side_streams import Lane
-from engines.torch_engine.exchange.heads import HeadExchange, join_columns
+
+
+class AttendedHeads(Protocol):
+    """Results on their way back to the ranks of their tokens."""
+
+    def collect(self) -> Tensor:
+        """Returns my rows of the result: groups ``x_GRC`` of columns, in the order of the heads."""
+        ...
+
+
+class SentHeads(Protocol):
+    """Queries, keys and values on their way to the ranks of their heads."""
+
+    def attend(self) -> AttendedHeads:
+        """Attends to what has arrived, and starts sending the result back."""
+        ...
+
+
+class HeadExchange(Protocol):
+    """Attention over the tokens of a team in three moments (send, attend, collect), so that other work fits between.
+
+    ``adds_bias``: ``send`` writes all of q, k and v anew, and can add their bias for nothing on the way.
+    Rows are tokens × batch, batch innermost; ``norms`` are those of all rows.
+    """
+
+    adds_bias: bool
+
+    def send(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms) -> SentHeads:
+        """Normalises and turns q and k, and starts sending them and v. ``qkv`` may be overwritten.
+
+        The caller has other work to do before ``attend``, and again before ``collect``.
+        """
+        ...
+
+    def send_run(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms, start: int, stop: int) -> None:
+        """Sends the rows from ``start`` to ``stop`` (whole tokens) before the others are there, if the exchange can."""
+        ...
+
+    def send_rest(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms) -> SentHeads:
+        """Sends what ``send_run`` has not sent.
+
+        Every row was passed to ``send_run``, and the current stream has waited for it; nothing runs beside this.
+        """
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepParts:
-    """What an engine gives a fast model: the team's exchange, and lanes for the second stream and for the MLP.
-
-    ``streams_apart``: streams meet in attention only.
-    """
+    """What an engine gives a fast model: the team's exchange, and lanes for the second stream and for the MLP."""
 
     exchange: HeadExchange
     stream_lane: Lane
     mlp_lane: Lane
-    streams_apart: bool = False
-
-
-def make_product(weight_NK: Tensor, bias_N: Tensor | None, precision: Precision) -> Product:
-    return NativeProduct(weight_NK, bias_N) if precision == "native" else Float8Product(weight_NK, bias_N)
-
-
-def collected_rows(groups: tuple[Tensor, ...], precision: Precision) -> Rows:
-    """What an exchange brought back, as the next product wants it."""
-    if precision == "native":
-        return join_columns(groups)
-    return quantize_rows(groups[0] if len(groups) == 1 else join_columns(groups))
-
-
-def joined_rows(first: Rows, second: Rows) -> Rows:
-    """One under the other."""
-    if isinstance(first, QuantRows):
-        assert isinstance(second, QuantRows)
-        pairs = ((first.values_RC, second.values_RC), (first.scale_R1, second.scale_R1))
-        values_RC, scale_R1 = (torch.cat(pair) for pair in pairs)
-        return QuantRows(values_RC=values_RC, scale_R1=scale_R1)
-    assert isinstance(second, Tensor)
-    return torch.cat((first, second))
-
-
-def run_of_rows(x: Rows, start: int, stop: int | None) -> Rows:
-    rows: Tensor | QuantRows = x[start:stop]
-    return rows

@@ -16,7 +16,7 @@ from threading import Thread
 import torch
 import torch.distributed as dist
 
-from engines.core.team_sizes import aligned_runs, tiling_sizes
+from engines.core.spec import aligned_runs, tiling_sizes
 from engines.parallel.attention import local_kernel
 from engines.parallel.collectives import EXCHANGES, Axis
 from engines.parallel.mesh import Groups

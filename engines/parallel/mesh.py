@@ -13,8 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from engines.core.spec import AXES, ParallelSpec
-from engines.core.team_sizes import aligned_runs
+from engines.core.spec import AXES, ParallelSpec, aligned_runs
 from engines.parallel.collectives import Axis
 from engines.parallel.nccl_options import inherited_options
 

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from engines.core.fingerprint import fingerprint
 from engines.core.model import Branch, DenoiserModel
-from engines.core.spec import ParallelSpec
-from engines.core.team_sizes import tiling_sizes
+from engines.core.rank import RankContext
+from engines.core.spec import tiling_sizes
+from engines.parallel.division import Division, TeamSpecs
 from engines.parallel.early_start import gang_groups
-from engines.parallel.mesh import Groups, Team, Teams
+from engines.parallel.mesh import Team
 from engines.parallel.self_check import self_check
 from engines.tensorrt_engine.build.bindings import load_bindings
 from engines.tensorrt_engine.build.builder import BuildOptions
-from engines.tensorrt_engine.build.engine_cache import DEFAULT_FOLDER, EngineCache, cached_engine
+from engines.tensorrt_engine.build.engine_cache import PlanCache, cached_plan
 from engines.tensorrt_engine.build.export_cache import ExportCache
 from engines.tensorrt_engine.build.targets import Target
 from engines.tensorrt_engine.config import TensorRTConfig
@@ -27,7 +26,7 @@ from engines.tensorrt_engine.engine import TensorRTEngine
 from engines.tensorrt_engine.export.buckets import check_branches
 from engines.tensorrt_engine.export.exporter import Exporter, change_for
 from engines.tensorrt_engine.export.onnx_graph import EngineGraph
-from engines.tensorrt_engine.rules import Precision, Weights
+from engines.tensorrt_engine.rules import Precision, TensorRTOptions
 from engines.tensorrt_engine.run.preflight import (
     check_alike,
     check_engine_file,
@@ -39,66 +38,41 @@ from engines.tensorrt_engine.run.preflight import (
 from engines.tensorrt_engine.run.runtime import EngineRunner, LoadedEngine
 from engines.tensorrt_engine.run.step import MakeRunner
 
-Specs = dict[int, tuple[ParallelSpec, ParallelSpec]]
-
-
-class Place(Protocol):
-    """Where a rank finds itself: the gang's ``RankContext``, or a ``RankPlace`` outside a gang."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def num_ranks(self) -> int: ...
-    @property
-    def device(self) -> str: ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankPlace:
-    """A rank of a process group that no gang started."""
-
-    rank: int
-    num_ranks: int
-    device: str
-
 
 def load_tensorrt_engine(
     model: DenoiserModel,
-    context: Place,
+    context: RankContext,
     *,
     strategy: str = "auto",
     precision: str = "auto",
-    weights: str = "inputs",
-    cache_dir: Path | None = None,
-    buckets: Sequence[Branch] = (),
+    options: TensorRTOptions | None = None,
+    expected: Sequence[tuple[Branch, ...]] = (),
 ) -> TensorRTEngine:
     """Made, checked on every team. Every rank of the gang makes this call at the same time.
 
-    ``buckets`` are branches in the sizes that are expected: prepared before this returns, and used for the check.
-    Raises ValueError for a configuration TensorRT cannot do, PreflightError, EngineRejectedError, WrongAnswerError.
+    ``expected`` are steps in the sizes that will come: they share an engine file, prepared before this returns, and are
+    used for the check. Raises ValueError for what TensorRT cannot do, PreflightError, EngineRejectedError,
+    WrongAnswerError.
     """
     config = TensorRTConfig(
-        strategy=strategy,
-        precision=cast(Precision, precision),
-        weights=cast(Weights, weights),
-        cache_dir=cache_dir or DEFAULT_FOLDER,
+        strategy=strategy, precision=cast(Precision, precision), options=options or TensorRTOptions()
     )
+    buckets = tuple(branches[0] for branches in expected)
     target = current_target(context.rank)
     groups = gang_groups()  # waits for the early start: no exchange comes before it
     if context.num_ranks > 1:
         nccl = check_nccl(context.rank)
         check_alike(start_facts(model, config, target, nccl), rank=context.rank)
-    specs = choose_specs(config, model, context.num_ranks, target)
+    specs = TeamSpecs.of_sizes(tiling_sizes(context.num_ranks), lambda size: config.specs(model, size, target))
     engine = TensorRTEngine(
         model,
-        teams=form_teams(specs, context, groups),
-        specs=specs,
-        make_runner=engine_runners(config, model, context, target),
+        division=Division(specs, model.plan, rank=context.rank, num_ranks=context.num_ranks, groups=groups),
+        make_runner=plan_runners(config, model, context, target),
         exporter=exporter_of(config, model, context.num_ranks, target),
         buckets=buckets,
     )
     engine.prepare()
-    checked = ((team.ranks, team.spec.name) for team in engine.checked_teams())
+    checked = ((team.ranks, team.spec.name) for team in engine.division.checked_teams())
     self_check(engine, check_branches(buckets) if buckets else model.probe(), rank=context.rank, teams=checked)
     return engine
 
@@ -122,29 +96,8 @@ def exporter_of(config: TensorRTConfig, model: DenoiserModel, num_ranks: int, ta
     )
 
 
-def choose_specs(config: TensorRTConfig, model: DenoiserModel, num_ranks: int, target: Target) -> Specs:
-    """Returns divisions by size of team; small ones may be missing. ValueError if the whole gang cannot be divided."""
-    specs: Specs = {}
-    for team_size in tiling_sizes(num_ranks):
-        try:
-            paired = config.resolve(model, team_size, target).spec
-            single = paired.without_guidance()
-            single.check(num_heads=model.num_heads, has_tensor_plan=bool(model.plan.linears))
-        except ValueError:
-            if team_size == num_ranks:
-                raise
-            continue
-        specs[team_size] = (single, paired)
-    return specs
-
-
-def form_teams(specs: Specs, context: Place, groups: Groups) -> Teams:
-    every = dict.fromkeys(spec for pair in specs.values() for spec in pair)
-    return Teams(rank=context.rank, num_ranks=context.num_ranks, specs=every, groups=groups)
-
-
-def engine_runners(config: TensorRTConfig, model: DenoiserModel, context: Place, target: Target) -> MakeRunner:
-    """Runners of engine files from the cache, the same on every rank, with the team's NCCL communicator.
+def plan_runners(config: TensorRTConfig, model: DenoiserModel, context: RankContext, target: Target) -> MakeRunner:
+    """Returns what makes runners: engine files from the cache, alike on every rank, with the team's communicator.
 
     An engine file is deserialized once, however many shapes it serves.
     """

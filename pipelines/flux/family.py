@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipelines.defaults import with_own_defaults
+from pipelines.defaults import Defaults, with_own_defaults
 from pipelines.directory import read_config
-from pipelines.family import Defaults
 from pipelines.flux.geometry import PATCH, scale_factor
 from pipelines.request import MediaRequest
 

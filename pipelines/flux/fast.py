@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from engines.core.fast_model import Precision, StepTensors
 from engines.core.model import ModelInputs
-from engines.fast.interface import StepParts, collected_rows, run_of_rows
-from engines.fast.kernels import HeadNorms, Rows, norm_modulate, residual_norm_modulate
+from engines.fast.interface import StepParts
+from engines.fast.kernels import HeadNorms, Rows, collected_rows, residual_norm_modulate
 from pipelines.flux.fast_apart import StreamsApart
-from pipelines.flux.fast_weights import DualWeights, FluxWeights, SingleWeights
+from pipelines.flux.fast_weights import FluxWeights, SingleWeights
 from pipelines.flux.modulation import FluxModulation
 
 
@@ -60,10 +60,7 @@ class FastFlux:
         weights = self._weights
         modulation = FluxModulation(ahead["modulation_VBC"], len(weights.duals), len(weights.singles), first_rows)
         rope = (ahead["cos_LP"], ahead["sin_LP"])
-        if self._parts.streams_apart:
-            normed = StreamsApart(weights, self._parts, modulation, rope, batch).run(x_RC)
-        else:
-            normed = self._duals(x_RC, modulation, rope, batch)
+        normed = StreamsApart(weights, self._parts, modulation, rope, batch).run(x_RC)
         for index, single in enumerate(weights.singles):
             norms = HeadNorms(weight_S2D=single.head_norms_S2D, cos_LP=rope[0], sin_LP=rope[1], first_rows=first_rows)
             is_last = index + 1 == len(weights.singles)
@@ -76,47 +73,6 @@ class FastFlux:
         assert isinstance(normed, Tensor)
         return normed if weights.singles else normed[first_rows:]
 
-    def _duals(self, x_RC: Tensor, modulation: FluxModulation, rope: tuple[Tensor, Tensor], batch: int) -> Rows:
-        weights, first_rows = self._weights, modulation.first_rows
-        normed = norm_modulate(x_RC, modulation.first(), quantize=self._quantize)
-        for index, dual in enumerate(weights.duals):
-            norms = HeadNorms(weight_S2D=dual.head_norms_S2D, cos_LP=rope[0], sin_LP=rope[1], first_rows=first_rows)
-            update_RC = self._dual_attention(normed, dual, norms, x_RC, batch)
-            gate_SBC, middle = modulation.dual_middle(index)
-            normed = residual_norm_modulate(x_RC, (update_RC,), gate_SBC, middle, quantize=self._quantize)
-            update_RC = self._dual_mlp(normed, dual, x_RC, first_rows)
-            gate_SBC, following = modulation.dual_end(index)
-            quantize = weights.quantizes_after_dual(index)
-            normed = residual_norm_modulate(x_RC, (update_RC,), gate_SBC, following, quantize=quantize)
-        return normed
-
-    def _dual_attention(self, normed: Rows, dual: DualWeights, norms: HeadNorms, x_RC: Tensor, batch: int) -> Tensor:
-        """``update_RC``: both streams' projections on two lanes, attention over both."""
-        exchange, lane, first = self._parts.exchange, self._parts.stream_lane, norms.first_rows
-        text, image = run_of_rows(normed, 0, first), run_of_rows(normed, first, None)
-        qkv_RE = x_RC.new_empty(x_RC.shape[0], 3 * x_RC.shape[1])
-        with lane.aside():
-            dual.qkv.text(text, out=qkv_RE[:first])
-        dual.qkv.image(image, out=qkv_RE[first:])
-        lane.join()
-        attended = exchange.attend(exchange.send(self._by_head(qkv_RE, norms), batch, norms, beside=False))
-        result = collected_rows(exchange.collect(attended), self._weights.precision)
-        update_RC = torch.empty_like(x_RC)
-        with lane.aside():
-            dual.out.text(run_of_rows(result, 0, first), out=update_RC[:first])
-        dual.out.image(run_of_rows(result, first, None), out=update_RC[first:])
-        lane.join()
-        return update_RC
-
-    def _dual_mlp(self, normed: Rows, dual: DualWeights, x_RC: Tensor, first: int) -> Tensor:
-        lane = self._parts.stream_lane
-        update_RC = torch.empty_like(x_RC)
-        with lane.aside():
-            dual.down.text(dual.up.text.activated(run_of_rows(normed, 0, first)), out=update_RC[:first])
-        dual.down.image(dual.up.image.activated(run_of_rows(normed, first, None)), out=update_RC[first:])
-        lane.join()
-        return update_RC
-
     def _single(
         self, normed: Rows, single: SingleWeights, norms: HeadNorms, batch: int, needed: slice
     ) -> tuple[Tensor, ...]:
@@ -128,15 +84,15 @@ class FastFlux:
         qkv, bias_E = single.qkv.without_bias() if exchange.adds_bias else (single.qkv, None)
         if bias_E is not None:
             norms = replace(norms, bias_3HD=bias_E.view(3, -1, norms.weight_S2D.shape[-1]))
-        sent = exchange.send(self._by_head(qkv(normed), norms), batch, norms, beside=True)
+        sent = exchange.send(self._by_head(qkv(normed), norms), batch, norms)
         with lane.aside():
-            hidden = single.up.activated(run_of_rows(normed, needed.start, None))
-        attended = exchange.attend(sent)
+            hidden = single.up.activated(normed[needed])
+        attended = sent.attend()
         with lane.aside(after_main=False):
             update_RC = single.out_mlp(hidden)
-        result = collected_rows(exchange.collect(attended), self._weights.precision)
+        result = collected_rows(attended.collect(), self._weights.precision)
         lane.join()
-        return single.out_attention.add(update_RC, run_of_rows(result, needed.start, None))
+        return single.out_attention.add(update_RC, result[needed])
 
     def _by_head(self, qkv_RE: Tensor, norms: HeadNorms) -> Tensor:
         return qkv_RE.view(qkv_RE.shape[0], 3, -1, norms.weight_S2D.shape[-1])

@@ -14,9 +14,16 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from engines.fast.gemm import Product
-from engines.fast.interface import StepParts, collected_rows, joined_rows, run_of_rows
-from engines.fast.kernels import HeadNorms, Modulation, Rows, norm_modulate, residual_norm_modulate
-from engines.torch_engine.exchange.heads import Exchanged, SendsRuns
+from engines.fast.interface import StepParts
+from engines.fast.kernels import (
+    HeadNorms,
+    Modulation,
+    Rows,
+    collected_rows,
+    join_rows,
+    norm_modulate,
+    residual_norm_modulate,
+)
 from pipelines.flux.fast_weights import FluxWeights, Pair
 from pipelines.flux.modulation import FluxModulation
 
@@ -35,6 +42,7 @@ class StreamsApart:
 
     def run(self, x_RC: Tensor) -> Rows:
         """``x_RC`` after all dual blocks (in place), normed for what follows; text first."""
+        exchange = self.parts.exchange
         qkv_RE: Tensor | None = self._new_qkv(x_RC)
         normed: dict[int, Rows] = {}
         for stream in (TEXT, IMAGE):
@@ -43,8 +51,8 @@ class StreamsApart:
         for index in range(len(self.weights.duals)):
             assert qkv_RE is not None
             self.parts.stream_lane.join()
-            attended = self.parts.exchange.attend(self._sent(index, qkv_RE))
-            result = collected_rows(self.parts.exchange.collect(attended), self.weights.precision)
+            attended = exchange.send_rest(self._by_head(qkv_RE), self.batch, self._norms(index)).attend()
+            result = collected_rows(attended.collect(), self.weights.precision)
             # Made before the lanes part: what was in this memory before has been read by then.
             following = self._new_qkv(x_RC) if index + 1 < len(self.weights.duals) else None
             for stream in (TEXT, IMAGE):
@@ -52,7 +60,7 @@ class StreamsApart:
                     normed[stream] = self._rest(stream, index, result, x_RC, following)
             qkv_RE = following
         self.parts.stream_lane.join()
-        return joined_rows(normed[TEXT], normed[IMAGE])
+        return join_rows(normed[TEXT], normed[IMAGE])
 
     def _begin(self, stream: int, x_RC: Tensor, qkv_RE: Tensor | None) -> None:
         start, stop = self._rows(stream, x_RC)
@@ -64,7 +72,7 @@ class StreamsApart:
         """Everything of a block after its attention, and of the next block before its own."""
         dual, (start, stop) = self.weights.duals[index], self._rows(stream, x_RC)
         mine_RC = x_RC[start:stop]
-        update_RC = _of(dual.out, stream)(run_of_rows(result, start, stop))
+        update_RC = _of(dual.out, stream)(result[start:stop])
         quantize = self.weights.precision == "fp8"
         normed = self._norm(stream, mine_RC, update_RC, self.modulation.dual_middle(index), quantize)
         update_RC = _of(dual.down, stream)(_of(dual.up, stream).activated(normed))
@@ -83,18 +91,11 @@ class StreamsApart:
         return residual_norm_modulate(x_RC, (update_RC,), gate_1BC, mine, quantize=quantize)
 
     def _project(self, stream: int, index: int, normed: Rows, qkv_RE: Tensor | None) -> None:
-        """Queries, keys and values of block ``index``, sent at once if the exchange takes a stream by itself."""
+        """Queries, keys and values of block ``index``, sent at once if the exchange can."""
         assert qkv_RE is not None
         start, stop = self._rows(stream, qkv_RE)
         _of(self.weights.duals[index].qkv, stream)(normed, out=qkv_RE[start:stop])
-        if isinstance(exchange := self.parts.exchange, SendsRuns):
-            exchange.send_run(self._by_head(qkv_RE), self.batch, self._norms(index), start, stop)
-
-    def _sent(self, index: int, qkv_RE: Tensor) -> Exchanged:
-        exchange, qkv_R3HD = self.parts.exchange, self._by_head(qkv_RE)
-        if isinstance(exchange, SendsRuns):
-            return exchange.sent(qkv_R3HD, self.batch)
-        return exchange.send(qkv_R3HD, self.batch, self._norms(index), beside=False)
+        self.parts.exchange.send_run(self._by_head(qkv_RE), self.batch, self._norms(index), start, stop)
 
     def _norms(self, index: int) -> HeadNorms:
         return HeadNorms(

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from engines.core.fast_model import FastModel, Precision
 from engines.core.model import ModelInputs
-from engines.fast.gemm import Product, stack
-from engines.fast.interface import StepParts, make_product
+from engines.fast.gemm import Product, make_product, stack
+from engines.fast.interface import StepParts
 from pipelines.flux.modulation import embedded_times, modulation_vectors
 
 

@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipelines.defaults import with_own_defaults
+from pipelines.defaults import Defaults, with_own_defaults
 from pipelines.directory import read_config, read_index
-from pipelines.family import Defaults
 from pipelines.request import MediaRequest
 from pipelines.wan.geometry import read_geometry
 

@@ -4,9 +4,11 @@ Dims: R rows (tokens × batch, batch innermost), C channels, S segments of rows 
 The plain version of each is its specification and the path on the CPU.
 """
 
-from engines.fast.kernels.heads import HeadNorms, norm_and_rotate
-from engines.fast.kernels.norm import Modulation, norm_modulate, residual_norm_modulate
+from engines.fast.kernels.heads import norm_and_rotate
+from engines.fast.kernels.join import collected_rows, join_columns, join_rows
+from engines.fast.kernels.norm import norm_modulate, residual_norm_modulate
 from engines.fast.kernels.quantize import quantize_rows
+from engines.fast.kernels.records import HeadNorms, Modulation
 from engines.fast.kernels.rows import QuantRows, Rows
 
 __all__ = [
@@ -14,6 +16,9 @@ __all__ = [
     "Modulation",
     "QuantRows",
     "Rows",
+    "collected_rows",
+    "join_columns",
+    "join_rows",
     "norm_and_rotate",
     "norm_modulate",
     "quantize_rows",

@@ -2,34 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import torch
 from torch import Tensor
 
-EPS = 1e-6
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HeadNorms:
-    """What is done to q and k per head: RMS norm with ``weight_S2D`` (segment, q or k), then rotation of pairs.
-
-    ``cos_LP`` and ``sin_LP`` (float32) turn the pair (2p, 2p + 1) of token l. The first ``first_rows`` rows take
-    segment 0, the others the last one. ``bias_3HD`` is added to every row before that.
-    """
-
-    weight_S2D: Tensor
-    cos_LP: Tensor
-    sin_LP: Tensor
-    first_rows: int
-    bias_3HD: Tensor | None = None
-
-    def run(self, start: int, stop: int, batch: int) -> HeadNorms:
-        """For the rows from ``start`` to ``stop`` alone."""
-        tables = (table_LP[start // batch : stop // batch] for table_LP in (self.cos_LP, self.sin_LP))
-        cos_LP, sin_LP = tables
-        first_rows = min(max(self.first_rows - start, 0), stop - start)
-        return replace(self, cos_LP=cos_LP, sin_LP=sin_LP, first_rows=first_rows)
+from engines.fast.kernels.records import EPS, HeadNorms
 
 
 def norm_and_rotate(qkv_R3HD: Tensor, norms: HeadNorms, out_LB3HD: Tensor) -> None:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engines.fast.kernels.heads import EPS, HeadNorms
+from engines.fast.kernels.records import EPS, HeadNorms
 
 
 @triton.jit

@@ -2,39 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engines.fast.kernels.records import EPS, Modulation
 from engines.fast.kernels.rows import QuantRows, Rows, quantized
-
-EPS = 1e-6
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Modulation:
-    """Shift and scale after a layer norm, ``shift_SBC`` and ``scale_SBC``: one per segment and batch entry.
-
-    The first ``first_rows`` rows take segment 0, the others the last segment (the same one when there is only one).
-    """
-
-    shift_SBC: Tensor
-    scale_SBC: Tensor
-    first_rows: int
-
-    def of_stream(self, number: int, num_rows: int) -> Modulation:
-        """For the ``num_rows`` rows of the first (0) or the last (1) segment alone."""
-        vectors = (x_SBC[:1] if number == 0 else x_SBC[-1:] for x_SBC in (self.shift_SBC, self.scale_SBC))
-        shift_1BC, scale_1BC = vectors
-        return Modulation(shift_SBC=shift_1BC, scale_SBC=scale_1BC, first_rows=num_rows)
-
-    def per_row(self, x_SBC: Tensor, num_rows: int) -> Tensor:
-        """``x_SBC`` spread over the rows it is for, float32."""
-        batch = x_SBC.shape[1]
-        first = x_SBC[0].float().repeat(self.first_rows // batch, 1)
-        return torch.cat((first, x_SBC[-1].float().repeat((num_rows - self.first_rows) // batch, 1)))
 
 
 def norm_modulate(x_RC: Tensor, modulation: Modulation, *, quantize: bool = False) -> Rows:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engines.fast.kernels.norm import EPS, Modulation
+from engines.fast.kernels.records import EPS, Modulation
 from engines.fast.kernels.rows import QuantRows, Rows
 from engines.quantization.scales import FP8, LARGEST, SMALLEST_AMAX
 

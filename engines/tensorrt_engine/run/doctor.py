@@ -20,6 +20,7 @@ import torch.distributed as dist
 from onnx import TensorProto, helper
 
 from engines.core.model import DenoiserModel
+from engines.core.rank import RankContext
 from engines.planner.local_ranks import Body, local_ranks
 from engines.tensorrt_engine.build.bindings import TensorRTMissingError, load_bindings
 from engines.tensorrt_engine.build.builder import BuildError, BuildOptions, build
@@ -162,12 +163,12 @@ def _executes(operation: Operation, rank: int, num_ranks: int, device: torch.dev
 def _engine_agrees(make_model: MakeModel, rank: int, num_ranks: int, device: torch.device) -> Proof:
     """Runs the gang's own self-check (every team against one rank), then compares one rank with torch."""
     from engines.parallel.self_check import TOLERANCE, relative_difference
-    from engines.tensorrt_engine.load import RankPlace, load_tensorrt_engine
+    from engines.tensorrt_engine.load import load_tensorrt_engine
 
     model = make_model(str(device))
     try:
-        place = RankPlace(rank=rank, num_ranks=num_ranks, device=str(device))
-        engine = load_tensorrt_engine(model, place)
+        context = RankContext(rank=rank, num_ranks=num_ranks, device=str(device))
+        engine = load_tensorrt_engine(model, context)
         branch = model.probe()[0]
         prediction = engine.predict((branch,), (rank,))[0]
         with torch.no_grad():

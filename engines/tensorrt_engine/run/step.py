@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from engines.core.kernel import Kernel
@@ -113,9 +112,3 @@ def _segmented_step(
         kernel=team_kernel(local_kernel(weight.device, weight.dtype), team, layout),
         rank_index=team.context.index,
     )
-
-
-def signature(branch: Branch) -> tuple[str, tuple[tuple[str, tuple[int, ...], torch.dtype], ...]]:
-    """Returns what a static engine is made for: the module and its inputs' shapes and dtypes."""
-    shapes = ((name, tuple(x.shape), x.dtype) for name, x in sorted(branch.inputs.items()) if x is not None)
-    return branch.module, tuple(shapes)

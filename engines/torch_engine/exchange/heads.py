@@ -1,15 +1,12 @@
-"""Attention of one block as three moments (send, attend, collect), so that other work fits between them.
+"""Attention over the tokens of a team: on one rank alone, and through one all-to-all each way.
 
-Dims: L my tokens, B batch, R = L × B rows (batch innermost), H heads, D head dim, W ranks, P parts, h = H / W / P heads
-of one rank in one part. A part is a share of every rank's heads that is exchanged and attended on its own: one part's
-exchange hides behind the other's attention.
+Dims: L my tokens, B batch, R = L × B rows (batch innermost), H heads, D head dim, W ranks, h = H / W heads of one rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -24,53 +21,6 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``(q_BLHD, k_BMHD, v_BMHD) -> out_BLHD``."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Exchanged:
-    """What is under way: one tensor a part. ``left`` and ``memory`` are the exchange's own notes."""
-
-    parts: tuple[Tensor, ...]
-    num_rows: int
-    left: tuple[tuple[Any, ...], ...] = ()
-    memory: Any = None
-
-
-class HeadExchange(Protocol):
-    """Attention over the tokens of a whole team, cut into the pieces between which a block may do something else.
-
-    ``adds_bias``: ``send`` writes all of q, k and v anew, and can add their bias for nothing on the way.
-    """
-
-    adds_bias: bool
-
-    def send(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms, *, beside: bool) -> Exchanged:
-        """Normalise and turn q and k, and start sending them and v. ``qkv`` may be overwritten.
-
-        ``beside``: the caller has other work to do before ``attend``, and again before ``collect``.
-        """
-        ...
-
-    def attend(self, sent: Exchanged) -> Exchanged:
-        """Attention on what has arrived, and the start of the way back."""
-        ...
-
-    def collect(self, attended: Exchanged) -> tuple[Tensor, ...]:
-        """My rows of the result: groups ``x_GRC`` of columns, in the order of the heads."""
-        ...
-
-
-@runtime_checkable
-class SendsRuns(Protocol):
-    """A ``HeadExchange`` that can send one run of rows before the others are there (with nothing beside it)."""
-
-    def send_run(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms, start: int, stop: int) -> None:
-        """``send`` for the rows from ``start`` to ``stop``: whole tokens. ``norms`` are those of all rows."""
-        ...
-
-    def sent(self, qkv_R3HD: Tensor, batch: int) -> Exchanged:
-        """What ``send`` would have returned, when every row was sent and the current stream has waited for it."""
-        ...
-
-
 class LocalHeads:
     """No exchange: q and k are normalised in place and attention reads the product's result where it lies."""
 
@@ -79,30 +29,40 @@ class LocalHeads:
     def __init__(self, attend: Attend) -> None:
         self._attend = attend
 
-    def send(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms, *, beside: bool) -> Exchanged:
-        rows, _, heads, dim = qkv_R3HD.shape
-        qkv_LB3HD = qkv_R3HD.view(rows // batch, batch, 3, heads, dim)
-        norm_and_rotate(qkv_R3HD, norms, qkv_LB3HD)
-        return Exchanged(parts=(qkv_LB3HD,), num_rows=rows)
+    def send(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms) -> LocalSent:
+        self.send_run(qkv_R3HD, batch, norms, 0, qkv_R3HD.shape[0])
+        return self.send_rest(qkv_R3HD, batch, norms)
 
     def send_run(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms, start: int, stop: int) -> None:
-        self.send(qkv_R3HD[start:stop], batch, norms.run(start, stop, batch), beside=False)
+        run_R3HD = qkv_R3HD[start:stop]
+        norm_and_rotate(run_R3HD, norms.run(start, stop, batch), _by_token(run_R3HD, batch))
 
-    def sent(self, qkv_R3HD: Tensor, batch: int) -> Exchanged:
-        rows, _, heads, dim = qkv_R3HD.shape
-        return Exchanged(parts=(qkv_R3HD.view(rows // batch, batch, 3, heads, dim),), num_rows=rows)
+    def send_rest(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms) -> LocalSent:
+        return LocalSent(kernel=self._attend, qkv_LB3HD=_by_token(qkv_R3HD, batch))
 
-    def attend(self, sent: Exchanged) -> Exchanged:
-        (qkv_LB3HD,) = sent.parts
-        return Exchanged(parts=(attend_tokens_first(self._attend, qkv_LB3HD),), num_rows=sent.num_rows)
 
-    def collect(self, attended: Exchanged) -> tuple[Tensor, ...]:
-        (out_LBHD,) = attended.parts
-        return (out_LBHD.reshape(1, attended.num_rows, -1),)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalSent:
+    """Heads that are where they are attended."""
+
+    kernel: Attend
+    qkv_LB3HD: Tensor
+
+    def attend(self) -> LocalAttended:
+        return LocalAttended(out_LBHD=attend_tokens_first(self.kernel, self.qkv_LB3HD))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalAttended:
+    out_LBHD: Tensor
+
+    def collect(self) -> Tensor:
+        length, batch, *_ = self.out_LBHD.shape
+        return self.out_LBHD.reshape(1, length * batch, -1)
 
 
 class UlyssesHeads:
-    """One all-to-all per part each way (arXiv:2309.14509), on the communicator's own stream.
+    """An all-to-all each way (arXiv:2309.14509), on the communicator's own stream. It carries whole tensors.
 
     Layouts are chosen so that nothing is copied but the last step: q, k and v are written as they are sent
     (destination, token, batch, which, head, D), attention reads what arrives through strides and writes what goes back.
@@ -110,45 +70,58 @@ class UlyssesHeads:
 
     adds_bias = True
 
-    def __init__(self, attend: Attend, axis: Axis, *, num_parts: int = 1) -> None:
-        self._attend, self._axis, self._num_parts = attend, axis, num_parts
+    def __init__(self, attend: Attend, axis: Axis) -> None:
+        self._attend, self._axis = attend, axis
 
-    def send(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms, *, beside: bool) -> Exchanged:
+    def send(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms) -> UlyssesSent:
         rows, _, heads, dim = qkv_R3HD.shape
-        world, parts = self._axis.size, self._num_parts
-        each = heads // world // parts
-        assert each * world * parts == heads, f"{heads} heads do not fit {world} ranks x {parts} parts"
-        sent = qkv_R3HD.new_empty(parts, world, rows // batch, batch, 3, each, dim)
-        norm_and_rotate(qkv_R3HD, norms, sent.permute(2, 3, 4, 0, 1, 5, 6))
-        return Exchanged(parts=tuple(start_all_to_all(part, self._axis) for part in sent.unbind(0)), num_rows=rows)
+        world = self._axis.size
+        assert heads % world == 0, f"{heads} heads cannot be divided over {world} ranks"
+        sent_WLB3hD = qkv_R3HD.new_empty(world, rows // batch, batch, 3, heads // world, dim)
+        norm_and_rotate(qkv_R3HD, norms, sent_WLB3hD.permute(1, 2, 3, 0, 4, 5))
+        pending_WLB3hD = start_all_to_all(sent_WLB3hD, self._axis)
+        return UlyssesSent(kernel=self._attend, axis=self._axis, pending_WLB3hD=pending_WLB3hD, num_rows=rows)
 
-    def attend(self, sent: Exchanged) -> Exchanged:
-        back = []
-        for pending in sent.parts:
-            qkv_LB3HD = wait(pending).flatten(0, 1)
-            out_LBHD = attend_tokens_first(self._attend, qkv_LB3HD).contiguous()
-            out = out_LBHD.view(self._axis.size, sent.num_rows, -1)
-            back.append(start_all_to_all(out, self._axis))
-        return Exchanged(parts=tuple(back), num_rows=sent.num_rows)
+    def send_run(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms, start: int, stop: int) -> None:
+        """Sends nothing: all rows go together, in ``send_rest``."""
 
-    def collect(self, attended: Exchanged) -> tuple[Tensor, ...]:
-        return tuple(wait(pending) for pending in attended.parts)
+    def send_rest(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms) -> UlyssesSent:
+        return self.send(qkv_R3HD, batch, norms)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UlyssesSent:
+    """An all-to-all under way: (source, its tokens, batch, which, my heads, D)."""
+
+    kernel: Attend
+    axis: Axis
+    pending_WLB3hD: Tensor
+    num_rows: int
+
+    def attend(self) -> UlyssesAttended:
+        out_LBhD = attend_tokens_first(self.kernel, wait(self.pending_WLB3hD).flatten(0, 1)).contiguous()
+        out_WRC = out_LBhD.view(self.axis.size, self.num_rows, -1)
+        return UlyssesAttended(pending_WRC=start_all_to_all(out_WRC, self.axis))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UlyssesAttended:
+    """An all-to-all under way: (rank of the heads, my rows, columns of its heads)."""
+
+    pending_WRC: Tensor
+
+    def collect(self) -> Tensor:
+        return wait(self.pending_WRC)
 
 
 def attend_tokens_first(attend: Attend, qkv_LB3HD: Tensor) -> Tensor:
-    """``out_LBHD``; on CUDA without copies, in and out."""
+    """Returns ``out_LBHD``; on CUDA without copies, in and out."""
     q_BLHD, k_BLHD, v_BLHD = (qkv_LB3HD[:, :, which].transpose(0, 1) for which in range(3))
     return attend(q_BLHD, k_BLHD, v_BLHD).transpose(0, 1)
 
 
-def join_columns(groups: tuple[Tensor, ...]) -> Tensor:
-    """``x_RC`` from groups ``x_GRC``; no copy if there is one group."""
-    columns = [x_RC for x_GRC in groups for x_RC in x_GRC.unbind(0)]
-    return columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
-
-
 def local_attention(device: torch.device, dtype: torch.dtype, key_rows: TokenRows | None = None) -> Attend:
-    """The fastest local attention whose log-sum-exp nobody needs, over the given rows of the keys (None: all)."""
+    """Returns the fastest local attention without log-sum-exp, over the given rows of the keys (None: all)."""
     kernel = local_kernel(device, dtype)
     attend = _cudnn_out if kernel is cudnn_flash else without_lse(kernel)
     if key_rows is None:
@@ -158,6 +131,11 @@ def local_attention(device: torch.device, dtype: torch.dtype, key_rows: TokenRow
 
 def without_lse(kernel: Kernel) -> Attend:
     return lambda q_BLHD, k_BMHD, v_BMHD: kernel(q_BLHD, k_BMHD, v_BMHD)[0]
+
+
+def _by_token(qkv_R3HD: Tensor, batch: int) -> Tensor:
+    """Returns the view ``qkv_LB3HD``."""
+    return qkv_R3HD.view(-1, batch, *qkv_R3HD.shape[1:])
 
 
 def _cudnn_out(q_BLHD: Tensor, k_BMHD: Tensor, v_BMHD: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from deployments.config import AppConfig, ModelConfig
-from deployments.stages.denoiser import gang_config
+from deployments.stages.denoiser import node_environment
 from deployments.stages.rank import BuildRankParts
 from engines.core.model import Branch, ModelInputs
 from engines.core.rank import RankContext
@@ -24,12 +24,12 @@ from engines.tensorrt_engine.build.engine_cache import EngineCache, cached_engin
 from engines.tensorrt_engine.build.targets import Target
 from engines.tensorrt_engine.config import TensorRTConfig
 from engines.tensorrt_engine.export.onnx_graph import EngineGraph
+from engines.tensorrt_engine.rules import TensorRTOptions
 from engines.tensorrt_engine.run import nccl
 from engines.tensorrt_engine.run.preflight import PreflightError
-from pipelines.loading import resolve_path
-from pipelines.registry import load_family
+from pipelines.checkpoint import Checkpoint
 from pipelines.run import PlainEngine
-from pipelines.sizes import Size, request_of
+from pipelines.size import Size
 from tests.engines.tensorrt_engine.support.gloo_runner import GlooRunner
 
 CPU, SM89 = torch.device("cpu"), Target.parse("sm89")
@@ -57,7 +57,7 @@ def model_config(**denoiser: Any) -> ModelConfig:
         ({"precision": "fp4"}, "the TensorRT engine knows auto, native, fp32, fp16, bf16, int8, fp8"),
         ({"precision": "fp16"}, "the model is loaded in bf16: set the model's dtype to fp16"),
         ({"gpus_per_rank": 0}, "give each rank one, or use engine: torch"),
-        ({"tensorrt": {"sizes": ["large"]}}, "sizes"),
+        ({"tensorrt": {"sizes": ["64x64"]}}, "the key sizes is denoiser.warm_sizes now"),
         ({"tensorrt": {"weights": "elsewhere"}}, "weights"),
         ({"tensorrt": {"plans": "here"}}, "plans"),
     ],
@@ -67,10 +67,10 @@ def test_refused_when_read_with_reason_and_alternative(denoiser: dict[str, Any],
         model_config(**denoiser)
 
 
-def test_the_same_is_nothing_to_other_engines() -> None:
-    """The section may stay where it is while ``engine`` changes."""
-    for engine in ("torch", "auto"):
-        model_config(engine=engine, strategy="tensor2xulysses2", tensorrt={"weights": "constants"})
+def test_the_rules_are_those_of_this_engine_alone_and_so_is_its_section() -> None:
+    model_config(engine="torch", strategy="tensor2xulysses2")
+    with pytest.raises(ValidationError, match="the section tensorrt is for engine: tensorrt alone"):
+        model_config(engine="torch", strategy="tensor2xulysses2", tensorrt={"weights": "constants"})
 
 
 def test_one_line_is_enough() -> None:
@@ -99,19 +99,18 @@ def test_options_reach_the_engine_and_nccl_the_environment(tmp_path: Path, monke
 
     engine: Any = RecordingEngine()
     monkeypatch.setattr(load, "load_tensorrt_engine", fake_engine)
-    tensorrt = {"weights": "constants", "cache_dir": str(tmp_path), "sizes": ["128x128", "64x128"]}
-    model = model_config(strategy="allgather_kv", precision="int8", tensorrt=tensorrt, warm_sizes=["64x64"])
+    tensorrt = {"weights": "constants", "cache_dir": str(tmp_path)}
+    sizes = ["128x128", "64x128"]
+    model = model_config(strategy="allgather_kv", precision="int8", tensorrt=tensorrt, warm_sizes=sizes)
     assert BuildRankParts(model=model)(HERE).engine is engine
-    assert engine.warmed == [(16, (0,))], "image tokens of the size to be warm, on this rank's team of one"
-    assert given["strategy"] == "allgather_kv"
-    assert (given["precision"], given["weights"], given["cache_dir"]) == ("int8", "constants", tmp_path)
-    tokens = [branch.inputs["hidden_states"].shape[1] for branch in given["buckets"]]
-    assert tokens == [64, 32]
+    assert engine.warmed == [(64, (0,)), (32, (0,))], "image tokens of the warm sizes, on this rank's team of one"
+    assert (given["strategy"], given["precision"]) == ("allgather_kv", "int8")
+    assert given["options"] == TensorRTOptions(weights="constants", cache_dir=tmp_path)
+    assert [branches[0].inputs["hidden_states"].shape[1] for branches in given["expected"]] == [64, 32]
     monkeypatch.setattr(nccl, "rank_environment", lambda environment: {"LIBRARIES": environment["LD_LIBRARY_PATH"]})
-    environment = gang_config(model).environment
     monkeypatch.setenv("LD_LIBRARY_PATH", "/of/this/node")  # read where it is asked, not where it was configured
-    assert environment() == {"LIBRARIES": "/of/this/node"}  # type: ignore[misc]
-    assert gang_config(model_config(engine="torch")).environment() == {}  # type: ignore[misc]
+    assert node_environment("tensorrt") == {"LIBRARIES": "/of/this/node"}
+    assert node_environment("torch") == {}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a device")
@@ -148,15 +147,14 @@ def test_from_the_configuration_to_a_picture(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(load, "current_target", lambda rank: SM89)
     monkeypatch.setattr(load, "engine_runners", runners)
     monkeypatch.setattr(engine_module, "CapturedStep", Uncaptured)
-    tensorrt = {"cache_dir": str(tmp_path), "sizes": ["128x128", "64x128"]}
-    config = model_config(num_ranks=1, tensorrt=tensorrt).model_copy(update={"dtype": "float32"})
+    wanted = {"tensorrt": {"cache_dir": str(tmp_path)}, "warm_sizes": ["128x128", "64x128"]}
+    config = model_config(num_ranks=1, **wanted).model_copy(update={"dtype": "float32"})
     parts = BuildRankParts(model=config)(HERE)
     assert len({engine.sha256 for engine in built}) == 1, "both sizes, and the check, share an engine file"
-    path = resolve_path("flux-shapes")
-    family = load_family(path)
-    plain = PlainEngine(model=family.load_denoiser(path, CPU, torch.float32))
-    request = request_of(Size(width=96, height=128), family.defaults(path), prompt="a large red circle", seed=5)
-    state = parts.sampler.begin(request, family.load_text_encoder(path, CPU, torch.float32).encode(request))
+    checkpoint = Checkpoint.open("flux-shapes")
+    plain = PlainEngine(model=checkpoint.denoiser())
+    request = checkpoint.defaults.request(Size(width=96, height=128), prompt="a large red circle", seed=5)
+    state = parts.sampler.begin(request, checkpoint.text_encoder().encode(request))
     given, expected = (
         parts.engine.predict(parts.sampler.branches(state), (0,)),
         plain.predict(parts.sampler.branches(state)),

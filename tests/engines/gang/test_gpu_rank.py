@@ -43,7 +43,7 @@ def step(number: int) -> StepPlan:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU")
-def test_a_step_is_queued_while_the_one_before_it_runs():
+def test_a_step_is_queued_while_the_one_before_it_runs() -> None:
     parts = RankParts(engine=SleepingEngine(), sampler=FakeSampler())
     runner = RankJobs(parts, RankContext(rank=0, num_ranks=1, device="cuda:0"))
     conditioning_L = torch.zeros(8)
@@ -76,7 +76,7 @@ def member(rank: int, pipe: Connection) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus_join_over_nccl():
+def test_two_gpus_join_over_nccl() -> None:
     context = multiprocessing.get_context("spawn")
     pipes = context.Pipe()
     members = [context.Process(target=member, args=(rank, pipes[rank])) for rank in range(2)]

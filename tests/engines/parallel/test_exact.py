@@ -14,9 +14,8 @@ from torch import Tensor
 
 from engines.core.spec import STRATEGIES as STRATEGY_NAMES
 from engines.parallel.self_check import relative_difference
-from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
-from engines.torch_engine.fast_step import Overlap
+from engines.torch_engine.exchange.choose import PARTS_FROM_TOKENS
 from tests.engines.support import models
 from tests.engines.support.gloo import gang
 
@@ -124,7 +123,8 @@ def predict(strategy: str, num_ranks: int, family: str, length: str, broken: str
     rank = torch.distributed.get_rank()
     engine = engine_for(strategy, family)
     first = rank // num_ranks * num_ranks
-    with left_out(broken):
+    from_tokens = 1 if "in parts" in strategy else PARTS_FROM_TOKENS
+    with left_out(broken), patch("engines.torch_engine.exchange.choose.PARTS_FROM_TOKENS", from_tokens):
         return engine.predict(models.branches(family, length, num=2), tuple(range(first, first + num_ranks)))
 
 
@@ -140,5 +140,4 @@ def left_out(exchange: str | None) -> Iterator[None]:
 
 @cache
 def engine_for(strategy: str, family: str) -> TorchEngine:
-    overlap = Overlap(parts_from_tokens=1) if "parts" in strategy else Overlap()
-    return TorchEngine(models.model(family), config=TorchEngineConfig(strategy=strategy.split()[0], overlap=overlap))
+    return TorchEngine(models.model(family), strategy=strategy.split()[0])

@@ -14,7 +14,6 @@ from engines.planner.cost_model import Workload
 from engines.planner.forecast import StepForecast, forecast, workload
 from engines.planner.measure import measure
 from engines.planner.profile import profile
-from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
 from tests.engines.support import models
 from tests.engines.support.gloo import gang
@@ -50,7 +49,7 @@ def predict_and_time() -> tuple[StepForecast, dict[str, float]]:
 
 
 def engine_for(strategy: str) -> TorchEngine:
-    return TorchEngine(models.model("wan"), config=TorchEngineConfig(strategy=strategy))
+    return TorchEngine(models.model("wan"), strategy=strategy)
 
 
 def forecast_for(work: Workload) -> StepForecast:
@@ -74,4 +73,4 @@ def forecast_and_resolve() -> tuple[StepForecast, str]:
     plan = forecast_for(work)
     typical = replace(model, typical_lengths={"video": 900})
     with patch("engines.planner.auto.measure", lambda *_: plan.machine), closing(TorchEngine(typical)) as engine:
-        return plan, engine.config.spec(2, 1).name
+        return plan, engine.division.specs.of(2)[0].name

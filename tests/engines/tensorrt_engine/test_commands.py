@@ -16,6 +16,7 @@ from engines.tensorrt_engine.build.builder import BuildError
 from engines.tensorrt_engine.build.report import build_engine
 from engines.tensorrt_engine.build.targets import Target
 from engines.tensorrt_engine.config import TensorRTConfig
+from engines.tensorrt_engine.rules import TensorRTOptions
 from engines.tensorrt_engine.run.doctor import MakeModel, Proof, doctor, on_ranks
 from engines.tensorrt_engine.run.runtime import EngineRejectedError
 from tests.engines.tensorrt_engine.support.zoo import SPECIMENS, cast
@@ -36,7 +37,7 @@ def bf16_specimen(family: str) -> tuple[object, list[Branch]]:
 def test_build_engine_says_what_the_file_holds(tmp_path: Path, num_buckets: int) -> None:
     model, buckets = bf16_specimen("flux")
     buckets = buckets[:num_buckets]
-    config = TensorRTConfig(cache_dir=tmp_path)
+    config = TensorRTConfig(options=TensorRTOptions(cache_dir=tmp_path))
     (first,) = build_engine(model, buckets, config=config, num_ranks=2, target=SM89, visible=False)  # type: ignore[arg-type]
     assert first.collectives == {"all_to_all": 4, "all_gather": 1}
     assert (first.num_attentions, first.num_fused_attentions) == (2, 2)
@@ -56,7 +57,7 @@ def test_build_engine_says_what_the_file_holds(tmp_path: Path, num_buckets: int)
 def test_weight_flags_build_or_say_why_not(tmp_path: Path, flag: str) -> None:
     """Stripping needs a GPU at build time in TensorRT-RTX 1.7; a version that lifts that fails here."""
     model, buckets = bf16_specimen("wan")
-    config = TensorRTConfig(cache_dir=tmp_path, weights="constants", strategy="allgather_kv")
+    config = TensorRTConfig(strategy="allgather_kv", options=TensorRTOptions(cache_dir=tmp_path, weights="constants"))
     with nullcontext() if flag == "weight_streaming" else pytest.raises(BuildError):
         options = {"num_ranks": 2, "target": SM89, "visible": False, flag: True}
         (report,) = build_engine(model, buckets[:1], config=config, **options)  # type: ignore[arg-type]

@@ -16,13 +16,13 @@ from engines.tensorrt_engine.build.builder import Profile
 from engines.tensorrt_engine.build.report import read_engine_text
 from engines.tensorrt_engine.export.buckets import divides, profile_over, varying_dims
 from engines.tensorrt_engine.export.trace import offline_team
-from pipelines.loading import resolve_path, shipped_checkpoints
+from pipelines.checkpoint import Checkpoint
+from pipelines.loading import shipped_checkpoints
 from pipelines.run import load_pipeline
 from tests.engines.tensorrt_engine.conftest import Build
 from tests.engines.tensorrt_engine.support.all_ranks import Case, SimulatedEngine, export_case, relative_error
 from tests.engines.tensorrt_engine.support.cases import DTYPES, TOLERANCE
 from tests.engines.tensorrt_engine.support.shipped import (
-    CPU,
     NAMES,
     SIZES,
     first_branch,
@@ -122,7 +122,7 @@ def test_a_whole_picture_of_four_ranks() -> None:
     assert request.num_inference_steps == 20
     last = sum(case.exported.graph.collectives().values()) - 1
     engines = (None, SimulatedEngine(case=case, rank=3), SimulatedEngine(case=case, rank=3, skip_collectives={last}))
-    expected, given, broken = (load_pipeline(resolve_path(name), CPU, torch.float32, e).run(request) for e in engines)
+    expected, given, broken = (load_pipeline(Checkpoint.open(name), engine).run(request) for engine in engines)
     assert psnr_db(given, expected) >= MIN_PSNR_DB
     assert psnr_db(broken, expected) < MIN_PSNR_DB
 

@@ -11,7 +11,7 @@ import torch
 from engines.core.layout import TokenLayout
 from engines.core.model import Branch, ModelInputs, Schedule
 from engines.parallel.mesh import team_of_one
-from engines.torch_engine.fast_step import FastStep, Overlap
+from engines.torch_engine.fast_step import FastStep
 from engines.torch_engine.hoisted import AheadCache
 from pipelines.flux.fast import fast_weights
 from pipelines.flux.shard_plan import SHARD_PLAN, stream_lengths
@@ -24,7 +24,7 @@ def parts() -> tuple[Branch, Any, FastStep]:
     (branch,) = models.branches("flux", "even")
     weights = fast_weights(models.transformer("flux"), "native")
     layout = TokenLayout.of(SHARD_PLAN.streams, stream_lengths(branch.inputs), 1)
-    fast = FastStep(weights, SHARD_PLAN, team_of_one(), layout, Overlap(), branch.inputs["hidden_states"])
+    fast = FastStep(weights, SHARD_PLAN, team_of_one(), layout, sample=branch.inputs["hidden_states"])
     return branch, weights, fast
 
 

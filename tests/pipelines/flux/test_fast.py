@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +16,7 @@ from engines.core.layout import TokenLayout
 from engines.core.spec import ParallelSpec
 from engines.parallel.mesh import Groups, Team, Teams, team_of_one
 from engines.parallel.self_check import relative_difference
-from engines.torch_engine.fast_step import FastStep, Overlap
+from engines.torch_engine.fast_step import FastStep
 from engines.torch_engine.hoisted import AheadCache
 from pipelines.flux.fast import fast_weights
 from pipelines.flux.shard_plan import SHARD_PLAN, stream_lengths
@@ -25,10 +24,6 @@ from tests.engines.support import models
 from tests.engines.support.gloo import gang
 
 BOUND = 1e-5
-TOGETHER = Overlap(mlp_lane=False, streams_apart=False)
-LANE, APART, PARTS = (
-    replace(TOGETHER, **change) for change in ({"mlp_lane": True}, {"streams_apart": True}, {"num_parts": 2})
-)
 
 
 @cache
@@ -43,10 +38,10 @@ def weights(precision: Precision = "native") -> Any:
     return fast_weights(models.transformer("flux"), precision)
 
 
-def step(team: Team, length: str, overlap: Overlap, precision: Precision = "native") -> Tensor:
+def step(team: Team, length: str, precision: Precision = "native") -> Tensor:
     (branch,) = models.branches("flux", length)
     layout = TokenLayout.of(SHARD_PLAN.streams, stream_lengths(branch.inputs), team.context.size)
-    fast = FastStep(weights(precision), SHARD_PLAN, team, layout, overlap, branch.inputs["hidden_states"])
+    fast = FastStep(weights(precision), SHARD_PLAN, team, layout, sample=branch.inputs["hidden_states"])
     with torch.no_grad():
         return fast(fast.latents(branch.inputs), AheadCache().tensors(branch, weights(precision), fast))
 
@@ -60,41 +55,33 @@ def teams() -> Teams:
     return Teams(rank=torch.distributed.get_rank(), num_ranks=4, specs=specs, groups=Groups(4))
 
 
-def rank_step(strategy: str, width: int, length: str, overlap: Overlap, break_exchange: bool = False) -> Tensor | None:
+def rank_step(strategy: str, width: int, length: str, break_exchange: bool = False) -> Tensor | None:
     ranks = tuple(range(width))
     if torch.distributed.get_rank() >= width:
         teams()
         return None
     team = teams().team(ranks, ParallelSpec.of(strategy, width))
     if not break_exchange:
-        return step(team, length, overlap)
+        return step(team, length)
     with patch("engines.torch_engine.exchange.heads.start_all_to_all", lambda x, axis: x.clone()):
-        return step(team, length, overlap)
-
-
-@pytest.mark.parametrize("overlap", [TOGETHER, APART])
-@pytest.mark.parametrize("length", ["even", "uneven"])
-def test_one_rank_equals_the_module(length: str, overlap: Overlap) -> None:
-    assert relative_difference(step(team_of_one(), length, overlap), reference(length)) <= BOUND
+        return step(team, length)
 
 
 @pytest.mark.parametrize("length", ["even", "uneven"])
-@pytest.mark.parametrize(
-    ("strategy", "width", "overlap"),
-    [
-        *((*case, TOGETHER) for case in STRATEGIES),
-        *(("ulysses", width, overlap) for width in (2, 4) for overlap in (PARTS, LANE, APART, Overlap())),
-        ("ring", 2, APART),
-    ],
-)
-def test_ranks_equal_the_module(strategy: str, width: int, overlap: Overlap, length: str) -> None:
-    answers = gang(4).run(rank_step, strategy, width, length, overlap)[:width]
+def test_one_rank_equals_the_module(length: str) -> None:
+    assert relative_difference(step(team_of_one(), length), reference(length)) <= BOUND
+
+
+@pytest.mark.parametrize("length", ["even", "uneven"])
+@pytest.mark.parametrize(("strategy", "width"), STRATEGIES)
+def test_ranks_equal_the_module(strategy: str, width: int, length: str) -> None:
+    answers = gang(4).run(rank_step, strategy, width, length)[:width]
     assert relative_difference(answers[0], reference(length)) <= BOUND
     assert all(torch.equal(answer, answers[0]) for answer in answers[1:])
 
 
 def test_a_broken_exchange_shows() -> None:
-    answers = gang(4).run(rank_step, "ulysses", 4, "even", Overlap(), True)
+    answers = gang(4).run(rank_step, "ulysses", 4, "even", True)
     assert relative_difference(answers[0], reference("even")) > 1e-2
 
 
@@ -104,12 +91,11 @@ def test_a_broken_block_shows() -> None:
     block = broken.module.single_transformer_blocks[1].norm.linear
     block.bias.data = block.bias.data.unflatten(0, (3, -1))[[1, 0, 2]].flatten()
     with patch(f"{__name__}.weights", lambda precision: broken):
-        assert relative_difference(step(team_of_one(), "even", Overlap()), reference("even")) > 100 * BOUND
+        assert relative_difference(step(team_of_one(), "even"), reference("even")) > 100 * BOUND
 
 
-@pytest.mark.parametrize("overlap", [TOGETHER, APART])
-def test_fp8_is_close(overlap: Overlap) -> None:
-    error = relative_difference(step(team_of_one(), "even", overlap, "fp8"), reference("even"))
+def test_fp8_is_close() -> None:
+    error = relative_difference(step(team_of_one(), "even", "fp8"), reference("even"))
     assert 1e-4 < error < 0.1
 
 

@@ -17,6 +17,7 @@ from engines.fast.kernels import (
     HeadNorms,
     Modulation,
     heads_triton,
+    join_columns,
     norm_and_rotate,
     norm_modulate,
     norm_triton,
@@ -27,7 +28,7 @@ from engines.fast.kernels import (
 from engines.fast.kernels import residual_norm_modulate as residual
 from engines.fast.kernels.rows import QuantRows
 from engines.parallel.collectives import Axis
-from engines.torch_engine.exchange.heads import attend_tokens_first, join_columns, local_attention
+from engines.torch_engine.exchange.heads import attend_tokens_first, local_attention
 from engines.torch_engine.exchange.peer_heads import PeerHeads
 from engines.torch_engine.exchange.peer_memory import addresses_of
 
@@ -70,7 +71,7 @@ def check_norm(device: str, *, channels: int, first: int, gates: int, segments: 
             close(x_there, x_here)
 
 
-def check_heads(device: str, *, heads: int, dim: int, parts: int, world: int) -> None:
+def check_heads(device: str, *, heads: int, dim: int, outer: int, inner: int) -> None:
     batch, length, first = 2, 5, 4
     qkv = torch.randn(length * batch, 3, heads, dim)
     weight, angles = torch.randn(2, 2, dim), torch.randn(length, dim // 2)
@@ -85,7 +86,7 @@ def check_heads(device: str, *, heads: int, dim: int, parts: int, world: int) ->
     close(in_place, expected)
     bias = torch.randn(3, heads, dim)
     norms, there = replace(norms, bias_3HD=bias), replace(there, bias_3HD=bias.to(device))
-    here_out = torch.full((parts, world, length, batch, 3, heads // parts // world, dim), float("nan"))
+    here_out = torch.full((outer, inner, length, batch, 3, heads // outer // inner, dim), float("nan"))
     there_out = here_out.clone().to(device)
     order = (2, 3, 4, 0, 1, 5, 6)
     norm_and_rotate(qkv, norms, here_out.permute(order))
@@ -133,8 +134,8 @@ class OneProcessMemory:
         self.barrier = lambda channel: None
 
 
-def check_exchange(device: str, *, world: int, by_runs: bool, copied: bool = False) -> None:
-    """Attention of all ranks through each other's memory against one rank's: sent whole, picture first, or copied."""
+def check_exchange(device: str, *, world: int, by_runs: bool) -> None:
+    """Attention of all ranks through each other's memory against one rank's: pushed, picture first, or copied."""
     OneProcessMemory.opened.clear()
     batch, length, first, heads, dim = 2, 5, 4, 4, 8
     rows = length * batch
@@ -144,7 +145,7 @@ def check_exchange(device: str, *, world: int, by_runs: bool, copied: bool = Fal
     axes = [Axis(ranks=tuple(range(world)), index=rank) for rank in range(world)]
     with patch("engines.torch_engine.exchange.peer_heads.PeerMemory") as memory:
         memory.open = OneProcessMemory
-        exchanges = [PeerHeads(attend, axis, torch.device("cpu"), copies=copied) for axis in axes]
+        exchanges = [PeerHeads(attend, axis, torch.device("cpu")) for axis in axes]
         norms = [
             HeadNorms(weight_S2D=weight, cos_LP=some.cos(), sin_LP=some.sin(), first_rows=first) for some in angles
         ]
@@ -152,11 +153,11 @@ def check_exchange(device: str, *, world: int, by_runs: bool, copied: bool = Fal
             for start, stop in ((first, rows), (0, first)) if by_runs else ():
                 exchange.send_run(qkv_R3HD, batch, norm, start, stop)
         sent = [
-            exchange.sent(qkv_R3HD, batch) if by_runs else exchange.send(qkv_R3HD, batch, norm, beside=copied)
+            exchange.send_rest(qkv_R3HD, batch, norm) if by_runs else exchange.send(qkv_R3HD, batch, norm)
             for exchange, qkv_R3HD, norm in zip(exchanges, inputs, norms, strict=True)
         ]
-        attended = [exchange.attend(some) for exchange, some in zip(exchanges, sent, strict=True)]
-        results = [join_columns(exchange.collect(some)) for exchange, some in zip(exchanges, attended, strict=True)]
+        attended = [some.attend() for some in sent]
+        results = [join_columns(some.collect()) for some in attended]
     normed = torch.empty(world * length, batch, 3, heads, dim)
     for rank, norm in enumerate(norms):
         here = HeadNorms(weight_S2D=weight.cpu(), cos_LP=norm.cos_LP.cpu(), sin_LP=norm.sin_LP.cpu(), first_rows=first)
@@ -170,8 +171,8 @@ def main(device: str) -> None:
     check_norm(device, channels=48, first=4, gates=2, segments=2)
     check_norm(device, channels=96, first=4, gates=2, segments=1)
     check_norm(device, channels=64, first=0, gates=1, segments=1)
-    check_heads(device, heads=12, dim=16, parts=2, world=2)
-    check_heads(device, heads=6, dim=8, parts=1, world=3)
+    check_heads(device, heads=12, dim=16, outer=2, inner=2)
+    check_heads(device, heads=6, dim=8, outer=1, inner=3)
     for gelu in (False, True):
         x = torch.randn(4, 9, 12)
         close(quantize_triton.launch(x.to(device), gelu=gelu), quantize_rows(x, gelu=gelu))
@@ -180,7 +181,6 @@ def main(device: str) -> None:
     check_peers(device, heads=12, dim=16, world=4)
     for by_runs in (False, True):
         check_exchange(device, world=2, by_runs=by_runs)
-    check_exchange(device, world=2, by_runs=False, copied=True)
     print("all kernels agree")
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
+from unittest.mock import patch
 
 if "hidden" in sys.argv:  # before anything asks for a GPU
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["LOCAL_RANK"]
@@ -20,25 +21,14 @@ import torch.distributed as dist
 
 from engines.core.model import Branch
 from engines.parallel.self_check import relative_difference
-from engines.torch_engine.config import PathMode, TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.exchange.peer_memory import reachable
-from engines.torch_engine.fast_step import Overlap
+from engines.torch_engine.options import TorchOptions
 from pipelines.flux.denoiser import as_denoiser
 from tests.engines.support import models
 
-PLAIN = Overlap(mlp_lane=False, streams_apart=False)
-OVERLAPS = {
-    "by default": Overlap(),
-    "copies": PLAIN,
-    "pushed": replace(PLAIN, peer_copies=False),
-    "heads in two parts": replace(PLAIN, num_parts=2),
-    "MLP beside attention": replace(PLAIN, mlp_lane=True),
-    "streams apart": replace(PLAIN, streams_apart=True),
-    "NCCL": replace(PLAIN, peer_memory=False),
-    "NCCL, by default": Overlap(peer_memory=False),
-}
-MODULE = {"module": Overlap(parts_from_tokens=1)}
+PATHS: dict[str, tuple[bool | None, bool]] = {"fast": (None, True), "NCCL": (None, False), "module": (False, True)}
+"""Whether the fast path, and whether ranks write into each other's memory."""
 NUM_RUNS = 4
 """As it comes, captured, and two replays: the second finds what the first left in the others' memory."""
 BOUND = 1e-4
@@ -50,6 +40,7 @@ def branch_of(length: str, device: torch.device) -> Branch:
 
 
 @torch.no_grad()
+@patch("engines.torch_engine.exchange.choose.PARTS_FROM_TOKENS", 1)
 def main() -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", 0 if "hidden" in sys.argv else rank)
@@ -57,12 +48,11 @@ def main() -> None:
     dist.init_process_group("nccl", device_id=device)
     model = as_denoiser(models.transformer("flux").to(device))
     everyone, wrong = tuple(range(world)), []
-    for label, overlap in (OVERLAPS | MODULE).items():
-        path: PathMode = "module" if label in MODULE else "auto"
-        config = TorchEngineConfig(strategy="ulysses", compile="eager", path=path, overlap=overlap)
-        engine = TorchEngine(model, config=config)
-        axis = engine.team(everyone).ulysses
-        shared = overlap.peer_memory and reachable(axis, device, torch.float32)
+    for label, (fast, peer_memory) in PATHS.items():
+        options = TorchOptions(peer_memory=peer_memory)
+        engine = TorchEngine(model, strategy="ulysses", compiled=False, fast=fast, options=options)
+        axis = engine.division.team(everyone).ulysses
+        shared = peer_memory and reachable(axis, device, torch.float32)
         branches = (branch_of("even", device), branch_of("uneven", device))
         worst = 0.0
         if world == 4:  # pairs first, with other shapes on either: what ranks share need not have come in one order
@@ -73,7 +63,7 @@ def main() -> None:
             (expected,) = engine.predict((branch,), (rank,))
             answers = [engine.predict((branch,), everyone)[0] for _ in range(NUM_RUNS)]
             worst = max(worst, *(relative_difference(answer, expected) for answer in answers))
-        wrong += [label] if worst > BOUND or shared != overlap.peer_memory else []
+        wrong += [label] if worst > BOUND or shared != peer_memory else []
         print(f"rank {rank}, {label}: shared memory {shared}, difference {worst:.1e}", flush=True)
         engine.close()
     print(f"rank {rank}: {'wrong: ' + ', '.join(wrong) if wrong else 'all agree'}", flush=True)
