@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from engines.core.model import Branch, DenoiserModel
-    from engines.tensorrt_engine.build.report import PlanReport
+    from engines.tensorrt_engine.build.report import EngineReport
     from pipelines.checkpoint import Checkpoint
 
 

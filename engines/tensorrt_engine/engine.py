@@ -108,7 +108,7 @@ class TensorRTEngine:
         key = (_place(team), branch.module)
         if key not in self._shared:
             divide = [b for b in self._buckets if b.module == branch.module and divides(self._model, b, team)]
-            several = len({shape_of(b) for b in divide}) > 1 and not self._exporter.is_cut(team)
+            several = len({shape_of(b) for b in divide}) > 1 and not self._exporter.is_segmented(team)
             self._shared[key] = self._exporter.export(divide, team) if several else None
         exported = self._shared[key]
         return (

@@ -18,7 +18,7 @@ from engines.parallel.mesh import Team
 from engines.parallel.self_check import self_check
 from engines.tensorrt_engine.build.bindings import load_bindings
 from engines.tensorrt_engine.build.builder import BuildOptions
-from engines.tensorrt_engine.build.engine_cache import PlanCache, cached_plan
+from engines.tensorrt_engine.build.engine_cache import EngineCache, cached_engine
 from engines.tensorrt_engine.build.export_cache import ExportCache
 from engines.tensorrt_engine.build.targets import Target
 from engines.tensorrt_engine.config import TensorRTConfig
@@ -67,7 +67,7 @@ def load_tensorrt_engine(
     engine = TensorRTEngine(
         model,
         division=Division(specs, model.plan, rank=context.rank, num_ranks=context.num_ranks, groups=groups),
-        make_runner=plan_runners(config, model, context, target),
+        make_runner=engine_runners(config, model, context, target),
         exporter=exporter_of(config, model, context.num_ranks, target),
         buckets=buckets,
     )
@@ -96,7 +96,7 @@ def exporter_of(config: TensorRTConfig, model: DenoiserModel, num_ranks: int, ta
     )
 
 
-def plan_runners(config: TensorRTConfig, model: DenoiserModel, context: RankContext, target: Target) -> MakeRunner:
+def engine_runners(config: TensorRTConfig, model: DenoiserModel, context: RankContext, target: Target) -> MakeRunner:
     """Returns what makes runners: engine files from the cache, alike on every rank, with the team's communicator.
 
     An engine file is deserialized once, however many shapes it serves.
