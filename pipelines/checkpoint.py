@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from engines.core.model import Branch, DenoiserModel
 from engines.core.sampler import Sampler
 from pipelines.defaults import Defaults
-from pipelines.family import Decoder, PromptEncoder
+from pipelines.family import Decoder, TextEncoder
 from pipelines.loading import resolve_configuration, resolve_dtype, resolve_path
 from pipelines.registry import load_family
 from pipelines.request import MediaRequest
@@ -65,7 +65,7 @@ class Checkpoint:
         """The family's and the directory's own. Read without torch."""
         return self.family.defaults(self.path)
 
-    def text_encoder(self) -> PromptEncoder:
+    def text_encoder(self) -> TextEncoder:
         return self.family.load_text_encoder(self.path, self.device, self.dtype)
 
     def sampler(self) -> Sampler[Any]:

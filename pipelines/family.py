@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # the ingress reads defaults, and does without torch
     from torch import Tensor
 
 
-class PromptEncoder(Protocol):
+class TextEncoder(Protocol):
     def encode(self, request: MediaRequest) -> Any:
         """The family's conditioning record (frozen, CPU tensors), negative prompt included if it is used."""
         ...
@@ -39,7 +39,7 @@ class Family(Protocol):
 
     def defaults(self, path: Path) -> Defaults: ...
 
-    def load_text_encoder(self, path: Path, device: torch.device, dtype: torch.dtype) -> PromptEncoder: ...
+    def load_text_encoder(self, path: Path, device: torch.device, dtype: torch.dtype) -> TextEncoder: ...
 
     def load_denoiser(self, path: Path, device: torch.device, dtype: torch.dtype) -> DenoiserModel: ...
 

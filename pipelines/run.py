@@ -14,7 +14,7 @@ from engines.core.engine import Engine
 from engines.core.model import Branch, DenoiserModel
 from engines.core.sampler import Sampler
 from pipelines.checkpoint import Checkpoint
-from pipelines.family import Decoder, PromptEncoder
+from pipelines.family import Decoder, TextEncoder
 from pipelines.request import MediaRequest
 
 
@@ -48,7 +48,7 @@ class PlainEngine:
 class Pipeline:
     """All parts of one model in one process."""
 
-    text_encoder: PromptEncoder
+    text_encoder: TextEncoder
     engine: Engine
     sampler: Sampler[Any]
     decoder: Decoder

@@ -104,7 +104,7 @@ class DenoiserConfig(ScaledConfig, GangConfig):
 
     ``strategy`` and ``precision`` are the engine's (see ``EngineChoice``); ``torch`` and ``tensorrt`` are the sections
     of one engine each. ``warm_sizes`` are compiled and captured at start, so that no request waits for that; on
-    TensorRT they share one plan, which takes every size between them.
+    TensorRT they share one engine file, which takes every size between them.
 
     ``load``: "whole" gives every rank all weights, so that teams of any size can form; "sliced" lets each rank read
     its share alone, for a model that fits no single device (with the engine torch, and a strategy that divides weights:

@@ -50,7 +50,7 @@ class TensorRTConfig:
 
     @property
     def cache_dir(self) -> Path:
-        """Where plans, exports and calibrations are kept."""
+        """Where engine files, exports and calibrations are kept."""
         return self.options.cache_dir or DEFAULT_FOLDER
 
     def specs(self, model: DenoiserModel, team_size: int, target: Target) -> tuple[ParallelSpec, ...]:

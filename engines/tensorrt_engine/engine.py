@@ -23,8 +23,8 @@ class TensorRTEngine:
     """An ``Engine``, made on every rank at the same time.
 
     ``buckets`` are branches in the sizes that are expected: those of one module and team share a file, whose profile
-    takes every size between them. Other sizes get one of their own when they first come. ``capture`` puts each step in
-    a CUDA graph at its first call.
+    takes every size between them. Other sizes get one of their own when they first come. ``capture`` puts each step
+    in a CUDA graph at its first call.
     """
 
     def __init__(

@@ -97,7 +97,7 @@ def exporter_of(config: TensorRTConfig, model: DenoiserModel, num_ranks: int, ta
 
 
 def engine_runners(config: TensorRTConfig, model: DenoiserModel, context: RankContext, target: Target) -> MakeRunner:
-    """Runners of engine files from the cache, the same on every rank, with the team's NCCL communicator.
+    """Returns what makes runners: engine files from the cache, alike on every rank, with the team's communicator.
 
     An engine file is deserialized once, however many shapes it serves.
     """

@@ -20,8 +20,8 @@ QUANTIZED = ("int8", "fp8")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorRTOptions:
-    """``weights``: inputs of one plan for all fine-tunes, or constants of the plan, one per checkpoint. Plans are kept
-    in ``cache_dir`` (None: ``~/.cache/troupe/plans``).
+    """``weights``: inputs of one engine file for all fine-tunes, or constants of one per checkpoint. Engine files are
+    kept in ``cache_dir`` (None: ``~/.cache/troupe/engines``).
     """
 
     weights: Weights = "inputs"

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from deployments.requests.bodies import MediaBody
-from deployments.requests.rules import check_num_frames, check_size, check_steps
+from deployments.requests.clips import check_num_frames
+from deployments.requests.rules import check_size, check_steps
 from deployments.stages.config import DenoiserConfig
 from pipelines.checkpoint import Checkpoint
 from pipelines.defaults import Defaults

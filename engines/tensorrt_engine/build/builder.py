@@ -57,7 +57,7 @@ class Built:
     build_s: float
 
 
-def build(onnx_file: bytes | Path, options: BuildOptions, *, bar: ProgressBar | None = None) -> Built:
+def build(onnx_file: bytes, options: BuildOptions, *, bar: ProgressBar | None = None) -> Built:
     """Builds a strongly typed network for ``options.target``.
 
     Raises BuildError with TensorRT's words, BuildCancelledError after Ctrl-C.
@@ -84,12 +84,11 @@ def build(onnx_file: bytes | Path, options: BuildOptions, *, bar: ProgressBar | 
     return Built(engine_file=bytes(engine_file), build_s=time.perf_counter() - started_s)
 
 
-def _parse(builder: Any, onnx_file: bytes | Path) -> Any:
+def _parse(builder: Any, onnx_file: bytes) -> Any:
     trt = load_bindings().api
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, trt_logger())
-    parsed = parser.parse_from_file(str(onnx_file)) if isinstance(onnx_file, Path) else parser.parse(onnx_file)
-    if not parsed:
+    if not parser.parse(onnx_file):
         reasons = "; ".join(parser.get_error(i).desc() for i in range(parser.num_errors))
         raise BuildError(f"TensorRT cannot parse the ONNX graph: {reasons}")
     return network

@@ -69,7 +69,7 @@ class CachedEngine:
 class EngineCache:
     """A folder of ``.engine`` files, each with an ``.engine.json``, written last, of its key and checksum."""
 
-    def __init__(self, folder: Path = DEFAULT_FOLDER) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def get_or_build(self, key: EngineKey, build: Callable[[], Built]) -> CachedEngine:

@@ -23,11 +23,11 @@ class BuildCancelledError(KeyboardInterrupt):
 class ProgressBar:
     """Phases of a build as nested rich bars. ``cancelled`` set from any thread ends the build at its next step."""
 
-    def __init__(self, *, visible: bool, cancelled: threading.Event | None = None) -> None:
+    def __init__(self, *, visible: bool) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
         self._progress = _progress(*columns, visible=visible)
         self._tasks: dict[str, TaskID] = {}
-        self.cancelled = cancelled if cancelled is not None else threading.Event()
+        self.cancelled = threading.Event()
 
     def phase_start(self, phase: str, parent: str | None, num_steps: int) -> None:
         indent = "  " if parent else ""

@@ -32,14 +32,14 @@ def varying_dims(buckets: Sequence[ModelInputs]) -> DynamicDims:
     return dims
 
 
-def profile_over(exported: Exported, buckets: Sequence[ModelInputs], likely: int = 0) -> Profile:
-    """Returns one profile from the smallest to the largest shape of each engine input; it is tuned for ``likely``."""
+def profile_over(exported: Exported, buckets: Sequence[ModelInputs]) -> Profile:
+    """Returns one profile from the smallest to the largest shape of each engine input; tuned for the first bucket."""
     engine_inputs = [exported.engine_inputs(exported.run_prologue(inputs, 0)) for inputs in buckets]
     covered = {}
     for name in exported.graph.dynamic_inputs():
         shapes = [tuple(inputs[name].shape) for inputs in engine_inputs]
         smallest, largest = (tuple(pick(sizes) for sizes in zip(*shapes, strict=True)) for pick in (min, max))
-        covered[name] = (smallest, shapes[likely], largest)
+        covered[name] = (smallest, shapes[0], largest)
     return Profile(shapes=covered)
 
 

@@ -1,4 +1,4 @@
-"""ONNX's side of the collectives: the operator schema, and reading and writing ``DistCollective`` nodes."""
+"""ONNX's side of the collectives: the operator schema, and writing ``DistCollective`` nodes."""
 
 from __future__ import annotations
 
@@ -68,23 +68,7 @@ def _ring_attention_schema() -> Any:
     )
 
 
-def collective_node(collective: Collective, source: str, result: str, **extra: Any) -> onnx.NodeProto:
-    """Returns a node that TensorRT's parser turns into an ``IDistCollectiveLayer``. ``extra`` is for tests."""
-    return helper.make_node(OP_TYPE, [source], [result], domain=DOMAIN, **(collective.attributes() | extra))
-
-
-def read_collective(node: onnx.NodeProto) -> Collective:
-    """Returns the meaning of a ``DistCollective`` node. ValueError when it names ``groups``, which TensorRT ignores."""
-    values = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
-    if values.get("groups"):
-        raise ValueError(f"{node.name or OP_TYPE}: groups {list(values['groups'])} would be ignored by TensorRT")
-    return Collective(
-        operation=values["collective_operation"].decode(),
-        num_ranks=values["nb_rank"],
-        reduction=values["reduce_op"].decode(),
-        root=values["root"],
-    )
-
-
-def is_collective(node: onnx.NodeProto) -> bool:
-    return bool(node.op_type == OP_TYPE)
+def collective_node(collective: Collective, source: str, result: str) -> onnx.NodeProto:
+    """Returns a node that TensorRT's parser turns into an ``IDistCollectiveLayer``."""
+    attributes: dict[str, Any] = {**collective.attributes()}
+    return helper.make_node(OP_TYPE, [source], [result], domain=DOMAIN, **attributes)

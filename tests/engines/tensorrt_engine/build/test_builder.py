@@ -45,12 +45,12 @@ def test_progress_reports_every_phase_to_its_end() -> None:
 
 
 def test_cancelled_from_another_thread() -> None:
-    cancelled = threading.Event()
-    cancelled.set()
+    bar = ProgressBar(visible=False)
+    thread = threading.Thread(target=bar.cancelled.set)
+    thread.start()
+    thread.join()
     with pytest.raises(BuildCancelledError):
-        build(
-            attention_network("FLOAT16"), BuildOptions(target=SM89), bar=ProgressBar(visible=False, cancelled=cancelled)
-        )
+        build(attention_network("FLOAT16"), BuildOptions(target=SM89), bar=bar)
 
 
 def test_interrupt_ends_the_build_and_gives_the_handler_back(tmp_path: Path) -> None:

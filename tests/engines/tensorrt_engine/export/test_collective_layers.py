@@ -81,11 +81,7 @@ def test_no_collective_takes(build_file: Build, operation: str, dtype: str, reas
 def test_groups_are_dropped_in_silence(build_file: Build, operation: str) -> None:
     """pytorch/TensorRT #4380. When this fails, TensorRT has begun to heed groups: revisit the hybrid strategy."""
     what = collective(operation)
-    engine_files = [
-        build_file(collective_network(what, "FLOAT16", groups=groups, group_size=len(groups)) if groups else
-                   collective_network(what, "FLOAT16"))
-        for groups in ([], [0, 1], [2, 3])
-    ]  # fmt: skip
+    engine_files = [build_file(collective_network(what, "FLOAT16", groups)) for groups in ([], [0, 1], [2, 3])]
     assert engine_files[0] == engine_files[1] == engine_files[2]
 
 

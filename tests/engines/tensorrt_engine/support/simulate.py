@@ -16,7 +16,8 @@ import onnxruntime
 from onnx import helper
 
 from engines.tensorrt_engine.export.collectives import DOMAIN, Array, Collective
-from engines.tensorrt_engine.export.onnx_nodes import FUSED_ONLY, is_collective, read_collective, register_schema
+from engines.tensorrt_engine.export.onnx_nodes import FUSED_ONLY, register_schema
+from tests.engines.tensorrt_engine.support.collective_nodes import is_collective, read_collective
 
 Values = Mapping[str, Array]
 
