@@ -64,7 +64,7 @@ bench: $(READY) ## Measure on this machine's CPU; the last line of output is one
 	@$(PY) -m benchmarks.serving
 
 bench-gpu: $(READY) ## Measure a step on all GPUs of this host, beside its peers, into out/bench-gpu (10 minutes)
-	@$(PY) -m benchmarks.denoise_step_gpu out/bench-gpu
+	@$(PY) -m benchmarks.denoise_step.gpu out/bench-gpu
 
 constraints: $(READY) ## Write constraints.txt from what is installed
 	@$(PY) .ci/constraints.py > constraints.txt.new

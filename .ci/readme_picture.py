@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from pipelines.loading import resolve_path
+from pipelines.checkpoint import Checkpoint
 from pipelines.request import MediaRequest
 from pipelines.run import load_pipeline
 
@@ -44,7 +44,7 @@ def request(prompt: str) -> MediaRequest:
 
 def main() -> None:
     torch.set_num_threads(1)
-    pipeline = load_pipeline(resolve_path(MODEL), torch.device("cpu"), torch.float32)
+    pipeline = load_pipeline(Checkpoint.open(MODEL))
     tiles = [pipeline.run(request(prompt))[0] for prompt in PROMPTS]
     OUT.parent.mkdir(exist_ok=True)
     Image.fromarray(np.concatenate(tiles, axis=1)).save(OUT, optimize=True)

@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -26,19 +25,17 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from benchmarks.denoise_step import start_distributed
+from benchmarks.distributed import start_distributed
 from benchmarks.timing import rank_synchronize
 from engines.core.model import Branch
 from engines.core.shard_plan import ShardPlan
-from engines.core.team_sizes import tiling_sizes
-from engines.quantization.linear import Scheme, swap_linears
-from engines.quantization.observe import recording
-from engines.torch_engine.config import TorchEngineConfig
+from engines.core.spec import tiling_sizes
+from engines.quantization.calibration import recording
+from engines.quantization.linear import swap_linears
+from engines.quantization.scales import Scheme
 from engines.torch_engine.engine import TorchEngine
-from pipelines.loading import resolve_path
-from pipelines.registry import load_family
+from pipelines.checkpoint import Checkpoint
 from pipelines.run import load_pipeline
-from pipelines.sizes import request_of
 from training import evaluate
 from training.judge import look_at
 
@@ -117,9 +114,9 @@ def precisions(model: str, num_prompts: int, device: torch.device, dtype: torch.
 
 
 def plan_of(model: str) -> ShardPlan:
-    path = resolve_path(model)
-    with torch.device("meta"):
-        return load_family(path).outline_denoiser(path, torch.bfloat16).plan
+    checkpoint = Checkpoint.open(model, "meta")
+    with checkpoint.device:
+        return checkpoint.outline().plan
 
 
 class TeamEngine:
@@ -166,16 +163,12 @@ def engine_pictures(
     model: str, prompts: Prompts, device: torch.device, dtype: torch.dtype, strategy: str, sizes: tuple[int, ...]
 ) -> dict[int, list[Pixels]]:
     """By size of team; one engine paints them all."""
-    path = resolve_path(model)
-    family = load_family(path)
-    config = TorchEngineConfig(strategy=strategy, compile="eager")
-    engine = TorchEngine(family.load_denoiser(path, device, dtype), config=config)
-    defaults = family.defaults(path)
-    default = replace(request_of(None, defaults), true_cfg_scale=defaults.true_cfg_scale)
-    requests = [replace(default, prompt=text, seed=seed) for seed, (_, text) in enumerate(prompts)]
+    checkpoint = Checkpoint.open(model, device, dtype)
+    engine = TorchEngine(checkpoint.denoiser(), strategy=strategy, compiled=False)
+    requests = [checkpoint.defaults.request(prompt=text, seed=seed) for seed, (_, text) in enumerate(prompts)]
     pictures = {}
     for num_ranks in sizes:
-        pipeline = load_pipeline(path, device, dtype, TeamEngine(engine, num_ranks))
+        pipeline = load_pipeline(checkpoint, TeamEngine(engine, num_ranks))
         pictures[num_ranks] = [pipeline.run(request) for request in requests]
     engine.close()
     return pictures

@@ -7,12 +7,13 @@ from typing import Any
 
 from ray import serve
 
-from deployments.config import AppConfig, AutoscalingConfig, DenoiserConfig, ModelConfig, StageConfig
+from deployments.config import AppConfig, ModelConfig
 from deployments.ingress import Ingress
 from deployments.names import INGRESS, deployment_name
 from deployments.stages.common import StageSpec
-from deployments.stages.denoiser import Denoiser, gang_config
-from deployments.stages.text_encoder import TextEncoder
+from deployments.stages.config import AutoscalingConfig, DenoiserConfig, StageConfig
+from deployments.stages.denoiser import Denoiser
+from deployments.stages.text_encoder import PromptEncoder
 from deployments.stages.vae_decoder import VaeDecoder
 from engines.gang.placement import gang_bundles, gang_strategy
 
@@ -38,7 +39,7 @@ def build_app(args: AppConfig) -> serve.Application:
 
 def _bind_model(model: ModelConfig) -> dict[str, serve.Application]:
     return {
-        "text_encoder": _bind_stage("text_encoder", TextEncoder, model, model.text_encoder),
+        "text_encoder": _bind_stage("text_encoder", PromptEncoder, model, model.text_encoder),
         "denoiser": _bind_denoiser(model, model.denoiser),
         "decoder": _bind_stage("decoder", VaeDecoder, model, model.decoder),
     }
@@ -59,12 +60,11 @@ def _bind_stage(
 
 def _bind_denoiser(model: ModelConfig, config: DenoiserConfig) -> serve.Application:
     """The deployment's placement group holds the gang: bundle 0 the replica, the rest a rank each."""
-    gang = gang_config(model)
     deployment = serve.deployment(
         name=deployment_name("denoiser", model.name),
         ray_actor_options={"num_cpus": REPLICA_CPUS},
-        placement_group_bundles=gang_bundles(gang, replica_cpus=REPLICA_CPUS),
-        placement_group_strategy=gang_strategy(gang),
+        placement_group_bundles=gang_bundles(config, replica_cpus=REPLICA_CPUS),
+        placement_group_strategy=gang_strategy(config),
         # Far above what the gang takes: the gang refuses with a reason, Serve would only queue.
         max_ongoing_requests=4 * (config.max_running_jobs + config.max_waiting_jobs),
         graceful_shutdown_timeout_s=30.0,

@@ -1,10 +1,17 @@
-"""Tasks and streams that end cleanly: what was started is over when the block is."""
+"""Tasks and streams that end cleanly: what was started is over when the block is.
+
+Task groups do not do here: one may not span the ``yield`` of an async generator, whose consumer it would cancel for a
+failure inside, and who may go on with it in another task.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from contextlib import aclosing
 from typing import Any, TypeVar
+
+from anyio import CancelScope
 
 T = TypeVar("T")
 
@@ -14,7 +21,7 @@ class EndedError(Exception):
 
 
 async def unless(work: Coroutine[Any, Any, T], end: Coroutine[Any, Any, None]) -> T:
-    """What ``work`` returns; if ``end`` returns first, ``work`` is cancelled and EndedError raised.
+    """Returns what ``work`` does; if ``end`` returns first, ``work`` is cancelled and EndedError raised.
 
     Cancelling this call cancels both.
     """
@@ -30,11 +37,66 @@ async def unless(work: Coroutine[Any, Any, T], end: Coroutine[Any, Any, None]) -
 
 
 async def cancel(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel ``tasks`` and wait until they are over, whatever they end with."""
+    """Cancels ``tasks`` and waits until they are over, whatever they end with."""
     for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    with CancelScope(shield=True):  # a response's task group cancels its task not once, but until it is over
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def merge(*sources: AsyncGenerator[T]) -> AsyncGenerator[T]:
+    """Yields the items of all ``sources``, which run side by side, as they come. No source waits for the consumer.
+
+    What the first source that fails raises is raised here. At the end, whatever it is, all sources are closed.
+    """
+    feed: asyncio.Queue[tuple[T] | BaseException | None] = asyncio.Queue()
+
+    async def pump(source: AsyncGenerator[T]) -> None:
+        end: BaseException | None = None
+        try:
+            async with aclosing(source):
+                async for item in source:
+                    feed.put_nowait((item,))
+        except BaseException as failure:  # a cancellation inside the source, too: nobody is to wait for it for ever
+            end = failure
+        feed.put_nowait(end)
+
+    pumps = [asyncio.create_task(pump(source)) for source in sources]
+    try:
+        num_running = len(pumps)
+        while num_running:
+            match await feed.get():
+                case (item,):
+                    yield item
+                case None:
+                    num_running -= 1
+                case BaseException() as failure:
+                    raise failure
+    finally:
+        await cancel(*pumps)
+
+
+async def with_idle(events: AsyncGenerator[T], first_wait_s: float, wait_s: float) -> AsyncGenerator[T | None]:
+    """Yields ``events``, and a None whenever nothing came for ``wait_s`` (before the first event: ``first_wait_s``)."""
+    async with aclosing(events):
+        timeout_s = first_wait_s
+        coming = asyncio.ensure_future(next_or_none(events))
+        try:
+            while True:
+                done, _ = await asyncio.wait((coming,), timeout=timeout_s)
+                timeout_s = wait_s
+                if not done:
+                    yield None
+                    continue
+                event = coming.result()
+                if event is None:
+                    return
+                yield event
+                coming = asyncio.ensure_future(next_or_none(events))
+        finally:
+            await cancel(coming)
 
 
 async def next_or_none(events: AsyncIterator[T]) -> T | None:
+    """Returns the next event, or None after the last."""
     return await anext(events, None)

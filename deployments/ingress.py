@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -13,28 +14,26 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from deployments.api.app import create_api
-from deployments.api.settings import ApiSettings
-from deployments.clips.clips import Jobs
-from deployments.clips.settings import JobSettings
+from deployments.api.settings import ApiLimits, ApiSettings
+from deployments.clips.clips import Clips
+from deployments.clips.settings import ClipLimits, ClipSettings
 from deployments.config import AppConfig
 from deployments.observability.logs import configure_logs
-from deployments.requests.handle import plan_generate
+from deployments.requests.handle import handle_request
 from deployments.settings import Settings
-from deployments.studio.flow import StageHandles
+from deployments.studio.flow import DeployedStudio, StageHandles
 from deployments.studio.interface import ModelCard, StudioEvent
-from deployments.studio.readiness import DeployedStudio
-from pipelines.loading import resolve_path
-from pipelines.registry import load_family
+from deployments.studio.readiness import Readiness
+from pipelines.checkpoint import Checkpoint
 
 
 def make_cards(config: AppConfig) -> dict[str, ModelCard]:
-    """What the served models say about themselves. Reads configuration files only, no weights."""
+    """Returns what the served models say about themselves. Reads configuration files only, no weights."""
     cards: dict[str, ModelCard] = {}
     for model in config.models:
-        path = resolve_path(model.source, weights=False)
-        family = load_family(path)
+        checkpoint = Checkpoint.open(model.source, weights=False)
         cards[model.name] = ModelCard(
-            name=model.name, family=family.name, created=int(time.time()), defaults=family.defaults(path)
+            name=model.name, family=checkpoint.family.name, created=int(time.time()), defaults=checkpoint.defaults
         )
     return cards
 
@@ -50,40 +49,39 @@ class Ingress:
             # In this loop, where calls are made, and not one thread further.
             handle._init(_run_router_in_separate_loop=False)  # type: ignore[no-untyped-call]
         handles = {model: StageHandles(**by_stage) for model, by_stage in stages.items()}
-        self._studio = DeployedStudio(make_cards(config), handles)
+        cards = make_cards(config)
+        self._studio = DeployedStudio(cards, handles, Readiness(cards))
 
     async def generate(self, prompt: str, **fields: Any) -> AsyncGenerator[StudioEvent]:
-        """For handles: ``handle.options(stream=True).generate.remote("a red circle", seed=1)``.
+        """Serves Python handles: ``handle.options(stream=True).generate.remote("a red circle", seed=1)``.
 
         Yields ``Progress`` for every step, ``Preview`` if asked for (``partial_images``; clips always have some),
         and at last ``Media`` with the bytes. ``fields`` are those of the HTTP API; ValueError names a wrong one.
         Cancelling the response stops the job on all ranks.
         """
-        request, output = plan_generate(self._studio.cards(), uuid.uuid4().hex, {"prompt": prompt, **fields})
+        request, output = handle_request(self._studio.cards(), uuid.uuid4().hex, {"prompt": prompt, **fields})
         async with aclosing(self._studio.perform(request, output)) as events:
             async for event in events:
                 yield event
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_api(self._studio, self._api_settings(), Jobs(self._studio, self._job_settings()))
+        return create_api(self._studio, self._api_settings(), Clips(self._studio, self._clip_settings()))
 
     def _api_settings(self) -> ApiSettings:
-        limits = self._config.api
         return ApiSettings(
-            data_dir=limits.data_dir or self._settings.data_dir,
+            data_dir=self._data_dir,
             api_keys=self._settings.all_api_keys,
-            max_body_bytes=limits.max_body_bytes,
-            max_n=limits.max_images_per_request,
-            public_url=limits.public_url,
             sends_request_id=False,
+            **self._config.api.part(ApiLimits),
         )
 
-    def _job_settings(self) -> JobSettings:
-        limits = self._config.api
-        return JobSettings(
-            data_dir=limits.data_dir or self._settings.data_dir,
+    def _clip_settings(self) -> ClipSettings:
+        return ClipSettings(
+            data_dir=self._data_dir,
             database_url=self._settings.database_url,
-            max_running=limits.max_concurrent_videos,
-            max_waiting=limits.max_waiting_videos,
-            keep_s=limits.keep_videos_s,
+            **self._config.api.part(ClipLimits),
         )
+
+    @property
+    def _data_dir(self) -> Path:
+        return self._config.api.data_dir or self._settings.data_dir

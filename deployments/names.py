@@ -5,7 +5,7 @@ from __future__ import annotations
 APPLICATION = "troupe"
 INGRESS = "Ingress"
 STAGES = {"text_encoder": "TextEncoder", "denoiser": "Denoiser", "decoder": "VaeDecoder"}
-"""Stage (the attribute of ``StageHandles``) to the class that serves it."""
+"""Stage (the attribute of ``StageHandles``) to how the names of its deployments begin."""
 
 
 def deployment_name(stage: str, model: str) -> str:

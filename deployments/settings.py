@@ -30,18 +30,23 @@ class Settings(BaseSettings):
 
     @cached_property
     def all_api_keys(self) -> tuple[str, ...]:
-        """All accepted keys. OSError if the key file cannot be read."""
+        """Returns all accepted keys. OSError if the key file cannot be read."""
         keys = self.api_keys.get_secret_value().split(",")
         if self.api_keys_file is not None:
             keys += self.api_keys_file.read_text().splitlines()
         return tuple(key.strip() for key in keys if key.strip())
 
 
+def process_environment() -> dict[str, str]:
+    """Returns a copy of all variables of this process, for what must pass some of them on."""
+    return dict(os.environ)
+
+
 @contextmanager
 def settings_unset() -> Iterator[None]:
-    """No ``TROUPE_*`` variable inside the block: for an application that is nobody's but the block's.
+    """Unsets all ``TROUPE_*`` variables inside the block: for an application that is nobody's but the block's.
 
-    With the server's own it would ask for keys that nobody gave it, and take jobs from the database.
+    With the server's own it would ask for keys that nobody gave it, and take clips from the database.
     """
     names = [name for name in os.environ if name.upper().startswith(PREFIX)]
     held = {name: os.environ.pop(name) for name in names}

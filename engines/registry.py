@@ -2,53 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from engines.core.engine import Engine
-from engines.core.model import DenoiserModel
+from engines.core.engine import Engine, EngineChoice
+from engines.core.model import Branch, DenoiserModel
 
 if TYPE_CHECKING:
     from engines.core.rank import RankContext
 
-EngineName = Literal["torch", "tensorrt", "auto"]
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineRow:
+    """Where an engine's parts are, as "module:name"; all but ``load`` do without torch.
+
+    ``load`` makes one: ``(model, context, *, strategy, precision, options, expected) -> Engine``. ``options`` is the
+    class of its own options, ``check`` raises ValueError for an ``EngineChoice`` that it cannot do, ``environment``
+    gives the variables that its ranks must be started with, from a node's own: ``(variables) -> variables``.
+    """
+
+    load: str
+    options: str
+    check: str
+    environment: str | None = None
+
 
 ENGINES = {
-    "torch": "engines.torch_engine.load:load_torch_engine",
-    "tensorrt": "engines.tensorrt_engine.load:load_tensorrt_engine",
-    "auto": "engines.torch_engine.load:load_torch_engine",
+    "torch": EngineRow(
+        load="engines.torch_engine.load:load_torch_engine",
+        options="engines.torch_engine.options:TorchOptions",
+        check="engines.torch_engine.options:check",
+    ),
+    "tensorrt": EngineRow(
+        load="engines.tensorrt_engine.load:load_tensorrt_engine",
+        options="engines.tensorrt_engine.rules:TensorRTOptions",
+        check="engines.tensorrt_engine.rules:check",
+        environment="engines.tensorrt_engine.run.nccl:rank_environment",
+    ),
 }
-"""Engine to the function that makes one: ``(model, context, *, strategy, precision, ...) -> Engine``."""
-
-ENVIRONMENTS = {"tensorrt": "engines.tensorrt_engine.run.nccl:rank_environment"}
-"""Engine to the function that says what its ranks must find in their environment: ``() -> variables``."""
 
 
 def load_engine(
-    name: EngineName,
+    name: str,
     model: DenoiserModel,
     context: RankContext,
     *,
     strategy: str = "auto",
     precision: str = "auto",
-    **options: Any,
+    options: object | None = None,
+    expected: Sequence[tuple[Branch, ...]] = (),
 ) -> Engine:
     """The engine of that name, compared with one rank on every team. All ranks of a gang make the call together.
 
-    ``options`` are those of that engine alone. Raises ``ValueError`` for an unknown name and for options that the
-    engine or the model does not allow.
+    ``options`` are those of that engine alone (None: its defaults), ``expected`` steps in the sizes that will come.
+    Raises ``ValueError`` for an unknown name and for what the engine or the model does not allow.
     """
+    row = find_engine(name)
+    options = options or _named(row.options)()
+    load = _named(row.load)
+    return cast(
+        Engine, load(model, context, strategy=strategy, precision=precision, options=options, expected=expected)
+    )
+
+
+def check_engine(name: str, choice: EngineChoice) -> None:
+    """Raise ``ValueError`` if the engine of that name cannot do what ``choice`` asks for, whatever the model."""
+    _named(find_engine(name).check)(choice)
+
+
+def rank_environment(name: str, variables: Mapping[str, str]) -> Mapping[str, str]:
+    """Returns variables to start a rank on this node with, whose own are ``variables``; empty if none."""
+    environment = find_engine(name).environment
+    return {} if environment is None else cast("Mapping[str, str]", _named(environment)(variables))
+
+
+def find_engine(name: str) -> EngineRow:
     if name not in ENGINES:
         raise ValueError(f"unknown engine {name!r}; known: {', '.join(ENGINES)}")
-    module, _, function = ENGINES[name].partition(":")
-    load = getattr(import_module(module), function)
-    return cast(Engine, load(model, context, strategy=strategy, precision=precision, **options))
+    return ENGINES[name]
 
 
-def rank_environment(name: EngineName) -> Mapping[str, str]:
-    """Variables that a rank on this node must be started with; empty if none. Needs no torch."""
-    if name not in ENVIRONMENTS:
-        return {}
-    module, _, function = ENVIRONMENTS[name].partition(":")
-    return cast("Mapping[str, str]", getattr(import_module(module), function)())
+def _named(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)

@@ -1,21 +1,109 @@
-"""A directory's own defaults: an optional ``troupe.json`` over what its family knows.
+"""What a model does when nobody says otherwise, and what may be asked of it: the one place with such rules.
 
-Its keys are those of ``Defaults`` (all but ``kind``): ``width``, ``height``, ``num_frames``, ``fps``,
-``num_inference_steps``, ``guidance_scale``, ``true_cfg_scale``, ``size_multiple``, ``frame_multiple``, ``max_pixels``,
-``max_frames`` and ``max_steps``. All are optional; an unknown key is an error.
+A directory may have its own: an optional ``troupe.json`` over what its family knows. Its keys are those of ``Defaults``
+(all but ``kind``): ``width``, ``height``, ``num_frames``, ``fps``, ``num_inference_steps``, ``guidance_scale``,
+``true_cfg_scale``, ``size_multiple``, ``frame_multiple``, ``max_pixels``, ``max_frames`` and ``max_steps``. All are
+optional; an unknown key is an error.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from pipelines.family import Defaults
-from pipelines.request import MediaRequest
+from pipelines.request import MediaKind, MediaRequest
+from pipelines.size import Size
 
 FILE_NAME = "troupe.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Defaults:
+    """Sizes in pixels, frames per second, steps, scales, and the limits of sizes, frames and steps.
+
+    Each ``check`` raises ValueError for what the model cannot do; the message says what was given and what is allowed.
+    """
+
+    kind: MediaKind
+    width: int
+    height: int
+    num_frames: int
+    fps: int
+    num_inference_steps: int
+    guidance_scale: float
+    true_cfg_scale: float
+    size_multiple: int
+    frame_multiple: int
+    max_pixels: int
+    max_frames: int
+    max_steps: int
+
+    def request(self, size: Size | None = None, **changes: Any) -> MediaRequest:
+        """The request of somebody who says no more than ``size`` and ``changes`` (fields of ``MediaRequest``).
+
+        ValueError outside the model's limits.
+        """
+        size = size or Size(width=self.width, height=self.height)
+        unsaid: dict[str, Any] = {
+            "request_id": "default",
+            "model": "default",
+            "prompt": "",
+            "kind": self.kind,
+            "width": size.width,
+            "height": size.height,
+            "num_frames": size.num_frames or self.num_frames,
+            "fps": self.fps,
+            "num_inference_steps": self.num_inference_steps,
+            "guidance_scale": self.guidance_scale,
+            "true_cfg_scale": self.true_cfg_scale,
+            "seed": 0,
+        }
+        request = MediaRequest(**(unsaid | changes))
+        self.check(request)
+        return request
+
+    def check(self, request: MediaRequest) -> None:
+        if request.kind != self.kind:
+            raise ValueError(f"this model makes {self.kind}s, not {request.kind}s")
+        self.check_size(request.width, request.height)
+        self.check_num_frames(request.num_frames)
+        self.check_num_steps(request.num_inference_steps)
+
+    def check_size(self, width: int, height: int) -> None:
+        check_sides(width, height, self.size_multiple)
+        if width * height > self.max_pixels:
+            number = f"{width * height} pixels"
+            raise ValueError(f"size is {width}x{height}, {number}: at most {self.max_pixels} pixels are allowed")
+
+    def check_num_frames(self, num_frames: int) -> None:
+        if num_frames > self.max_frames:
+            raise ValueError(f"num_frames is {num_frames}; it must be at most {self.max_frames}")
+        check_frames(num_frames, self.frame_multiple)
+
+    def check_num_steps(self, num_steps: int) -> None:
+        if not 1 <= num_steps <= self.max_steps:
+            raise ValueError(f"num_inference_steps is {num_steps}; it must be from 1 to {self.max_steps}")
+
+
+def check_sides(width: int, height: int, multiple: int) -> None:
+    """ValueError unless both are positive multiples of ``multiple``."""
+    sides = (width, height)
+    if min(sides) <= 0 or any(side % multiple for side in sides):
+        near = "x".join(str(max(1, round(side / multiple)) * multiple) for side in sides)
+        raise ValueError(
+            f"size is {width}x{height}: width and height must be positive multiples of {multiple}, such as {near}"
+        )
+
+
+def check_frames(num_frames: int, multiple: int) -> None:
+    """ValueError unless it is one frame, and then as many as a whole number of latent frames stands for."""
+    if num_frames < 1 or (num_frames - 1) % multiple:
+        near = 1 + max(0, round((num_frames - 1) / multiple)) * multiple
+        raise ValueError(f"num_frames is {num_frames}; it must be 1 + a multiple of {multiple}, such as {near}")
+
+
 KEYS = tuple(field.name for field in fields(Defaults) if field.name != "kind")
 
 
@@ -28,30 +116,3 @@ def with_own_defaults(path: Path, defaults: Defaults) -> Defaults:
     if unknown := sorted(own.keys() - set(KEYS)):
         raise ValueError(f"{file} has unknown keys {', '.join(unknown)}; known: {', '.join(KEYS)}")
     return replace(defaults, **own)
-
-
-def check_request(request: MediaRequest, limits: Defaults) -> None:
-    """ValueError if ``request`` is outside what the model can do; the message names the limit."""
-    for problem in _problems(request, limits):
-        raise ValueError(problem)
-
-
-def _problems(request: MediaRequest, limits: Defaults) -> list[str]:
-    size, pixels = f"{request.width}x{request.height}", request.width * request.height
-    multiple, frames = limits.size_multiple, request.num_frames
-    checks = {
-        f"this model makes {limits.kind}s, not {request.kind}s": request.kind == limits.kind,
-        f"size {size}: width and height must be positive multiples of {multiple}": _are_multiples(request, multiple),
-        f"size {size}: at most {limits.max_pixels} pixels": pixels <= limits.max_pixels,
-        f"{frames} frames: 1 plus a multiple of {limits.frame_multiple} is needed": frames >= 1
-        and (frames - 1) % limits.frame_multiple == 0,
-        f"{frames} frames: at most {limits.max_frames}": frames <= limits.max_frames,
-        f"{request.num_inference_steps} steps: 1 to {limits.max_steps} are allowed": 1
-        <= request.num_inference_steps
-        <= limits.max_steps,
-    }
-    return [problem for problem, passed in checks.items() if not passed]
-
-
-def _are_multiples(request: MediaRequest, multiple: int) -> bool:
-    return all(size > 0 and size % multiple == 0 for size in (request.width, request.height))

@@ -2,53 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from engines.core.model import DenoiserModel
 from engines.core.sampler import Sampler
-from pipelines.request import MediaKind, MediaRequest
+from pipelines.defaults import Defaults
+from pipelines.request import MediaRequest
 
 if TYPE_CHECKING:  # the ingress reads defaults, and does without torch
     import torch
     from numpy.typing import NDArray
     from torch import Tensor
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Defaults:
-    """What a model does when the client does not say: sizes in pixels, frames per second, steps, scales."""
-
-    kind: MediaKind
-    width: int
-    height: int
-    num_frames: int
-    fps: int
-    num_inference_steps: int
-    guidance_scale: float
-    true_cfg_scale: float
-    size_multiple: int
-    frame_multiple: int
-    max_pixels: int
-    max_frames: int
-    max_steps: int
-
-    def request(self, model: str, prompt: str, **changes: Any) -> MediaRequest:
-        """A request that says no more than ``prompt`` and ``changes`` (fields of ``MediaRequest``)."""
-        fields: dict[str, Any] = {
-            "request_id": "default",
-            "kind": self.kind,
-            "width": self.width,
-            "height": self.height,
-            "num_frames": self.num_frames,
-            "fps": self.fps,
-            "num_inference_steps": self.num_inference_steps,
-            "guidance_scale": self.guidance_scale,
-            "true_cfg_scale": self.true_cfg_scale,
-            "seed": 0,
-        }
-        return MediaRequest(model=model, prompt=prompt, **(fields | changes))
 
 
 class TextEncoder(Protocol):

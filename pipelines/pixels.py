@@ -1,4 +1,4 @@
-"""From a decoder's values in [-1, 1] to the bytes of frames."""
+"""The bytes of frames from a decoder's values in [-1, 1]."""
 
 from __future__ import annotations
 

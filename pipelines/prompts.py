@@ -1,4 +1,4 @@
-"""From a prompt to token ids of a fixed length."""
+"""Token ids of a fixed length from a prompt."""
 
 from __future__ import annotations
 

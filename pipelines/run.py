@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,9 +13,8 @@ from torch import Tensor
 from engines.core.engine import Engine
 from engines.core.model import Branch, DenoiserModel
 from engines.core.sampler import Sampler
-from pipelines.defaults import check_request
+from pipelines.checkpoint import Checkpoint
 from pipelines.family import Decoder, TextEncoder
-from pipelines.registry import load_family
 from pipelines.request import MediaRequest
 
 
@@ -74,25 +72,11 @@ class Pipeline:
             yield state
 
 
-def load_pipeline(path: Path, device: torch.device, dtype: torch.dtype, engine: Engine | None = None) -> Pipeline:
-    """All parts of the diffusers directory ``path``; without ``engine`` the plain one runs its denoiser."""
-    family = load_family(path)
+def load_pipeline(checkpoint: Checkpoint, engine: Engine | None = None) -> Pipeline:
+    """All parts of ``checkpoint``; without ``engine`` the plain one runs its denoiser."""
     return Pipeline(
-        text_encoder=family.load_text_encoder(path, device, dtype),
-        engine=engine or PlainEngine(model=family.load_denoiser(path, device, dtype)),
-        sampler=family.load_sampler(path, device, dtype),
-        decoder=family.load_decoder(path, device, dtype),
+        text_encoder=checkpoint.text_encoder(),
+        engine=engine or PlainEngine(model=checkpoint.denoiser()),
+        sampler=checkpoint.sampler(),
+        decoder=checkpoint.decoder(),
     )
-
-
-def run_request(
-    path: Path,
-    request: MediaRequest,
-    engine: Engine | None = None,
-    *,
-    device: str = "cpu",
-    dtype: torch.dtype = torch.float32,
-) -> NDArray[Any]:
-    """One request from prompt to frames, uint8 (frames, height, width, 3). ValueError outside the model's limits."""
-    check_request(request, load_family(path).defaults(path))
-    return load_pipeline(path, torch.device(device), dtype, engine).run(request)

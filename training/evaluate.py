@@ -18,65 +18,65 @@ from diffusers import FluxPipeline, WanPipeline
 
 from pipelines.registry import load_family
 from training import judge
-from training.captions import Said, caption, motion_caption
-from training.judge import Found, Picture, look_at, motion_of, place_of
-from training.scenes import PLACES, Item, MotionScene, Scene, held_out_motion_scene, held_out_scene
-from training.tokens import MAX_LENGTH
+from training.judge import Picture, SeenShape, look_at, motion_of, place_of
+from training.shapes.captions import CaptionParts, caption, motion_caption
+from training.shapes.scenes import PLACES, Item, MotionScene, Scene, held_out_motion_scene, held_out_scene
+from training.shapes.tokens import MAX_LENGTH
 from training.wan_model import NUM_FRAMES
 
 CHECKPOINTS = Path(__file__).parents[1] / "pipelines" / "checkpoints"
 SETTINGS = ("model", "prompts", "height", "width", "steps", "guidance", "device", "dtype", "seed")
-EVERYTHING = Said(size=True, place=True, background=True)
+EVERYTHING = CaptionParts(size=True, place=True, background=True)
 Checks = dict[str, bool]
 
 
 def held_out_prompts(count: int, seed: int) -> list[tuple[Scene, str]]:
-    """Still scenes that training never showed, with captions that say everything."""
+    """Returns still scenes that training never showed, with captions that say everything."""
     rng = random.Random(seed)
     scenes = [held_out_scene(rng) for _ in range(count)]
     return [(scene, caption(scene, rng, EVERYTHING)) for scene in scenes]
 
 
 def held_out_motion_prompts(count: int, seed: int) -> list[tuple[MotionScene, str]]:
-    """Video scenes that training never showed, with captions that say everything."""
+    """Returns video scenes that training never showed, with captions that say everything."""
     rng = random.Random(seed)
     scenes = [held_out_motion_scene(rng) for _ in range(count)]
     return [(scene, motion_caption(scene, rng, EVERYTHING)) for scene in scenes]
 
 
-def _looks_like(item: Item, found: Found) -> bool:
-    return (item.shape, item.colour) == (found.shape, found.colour)
+def _looks_like(item: Item, seen: SeenShape) -> bool:
+    return (item.shape, item.colour) == (seen.shape, seen.colour)
 
 
-def _match(items: tuple[Item, ...], picture: Picture) -> list[Found] | None:
-    """The found shape of each item, or None unless shapes and colours are exactly those asked for."""
-    if len(picture.found) != len(items):
+def _match(items: tuple[Item, ...], picture: Picture) -> list[SeenShape] | None:
+    """Returns the shape seen for each item, or None unless shapes and colours are exactly those asked for."""
+    if len(picture.shapes) != len(items):
         return None
-    for order in (picture.found, picture.found[::-1]):
-        if all(_looks_like(item, found) for item, found in zip(items, order, strict=True)):
+    for order in (picture.shapes, picture.shapes[::-1]):
+        if all(_looks_like(item, seen) for item, seen in zip(items, order, strict=True)):
             return list(order)
     return None
 
 
-def _right_place(scene: Scene, found: list[Found]) -> bool:
+def _right_place(scene: Scene, shapes: list[SeenShape]) -> bool:
     if scene.relation is None:
-        return all(place_of(f) == PLACES[i.place or "centre"] for i, f in zip(scene.items, found, strict=True))
-    first, second = found
+        return all(place_of(s) == PLACES[i.place or "centre"] for i, s in zip(scene.items, shapes, strict=True))
+    first, second = shapes
     dx, dy = second.x - first.x, second.y - first.y
     ahead, aside = (dy, dx) if scene.relation == "above" else (dx, dy)
     return ahead > 0.15 and ahead > abs(aside)
 
 
 def check_still(scene: Scene, picture: Picture) -> Checks:
-    """Which parts of a still scene the picture shows. A place counts only if shape and colour are right too."""
-    found = _match(scene.items, picture)
-    sized = found is not None and all(
-        item.size == "medium" or item.size == judge.size_of(f) for item, f in zip(scene.items, found, strict=True)
+    """Returns which parts of a still scene the picture shows. A place counts only if shape and colour are right too."""
+    shapes = _match(scene.items, picture)
+    sized = shapes is not None and all(
+        item.size in ("medium", judge.size_of(seen)) for item, seen in zip(scene.items, shapes, strict=True)
     )
     kind = "one" if len(scene.items) == 1 else "pair" if scene.relation else "two places"
     checks = {
-        "shape and colour": found is not None,
-        "place": found is not None and _right_place(scene, found),
+        "shape and colour": shapes is not None,
+        "place": shapes is not None and _right_place(scene, shapes),
         "size": sized,
         "background": picture.background == scene.background,
     }
@@ -86,8 +86,8 @@ def check_still(scene: Scene, picture: Picture) -> Checks:
 
 
 def check_motion(scene: MotionScene, frames: list[Picture]) -> Checks:
-    """Which parts of a video scene the frames show. Shape and colour must be right in at least 3 frames of 4."""
-    right = [len(frame.found) == 1 and _looks_like(scene.item, frame.found[0]) for frame in frames]
+    """Returns which parts of a video scene the frames show: shape and colour if at least 3 frames of 4 do."""
+    right = [len(frame.shapes) == 1 and _looks_like(scene.item, frame.shapes[0]) for frame in frames]
     motion = motion_of(frames) == scene.motion
     grounds = Counter(frame.background for frame in frames)
     return {
@@ -98,14 +98,19 @@ def check_motion(scene: MotionScene, frames: list[Picture]) -> Checks:
     }
 
 
-def filled(args: argparse.Namespace, model: str) -> argparse.Namespace:
-    """`args`, where they leave `height`, `width`, `steps` or `guidance` open with what the shipped model has."""
+def with_shipped_settings(args: argparse.Namespace, model: str) -> argparse.Namespace:
+    """Returns `args` with the shipped model's `height`, `width`, `steps` and `guidance` where they leave these open."""
     path = CHECKPOINTS / model
-    own = load_family(path).defaults(path)
-    guidance = own.guidance_scale if own.kind == "image" else own.true_cfg_scale
-    settings = {"height": own.height, "width": own.width, "steps": own.num_inference_steps, "guidance": guidance}
-    given = {name: value for name, value in vars(args).items() if value is not None}
-    return argparse.Namespace(**(vars(args) | settings | given))
+    shipped = load_family(path).defaults(path)
+    guidance = shipped.guidance_scale if shipped.kind == "image" else shipped.true_cfg_scale
+    settings = {
+        "height": shipped.height,
+        "width": shipped.width,
+        "steps": shipped.num_inference_steps,
+        "guidance": guidance,
+    }
+    overrides = {name: value for name, value in vars(args).items() if value is not None}
+    return argparse.Namespace(**(vars(args) | settings | overrides))
 
 
 def _generators(start: int, count: int) -> list[torch.Generator]:
@@ -113,8 +118,8 @@ def _generators(start: int, count: int) -> list[torch.Generator]:
 
 
 def paint_stills(pipeline: Any, prompts: list[str], args: argparse.Namespace, seed: int) -> list[judge.Pixels]:
-    """One picture (height, width, 3) a prompt."""
-    args = filled(args, "flux-shapes")
+    """Returns one picture (height, width, 3) a prompt."""
+    args = with_shipped_settings(args, "flux-shapes")
     images = pipeline(
         prompts,
         height=args.height,
@@ -129,8 +134,8 @@ def paint_stills(pipeline: Any, prompts: list[str], args: argparse.Namespace, se
 
 
 def paint_videos(pipeline: Any, prompts: list[str], args: argparse.Namespace, seed: int) -> list[judge.Pixels]:
-    """One video (frames, height, width, 3) a prompt."""
-    args = filled(args, "wan-shapes")
+    """Returns one video (frames, height, width, 3) a prompt."""
+    args = with_shipped_settings(args, "wan-shapes")
     videos = pipeline(
         prompts,
         height=args.height,
@@ -169,14 +174,14 @@ def _score_videos(pipeline: Any, args: argparse.Namespace) -> list[tuple[str, Ch
 
 
 def summary(scored: list[tuple[str, Checks]]) -> dict[str, dict[str, float]]:
-    """For each check the share of prompts that passed, and how many were asked."""
+    """Returns for each check the share of prompts that passed it, and the number of prompts that had it."""
     names = {name: None for _, checks in scored for name in checks}
     results = {name: [checks[name] for _, checks in scored if name in checks] for name in names}
     return {name: {"share": round(sum(r) / len(r), 4), "prompts": len(r)} for name, r in results.items()}
 
 
 def load(model: str, checkpoint: Path | None = None, dtype: torch.dtype = torch.float32) -> Any:
-    """diffusers' own pipeline of a model, the shipped one unless another checkpoint is given."""
+    """Returns diffusers' own pipeline of a model, the shipped one unless another checkpoint is given."""
     pipeline: Any = FluxPipeline if model == "flux-shapes" else WanPipeline
     pipeline = pipeline.from_pretrained(checkpoint or CHECKPOINTS / model, torch_dtype=dtype)
     pipeline.set_progress_bar_config(disable=True)
@@ -184,8 +189,8 @@ def load(model: str, checkpoint: Path | None = None, dtype: torch.dtype = torch.
 
 
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
-    """Paints and judges the held-out prompts; prints those that failed if asked to."""
-    args = filled(args, args.model)
+    """Paints and judges the held-out prompts, prints those that failed if asked to, and returns settings and shares."""
+    args = with_shipped_settings(args, args.model)
     pipeline = load(args.model, args.checkpoint, getattr(torch, args.dtype)).to(args.device)
     start_s = time.monotonic()
     scored = (_score_stills if args.model == "flux-shapes" else _score_videos)(pipeline, args)

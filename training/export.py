@@ -25,7 +25,7 @@ def export_flux(
     clip_tokenizer: PreTrainedTokenizerBase,
     t5_tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    """Directory for `FluxPipeline.from_pretrained`. The model's own weights become float16 on the CPU."""
+    """Writes a directory for `FluxPipeline.from_pretrained`. The model's own weights become float16 on the CPU."""
     pipeline = FluxPipeline(
         scheduler=flux_model.build_scheduler(),
         vae=_half(vae),
@@ -39,7 +39,7 @@ def export_flux(
 
 
 def export_wan(path: Path, model: WanModel, vae: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Directory for `WanPipeline.from_pretrained`. The model's own weights become float16 on the CPU."""
+    """Writes a directory for `WanPipeline.from_pretrained`. The model's own weights become float16 on the CPU."""
     pipeline = WanPipeline(
         tokenizer=tokenizer,
         text_encoder=_half(model.umt5),

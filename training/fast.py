@@ -1,4 +1,4 @@
-"""What makes small models train fast on a big GPU: mixed precision, compiled blocks, whole steps as CUDA graphs."""
+"""What makes small models train fast on a big GPU: mixed precision, compiled blocks, CUDA graphs."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, cast
@@ -11,11 +11,11 @@ from torch.nn import functional
 RECOMPILE_LIMIT = 64  # every block and every resolution may cost one; the default of 8 would fall back to eager
 NORMS = ("GroupNorm", "WanRMS_norm")
 WARM_UP_CALLS = 3
-Step = Callable[[], Tensor]
+TensorFunction = Callable[[], Tensor]
 
 
 def prepare(seed: int) -> None:
-    """Seeds the run, and lets the GPU use TensorFloat-32 and the convolutions it finds to be fastest."""
+    """Seeds the run, and lets the GPU use TensorFloat-32 and the convolutions that it measures to be fastest."""
     torch.manual_seed(seed)
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.benchmark = True
@@ -49,7 +49,7 @@ def speed_up_norms(module: nn.Module) -> None:
     torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
     for child in module.modules():
         if type(child).__name__ in NORMS:
-            child.forward = _narrow(child)
+            child.forward = _type_preserving(child)
 
 
 @torch.compile(dynamic=True)
@@ -58,48 +58,48 @@ def _rms_norm(x: Tensor, gain: Tensor) -> Tensor:
     return normed
 
 
-def _narrow(norm: Any) -> Callable[[Tensor], Tensor]:
+def _type_preserving(norm: Any) -> Callable[[Tensor], Tensor]:
     if type(norm).__name__ == "WanRMS_norm":  # one graph for all widths: the gain is no parameter, so no constant
         return lambda x: _rms_norm(x, norm.gamma * norm.scale)
-    wide = norm.forward
+    forward = norm.forward
 
-    def narrow(x: Tensor) -> Tensor:
-        return cast(Tensor, wide(x).to(x.dtype))
+    def preserving(x: Tensor) -> Tensor:
+        return cast(Tensor, forward(x).to(x.dtype))
 
-    compiled: Callable[[Tensor], Tensor] = torch.compile(narrow, dynamic=True)
+    compiled: Callable[[Tensor], Tensor] = torch.compile(preserving, dynamic=True)
     return compiled
 
 
-def slow_down(module: nn.Module) -> None:
+def undo_speed_up(module: nn.Module) -> None:
     """Undoes `speed_up` and `speed_up_norms`."""
     for child in module.modules():
         child.__dict__.pop("forward", None)
 
 
-class Graphed:
-    """A function of no arguments whose work is all on the GPU, and which returns a tensor: every call runs it once.
+class GraphedFunction:
+    """A function whose work is all on the GPU, as a CUDA graph: every call runs it once.
 
-    The first calls run it eagerly, which compiles and allocates all that it keeps; then it is captured in a CUDA graph
-    and replayed. All graphs share one memory pool: they run one after the other, and each result is copied out.
+    The first calls run it eagerly, which compiles and allocates all that it keeps; then it is captured and replayed.
+    All graphs share one memory pool: they run one after the other, and each result is copied out.
     """
 
     _pool: Any = None
 
-    def __init__(self, function: Step) -> None:
+    def __init__(self, function: TensorFunction) -> None:
         self.function, self.calls = function, 0
         self.graph: Any = None
 
     def __call__(self) -> Tensor:
         if self.graph is None and self.calls < WARM_UP_CALLS:
             self.calls += 1
-            return self._aside()
+            return self._on_side_stream()
         if self.graph is None:
             self._capture()
         self.graph.replay()
         return self.result.clone()
 
-    def _aside(self) -> Tensor:
-        """On a stream of its own, as capture wants it of what ran before."""
+    def _on_side_stream(self) -> Tensor:
+        """Calls the function on a stream of its own, where capture wants everything to have run before."""
         current, side = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(current)
         with torch.cuda.stream(side):
@@ -108,12 +108,12 @@ class Graphed:
         return result.clone()
 
     def _capture(self) -> None:
-        Graphed._pool = Graphed._pool or torch.cuda.graph_pool_handle()
+        GraphedFunction._pool = GraphedFunction._pool or torch.cuda.graph_pool_handle()
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=Graphed._pool):
+        with torch.cuda.graph(self.graph, pool=GraphedFunction._pool):
             self.result = self.function()
 
 
-def graphed(function: Step, *, on: bool) -> Step:
-    """The function itself, or `Graphed`."""
-    return Graphed(function) if on else function
+def graphed(function: TensorFunction, *, on: bool) -> TensorFunction:
+    """Returns the function itself, or a `GraphedFunction` of it."""
+    return GraphedFunction(function) if on else function

@@ -7,8 +7,8 @@ from diffusers import AutoencoderKL
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from training.draw import draw
-from training.pool import Captioned, LatentPool, token_ids, with_dropout
+from training.pool import CaptionedDrawings, LatentPool, token_ids, with_dropout
+from training.shapes.draw import draw
 
 MAIN_SIZE = (128, 128)
 SIZES = {MAIN_SIZE: 11, (96, 96): 2, (96, 128): 2, (128, 96): 2, (64, 64): 1, (160, 160): 2}
@@ -18,12 +18,12 @@ Size = tuple[int, int]
 Tokenizers = tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase]
 
 
-class Data:
+class PictureDataset:
     """Latents and captions, all on the device."""
 
     def __init__(
         self,
-        stills: Captioned,
+        stills: CaptionedDrawings,
         vae: AutoencoderKL,
         tokenizers: Tokenizers,
         *,
@@ -53,7 +53,7 @@ class Data:
         return LatentPool(encode, num_rows=self.empty, size=rows, chunk=chunk, device=device, graph=graph)
 
     def next_size(self, progress: float) -> Size:
-        """The size of the next step's pictures, whose pool gets new ones now and then."""
+        """Returns the size of the next step's pictures; now and then it puts new ones in their pool."""
         shown = SIZES if progress >= OTHERS_FROM else {MAIN_SIZE: 1}
         size = self.rng.choices(tuple(shown), tuple(shown.values()))[0]
         self.steps += 1
@@ -62,6 +62,6 @@ class Data:
         return size
 
     def sample(self, size: Size, batch: int) -> tuple[Tensor, Tensor]:
-        """Latents of this size and the rows of their captions, some of them the empty prompt's."""
+        """Returns latents of this size and the rows of their captions, some of them the empty prompt's."""
         latents, row = self.pools[size].sample(batch)
         return latents, with_dropout(row, self.empty)

@@ -1,6 +1,7 @@
 """The parts of flux-shapes, untrained, in the shapes that ship."""
 
 import math
+from functools import cache
 
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
@@ -8,16 +9,17 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerBase, T5Config, T5EncoderModel
 
-from training.reading import STILL_ANSWERS, Reader
-from training.scenes import PLACES
-from training.tokens import MAX_LENGTH
+from pipelines.flux.latents import image_ids, pack
+from training.shapes.reading import STILL_ANSWERS, Reader
+from training.shapes.scenes import PLACES
+from training.shapes.tokens import MAX_LENGTH
 
 TEXT_DIM, POOLED_DIM = 128, 64
 TEXT_ATTENTION = "eager"  # 48 tokens need no kernel, and T5's position bias needs a gradient
 
 
 def build_vae() -> AutoencoderKL:
-    """8x down, 16 channels. No attention: every size decodes alike."""
+    """Returns an auto-encoder: 8x down, 16 channels, and no attention, so that every size decodes alike."""
     return AutoencoderKL(
         in_channels=3,
         out_channels=3,
@@ -68,7 +70,7 @@ def build_clip(tokenizer: PreTrainedTokenizerBase) -> CLIPTextModel:
 
 
 def t5_config(tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
-    """What the T5 and the UMT5 encoder have in common."""
+    """Returns the options that the T5 and the UMT5 encoder have in common."""
     return {
         "vocab_size": len(tokenizer),
         "d_model": TEXT_DIM,
@@ -92,7 +94,7 @@ def build_t5(tokenizer: PreTrainedTokenizerBase) -> T5EncoderModel:
 
 
 def build_scheduler() -> FlowMatchEulerDiscreteScheduler:
-    """FLUX.1-dev's own settings."""
+    """Returns a scheduler with FLUX.1-dev's own settings."""
     return FlowMatchEulerDiscreteScheduler(
         num_train_timesteps=1000,
         shift=3.0,
@@ -105,28 +107,19 @@ def build_scheduler() -> FlowMatchEulerDiscreteScheduler:
 
 
 def shift_of(num_image_tokens: int) -> float:
-    """The factor by which FLUX's scheduler moves its noise levels for a picture of so many tokens."""
+    """Returns the factor by which FLUX's scheduler moves its noise levels for a picture of so many tokens."""
     return math.exp(calculate_shift(num_image_tokens))
 
 
-def pack(latents_BCHW: Tensor) -> Tensor:
-    """2 x 2 patches as tokens (B, HW / 4, 4 C), as FLUX packs them."""
-    batch, channels, height, width = latents_BCHW.shape
-    patches = latents_BCHW.view(batch, channels, height // 2, 2, width // 2, 2).permute(0, 2, 4, 1, 3, 5)
-    return patches.reshape(batch, height * width // 4, 4 * channels)
-
-
-def image_ids(height: int, width: int, device: torch.device) -> Tensor:
-    """Positions (tokens, 3) of the packed latents of a height x width latent."""
-    rows, columns = torch.meshgrid(
-        torch.arange(height // 2, device=device), torch.arange(width // 2, device=device), indexing="ij"
-    )
-    return torch.stack((torch.zeros_like(rows), rows, columns), dim=-1).reshape(-1, 3).float()
+@cache
+def _positions(height: int, width: int, device: torch.device) -> Tensor:
+    """Returns `image_ids`, kept on the device: a copy to it cannot be part of a CUDA graph."""
+    return image_ids(height, width).to(device)
 
 
 def additive(hidden: Tensor) -> Tensor:
-    """What attention adds to the scores of hidden places. The encoders' own masks copy a number to the device each
-    time, which no CUDA graph may do."""
+    """Returns the numbers that attention adds to the scores of hidden places. The encoders' own masks copy a number to
+    the device each time, which no CUDA graph may do."""
     return hidden.float() * torch.finfo(torch.float32).min
 
 
@@ -141,13 +134,13 @@ class FluxModel(nn.Module):
 
     @property
     def clip_layers(self) -> nn.ModuleList:
-        """The CLIP encoder's blocks, wherever this version of transformers keeps them."""
+        """Returns the CLIP encoder's blocks, wherever this version of transformers keeps them."""
         encoder = getattr(self.clip, "text_model", self.clip).encoder
         layers: nn.ModuleList = encoder.layers
         return layers
 
     def text(self, clip_ids_BL: Tensor, t5_ids_BL: Tensor) -> tuple[Tensor, Tensor]:
-        """(pooled (B, D), sequence (B, L, D)) in float32. Padding is attended to, as in FLUX's pipeline."""
+        """Returns pooled (B, D) and sequence (B, L, D) in float32. Padding is attended to, as in FLUX's pipeline."""
         length, device = clip_ids_BL.shape[1], clip_ids_BL.device
         every = torch.zeros(1, 1, 1, length, device=device)
         later = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
@@ -159,7 +152,7 @@ class FluxModel(nn.Module):
     def velocity(
         self, latents_BCHW: Tensor, sigma_B: Tensor, guidance_B: Tensor, text: tuple[Tensor, Tensor]
     ) -> Tensor:
-        """Predicted velocity, packed."""
+        """Returns the predicted velocity, packed (B, S, 4 C)."""
         pooled, sequence = text
         height, width = latents_BCHW.shape[-2:]
         prediction: Tensor = self.transformer(
@@ -168,7 +161,7 @@ class FluxModel(nn.Module):
             pooled_projections=pooled,
             timestep=sigma_B,
             guidance=guidance_B,
-            img_ids=image_ids(height, width, latents_BCHW.device),
+            img_ids=_positions(height, width, latents_BCHW.device),
             txt_ids=torch.zeros(sequence.shape[1], 3, device=latents_BCHW.device),
             return_dict=False,
         )[0]

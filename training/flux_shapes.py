@@ -8,6 +8,7 @@ import argparse
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,16 @@ import torch
 from diffusers import AutoencoderKL, FluxPipeline
 from torch import Tensor
 
+from pipelines.flux.latents import pack
 from training.export import export_flux
-from training.fast import Step, graphed, prepare, slow_down, speed_up
+from training.fast import TensorFunction, prepare, speed_up, undo_speed_up
 from training.flow import noisy, sample_sigma
-from training.flux_data import SIZES, Data, Size, Tokenizers
-from training.flux_model import FluxModel, pack, shift_of
-from training.loop import Run, fit, update
-from training.options import device_of, flow_options, plan_of
-from training.pool import Captioned, captioned_stills
-from training.tokens import byte_pairs, sentence_pieces
+from training.flux_data import SIZES, PictureDataset, Size, Tokenizers
+from training.flux_model import FluxModel, shift_of
+from training.loop import Run, fit, step_of
+from training.options import budget_of, device_of, flow_options
+from training.pool import CaptionedDrawings, captioned_stills
+from training.shapes.tokens import byte_pairs, sentence_pieces
 
 GUIDANCE = (1.0, 5.0)
 
@@ -34,8 +36,8 @@ def _noisy(latents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return *noisy(latents, sigma_B), sigma_B
 
 
-def flow_loss(model: FluxModel, data: Data, size: Size, args: argparse.Namespace) -> Tensor:
-    """Squared error of the velocity at guidance 1, and the reader's loss (2,)."""
+def flow_loss(model: FluxModel, data: PictureDataset, size: Size, args: argparse.Namespace) -> Tensor:
+    """Returns the squared error of the velocity at guidance 1, and the reader's loss (2,)."""
     latents, row = data.sample(size, args.batch)
     noised, velocity, sigma_B = _noisy(latents)
     text = model.text(data.clip_ids[row], data.t5_ids[row])
@@ -43,23 +45,23 @@ def flow_loss(model: FluxModel, data: Data, size: Size, args: argparse.Namespace
     return torch.stack((error.square().mean(), args.reading * model.reader.loss(text[1], data.labels[row])))
 
 
-def distillation_loss(model: FluxModel, teacher: FluxModel, data: Data, size: Size, batch: int) -> Tensor:
-    """Squared error to the teacher's guided velocity, at a random guidance scale."""
+def distillation_loss(model: FluxModel, teacher: FluxModel, data: PictureDataset, size: Size, batch: int) -> Tensor:
+    """Returns the squared error to the teacher's guided velocity, at a random guidance scale."""
     latents, row = data.sample(size, batch)
     noised, _, sigma_B = _noisy(latents)
     guidance_B = torch.empty_like(sigma_B).uniform_(*GUIDANCE)
     with torch.no_grad():
         text = model.text(data.clip_ids[row], data.t5_ids[row])
         empty = row.new_full(row.shape, data.empty)
-        nothing = model.text(data.clip_ids[empty], data.t5_ids[empty])
+        empty_text = model.text(data.clip_ids[empty], data.t5_ids[empty])
         one = torch.ones_like(sigma_B)
-        unguided = teacher.velocity(noised, sigma_B, one, nothing)
+        unguided = teacher.velocity(noised, sigma_B, one, empty_text)
         guided = unguided + guidance_B[:, None, None] * (teacher.velocity(noised, sigma_B, one, text) - unguided)
     return (model.velocity(noised, sigma_B, guidance_B, text) - guided).square().mean()
 
 
 def _accelerate(model: FluxModel, device: str) -> FluxModel:
-    """Static shapes for the text and for the first picture size, then dynamic ones for all others together."""
+    """Compiles static shapes of the text and of the first picture size, then dynamic ones of all others together."""
     speed_up([*model.t5.encoder.block, *model.clip_layers], device, dynamic=False)
     speed_up(
         [*model.transformer.transformer_blocks, *model.transformer.single_transformer_blocks], device, dynamic=None
@@ -67,61 +69,61 @@ def _accelerate(model: FluxModel, device: str) -> FluxModel:
     return model
 
 
-def _steps(run: Run, data: Data, loss_of: Callable[[Size], Tensor], *, all_sizes: bool, graph: bool) -> Step:
-    """Updates with pictures of one size after the other, each size a graph of its own."""
-
-    def of(size: Size) -> Step:
-        return graphed(lambda: update(run, lambda: loss_of(size)), on=graph)
-
-    updates = {size: of(size) for size in SIZES}
-    return lambda: updates[data.next_size(1.0 if all_sizes else run.progress)]()
+def _step_of_sizes(
+    run: Run, data: PictureDataset, loss_of: Callable[[Size], Tensor], *, all_sizes: bool, graph: bool
+) -> TensorFunction:
+    """Returns a step that takes pictures of one size after the other, each size a graph of its own."""
+    steps = {size: step_of(run, partial(loss_of, size), graph=graph) for size in SIZES}
+    return lambda: steps[data.next_size(1.0 if all_sizes else run.progress)]()
 
 
-def _stage_one(model: FluxModel, data: Data, args: argparse.Namespace) -> Run:
+def _match_flow(model: FluxModel, data: PictureDataset, args: argparse.Namespace) -> Run:
     device, graph = device_of(args)
-    run = Run(module=_accelerate(model, device), plan=plan_of(args, args.out / "flow"))
-    step = _steps(run, data, lambda size: flow_loss(model, data, size, args), all_sizes=bool(args.start), graph=graph)
+    run = Run(module=_accelerate(model, device), budget=budget_of(args, args.out / "flow"))
+    step = _step_of_sizes(
+        run, data, lambda size: flow_loss(model, data, size, args), all_sizes=bool(args.start), graph=graph
+    )
     fit(run, step, args.max_steps)
-    run.average.copy_to_module()
+    run.use_average()
     return run
 
 
 def _frozen(model: FluxModel) -> FluxModel:
-    """A copy as it was before `_accelerate`."""
+    """Returns a copy of the model as it was before `_accelerate`."""
     frozen = copy.deepcopy(model).requires_grad_(False)
-    slow_down(frozen)
+    undo_speed_up(frozen)
     return frozen
 
 
-def _stage_two(model: FluxModel, data: Data, args: argparse.Namespace) -> None:
+def _distil(model: FluxModel, data: PictureDataset, args: argparse.Namespace) -> None:
     device, graph = device_of(args)
     teacher = _accelerate(_frozen(model), device)
     model.requires_grad_(False)
     model.transformer.requires_grad_(True)
-    plan = replace(
-        plan_of(args, args.out / "distilled"),
+    budget = replace(
+        budget_of(args, args.out / "distilled"),
         minutes=args.distill_minutes,
         total_minutes=args.distill_minutes,
         learning_rate=args.learning_rate / 2,
         decay_from=0.3,
     )
-    run = Run(module=model, plan=plan)
+    run = Run(module=model, budget=budget)
 
     def loss_of(size: Size) -> Tensor:
         return distillation_loss(model, teacher, data, size, args.batch)
 
-    fit(run, _steps(run, data, loss_of, all_sizes=True, graph=graph), args.max_steps)
-    run.average.copy_to_module()
+    fit(run, _step_of_sizes(run, data, loss_of, all_sizes=True, graph=graph), args.max_steps)
+    run.use_average()
 
 
-def untrained(stills: Captioned) -> tuple[FluxModel, Tokenizers]:
-    """A new model, and tokenizers made from the captions."""
+def untrained(stills: CaptionedDrawings) -> tuple[FluxModel, Tokenizers]:
+    """Returns a new model, and tokenizers made from the captions."""
     tokenizers = byte_pairs(stills.captions[:20_000]), sentence_pieces(stills.captions[:50_000])
     return FluxModel(*tokenizers), tokenizers
 
 
 def start(path: Path) -> tuple[FluxModel, Tokenizers]:
-    """An exported pipeline's model and tokenizers, to train on from there."""
+    """Returns an exported pipeline's model and tokenizers, to train on from there."""
     pipeline: Any = FluxPipeline.from_pretrained(path, torch_dtype=torch.float32)
     tokenizers = pipeline.tokenizer, pipeline.tokenizer_2
     model = FluxModel(*tokenizers)
@@ -138,11 +140,11 @@ def train(args: argparse.Namespace) -> None:
     vae = AutoencoderKL.from_pretrained(args.vae).to(device).requires_grad_(False)
     stills = captioned_stills(args.captions, args.seed)
     model, tokenizers = start(args.start) if args.start else untrained(stills)
-    data = Data(stills, vae, tokenizers, pool=args.pool, chunk=args.chunk, device=device, graph=graph)
-    run = _stage_one(model.to(device), data, args)
+    data = PictureDataset(stills, vae, tokenizers, pool=args.pool, chunk=args.chunk, device=device, graph=graph)
+    run = _match_flow(model.to(device), data, args)
     export_flux(args.out / "undistilled", _frozen(model), copy.deepcopy(vae), *tokenizers)
     if run.progress >= 1 or args.max_steps:
-        _stage_two(model, data, args)
+        _distil(model, data, args)
         export_flux(args.export, _frozen(model), vae, *tokenizers)
 
 

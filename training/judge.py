@@ -10,11 +10,13 @@ from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import ndimage
 
-from training.draw import PALETTE
-from training.masks import Floats, Mask, centre, connected, grown, sample, shrunk
-from training.scenes import COLOURS
+from training.shapes.draw import PALETTE
+from training.shapes.scenes import COLOURS
 
+Floats = NDArray[np.float64]
+Mask = NDArray[np.bool_]
 Pixels = NDArray[np.uint8]
 _HARMONIC_SHAPES = {3: "triangle", 4: "square", 5: "star"}
 _NUM_ANGLES = 180
@@ -25,7 +27,7 @@ _BIG = 0.117  # radius of equal area: small shapes have up to 0.11, large ones (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class SeenShape:
     """One shape found in a picture. `x` and `y` are fractions of width and height, `radius` (of the circle of equal
     area) of the shorter side; `angle` (radians) is known up to the shape's symmetry and 0 for a circle."""
 
@@ -42,11 +44,11 @@ class Picture:
     """What a picture shows."""
 
     background: str
-    found: tuple[Found, ...]
+    shapes: tuple[SeenShape, ...]
 
 
 def colour_name(rgb: Floats, names: tuple[str, ...]) -> str:
-    """The nearest palette colour."""
+    """Returns the name of the nearest palette colour."""
     return min(names, key=lambda name: float(np.linalg.norm(rgb - np.array(PALETTE[name]))))
 
 
@@ -57,11 +59,11 @@ def _background(image: Floats) -> Floats:
 
 
 def _profile(cover: Floats, x: float, y: float) -> Floats:
-    """Outline radius in pixels at each angle: how much of each ray from the centre is covered."""
+    """Returns the outline radius in pixels at each angle: how much of each ray from the centre is covered."""
     angles = np.linspace(0, 2 * np.pi, _NUM_ANGLES, endpoint=False)
     radii = np.arange(0, max(cover.shape) * 0.75, 0.25)
     rows, columns = y + np.outer(np.sin(angles), radii), x + np.outer(np.cos(angles), radii)
-    lengths: Floats = sample(cover, rows, columns).sum(axis=1) * 0.25
+    lengths: Floats = ndimage.map_coordinates(cover, (rows, columns), order=1).sum(axis=1) * 0.25
     return lengths
 
 
@@ -73,16 +75,16 @@ def _shape(profile: Floats) -> tuple[str, float]:
     return _HARMONIC_SHAPES[harmonic], float(-np.angle(spectrum[harmonic]) / harmonic)
 
 
-def _found(image: Floats, ground: Floats, mask: Mask) -> Found:
+def _seen_shape(image: Floats, ground: Floats, mask: Mask) -> SeenShape:
     height, width = mask.shape
-    core = shrunk(mask, 2)
+    core = ndimage.binary_erosion(mask, iterations=2)
     paint: Floats = np.median(image[core if core.any() else mask], axis=0)
     span = paint - ground
-    near = grown(mask, 2)
+    near = ndimage.binary_dilation(mask, iterations=2)
     cover: Floats = np.clip((image - ground) @ span / (span @ span), 0, 1) * near
-    y, x = centre(cover)
+    y, x = ndimage.center_of_mass(cover)
     shape, angle = _shape(_profile(cover, x, y))
-    return Found(
+    return SeenShape(
         shape=shape,
         colour=colour_name(paint, COLOURS),
         x=float(x + 0.5) / width,
@@ -93,42 +95,44 @@ def _found(image: Floats, ground: Floats, mask: Mask) -> Found:
 
 
 def look_at(pixels: Pixels) -> Picture:
-    """What a picture (height, width, 3) shows, biggest shape first."""
+    """Returns what a picture (height, width, 3) shows, biggest shape first."""
     image = pixels.astype(np.float64) / 255
     ground = _background(image)
     mask = np.linalg.norm(image - ground, axis=-1) > _MIN_CONTRAST
-    labels, sizes = connected(mask)
-    kept = [label + 1 for label in np.argsort(sizes)[::-1] if sizes[label] > _MIN_AREA * mask.size]
-    found = tuple(_found(image, ground, labels == label) for label in kept)
-    return Picture(background=colour_name(ground, tuple(PALETTE)), found=found)
+    labels, _ = ndimage.label(mask)
+    sizes = np.bincount(labels.ravel())[1:]
+    numbers = [label + 1 for label in np.argsort(sizes)[::-1] if sizes[label] > _MIN_AREA * mask.size]
+    shapes = tuple(_seen_shape(image, ground, labels == number) for number in numbers)
+    return Picture(background=colour_name(ground, tuple(PALETTE)), shapes=shapes)
 
 
-def size_of(found: Found) -> str:
-    """Small or large, by radius."""
-    return "large" if found.radius > _BIG else "small"
+def size_of(seen: SeenShape) -> str:
+    """Returns "small" or "large", by radius."""
+    return "large" if seen.radius > _BIG else "small"
 
 
-def place_of(found: Found) -> tuple[int, int]:
-    """Column and row of the third of the picture that holds the centre: each -1, 0 or 1."""
+def place_of(seen: SeenShape) -> tuple[int, int]:
+    """Returns column and row of the third of the picture that holds the centre: each -1, 0 or 1."""
 
     def third(value: float) -> int:
         return -1 if value < 0.4 else 1 if value > 0.6 else 0
 
-    return third(found.x), third(found.y)
+    return third(seen.x), third(seen.y)
 
 
 def _turned(angles: list[float], symmetry: int) -> float:
-    """Total rotation in radians; each frame's change is taken modulo the shape's symmetry."""
+    """Returns the total rotation in radians; each frame's change is taken modulo the shape's symmetry."""
     period = 2 * math.pi / symmetry
     steps = [after - before for before, after in pairwise(angles)]
     return sum((step + period / 2) % period - period / 2 for step in steps)
 
 
 def motion_of(frames: list[Picture]) -> str:
-    """One of `scenes.MOTIONS`, "still", or "lost" where a frame shows no shape. It follows each frame's biggest."""
-    if not all(frame.found for frame in frames):
+    """Returns one of `scenes.MOTIONS`, "still", or "lost" where a frame shows no shape. It follows each frame's
+    biggest shape."""
+    if not all(frame.shapes for frame in frames):
         return "lost"
-    track = [frame.found[0] for frame in frames]
+    track = [frame.shapes[0] for frame in frames]
     dx, dy = track[-1].x - track[0].x, track[-1].y - track[0].y
     if max(abs(dx), abs(dy)) > 0.2:
         across = abs(dx) > abs(dy)
@@ -137,6 +141,6 @@ def motion_of(frames: list[Picture]) -> str:
     if not 0.75 < growth < 1.33:
         return "grow" if growth > 1 else "shrink"
     symmetry = next((k for k, name in _HARMONIC_SHAPES.items() if name == track[0].shape), 0)
-    if symmetry and abs(_turned([found.angle for found in track], symmetry)) > math.radians(30):
+    if symmetry and abs(_turned([seen.angle for seen in track], symmetry)) > math.radians(30):
         return "turn"
     return "still"

@@ -1,16 +1,16 @@
-"""Command-line options that the trainers share, and the `Plan` they make."""
+"""Command-line options that the trainers share, and the `Budget` that they make."""
 
 import argparse
 from pathlib import Path
 
 import torch
 
-from training.loop import Plan
-from training.reading import READING_WEIGHT
+from training.loop import Budget
+from training.shapes.reading import READING_WEIGHT
 
 
 def run_options(description: str | None, *, minutes: float, learning_rate: float) -> argparse.ArgumentParser:
-    """A parser with the options of every trainer."""
+    """Returns a parser with the options of every trainer."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, required=True, help="checkpoints to resume from, and the loss log")
     parser.add_argument("--start", type=Path, help="go on from these exported weights instead of from nothing")
@@ -28,7 +28,7 @@ def run_options(description: str | None, *, minutes: float, learning_rate: float
 def flow_options(
     description: str | None, *, minutes: float, batch: int, pool: int, chunk: int
 ) -> argparse.ArgumentParser:
-    """The same with what the trainers of transformers need besides."""
+    """Returns a parser with the options of every trainer and what the trainers of transformers need besides."""
     parser = run_options(description, minutes=minutes, learning_rate=1e-3)
     parser.set_defaults(batch=batch)
     parser.add_argument("--vae", type=Path, required=True)
@@ -42,14 +42,14 @@ def flow_options(
 
 
 def device_of(args: argparse.Namespace) -> tuple[str, bool]:
-    """The device, and whether steps become CUDA graphs there."""
+    """Returns the device, and whether CUDA graphs are used there."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return device, device == "cuda" and not args.eager
 
 
-def plan_of(args: argparse.Namespace, out: Path, *, ema_decay: float = 0.999) -> Plan:
-    """The plan that the options ask for."""
-    return Plan(
+def budget_of(args: argparse.Namespace, out: Path, *, ema_decay: float = 0.999) -> Budget:
+    """Returns the budget that the options ask for."""
+    return Budget(
         out=out,
         minutes=args.minutes,
         total_minutes=args.total_minutes or args.minutes,

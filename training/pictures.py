@@ -20,16 +20,16 @@ NUM_STILLS, NUM_VIDEOS, FRAMES = 16, 8, (0, 2, 4, 6, 8, 10, 12, 14, 16)
 
 
 def loss_curves(logs: dict[str, Path], out: Path) -> None:
-    """Losses over training steps, logarithmic."""
+    """Draws losses over training steps, logarithmically, and writes the picture to `out`."""
     import matplotlib.pyplot as plt  # only reports need it
 
     figure, axes = plt.subplots(figsize=(8, 5), dpi=80)
     for name, path in logs.items():
         points = json.loads(path.read_text())
         for key, label, style in (("loss", name, "-"), ("loss 2", f"{name}: reading", ":")):
-            kept = [p for p in points if key in p]
-            if any(p[key] for p in kept):
-                axes.plot([p["step"] for p in kept], [p[key] for p in kept], style, label=label, linewidth=1)
+            logged = [p for p in points if key in p]
+            if any(p[key] for p in logged):
+                axes.plot([p["step"] for p in logged], [p[key] for p in logged], style, label=label, linewidth=1)
     axes.set(xlabel="step", ylabel="loss (mean of 50 steps)", yscale="log")
     axes.legend(fontsize=8)
     figure.tight_layout()
@@ -43,7 +43,7 @@ def _rows(tiles: NDArray[np.uint8], columns: int) -> NDArray[np.uint8]:
 
 
 def contact_sheet(args: argparse.Namespace) -> None:
-    """Held-out prompts: stills in two rows, then one row of frames for each video."""
+    """Paints held-out prompts on one sheet: stills in two rows, then one row of frames for each video."""
     flux, wan = load("flux-shapes"), load("wan-shapes")
     stills = [text for _, text in held_out_prompts(NUM_STILLS, args.seed)]
     motions = [text for _, text in held_out_motion_prompts(NUM_VIDEOS, args.seed)]

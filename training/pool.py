@@ -8,41 +8,41 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from training.captions import caption, motion_caption
-from training.draw import Drawings, motion_drawings, still_drawings
 from training.fast import graphed
-from training.reading import label_rows, motion_labels, still_labels
-from training.scenes import training_motion_scene, training_scene
-from training.tokens import MAX_LENGTH
+from training.shapes.captions import caption, motion_caption
+from training.shapes.draw import Drawings, motion_drawings, still_drawings
+from training.shapes.reading import label_rows, motion_labels, still_labels
+from training.shapes.scenes import training_motion_scene, training_scene
+from training.shapes.tokens import MAX_LENGTH
 
 PROMPT_DROPOUT = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Captioned:
-    """N drawings, their captions, and what a reader should find in these: (N + 1, questions, factors)."""
+class CaptionedDrawings:
+    """N drawings, their captions, and what a reader should read in these: (N + 1, questions, factors)."""
 
     drawings: Drawings
     captions: list[str]
     labels: Tensor
 
 
-def captioned_stills(count: int, seed: int) -> Captioned:
-    """Still scenes that training may show, with captions."""
+def captioned_stills(count: int, seed: int) -> CaptionedDrawings:
+    """Returns drawings of still scenes that training may show, with captions."""
     rng = random.Random(seed)
     scenes = [training_scene(rng) for _ in range(count)]
-    return Captioned(
+    return CaptionedDrawings(
         drawings=still_drawings(scenes),
         captions=[caption(scene, rng) for scene in scenes],
         labels=label_rows([still_labels(scene) for scene in scenes]),
     )
 
 
-def captioned_motions(count: int, seed: int) -> Captioned:
-    """Video scenes that training may show, with captions."""
+def captioned_motions(count: int, seed: int) -> CaptionedDrawings:
+    """Returns drawings of video scenes that training may show, with captions."""
     rng = random.Random(seed)
     scenes = [training_motion_scene(rng) for _ in range(count)]
-    return Captioned(
+    return CaptionedDrawings(
         drawings=motion_drawings(scenes),
         captions=[motion_caption(scene, rng) for scene in scenes],
         labels=label_rows([motion_labels(scene) for scene in scenes]),
@@ -50,7 +50,7 @@ def captioned_motions(count: int, seed: int) -> Captioned:
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, captions: list[str]) -> Tensor:
-    """Token ids (N + 1, 48), padded; the row after the last one is the empty prompt."""
+    """Returns token ids (N + 1, 48), padded; the row after the last caption's is the empty prompt's."""
     padded = tokenizer([*captions, ""], padding="max_length", max_length=MAX_LENGTH, truncation=True)
     return torch.tensor(padded["input_ids"], dtype=torch.int16)
 
@@ -93,6 +93,6 @@ class LatentPool:
         return self.slot.add_(len(self.slot)).remainder_(self.size)
 
     def sample(self, batch: int) -> tuple[Tensor, Tensor]:
-        """Latents (B, ...) in float32 and the rows (B,) of their captions."""
+        """Returns latents (B, ...) in float32 and the rows (B,) of their captions."""
         index = torch.randint(self.size, (batch,), device=self.row.device)
         return self.latents[index].float(), self.row[index]

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from training import flux_model, wan_model
-from training.draw import Drawings, draw
-from training.fast import channels_last, graphed, prepare, slow_down, speed_up_norms
-from training.loop import Plan, Run, fit, update
-from training.options import device_of, plan_of, run_options
-from training.pool import Captioned, captioned_motions, captioned_stills
-from training.scenes import SHAPES
+from training.fast import channels_last, prepare, speed_up_norms, undo_speed_up
+from training.loop import Budget, Run, fit, step_of
+from training.options import budget_of, device_of, run_options
+from training.pool import CaptionedDrawings, captioned_motions, captioned_stills
+from training.shapes.draw import Drawings, draw
+from training.shapes.scenes import SHAPES
 
 PICTURE_PX = 96
 NUM_SCENES = 100_000
@@ -30,11 +30,11 @@ STARS = 0.4  # share of drawings that must show a star: its notches are the firs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Task:
+class AutoencoderTask:
     """What differs between the auto-encoder of pictures and that of videos."""
 
     build: Callable[[], nn.Module]
-    scenes: Callable[[int, int], Captioned]
+    scenes: Callable[[int, int], CaptionedDrawings]
     pixels: Callable[[Drawings], Tensor]
     decode: Callable[[Any, Tensor], Tensor]
     statistics: Callable[[Tensor], dict[str, Any]]
@@ -48,7 +48,7 @@ def _decode_picture(vae: Any, latents: Tensor) -> Tensor:
 
 
 def _decode_video(vae: Any, latents: Tensor) -> Tensor:
-    """As `AutoencoderKLWan.decode`, frame by frame, but without the clamp, which would stop gradients."""
+    """Decodes frame by frame, like `AutoencoderKLWan.decode`, but without its clamp, which would stop gradients."""
     vae.clear_cache()
     latents = vae.post_quant_conv(latents)
     frames = []
@@ -71,14 +71,14 @@ def _channel_statistics(latents: Tensor) -> dict[str, Any]:
 
 
 def _video_pixels(drawings: Drawings) -> Tensor:
-    """Whole clips: trained on shorter ones, the decoder's memory drifts in the frames that follow."""
+    """Draws whole clips: when the decoder is trained on shorter ones, its memory drifts in the frames that follow."""
     side = wan_model.SIDE_PX
     return draw(drawings, height=side, width=side, num_frames=wan_model.NUM_FRAMES)
 
 
 @torch.no_grad()
-def _ease(vae: Any) -> None:
-    """Starts with little sampling noise and with residual blocks that pass their input on."""
+def _initialise_gently(vae: Any) -> None:
+    """Gives the auto-encoder little sampling noise, and residual blocks that pass their input on."""
     moments = vae.quant_conv if isinstance(vae, AutoencoderKLWan) else vae.encoder.conv_out
     moments.weight[moments.weight.shape[0] // 2 :] *= 0.1
     moments.bias[moments.bias.shape[0] // 2 :] -= 4
@@ -89,7 +89,7 @@ def _ease(vae: Any) -> None:
 
 
 TASKS = {
-    "flux-shapes": Task(
+    "flux-shapes": AutoencoderTask(
         build=flux_model.build_vae,
         scenes=captioned_stills,
         pixels=lambda drawings: draw(drawings, height=PICTURE_PX, width=PICTURE_PX)[:, :, 0],
@@ -98,7 +98,7 @@ TASKS = {
         batch=32,
         kl_weight=3e-4,
     ),
-    "wan-shapes": Task(
+    "wan-shapes": AutoencoderTask(
         build=wan_model.build_vae,
         scenes=captioned_motions,
         pixels=_video_pixels,
@@ -111,14 +111,14 @@ TASKS = {
 
 
 def _emphasis(pixels: Tensor) -> Tensor:
-    """Weights (N, 1, ..., height, width) of mean 1, larger near edges: there a small star becomes a circle."""
+    """Returns weights (N, 1, ..., height, width) of mean 1, larger near edges: there a small star becomes a circle."""
     frames = pixels.flatten(1, -3)  # max pooling takes channels and frames alike
     spread = functional.max_pool2d(frames, 5, 1, 2) + functional.max_pool2d(-frames, 5, 1, 2)
     weight = 1 + EDGE_WEIGHT * spread.view_as(pixels).amax(1, keepdim=True)
     return weight / weight.mean()
 
 
-def _loss(task: Task, vae: Any, pixels: Tensor) -> Tensor:
+def _loss(task: AutoencoderTask, vae: Any, pixels: Tensor) -> Tensor:
     with torch.autocast(pixels.device.type, torch.bfloat16, enabled=pixels.is_cuda):
         posterior = vae.encode(pixels).latent_dist
         decoded = task.decode(vae, posterior.sample()).float()
@@ -130,7 +130,7 @@ def _loss(task: Task, vae: Any, pixels: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _finish(task: Task, vae: Any, drawings: Drawings, out: Path, *, keep_statistics: bool) -> None:
+def _finish(task: AutoencoderTask, vae: Any, drawings: Drawings, out: Path, *, keep_statistics: bool) -> None:
     row = torch.arange(min(NUM_MEASURED, len(drawings.background_N)), device=drawings.background_N.device)
     pixels = task.pixels(drawings[row])
     latents = vae.encode(pixels).latent_dist.mean
@@ -143,27 +143,27 @@ def _finish(task: Task, vae: Any, drawings: Drawings, out: Path, *, keep_statist
     vae.save_pretrained(out / "vae")
 
 
-def _untrained(task: Task, start: Path | None) -> Any:
+def _untrained(task: AutoencoderTask, start: Path | None) -> Any:
     vae: Any = task.build()
     if start is None:
-        _ease(vae)
+        _initialise_gently(vae)
         return vae
     return type(vae).from_pretrained(start)
 
 
-def _some(rows: Tensor, count: int) -> Tensor:
+def _sample_rows(rows: Tensor, count: int) -> Tensor:
     return rows[torch.randint(len(rows), (count,), device=rows.device)]
 
 
 def _trainable(vae: Any, *, decoder_only: bool) -> None:
-    """With the encoder frozen, a transformer trained on its latents stays valid."""
+    """Freezes the encoder if asked to, so that a transformer trained on its latents stays valid."""
     if decoder_only:
         for part in (vae.encoder, vae.quant_conv):
             if part is not None:
                 part.requires_grad_(False)
 
 
-def train(plan: Plan, args: argparse.Namespace) -> None:
+def train(budget: Budget, args: argparse.Namespace) -> None:
     """Trains, measures the latents' statistics and writes `out/vae` in diffusers' layout (float32)."""
     prepare(args.seed)
     task, (device, graph) = TASKS[args.model], device_of(args)
@@ -172,19 +172,19 @@ def train(plan: Plan, args: argparse.Namespace) -> None:
     stars = every[(drawings.shape_NI == SHAPES.index("star")).any(1)]
     module = _untrained(task, args.start).to(device)
     _trainable(module, decoder_only=args.decoder_only)
-    run, size = Run(module=module, plan=plan), args.batch or task.batch
+    run, size = Run(module=module, budget=budget), args.batch or task.batch
 
     def loss_of() -> Tensor:
-        row = torch.where(torch.rand(size, device=device) < STARS, _some(stars, size), _some(every, size))
+        row = torch.where(torch.rand(size, device=device) < STARS, _sample_rows(stars, size), _sample_rows(every, size))
         return _loss(task, run.module, task.pixels(drawings[row]))
 
     if device == "cuda":
         channels_last(run.module)
         speed_up_norms(run.module)
-    fit(run, graphed(lambda: update(run, loss_of), on=graph), args.max_steps)
-    run.average.copy_to_module()
-    slow_down(run.module)
-    _finish(task, run.module.eval(), drawings, plan.out, keep_statistics=args.decoder_only)
+    fit(run, step_of(run, loss_of, graph=graph), args.max_steps)
+    run.use_average()
+    undo_speed_up(run.module)
+    _finish(task, run.module.eval(), drawings, budget.out, keep_statistics=args.decoder_only)
 
 
 def main() -> None:
@@ -192,7 +192,7 @@ def main() -> None:
     parser.add_argument("--decoder-only", action="store_true", help="keep the latents as they are")
     parser.add_argument("--model", choices=sorted(TASKS), required=True)
     args = parser.parse_args()
-    train(plan_of(args, args.out, ema_decay=0.99), args)
+    train(budget_of(args, args.out, ema_decay=0.99), args)
 
 
 if __name__ == "__main__":

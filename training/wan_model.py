@@ -6,14 +6,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, UMT5Config, UMT5EncoderModel
 
 from training.flux_model import TEXT_DIM, additive, t5_config
-from training.reading import MOTION_ANSWERS, Reader
+from training.shapes.reading import MOTION_ANSWERS, Reader
 
 NUM_FRAMES, SIDE_PX, FPS = 17, 96, 16
 FLOW_SHIFT = 3.0
 
 
 def build_vae() -> AutoencoderKLWan:
-    """8x down in space, 4x in time, 16 channels, causal."""
+    """Returns a causal auto-encoder: 8x down in space, 4x in time, 16 channels."""
     return AutoencoderKLWan(base_dim=16, z_dim=16, dim_mult=[1, 2, 2, 3], num_res_blocks=1)
 
 
@@ -34,7 +34,7 @@ def build_umt5(tokenizer: PreTrainedTokenizerBase) -> UMT5EncoderModel:
 
 
 def build_scheduler() -> UniPCMultistepScheduler:
-    """Wan 2.1's own settings at its small size."""
+    """Returns a scheduler with Wan 2.1's own settings at its small size."""
     return UniPCMultistepScheduler(
         num_train_timesteps=1000,
         prediction_type="flow_prediction",
@@ -59,7 +59,8 @@ class WanModel(nn.Module):
         self.reader = Reader(TEXT_DIM, 1, MOTION_ANSWERS)
 
     def text(self, ids_BL: Tensor) -> Tensor:
-        """Sequence (B, L, D) in float32: padding is not attended to and its places are zero, as in Wan's pipeline."""
+        """Returns the sequence (B, L, D) in float32. Padding is not attended to, and its places are zero, as in Wan's
+        pipeline."""
         ids = ids_BL.long()
         padding = ids == self.pad_id
         with torch.autocast(ids.device.type, torch.bfloat16):
@@ -67,7 +68,7 @@ class WanModel(nn.Module):
         return sequence.float() * ~padding[..., None]
 
     def velocity(self, latents_BCFHW: Tensor, sigma_B: Tensor, sequence: Tensor) -> Tensor:
-        """Predicted velocity, shaped as the latents."""
+        """Returns the predicted velocity, shaped like the latents."""
         prediction: Tensor = self.transformer(
             hidden_states=latents_BCFHW, timestep=sigma_B * 1000, encoder_hidden_states=sequence, return_dict=False
         )[0]

@@ -12,25 +12,25 @@ from diffusers import AutoencoderKLWan, WanPipeline
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from training.draw import draw
 from training.export import export_wan
-from training.fast import Step, graphed, prepare, slow_down, speed_up
+from training.fast import TensorFunction, prepare, speed_up, undo_speed_up
 from training.flow import noisy, sample_sigma
-from training.loop import Run, fit, update
-from training.options import device_of, flow_options, plan_of
-from training.pool import Captioned, LatentPool, captioned_motions, token_ids, with_dropout
-from training.tokens import sentence_pieces
+from training.loop import Run, fit, step_of
+from training.options import budget_of, device_of, flow_options
+from training.pool import CaptionedDrawings, LatentPool, captioned_motions, token_ids, with_dropout
+from training.shapes.draw import draw
+from training.shapes.tokens import sentence_pieces
 from training.wan_model import FLOW_SHIFT, NUM_FRAMES, SIDE_PX, WanModel
 
 REFRESH_EVERY = 8
 
 
-class Data:
+class VideoDataset:
     """The latent pool, and the captions' tokens and labels, all on the device."""
 
     def __init__(
         self,
-        motions: Captioned,
+        motions: CaptionedDrawings,
         vae: AutoencoderKLWan,
         tokenizer: PreTrainedTokenizerBase,
         *,
@@ -54,19 +54,19 @@ class Data:
         return (mean.float() - self.mean) / self.std
 
     def refresh(self) -> None:
-        """To be called before every step: now and then it draws new videos."""
+        """Draws new videos now and then. Trainers call it before every step."""
         self.steps += 1
         if self.steps % REFRESH_EVERY == 0:
             self.pool.refresh()
 
     def sample(self, batch: int) -> tuple[Tensor, Tensor]:
-        """Latents and the rows of their captions, some of them the empty prompt's."""
+        """Returns latents and the rows of their captions, some of them the empty prompt's."""
         latents, row = self.pool.sample(batch)
         return latents, with_dropout(row, self.empty)
 
 
-def flow_loss(model: WanModel, data: Data, args: argparse.Namespace) -> Tensor:
-    """Squared error of the velocity, and the reader's loss (2,)."""
+def flow_loss(model: WanModel, data: VideoDataset, args: argparse.Namespace) -> Tensor:
+    """Returns the squared error of the velocity, and the reader's loss (2,)."""
     latents, row = data.sample(args.batch)
     sigma_B = sample_sigma(args.batch, FLOW_SHIFT, latents.device)
     noised, velocity = noisy(latents, sigma_B)
@@ -75,24 +75,26 @@ def flow_loss(model: WanModel, data: Data, args: argparse.Namespace) -> Tensor:
     return torch.stack((error.square().mean(), args.reading * model.reader.loss(text, data.labels[row])))
 
 
-def _steps(run: Run, model: WanModel, data: Data, args: argparse.Namespace, graph: bool) -> Step:
-    updating = graphed(lambda: update(run, lambda: flow_loss(model, data, args)), on=graph)
+def _refreshing_step(
+    run: Run, model: WanModel, data: VideoDataset, args: argparse.Namespace, graph: bool
+) -> TensorFunction:
+    flow_step = step_of(run, lambda: flow_loss(model, data, args), graph=graph)
 
     def step() -> Tensor:
         data.refresh()
-        return updating()
+        return flow_step()
 
     return step
 
 
-def untrained(motions: Captioned) -> tuple[WanModel, PreTrainedTokenizerBase]:
-    """A new model, and a tokenizer made from the captions."""
+def untrained(motions: CaptionedDrawings) -> tuple[WanModel, PreTrainedTokenizerBase]:
+    """Returns a new model, and a tokenizer made from the captions."""
     tokenizer = sentence_pieces(motions.captions[:50_000])
     return WanModel(tokenizer), tokenizer
 
 
 def start(path: Path) -> tuple[WanModel, PreTrainedTokenizerBase]:
-    """An exported pipeline's model and tokenizer, to train on from there."""
+    """Returns an exported pipeline's model and tokenizer, to train on from there."""
     pipeline: Any = WanPipeline.from_pretrained(path, torch_dtype=torch.float32)
     model = WanModel(pipeline.tokenizer)
     model.umt5.load_state_dict(pipeline.text_encoder.state_dict())
@@ -107,13 +109,13 @@ def train(args: argparse.Namespace) -> None:
     vae = AutoencoderKLWan.from_pretrained(args.vae).to(device).requires_grad_(False)
     motions = captioned_motions(args.captions, args.seed)
     model, tokenizer = start(args.start) if args.start else untrained(motions)
-    data = Data(motions, vae, tokenizer, pool=args.pool, chunk=args.chunk, device=device, graph=graph)
+    data = VideoDataset(motions, vae, tokenizer, pool=args.pool, chunk=args.chunk, device=device, graph=graph)
     model.to(device)
     speed_up([*model.transformer.blocks, *model.umt5.encoder.block], device, dynamic=False)
-    run = Run(module=model, plan=plan_of(args, args.out))
-    fit(run, _steps(run, model, data, args, graph), args.max_steps)
-    run.average.copy_to_module()
-    slow_down(model)
+    run = Run(module=model, budget=budget_of(args, args.out))
+    fit(run, _refreshing_step(run, model, data, args, graph), args.max_steps)
+    run.use_average()
+    undo_speed_up(model)
     export_wan(args.export, model, vae, tokenizer)
 
 

@@ -6,26 +6,11 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from deployments.api.event_stream import Event
-from deployments.studio.interface import Media, ModelCard, Timings
+from deployments.api.streams import Event
+from deployments.clips.records import ClipRecord
+from deployments.studio.interface import Media, ModelCard, StageTimes
+from pipelines.defaults import Defaults
 from pipelines.request import MediaKind
-
-
-class ModelDefaults(BaseModel):
-    """What a model does when the client does not say, and its limits."""
-
-    width: int
-    height: int
-    num_frames: int
-    fps: int
-    num_inference_steps: int
-    guidance_scale: float
-    true_cfg_scale: float
-    size_multiple: int
-    frame_multiple: int
-    max_pixels: int
-    max_frames: int
-    max_steps: int
 
 
 class Model(BaseModel):
@@ -35,12 +20,12 @@ class Model(BaseModel):
     owned_by: str = "troupe"
     kind: MediaKind = Field(description="image or video; beyond OpenAI")
     family: str = Field(description="beyond OpenAI")
-    defaults: ModelDefaults = Field(description="beyond OpenAI")
+    defaults: Defaults = Field(description="beyond OpenAI")
 
     @classmethod
     def of(cls, card: ModelCard) -> Model:
-        defaults = ModelDefaults.model_validate(card.defaults, from_attributes=True)
-        return cls(id=card.name, created=card.created, kind=card.defaults.kind, family=card.family, defaults=defaults)
+        defaults = card.defaults
+        return cls(id=card.name, created=card.created, kind=defaults.kind, family=card.family, defaults=defaults)
 
 
 class ModelList(BaseModel):
@@ -51,21 +36,6 @@ class ModelList(BaseModel):
 class Health(BaseModel):
     status: Literal["ready", "not_ready"]
     models: dict[str, str] = Field(description="For each model: ready, or the reason why not.")
-
-
-class StageTimes(BaseModel):
-    """Seconds in each stage, and whether the ranks were prepared for the shape."""
-
-    queue_s: float
-    encode_s: float
-    denoise_s: float
-    decode_s: float
-    total_s: float
-    was_warm: bool = Field(description="Whether denoising found everything compiled and captured for the shape.")
-
-    @classmethod
-    def of(cls, timings: Timings) -> StageTimes:
-        return cls.model_validate(timings, from_attributes=True)
 
 
 class Usage(BaseModel):
@@ -130,14 +100,90 @@ class StepProgress(Event):
     eta_s: float
 
 
+class VideoError(BaseModel):
+    code: str
+    message: str
+
+
+class Video(BaseModel):
+    id: str
+    object: Literal["video"] = "video"
+    model: str
+    status: Literal["queued", "in_progress", "completed", "failed"]
+    progress: int = Field(ge=0, le=100, description="Per cent of the steps; 100 when the file is there.")
+    created_at: int
+    completed_at: int | None
+    expires_at: int | None = None
+    prompt: str
+    remixed_from_video_id: str | None = None
+    seconds: str
+    size: str
+    error: VideoError | None
+    seed: int = Field(description="The seed that makes this clip again; beyond OpenAI.")
+    num_frames: int = Field(description="beyond OpenAI")
+    fps: int = Field(description="beyond OpenAI")
+    num_inference_steps: int = Field(description="beyond OpenAI")
+    num_previews: int = Field(description="Previews so far, the last at variant=preview; beyond OpenAI.")
+    timings: StageTimes | None = Field(description="beyond OpenAI")
+
+    @classmethod
+    def of(cls, clip: ClipRecord) -> Video:
+        request = clip.request
+        return cls(
+            id=clip.id,
+            model=request.model,
+            status=clip.status,
+            progress=clip.progress,
+            created_at=clip.created_at,
+            completed_at=clip.completed_at,
+            prompt=request.prompt,
+            seconds=clip.seconds,
+            size=f"{request.width}x{request.height}",
+            error=VideoError(code=clip.error.code, message=clip.error.message) if clip.error else None,
+            seed=request.seed,
+            num_frames=request.num_frames,
+            fps=request.fps,
+            num_inference_steps=request.num_inference_steps,
+            num_previews=clip.num_previews,
+            timings=clip.timings,
+        )
+
+
+class VideoPage(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[Video]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+    @classmethod
+    def of(cls, clips: list[ClipRecord], has_more: bool) -> VideoPage:
+        data = [Video.of(clip) for clip in clips]
+        ends = (data[0].id, data[-1].id) if data else (None, None)
+        return cls(data=data, first_id=ends[0], last_id=ends[1], has_more=has_more)
+
+
+class VideoDeleted(BaseModel):
+    id: str
+    object: Literal["video.deleted"] = "video.deleted"
+    deleted: Literal[True] = True
+
+
+class VideoEvent(Event):
+    """video.progress whenever something changed, then one of video.completed, video.failed, video.deleted."""
+
+    type: Literal["video.progress", "video.completed", "video.failed", "video.deleted"]
+    video: Video | None
+
+
 def measures(media: list[Media]) -> dict[str, str]:
-    """Headers that tell where the time went, and whether every picture's shape was warm."""
+    """Returns headers that tell where the time went, and whether every picture's shape was warm."""
     is_warm = all(one.timings.was_warm for one in media)
     return {"Server-Timing": server_timing(media), "X-Troupe-Warm": "true" if is_warm else "false"}
 
 
 def server_timing(media: list[Media]) -> str:
-    """A ``Server-Timing`` header in milliseconds; of several pictures, which ran side by side, each stage's slowest."""
+    """Returns a ``Server-Timing`` header in milliseconds, each stage's slowest of pictures that ran side by side."""
     stages = ("queue", "encode", "denoise", "decode", "total")
     slowest = {stage: max(getattr(one.timings, f"{stage}_s") for one in media) for stage in stages}
     return ", ".join(f"{stage};dur={1000 * seconds:.1f}" for stage, seconds in slowest.items())

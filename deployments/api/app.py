@@ -11,7 +11,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from deployments.api.context import ApiContext
-from deployments.api.disconnect import ClientGoneError
 from deployments.api.documents import add_document
 from deployments.api.errors import add_error_handlers
 from deployments.api.files import FileShelf
@@ -20,26 +19,26 @@ from deployments.api.images import image_routes
 from deployments.api.middleware import BodyLimit, RequestLog
 from deployments.api.page import page_routes
 from deployments.api.settings import ApiSettings
-from deployments.api.video_content import video_content_routes
+from deployments.api.streams import ClientGoneError
 from deployments.api.videos import video_routes
-from deployments.clips.clips import Jobs
+from deployments.clips.clips import Clips
 from deployments.studio.interface import Studio
 
-ROUTES = (health_routes, model_routes, image_routes, video_routes, video_content_routes, page_routes)
+ROUTES = (health_routes, model_routes, image_routes, video_routes, page_routes)
 DESCRIPTION = "Text to image and text to video. Works with OpenAI's clients; what goes beyond them is marked so."
 
 
-def create_api(studio: Studio, settings: ApiSettings, jobs: Jobs) -> FastAPI:
-    """The HTTP application. It starts ``jobs`` with its lifespan and stops them at its end."""
-    context = ApiContext(studio=studio, settings=settings, files=file_shelf(settings), jobs=jobs)
+def create_api(studio: Studio, settings: ApiSettings, clips: Clips) -> FastAPI:
+    """Returns the HTTP application. Its lifespan starts ``clips`` and stops them at its end."""
+    context = ApiContext(studio=studio, settings=settings, files=file_shelf(settings), clips=clips)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        await jobs.start()
+        await clips.start()
         try:
             yield
         finally:
-            await jobs.stop()
+            await clips.stop()
 
     app = FastAPI(
         title="Troupe", version=own_version(), description=DESCRIPTION, lifespan=lifespan, redirect_slashes=False

@@ -10,9 +10,8 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from deployments.api.answers import CompletedImage, ImagesResponse, PartialImage, StepProgress
+from deployments.api.answers import CompletedImage, ImagesResponse, PartialImage, StepProgress, VideoEvent
 from deployments.api.errors import ErrorBody
-from deployments.api.video_answers import VideoEvent
 from deployments.requests.bodies import ImageBody, VideoBody
 
 UNSEEN_MODELS: tuple[type[BaseModel], ...] = (
@@ -28,7 +27,7 @@ REFERENCE = "#/components/schemas/{model}"
 ERRORS = {
     400: "A value is missing, unknown, or not allowed; `param` says which",
     401: "The API key is missing or not known",
-    404: "There is no such model, job or file",
+    404: "There is no such model, clip or file",
     409: "The clip is not finished",
     413: "The body is too large",
     415: "The content type is not supported",
@@ -46,14 +45,14 @@ def error_documents(*statuses: int) -> Responses:
 
 
 def body_document(model: type[BaseModel], *content_types: str) -> dict[str, Any]:
-    """For a route that reads its body by itself."""
+    """Returns what FastAPI cannot know of a route that reads its body by itself."""
     schema = {"schema": {"$ref": REFERENCE.format(model=model.__name__)}}
     types = content_types or ("application/json",)
     return {"requestBody": {"required": True, "content": dict.fromkeys(types, schema)}}
 
 
 def image_answers() -> Responses:
-    """The pictures in one JSON object, or as events."""
+    """Returns the answer with pictures, in one JSON object or as events."""
     timing = {"description": "queue, encode, denoise, decode, total in ms", "schema": {"type": "string"}}
     warm = {"description": "whether the shape was prepared", "schema": {"type": "string", "enum": ["true", "false"]}}
     events = ("image_generation.partial_image", "image_generation.completed", "troupe.progress", "error")
@@ -68,13 +67,13 @@ def image_answers() -> Responses:
 
 
 def stream_answers() -> Responses:
-    """The events of a clip."""
+    """Returns the answer with the events of a clip."""
     events = ("video.progress", "video.completed", "video.failed", "video.deleted", "error")
     return {200: {"description": "Events", "content": {"text/event-stream": event_schema(events)}}}
 
 
 def event_schema(names: Sequence[str]) -> dict[str, Any]:
-    """One event of a stream, as OpenAPI 3.2 describes them: its data is JSON, with the name in ``type``."""
+    """Returns one event of a stream, as OpenAPI 3.2 describes them: its data is JSON, with the name in ``type``."""
     properties = {
         "event": {"type": "string", "enum": list(names)},
         "data": {"type": "string", "contentMediaType": "application/json"},
@@ -83,14 +82,14 @@ def event_schema(names: Sequence[str]) -> dict[str, Any]:
 
 
 def file_answers(*content_types: str) -> Responses:
-    """A file, or the part of it that a ``Range`` header asks for."""
+    """Returns the answers with a file, and with the part of it that a ``Range`` header asks for."""
     content = {key: {"schema": {"type": "string", "format": "binary"}} for key in content_types}
     whole, part = ({"description": text, "content": content} for text in ("The file", "A part of the file"))
     return {200: whole, 206: part}
 
 
 def add_document(app: FastAPI) -> None:
-    """Let ``app`` serve a document that knows the bodies and the events, too."""
+    """Lets ``app`` serve a document that knows the bodies and the events, too."""
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:

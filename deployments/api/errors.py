@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.routing import compile_path
 
+from deployments.requests.errors import RequestError, field_error, shown
 from deployments.studio.interface import ModelUnavailableError
 from engines.gang.errors import GangBrokenError, QueueFullError
 
@@ -65,21 +66,14 @@ class ApiError(Exception):
         return JSONResponse(self.body, status_code=self.status, headers=self.headers)
 
 
-def invalid(param: str | None, message: str, *, code: str = "invalid_value") -> ApiError:
-    return ApiError(400, message, param=param, code=code)
-
-
-def shown(value: object) -> str:
-    """``value`` for a message: quoted, short, and printable whatever the client sent."""
-    text = ascii(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
 def from_failure(failure: Exception) -> ApiError | None:
-    """The answer to what the studio or the jobs raise; None if it is a defect of ours."""
+    """Returns the answer to what went wrong with a request; None if it is a defect of ours."""
     match failure:
         case ApiError():
             return failure
+        case RequestError():
+            status = 404 if failure.code == "model_not_found" else 400
+            return ApiError(status, failure.message, param=failure.param, code=failure.code)
         case QueueFullError():
             seconds = max(1, math.ceil(failure.retry_after_s))
             return ApiError(429, str(failure), code="queue_full", headers={"Retry-After": str(seconds)})
@@ -92,30 +86,15 @@ def from_failure(failure: Exception) -> ApiError | None:
         case UnicodeError() | ValidationError():
             return None
         case ValueError():
-            return invalid(None, str(failure))
+            return ApiError(400, str(failure))
     return None
-
-
-def from_pydantic(errors: list[Any], known: list[str]) -> ApiError:
-    """The first of pydantic's complaints as an error that names the field; ``known`` are the allowed fields."""
-    first = errors[0]
-    path = [str(part) for part in first["loc"] if part not in ("query", "path", "header")]
-    param = ascii(path[0])[1:-1] if path else None
-    if first["type"] == "extra_forbidden":
-        hint = f"; known fields: {', '.join(known)}" if known else ""
-        return invalid(param, f"Unknown field {shown(path[0])}{hint}", code="unknown_field")
-    if first["type"] == "missing":
-        return invalid(param, f"{param} is required", code="missing_field")
-    if param is None:
-        return invalid(None, f"The body must be a JSON object with the fields {', '.join(known)}")
-    return invalid(param, f"{param} is {shown(first.get('input'))}: {first['msg']}")
 
 
 def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
-    for kind in (QueueFullError, GangBrokenError, ModelUnavailableError):
+    for kind in (RequestError, QueueFullError, GangBrokenError, ModelUnavailableError):
         app.add_exception_handler(kind, _on_failure)
 
 
@@ -143,7 +122,7 @@ async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
 
 
 def methods_at(app: FastAPI, path: str) -> list[str]:
-    """The documented methods of ``path``."""
+    """Returns the documented methods of ``path``."""
     paths = app.openapi()["paths"].items()
     return sorted(
         method.upper() for known, methods in paths if compile_path(known)[0].match(path) for method in methods
@@ -152,4 +131,6 @@ def methods_at(app: FastAPI, path: str) -> list[str]:
 
 async def _on_validation_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    return from_pydantic(list(error.errors()), []).response()
+    failure = from_failure(field_error(error.errors(), []))
+    assert failure is not None
+    return failure.response()

@@ -5,26 +5,36 @@ from __future__ import annotations
 import asyncio
 import time
 from base64 import b64encode
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 from fastapi import APIRouter, Depends
 from fastapi.responses import FileResponse, JSONResponse
 from starlette.requests import Request
 from starlette.responses import Response
 
-from deployments.api.answers import Image, ImagesResponse, measures
+from deployments.api.answers import (
+    CompletedImage,
+    Image,
+    ImagesResponse,
+    PartialImage,
+    StepProgress,
+    measures,
+)
 from deployments.api.context import ApiContext
-from deployments.api.disconnect import until_disconnect
 from deployments.api.documents import body_document, error_documents, file_answers, image_answers
-from deployments.api.errors import ApiError, shown
-from deployments.api.event_stream import start_stream
-from deployments.api.image_stream import image_events
-from deployments.api.performing import collect, perform_all
-from deployments.api.ranges import tame_range
+from deployments.api.errors import ApiError, from_failure
+from deployments.api.files import RangedFile
 from deployments.api.reading import read_json
+from deployments.api.streams import Event, start_stream, until_disconnect
+from deployments.asyncio_tools import merge
 from deployments.requests.bodies import ImageBody
-from deployments.requests.images import ImagePlan, plan_images
-from deployments.requests.rules import ready_card
-from deployments.studio.interface import Media
+from deployments.requests.errors import shown
+from deployments.requests.images import ImageRequest, image_request
+from deployments.studio.interface import Media, Preview, Studio, StudioEvent
+
+Indexed = tuple[int, StudioEvent]
+"""An event, with the index of its request."""
 
 
 def image_routes(context: ApiContext) -> APIRouter:
@@ -39,19 +49,22 @@ def image_routes(context: ApiContext) -> APIRouter:
     async def generate_images(request: Request) -> Response:
         """Draw pictures. With ``stream``, the answer is server-sent events instead of one JSON object."""
         body = await read_json(request, ImageBody)
-        card = await ready_card(context.studio, body.model, "image")
-        plan = plan_images(body, card, request.state.request_id, context.settings.max_n)
-        events = perform_all(context.studio, plan.requests, plan.output)
+        settings = context.settings
+        pictures = image_request(
+            body, context.studio.cards(), request.state.request_id, settings.max_images_per_request
+        )
+        await context.check_ready(pictures.model)
+        events = perform_all(context.studio, pictures)
         if body.stream:
-            return await start_stream(image_events(plan, events), request.receive, context.settings)
-        media = await until_disconnect(request.receive, collect(events, len(plan.requests)))
-        images = await asyncio.to_thread(_hand_over, context, plan, media, files_url(context, request))
+            return await start_stream(image_events(pictures, events), request.receive, context.settings)
+        media = await until_disconnect(request.receive, collect(events, len(pictures.requests)))
+        images = await asyncio.to_thread(_hand_over, context, pictures, media, files_url(context, request))
         answer = ImagesResponse(
             created=int(time.time()),
             data=images,
-            output_format=plan.output.format,
-            size=plan.size,
-            safety_identifier=plan.safety_identifier,
+            output_format=pictures.output.format,
+            size=pictures.size,
+            safety_identifier=pictures.safety_identifier,
         )
         return JSONResponse(answer.model_dump(), headers=measures(media))
 
@@ -60,13 +73,12 @@ def image_routes(context: ApiContext) -> APIRouter:
         response_class=FileResponse,
         responses=file_answers("image/png", "image/jpeg", "image/webp") | error_documents(404, 416),
     )
-    async def read_file(name: str, request: Request) -> Response:
+    async def read_file(name: str) -> Response:
         """A picture made with ``response_format=url``. Its name is the secret; it is gone after a while."""
         path = await asyncio.to_thread(context.files.find, name)
         if path is None:
             raise ApiError(404, f"There is no file {shown(name)}; files are kept for a limited time", param="name")
-        tame_range(request.scope, path.stat().st_size)
-        return FileResponse(path, media_type=f"image/{path.suffix[1:]}", headers={"X-Content-Type-Options": "nosniff"})
+        return RangedFile(path, media_type=f"image/{path.suffix[1:]}", headers={"X-Content-Type-Options": "nosniff"})
 
     return router
 
@@ -76,8 +88,86 @@ def files_url(context: ApiContext, request: Request) -> str:
     return f"{base.rstrip('/')}/v1/files"
 
 
-def _hand_over(context: ApiContext, plan: ImagePlan, media: list[Media], base_url: str) -> list[Image]:
-    if not plan.by_url:
+def _hand_over(context: ApiContext, pictures: ImageRequest, media: list[Media], base_url: str) -> list[Image]:
+    if not pictures.by_url:
         return [Image(b64_json=b64encode(one.data).decode(), seed=one.seed) for one in media]
     names = [context.files.put(one.data, one.format) for one in media]
     return [Image(url=f"{base_url}/{name}", seed=one.seed) for name, one in zip(names, media, strict=True)]
+
+
+async def perform_all(studio: Studio, pictures: ImageRequest) -> AsyncGenerator[Indexed]:
+    """Yields the events of all pictures, which are made side by side.
+
+    Closing this closes every ``perform``, and so does the first one that fails: what it raised is raised here, as an
+    ApiError if it has a meaning for clients.
+    """
+    streams = [_indexed(i, studio.perform(request, pictures.output)) for i, request in enumerate(pictures.requests)]
+    try:
+        async with aclosing(merge(*streams)) as events:
+            async for event in events:
+                yield event
+    except Exception as failure:
+        answer = from_failure(failure)
+        if answer is None:
+            raise
+        raise answer from failure
+
+
+async def _indexed(index: int, events: AsyncGenerator[StudioEvent]) -> AsyncGenerator[Indexed]:
+    async with aclosing(events):
+        async for event in events:
+            yield index, event
+
+
+async def collect(events: AsyncGenerator[Indexed], num_media: int) -> list[Media]:
+    """Returns the finished media of ``perform_all``, in the order of the requests."""
+    media: dict[int, Media] = {}
+    async with aclosing(events):
+        async for index, event in events:
+            if isinstance(event, Media):
+                media[index] = event
+    assert len(media) == num_media, f"{num_media} requests gave {len(media)} media"
+    return [media[index] for index in range(num_media)]
+
+
+async def image_events(pictures: ImageRequest, events: AsyncGenerator[Indexed]) -> AsyncGenerator[Event, None]:
+    """Yields what the client is told: previews, finished pictures and, if asked for, every step."""
+    async with aclosing(events):
+        async for index, event in events:
+            if news := translate(pictures, index, event):
+                yield news
+
+
+def translate(pictures: ImageRequest, index: int, event: StudioEvent) -> Event | None:
+    match event:
+        case Media():
+            return _completed(pictures, index, event)
+        case Preview():
+            return _partial(pictures, index, event)
+        case _ if pictures.stream_progress:
+            return StepProgress(image_index=index, step=event.step, of=event.num_steps, eta_s=event.eta_s)
+    return None
+
+
+def _completed(pictures: ImageRequest, index: int, media: Media) -> CompletedImage:
+    return CompletedImage(
+        b64_json=b64encode(media.data).decode(),
+        created_at=int(time.time()),
+        output_format=media.format,
+        size=pictures.size,
+        safety_identifier=pictures.safety_identifier,
+        image_index=index,
+        seed=media.seed,
+        timings=media.timings,
+    )
+
+
+def _partial(pictures: ImageRequest, index: int, preview: Preview) -> PartialImage:
+    return PartialImage(
+        b64_json=b64encode(preview.data).decode(),
+        partial_image_index=preview.index,
+        created_at=int(time.time()),
+        size=pictures.size,
+        image_index=index,
+        step=preview.step,
+    )

@@ -69,7 +69,7 @@ class RequestLog:
 
 
 class BodyLimit:
-    """Refuses bodies above ``max_bytes``: at once if their length is told, else as soon as they grow past it."""
+    """Refuses bodies above ``max_bytes``: at once if their length is declared, else as soon as they grow past it."""
 
     def __init__(self, app: ASGIApp, *, max_bytes: int) -> None:
         self.app = app
@@ -79,8 +79,8 @@ class BodyLimit:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        told = Headers(scope=scope).get("content-length", "0")
-        if told.isascii() and told.isdigit() and int(told[:20]) > self.max_bytes:
+        length = Headers(scope=scope).get("content-length", "0")
+        if length.isascii() and length.isdigit() and int(length[:20]) > self.max_bytes:
             await self._drain(receive)
             await self._error().response()(scope, receive, send)
             return
@@ -102,7 +102,7 @@ class BodyLimit:
         return ApiError(413, message, headers={"Connection": "close"})
 
     async def _drain(self, receive: Receive) -> None:
-        """Read on for a while: a connection closed upon unread data is reset, and the client never sees the answer."""
+        """Reads on for a while: a connection closed upon unread data is reset, and the client never sees the answer."""
         num_bytes = 0
         with suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_S):
@@ -113,11 +113,11 @@ class BodyLimit:
                         return
 
 
-def choose_request_id(given: str | None, *, keeps_any: bool) -> str:
-    if given and SANE_REQUEST_ID.fullmatch(given):
-        return given
-    if given and keeps_any:
-        return ascii(given)[1:-1][:MAX_ID_CHARS]
+def choose_request_id(client_id: str | None, *, keeps_any: bool) -> str:
+    if client_id and SANE_REQUEST_ID.fullmatch(client_id):
+        return client_id
+    if client_id and keeps_any:
+        return ascii(client_id)[1:-1][:MAX_ID_CHARS]
     return f"req_{uuid.uuid4().hex}"
 
 

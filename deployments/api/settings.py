@@ -1,4 +1,4 @@
-"""What the HTTP API is told when it is made."""
+"""Settings of the HTTP API."""
 
 from __future__ import annotations
 
@@ -6,33 +6,48 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ApiSettings:
+@dataclass(frozen=True, kw_only=True)
+class ApiLimits:
+    """What a configuration may say of the API. Without slots, since its section there has a second such parent.
+
+    ``public_url`` replaces the host of the request in URLs that are handed out (behind a proxy that rewrites it).
+    """
+
+    max_body_bytes: int = 1 << 20
+    max_images_per_request: int = 4
+    public_url: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("max_body_bytes", "max_images_per_request"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApiSettings(ApiLimits):
     """Limits and places of the API. ValueError if one cannot work.
 
-    ``data_dir`` holds pictures served by URL and the clips of jobs. With no ``api_keys`` nobody is asked for one.
-    ``max_files_bytes`` and ``file_lifetime_s`` bound what ``response_format=url`` leaves on the disk. ``public_url``
-    replaces the host of the request in such URLs (behind a proxy that rewrites it). ``num_clip_previews`` are decoded
-    on the way of each clip. A stream sends a comment every ``keepalive_s`` when nothing happens, and answers after
-    ``first_event_wait_s`` even if the job still waits; until then an error still has its own HTTP status.
+    ``data_dir`` holds pictures served by URL and the clips. With no ``api_keys`` nobody is asked for one.
+    ``max_files_bytes`` and ``file_lifetime_s`` bound what ``response_format=url`` leaves on the disk.
+    ``num_clip_previews`` are decoded on the way of each clip. A stream sends a comment every ``keepalive_s`` when
+    nothing happens, and answers after ``first_event_wait_s`` even if the job still waits; until then an error still has
+    its own HTTP status.
     ``sends_request_id`` is False where a proxy adds ``X-Request-Id`` to every answer already, as Ray Serve's does.
     """
 
     data_dir: Path
     api_keys: tuple[str, ...] = field(default=(), repr=False)
-    max_body_bytes: int = 1 << 20
-    max_n: int = 10
     num_clip_previews: int = 3
     file_lifetime_s: float = 3600.0
     max_files_bytes: int = 1 << 30
-    public_url: str = ""
     sends_request_id: bool = True
     keepalive_s: float = 10.0
     first_event_wait_s: float = 2.0
     video_poll_s: float = 0.5
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_n", "file_lifetime_s", "max_files_bytes", "keepalive_s", "video_poll_s"):
+        ApiLimits.__post_init__(self)
+        for name in ("file_lifetime_s", "max_files_bytes", "keepalive_s", "video_poll_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
         if any(not key.strip() for key in self.api_keys):

@@ -1,21 +1,34 @@
-"""/v1/videos: clips as durable jobs."""
+"""/v1/videos: clips, their bytes, and their progress as a stream."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import asyncio
+import re
+from collections.abc import AsyncGenerator
+from typing import Annotated, Literal
 
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Depends, Header, Query
+from fastapi.responses import FileResponse
 from starlette.requests import Request
 from starlette.responses import Response
 
+from deployments.api.answers import Video, VideoDeleted, VideoEvent, VideoPage
 from deployments.api.context import ApiContext
-from deployments.api.documents import body_document, error_documents
+from deployments.api.documents import body_document, error_documents, file_answers, stream_answers
+from deployments.api.errors import ApiError
+from deployments.api.files import RangedFile
 from deployments.api.reading import read_json_or_form
-from deployments.api.video_answers import Video, VideoDeleted, VideoPage
-from deployments.api.video_lookup import find_job, no_video
-from deployments.requests.bodies import PageQuery, VideoBody
-from deployments.requests.rules import clip_length, media_request, ready_card
+from deployments.api.streams import start_stream
+from deployments.clips.clips import Clips
+from deployments.clips.folders import CONTENT_TYPES, Variant
+from deployments.clips.records import ClipRecord
+from deployments.requests.bodies import ContentQuery, PageQuery, VideoBody
+from deployments.requests.clips import clip_request
+from deployments.requests.errors import shown
 
+VIDEO_ID = re.compile(r"video_[0-9a-f]{32}")
+EventName = Literal["video.progress", "video.completed", "video.failed"]
+ENDS: dict[str, EventName] = {"completed": "video.completed", "failed": "video.failed"}
 POLL_MS = 500
 """What clients that poll are told to wait between two looks."""
 
@@ -29,40 +42,99 @@ def video_routes(context: ApiContext) -> APIRouter:
         openapi_extra=body_document(VideoBody, "application/json", "multipart/form-data"),
     )
     async def create_video(request: Request, response: Response) -> Video:
-        """Queue a clip. The job is on disk before the answer, and survives a restart."""
+        """Queue a clip. Its record is on disk before the answer, and survives a restart."""
         body = await read_json_or_form(request, VideoBody)
-        card = await ready_card(context.studio, body.model, "video")
-        num_frames, fps = clip_length(body.seconds, body.num_frames, body.fps, card.defaults)
-        wanted = media_request(
-            body,
-            card,
-            request.state.request_id,
-            num_frames=num_frames,
-            fps=fps,
-            num_previews=context.settings.num_clip_previews,
-        )
-        seconds = f"{num_frames / fps:.3f}".rstrip("0").rstrip(".") if body.seconds is None else str(body.seconds)
+        num_previews = context.settings.num_clip_previews
+        clip = clip_request(body, context.studio.cards(), request.state.request_id, num_previews)
+        await context.check_ready(clip.request.model)
         response.headers["openai-poll-after-ms"] = str(POLL_MS)
-        return Video.of(await context.jobs.submit(wanted, seconds))
+        return Video.of(await context.clips.submit(clip.request, clip.seconds))
 
     @router.get("/v1/videos", responses=error_documents(400, 401, 404))
     async def list_videos(query: Annotated[PageQuery, Query()]) -> VideoPage:
         """Clips, the newest first unless order is asc."""
-        last = None if query.after is None else await find_job(context.jobs, query.after, "after")
-        return VideoPage.of(*await context.jobs.page(after=last, limit=query.limit, ascending=query.order == "asc"))
+        last = None if query.after is None else await find_clip(context.clips, query.after, "after")
+        return VideoPage.of(*await context.clips.page(after=last, limit=query.limit, ascending=query.order == "asc"))
 
     @router.get("/v1/videos/{video_id}", responses=error_documents(401, 404))
     async def read_video(video_id: str, response: Response) -> Video:
         """One clip: where it is in the queue or in its steps, or why it failed."""
         response.headers["openai-poll-after-ms"] = str(POLL_MS)
-        return Video.of(await find_job(context.jobs, video_id))
+        return Video.of(await find_clip(context.clips, video_id))
 
     @router.delete("/v1/videos/{video_id}", responses=error_documents(401, 404))
     async def delete_video(video_id: str) -> VideoDeleted:
-        """Stop the job if it still runs, and delete its record and files."""
-        await find_job(context.jobs, video_id)
-        if not await context.jobs.delete(video_id):
+        """Stop the clip if it is still being made, and delete its record and files."""
+        await find_clip(context.clips, video_id)
+        if not await context.clips.delete(video_id):
             raise no_video(video_id, "video_id")
         return VideoDeleted(id=video_id)
 
+    @router.get(
+        "/v1/videos/{video_id}/content",
+        response_class=FileResponse,
+        responses=file_answers(*CONTENT_TYPES.values()) | error_documents(400, 401, 404, 409, 416),
+    )
+    async def read_content(
+        video_id: str,
+        query: Annotated[ContentQuery, Query()],
+        range_header: Annotated[str | None, Header(alias="Range", examples=["bytes=0-1023"])] = None,
+    ) -> Response:
+        """The clip as MP4 (H.264), a still of it as WebP, or a preview as PNG. One byte range is honoured."""
+        clip, variant = await find_clip(context.clips, video_id), query.variant
+        path = context.clips.file(video_id, variant)
+        if not (variant == "preview" or clip.status == "completed") or not await asyncio.to_thread(path.is_file):
+            raise not_there(clip, variant)
+        suffix = path.suffix[1:]
+        return RangedFile(
+            path,
+            media_type=CONTENT_TYPES[variant],
+            filename=f"{video_id}.{suffix}",
+            content_disposition_type="inline",
+            headers={"Cache-Control": "private, no-cache"},
+        )
+
+    @router.get("/v1/videos/{video_id}/events", responses=stream_answers() | error_documents(401, 404))
+    async def read_events(video_id: str, request: Request) -> Response:
+        """Server-sent events while the clip is made, from now to its end; beyond OpenAI."""
+        await find_clip(context.clips, video_id)
+        events = video_events(context.clips, video_id, context.settings.video_poll_s)
+        return await start_stream(events, request.receive, context.settings)
+
     return router
+
+
+async def find_clip(clips: Clips, video_id: str, param: str = "video_id") -> ClipRecord:
+    """Returns the clip, or raises ApiError 404. Only what looks like an id gets to the database."""
+    clip = await clips.get(video_id) if VIDEO_ID.fullmatch(video_id) else None
+    if clip is None:
+        raise no_video(video_id, param)
+    return clip
+
+
+def no_video(video_id: str, param: str) -> ApiError:
+    return ApiError(404, f"There is no video {shown(video_id)}", param=param, code="video_not_found")
+
+
+def not_there(clip: ClipRecord, variant: Variant) -> ApiError:
+    if clip.status == "failed":
+        reason = clip.error.message if clip.error else "unknown"
+        headers = {"x-should-retry": "false"}
+        return ApiError(409, f"The clip failed: {reason}", param="video_id", code="video_failed", headers=headers)
+    message = f"There is no {variant} yet; the clip is {clip.status}, {clip.progress} %"
+    return ApiError(409, message, param="video_id", code="video_not_ready", headers={"Retry-After": "1"})
+
+
+async def video_events(clips: Clips, video_id: str, poll_s: float) -> AsyncGenerator[VideoEvent, None]:
+    """Yields what changes about the clip, by the database: it may be made in another process."""
+    last_sent: Video | None = None
+    while clip := await clips.get(video_id):
+        video = Video.of(clip)
+        if clip.status in ENDS:
+            yield VideoEvent(type=ENDS[clip.status], video=video)
+            return
+        if video != last_sent:
+            yield VideoEvent(type="video.progress", video=video)
+            last_sent = video
+        await asyncio.sleep(poll_s)
+    yield VideoEvent(type="video.deleted", video=None)

@@ -1,4 +1,4 @@
-"""``troupe build-engine``: TensorRT plans ahead of time, on any machine that has a builder."""
+"""``troupe build-engine``: TensorRT engine files ahead of time, on any machine that has a builder."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     import torch
 
     from engines.core.model import Branch, DenoiserModel
-    from engines.tensorrt_engine.build.report import PlanReport
-    from pipelines.family import Family
+    from engines.tensorrt_engine.build.report import EngineReport
+    from pipelines.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,37 +47,38 @@ class Order:
 
 
 def build(order: Order) -> None:
-    """Export and build (or find in the cache) the plans of ``order``, and print what they hold.
+    """Exports and builds (or finds in the cache) the engine files of ``order``, and prints what they hold.
 
     ValueError for what TensorRT cannot do, BuildError with its own words, KeyboardInterrupt after Ctrl-C.
     """
-    for report in plan_reports(order):
+    for report in engine_reports(order):
         console.print("\n".join(report.lines()), highlight=False, markup=False, soft_wrap=True)
 
 
-def plan_reports(order: Order, *, visible: bool = True) -> list[PlanReport]:
-    """What the plans of ``order`` hold, made if the cache has none. Raises as ``build`` does."""
+def engine_reports(order: Order, *, visible: bool = True) -> list[EngineReport]:
+    """Returns what the engine files of ``order`` hold, made if the cache has none. Raises as ``build`` does."""
     from engines.tensorrt_engine import rules
     from engines.tensorrt_engine.build.builder import check_target
-    from engines.tensorrt_engine.build.engine_cache import DEFAULT_FOLDER
     from engines.tensorrt_engine.build.report import build_engine
     from engines.tensorrt_engine.config import TensorRTConfig
-    from pipelines.loading import resolve_configuration, resolve_path
-    from pipelines.registry import load_family
+    from pipelines.checkpoint import Checkpoint
 
-    options = {"strategy": order.strategy, "precision": order.precision, "weights": order.weights}
-    rules.check_options(**options, num_ranks=order.num_ranks)
-    folder = order.cache_dir or DEFAULT_FOLDER
-    config, target = TensorRTConfig(**cast(Any, options), cache_dir=folder), find_target(order.target)
+    options = rules.TensorRTOptions(weights=cast(Any, order.weights), cache_dir=order.cache_dir)
+    asked: dict[str, Any] = {"strategy": order.strategy, "precision": order.precision}
+    rules.check_options(**asked, weights=options.weights, num_ranks=order.num_ranks)
+    config, target = TensorRTConfig(**asked, options=options), find_target(order.target)
     check_target(target)
-    path = resolve_path(order.model) if order.needs_weights else resolve_configuration(order.model)
-    device, dtype, family = find_device(), find_dtype(order.dtype, order.precision), load_family(path)
+    dtype = find_dtype(order.dtype, order.precision)
+    if order.needs_weights:
+        checkpoint = Checkpoint.open(order.model, find_device(), dtype)
+    else:
+        checkpoint = Checkpoint.of_configuration(order.model, "cpu", dtype)
     if order.calibrate:
-        calibrate(path, read_prompts(order.prompts), next(iter(order.sizes), None), folder, device, dtype)
-    with model_for(order, family, path, device, dtype) as model:
+        calibrate(checkpoint, read_prompts(order.prompts), next(iter(order.sizes), None), config.cache_dir)
+    with model_for(order, checkpoint) as model:
         return build_engine(
             model,
-            buckets_for(order, family, path, model, device, dtype),
+            buckets_for(order, checkpoint, model),
             config=config,
             num_ranks=order.num_ranks,
             target=target,
@@ -88,49 +89,43 @@ def plan_reports(order: Order, *, visible: bool = True) -> list[PlanReport]:
 
 
 @contextmanager
-def model_for(
-    order: Order, family: Family, path: Path, device: torch.device, dtype: torch.dtype
-) -> Iterator[DenoiserModel]:
-    """The model, or where its weights' values do not matter an outline of it, which takes next to no memory."""
+def model_for(order: Order, checkpoint: Checkpoint) -> Iterator[DenoiserModel]:
+    """Gives the model; where values of weights do not matter, a copy without them, which takes next to no memory."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     if order.needs_weights:
-        yield family.load_denoiser(path, device, dtype)
+        yield checkpoint.denoiser()
         return
     with FakeTensorMode(allow_non_fake_inputs=True):
-        yield family.outline_denoiser(path, dtype)
+        yield checkpoint.outline()
 
 
-def buckets_for(
-    order: Order, family: Family, path: Path, model: DenoiserModel, device: torch.device, dtype: torch.dtype
-) -> Sequence[Branch]:
-    import torch
+def buckets_for(order: Order, checkpoint: Checkpoint, model: DenoiserModel) -> Sequence[Branch]:
     from torch.utils._python_dispatch import _disable_current_modes
 
-    from pipelines.sizes import branches_ahead
+    from pipelines.size import Size
 
-    defaults = family.defaults(path)
-    sizes = order.sizes or (f"{defaults.width}x{defaults.height}",)
+    defaults = checkpoint.defaults
+    sizes = [Size.parse(size) for size in order.sizes] or [Size(width=defaults.width, height=defaults.height)]
     with _disable_current_modes():  # the solver reads values off its schedule, which fake tensors do not have
-        where = device if order.needs_weights else torch.device("cpu")
-        return branches_ahead(family, path, sizes, tuple(model.modules), where, dtype)
+        return [branches[0] for branches in checkpoint.first_steps(sizes, model.modules)]
 
 
-def calibrate(
-    path: Path, prompts: Sequence[str], size: str | None, folder: Path, device: torch.device, dtype: torch.dtype
-) -> None:
-    """What was seen over ``prompts`` is kept for this checkpoint."""
-    from engines.tensorrt_engine.calibration import calibrating
+def calibrate(checkpoint: Checkpoint, prompts: Sequence[str], size: str | None, folder: Path) -> None:
+    """Keeps what was seen over ``prompts`` for this checkpoint."""
+    from engines.quantization.calibration import calibration_of, recording_all, save_calibration
 
-    model, run = model_over(prompts, path, size, device, dtype)
-    with calibrating(model, folder) as records:
+    model, run = model_over(prompts, checkpoint, size)
+    with recording_all(model) as records:
         run()
     for name, record in records.items():
-        console.print(f"calibrated {name} on {len(prompts)} prompts: {record}", highlight=False, soft_wrap=True)
+        file = calibration_of(model.modules[name], folder)
+        save_calibration({name: record}, file)
+        console.print(f"calibrated {name} on {len(prompts)} prompts: {file}", highlight=False, soft_wrap=True)
 
 
 def find_target(text: str) -> Any:
-    """``text`` as a target, or "auto": the GPU of this machine."""
+    """Returns ``text`` as a target; for "auto" the GPU of this machine."""
     import torch
 
     from engines.tensorrt_engine.build.targets import Target

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from engines.core.model import DenoiserModel
+    from pipelines.checkpoint import Checkpoint
 
 PROMPTS = (
     "a large red circle in the centre on a white background",
@@ -31,31 +33,31 @@ def calibrate(source: str, out: Path, prompts_file: Path | None, size: str | Non
 
     ValueError for a model, a size or a file of prompts that cannot be used.
     """
-    from engines.quantization.observe import calibrating
-    from pipelines.loading import resolve_dtype, resolve_path
+    from engines.quantization.calibration import recording_all, save_calibration
+    from pipelines.checkpoint import Checkpoint
 
-    prompts, device = read_prompts(prompts_file), find_device()
-    dtype = resolve_dtype(dtype_name, device)
-    model, run = model_over(prompts, resolve_path(source), size, device, dtype)
-    with calibrating(model, out):
+    prompts = read_prompts(prompts_file)
+    model, run = model_over(prompts, Checkpoint.open(source, find_device(), dtype_name), size)
+    with recording_all(model) as records:
         run()
+    save_calibration(records, out)
     console.print(f"{out}  scales of {source} over {len(prompts)} prompts", highlight=False, soft_wrap=True)
 
 
 def model_over(
-    prompts: Sequence[str], path: Path, size: str | None, device: torch.device, dtype: torch.dtype
+    prompts: Sequence[str], checkpoint: Checkpoint, size: str | None
 ) -> tuple[DenoiserModel, Callable[[], None]]:
     """A model, and what takes it through all steps of the prompts, unsplit, in ``size`` or the model's own."""
     from rich.progress import track
 
-    from pipelines.registry import load_family
     from pipelines.run import PlainEngine, load_pipeline
-    from pipelines.sizes import Size, request_of
+    from pipelines.size import Size
 
-    family, wanted = load_family(path), Size.parse(size) if size else None
-    requests = [request_of(wanted, family.defaults(path), prompt=p, seed=seed) for seed, p in enumerate(prompts)]
-    model = family.load_denoiser(path, device, dtype)
-    pipeline = load_pipeline(path, device, dtype, PlainEngine(model=model))
+    wanted = Size.parse(size) if size else None
+    unguided = partial(checkpoint.defaults.request, wanted, true_cfg_scale=1.0)
+    requests = [unguided(prompt=prompt, seed=seed) for seed, prompt in enumerate(prompts)]
+    model = checkpoint.denoiser()
+    pipeline = load_pipeline(checkpoint, PlainEngine(model=model))
 
     def run() -> None:
         for request in track(requests, "Calibrating", console=console, transient=True):

@@ -11,21 +11,14 @@ from typing import Any
 
 import httpx
 
+from deployments.studio.interface import Progress
+
 POLL_S = 0.2
 REQUEST_TIMEOUT_S = 3600.0
 
 
-class ApiError(RuntimeError):
+class RefusedError(RuntimeError):
     """The server refused: OpenAI's error body, as one sentence."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
-    """``step`` of ``num_steps`` is done; ``eta_s`` seconds are left by the server's estimate."""
-
-    step: int
-    num_steps: int
-    eta_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,8 +46,8 @@ class Client:
     def models(self) -> list[dict[str, Any]]:
         return list(_checked(self._http.get("/v1/models")).json()["data"])
 
-    def picture(self, body: Mapping[str, Any]) -> Iterator[Step | Result]:
-        """``POST /v1/images/generations`` as a stream: steps, then the result."""
+    def picture(self, body: Mapping[str, Any]) -> Iterator[Progress | Result]:
+        """Does ``POST /v1/images/generations`` as a stream: steps, then the result."""
         request = {**body, "stream": True, "stream_progress": True}
         with self._http.stream("POST", "/v1/images/generations", json=request) as response:
             if response.is_error:
@@ -62,7 +55,7 @@ class Client:
             for event in _events(_checked(response)):
                 match event.get("type"):
                     case "troupe.progress":
-                        yield Step(step=event["step"], num_steps=event["of"], eta_s=event["eta_s"])
+                        yield Progress(step=event["step"], num_steps=event["of"], eta_s=event["eta_s"])
                     case "image_generation.completed":
                         yield Result(
                             data=base64.b64decode(event["b64_json"]),
@@ -70,28 +63,28 @@ class Client:
                             timings_s=_seconds(event.get("timings")),
                         )
                     case "error":
-                        raise ApiError(event["error"]["message"])
+                        raise RefusedError(event["error"]["message"])
 
-    def clip(self, body: Mapping[str, Any]) -> Iterator[Step | Result]:
-        """``POST /v1/videos``, then poll its progress; stops the job if the caller leaves early."""
-        job = _checked(self._http.post("/v1/videos", json=dict(body))).json()
-        url, started_s, finished = f"/v1/videos/{job['id']}", time.monotonic(), False
+    def clip(self, body: Mapping[str, Any]) -> Iterator[Progress | Result]:
+        """Does ``POST /v1/videos``, then polls its progress. A caller who leaves early deletes the clip."""
+        clip = _checked(self._http.post("/v1/videos", json=dict(body))).json()
+        url, started_s, finished = f"/v1/videos/{clip['id']}", time.monotonic(), False
         try:
-            while job["status"] in ("queued", "in_progress"):
+            while clip["status"] in ("queued", "in_progress"):
                 time.sleep(POLL_S)
-                job = _checked(self._http.get(url)).json()
-                share, num_steps = job["progress"] / 100, job["num_inference_steps"]
+                clip = _checked(self._http.get(url)).json()
+                share, num_steps = clip["progress"] / 100, clip["num_inference_steps"]
                 if share:  # before the first step, nobody knows how long it will take
                     left_s = (time.monotonic() - started_s) * (1 - share) / share
-                    yield Step(step=round(share * num_steps), num_steps=num_steps, eta_s=left_s)
+                    yield Progress(step=round(share * num_steps), num_steps=num_steps, eta_s=left_s)
             finished = True
         finally:
             if not finished:
                 self._http.delete(url)
-        if job["status"] != "completed":
-            raise ApiError((job.get("error") or {}).get("message", f"the job is {job['status']}"))
+        if clip["status"] != "completed":
+            raise RefusedError((clip.get("error") or {}).get("message", f"the clip is {clip['status']}"))
         content = _checked(self._http.get(f"{url}/content")).content
-        yield Result(data=content, seed=job["seed"], timings_s=_seconds(job.get("timings")))
+        yield Result(data=content, seed=clip["seed"], timings_s=_seconds(clip.get("timings")))
 
 
 def _seconds(timings: Mapping[str, Any] | None) -> dict[str, float]:
@@ -99,7 +92,7 @@ def _seconds(timings: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
-    """The JSON of each server-sent event (WHATWG HTML, section 9.2)."""
+    """Yields the JSON of each server-sent event (HTML Living Standard, section 9.2)."""
     for line in response.iter_lines():
         if line.startswith("data:") and line != "data: [DONE]":
             yield json.loads(line.removeprefix("data:"))
@@ -111,5 +104,5 @@ def _checked(response: httpx.Response) -> httpx.Response:
             message = response.json()["error"]["message"]
         except (ValueError, KeyError, TypeError):
             message = f"{response.status_code} {response.reason_phrase}"
-        raise ApiError(message)
+        raise RefusedError(message)
     return response

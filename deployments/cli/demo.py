@@ -15,7 +15,7 @@ CLIP = ("video", "a green triangle moves from left to right on a black backgroun
 
 
 def demo(out: Path, seed: int = 0) -> None:
-    """Write ``out/picture.png`` and ``out/clip.mp4``; print where they are and where the time went."""
+    """Writes ``out/picture.png`` and ``out/clip.mp4``; prints where they are and where the time went."""
     begun_s = time.perf_counter()
     with started_for_itself(load_config("laptop")) as url, Client(url) as client:
         console.print(f"started in {time.perf_counter() - begun_s:.1f} s", highlight=False)

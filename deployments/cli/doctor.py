@@ -29,17 +29,17 @@ class Finding:
     """One line of the report. ``ok`` is None for mere facts."""
 
     subject: str
-    found: str
+    detail: str
     ok: bool | None = None
 
 
 def print_report() -> bool:
-    """Print every finding; True if nothing that the CPU path needs is missing."""
+    """Prints every finding; returns True if nothing that the CPU path needs is missing."""
     findings = [*_software(), *_bytecode(), *_devices(), *_engines(), *_models()]
     table = Table("", "subject", "found")
     for finding in findings:
         mark = {True: "[green]yes[/]", False: "[red]no[/]", None: ""}[finding.ok]
-        table.add_row(mark, finding.subject, escape(finding.found))
+        table.add_row(mark, finding.subject, escape(finding.detail))
     console.print(table)
     return not any(finding.ok is False and finding.subject in ("ray", "torch", "diffusers") for finding in findings)
 
@@ -51,30 +51,27 @@ class MakeModel:
     source: str
 
     def __call__(self, device: str) -> DenoiserModel:
-        import torch
+        from pipelines.checkpoint import Checkpoint
 
-        from pipelines.loading import resolve_dtype, resolve_path
-        from pipelines.registry import load_family
-
-        path, where = resolve_path(self.source), torch.device(device)
-        return load_family(path).load_denoiser(path, where, resolve_dtype("auto", where))
+        return Checkpoint.open(self.source, device).denoiser()
 
 
 def first_model(config: str) -> str:
-    """Where the first model that ``config`` would serve comes from."""
+    """Returns where the first model that ``config`` would serve comes from."""
     from deployments.cli.serving import load_config
 
     return load_config(config).app.models[0].source
 
 
 def print_proofs(model: str) -> bool:
-    """Print how each statement about TensorRT engines fares on this host; True if none failed."""
+    """Prints how each statement about TensorRT engines fares on this host; returns True if none failed."""
+    from deployments.settings import process_environment
     from engines.tensorrt_engine.run.doctor import doctor
     from pipelines.loading import resolve_path
 
     resolve_path(model)  # a name that is wrong is the user's mistake, not a proof that failed
     marks = {"proved": "[green]proved[/]", "failed": "[red]failed[/]", "not here": "[yellow]not here[/]"}
-    table, proofs = Table("", "statement", "detail"), doctor(MakeModel(source=model))
+    table, proofs = Table("", "statement", "detail"), doctor(process_environment(), MakeModel(source=model))
     for proof in proofs:
         table.add_row(marks[proof.result], proof.subject, escape(proof.detail))
     console.print(table)
@@ -82,10 +79,10 @@ def print_proofs(model: str) -> bool:
 
 
 def _software() -> list[Finding]:
-    rows = [Finding(subject="Python", found=platform.python_version())]
+    rows = [Finding(subject="Python", detail=platform.python_version())]
     for name in PACKAGES:
         installed = _version(name)
-        rows.append(Finding(subject=name, found=installed or "not installed", ok=installed is not None))
+        rows.append(Finding(subject=name, detail=installed or "not installed", ok=installed is not None))
     return rows
 
 
@@ -103,7 +100,7 @@ def _bytecode() -> list[Finding]:
         return []
     cached = Path(cache_from_source(spec.origin))  # below sys.pycache_prefix where that is set
     if os.path.exists(cached):
-        return [Finding(subject="bytecode", found=f"kept, that of torch in {cached.parent}", ok=True)]
+        return [Finding(subject="bytecode", detail=f"kept, that of torch in {cached.parent}", ok=True)]
     causes, changes = [], []
     if sys.dont_write_bytecode:
         causes.append("Python is told to write none")
@@ -112,11 +109,11 @@ def _bytecode() -> list[Finding]:
         causes.append(f"{cached.parent} cannot be written")
         changes.append("set PYTHONPYCACHEPREFIX to a writable folder")
     if not causes:
-        return [Finding(subject="bytecode", found="none yet: the first start writes it", ok=True)]
-    found = f"none, and {' and '.join(causes)}: every start compiles the sources of its packages, about 8 s. "
-    found += f"To change that, {' and '.join(changes)}, or run"
-    found += f" `python -m compileall -q {Path(spec.origin).parents[1]}` once, as where an image is built"
-    return [Finding(subject="bytecode", found=found, ok=False)]
+        return [Finding(subject="bytecode", detail="none yet: the first start writes it", ok=True)]
+    detail = f"none, and {' and '.join(causes)}: every start compiles the sources of its packages, about 8 s. "
+    detail += f"To change that, {' and '.join(changes)}, or run"
+    detail += f" `python -m compileall -q {Path(spec.origin).parents[1]}` once, as where an image is built"
+    return [Finding(subject="bytecode", detail=detail, ok=False)]
 
 
 def _is_writable(folder: Path) -> bool:
@@ -130,14 +127,14 @@ def _devices() -> list[Finding]:
 
     if not torch.cuda.is_available():
         return [
-            Finding(subject="GPU", found="none that torch can use: ranks run on the CPU with Gloo", ok=False),
-            Finding(subject="Gloo", found="in torch", ok=torch.distributed.is_gloo_available()),
+            Finding(subject="GPU", detail="none that torch can use: ranks run on the CPU with Gloo", ok=False),
+            Finding(subject="Gloo", detail="in torch", ok=torch.distributed.is_gloo_available()),
         ]
     rows = []
     for index in range(torch.cuda.device_count()):
         card = torch.cuda.get_device_properties(index)
-        found = f"{card.name}, {card.total_memory >> 30} GiB, compute capability {card.major}.{card.minor}"
-        rows.append(Finding(subject=f"GPU {index}", found=found, ok=True))
+        detail = f"{card.name}, {card.total_memory >> 30} GiB, compute capability {card.major}.{card.minor}"
+        rows.append(Finding(subject=f"GPU {index}", detail=detail, ok=True))
     return [*rows, _nccl()]
 
 
@@ -146,25 +143,25 @@ def _nccl() -> Finding:
 
     wheels = [f"{name} {_version(name)}" for name in NCCL_PACKAGES if _version(name)]
     nccl_version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    found = ".".join(map(str, nccl_version)) + f" in torch; wheels: {', '.join(wheels) or 'none'}"
-    return Finding(subject="NCCL", found=found, ok=torch.distributed.is_nccl_available())
+    detail = ".".join(map(str, nccl_version)) + f" in torch; wheels: {', '.join(wheels) or 'none'}"
+    return Finding(subject="NCCL", detail=detail, ok=torch.distributed.is_nccl_available())
 
 
 def _engines() -> list[Finding]:
     import torch
 
     has_gpu = torch.cuda.is_available()
-    rows = [Finding(subject="engine torch", found="compiled, CUDA graphs" if has_gpu else "eager on the CPU", ok=True)]
+    rows = [Finding(subject="engine torch", detail="compiled, CUDA graphs" if has_gpu else "eager on the CPU", ok=True)]
     missing = [name for name in ("tensorrt", *EXPORT_PACKAGES) if _version(name) is None]
     if missing:
-        found = f"needs {', '.join(missing)} (pip install 'troupe[gpu,export]')"
+        detail = f"needs {', '.join(missing)} (pip install 'troupe[gpu,export]')"
     else:
-        found = "ready" if has_gpu else "builds plans here; running them needs a GPU"
-    rows.append(Finding(subject="engine tensorrt", found=found, ok=not missing and has_gpu))
+        detail = "ready" if has_gpu else "builds engines here; running them needs a GPU"
+    rows.append(Finding(subject="engine tensorrt", detail=detail, ok=not missing and has_gpu))
     return rows
 
 
 def _models() -> list[Finding]:
     from pipelines.loading import resolve_path, shipped_checkpoints
 
-    return [Finding(subject=f"model {name}", found=str(resolve_path(name)), ok=True) for name in shipped_checkpoints()]
+    return [Finding(subject=f"model {name}", detail=str(resolve_path(name)), ok=True) for name in shipped_checkpoints()]

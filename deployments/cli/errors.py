@@ -11,22 +11,22 @@ import typer
 
 @contextmanager
 def errors() -> Iterator[None]:
-    """Exit code 2 after a user's mistake or a server's refusal, 130 after Ctrl-C. Other errors keep their traceback."""
+    """Exits with 2 after a user's mistake or a server's refusal, 130 after Ctrl-C. Other errors keep a traceback."""
     try:
         yield
     except KeyboardInterrupt:
         exec("")  # If one left an exec(), CPython would end a `python -m` by a signal; the next exec() makes it forget.
         raise typer.Exit(128 + signal.SIGINT) from None
     except Exception as error:
-        told = explain(error)
-        if told is None:
+        message = explain(error)
+        if message is None:
             raise
-        typer.echo(f"troupe: {told}", err=True)
+        typer.echo(f"troupe: {message}", err=True)
         raise typer.Exit(2) from error
 
 
 def explain(error: Exception) -> str | None:
-    """What to tell the user; None if the error is none that users can do something about."""
+    """Returns what to tell the user; None if the error is none that users can do something about."""
     import httpx
     from pydantic import ValidationError
 

@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from engines.planner.forecast import StepForecast
     from engines.planner.machine import Machine
     from engines.planner.profile import ModelProfile
-    from pipelines.family import Defaults
+    from pipelines.defaults import Defaults
     from pipelines.request import MediaRequest
-    from pipelines.sizes import Size
+    from pipelines.size import Size
 
 PAPER_MACHINE = "h200"
+GUIDED = 2.0
+"""Any true guidance scale: that it is above 1 is what gives a step its second branch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,10 +43,15 @@ class EstimateOptions:
     measure: bool = False
 
     def wanted_size(self, defaults: Defaults) -> Size:
-        from pipelines.sizes import Size
+        from pipelines.size import Size
 
         size = Size.parse(self.size) if self.size else Size(width=defaults.width, height=defaults.height)
         return size if self.num_frames is None else replace(size, num_frames=self.num_frames)
+
+    def request(self, defaults: Defaults) -> MediaRequest:
+        guided = defaults.true_cfg_scale > 1 if self.guided is None else self.guided
+        scale = max(defaults.true_cfg_scale, GUIDED) if guided else 1.0
+        return defaults.request(self.wanted_size(defaults), true_cfg_scale=scale)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,24 +70,20 @@ def make_estimate(options: EstimateOptions) -> Estimate:
 
     from engines.planner.forecast import forecast, workload
     from engines.planner.profile import profile
-    from pipelines.loading import resolve_configuration, resolve_dtype
-    from pipelines.registry import load_family
-    from pipelines.sizes import first_step, request_of
+    from pipelines.checkpoint import Checkpoint
+    from pipelines.loading import resolve_dtype
 
     if options.num_ranks < 1:
         raise ValueError(f"--ranks is {options.num_ranks}; it must be at least 1")
-    path, meta = resolve_configuration(options.model), torch.device("meta")
-    family = load_family(path)
-    defaults = family.defaults(path)
-    guided = defaults.true_cfg_scale > 1 if options.guided is None else options.guided
-    request = request_of(options.wanted_size(defaults), defaults, guided=guided)
     on_cpu = options.measure and not _has_gpus(options.num_ranks)
     dtype = resolve_dtype(options.dtype, torch.device("cpu") if on_cpu else torch.device("cuda"))
-    with meta:
-        outline = family.outline_denoiser(path, dtype)
+    checkpoint = Checkpoint.of_configuration(options.model, "meta", dtype)
+    request = options.request(checkpoint.defaults)
+    with checkpoint.device:
+        outline = checkpoint.outline()
     counted = profile(outline)
     machine, origin = find_machine(options, counted)
-    work = workload(outline, first_step(family, path, request, meta, dtype))
+    work = workload(outline, checkpoint.first_step(request))
     return Estimate(
         request=request,
         dtype=dtype,

@@ -109,17 +109,17 @@ def build_engine(
     ] = "auto",
     precision: Annotated[str, typer.Option(help="fp16, bf16, fp32, int8, fp8; auto is the dtype's.")] = "auto",
     target: Annotated[str, typer.Option(help="Compute capability, such as sm90; auto is this machine's GPU.")] = "auto",
-    size: Annotated[list[str] | None, typer.Option(help="WIDTHxHEIGHT[xFRAMES]; several share a plan.")] = None,
+    size: Annotated[list[str] | None, typer.Option(help="WIDTHxHEIGHT[xFRAMES]; several share an engine file.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16: as the model will be loaded.")] = "auto",
-    weights: Annotated[str, typer.Option(help="inputs (one plan for all fine-tunes) or constants.")] = "inputs",
-    cache_dir: Annotated[Path | None, typer.Option(help="Where plans are kept; ~/.cache/troupe/plans.")] = None,
+    weights: Annotated[str, typer.Option(help="inputs (one file for all fine-tunes) or constants.")] = "inputs",
+    cache_dir: Annotated[Path | None, typer.Option(help="Folder of engine files; ~/.cache/troupe/engines.")] = None,
     calibrate: Annotated[bool, typer.Option("--calibrate", help="First measure activations, for int8, fp8.")] = False,
     prompts: Annotated[Path | None, typer.Option(help="Prompts to calibrate with, one a line.")] = None,
     weight_streaming: Annotated[bool, typer.Option("--weight-streaming", help="Weights may stay on the host.")] = False,
-    strip_weights: Annotated[bool, typer.Option("--strip-weights", help="A plan without its weights.")] = False,
+    strip_weights: Annotated[bool, typer.Option("--strip-weights", help="An engine file without its weights.")] = False,
     width: Annotated[str | None, renamed_option("--width", "--ranks")] = None,
 ) -> None:
-    """TensorRT plans ahead of time; says what they hold."""
+    """TensorRT engine files ahead of time; says what they hold."""
     from deployments.cli.build_engine import Order, build
 
     with errors():

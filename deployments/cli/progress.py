@@ -9,16 +9,11 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
 
-from deployments.cli.client import Result, Step
+from deployments.cli.client import Result
+from deployments.studio.interface import Progress
 
 if TYPE_CHECKING:
     from deployments.config import ServeConfig
@@ -26,10 +21,10 @@ if TYPE_CHECKING:
 console = Console()
 
 
-def follow(title: str, events: Iterator[Step | Result]) -> Result:
-    """Show ``title``, step x of y and the time left until the result is there."""
+def follow(title: str, events: Iterator[Progress | Result]) -> Result:
+    """Shows ``title``, step x of y and the time left until the result is there, and returns it."""
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("step"), MofNCompleteColumn(separator=" of "))
-    with Progress(*columns, TextColumn("{task.fields[eta]}"), console=console) as bar:
+    with Bars(*columns, TextColumn("{task.fields[eta]}"), console=console) as bar:
         task = bar.add_task(title, total=None, eta="")
         for event in events:
             if isinstance(event, Result):
@@ -41,11 +36,11 @@ def follow(title: str, events: Iterator[Step | Result]) -> Result:
 
 @contextmanager
 def started(config: ServeConfig) -> Iterator[str]:
-    """The application, started with a spinner that says what it waits for."""
+    """Starts the application, with a spinner that says what it waits for; yields its URL."""
     from deployments.cli.serving import running  # a command that only talks to a server does without Ray and torch
 
     with ExitStack() as stack:
-        with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console) as bar:
+        with Bars(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console) as bar:
             task = bar.add_task("Starting Ray Serve", total=1)
             url = stack.enter_context(running(config, on_wait=lambda reason: bar.update(task, description=reason)))
             bar.update(task, description=f"Ready at {url}", completed=1)
@@ -54,8 +49,11 @@ def started(config: ServeConfig) -> Iterator[str]:
 
 @contextmanager
 def started_for_itself(config: ServeConfig) -> Iterator[str]:
-    """As ``started``, for one command alone: on any free port, with a data directory that goes with it, and without
-    what the environment says to servers (keys, a database)."""
+    """Starts the application for one command alone; yields its URL.
+
+    It has any free port and a data directory that goes with it, and none of what the environment says to servers (keys,
+    a database).
+    """
     from deployments.settings import settings_unset
 
     with ExitStack() as stack:
@@ -65,5 +63,5 @@ def started_for_itself(config: ServeConfig) -> Iterator[str]:
 
 
 def timings_line(result: Result) -> str:
-    """Seconds by stage, in one line."""
+    """Returns the seconds by stage, in one line."""
     return " · ".join(f"{stage.removesuffix('_s')} {seconds:.2f} s" for stage, seconds in result.timings_s.items())

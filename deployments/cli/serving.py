@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -19,10 +21,8 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 
 from deployments.app import REPLICA_CPUS, build_app
-from deployments.cli.interrupts import interrupts_later
 from deployments.config import ServeConfig
 from deployments.names import APPLICATION
-from deployments.stages.denoiser import gang_config
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 READY_DEADLINE_S = 900.0
@@ -37,13 +37,13 @@ SERVE_POLL_S = 1.0
 
 
 def load_config(name: str | Path) -> ServeConfig:
-    """A config file, or one of the shipped configs by its bare name ("laptop"). ValueError lists what is there."""
+    """Reads a config file, or a shipped config by its bare name ("laptop"). ValueError lists what is there."""
     path = Path(name)
     if not path.is_file():
         path = CONFIGS / f"{name}.yaml"
     if not path.is_file():
-        known = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.yaml")))
-        raise ValueError(f"{name} is neither a file nor a shipped config; shipped: {known}")
+        shipped = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.yaml")))
+        raise ValueError(f"{name} is neither a file nor a shipped config; shipped: {shipped}")
     try:
         return parse_config(yaml.safe_load(path.read_text()))
     except yaml.YAMLError as error:
@@ -51,19 +51,16 @@ def load_config(name: str | Path) -> ServeConfig:
 
 
 def parse_config(document: Mapping[str, Any]) -> ServeConfig:
-    """Checked by Ray Serve's own schema, since ``serve deploy`` must take the same file, by ours, and by the gangs'."""
+    """Checks by Ray Serve's own schema, since ``serve deploy`` must take the same file, and by ours."""
     ServeDeploySchema.model_validate(document)
-    config = ServeConfig.model_validate(document)
-    for model in config.app.models:
-        gang_config(model)
-    return config
+    return ServeConfig.model_validate(document)
 
 
 @contextmanager
 def running(config: ServeConfig, *, on_wait: Callable[[str], None] = lambda reason: None) -> Iterator[str]:
-    """The application up and ready; yields its URL. Starts a local Ray cluster unless one is connected already.
+    """Yields the URL of the application, up and ready. Starts a local Ray cluster unless one is connected already.
 
-    ``on_wait`` is told, again and again until everything is ready, what is still missing. Whatever was started here is
+    ``on_wait`` gets, again and again until everything is ready, what is still missing. Whatever was started here is
     ended on the way out, on Ctrl-C too.
     """
     with ExitStack() as stack:  # one end failing, or a second Ctrl-C in it, does not stop the other
@@ -79,8 +76,28 @@ def running(config: ServeConfig, *, on_wait: Callable[[str], None] = lambda reas
         yield url
 
 
+@contextmanager
+def interrupts_later() -> Iterator[None]:
+    """Turns a Ctrl-C inside the block into a KeyboardInterrupt at its end.
+
+    For blocks that fork: an interrupted child prints a traceback before it has become what it was forked for. In other
+    threads than the main one, where Python handles no signals, it changes nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if held:
+        raise KeyboardInterrupt
+
+
 def _start_cluster(config: ServeConfig) -> None:
-    """A local cluster, without the lines of log that Ray and Serve write for each."""
+    """Starts a local cluster, without the lines of log that Ray and Serve write for each."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     quiet = logging.getLogger("ray._private.authentication.authentication_token_setup")
     quiet.addFilter(lambda record: "is enabled" not in record.getMessage())
@@ -104,14 +121,14 @@ def _end_application() -> None:
 
 
 def num_logical_cpus(config: ServeConfig) -> int:
-    """Logical CPUs for a local cluster: the machine's, or what the config asks for if that is more."""
-    wanted = config.app.api.num_replicas * config.app.api.num_cpus + 1.0
+    """Returns the logical CPUs for a local cluster: the machine's, or what the config asks for if that is more."""
+    num_cpus = config.app.api.num_replicas * config.app.api.num_cpus + 1.0
     for model in config.app.models:
         for stage in (model.text_encoder, model.decoder):
-            wanted += stage.max_num_replicas * stage.num_cpus
+            num_cpus += stage.max_num_replicas * stage.num_cpus
         denoiser = model.denoiser
-        wanted += denoiser.max_num_replicas * (REPLICA_CPUS + denoiser.num_ranks * denoiser.cpus_per_rank)
-    return max(os.cpu_count() or 1, int(wanted) + 1)
+        num_cpus += denoiser.max_num_replicas * (REPLICA_CPUS + denoiser.num_ranks * denoiser.cpus_per_rank)
+    return max(os.cpu_count() or 1, int(num_cpus) + 1)
 
 
 def ready_deadline_s(config: ServeConfig) -> float:
@@ -131,14 +148,14 @@ def _deploy(config: ServeConfig) -> str:
 
 
 def free_port(host: str) -> int:
-    """A port that was free a moment ago (Serve cannot be asked which port it took)."""
+    """Returns a port that was free a moment ago (Serve cannot be asked which port it took)."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
 def wait_ready(url: str, on_wait: Callable[[str], None], deadline_s: float) -> None:
-    """Poll ``GET /health`` until it answers 200. TimeoutError carries the last reason."""
+    """Polls ``GET /health`` until it answers 200. TimeoutError carries the last reason."""
     end_s, reason, asked_serve_s = time.monotonic() + deadline_s, "starting", 0.0
     with httpx.Client(base_url=url, timeout=5.0) as client:  # making one takes as long as many polls
         while (now_s := time.monotonic()) < end_s:
@@ -154,7 +171,7 @@ def wait_ready(url: str, on_wait: Callable[[str], None], deadline_s: float) -> N
 
 
 def _not_ready(client: httpx.Client) -> str:
-    """What is missing, by ``GET /health``; empty if nothing is."""
+    """Returns what is missing, by ``GET /health``; empty if nothing is."""
     try:
         response = client.get("/health")
     except httpx.TransportError as error:
@@ -167,7 +184,7 @@ def _not_ready(client: httpx.Client) -> str:
 
 
 def _reason(response: httpx.Response) -> str:
-    """What each model waits for; whatever the proxy says as long as it answers in our place."""
+    """Returns what each model waits for; whatever the proxy says as long as it answers in our place."""
     try:
         return "; ".join(state for state in response.json()["models"].values() if state != "ready")
     except ValueError:
@@ -175,7 +192,7 @@ def _reason(response: httpx.Response) -> str:
 
 
 def _raise_if_failed() -> None:
-    """RuntimeError with Serve's own message if it has given up on a deployment."""
+    """Raises RuntimeError with Serve's own message if it has given up on a deployment."""
     application = serve.status().applications.get(APPLICATION)
     if application is None or application.status != ApplicationStatus.DEPLOY_FAILED:
         return

@@ -1,4 +1,4 @@
-"""One attempt at one job: perform it, keep the claim meanwhile, and write down how it went."""
+"""One attempt at one clip: it performs the request, keeps the claim meanwhile, and writes down how it went."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from sqlalchemy.exc import DBAPIError
 
 from deployments.asyncio_tools import EndedError, unless
 from deployments.clips.claims import Claim, Claims
-from deployments.clips.folders import JobFolders
-from deployments.clips.records import JobError
-from deployments.clips.settings import JobSettings
+from deployments.clips.folders import ClipFolders
+from deployments.clips.records import ClipError
+from deployments.clips.settings import ClipSettings
 from deployments.studio.interface import Media, Output, Preview, Progress, Studio
 from engines.gang.errors import GangBrokenError, QueueFullError
 
-logger = logging.getLogger("troupe.jobs")
+logger = logging.getLogger("troupe.clips")
 
 
 @dataclass(kw_only=True, slots=True)
 class Attempt:
-    """``progress`` is 0–99 while the job runs, ``num_previews`` counts the previews on the disk."""
+    """``progress`` is 0–99 while the clip is made, ``num_previews`` counts the previews on the disk."""
 
     studio: Studio
     claims: Claims
-    folders: JobFolders
-    settings: JobSettings
+    folders: ClipFolders
+    settings: ClipSettings
     claim: Claim
     progress: int = field(default=0, init=False)
     num_previews: int = field(default=0, init=False)
 
     async def run(self) -> None:
-        """Run the job to its end, whatever that is. Only cancellation gets out, after the job was queued again."""
-        job = self.claim.job
-        if job.attempts > self.settings.max_attempts:
-            message = f"The application ended {job.attempts - 1} times while this job ran; it is not tried again"
-            await self.claims.fail(self.claim, JobError(code="gave_up", message=message))
+        """Makes the clip, or writes down why not. Only cancellation gets out, after the clip was queued again."""
+        clip = self.claim.clip
+        if clip.attempts > self.settings.max_attempts:
+            message = f"The application ended {clip.attempts - 1} times while this clip was made; it is not tried again"
+            await self.claims.fail(self.claim, ClipError(code="gave_up", message=message))
             return
         try:
             media = await unless(self._perform(), self._keep_claim())
             await self._finish(media)
         except EndedError:
-            logger.info("job %s was deleted or taken over", job.id)
+            logger.info("clip %s was deleted or taken over", clip.id)
             await self._clean()
         except asyncio.CancelledError:
             await self.claims.give_back(self.claim, wait_s=0, counts=False)
@@ -53,8 +53,8 @@ class Attempt:
             await self._after(failure)
 
     async def _perform(self) -> Media:
-        job, owner = self.claim.job, self.claim.owner
-        request = replace(job.request, request_id=f"{job.request.request_id}-{owner[:8]}")
+        clip, owner = self.claim.clip, self.claim.owner
+        request = replace(clip.request, request_id=f"{clip.request.request_id}-{owner[:8]}")
         async with aclosing(self.studio.perform(request, Output(format="mp4"))) as events:
             async for event in events:
                 match event:
@@ -63,12 +63,12 @@ class Attempt:
                     case Progress():
                         self.progress = min(99, 100 * event.step // event.num_steps)
                     case Preview():
-                        await asyncio.to_thread(self.folders.write, job.id, "preview", event.data)
+                        await asyncio.to_thread(self.folders.write, clip.id, "preview", event.data)
                         self.num_previews = event.index + 1
         raise RuntimeError("the studio ended without a clip")
 
     async def _keep_claim(self) -> None:
-        """Report progress as it changes and renew the claim in time; returns when the claim is lost."""
+        """Reports progress as it changes and renews the claim in time; returns when the claim is lost."""
         reported, due_s = (0, 0), time.monotonic() + self.claims.lease_s / 3
         while True:
             await asyncio.sleep(self.settings.progress_s)
@@ -79,43 +79,43 @@ class Attempt:
                 if not await self.claims.report(self.claim, *current):
                     return
             except DBAPIError:
-                logger.warning("job %s: progress could not be written", self.claim.job.id, exc_info=True)
+                logger.warning("clip %s: progress could not be written", self.claim.clip.id, exc_info=True)
                 continue
             reported, due_s = current, time.monotonic() + self.claims.lease_s / 3
 
     async def _finish(self, media: Media) -> None:
-        job_id = self.claim.job.id
-        await asyncio.to_thread(self.folders.write, job_id, "video", media.data)
-        await asyncio.to_thread(self.folders.write, job_id, "thumbnail", media.thumbnail)
+        clip_id = self.claim.clip.id
+        await asyncio.to_thread(self.folders.write, clip_id, "video", media.data)
+        await asyncio.to_thread(self.folders.write, clip_id, "thumbnail", media.thumbnail)
         if not await self.claims.complete(self.claim, media.timings):
             await self._clean()
 
     async def _clean(self) -> None:
-        """Leave no file of a job that was deleted meanwhile."""
-        if await self.claims.store.get(self.claim.job.id) is None:
-            await asyncio.to_thread(self.folders.remove, self.claim.job.id)
+        """Leaves no file of a clip that was deleted meanwhile."""
+        if await self.claims.store.get(self.claim.clip.id) is None:
+            await asyncio.to_thread(self.folders.remove, self.claim.clip.id)
 
     async def _after(self, failure: Exception) -> None:
-        job = self.claim.job
+        clip = self.claim.clip
         if isinstance(failure, QueueFullError):
             await self.claims.give_back(self.claim, wait_s=failure.retry_after_s, counts=False)
             return
-        logger.warning("job %s failed, attempt %d", job.id, job.attempts, exc_info=failure)
+        logger.warning("clip %s failed, attempt %d", clip.id, clip.attempts, exc_info=failure)
         error = final_error(failure)
-        if error is None and job.attempts >= self.settings.max_attempts:
-            message = f"The job failed {job.attempts} times, the last time with {type(failure).__name__}"
-            error = JobError(code="internal", message=message)
+        if error is None and clip.attempts >= self.settings.max_attempts:
+            message = f"The clip failed {clip.attempts} times, the last time with {type(failure).__name__}"
+            error = ClipError(code="internal", message=message)
         if error is not None:
             await self.claims.fail(self.claim, error)
         else:
             await self.claims.give_back(self.claim, wait_s=self.settings.retry_s, counts=True)
 
 
-def final_error(failure: Exception) -> JobError | None:
-    """The error of a job that it makes no sense to try again; None if another attempt may help."""
+def final_error(failure: Exception) -> ClipError | None:
+    """Returns the error of a clip that it makes no sense to try again; None if another attempt may help."""
     match failure:
-        case GangBrokenError():  # raised only after the job was run on a second gang
-            return JobError(code="gang_broken", message=f"The ranks that worked on this job failed: {failure}")
+        case GangBrokenError():  # raised only after the clip was run on a second gang
+            return ClipError(code="gang_broken", message=f"The ranks that worked on this clip failed: {failure}")
         case ValueError():
-            return JobError(code="invalid_value", message=str(failure))
+            return ClipError(code="invalid_value", message=str(failure))
     return None

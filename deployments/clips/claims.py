@@ -1,4 +1,4 @@
-"""Who may run a job: claims that expire, so that each job has one runner, and an orphan gets a new one."""
+"""Who may make a clip: claims that expire, so that each clip has one runner, and an orphan gets a new one."""
 
 from __future__ import annotations
 
@@ -10,57 +10,57 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Update, and_, or_, select, update
 
-from deployments.clips.records import Job, JobError, JobRow, to_json
-from deployments.clips.store import JobStore
-from deployments.studio.interface import Timings
+from deployments.clips.records import ClipError, ClipRecord, ClipRow, to_json
+from deployments.clips.store import ClipStore
+from deployments.studio.interface import StageTimes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """The right to run ``job`` for a while. ``owner`` is new with every claim, so a late runner changes nothing."""
+    """The right to make ``clip`` for a while. ``owner`` is new with every claim, so a late runner changes nothing."""
 
-    job: Job
+    clip: ClipRecord
     owner: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claims:
-    """Takes jobs of ``store`` for ``lease_s`` at a time. A write with a claim that was lost says False."""
+    """Takes clips of ``store`` for ``lease_s`` at a time. A write with a claim that was lost says False."""
 
-    store: JobStore
+    store: ClipStore
     lease_s: float
 
     async def take(self, models: Collection[str]) -> Claim | None:
-        """The oldest job for one of ``models`` that waits, or whose runner let its claim run out."""
+        """Claims the oldest clip for one of ``models`` that waits, or whose runner let its claim run out."""
         now_s = time.time()
-        oldest = select(JobRow).where(_free(now_s), JobRow.model.in_(models)).order_by(JobRow.number).limit(4)
+        oldest = select(ClipRow).where(_free(now_s), ClipRow.model.in_(models)).order_by(ClipRow.number).limit(4)
         async with self.store.session() as session:
             rows = list(await session.scalars(oldest))
         for row in rows:
             owner = secrets.token_hex(16)
             # Of several runners that saw the row free, the one whose UPDATE still finds it so has it.
-            take = update(JobRow).where(JobRow.id == row.id, JobRow.attempts == row.attempts, _free(now_s))
+            take = update(ClipRow).where(ClipRow.id == row.id, ClipRow.attempts == row.attempts, _free(now_s))
             values = {"status": "in_progress", "attempts": row.attempts + 1, "progress": 0, "num_previews": 0}
             if await self._write(take, owner=owner, **self._lease(), **values):
-                job = await self.store.get(row.id)
-                return None if job is None else Claim(job=job, owner=owner)
+                clip = await self.store.get(row.id)
+                return None if clip is None else Claim(clip=clip, owner=owner)
         return None
 
     async def report(self, claim: Claim, progress: int, num_previews: int) -> bool:
-        """Renew the claim. False if it is lost: the job was deleted, or taken over."""
+        """Renews the claim. False if it is lost: the clip was deleted, or taken over."""
         return await self._write(_held(claim), **self._lease(), progress=progress, num_previews=num_previews)
 
-    async def complete(self, claim: Claim, timings: Timings) -> bool:
+    async def complete(self, claim: Claim, timings: StageTimes) -> bool:
         values = {"status": "completed", "progress": 100, "timings_json": to_json(timings)}
         return await self._write(_held(claim), **values, completed_at_s=time.time(), owner="")
 
-    async def fail(self, claim: Claim, error: JobError) -> bool:
+    async def fail(self, claim: Claim, error: ClipError) -> bool:
         values = {"status": "failed", "error_json": to_json(error)}
         return await self._write(_held(claim), **values, completed_at_s=time.time(), owner="")
 
     async def give_back(self, claim: Claim, *, wait_s: float, counts: bool) -> bool:
-        """Queue the job again, for ``wait_s`` from now at the earliest. ``counts``: whether it was an attempt."""
-        attempts = claim.job.attempts if counts else claim.job.attempts - 1
+        """Queues the clip again, for ``wait_s`` from now at the earliest. ``counts``: whether it was an attempt."""
+        attempts = claim.clip.attempts if counts else claim.clip.attempts - 1
         values = {"status": "queued", "progress": 0, "attempts": attempts, "not_before_s": time.time() + wait_s}
         return await self._write(_held(claim), **values, owner="")
 
@@ -74,10 +74,10 @@ class Claims:
 
 
 def _held(claim: Claim) -> Update:
-    return update(JobRow).where(JobRow.id == claim.job.id, JobRow.owner == claim.owner)
+    return update(ClipRow).where(ClipRow.id == claim.clip.id, ClipRow.owner == claim.owner)
 
 
 def _free(now_s: float) -> ColumnElement[bool]:
-    waits = and_(JobRow.status == "queued", JobRow.not_before_s <= now_s)
-    orphaned = and_(JobRow.status == "in_progress", JobRow.lease_until_s < now_s)
+    waits = and_(ClipRow.status == "queued", ClipRow.not_before_s <= now_s)
+    orphaned = and_(ClipRow.status == "in_progress", ClipRow.lease_until_s < now_s)
     return or_(waits, orphaned)

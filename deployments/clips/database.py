@@ -1,4 +1,4 @@
-"""The engine behind the job records, and what SQLite needs to be told."""
+"""The engine behind the clip records, and what SQLite is told to do."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SQLITE_PRAGMAS = ("journal_mode = WAL", "busy_timeout = 30000", "synchronous = F
 
 
 async def open_database(url: str) -> AsyncEngine:
-    """An engine with the tables there. ValueError if ``url`` is not one that async SQLAlchemy can use."""
+    """Returns an engine, with the tables there. ValueError if ``url`` is not one that async SQLAlchemy can use."""
     parsed = make_url(url)
     if parsed.get_backend_name() == "sqlite" and parsed.database:
         Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)

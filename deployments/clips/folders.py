@@ -1,4 +1,4 @@
-"""The files of a job: one folder each, every file whole or absent."""
+"""The files of clips: one folder each, every file whole or absent."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from deployments.clips.files import write_atomically
+from engines.core.files import write_atomically
 
 Variant = Literal["video", "thumbnail", "preview"]
 
@@ -16,15 +16,15 @@ CONTENT_TYPES: dict[Variant, str] = {"video": "video/mp4", "thumbnail": "image/w
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class JobFolders:
+class ClipFolders:
     root: Path
 
-    def path(self, job_id: str, variant: Variant) -> Path:
-        return self.root / job_id / FILE_NAMES[variant]
+    def path(self, clip_id: str, variant: Variant) -> Path:
+        return self.root / clip_id / FILE_NAMES[variant]
 
-    def write(self, job_id: str, variant: Variant, data: bytes) -> None:
-        write_atomically(self.path(job_id, variant), data)
+    def write(self, clip_id: str, variant: Variant, data: bytes) -> None:
+        write_atomically(self.path(clip_id, variant), data)
 
-    def remove(self, job_id: str) -> None:
-        """Delete all files of the job, if there are any."""
-        shutil.rmtree(self.root / job_id, ignore_errors=True)
+    def remove(self, clip_id: str) -> None:
+        """Deletes all files of the clip, if there are any."""
+        shutil.rmtree(self.root / clip_id, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""A job as a frozen record, and as a row. Only types and statements that every SQL database has."""
+"""A clip as a frozen record, and as a row. Only types and statements that every SQL database has."""
 
 from __future__ import annotations
 
@@ -9,44 +9,44 @@ from typing import Any, Literal
 from sqlalchemy import Float, Integer, String, Text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from deployments.studio.interface import Timings
+from deployments.studio.interface import StageTimes
 from pipelines.request import MediaRequest
 
-JobStatus = Literal["queued", "in_progress", "completed", "failed"]
+ClipStatus = Literal["queued", "in_progress", "completed", "failed"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class JobError:
-    """Why a job failed: ``code`` for programs, ``message`` for people."""
+class ClipError:
+    """Why a clip failed: ``code`` for programs, ``message`` for people."""
 
     code: str
     message: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
-    """A clip somebody asked for. ``number`` orders jobs by creation; times are Unix seconds; ``progress`` is 0–100."""
+class ClipRecord:
+    """A clip somebody asked for. ``number`` orders clips by creation; times are Unix seconds; ``progress`` is 0–100."""
 
     id: str
     number: int
     request: MediaRequest
     seconds: str
-    status: JobStatus
+    status: ClipStatus
     progress: int
     num_previews: int
     attempts: int
     created_at: int
     completed_at: int | None
-    error: JobError | None
-    timings: Timings | None
+    error: ClipError | None
+    timings: StageTimes | None
 
 
 class Base(DeclarativeBase):
     pass
 
 
-class JobRow(Base):
-    """``owner`` is the runner that holds the job until ``lease_until_s``; nobody touches it before ``not_before_s``."""
+class ClipRow(Base):
+    """``owner`` is the runner that has the clip until ``lease_until_s``; nobody touches it before ``not_before_s``."""
 
     __tablename__ = "troupe_jobs"
 
@@ -68,8 +68,8 @@ class JobRow(Base):
     timings_json: Mapped[str | None] = mapped_column(Text)
 
 
-def job_of(row: JobRow) -> Job:
-    return Job(
+def record_of(row: ClipRow) -> ClipRecord:
+    return ClipRecord(
         id=row.id,
         number=row.number,
         request=request_from_json(row.request_json),
@@ -80,12 +80,12 @@ def job_of(row: JobRow) -> Job:
         attempts=row.attempts,
         created_at=int(row.created_at_s),
         completed_at=None if row.completed_at_s is None else int(row.completed_at_s),
-        error=None if row.error_json is None else JobError(**json.loads(row.error_json)),
-        timings=None if row.timings_json is None else Timings(**json.loads(row.timings_json)),
+        error=None if row.error_json is None else ClipError(**json.loads(row.error_json)),
+        timings=None if row.timings_json is None else StageTimes(**json.loads(row.timings_json)),
     )
 
 
-def to_json(record: MediaRequest | JobError | Timings) -> str:
+def to_json(record: MediaRequest | ClipError | StageTimes) -> str:
     return json.dumps(asdict(record))
 
 

@@ -1,4 +1,4 @@
-"""Takes queued jobs, and those whose runner is gone, and runs several side by side."""
+"""Takes queued clips, and those whose runner is gone, and makes several side by side."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from deployments.clips.claims import Claim, Claims
 from deployments.observability.logs import request_context
 from deployments.studio.interface import Studio
 
-logger = logging.getLogger("troupe.jobs")
+logger = logging.getLogger("troupe.clips")
 
 
-class JobRunner:
-    """``attempt`` makes what runs a claimed job; it is there so that the runner is about nothing but order."""
+class ClipRunner:
+    """``attempt`` gives what makes a claimed clip; it is there so that the runner is about nothing but order."""
 
     def __init__(
         self, studio: Studio, claims: Claims, attempt: Callable[[Claim], Attempt], *, max_running: int, poll_s: float
@@ -31,16 +31,16 @@ class JobRunner:
         self._news = asyncio.Event()
 
     def wake(self) -> None:
-        """There may be a job to take."""
+        """Says that there may be a clip to take."""
         self._news.set()
 
-    async def stop_job(self, job_id: str) -> None:
-        """Cancel the job on its ranks, if it runs here, and wait until that is done."""
-        if task := self._running.get(job_id):
+    async def stop_clip(self, clip_id: str) -> None:
+        """Cancels the clip on its ranks, if it is made here, and waits until that is done."""
+        if task := self._running.get(clip_id):
             await cancel(task)
 
     async def run(self) -> None:
-        """Run jobs until cancelled; then those that run are queued again."""
+        """Makes clips until cancelled; then the unfinished ones are queued again."""
         try:
             while True:
                 await self._take_what_fits()
@@ -60,19 +60,19 @@ class JobRunner:
                     return
                 await self._start(claim)
         except Exception:  # the database or a deployment may be away for a while; the runner must outlive that
-            logger.exception("no job could be taken")
+            logger.exception("no clip could be taken")
 
     async def _start(self, claim: Claim) -> None:
-        job = claim.job
-        await self.stop_job(job.id)  # its claim ran out while this process slept: the new claim replaces it
-        with request_context(job.request.request_id):
+        clip = claim.clip
+        await self.stop_clip(clip.id)  # its claim ran out while this process slept: the new claim replaces it
+        with request_context(clip.request.request_id):
             task = asyncio.create_task(self._attempt(claim).run())
-        self._running[job.id] = task
-        task.add_done_callback(lambda task: self._ended(job.id, task))
+        self._running[clip.id] = task
+        task.add_done_callback(lambda task: self._ended(clip.id, task))
 
-    def _ended(self, job_id: str, task: asyncio.Task[None]) -> None:
-        if self._running.get(job_id) is task:
-            del self._running[job_id]
+    def _ended(self, clip_id: str, task: asyncio.Task[None]) -> None:
+        if self._running.get(clip_id) is task:
+            del self._running[clip_id]
         if not task.cancelled() and (failure := task.exception()):
-            logger.error("job %s: its outcome could not be written", job_id, exc_info=failure)
+            logger.error("clip %s: its outcome could not be written", clip_id, exc_info=failure)
         self._news.set()

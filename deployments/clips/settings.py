@@ -1,4 +1,4 @@
-"""What the job runner is told when it is made."""
+"""Settings of the runner of clips."""
 
 from __future__ import annotations
 
@@ -6,15 +6,33 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobSettings:
+@dataclass(frozen=True, kw_only=True)
+class ClipLimits:
+    """What a configuration may say of clips. Without slots, since its section there has a second such parent.
+
+    One runner makes ``max_concurrent_videos`` side by side, ``max_waiting_videos`` wait in all. Finished ones are
+    deleted after ``keep_videos_s``, if that is not None.
+    """
+
+    max_concurrent_videos: int = 2
+    max_waiting_videos: int = 100
+    keep_videos_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_concurrent_videos", "max_waiting_videos", "keep_videos_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} is {value}; it must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipSettings(ClipLimits):
     """``database_url`` is an async SQLAlchemy URL; by default SQLite in ``data_dir``, where the clips lie as well.
 
-    A runner claims a job for ``lease_s`` and renews the claim while it lives; another one, or its successor, takes
-    the job over when the claim has run out. Runners on several machines need clocks that differ by less than that.
-    ``max_running`` jobs run side by side in one runner, ``max_waiting`` wait in all. A job is tried ``max_attempts``
-    times, with ``retry_s`` between. Progress is written at most every ``progress_s``; new jobs of other processes are
-    looked for every ``poll_s``. Finished jobs are deleted after ``keep_s``, if that is not None.
+    A runner claims a clip for ``lease_s`` and renews the claim while it lives; another one, or its successor, takes
+    the clip over when the claim has run out. Runners on several machines need clocks that differ by less than that.
+    A clip is tried ``max_attempts`` times, with ``retry_s`` between. Progress is written at most every ``progress_s``;
+    new clips of other processes are looked for every ``poll_s``.
     """
 
     data_dir: Path
@@ -22,14 +40,12 @@ class JobSettings:
     lease_s: float = 10.0
     poll_s: float = 1.0
     progress_s: float = 0.5
-    max_running: int = 2
-    max_waiting: int = 100
     max_attempts: int = 3
     retry_s: float = 5.0
-    keep_s: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("lease_s", "poll_s", "max_running", "max_waiting", "max_attempts"):
+        ClipLimits.__post_init__(self)
+        for name in ("lease_s", "poll_s", "max_attempts"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
 

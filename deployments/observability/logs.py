@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from datetime import UTC, datetime
 from typing import Any, TextIO
 
-request_id_var: ContextVar[str] = ContextVar("troupe_request_id", default="")
+from pythonjsonlogger.json import JsonFormatter
 
-STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "request_id"}
+request_id_var: ContextVar[str] = ContextVar("troupe_request_id", default="")
 
 LOGGERS = ("troupe", "deployments", "engines", "pipelines")
 """Roots of the project's loggers: one for what concerns requests, one for each package."""
@@ -20,7 +18,7 @@ LOGGERS = ("troupe", "deployments", "engines", "pipelines")
 
 @contextmanager
 def request_context(request_id: str) -> Iterator[None]:
-    """Log lines inside the block, tasks started there included, carry ``request_id``."""
+    """Lets log lines inside the block, those of tasks started there included, carry ``request_id``."""
     token = request_id_var.set(request_id)
     try:
         yield
@@ -28,28 +26,24 @@ def request_context(request_id: str) -> Iterator[None]:
         request_id_var.reset(token)
 
 
-class JsonFormatter(logging.Formatter):
-    """A record as one line of JSON: time (UTC), level, logger, message, request_id, and whatever ``extra`` holds."""
+class JsonLines(JsonFormatter):
+    """A record as one line of JSON: time (UTC), level, request_id, logger, message, and whatever ``extra`` holds."""
 
-    def format(self, record: logging.LogRecord) -> str:
-        fields: dict[str, Any] = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if request_id := getattr(record, "request_id", "") or request_id_var.get():
-            fields["request_id"] = request_id
-        fields |= {key: value for key, value in vars(record).items() if key not in STANDARD_FIELDS}
-        if record.exc_info:
-            fields["exception"] = self.formatException(record.exc_info)
-        return json.dumps(fields, default=str)
+    def __init__(self) -> None:
+        names = {"levelname": "level", "name": "logger", "exc_info": "exception"}
+        super().__init__(["levelname", "name", "message"], rename_fields=names, timestamp="time")
+
+    def process_log_record(self, log_data: dict[str, Any]) -> dict[str, Any]:
+        first = {"time": log_data.pop("time"), "level": log_data.pop("level").lower()}
+        if request_id := log_data.pop("request_id", "") or request_id_var.get():
+            first["request_id"] = request_id
+        return first | log_data
 
 
 def configure_logs(level: int | str = "INFO", stream: TextIO | None = None) -> logging.Handler:
-    """Send everything that the project logs to ``stream`` (stderr) as JSON lines. Calling it again replaces it."""
+    """Sends everything that the project logs to ``stream`` (stderr) as JSON lines. Calling it again replaces it."""
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(JsonFormatter())
+    handler.setFormatter(JsonLines())
     for name in LOGGERS:
         logger = logging.getLogger(name)
         logger.handlers[:] = [handler]

@@ -27,10 +27,10 @@ def _failures() -> Counter:
 
 
 def observe_stage(stage: str, model: str, seconds: float) -> None:
-    """``stage`` is queue, encode, denoise, decode or total."""
+    """Counts ``seconds`` in a stage: queue, encode, denoise, decode or total."""
     _stage_seconds().observe(seconds, tags={"stage": stage, "model": model})
 
 
 def observe_failure(model: str, cause: str) -> None:
-    """``cause`` is the exception's class name."""
+    """Counts a failed run of a request; ``cause`` is the exception's class name."""
     _failures().inc(tags={"model": model, "cause": cause})

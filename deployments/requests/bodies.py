@@ -1,4 +1,4 @@
-"""What clients may send, field by field. Rules that depend on the model are in ``checks``."""
+"""What clients may send, field by field. Rules that depend on the model are in ``rules``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from deployments.clips.folders import Variant
+from pipelines.size import PIXELS
 
 MAX_SEED = 2**53 - 1
 """Largest seed: every JSON reader keeps integers up to here exact, so the seed in an answer can be sent again."""
@@ -15,7 +16,7 @@ MAX_PROMPT_CHARS = 32_000
 # NUL is refused because PostgreSQL cannot store it; a prompt of spaces says nothing to a text encoder.
 Prompt = Annotated[str, StringConstraints(max_length=MAX_PROMPT_CHARS, pattern=r"^[^\x00]*[^\x00\s][^\x00]*$")]
 NegativePrompt = Annotated[str, StringConstraints(max_length=MAX_PROMPT_CHARS, pattern=r"^[^\x00]*$")]
-Size = Annotated[str, StringConstraints(pattern=r"^([1-9][0-9]{0,4}x[1-9][0-9]{0,4}|auto)$")]
+Size = Annotated[str, StringConstraints(pattern=f"^({PIXELS}|auto)$")]
 Seconds = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,4}(\.[0-9]{1,3})?$")]
 Name = Annotated[str, StringConstraints(max_length=512, pattern=r"^[^\x00]*$")]
 
@@ -75,4 +76,4 @@ class ContentQuery(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    variant: Variant = Field("video", description="preview: the last one of a job that runs.")
+    variant: Variant = Field("video", description="preview: the last one of a clip that is being made.")

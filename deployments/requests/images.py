@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from deployments.api.errors import invalid
-from deployments.requests.bodies import ImageBody
-from deployments.requests.rules import check_seeds, media_request
+from deployments.requests.bodies import MAX_SEED, ImageBody
+from deployments.requests.errors import RequestError
+from deployments.requests.rules import choose_card, media_request
 from deployments.studio.interface import ModelCard, Output
 from pipelines.request import MediaRequest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ImagePlan:
+class ImageRequest:
     """One request per picture, with seeds that follow each other, and how to hand the pictures over."""
 
     requests: tuple[MediaRequest, ...]
@@ -22,20 +23,25 @@ class ImagePlan:
     safety_identifier: str | None
 
     @property
+    def model(self) -> str:
+        return self.requests[0].model
+
+    @property
     def size(self) -> str:
         return f"{self.requests[0].width}x{self.requests[0].height}"
 
 
-def plan_images(body: ImageBody, card: ModelCard, request_id: str, max_n: int) -> ImagePlan:
-    """ApiError 400 if a value does not suit the model or another value."""
+def image_request(body: ImageBody, cards: Mapping[str, ModelCard], request_id: str, max_n: int) -> ImageRequest:
+    """Returns what ``body`` asks for. RequestError if a value does not suit the model or another value."""
+    card = choose_card(cards, body.model, "image")
     n = body.n or 1
     if n > max_n:
-        raise invalid("n", f"n is {n}; it must be from 1 to {max_n}")
+        raise RequestError(f"n is {n}; it must be from 1 to {max_n}", "n")
     check_stream_fields(body)
     first = media_request(body, card, request_id, num_previews=body.partial_images or 0)
     check_seeds(first.seed, n)
     rest = (replace(first, request_id=f"{first.request_id}-{i}", seed=first.seed + i) for i in range(1, n))
-    return ImagePlan(
+    return ImageRequest(
         requests=(first, *rest),
         output=image_output(body),
         by_url=body.response_format == "url",
@@ -47,11 +53,17 @@ def plan_images(body: ImageBody, card: ModelCard, request_id: str, max_n: int) -
 def check_stream_fields(body: ImageBody) -> None:
     if body.stream:
         if body.response_format == "url":
-            raise invalid("response_format", "response_format is url; a stream carries pictures as b64_json only")
+            message = "response_format is url; a stream carries pictures as b64_json only"
+            raise RequestError(message, "response_format")
         return
     for name in ("partial_images", "stream_progress"):
         if getattr(body, name):
-            raise invalid(name, f"{name} has no effect without stream; set stream to true")
+            raise RequestError(f"{name} has no effect without stream; set stream to true", name)
+
+
+def check_seeds(seed: int, n: int) -> None:
+    if seed + n - 1 > MAX_SEED:
+        raise RequestError(f"seed is {seed} and n is {n}: seed + n - 1 must be at most {MAX_SEED}", "seed")
 
 
 def image_output(body: ImageBody) -> Output:
@@ -59,5 +71,5 @@ def image_output(body: ImageBody) -> Output:
     compression = 100 if body.output_compression is None else body.output_compression
     if image_format == "png" and compression != 100:
         message = f"output_compression is {compression}, but png is lossless; set output_format to jpeg or webp"
-        raise invalid("output_compression", message)
+        raise RequestError(message, "output_compression")
     return Output(format=image_format, compression=compression)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from functools import partial
 
@@ -11,12 +11,11 @@ import ray
 
 from deployments.config import ModelConfig
 from deployments.observability.logs import configure_logs
+from deployments.settings import process_environment
+from deployments.stages.common import Encoded
 from deployments.stages.rank import BuildRankParts
-from deployments.stages.records import Encoded
-from engines.gang.config import GangConfig
 from engines.gang.gang import Gang
 from engines.gang.job import Job, JobEvent
-from engines.parallel.nccl_options import NcclOptions
 from engines.registry import rank_environment
 from pipelines.request import MediaRequest
 
@@ -26,25 +25,9 @@ EVENTS_EVERY_S = 0.1
 """Progress for people: no faster than they can see."""
 
 
-def gang_config(model: ModelConfig) -> GangConfig:
-    config = model.denoiser
-    return GangConfig(
-        model=model.name,
-        num_nodes=config.num_nodes,
-        num_ranks=config.num_ranks,
-        cpus_per_rank=config.cpus_per_rank,
-        gpus_per_rank=config.gpus_per_rank,
-        threads_per_rank=config.threads_per_rank,
-        step_deadline_s=config.step_deadline_s,
-        start_deadline_s=config.start_deadline_s,
-        plans_ahead=config.plans_ahead,
-        max_running_jobs=config.max_running_jobs,
-        max_waiting_jobs=config.max_waiting_jobs,
-        elastic=config.elastic,
-        max_batch=config.max_batch,
-        environment=partial(rank_environment, config.engine),
-        nccl=NcclOptions(**config.nccl.model_dump()),
-    )
+def node_environment(engine: str) -> Mapping[str, str]:
+    """Returns the variables to start ranks with on the node where it is called, from that node's own."""
+    return rank_environment(engine, process_environment())
 
 
 class Denoiser:
@@ -52,7 +35,12 @@ class Denoiser:
 
     async def __init__(self, model: ModelConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         configure_logs()
-        self._gang = await Gang.start(gang_config(model), BuildRankParts(model=model))
+        self._gang = await Gang.start(
+            model.denoiser,
+            BuildRankParts(model=model),
+            model=model.name,
+            environment=partial(rank_environment, model.denoiser.engine),
+        )
 
     async def denoise(
         self, job_id: str, request: MediaRequest, encoded: list[ray.ObjectRef[Encoded]], alone: bool = False

@@ -5,28 +5,25 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import Any
 
 import ray
 
 from deployments.observability.logs import request_context
-from deployments.stages.common import StageSpec, load_stage
-from deployments.stages.records import Encoded
+from deployments.stages.common import Encoded, StageSpec, load_stage
 from pipelines.request import MediaRequest
 
 logger = logging.getLogger(__name__)
 
 
-class TextEncoder:
+class PromptEncoder:
     """Loads the family's text encoder once; requests run one after the other (they take milliseconds).
 
     Serve calls from a pool of threads, and a tokenizer keeps the padding of its last call for the next: hence the lock.
     """
 
     def __init__(self, spec: StageSpec) -> None:
-        family, path, device, dtype = load_stage(spec)
         self._one_at_a_time = threading.Lock()
-        self._encoder: Any = family.load_text_encoder(path, device, dtype)
+        self._encoder = load_stage(spec).text_encoder()
 
     def encode(self, request: MediaRequest) -> Encoded:
         started_s = time.perf_counter()

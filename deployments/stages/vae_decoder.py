@@ -10,8 +10,7 @@ from typing import Any
 import ray
 
 from deployments.observability.logs import request_context
-from deployments.stages.common import StageSpec, load_stage
-from deployments.stages.records import Decoded
+from deployments.stages.common import Decoded, StageSpec, load_stage
 from deployments.studio.interface import Output
 from pipelines.media import encode_frames, encode_thumbnail
 from pipelines.request import MediaRequest
@@ -26,12 +25,11 @@ class VaeDecoder:
     """
 
     def __init__(self, spec: StageSpec) -> None:
-        family, path, device, dtype = load_stage(spec)
         self._one_at_a_time = threading.Lock()
-        self._decoder: Any = family.load_decoder(path, device, dtype)
+        self._decoder = load_stage(spec).decoder()
 
     def decode(self, latents: list[ray.ObjectRef[Any]], request: MediaRequest, output: Output) -> Decoded:
-        """``latents`` is a list of one reference, so that Ray does not resolve it on the way."""
+        """Returns the bytes. ``latents`` is a list of one reference, so that Ray does not resolve it on the way."""
         started_s = time.perf_counter()
         with request_context(request.request_id):
             latents_here = ray.get(latents[0])
@@ -44,7 +42,7 @@ class VaeDecoder:
         return Decoded(data=data, thumbnail=thumbnail, decode_s=decode_s)
 
     def preview(self, latents: list[ray.ObjectRef[Any]], request: MediaRequest) -> bytes:
-        """PNG bytes of the first frame of unfinished ``latents``."""
+        """Returns PNG bytes of the first frame of unfinished ``latents``."""
         with request_context(request.request_id):
             latents_here = ray.get(latents[0])
             with self._one_at_a_time:

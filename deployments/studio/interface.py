@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from pipelines.family import Defaults
+from pipelines.defaults import Defaults
 from pipelines.request import MediaRequest
 
 MediaFormat = Literal["png", "jpeg", "webp", "mp4"]
@@ -31,7 +31,7 @@ class ModelCard:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Timings:
+class StageTimes:
     """Where the time of a request went, in seconds; ``total_s`` is wall-clock from start to end.
 
     ``was_warm``: its denoising found everything ready for its shape, so that nothing of it was preparation.
@@ -42,7 +42,7 @@ class Timings:
     denoise_s: float
     decode_s: float
     total_s: float
-    was_warm: bool = False
+    was_warm: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +70,7 @@ class Media:
     data: bytes
     format: MediaFormat
     seed: int
-    timings: Timings
+    timings: StageTimes
     thumbnail: bytes = b""
 
 
@@ -91,14 +91,14 @@ class Studio(Protocol):
     def cards(self) -> Mapping[str, ModelCard]: ...
 
     async def not_ready(self, max_age_s: float = STATUS_MAX_AGE_S) -> Mapping[str, str]:
-        """Models that cannot take requests now, with the reason; empty when all are ready.
+        """Returns the models that cannot take requests now, with the reason; empty when all are ready.
 
         While all is well, the answer may be about ``max_age_s`` old.
         """
         ...
 
     def perform(self, request: MediaRequest, output: Output) -> AsyncGenerator[StudioEvent]:
-        """Run one request: progress, previews, then exactly one ``Media``.
+        """Runs one request: yields progress and previews, then exactly one ``Media``.
 
         A gang that breaks under the job is rebuilt and the job run again (its progress starts over); after two broken
         gangs ``GangBrokenError`` is raised. ``QueueFullError`` if too many jobs wait, ``ModelUnavailableError`` if a

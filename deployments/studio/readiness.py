@@ -1,39 +1,38 @@
-"""The studio of a deployed application: the flow, plus what Serve's controller knows of the deployments."""
+"""Which models can take requests: what Serve's controller knows of the deployments, asked as seldom as possible."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from ray import serve
 from ray.serve.schema import DeploymentStatusOverview, ServeStatus
 
 from deployments.names import APPLICATION, STAGES, deployment_name
-from deployments.studio.flow import Flow, StageHandles
-from deployments.studio.interface import STATUS_MAX_AGE_S, ModelCard
+from deployments.studio.interface import STATUS_MAX_AGE_S
 
 POLL_S = 1.0
 """While something is missing, the controller is asked this often at most."""
 
 
-class DeployedStudio(Flow):
-    """Asks the controller as seldom as it can.
+class Readiness:
+    """Whether ``models`` can take requests, by name.
 
-    That takes some 30 ms of CPU time here and there, and every request wants to know. So while all is well the answer
-    is the last known one, renewed behind the requests when it is old or a gang was lost; only while something is
-    missing do requests wait for a fresh one.
+    To ask the controller takes some 30 ms of CPU time here and there, and every request wants to know. So while all is
+    well the answer is the last known one, renewed behind the requests when it is old or a gang was lost; only while
+    something is missing do requests wait for a fresh one.
     """
 
-    def __init__(self, cards: Mapping[str, ModelCard], stages: Mapping[str, StageHandles]) -> None:
-        super().__init__(cards, stages)
-        self._reasons: Mapping[str, str] = dict.fromkeys(cards, "the application is starting")
+    def __init__(self, models: Collection[str]) -> None:
+        self._models = tuple(models)
+        self._reasons: Mapping[str, str] = dict.fromkeys(models, "the application is starting")
         self._asked_s = -math.inf
         self._asking: asyncio.Task[None] | None = None
 
     async def not_ready(self, max_age_s: float = STATUS_MAX_AGE_S) -> Mapping[str, str]:
-        """Models with a deployment that takes no requests, with the first such deployment."""
+        """Returns the models with a deployment that takes no requests, each with the first such deployment."""
         max_age_s = min(max_age_s, POLL_S) if self._reasons else max_age_s
         if time.monotonic() - self._asked_s >= max_age_s and self._asking is None:
             self._asking = asyncio.create_task(self._ask())
@@ -42,19 +41,19 @@ class DeployedStudio(Flow):
         return self._reasons
 
     def gang_lost(self) -> None:
-        """What was known of the deployments is no longer so."""
+        """Says that what was known of the deployments is no longer so."""
         self._asked_s = -math.inf
 
     async def _ask(self) -> None:
         try:
-            self._reasons = find_reasons(await asyncio.to_thread(serve.status), tuple(self.cards()))
+            self._reasons = find_reasons(await asyncio.to_thread(serve.status), self._models)
             self._asked_s = time.monotonic()
         finally:
             self._asking = None
 
 
 def find_reasons(status: ServeStatus, models: tuple[str, ...]) -> dict[str, str]:
-    """For each model that cannot serve: which of its deployments takes no requests."""
+    """Returns the models that cannot serve, each with the deployment that takes no requests."""
     application = status.applications.get(APPLICATION)
     deployments = application.deployments if application else {}
     reasons: dict[str, str] = {}
@@ -67,7 +66,7 @@ def find_reasons(status: ServeStatus, models: tuple[str, ...]) -> dict[str, str]
 
 
 def takes_requests(deployment: DeploymentStatusOverview) -> bool:
-    """A replica runs, or the next request makes one start: autoscaling down to none, or on the way up again."""
+    """Returns whether a replica runs, or the next request starts one: scaled down to none, or on the way up again."""
     if num_running(deployment) or deployment.status == "UPSCALING":
         return True
     return deployment.status == "HEALTHY" and not sum(deployment.replica_states.values())

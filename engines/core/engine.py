@@ -1,13 +1,31 @@
-"""The engine interface: a compiled denoiser that answers ``predict`` on one or several ranks."""
+"""The engine interface: what is asked of an engine, and a compiled denoiser that answers ``predict``."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from engines.core.model import Branch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineChoice:
+    """What is asked of an engine and where it will run, known before there is a model or a rank.
+
+    ``strategy`` is "auto" or what ``ParallelSpec.of`` takes; ``precision`` is that of the linears, in the engine's own
+    words; ``options`` are the engine's own as well (None: their defaults). ``dtype`` is the model's as a configuration
+    names it: "auto" is decided where it is loaded.
+    """
+
+    strategy: str = "auto"
+    precision: str = "auto"
+    options: object | None = None
+    num_ranks: int = 1
+    gpus_per_rank: float = 0.0
+    dtype: str = "auto"
 
 
 class Engine(Protocol):

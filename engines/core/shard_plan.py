@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from typing import Literal
+from functools import cache
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,29 +37,39 @@ class TokenGather:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ColumnLinear:
-    """Linears (names with ``*`` for a block number) whose output features are split over the tensor axis."""
+class LayerRule:
+    """What happens to the layers whose names fit ``pattern``, ``*`` standing for a block's number."""
 
     pattern: str
 
+    def matches(self, name: str) -> bool:
+        return _regex(self.pattern).fullmatch(name) is not None
+
+
+@cache
+def _regex(pattern: str) -> re.Pattern[str]:
+    return re.compile(r"\d+".join(re.escape(part) for part in pattern.split("*")))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RowLinear:
+class ColumnLinear(LayerRule):
+    """Linears whose output features are split over the tensor axis."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowLinear(LayerRule):
     """Linears whose input features are split over the tensor axis; partial results are summed over the ranks.
 
     ``segments`` are the shares of the input features that were split one by one before they were concatenated
     (FLUX single blocks: attention then MLP, ``(1, 4)``); ``(1,)`` for a plain row-split layer.
     """
 
-    pattern: str
     segments: tuple[int, ...] = (1,)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FullWidthNorm:
+class FullWidthNorm(LayerRule):
     """RMS norms over all heads together: the sum of squares is summed over the tensor axis, the weight is split."""
-
-    pattern: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,3 +87,11 @@ class ShardPlan:
     gathers: tuple[TokenGather, ...]
     linears: tuple[ColumnLinear | RowLinear | FullWidthNorm, ...]
     carried: tuple[str, ...] = ()
+
+    def rule_of(self, name: str) -> ColumnLinear | RowLinear | FullWidthNorm | None:
+        """The first rule that the layer of that name fits."""
+        return next((rule for rule in self.linears if rule.matches(name)), None)
+
+    def blocks_of(self, module: nn.Module) -> list[nn.Module]:
+        """All repeated blocks of ``module``, in running order."""
+        return [block for name in self.blocks for block in module.get_submodule(name).children()]

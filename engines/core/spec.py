@@ -1,4 +1,7 @@
-"""How one step is divided: a degree per strategy, checked once against the model it is for."""
+"""How one step is divided: a degree per strategy, checked once against the model it is for; and over how many ranks.
+
+Without torch: schedulers ask too.
+"""
 
 from __future__ import annotations
 
@@ -132,6 +135,16 @@ class ParallelSpec:
             f"{num_heads} heads" if self.tensor == 1 else f"{heads} heads per tensor rank ({num_heads} / {self.tensor})"
         )
         _check_divides("ulysses", self.ulysses, heads, what, heads)
+
+
+def aligned_runs(num_ranks: int, team_size: int) -> list[tuple[int, ...]]:
+    """Teams of ``team_size`` consecutive ranks, each starting at a multiple of it."""
+    return [tuple(range(start, start + team_size)) for start in range(0, num_ranks - team_size + 1, team_size)]
+
+
+def tiling_sizes(num_ranks: int) -> tuple[int, ...]:
+    """The sizes of teams that a gang can form: the divisors of its own, so that teams of one size fill it."""
+    return tuple(team_size for team_size in range(1, num_ranks + 1) if num_ranks % team_size == 0)
 
 
 def _parse(strategy: str) -> dict[str, int]:

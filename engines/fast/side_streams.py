@@ -8,20 +8,27 @@ waits for the main stream before it can reuse the block.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from functools import cache
 
 import torch
 
+from engines.core.resources import rank_resources
 
-@cache
+
+class NamedStreams(dict[Hashable, torch.cuda.Stream]):
+    """The streams of a rank by device, name and priority."""
+
+
 def named_stream(device: torch.device, name: str, priority: int = 0) -> torch.cuda.Stream:
     """Returns one stream per name and device, shared by all who ask: PyTorch has 32 and hands the same ones out again.
 
     Lower priorities go first.
     """
-    return torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+    streams, key = rank_resources().get(NamedStreams), (device, name, priority)
+    if key not in streams:
+        streams[key] = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+    return streams[key]
 
 
 class SideStream:

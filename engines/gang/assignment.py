@@ -33,7 +33,7 @@ def _parts(ranks: Ranks, team_sizes: Sequence[int]) -> list[Ranks]:
 
 
 def _spread(homes: Mapping[str, int | None], parts: list[Ranks]) -> list[tuple[Ranks, list[str]]]:
-    """As many jobs to each part as to the others, one more to some; first those that are at home there."""
+    """Gives each part as many jobs as the others, one more to some; jobs that are at home in a part come first."""
     room = [len(homes) // len(parts)] * len(parts)
     num_extra = len(homes) % len(parts)
     placed: list[list[str]] = [[] for _ in parts]

@@ -16,36 +16,32 @@ from engines.parallel.nccl_options import DEFAULT_OPTIONS, NcclOptions
 class GangConfig:
     """``num_ranks`` actors with ``cpus_per_rank`` CPUs and ``gpus_per_rank`` GPUs each; NCCL with GPUs, Gloo without.
 
-    ``model`` names what the gang serves, in logs and metrics. A gang on ``num_nodes`` > 1 has the same number of ranks
-    on each, in node order. ``step_deadline_s`` is the longest a step may take once its ranks are warm,
-    ``start_deadline_s`` covers loading, compiling and the self-check, and steps of a shape until its ranks are warm.
-    ``plans_ahead`` step plans are submitted before the first result is awaited. If the gang is ``elastic``, jobs are
-    given smaller teams the more of them run, else all take turns on all ranks; up to ``max_batch`` jobs of one shape
-    on one team are advanced together. ``nccl`` goes to every process group
-    between GPUs. ``environment`` is asked on each node for variables that its ranks must be started with.
+    A gang on ``num_nodes`` > 1 has the same number of ranks on each, in node order. ``step_deadline_s`` is the longest
+    a step may take once its ranks are warm, ``start_deadline_s`` covers loading, compiling and the self-check, and
+    steps of a shape until its ranks are warm. ``plans_ahead`` step plans are submitted before the first result is
+    awaited. If the gang is ``elastic``, jobs are given smaller teams the more of them run, else all take turns on all
+    ranks; up to ``max_batch`` jobs of one shape on one team are advanced together. ``nccl`` goes to every process group
+    between GPUs.
     """
 
-    num_ranks: int
-    cpus_per_rank: float
+    num_ranks: int = 2
+    cpus_per_rank: float = 0.5
     gpus_per_rank: float = 0.0
     threads_per_rank: int = 1
     num_nodes: int = 1
-    model: str = "unnamed"
-    step_deadline_s: float = 30.0
-    start_deadline_s: float = 300.0
-    ping_deadline_s: float = 5.0
+    step_deadline_s: float = 60.0
+    start_deadline_s: float = 600.0
     plans_ahead: int = 2
     max_running_jobs: int = 4
     max_waiting_jobs: int = 32
     elastic: bool = False
     max_batch: int = 1
     nccl: NcclOptions = DEFAULT_OPTIONS
-    environment: Callable[[], Mapping[str, str]] | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "threads_per_rank", "num_nodes", "plans_ahead", "max_running_jobs", "max_batch"):
             _check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        for name in ("step_deadline_s", "start_deadline_s", "ping_deadline_s"):
+        for name in ("step_deadline_s", "start_deadline_s"):
             _check(getattr(self, name) > 0, name, getattr(self, name), "a time above 0 s")
         for name in ("cpus_per_rank", "max_waiting_jobs"):
             _check(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
@@ -83,6 +79,9 @@ class RankParts:
     engine: Engine
     sampler: Sampler[Any]
 
+
+Environment = Mapping[str, str]
+"""Variables with which a process is started."""
 
 BuildRank = Callable[[RankContext], RankParts]
 """Runs on each rank at start (pickled by Ray): loads weights, makes the engine for every team, does the self-check.

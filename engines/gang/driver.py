@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-import time
 from collections import deque
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
+from engines.gang.clock import Clock
 from engines.gang.config import GangConfig
 from engines.gang.errors import GangBrokenError
 from engines.gang.job import Job, JobDone, PreviewReady, StepDone
@@ -30,12 +30,15 @@ class Driver:
     made in a request's context could vanish on some ranks and hang the others: hence the tasks' fresh contexts.
     """
 
-    def __init__(self, config: GangConfig, ranks: Sequence[Any], team_sizes: tuple[int, ...]) -> None:
-        self._config = config
+    def __init__(
+        self, config: GangConfig, ranks: Sequence[Any], team_sizes: tuple[int, ...], model: str, clock: Clock
+    ) -> None:
+        self._config, self._model = config, model
+        self._clock = clock
         self._ranks = ranks
-        self._metrics = GangMetrics(config.model)
-        self._table = JobTable(config, self._metrics)
-        self._watchdog = Watchdog(config, ranks)
+        self._metrics = GangMetrics(model)
+        self._table = JobTable(config, self._metrics, clock)
+        self._watchdog = Watchdog(config, ranks, clock)
         self._scheduler = Scheduler(
             num_ranks=config.num_ranks,
             max_running_jobs=config.max_running_jobs,
@@ -90,7 +93,7 @@ class Driver:
 
     def break_gang(self, error: GangBrokenError) -> None:
         if self.broken is None:
-            logger.error("gang is broken: %s", error.reason, extra={"model": self._config.model})
+            logger.error("gang is broken: %s", error.reason, extra={"model": self._model})
             self._metrics.gang_broke(error.cause)
             self.stop(error)
             kill_ranks(self._ranks)
@@ -147,7 +150,7 @@ class Driver:
             while not self._flights:
                 self._wake_collect.clear()
                 await self._wake_collect.wait()
-            started_s = time.monotonic()
+            started_s = self._clock.now_s()
             reports = await self._watchdog.reports(self._flights[0], self._table.jobs)
             flight = self._flights.popleft()
             self._wake_schedule.set()
@@ -183,7 +186,7 @@ class Driver:
             self._table.publish(job_id, PreviewReady(job_id=job_id, step=done.step, latents=flight.latents[job_id]))
         if done.emit == "final":
             queue_s = open_job.started_s - open_job.submitted_s
-            denoise_s = time.monotonic() - open_job.started_s
+            denoise_s = self._clock.now_s() - open_job.started_s
             latents = flight.latents[job_id]
             self._table.publish(
                 job_id,

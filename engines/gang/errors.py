@@ -26,7 +26,7 @@ class GangBrokenError(RuntimeError):
 
 
 class QueueFullError(RuntimeError):
-    """As many jobs wait as may. ``retry_after_s`` is an estimate."""
+    """The queue holds as many jobs as it may. ``retry_after_s`` is an estimate."""
 
     def __init__(self, num_waiting: int, retry_after_s: float) -> None:
         super().__init__(num_waiting, retry_after_s)

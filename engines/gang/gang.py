@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from ray.util.placement_group import PlacementGroup
 
-from engines.gang.config import BuildRank, GangConfig
+from engines.gang.clock import Clock
+from engines.gang.config import BuildRank, Environment, GangConfig
 from engines.gang.driver import Driver
 from engines.gang.environment import rank_environments
 from engines.gang.errors import GangBrokenError
@@ -22,32 +22,52 @@ from engines.gang.rank import RankInfo, kill_ranks, spawn_ranks
 
 logger = logging.getLogger(__name__)
 
+PING_DEADLINE_S = 5.0
+"""The longest that ranks may take to answer a health check's ping."""
+
 
 class Gang:
     """Made by ``Gang.start``. All methods run in the event loop that started it."""
 
     def __init__(
-        self, config: GangConfig, ranks: Sequence[Any], infos: Sequence[RankInfo], team_sizes: tuple[int, ...]
+        self,
+        config: GangConfig,
+        ranks: Sequence[Any],
+        infos: Sequence[RankInfo],
+        team_sizes: tuple[int, ...],
+        model: str,
+        clock: Clock,
     ) -> None:
         self.config = config
         self.infos = tuple(infos)
         self._ranks = ranks
-        self._driver = Driver(config, ranks, team_sizes)
+        self._clock = clock
+        self._driver = Driver(config, ranks, team_sizes, model, clock)
         self._driver.start()
 
     @classmethod
     async def start(
-        cls, config: GangConfig, build: BuildRank, *, placement_group: PlacementGroup | None = None
+        cls,
+        config: GangConfig,
+        build: BuildRank,
+        *,
+        model: str = "unnamed",
+        environment: Callable[[], Environment] | None = None,
+        placement_group: PlacementGroup | None = None,
+        clock: Clock | None = None,
     ) -> Gang:
         """Spawn the ranks in the replica's own placement group, connect them, and run ``build`` on each.
+
+        ``model`` names what the gang serves, in logs and metrics. ``environment`` is asked on each node for variables
+        that its ranks must be started with.
 
         All or nothing: on an error, on ``start_deadline_s`` (``GangBrokenError``) and on cancellation, what was
         started is killed. An exception of ``build`` comes out as it was raised on the rank.
         """
-        group = placement_group or current_group()
-        ranks = spawn_ranks(config, group, await rank_environments(config, group))
+        group, clock = placement_group or current_group(), clock or Clock()
+        ranks = spawn_ranks(config, group, await rank_environments(config, group, environment))
         try:
-            async with asyncio.timeout(config.start_deadline_s):
+            async with clock.timeout(config.start_deadline_s):
                 infos = await _connect(ranks)
                 team_sizes = (await asyncio.gather(*(rank.build.remote(build) for rank in ranks)))[0]
         except BaseException as error:
@@ -56,8 +76,8 @@ class Gang:
                 reason = f"{config.num_ranks} ranks were not ready within {config.start_deadline_s:g} s"
                 raise GangBrokenError(reason, "deadline") from error
             raise
-        logger.info("gang is ready", extra={"model": config.model, "pids": [info.pid for info in infos]})
-        return cls(config, ranks, infos, team_sizes)
+        logger.info("gang is ready", extra={"model": model, "pids": [info.pid for info in infos]})
+        return cls(config, ranks, infos, team_sizes, model, clock)
 
     @property
     def broken(self) -> GangBrokenError | None:
@@ -76,12 +96,12 @@ class Gang:
                     yield event
 
     async def submit_grouped(self, job: Job, *, every_s: float) -> AsyncGenerator[tuple[JobEvent, ...], None]:
-        """As ``submit``; steps that end within ``every_s`` of the last group come together, anything else at once."""
+        """Gives events as ``submit`` does; steps that end within ``every_s`` of the last group come together."""
         open_job, told_s = self._driver.open(job), -math.inf
         try:
             while True:
                 group = await open_job.next_events(until_s=told_s + every_s)
-                told_s = time.monotonic()
+                told_s = self._clock.now_s()
                 if events := tuple(event for event in group if not isinstance(event, Exception)):
                     yield events
                 if isinstance(group[-1], Exception):
@@ -107,7 +127,7 @@ class Gang:
         if self.broken is None:
             self._driver.stop(GangBrokenError("the gang is closed", "closed"))
             try:
-                async with asyncio.timeout(self.config.step_deadline_s):
+                async with self._clock.timeout(self.config.step_deadline_s):
                     await asyncio.gather(*(rank.close.remote() for rank in self._ranks))
             except Exception as error:
                 logger.warning("ranks did not close in order: %s", error)
@@ -119,13 +139,13 @@ class Gang:
 
     async def _check_answers(self) -> None:
         try:
-            async with asyncio.timeout(self.config.ping_deadline_s):
+            async with self._clock.timeout(PING_DEADLINE_S):
                 await asyncio.gather(*(rank.ping.remote() for rank in self._ranks))
         except TimeoutError:
             if self._driver.is_cold:
                 logger.warning("no answer to a ping during the first step of a new shape")
                 return
-            reason = f"a rank did not answer a ping within {self.config.ping_deadline_s:g} s"
+            reason = f"a rank did not answer a ping within {PING_DEADLINE_S:g} s"
             self._driver.break_gang(GangBrokenError(reason, "deadline"))
 
     async def _await_death(self) -> None:
@@ -136,7 +156,7 @@ class Gang:
         """
         assert self.broken is not None
         try:
-            async with asyncio.timeout(self.config.ping_deadline_s):
+            async with self._clock.timeout(PING_DEADLINE_S):
                 await asyncio.gather(*(rank.watch.remote() for rank in self._ranks))
         except TimeoutError:
             raise GangBrokenError(self.broken.reason, self.broken.cause) from None

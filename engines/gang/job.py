@@ -32,7 +32,7 @@ class Job:
 
     @property
     def log_fields(self) -> dict[str, object]:
-        """For ``extra``. Not ``job_id``: Ray's JSON logs write the id of their own job over a field of that name."""
+        """Fields for ``extra``. Not ``job_id``: Ray's JSON logs write the id of their own job over that field."""
         return {"gang_job_id": self.job_id, "request_id": self.request_id}
 
 

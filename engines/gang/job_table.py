@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from engines.gang.clock import Clock
 from engines.gang.config import GangConfig
 from engines.gang.errors import GangBrokenError, QueueFullError
 from engines.gang.job import Job, JobDone, JobEvent, StepDone
@@ -15,9 +15,10 @@ from engines.gang.metrics import GangMetrics, Outcome
 
 @dataclass(slots=True, eq=False)
 class OpenJob:
-    """A job, its events on their way to the request, and how it ended. Times are ``time.monotonic()``."""
+    """A job, its events on their way to the request, and how it ended. Times are those of ``clock``."""
 
     job: Job
+    clock: Clock
     submitted_s: float
     started_s: float = 0.0
     events: asyncio.Queue[JobEvent | Exception] = field(default_factory=asyncio.Queue)
@@ -31,7 +32,7 @@ class OpenJob:
         group = [await self.events.get()]
         while isinstance(group[-1], StepDone):
             try:
-                async with asyncio.timeout(until_s - time.monotonic()):
+                async with self.clock.timeout(until_s - self.clock.now_s()):
                     group.append(await self.events.get())
             except TimeoutError:
                 break
@@ -41,9 +42,10 @@ class OpenJob:
 class JobTable:
     """Open jobs by id. An ended job stays until the ranks have forgotten it, so that its id is not taken again."""
 
-    def __init__(self, config: GangConfig, metrics: GangMetrics) -> None:
+    def __init__(self, config: GangConfig, metrics: GangMetrics, clock: Clock) -> None:
         self._config = config
         self._metrics = metrics
+        self._clock = clock
         self._jobs: dict[str, OpenJob] = {}
 
     @property
@@ -64,7 +66,8 @@ class JobTable:
         if self.num_open >= self._config.max_running_jobs + self._config.max_waiting_jobs:
             self._metrics.job_ended("rejected")
             raise QueueFullError(num_waiting, retry_after_s)
-        open_job = self._jobs[job.job_id] = OpenJob(job=job, submitted_s=time.monotonic())
+        open_job = OpenJob(job=job, clock=self._clock, submitted_s=self._clock.now_s())
+        self._jobs[job.job_id] = open_job
         self._metrics.open_jobs(self.num_open)
         return open_job
 

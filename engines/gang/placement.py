@@ -13,7 +13,7 @@ Bundle = dict[str, float]
 
 
 def gang_bundles(config: GangConfig, *, replica_cpus: float) -> list[Bundle]:
-    """For ``placement_group_bundles``: bundle 0 the replica, 1…N a rank each.
+    """The ``placement_group_bundles``: bundle 0 the replica, 1…N a rank each.
 
     A gang wider than a node gets one bundle a node, each with all the node's ranks and the first with the replica too.
     """
@@ -25,7 +25,7 @@ def gang_bundles(config: GangConfig, *, replica_cpus: float) -> list[Bundle]:
 
 
 def gang_strategy(config: GangConfig) -> Literal["STRICT_PACK", "STRICT_SPREAD"]:
-    """For ``placement_group_strategy``: all on one node, or one bundle on each of ``num_nodes``."""
+    """The ``placement_group_strategy``: all on one node, or one bundle on each of ``num_nodes``."""
     return "STRICT_PACK" if config.num_nodes == 1 else "STRICT_SPREAD"
 
 

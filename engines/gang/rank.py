@@ -16,6 +16,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from engines.core.rank import RankContext
+from engines.core.resources import open_rank_resources
 from engines.gang.config import BuildRank, GangConfig, StoreAddress
 from engines.gang.errors import portable
 from engines.gang.job import Job
@@ -51,6 +52,7 @@ class Rank:
         from engines.gang.communicator import Communicator
 
         torch.set_num_threads(config.threads_per_rank)
+        self._resources = open_rank_resources()
         device = "cuda:0" if config.gpus_per_rank else "cpu"  # Ray shows a rank its own GPU only
         if config.gpus_per_rank:
             torch.cuda.set_device(device)
@@ -68,7 +70,7 @@ class Rank:
         return self._communicator.open_store(_node_ip())
 
     def join(self, address: StoreAddress) -> RankInfo:
-        """On a GPU, groups and first exchanges follow in a thread, while the main thread builds."""
+        """Joins the communicator. On a GPU, groups and first exchanges follow in a thread beside ``build``."""
         self._communicator.join(address)
         if self._context.device != "cpu":  # Gloo connects ranks at once: nothing to gain
             import torch
@@ -97,8 +99,10 @@ class Rank:
         return (report, *emitted) if emitted else report
 
     def close(self) -> None:
+        """Graphs and contexts go first, for they use memory of other ranks and the communicator, which goes last."""
         if self._runner is not None:
-            self._runner.close()  # graphs and contexts use the communicator: they go first
+            self._runner.close()
+        self._resources.close()
         self._communicator.leave()
 
     @ray.method(concurrency_group="admission")

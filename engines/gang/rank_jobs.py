@@ -72,7 +72,7 @@ class RankJobs:
         work = plan.work_of(self._context.rank)
         if work is not None:
             self._step(work)
-        self._let_go(plan)
+        self._release_moved(plan)
         emitted = tuple(self._emit(job_step) for job_step in plan.emits_of(self._context.rank))
         self._forget_finished(plan)
         step_ms = (time.perf_counter() - started_s) * 1e3
@@ -108,8 +108,8 @@ class RankJobs:
                 took_ms = 1e3 * (time.perf_counter() - started_s)
                 logger.info("job comes from rank %d in %.1f ms", move.source, took_ms, extra=self._log_fields(held.job))
 
-    def _let_go(self, plan: StepPlan) -> None:
-        """Of states that are out of date: their jobs have gone on to other ranks."""
+    def _release_moved(self, plan: StepPlan) -> None:
+        """Drops states that are out of date: their jobs have gone on to other ranks."""
         for work in plan.works:
             if self._context.rank not in work.ranks:
                 for job_id in work.job_ids:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 
-from engines.core.team_sizes import tiling_sizes
+from engines.core.spec import tiling_sizes
 from engines.gang.assignment import share_out
 from engines.gang.job import Job
 from engines.gang.step_plan import Emit, JobStep, Move, StepPlan, Work

@@ -91,7 +91,7 @@ class _Unpacker(pickle.Unpickler):
 
 
 def _padded_bytes(x: Tensor) -> int:
-    """At least one unit, so that no two tensors begin at one place."""
+    """Returns at least one unit, so that no two tensors begin at one place."""
     return max(1, -(-x.numel() * x.element_size() // ALIGNMENT)) * ALIGNMENT
 
 

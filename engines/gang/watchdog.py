@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from ray.exceptions import RayActorError
 
+from engines.gang.clock import Clock
 from engines.gang.config import GangConfig
 from engines.gang.errors import GangBrokenError
 from engines.gang.job import Job
@@ -33,8 +35,9 @@ class Flight:
 class Watchdog:
     """Must be made in the gang's event loop."""
 
-    def __init__(self, config: GangConfig, ranks: Sequence[Any]) -> None:
+    def __init__(self, config: GangConfig, ranks: Sequence[Any], clock: Clock) -> None:
         self._config = config
+        self._clock = clock
         self._warm: set[Hashable] = set()
         """Shapes, each with the ranks that found everything ready when they last worked on it."""
         self._watches = [asyncio.ensure_future(answer_of(i, rank.watch.remote())) for i, rank in enumerate(ranks)]
@@ -66,10 +69,10 @@ class Watchdog:
     async def _answers(self, flight: Flight, deadline_s: float) -> list[StepReport]:
         answers = [asyncio.ensure_future(answer_of(rank, ref)) for rank, ref in enumerate(flight.reports)]
         try:
-            _, late = await asyncio.wait(answers, timeout=deadline_s, return_when=asyncio.FIRST_EXCEPTION)
+            await self._wait(answers, deadline_s, asyncio.FIRST_EXCEPTION)
             for error in _errors(answers):
                 raise await self._explain(error)
-            if late:
+            if not all(answer.done() for answer in answers):
                 raise GangBrokenError(_describe_late(answers, flight.plan, deadline_s), "deadline")
             return [answer.result() for answer in answers]
         finally:
@@ -81,8 +84,14 @@ class Watchdog:
         return not any(first_steps) and self._warm.issuperset(_warmth_keys(work, jobs))
 
     async def _explain(self, error: BaseException) -> BaseException:
-        await asyncio.wait(self._watches, timeout=DEATH_NOTICE_S, return_when=asyncio.FIRST_COMPLETED)
+        await self._wait(self._watches, DEATH_NOTICE_S, asyncio.FIRST_COMPLETED)
         return next(_errors(self._watches), error)
+
+    async def _wait(self, tasks: Sequence[asyncio.Task[Any]], at_most_s: float, return_when: str) -> None:
+        """Waits as ``asyncio.wait`` does, by the gang's clock: the tasks go on in any case."""
+        with suppress(TimeoutError):
+            async with self._clock.timeout(at_most_s):
+                await asyncio.wait(tasks, return_when=return_when)
 
 
 def _warmth_keys(work: Work, jobs: Mapping[str, Job]) -> Iterator[Hashable]:

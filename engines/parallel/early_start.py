@@ -16,12 +16,18 @@ from threading import Thread
 import torch
 import torch.distributed as dist
 
-from engines.core.team_sizes import aligned_runs, tiling_sizes
+from engines.core.resources import rank_resources
+from engines.core.spec import aligned_runs, tiling_sizes
 from engines.parallel.attention import local_kernel
 from engines.parallel.collectives import EXCHANGES, Axis
 from engines.parallel.mesh import Groups
 
-_started: Future[None] | None = None
+
+class EarlyStart:
+    """The start that is under way, or is over; None before."""
+
+    def __init__(self) -> None:
+        self.future: Future[None] | None = None
 
 
 def start_early(device: torch.device) -> None:
@@ -30,17 +36,18 @@ def start_early(device: torch.device) -> None:
     Every rank of the gang makes the call. Until ``wait_for_early_start`` or ``gang_groups`` has returned, nothing else
     in this process may exchange, make a process group or choose among attention kernels.
     """
-    global _started
-    assert _started is None or _started.done(), "the early start is under way already"
-    _started = Future()
+    start = rank_resources().get(EarlyStart)
+    assert start.future is None or start.future.done(), "the early start is under way already"
+    start.future = Future()
     # A daemon: where an exchange hangs, the process can still end.
-    Thread(target=_fulfil, args=(_started, device), name="early start", daemon=True).start()
+    Thread(target=_fulfil, args=(start.future, device), name="early start", daemon=True).start()
 
 
 def wait_for_early_start() -> None:
     """Return once ``start_early``'s thread is done, at once if there is none; what it raised is raised here."""
-    if _started is not None:
-        _started.result()
+    future = rank_resources().get(EarlyStart).future
+    if future is not None:
+        future.result()
 
 
 def gang_groups() -> Groups:

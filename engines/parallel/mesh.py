@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from engines.core.spec import AXES, ParallelSpec
-from engines.core.team_sizes import aligned_runs
+from engines.core.resources import rank_resources
+from engines.core.spec import AXES, ParallelSpec, aligned_runs
 from engines.parallel.collectives import Axis
 from engines.parallel.nccl_options import inherited_options
 
@@ -52,7 +52,7 @@ class Groups:
 
     @staticmethod
     def of_gang() -> Groups:
-        """Those that all in this process share, for as long as the default process group lives.
+        """The groups that all in this process share, for as long as the default process group lives.
 
         Call ``engines.parallel.early_start.gang_groups``, which waits for those that are being made.
         """
@@ -60,7 +60,7 @@ class Groups:
             return Groups(1)
         world = dist.group.WORLD
         assert world is not None
-        return _of_world.setdefault(world, Groups(world.size()))
+        return rank_resources().get(GroupsOfWorlds).setdefault(world, Groups(world.size()))
 
     def name(self, ranks: tuple[int, ...]) -> str:
         """Made at the first call, which is collective over the gang. A rank alone needs no group."""
@@ -71,7 +71,8 @@ class Groups:
         return self._names[ranks]
 
 
-_of_world: WeakKeyDictionary[dist.ProcessGroup, Groups] = WeakKeyDictionary()
+class GroupsOfWorlds(WeakKeyDictionary[dist.ProcessGroup, Groups]):
+    """The shared groups by default process group: there is a new one whenever ``torch.distributed`` begins anew."""
 
 
 class Teams:

@@ -65,7 +65,7 @@ def pipeline_blocks(module: nn.Module, plan: ShardPlan) -> list[nn.Module]:
     """All blocks that a pipeline may be cut between, in running order; none if the plan names nothing carried."""
     if not plan.carried:
         return []
-    return [block for name in plan.blocks for block in module.get_submodule(name).children()]
+    return plan.blocks_of(module)
 
 
 def block_weights(module: nn.Module, plan: ShardPlan) -> list[int]:

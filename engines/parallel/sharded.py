@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from engines.core.kernel import Kernel
 from engines.core.layout import TokenLayout
 from engines.core.model import Branch, DenoiserModel, dtype_of
+from engines.core.resources import rank_resources
 from engines.core.shard_plan import ShardPlan
 from engines.parallel.attention import local_kernel
 from engines.parallel.collectives import Axis
-from engines.parallel.copies import twin
+from engines.parallel.copies import weight_sharing_copy
 from engines.parallel.mesh import Team
 from engines.parallel.pipeline import Stage, block_weights, other_stages
 from engines.parallel.strategy import MakeKernel, team_kernel
@@ -27,8 +28,9 @@ PrepareModule = Callable[[str, nn.Module, ShardPlan], None]
 """Called once for every module that will run, with its name, the module or a copy with a share of its weights, and how
 it is divided: compiles blocks, or swaps layers for faster equals."""
 
-_KERNEL_IN: WeakKeyDictionary[nn.Module, Kernel] = WeakKeyDictionary()
-"""The kernel that each module has now (setting one walks all submodules); here because engines may share a module."""
+
+class KernelsInModules(WeakKeyDictionary[nn.Module, Kernel]):
+    """The kernel that each module has now (setting one walks all submodules): engines may share a module."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,7 @@ class ShardedModel:
         if team.tensor.size > 1:
             module = split_weights(whole, plan, team.tensor)  # a copy, which keeps the hooks
         elif team.pipeline.size > 1 or weights is not None:
-            module = twin(whole)
+            module = weight_sharing_copy(whole)
         if weights is not None:
             slices = slices_of(whole, plan, team.tensor) if team.tensor.size > 1 else {}
             weights.fill(name, module, slices, leave_out=other_stages(module, plan, team, self._weights[name]))
@@ -109,9 +111,10 @@ class ShardedModel:
         return _Share(module, Stage(module, plan, team, self._weights[name]) if team.pipeline.size > 1 else None)
 
     def _set_kernel(self, module: nn.Module, kernel: Kernel) -> None:
-        if _KERNEL_IN.get(module) is not kernel:
+        kernels = rank_resources().get(KernelsInModules)
+        if kernels.get(module) is not kernel:
             self._model.set_kernel(module, kernel)
-            _KERNEL_IN[module] = kernel
+            kernels[module] = kernel
 
     def _local(self) -> Kernel:
         some = next(iter(self._model.modules.values()))

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from engines.core.shard_plan import ColumnLinear, FullWidthNorm, RowLinear, ShardPlan
+from engines.core.shard_plan import ColumnLinear, FullWidthNorm, LayerRule, RowLinear, ShardPlan
 from engines.parallel.collectives import Axis, all_reduce_sum
-from engines.parallel.copies import twin
+from engines.parallel.copies import weight_sharing_copy
 
 
 def split_weights(module: nn.Module, plan: ShardPlan, axis: Axis) -> nn.Module:
@@ -19,19 +18,18 @@ def split_weights(module: nn.Module, plan: ShardPlan, axis: Axis) -> nn.Module:
 
     Raises ``ValueError`` if a layer's features are no multiple of the axis' size.
     """
-    mine = twin(module)
+    mine = weight_sharing_copy(module)
     for rule in plan.linears:
-        for name in matching(mine, rule.pattern):
+        for name in matching(mine, rule):
             mine.set_submodule(name, _split(name, mine.get_submodule(name), rule, axis))
     return mine
 
 
-def matching(module: nn.Module, pattern: str) -> list[str]:
-    """Names of submodules that fit, ``*`` standing for a block number. ``ValueError`` if there is none."""
-    regex = re.compile(r"\d+".join(re.escape(part) for part in pattern.split("*")))
-    names = [name for name, _ in module.named_modules() if regex.fullmatch(name)]
+def matching(module: nn.Module, rule: LayerRule) -> list[str]:
+    """Names of the submodules that fit. ``ValueError`` if there is none."""
+    names = [name for name, _ in module.named_modules() if rule.matches(name)]
     if not names:
-        raise ValueError(f"the shard plan's pattern {pattern!r} fits no submodule of {type(module).__name__}")
+        raise ValueError(f"the shard plan's pattern {rule.pattern!r} fits no submodule of {type(module).__name__}")
     return names
 
 
@@ -39,7 +37,7 @@ def split_features(module: nn.Module, plan: ShardPlan) -> dict[str, int]:
     """What a tensor axis divides, by the plan's patterns: all of these must be multiples of its size."""
     features: dict[str, int] = {}
     for rule in plan.linears:
-        layers = [module.get_submodule(name) for name in matching(module, rule.pattern)]
+        layers = [module.get_submodule(name) for name in matching(module, rule)]
         features[rule.pattern] = math.gcd(*(_divided(layer, rule) for layer in layers))
     return features
 

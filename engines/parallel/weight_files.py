@@ -113,7 +113,7 @@ def slices_of(module: nn.Module, plan: ShardPlan, axis: Axis) -> dict[str, Slice
     """
     slices: dict[str, Slice] = {}
     for rule in plan.linears:
-        for name in matching(module, rule.pattern):
+        for name in matching(module, rule):
             layer: Any = module.get_submodule(name)
             if isinstance(rule, RowLinear):
                 ranges = row_ranges(layer.in_features, rule.segments, axis)

@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 
 from engines.core.model import DenoiserModel
-from engines.core.spec import ParallelSpec
-from engines.core.team_sizes import tiling_sizes
+from engines.core.spec import ParallelSpec, tiling_sizes
+from engines.parallel.division import TeamSpecs
 from engines.parallel.mesh import Groups, Teams
 from engines.planner.cost_model import Workload
 from engines.planner.forecast import forecast
@@ -20,12 +20,10 @@ from engines.planner.profile import profile
 logger = logging.getLogger(__name__)
 
 TYPICAL_TOKENS = {"cpu": 256, "cuda": 4096}
-"""Length of the longest stream for which a choice is made, if the configuration does not say: a small picture on CPUs,
+"""Length of the longest stream for which a choice is made, if the model does not say: a small picture on CPUs,
 1024 x 1024 pixels on GPUs."""
 
 UNLIMITED = 2**63
-
-Specs = dict[int, tuple[ParallelSpec, ParallelSpec]]
 
 
 def choose_specs(
@@ -35,23 +33,21 @@ def choose_specs(
     num_ranks: int,
     device: torch.device,
     groups: Groups,
-    typical_tokens: int | None,
     precision: str,
-) -> Specs:
-    """By size of team the fastest division of one branch, and of two. All ranks make the call and get the same answer.
+) -> TeamSpecs:
+    """The fastest divisions of one branch, and of two. All ranks make the call and get the same answer.
 
     It is the choice that ``forecast`` prints for the same machine and step; the figures and the table are logged.
     """
     if num_ranks == 1:
-        return {1: (ParallelSpec(), ParallelSpec())}
+        return TeamSpecs(by_size={1: (ParallelSpec(), ParallelSpec())})
     counted = profile(model)
     lines = [ParallelSpec(ulysses=team_size) for team_size in tiling_sizes(num_ranks)]
     machine = measure(counted, Teams(rank=rank, num_ranks=num_ranks, specs=lines, groups=groups), device)
-    tokens = typical_tokens or TYPICAL_TOKENS.get(device.type, 4096)
-    lengths = typical_lengths(model, tokens)
+    lengths = typical_lengths(model, TYPICAL_TOKENS.get(device.type, 4096))
     if rank == 0:
         logger.info("this machine:\n%s", machine.describe(), extra={"machine": machine.to_json()})
-    specs: Specs = {}
+    by_size: dict[int, tuple[ParallelSpec, ...]] = {}
     for team_size in possible_team_sizes(model, num_ranks):
         # Memory decides for the whole gang alone: smaller teams are there for smaller steps.
         here = machine if team_size == num_ranks else replace(machine, memory_bytes=UNLIMITED)
@@ -60,8 +56,8 @@ def choose_specs(
         plans = (single, forecast(counted, two, team_size, here, precision, same_weights=single.chosen.spec))
         for plan in plans if rank == 0 else ():
             logger.info("auto strategy for a step of %s:\n%s", dict(lengths), plan.table(), extra=plan.log_fields)
-        specs[team_size] = (plans[0].chosen.spec, plans[1].chosen.spec)
-    return specs
+        by_size[team_size] = (plans[0].chosen.spec, plans[1].chosen.spec)
+    return TeamSpecs(by_size=by_size)
 
 
 def possible_team_sizes(model: DenoiserModel, num_ranks: int) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ class StepForecast:
 
     @property
     def log_fields(self) -> dict[str, object]:
-        """For ``extra``."""
+        """Fields for a log line's ``extra``."""
         fields = {
             "num_ranks": self.chosen.spec.num_ranks,
             "branches": self.work.num_branches,

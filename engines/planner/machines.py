@@ -30,8 +30,8 @@ H200 = Machine(
     },
     fast_path=True,
 )
-"""From benchmarks/reports/denoise_step_h200_2026-11-21.md: bf16 products of 3072 and 12288 features as a step mixes
-them, and attention of 128-wide heads, at the clock that a GPU keeps under such a load (alone and cool, they are 10 to
+"""Measured (benchmarks/reports/denoise_step_h200_2026-11-21.md): bf16 products of 3072 and 12288 features as a step
+mixes them, and attention of 128-wide heads, at the clock that a GPU keeps under such a load (cool, they are 10 to
 20 % faster); float8 with its quantisation; int8 products by themselves, no faster than bf16's.
 """
 

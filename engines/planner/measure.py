@@ -71,7 +71,7 @@ def _int8_product(rows: int, features: int, out: int, device: torch.device) -> C
 
 
 def _fp8_product(rows: int, features: int, out: int, device: torch.device) -> Callable[[], object]:
-    """With a scale a row on both sides, as the engine has them."""
+    """The product that the engine makes, with a scale a row on both sides."""
     x = torch.randn(rows, features, device=device).to(torch.float8_e4m3fn)
     weight = torch.randn(out, features, device=device).to(torch.float8_e4m3fn)
     scales = {"scale_a": torch.ones(rows, 1, device=device), "scale_b": torch.ones(1, out, device=device)}

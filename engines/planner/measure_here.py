@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from engines.core.spec import ParallelSpec
-from engines.core.team_sizes import tiling_sizes
+from engines.core.spec import ParallelSpec, tiling_sizes
 from engines.parallel.mesh import Groups, Teams
+from engines.planner.local_ranks import local_ranks
 from engines.planner.machine import Machine
 from engines.planner.measure import measure
 from engines.planner.profile import ModelProfile
@@ -23,43 +23,26 @@ END_S = 10.0
 
 
 def measure_here(profile: ModelProfile, num_ranks: int, device_type: str) -> Machine:
-    """``measure`` on ``num_ranks`` processes of this host, one device each ("cuda") or one thread each ("cpu").
+    """Measures on ``num_ranks`` processes of this host, with one device each ("cuda") or one thread each ("cpu").
 
     Raises ``ValueError`` if there are not so many devices, ``RuntimeError`` if a rank fails.
     """
     if device_type == "cuda" and torch.cuda.device_count() < num_ranks:
         raise ValueError(f"{num_ranks} ranks need {num_ranks} GPUs, and this host has {torch.cuda.device_count()}")
-    context = mp.get_context("spawn")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ours, theirs = context.Pipe(duplex=False)
-    ranks = [
-        context.Process(target=_rank, args=(theirs, profile, rank, num_ranks, store.port, device_type), daemon=True)
-        for rank in range(num_ranks)
-    ]
-    for process in ranks:
-        process.start()
-    theirs.close()  # so that the end of all ranks ends the wait
-    try:
-        machine = _receive(ours)
-        for process in ranks:
-            process.join(END_S)
+    with local_ranks(_rank, num_ranks, (profile, num_ranks, store.port, device_type)) as ranks:
+        try:
+            machine = Machine.from_json(ranks.answer(TIMEOUT_S))
+        except TimeoutError:
+            raise RuntimeError(f"measuring this machine took longer than {TIMEOUT_S:.0f} s") from None
+        except RuntimeError as error:
+            raise RuntimeError(f"the ranks that measure this machine ended early: {error}") from error
+        with suppress(RuntimeError):  # it is measured, however they end
+            ranks.leave(END_S)
         return machine
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
 
 
-def _receive(pipe: Connection) -> Machine:
-    try:
-        if not pipe.poll(TIMEOUT_S):
-            raise RuntimeError(f"measuring this machine took longer than {TIMEOUT_S:.0f} s")
-        return Machine.from_json(pipe.recv())
-    except EOFError:
-        raise RuntimeError("the ranks that measure this machine ended early; their error is printed above") from None
-
-
-def _rank(pipe: Connection, profile: ModelProfile, rank: int, num_ranks: int, port: int, device_type: str) -> None:
+def _rank(rank: int, answer: Connection, profile: ModelProfile, num_ranks: int, port: int, device_type: str) -> None:
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device(device_type)
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, num_ranks, timeout=timedelta(seconds=TIMEOUT_S))
@@ -70,5 +53,5 @@ def _rank(pipe: Connection, profile: ModelProfile, rank: int, num_ranks: int, po
     teams = Teams(rank=rank, num_ranks=num_ranks, specs=specs, groups=Groups(num_ranks))
     machine = measure(profile, teams, device)
     if rank == 0:
-        pipe.send(machine.to_json())
+        answer.send(machine.to_json())
     dist.barrier()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import fnmatch
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -14,7 +12,8 @@ from torch import Tensor, nn
 
 from engines.core.layout import TokenLayout
 from engines.core.model import Branch, DenoiserModel, dtype_of
-from engines.core.shard_plan import ColumnLinear, FullWidthNorm, RowLinear, ShardPlan
+from engines.core.shard_plan import FullWidthNorm, RowLinear, ShardPlan
+from engines.parallel.copies import meta_copy
 from engines.parallel.pipeline import pipeline_blocks
 from engines.parallel.tensor import split_features
 
@@ -91,7 +90,7 @@ class _Counter:
         rows = x.numel() // layer.in_features // self.batch
         flops = 2.0 * layer.in_features * layer.out_features * self.times
         stream = self.lengths.get(rows)
-        rule = _rule(name, self.plan)
+        rule = self.plan.rule_of(name)
         self.num_reductions += self.times * isinstance(rule, RowLinear)
         self.split_weight_bytes += self.times * layer.weight.nbytes if rule else 0
         if stream is None:
@@ -117,7 +116,7 @@ def profile(model: DenoiserModel) -> ModelProfile:
     """Count the model's probe step (its first branch) on the meta device; takes no memory and moves no weight."""
     branch: Branch = model.probe()[0]
     source = model.modules[branch.module]
-    module = _meta_copy(source)
+    module = meta_copy(source)
     inputs = {name: x.to("meta") for name, x in branch.inputs.items()}
     lengths = dict(model.stream_lengths(branch.inputs))
     counter = _Counter(_names_by_length(lengths), model.plan, batch=next(iter(inputs.values())).shape[0])
@@ -146,7 +145,7 @@ def profile(model: DenoiserModel) -> ModelProfile:
         out_features=out_features,
         weight_bytes=sum(_weight_bytes(each) for each in model.modules.values()),
         block_weight_bytes=sum(
-            _weight_bytes(block) for each in model.modules.values() for block in _blocks(each, model)
+            _weight_bytes(block) for each in model.modules.values() for block in model.plan.blocks_of(each)
         ),
         split_weight_bytes=counter.split_weight_bytes * len(model.modules),
         tensor_unit=math.gcd(model.num_heads, *split_features(source, model.plan).values())
@@ -155,10 +154,6 @@ def profile(model: DenoiserModel) -> ModelProfile:
         num_blocks=min(len(pipeline_blocks(each, model.plan)) for each in model.modules.values()),
         has_fast_path=model.fast is not None and model.weights is None,
     )
-
-
-def _blocks(module: nn.Module, model: DenoiserModel) -> list[nn.Module]:
-    return [block for name in model.plan.blocks for block in module.get_submodule(name).children()]
 
 
 def _weight_bytes(module: nn.Module) -> int:
@@ -172,21 +167,11 @@ def _names_by_length(lengths: dict[str, int]) -> dict[int, str]:
     return names
 
 
-def _meta_copy(module: nn.Module) -> nn.Module:
-    memo: dict[int, object] = {id(x): nn.Parameter(x.to("meta"), requires_grad=False) for x in module.parameters()}
-    memo |= {id(x): x.to("meta") for x in module.buffers()}
-    twin = copy.deepcopy(module, memo)
-    for each in twin.modules():  # hooks of an engine that runs the original
-        each._forward_hooks.clear()
-        each._forward_pre_hooks.clear()
-    return twin
-
-
 def _count_layers(module: nn.Module, counter: _Counter) -> None:
     for name, layer in module.named_modules():
         if isinstance(layer, nn.Linear):
             layer.register_forward_pre_hook(lambda layer, args, name=name: counter.linear(name, layer, args[0]))
-        elif isinstance(_rule(name, counter.plan), FullWidthNorm):
+        elif isinstance(counter.plan.rule_of(name), FullWidthNorm):
             layer.register_forward_pre_hook(lambda layer, args: counter.norm(args[0]))
 
 
@@ -212,7 +197,3 @@ def _run_first_only(blocks: nn.Module, counter: _Counter) -> None:
 
 def _signature(block: nn.Module) -> Hashable:
     return type(block), tuple((name, tuple(weight.shape)) for name, weight in block.named_parameters())
-
-
-def _rule(name: str, plan: ShardPlan) -> ColumnLinear | RowLinear | FullWidthNorm | None:
-    return next((rule for rule in plan.linears if fnmatch.fnmatchcase(name, rule.pattern)), None)

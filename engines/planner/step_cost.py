@@ -30,7 +30,7 @@ LIVE_COPIES = 24
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Of all blocks, as if the rank ran them all; a pipeline divides that by its stages.
+    """The costs of all blocks, as if the rank ran them all; a pipeline divides that by its stages.
 
     ``precision`` is that of the linears: "native", or a scheme that the machine was measured with.
     """

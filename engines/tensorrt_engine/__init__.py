@@ -1,1 +1,1 @@
-"""TensorRT multi-device engines: export of a sharded module, build, plan cache, check without a GPU, runtime."""
+"""TensorRT multi-device engines: export of a sharded module, build, engine cache, runtime."""

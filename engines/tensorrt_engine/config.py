@@ -1,8 +1,8 @@
-"""Options of the TensorRT engine: checked when they are read, refused with a reason and what would work instead."""
+"""What is asked of a TensorRT engine, and what it means for a model and a GPU: refused with what would work instead."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +17,7 @@ from engines.tensorrt_engine.rules import (
     DTYPE_NAMES,
     QUANTIZED,
     Precision,
+    TensorRTOptions,
     Weights,
     check_dtype,
     check_options,
@@ -33,17 +34,31 @@ MIN_FUSED_HEADS = 2
 class TensorRTConfig:
     """``strategy``: "auto", or what ``ParallelSpec.of`` takes. ``precision`` "auto" is the dtype of the loaded model.
 
-    "int8" and "fp8" quantize the linears, with the model's dtype for the rest. ``weights`` "inputs" makes one plan for
-    all fine-tunes; "constants" lets TensorRT merge and pack them, in one plan per checkpoint.
+    "int8" and "fp8" quantize the linears, with the model's dtype for the rest.
     """
 
     strategy: str = "auto"
     precision: Precision = "auto"
-    weights: Weights = "inputs"
-    cache_dir: Path = DEFAULT_FOLDER
+    options: TensorRTOptions = field(default_factory=TensorRTOptions)
 
     def __post_init__(self) -> None:
         check_options(strategy=self.strategy, precision=self.precision, weights=self.weights)
+
+    @property
+    def weights(self) -> Weights:
+        return self.options.weights
+
+    @property
+    def cache_dir(self) -> Path:
+        """Where engine files, exports and calibrations are kept."""
+        return self.options.cache_dir or DEFAULT_FOLDER
+
+    def specs(self, model: DenoiserModel, team_size: int, target: Target) -> tuple[ParallelSpec, ...]:
+        """How a team of that size divides one branch, and two at once. ValueError if it cannot."""
+        paired = self.resolve(model, team_size, target).spec
+        single = paired.without_guidance()
+        single.check(num_heads=model.num_heads, has_tensor_plan=bool(model.plan.linears))
+        return single, paired
 
     def spec(self, num_ranks: int, *, num_heads: int | None = None) -> ParallelSpec:
         """The division over so many ranks. "auto" is Ulysses while every rank has two heads, then AllGather-KV."""
@@ -70,7 +85,7 @@ class TensorRTConfig:
         ring = ring_form(spec, target)
         if ring == "segments" and self.weights == "constants":
             raise ValueError(
-                f"{spec.name} with weights: constants on {target.name}: the engine is cut into pieces that blocks of "
+                f"{spec.name} with weights: constants on {target.name}: the engine is cut into segments that blocks of "
                 f"one type share, with the weights of each as inputs; use weights: inputs, or ulysses{spec.num_ranks}"
             )
         return ResolvedConfig(spec=spec, precision=precision, ring=ring, target=target)

@@ -1,55 +1,51 @@
-"""The engine that runs TensorRT plans on one rank or any team of a gang."""
+"""The engine that runs TensorRT engine files on one rank or any team of a gang."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from engines.core.model import Branch, DenoiserModel
-from engines.core.spec import ParallelSpec
-from engines.parallel.guidance import exchange_predictions, may_pair
-from engines.parallel.mesh import Team, Teams
+from engines.fast.graph import CapturedStep, GraphPool
+from engines.parallel.division import Division, shape_of
+from engines.parallel.mesh import Team
 from engines.tensorrt_engine.export.buckets import divides, lies_between
 from engines.tensorrt_engine.export.exported import Exported
 from engines.tensorrt_engine.export.exporter import Exporter
-from engines.tensorrt_engine.run.captured import CapturedStep
-from engines.tensorrt_engine.run.segmented_step import SegmentedStep, make_segmented_step
-from engines.tensorrt_engine.run.step import MakeRunner, Step, make_step, signature
+from engines.tensorrt_engine.run.step import EngineStep, MakeRunner, make_step
 
 
 class TensorRTEngine:
     """An ``Engine``, made on every rank at the same time.
 
-    ``buckets`` are branches in the sizes that are expected: those of one module and team share a plan, whose profile
-    takes every size between them. Other sizes get a plan of their own when they first come. ``specs`` are, by size of
-    team, the divisions of one branch, and of two of the same shape. ``capture`` puts each step in a CUDA graph at its
-    first call.
+    ``buckets`` are branches in the sizes that are expected: those of one module and team share a file, whose profile
+    takes every size between them. Other sizes get one of their own when they first come. ``capture`` puts each step
+    in a CUDA graph at its first call.
     """
 
     def __init__(
         self,
         model: DenoiserModel,
         *,
-        teams: Teams,
-        specs: Mapping[int, tuple[ParallelSpec, ParallelSpec]],
+        division: Division,
         make_runner: MakeRunner,
         exporter: Exporter | None = None,
         buckets: Sequence[Branch] = (),
         capture: bool = True,
     ) -> None:
-        self.teams = teams
+        self.division = division
         self._model = model
-        self._specs = specs
         self._make_runner = make_runner
         self._exporter = exporter or Exporter(model=model)
         self._buckets = tuple(buckets)
         self._capture = capture
         self._shared: dict[Any, Exported | None] = {}
-        self._steps: dict[Any, Step | SegmentedStep] = {}
+        self._steps: dict[Any, EngineStep] = {}
+        self._pool: GraphPool | None = None
         self._captured: dict[Any, CapturedStep] = {}
         self._was_warm = False
 
@@ -57,13 +53,10 @@ class TensorRTEngine:
     def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> tuple[Tensor, ...]:
         """See ``Engine.predict``. Two neighbouring branches of equal shape may run at the same time (guidance)."""
         self._was_warm = True
-        predictions: list[Tensor] = []
-        while len(predictions) < len(branches):
-            predictions.extend(self._next(branches[len(predictions) :], ranks))
-        return tuple(predictions)
+        return self.division.predict(branches, ranks, self._forward)
 
     def warm_up(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> None:
-        """See ``Engine.warm_up``: plans are built or found, and captured."""
+        """See ``Engine.warm_up``: engine files are built or found, and steps captured."""
         self.predict(branches, ranks)
 
     @property
@@ -73,13 +66,14 @@ class TensorRTEngine:
 
     @property
     def team_sizes(self) -> tuple[int, ...]:
-        return tuple(self._specs)
+        return self.division.team_sizes
 
     def prepare(self) -> None:
         """Make the steps of all expected sizes for every team of the caller. All ranks of the gang call it at once."""
-        for ranks in dict.fromkeys(team.ranks for team in self.teams.all()):
-            for num_branches, branch in itertools.product((1, 2), self._buckets):
-                self._step(branch, self.team(ranks, num_branches))
+        for ranks in dict.fromkeys(team.ranks for team in self.division.teams.all()):
+            num_together = range(1, len(self.division.specs.of(len(ranks))) + 1)
+            for num_branches, branch in itertools.product(num_together, self._buckets):
+                self._step(branch, self.division.team(ranks, num_branches))
 
     def close(self) -> None:
         """Graphs first, then contexts; the communicator goes last, and elsewhere."""
@@ -90,44 +84,26 @@ class TensorRTEngine:
             step.close()
         self._steps.clear()
 
-    def team(self, ranks: tuple[int, ...], num_branches: int = 1) -> Team:
-        """How ``ranks`` divide one branch, or two at once."""
-        if len(ranks) not in self._specs:
-            allowed = ", ".join(map(str, self._specs))
-            raise ValueError(f"this gang cannot divide a step over {len(ranks)} ranks; allowed: {allowed}")
-        return self.teams.team(ranks, self._specs[len(ranks)][num_branches - 1])
-
-    def checked_teams(self) -> tuple[Team, ...]:
-        """The caller's teams of more than one rank as they divide two branches, narrow ones first."""
-        ranks = dict.fromkeys(team.ranks for team in self.teams.all() if len(team.ranks) > 1)
-        return tuple(self.team(members, 2) for members in ranks)
-
-    def _next(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> tuple[Tensor, ...]:
-        pair = self.team(ranks, 2)
-        if pair.guidance.size == 2 and len(branches) > 1 and may_pair(branches[0], branches[1], self._model.plan):
-            mine = self._forward(branches[pair.guidance.index], pair)
-            return exchange_predictions(mine, pair.guidance)
-        return (self._forward(branches[0], self.team(ranks)),)
-
     def _forward(self, branch: Branch, team: Team) -> Tensor:
-        key = (_place(team), signature(branch))
+        key = (_place(team), shape_of(branch))
         self._was_warm = self._was_warm and key in (self._captured if self._capture else self._steps)
         step = self._step(branch, team)
+        inputs = {name: x for name, x in branch.inputs.items() if x is not None}
         if not self._capture:
             return step(branch.inputs)
         if key not in self._captured:
-            self._captured[key] = CapturedStep(step, branch.inputs)
-        return self._captured[key](branch.inputs)
+            self._pool = self._pool or GraphPool(next(iter(inputs.values())).device)
+            self._captured[key] = CapturedStep(step, inputs, self._pool)
+        return self._captured[key](inputs).clone()
 
-    def _step(self, branch: Branch, team: Team) -> Step | SegmentedStep:
+    def _step(self, branch: Branch, team: Team) -> EngineStep:
         """Made at its first call, which is collective over the team. Each shape has a context (a runner) of its own:
         a CUDA graph holds on to the memory of the context that it captured.
         """
-        key = (_place(team), signature(branch))
+        key = (_place(team), shape_of(branch))
         if key not in self._steps:
             exported = self._shared_export(branch, team) or self._exporter.export((branch,), team)
-            make = make_segmented_step if exported.segments else make_step
-            self._steps[key] = make(exported, self._model, branch, team, self._make_runner)
+            self._steps[key] = make_step(exported, self._model, branch, team, self._make_runner)
         return self._steps[key]
 
     def _shared_export(self, branch: Branch, team: Team) -> Exported | None:
@@ -135,7 +111,7 @@ class TensorRTEngine:
         key = (_place(team), branch.module)
         if key not in self._shared:
             divide = [b for b in self._buckets if b.module == branch.module and divides(self._model, b, team)]
-            several = len({signature(b) for b in divide}) > 1 and not self._exporter.is_cut(team)
+            several = len({shape_of(b) for b in divide}) > 1 and not self._exporter.is_segmented(team)
             self._shared[key] = self._exporter.export(divide, team) if several else None
         exported = self._shared[key]
         return (

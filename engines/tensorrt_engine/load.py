@@ -1,104 +1,78 @@
-"""The TensorRT engine for a rank of a gang: configuration resolved, checks made, plans found or built."""
+"""The TensorRT engine for a rank of a gang: configuration resolved, checks made, engine files found or built."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from engines.core.fingerprint import fingerprint
 from engines.core.model import Branch, DenoiserModel
-from engines.core.spec import ParallelSpec
-from engines.core.team_sizes import tiling_sizes
+from engines.core.rank import RankContext
+from engines.core.spec import tiling_sizes
+from engines.parallel.division import Division, TeamSpecs
 from engines.parallel.early_start import gang_groups
-from engines.parallel.mesh import Groups, Team, Teams
+from engines.parallel.mesh import Team
 from engines.parallel.self_check import self_check
 from engines.tensorrt_engine.build.bindings import load_bindings
 from engines.tensorrt_engine.build.builder import BuildOptions
-from engines.tensorrt_engine.build.engine_cache import DEFAULT_FOLDER, PlanCache
+from engines.tensorrt_engine.build.engine_cache import EngineCache, cached_engine
 from engines.tensorrt_engine.build.export_cache import ExportCache
 from engines.tensorrt_engine.build.targets import Target
-from engines.tensorrt_engine.calibration import fingerprint, quantization
-from engines.tensorrt_engine.config import ResolvedConfig, TensorRTConfig
+from engines.tensorrt_engine.config import TensorRTConfig
 from engines.tensorrt_engine.engine import TensorRTEngine
 from engines.tensorrt_engine.export.buckets import check_branches
-from engines.tensorrt_engine.export.exporter import Exporter
+from engines.tensorrt_engine.export.exporter import Exporter, change_for
 from engines.tensorrt_engine.export.onnx_graph import EngineGraph
-from engines.tensorrt_engine.rules import Precision, Weights
+from engines.tensorrt_engine.rules import Precision, TensorRTOptions
 from engines.tensorrt_engine.run.preflight import (
     check_alike,
+    check_engine_file,
     check_nccl,
-    check_plan,
-    check_same_plan,
+    check_same_engine_file,
     communicator,
     current_target,
 )
-from engines.tensorrt_engine.run.runtime import LoadedPlan, PlanRunner
-from engines.tensorrt_engine.run.step import MakeRunner, cached_plan
-
-Specs = dict[int, tuple[ParallelSpec, ParallelSpec]]
-
-
-class Place(Protocol):
-    """Where a rank finds itself: the gang's ``RankContext``, or a ``RankPlace`` outside a gang."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def num_ranks(self) -> int: ...
-    @property
-    def device(self) -> str: ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankPlace:
-    """A rank of a process group that no gang started."""
-
-    rank: int
-    num_ranks: int
-    device: str
+from engines.tensorrt_engine.run.runtime import EngineRunner, LoadedEngine
+from engines.tensorrt_engine.run.step import MakeRunner
 
 
 def load_tensorrt_engine(
     model: DenoiserModel,
-    context: Place,
+    context: RankContext,
     *,
     strategy: str = "auto",
     precision: str = "auto",
-    weights: str = "inputs",
-    cache_dir: Path | None = None,
-    buckets: Sequence[Branch] = (),
+    options: TensorRTOptions | None = None,
+    expected: Sequence[tuple[Branch, ...]] = (),
 ) -> TensorRTEngine:
     """Made, checked on every team. Every rank of the gang makes this call at the same time.
 
-    ``buckets`` are branches in the sizes that are expected: prepared before this returns, and used for the check.
-    Raises ValueError for a configuration TensorRT cannot do, PreflightError, PlanRejectedError, WrongAnswerError.
+    ``expected`` are steps in the sizes that will come: they share an engine file, prepared before this returns, and are
+    used for the check. Raises ValueError for what TensorRT cannot do, PreflightError, EngineRejectedError,
+    WrongAnswerError.
     """
     config = TensorRTConfig(
-        strategy=strategy,
-        precision=cast(Precision, precision),
-        weights=cast(Weights, weights),
-        cache_dir=cache_dir or DEFAULT_FOLDER,
+        strategy=strategy, precision=cast(Precision, precision), options=options or TensorRTOptions()
     )
+    buckets = tuple(branches[0] for branches in expected)
     target = current_target(context.rank)
     groups = gang_groups()  # waits for the early start: no exchange comes before it
     if context.num_ranks > 1:
         nccl = check_nccl(context.rank)
         check_alike(start_facts(model, config, target, nccl), rank=context.rank)
-    specs = choose_specs(config, model, context.num_ranks, target)
+    specs = TeamSpecs.of_sizes(tiling_sizes(context.num_ranks), lambda size: config.specs(model, size, target))
     engine = TensorRTEngine(
         model,
-        teams=form_teams(specs, context, groups),
-        specs=specs,
-        make_runner=plan_runners(config, model, context, target),
+        division=Division(specs, model.plan, rank=context.rank, num_ranks=context.num_ranks, groups=groups),
+        make_runner=engine_runners(config, model, context, target),
         exporter=exporter_of(config, model, context.num_ranks, target),
         buckets=buckets,
     )
     engine.prepare()
-    checked = ((team.ranks, team.spec.name) for team in engine.checked_teams())
+    checked = ((team.ranks, team.spec.name) for team in engine.division.checked_teams())
     self_check(engine, check_branches(buckets) if buckets else model.probe(), rank=context.rank, teams=checked)
     return engine
 
@@ -116,56 +90,32 @@ def exporter_of(config: TensorRTConfig, model: DenoiserModel, num_ranks: int, ta
     return Exporter(
         model=model,
         weights_as_inputs=config.weights == "inputs",
-        change=lambda name: quantization(model, name, config.precision, config.cache_dir),
+        change=lambda name: change_for(model, name, config.precision, config.cache_dir),
         native_ring=config.resolve(model, num_ranks, target).ring == "native",
         cache=ExportCache(config.cache_dir),
     )
 
 
-def choose_specs(config: TensorRTConfig, model: DenoiserModel, num_ranks: int, target: Target) -> Specs:
-    """Returns divisions by size of team; small ones may be missing. ValueError if the whole gang cannot be divided."""
-    specs: Specs = {}
-    for team_size in tiling_sizes(num_ranks):
-        try:
-            paired = config.resolve(model, team_size, target).spec
-            single = paired.without_guidance()
-            single.check(num_heads=model.num_heads, has_tensor_plan=bool(model.plan.linears))
-        except ValueError:
-            if team_size == num_ranks:
-                raise
-            continue
-        specs[team_size] = (single, paired)
-    return specs
+def engine_runners(config: TensorRTConfig, model: DenoiserModel, context: RankContext, target: Target) -> MakeRunner:
+    """Returns what makes runners: engine files from the cache, alike on every rank, with the team's communicator.
 
-
-def form_teams(specs: Specs, context: Place, groups: Groups) -> Teams:
-    every = dict.fromkeys(spec for pair in specs.values() for spec in pair)
-    return Teams(rank=context.rank, num_ranks=context.num_ranks, specs=every, groups=groups)
-
-
-def plan_runners(config: TensorRTConfig, model: DenoiserModel, context: Place, target: Target) -> MakeRunner:
-    """Runners of plans from the cache, every rank's the same plan, with the team's NCCL communicator.
-
-    A plan is deserialized once, however many shapes it serves.
+    An engine file is deserialized once, however many shapes it serves.
     """
-    cache = PlanCache(config.cache_dir)
+    cache = EngineCache(config.cache_dir)
     device = torch.device(context.device)
-    loaded: dict[str, LoadedPlan] = {}
+    loaded: dict[str, LoadedEngine] = {}
 
-    def make(graph: EngineGraph, weights: Mapping[str, Tensor], team: Team) -> PlanRunner:
-        resolved = config.resolve(model, len(team.ranks), target)
-        plan = cached_plan(graph, _for_team(resolved, team), BuildOptions(target=target), cache)
-        check_plan(plan, rank=context.rank, target=target)
+    def make(graph: EngineGraph, weights: Mapping[str, Tensor], team: Team) -> EngineRunner:
+        precision = config.resolve(model, len(team.ranks), target).precision
+        options = BuildOptions(target=target)
+        engine = cached_engine(graph, options, cache, strategy=team.spec.name, precision=precision)
+        check_engine_file(engine, rank=context.rank, target=target)
         group = team.context.group or team.tensor.group
         if group:
-            check_same_plan(plan.sha256, rank=context.rank, group=group)
-        if plan.sha256 not in loaded:
-            loaded[plan.sha256] = LoadedPlan(plan.plan)
+            check_same_engine_file(engine.sha256, rank=context.rank, group=group)
+        if engine.sha256 not in loaded:
+            loaded[engine.sha256] = LoadedEngine(engine.engine_file)
         pointer = communicator(group, device) if group else None
-        return PlanRunner(loaded[plan.sha256], weights, communicator=pointer)
+        return EngineRunner(loaded[engine.sha256], weights, communicator=pointer)
 
     return make
-
-
-def _for_team(resolved: ResolvedConfig, team: Team) -> ResolvedConfig:
-    return ResolvedConfig(spec=team.spec, precision=resolved.precision, ring=resolved.ring, target=resolved.target)

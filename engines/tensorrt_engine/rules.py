@@ -1,9 +1,12 @@
-"""What a TensorRT engine cannot do, known from a configuration alone: checked when it is read, without torch."""
+"""What a configuration may ask of a TensorRT engine, and what none can do. Without torch."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
+from engines.core.engine import EngineChoice
 from engines.core.spec import ParallelSpec
 
 Precision = Literal["auto", "native", "fp32", "fp16", "bf16", "int8", "fp8"]
@@ -15,12 +18,35 @@ DTYPE_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 QUANTIZED = ("int8", "fp8")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorRTOptions:
+    """``weights``: inputs of one engine file for all fine-tunes, or constants of one per checkpoint. Engine files are
+    kept in ``cache_dir`` (None: ``~/.cache/troupe/engines``).
+    """
+
+    weights: Weights = "inputs"
+    cache_dir: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.weights not in get_args(Weights):
+            raise ValueError(f"weights is {self.weights!r}; it must be inputs or constants")
+
+
+def check(choice: EngineChoice) -> None:
+    """Raise ``ValueError``, with the reason and what would work, if TensorRT cannot do what ``choice`` asks for."""
+    options = choice.options or TensorRTOptions()
+    assert isinstance(options, TensorRTOptions)
+    check_device(gpus_per_rank=choice.gpus_per_rank)
+    check_dtype(precision=choice.precision, dtype=choice.dtype)
+    check_options(
+        strategy=choice.strategy, precision=choice.precision, weights=options.weights, num_ranks=choice.num_ranks
+    )
+
+
 def check_options(*, strategy: str, precision: str, weights: str, num_ranks: int | None = None) -> None:
     """Raises ValueError with the reason and what would work. Without ``num_ranks``, any that fits the strategy does."""
     if precision not in get_args(Precision):
         raise ValueError(f"precision is {precision!r}; the TensorRT engine knows {', '.join(get_args(Precision))}")
-    if weights not in get_args(Weights):
-        raise ValueError(f"weights is {weights!r}; it must be inputs or constants")
     if strategy == "auto":
         return
     spec = ParallelSpec.of(strategy, _some_num_ranks(strategy) if num_ranks is None else num_ranks)
@@ -29,7 +55,7 @@ def check_options(*, strategy: str, precision: str, weights: str, num_ranks: int
 
 
 def check_spec(spec: ParallelSpec, *, weights: str) -> None:
-    """Refuse what would need communicators within the team, and what would need a plan per rank."""
+    """Refuse what would need communicators within the team, and what would need an engine file per rank."""
     if spec.tensor > 1 and spec.context > 1:
         raise ValueError(
             f"{spec.name} in TensorRT: tensor parallelism with split tokens needs two communicators, and TensorRT "
@@ -39,10 +65,10 @@ def check_spec(spec: ParallelSpec, *, weights: str) -> None:
     if spec.pipeline > 1:
         raise ValueError(
             f"{spec.name} in TensorRT: a pipeline gives every rank other layers, and all ranks of a team load one "
-            f"plan. Use ulysses{spec.num_ranks} or tensor{spec.num_ranks}, or engine: torch"
+            f"engine file. Use ulysses{spec.num_ranks} or tensor{spec.num_ranks}, or engine: torch"
         )
     if spec.tensor > 1 and weights == "constants":
-        raise ValueError(f"{spec.name} with weights: constants needs one plan per rank; use weights: inputs")
+        raise ValueError(f"{spec.name} with weights: constants needs one engine file per rank; use weights: inputs")
 
 
 def check_precision(spec: ParallelSpec, *, precision: str) -> None:

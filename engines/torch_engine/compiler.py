@@ -28,7 +28,7 @@ def compile_blocks(module: nn.Module, plan: ShardPlan, *, backend: str = "induct
     is taken from the class: a copied module carries its original's compiled method, which is bound to the original.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_VARIANTS)
-    for block in _blocks(module, plan):
+    for block in plan.blocks_of(module):
         forward = types.MethodType(type(block).forward, block)
         compiled = torch.compile(forward, dynamic=False, fullgraph=True, backend=backend)
         block.__dict__["forward"] = _compiled_while_it_may(compiled, forward)
@@ -36,7 +36,7 @@ def compile_blocks(module: nn.Module, plan: ShardPlan, *, backend: str = "induct
 
 def release_blocks(module: nn.Module, plan: ShardPlan) -> None:
     """Undo ``compile_blocks``."""
-    for block in _blocks(module, plan):
+    for block in plan.blocks_of(module):
         block.__dict__.pop("forward", None)
 
 
@@ -52,7 +52,3 @@ def _compiled_while_it_may(compiled: Callable[..., Any], forward: Callable[..., 
             return forward(*args, **kwargs)
 
     return run
-
-
-def _blocks(module: nn.Module, plan: ShardPlan) -> list[nn.Module]:
-    return [block for name in plan.blocks for block in module.get_submodule(name).children()]

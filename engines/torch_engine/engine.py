@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -11,34 +10,60 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from engines.core.engine import EngineChoice
 from engines.core.model import Branch, DenoiserModel, dtype_of
 from engines.core.shard_plan import ShardPlan
+from engines.parallel.division import Division, shape_of
 from engines.parallel.early_start import gang_groups
-from engines.parallel.guidance import exchange_predictions, may_pair
-from engines.parallel.mesh import Team, Teams
+from engines.parallel.mesh import Team
 from engines.parallel.sharded import ShardedModel
-from engines.quantization.linear import Scheme, swap_linears
-from engines.quantization.observe import load_calibration
+from engines.quantization.calibration import load_calibration
+from engines.quantization.linear import swap_linears
+from engines.quantization.scales import Scheme
 from engines.torch_engine.compiler import compile_blocks, release_blocks
-from engines.torch_engine.config import TorchEngineConfig
+from engines.torch_engine.config import divide, resolve
 from engines.torch_engine.exchange.choose import kernel_by_length
+from engines.torch_engine.options import TorchOptions, check
 from engines.torch_engine.pipelined import predict_pipelined
-from engines.torch_engine.steps import RUNS_BEFORE_CAPTURE, StepRunner, shapes_of
+from engines.torch_engine.steps import RUNS_BEFORE_CAPTURE, StepRunner
 
 
 class TorchEngine:
     """An ``Engine``, made on every rank at the same time, after ``torch.distributed`` is initialised (alone: without).
 
-    Raises ``ValueError`` if the model cannot be divided over the gang as ``config`` says.
+    ``strategy`` is "auto", or what ``ParallelSpec.of`` takes. What follows ``options`` is chosen by the device, and
+    is there for tests and comparisons: see ``config.resolve``. Raises ``ValueError`` if the engine cannot do what is
+    asked, or the model cannot be divided over the gang so.
     """
 
-    def __init__(self, model: DenoiserModel, *, config: TorchEngineConfig | None = None) -> None:
+    def __init__(
+        self,
+        model: DenoiserModel,
+        *,
+        strategy: str = "auto",
+        precision: str = "auto",
+        options: TorchOptions | None = None,
+        compiled: bool | None = None,
+        fast: bool | None = None,
+        capture: bool = True,
+    ) -> None:
         rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        options = options or TorchOptions()
+        check(EngineChoice(strategy=strategy, precision=precision, options=options, num_ranks=num_ranks))
         some = next(iter(model.modules.values()))
         self.device, self.dtype = model.device, dtype_of(some)
+        self.config = resolve(
+            model,
+            self.device,
+            precision=precision,
+            options=options,
+            compiled=compiled,
+            fast=fast,
+            capture=capture,
+        )
         gang: dict[str, Any] = {"rank": rank, "num_ranks": num_ranks, "groups": gang_groups()}
-        self.config = (config or TorchEngineConfig()).resolve(model, device=self.device, **gang)
-        self.teams = Teams(specs=self.config.all_specs(), **gang)
+        specs = divide(model, strategy, device=self.device, precision=self.config.precision, **gang)
+        self.division = Division(specs, model.plan, **gang)
         self._model = model
         self._was_warm = False
         self._pipelined: set[Hashable] = set()
@@ -51,15 +76,13 @@ class TorchEngine:
     @torch.no_grad()
     def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> tuple[Tensor, ...]:
         """See ``Engine.predict``. Two neighbouring branches of equal shape may run at the same time (guidance)."""
-        work = self._divide(branches, ranks)
-        if self.team(ranks).pipeline.size > 1:
-            shapes = (ranks, *map(shapes_of, branches))
+        if self.division.team(ranks).pipeline.size > 1:
+            shapes = (ranks, *map(shape_of, branches))
             self._was_warm = shapes in self._pipelined
             self._pipelined.add(shapes)
-            return predict_pipelined(self._sharded, work)
+            return predict_pipelined(self._sharded, self.division.forwards(branches, ranks))
         self._was_warm = True
-        done = [exchange_predictions(self._run(mine, team), team.guidance) for mine, team in work]
-        return tuple(itertools.chain.from_iterable(done))
+        return self.division.predict(branches, ranks, self._run)
 
     def close(self) -> None:
         """Let go of graphs, modules and compiled code, in this order. Process groups go with the communicator."""
@@ -75,43 +98,23 @@ class TorchEngine:
 
     @property
     def team_sizes(self) -> tuple[int, ...]:
-        return tuple(self.config.specs)
+        return self.division.team_sizes
 
     def warm_up(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> None:
         """Compile and capture for the shapes of ``branches``. Every rank of ``ranks`` makes the call."""
         for _ in range(RUNS_BEFORE_CAPTURE + 1):
             self.predict(branches, ranks)
 
-    def team(self, ranks: tuple[int, ...], num_branches: int = 1) -> Team:
-        """How ``ranks`` divide one branch, or two at once."""
-        return self.teams.team(ranks, self.config.spec(len(ranks), num_branches))
-
-    def checked_teams(self) -> tuple[Team, ...]:
-        """The caller's teams of more than one rank as they divide two branches, narrow ones first."""
-        teams = {team.ranks: team for team in self.teams.all() if len(team.ranks) > 1}
-        return tuple(self.team(ranks, 2) for ranks in teams)
-
     def load_weights(self) -> None:
         """Make all modules of the whole gang's team now; of a model in files, this reads the caller's share."""
         for name in self._model.modules:
-            self._sharded.module(name, self.team(tuple(range(self.team_sizes[-1]))))
+            self._sharded.module(name, self.division.team(tuple(range(self.team_sizes[-1]))))
 
     def _split_weights_first(self) -> None:
         """Layers are split as they were loaded: teams with whole weights get quantised ones in the module itself."""
-        for team in self.teams.all():
+        for team in self.division.teams.all():
             for name in self._model.modules if team.tensor.size > 1 else ():
                 self._sharded.module(name, team)
-
-    def _divide(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> Iterator[tuple[Branch, Team]]:
-        """The caller's forwards, in order: each branch on the whole team, or its half's of two that may be paired."""
-        while branches:
-            pair = self.team(ranks, 2)
-            if pair.guidance.size == 2 and len(branches) > 1 and may_pair(branches[0], branches[1], self._model.plan):
-                yield branches[pair.guidance.index], pair
-                branches = branches[2:]
-            else:
-                yield branches[0], self.team(ranks)
-                branches = branches[1:]
 
     def _run(self, branch: Branch, team: Team) -> Tensor:
         prediction = self._steps.run(branch, team)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import gc
-from pathlib import Path
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from engines.core.model import DenoiserModel
+from engines.core.model import Branch, DenoiserModel
 from engines.parallel.self_check import check_attention, self_check
-from engines.torch_engine.check import QUANTISED_TOLERANCE, check_fast_path
-from engines.torch_engine.config import TorchEngineConfig
+from engines.torch_engine.checks import QUANTISED_TOLERANCE, check_fast_path, check_sliced
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.exchange.choose import module_kernels
-from engines.torch_engine.sliced_check import check_sliced
+from engines.torch_engine.options import TorchOptions
 from engines.torch_engine.steps import RUNS_BEFORE_CAPTURE
 
 if TYPE_CHECKING:
@@ -25,30 +25,31 @@ def load_torch_engine(
     *,
     strategy: str = "auto",
     precision: str = "auto",
-    peer_memory: bool = True,
-    calibration: Path | None = None,
+    options: TorchOptions | None = None,
+    expected: Sequence[tuple[Branch, ...]] = (),
 ) -> TorchEngine:
     """Made and self-checked. Every rank of the gang makes this call at the same time.
 
-    ``peer_memory``: see ``TorchEngineConfig``. ``calibration``: the file of scales that "fp8-static" takes.
+    Nothing that is made here depends on the ``expected`` steps: ``TorchEngine.warm_up`` prepares shapes.
     """
-    config = TorchEngineConfig(strategy=strategy, precision=precision, calibration=calibration, peer_memory=peer_memory)
-    engine = TorchEngine(model, config=config)
+    make = partial(TorchEngine, precision=precision, options=options)
+    engine = make(model, strategy=strategy)
     if engine.config.capture:
         keep_for_good()
     check_fast_path(engine, model, rank=context.rank)
+    kernels = module_kernels(engine.config.peer_memory, engine.device, engine.dtype)
     attention: dict[str, Any] = {"num_heads": model.num_heads, "head_dim": model.head_dim}
-    for team in engine.teams.all():
-        kernels = module_kernels(peer_memory, engine.device, engine.dtype)
+    for team in engine.division.teams.all():
         for make_kernel in kernels[: 2 if team.ulysses.size > 1 else 1]:
             check_attention(team, **attention, device=engine.device, dtype=engine.dtype, make_kernel=make_kernel)
     if model.weights is not None:
-        check_sliced(engine, model, config, rank=context.rank)
+        check_sliced(engine, model, make, rank=context.rank)
         engine.load_weights()
         return engine
-    teams = ((team.ranks, team.spec.name) for team in engine.checked_teams())
+    teams = ((team.ranks, team.spec.name) for team in engine.division.checked_teams())
     num_runs = RUNS_BEFORE_CAPTURE + 2 if engine.config.capture else 1  # as it comes, captured, replayed
-    tolerance = None if config.is_native else QUANTISED_TOLERANCE  # of two nearly equal numbers one may be rounded up
+    # of two nearly equal numbers one may be rounded up
+    tolerance = None if engine.config.precision == "native" else QUANTISED_TOLERANCE
     self_check(engine, model.probe(), rank=context.rank, teams=teams, num_runs=num_runs, tolerance=tolerance)
     return engine
 

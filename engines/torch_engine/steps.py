@@ -12,11 +12,12 @@ from torch import Tensor
 
 from engines.core.fast_model import FastWeights, Precision, StepTensors
 from engines.core.model import Branch, DenoiserModel
+from engines.fast.graph import CapturedStep, GraphPool
+from engines.parallel.division import shape_of
 from engines.parallel.mesh import Team
 from engines.parallel.sharded import ShardedModel
-from engines.torch_engine.config import ResolvedConfig
+from engines.torch_engine.config import TorchChoices
 from engines.torch_engine.fast_step import LATENTS, FastStep, can_run
-from engines.torch_engine.graph import CapturedStep, GraphPool
 from engines.torch_engine.hoisted import HoistedCache
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ class StepRunner:
     """Runs branches. All ranks of a team make the same calls in the same order, so they capture at the same moment."""
 
     def __init__(
-        self, model: DenoiserModel, sharded: ShardedModel, *, config: ResolvedConfig, device: torch.device
+        self, model: DenoiserModel, sharded: ShardedModel, *, config: TorchChoices, device: torch.device
     ) -> None:
         self._model, self._sharded, self._config = model, sharded, config
         self._pool = GraphPool(device) if config.capture else None
@@ -78,7 +79,7 @@ class StepRunner:
         self._weights.clear()
 
     def _step(self, branch: Branch, team: Team) -> _Step:
-        key = (team.ranks, team.spec, shapes_of(branch))
+        key = (team.ranks, team.spec, shape_of(branch))
         if key not in self._steps:
             is_fast = self._config.fast and can_run(team)
             self._steps[key] = self._fast_step(branch, team) if is_fast else self._module_step(branch.module, team)
@@ -126,8 +127,3 @@ class StepRunner:
         captured = CapturedStep(step.function, tensors, self._pool)
         logger.info("captured a step", extra={"ranks": team.ranks, "strategy": team.spec.name})
         return captured
-
-
-def shapes_of(branch: Branch) -> Hashable:
-    """Returns what tells branches apart that need steps of their own."""
-    return branch.module, tuple((name, tuple(x.shape), x.dtype) for name, x in sorted(branch.inputs.items()))

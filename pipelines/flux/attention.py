@@ -13,7 +13,7 @@ from engines.core.kernel import Kernel
 Projections = tuple[Tensor, Tensor, Tensor]
 
 
-class KernelProcessor:
+class FluxProcessor:
     """An attention processor (diffusers' extension point) around ``kernel``.
 
     The number of heads is read off the tensors: a tensor-parallel rank holds only some of them.
@@ -81,7 +81,7 @@ def project_out(attn: FluxAttention, out_BLC: Tensor, num_text: int) -> tuple[Te
 
 def set_kernel(module: nn.Module, kernel: Kernel) -> None:
     """Make every self-attention inside ``module`` call ``kernel``."""
-    processor: Any = KernelProcessor(kernel)
+    processor: Any = FluxProcessor(kernel)
     for attention in module.modules():
         if isinstance(attention, FluxAttention):
             attention.set_processor(processor)

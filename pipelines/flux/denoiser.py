@@ -45,7 +45,7 @@ def as_denoiser(transformer: Any) -> DenoiserModel:
         stream_lengths=stream_lengths,
         set_kernel=set_kernel,
         forward=forward,
-        probe=Probe(config=config, device=transformer.device, dtype=transformer.dtype),
+        probe=FluxProbe(config=config, device=transformer.device, dtype=transformer.dtype),
         fast=FluxWeights,
     )
 
@@ -57,7 +57,7 @@ def forward(module: nn.Module, inputs: ModelInputs) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Probe:
+class FluxProbe:
     """Makes the two branches (as with true guidance) of one small, seeded step, equal on every rank."""
 
     config: Mapping[str, Any]

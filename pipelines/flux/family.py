@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipelines.defaults import with_own_defaults
+from pipelines.defaults import Defaults, with_own_defaults
 from pipelines.directory import read_config
-from pipelines.family import Defaults
 from pipelines.flux.geometry import PATCH, scale_factor
 from pipelines.request import MediaRequest
 
@@ -28,7 +27,7 @@ class FluxFamily:
     name: str = "flux"
 
     def defaults(self, path: Path) -> Defaults:
-        """Those of FLUX.1-dev if the model takes a guidance scale, of FLUX.1-schnell if not, then the folder's own."""
+        """Returns FLUX.1-dev's if the model takes a guidance scale, else FLUX.1-schnell's, then the folder's own."""
         distilled: bool = read_config(path, "transformer")["guidance_embeds"]
         known = Defaults(
             kind="image",

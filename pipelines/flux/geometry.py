@@ -1,4 +1,4 @@
-"""From pixels to latent values to tokens, read from a directory's configuration (without torch)."""
+"""The way from pixels to latent values to tokens, read from a directory's configuration (without torch)."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engines.core.model import Branch, Schedule
+from pipelines.defaults import check_sides
 from pipelines.directory import read_config
 from pipelines.flux import geometry
 from pipelines.flux import latents as shapes
@@ -91,9 +92,7 @@ class FluxSampler:
         return shapes.unpack(estimate_BSD, state.height, state.width).cpu()
 
     def _latent_size(self, request: MediaRequest) -> tuple[int, int]:
-        multiple = self.scale_factor * geometry.PATCH
-        if request.height % multiple or request.width % multiple:
-            raise ValueError(f"size {request.width}x{request.height}: both must be multiples of {multiple}")
+        check_sides(request.width, request.height, self.scale_factor * geometry.PATCH)
         return request.height // self.scale_factor, request.width // self.scale_factor
 
     def _prompts(self, request: MediaRequest, conditioning: FluxConditioning) -> tuple[FluxPrompt, ...]:

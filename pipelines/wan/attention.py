@@ -12,7 +12,7 @@ from torch.nn import functional
 from engines.core.kernel import Kernel
 
 
-class KernelProcessor:
+class WanProcessor:
     """An attention processor (diffusers' extension point) for self-attention around ``kernel``.
 
     The number of heads is read off the tensors: a tensor-parallel rank holds only some of them.
@@ -96,7 +96,7 @@ def rotate(x_BLHD: Tensor, cos_sin_1L1D: tuple[Tensor, Tensor]) -> Tensor:
 
 def set_kernel(module: nn.Module, kernel: Kernel) -> None:
     """Make every self-attention inside ``module`` call ``kernel`` (cross-attention gets its own processor)."""
-    self_processor: Any = KernelProcessor(kernel)
+    self_processor: Any = WanProcessor(kernel)
     cross_processor: Any = CrossProcessor()
     for attention in module.modules():
         if isinstance(attention, WanAttention):

@@ -52,7 +52,7 @@ def as_denoiser(modules: Mapping[str, Any], *, expand_timesteps: bool = False) -
         set_kernel=set_kernel,
         forward=forward,
         hoisted=hoisted_text,
-        probe=Probe(
+        probe=WanProbe(
             modules=tuple(modules),
             config=first.config,
             expand_timesteps=expand_timesteps,
@@ -71,7 +71,7 @@ def forward(module: nn.Module, inputs: ModelInputs) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Probe:
+class WanProbe:
     """Makes the two branches of one small, seeded step, equal on every rank; with two transformers one for each."""
 
     modules: tuple[str, ...]

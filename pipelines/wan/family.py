@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipelines.defaults import with_own_defaults
+from pipelines.defaults import Defaults, with_own_defaults
 from pipelines.directory import read_config, read_index
-from pipelines.family import Defaults
 from pipelines.request import MediaRequest
 from pipelines.wan.geometry import read_geometry
 
@@ -51,7 +50,7 @@ class WanFamily:
     name: str = "wan"
 
     def defaults(self, path: Path) -> Defaults:
-        """Those of the published model that the folder resembles, then the folder's own."""
+        """Returns the defaults of the published model that the folder resembles, then the folder's own."""
         geometry = read_geometry(path)
         known = replace(known_defaults(path), size_multiple=geometry.size_multiple, frame_multiple=geometry.temporal)
         return with_own_defaults(path, known)

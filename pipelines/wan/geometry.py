@@ -1,4 +1,4 @@
-"""From pixels to latent values to tokens, read from a directory's configuration (without torch)."""
+"""The way from pixels to latent values to tokens, read from a directory's configuration (without torch)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipelines.defaults import check_frames, check_sides
 from pipelines.directory import read_config
 from pipelines.request import MediaRequest
 
@@ -15,7 +16,7 @@ SIZE_MULTIPLE = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Geometry:
-    """From pixels to latents to tokens. ``patch`` is (frames, rows, columns) of a token, ``max_positions`` per dim."""
+    """Pixels, latents and tokens. ``patch`` is (frames, rows, columns) of a token, ``max_positions`` per dim."""
 
     temporal: int
     spatial: int
@@ -28,12 +29,8 @@ class Geometry:
 
     def latent_size(self, request: MediaRequest) -> tuple[int, int, int]:
         """Frames, height and width of the latent. ValueError if the request does not fit the model's grid."""
-        if request.width % self.size_multiple or request.height % self.size_multiple:
-            raise ValueError(
-                f"size {request.width}x{request.height}: width and height must be multiples of {self.size_multiple}"
-            )
-        if (request.num_frames - 1) % self.temporal:
-            raise ValueError(f"{request.num_frames} frames: the number must be 1 plus a multiple of {self.temporal}")
+        check_sides(request.width, request.height, self.size_multiple)
+        check_frames(request.num_frames, self.temporal)
         frames = (request.num_frames - 1) // self.temporal + 1
         size = (frames, request.height // self.spatial, request.width // self.spatial)
         if max(self.token_grid(size)) > self.max_positions:

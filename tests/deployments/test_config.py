@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,10 @@ from deployments.cli.serving import (
     ready_deadline_s,
 )
 from deployments.config import AppConfig
+from deployments.stages.config import DenoiserConfig
 from engines.core.precision import PRECISIONS
 from engines.gang.config import GangConfig
-from engines.torch_engine.config import TorchEngineConfig
+from engines.registry import ENGINES
 
 
 def laptop() -> dict[str, Any]:
@@ -31,12 +34,9 @@ def laptop() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
 def test_shipped_configs_are_valid_down_to_the_gang(name: str) -> None:
-    from deployments.stages.denoiser import gang_config
-
     for model in load_config(name).app.models:
-        gang = gang_config(model)
-        assert isinstance(gang, GangConfig)
-        assert gang.num_ranks == model.denoiser.num_ranks
+        assert isinstance(model.denoiser, GangConfig)
+        assert model.denoiser.engine in ENGINES
 
 
 def test_there_is_a_config_for_the_laptop_and_for_1_2_4_and_8_gpus() -> None:
@@ -45,23 +45,48 @@ def test_there_is_a_config_for_the_laptop_and_for_1_2_4_and_8_gpus() -> None:
         assert {model.denoiser.num_ranks for model in load_config(f"gpu{num_ranks}").app.models} == {num_ranks}
 
 
+ARGS = ("applications", 0, "args")
+MODEL = (*ARGS, "models", 0)
+
+
 @pytest.mark.parametrize(
     "path",
     [
-        ("applications", 0, "args"),
-        ("applications", 0, "args", "models", 0),
-        ("applications", 0, "args", "models", 0, "denoiser"),
         ("http_options",),
+        ARGS,
+        (*ARGS, "api"),
+        MODEL,
+        (*MODEL, "text_encoder"),
+        (*MODEL, "decoder"),
+        (*MODEL, "denoiser"),
+        (*MODEL, "denoiser", "autoscaling"),
+        (*MODEL, "denoiser", "nccl"),
+        (*MODEL, "denoiser", "torch"),
+        (*MODEL, "denoiser", "tensorrt"),
     ],
+    ids=lambda path: str(path[-1]),
 )
-def test_unknown_keys_are_errors_that_name_the_key(path: tuple[Any, ...]) -> None:
-    document = copy.deepcopy(laptop())
+def test_unknown_keys_are_errors_that_say_where_they_are(path: tuple[Any, ...]) -> None:
+    document = laptop()
     target: Any = document
     for key in path:
-        target = target[key]
+        target = target.setdefault(key, {}) if isinstance(target, dict) else target[key]
     target["num_rankz"] = 2
-    with pytest.raises(ValidationError, match="num_rankz"):
+    with pytest.raises(ValidationError) as caught:
         parse_config(document)
+    assert (*path, "num_rankz") in [error["loc"] for error in caught.value.errors()]
+
+
+def test_a_key_of_the_application_is_no_key_of_a_file() -> None:
+    """Ray Serve's own schema refuses these before ours does."""
+    for path in ((), ("applications", 0)):
+        document = copy.deepcopy(laptop())
+        target: Any = document
+        for key in path:
+            target = target[key]
+        target["num_rankz"] = 2
+        with pytest.raises(ValidationError, match="num_rankz"):
+            parse_config(document)
 
 
 def test_models_need_different_names() -> None:
@@ -122,7 +147,12 @@ def test_a_number_of_replicas_beside_autoscaling_is_refused(stage: str) -> None:
     [
         ({"strategy": "ulises"}, "unknown strategy 'ulises'; known: ulysses"),
         ({"strategy": "guidance", "num_ranks": 3}, "needs a multiple of 2 ranks, not 3"),
-        ({"precision": "fp9"}, "precision is 'fp9'; engine torch knows auto, native, fp8, fp8-static, int8"),
+        ({"precision": "fp9"}, "precision is 'fp9'; the torch engine knows auto, native, fp8, fp8-static, int8"),
+        ({"num_ranks": 0}, "num_ranks is 0; it must be at least 1"),
+        ({"engine": "jax"}, "unknown engine 'jax'; known: torch, tensorrt"),
+        ({"engine": "auto"}, "auto is torch now, and the default: write torch"),
+        ({"tensorrt": {"sizes": ["64x64"]}}, "the key sizes is denoiser.warm_sizes now"),
+        ({"warm_sizes": ["large"]}, "warm_sizes"),
         ({"gpus_per_rank": 0.3}, "gpus_per_rank is 0.3; it must be 0, or above 0.5"),
         ({"num_nodes": 3}, "num_nodes is 3; it must be a divisor of num_ranks=2"),
         ({"nccl": {"max_ctas": 99}}, "max_ctas is 99; it must be 1 to 64"),
@@ -133,11 +163,44 @@ def test_what_no_gang_can_do_is_told_before_anything_starts(denoiser: dict[str, 
         parse_config(changed(("models", 0, "denoiser"), denoiser))
 
 
-def test_precisions_are_those_of_the_engine() -> None:
-    for precision in PRECISIONS:
-        TorchEngineConfig(precision=precision, calibration=Path("scales") if precision == "fp8-static" else None)
-    with pytest.raises(ValueError, match=f"the torch engine knows {', '.join(PRECISIONS)}$"):
-        TorchEngineConfig(precision="fp9")
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_precision_of_the_engine_may_be_configured(precision: str) -> None:
+    section = {"torch": {"calibration": "scales.json"}} if precision == "fp8-static" else {}
+    config = parse_config(changed(("models", 0, "denoiser"), {"precision": precision, **section}))
+    assert config.app.models[0].denoiser.precision == precision
+
+
+@pytest.mark.parametrize(("engine", "other"), list(itertools.permutations(ENGINES, 2)))
+def test_a_section_of_another_engine_is_refused(engine: str, other: str) -> None:
+    """Empty ones too: what is written there would do nothing."""
+    chosen = {"engine": engine, "gpus_per_rank": 1}
+    parse_config(changed(("models", 0, "denoiser"), {**chosen, engine: {}}))
+    with pytest.raises(ValidationError, match=f"the section {other} is for engine: {other} alone"):
+        parse_config(changed(("models", 0, "denoiser"), {**chosen, other: {}}))
+
+
+def test_every_engine_has_a_section_of_its_own_options() -> None:
+    for name, row in ENGINES.items():
+        given = parse_config(changed(("models", 0, "denoiser"), {"engine": name, "gpus_per_rank": 1, name: {}}))
+        options = given.app.models[0].denoiser.engine_options
+        assert f"{type(options).__module__}:{type(options).__name__}" == row.options
+
+
+def test_what_python_makes_is_checked_as_what_yaml_says() -> None:
+    with pytest.raises(ValidationError, match="num_rankz"):
+        DenoiserConfig(num_rankz=2)  # type: ignore[call-arg]
+    with pytest.raises(ValidationError, match="valid integer"):
+        DenoiserConfig(num_ranks="many")  # type: ignore[arg-type]
+
+
+def test_a_checked_configuration_stays_as_it_is() -> None:
+    denoiser = load_config("gpu2").app.models[0].denoiser
+    with pytest.raises(FrozenInstanceError):
+        denoiser.num_ranks = 3  # type: ignore[misc]
+    config = load_config("gpu2")
+    other = config.with_http(port=0).with_data_dir(Path("elsewhere"))
+    assert other.app.models == config.app.models
+    assert other.app.api.data_dir == Path("elsewhere")
 
 
 def test_a_server_is_waited_for_as_long_as_its_gangs_may_take() -> None:

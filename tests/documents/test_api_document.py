@@ -12,8 +12,8 @@ import pytest
 
 from deployments.api.app import create_api
 from deployments.api.settings import ApiSettings
-from deployments.clips.clips import Jobs
-from deployments.clips.settings import JobSettings
+from deployments.clips.clips import Clips
+from deployments.clips.settings import ClipSettings
 from tests.deployments.support.fake_studio import FakeStudio
 from tests.support.fenced import ROOT
 
@@ -31,8 +31,8 @@ def words_in_code() -> set[str]:
 @cache
 def openapi() -> dict[str, Any]:
     studio, folder = FakeStudio(), Path("nowhere")
-    jobs = Jobs(studio, JobSettings(data_dir=folder))
-    return create_api(studio, ApiSettings(data_dir=folder), jobs).openapi()
+    clips = Clips(studio, ClipSettings(data_dir=folder))
+    return create_api(studio, ApiSettings(data_dir=folder), clips).openapi()
 
 
 def test_every_route_is_described() -> None:

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
 import pytest
-from pydantic import BaseModel
 
 from deployments import config
+from deployments.stages import config as stages
+from engines.parallel.nccl_options import NcclOptions
+from engines.tensorrt_engine.rules import TensorRTOptions
+from engines.torch_engine.options import TorchOptions
 from tests.support.fenced import ROOT
 
 ROWS = dict(re.findall(r"^\| `([\w.]+)` \| ([^|]*) \|", (ROOT / "docs" / "scaling.md").read_text(), re.MULTILINE))
-SECTIONS: dict[str, type[BaseModel]] = {
+SECTIONS: dict[str, Any] = {
     "http_options.": config.HttpOptions,
-    "text_encoder.": config.StageConfig,
-    "autoscaling.": config.AutoscalingConfig,
-    "denoiser.": config.DenoiserConfig,
-    "denoiser.torch.": config.TorchConfig,
-    "denoiser.tensorrt.": config.TensorRTConfig,
-    "denoiser.nccl.": config.NcclConfig,
+    "text_encoder.": stages.StageConfig,
+    "autoscaling.": stages.AutoscalingConfig,
+    "denoiser.": stages.DenoiserConfig,
+    "denoiser.torch.": TorchOptions,
+    "denoiser.tensorrt.": TensorRTOptions,
+    "denoiser.nccl.": NcclOptions,
     "api.": config.ApiConfig,
 }
 UNNAMED = (config.ServeConfig, config.ApplicationConfig, config.ModelConfig)
@@ -32,11 +36,19 @@ def keys() -> dict[str, Any]:
     """Key to default; one that is required has ``...``."""
     sections = [("", model) for model in UNNAMED] + list(SECTIONS.items())
     return {
-        f"{prefix}{name}": ... if field.is_required() else field.default
-        for prefix, model in sections
-        for name, field in model.model_fields.items()
+        f"{prefix}{name}": default
+        for prefix, section in sections
+        for name, default in defaults_of(section).items()
         if name not in SAID_ELSEWHERE
     }
+
+
+def defaults_of(section: Any) -> dict[str, Any]:
+    if dataclasses.is_dataclass(section):
+        plain: Any = section()
+        return {field.name: getattr(plain, field.name) for field in dataclasses.fields(section)}
+    fields = section.model_fields.items()
+    return {name: ... if field.is_required() else field.default for name, field in fields}
 
 
 def test_every_key_is_there_and_no_other() -> None:

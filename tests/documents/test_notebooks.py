@@ -15,6 +15,8 @@ import ray
 from nbclient import NotebookClient
 from PIL import Image
 
+from tests.deployments.support.live import wait_until
+from tests.engines.gang.support.helpers import alive
 from tests.support.fenced import ROOT
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -85,5 +87,5 @@ def test_first_picture_from_start_to_end(tmp_path: Path, monkeypatch: pytest.Mon
     notebook = read(NOTEBOOK)
     run(notebook, tmp_path)
     assert_all_is_shown(notebook)
-    _, left = psutil.wait_procs(set(psutil.Process().children(recursive=True)) - before, timeout=1.0)
-    assert [process for process in left if process.status() != psutil.STATUS_ZOMBIE] == []
+    left = set(psutil.Process().children(recursive=True)) - before
+    wait_until(lambda: not alive(process.pid for process in left), "what the notebook started is gone")

@@ -11,7 +11,7 @@ from PIL import Image
 from tests.deployments.support.commands import assert_one_line, troupe
 
 
-def test_a_picture(url: str, tmp_path: Path):
+def test_a_picture(url: str, tmp_path: Path) -> None:
     made = []
     for name in ("one.png", "deeper/same.png"):
         out = tmp_path / name
@@ -28,7 +28,7 @@ def test_a_picture(url: str, tmp_path: Path):
     assert (picture.format, picture.size) == ("PNG", (64, 48))
 
 
-def test_models(url: str):
+def test_models(url: str) -> None:
     result = troupe("models", "--url", url)
     assert result.exit_code == 0, result.output
     for cell in ("pictures", "clips", "image", "video", "64x64", "32x32"):
@@ -36,7 +36,7 @@ def test_models(url: str):
 
 
 MISTAKES = {
-    "size": (["--size", "63x64", "--out", "a.png"], "size is 63x64: width and height must be multiples"),
+    "size": (["--size", "63x64", "--out", "a.png"], "size is 63x64: width and height must be positive multiples"),
     "steps": (["--steps", "0", "--out", "a.png"], "num_inference_steps is 0"),
     "model": (["--model", "dall-e", "--out", "a.png"], "no model dall-e; served: pictures, clips"),
     "ending": (["--out", "a.mp4"], "pictures makes pictures: --out must end in .png, .jpg, .jpeg, .webp"),
@@ -45,7 +45,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_line(url: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_mistake_is_one_line(url: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     args, told = MISTAKES[name]
     assert_one_line(troupe("generate", "a red circle", *args, "--url", url), told)

@@ -40,7 +40,7 @@ from tests.end_to_end.conftest import NUM_RUNNING, WARM_SIZE
 pytestmark = pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
 
 
-def test_health_and_models(url: str, official: openai.OpenAI):
+def test_health_and_models(url: str, official: openai.OpenAI) -> None:
     assert httpx.get(f"{url}/health").status_code == 200
     kinds = {model.id: model.kind for model in official.models.list().data}
     assert kinds == {"pictures": "image", "clips": "video"}
@@ -48,7 +48,7 @@ def test_health_and_models(url: str, official: openai.OpenAI):
 
 def test_a_seed_fixes_the_bytes_and_the_picture_is_that_of_the_bare_pipeline(
     official: openai.OpenAI, models: dict[str, Path]
-):
+) -> None:
     def draw(seed: int) -> bytes:
         answer = official.images.generate(prompt=PROMPT, extra_body={"seed": seed})
         assert answer.data[0].seed == seed
@@ -60,14 +60,14 @@ def test_a_seed_fixes_the_bytes_and_the_picture_is_that_of_the_bare_pipeline(
     assert_same_picture(pixels_of(first), bare_frames(models, seed=1)[0])
 
 
-def test_true_guidance_splits_into_branches_and_equals_the_bare_pipeline(url: str, models: dict[str, Path]):
+def test_true_guidance_splits_into_branches_and_equals_the_bare_pipeline(url: str, models: dict[str, Path]) -> None:
     guided = {"seed": 3, "true_cfg_scale": 4.0, "negative_prompt": "blue"}
     data = picture(url, **guided)
     assert_same_picture(pixels_of(data), bare_frames(models, **guided)[0])
     assert data != picture(url, seed=3)
 
 
-def test_streaming_with_previews_and_progress(official: openai.OpenAI, url: str, models: dict[str, Path]):
+def test_streaming_with_previews_and_progress(official: openai.OpenAI, url: str, models: dict[str, Path]) -> None:
     extra = {"seed": 5, "num_inference_steps": 8, "stream_progress": True}
     events = list(official.images.generate(prompt=PROMPT, stream=True, partial_images=3, extra_body=extra))
     steps = [(event.step, event.of) for event in events if event.type == "troupe.progress"]
@@ -82,14 +82,14 @@ def test_streaming_with_previews_and_progress(official: openai.OpenAI, url: str,
     )
 
 
-def test_several_pictures_in_one_request(official: openai.OpenAI, url: str):
+def test_several_pictures_in_one_request(official: openai.OpenAI, url: str) -> None:
     answer = official.images.generate(prompt=PROMPT, n=2, extra_body={"seed": 6})
     assert [image.seed for image in answer.data] == [6, 7]
     assert [base64.b64decode(image.b64_json) for image in answer.data] == [picture(url, seed=6), picture(url, seed=7)]
 
 
 @pytest.mark.parametrize("image_format", ["png", "jpeg", "webp"])
-def test_formats(official: openai.OpenAI, url: str, image_format: str):
+def test_formats(official: openai.OpenAI, url: str, image_format: str) -> None:
     quality = {} if image_format == "png" else {"output_compression": 95}
     answer = official.images.generate(prompt=PROMPT, output_format=image_format, extra_body={"seed": 5}, **quality)
     data = base64.b64decode(answer.data[0].b64_json)
@@ -97,12 +97,12 @@ def test_formats(official: openai.OpenAI, url: str, image_format: str):
     assert_alike(pixels_of(data), pixels_of(picture(url, seed=5)))
 
 
-def test_by_url(official: openai.OpenAI, url: str):
+def test_by_url(official: openai.OpenAI, url: str) -> None:
     answer = official.images.generate(prompt=PROMPT, response_format="url", extra_body={"seed": 5})
     assert httpx.get(answer.data[0].url).content == picture(url, seed=5)
 
 
-def test_server_timing_and_request_id(official: openai.OpenAI):
+def test_server_timing_and_request_id(official: openai.OpenAI) -> None:
     raw = official.images.with_raw_response.generate(prompt=PROMPT, extra_headers={"x-request-id": "my-id-1"})
     assert raw.headers.get_list("x-request-id") == ["my-id-1"]
     timing = dict(entry.split(";dur=") for entry in raw.headers["server-timing"].split(", "))
@@ -114,7 +114,7 @@ def test_server_timing_and_request_id(official: openai.OpenAI):
     wait_until(lambda: len(begun("my-id-1")) == 2, "both ranks log the client's request id")
 
 
-def test_every_deployment_and_rank_logs_the_request_that_it_works_for(url: str):
+def test_every_deployment_and_rank_logs_the_request_that_it_works_for(url: str) -> None:
     body, headers = {"prompt": "a red circle " * 9, "num_inference_steps": 1}, {"x-request-id": "traced"}
     assert httpx.post(f"{url}{IMAGES}", json=body, headers=headers, timeout=TIMEOUT_S).status_code == 200
 
@@ -133,7 +133,7 @@ def test_every_deployment_and_rank_logs_the_request_that_it_works_for(url: str):
         wait_until(lambda message=message, loggers=loggers: logged(message) == loggers, message)
 
 
-def test_answers_say_whether_the_shape_was_warm(official: openai.OpenAI, url: str):
+def test_answers_say_whether_the_shape_was_warm(official: openai.OpenAI, url: str) -> None:
     def headers_say(size: str) -> str:
         raw = official.images.with_raw_response.generate(prompt=PROMPT, extra_body={"size": size, "seed": 1})
         return str(raw.headers["x-troupe-warm"])
@@ -150,7 +150,7 @@ def test_answers_say_whether_the_shape_was_warm(official: openai.OpenAI, url: st
     assert video.timings["was_warm"] is True
 
 
-def test_clip_from_prompt_to_deletion(official: openai.OpenAI, models: dict[str, Path]):
+def test_clip_from_prompt_to_deletion(official: openai.OpenAI, models: dict[str, Path]) -> None:
     extra = {"seed": 4, "num_frames": 9, "fps": 8}
     video = official.videos.create_and_poll(prompt=PROMPT, poll_interval_ms=100, extra_body=extra)
     assert (video.status, video.progress, video.seed) == ("completed", 100, 4)
@@ -165,7 +165,7 @@ def test_clip_from_prompt_to_deletion(official: openai.OpenAI, models: dict[str,
         official.videos.retrieve(video.id)
 
 
-def test_clips_with_one_seed_are_the_same_bytes(official: openai.OpenAI):
+def test_clips_with_one_seed_are_the_same_bytes(official: openai.OpenAI) -> None:
     def film(seed: int) -> bytes:
         video = official.videos.create_and_poll(
             prompt=PROMPT, poll_interval_ms=100, extra_body={"seed": seed, "num_inference_steps": 3}
@@ -175,7 +175,7 @@ def test_clips_with_one_seed_are_the_same_bytes(official: openai.OpenAI):
     assert film(1) == film(1) != film(2)
 
 
-async def test_handle_for_a_picture(url: str):
+async def test_handle_for_a_picture(url: str) -> None:
     handle = serve.get_app_handle("troupe").options(stream=True)
     events = [event async for event in handle.generate.remote(PROMPT, seed=5, partial_images=1)]
     assert [event.step for event in events if isinstance(event, Progress)] == list(range(1, 9))
@@ -184,7 +184,7 @@ async def test_handle_for_a_picture(url: str):
     assert events[-1].data == picture(url, seed=5)
 
 
-async def test_handle_for_a_clip(url: str):
+async def test_handle_for_a_clip(url: str) -> None:
     handle = serve.get_app_handle("troupe").options(stream=True)
     events = [event async for event in handle.generate.remote(PROMPT, model="clips", seed=5, num_frames=5)]
     assert [event.step for event in events if isinstance(event, Progress)] == list(range(1, 7))
@@ -194,7 +194,7 @@ async def test_handle_for_a_clip(url: str):
     assert Image.open(io.BytesIO(events[-1].thumbnail)).format == "WEBP"
 
 
-async def test_handle_with_bad_fields_says_what_is_wrong(url: str):
+async def test_handle_with_bad_fields_says_what_is_wrong(url: str) -> None:
     handle = serve.get_app_handle("troupe").options(stream=True)
     with pytest.raises(ValueError, match="multiples of"):
         async for _ in handle.generate.remote(PROMPT, size="63x64"):
@@ -204,7 +204,7 @@ async def test_handle_with_bad_fields_says_what_is_wrong(url: str):
             pass
 
 
-async def test_jobs_in_flight_take_turns_and_each_sees_its_own_progress(url: str):
+async def test_jobs_in_flight_take_turns_and_each_sees_its_own_progress(url: str) -> None:
     lengths = [40, 50, 60]
     assert len(lengths) == NUM_RUNNING
     seen: dict[int, list[int]] = {length: [] for length in lengths}
@@ -227,7 +227,7 @@ async def test_jobs_in_flight_take_turns_and_each_sees_its_own_progress(url: str
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_bad_input_never_reaches_a_rank(url: str, stream: bool):
+def test_bad_input_never_reaches_a_rank(url: str, stream: bool) -> None:
     before = len(log_lines("job begins"))
     with httpx.Client(base_url=url) as client:
         for body, status, param in BAD_BODIES:

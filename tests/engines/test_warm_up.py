@@ -6,7 +6,6 @@ import pytest
 import torch.distributed as dist
 
 from engines.core.rank import RankContext
-from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
 from engines.warm_up import warm_up
 from tests.engines.support import models
@@ -22,7 +21,7 @@ def test_the_first_step_of_a_prepared_shape_is_warm(strategy: str) -> None:
 def warm_and_predict(strategy: str) -> dict[str, bool]:
     """Even lengths are prepared for teams of 4 and 2."""
     rank = dist.get_rank()
-    engine = TorchEngine(models.model("wan"), config=TorchEngineConfig(strategy=strategy))
+    engine = TorchEngine(models.model("wan"), strategy=strategy)
     context = RankContext(rank=rank, num_ranks=4, device="cpu")
     warm_up(engine, [models.branches("wan", "even", num=2)], context, (2, 4))
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engines.parallel.self_check import relative_difference
+from pipelines.checkpoint import Checkpoint
 from pipelines.request import MediaRequest
 from pipelines.run import load_pipeline
 from tests.pipelines.support.sample_requests import clip, picture
@@ -20,7 +21,7 @@ REQUESTS = {"tiny_flux": picture(true_cfg_scale=3.0), "tiny_wan": clip(true_cfg_
 def test_pictures_equal_those_of_the_cpu(request: pytest.FixtureRequest, name: str) -> None:
     path: Path = request.getfixturevalue(name)
     wish: MediaRequest = REQUESTS[name]
-    on_cpu, on_gpu = (load_pipeline(path, torch.device(device), torch.float32) for device in ("cpu", "cuda"))
+    on_cpu, on_gpu = (load_pipeline(Checkpoint(path, device, torch.float32)) for device in ("cpu", "cuda"))
     first = next(on_gpu.states(wish))
     assert {tensor.device.type for tensor in on_gpu.sampler.branches(first)[0].inputs.values()} == {"cuda"}
     torch.testing.assert_close(on_gpu.denoise(wish), on_cpu.denoise(wish), rtol=0, atol=2e-3)
@@ -35,6 +36,6 @@ def test_bfloat16_is_as_close_as_on_the_cpu(request: pytest.FixtureRequest, name
     path: Path = request.getfixturevalue(name)
     cases = (("cpu", torch.float32), ("cpu", torch.bfloat16), ("cuda", torch.bfloat16))
     exact, on_cpu, on_gpu = (
-        load_pipeline(path, torch.device(device), dtype).denoise(REQUESTS[name]).cpu() for device, dtype in cases
+        load_pipeline(Checkpoint(path, device, dtype)).denoise(REQUESTS[name]).cpu() for device, dtype in cases
     )
     assert relative_difference(on_gpu, exact) < 1.5 * relative_difference(on_cpu, exact)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipelines.defaults import check_request, with_own_defaults
+from pipelines.defaults import with_own_defaults
 from pipelines.loading import (
     CONFIGURATION_FILES,
     HUB_FILES,
@@ -20,8 +20,8 @@ from pipelines.loading import (
     shipped_checkpoints,
 )
 from pipelines.registry import load_family
-from pipelines.run import run_request
 from tests.pipelines.support import tiny
+from tests.pipelines.support.frames import painted
 from tests.pipelines.support.sample_requests import clip, picture
 
 CPU = torch.device("cpu")
@@ -64,7 +64,7 @@ def test_a_hub_id_in_the_cache_needs_no_network(
     monkeypatch.setattr(hub, "HF_HUB_CACHE", str(tmp_path))
     path = resolve_path("someone/something")
     assert path == repository / "snapshots" / commit
-    assert run_request(path, picture()).shape == (1, 32, 48, 3)
+    assert painted(path, picture()).shape == (1, 32, 48, 3)
 
 
 def test_what_is_fetched_from_the_hub_is_the_diffusers_layout_alone() -> None:
@@ -159,23 +159,23 @@ def test_a_folder_may_bring_its_own_defaults(tiny_flux: Path, tmp_path: Path) ->
     ("request_", "message"),
     [
         (clip(), "makes images, not videos"),
-        (picture(width=50), "size 50x32: width and height must be positive multiples of 8"),
-        (picture(height=0), "size 48x0"),
+        (picture(width=50), "size is 50x32: width and height must be positive multiples of 8, such as 48x32"),
+        (picture(height=0), "size is 48x0"),
         (picture(width=4096, height=4096), "at most 4194304 pixels"),
         (picture(num_frames=5), "at most 1"),
-        (picture(num_inference_steps=0), "0 steps: 1 to 100"),
+        (picture(num_inference_steps=0), "num_inference_steps is 0; it must be from 1 to 100"),
     ],
 )
 def test_requests_outside_the_limits_are_refused(tiny_flux: Path, request_: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_request(request_, load_family(tiny_flux).defaults(tiny_flux))  # type: ignore[arg-type]
+        load_family(tiny_flux).defaults(tiny_flux).check(request_)  # type: ignore[arg-type]
 
 
-def test_run_request_from_prompt_to_frames(tiny_flux: Path, tiny_wan: Path) -> None:
-    assert run_request(tiny_flux, picture()).shape == (1, 32, 48, 3)
-    assert run_request(tiny_wan, clip()).shape == (5, 32, 48, 3)
+def test_from_prompt_to_frames(tiny_flux: Path, tiny_wan: Path) -> None:
+    assert painted(tiny_flux, picture()).shape == (1, 32, 48, 3)
+    assert painted(tiny_wan, clip()).shape == (5, 32, 48, 3)
     with pytest.raises(ValueError, match="multiples of"):
-        run_request(tiny_flux, picture(width=47))
+        painted(tiny_flux, picture(width=47))
 
 
 RANK = """

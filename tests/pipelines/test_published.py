@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipelines.checkpoint import Checkpoint
 from pipelines.directory import read_config
 from pipelines.loading import published_models, resolve_configuration, shipped_checkpoints
-from pipelines.registry import load_family
-from pipelines.sizes import first_step, request_of
 from tests.pipelines.support.real_configs import FLUX, WAN
 
 REAL = FLUX | WAN
@@ -26,7 +25,7 @@ def test_the_configuration_is_the_published_one(name: str) -> None:
     read = {key: value for key, value in read_config(path, "transformer").items() if key != "_class_name"}
     assert read == REAL[name].config
     with torch.device("meta"):
-        outline = load_family(path).outline_denoiser(path, torch.bfloat16)
+        outline = Checkpoint.of_configuration(name, "meta").outline()
     assert len(outline.modules) == REAL[name].num_transformers
     for module in outline.modules.values():
         assert sum(weight.numel() for weight in module.parameters()) == REAL[name].num_parameters
@@ -42,11 +41,10 @@ def test_the_configuration_is_the_published_one(name: str) -> None:
     ],
 )
 def test_tokens_of_the_default_size(name: str, tokens: dict[str, int]) -> None:
-    path, meta = resolve_configuration(name), torch.device("meta")
-    family = load_family(path)
-    with meta:
-        outline = family.outline_denoiser(path, torch.bfloat16)
-    branches = first_step(family, path, request_of(None, family.defaults(path)), meta, torch.bfloat16)
+    checkpoint = Checkpoint.of_configuration(name, "meta")
+    with checkpoint.device:
+        outline = checkpoint.outline()
+    branches = checkpoint.first_step(checkpoint.defaults.request())
     assert outline.stream_lengths(branches[0].inputs) == tokens
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pipelines.checkpoint import Checkpoint
 from pipelines.run import Pipeline, load_pipeline
 from tests.pipelines.support.sample_requests import clip, picture
 
@@ -25,7 +26,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def pipeline(name: str, tiny_flux: Path, tiny_wan: Path) -> Pipeline:
-    return load_pipeline({"flux": tiny_flux, "wan": tiny_wan}[name], CPU, torch.float32)
+    return load_pipeline(Checkpoint({"flux": tiny_flux, "wan": tiny_wan}[name]))
 
 
 def begin(pipeline: Pipeline, name: str, **changes: Any) -> Any:
@@ -123,7 +124,7 @@ def test_sizes_off_the_grid_are_refused(pipeline: Pipeline, name: str) -> None:
     with pytest.raises(ValueError, match="multiples of"):
         begin(pipeline, name, width=37)
     if name == "wan":
-        with pytest.raises(ValueError, match="1 plus a multiple of 4"):
+        with pytest.raises(ValueError, match=r"num_frames is 6; it must be 1 \+ a multiple of 4, such as 5"):
             begin(pipeline, name, num_frames=6)
         with pytest.raises(ValueError, match="too large"):
             begin(pipeline, name, width=16 * 65)

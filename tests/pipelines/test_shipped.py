@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pipelines.defaults import check_request
+from pipelines.checkpoint import Checkpoint
 from pipelines.loading import resolve_path, shipped_checkpoints
-from pipelines.registry import load_family
 from pipelines.request import MediaRequest
 from tests.pipelines.support.pairs import Pair, check_latents, check_pixels
 
@@ -28,9 +27,8 @@ def pair(name: str) -> Pair:
 
 
 def default_request(name: str) -> MediaRequest:
-    path = resolve_path(name)
-    defaults = load_family(path).defaults(path)
-    return defaults.request(name, PROMPTS[defaults.kind], num_inference_steps=3, seed=11)
+    defaults = Checkpoint.open(name).defaults
+    return defaults.request(model=name, prompt=PROMPTS[defaults.kind], num_inference_steps=3, seed=11)
 
 
 def small(request: MediaRequest) -> MediaRequest:
@@ -38,9 +36,9 @@ def small(request: MediaRequest) -> MediaRequest:
 
 
 def test_defaults_are_within_the_limits(name: str) -> None:
-    path = resolve_path(name)
-    assert (path / "troupe.json").is_file()
-    check_request(default_request(name), load_family(path).defaults(path))
+    checkpoint = Checkpoint.open(name)
+    assert (checkpoint.path / "troupe.json").is_file()
+    checkpoint.defaults.check(default_request(name))
 
 
 def test_latents_equal_diffusers(pair: Pair, name: str) -> None:

@@ -18,11 +18,9 @@ from engines.core.rank import RankContext
 from engines.parallel.self_check import WrongAnswerError, relative_difference
 from engines.parallel.weight_files import INDEX, NAME, Slice
 from engines.registry import load_engine
-from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
-from pipelines.registry import load_family
+from pipelines.checkpoint import Checkpoint
 from pipelines.run import PlainEngine
-from pipelines.sliced import load_sliced, weights_bytes
 from tests.engines.support.gloo import gang
 from tests.pipelines.support import tiny
 
@@ -37,7 +35,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     make = {"flux": tiny.flux, "wan": tiny.wan}[request.param]
     path: Path = make(tmp_path_factory.mktemp(request.param))
     part = path / "transformer"
-    module = load_family(path).load_denoiser(path, CPU, torch.float32).modules["transformer"]
+    module = Checkpoint(path).denoiser().modules["transformer"]
     (part / NAME).unlink()
     module.save_pretrained(part, max_shard_size="60KB")  # type: ignore[operator]
     assert len(set(json.loads((part / INDEX).read_text())["weight_map"].values())) > 3
@@ -48,10 +46,10 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_the_answer_is_that_of_the_whole_model_and_a_rank_holds_and_reads_its_share(
     folder: Path, strategy: str
 ) -> None:
-    model = load_family(folder).load_denoiser(folder, CPU, torch.float32)
+    model = Checkpoint(folder).denoiser()
     expected = PlainEngine(model=model).predict(model.probe())
     whole_bytes = sum(weight.nbytes for weight in model.modules["transformer"].parameters())
-    assert weights_bytes(load_family(folder), folder, torch.float32) == whole_bytes
+    assert Checkpoint(folder).weights_bytes() == whole_bytes
     for answer, held_bytes, read_bytes in gang(4).run(predict_sliced, folder, strategy):
         assert max(map(relative_difference, answer, expected)) <= 1e-5
         assert held_bytes == read_bytes, "nothing was read that is not held"
@@ -70,7 +68,7 @@ SHARE = {
 
 def predict_sliced(folder: Path, strategy: str) -> tuple[tuple[Tensor, ...], int, int]:
     """The prediction, and bytes of weights held by and read for it."""
-    model = load_sliced(load_family(folder), folder, CPU, torch.float32)
+    model = Checkpoint(folder).denoiser(sliced=True)
     with closing_engine(model, strategy) as engine, counting_reads() as read:
         answer = engine.predict(model.probe(), ALL)
         shares = [share.module for share in engine._sharded._shares.values()]
@@ -80,7 +78,7 @@ def predict_sliced(folder: Path, strategy: str) -> tuple[tuple[Tensor, ...], int
 
 @contextmanager
 def closing_engine(model: Any, strategy: str) -> Iterator[TorchEngine]:
-    engine = TorchEngine(model, config=TorchEngineConfig(strategy=strategy))
+    engine = TorchEngine(model, strategy=strategy)
     try:
         assert engine.team_sizes == (4,)
         yield engine
@@ -113,9 +111,9 @@ def held_bytes(module: nn.Module) -> int:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_weights_and_buffers_are_those_of_the_loaded_model_to_the_bit(folder: Path, dtype: torch.dtype) -> None:
     """With all of them read; parts that a family keeps in float32 are among them."""
-    loaded = load_family(folder).load_denoiser(folder, CPU, dtype).modules["transformer"]
-    model = load_sliced(load_family(folder), folder, CPU, dtype)
-    module = TorchEngine(model)._sharded.module("transformer", TorchEngine(model).team((0,)))
+    loaded = Checkpoint(folder, dtype=dtype).denoiser().modules["transformer"]
+    model = Checkpoint(folder, dtype=dtype).denoiser(sliced=True)
+    module = TorchEngine(model)._sharded.module("transformer", TorchEngine(model).division.team((0,)))
     for own, other in (
         (module.named_parameters, loaded.named_parameters),
         (module.named_buffers, loaded.named_buffers),
@@ -138,7 +136,7 @@ def test_a_silent_exchange_stops_the_gang(folder: Path) -> None:
 
 
 def load_checked(folder: Path, strategy: str, broken: bool) -> str:
-    model = load_sliced(load_family(folder), folder, CPU, torch.float32)
+    model = Checkpoint(folder).denoiser(sliced=True)
     context = RankContext(rank=dist.get_rank(), num_ranks=4, device="cpu")
     silent = patch("engines.parallel.tensor.all_reduce_sum", lambda x, axis: x) if broken else nullcontext()
     try:
@@ -165,7 +163,7 @@ def test_files_that_lack_a_tensor_or_are_not_there(folder: Path, tmp_path: Path)
 
 
 def predict_alone(folder: Path) -> None:
-    model = load_sliced(load_family(folder), folder, CPU, torch.float32)
+    model = Checkpoint(folder).denoiser(sliced=True)
     TorchEngine(model).predict(model.probe(), (0,))
 
 
@@ -175,7 +173,7 @@ def test_weights_are_read_before_the_first_request(folder: Path) -> None:
 
 
 def reads_after_start(folder: Path) -> int:
-    model = load_sliced(load_family(folder), folder, CPU, torch.float32)
+    model = Checkpoint(folder).denoiser(sliced=True)
     context = RankContext(rank=dist.get_rank(), num_ranks=4, device="cpu")
     engine = load_engine("torch", model, context, strategy="tensor")
     with counting_reads() as read:

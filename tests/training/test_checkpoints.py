@@ -7,12 +7,12 @@ import pytest
 from training.evaluate import (
     check_motion,
     check_still,
-    filled,
     held_out_motion_prompts,
     held_out_prompts,
     load,
     paint_stills,
     paint_videos,
+    with_shipped_settings,
 )
 from training.judge import look_at
 from training.seeds import distances, spread
@@ -23,7 +23,7 @@ SETTINGS = argparse.Namespace(model="flux-shapes", seeds=4, seed=0)
 def test_settings_that_are_left_open_are_those_that_ship() -> None:
     asked = argparse.Namespace(height=64, guidance=None)
     for model, side, guidance in (("flux-shapes", 128, 3.5), ("wan-shapes", 96, 3.0)):
-        settings = filled(asked, model)
+        settings = with_shipped_settings(asked, model)
         assert (settings.height, settings.width, settings.steps, settings.guidance) == (64, side, 20, guidance)
 
 

@@ -1,5 +1,6 @@
 """A training step as a CUDA graph is the eager step: same losses, same weights, from the same seed."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from training.fast import WARM_UP_CALLS, graphed
-from training.loop import Plan, Run, fit, update
+from training.loop import Budget, Run, fit, step_of
 
 NUM_STEPS = WARM_UP_CALLS + 60
 
@@ -28,8 +29,8 @@ class _Block(nn.Module):
 def _trained(out: Path, graph: bool) -> tuple[list[float], list[Tensor]]:
     torch.manual_seed(0)
     module = _Block().cuda()
-    plan = Plan(out=out, minutes=5, total_minutes=5, learning_rate=3e-3, muon=2.0, decay_from=0.99)
-    run, losses = Run(module=module, plan=plan), []
+    budget = Budget(out=out, minutes=5, total_minutes=5, learning_rate=3e-3, muon=2.0, decay_from=0.99)
+    run, losses = Run(module=module, budget=budget), []
     weights = torch.randn(32, 8, device="cuda")
 
     def loss_of(batch: int) -> Tensor:
@@ -37,16 +38,15 @@ def _trained(out: Path, graph: bool) -> tuple[list[float], list[Tensor]]:
         error = (module(x) - x @ weights).square()
         return torch.stack((error.mean(), 0.1 * error.abs().mean()))
 
-    steps = [graphed(lambda size=size: update(run, lambda: loss_of(size)), on=graph) for size in (64, 96)]  # type: ignore[misc]
+    steps = [step_of(run, partial(loss_of, size), graph=graph) for size in (64, 96)]
 
     def step() -> Tensor:
         losses.append(steps[run.step % 2]())
         return losses[-1]
 
     fit(run, step, max_steps=NUM_STEPS)
-    return [loss.sum().item() for loss in losses], [
-        p.detach().clone() for p in [*module.parameters(), *run.average.mean]
-    ]
+    weights_and_means = [*module.parameters(), *run.average.parameters()]
+    return [loss.sum().item() for loss in losses], [tensor.detach().clone() for tensor in weights_and_means]
 
 
 @pytest.mark.gpu

@@ -8,10 +8,10 @@ import pytest
 import torch
 from PIL import Image, ImageDraw
 
-from training.draw import PALETTE, draw, motion_drawings, still_drawings
 from training.evaluate import check_motion, check_still
 from training.judge import Picture, Pixels, look_at, motion_of, place_of, size_of
-from training.scenes import SHAPES, random_motion_scene, random_scene
+from training.shapes.draw import PALETTE, draw, motion_drawings, still_drawings
+from training.shapes.scenes import SHAPES, random_motion_scene, random_scene
 
 SIDE, OVERSAMPLING = 128, 4
 Corners = list[tuple[float, float]]
@@ -48,12 +48,12 @@ def test_shape_colour_and_place_at_any_angle(shape: str, radius: float, side: in
     for angle in (0.0, 0.4, 1.0):
         seen = look_at(picture((shape, "purple", 0.3, 0.7, radius, angle), background="yellow", side=side))
         assert seen.background == "yellow"
-        assert len(seen.found) == 1
-        found = seen.found[0]
-        assert (found.shape, found.colour) == (shape, "purple")
-        assert abs(found.x - 0.3) < 0.015
-        assert abs(found.y - 0.7) < 0.015
-        assert place_of(found) == (-1, 1)
+        assert len(seen.shapes) == 1
+        shown = seen.shapes[0]
+        assert (shown.shape, shown.colour) == (shape, "purple")
+        assert abs(shown.x - 0.3) < 0.015
+        assert abs(shown.y - 0.7) < 0.015
+        assert place_of(shown) == (-1, 1)
 
 
 def test_every_colour_on_every_background() -> None:
@@ -61,21 +61,21 @@ def test_every_colour_on_every_background() -> None:
         for background in PALETTE:
             if colour not in (background, "grey"):
                 seen = look_at(picture(("circle", colour, 0.5, 0.5, 0.2, 0), background=background))
-                assert (seen.background, seen.found[0].colour) == (background, colour)
+                assert (seen.background, seen.shapes[0].colour) == (background, colour)
 
 
 def test_two_shapes_and_sizes() -> None:
     seen = look_at(picture(("circle", "red", 0.25, 0.3, 0.1, 0), ("square", "blue", 0.7, 0.7, 0.25, 0)))
-    assert [(f.shape, f.colour, size_of(f)) for f in seen.found] == [
+    assert [(shown.shape, shown.colour, size_of(shown)) for shown in seen.shapes] == [
         ("square", "blue", "large"),
         ("circle", "red", "small"),
     ]
 
 
 def test_an_empty_picture_and_a_wrong_one() -> None:
-    assert look_at(picture()).found == ()
+    assert look_at(picture()).shapes == ()
     blob = look_at(picture(("circle", "red", 0.4, 0.5, 0.15, 0), ("square", "red", 0.55, 0.5, 0.15, 0)))
-    assert len(blob.found) == 1  # two that touch are one, and so count as wrong for a prompt of two
+    assert len(blob.shapes) == 1  # two that touch are one, and so count as wrong for a prompt of two
 
 
 def _clip(shape: str, path: list[tuple[float, float, float, float]]) -> list[Picture]:
@@ -101,7 +101,7 @@ def test_motions(motion: str, end: tuple[float, float, float, float]) -> None:
         assert motion_of(clip) == motion
         if motion in ("right", "down"):
             assert motion_of(clip[::-1]) == {"right": "left", "down": "up"}[motion]
-    assert motion_of([Picture(background="white", found=())]) == "lost"
+    assert motion_of([Picture(background="white", shapes=())]) == "lost"
 
 
 def _bytes(values: torch.Tensor) -> Pixels:

@@ -8,24 +8,24 @@ import torch
 from torch import Tensor, nn
 
 from training.flow import noisy, sample_sigma
-from training.loop import WARMUP_STEPS, Average, Plan, Run, fit, learning_rate, update
+from training.loop import WARMUP_STEPS, Budget, Run, fit, learning_rate, step_of
 
 
-def _plan(out: Path, resume: bool, muon: float) -> Plan:
-    return Plan(out=out, minutes=5, total_minutes=5, learning_rate=1e-2, muon=muon, resume=resume, decay_from=0.99)
+def _budget(out: Path, resume: bool, muon: float) -> Budget:
+    return Budget(out=out, minutes=5, total_minutes=5, learning_rate=1e-2, muon=muon, resume=resume, decay_from=0.99)
 
 
 def _run(out: Path, resume: bool = False, muon: float = 0.0) -> tuple[Run, Callable[[], Tensor]]:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
-    run = Run(module=module, plan=_plan(out, resume, muon))
+    run = Run(module=module, budget=_budget(out, resume, muon))
 
     def loss_of() -> Tensor:
         x = torch.randn(16, 4, generator=torch.Generator().manual_seed(run.step))
         error = (module(x) - x.flip(-1)).square()
         return torch.stack((error[:8].mean(), error[8:].mean()))
 
-    return run, lambda: update(run, loss_of)
+    return run, step_of(run, loss_of)
 
 
 @pytest.mark.parametrize("muon", [0.0, 1.0])
@@ -41,7 +41,7 @@ def test_resuming_gives_the_same_weights(tmp_path: Path, muon: float) -> None:
     assert rest.step == whole.step == 100
     for ours, theirs in zip(rest.module.parameters(), whole.module.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
-    for mean, whole_mean in zip(rest.average.mean, whole.average.mean, strict=True):
+    for mean, whole_mean in zip(rest.average.parameters(), whole.average.parameters(), strict=True):
         torch.testing.assert_close(mean, whole_mean, rtol=1e-4, atol=1e-6)
     assert [point["step"] for point in rest.log] == [50, 100]
 
@@ -59,23 +59,33 @@ def test_a_diverging_run_stops(tmp_path: Path) -> None:
 
 
 def test_learning_rate_rises_stays_and_falls(tmp_path: Path) -> None:
-    plan = Plan(out=tmp_path, minutes=1, total_minutes=1, learning_rate=1.0, decay_from=0.5)
-    assert learning_rate(plan, 0, 0.0) == pytest.approx(1 / WARMUP_STEPS)
-    assert learning_rate(plan, WARMUP_STEPS, 0.4) == 1.0
-    assert learning_rate(plan, 10_000, 0.75) == pytest.approx(0.5)
-    assert learning_rate(plan, 10_000, 1.2) == 0.0
+    budget = Budget(out=tmp_path, minutes=1, total_minutes=1, learning_rate=1.0, decay_from=0.5)
+    assert learning_rate(budget, 0, 0.0) == pytest.approx(1 / WARMUP_STEPS)
+    assert learning_rate(budget, WARMUP_STEPS, 0.4) == 1.0
+    assert learning_rate(budget, 10_000, 0.75) == pytest.approx(0.5)
+    assert learning_rate(budget, 10_000, 1.2) == 0.0
 
 
-def test_average_follows_and_replaces_the_weights() -> None:
+def test_the_average_has_a_short_memory_at_first_and_replaces_the_weights(tmp_path: Path) -> None:
+    """The reference is the definition, written out in float64: mean += (1 - keep) * (weight - mean)."""
+    torch.manual_seed(0)
     module = nn.Linear(1, 1, bias=False)
-    nn.init.zeros_(module.weight)
-    average = Average(module, 0.9)
-    nn.init.ones_(module.weight)
-    average.count.fill_(1_000)
-    for _ in range(3):
-        average.update()
-    average.copy_to_module()
-    assert module.weight.item() == pytest.approx(1 - 0.9**3)
+    budget = Budget(out=tmp_path, minutes=5, total_minutes=5, learning_rate=0.5, ema_decay=0.9)
+    run = Run(module=module, budget=budget)
+    step, weights = step_of(run, lambda: (module.weight - 3).square().sum()), []
+
+    def recorded() -> Tensor:
+        losses = step()
+        weights.append(module.weight.item())
+        return losses
+
+    fit(run, recorded, max_steps=40)
+    mean = weights[0]
+    for number, weight in enumerate(weights[1:], start=1):
+        mean += (1 - min(0.9, (1 + number) / (10 + number))) * (weight - mean)
+    assert abs(mean - weights[-1]) > 0.01
+    run.use_average()
+    assert module.weight.item() == pytest.approx(mean, rel=1e-5)
 
 
 def test_noisy_latents_lie_on_the_path_the_velocity_follows() -> None:

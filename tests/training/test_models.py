@@ -8,12 +8,13 @@ import torch
 from diffusers import FluxPipeline, WanPipeline
 from safetensors.torch import load_file
 
+from pipelines.flux.latents import image_ids, pack
 from training import evaluate
-from training.captions import caption
-from training.flux_model import image_ids, pack
+from training.flux_model import POOLED_DIM, TEXT_DIM
 from training.flux_shapes import start as start_flux
-from training.scenes import training_scene
-from training.tokens import MAX_LENGTH
+from training.shapes.captions import caption
+from training.shapes.scenes import training_scene
+from training.shapes.tokens import MAX_LENGTH
 from training.wan_shapes import start as start_wan
 
 FLUX, WAN = evaluate.CHECKPOINTS / "flux-shapes", evaluate.CHECKPOINTS / "wan-shapes"
@@ -49,7 +50,25 @@ def test_flux_packing_equals_the_pipeline() -> None:
     latents = torch.randn(2, 16, 12, 8)
     torch.testing.assert_close(pack(latents), FluxPipeline._pack_latents(latents, 2, 16, 12, 8))
     theirs = FluxPipeline._prepare_latent_image_ids(2, 6, 4, "cpu", torch.float32)
-    torch.testing.assert_close(image_ids(12, 8, torch.device("cpu")), theirs)
+    torch.testing.assert_close(image_ids(12, 8), theirs)
+
+
+def test_flux_velocity_is_what_the_pipeline_asks_its_transformer_for() -> None:
+    model, _ = start_flux(FLUX)
+    latents, sigma, guidance = torch.randn(2, 16, 12, 8), torch.tensor([0.3, 0.8]), torch.tensor([1.0, 4.0])
+    pooled, sequence = torch.randn(2, POOLED_DIM), torch.randn(2, MAX_LENGTH, TEXT_DIM)
+    with torch.no_grad():
+        ours = model.velocity(latents, sigma, guidance, (pooled, sequence))
+        theirs = model.transformer(
+            hidden_states=FluxPipeline._pack_latents(latents, 2, 16, 12, 8),
+            encoder_hidden_states=sequence,
+            pooled_projections=pooled,
+            timestep=sigma,
+            guidance=guidance,
+            img_ids=FluxPipeline._prepare_latent_image_ids(2, 6, 4, "cpu", torch.float32),
+            txt_ids=torch.zeros(MAX_LENGTH, 3),
+        ).sample
+    torch.testing.assert_close(ours, theirs)
 
 
 def test_wan_text_equals_the_pipeline() -> None:

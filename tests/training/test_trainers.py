@@ -28,6 +28,7 @@ def _commands() -> list[tuple[str, list[str]]]:
     """Module and arguments of each training command of the newest report."""
     text = max(REPORTS.glob("shipped-models_*.md")).read_text().replace("\\\n", " ")
     lines = [line.split("python -m ")[1] for line in text.splitlines() if line.startswith("    python -m training.")]
+    assert lines, "the newest report has no training command: these tests would run nothing"
     return [(words[0], words[1:]) for words in map(shlex.split, lines)]
 
 

@@ -10,7 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from engines.fast.kernels.records import EPS, Modulation
-from engines.fast.kernels.rows import FP8, FP8_MAX, SMALLEST_AMAX, QuantRows, Rows
+from engines.fast.kernels.rows import QuantRows, Rows
+from engines.quantization.scales import FP8, LARGEST, SMALLEST_AMAX
 
 
 @triton.jit
@@ -66,7 +67,7 @@ def launch(
         x_RC, y, z, gate_SBC, shift_SBC, scale_SBC, out_RC, out_scale_R1,
         modulation.first_rows, shift_SBC.shape[1], channels, _segment_stride(gate_SBC), gate_SBC.stride(1),
         _segment_stride(shift_SBC), shift_SBC.stride(1), EPS,
-        NUM_UPDATES=len(updates), QUANTIZE=quantize, LARGEST=FP8_MAX, SMALLEST=SMALLEST_AMAX, BLOCK=block,
+        NUM_UPDATES=len(updates), QUANTIZE=quantize, LARGEST=LARGEST["fp8"], SMALLEST=SMALLEST_AMAX, BLOCK=block,
         num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip
     return QuantRows(values_RC=out_RC, scale_R1=out_scale_R1) if quantize else out_RC

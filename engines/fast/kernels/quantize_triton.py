@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engines.fast.kernels.rows import FP8, FP8_MAX, SMALLEST_AMAX, QuantRows
+from engines.fast.kernels.rows import QuantRows
+from engines.quantization.scales import FP8, LARGEST, SMALLEST_AMAX
 
 
 @triton.jit
@@ -39,6 +40,6 @@ def launch(x_GRC: Tensor, *, gelu: bool) -> QuantRows:
     block = triton.next_power_of_2(channels)
     _quantize[(rows,)](
         x_GRC, out_RC, scale_R1, columns_each, x_GRC.stride(0), x_GRC.stride(1), channels,
-        GELU=gelu, LARGEST=FP8_MAX, SMALLEST=SMALLEST_AMAX, BLOCK=block, num_warps=min(16, max(1, block // 512)),
+        GELU=gelu, LARGEST=LARGEST["fp8"], SMALLEST=SMALLEST_AMAX, BLOCK=block, num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip
     return QuantRows(values_RC=out_RC, scale_R1=scale_R1)

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0
-SMALLEST_AMAX = 1e-12
-"""Keeps the scale of an all-zero row finite."""
+from engines.quantization.scales import FP8, row_scales
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,5 +29,5 @@ Rows = Tensor | QuantRows
 
 def quantized(x_RC: Tensor) -> QuantRows:
     """Returns ``x_RC`` with the largest magnitude of each row mapped to the largest float8; plain PyTorch."""
-    scale_R1 = x_RC.float().abs().amax(-1, keepdim=True).clamp(min=SMALLEST_AMAX) / FP8_MAX
+    scale_R1 = row_scales(x_RC, "fp8")
     return QuantRows(values_RC=(x_RC.float() / scale_R1).to(FP8), scale_R1=scale_R1)

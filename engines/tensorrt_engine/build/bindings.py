@@ -17,7 +17,7 @@ class TensorRTMissingError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bindings:
-    """The Python module of a TensorRT product and what a plan's cache key must know of it."""
+    """The Python module of a TensorRT product and what the key of a cached engine must know of it."""
 
     module: ModuleType
     product: str
@@ -31,7 +31,7 @@ class Bindings:
 
 @functools.cache
 def load_bindings() -> Bindings:
-    """``tensorrt`` where it is installed (it runs plans on data-centre GPUs), TensorRT-RTX otherwise.
+    """Returns ``tensorrt`` where it is installed (it runs engines on data-centre GPUs), TensorRT-RTX otherwise.
 
     Raises TensorRTMissingError when neither can be imported.
     """

@@ -1,4 +1,4 @@
-"""ONNX in, plan out: everything that touches TensorRT's builder."""
+"""From ONNX to an engine file: everything that touches TensorRT's builder."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Profile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuildOptions:
-    """What besides the network decides the plan."""
+    """What besides the network decides the engine file."""
 
     target: Target
     profiles: tuple[Profile, ...] = ()
@@ -53,12 +53,12 @@ class BuildOptions:
 class Built:
     """A serialized engine and how long the builder took."""
 
-    plan: bytes
+    engine_file: bytes
     build_s: float
 
 
-def build(onnx_file: bytes | Path, options: BuildOptions, *, bar: ProgressBar | None = None) -> Built:
-    """Build a strongly typed network for ``options.target``.
+def build(onnx_file: bytes, options: BuildOptions, *, bar: ProgressBar | None = None) -> Built:
+    """Builds a strongly typed network for ``options.target``.
 
     Raises BuildError with TensorRT's words, BuildCancelledError after Ctrl-C.
     """
@@ -73,39 +73,38 @@ def build(onnx_file: bytes | Path, options: BuildOptions, *, bar: ProgressBar | 
     config = _configure(builder, options, monitor)
     cache = timing_cache.attach(config, options.timing_cache_dir, options.target)
     with bar.running():
-        plan = builder.build_serialized_network(network, config)
+        engine_file = builder.build_serialized_network(network, config)
     if bar.cancelled.is_set():
-        raise BuildCancelledError("TensorRT build cancelled; no plan was written")
-    if plan is None:
+        raise BuildCancelledError("TensorRT build cancelled; no engine file was written")
+    if engine_file is None:
         raise BuildError(
             f"TensorRT refused the network for {options.target.name}: {take_errors() or 'no reason given'}"
         )
     timing_cache.store(config, cache)
-    return Built(plan=bytes(plan), build_s=time.perf_counter() - started_s)
+    return Built(engine_file=bytes(engine_file), build_s=time.perf_counter() - started_s)
 
 
-def _parse(builder: Any, onnx_file: bytes | Path) -> Any:
+def _parse(builder: Any, onnx_file: bytes) -> Any:
     trt = load_bindings().api
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, trt_logger())
-    parsed = parser.parse_from_file(str(onnx_file)) if isinstance(onnx_file, Path) else parser.parse(onnx_file)
-    if not parsed:
+    if not parser.parse(onnx_file):
         reasons = "; ".join(parser.get_error(i).desc() for i in range(parser.num_errors))
         raise BuildError(f"TensorRT cannot parse the ONNX graph: {reasons}")
     return network
 
 
 def _check_profiles(network: Any, profiles: tuple[Profile, ...]) -> None:
-    """TensorRT ignores a profile's unknown names in silence and blames the graph for missing ones."""
+    """Raises ValueError for names that TensorRT ignores in silence, or for whose lack it blames the graph."""
     inputs = [network.get_input(i) for i in range(network.num_inputs)]
     dynamic = {tensor.name for tensor in inputs if -1 in tuple(tensor.shape)}
     if dynamic and not profiles:
         raise ValueError(f"inputs {', '.join(sorted(dynamic))} have dynamic dims: give at least one profile")
     for profile in profiles:
         if dynamic != set(profile.shapes):
-            given = ", ".join(sorted(profile.shapes)) or "none"
+            named = ", ".join(sorted(profile.shapes)) or "none"
             raise ValueError(
-                f"a profile names {given}; the inputs with dynamic dims are {', '.join(sorted(dynamic)) or 'none'}"
+                f"a profile names {named}; the inputs with dynamic dims are {', '.join(sorted(dynamic)) or 'none'}"
             )
 
 
@@ -124,14 +123,17 @@ def _configure(builder: Any, options: BuildOptions, monitor: Any) -> Any:
 
 
 def _optimization_profile(builder: Any, profile: Profile) -> Any:
-    made = builder.create_optimization_profile()
+    optimization = builder.create_optimization_profile()
     for name, (smallest, likely, largest) in profile.shapes.items():
-        made.set_shape(name, smallest, likely, largest)
-    return made
+        optimization.set_shape(name, smallest, likely, largest)
+    return optimization
 
 
 def check_target(target: Target) -> None:
-    """RTX cross-compiles for a list of targets; TensorRT builds for the GPU it runs on. ValueError for any other."""
+    """Raises ValueError for a target that the installed product does not build for.
+
+    RTX cross-compiles for a list of targets; TensorRT builds for the GPU that it runs on.
+    """
     capabilities = getattr(load_bindings().api, "ComputeCapability", None)
     if capabilities is None:
         _require_this_gpu(target)

@@ -1,30 +1,27 @@
-"""Plans on disk: built once for all processes, written whole or not at all, checked before they are loaded."""
+"""Engine files on disk: built once for all processes, written whole or not at all, checked before they are loaded."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import json
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from filelock import FileLock
 
 from engines.core.files import write_atomically
 from engines.tensorrt_engine.build.bindings import load_bindings
-from engines.tensorrt_engine.build.builder import BuildOptions, Built
+from engines.tensorrt_engine.build.builder import BuildOptions, Built, build
+from engines.tensorrt_engine.build.cache import get_or_make
+from engines.tensorrt_engine.build.progress import ProgressBar
+from engines.tensorrt_engine.export.onnx_graph import EngineGraph
 
-logger = logging.getLogger("troupe.tensorrt")
-
-DEFAULT_FOLDER = Path.home() / ".cache" / "troupe" / "plans"
+DEFAULT_FOLDER = Path.home() / ".cache" / "troupe" / "engines"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlanKey:
-    """Everything that decides a plan. ``options`` holds target, profiles and flags as one line of text."""
+class EngineKey:
+    """Everything that decides an engine file. ``options`` holds target, profiles and flags as one line of text."""
 
     graph_digest: str
     strategy: str
@@ -35,7 +32,7 @@ class PlanKey:
     version: str
 
     @classmethod
-    def of(cls, graph: bytes, *, strategy: str, num_ranks: int, precision: str, options: BuildOptions) -> PlanKey:
+    def of(cls, graph: bytes, *, strategy: str, num_ranks: int, precision: str, options: BuildOptions) -> EngineKey:
         bindings = load_bindings()
         return cls(
             graph_digest=hashlib.sha256(graph).hexdigest(),
@@ -58,65 +55,68 @@ class PlanKey:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CachedPlan:
-    """A plan whose checksum was right when it was read. ``sha256`` is what the ranks of a gang compare."""
+class CachedEngine:
+    """An engine file whose checksum was right when it was read. ``sha256`` is what the ranks of a gang compare."""
 
-    plan: bytes
+    engine_file: bytes
     sha256: str
-    key: PlanKey
+    key: EngineKey
     build_s: float
     was_cached: bool
     path: Path
 
 
-class PlanCache:
-    """A folder with a ``.plan`` and a ``.json`` (its key and checksum, written last) for each plan."""
+class EngineCache:
+    """A folder of ``.engine`` files, each with an ``.engine.json``, written last, of its key and checksum."""
 
-    def __init__(self, folder: Path = DEFAULT_FOLDER) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def get_or_build(self, key: PlanKey, build: Callable[[], Built]) -> CachedPlan:
-        """The stored plan, or ``build()``'s. Of several processes that ask at once one builds, the others wait."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(self._path(key, "lock")):
-            return self.find(key) or self._store(key, build())
+    def get_or_build(self, key: EngineKey, build: Callable[[], Built]) -> CachedEngine:
+        """Returns the stored engine, or ``build()``'s. Of processes that ask at once one builds, the others wait."""
+        path = self._folder / f"{key.digest()[:32]}.engine"
+        record = path.with_name(f"{path.name}.json")
 
-    def find(self, key: PlanKey) -> CachedPlan | None:
-        """The stored plan; None when there is none or it is damaged (which is logged)."""
-        manifest = self._manifest(key)
-        if manifest is None:
-            return None
-        path = self._path(key, "plan")
-        plan = path.read_bytes() if path.exists() else b""
-        if hashlib.sha256(plan).hexdigest() != manifest["sha256"]:
-            logger.warning("the plan %s is damaged (wrong checksum) and will be built again", path)
-            return None
-        return CachedPlan(
-            plan=plan, sha256=manifest["sha256"], key=key, build_s=manifest["build_s"], was_cached=True, path=path
-        )
+        def make() -> CachedEngine:
+            built = build()
+            sha256 = hashlib.sha256(built.engine_file).hexdigest()
+            write_atomically(path, built.engine_file)
+            manifest = {"key": dataclasses.asdict(key), "sha256": sha256, "build_s": built.build_s}
+            write_atomically(record, json.dumps(manifest, indent=1).encode())
+            return CachedEngine(
+                engine_file=built.engine_file,
+                sha256=sha256,
+                key=key,
+                build_s=built.build_s,
+                was_cached=False,
+                path=path,
+            )
 
-    def _manifest(self, key: PlanKey) -> dict[str, Any] | None:
-        path = self._path(key, "json")
-        if not path.exists():
-            return None
-        try:
-            manifest: dict[str, Any] = json.loads(path.read_text())
-            if manifest["key"] != dataclasses.asdict(key):
-                raise ValueError("the key inside is another's")
-            float(manifest["build_s"])
-            str(manifest["sha256"])
-        except (ValueError, KeyError, TypeError) as error:
-            logger.warning("the record %s is damaged (%s) and its plan will be built again", path, error)
-            return None
-        return manifest
+        return get_or_make(record, lambda _: _read(path, record, key), make)
 
-    def _store(self, key: PlanKey, built: Built) -> CachedPlan:
-        sha256 = hashlib.sha256(built.plan).hexdigest()
-        path = self._path(key, "plan")
-        write_atomically(path, built.plan)
-        manifest = {"key": dataclasses.asdict(key), "sha256": sha256, "build_s": built.build_s}
-        write_atomically(self._path(key, "json"), json.dumps(manifest, indent=1).encode())
-        return CachedPlan(plan=built.plan, sha256=sha256, key=key, build_s=built.build_s, was_cached=False, path=path)
 
-    def _path(self, key: PlanKey, suffix: str) -> Path:
-        return self._folder / f"{key.digest()[:32]}.{suffix}"
+def _read(path: Path, record: Path, key: EngineKey) -> CachedEngine:
+    """Returns the stored engine. ValueError, KeyError, TypeError or FileNotFoundError where it cannot be used."""
+    manifest = json.loads(record.read_text())
+    if manifest["key"] != dataclasses.asdict(key):
+        raise ValueError("the key inside is another's")
+    sha256, build_s, engine_file = str(manifest["sha256"]), float(manifest["build_s"]), path.read_bytes()
+    if hashlib.sha256(engine_file).hexdigest() != sha256:
+        raise ValueError(f"{path.name} has another checksum")
+    return CachedEngine(engine_file=engine_file, sha256=sha256, key=key, build_s=build_s, was_cached=True, path=path)
+
+
+def cached_engine(
+    graph: EngineGraph,
+    options: BuildOptions,
+    cache: EngineCache,
+    *,
+    strategy: str,
+    precision: str,
+    visible: bool = False,
+) -> CachedEngine:
+    """Returns the graph's engine for its own profiles, built if the cache has none. Raises as ``build`` does."""
+    serialized, options = graph.serialized(), dataclasses.replace(options, profiles=graph.profiles)
+    num_ranks = graph.num_ranks
+    key = EngineKey.of(serialized, strategy=strategy, num_ranks=num_ranks, precision=precision, options=options)
+    return cache.get_or_build(key, lambda: build(serialized, options, bar=ProgressBar(visible=visible)))

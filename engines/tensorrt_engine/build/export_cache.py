@@ -5,24 +5,20 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import logging
 import sys
-import zipfile
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from filelock import FileLock
 from torch import Tensor
 
 from engines.core.files import write_atomically
 from engines.core.model import Branch, DenoiserModel
 from engines.parallel.mesh import Team
+from engines.tensorrt_engine.build.cache import get_or_make
 from engines.tensorrt_engine.export.archive import read_export, write_export
 from engines.tensorrt_engine.export.exported import Exported
-
-logger = logging.getLogger("troupe.tensorrt")
 
 _TRACERS = ("torch", "diffusers", "onnx", "onnxscript", "onnx_ir")
 """Packages whose versions decide what an export looks like."""
@@ -37,33 +33,24 @@ class ExportCache:
     def get_or_export(
         self, key: str, weights: Mapping[str, Tensor], device: torch.device, export: Callable[[], Exported]
     ) -> Exported:
-        """The stored export, or ``export()``'s. Of several processes that ask at once one exports, the others wait.
+        """Returns the stored export, or ``export()``'s. Of processes that ask at once one exports, the others wait.
 
         ``weights`` are bound to what runs in torch. A damaged file is logged and made again.
         """
-        self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"{key}.zip"
-        with FileLock(path.with_suffix(".lock")):
-            found = _find(path, weights, device)
-            if found is None:
-                write_atomically(path, write_export(export()))
-                found = _find(path, weights, device)  # what the other ranks read, byte for byte
-        assert found is not None
-        return found
 
+        def read(path: Path) -> Exported:
+            return read_export(path.read_bytes(), weights, device)
 
-def _find(path: Path, weights: Mapping[str, Tensor], device: torch.device) -> Exported | None:
-    if not path.exists():
-        return None
-    try:
-        return read_export(path.read_bytes(), weights, device)
-    except (ValueError, KeyError, zipfile.BadZipFile) as error:
-        logger.warning("the export %s is damaged (%s) and will be made again", path, error)
-        return None
+        def make() -> Exported:
+            write_atomically(path, write_export(export()))
+            return read(path)  # what the other ranks read, byte for byte
+
+        return get_or_make(path, read, make)
 
 
 def export_key(model: DenoiserModel, branches: tuple[Branch, ...], team: Team, **options: str) -> str:
-    """A digest of everything that decides an export: model, shapes, division, options, versions and our own code."""
+    """Returns a digest of all that decides an export: model, shapes, division, options, versions and our own code."""
     module = model.modules[branches[0].module]
     facts = {
         "module": repr(module),
@@ -93,7 +80,7 @@ def _digest(tensor: Tensor) -> str:
 
 @functools.cache
 def code_digest(package: str) -> str:
-    """Of every Python file in a package that is imported."""
+    """Returns a digest of every Python file in a package that is imported."""
     digest = hashlib.sha256()
     for folder in map(Path, getattr(sys.modules[package], "__path__", ())):
         for file in sorted(folder.rglob("*.py")):

@@ -1,4 +1,4 @@
-"""TensorRT's messages: into Python's logging, and the errors kept for the exception that follows."""
+"""TensorRT's messages: into Python's logging for debugging, and the errors kept for the exception that follows."""
 
 from __future__ import annotations
 
@@ -14,13 +14,7 @@ logger = logging.getLogger("troupe.tensorrt")
 @functools.cache
 def _logger_class() -> type:
     trt = load_bindings().api
-    levels = {
-        trt.ILogger.INTERNAL_ERROR: logging.ERROR,
-        trt.ILogger.ERROR: logging.ERROR,
-        trt.ILogger.WARNING: logging.DEBUG,  # hundreds per build, none that a user can act on
-        trt.ILogger.INFO: logging.DEBUG,
-        trt.ILogger.VERBOSE: logging.NOTSET,
-    }
+    failures = (trt.ILogger.INTERNAL_ERROR, trt.ILogger.ERROR)
 
     class ErrorKeepingLogger(trt.ILogger):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
@@ -28,23 +22,22 @@ def _logger_class() -> type:
             self.errors: list[str] = []
 
         def log(self, severity: Any, message: str) -> None:
-            level = levels.get(severity, logging.DEBUG)
-            if level == logging.ERROR:
+            if severity in failures:
                 self.errors.append(message)
-            if level:
-                logger.log(logging.DEBUG, "%s", message)
+            if severity != trt.ILogger.VERBOSE:  # of warnings there are hundreds a build, none that a user can act on
+                logger.debug("%s", message)
 
     return ErrorKeepingLogger
 
 
 @functools.cache
 def trt_logger() -> Any:
-    """The process's one ``ILogger`` (TensorRT keeps the first it is given); ``errors`` collects error messages."""
+    """Returns the process's one ``ILogger`` (TensorRT keeps the first it gets); ``errors`` collects error messages."""
     return _logger_class()()
 
 
 def take_errors() -> str:
-    """The error messages since the last call, as one line."""
+    """Returns the error messages since the last call, as one line."""
     errors = trt_logger().errors
     text = "; ".join(dict.fromkeys(errors)).strip()
     errors.clear()

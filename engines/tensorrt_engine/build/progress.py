@@ -23,18 +23,18 @@ class BuildCancelledError(KeyboardInterrupt):
 class ProgressBar:
     """Phases of a build as nested rich bars. ``cancelled`` set from any thread ends the build at its next step."""
 
-    def __init__(self, *, visible: bool, cancelled: threading.Event | None = None) -> None:
+    def __init__(self, *, visible: bool) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
         self._progress = _progress(*columns, visible=visible)
         self._tasks: dict[str, TaskID] = {}
-        self.cancelled = cancelled if cancelled is not None else threading.Event()
+        self.cancelled = threading.Event()
 
     def phase_start(self, phase: str, parent: str | None, num_steps: int) -> None:
         indent = "  " if parent else ""
         self._tasks[phase] = self._progress.add_task(indent + phase, total=num_steps)
 
     def step_complete(self, phase: str, step: int) -> bool:
-        """False asks TensorRT to stop."""
+        """Returns False to ask TensorRT to stop."""
         if phase in self._tasks:
             self._progress.update(self._tasks[phase], completed=step + 1)
         return not self.cancelled.is_set()
@@ -45,14 +45,14 @@ class ProgressBar:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Show the bar; Ctrl-C sets ``cancelled`` meanwhile (an exception must not cross TensorRT's C++ frames)."""
+        """Shows the bar; Ctrl-C sets ``cancelled`` meanwhile (an exception must not cross TensorRT's C++ frames)."""
         with self._progress, _interrupts_to(self.cancelled):
             yield
 
 
 @contextmanager
 def spinner(text: str, *, visible: bool) -> Iterator[None]:
-    """For work that cannot say how far it is."""
+    """Shows that work goes on which cannot say how far it is."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with _progress(*columns, visible=visible) as bar:
         bar.add_task(text, total=None)
@@ -60,7 +60,7 @@ def spinner(text: str, *, visible: bool) -> Iterator[None]:
 
 
 def _progress(*columns: ProgressColumn, visible: bool) -> Progress:
-    """Gone at its end. Nothing in a file or a pipe, where it would leave blank lines."""
+    """Returns a bar that is gone at its end. It shows nothing in a file or a pipe, where it would leave blank lines."""
     console = Console()
     return Progress(*columns, console=console, disable=not (visible and console.is_terminal), transient=True)
 
@@ -103,5 +103,5 @@ def _monitor_class() -> type:
 
 
 def as_monitor(bar: ProgressBar) -> Any:
-    """``bar`` as TensorRT's ``IProgressMonitor``. The caller keeps it alive during the build."""
+    """Returns ``bar`` as TensorRT's ``IProgressMonitor``. The caller keeps it alive during the build."""
     return _monitor_class()(bar)

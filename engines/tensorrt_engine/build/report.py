@@ -1,8 +1,15 @@
-"""``troupe build-engine``: export a model's step, build its plan (or find it in the cache), say what it holds."""
+"""``troupe build-engine``: exports a model's step, builds its engine file or finds it in the cache, says what it holds.
+
+Without a GPU an engine file cannot be deserialized, so TensorRT's engine inspector is out of reach. Those of
+TensorRT-RTX 1.7 carry their compiled program as text, in an undocumented format; for diagnostics alone, what is in it
+is counted here.
+"""
 
 from __future__ import annotations
 
+import re
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,25 +18,33 @@ import onnx_ir as ir
 from engines.core.model import Branch, DenoiserModel
 from engines.parallel.mesh import Team
 from engines.tensorrt_engine.build.builder import BuildOptions, Shape, check_target
-from engines.tensorrt_engine.build.engine_cache import CachedPlan, PlanCache
-from engines.tensorrt_engine.build.engine_text import read_plan_text
+from engines.tensorrt_engine.build.engine_cache import CachedEngine, EngineCache, cached_engine
 from engines.tensorrt_engine.build.progress import spinner
 from engines.tensorrt_engine.build.targets import Target
-from engines.tensorrt_engine.calibration import quantization
 from engines.tensorrt_engine.config import ResolvedConfig, TensorRTConfig
 from engines.tensorrt_engine.export.buckets import divides
 from engines.tensorrt_engine.export.exported import Exported
-from engines.tensorrt_engine.export.exporter import Exporter
+from engines.tensorrt_engine.export.exporter import Exporter, change_for
 from engines.tensorrt_engine.export.onnx_graph import EngineGraph
 from engines.tensorrt_engine.export.trace import offline_team
-from engines.tensorrt_engine.run.step import cached_plan
 
 MIB = 1 << 20
 
+_PROGRAM_START = b"header {\n  version = 5"
+_PROGRAM_ENDS = (b"#undef __HAS", b"header {\n  version = 4")
+_INSTRUCTION = re.compile(r"^\s+([a-z_0-9]+)=\{ name=\"?([^\"\s]+)\"?", re.MULTILINE)
+_NOT_INSTRUCTIONS = ("region", "tensor", "parameter", "symbol")
+_COLLECTIVES = {
+    "comm_alltoall": "all_to_all",
+    "comm_allgather": "all_gather",
+    "comm_allreduce": "all_reduce",
+    "comm_reduce_scatter": "reduce_scatter",
+}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlanReport:
-    """What one plan holds. ``num_fused_attentions`` is None where this TensorRT's plans cannot be looked into."""
+class EngineReport:
+    """What one engine file holds. ``num_fused_attentions`` is None where this TensorRT's cannot be looked into."""
 
     title: str
     collectives: dict[str, int]
@@ -38,7 +53,7 @@ class PlanReport:
     inputs: tuple[str, ...]
     num_weight_inputs: int
     graph_bytes: int
-    plan_bytes: int
+    engine_bytes: int
     export_s: float
     build_s: float
     was_cached: bool
@@ -46,10 +61,10 @@ class PlanReport:
     sha256: str
 
     def lines(self) -> list[str]:
-        """For a terminal."""
+        """Returns the report for a terminal."""
         exchanges = ", ".join(f"{number} {name}" for name, number in sorted(self.collectives.items())) or "none"
         fused = "unknown" if self.num_fused_attentions is None else str(self.num_fused_attentions)
-        found = "found in the cache, built in" if self.was_cached else "built in"
+        origin = "found in the cache, built in" if self.was_cached else "built in"
         return [
             self.title,
             f"  collectives   {exchanges}",
@@ -58,9 +73,9 @@ class PlanReport:
             f"  weights       {self.num_weight_inputs} inputs"
             if self.num_weight_inputs
             else "  weights       constants",
-            f"  sizes         graph {self.graph_bytes / MIB:.1f} MiB, plan {self.plan_bytes / MIB:.1f} MiB",
-            f"  time          exported in {self.export_s:.1f} s, {found} {self.build_s:.1f} s",
-            f"  plan          {self.path}",
+            f"  sizes         graph {self.graph_bytes / MIB:.1f} MiB, engine file {self.engine_bytes / MIB:.1f} MiB",
+            f"  time          exported in {self.export_s:.1f} s, {origin} {self.build_s:.1f} s",
+            f"  engine file   {self.path}",
         ]
 
 
@@ -74,11 +89,12 @@ def build_engine(
     weight_streaming: bool = False,
     strip_weights: bool = False,
     visible: bool = True,
-) -> list[PlanReport]:
-    """Plans for ``num_ranks`` ranks: one a module, or with a ring in torch one per form of its pieces.
+) -> list[EngineReport]:
+    """Returns reports of the engine files for ``num_ranks`` ranks: one a module, or one a kind of segment.
 
-    One branch of a module gives static shapes; several give one plan over all of their shapes, tuned for the first. No
-    process group may exist (torch's fake one stands in for the other ranks), and no GPU is needed with TensorRT-RTX.
+    The engine is cut into segments where a ring runs in torch. One branch of a module gives static shapes; several give
+    one engine file over all of their shapes, tuned for the first. No process group may exist (torch's fake one stands
+    in for the other ranks), and no GPU is needed with TensorRT-RTX.
     Raises ValueError for what TensorRT cannot do, BuildError, BuildCancelledError after Ctrl-C.
     """
     check_target(target)
@@ -86,7 +102,7 @@ def build_engine(
     exporter = Exporter(
         model=model,
         weights_as_inputs=config.weights == "inputs",
-        change=lambda name: quantization(model, name, config.precision, config.cache_dir),
+        change=lambda name: change_for(model, name, config.precision, config.cache_dir),
         native_ring=resolved.ring == "native",
     )
     started_s = time.perf_counter()
@@ -99,13 +115,14 @@ def build_engine(
         strip_weights=strip_weights,
         timing_cache_dir=config.cache_dir,
     )
-    cache = PlanCache(config.cache_dir)
-    plans = [cached_plan(graph, resolved, options, cache, visible=visible) for graph in graphs]
-    return [_report(graph, resolved, plan, export_s) for graph, plan in zip(graphs, plans, strict=True)]
+    cache = EngineCache(config.cache_dir)
+    named = {"strategy": resolved.spec.name, "precision": resolved.precision}
+    engines = [cached_engine(graph, options, cache, **named, visible=visible) for graph in graphs]
+    return [_report(graph, resolved, engine, export_s) for graph, engine in zip(graphs, engines, strict=True)]
 
 
 def _export(exporter: Exporter, buckets: Sequence[Branch], team: Team) -> list[EngineGraph]:
-    """Equal graphs once: two transformers of one make share their plans while weights are inputs."""
+    """Returns equal graphs once: two transformers of one make share their engine files while weights are inputs."""
     exports = [
         export for module in dict.fromkeys(b.module for b in buckets) for export in _of(exporter, buckets, module, team)
     ]
@@ -114,37 +131,37 @@ def _export(exporter: Exporter, buckets: Sequence[Branch], team: Team) -> list[E
 
 
 def _of(exporter: Exporter, buckets: Sequence[Branch], module: str, team: Team) -> list[Exported]:
-    """As the engine does it: one for all sizes that divide over the team, if there are several; else one for each."""
-    mine = [branch for branch in buckets if branch.module == module]
-    shared = [b for b in mine if divides(exporter.model, b, team)] if not exporter.is_cut(team) else []
+    """Returns, as the engine makes them, one export for all sizes that divide over the team, and one for each other."""
+    branches = [branch for branch in buckets if branch.module == module]
+    shared = [b for b in branches if divides(exporter.model, b, team)] if not exporter.is_segmented(team) else []
     if len(shared) < 2:
-        return [exporter.export((branch,), team) for branch in mine]
-    rest = [branch for branch in mine if not divides(exporter.model, branch, team)]
+        return [exporter.export((branch,), team) for branch in branches]
+    rest = [branch for branch in branches if not divides(exporter.model, branch, team)]
     return [exporter.export(shared, team), *(exporter.export((branch,), team) for branch in rest)]
 
 
-def _report(graph: EngineGraph, resolved: ResolvedConfig, plan: CachedPlan, export_s: float) -> PlanReport:
-    text = read_plan_text(plan.plan)
+def _report(graph: EngineGraph, resolved: ResolvedConfig, engine: CachedEngine, export_s: float) -> EngineReport:
+    text = read_engine_text(engine.engine_file)
     title = f"{resolved.spec.name}, {graph.num_ranks} ranks, {resolved.precision}, {resolved.target.name}"
-    return PlanReport(
-        title=f"{title}, {plan.key.product} {plan.key.version}",
+    return EngineReport(
+        title=f"{title}, {engine.key.product} {engine.key.version}",
         collectives=graph.collectives() if text is None else text.collectives,
         num_attentions=graph.num_attentions(),
         num_fused_attentions=None if text is None else text.num_fused_attentions,
         inputs=tuple(_shown(value, graph) for value in graph.model.graph.inputs if value.name in graph.inputs),
         num_weight_inputs=len(graph.weights),
         graph_bytes=len(graph.serialized()),
-        plan_bytes=len(plan.plan),
+        engine_bytes=len(engine.engine_file),
         export_s=export_s,
-        build_s=plan.build_s,
-        was_cached=plan.was_cached,
-        path=str(plan.path),
-        sha256=plan.sha256,
+        build_s=engine.build_s,
+        was_cached=engine.was_cached,
+        path=str(engine.path),
+        sha256=engine.sha256,
     )
 
 
 def _shown(value: ir.Value, graph: EngineGraph) -> str:
-    """Name, dims and dtype; a dim that varies with its smallest and its largest size."""
+    """Returns name, dims and dtype; a dim that varies with its smallest and its largest size."""
     profiles = [profile.shapes[str(value.name)] for profile in graph.profiles if value.name in profile.shapes]
     dims = _range(profiles[0]) if profiles else [str(dim) for dim in value.shape or ("?",)]
     return f"{value.name} {'×'.join(dims)} {value.dtype.name if value.dtype else ''}".rstrip()
@@ -153,3 +170,26 @@ def _shown(value: ir.Value, graph: EngineGraph) -> str:
 def _range(shapes: tuple[Shape, Shape, Shape]) -> list[str]:
     smallest, _, largest = shapes
     return [str(low) if low == high else f"{low}–{high}" for low, high in zip(smallest, largest, strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineText:
+    """Counts over the whole program. ``collectives`` maps the operation to its number."""
+
+    collectives: dict[str, int]
+    num_fused_attentions: int
+
+
+def read_engine_text(engine_file: bytes) -> EngineText | None:
+    """Returns counts of the file's instructions; None when it has no program text of the known version."""
+    start = engine_file.find(_PROGRAM_START)
+    if start < 0:
+        return None
+    ends = [end for mark in _PROGRAM_ENDS if (end := engine_file.find(mark, start + 1)) > 0]
+    text = engine_file[start : min(ends, default=len(engine_file))].decode("latin1")
+    names = [(kind, name) for kind, name in _INSTRUCTION.findall(text) if kind not in _NOT_INSTRUCTIONS]
+    kinds = Counter(kind for kind, _ in names)
+    return EngineText(
+        collectives={_COLLECTIVES.get(k, k): n for k, n in kinds.items() if k.startswith("comm_")},
+        num_fused_attentions=sum("mha" in name for _, name in names),
+    )

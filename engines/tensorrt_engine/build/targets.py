@@ -11,7 +11,7 @@ _NATIVE_RING = (10, 0)
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Target:
-    """The GPU a plan is built for, e.g. ``Target.parse("sm89")``. A plan runs on no other."""
+    """The GPU an engine file is built for, e.g. ``Target.parse("sm89")``. It runs on no other."""
 
     major: int
     minor: int
@@ -22,7 +22,7 @@ class Target:
 
     @classmethod
     def parse(cls, text: str) -> Target:
-        """Read "sm89", "SM120", "8.9" or "12.0"."""
+        """Reads "sm89", "SM120", "8.9" or "12.0"."""
         digits = text.lower().removeprefix("sm").replace(".", "")
         if not (digits.isdecimal() and 2 <= len(digits) <= 3):
             raise ValueError(f"target {text!r} is no compute capability: write it as sm80, sm89, sm90, sm100 or sm120")
@@ -38,5 +38,5 @@ class Target:
 
     @property
     def has_native_ring(self) -> bool:
-        """Multi-device attention inside the engine (``IAttention.num_ranks``): compute capability 10.0, TensorRT 11."""
+        """Whether attention may span devices inside the engine (``IAttention.num_ranks``, in TensorRT 11)."""
         return (self.major, self.minor) >= _NATIVE_RING

@@ -1,40 +1,51 @@
 """An exported engine as one file: ONNX graphs, the torch parts around them as JSON, and the constants these hold.
 
-Weights are not in it (unless the engine has them as constants): they are bound by name when the file is read.
+Weights are not in it (unless the engine has them as constants): they are bound by name when the file is read. Nothing
+in it is code. ``torch.export.save`` would trace both torch parts again, keep their weights' values, and take more than
+ten times as long to read, on every rank at every start.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import io
 import json
+import math
+import operator
 import zipfile
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import onnx
 import onnx_ir as ir
 import torch
 from safetensors.torch import load, save
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from engines.tensorrt_engine.build.builder import Profile, Shape
 from engines.tensorrt_engine.export.exported import Exported
 from engines.tensorrt_engine.export.onnx_graph import WEIGHT_PREFIX, EngineGraph
 from engines.tensorrt_engine.export.segments import Segment
-from engines.tensorrt_engine.export.written_graph import graph_tensors, read_graph, write_graph
+from engines.tensorrt_engine.export.subgraph import tensors_of
 
 _FIXED_TIME = (1980, 1, 1, 0, 0, 0)
+_FUNCTIONS = {module.__name__: module for module in (operator, math, torch)}
+_OWN_OPERATORS = ("engines.tensorrt_engine.export.markers", "engines.quantization.onnx")
+"""Modules that register the operators a graph may name besides torch's."""
+
+_OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)
 
 
 def write_export(exported: Exported) -> bytes:
-    """The file's bytes; equal exports give equal bytes. ValueError for a graph that has no written form."""
-    tensors = graph_tensors(exported.before) | graph_tensors(exported.after)
+    """Returns the file's bytes; equal exports give equal bytes. ValueError for a graph that has no written form."""
+    parts = (exported.prologue, exported.epilogue)
+    tensors = {name: tensor for part in parts for name, tensor in tensors_of(part, part.graph).items()}
     record = {
-        "before": write_graph(exported.before.graph),
-        "after": write_graph(exported.after.graph),
-        "handed": exported.handed,
-        "after_inputs": exported.after_inputs,
+        "prologue": _write_graph(exported.prologue.graph),
+        "epilogue": _write_graph(exported.epilogue.graph),
+        "prologue_outputs": exported.prologue_outputs,
+        "epilogue_inputs": exported.epilogue_inputs,
         "weights": sorted(name for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)),
         "graphs": [_graph_record(graph) for graph in exported.graphs],
         "segments": [dataclasses.asdict(segment) for segment in exported.segments],
@@ -50,7 +61,7 @@ def write_export(exported: Exported) -> bytes:
 
 
 def read_export(data: bytes, weights: Mapping[str, Tensor], device: torch.device) -> Exported:
-    """``weights`` by ``state_dict`` key. Raises ValueError or ``zipfile.BadZipFile`` for a damaged file."""
+    """Reads the file; ``weights`` go by ``state_dict`` key. ValueError or ``zipfile.BadZipFile`` if it is damaged."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:  # checks each member's CRC as it is read
         record: dict[str, Any] = json.loads(archive.read("export.json"))
         constants = load(archive.read("constants.safetensors"))
@@ -59,10 +70,10 @@ def read_export(data: bytes, weights: Mapping[str, Tensor], device: torch.device
     tensors |= {name: _parameter(weights[name.removeprefix(WEIGHT_PREFIX)]) for name in record["weights"]}
     return Exported(
         graphs=tuple(_graph(*pair) for pair in zip(record["graphs"], onnx_files, strict=True)),
-        before=read_graph(record["before"], tensors),
-        after=read_graph(record["after"], tensors),
-        handed=tuple(record["handed"]),
-        after_inputs=tuple(record["after_inputs"]),
+        prologue=_read_graph(record["prologue"], tensors),
+        epilogue=_read_graph(record["epilogue"], tensors),
+        prologue_outputs=tuple(record["prologue_outputs"]),
+        epilogue_inputs=tuple(record["epilogue_inputs"]),
         segments=tuple(_segment(segment) for segment in record["segments"]),
     )
 
@@ -98,9 +109,100 @@ def _profile(shapes_of: Mapping[str, list[list[int]]]) -> Profile:
 def _segment(record: dict[str, Any]) -> Segment:
     attention = record["attention"]
     return Segment(
-        form=record["form"],
+        kind=record["kind"],
         inputs=tuple(record["inputs"]),
         weights=record["weights"],
         outputs=tuple(record["outputs"]),
         attention=None if attention is None else tuple(attention),
     )
+
+
+def _write_graph(graph: fx.Graph) -> list[dict[str, Any]]:
+    """Returns one record a node. ValueError for an argument or a function that has no written form."""
+    return [
+        {
+            "name": node.name,
+            "op": node.op,
+            "target": _write_target(node),
+            "args": _write(node.args),
+            "kwargs": _write(dict(node.kwargs)),
+        }
+        for node in graph.nodes
+    ]
+
+
+def _read_graph(records: list[dict[str, Any]], tensors: Mapping[str, Tensor]) -> fx.GraphModule:
+    """Returns the graph again, its ``get_attr`` nodes bound to ``tensors`` by name."""
+    for module in _OWN_OPERATORS:
+        importlib.import_module(module)
+    graph, nodes = fx.Graph(), dict[str, fx.Node]()
+    for record in records:
+        target = _read_target(record["op"], record["target"])
+        args, kwargs = _read(record["args"], nodes), _read(record["kwargs"], nodes)
+        nodes[record["name"]] = graph.create_node(record["op"], target, args, kwargs, record["name"])
+    return fx.GraphModule(dict(tensors), graph)
+
+
+def _write_target(node: fx.Node) -> str:
+    if node.op != "call_function":
+        return str(node.target)
+    if isinstance(node.target, torch._ops.OpOverload):
+        return f"torch.ops.{node.target}"
+    name = str(getattr(node.target, "__name__", node.target))
+    home = str(getattr(node.target, "__module__", "")).lstrip("_")
+    if home not in _FUNCTIONS or getattr(_FUNCTIONS[home], name, None) is not node.target:
+        raise ValueError(f"{home}.{name} has no written form")
+    return f"{home}.{name}"
+
+
+def _read_target(op: str, target: str) -> str | Callable[..., Any]:
+    if op != "call_function":
+        return target
+    if target.startswith("torch.ops."):
+        function = operator.attrgetter(target.removeprefix("torch."))(torch)
+    else:
+        home, _, name = target.rpartition(".")
+        function = getattr(_FUNCTIONS[home], name)
+    assert callable(function), target
+    return cast("Callable[..., Any]", function)
+
+
+def _write(value: Any) -> Any:
+    match value:
+        case fx.Node():
+            return {"node": value.name}
+        case None | bool() | int() | float() | str():
+            return value
+        case list() | tuple():
+            return {type(value).__name__.removeprefix("immutable_"): [_write(item) for item in value]}
+        case dict():
+            return {"dict": {name: _write(item) for name, item in value.items()}}
+        case slice():
+            return {"slice": [_write(item) for item in (value.start, value.stop, value.step)]}
+        case torch.device():
+            return {"device": str(value)}
+        case torch.dtype() | torch.layout() | torch.memory_format():
+            return {"torch": str(value).removeprefix("torch.")}
+    raise ValueError(f"an argument of type {type(value).__name__} has no written form")
+
+
+def _read(value: Any, nodes: Mapping[str, fx.Node]) -> Any:
+    if not isinstance(value, dict):
+        return value
+    ((kind, inside),) = value.items()
+    match kind:
+        case "node":
+            return nodes[inside]
+        case "list":
+            return [_read(item, nodes) for item in inside]
+        case "tuple":
+            return tuple(_read(item, nodes) for item in inside)
+        case "dict":
+            return {name: _read(item, nodes) for name, item in inside.items()}
+        case "slice":
+            return slice(*(_read(item, nodes) for item in inside))
+        case "device":
+            return torch.device(inside)
+    constant = getattr(torch, inside)
+    assert isinstance(constant, _OF_TORCH), inside
+    return constant

@@ -17,7 +17,7 @@ from engines.tensorrt_engine.export.trace import DynamicDims
 
 
 def varying_dims(buckets: Sequence[ModelInputs]) -> DynamicDims:
-    """The dims in which the buckets' inputs differ, as ``torch.export`` wants them. Empty: the shapes are static."""
+    """Returns the dims in which the buckets' inputs differ, as ``torch.export`` wants them; none if static."""
     first, *others = buckets
     dims: dict[str, dict[int, object]] = {}
     for name, tensor in first.items():
@@ -32,15 +32,14 @@ def varying_dims(buckets: Sequence[ModelInputs]) -> DynamicDims:
     return dims
 
 
-def profile_over(exported: Exported, buckets: Sequence[ModelInputs], likely: int = 0) -> Profile:
-    """One profile from the smallest to the largest shape of each engine input; bucket ``likely`` is tuned for."""
-    fed = [exported.engine_inputs(exported.feed(inputs, 0)) for inputs in buckets]
-    shapes = [{name: tuple(tensor.shape) for name, tensor in inputs.items()} for inputs in fed]
+def profile_over(exported: Exported, buckets: Sequence[ModelInputs]) -> Profile:
+    """Returns one profile from the smallest to the largest shape of each engine input; tuned for the first bucket."""
+    engine_inputs = [exported.engine_inputs(exported.run_prologue(inputs, 0)) for inputs in buckets]
     covered = {}
     for name in exported.graph.dynamic_inputs():
-        seen = [shape[name] for shape in shapes]
-        smallest, largest = (tuple(pick(sizes) for sizes in zip(*seen, strict=True)) for pick in (min, max))
-        covered[name] = (smallest, seen[likely], largest)
+        shapes = [tuple(inputs[name].shape) for inputs in engine_inputs]
+        smallest, largest = (tuple(pick(sizes) for sizes in zip(*shapes, strict=True)) for pick in (min, max))
+        covered[name] = (smallest, shapes[0], largest)
     return Profile(shapes=covered)
 
 
@@ -59,31 +58,31 @@ def lies_between(
 ) -> bool:
     """Whether ``exported``, made over ``buckets``, takes ``branch``: no smaller or larger than they are in any dim.
 
-    What the engine is fed must lie in its profile too: tokens are a product, and two sizes within may have too many.
+    Inputs of the engine must lie in its profile too: tokens are a product, and two sizes within may have too many.
     """
-    like = [bucket.inputs for bucket in buckets if bucket.module == branch.module and divides(model, bucket, team)]
-    if not divides(model, branch, team) or set(branch.inputs) != set(like[0]):
+    dividing = [bucket.inputs for bucket in buckets if bucket.module == branch.module and divides(model, bucket, team)]
+    if not divides(model, branch, team) or set(branch.inputs) != set(dividing[0]):
         return False
     for name, tensor in branch.inputs.items():
-        seen = [inputs[name] for inputs in like]
-        if tensor.dtype != seen[0].dtype or tensor.ndim != seen[0].ndim:
+        others = [inputs[name] for inputs in dividing]
+        if tensor.dtype != others[0].dtype or tensor.ndim != others[0].ndim:
             return False
         for dim, size in enumerate(tensor.shape):
-            sizes = [other.shape[dim] for other in seen]
+            sizes = [other.shape[dim] for other in others]
             if not min(sizes) <= size <= max(sizes):
                 return False
-    return exported.graph.takes(exported.engine_inputs(exported.feed(branch.inputs, team.context.index)))
+    return exported.graph.takes(exported.engine_inputs(exported.run_prologue(branch.inputs, team.context.index)))
 
 
 def check_branches(buckets: Sequence[Branch]) -> tuple[Branch, ...]:
-    """Two branches of the first size to check a gang with, one a module if there are two; the same on every rank."""
+    """Returns two branches of the first size to check a gang with, of two modules if there are; alike on every rank."""
     modules = list(dict.fromkeys(bucket.module for bucket in buckets))
     chosen = [next(bucket for bucket in buckets if bucket.module == name) for name in (modules[0], modules[-1])]
     return tuple(_with_noise(branch, seed) for seed, branch in enumerate(chosen))
 
 
 def _with_noise(branch: Branch, seed: int) -> Branch:
-    """Blank inputs (a prompt that nobody wrote) filled: zeros would hide what is not exchanged."""
+    """Fills blank inputs (a prompt that nobody wrote): zeros would hide what is not exchanged."""
     generator = torch.Generator().manual_seed(seed)
 
     def filled(x: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ class Collective:
             raise ValueError(f"{self.operation} with root {self.root} on {self.num_ranks} ranks")
 
     def attributes(self) -> dict[str, str | int]:
-        """The node's attributes, all written out: TensorRT's parser has no defaults for the symmetric operations."""
+        """Returns the node's attributes, all of them: TensorRT's parser has no defaults for symmetric operations."""
         return {
             "collective_operation": self.operation,
             "reduce_op": self.reduction,
@@ -55,7 +55,7 @@ class Collective:
         }
 
     def apply(self, inputs: Sequence[Array]) -> list[Array]:
-        """Every rank's output from every rank's input. What NCCL leaves unspecified on the non-roots is NaN (or 0)."""
+        """Returns each rank's output from each rank's input. What NCCL leaves open on non-roots is NaN (or 0)."""
         if len(inputs) != self.num_ranks:
             raise ValueError(f"{self.operation} over {self.num_ranks} ranks got {len(inputs)} inputs")
         return [np.ascontiguousarray(out) for out in _MEANING[self.operation](self, list(inputs))]

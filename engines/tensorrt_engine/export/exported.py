@@ -1,4 +1,4 @@
-"""The one exporter: a family's model, a strategy and a number of ranks in; engine graphs and their torch parts out."""
+"""From a family's model, a strategy and a number of ranks to engine graphs and the torch parts around them."""
 
 from __future__ import annotations
 
@@ -23,39 +23,40 @@ from engines.tensorrt_engine.export.trace import ChangeModule, DynamicDims, trac
 class Exported:
     """Engine graphs with what runs in torch around them. The same on every rank of the team.
 
-    One graph, or with a ring in torch one per form of the pieces, which ``segments`` lists in running order.
-    ``before(**inputs, rank_index)`` gives what ``handed`` names; ``after`` takes what ``after_inputs`` names.
+    One graph, or with a ring in torch one per kind of segment, and ``segments`` lists these in running order.
+    ``prologue(**inputs, rank_index)`` gives what ``prologue_outputs`` names; ``epilogue`` takes what
+    ``epilogue_inputs`` names.
     """
 
     graphs: tuple[EngineGraph, ...]
-    before: fx.GraphModule
-    after: fx.GraphModule
-    handed: tuple[str, ...]
-    after_inputs: tuple[str, ...]
+    prologue: fx.GraphModule
+    epilogue: fx.GraphModule
+    prologue_outputs: tuple[str, ...]
+    epilogue_inputs: tuple[str, ...]
     segments: tuple[Segment, ...] = ()
 
     @property
     def graph(self) -> EngineGraph:
-        """The only graph; of a cut engine the last piece's."""
+        """The only graph; of an engine in segments that of the last one."""
         return self.graphs[-1]
 
-    def feed(self, inputs: ModelInputs, rank_index: int) -> dict[str, Tensor]:
-        """What torch computes first, by name: this rank's tokens, rotary rows, timestep sinusoids."""
-        wanted = [node.target for node in self.before.graph.nodes if node.op == "placeholder"]
-        given = {str(name): inputs[str(name)] for name in wanted if name != RANK}
+    def run_prologue(self, inputs: ModelInputs, rank_index: int) -> dict[str, Tensor]:
+        """Returns what torch computes first, by name: this rank's tokens, rotary rows, timestep sinusoids."""
+        names = [str(node.target) for node in self.prologue.graph.nodes if node.op == "placeholder"]
+        tensors = {name: inputs[name] for name in names if name != RANK}
         with torch.no_grad():
-            handed = self.before(**given, **{RANK: rank_index})
-        return dict(zip(self.handed, handed, strict=True))
+            outputs = self.prologue(**tensors, **{RANK: rank_index})
+        return dict(zip(self.prologue_outputs, outputs, strict=True))
 
-    def engine_inputs(self, handed: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Those of ``handed`` that the engine takes; the rest (sizes) goes round it."""
-        return {name: handed[name] for name in self.graph.inputs}
+    def engine_inputs(self, prologue_outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns those that the engine takes; the rest (sizes) goes round it."""
+        return {name: prologue_outputs[name] for name in self.graph.inputs}
 
-    def finish(self, handed: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> Tensor:
-        """The whole prediction from the engine's outputs (and what was handed round it)."""
-        known = {**handed, **outputs}
+    def run_epilogue(self, prologue_outputs: Mapping[str, Tensor], engine_outputs: Mapping[str, Tensor]) -> Tensor:
+        """Returns the whole prediction from the engine's outputs, and what went round the engine."""
+        values = {**prologue_outputs, **engine_outputs}
         with torch.no_grad():
-            (prediction,) = self.after(*(known[name] for name in self.after_inputs))
+            (prediction,) = self.epilogue(*(values[name] for name in self.epilogue_inputs))
         assert isinstance(prediction, Tensor)
         return prediction
 
@@ -70,13 +71,13 @@ def export(
     change: ChangeModule = unchanged,
     ring: RingForm = "none",
 ) -> Exported:
-    """Export ``branch``'s forward as one rank of ``team`` runs it; only shapes and dtypes of its inputs matter.
+    """Exports ``branch``'s forward as one rank of ``team`` runs it; only shapes and dtypes of its inputs matter.
 
     ``dynamic`` names dims as ``torch.export`` does. Raises ValueError for what TensorRT cannot do.
     """
     if team.tensor.size > 1 and not weights_as_inputs:
         raise ValueError(
-            "tensor parallelism gives every rank its own weights: they must be inputs, or no plan fits all"
+            "tensor parallelism gives every rank its own weights: they must be inputs, or no engine file fits all"
         )
     traced = trace(model, branch, team, dynamic, change, ring)
     _check_dynamic(traced, dynamic or {})
@@ -86,32 +87,32 @@ def export(
 
 
 def export_segments(model: DenoiserModel, branch: Branch, team: Team, *, change: ChangeModule = unchanged) -> Exported:
-    """The same in pieces, cut at the attentions: for a ring in torch."""
+    """Exports the same in segments, cut at the attentions: for a ring in torch."""
     parts = partition(trace(model, branch, team, None, change, "segments"))
-    segments, forms = segment_core(parts, team.context.size * team.tensor.size)
-    return _exported(parts, forms, segments)
+    segments, kinds = segment_core(parts, team.context.size * team.tensor.size)
+    return _exported(parts, kinds, segments)
 
 
 def rank_weights(model: DenoiserModel, module: str, team: Team) -> dict[str, Tensor]:
-    """The tensors that one rank binds to an engine's weight inputs, by ``state_dict`` key."""
+    """Returns the tensors that one rank binds to an engine's weight inputs, by ``state_dict`` key."""
     whole: nn.Module = model.modules[module]
-    mine = split_weights(whole, model.plan, team.tensor) if team.tensor.size > 1 else whole
-    return dict(mine.state_dict())
+    share = split_weights(whole, model.plan, team.tensor) if team.tensor.size > 1 else whole
+    return dict(share.state_dict())
 
 
 def _exported(parts: Parts, graphs: tuple[EngineGraph, ...], segments: tuple[Segment, ...] = ()) -> Exported:
     return Exported(
         graphs=graphs,
-        before=parts.before,
-        after=parts.after,
-        handed=parts.handed,
-        after_inputs=parts.after_inputs,
+        prologue=parts.prologue,
+        epilogue=parts.epilogue,
+        prologue_outputs=parts.prologue_outputs,
+        epilogue_inputs=parts.epilogue_inputs,
         segments=segments,
     )
 
 
 def _check_dynamic(traced: fx.GraphModule, dynamic: DynamicDims) -> None:
-    """The tracer quietly fixes a dim that the model's code depends on; every other size would then be wrong."""
+    """Raises ValueError for a dim that the tracer fixed: it does so quietly where the model's code depends on it."""
     for node in traced.graph.nodes:
         for dim in dynamic.get(input_name(node), None) or () if node.op == "placeholder" else ():
             if isinstance(node.meta["val"].shape[dim], int):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from engines.core.fingerprint import fingerprint
 from engines.core.model import Branch, DenoiserModel
 from engines.parallel.mesh import Team
-from engines.quantization.onnx import Quantization
+from engines.quantization.onnx import Quantization, quantization
 from engines.tensorrt_engine.build.export_cache import ExportCache, export_key
-from engines.tensorrt_engine.calibration import fingerprint
 from engines.tensorrt_engine.config import RingForm
 from engines.tensorrt_engine.export.buckets import profile_over, varying_dims
 from engines.tensorrt_engine.export.exported import Exported, export, export_segments, rank_weights
@@ -20,7 +21,7 @@ from engines.tensorrt_engine.export.trace import ChangeModule, unchanged
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exporter:
     """``change(module name)`` swaps layers before an export (quantization). ``native_ring`` gives a ring to TensorRT;
-    else it runs in torch, between pieces of the engine. Without ``cache`` every export is made anew.
+    else it runs in torch, between segments of the engine. Without ``cache`` every export is made anew.
     """
 
     model: DenoiserModel
@@ -30,7 +31,7 @@ class Exporter:
     cache: ExportCache | None = None
 
     def export(self, branches: Sequence[Branch], team: Team) -> Exported:
-        """One branch: for its shapes. Several: one graph with a profile over all of their shapes, tuned for the first.
+        """Exports one branch for its shapes, several as one graph with a profile over all shapes, tuned for the first.
 
         Every rank of the team makes this call at the same time. ValueError for what TensorRT cannot do.
         """
@@ -43,26 +44,28 @@ class Exporter:
         key = self._key(tuple(branches), team, change)
         return self.cache.get_or_export(key, weights, device, lambda: self._export(branches, team, change))
 
-    def is_cut(self, team: Team) -> bool:
-        """Whether the engine is in pieces, with a ring in torch between them."""
+    def is_segmented(self, team: Team) -> bool:
+        """Whether the engine is in segments, with a ring in torch between them."""
         return team.spec.ring > 1 and team.spec.ulysses == 1 and not self.native_ring
 
     def _export(self, branches: Sequence[Branch], team: Team, change: ChangeModule) -> Exported:
         first = branches[0]
-        if self.is_cut(team):
-            assert len(branches) == 1, "pieces of an engine have fixed shapes"
+        if self.is_segmented(team):
+            assert len(branches) == 1, "segments of an engine have fixed shapes"
             return export_segments(self.model, first, team, change=change)
         dynamic = varying_dims([branch.inputs for branch in branches]) or None
         ring: RingForm = "native" if self.native_ring else "none"
         as_inputs = self.weights_as_inputs
-        made = export(self.model, first, team, weights_as_inputs=as_inputs, dynamic=dynamic, change=change, ring=ring)
+        exported = export(
+            self.model, first, team, weights_as_inputs=as_inputs, dynamic=dynamic, change=change, ring=ring
+        )
         if dynamic is None:
-            return made
-        profile = profile_over(made, [branch.inputs for branch in branches])
-        return dataclasses.replace(made, graphs=(dataclasses.replace(made.graph, profiles=(profile,)),))
+            return exported
+        profile = profile_over(exported, [branch.inputs for branch in branches])
+        return dataclasses.replace(exported, graphs=(dataclasses.replace(exported.graph, profiles=(profile,)),))
 
     def _key(self, branches: tuple[Branch, ...], team: Team, change: ChangeModule) -> str:
-        inside = change is not unchanged or not self.weights_as_inputs  # then values of weights are in the graph
+        holds_values = change is not unchanged or not self.weights_as_inputs  # then those of weights are in the graph
         return export_key(
             self.model,
             branches,
@@ -70,5 +73,14 @@ class Exporter:
             weights="inputs" if self.weights_as_inputs else "constants",
             ring="native" if self.native_ring else "torch",
             change=change.digest() if isinstance(change, Quantization) else "",
-            values=fingerprint(self.model.modules[branches[0].module]) if inside else "",
+            values=fingerprint(self.model.modules[branches[0].module]) if holds_values else "",
         )
+
+
+def change_for(model: DenoiserModel, name: str, precision: str, folder: Path) -> ChangeModule:
+    """Returns what happens to module ``name`` before it is traced. ValueError without the calibration that it needs."""
+    match precision:
+        case "int8" | "fp8":
+            return quantization(model, name, precision, folder)
+        case _:
+            return unchanged

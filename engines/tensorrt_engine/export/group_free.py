@@ -19,7 +19,7 @@ from engines.parallel.mesh import Team
 
 
 def group_free_kernel(local: Kernel, team: Team, layout: TokenLayout) -> Kernel:
-    """``local`` over all tokens of the team: heads in ``ulysses`` groups, queries in ``ring × allgather_kv`` shares."""
+    """Returns ``local`` over all tokens: heads in ``ulysses`` groups, queries in ``ring × allgather_kv`` shares."""
     num_groups, num_shares = team.ulysses.size, team.ring.size * team.allgather_kv.size
     cropped = crop_keys(local, layout.valid_rows(0, layout.num_chunks))
     return lambda q, k, v: _exchange(cropped, team.context, num_groups, num_shares, (q, k, v))
@@ -37,9 +37,9 @@ def _exchange(
     kv_2BLUhD = torch.stack((k_BLHD, v_BLHD)).reshape(2, batch, length, num_groups, group, dim)
     kv_U2BLhD = kv_2BLUhD.movedim(3, 0)
     kv_N2BLhD = kv_U2BLhD.repeat(num_shares, 1, 1, 1, 1, 1)
-    mine_BShD = all_to_all(q_NBShD.contiguous(), axis).movedim(0, 1).flatten(1, 2)
+    queries_BShD = all_to_all(q_NBShD.contiguous(), axis).movedim(0, 1).flatten(1, 2)
     keys_BLhD, values_BLhD = all_to_all(kv_N2BLhD.contiguous(), axis).movedim(0, 2).flatten(2, 3).unbind(0)
-    out_BShD, lse = local(mine_BShD, keys_BLhD, values_BLhD)
+    out_BShD, lse = local(queries_BShD, keys_BLhD, values_BLhD)
     out_NBShD = out_BShD.reshape(batch, axis.size, share, group, dim).movedim(1, 0)
     back_NBShD = all_to_all(out_NBShD.contiguous(), axis)
     back_RUBShD = back_NBShD.reshape(num_shares, num_groups, batch, share, group, dim)
@@ -48,7 +48,7 @@ def _exchange(
 
 
 def _padded(q_BLHD: Tensor, num_shares: int) -> Tensor:
-    """Queries up to a multiple of the shares (a symbolic length is one already, which the tracer then checks)."""
+    """Pads queries to a multiple of the shares (a symbolic length is one already, which the tracer then checks)."""
     length = q_BLHD.shape[1]
     if not isinstance(length, int) or length % num_shares == 0:
         return q_BLHD

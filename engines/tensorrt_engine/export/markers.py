@@ -18,12 +18,11 @@ from engines.core.layout import Rows, TokenLayout
 
 @torch.library.custom_op("troupe::cut", mutates_args=())
 def cut(x: Tensor, dim: int, length: int, chunk: int, index: int) -> Tensor:
-    """Rows ``index * chunk`` onwards, ``chunk`` of them, of dim ``dim`` (``length`` long; zeros beyond its end)."""
+    """Returns ``chunk`` rows from ``index * chunk`` on, of dim ``dim`` (``length`` long; zeros beyond its end)."""
     start = min(index * chunk, length)
     stop = min(start + chunk, length)
-    piece = x.narrow(dim, start, stop - start)
-    after = x.ndim - 1 - dim
-    return functional.pad(piece, [0, 0] * after + [0, chunk - (stop - start)]).clone()
+    rows = x.narrow(dim, start, stop - start)
+    return functional.pad(rows, [0, 0] * (x.ndim - 1 - dim) + [0, chunk - (stop - start)]).clone()
 
 
 @cut.register_fake
@@ -33,7 +32,7 @@ def _(x: Tensor, dim: int, length: int, chunk: int, index: int) -> Tensor:
 
 @torch.library.custom_op("troupe::join", mutates_args=())
 def join(gathered: Tensor, dim: int, length: int) -> Tensor:
-    """Chunks stacked along dim 0, laid one after another along ``dim`` of a chunk; ``length`` rows are kept."""
+    """Lays chunks that are stacked along dim 0 one after another along ``dim`` of a chunk; ``length`` rows are kept."""
     return gathered.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, length).clone()
 
 
@@ -53,7 +52,7 @@ class MarkedLayout(TokenLayout):
 
     @classmethod
     def tracing(cls, streams: tuple[str, ...], lengths: Mapping[str, int], num_chunks: int) -> MarkedLayout:
-        """Like ``TokenLayout.of``, but keeps symbolic lengths symbolic."""
+        """Returns what ``TokenLayout.of`` does, but keeps symbolic lengths symbolic."""
         return cls(lengths=tuple((name, lengths[name]) for name in streams), num_chunks=num_chunks)
 
     def chunk(self, stream: str) -> int:
@@ -66,8 +65,8 @@ class MarkedLayout(TokenLayout):
         return None
 
     def cut(self, x: Tensor, *, dim: int, stream: str, index: int) -> Tensor:
-        piece: Tensor = CUT(x, dim % x.ndim, self.length(stream), self.chunk(stream), index)
-        return piece
+        rows: Tensor = CUT(x, dim % x.ndim, self.length(stream), self.chunk(stream), index)
+        return rows
 
     def join(self, gathered: Tensor, *, dim: int, stream: str) -> Tensor:
         whole: Tensor = JOIN(gathered, dim % (gathered.ndim - 1), self.length(stream))

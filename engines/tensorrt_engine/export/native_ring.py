@@ -25,7 +25,7 @@ RING_ATTENTION = torch.ops.troupe.ring_attention.default
 
 
 def native_ring_kernel(team: Team, layout: TokenLayout) -> Kernel:
-    """ValueError for tokens that do not divide: the node has no way to leave padding out."""
+    """Returns the kernel. ValueError for tokens that do not divide: the node has no way to leave padding out."""
     if layout.valid_rows(0, layout.num_chunks) is not None:
         raise ValueError(
             f"TensorRT's ring over {team.ring.size} ranks needs token numbers that divide by it, not "

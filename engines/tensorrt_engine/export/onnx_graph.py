@@ -31,7 +31,7 @@ WEIGHT_PREFIX = "module."
 class EngineGraph:
     """An ONNX graph and what it is fed. ``weights`` are ``state_dict`` keys; empty when they are constants inside.
 
-    ``profiles`` are the shapes that a plan of a graph with dynamic dims is to take; a static graph has none.
+    ``profiles`` are the shapes that an engine of a graph with dynamic dims is to take; a static graph has none.
     """
 
     model: ir.Model
@@ -42,25 +42,25 @@ class EngineGraph:
     profiles: tuple[Profile, ...] = ()
 
     def serialized(self) -> bytes:
-        """The graph as bytes (below 2 GiB: so with weights outside, or a small model)."""
+        """Returns the graph as bytes (below 2 GiB: so with weights outside, or a small model)."""
         return bytes(ir.to_proto(self.model).SerializeToString())
 
     def takes(self, inputs: Mapping[str, Tensor]) -> bool:
-        """Whether a plan of this graph takes inputs of these shapes: the fixed ones, or all within one profile."""
-        given = {name: tuple(tensor.shape) for name, tensor in inputs.items()}
+        """Whether an engine of this graph takes inputs of these shapes: the fixed ones, or all within one profile."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in inputs.items()}
         declared = {str(value.name): value.shape for value in self.model.graph.inputs}
         fixed = {name: shape.numpy() for name in self.inputs if (shape := declared[name]) and shape.is_static()}
-        if any(given[name] != tuple(shape) for name, shape in fixed.items()):
+        if any(shapes[name] != tuple(shape) for name, shape in fixed.items()):
             return False
-        return len(fixed) == len(self.inputs) or any(profile.covers(given) for profile in self.profiles)
+        return len(fixed) == len(self.inputs) or any(profile.covers(shapes) for profile in self.profiles)
 
     def collectives(self) -> dict[str, int]:
-        """Number of nodes of each collective."""
-        found = (n.attributes["collective_operation"].as_string() for n in self.model.graph if n.op_type == OP_TYPE)
-        return dict(Counter(found))
+        """Returns the number of nodes of each collective."""
+        nodes = (node for node in self.model.graph if node.op_type == OP_TYPE)
+        return dict(Counter(node.attributes["collective_operation"].as_string() for node in nodes))
 
     def dynamic_inputs(self) -> tuple[str, ...]:
-        """Inputs of which some dim is not fixed."""
+        """Returns the inputs of which some dim is not fixed."""
         shapes = {str(value.name): value.shape for value in self.model.graph.inputs}
         return tuple(name for name, shape in shapes.items() if shape is not None and not shape.is_static())
 
@@ -69,7 +69,7 @@ class EngineGraph:
 
 
 def export_core(parts: Parts, num_ranks: int, *, weights_as_inputs: bool = True) -> EngineGraph:
-    """Translate ``parts.core``. Raises ValueError for exchanges that TensorRT cannot do (groups, unequal shares)."""
+    """Translates ``parts.core``. Raises ValueError for exchanges that TensorRT cannot do (groups, unequal shares)."""
     inputs, outputs = parts.core_inputs, parts.core_outputs
     return export_graph(parts.core, inputs, outputs, num_ranks, weights_as_inputs=weights_as_inputs)
 
@@ -82,7 +82,7 @@ def export_graph(
     *,
     weights_as_inputs: bool = True,
 ) -> EngineGraph:
-    """Translate any traced graph; its inputs and outputs get the given names."""
+    """Translates any traced graph; its inputs and outputs get these names."""
     arguments = example_inputs(core)
     with torch.no_grad(), _quiet():
         program = torch.onnx.export(
@@ -118,8 +118,8 @@ def export_graph(
 
 
 def _simplify(model: ir.Model) -> None:
-    """onnxscript's optimizer without its rewrite rules: TensorRT has its own, and these take minutes on a large model,
-    in time that grows with the square of its layers.
+    """Runs onnxscript's optimizer without its rewrite rules: TensorRT has its own, and these take minutes on a large
+    model, in time that grows with the square of its layers.
     """
     passes.InlinePass()(model)
     optimizer.fold_constants(model)
@@ -139,7 +139,7 @@ def _simplify(model: ir.Model) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter warns that torchvision is missing; nothing here uses it."""
+    """Silences the exporter's warning that torchvision is missing; nothing here uses it."""
     registration = logging.getLogger("torch.onnx._internal.exporter._registration")
     level = registration.level
     registration.setLevel(logging.ERROR)
@@ -152,7 +152,7 @@ def _quiet() -> Iterator[None]:
 
 
 def example_inputs(core: fx.GraphModule) -> tuple[Tensor, ...]:
-    """Inputs of the traced shapes, fake where the weights are."""
+    """Returns inputs of the traced shapes, fake where the weights are."""
     weight = next(iter(core.parameters()), None)
     with weight.fake_mode if isinstance(weight, FakeTensor) else nullcontext():
         values = [node.meta["val"] for node in core.graph.nodes if node.op == "placeholder"]
@@ -170,7 +170,7 @@ def _dynamic_shapes(core: fx.GraphModule) -> tuple[dict[int, Any], ...] | None:
 
 
 def _separate_outputs(graph: ir.Graph) -> None:
-    """An output that is an input too, or another output, becomes a value of its own: each has one name."""
+    """Makes an output that is an input too, or another output, a value of its own: each has one name."""
     taken = set(graph.inputs)
     for index, value in enumerate(graph.outputs):
         if value in taken:
@@ -191,7 +191,7 @@ def _parameters(core: fx.GraphModule) -> set[str]:
 
 
 def _name_weights(graph: ir.Graph, parameters: set[str], *, as_inputs: bool) -> tuple[str, ...]:
-    """Name parameters by their ``state_dict`` keys and, ``as_inputs``, make them inputs. Buffers stay constants."""
+    """Names parameters by their ``state_dict`` keys and, ``as_inputs``, makes them inputs. Buffers stay constants."""
     weights = [value for name, value in graph.initializers.items() if name in parameters]
     for value in weights:
         del graph.initializers[str(value.name)]
@@ -205,7 +205,7 @@ def _name_weights(graph: ir.Graph, parameters: set[str], *, as_inputs: bool) -> 
 
 
 def _drop_unused_inputs(graph: ir.Graph) -> set[str]:
-    """Names of the inputs that are left. A value whose shape alone mattered is no input of the plan."""
+    """Returns the names of the inputs that are left. A value whose shape alone mattered is no input of the engine."""
     used = [value for value in graph.inputs if value.uses() or value in graph.outputs]
     graph.inputs.clear()
     graph.inputs.extend(used)
@@ -213,7 +213,7 @@ def _drop_unused_inputs(graph: ir.Graph) -> set[str]:
 
 
 def _mark_attention(graph: ir.Graph) -> None:
-    """Half precision must be fused (or the build fails); float32 has no fused kernel and must be decomposable."""
+    """Marks half precision as fused only (or the build fails); float32 has no fused kernel and must be decomposable."""
     for node in graph:
         if node.op_type == "Attention":
             node.domain = ""
@@ -222,7 +222,7 @@ def _mark_attention(graph: ir.Graph) -> None:
 
 
 def _drop_metadata(model: ir.Model) -> None:
-    """Stack traces and paths out: the same model gives the same bytes wherever it is exported."""
+    """Takes stack traces and paths out: the same model gives the same bytes wherever it is exported."""
     model.metadata_props.clear()
     model.graph.metadata_props.clear()
     for node in model.graph:

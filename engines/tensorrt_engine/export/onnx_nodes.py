@@ -1,4 +1,4 @@
-"""ONNX's side of the collectives: the operator schema, and reading and writing ``DistCollective`` nodes."""
+"""ONNX's side of the collectives: the operator schema, and writing ``DistCollective`` nodes."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def _infer(context: Any) -> None:
 
 @functools.cache
 def register_schema() -> None:
-    """Make ONNX's checker and shape inference know the node (once per process)."""
+    """Makes ONNX's checker and shape inference know the node (once per process)."""
     schema = onnx.defs.OpSchema
     kinds = dict.fromkeys(_INTEGERS, schema.AttrType.INT) | dict.fromkeys(_STRINGS, schema.AttrType.STRING)
-    made = schema(
+    collective = schema(
         OP_TYPE,
         DOMAIN,
         1,
@@ -49,13 +49,13 @@ def register_schema() -> None:
         type_constraints=[("T", [f"tensor({name})" for name in _TYPES], "")],
         attributes=[schema.Attribute(name, kind, "", required=True) for name, kind in kinds.items()],
     )
-    made.set_type_and_shape_inference_function(_infer)
-    onnx.defs.register_schema(made)
+    collective.set_type_and_shape_inference_function(_infer)
+    onnx.defs.register_schema(collective)
     onnx.defs.register_schema(_ring_attention_schema())
 
 
 def _ring_attention_schema() -> Any:
-    """``Attention`` with TensorRT's extra attribute; it goes to ONNX's own domain after the export."""
+    """Returns ``Attention`` with TensorRT's extra attribute; it goes to ONNX's own domain after the export."""
     schema = onnx.defs.OpSchema
     return schema(
         "Attention",
@@ -68,23 +68,7 @@ def _ring_attention_schema() -> Any:
     )
 
 
-def collective_node(collective: Collective, source: str, result: str, **extra: Any) -> onnx.NodeProto:
-    """A node that TensorRT's parser turns into an ``IDistCollectiveLayer``. ``extra`` is for tests."""
-    return helper.make_node(OP_TYPE, [source], [result], domain=DOMAIN, **(collective.attributes() | extra))
-
-
-def read_collective(node: onnx.NodeProto) -> Collective:
-    """The meaning of a ``DistCollective`` node. ValueError when it names ``groups``, which TensorRT ignores."""
-    values = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
-    if values.get("groups"):
-        raise ValueError(f"{node.name or OP_TYPE}: groups {list(values['groups'])} would be ignored by TensorRT")
-    return Collective(
-        operation=values["collective_operation"].decode(),
-        num_ranks=values["nb_rank"],
-        reduction=values["reduce_op"].decode(),
-        root=values["root"],
-    )
-
-
-def is_collective(node: onnx.NodeProto) -> bool:
-    return bool(node.op_type == OP_TYPE)
+def collective_node(collective: Collective, source: str, result: str) -> onnx.NodeProto:
+    """Returns a node that TensorRT's parser turns into an ``IDistCollectiveLayer``."""
+    attributes: dict[str, Any] = {**collective.attributes()}
+    return helper.make_node(OP_TYPE, [source], [result], domain=DOMAIN, **attributes)

@@ -1,4 +1,4 @@
-"""One traced forward, taken apart into what runs in torch before the engine, the engine, and what runs after it."""
+"""One traced forward, taken apart into a prologue in torch, the core (the engine to be), and an epilogue in torch."""
 
 from __future__ import annotations
 
@@ -31,44 +31,46 @@ _IS_PARAMETER = "is_parameter"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """``before(**inputs, rank_index)`` gives ``handed``; ``core`` takes those that ``core_inputs`` names, in order, and
-    gives ``core_outputs``; ``after`` takes what ``after_inputs`` names, from both, and gives the prediction.
+    """``prologue(**inputs, rank_index)`` gives ``prologue_outputs``; ``core`` takes those that ``core_inputs`` names,
+    in order, and gives ``core_outputs``; ``epilogue`` takes what ``epilogue_inputs`` names, from both, and gives the
+    prediction.
     """
 
-    before: fx.GraphModule
+    prologue: fx.GraphModule
     core: fx.GraphModule
-    after: fx.GraphModule
-    handed: tuple[str, ...]
+    epilogue: fx.GraphModule
+    prologue_outputs: tuple[str, ...]
     core_inputs: tuple[str, ...]
     core_outputs: tuple[str, ...]
-    after_inputs: tuple[str, ...]
+    epilogue_inputs: tuple[str, ...]
 
 
 def partition(traced: fx.GraphModule) -> Parts:
-    """Cut ``traced`` (of ``torch.export``, unlifted) at its markers. The core never depends on the rank."""
+    """Cuts ``traced`` (of ``torch.export``, unlifted) at its markers. The core never depends on the rank."""
     _drop_assertions(traced.graph)
     _mark_parameters(traced)
     nodes = [node for node in traced.graph.nodes if node.op != "output"]
-    before = _before(nodes)
-    after = downstream([node for node in nodes if node.target is JOIN])
+    prologue = _prologue(nodes)
+    epilogue = downstream([node for node in nodes if node.target is JOIN])
     result = next(node for node in traced.graph.nodes if node.op == "output").args[0]
     results = list(result) if isinstance(result, list | tuple) else [result]
-    core = [n for n in nodes if n not in before and n not in after and n.op not in ("placeholder", "get_attr")]
-    given = [node for node in nodes if node.op == "placeholder"]
+    apart = prologue | epilogue
+    core = [node for node in nodes if node not in apart and node.op not in ("placeholder", "get_attr")]
+    inputs = [node for node in nodes if node.op == "placeholder"]
 
     into_core = [node for node in _outside(core) if not is_size(node)]
-    core_results = [n for n in core if n in results or any(user in after for user in n.users)]
-    into_after = _outside([n for n in nodes if n in after], extra=results)
-    handed = list(dict.fromkeys([*into_core, *(n for n in into_after if n not in core)]))
-    names = _names(handed)
+    core_results = [n for n in core if n in results or any(user in epilogue for user in n.users)]
+    into_epilogue = _outside([n for n in nodes if n in epilogue], extra=results)
+    prologue_results = list(dict.fromkeys([*into_core, *(n for n in into_epilogue if n not in core)]))
+    names = _names(prologue_results)
     return Parts(
-        before=extract(traced, given, [n for n in nodes if n in before], handed, rank=True),
+        prologue=extract(traced, inputs, [n for n in nodes if n in prologue], prologue_results, rank=True),
         core=extract(traced, into_core, core, core_results),
-        after=extract(traced, into_after, [n for n in nodes if n in after], results),
-        handed=tuple(names[n] for n in handed),
+        epilogue=extract(traced, into_epilogue, [n for n in nodes if n in epilogue], results),
+        prologue_outputs=tuple(names[n] for n in prologue_results),
         core_inputs=tuple(names[n] for n in into_core),
         core_outputs=tuple(n.name for n in core_results),
-        after_inputs=tuple(names.get(n, n.name) for n in into_after),
+        epilogue_inputs=tuple(names.get(n, n.name) for n in into_epilogue),
     )
 
 
@@ -85,31 +87,27 @@ def _mark_parameters(traced: fx.GraphModule) -> None:
             node.meta[_IS_PARAMETER] = isinstance(resolve(traced, str(node.target)), nn.Parameter)
 
 
-def _before(nodes: list[fx.Node]) -> set[fx.Node]:
-    """Cuts, float64 arithmetic (TensorRT has none), all they need, and what then needs neither weight nor exchange.
-
-    So the sinusoids of a timestep are computed in torch, whatever the engine's precision. Views at the end go back to
-    the core: one rotary table is handed over, not one per block.
+def _prologue(nodes: list[fx.Node]) -> set[fx.Node]:
+    """Returns the cuts, float64 arithmetic (TensorRT has none), all they need, and what then needs neither weight nor
+    exchange. So the sinusoids of a timestep are computed in torch, whatever the engine's precision. Views at the end go
+    back to the core: it takes one rotary table, not one per block.
     """
-    before = _upstream([n for n in nodes if n.target is CUT or _takes_float64(n)])
+    prologue = _upstream([n for n in nodes if n.target is CUT or _takes_float64(n)])
     for node in nodes:
-        if (
-            node.op == "call_function"
-            and not _is_exchange(node)
-            and all(_given(s, before) for s in node.all_input_nodes)
-        ):
-            before.add(node)
+        is_computed = node.op == "call_function" and not _is_exchange(node)
+        if is_computed and all(_is_known(source, prologue) for source in node.all_input_nodes):
+            prologue.add(node)
     for node in reversed(nodes):
-        if node in before and _is_view(node) and not any(user in before for user in node.users):
-            before.remove(node)
-    return before
+        if node in prologue and _is_view(node) and not any(user in prologue for user in node.users):
+            prologue.remove(node)
+    return prologue
 
 
-def _given(source: fx.Node, before: set[fx.Node]) -> bool:
-    """Inputs, buffers and what torch computed; but no cut tokens, on which the engine's work begins."""
+def _is_known(source: fx.Node, prologue: set[fx.Node]) -> bool:
+    """Whether it is an input, a buffer or what torch computed; but no cut tokens, on which the engine's work begins."""
     if source.op == "get_attr":
         return not source.meta[_IS_PARAMETER]
-    return source.op == "placeholder" or (source in before and source.target is not CUT)
+    return source.op == "placeholder" or (source in prologue and source.target is not CUT)
 
 
 def _takes_float64(node: fx.Node) -> bool:
@@ -117,7 +115,7 @@ def _takes_float64(node: fx.Node) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """A change of shape alone, of something the core can take (no float64)."""
+    """Whether it changes a shape alone, of something the core can take (no float64)."""
     sources = node.all_input_nodes
     views = len(sources) == 1 and _packet(node) in _VIEWS and _dtype(sources[0]) is not torch.float64
     return views and _dtype(sources[0]) is not None
@@ -145,25 +143,25 @@ def downstream(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _closure(nodes: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
-    seen: set[fx.Node] = set()
+    reached: set[fx.Node] = set()
     todo = list(nodes)
     while todo:
         node = todo.pop()
-        if node not in seen and node.op not in ("placeholder", "get_attr"):
-            seen.add(node)
+        if node not in reached and node.op not in ("placeholder", "get_attr"):
+            reached.add(node)
             todo.extend(step(node))
-    return seen
+    return reached
 
 
 def _outside(part: list[fx.Node], extra: Iterable[fx.Node] = ()) -> list[fx.Node]:
-    """Values that ``part`` takes from elsewhere (weights excepted), in order of first use."""
+    """Returns values that ``part`` takes from elsewhere (weights excepted), in order of first use."""
     inside = set(part)
     used = [source for node in part for source in node.all_input_nodes] + list(extra)
     return [n for n in dict.fromkeys(used) if n not in inside and n.op != "get_attr"]
 
 
 def _names(nodes: list[fx.Node]) -> dict[fx.Node, str]:
-    """Names of values that are handed over: a cut keeps that of what it cuts, others get their submodule's."""
+    """Returns names of the prologue's outputs: a cut keeps that of what it cuts, others get their submodule's."""
     names: dict[fx.Node, str] = {}
     counts: Counter[str] = Counter()
     for node in nodes:

@@ -1,7 +1,7 @@
-"""A core graph cut at its attentions, for a ring that runs in torch between the pieces.
+"""A core graph cut at its attentions, for a ring that runs in torch between the segments.
 
-Blocks of one type give pieces of one form: with weights as inputs they share a plan. 57 attentions of two types leave
-58 pieces of 5 forms (start, first type, from the first to the second, second type, end).
+Blocks of one type give segments of one kind: with weights as inputs they share an engine file. 57 attentions of two
+types leave 58 segments of 5 kinds (start, first type, from the first to the second, second type, end).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ ATTEND = torch.ops.troupe.attend.default
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """One piece: ``form`` is the index of its graph; values and weights by name, in the order of the graph's own.
+    """One segment: ``kind`` is the index of its graph; values and weights by name, in the order of the graph's own.
 
-    ``attention`` names the queries, keys, values and result of the attention that follows; None after the last piece.
+    ``attention`` names the queries, keys, values and result of the attention that follows; None after the last segment.
     """
 
-    form: int
+    kind: int
     inputs: tuple[str, ...]
     weights: Mapping[str, str]
     outputs: tuple[str, ...]
@@ -47,7 +47,7 @@ class Segment:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Piece:
+class _TracedSegment:
     graph: fx.GraphModule
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -55,58 +55,64 @@ class _Piece:
 
 
 def segment_core(parts: Parts, num_ranks: int) -> tuple[tuple[Segment, ...], tuple[EngineGraph, ...]]:
-    """Cut ``parts.core``: its pieces in running order, and the distinct graphs they are instances of, exported once."""
-    pieces = list(_pieces(parts))
-    first_of: dict[str, int] = {}
-    forms: list[EngineGraph] = []
+    """Returns the segments of ``parts.core`` in running order, and a graph for each kind of them."""
+    first_of: dict[str, tuple[int, _TracedSegment]] = {}
+    kinds: list[EngineGraph] = []
     segments = []
-    for piece in pieces:
-        form_key = _form(piece.graph)
-        if form_key not in first_of:
-            first_of[form_key] = len(forms)
-            inputs, outputs = _numbered("in", piece.inputs), _numbered("out", piece.outputs)
-            forms.append(export_graph(piece.graph, inputs, outputs, num_ranks))
-        form = first_of[form_key]
-        model_piece = next(other for other in pieces if _form(other.graph) == form_key)
-        weights = dict(zip(_weights(model_piece.graph), _weights(piece.graph), strict=True))
-        named = zip(_numbered("in", piece.inputs), piece.inputs, strict=True)
-        inputs = tuple(
-            name for own, name in named if own in forms[form].inputs
-        )  # one whose dtype alone matters is none
-        segments.append(
-            Segment(form=form, inputs=inputs, weights=weights, outputs=piece.outputs, attention=piece.attention)
-        )
-    return tuple(segments), tuple(forms)
+    for traced in _traced_segments(parts):
+        structure = _structure(traced.graph)
+        if structure not in first_of:
+            first_of[structure] = len(kinds), traced
+            inputs, outputs = _numbered("in", traced.inputs), _numbered("out", traced.outputs)
+            kinds.append(export_graph(traced.graph, inputs, outputs, num_ranks))
+        kind, first = first_of[structure]
+        segments.append(_segment(traced, first, kind, kinds[kind]))
+    return tuple(segments), tuple(kinds)
+
+
+def _segment(traced: _TracedSegment, first: _TracedSegment, kind: int, graph: EngineGraph) -> Segment:
+    """Returns ``traced`` as an instance of ``graph``, which was made of ``first``.
+
+    A value of which the graph uses the dtype alone is no input.
+    """
+    named = zip(_numbered("in", traced.inputs), traced.inputs, strict=True)
+    return Segment(
+        kind=kind,
+        inputs=tuple(name for own, name in named if own in graph.inputs),
+        weights=dict(zip(_weights(first.graph), _weights(traced.graph), strict=True)),
+        outputs=traced.outputs,
+        attention=traced.attention,
+    )
 
 
 def _numbered(what: str, names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(f"{what}.{index}" for index in range(len(names)))
 
 
-def _pieces(parts: Parts) -> list[_Piece]:
+def _traced_segments(parts: Parts) -> list[_TracedSegment]:
     nodes = list(parts.core.graph.nodes)
     results = list(next(node for node in nodes if node.op == "output").args[0])
     attends = [node for node in nodes if node.target is ATTEND]
-    given = [node for node in nodes if node.op == "placeholder"]
-    names = dict(zip([*given, *results], [*parts.core_inputs, *parts.core_outputs], strict=True))
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    names = dict(zip([*inputs, *results], [*parts.core_inputs, *parts.core_outputs], strict=True))
     stages = _stages(nodes, attends)
     members = [[n for n in nodes if stages.get(n) == stage] for stage in range(len(attends) + 1)]
-    return [_piece(parts.core, part, names, attend) for part, attend in zip(members, [*attends, None], strict=True)]
+    return [_extracted(parts.core, part, names, attend) for part, attend in zip(members, [*attends, None], strict=True)]
 
 
-def _piece(
+def _extracted(
     core: fx.GraphModule, part: list[fx.Node], names: Mapping[fx.Node, str], attention: fx.Node | None
-) -> _Piece:
+) -> _TracedSegment:
     inside = set(part)
     outside = list(dict.fromkeys(s for n in part for s in n.all_input_nodes if s not in inside and s.op != "get_attr"))
-    wanted = [n for n in part if not inside.issuperset(n.users)]
+    results = [n for n in part if not inside.issuperset(n.users)]
     around: tuple[str, ...] | None = None
     if attention is not None:
         around = tuple(_named(node, names) for node in (*attention.args, attention))  # type: ignore[arg-type]
-    return _Piece(
-        graph=extract(core, outside, part, wanted),
+    return _TracedSegment(
+        graph=extract(core, outside, part, results),
         inputs=tuple(_named(n, names) for n in outside),
-        outputs=tuple(_named(n, names) for n in wanted),
+        outputs=tuple(_named(n, names) for n in results),
         attention=around,  # type: ignore[arg-type]
     )
 
@@ -116,9 +122,8 @@ def _named(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
 
 
 def _stages(nodes: list[fx.Node], attends: list[fx.Node]) -> dict[fx.Node, int]:
-    """As late as possible, so that a block's own work (modulation, above all) lies in its own pieces.
-
-    But what more than two pieces need (the text of cross-attention) is made in the first.
+    """Returns each node's stage: as late as possible, so that a block's own work (modulation, above all) lies in its
+    own segments. But what more than two segments need (the text of cross-attention) is made in the first.
     """
     order = {node: index for index, node in enumerate(attends)}
     stages: dict[fx.Node, int] = {}
@@ -129,7 +134,7 @@ def _stages(nodes: list[fx.Node], attends: list[fx.Node]) -> dict[fx.Node, int]:
             shared = node not in depends and bool(users) and max(users) - min(users) > 1
             stages[node] = 0 if shared else min(users, default=len(attends))
     for node in nodes:
-        if node.target is operator.getitem:  # a tensor may go from piece to piece, a list of them may not
+        if node.target is operator.getitem:  # a tensor may go from segment to segment, a list of them may not
             stages[node] = stages[node.all_input_nodes[0]]
     return stages
 
@@ -139,8 +144,8 @@ def _weights(graph: fx.GraphModule) -> list[str]:
     return [name.removeprefix(WEIGHT_PREFIX) for name in names]
 
 
-def _form(graph: fx.GraphModule) -> str:
-    """The graph without its names: equal for blocks of one type."""
+def _structure(graph: fx.GraphModule) -> str:
+    """Returns the graph without its names: equal for blocks of one type."""
     index: dict[fx.Node, int] = {}
     lines = []
     for node in graph.graph.nodes:

@@ -26,7 +26,7 @@ class Sizes:
                     self._known.setdefault(_exact(size.node.expr), (placeholder, dim))
 
     def node(self, size: torch.SymInt) -> Size:
-        """A node (or number) with the value of ``size``. ValueError when the inputs do not determine it."""
+        """Returns a node (or number) with the value of ``size``. ValueError when the inputs do not determine it."""
         return self._build(_exact(size.node.expr))
 
     def _build(self, expr: sympy.Expr) -> Size:
@@ -54,6 +54,6 @@ class Sizes:
 
 
 def _exact(expr: sympy.Expr) -> sympy.Expr:
-    """Floor divisions as fractions: shards of tokens divide without rest, which the tracer has checked."""
+    """Writes floor divisions as fractions: shards of tokens divide without rest, which the tracer has checked."""
     exact = expr.replace(FloorDiv, lambda a, b: a / b).replace(CleanDiv, lambda a, b: a / b)
     return sympy.expand(exact)

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from engines.core.kernel import Kernel
 from engines.core.model import Branch, DenoiserModel, ModelInputs
 from engines.core.spec import ParallelSpec
-from engines.parallel.copies import twin
+from engines.parallel.copies import weight_sharing_copy
 from engines.parallel.mesh import Groups, Team, Teams
 from engines.parallel.strategy import team_kernel
 from engines.parallel.tensor import split_weights
@@ -45,7 +45,7 @@ class _OneRank(nn.Module):
 
     def __init__(self, model: DenoiserModel, name: str, team: Team, change: ChangeModule, ring: RingForm) -> None:
         super().__init__()
-        module = change(twin(model.modules[name]))
+        module = change(weight_sharing_copy(model.modules[name]))
         self.module = split_weights(module, model.plan, team.tensor) if team.tensor.size > 1 else module
         self._model = model
         self._team = team
@@ -84,7 +84,7 @@ def trace(
     change: ChangeModule = unchanged,
     ring: RingForm = "none",
 ) -> fx.GraphModule:
-    """``torch.export`` of one branch's forward; parameters are ``get_attr`` nodes named ``module.<state_dict key>``.
+    """Returns one branch's forward, exported; parameters are ``get_attr`` nodes named ``module.<state_dict key>``.
 
     ``change`` swaps layers of a copy of the module first (quantization); ``ring`` says how a ring is to be run.
     """
@@ -100,7 +100,7 @@ def trace(
 
 @contextmanager
 def offline_team(spec: ParallelSpec, rank: int = 0) -> Iterator[Team]:
-    """``spec``'s team as one process alone can trace it: torch's fake process group answers for the other ranks."""
+    """Gives ``spec``'s team so that one process can trace it: torch's fake process group answers for other ranks."""
     if dist.is_initialized():
         raise ValueError("an engine is exported before torch.distributed is initialised, or for the gang's own team")
     dist.init_process_group("fake", rank=rank, world_size=spec.num_ranks, store=FakeStore())

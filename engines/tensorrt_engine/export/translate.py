@@ -25,7 +25,10 @@ Translation = Callable[..., Any]
 
 
 def translation_table(num_ranks: int) -> dict[Callable[..., Any], Translation]:
-    """Translations for a plan of ``num_ranks``. A collective over fewer ranks is an error: it would need ``groups``."""
+    """Returns translations for an engine of ``num_ranks``.
+
+    They raise ValueError for a collective over fewer ranks: it would need ``groups``.
+    """
     register_schema()
     ops = torch.ops._c10d_functional
     return {

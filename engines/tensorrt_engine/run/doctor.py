@@ -1,4 +1,4 @@
-"""``troupe doctor --tensorrt``: prove on this host what can be proved here, and say what cannot.
+"""``troupe doctor --tensorrt``: proves on this host what can be proved here, and says what cannot.
 
 On a host with TensorRT 11 and GPUs that is everything: each collective executed over NCCL against its meaning, and the
 model's engine on teams of each size against one rank and against torch. Without a GPU it is what the builder shows.
@@ -6,11 +6,9 @@ model's engine on teams of each size against one rank and against torch. Without
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,9 +18,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from onnx import TensorProto, helper
-from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from engines.core.model import DenoiserModel
+from engines.core.rank import RankContext
+from engines.planner.local_ranks import Body, local_ranks
 from engines.tensorrt_engine.build.bindings import TensorRTMissingError, load_bindings
 from engines.tensorrt_engine.build.builder import BuildError, BuildOptions, build
 from engines.tensorrt_engine.build.targets import Target
@@ -30,17 +29,14 @@ from engines.tensorrt_engine.export.collectives import DOMAIN, REDUCING, ROOTED,
 from engines.tensorrt_engine.export.onnx_nodes import OPSET, collective_node
 from engines.tensorrt_engine.run import nccl
 from engines.tensorrt_engine.run.preflight import communicator, current_target
-from engines.tensorrt_engine.run.runtime import LoadedPlan, PlanRunner
+from engines.tensorrt_engine.run.runtime import EngineRunner, LoadedEngine
 
 Result = Literal["proved", "failed", "not here"]
 MakeModel = Callable[[str], DenoiserModel]
 """A model on the named device; picklable, because every rank makes its own."""
 
-Body = Callable[[int, int, str, Connection, MakeModel | None], None]
-"""Called in each rank's process: rank, number of ranks, a folder for all, where rank 0 sends its proofs, the model."""
-
 ROWS, COLUMNS = 8, 16
-START_TIMEOUT_S, LEAVE_S, POLL_S = 900.0, 60.0, 0.2
+START_TIMEOUT_S, LEAVE_S = 900.0, 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,8 +48,11 @@ class Proof:
     detail: str
 
 
-def doctor(make_model: MakeModel | None = None) -> list[Proof]:
-    """Every proof that this host allows. Starts one process per GPU where there are any; never raises for a failure."""
+def doctor(environment: Mapping[str, str], make_model: MakeModel | None = None) -> list[Proof]:
+    """Returns every proof that this host allows; a failure is a proof that failed, no exception.
+
+    Starts one process per GPU where there are any. ``environment`` holds this process's variables.
+    """
     try:
         bindings = load_bindings()
     except TensorRTMissingError as error:
@@ -67,8 +66,8 @@ def doctor(make_model: MakeModel | None = None) -> list[Proof]:
             *proofs,
             *(Proof(subject=s, result="not here", detail=missing) for s in ("NCCL", "execution", "engine")),
         ]
-    proofs.append(_nccl_names())
-    return proofs + _on_gpus(make_model)
+    proofs.append(_nccl_names(environment))
+    return proofs + _on_gpus(environment, make_model)
 
 
 def _target() -> Target:
@@ -76,7 +75,7 @@ def _target() -> Target:
 
 
 def one_collective(operation: Operation, num_ranks: int) -> tuple[Collective, bytes]:
-    """A network of one collective on float32, and its meaning."""
+    """Returns a network of one collective on float32, and its meaning."""
     reduction: Any = "sum" if operation in REDUCING else "none"
     root = 0 if operation in ROOTED else -1
     what = Collective(operation=operation, num_ranks=num_ranks, reduction=reduction, root=root)
@@ -96,46 +95,38 @@ def _builds(operation: Operation, target: Target) -> Proof:
     return Proof(subject=subject, result="proved", detail=target.name)
 
 
-def _nccl_names() -> Proof:
-    found = nccl.search(nccl.library_path(os.environ))
-    missing = [name for name in (nccl.VERSIONED, nccl.PLAIN) if name not in found]
+def _nccl_names(environment: Mapping[str, str]) -> Proof:
+    libraries = nccl.search(nccl.library_path(environment))
+    missing = [name for name in (nccl.VERSIONED, nccl.PLAIN) if name not in libraries]
     if missing:
         detail = f"{', '.join(missing)} not on LD_LIBRARY_PATH; ranks are started with a folder of links"
         return Proof(subject="NCCL names", result="failed", detail=detail)
-    return Proof(subject="NCCL names", result="proved", detail=", ".join(map(str, found.values())))
+    return Proof(subject="NCCL names", result="proved", detail=", ".join(map(str, libraries.values())))
 
 
-def _on_gpus(make_model: MakeModel | None) -> list[Proof]:
-    """One process per GPU. They start with an environment in which TensorRT finds torch's NCCL."""
-    os.environ.update(nccl.rank_environment())
+def _on_gpus(environment: Mapping[str, str], make_model: MakeModel | None) -> list[Proof]:
+    """Starts one process per GPU, in an environment in which TensorRT finds torch's NCCL."""
+    os.environ.update(nccl.rank_environment(environment))
     return on_ranks(_rank, torch.cuda.device_count(), make_model)
 
 
 def on_ranks(
     body: Body, num_ranks: int, make_model: MakeModel | None, *, within_s: float = START_TIMEOUT_S
 ) -> list[Proof]:
-    """What rank 0 sends; or one failed proof, as soon as a rank has died, or when time is up. No rank stays behind."""
-    receiver, sender = mp.get_context("spawn").Pipe(duplex=False)
-    ends_s = time.monotonic() + within_s
-    with tempfile.TemporaryDirectory() as folder:
-        start: Any = start_processes
-        context = start(body, args=(num_ranks, folder, sender, make_model), nprocs=num_ranks, join=False)
+    """Returns what rank 0 sends; or one failed proof, as soon as a rank has died, or when time is up."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        local_ranks(body, num_ranks, (num_ranks, folder, make_model)) as ranks,
+    ):
         try:
-            while not receiver.poll(POLL_S):
-                context.join(timeout=POLL_S)  # raises what a rank raised
-                if time.monotonic() > ends_s:
-                    raise RuntimeError(f"no answer from {num_ranks} ranks in {within_s:.0f} s")
-            answer: list[Proof] = receiver.recv()
-            context.join(timeout=LEAVE_S)
-            return answer
-        except (RuntimeError, ProcessException) as error:
-            return [Proof(subject="execution", result="failed", detail=str(error).strip().splitlines()[-1])]
-        finally:
-            for process in context.processes:
-                process.kill()
+            proofs: list[Proof] = ranks.answer(within_s)
+            ranks.leave(LEAVE_S)
+            return proofs
+        except (RuntimeError, TimeoutError) as error:
+            return [Proof(subject="execution", result="failed", detail=str(error))]
 
 
-def _rank(rank: int, num_ranks: int, folder: str, sender: Connection, make_model: MakeModel | None) -> None:
+def _rank(rank: int, answer: Connection, num_ranks: int, folder: str, make_model: MakeModel | None) -> None:
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
     rendezvous = f"file://{Path(folder) / 'store'}"
@@ -145,7 +136,7 @@ def _rank(rank: int, num_ranks: int, folder: str, sender: Connection, make_model
     if make_model is not None:
         proofs.append(_engine_agrees(make_model, rank, num_ranks, device))
     if rank == 0:
-        sender.send(proofs)
+        answer.send(proofs)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -157,12 +148,12 @@ def _executes(operation: Operation, rank: int, num_ranks: int, device: torch.dev
     ]
     assert dist.group.WORLD is not None
     pointer = communicator(str(dist.group.WORLD.group_name), device)
-    plan = build(network, BuildOptions(target=current_target(rank))).plan
-    runner = PlanRunner(LoadedPlan(plan), {}, communicator=pointer)
-    given = runner.run({"x": torch.from_numpy(inputs[rank]).to(device)})["y"].cpu().numpy()
+    engine_file = build(network, BuildOptions(target=current_target(rank))).engine_file
+    runner = EngineRunner(LoadedEngine(engine_file), {}, communicator=pointer)
+    output = runner.run({"x": torch.from_numpy(inputs[rank]).to(device)})["y"].cpu().numpy()
     runner.close()
     expected = what.apply(inputs)[rank]
-    wrong = int(not np.allclose(given, expected, rtol=1e-5, atol=1e-5)) if not np.isnan(expected).any() else 0
+    wrong = int(not np.allclose(output, expected, rtol=1e-5, atol=1e-5)) if not np.isnan(expected).any() else 0
     total = torch.tensor(wrong, device=device)
     dist.all_reduce(total)
     detail = f"{num_ranks} ranks" if not total else f"{int(total)} of {num_ranks} ranks differ from torch.distributed"
@@ -170,22 +161,22 @@ def _executes(operation: Operation, rank: int, num_ranks: int, device: torch.dev
 
 
 def _engine_agrees(make_model: MakeModel, rank: int, num_ranks: int, device: torch.device) -> Proof:
-    """The gang's own self-check (every team against one rank), then one rank against torch."""
+    """Runs the gang's own self-check (every team against one rank), then compares one rank with torch."""
     from engines.parallel.self_check import TOLERANCE, relative_difference
-    from engines.tensorrt_engine.load import RankPlace, load_tensorrt_engine
+    from engines.tensorrt_engine.load import load_tensorrt_engine
 
     model = make_model(str(device))
     try:
-        place = RankPlace(rank=rank, num_ranks=num_ranks, device=str(device))
-        engine = load_tensorrt_engine(model, place)
+        context = RankContext(rank=rank, num_ranks=num_ranks, device=str(device))
+        engine = load_tensorrt_engine(model, context)
         branch = model.probe()[0]
-        given = engine.predict((branch,), (rank,))[0]
+        prediction = engine.predict((branch,), (rank,))[0]
         with torch.no_grad():
             expected = model.forward(model.modules[branch.module], branch.inputs)
         engine.close()
     except (RuntimeError, ValueError) as error:
         return Proof(subject="engine", result="failed", detail=f"rank {rank}: {error}")
-    difference = relative_difference(given, expected)
-    ok = difference <= TOLERANCE.get(given.dtype, 1e-4)
+    difference = relative_difference(prediction, expected)
+    ok = difference <= TOLERANCE.get(prediction.dtype, 1e-4)
     detail = f"every team of {num_ranks} ranks agrees with one; one with torch to {difference:.1e}"
     return Proof(subject="engine", result="proved" if ok else "failed", detail=detail)

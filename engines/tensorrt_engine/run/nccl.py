@@ -22,14 +22,13 @@ class NcclError(RuntimeError):
 
 
 def loaded_libraries(maps: Path = Path("/proc/self/maps")) -> tuple[Path, ...]:
-    """NCCL libraries mapped into this process, each once (resolved)."""
+    """Returns the NCCL libraries mapped into this process, each once (resolved)."""
     paths = {line.split(maxsplit=5)[-1].strip() for line in maps.read_text().splitlines() if "libnccl" in line}
-    found = {Path(path).resolve() for path in paths if Path(path).name.startswith(PLAIN)}
-    return tuple(sorted(found))
+    return tuple(sorted({Path(path).resolve() for path in paths if Path(path).name.startswith(PLAIN)}))
 
 
 def library_version(path: Path) -> tuple[int, int, int]:
-    """(major, minor, patch) as the library itself says."""
+    """Returns (major, minor, patch) as the library itself says."""
     code = ctypes.c_int()
     if ctypes.CDLL(str(path)).ncclGetVersion(ctypes.byref(code)):
         raise NcclError(f"{path} does not say which version it is")
@@ -37,7 +36,7 @@ def library_version(path: Path) -> tuple[int, int, int]:
 
 
 def decode_version(code: int) -> tuple[int, int, int]:
-    """NCCL's one number: 22809 is 2.28.9 (and 2708, from before 2.9, is 2.7.8)."""
+    """Reads NCCL's one number: 22809 is 2.28.9 (and 2708, from before 2.9, is 2.7.8)."""
     return (
         (code // 10000, code // 100 % 100, code % 100)
         if code >= 10000
@@ -46,11 +45,11 @@ def decode_version(code: int) -> tuple[int, int, int]:
 
 
 def check_loaded(libraries: tuple[Path, ...], versions: Mapping[Path, tuple[int, int, int]]) -> None:
-    """Exactly one NCCL, of a version TensorRT takes. Raises NcclError."""
+    """Raises NcclError unless there is exactly one NCCL, of a version that TensorRT takes."""
     if len(libraries) != 1:
-        found = ", ".join(map(str, libraries)) or "none"
+        shown = ", ".join(map(str, libraries)) or "none"
         raise NcclError(
-            f"one NCCL must be in the process, torch's; found {found}: take other copies off LD_LIBRARY_PATH"
+            f"one NCCL must be in the process, torch's; found {shown}: take other copies off LD_LIBRARY_PATH"
         )
     version = versions[libraries[0]]
     if not MIN_VERSION <= version[:2] < END_VERSION:
@@ -59,20 +58,20 @@ def check_loaded(libraries: tuple[Path, ...], versions: Mapping[Path, tuple[int,
 
 
 def check_process() -> Path:
-    """This process's NCCL, checked; its path."""
+    """Returns the path of this process's NCCL, once it is checked."""
     libraries = loaded_libraries()
     check_loaded(libraries, {path: library_version(path) for path in libraries})
     return libraries[0]
 
 
 def search(folders: Iterable[Path]) -> dict[str, Path]:
-    """The first file of each name along ``folders``, as TensorRT's own search goes."""
-    found: dict[str, Path] = {}
+    """Returns the first file of each name along ``folders``, as TensorRT's own search goes."""
+    libraries: dict[str, Path] = {}
     for folder in folders:
         for name in (VERSIONED, PLAIN):
-            if name not in found and (folder / name).exists():
-                found[name] = folder / name
-    return found
+            if name not in libraries and (folder / name).exists():
+                libraries[name] = folder / name
+    return libraries
 
 
 def library_path(environment: Mapping[str, str]) -> tuple[Path, ...]:
@@ -80,7 +79,7 @@ def library_path(environment: Mapping[str, str]) -> tuple[Path, ...]:
 
 
 def wheel_folder() -> Path | None:
-    """Where pip put torch's NCCL."""
+    """Returns where pip put torch's NCCL; None where it did not."""
     for name in _WHEELS:
         try:
             files = importlib.metadata.files(name) or []
@@ -92,17 +91,18 @@ def wheel_folder() -> Path | None:
     return None
 
 
-def rank_environment(link_folder: Path = LINKS, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables with which a rank must be started so that TensorRT finds torch's NCCL under both its names.
+def rank_environment(environment: Mapping[str, str], link_folder: Path = LINKS) -> dict[str, str]:
+    """Returns variables to start a rank with, beside ``environment``, so that TensorRT finds torch's NCCL.
 
-    pip ships ``libnccl.so.2`` alone; a link named ``libnccl.so`` beside it mends that, in ``link_folder``. Empty when
-    nothing needs to change. The loader reads LD_LIBRARY_PATH once, so it is of no use in a process that runs already.
+    TensorRT wants it under both its names. pip ships ``libnccl.so.2`` alone; links of both names in ``link_folder``
+    mend that. Empty when nothing needs to change. The loader reads LD_LIBRARY_PATH once, so it is of no use in a
+    process that runs already.
     """
-    found = search(library_path(environment))
-    if VERSIONED in found and PLAIN in found:
+    libraries = search(library_path(environment))
+    if VERSIONED in libraries and PLAIN in libraries:
         return {}
-    library = found.get(VERSIONED) or _in_wheel()
-    missing = " and ".join(name for name in (VERSIONED, PLAIN) if name not in found)
+    library = libraries.get(VERSIONED) or _in_wheel()
+    missing = " and ".join(name for name in (VERSIONED, PLAIN) if name not in libraries)
     logger.warning(
         "no %s on LD_LIBRARY_PATH, where TensorRT looks: ranks get %s, linked in %s", missing, library, link_folder
     )

@@ -1,4 +1,4 @@
-"""Checks before the first step: the plan fits this GPU and TensorRT, and every rank of the team has the same one."""
+"""Checks before the first step: the engine fits this GPU and TensorRT, and all ranks of the team have the same one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from engines.tensorrt_engine.build.bindings import load_bindings
-from engines.tensorrt_engine.build.engine_cache import CachedPlan
+from engines.tensorrt_engine.build.engine_cache import CachedEngine
 from engines.tensorrt_engine.build.targets import Target
 from engines.tensorrt_engine.run.nccl import check_process, library_version
 
@@ -27,30 +27,32 @@ class PreflightError(RuntimeError):
 
 
 def current_target(rank: int) -> Target:
-    """The GPU of this process. Raises PreflightError without one."""
+    """Returns the GPU of this process. Raises PreflightError without one."""
     if not torch.cuda.is_available():
         raise PreflightError(rank, "a TensorRT engine runs on a GPU", "none", "one; or engine: torch")
     major, minor = torch.cuda.get_device_capability()
     return Target(major=major, minor=minor)
 
 
-def check_plan(plan: CachedPlan, *, rank: int, target: Target) -> None:
-    """The plan is of this GPU's compute capability and of the installed TensorRT."""
-    if plan.key.target != target.name:
-        raise PreflightError(rank, f"plan {plan.path.name} is for another GPU", plan.key.target, target.name)
+def check_engine_file(engine: CachedEngine, *, rank: int, target: Target) -> None:
+    """Raises PreflightError for an engine of another compute capability, or of another TensorRT than is installed."""
+    if engine.key.target != target.name:
+        raise PreflightError(rank, f"{engine.path.name} is for another GPU", engine.key.target, target.name)
     bindings = load_bindings()
-    of_plan, installed = f"{plan.key.product} {plan.key.version}", f"{bindings.product} {bindings.version}"
-    if of_plan != installed:
-        raise PreflightError(rank, f"plan {plan.path.name} is another TensorRT's", of_plan, installed)
+    builder, installed = f"{engine.key.product} {engine.key.version}", f"{bindings.product} {bindings.version}"
+    if builder != installed:
+        raise PreflightError(rank, f"{engine.path.name} is another TensorRT's", builder, installed)
 
 
-def check_same_plan(sha256: str, *, rank: int, group: str) -> None:
-    """Every rank of ``group`` has this very plan. Collective; raises on every rank when one differs."""
-    _compare({"it has another plan than the rest of its team": sha256[:12]}, rank=rank, group=resolve_group(group))
+def check_same_engine_file(sha256: str, *, rank: int, group: str) -> None:
+    """Raises on every rank of ``group`` when one has another engine file. Collective."""
+    _compare(
+        {"its engine file is not that of the rest of its team": sha256[:12]}, rank=rank, group=resolve_group(group)
+    )
 
 
 def check_alike(facts: Mapping[str, str], *, rank: int) -> None:
-    """Every rank of the gang has these very values. Collective; raises on every rank when one differs."""
+    """Raises on every rank of the gang when one has other values. Collective."""
     assert dist.group.WORLD is not None
     named = {f"its {name} is not that of the rest of the gang": value for name, value in facts.items()}
     _compare(named, rank=rank, group=dist.group.WORLD)
@@ -60,14 +62,14 @@ def _compare(facts: Mapping[str, str], *, rank: int, group: dist.ProcessGroup) -
     answers: list[Any] = [None] * group.size()
     dist.all_gather_object(answers, (rank, dict(facts)), group=group)
     (first, expected), *others = answers
-    for other, found in others:
+    for other, values in others:
         for what, value in expected.items():
-            if found.get(what) != value:
-                raise PreflightError(other, what, str(found.get(what)), f"{value} (rank {first}'s)")
+            if values.get(what) != value:
+                raise PreflightError(other, what, str(values.get(what)), f"{value} (rank {first}'s)")
 
 
 def check_nccl(rank: int) -> str:
-    """One NCCL in the process, of a version that TensorRT takes; the version."""
+    """Returns the version of the process's NCCL. PreflightError unless there is one, that TensorRT takes."""
     try:
         library = check_process()
     except RuntimeError as error:
@@ -76,7 +78,7 @@ def check_nccl(rank: int) -> str:
 
 
 def communicator(group: str, device: torch.device) -> int:
-    """The address of the group's ``ncclComm_t``, after one collective on it has made it."""
+    """Returns the address of the group's ``ncclComm_t``, after one collective on it has made it."""
     backend: Any = resolve_group(group)._get_backend(device)
     return int(backend._comm_ptr())
 

@@ -1,4 +1,4 @@
-"""The other half of TensorRT: a plan deserialized, torch tensors bound by address, a communicator set, an enqueue."""
+"""The other half of TensorRT: an engine deserialized, tensors bound by address, a communicator set, an enqueue."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from engines.tensorrt_engine.build.log import take_errors, trt_logger
 CAPSULE_NAME = b"ncclComm_t"  # kept here: a capsule does not copy its name
 
 
-class PlanRejectedError(RuntimeError):
-    """TensorRT would not load a plan, or not run it on this device."""
+class EngineRejectedError(RuntimeError):
+    """TensorRT would not load an engine file, or not run it on this device."""
 
 
 class EnqueueError(RuntimeError):
@@ -24,7 +24,7 @@ class EnqueueError(RuntimeError):
 
 
 def communicator_capsule(pointer: int) -> object:
-    """``set_communicator``'s argument: a capsule named ``ncclComm_t`` around the pointer."""
+    """Returns ``set_communicator``'s argument: a capsule named ``ncclComm_t`` around the pointer."""
     if pointer == 0:
         raise ValueError("the process group has no NCCL communicator yet: run one collective on it first")
     new = ctypes.pythonapi.PyCapsule_New
@@ -34,27 +34,28 @@ def communicator_capsule(pointer: int) -> object:
     return capsule
 
 
-def deserialize(plan: bytes) -> Any:
-    """An ``ICudaEngine``. Raises PlanRejectedError with TensorRT's words."""
+def deserialize(engine_file: bytes) -> Any:
+    """Returns an ``ICudaEngine``. Raises EngineRejectedError with TensorRT's words."""
     trt = load_bindings().api
     take_errors()
     runtime = trt.Runtime(trt_logger())
-    engine = runtime.deserialize_cuda_engine(plan)
+    engine = runtime.deserialize_cuda_engine(engine_file)
     if engine is None:
         reason = take_errors() or "no reason given"
-        raise PlanRejectedError(f"{load_bindings().product} {load_bindings().version} cannot load the plan: {reason}")
+        bindings = load_bindings()
+        raise EngineRejectedError(f"{bindings.product} {bindings.version} cannot load the engine file: {reason}")
     return engine
 
 
-class LoadedPlan:
-    """A plan on this device, shared by the runners of all shapes that it serves; released with the last of them."""
+class LoadedEngine:
+    """An engine on this device, shared by the runners of all shapes that it serves; released with the last of them."""
 
-    def __init__(self, plan: bytes) -> None:
-        self._engine: Any = deserialize(plan)
+    def __init__(self, engine_file: bytes) -> None:
+        self._engine: Any = deserialize(engine_file)
         self._num_users = 0
 
     def take(self) -> Any:
-        """The ``ICudaEngine``, for one more user."""
+        """Returns the ``ICudaEngine``, for one more user."""
         assert self._engine is not None, "released"
         self._num_users += 1
         return self._engine
@@ -65,31 +66,31 @@ class LoadedPlan:
             self._engine = None
 
 
-class PlanRunner:
-    """One execution context of a plan on one rank. Weights are bound once; activations at each run, without copies.
+class EngineRunner:
+    """One execution context of an engine on one rank. Weights are bound once; activations at each run, without copies.
 
-    Making it is collective when there is a communicator, and so is every run. Raises PlanRejectedError, EnqueueError.
+    Making it is collective when there is a communicator, and so is every run. Raises EngineRejectedError, EnqueueError.
     """
 
-    def __init__(self, plan: LoadedPlan, weights: Mapping[str, Tensor], *, communicator: int | None = None) -> None:
-        self._plan = plan
-        self._engine = plan.take()
+    def __init__(self, loaded: LoadedEngine, weights: Mapping[str, Tensor], *, communicator: int | None = None) -> None:
+        self._loaded = loaded
+        self._engine = loaded.take()
         self._context = self._engine.create_execution_context()
         if self._context is None:
-            raise PlanRejectedError(f"no execution context: {take_errors() or 'out of device memory?'}")
+            raise EngineRejectedError(f"no execution context: {take_errors() or 'out of device memory?'}")
         if communicator is not None and not self._context.set_communicator(communicator_capsule(communicator)):
-            raise PlanRejectedError(f"TensorRT would not take the NCCL communicator: {take_errors()}")
+            raise EngineRejectedError(f"TensorRT would not take the NCCL communicator: {take_errors()}")
         self._weights = {name: tensor.contiguous() for name, tensor in weights.items()}  # kept alive: bound by address
         for name, tensor in self._weights.items():
             self._bind(name, tensor)
         self._outputs = tuple(self._names(load_bindings().api.TensorIOMode.OUTPUT))
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Enqueue on the current stream; the outputs are ready when the stream gets there."""
+        """Enqueues on the current stream; the outputs are ready when the stream gets there."""
         bound = {name: tensor.contiguous() for name, tensor in inputs.items()}
         for name, tensor in bound.items():
             if not self._context.set_input_shape(name, tuple(tensor.shape)):
-                raise EnqueueError(f"input {name} has shape {tuple(tensor.shape)}, which the plan's profile excludes")
+                raise EnqueueError(f"input {name} has shape {tuple(tensor.shape)}, which the engine's profile excludes")
             self._bind(name, tensor)
         outputs = {name: self._allocate(name) for name in self._outputs}
         for name, tensor in outputs.items():
@@ -99,18 +100,18 @@ class PlanRunner:
         return outputs
 
     def close(self) -> None:
-        """Release the context, then the engine. The communicator must still be alive."""
+        """Releases the context, then the engine. The communicator must still be alive."""
         self._context = None
         self._engine = None
-        self._plan.give_back()
+        self._loaded.give_back()
         self._weights.clear()
 
     def _bind(self, name: str, tensor: Tensor) -> None:
         wanted = _torch_dtype(self._engine.get_tensor_dtype(name))
         if tensor.dtype != wanted:
-            raise EnqueueError(f"{name} is {tensor.dtype}, the plan wants {wanted}")
+            raise EnqueueError(f"{name} is {tensor.dtype}, the engine wants {wanted}")
         if not self._context.set_tensor_address(name, tensor.data_ptr()):
-            raise EnqueueError(f"TensorRT would not bind {name}: {take_errors() or 'no such tensor in the plan'}")
+            raise EnqueueError(f"TensorRT would not bind {name}: {take_errors() or 'no such tensor in the engine'}")
 
     def _allocate(self, name: str) -> Tensor:
         shape = tuple(self._context.get_tensor_shape(name))

@@ -1,27 +1,26 @@
-"""One branch's forward on one rank through an engine: prepared once per shape, then called every step."""
+"""One branch's forward on one rank through an engine, whole or in segments: made once a shape, called each step."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
+from engines.core.kernel import Kernel
+from engines.core.layout import TokenLayout
 from engines.core.model import Branch, DenoiserModel, ModelInputs
+from engines.parallel.attention import local_kernel
 from engines.parallel.mesh import Team
-from engines.tensorrt_engine.build.builder import BuildOptions, build
-from engines.tensorrt_engine.build.engine_cache import CachedPlan, PlanCache, PlanKey
-from engines.tensorrt_engine.build.progress import ProgressBar
-from engines.tensorrt_engine.config import ResolvedConfig
+from engines.parallel.strategy import team_kernel
 from engines.tensorrt_engine.export.exported import Exported, rank_weights
 from engines.tensorrt_engine.export.onnx_graph import EngineGraph
+from engines.tensorrt_engine.export.segments import Segment
 
 
 class Runner(Protocol):
-    """What runs an engine graph on one rank: TensorRT's ``PlanRunner``, or a stand-in in tests."""
+    """What runs an engine graph on one rank: TensorRT's ``EngineRunner``, or a stand-in in tests."""
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
 
@@ -33,45 +32,83 @@ MakeRunner = Callable[[EngineGraph, Mapping[str, Tensor], Team], Runner]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
-    """``before`` in torch, the engine, ``after`` in torch."""
+class WholeStep:
+    """The prologue in torch, the engine, the epilogue in torch."""
 
     exported: Exported
     runner: Runner
     rank_index: int
 
     def __call__(self, inputs: ModelInputs) -> Tensor:
-        handed = self.exported.feed(inputs, self.rank_index)
-        outputs = self.runner.run(self.exported.engine_inputs(handed))
-        return self.exported.finish(handed, outputs)
+        prologue_outputs = self.exported.run_prologue(inputs, self.rank_index)
+        outputs = self.runner.run(self.exported.engine_inputs(prologue_outputs))
+        return self.exported.run_epilogue(prologue_outputs, outputs)
 
     def close(self) -> None:
         self.runner.close()
 
 
-def make_step(exported: Exported, model: DenoiserModel, branch: Branch, team: Team, make_runner: MakeRunner) -> Step:
-    """With a runner of its own. Every rank of the team makes this call at the same time."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SegmentedStep:
+    """``runners[kind]`` runs every segment of that kind, with the segment's own weights bound at each run."""
+
+    exported: Exported
+    runners: tuple[Runner, ...]
+    weights: Mapping[str, Tensor]
+    kernel: Kernel
+    rank_index: int
+
+    def __call__(self, inputs: ModelInputs) -> Tensor:
+        prologue_outputs = self.exported.run_prologue(inputs, self.rank_index)
+        values = dict(prologue_outputs)
+        for segment in self.exported.segments:
+            values.update(self._run(segment, values))
+            if segment.attention is not None:
+                q, k, v, out = segment.attention
+                values[out] = self.kernel(values[q], values[k], values[v])[0]
+        return self.exported.run_epilogue(prologue_outputs, values)
+
+    def close(self) -> None:
+        for runner in self.runners:
+            runner.close()
+
+    def _run(self, segment: Segment, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        graph = self.exported.graphs[segment.kind]
+        activations = {own: values[name] for own, name in zip(graph.inputs, segment.inputs, strict=True)}
+        weights = {own: self.weights[segment.weights[own]] for own in graph.weights}
+        outputs = self.runners[segment.kind].run(activations | weights)
+        return {name: outputs[own] for own, name in zip(graph.outputs, segment.outputs, strict=True)}
+
+
+EngineStep = WholeStep | SegmentedStep
+
+
+def make_step(
+    exported: Exported, model: DenoiserModel, branch: Branch, team: Team, make_runner: MakeRunner
+) -> EngineStep:
+    """Returns a step with runners of its own. Every rank of the team makes this call at the same time."""
     weights = rank_weights(model, branch.module, team)
+    if exported.segments:
+        return _segmented_step(exported, model, branch, team, make_runner, weights)
     runner = make_runner(exported.graph, {name: weights[name] for name in exported.graph.weights}, team)
-    return Step(exported=exported, runner=runner, rank_index=team.context.index)
+    return WholeStep(exported=exported, runner=runner, rank_index=team.context.index)
 
 
-def cached_plan(
-    graph: EngineGraph, config: ResolvedConfig, options: BuildOptions, cache: PlanCache, *, visible: bool = False
-) -> CachedPlan:
-    """The graph's plan for the graph's own profiles, built if the cache has none."""
-    serialized, options = graph.serialized(), dataclasses.replace(options, profiles=graph.profiles)
-    key = PlanKey.of(
-        serialized,
-        strategy=config.spec.name,
-        num_ranks=graph.num_ranks,
-        precision=config.precision,
-        options=options,
+def _segmented_step(
+    exported: Exported,
+    model: DenoiserModel,
+    branch: Branch,
+    team: Team,
+    make_runner: MakeRunner,
+    weights: Mapping[str, Tensor],
+) -> SegmentedStep:
+    """Returns a step with one runner per kind of segment, which gets the weights of each segment as it runs."""
+    weight = next(iter(weights.values()))
+    layout = TokenLayout.of(model.plan.streams, model.stream_lengths(branch.inputs), team.context.size)
+    return SegmentedStep(
+        exported=exported,
+        runners=tuple(make_runner(graph, {}, team) for graph in exported.graphs),
+        weights=weights,
+        kernel=team_kernel(local_kernel(weight.device, weight.dtype), team, layout),
+        rank_index=team.context.index,
     )
-    return cache.get_or_build(key, lambda: build(serialized, options, bar=ProgressBar(visible=visible)))
-
-
-def signature(branch: Branch) -> tuple[str, tuple[tuple[str, tuple[int, ...], torch.dtype], ...]]:
-    """What a static engine is made for: the module and its inputs' shapes and dtypes."""
-    shapes = ((name, tuple(x.shape), x.dtype) for name, x in sorted(branch.inputs.items()) if x is not None)
-    return branch.module, tuple(shapes)

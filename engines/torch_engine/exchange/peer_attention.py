@@ -20,20 +20,26 @@ import torch
 from torch import Tensor
 
 from engines.core.kernel import Kernel
+from engines.core.resources import rank_resources
 from engines.fast.side_streams import SideStream, wait_for
 from engines.parallel.collectives import Axis
 from engines.torch_engine.exchange.copy_rows import copy_rows
 from engines.torch_engine.exchange.heads import Attend
 from engines.torch_engine.exchange.peer_memory import PeerMemory
 
-_MADE: list[PeerUlysses] = []
-"""By their number in the graph of a compiled module. Never dropped: a captured step may hold one's memory."""
+
+class PeerOperations(list["PeerUlysses"]):
+    """The operations of a rank, by their number in the graph of a compiled module.
+
+    None is dropped before the rank ends: a captured step may hold its memory.
+    """
 
 
 def peer_ulysses(attend: Attend, axis: Axis, device: torch.device) -> Kernel:
-    """For the ranks of one host (see ``peer_memory.reachable``), all of which make the same calls. No log-sum-exp."""
-    number = len(_MADE)
-    _MADE.append(PeerUlysses(attend, axis, device))
+    """Attention for the ranks of one host (see ``peer_memory.reachable``), which all make the same calls. No LSE."""
+    operations = rank_resources().get(PeerOperations)
+    number = len(operations)
+    operations.append(PeerUlysses(attend, axis, device))
 
     def exchanged(q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor, /) -> tuple[Tensor, Tensor]:
         return _run(q_BLHD, k_BLHD, v_BLHD, number), q_BLHD.new_empty(0)
@@ -43,7 +49,7 @@ def peer_ulysses(attend: Attend, axis: Axis, device: torch.device) -> Kernel:
 
 @torch.library.custom_op("troupe::peer_ulysses", mutates_args=())
 def _run(q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor, number: int) -> Tensor:
-    return _MADE[number](q_BLHD, k_BLHD, v_BLHD)
+    return rank_resources().get(PeerOperations)[number](q_BLHD, k_BLHD, v_BLHD)
 
 
 @_run.register_fake

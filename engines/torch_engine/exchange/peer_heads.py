@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engines.core.resources import rank_resources
 from engines.fast.kernels import HeadNorms
 from engines.fast.side_streams import SideStream, wait_for
 from engines.parallel.collectives import Axis
@@ -171,16 +172,16 @@ class PeerHeads:
         return _Memory(inbox=inbox, outbox=outbox, staging_WN=staging_WN, pushed_W=pushed_W, staged_W=staged_W)
 
 
-_STAGED: dict[Hashable, list[Tensor]] = {}
-"""Each larger than the one before; kept, for captured steps hold their addresses."""
+class StagingMemory(dict[Hashable, list[Tensor]]):
+    """By dtype and device, each larger than the one before; kept, for captured steps hold their addresses."""
 
 
 def _staging(sample: Tensor) -> Tensor:
-    """As many elements as ``sample`` has, shared by all shapes and teams: their steps run one after the other.
+    """Returns as many elements as ``sample`` has, shared by all shapes and teams: their steps run one after the other.
 
     In powers of two, so that all sizes together take less than four times what the largest needs.
     """
-    made = _STAGED.setdefault((sample.dtype, sample.device), [])
-    if not made or made[-1].numel() < sample.numel():
-        made.append(sample.new_empty(1 << (sample.numel() - 1).bit_length()))
-    return next(memory for memory in made if memory.numel() >= sample.numel())[: sample.numel()]
+    memories = rank_resources().get(StagingMemory).setdefault((sample.dtype, sample.device), [])
+    if not memories or memories[-1].numel() < sample.numel():
+        memories.append(sample.new_empty(1 << (sample.numel() - 1).bit_length()))
+    return next(memory for memory in memories if memory.numel() >= sample.numel())[: sample.numel()]

@@ -8,12 +8,12 @@ import socket
 import zlib
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from engines.core.resources import rank_resources
 from engines.parallel.collectives import Axis, all_gather
 
 logger = logging.getLogger(__name__)
@@ -40,10 +40,10 @@ class PeerMemory:
         """``numel`` elements of the dtype and device of ``sample``. All ranks of the axis call it in the same order.
 
         Calls of the same ``use`` share memory, of whatever size: steps of different shapes run one after the other.
-        Nothing is given back before the process ends: another rank's captured step may still write there. So memory is
+        Nothing is given back before the rank ends: another rank's captured step may still write there. So memory is
         opened in powers of two, and all sizes together take less than four times what the largest needs.
         """
-        opened = _OPENED.setdefault((axis, use, sample.dtype, sample.device), [])
+        opened = rank_resources().get(PeerMemories).opened.setdefault((axis, use, sample.dtype, sample.device), [])
         if not opened or opened[-1].mine.numel() < numel:
             opened.append(cls._new(1 << (numel - 1).bit_length(), sample, axis))
         return next(memory for memory in opened if memory.mine.numel() >= numel)._first(numel)
@@ -73,11 +73,23 @@ class PeerMemory:
         self.handle.barrier(channel=channel)
 
 
-_OPENED: dict[Hashable, list[PeerMemory]] = {}
-"""Each larger than the one before."""
+class PeerMemories:
+    """What a rank shares with others: memory by team and use, each larger than the one before, and who can be reached.
+
+    Closed after engines. A step ends with a gather of all its ranks, so when this rank's work is done on the device,
+    nobody writes here any more.
+    """
+
+    def __init__(self) -> None:
+        self.opened: dict[Hashable, list[PeerMemory]] = {}
+        self.reached: dict[Hashable, bool] = {}
+
+    def close(self) -> None:
+        if self.opened and torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.opened.clear()
 
 
-@cache
 def reachable(axis: Axis, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the ranks of the axis can write into each other's memory: one host, a GPU each, and a trial that works.
 
@@ -85,6 +97,14 @@ def reachable(axis: Axis, device: torch.device, dtype: torch.dtype) -> bool:
     """
     if device.type != "cuda":
         return False
+    reached, key = rank_resources().get(PeerMemories).reached, (axis, device, dtype)
+    if key not in reached:
+        reached[key] = _reaches(axis, device, dtype)
+        logger.info("ranks write into each other's memory: %s", reached[key], extra={"ranks": axis.ranks})
+    return reached[key]
+
+
+def _reaches(axis: Axis, device: torch.device, dtype: torch.dtype) -> bool:
     properties: Any = torch.cuda.get_device_properties(device)
     names = (socket.gethostname(), str(properties.uuid), str(torch.cuda.current_device()))
     mine = torch.tensor([zlib.crc32(name.encode()) for name in names], dtype=torch.int64, device=device)
@@ -94,7 +114,6 @@ def reachable(axis: Axis, device: torch.device, dtype: torch.dtype) -> bool:
         if len(set(numbers)) < axis.size:  # a rank that sees its own GPU only calls it 0, as all others do theirs
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         works = _trial(axis, torch.zeros((), dtype=dtype, device=device))
-    logger.info("ranks write into each other's memory: %s", works, extra={"ranks": axis.ranks})
     return works
 
 

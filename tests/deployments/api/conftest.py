@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -16,15 +17,15 @@ from fastapi import FastAPI
 
 from deployments.api.app import create_api
 from deployments.api.settings import ApiSettings
-from deployments.clips.clips import Jobs
-from deployments.clips.settings import JobSettings
+from deployments.clips.clips import Clips
+from deployments.clips.settings import ClipSettings
 from tests.deployments.support.fake_studio import FakeStudio
 
 
-def build(studio: FakeStudio, data_dir: Path, *, jobs: dict[str, object] | None = None, **settings: object) -> FastAPI:
-    job_settings = JobSettings(data_dir=data_dir, **({"progress_s": 0.02, "poll_s": 0.1} | (jobs or {})))
+def build(studio: FakeStudio, data_dir: Path, *, clips: dict[str, Any] | None = None, **settings: Any) -> FastAPI:
+    clip_settings = ClipSettings(data_dir=data_dir, **({"progress_s": 0.02, "poll_s": 0.1} | (clips or {})))
     api_settings = ApiSettings(data_dir=data_dir, **({"video_poll_s": 0.02} | settings))
-    return create_api(studio, api_settings, Jobs(studio, job_settings))
+    return create_api(studio, api_settings, Clips(studio, clip_settings))
 
 
 @asynccontextmanager

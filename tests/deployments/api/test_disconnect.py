@@ -6,17 +6,24 @@ import asyncio
 import contextlib
 import json
 import time
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
+from starlette.types import Message
 
+from deployments.api.streams import Event, EventStream
 from tests.deployments.api.conftest import build, serving
 from tests.deployments.support.fake_studio import FakeStudio
+from tests.support.patience import PATIENCE_S
 
 IMAGES = "/v1/images/generations"
 
 
-async def until(condition, timeout_s: float = 5.0) -> None:
+async def until(condition: Callable[[], object], timeout_s: float = PATIENCE_S) -> None:
     end_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end_s, "waited in vain"
@@ -24,7 +31,7 @@ async def until(condition, timeout_s: float = 5.0) -> None:
 
 
 @pytest.mark.parametrize("body", [{}, {"n": 3}, {"stream": True}, {"stream": True, "stream_progress": True, "n": 2}])
-async def test_client_that_hangs_up(url, studio, body):
+async def test_client_that_hangs_up(url: str, studio: FakeStudio, body: dict[str, Any]) -> None:
     studio.step_s = 0.1
     num_jobs = body.get("n", 1)
     payload = json.dumps({"prompt": "a", "num_inference_steps": 100} | body).encode()
@@ -46,7 +53,7 @@ async def test_client_that_hangs_up(url, studio, body):
         assert (await client.post(url + IMAGES, json={"prompt": "b"})).status_code == 200
 
 
-async def test_cancelled_handler(api, studio):
+async def test_cancelled_handler(api: FastAPI, studio: FakeStudio) -> None:
     """Ray Serve cancels the handler's task instead of sending http.disconnect."""
     studio.step_s = 0.1
     async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://test") as client:
@@ -61,12 +68,39 @@ async def test_cancelled_handler(api, studio):
             studio.closed.clear()
 
 
-async def test_keepalive_while_the_job_waits(tmp_path):
+async def test_keepalive_while_the_job_waits(tmp_path: Path) -> None:
     studio = FakeStudio(step_s=0.2)
     with serving(build(studio, tmp_path, first_event_wait_s=0.05, keepalive_s=0.05)) as url:
-        async with httpx.AsyncClient() as client:
-            answer = await client.post(url + IMAGES, json={"prompt": "a", "stream": True, "num_inference_steps": 2})
+        body = {"prompt": "a", "stream": True, "num_inference_steps": 100}
+        async with httpx.AsyncClient(timeout=None) as client, client.stream("POST", url + IMAGES, json=body) as answer:
+            lines = []
+            async for line in answer.aiter_lines():
+                lines.append(line)
+                if lines.count(": nothing new") == 3:
+                    studio.step_s = 0
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert answer.headers["cache-control"] == "no-cache"
-    assert answer.text.count(": nothing new\n\n") >= 3
-    assert "event: image_generation.completed\n" in answer.text
+    assert lines.count(": nothing new") >= 3
+    assert lines.index(": nothing new") < lines.index("event: image_generation.completed")
+
+
+async def test_a_client_that_is_gone_before_the_first_byte() -> None:
+    """What was begun for it is closed, though the response never got to its chunks."""
+    is_closed = False
+
+    async def endless() -> AsyncGenerator[Event]:
+        nonlocal is_closed
+        try:
+            while True:
+                yield Event(type="a")
+        finally:
+            is_closed = True
+
+    async def fail(message: Message) -> None:
+        raise ConnectionResetError
+
+    events = endless()
+    response = EventStream(await anext(events), events)
+    with pytest.raises(ConnectionResetError):
+        await response.stream_response(fail)
+    assert is_closed

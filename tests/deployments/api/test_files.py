@@ -7,7 +7,7 @@ from pathlib import Path
 from deployments.api.files import FileShelf
 
 
-def test_a_file_that_another_sweep_has_deleted_is_no_error(tmp_path: Path):
+def test_a_file_that_another_sweep_has_deleted_is_no_error(tmp_path: Path) -> None:
     shelf = FileShelf(folder=tmp_path, lifetime_s=100, max_bytes=10)
     gone = f"{'0' * 32}.png"
     (tmp_path / gone).symlink_to(tmp_path / "nowhere")  # listed, and not there when it is looked at
@@ -18,7 +18,7 @@ def test_a_file_that_another_sweep_has_deleted_is_no_error(tmp_path: Path):
     assert shelf.find(gone) is None
 
 
-def test_names_that_were_never_handed_out_find_nothing(tmp_path: Path):
+def test_names_that_were_never_handed_out_find_nothing(tmp_path: Path) -> None:
     shelf = FileShelf(folder=tmp_path / "files", lifetime_s=100, max_bytes=10)
     shelf.put(b"picture", "png")
     (tmp_path / "secret.png").write_bytes(b"secret")

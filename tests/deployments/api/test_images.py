@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import os
 import time
+from pathlib import Path
+from typing import Any
 
 import httpx
 
 from deployments.requests.rules import preview_steps
 from tests.deployments.api.conftest import build, client_of
+from tests.deployments.support.fake_studio import FakeStudio
 
 IMAGES = "/v1/images/generations"
 
 
-def sse(text: str) -> list[tuple[str, dict]]:
+def sse(text: str) -> list[tuple[str, dict[str, Any]]]:
     """Events of a stream, by the rules of the HTML standard."""
     events = []
     for block in text.split("\n\n"):
@@ -25,7 +28,7 @@ def sse(text: str) -> list[tuple[str, dict]]:
     return events
 
 
-async def test_what_the_studio_is_asked_for(client, studio):
+async def test_what_the_studio_is_asked_for(client: httpx.AsyncClient, studio: FakeStudio) -> None:
     body = {
         "prompt": "a red circle",
         "negative_prompt": "blue",
@@ -63,7 +66,7 @@ async def test_what_the_studio_is_asked_for(client, studio):
     assert all(data["safety_identifier"] == "me" and data["timings"]["total_s"] > 0 for data in completed)
 
 
-async def test_defaults_and_random_seeds(client, studio):
+async def test_defaults_and_random_seeds(client: httpx.AsyncClient, studio: FakeStudio) -> None:
     for _ in range(2):
         answer = await client.post(IMAGES, json={"prompt": "a", "size": "auto"})
         assert answer.json()["size"] == "64x64"
@@ -73,12 +76,12 @@ async def test_defaults_and_random_seeds(client, studio):
     assert first.preview_steps == ()
 
 
-async def test_same_seed_same_bytes(client):
+async def test_same_seed_same_bytes(client: httpx.AsyncClient) -> None:
     bodies = [(await client.post(IMAGES, json={"prompt": "a", "seed": seed})).json()["data"] for seed in (5, 5, 6)]
     assert bodies[0] == bodies[1] != bodies[2]
 
 
-async def test_jpeg_compression(client):
+async def test_jpeg_compression(client: httpx.AsyncClient) -> None:
     sizes = []
     for compression in (10, 100):
         body = {"prompt": "a", "output_format": "jpeg", "output_compression": compression, "response_format": "url"}
@@ -90,7 +93,7 @@ async def test_jpeg_compression(client):
     assert sizes[0] < sizes[1]
 
 
-async def test_stream_on_the_wire(client):
+async def test_stream_on_the_wire(client: httpx.AsyncClient) -> None:
     body = {"prompt": "a", "stream": True, "stream_progress": True, "partial_images": 1, "num_inference_steps": 3}
     async with client.stream("POST", IMAGES, json=body) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
@@ -109,14 +112,14 @@ async def test_stream_on_the_wire(client):
     assert events[2][1]["step"] == 2
 
 
-async def test_preview_steps_are_spread_and_never_the_last():
+async def test_preview_steps_are_spread_and_never_the_last() -> None:
     assert preview_steps(20, 3) == (5, 10, 15)
     assert preview_steps(2, 3) == (1,)
     assert preview_steps(1, 3) == ()
     assert preview_steps(20, 0) == ()
 
 
-async def test_files_expire_and_do_not_pile_up(studio, tmp_path):
+async def test_files_expire_and_do_not_pile_up(studio: FakeStudio, tmp_path: Path) -> None:
     url_body = {"prompt": "a", "response_format": "url"}
     async with client_of(build(studio, tmp_path, file_lifetime_s=100, max_files_bytes=600)) as client:
         urls = [(await client.post(IMAGES, json=url_body)).json()["data"][0]["url"] for _ in range(8)]
@@ -131,19 +134,19 @@ async def test_files_expire_and_do_not_pile_up(studio, tmp_path):
         assert not last.exists()
 
 
-async def test_public_url(studio, tmp_path):
+async def test_public_url(studio: FakeStudio, tmp_path: Path) -> None:
     async with client_of(build(studio, tmp_path, public_url="https://pictures.example/api/")) as client:
         made = (await client.post(IMAGES, json={"prompt": "a", "response_format": "url"})).json()
         assert made["data"][0]["url"].startswith("https://pictures.example/api/v1/files/")
 
 
-async def test_page_and_documents(client):
+async def test_page_and_documents(client: httpx.AsyncClient) -> None:
     page = await client.get("/")
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     assert "default-src 'none'" in page.headers["content-security-policy"]
     assert (await client.get("/docs")).status_code == 200
 
 
-def test_health_over_a_real_server(url):
+def test_health_over_a_real_server(url: str) -> None:
     answer = httpx.get(f"{url}/health")
     assert answer.json() == {"status": "ready", "models": {"fake-pictures": "ready", "fake-clips": "ready"}}

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import base64
 import io
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import av
+import httpx
 import openai
 import pytest
 from PIL import Image
 
+from pipelines.request import MediaRequest
 from tests.deployments.api.conftest import build, serving
 from tests.deployments.support.fake_studio import FakeStudio, colour
 
@@ -17,13 +21,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning"
 
 
 @pytest.fixture
-def official(url):
+def official(url: str) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
 @pytest.fixture
-async def official_async(url):
+async def official_async(url: str) -> AsyncIterator[openai.AsyncOpenAI]:
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
@@ -33,7 +37,7 @@ def pixels(data: bytes) -> tuple[str, tuple[int, int], tuple[int, int, int]]:
     return image.format, image.size, image.convert("RGB").getpixel((5, 5))
 
 
-def test_models(official):
+def test_models(official: openai.OpenAI) -> None:
     models = official.models.list().data
     assert [model.id for model in models] == ["fake-pictures", "fake-clips"]
     model = official.models.retrieve("fake-clips")
@@ -41,26 +45,24 @@ def test_models(official):
     assert model.defaults["max_frames"] == 49
 
 
-def test_image_as_base64(official):
+def test_image_as_base64(official: openai.OpenAI) -> None:
     answer = official.images.generate(prompt="a", size="32x48", extra_body={"seed": 300}, output_format="png")
     assert (answer.size, answer.output_format) == ("32x48", "png")
     assert answer.data[0].seed == 300
     assert pixels(base64.b64decode(answer.data[0].b64_json)) == ("PNG", (32, 48), colour(300))
 
 
-def test_image_by_url(official):
+def test_image_by_url(official: openai.OpenAI) -> None:
     answer = official.images.generate(prompt="a", response_format="url", output_format="webp", n=2)
     first, second = answer.data
     assert second.seed == first.seed + 1
     assert first.url.startswith(str(official.base_url))
-    import httpx
-
     got = httpx.get(first.url)
     assert got.headers["content-type"] == "image/webp"
     assert pixels(got.content)[:2] == ("WEBP", (64, 64))
 
 
-def test_image_stream(official):
+def test_image_stream(official: openai.OpenAI) -> None:
     extra = {"seed": 7, "num_inference_steps": 6, "stream_progress": True}
     events = list(official.images.generate(prompt="a", stream=True, partial_images=2, extra_body=extra))
     types = [event.type for event in events]
@@ -74,12 +76,12 @@ def test_image_stream(official):
     assert events[-1].usage.total_tokens == 0
 
 
-async def test_image_stream_async(official_async):
+async def test_image_stream_async(official_async: openai.AsyncOpenAI) -> None:
     stream = await official_async.images.generate(prompt="a", stream=True)
     assert [event.type async for event in stream] == ["image_generation.completed"]
 
 
-def test_raw_response_headers(official):
+def test_raw_response_headers(official: openai.OpenAI) -> None:
     raw = official.images.with_raw_response.generate(prompt="a", extra_headers={"X-Request-Id": "mine-1"})
     assert raw.headers["x-request-id"] == "mine-1"
     stages = dict(part.split(";dur=") for part in raw.headers["server-timing"].split(", "))
@@ -87,7 +89,7 @@ def test_raw_response_headers(official):
     assert float(stages["denoise"]) >= 4 * 5
 
 
-def test_errors_become_the_clients_exceptions(official):
+def test_errors_become_the_clients_exceptions(official: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         official.images.generate(prompt="a", size="33x48")
     assert caught.value.param == "size"
@@ -97,8 +99,8 @@ def test_errors_become_the_clients_exceptions(official):
     assert caught.value.code == "model_not_found"
 
 
-def test_error_inside_a_stream(official, studio):
-    def fail(request, step):
+def test_error_inside_a_stream(official: openai.OpenAI, studio: FakeStudio) -> None:
+    def fail(request: MediaRequest, step: int) -> None:
         if step == 2:
             raise RuntimeError("secret detail")
 
@@ -111,7 +113,7 @@ def test_error_inside_a_stream(official, studio):
     assert "secret" not in caught.value.message
 
 
-def test_video_from_creation_to_deletion(official):
+def test_video_from_creation_to_deletion(official: openai.OpenAI) -> None:
     video = official.videos.create_and_poll(
         prompt="a", model="fake-clips", size="48x32", seconds="4", poll_interval_ms=50
     )
@@ -130,7 +132,7 @@ def test_video_from_creation_to_deletion(official):
         official.videos.retrieve(video.id)
 
 
-async def test_video_async_with_extra_fields(official_async):
+async def test_video_async_with_extra_fields(official_async: openai.AsyncOpenAI) -> None:
     extra = {"seed": 9, "num_frames": 5, "fps": 4, "num_inference_steps": 2, "negative_prompt": "b"}
     video = await official_async.videos.create(prompt="a", extra_body=extra)
     assert (video.seed, video.num_frames, video.fps, video.seconds) == (9, 5, 4, "1.25")
@@ -140,7 +142,7 @@ async def test_video_async_with_extra_fields(official_async):
     assert content.read()[4:8] == b"ftyp"
 
 
-def test_video_pages(official):
+def test_video_pages(official: openai.OpenAI) -> None:
     ids = [official.videos.create(prompt=str(i)).id for i in range(5)]
     assert [video.id for video in official.videos.list(limit=2)] == ids[::-1]
     assert [video.id for video in official.videos.list(limit=2, order="asc")] == ids
@@ -149,7 +151,7 @@ def test_video_pages(official):
     assert not official.videos.list(after=ids[0]).data
 
 
-def test_api_keys(tmp_path):
+def test_api_keys(tmp_path: Path) -> None:
     with serving(build(FakeStudio(), tmp_path, api_keys=("alpha", "bêta"))) as url:
         good = openai.OpenAI(base_url=f"{url}/v1", api_key="alpha")
         assert good.images.generate(prompt="a").data

@@ -20,14 +20,14 @@ schema = schemathesis.openapi.from_dict(DOCUMENT)
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory) -> Iterator[str]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with serving(build(FakeStudio(step_s=0), tmp_path_factory.mktemp("data"), api_keys=(KEY,))) as url:
         yield url
 
 
 @schema.parametrize()
 @settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-def test_no_answer_surprises(case, server):
+def test_no_answer_surprises(case: schemathesis.Case, server: str) -> None:
     case.call_and_validate(
         base_url=server,
         headers={"Authorization": f"Bearer {KEY}"},
@@ -37,7 +37,7 @@ def test_no_answer_surprises(case, server):
     )
 
 
-def test_document_is_complete():
+def test_document_is_complete() -> None:
     paths = set(DOCUMENT["paths"])
     assert {"/health", "/v1/models", "/v1/images/generations", "/v1/videos", "/v1/videos/{video_id}/content"} <= paths
     operations = [operation for path in DOCUMENT["paths"].values() for operation in path.values()]
@@ -50,5 +50,5 @@ def test_document_is_complete():
 EVENTS = {"PartialImage", "CompletedImage", "StepProgress", "VideoEvent"}
 
 
-def test_document_over_http(server):
+def test_document_over_http(server: str) -> None:
     assert httpx.get(f"{server}/openapi.json").json() == DOCUMENT

@@ -9,10 +9,13 @@ import subprocess
 from dataclasses import asdict
 from html.parser import HTMLParser
 from importlib.resources import files
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from deployments.requests.bodies import ImageBody, VideoBody
+from pipelines.defaults import Defaults
 from tests.deployments.api.conftest import build
 from tests.deployments.support.fake_studio import CLIPS, PICTURES, FakeStudio
 
@@ -39,19 +42,19 @@ BROWSER = """(() => {
 """As much of a browser as the form needs. ``PAGE``: its fields by name, and the kinds that parts of it are for."""
 
 
-def test_nothing_comes_from_elsewhere():
+def test_nothing_comes_from_elsewhere() -> None:
     assert not re.search(r"https?://|//cdn|@import|<link|src=\"", PAGE)
     assert "innerHTML" not in PAGE  # prompts are shown as text, never as markup
 
 
-def test_fields_are_those_of_the_api():
+def test_fields_are_those_of_the_api() -> None:
     names = set(re.findall(r'name="(\w+)"', PAGE)) - {"viewport"}
     known = set(ImageBody.model_fields) | set(VideoBody.model_fields)
     assert names - {"width", "height"} <= known
     assert {"prompt", "model", "seed", "num_inference_steps"} <= names
 
 
-def test_routes_are_those_of_the_api(tmp_path):
+def test_routes_are_those_of_the_api(tmp_path: Path) -> None:
     paths = build(FakeStudio(), tmp_path).openapi()["paths"]
     called = {path.split("?")[0] for path in re.findall(r'"(v1/[^"]*)"', PAGE)}
     assert called == {"v1/images/generations", "v1/videos", "v1/models"}
@@ -59,7 +62,7 @@ def test_routes_are_those_of_the_api(tmp_path):
 
 
 @needs_node
-def test_script_is_valid(tmp_path):
+def test_script_is_valid(tmp_path: Path) -> None:
     script = tmp_path / "page.js"
     script.write_text(SCRIPT)
     subprocess.run(["node", "--check", script], check=True)
@@ -68,11 +71,13 @@ def test_script_is_valid(tmp_path):
 class Form(HTMLParser):
     """Fields by name, with their attributes and the ``kind`` of the part that they are in; the kinds there are."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
-        self.fields, self.parts, self._inside = {}, [], []
+        self.fields: dict[str, dict[str, Any]] = {}
+        self.parts: list[str] = []
+        self._inside: list[str | None] = []
 
-    def handle_starttag(self, tag, attrs):
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         attributes = dict(attrs)
         if "data-kind" in attributes:
             self.parts.append(attributes["data-kind"])
@@ -82,13 +87,13 @@ class Form(HTMLParser):
         if tag in ("input", "select", "textarea") and "name" in attributes:
             self.fields[attributes["name"]] = {"value": "", **attributes, "kind": kind}
 
-    def handle_endtag(self, tag):
+    def handle_endtag(self, tag: str) -> None:
         self._inside.pop()
 
 
 @needs_node
 @pytest.mark.parametrize("defaults", [PICTURES, CLIPS], ids=lambda defaults: defaults.kind)
-def test_a_browser_lets_the_defaults_of_a_model_be_sent(tmp_path, defaults):
+def test_a_browser_lets_the_defaults_of_a_model_be_sent(tmp_path: Path, defaults: Defaults) -> None:
     """A form with a value out of range is not sent, be the field hidden; one that is disabled does not count."""
     form = Form()
     form.feed(PAGE)

@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
-from deployments.requests.rules import clip_length
+from deployments.requests.clips import clip_length
 from engines.gang.errors import GangBrokenError
+from pipelines.request import MediaRequest
 from tests.deployments.api.conftest import build, client_of
 from tests.deployments.api.test_disconnect import until
 from tests.deployments.api.test_images import sse
-from tests.deployments.support.fake_studio import CLIPS
+from tests.deployments.support.fake_studio import CLIPS, FakeStudio
 
 
-async def finished(client, video_id: str) -> dict:
+async def finished(client: httpx.AsyncClient, video_id: str) -> dict[str, Any]:
     while (video := (await client.get(f"/v1/videos/{video_id}")).json())["status"] in ("queued", "in_progress"):
         await asyncio.sleep(0.02)
     return video
 
 
-async def make(client, **fields) -> dict:
+async def make(client: httpx.AsyncClient, **fields: object) -> dict[str, Any]:
     answer = await client.post("/v1/videos", json={"prompt": "a"} | fields)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
 
-async def test_form_and_json_ask_for_the_same(client, studio):
+async def test_form_and_json_ask_for_the_same(client: httpx.AsyncClient, studio: FakeStudio) -> None:
     fields = {"prompt": "ä b", "seconds": "2", "seed": 3, "num_inference_steps": 2, "true_cfg_scale": 2.5, "fps": 8}
     form = {name: (None, str(value)) for name, value in fields.items()}
     by_form = (await client.post("/v1/videos", files=form)).json()
@@ -39,7 +43,7 @@ async def test_form_and_json_ask_for_the_same(client, studio):
     assert contents[0] == contents[1]
 
 
-async def test_progress_is_that_of_the_steps(client, studio):
+async def test_progress_is_that_of_the_steps(client: httpx.AsyncClient, studio: FakeStudio) -> None:
     studio.step_s = 0.05
     seen = []
     video = await make(client, num_inference_steps=10)
@@ -55,7 +59,7 @@ async def test_progress_is_that_of_the_steps(client, studio):
     assert video["completed_at"] >= video["created_at"]
 
 
-async def test_events_tell_the_whole_way(client, studio):
+async def test_events_tell_the_whole_way(client: httpx.AsyncClient, studio: FakeStudio) -> None:
     studio.step_s = 0.03
     video = await make(client, num_inference_steps=8)
     events = sse((await client.get(f"/v1/videos/{video['id']}/events")).text)
@@ -67,7 +71,7 @@ async def test_events_tell_the_whole_way(client, studio):
     assert [name for name, _ in again] == ["video.completed"]
 
 
-async def test_ranges(client):
+async def test_ranges(client: httpx.AsyncClient) -> None:
     video = await make(client)
     await finished(client, video["id"])
     path = f"/v1/videos/{video['id']}/content"
@@ -88,7 +92,7 @@ async def test_ranges(client):
         assert answer.json()["error"]["code"] == "range_not_satisfiable"
 
 
-async def test_variants(client, studio):
+async def test_variants(client: httpx.AsyncClient, studio: FakeStudio) -> None:
     studio.step_s = 0.05
     video = await make(client, num_inference_steps=8)
     path = f"/v1/videos/{video['id']}/content"
@@ -104,7 +108,7 @@ async def test_variants(client, studio):
     assert (unknown.status_code, unknown.json()["error"]["param"]) == (400, "variant")
 
 
-async def test_delete_stops_the_job(client, studio, tmp_path):
+async def test_delete_stops_the_clip(client: httpx.AsyncClient, studio: FakeStudio, tmp_path: Path) -> None:
     studio.step_s = 0.05
     video = await make(client, num_inference_steps=100)
     watching = asyncio.create_task(client.get(f"/v1/videos/{video['id']}/events"))
@@ -120,8 +124,8 @@ async def test_delete_stops_the_job(client, studio, tmp_path):
     assert (await finished(client, (await make(client))["id"]))["status"] == "completed"
 
 
-async def test_failed_job(client, studio):
-    def fail(request):
+async def test_failed_clip(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+    def fail(request: MediaRequest) -> None:
         raise GangBrokenError("rank 1 died")
 
     studio.before = fail
@@ -134,9 +138,10 @@ async def test_failed_job(client, studio):
     assert sse((await client.get(f"/v1/videos/{video['id']}/events")).text)[-1][0] == "video.failed"
 
 
-async def test_full_queue(studio, tmp_path):
+async def test_full_queue(studio: FakeStudio, tmp_path: Path) -> None:
     studio.step_s = 1
-    async with client_of(build(studio, tmp_path, jobs={"max_running": 1, "max_waiting": 1})) as client:
+    limits = {"max_concurrent_videos": 1, "max_waiting_videos": 1}
+    async with client_of(build(studio, tmp_path, clips=limits)) as client:
         await make(client)
         await until(lambda: len(studio.performed) == 1)
         await make(client)
@@ -156,5 +161,5 @@ async def test_full_queue(studio, tmp_path):
         (("6.1", None, None), (49, 8)),
     ],
 )
-def test_clip_length(given, expected):
+def test_clip_length(given: tuple[Any, ...], expected: tuple[int, int]) -> None:
     assert clip_length(*given, CLIPS) == expected

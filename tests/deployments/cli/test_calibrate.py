@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,22 +12,20 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from deployments.cli.main import app
-from deployments.config import DenoiserConfig, ModelConfig
+from deployments.config import ModelConfig
+from deployments.stages.config import DenoiserConfig
 from deployments.stages.rank import BuildRankParts
 from engines.core.rank import RankContext
 from engines.parallel.self_check import relative_difference
-from pipelines.registry import load_family
-from pipelines.sizes import first_step, request_of
+from pipelines.checkpoint import Checkpoint
 
 
-def prediction(folder: Path, **options: object) -> torch.Tensor:
-    config = DenoiserConfig.model_validate({"num_ranks": 1, "engine": "torch", **options})
+def prediction(folder: Path, **options: Any) -> torch.Tensor:
+    config = DenoiserConfig(num_ranks=1, **options)
     make = BuildRankParts(model=ModelConfig(name="pictures", path=str(folder), denoiser=config))
     engine = make(RankContext(rank=0, num_ranks=1, device="cpu")).engine
-    family = load_family(folder)
-    request = request_of(None, family.defaults(folder), prompt="a red circle")
-    branches = first_step(family, folder, request, torch.device("cpu"), torch.float32)
-    (predicted,) = engine.predict(branches, (0,))
+    checkpoint = Checkpoint(folder)
+    (predicted,) = engine.predict(checkpoint.first_step(checkpoint.defaults.request()), (0,))
     engine.close()
     return predicted
 
@@ -51,6 +50,6 @@ def test_what_the_command_writes_a_rank_takes(pictures: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("options", [{"precision": "fp8-static"}, {"torch": {"calibration": "scales.json"}}])
-def test_fixed_scales_and_their_precision_belong_together(options: dict[str, object]) -> None:
+def test_fixed_scales_and_their_precision_belong_together(options: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match="fp8-static needs a file that `troupe calibrate` wrote"):
-        DenoiserConfig.model_validate(options)
+        DenoiserConfig(**options)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from deployments.cli.client import ApiError, Client, Result, Step
+from deployments.cli.client import Client, RefusedError, Result
+from deployments.studio.interface import Progress
 from engines.gang.errors import GangBrokenError
 from pipelines.request import MediaRequest
 from tests.deployments.api.conftest import build, serving
@@ -16,7 +17,7 @@ from tests.deployments.support.fake_studio import FakeStudio
 def test_a_picture_is_streamed(tmp_path: Path) -> None:
     with serving(build(FakeStudio(), tmp_path)) as url, Client(url) as client:
         *steps, result = client.picture({"prompt": "a", "seed": 5, "num_inference_steps": 3})
-    assert [step.step for step in steps if isinstance(step, Step)] == [1, 2, 3]
+    assert [step.step for step in steps if isinstance(step, Progress)] == [1, 2, 3]
     assert isinstance(result, Result)
     assert (result.seed, result.data[:4]) == (5, b"\x89PNG")
 
@@ -28,5 +29,9 @@ def test_why_a_picture_failed_is_told(tmp_path: Path, failing_step: int) -> None
             raise GangBrokenError("rank 0 died")
 
     studio = FakeStudio(before=fail, at_step=fail)
-    with serving(build(studio, tmp_path)) as url, Client(url) as client, pytest.raises(ApiError, match="rank 0 died"):
+    with (
+        serving(build(studio, tmp_path)) as url,
+        Client(url) as client,
+        pytest.raises(RefusedError, match="rank 0 died"),
+    ):
         list(client.picture({"prompt": "a"}))

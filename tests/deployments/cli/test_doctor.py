@@ -24,14 +24,14 @@ def host(monkeypatch: pytest.MonkeyPatch, *, installed: tuple[str, ...], num_gpu
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
-    return {found.subject: found for found in [*doctor._devices(), *doctor._engines()]}
+    return {finding.subject: finding for finding in [*doctor._devices(), *doctor._engines()]}
 
 
 def test_each_gpu_and_the_one_nccl_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = host(monkeypatch, installed=EVERYTHING, num_gpus=2)
-    assert found["GPU 1"].found == "NVIDIA B200, 180 GiB, compute capability 10.0"
-    assert found["NCCL"].found == "2.28.9 in torch; wheels: nvidia-nccl-cu13 11.2"
-    assert (found["engine tensorrt"].found, found["engine tensorrt"].ok) == ("ready", True)
+    findings = host(monkeypatch, installed=EVERYTHING, num_gpus=2)
+    assert findings["GPU 1"].detail == "NVIDIA B200, 180 GiB, compute capability 10.0"
+    assert findings["NCCL"].detail == "2.28.9 in torch; wheels: nvidia-nccl-cu13 11.2"
+    assert (findings["engine tensorrt"].detail, findings["engine tensorrt"].ok) == ("ready", True)
 
 
 @pytest.mark.parametrize(
@@ -41,32 +41,32 @@ def test_tensorrt_is_not_ready_without_what_it_exports_with(
     monkeypatch: pytest.MonkeyPatch, missing: str, told: str
 ) -> None:
     installed = tuple(name for name in EVERYTHING if name != missing)
-    found = host(monkeypatch, installed=installed, num_gpus=1)["engine tensorrt"]
-    assert told in found.found
-    assert found.ok is False
+    finding = host(monkeypatch, installed=installed, num_gpus=1)["engine tensorrt"]
+    assert told in finding.detail
+    assert finding.ok is False
 
 
-def test_without_a_gpu_plans_can_be_built_and_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = host(monkeypatch, installed=EVERYTHING, num_gpus=0)
-    assert found["GPU"].ok is False
-    assert found["engine tensorrt"].found == "builds plans here; running them needs a GPU"
+def test_without_a_gpu_engines_can_be_built_and_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    findings = host(monkeypatch, installed=EVERYTHING, num_gpus=0)
+    assert findings["GPU"].ok is False
+    assert findings["engine tensorrt"].detail == "builds engines here; running them needs a GPU"
 
 
 def bytecode(monkeypatch: pytest.MonkeyPatch, folder: Path, *, writes: bool) -> doctor.Finding:
     """What the doctor finds in an interpreter that keeps bytecode in ``folder``, and writes it or does not."""
     monkeypatch.setattr(sys, "pycache_prefix", str(folder))
     monkeypatch.setattr(sys, "dont_write_bytecode", not writes)
-    (found,) = doctor._bytecode()
-    return found
+    (finding,) = doctor._bytecode()
+    return finding
 
 
 def test_bytecode_that_is_never_written_is_told_with_its_cost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found = bytecode(monkeypatch, tmp_path, writes=False)
-    assert found.ok is False
-    assert "every start compiles the sources of its packages, about 8 s" in found.found
-    assert "unset PYTHONDONTWRITEBYTECODE, or run `python -m compileall" in found.found
-    assert str(Path(torch.__file__).parents[1]) in found.found
-    assert "PYTHONPYCACHEPREFIX" not in found.found  # by itself, it would change nothing
+    finding = bytecode(monkeypatch, tmp_path, writes=False)
+    assert finding.ok is False
+    assert "every start compiles the sources of its packages, about 8 s" in finding.detail
+    assert "unset PYTHONDONTWRITEBYTECODE, or run `python -m compileall" in finding.detail
+    assert str(Path(torch.__file__).parents[1]) in finding.detail
+    assert "PYTHONPYCACHEPREFIX" not in finding.detail  # by itself, it would change nothing
 
 
 @pytest.mark.parametrize(
@@ -81,10 +81,10 @@ def test_bytecode_that_cannot_be_written_wants_another_folder(
 ) -> None:
     in_the_way = tmp_path / "file"
     in_the_way.touch(mode=0o777)  # what it lacks is no permission
-    found = bytecode(monkeypatch, in_the_way, writes=writes)
-    assert found.ok is False
-    assert told in found.found
-    assert f"{in_the_way}/" in found.found
+    finding = bytecode(monkeypatch, in_the_way, writes=writes)
+    assert finding.ok is False
+    assert told in finding.detail
+    assert f"{in_the_way}/" in finding.detail
 
 
 def test_bytecode_that_the_first_start_writes_is_fine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def begin_clip(server: Command) -> str:
     """The id of a clip that is under way."""
     with client_of(server.wait_for(SERVING)) as http:
         clip_id = str(http.post("/v1/videos", json=CLIP).raise_for_status().json()["id"])
-        wait_until(lambda: int(str(status(http, clip_id)["progress"])) >= 20, "some progress", TIMEOUT_S)
+        wait_until(lambda: int(str(status(http, clip_id)["progress"])) >= 20, "some progress")
     return clip_id
 
 
@@ -57,7 +57,7 @@ def status(http: httpx.Client, clip_id: str) -> dict[str, object]:
 
 
 def finish(http: httpx.Client, clip_id: str) -> bytes:
-    wait_until(lambda: status(http, clip_id)["status"] in ("completed", "failed"), "the clip", TIMEOUT_S)
+    wait_until(lambda: status(http, clip_id)["status"] in ("completed", "failed"), "the clip")
     assert status(http, clip_id)["status"] == "completed", status(http, clip_id)
     return http.get(f"/v1/videos/{clip_id}/content").raise_for_status().content
 

@@ -1,4 +1,4 @@
-"""Databases to keep jobs in: SQLite always, a PostgreSQL of our own where its programs are installed."""
+"""Databases to keep clips in: SQLite always, a PostgreSQL of our own where its programs are installed."""
 
 from __future__ import annotations
 

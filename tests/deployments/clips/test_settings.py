@@ -1,14 +1,16 @@
-"""Settings of the job runner."""
+"""Settings of the runner of clips."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from deployments.clips.settings import JobSettings
+from deployments.clips.settings import ClipSettings
 
 
-def test_settings_are_checked(tmp_path):
+def test_settings_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"lease_s is 0"):
-        JobSettings(data_dir=tmp_path, lease_s=0)
-    assert JobSettings(data_dir=tmp_path).url.startswith("sqlite+aiosqlite:////")
-    assert JobSettings(data_dir=tmp_path, database_url="postgresql+asyncpg://h/d").url == "postgresql+asyncpg://h/d"
+        ClipSettings(data_dir=tmp_path, lease_s=0)
+    assert ClipSettings(data_dir=tmp_path).url.startswith("sqlite+aiosqlite:////")
+    assert ClipSettings(data_dir=tmp_path, database_url="postgresql+asyncpg://h/d").url == "postgresql+asyncpg://h/d"

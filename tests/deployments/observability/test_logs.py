@@ -6,17 +6,23 @@ import asyncio
 import io
 import json
 import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from deployments.observability.logs import configure_logs, request_context
+from pipelines.request import MediaRequest
 from tests.deployments.api.conftest import build
 from tests.deployments.support.fake_studio import FakeStudio
 
+Lines = Callable[[], list[dict[str, Any]]]
+
 
 @pytest.fixture
-def lines():
+def lines() -> Iterator[Lines]:
     logger = logging.getLogger("troupe")
     before = (logger.handlers[:], logger.level, logger.propagate)
     stream = io.StringIO()
@@ -25,7 +31,7 @@ def lines():
     logger.handlers[:], logger.level, logger.propagate = before
 
 
-def test_fields(lines):
+def test_fields(lines: Lines) -> None:
     with request_context("r1"):
         logging.getLogger("troupe.x").warning("%d\nlines", 2, extra={"model": "m", "object": object})
     logging.getLogger("troupe.x").debug("too quiet")
@@ -39,7 +45,7 @@ def test_fields(lines):
     assert (line["model"], line["time"][-6:]) == ("m", "+00:00")
 
 
-def test_exception_and_no_request(lines):
+def test_exception_and_no_request(lines: Lines) -> None:
     try:
         raise KeyError("k")
     except KeyError:
@@ -49,7 +55,7 @@ def test_exception_and_no_request(lines):
     assert "request_id" not in line
 
 
-async def test_tasks_keep_their_request(lines):
+async def test_tasks_keep_their_request(lines: Lines) -> None:
     async def work() -> None:
         await asyncio.sleep(0)
         logging.getLogger("troupe.x").info("working")
@@ -62,8 +68,8 @@ async def test_tasks_keep_their_request(lines):
     assert sorted(line["request_id"] for line in lines()) == ["a", "b"]
 
 
-async def test_access_log(lines, tmp_path):
-    def fail(request):
+async def test_access_log(lines: Lines, tmp_path: Path) -> None:
+    def fail(request: MediaRequest) -> None:
         raise RuntimeError("broken")
 
     app = build(FakeStudio(before=fail), tmp_path)

@@ -23,7 +23,7 @@ def series(name: str) -> dict[str, float]:
     return {label[1]: float(line.rsplit(" ", 1)[1]) for label, line in zip(labels, lines, strict=True) if label}
 
 
-def test_stages_and_failures_reach_prometheus(ray_cluster: None):
+def test_stages_and_failures_reach_prometheus(ray_cluster: None) -> None:
     for number, stage in enumerate(STAGES, start=1):
         for _ in range(number):
             observe_stage(stage, MODEL, 0.5)

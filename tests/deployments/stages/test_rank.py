@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deployments.config import DenoiserConfig, ModelConfig
+from deployments.config import ModelConfig
+from deployments.stages.config import DenoiserConfig
 from deployments.stages.rank import BuildRankParts, is_sliced
 from engines.core.rank import RankContext
-from pipelines.registry import load_family
-from pipelines.sizes import Size, first_step, request_of
+from pipelines.checkpoint import Checkpoint
+from pipelines.size import Size
 from tests.engines.support.gloo import gang
 
 CPU = torch.device("cpu")
@@ -33,12 +34,12 @@ def test_ranks_of_a_gang(pictures: Path, options: dict[str, Any], team_sizes: tu
 
 def build(folder: Path, options: dict[str, Any]) -> tuple[tuple[int, ...], bool]:
     """The sizes of the engine's teams, and whether a step of 64x64 is warm."""
-    config = DenoiserConfig(num_ranks=2, engine="torch", **options)
+    config = DenoiserConfig(num_ranks=2, **options)
     make = BuildRankParts(model=ModelConfig(name="pictures", path=str(folder), denoiser=config))
     engine = make(RankContext(rank=dist.get_rank(), num_ranks=2, device="cpu")).engine
-    family = load_family(folder)
-    request = request_of(Size(width=64, height=64), family.defaults(folder))
-    engine.predict(first_step(family, folder, request, CPU, torch.float32), (0, 1))
+    checkpoint = Checkpoint(folder)
+    request = checkpoint.defaults.request(Size(width=64, height=64))
+    engine.predict(checkpoint.first_step(request), (0, 1))
     engine.close()
     return engine.team_sizes, engine.was_warm
 
@@ -52,22 +53,22 @@ def build(folder: Path, options: dict[str, Any]) -> tuple[tuple[int, ...], bool]
         ({"strategy": "pipeline", "load": "whole"}, False),
         ({"strategy": "auto"}, False),
         ({"strategy": "auto", "load": "sliced"}, True),
-        ({"strategy": "tensor", "engine": "tensorrt"}, False),
+        ({"strategy": "tensor", "engine": "tensorrt", "gpus_per_rank": 1}, False),
     ],
 )
 def test_weights_are_read_in_slices_where_the_strategy_divides_them(
     pictures: Path, options: dict[str, Any], expected: bool
 ) -> None:
     config = DenoiserConfig(num_ranks=4, **options)
-    assert is_sliced(config, load_family(pictures), pictures, CPU, torch.float32) is expected
+    assert is_sliced(config, Checkpoint(pictures)) is expected
 
 
 def test_auto_slices_what_does_not_fit(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engines.planner.measure.memory_bytes", lambda device: 1000)
-    assert is_sliced(DenoiserConfig(num_ranks=4), load_family(pictures), pictures, CPU, torch.float32)
+    assert is_sliced(DenoiserConfig(num_ranks=4), Checkpoint(pictures))
 
 
 def test_slices_need_ranks_to_share_them(pictures: Path) -> None:
     config = DenoiserConfig(num_ranks=1, load="sliced")
-    with pytest.raises(ValueError, match="load: sliced needs the engine torch and several ranks, not auto on 1"):
-        is_sliced(config, load_family(pictures), pictures, CPU, torch.float32)
+    with pytest.raises(ValueError, match="load: sliced needs the engine torch and several ranks, not torch on 1"):
+        is_sliced(config, Checkpoint(pictures))

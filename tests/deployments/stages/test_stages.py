@@ -13,14 +13,15 @@ import pytest
 import ray
 import torch
 
-from deployments.config import ModelConfig, StageConfig
+from deployments.config import ModelConfig
 from deployments.ingress import make_cards
-from deployments.requests.handle import plan_generate
+from deployments.requests.handle import handle_request
 from deployments.stages.common import StageSpec
-from deployments.stages.text_encoder import TextEncoder
+from deployments.stages.config import StageConfig
+from deployments.stages.text_encoder import PromptEncoder
 from deployments.stages.vae_decoder import VaeDecoder
 from deployments.studio.interface import Output
-from pipelines.registry import load_family
+from pipelines.checkpoint import Checkpoint
 from pipelines.request import MediaRequest
 from tests.deployments.support.live import config_of
 
@@ -42,7 +43,7 @@ def spec_of(path: Path) -> StageSpec:
 
 
 def request_of(path: Path, prompt: str) -> MediaRequest:
-    return plan_generate(make_cards(config_of({"m": path}).app), "id", {"prompt": prompt})[0]
+    return handle_request(make_cards(config_of({"m": path}).app), "id", {"prompt": prompt})[0]
 
 
 @pytest.mark.parametrize("kind", ["pictures", "clips"])
@@ -50,7 +51,7 @@ def test_prompts_encoded_at_the_same_time_do_not_mix(
     ray_cluster: None, kind: str, request: pytest.FixtureRequest, threads: ThreadPoolExecutor
 ):
     path: Path = request.getfixturevalue(kind)
-    encoder = TextEncoder(spec_of(path))
+    encoder = PromptEncoder(spec_of(path))
     requests = [request_of(path, PROMPTS[i % len(PROMPTS)]) for i in range(NUM_CALLS)]
     alone = [ray.get(encoder.encode(one).conditioning) for one in requests[: len(PROMPTS)]]
     together = [ray.get(encoded.conditioning) for encoded in threads.map(encoder.encode, requests)]
@@ -68,8 +69,8 @@ def tensors(record: Any) -> list[torch.Tensor]:
 
 def test_clips_decoded_at_the_same_time_do_not_mix(ray_cluster: None, clips: Path, threads: ThreadPoolExecutor):
     decoder, request = VaeDecoder(spec_of(clips)), request_of(clips, "a")
-    sampler = load_family(clips).load_sampler(clips, torch.device("cpu"), torch.float32)
-    encoder = TextEncoder(spec_of(clips))
+    sampler = Checkpoint(clips).sampler()
+    encoder = PromptEncoder(spec_of(clips))
     state = sampler.begin(request, ray.get(encoder.encode(request).conditioning))
     refs = [ray.put(sampler.latents(state) * scale) for scale in (0.5, 1.0, 1.5)]
 

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from deployments.config import AppConfig, ModelConfig
-from deployments.stages.denoiser import gang_config
+from deployments.stages.denoiser import node_environment
 from deployments.stages.rank import BuildRankParts
 from engines.core.model import Branch, ModelInputs
 from engines.core.rank import RankContext
@@ -20,17 +20,16 @@ from engines.parallel.mesh import Team
 from engines.tensorrt_engine import engine as engine_module
 from engines.tensorrt_engine import load
 from engines.tensorrt_engine.build.builder import BuildOptions
-from engines.tensorrt_engine.build.engine_cache import PlanCache
+from engines.tensorrt_engine.build.engine_cache import EngineCache, cached_engine
 from engines.tensorrt_engine.build.targets import Target
 from engines.tensorrt_engine.config import TensorRTConfig
 from engines.tensorrt_engine.export.onnx_graph import EngineGraph
+from engines.tensorrt_engine.rules import TensorRTOptions
 from engines.tensorrt_engine.run import nccl
 from engines.tensorrt_engine.run.preflight import PreflightError
-from engines.tensorrt_engine.run.step import cached_plan
-from pipelines.loading import resolve_path
-from pipelines.registry import load_family
+from pipelines.checkpoint import Checkpoint
 from pipelines.run import PlainEngine
-from pipelines.sizes import Size, request_of
+from pipelines.size import Size
 from tests.engines.tensorrt_engine.support.gloo_runner import GlooRunner
 
 CPU, SM89 = torch.device("cpu"), Target.parse("sm89")
@@ -47,15 +46,18 @@ def model_config(**denoiser: Any) -> ModelConfig:
     [
         ({"strategy": "tensor2xulysses2"}, "ignores the groups.*Use tensor4 or ulysses4 alone, or engine: torch"),
         ({"strategy": "tensor2xring2"}, "ignores the groups"),
-        ({"strategy": "pipeline"}, "all ranks of a team load one plan. Use ulysses4 or tensor4, or engine: torch"),
-        ({"strategy": "tensor", "tensorrt": {"weights": "constants"}}, "one plan per rank; use weights: inputs"),
+        (
+            {"strategy": "pipeline"},
+            "load one engine file. Use ulysses4 or tensor4, or engine: torch",
+        ),
+        ({"strategy": "tensor", "tensorrt": {"weights": "constants"}}, "one engine file per rank; use weights: inputs"),
         ({"strategy": "tensor", "precision": "int8"}, "scales are those of whole weights; use ulysses"),
         ({"strategy": "guidance2xulysses", "num_ranks": 3}, "needs a multiple of 2 ranks, not 3"),
         ({"strategy": "magic"}, "unknown strategy 'magic'; known: ulysses"),
         ({"precision": "fp4"}, "the TensorRT engine knows auto, native, fp32, fp16, bf16, int8, fp8"),
         ({"precision": "fp16"}, "the model is loaded in bf16: set the model's dtype to fp16"),
         ({"gpus_per_rank": 0}, "give each rank one, or use engine: torch"),
-        ({"tensorrt": {"sizes": ["large"]}}, "sizes"),
+        ({"tensorrt": {"sizes": ["64x64"]}}, "the key sizes is denoiser.warm_sizes now"),
         ({"tensorrt": {"weights": "elsewhere"}}, "weights"),
         ({"tensorrt": {"plans": "here"}}, "plans"),
     ],
@@ -65,10 +67,10 @@ def test_refused_when_read_with_reason_and_alternative(denoiser: dict[str, Any],
         model_config(**denoiser)
 
 
-def test_the_same_is_nothing_to_other_engines() -> None:
-    """The section may stay where it is while ``engine`` changes."""
-    for engine in ("torch", "auto"):
-        model_config(engine=engine, strategy="tensor2xulysses2", tensorrt={"weights": "constants"})
+def test_the_rules_are_those_of_this_engine_alone_and_so_is_its_section() -> None:
+    model_config(engine="torch", strategy="tensor2xulysses2")
+    with pytest.raises(ValidationError, match="the section tensorrt is for engine: tensorrt alone"):
+        model_config(engine="torch", strategy="tensor2xulysses2", tensorrt={"weights": "constants"})
 
 
 def test_one_line_is_enough() -> None:
@@ -97,18 +99,18 @@ def test_options_reach_the_engine_and_nccl_the_environment(tmp_path: Path, monke
 
     engine: Any = RecordingEngine()
     monkeypatch.setattr(load, "load_tensorrt_engine", fake_engine)
-    tensorrt = {"weights": "constants", "cache_dir": str(tmp_path), "sizes": ["128x128", "64x128"]}
-    model = model_config(strategy="allgather_kv", precision="int8", tensorrt=tensorrt, warm_sizes=["64x64"])
+    tensorrt = {"weights": "constants", "cache_dir": str(tmp_path)}
+    sizes = ["128x128", "64x128"]
+    model = model_config(strategy="allgather_kv", precision="int8", tensorrt=tensorrt, warm_sizes=sizes)
     assert BuildRankParts(model=model)(HERE).engine is engine
-    assert engine.warmed == [(16, (0,))], "image tokens of the size to be warm, on this rank's team of one"
-    assert given["strategy"] == "allgather_kv"
-    assert (given["precision"], given["weights"], given["cache_dir"]) == ("int8", "constants", tmp_path)
-    tokens = [branch.inputs["hidden_states"].shape[1] for branch in given["buckets"]]
-    assert tokens == [64, 32]
-    variables = {"LD_LIBRARY_PATH": "both names of NCCL"}
-    monkeypatch.setattr(nccl, "rank_environment", lambda: variables)
-    assert gang_config(model).environment() == variables  # type: ignore[misc]
-    assert gang_config(model_config(engine="torch")).environment() == {}  # type: ignore[misc]
+    assert engine.warmed == [(64, (0,)), (32, (0,))], "image tokens of the warm sizes, on this rank's team of one"
+    assert (given["strategy"], given["precision"]) == ("allgather_kv", "int8")
+    assert given["options"] == TensorRTOptions(weights="constants", cache_dir=tmp_path)
+    assert [branches[0].inputs["hidden_states"].shape[1] for branches in given["expected"]] == [64, 32]
+    monkeypatch.setattr(nccl, "rank_environment", lambda environment: {"LIBRARIES": environment["LD_LIBRARY_PATH"]})
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/of/this/node")  # read where it is asked, not where it was configured
+    assert node_environment("tensorrt") == {"LIBRARIES": "/of/this/node"}
+    assert node_environment("torch") == {}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a device")
@@ -120,7 +122,7 @@ def test_a_rank_without_a_gpu_says_so() -> None:
 class Uncaptured:
     """In a CUDA graph's place."""
 
-    def __init__(self, step: Callable[[ModelInputs], Tensor], inputs: ModelInputs) -> None:
+    def __init__(self, step: Callable[[ModelInputs], Tensor], inputs: ModelInputs, pool: object) -> None:
         self._step = step
 
     def __call__(self, inputs: ModelInputs) -> Tensor:
@@ -131,34 +133,34 @@ class Uncaptured:
 
 
 def test_from_the_configuration_to_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything is real but the device: plans are built and kept for SM 8.9, and onnxruntime runs their graphs."""
+    """Everything is real but the device: engines are built and kept for SM 8.9, and onnxruntime runs their graphs."""
     built = []
 
     def runners(config: TensorRTConfig, model: Any, context: Any, target: Target) -> Any:
         def make(graph: EngineGraph, weights: Mapping[str, Tensor], team: Team) -> GlooRunner:
-            resolved = config.resolve(model, 1, target)
-            built.append(cached_plan(graph, resolved, BuildOptions(target=target), PlanCache(config.cache_dir)))
+            options, cache = BuildOptions(target=target), EngineCache(config.cache_dir)
+            built.append(cached_engine(graph, options, cache, strategy="single", precision="fp32"))
             return GlooRunner(graph, weights, team)
 
         return make
 
     monkeypatch.setattr(load, "current_target", lambda rank: SM89)
-    monkeypatch.setattr(load, "plan_runners", runners)
+    monkeypatch.setattr(load, "engine_runners", runners)
     monkeypatch.setattr(engine_module, "CapturedStep", Uncaptured)
-    tensorrt = {"cache_dir": str(tmp_path), "sizes": ["128x128", "64x128"]}
-    config = model_config(num_ranks=1, tensorrt=tensorrt).model_copy(update={"dtype": "float32"})
+    monkeypatch.setattr(engine_module, "GraphPool", lambda device: None)
+    wanted = {"tensorrt": {"cache_dir": str(tmp_path)}, "warm_sizes": ["128x128", "64x128"]}
+    config = model_config(num_ranks=1, **wanted).model_copy(update={"dtype": "float32"})
     parts = BuildRankParts(model=config)(HERE)
-    assert len({plan.sha256 for plan in built}) == 1, "both sizes, and the check, share a plan"
-    path = resolve_path("flux-shapes")
-    family = load_family(path)
-    plain = PlainEngine(model=family.load_denoiser(path, CPU, torch.float32))
-    request = request_of(Size(width=96, height=128), family.defaults(path), prompt="a large red circle", seed=5)
-    state = parts.sampler.begin(request, family.load_text_encoder(path, CPU, torch.float32).encode(request))
+    assert len({engine.sha256 for engine in built}) == 1, "both sizes, and the check, share an engine file"
+    checkpoint = Checkpoint.open("flux-shapes")
+    plain = PlainEngine(model=checkpoint.denoiser())
+    request = checkpoint.defaults.request(Size(width=96, height=128), prompt="a large red circle", seed=5)
+    state = parts.sampler.begin(request, checkpoint.text_encoder().encode(request))
     given, expected = (
         parts.engine.predict(parts.sampler.branches(state), (0,)),
         plain.predict(parts.sampler.branches(state)),
     )
     torch.testing.assert_close(given[0], expected[0], rtol=1e-3, atol=1e-3)
     assert len(built) == 3, "a size between them has a context of its own"
-    assert len({plan.sha256 for plan in built}) == 1, "and no plan"
+    assert len({engine.sha256 for engine in built}) == 1, "and no file"
     parts.engine.close()

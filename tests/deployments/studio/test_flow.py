@@ -1,20 +1,24 @@
-"""A request that loses its gang: how long it may take to recover, and when it is given up."""
+"""A request on its way through the stages: what is told meanwhile, and what happens when it loses its gang."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Generator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from deployments.stages.records import Decoded
+from deployments.stages.common import Decoded
 from deployments.studio import flow
-from deployments.studio.flow import RECOVERY_DEADLINE_S, Flow
-from deployments.studio.interface import Media, Output
+from deployments.studio.flow import RECOVERY_DEADLINE_S, DeployedStudio
+from deployments.studio.interface import Media, Output, Preview, Progress, StudioEvent
+from deployments.studio.readiness import Readiness
 from engines.gang.errors import GangBrokenError, QueueFullError
-from engines.gang.job import JobDone, JobEvent, StepDone
+from engines.gang.job import JobDone, JobEvent, PreviewReady, StepDone
+from pipelines.request import MediaRequest
 from tests.deployments.support.fake_studio import PICTURES
+from tests.support.patience import PATIENCE_S
 
 STEP = StepDone(job_id="j", step=1, num_steps=1, step_ms=1.0, num_ranks=2)
 DONE = JobDone(job_id="j", latents=None, queue_s=0.0, denoise_s=1.0, was_warm=True)  # type: ignore[arg-type]
@@ -48,7 +52,12 @@ class Stages:
         self.text_encoder = SimpleNamespace(encode=remote(lambda *_: Answer(SimpleNamespace(encode_s=0.1))))
         self.denoiser = SimpleNamespace(options=lambda **_: SimpleNamespace(denoise=remote(self._denoise)))
         decoded = Decoded(data=b"png", thumbnail=b"", decode_s=0.1)
-        self.decoder = SimpleNamespace(decode=remote(lambda *_: Answer(decoded)))
+        self.decoder = SimpleNamespace(decode=remote(lambda *_: Answer(decoded)), preview=remote(self.preview))
+        self.previews_may_go_on = asyncio.Event()
+
+    async def preview(self, latents: list[Any], _: MediaRequest) -> bytes:
+        await self.previews_may_go_on.wait()
+        return f"preview of {latents[0]}".encode()
 
     def _denoise(self, *_: object) -> Any:
         acts = self._attempts[min(self.num_attempts, len(self._attempts) - 1)]
@@ -90,10 +99,32 @@ def perform(monkeypatch: pytest.MonkeyPatch) -> Callable[[Stages], Any]:
         clock = SimpleNamespace(monotonic=lambda: stages.now_s, perf_counter=lambda: stages.now_s)
         monkeypatch.setattr(flow, "time", clock)
         request = PICTURES.request("m", "a red circle")
-        events = Flow({}, {"m": stages}).perform(request, Output(format="png"))  # type: ignore[dict-item]
+        events = studio_of(stages).perform(request, Output(format="png"))
         return [event async for event in events][-1]
 
     return run
+
+
+def studio_of(stages: Stages) -> DeployedStudio:
+    return DeployedStudio({}, {"m": stages}, Readiness(["m"]))  # type: ignore[dict-item]
+
+
+async def test_progress_does_not_wait_for_previews(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flow, "observe_stage", lambda *_: None)
+    first, second = (PreviewReady(job_id="j", step=step, latents=f"latents {step}") for step in (1, 2))  # type: ignore[arg-type]
+    stages = Stages([STEP, first, STEP, second, STEP, DONE])
+    events: list[StudioEvent] = []
+    async with asyncio.timeout(PATIENCE_S):
+        async for event in studio_of(stages).perform(PICTURES.request("m", "a red circle"), Output(format="png")):
+            events.append(event)
+            if sum(isinstance(event, Progress) for event in events) == 3:
+                stages.previews_may_go_on.set()
+    assert [type(event) for event in events] == [Progress] * 3 + [Preview] * 2 + [Media]
+    previews = [event for event in events if isinstance(event, Preview)]
+    assert [(one.index, one.step, one.data) for one in previews] == [
+        (0, 1, b"preview of latents 1"),
+        (1, 2, b"preview of latents 2"),
+    ]
 
 
 async def test_a_request_that_ran_for_long_is_run_again(perform: Callable[[Stages], Any]) -> None:

@@ -10,9 +10,9 @@ import pytest
 from ray.serve.schema import DeploymentStatusOverview
 
 from deployments.names import APPLICATION, STAGES, deployment_name
-from deployments.studio import readiness as deployed_studio
+from deployments.studio import readiness
 from deployments.studio.interface import STATUS_MAX_AGE_S
-from deployments.studio.readiness import POLL_S, DeployedStudio, takes_requests
+from deployments.studio.readiness import POLL_S, Readiness, takes_requests
 
 
 class Controller:
@@ -40,48 +40,48 @@ class Clock:
 @pytest.fixture
 def controller(monkeypatch: pytest.MonkeyPatch) -> Controller:
     controller = Controller()
-    monkeypatch.setattr(deployed_studio.serve, "status", controller.status)
+    monkeypatch.setattr(readiness.serve, "status", controller.status)
     return controller
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(deployed_studio, "time", clock)
+    monkeypatch.setattr(readiness, "time", clock)
     return clock
 
 
-async def settled(studio: DeployedStudio) -> dict[str, str]:
+async def settled(models: Readiness) -> dict[str, str]:
     """The answer once nothing is being asked any more."""
-    await studio.not_ready()
-    while studio._asking is not None:
+    await models.not_ready()
+    while models._asking is not None:
         await asyncio.sleep(0.001)
-    return dict(await studio.not_ready())
+    return dict(await models.not_ready())
 
 
-async def test_requests_do_not_ask_while_all_is_well(controller: Controller, clock: Clock):
-    studio = DeployedStudio({"m": None}, {})  # type: ignore[dict-item]  # names alone count here
-    assert await settled(studio) == {}
+async def test_requests_do_not_ask_while_all_is_well(controller: Controller, clock: Clock) -> None:
+    models = Readiness(["m"])
+    assert await settled(models) == {}
     clock.now_s += STATUS_MAX_AGE_S - 0.1
     for _ in range(100):
-        assert await studio.not_ready() == {}
+        assert await models.not_ready() == {}
     assert controller.num_asked == 1
-    assert await studio.not_ready(1.0) == {}
-    assert await settled(studio) == {}
+    assert await models.not_ready(1.0) == {}
+    assert await settled(models) == {}
     assert controller.num_asked == 2
 
 
-async def test_a_lost_gang_is_looked_for_at_once(controller: Controller, clock: Clock):
-    studio = DeployedStudio({"m": None}, {})  # type: ignore[dict-item]
-    assert await settled(studio) == {}
+async def test_a_lost_gang_is_looked_for_at_once(controller: Controller, clock: Clock) -> None:
+    models = Readiness(["m"])
+    assert await settled(models) == {}
     controller.is_running = False
-    assert await settled(studio) == {}, "nobody has noticed"
-    studio.gang_lost()
-    assert list(await settled(studio)) == ["m"]
+    assert await settled(models) == {}, "nobody has noticed"
+    models.gang_lost()
+    assert list(await settled(models)) == ["m"]
     controller.is_running = True
-    assert list(await settled(studio)) == ["m"], "asked a moment ago"
+    assert list(await settled(models)) == ["m"], "asked a moment ago"
     clock.now_s += POLL_S
-    assert await studio.not_ready() == {}, "while something is missing, the answer is a fresh one"
+    assert await models.not_ready() == {}, "while something is missing, the answer is a fresh one"
 
 
 @pytest.mark.parametrize(
@@ -98,6 +98,6 @@ async def test_a_lost_gang_is_looked_for_at_once(controller: Controller, clock: 
         ("DEPLOY_FAILED", {}, False),
     ],
 )
-def test_which_deployments_take_requests(status: str, states: dict[str, int], takes: bool):
+def test_which_deployments_take_requests(status: str, states: dict[str, int], takes: bool) -> None:
     overview = DeploymentStatusOverview(status=status, status_trigger="UNSPECIFIED", replica_states=states, message="")
     assert takes_requests(overview) == takes

@@ -8,30 +8,31 @@ from typing import Any
 
 import av
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from deployments.ingress import make_cards
-from deployments.requests.handle import plan_generate
+from deployments.requests.handle import handle_request
+from pipelines.checkpoint import Checkpoint
 from pipelines.request import MediaRequest
-from pipelines.run import load_pipeline, run_request
+from pipelines.run import load_pipeline
 from tests.deployments.support.live import PROMPT, config_of, log_lines
+from tests.pipelines.support.frames import painted
 
 
 def bare_request(models: dict[str, Path], **fields: Any) -> MediaRequest:
     cards = make_cards(config_of(models).app)
-    return plan_generate(cards, "bare", {"prompt": PROMPT, **fields})[0]
+    return handle_request(cards, "bare", {"prompt": PROMPT, **fields})[0]
 
 
 def bare_frames(models: dict[str, Path], **fields: Any) -> NDArray[Any]:
     """What the bare pipeline, in this process, makes of the same fields."""
     request = bare_request(models, **fields)
-    return run_request(models[request.model], request)
+    return painted(models[request.model], request)
 
 
 def bare_previews(models: dict[str, Path], **fields: Any) -> list[NDArray[Any]]:
     request = bare_request(models, partial_images=3, **fields)
-    pipeline = load_pipeline(models[request.model], torch.device("cpu"), torch.float32)
+    pipeline = load_pipeline(Checkpoint(models[request.model]))
     states = list(pipeline.states(request))
     latents = [pipeline.sampler.preview(states[step]) for step in request.preview_steps]
     return [pipeline.decoder.decode(one, request)[0] for one in latents]

@@ -66,30 +66,30 @@ class Command:
     def output(self) -> str:
         return self._log.read_text()
 
-    def wait_for(self, pattern: str, within_s: float = PATIENCE_S) -> str:
+    def wait_for(self, pattern: str) -> str:
         """The first match of ``pattern`` in the output."""
 
         def has_matched_or_ended() -> bool:
             return self._process.poll() is not None or re.search(pattern, self.output) is not None
 
-        wait_until(has_matched_or_ended, f"{pattern} in the output", within_s)
+        wait_until(has_matched_or_ended, f"{pattern} in the output")
         match = re.search(pattern, self.output)
         assert match is not None, self.output
         return match[0]
 
-    def wait(self, within_s: float = PATIENCE_S) -> int:
+    def wait(self) -> int:
         """The exit code of a command that ends by itself, once all its processes are gone."""
-        code = self._process.wait(within_s)
+        code = self._process.wait(PATIENCE_S)
         assert (left := self.processes()) == [], f"left behind: {left}"
         return code
 
-    def interrupt(self, *, again_after_s: float | None = None, within_s: float = 60.0) -> int:
+    def interrupt(self, *, again_after_s: float | None = None) -> int:
         """Ctrl-C as a terminal sends it, to all of the job in front; the exit code, once all processes are gone."""
         os.killpg(self._process.pid, signal.SIGINT)
         if again_after_s is not None:
             time.sleep(again_after_s)
             os.killpg(self._process.pid, signal.SIGINT)
-        return self.wait(within_s)
+        return self.wait()
 
     def kill_all(self) -> None:
         """SIGKILL to every process, until there is none."""

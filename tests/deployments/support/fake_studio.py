@@ -12,8 +12,8 @@ import av
 import numpy as np
 from PIL import Image
 
-from deployments.studio.interface import Media, ModelCard, Output, Preview, Progress, StudioEvent, Timings
-from pipelines.family import Defaults
+from deployments.studio.interface import Media, ModelCard, Output, Preview, Progress, StageTimes, StudioEvent
+from pipelines.defaults import Defaults
 from pipelines.request import MediaRequest
 
 PICTURES = Defaults(
@@ -94,7 +94,8 @@ class FakeStudio:
                 yield Preview(index=num_previews, step=step, data=picture(request, Output(format="png")))
                 num_previews += 1
         total_s = time.perf_counter() - start_s
-        timings = Timings(queue_s=0.001, encode_s=0.002, denoise_s=total_s, decode_s=0.003, total_s=total_s)
+        seconds = {"queue_s": 0.001, "encode_s": 0.002, "denoise_s": total_s, "decode_s": 0.003, "total_s": total_s}
+        timings = StageTimes(**seconds, was_warm=False)
         data = clip(request) if request.kind == "video" else picture(request, output)
         thumbnail = picture(request, Output(format="webp")) if request.kind == "video" else b""
         yield Media(data=data, format=output.format, seed=request.seed, timings=timings, thumbnail=thumbnail)

@@ -1,9 +1,11 @@
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
 
-from engines.core.spec import ParallelSpec
+from engines.core.spec import ParallelSpec, aligned_runs, tiling_sizes
 from engines.parallel.tensor import split_features
 
 
@@ -97,3 +99,13 @@ def test_one_branch_takes_the_guidance_axis() -> None:
     assert ParallelSpec(guidance=2, ring=2).without_guidance() == ParallelSpec(ring=4)
     assert ParallelSpec(guidance=2).without_guidance() == ParallelSpec(ulysses=2)
     assert ParallelSpec(ulysses=4).without_guidance() == ParallelSpec(ulysses=4)
+
+
+def test_aligned_runs_of_one_size_fill_the_gang() -> None:
+    assert aligned_runs(4, 2) == [(0, 1), (2, 3)]
+    assert tiling_sizes(6) == (1, 2, 3, 6)
+
+
+def test_a_scheduler_needs_no_torch() -> None:
+    code = "import sys, engines.gang.scheduler; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

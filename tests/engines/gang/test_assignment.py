@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.core.team_sizes import tiling_sizes
+from engines.core.spec import tiling_sizes
 from engines.gang.assignment import share_out
 
 FOUR = (0, 1, 2, 3)

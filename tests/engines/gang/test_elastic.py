@@ -22,25 +22,35 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def four(ray_cluster: None) -> AsyncIterator[Gang]:
     """Elastic, and in batches of two."""
-    config = GangConfig(
-        num_ranks=4, cpus_per_rank=0.1, max_running_jobs=6, step_deadline_s=20.0, elastic=True, max_batch=2
-    )
+    config = GangConfig(num_ranks=4, cpus_per_rank=0.1, max_running_jobs=6, elastic=True, max_batch=2)
     async with gang_of(config) as gang:
         yield gang
         assert gang.broken is None
 
 
-async def test_teams_shrink_and_grow_as_jobs_come_and_go(four: Gang):
-    """A large state, so that a rank without it could not guess it; six jobs at most on four ranks, two in a batch."""
+async def test_teams_shrink_and_grow_as_jobs_come_and_go(four: Gang) -> None:
+    """A large state, so that a rank without it could not guess it; six jobs at most on four ranks, two in a batch.
+
+    Each comes two steps of the first one after the one before it.
+    """
     conditioning_L = torch.linspace(-1, 1, 50_000)
     requests = [FakeRequest(seed=i, num_steps=n, step_s=0.02) for i, n in enumerate((40, 12, 8, 6, 5, 5))]
 
+    its_turn = {2 * i: asyncio.Event() for i in range(len(requests))}
+    its_turn[0].set()
+
     async def follow(i: int) -> tuple[set[int], torch.Tensor]:
-        await asyncio.sleep(0.1 * i)
-        job = fake_job(f"elastic{i}", requests[i], conditioning=conditioning_L, shape="large")
-        *steps, done = await run(four, job)
-        assert isinstance(done, JobDone)
-        return {step.num_ranks for step in steps if isinstance(step, StepDone)}, await done.latents
+        await its_turn[2 * i].wait()
+        team_sizes = set()
+        async for event in four.submit(
+            fake_job(f"elastic{i}", requests[i], conditioning=conditioning_L, shape="large")
+        ):
+            if isinstance(event, StepDone):
+                team_sizes.add(event.num_ranks)
+                if i == 0 and event.step in its_turn:
+                    its_turn[event.step].set()
+        assert isinstance(event, JobDone)
+        return team_sizes, await event.latents
 
     results = await asyncio.gather(*(follow(i) for i in range(len(requests))))
     assert results[0][0] == {4, 2, 1}
@@ -48,7 +58,7 @@ async def test_teams_shrink_and_grow_as_jobs_come_and_go(four: Gang):
         assert_equal(result, reference_latents(request, conditioning_L))
 
 
-async def test_a_job_says_whether_its_shape_was_warm(four: Gang):
+async def test_a_job_says_whether_its_shape_was_warm(four: Gang) -> None:
     async def was_warm(name: str, length: int) -> bool:
         conditioning_L = torch.linspace(-1, 1, length)
         job = fake_job(name, FakeRequest(seed=1, num_steps=3), conditioning=conditioning_L, shape=length)

@@ -6,7 +6,6 @@ import ctypes
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -39,11 +38,11 @@ def any_shared_library() -> Path:
     return next(path for line in lines if (path := Path(line.split()[-1])).name.startswith("libm.so"))
 
 
-async def test_ranks_find_libraries_where_the_engine_says(ray_cluster: None, tmp_path: Path):
+async def test_ranks_find_libraries_where_the_engine_says(ray_cluster: None, tmp_path: Path) -> None:
     shutil.copy(any_shared_library(), tmp_path / LIBRARY)
     with group_for(CONFIG) as group:
-        config = replace(CONFIG, environment=partial(search_path, tmp_path))
-        gang = await Gang.start(config, build_with_library, placement_group=group)
+        environment = partial(search_path, tmp_path)
+        gang = await Gang.start(CONFIG, build_with_library, environment=environment, placement_group=group)
         request = FakeRequest(seed=3, num_steps=2)
         given = await latents(gang, fake_job("one", request))
         await gang.close()
@@ -56,6 +55,6 @@ def refuse() -> Mapping[str, str]:
     raise RuntimeError("there is no such library here")
 
 
-async def test_an_environment_that_cannot_be_made_is_the_error_of_the_start(ray_cluster: None):
+async def test_an_environment_that_cannot_be_made_is_the_error_of_the_start(ray_cluster: None) -> None:
     with group_for(CONFIG) as group, pytest.raises(RuntimeError, match="no such library here"):
-        await Gang.start(replace(CONFIG, environment=refuse), build_fake, placement_group=group)
+        await Gang.start(CONFIG, build_fake, environment=refuse, placement_group=group)

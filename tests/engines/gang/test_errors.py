@@ -13,12 +13,12 @@ from engines.gang.step_plan import JobFailure, StepReport
 
 
 @pytest.mark.parametrize("error", [GangBrokenError("rank 1 died", "death", True), QueueFullError(32, 4.6)])
-def test_errors_survive_pickling(error: Exception):
+def test_errors_survive_pickling(error: Exception) -> None:
     copy = pickle.loads(pickle.dumps(error))
     assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
 
 
-def test_the_queue_says_when_to_come_back():
+def test_the_queue_says_when_to_come_back() -> None:
     assert str(QueueFullError(32, 4.6)) == "32 jobs are waiting already; try again in about 5 s"
 
 
@@ -30,13 +30,13 @@ class TwoArgumentsError(Exception):
 
 
 @pytest.mark.parametrize("error", [TwoArgumentsError(1, 2), ValueError(threading.Lock())])
-def test_what_does_not_pickle_is_told(error: Exception):
+def test_what_does_not_pickle_is_told(error: Exception) -> None:
     told = portable(error)
     assert type(told) is RuntimeError
     assert str(told) == f"{type(error).__name__}: {error}"
 
 
-def test_what_pickles_is_kept():
+def test_what_pickles_is_kept() -> None:
     error = ValueError("no")
     assert portable(error) is error
 
@@ -46,7 +46,7 @@ def reports(*errors: Exception | None, shared: bool = True) -> list[StepReport]:
     return [StepReport(rank=i, sequence=0, step_ms=1.0, failures=failure) for i, failure in enumerate(failures)]
 
 
-def test_ranks_that_fail_alike_fail_the_job():
+def test_ranks_that_fail_alike_fail_the_job() -> None:
     failure = agreed_failure("a", reports(ValueError("1"), ValueError("2")))
     assert failure is not None
     assert str(failure.error) == "1"
@@ -55,10 +55,10 @@ def test_ranks_that_fail_alike_fail_the_job():
 
 
 @pytest.mark.parametrize("told", [(ValueError("only here"), None), (ValueError("here"), KeyError("there"))])
-def test_ranks_that_fail_differently_break_the_gang(told: tuple[Exception | None, ...]):
+def test_ranks_that_fail_differently_break_the_gang(told: tuple[Exception | None, ...]) -> None:
     with pytest.raises(GangBrokenError, match="ranks failed job a: ValueError"):
         agreed_failure("a", reports(*told))
 
 
-def test_a_failure_of_the_lead_rank_alone_fails_the_job():
+def test_a_failure_of_the_lead_rank_alone_fails_the_job() -> None:
     assert agreed_failure("a", reports(ValueError("no preview"), None, shared=False)) is not None

@@ -17,7 +17,7 @@ from tests.engines.gang.support.plans import all_plans, job, scheduler
     max_running=st.integers(1, 6),
     jobs=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 3)), max_size=12),
 )
-def test_every_plan_is_sound_and_no_job_starves(num_ranks: int, max_running: int, jobs: list[tuple[int, int]]):
+def test_every_plan_is_sound_and_no_job_starves(num_ranks: int, max_running: int, jobs: list[tuple[int, int]]) -> None:
     subject = scheduler(num_ranks=num_ranks, max_running_jobs=max_running)
     plans: list[StepPlan] = []
     for i, (num_steps, num_plans_before) in enumerate(jobs):
@@ -40,7 +40,7 @@ def test_every_plan_is_sound_and_no_job_starves(num_ranks: int, max_running: int
 )
 def test_in_an_elastic_gang_every_step_finds_the_state_of_the_step_before(
     num_ranks: int, max_running: int, max_batch: int, jobs: list[tuple[int, bool, int]]
-):
+) -> None:
     subject = scheduler(num_ranks=num_ranks, max_running_jobs=max_running, elastic=True, max_batch=max_batch)
     plans: list[StepPlan] = []
     for i, (num_steps, is_square, num_plans_before) in enumerate(jobs):

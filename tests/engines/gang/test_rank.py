@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engines.core.rank import RankContext
+from engines.core.resources import separate_rank_resources
 from engines.gang.config import GangConfig, RankParts
 from engines.gang.rank import Rank
 from engines.parallel.early_start import start_early
@@ -26,7 +27,7 @@ def test_a_rank_is_not_built_before_its_early_start_is_over() -> None:
         start_early(torch.device("cpu"))
         return build_fake(context)  # whose engine waits for nothing
 
-    with patch("engines.parallel.early_start._started", None), patch("engines.parallel.early_start._compute", work):
+    with separate_rank_resources(), patch("engines.parallel.early_start._compute", work):
         rank = Rank(GangConfig(num_ranks=1, cpus_per_rank=1), 0)
         assert rank.build(build) == (1,)
         assert over
@@ -38,5 +39,5 @@ def test_an_early_start_that_failed_fails_the_build() -> None:
         return build_fake(context)
 
     broken = patch("engines.parallel.early_start._compute", side_effect=ZeroDivisionError)
-    with patch("engines.parallel.early_start._started", None), broken, pytest.raises(ZeroDivisionError):
+    with separate_rank_resources(), broken, pytest.raises(ZeroDivisionError):
         Rank(GangConfig(num_ranks=1, cpus_per_rank=1), 0).build(build)

@@ -17,6 +17,7 @@ from engines.gang.step_plan import Emit, JobStep, StepPlan, Work
 from tests.engines.gang.support.fakes import (
     FakeRequest,
     FakeSampler,
+    FakeState,
     fake_job,
     predict_whole,
     reference_latents,
@@ -50,7 +51,7 @@ class OneRankEngine:
 class TwoBranchSampler(FakeSampler):
     """As with true guidance: two forwards a step, of which the first counts here."""
 
-    def branches(self, state):
+    def branches(self, state: FakeState) -> tuple[Branch, ...]:
         (branch,) = super().branches(state)
         return branch, replace(branch, inputs={name: -tensor for name, tensor in branch.inputs.items()})
 
@@ -65,7 +66,7 @@ def plan(*steps: tuple[str, int, Emit | None], drops: tuple[str, ...] = (), rank
     return StepPlan(sequence=0, works=(Work(job_steps=job_steps, ranks=ranks),) if steps else (), drops=drops)
 
 
-def test_one_forward_serves_several_jobs():
+def test_one_forward_serves_several_jobs() -> None:
     engine = OneRankEngine()
     runner = runner_with(engine, TwoBranchSampler())
     requests = {name: FakeRequest(seed=ord(name), num_steps=2) for name in "ab"}
@@ -80,7 +81,7 @@ def test_one_forward_serves_several_jobs():
     assert runner.job_ids == ()
 
 
-def test_only_the_lead_rank_emits_and_all_forget():
+def test_only_the_lead_rank_emits_and_all_forget() -> None:
     runner = runner_with(OneRankEngine(), rank=1)
     runner.admit(fake_job("a", FakeRequest(seed=1, num_steps=1)))
     runner.admit(fake_job("elsewhere", FakeRequest(seed=1, num_steps=1)))
@@ -91,7 +92,7 @@ def test_only_the_lead_rank_emits_and_all_forget():
     assert runner.job_ids == ()
 
 
-def test_drops_come_first():
+def test_drops_come_first() -> None:
     runner = runner_with(OneRankEngine())
     runner.admit(fake_job("a", FakeRequest(seed=1, num_steps=5)))
     runner.execute(plan(("a", 1, None)))
@@ -99,7 +100,7 @@ def test_drops_come_first():
     assert (runner.job_ids, report.failures) == ((), ())
 
 
-def test_a_failed_job_is_reported_once_and_sits_out_the_plans_that_still_name_it():
+def test_a_failed_job_is_reported_once_and_sits_out_the_plans_that_still_name_it() -> None:
     runner = runner_with(OneRankEngine())
     runner.admit(fake_job("bad", FakeRequest(seed=1, num_steps=2, bad_begin=True)))
     runner.admit(fake_job("good", FakeRequest(seed=2, num_steps=2)))
@@ -113,7 +114,7 @@ def test_a_failed_job_is_reported_once_and_sits_out_the_plans_that_still_name_it
     assert latents.equal(reference_latents(FakeRequest(seed=2, num_steps=2)))
 
 
-def test_a_failed_preview_leaves_the_state_as_on_the_other_ranks():
+def test_a_failed_preview_leaves_the_state_as_on_the_other_ranks() -> None:
     runner = runner_with(OneRankEngine())
     runner.admit(fake_job("a", FakeRequest(seed=1, num_steps=2, bad_preview=True)))
     report, emitted = runner.execute(plan(("a", 1, "preview")))
@@ -124,7 +125,7 @@ def test_a_failed_preview_leaves_the_state_as_on_the_other_ranks():
     assert latents.equal(reference_latents(FakeRequest(seed=1, num_steps=2)))
 
 
-def test_a_value_error_of_the_engine_fails_the_jobs_and_any_other_error_escapes():
+def test_a_value_error_of_the_engine_fails_the_jobs_and_any_other_error_escapes() -> None:
     runner = runner_with(OneRankEngine())
     for name, fault in (("value", "value_error"), ("other", "error")):
         runner.admit(fake_job(name, FakeRequest(seed=1, num_steps=2, fault=fault)))  # type: ignore[arg-type]
@@ -134,12 +135,12 @@ def test_a_value_error_of_the_engine_fails_the_jobs_and_any_other_error_escapes(
         runner.execute(plan(("other", 1, None)))
 
 
-def test_a_job_that_was_never_admitted_is_our_mistake():
+def test_a_job_that_was_never_admitted_is_our_mistake() -> None:
     with pytest.raises(KeyError):
         runner_with(OneRankEngine()).execute(plan(("unknown", 1, None)))
 
 
-def test_logs_carry_the_job_and_the_request(caplog: pytest.LogCaptureFixture):
+def test_logs_carry_the_job_and_the_request(caplog: pytest.LogCaptureFixture) -> None:
     runner = runner_with(OneRankEngine(), rank=0)
     runner.admit(fake_job("job-1", FakeRequest(seed=1, num_steps=1), request_id="request-1"))
     with caplog.at_level(logging.INFO, logger="engines.gang"):
@@ -148,7 +149,7 @@ def test_logs_carry_the_job_and_the_request(caplog: pytest.LogCaptureFixture):
     assert {(r.gang_job_id, r.request_id, r.rank) for r in caplog.records} == {("job-1", "request-1", 0)}  # type: ignore[attr-defined]
 
 
-def test_close_releases_the_engine():
+def test_close_releases_the_engine() -> None:
     engine = OneRankEngine()
     runner_with(engine).close()
     assert engine.is_closed

@@ -6,7 +6,6 @@ import asyncio
 import os
 import random
 import signal
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +21,7 @@ from engines.gang.job import Job, JobDone, StepDone
 from tests.engines.gang.support.fakes import FakeRequest, fake_job, reference_latents
 from tests.engines.gang.support.helpers import alive, eventually, num_placement_groups
 from tests.engines.gang.support.serve_app import gang_app
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -51,34 +51,29 @@ async def assert_serves(handle: DeploymentHandle[Any], job_id: str) -> None:
     assert (await latents(handle, fake_job(job_id, request))).equal(reference_latents(request))
 
 
-async def assert_serves_again(handle: DeploymentHandle[Any], job_id: str, within_s: float) -> float:
-    """Seconds until a job succeeds."""
-    started_s = time.monotonic()
-    while True:
-        try:
-            await assert_serves(handle, job_id)
-            return time.monotonic() - started_s
-        except (GangBrokenError, ray.exceptions.RayActorError):
-            assert time.monotonic() - started_s < within_s
-            await asyncio.sleep(0.1)
+async def assert_serves_again(handle: DeploymentHandle[Any], job_id: str) -> None:
+    """Asks until a job succeeds, for minutes."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            try:
+                return await assert_serves(handle, job_id)
+            except (GangBrokenError, ray.exceptions.RayActorError):
+                await asyncio.sleep(0.1)
 
 
 async def break_during_a_job(handle: DeploymentHandle[Any], pid: int) -> BaseException:
     """kill -9 the process just before one rank hangs and leaves the other alone in the exchange; how the job ends."""
     job = fake_job("victim", FakeRequest(seed=1, num_steps=1000, step_s=0.05, fault="hang", fault_step=5, fault_rank=1))
-    killed_s = 0.0
     try:
         async for event in handle.options(stream=True).denoise.remote(job):
             if isinstance(event, StepDone) and event.step == 3:
                 os.kill(pid, signal.SIGKILL)
-                killed_s = time.monotonic()
     except (GangBrokenError, ray.exceptions.RayActorError) as error:
-        assert time.monotonic() - killed_s < 2.0
         return error
     raise AssertionError("the job ended well")
 
 
-async def test_large_latents_and_conditioning_pass_by_reference(handle: DeploymentHandle[Any]):
+async def test_large_latents_and_conditioning_pass_by_reference(handle: DeploymentHandle[Any]) -> None:
     conditioning_L = torch.linspace(-1, 1, 200_000)
     request = FakeRequest(seed=2, num_steps=2)
     job = fake_job("large", request, conditioning=ray.put(conditioning_L))
@@ -86,7 +81,7 @@ async def test_large_latents_and_conditioning_pass_by_reference(handle: Deployme
     assert result.equal(reference_latents(request, conditioning_L))
 
 
-async def test_dropped_streams_leave_the_others_and_the_ranks_unharmed(handle: DeploymentHandle[Any]):
+async def test_dropped_streams_leave_the_others_and_the_ranks_unharmed(handle: DeploymentHandle[Any]) -> None:
     rng = random.Random(1)
     requests = [FakeRequest(seed=i, num_steps=rng.randint(3, 12), step_s=0.002) for i in range(30)]
 
@@ -105,22 +100,20 @@ async def test_dropped_streams_leave_the_others_and_the_ranks_unharmed(handle: D
     await asyncio.gather(*(keep(i) if i % 2 else drop(i) for i in range(30)))
     await assert_serves(handle, "after the storm")
     assert await handle.pids.remote() == pids, "the same gang all along"
-    for _ in range(20):
-        if (held := await handle.held_jobs.remote()) == [(), ()]:
-            break
-        await asyncio.sleep(0.1)
-    assert held == [(), ()]
+    async with asyncio.timeout(PATIENCE_S):
+        while await handle.held_jobs.remote() != [(), ()]:
+            await asyncio.sleep(0.1)
 
 
 @pytest.mark.parametrize(
     "victim",
     [pytest.param("replica", marks=pytest.mark.slow), "rank 0", pytest.param("rank 1", marks=pytest.mark.slow)],
 )
-async def test_serve_replaces_a_broken_gang(handle: DeploymentHandle[Any], victim: str):
+async def test_serve_replaces_a_broken_gang(handle: DeploymentHandle[Any], victim: str) -> None:
     pids = dict(zip(("replica", "rank 0", "rank 1"), await handle.pids.remote(), strict=True))
     num_before = num_placement_groups()
     error = await break_during_a_job(handle, pids[victim])
-    assert victim == "replica" or victim in str(error)
-    await assert_serves_again(handle, f"again after {victim}", within_s=20.0)
+    assert victim == "replica" or f"{victim} died" in str(error), "and no deadline passed"
+    await assert_serves_again(handle, f"again after {victim}")
     await eventually(lambda: not alive(pids.values()))
     await eventually(lambda: num_placement_groups() == num_before)

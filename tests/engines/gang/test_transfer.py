@@ -1,8 +1,7 @@
-"""States of real jobs that change ranks between steps: what arrives, what it costs, and the pictures at the end."""
+"""States of real jobs that change ranks between steps: what arrives, and the pictures at the end."""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,10 @@ from engines.gang.rank_jobs import RankJobs
 from engines.gang.scheduler import Scheduler
 from engines.gang.transfer import ALIGNMENT, hand_over
 from engines.parallel.self_check import relative_difference
-from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
-from pipelines.registry import load_family
+from pipelines.checkpoint import Checkpoint
 from pipelines.run import PlainEngine
-from pipelines.sizes import Size, request_of
+from pipelines.size import Size
 from tests.engines.support.gloo import gang
 from tests.pipelines.support import tiny
 
@@ -38,7 +36,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return path
 
 
-def test_jobs_whose_width_changes_give_the_latents_of_one_rank(folder: Path) -> None:
+def test_jobs_whose_team_changes_give_the_latents_of_one_rank(folder: Path) -> None:
     by_rank = gang(4).run(run_elastically, folder)
     team_sizes = by_rank[0][1]
     assert team_sizes == {"a": [4, 4, 2, 2, 2, 2, 4], "b": [1, 1, 1], "c": [1, 1, 1, 2]}
@@ -48,13 +46,13 @@ def test_jobs_whose_width_changes_give_the_latents_of_one_rank(folder: Path) -> 
 
 
 def jobs_of(folder: Path) -> list[Job]:
-    family = load_family(folder)
-    size = Size(width=32, height=32, num_frames=5 if family.defaults(folder).kind == "video" else None)
+    checkpoint = Checkpoint(folder)
+    size = Size(width=32, height=32, num_frames=5 if checkpoint.defaults.kind == "video" else None)
     jobs = []
     for number, num_steps in enumerate(NUM_STEPS):
-        request = request_of(size, family.defaults(folder), seed=number, guided=True)
-        request = type(request)(**{**fields_of(request), "num_inference_steps": num_steps})
-        conditioning = shaken(family.blank_conditioning(folder, request), seed=number)
+        guided = max(checkpoint.defaults.true_cfg_scale, 2.0)
+        request = checkpoint.defaults.request(size, seed=number, true_cfg_scale=guided, num_inference_steps=num_steps)
+        conditioning = shaken(checkpoint.family.blank_conditioning(folder, request), seed=number)
         job_id = "abc"[number]
         jobs.append(Job(job_id=job_id, request=request, conditioning=conditioning, num_steps=num_steps, shape=size))
     return jobs
@@ -74,9 +72,9 @@ def shaken(record: Any, seed: int) -> Any:
 
 
 def alone(folder: Path, number: int) -> Tensor:
-    family, job = load_family(folder), jobs_of(folder)[number]
-    engine = PlainEngine(model=family.load_denoiser(folder, CPU, torch.float32))
-    sampler = family.load_sampler(folder, CPU, torch.float32)
+    checkpoint, job = Checkpoint(folder), jobs_of(folder)[number]
+    engine = PlainEngine(model=checkpoint.denoiser())
+    sampler = checkpoint.sampler()
     state = sampler.begin(job.request, job.conditioning)
     for _ in range(job.num_steps):
         state = sampler.advance(state, engine.predict(sampler.branches(state)))
@@ -85,9 +83,9 @@ def alone(folder: Path, number: int) -> Tensor:
 
 def run_elastically(folder: Path) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
     """Every rank makes the same plans: the latents that it hands out, and the number of ranks of each step."""
-    family, rank = load_family(folder), dist.get_rank()
-    engine = TorchEngine(family.load_denoiser(folder, CPU, torch.float32), config=TorchEngineConfig(strategy="ulysses"))
-    parts = RankParts(engine=engine, sampler=family.load_sampler(folder, CPU, torch.float32))
+    checkpoint, rank = Checkpoint(folder), dist.get_rank()
+    engine = TorchEngine(checkpoint.denoiser(), strategy="ulysses")
+    parts = RankParts(engine=engine, sampler=checkpoint.sampler())
     runner = RankJobs(parts, RankContext(rank=rank, num_ranks=4, device="cpu"))
     scheduler = Scheduler(num_ranks=4, max_running_jobs=4, elastic=True)
     late = jobs_of(folder)
@@ -155,23 +153,6 @@ def hand_over_function() -> str:
     except Exception as error:
         return str(error)
     return "no error"
-
-
-def test_a_change_costs_milliseconds() -> None:
-    """Latents and prompts of a picture of 1024 x 1024, 3 MB; the bound leaves room for whatever else runs here."""
-    assert min(gang(4).run(time_hand_overs)) < 40
-
-
-def time_hand_overs() -> float:
-    rank = dist.get_rank()
-    state = {"latents": torch.zeros(1, 4096, 64), "text": torch.zeros(1, 512, 1024), "step": 5}
-    times = []
-    for _ in range(9):
-        dist.barrier()
-        started_s = time.perf_counter()
-        hand_over(state if rank == 0 else None, source=0, rank=rank, device=CPU)
-        times.append(1e3 * (time.perf_counter() - started_s))
-    return min(times)
 
 
 def test_alignment_fits_every_dtype() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -13,42 +11,43 @@ from engines.gang.errors import GangBrokenError
 from engines.gang.job import Job
 from engines.gang.step_plan import JobStep, StepPlan, StepReport, Work
 from engines.gang.watchdog import Flight, Watchdog
+from tests.engines.gang.support.set_clock import SetClock, SetRanks, settled
 
 pytestmark = pytest.mark.asyncio
 
-SLOW_S = 0.1
-CONFIG = GangConfig(num_ranks=4, cpus_per_rank=1, step_deadline_s=SLOW_S / 2, start_deadline_s=20.0)
+SLOW_S = 2.0
+CONFIG = GangConfig(num_ranks=4, cpus_per_rank=1, step_deadline_s=SLOW_S / 2, start_deadline_s=10 * SLOW_S)
 SHAPED = Job(job_id="shaped", request=None, conditioning=None, num_steps=9, shape=(64, 64))
 OTHER = Job(job_id="other", request=None, conditioning=None, num_steps=9)
 LEFT, RIGHT = (0, 1), (2, 3)
 
 
 class Steps:
-    """Slow steps of ranks that are not there, under a watchdog."""
+    """Slow steps of ranks that are not there, under a watchdog whose clock only they move."""
 
     def __init__(self) -> None:
-        never = SimpleNamespace(remote=lambda: asyncio.get_running_loop().create_future())
-        self._watchdog = Watchdog(CONFIG, [SimpleNamespace(watch=never)] * CONFIG.num_ranks)
+        self._clock = SetClock()
+        self._watchdog = Watchdog(CONFIG, SetRanks(CONFIG.num_ranks, self._clock).actors, self._clock)
 
     async def has_time(
         self, ranks: tuple[int, ...], *, was_warm: bool, job: Job = SHAPED, step: int = 2, step_s: float = SLOW_S
     ) -> bool:
         """Whether the deadline lets such a step pass, after which all of ``ranks`` report ``was_warm``."""
         work = Work(job_steps=(JobStep(job_id=job.job_id, step=step),), ranks=ranks)
-        reports = tuple(
-            _report(rank, was_warm or rank not in ranks, step_s * (rank in ranks)) for rank in range(CONFIG.num_ranks)
-        )
-        flight = Flight(plan=StepPlan(sequence=0, works=(work,)), reports=reports, latents={})
+        reports = [asyncio.get_running_loop().create_future() for _ in range(CONFIG.num_ranks)]
+        flight = Flight(plan=StepPlan(sequence=0, works=(work,)), reports=tuple(reports), latents={})
+        watching = asyncio.ensure_future(self._watchdog.reports(flight, {job.job_id: job}))
+        await settled()
+        await self._clock.advance(step_s)
+        if not watching.done():
+            for rank, report in enumerate(reports):
+                warmth = was_warm or rank not in ranks
+                report.set_result(StepReport(rank=rank, sequence=0, step_ms=1e3 * step_s, was_warm=warmth))
         try:
-            await self._watchdog.reports(flight, {job.job_id: job})
+            await watching
         except GangBrokenError:
             return False
         return True
-
-
-async def _report(rank: int, was_warm: bool, after_s: float) -> Any:
-    await asyncio.sleep(after_s)
-    return StepReport(rank=rank, sequence=0, step_ms=1e3 * after_s, was_warm=was_warm)
 
 
 async def test_a_shape_is_cold_until_its_ranks_have_found_all_ready() -> None:

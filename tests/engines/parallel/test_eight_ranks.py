@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines.parallel.self_check import relative_difference
-from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
 from tests.engines.support import models
 from tests.engines.support.gloo import gang
@@ -44,7 +43,7 @@ def predict(family: str) -> dict[str, tuple[Tensor, ...]]:
     assert dist.get_world_size() == 8
     answers = {}
     for strategy in STRATEGIES:
-        engine = TorchEngine(models.model(family), config=TorchEngineConfig(strategy=strategy))
+        engine = TorchEngine(models.model(family), strategy=strategy)
         answers[strategy] = engine.predict(models.branches(family, "uneven", num=2), tuple(range(8)))
         engine.close()
     return answers

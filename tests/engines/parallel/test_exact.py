@@ -14,7 +14,6 @@ from torch import Tensor
 
 from engines.core.spec import STRATEGIES as STRATEGY_NAMES
 from engines.parallel.self_check import relative_difference
-from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.exchange.choose import PARTS_FROM_TOKENS
 from tests.engines.support import models
@@ -141,4 +140,4 @@ def left_out(exchange: str | None) -> Iterator[None]:
 
 @cache
 def engine_for(strategy: str, family: str) -> TorchEngine:
-    return TorchEngine(models.model(family), config=TorchEngineConfig(strategy=strategy.split()[0]))
+    return TorchEngine(models.model(family), strategy=strategy.split()[0])

@@ -2,7 +2,6 @@ import pytest
 
 from engines.core.spec import ParallelSpec
 from engines.parallel.pipeline import stage_bounds
-from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
 from tests.engines.support import models
 from tests.engines.support.gloo import gang
@@ -36,10 +35,10 @@ def test_each_stage_runs_its_blocks_once_a_branch() -> None:
 
 
 def count_block_runs() -> list[int]:
-    engine = TorchEngine(models.model("flux"), config=TorchEngineConfig(strategy="pipeline"))
+    engine = TorchEngine(models.model("flux"), strategy="pipeline")
     branches = models.branches("flux", "even", num=3)
     engine.predict(branches, (0, 1))
-    module = engine._sharded.module("transformer", engine.team((0, 1)))
+    module = engine._sharded.module("transformer", engine.division.team((0, 1)))
     blocks = [*module.transformer_blocks, *module.single_transformer_blocks]
     counts = [0] * len(blocks)
     for number, block in enumerate(blocks):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan
 from engines.parallel.collectives import Axis
-from engines.parallel.copies import twin
+from engines.parallel.copies import weight_sharing_copy
 from engines.parallel.tensor import RowSplitLinear, split_columns, split_norm, split_rows, split_weights
 
 
@@ -89,7 +89,7 @@ def test_what_cannot_be_split(rule: ColumnLinear | RowLinear, size: int, message
 def test_twin_shares_tensors_and_keeps_hooks() -> None:
     module = nn.Sequential(nn.BatchNorm1d(3))
     module[0].register_forward_hook(lambda _module, _args, output: output + 1)
-    copied = twin(module).eval()
+    copied = weight_sharing_copy(module).eval()
     assert copied[0] is not module[0]
     assert copied[0].running_mean is module[0].running_mean
     assert copied(torch.zeros(1, 3)).mean() == 1

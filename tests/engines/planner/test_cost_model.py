@@ -10,7 +10,7 @@ import torch
 
 from engines.core.spec import ParallelSpec
 from engines.planner.cost_model import Workload, candidates, choose, predict
-from engines.planner.forecast import forecast
+from engines.planner.forecast import forecast, workload
 from engines.planner.machine import Line, Machine, between
 from engines.planner.machines import H200
 from engines.planner.profile import ModelProfile, profile
@@ -112,6 +112,16 @@ def test_two_branches_take_two_halves(flux: ModelProfile) -> None:
     whole = predict(flux, WORK, ParallelSpec(ulysses=2), machine())
     halves = predict(flux, WORK, ParallelSpec(guidance=2), machine())
     assert halves.exchange_ms < whole.exchange_ms / 10
+
+
+def test_a_small_step_of_two_branches_wants_few_exchanges() -> None:
+    """It has 1, 18 or 56 of them, each a millisecond."""
+    model = models.model("wan")
+    plan = forecast(profile(model), workload(model, models.branches("wan", "even", num=2)), 2, machine(latency_s=1e-3))
+    costs = {cost.spec.name: cost for cost in plan.costs if cost.spec.name in ("guidance2", "ulysses2", "tensor2")}
+    assert list(costs) == ["guidance2", "ulysses2", "tensor2"], "fastest first"
+    assert [round(cost.exchange_ms) for cost in costs.values()] == [1, 18, 56]
+    assert plan.chosen.spec.name == "guidance2"
 
 
 @pytest.mark.parametrize(

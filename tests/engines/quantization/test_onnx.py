@@ -8,17 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from engines.core.model import Branch
+from engines.core.fingerprint import fingerprint
 from engines.core.spec import ParallelSpec
-from engines.quantization.onnx import (
-    QUANTIZE_DEQUANTIZE,
-    QuantizedLinear,
-    observed,
-    quantize,
-    quantized_linears,
-)
-from engines.tensorrt_engine.build.engine_text import read_plan_text
-from engines.tensorrt_engine.calibration import calibrate, fingerprint, quantization
+from engines.quantization.calibration import calibration_of, recording, save_calibration
+from engines.quantization.layers import quantizable
+from engines.quantization.onnx import QUANTIZE_DEQUANTIZE, QuantizedLinear, quantization, quantize
+from engines.tensorrt_engine.build.report import read_engine_text
 from tests.engines.tensorrt_engine.conftest import Build
 from tests.engines.tensorrt_engine.support.all_ranks import export_case, relative_error
 from tests.engines.tensorrt_engine.support.zoo import SPECIMENS, cast, reference
@@ -53,7 +48,7 @@ def test_linear_is_nearly_itself(kind: str, allowed: float) -> None:
 
 def test_layers_of_the_blocks_without_modulation() -> None:
     model = SPECIMENS["flux"].model()
-    names = [name for name, _ in quantized_linears(model.modules["transformer"], model.plan)]
+    names = [name for name, _ in quantizable(model.modules["transformer"], model.plan)]
     assert len(names) == NUM_FLUX_LINEARS
     assert not any("norm" in name or "embed" in name for name in names)
 
@@ -70,15 +65,16 @@ def test_records_belong_to_their_weights(tmp_path: Path) -> None:
     (module,) = model.modules.values()
     with pytest.raises(ValueError, match="--calibrate"):
         quantization(model, "transformer", "int8", tmp_path)
-    paths = calibrate(model, [Branch(inputs=specimen.inputs())], tmp_path)
-    assert quantization(model, "transformer", "int8", tmp_path) is not quantization(
-        model, "transformer", "bf16", tmp_path
-    )
+    with recording(module, model.plan) as amax:
+        reference(model, specimen.inputs())
+    path = calibration_of(module, tmp_path)
+    save_calibration({"transformer": amax}, path)
+    assert quantization(model, "transformer", "int8", tmp_path).amax == amax
     before = fingerprint(module)
     with torch.no_grad():
         module.get_submodule("blocks.0.ffn.net.2").weight.mul_(1.01)  # type: ignore[operator, union-attr]
     assert fingerprint(module) != before
-    assert paths["transformer"].stem == before
+    assert path.stem == before
     with pytest.raises(ValueError, match="--calibrate"):
         quantization(model, "transformer", "int8", tmp_path)
 
@@ -93,13 +89,13 @@ def test_records_belong_to_their_weights(tmp_path: Path) -> None:
     ],
 )
 def test_the_graph_computes_what_the_quantized_model_does(
-    build_plan: Build, family: str, kind: str, dtype: torch.dtype
+    build_file: Build, family: str, kind: str, dtype: torch.dtype
 ) -> None:
     specimen = SPECIMENS[family]
     model, inputs = specimen.model(), specimen.inputs()
     (module,) = model.modules.values()
     plain = reference(model, inputs)
-    with observed(module, model.plan) as amax:
+    with recording(module, model.plan) as amax:
         reference(model, inputs)
     module.to(dtype)
     spec, cast_inputs = ParallelSpec.of("ulysses", 2), cast(specimen, inputs, dtype)
@@ -116,20 +112,32 @@ def test_the_graph_computes_what_the_quantized_model_does(
     # in float32: in half precision, rounding moves values over a quantization step, and errors as large follow
     assert relative_error(prediction, quantized) < 0.3 * relative_error(quantized, plain)
     for target in ("sm89", "sm120"):
-        text = read_plan_text(build_plan(case.exported.graph.serialized(), target))
+        text = read_engine_text(build_file(case.exported.graph.serialized(), target))
         assert text is not None
         assert text.collectives == {"all_to_all": 4, "all_gather": 1}
 
 
-def test_bf16_with_quantized_weights_as_inputs_builds(build_plan: Build) -> None:
+def test_bf16_with_quantized_weights_as_inputs_builds(build_file: Build) -> None:
     specimen = SPECIMENS["flux"]
     model, inputs = specimen.model(), specimen.inputs()
     (module,) = model.modules.values()
-    with observed(module, model.plan) as amax:
+    with recording(module, model.plan) as amax:
         reference(model, inputs)
     module.to(torch.bfloat16)
     cast_inputs, spec = cast(specimen, inputs, torch.bfloat16), ParallelSpec.of("allgather_kv", 2)
     case = export_case(model, cast_inputs, spec, change=lambda m: quantize(m, model.plan, amax, "fp8"))
-    text = read_plan_text(build_plan(case.exported.graph.serialized()))
+    text = read_engine_text(build_file(case.exported.graph.serialized()))
     assert text is not None
     assert text.num_fused_attentions == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_zeros_stay_zeros_in_every_dtype(dtype: torch.dtype) -> None:
+    linear = nn.Linear(32, 16, bias=False, dtype=dtype)
+    with torch.no_grad():
+        linear.weight[3] = 0
+    quantized = QuantizedLinear(linear, 0.0, "int8")
+    assert (quantized.weight_scale > 0).all()
+    assert quantized.input_scale > 0
+    answer = quantized(torch.zeros(4, 32, dtype=dtype))
+    assert answer.eq(0).all()

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from engines.core.model import DenoiserModel
 from engines.core.spec import ParallelSpec
-from engines.quantization.onnx import Kind, QuantizedLinear, observed, quantize
+from engines.quantization.calibration import recording
+from engines.quantization.onnx import QuantizedLinear, quantize
+from engines.quantization.scales import Scheme
 from engines.tensorrt_engine.export.onnx_graph import export_graph
 from tests.engines.tensorrt_engine.support.all_ranks import export_case, relative_error
 from tests.engines.tensorrt_engine.support.simulate import Simulator
@@ -41,12 +43,12 @@ class Each(nn.Module):
         return tuple(layer(x) for layer, x in zip(self.layers, inputs, strict=True))
 
 
-def quantized_model(family: str, kind: Kind, dtype: torch.dtype) -> tuple[DenoiserModel, dict[str, Tensor]]:
+def quantized_model(family: str, kind: Scheme, dtype: torch.dtype) -> tuple[DenoiserModel, dict[str, Tensor]]:
     """Scales and weights as half precision holds them, in ``dtype``; and the inputs."""
     specimen = SPECIMENS[family]
     model, inputs = specimen.model(), specimen.inputs()
     (module,) = model.modules.values()
-    with observed(module, model.plan) as amax:
+    with recording(module, model.plan) as amax:
         reference(model, inputs)
     quantize(module.half(), model.plan, amax, kind)
     module.to(dtype)
@@ -87,7 +89,7 @@ def in_graph(layers: list[QuantizedLinear], inputs: list[Tensor]) -> list[Tensor
         pytest.param("wan", "int8", marks=pytest.mark.slow),
     ],
 )
-def test_each_layer_computes_what_the_quantized_layer_does(family: str, kind: Kind) -> None:
+def test_each_layer_computes_what_the_quantized_layer_does(family: str, kind: Scheme) -> None:
     layers, inputs, expected = map(list, zip(*layers_run(*quantized_model(family, kind, torch.float16)), strict=True))
     for given, whole in zip(in_graph(layers, inputs), expected, strict=True):
         assert relative_error(given, whole.float()) <= LAYER_TOLERANCE

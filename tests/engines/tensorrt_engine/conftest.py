@@ -1,4 +1,4 @@
-"""Plans built once per test session: the real builder, a shared cache of its answers."""
+"""Engine files built once per test session: the real builder, a shared cache of its answers."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Build = Callable[..., bytes]
 
 
 @pytest.fixture(scope="session")
-def build_plan() -> Build:
-    """``build_plan(onnx_bytes, "sm89", **options)`` -> plan; a refusal is raised again for every asker."""
+def build_file() -> Build:
+    """``build_file(onnx_bytes, "sm89", **options)`` -> engine file; a refusal is raised again for every asker."""
     answers: dict[tuple[str, str], bytes | BuildError] = {}
 
-    def plan_of(onnx_file: bytes, target: str = "sm89", **options: object) -> bytes:
+    def engine_file_of(onnx_file: bytes, target: str = "sm89", **options: object) -> bytes:
         key = (hashlib.sha256(onnx_file).hexdigest(), f"{target} {options}")
         if key not in answers:
             try:
-                answers[key] = build(onnx_file, BuildOptions(target=Target.parse(target), **options)).plan  # type: ignore[arg-type]
+                answers[key] = build(onnx_file, BuildOptions(target=Target.parse(target), **options)).engine_file  # type: ignore[arg-type]
             except BuildError as error:
                 answers[key] = error
         answer = answers[key]
@@ -34,7 +34,7 @@ def build_plan() -> Build:
             raise answer
         return answer
 
-    return plan_of
+    return engine_file_of
 
 
 Exports = Callable[[Key], Case]

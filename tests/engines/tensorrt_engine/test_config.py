@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from engines.tensorrt_engine import config as config_module
 from engines.tensorrt_engine.build.bindings import Bindings, load_bindings
 from engines.tensorrt_engine.build.targets import Target
 from engines.tensorrt_engine.config import TensorRTConfig
+from engines.tensorrt_engine.rules import TensorRTOptions
 from tests.engines.tensorrt_engine.support.zoo import flux_model
 
 SM86, SM89, SM100 = (Target.parse(name) for name in ("sm86", "sm89", "sm100"))
@@ -34,16 +36,20 @@ def model() -> Callable[[torch.dtype], DenoiserModel]:
     [
         ({"strategy": "tensor2xulysses2"}, "ignores the groups.*tensor4 or ulysses4 alone"),
         ({"strategy": "tensor2xring2"}, "ignores the groups"),
-        ({"strategy": "pipeline"}, "all ranks of a team load one plan"),
-        ({"strategy": "tensor", "weights": "constants"}, "one plan per rank"),
+        ({"strategy": "pipeline"}, "all ranks of a team load one engine file"),
+        ({"strategy": "tensor", "options": TensorRTOptions(weights="constants")}, "one engine file per rank"),
         ({"strategy": "magic"}, "unknown strategy"),
         ({"precision": "fp4"}, "knows auto"),
-        ({"weights": "elsewhere"}, "inputs or constants"),
     ],
 )
-def test_refused_when_read(options: dict[str, str], message: str) -> None:
+def test_refused_when_read(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        TensorRTConfig(**options)  # type: ignore[arg-type]
+        TensorRTConfig(**options)
+
+
+def test_weights_are_inputs_or_constants() -> None:
+    with pytest.raises(ValueError, match="weights is 'elsewhere'; it must be inputs or constants"):
+        TensorRTOptions(weights="elsewhere")  # type: ignore[arg-type]
 
 
 def test_fp8_needs_a_gpu_that_has_it(model: Callable[[torch.dtype], DenoiserModel]) -> None:

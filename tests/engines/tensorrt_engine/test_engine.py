@@ -15,7 +15,7 @@ from tests.engines.tensorrt_engine.support.gloo_runner import (
     alike_error,
     predict_on_team,
     predict_sizes,
-    same_plan_error,
+    same_engine_file_error,
 )
 from tests.engines.tensorrt_engine.support.zoo import SPECIMENS, flux_inputs, reference
 
@@ -64,7 +64,9 @@ def test_a_rank_that_is_not_like_the_others_is_named_on_every_rank() -> None:
         )
 
 
-def test_a_rank_with_another_plan_is_named_on_every_rank() -> None:
-    assert gang(2).run(same_plan_error, ["aa", "aa"]) == ["", ""]
-    for message in gang(2).run(same_plan_error, ["aa", "bb"]):
-        assert message == "rank 1: it has another plan than the rest of its team: found bb, expected aa (rank 0's)"
+def test_a_rank_with_another_engine_file_is_named_on_every_rank() -> None:
+    assert gang(2).run(same_engine_file_error, ["aa", "aa"]) == ["", ""]
+    for message in gang(2).run(same_engine_file_error, ["aa", "bb"]):
+        assert (
+            message == "rank 1: its engine file is not that of the rest of its team: found bb, expected aa (rank 0's)"
+        )

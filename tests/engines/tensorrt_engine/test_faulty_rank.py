@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import re
 from pathlib import Path
 
 import pytest
@@ -13,14 +13,16 @@ from engines.gang.config import GangConfig
 from engines.gang.errors import GangBrokenError
 from engines.gang.gang import Gang
 from engines.gang.job import Job, JobDone
+from engines.gang.watchdog import DEATH_NOTICE_S
+from tests.engines.gang.support.checks import outcome_of
 from tests.engines.gang.support.helpers import alive, eventually, group_for
+from tests.engines.gang.support.set_clock import SetClock, settled
 from tests.engines.tensorrt_engine.support.faulty_rank import NUM_STEPS, BuildFaulty
 from tests.engines.tensorrt_engine.support.zoo import reference, wan_inputs, wan_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-STEP_DEADLINE_S = 6.0
-CONFIG = GangConfig(num_ranks=2, cpus_per_rank=0.1, step_deadline_s=STEP_DEADLINE_S, start_deadline_s=180.0)
+CONFIG = GangConfig(num_ranks=2, cpus_per_rank=0.1)
 
 
 def job(name: str) -> Job:
@@ -41,32 +43,49 @@ def expected() -> torch.Tensor:
     return inputs["hidden_states"]
 
 
-@pytest.mark.parametrize(
-    ("fault", "cause", "told", "within_s"),
-    [
-        ("refuses", "error", "rank 1 failed: .*could not enqueue the step", STEP_DEADLINE_S - 1),
-        pytest.param(
-            "hangs",
-            "deadline",
-            r"ranks \[0, 1\] did not finish a step \(\d of job hangs",
-            STEP_DEADLINE_S + 5,
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-async def test_a_rank_that_fails_to_enqueue_hangs_nobody(
-    ray_cluster: None, tmp_path: Path, fault: str, cause: str, told: str, within_s: float
+async def after_a_step(gang: Gang, name: str) -> asyncio.Task[GangBrokenError]:
+    """What a job will end with, of which one step is done."""
+    steps: list[int] = []
+    task = asyncio.ensure_future(outcome_of(gang, job(name), steps))
+    await eventually(lambda: steps)
+    return task
+
+
+async def test_a_rank_that_cannot_enqueue_breaks_the_gang_before_any_deadline(
+    ray_cluster: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Over at once when TensorRT refuses, at the step's deadline when its call hangs."""
+    clock = SetClock()
     with group_for(CONFIG) as group:
-        gang = await Gang.start(CONFIG, BuildFaulty(folder=tmp_path, fault=fault), placement_group=group)
+        build = BuildFaulty(folder=tmp_path, fault="refuses")
+        gang = await Gang.start(CONFIG, build, placement_group=group, clock=clock)
+        await latents(gang, "warm")
+        broken = await after_a_step(gang, "refuses")
+        await eventually(lambda: "rank 1 failed" in caplog.text)
+        await settled()
+        await clock.advance(DEATH_NOTICE_S)
+        error = await broken
+        assert re.match("rank 1 failed: .*could not enqueue the step", error.reason)
+        assert (error.cause, error.in_flight) == ("error", True)
+        await eventually(lambda: not alive(info.pid for info in gang.infos))
+
+
+@pytest.mark.slow
+async def test_a_rank_that_hangs_as_it_enqueues_breaks_the_gang_at_the_deadline(
+    ray_cluster: None, tmp_path: Path
+) -> None:
+    clock = SetClock()
+    with group_for(CONFIG) as group:
+        build = BuildFaulty(folder=tmp_path, fault="hangs")
+        gang = await Gang.start(CONFIG, build, placement_group=group, clock=clock)
         await latents(gang, "warm")  # from here on a step has its own deadline, not that of a first one
-        begun_s = time.monotonic()
-        with pytest.raises(GangBrokenError, match=told) as caught:
-            await latents(gang, fault)
-        assert time.monotonic() - begun_s < within_s
-        assert (caught.value.cause, caught.value.in_flight) == (cause, True)
-        await eventually(lambda: not alive(info.pid for info in gang.infos), within_s=5.0)
+        broken = await after_a_step(gang, "hangs")
+        while not broken.done():
+            await clock.advance(CONFIG.step_deadline_s)
+            await asyncio.sleep(0.05)
+        error = await broken
+        assert re.match(r"ranks \[0, 1\] did not finish a step \(2 of job hangs\) within 30 s", error.reason)
+        assert (error.cause, error.in_flight) == ("deadline", True)
+        await eventually(lambda: not alive(info.pid for info in gang.infos))
 
 
 @pytest.mark.slow
@@ -77,6 +96,6 @@ async def test_the_gang_after_a_broken_one_is_right(ray_cluster: None, tmp_path:
         with pytest.raises(GangBrokenError):
             await latents(gang, "refuses")
         again = await Gang.start(CONFIG, BuildFaulty(folder=tmp_path), placement_group=group)
-        given = await asyncio.wait_for(latents(again, "again"), timeout=60)
+        given = await latents(again, "again")
         await again.close()
     torch.testing.assert_close(given, expected(), rtol=1e-4, atol=1e-4)

@@ -13,16 +13,16 @@ import torch
 from engines.core.model import Branch
 from engines.core.spec import ParallelSpec
 from engines.tensorrt_engine.build.builder import Profile
-from engines.tensorrt_engine.build.engine_text import read_plan_text
+from engines.tensorrt_engine.build.report import read_engine_text
 from engines.tensorrt_engine.export.buckets import divides, profile_over, varying_dims
 from engines.tensorrt_engine.export.trace import offline_team
-from pipelines.loading import resolve_path, shipped_checkpoints
+from pipelines.checkpoint import Checkpoint
+from pipelines.loading import shipped_checkpoints
 from pipelines.run import load_pipeline
 from tests.engines.tensorrt_engine.conftest import Build
 from tests.engines.tensorrt_engine.support.all_ranks import Case, SimulatedEngine, export_case, relative_error
 from tests.engines.tensorrt_engine.support.cases import DTYPES, TOLERANCE
 from tests.engines.tensorrt_engine.support.shipped import (
-    CPU,
     NAMES,
     SIZES,
     first_branch,
@@ -69,10 +69,10 @@ def check_predictions(case: Case, name: str, precision: str, branch: Branch, exa
             assert relative_error(prediction, whole) <= TOLERANCE[precision]
 
 
-def check_plans(case: Case, precision: str, build_plan: Build, profiles: Sequence[Profile] = ()) -> None:
+def check_files(case: Case, precision: str, build_file: Build, profiles: Sequence[Profile] = ()) -> None:
     graph = case.exported.graph
     for target in ("sm89", "sm120"):
-        text = read_plan_text(build_plan(graph.serialized(), target, profiles=tuple(profiles)))
+        text = read_engine_text(build_file(graph.serialized(), target, profiles=tuple(profiles)))
         assert text is not None
         assert text.collectives == graph.collectives()
         assert text.num_fused_attentions == (0 if precision == "fp32" else graph.num_attentions())
@@ -80,18 +80,18 @@ def check_plans(case: Case, precision: str, build_plan: Build, profiles: Sequenc
 
 @pytest.mark.parametrize(("name", "strategy", "num_ranks", "precision"), cases(varying=False))
 def test_trained_models_predict_alike_on_every_rank(
-    build_plan: Build, name: str, strategy: str, num_ranks: int, precision: str
+    build_file: Build, name: str, strategy: str, num_ranks: int, precision: str
 ) -> None:
     case = exported(name, strategy, num_ranks, precision)
     check_predictions(case, name, precision, first_branch(name, DTYPES[precision]), first_branch(name, torch.float32))
-    check_plans(case, precision, build_plan)
+    check_files(case, precision, build_file)
 
 
 @pytest.mark.parametrize(("name", "strategy", "num_ranks", "precision"), cases(varying=True))
 def test_trained_models_in_a_range_of_batches_and_sizes(
-    build_plan: Build, name: str, strategy: str, num_ranks: int, precision: str
+    build_file: Build, name: str, strategy: str, num_ranks: int, precision: str
 ) -> None:
-    """One graph for two of the one size, one of the other, and one plan with a profile over both."""
+    """One graph for two of the one size, one of the other, and one engine file with a profile over both."""
     dtype = DTYPES[precision]
     asked = [twice(first_branch(name, dtype, "wide")), first_branch(name, dtype, "narrow")]
     exact = [twice(first_branch(name, torch.float32, "wide")), first_branch(name, torch.float32, "narrow")]
@@ -101,7 +101,7 @@ def test_trained_models_in_a_range_of_batches_and_sizes(
     case = export_case(load(name, dtype), buckets[0], ParallelSpec.of(strategy, num_ranks), dynamic=dynamic)
     for pair in zip(asked, exact, strict=True):
         check_predictions(case, name, precision, *pair)
-    check_plans(case, precision, build_plan, [profile_over(case.exported, buckets)])
+    check_files(case, precision, build_file, [profile_over(case.exported, buckets)])
 
 
 def test_a_size_that_a_hybrid_would_have_to_pad_gets_an_engine_of_its_own() -> None:
@@ -121,8 +121,8 @@ def test_a_whole_picture_of_four_ranks() -> None:
     request = request_for(name)
     assert request.num_inference_steps == 20
     last = sum(case.exported.graph.collectives().values()) - 1
-    engines = (None, SimulatedEngine(case=case, rank=3), SimulatedEngine(case=case, rank=3, deaf={last}))
-    expected, given, broken = (load_pipeline(resolve_path(name), CPU, torch.float32, e).run(request) for e in engines)
+    engines = (None, SimulatedEngine(case=case, rank=3), SimulatedEngine(case=case, rank=3, skip_collectives={last}))
+    expected, given, broken = (load_pipeline(Checkpoint.open(name), engine).run(request) for engine in engines)
     assert psnr_db(given, expected) >= MIN_PSNR_DB
     assert psnr_db(broken, expected) < MIN_PSNR_DB
 

@@ -14,7 +14,6 @@ from engines.parallel.self_check import relative_difference
 from engines.torch_engine import compiler
 from engines.torch_engine import engine as engine_module
 from engines.torch_engine.compiler import compile_blocks
-from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
 from tests.engines.support import models
 from tests.engines.support.gloo import gang
@@ -55,7 +54,7 @@ def predict_compiled(family: str, strategy: str) -> tuple[tuple[Tensor, ...], in
     traced = partial(compile_blocks, backend="eager")
     original, engine_module.compile_blocks = engine_module.compile_blocks, traced
     try:
-        engine = TorchEngine(models.model(family), config=TorchEngineConfig(strategy=strategy, compile="per-block"))
+        engine = TorchEngine(models.model(family), strategy=strategy, compiled=True)
         answer = engine.predict(models.branches(family, "uneven"), (0, 1))
         engine.predict(models.branches(family, "uneven", seed=6), (0, 1))
     finally:

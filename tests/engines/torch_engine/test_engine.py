@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -14,10 +15,10 @@ from torch import Tensor
 
 from engines.core.model import Branch
 from engines.parallel.self_check import WrongAnswerError, relative_difference
-from engines.quantization.observe import recording, save_calibration
-from engines.torch_engine.check import check_fast_path
-from engines.torch_engine.config import PathMode, TorchEngineConfig
+from engines.quantization.calibration import recording, save_calibration
+from engines.torch_engine.checks import check_fast_path
 from engines.torch_engine.engine import TorchEngine
+from engines.torch_engine.options import TorchOptions
 from pipelines.fast.flux import FastFlux
 from tests.engines.support import models
 from tests.engines.support.gloo import gang
@@ -63,7 +64,7 @@ def test_the_fast_path_gives_the_same_answers(strategy: str) -> None:
 
 def test_the_fast_path_is_checked_against_the_module() -> None:
     model = models.model.__wrapped__("flux")
-    engine = TorchEngine(model, config=TorchEngineConfig(path="fast"))
+    engine = TorchEngine(model, fast=True)
     assert max(check_fast_path(engine, model, rank=0).values()) < 1e-5
     gelu = "engines.fast.gemm.NativeGemm.activated"
     with patch(gelu, lambda product, x: product(x).relu()), pytest.raises(WrongAnswerError, match="fast path"):
@@ -72,7 +73,7 @@ def test_the_fast_path_is_checked_against_the_module() -> None:
 
 
 def predict_fast(strategy: str, ranks: tuple[int, ...] | None) -> tuple[Tensor, ...]:
-    engine = TorchEngine(models.model("flux"), config=TorchEngineConfig(strategy=strategy, path="fast"))
+    engine = TorchEngine(models.model("flux"), strategy=strategy, fast=True)
     with patch("pipelines.fast.flux.FastFlux.step", autospec=True, side_effect=FastFlux.step) as step:
         predicted = engine.predict(mixed(), ranks or (dist.get_rank(),))
     assert bool(step.call_count) == (ranks is None or "tensor" not in strategy)
@@ -81,11 +82,11 @@ def predict_fast(strategy: str, ranks: tuple[int, ...] | None) -> tuple[Tensor, 
 
 
 @pytest.mark.parametrize("precision", ["fp8", "int8"])
-@pytest.mark.parametrize("path", ["fast", "module"])
-def test_quantised_linears_stay_close(path: PathMode, precision: str) -> None:
+@pytest.mark.parametrize("fast", [True, False])
+def test_quantised_linears_stay_close(fast: bool, precision: str) -> None:
     model = models.model.__wrapped__("flux")  # its layers are swapped for good
     branches = models.branches("flux", "even")
-    engine = TorchEngine(model, config=TorchEngineConfig(path=path, precision=precision))
+    engine = TorchEngine(model, fast=fast, precision=precision)
     errors = list(map(relative_difference, engine.predict(branches, (0,)), alone(branches)))
     assert 1e-4 < max(errors) < 0.1
 
@@ -96,12 +97,13 @@ def test_fp8_with_fixed_scales(tmp_path: Path) -> None:
     with recording(model.modules["transformer"], model.plan) as amax:
         expected = TorchEngine(model).predict(branches, (0,))
     save_calibration({"transformer": amax}, tmp_path / "scales.json")
-    config = TorchEngineConfig(precision="fp8-static", calibration=tmp_path / "scales.json")
-    assert 1e-4 < relative_difference(TorchEngine(model, config=config).predict(branches, (0,))[0], expected[0]) < 0.1
+    options = TorchOptions(calibration=tmp_path / "scales.json")
+    engine = TorchEngine(model, precision="fp8-static", options=options)
+    assert 1e-4 < relative_difference(engine.predict(branches, (0,))[0], expected[0]) < 0.1
 
 
 def run_plans(strategy: str, plans: tuple[Teams, ...]) -> list[tuple[Tensor, ...]]:
-    engine = TorchEngine(models.model("flux"), config=TorchEngineConfig(strategy=strategy))
+    engine = TorchEngine(models.model("flux"), strategy=strategy)
     mine = []
     for plan in plans:
         job, ranks = next((job, ranks) for job, ranks in enumerate(plan) if dist.get_rank() in ranks)
@@ -124,7 +126,7 @@ def mixed() -> tuple[Branch, ...]:
 
 
 def predict_mixed() -> tuple[Tensor, ...]:
-    engine = TorchEngine(models.model("flux"), config=TorchEngineConfig(strategy="guidance"))
+    engine = TorchEngine(models.model("flux"), strategy="guidance")
     return engine.predict(mixed(), (0, 1, 2, 3))
 
 
@@ -141,7 +143,7 @@ def test_a_team_that_was_not_formed(ranks: tuple[int, ...], message: str) -> Non
 
 
 def error_of(ranks: tuple[int, ...]) -> str:
-    engine = TorchEngine(models.model("flux"), config=TorchEngineConfig(strategy="ulysses"))
+    engine = TorchEngine(models.model("flux"), strategy="ulysses")
     try:
         engine.predict(models.branches("flux", "even"), ranks)
     except ValueError as error:
@@ -157,7 +159,7 @@ def test_heads_that_do_not_divide_stop_the_gang_at_start() -> None:
 def load_with_two_heads() -> str:
     model = replace(models.model("flux"), num_heads=2)
     try:
-        TorchEngine(model, config=TorchEngineConfig(strategy="ulysses"))
+        TorchEngine(model, strategy="ulysses")
     except ValueError as error:
         return str(error)
     return "no error"
@@ -194,15 +196,13 @@ def test_unknown_module() -> None:
     [
         ({"strategy": "diagonal"}, "unknown strategy 'diagonal'"),
         ({"precision": "fp3"}, "precision is 'fp3'"),
-        ({"precision": "fp8-static"}, "'fp8-static' needs a calibration file"),
-        ({"calibration": Path("scales.json")}, "nothing else takes one"),
-        ({"path": "short"}, "path is 'short'; it must be one of auto, fast, module"),
-        ({"compile": "always"}, "compile is 'always'; it must be one of auto, eager, per-block"),
+        ({"precision": "fp8-static"}, "fp8-static needs a file that `troupe calibrate` wrote"),
+        ({"options": TorchOptions(calibration=Path("scales.json"))}, "nothing else takes one"),
     ],
 )
-def test_options_are_checked_when_they_are_made(options: dict[str, str], message: str) -> None:
+def test_what_is_asked_is_checked_before_anything_is_made(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        TorchEngineConfig(**options)
+        TorchEngine(models.model("flux"), **options)
 
 
 def test_closing_gives_the_model_back() -> None:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from engines.core.model import Branch, DenoiserModel
 from engines.parallel.self_check import relative_difference
-from engines.torch_engine.config import PathMode, TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
 from tests.engines.support import models
 
@@ -28,9 +27,9 @@ def on_gpu(dtype: torch.dtype) -> tuple[DenoiserModel, Branch]:
     return as_denoiser(models.transformer("flux").to("cuda", dtype)), replace(branch, inputs=inputs)
 
 
-def predict(dtype: torch.dtype, path: PathMode, *, times: int = 1) -> list[Tensor]:
+def predict(dtype: torch.dtype, fast: bool, *, times: int = 1) -> list[Tensor]:
     model, branch = on_gpu(dtype)
-    engine = TorchEngine(model, config=TorchEngineConfig(path=path, compile="eager"))
+    engine = TorchEngine(model, fast=fast, compiled=False)
     answers = [engine.predict((branch,), (0,))[0] for _ in range(times)]
     assert engine.was_warm == (times > 1)
     engine.close()
@@ -43,27 +42,27 @@ def test_triton_kernels_equal_the_plain_ones() -> None:
     triton_check.main("cuda")
 
 
-@pytest.mark.parametrize("path", ["fast", "module"])
-def test_replays_equal_the_first_run(path: PathMode) -> None:
-    first, *others = predict(torch.float32, path, times=4)
+@pytest.mark.parametrize("fast", [True, False])
+def test_replays_equal_the_first_run(fast: bool) -> None:
+    first, *others = predict(torch.float32, fast, times=4)
     assert all(relative_difference(other, first) < 1e-5 for other in others)
 
 
 def test_replays_read_new_inputs() -> None:
     model, branch = on_gpu(torch.float32)
-    engine = TorchEngine(model, config=TorchEngineConfig(path="fast"))
+    engine = TorchEngine(model, fast=True)
     for scale in (1.0, 2.0, 0.5, 1.0):
         inputs = {**branch.inputs, "hidden_states": branch.inputs["hidden_states"] * scale}
-        expected = engine._sharded.forward(replace(branch, inputs=inputs), engine.team((0,)))
+        expected = engine._sharded.forward(replace(branch, inputs=inputs), engine.division.team((0,)))
         (answer,) = engine.predict((replace(branch, inputs=inputs),), (0,))
         assert relative_difference(answer, expected) < 1e-4
     engine.close()
 
 
 def test_half_precision_is_as_exact_as_the_modules() -> None:
-    (exact,) = predict(torch.float32, "module")
-    errors = {path: relative_difference(predict(torch.bfloat16, path)[0].float(), exact) for path in ("module", "fast")}
-    assert errors["fast"] <= 1.2 * errors["module"], errors
+    (exact,) = predict(torch.float32, fast=False)
+    errors = {fast: relative_difference(predict(torch.bfloat16, fast)[0].float(), exact) for fast in (False, True)}
+    assert errors[True] <= 1.2 * errors[False], errors
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -17,11 +17,11 @@ from engines.core.model import DenoiserModel
 from engines.core.rank import RankContext
 from engines.parallel.self_check import WrongAnswerError, relative_difference
 from engines.parallel.weight_files import WeightFiles
+from engines.quantization.calibration import recording, save_calibration
 from engines.quantization.linear import QuantLinear
-from engines.quantization.observe import recording, save_calibration
 from engines.registry import load_engine
-from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
+from engines.torch_engine.options import TorchOptions
 from tests.engines.support import models
 from tests.engines.support.gloo import gang
 
@@ -62,12 +62,12 @@ def test_row_split_layers_are_quantised_too_and_find_their_scales(tmp_path: Path
 
 
 def predict_split(calibration: Path) -> tuple[Tensor, int]:
-    config = TorchEngineConfig(strategy="tensor", precision="fp8-static", calibration=calibration)
-    engine = TorchEngine(models.model.__wrapped__("flux"), config=config)
+    options, model = TorchOptions(calibration=calibration), models.model.__wrapped__("flux")
+    engine = TorchEngine(model, strategy="tensor", precision="fp8-static", options=options)
     branches = models.branches("flux", "uneven")
     engine.predict(branches, (dist.get_rank(),))
     (answer,) = engine.predict(branches, (0, 1))
-    layers = engine._sharded.module("transformer", engine.team((0, 1))).modules()
+    layers = engine._sharded.module("transformer", engine.division.team((0, 1))).modules()
     return answer, sum(isinstance(layer, QuantLinear) for layer in layers)
 
 
@@ -76,7 +76,7 @@ def test_a_rank_runs_the_blocks_that_it_read(tmp_path: Path) -> None:
     whole = deep()
     whole.modules["transformer"].save_pretrained(tmp_path)  # type: ignore[operator]
     branches = models.branches("flux", "uneven")
-    (expected,) = TorchEngine(whole, config=TorchEngineConfig(precision="int8")).predict(branches, (0,))
+    (expected,) = TorchEngine(whole, precision="int8").predict(branches, (0,))
     for answer in gang(2).run(predict_staged, tmp_path):
         assert relative_difference(answer, expected) < 1e-5
 
@@ -85,7 +85,7 @@ def predict_staged(folder: Path) -> Tensor:
     with torch.device("meta"):
         outline = deep()
     model = replace(outline, weights=WeightFiles(folders={"transformer": folder}, device=torch.device("cpu")))
-    engine = TorchEngine(model, config=TorchEngineConfig(strategy="pipeline", precision="int8"))
+    engine = TorchEngine(model, strategy="pipeline", precision="int8")
     return engine.predict(models.branches("flux", "uneven"), (0, 1))[0]
 
 

@@ -16,13 +16,13 @@ from engines.core.spec import ParallelSpec
 from engines.parallel.mesh import Team, team_of_one
 from engines.parallel.sharded import ShardedModel
 from engines.torch_engine import steps
-from engines.torch_engine.config import ResolvedConfig
+from engines.torch_engine.config import TorchChoices
 from engines.torch_engine.steps import StepRunner
 from tests.engines.support import models
 
 ALONE = team_of_one()
 HALF = replace(ALONE, spec=ParallelSpec(guidance=2))
-CAPTURING = ResolvedConfig(specs={1: (ParallelSpec(), ParallelSpec())}, compile_blocks=False, capture=True)
+CAPTURING = TorchChoices(capture=True)
 
 
 class Recording:

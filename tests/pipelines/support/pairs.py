@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pipelines.checkpoint import Checkpoint
 from pipelines.pixels import to_unit_range
 from pipelines.registry import pipeline_class
 from pipelines.request import MediaRequest
@@ -22,7 +23,7 @@ class Pair:
     def __init__(self, path: Path, dtype: torch.dtype = torch.float32) -> None:
         import diffusers
 
-        self.ours: Pipeline = load_pipeline(path, torch.device("cpu"), dtype)
+        self.ours: Pipeline = load_pipeline(Checkpoint(path, dtype=dtype))
         self.is_video = pipeline_class(path) == "WanPipeline"
         parts = {"vae": diffusers.AutoencoderKLWan.from_pretrained(path / "vae")} if self.is_video else {}
         self.theirs = getattr(diffusers, pipeline_class(path)).from_pretrained(path, dtype=dtype, **parts)

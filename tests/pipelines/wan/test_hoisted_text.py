@@ -8,7 +8,6 @@ from unittest.mock import patch
 import torch
 
 from engines.core.model import Branch
-from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
 from pipelines.wan.denoiser import forward
 from pipelines.wan.hoisted_text import hoisted_text
@@ -41,7 +40,7 @@ def test_the_text_itself_is_read_no_more() -> None:
 
 def test_an_engine_makes_it_once_for_each_text() -> None:
     model, (branch, other) = models.model("wan"), branch_and_other()
-    engine = TorchEngine(model, config=TorchEngineConfig())
+    engine = TorchEngine(model)
     to_k = model.modules["transformer"].blocks[0].attn2.to_k
     with patch.object(to_k, "forward", wraps=to_k.forward) as projected:
         for step in range(3):

@@ -6,12 +6,18 @@ import asyncio
 import re
 
 import httpx
+import pytest
 import ray
 import torch
+from ray.exceptions import ActorDiedError
 
+from engines.gang.errors import GangBrokenError
 from engines.gang.gang import Gang
+from engines.gang.job import Job, StepDone
 from tests.engines.gang.support.fakes import FakeRequest, fake_job, reference_latents
-from tests.engines.gang.support.helpers import eventually, latents
+from tests.engines.gang.support.helpers import alive, eventually, latents, run
+
+Outcomes = list[asyncio.Task[GangBrokenError]]
 
 
 def assert_equal(left: torch.Tensor, right: torch.Tensor) -> None:
@@ -29,12 +35,6 @@ def held_jobs(gang: Gang) -> list[tuple[str, ...]]:
     return ray.get([rank.held_jobs.remote() for rank in gang._ranks])
 
 
-async def assert_unharmed_meanwhile(gang: Gang, pending: asyncio.Future[torch.Tensor]) -> None:
-    request = FakeRequest(seed=5, num_steps=3)
-    assert_equal(await latents(gang, fake_job("meanwhile", request)), reference_latents(request))
-    assert not pending.done(), "a job whose conditioning is not there yet does not stop the others"
-
-
 def metric_names(model: str) -> set[str]:
     """The series of a model on Ray's page for Prometheus, with the labels that tell them apart."""
     node = ray.nodes()[0]
@@ -42,3 +42,40 @@ def metric_names(model: str) -> set[str]:
     lines = [line for line in page.splitlines() if line.startswith("ray_troupe_") and f'model="{model}"' in line]
     labels = re.compile(r'(num_ranks|outcome)="([^"]*)"')
     return {" ".join([line.partition("{")[0], *(value for _, value in labels.findall(line))]) for line in lines}
+
+
+async def warm_up(gang: Gang) -> None:
+    await run(gang, fake_job("warm", FakeRequest(seed=2, num_steps=2), shape="shape"))
+
+
+async def outcome_of(gang: Gang, job: Job, steps: list[int]) -> GangBrokenError:
+    """What a job ends with. The steps that are done meanwhile go into ``steps``."""
+    try:
+        async for event in gang.submit(job):
+            assert isinstance(event, StepDone), "the job ended well"
+            steps.append(event.step)
+    except GangBrokenError as error:
+        return error
+    raise AssertionError("the job ended")
+
+
+async def jobs_in_flight(gang: Gang, request: FakeRequest, *, after_step: int) -> Outcomes:
+    """One job that has done ``after_step``, and two that wait."""
+    steps: list[int] = []
+    jobs = [fake_job(f"job{i}", request, shape="shape") for i in range(3)]
+    tasks = [asyncio.ensure_future(outcome_of(gang, job, steps)) for job in jobs]
+    await eventually(lambda: after_step in steps)
+    return tasks
+
+
+async def assert_breaks_for_everyone(gang: Gang, tasks: Outcomes) -> str:
+    """All open jobs, health checks and later jobs learn of it; no process is left. The reason."""
+    errors = await asyncio.gather(*tasks)
+    assert [error.in_flight for error in errors].count(True) == 1, "the others merely waited"
+    assert len({error.reason for error in errors}) == 1
+    with pytest.raises(ActorDiedError):
+        await gang.check_health()
+    with pytest.raises(GangBrokenError, match="rank"):
+        await run(gang, fake_job("late", FakeRequest(seed=1, num_steps=2)))
+    await eventually(lambda: not alive(info.pid for info in gang.infos))
+    return errors[0].reason

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -26,7 +27,8 @@ Fault = Literal["exit", "hang", "error", "value_error"]
 class FakeRequest:
     """``fault`` strikes in the engine at ``fault_step``, on ``fault_rank`` or on all ranks.
 
-    Every rank appends a line with its pid to the file ``trace`` for each step that it has done.
+    Every rank appends a line with its pid to the file ``trace`` for each step that it has done. No step goes on before
+    there is a file ``gate``; ``awaited(gate)`` is there as soon as one waits for it.
     """
 
     seed: int
@@ -36,6 +38,7 @@ class FakeRequest:
     fault_step: int = 1
     fault_rank: int | None = None
     trace: str | None = None
+    gate: str | None = None
     bad_begin: bool = False
     bad_preview: bool = False
 
@@ -66,6 +69,7 @@ class FakeSampler:
 
     def branches(self, state: FakeState) -> tuple[Branch, ...]:
         time.sleep(state.request.step_s)
+        wait_for_file(state.request.gate)
         struck = state.request.fault if state.step + 1 == state.request.fault_step else None
         module = f"{struck}@{state.request.fault_rank}" if struck else "transformer"
         return (Branch(inputs={"x_L": state.x_L, "conditioning_L": state.conditioning_L}, module=module),)
@@ -132,6 +136,18 @@ class FakeEngine:
         if len(ranks) > 1:
             dist.all_reduce(out_L, group=self._groups[ranks])
         return out_L
+
+
+def wait_for_file(path: str | None) -> None:
+    if path is not None:
+        awaited(path).touch()
+        while not os.path.exists(path):
+            time.sleep(0.005)
+
+
+def awaited(path: str | Path) -> Path:
+    """The file that ``wait_for_file`` makes."""
+    return Path(f"{path}.awaited")
 
 
 def strike(fault: str) -> None:

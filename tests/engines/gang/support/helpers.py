@@ -13,11 +13,14 @@ import torch
 from ray.util import placement_group_table
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
+from engines.gang.clock import Clock
 from engines.gang.config import GangConfig
 from engines.gang.gang import Gang
 from engines.gang.job import Job, JobDone, JobEvent
 from engines.gang.placement import gang_bundles, gang_strategy
 from tests.engines.gang.support.fakes import build_fake
+from tests.engines.gang.support.set_clock import SetClock
+from tests.support.patience import PATIENCE_S
 
 
 @contextmanager
@@ -30,10 +33,14 @@ def group_for(config: GangConfig) -> Iterator[PlacementGroup]:
 
 
 @asynccontextmanager
-async def gang_of(config: GangConfig) -> AsyncIterator[Gang]:
-    """A gang of fakes in a placement group of its own; nothing of either is left behind."""
+async def gang_of(config: GangConfig, clock: Clock | None = None) -> AsyncIterator[Gang]:
+    """A gang of fakes in a placement group of its own; nothing of either is left behind.
+
+    Unless ``clock`` moves no deadline passes, so that a busy machine breaks no gang.
+    """
     with group_for(config) as group:
-        gang = await Gang.start(config, build_fake, placement_group=group)
+        options = {"model": "fake", "placement_group": group, "clock": clock or SetClock()}
+        gang = await Gang.start(config, build_fake, **options)
         try:
             yield gang
         finally:
@@ -70,9 +77,9 @@ def num_free_cpus() -> float:
     return ray.available_resources().get("CPU", 0.0)
 
 
-async def eventually(holds: Callable[[], bool], within_s: float = 10.0) -> None:
-    """Return once ``holds()``, with an AssertionError when it does not in time."""
-    deadline_s = time.monotonic() + within_s
+async def eventually(holds: Callable[[], object]) -> None:
+    """Returns once ``holds()``. AssertionError when it does not for minutes."""
+    deadline_s = time.monotonic() + PATIENCE_S
     while not holds():
-        assert time.monotonic() < deadline_s, f"not within {within_s} s"
+        assert time.monotonic() < deadline_s, f"not within {PATIENCE_S:g} s"
         await asyncio.sleep(0.05)

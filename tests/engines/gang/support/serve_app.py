@@ -10,17 +10,20 @@ from typing import Any
 
 from ray import serve
 
+from engines.gang import gang as gang_module
 from engines.gang.config import GangConfig
 from engines.gang.gang import Gang
 from engines.gang.job import Job, JobEvent
 from engines.gang.placement import gang_bundles, gang_strategy
 from tests.engines.gang.support.fakes import build_fake
+from tests.support.patience import PATIENCE_S
 
-CONFIG = GangConfig(num_ranks=2, cpus_per_rank=0.1, step_deadline_s=5.0)
+CONFIG = GangConfig(num_ranks=2, cpus_per_rank=0.1, step_deadline_s=PATIENCE_S)
 
 
 class GangHost:
     async def __init__(self) -> None:  # type: ignore[misc]  # Serve awaits it
+        gang_module.PING_DEADLINE_S = PATIENCE_S  # in this replica's process
         self._gang = await Gang.start(CONFIG, build_fake)
 
     async def denoise(self, job: Job) -> AsyncGenerator[JobEvent, None]:
@@ -47,7 +50,7 @@ def gang_app() -> Any:
         placement_group_strategy=gang_strategy(CONFIG),
         max_ongoing_requests=100,
         health_check_period_s=1,
-        health_check_timeout_s=10,
+        health_check_timeout_s=PATIENCE_S,
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=5,
     )

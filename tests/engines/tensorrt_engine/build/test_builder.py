@@ -38,19 +38,19 @@ def test_progress_reports_every_phase_to_its_end() -> None:
             super().phase_finish(phase)
 
     built = build(attention_network("FLOAT16"), BuildOptions(target=SM89), bar=Recording(visible=False))
-    assert built.plan
+    assert built.engine_file
     assert built.build_s > 0
     assert started
     assert sorted(started) == sorted(finished)
 
 
 def test_cancelled_from_another_thread() -> None:
-    cancelled = threading.Event()
-    cancelled.set()
+    bar = ProgressBar(visible=False)
+    thread = threading.Thread(target=bar.cancelled.set)
+    thread.start()
+    thread.join()
     with pytest.raises(BuildCancelledError):
-        build(
-            attention_network("FLOAT16"), BuildOptions(target=SM89), bar=ProgressBar(visible=False, cancelled=cancelled)
-        )
+        build(attention_network("FLOAT16"), BuildOptions(target=SM89), bar=bar)
 
 
 def test_interrupt_ends_the_build_and_gives_the_handler_back(tmp_path: Path) -> None:
@@ -69,10 +69,10 @@ def test_interrupt_ends_the_build_and_gives_the_handler_back(tmp_path: Path) -> 
 
 def test_timing_cache_is_kept_and_taken_up_again(tmp_path: Path) -> None:
     options = BuildOptions(target=SM89, timing_cache_dir=tmp_path)
-    first = build(attention_network("FLOAT16"), options).plan
+    first = build(attention_network("FLOAT16"), options).engine_file
     (stored,) = tmp_path.glob("*.timing")
     assert stored.name == f"{load_bindings().product}-{load_bindings().version}-sm89.timing"
-    assert build(attention_network("FLOAT16"), options).plan == first
+    assert build(attention_network("FLOAT16"), options).engine_file == first
 
 
 def test_parse_error_carries_tensorrts_words() -> None:

@@ -1,4 +1,4 @@
-"""The plan cache: keys, damage, interrupted writes, and two processes that want the same plan."""
+"""The engine cache: keys, damage, interrupted writes, and two processes that want the same engine."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import pytest
 from engines.core import files
 from engines.tensorrt_engine.build.bindings import Bindings, load_bindings
 from engines.tensorrt_engine.build.builder import BuildOptions, Built, Profile
-from engines.tensorrt_engine.build.engine_cache import PlanCache, PlanKey
+from engines.tensorrt_engine.build.engine_cache import EngineCache, EngineKey
 from engines.tensorrt_engine.build.targets import Target
 
 OPTIONS = BuildOptions(target=Target.parse("sm89"))
 
 
-def key(graph: bytes = b"graph", **changes: object) -> PlanKey:
+def key(graph: bytes = b"graph", **changes: object) -> EngineKey:
     facts = {"strategy": "ulysses2", "num_ranks": 2, "precision": "fp16", "options": OPTIONS} | changes
-    return PlanKey.of(graph, **facts)  # type: ignore[arg-type]
+    return EngineKey.of(graph, **facts)  # type: ignore[arg-type]
 
 
-def builder(plan: bytes = b"plan") -> Built:
-    return Built(plan=plan, build_s=1.5)
+def builder(engine_file: bytes = b"engine") -> Built:
+    return Built(engine_file=engine_file, build_s=1.5)
 
 
 def refuse() -> Built:
@@ -33,11 +33,11 @@ def refuse() -> Built:
 
 
 def test_the_second_time_it_is_found(tmp_path: Path) -> None:
-    first = PlanCache(tmp_path).get_or_build(key(), builder)
-    again = PlanCache(tmp_path).get_or_build(key(), refuse)
+    first = EngineCache(tmp_path).get_or_build(key(), builder)
+    again = EngineCache(tmp_path).get_or_build(key(), refuse)
     assert not first.was_cached
     assert again.was_cached
-    assert (again.plan, again.sha256, again.build_s) == (first.plan, first.sha256, 1.5)
+    assert (again.engine_file, again.sha256, again.build_s) == (first.engine_file, first.sha256, 1.5)
     assert again.key.target == "sm89"
 
 
@@ -74,26 +74,26 @@ def test_where_timings_are_kept_does_not_matter(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "missing", "record", "foreign record"])
-def test_damaged_plan_is_built_again(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
-    cache = PlanCache(tmp_path)
-    path = cache.get_or_build(key(), lambda: builder(b"sound plan")).path
+def test_damaged_engine_is_built_again(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    cache = EngineCache(tmp_path)
+    path = cache.get_or_build(key(), lambda: builder(b"sound engine")).path
     match damage:
         case "flipped":
-            path.write_bytes(b"sound plaN")
+            path.write_bytes(b"sound enginE")
         case "truncated":
             path.write_bytes(b"sound")
         case "missing":
             path.unlink()
         case "record":
-            path.with_suffix(".json").write_text('{"sha256"')
+            Path(f"{path}.json").write_text('{"sha256"')
         case "foreign record":
-            record = path.with_suffix(".json")
+            record = Path(f"{path}.json")
             record.write_text(record.read_text().replace("fp16", "fp32"))
-    found = cache.get_or_build(key(), lambda: builder(b"new plan"))
-    assert found.plan == b"new plan"
-    assert not found.was_cached
+    rebuilt = cache.get_or_build(key(), lambda: builder(b"new engine"))
+    assert rebuilt.engine_file == b"new engine"
+    assert not rebuilt.was_cached
     assert "damaged" in caplog.text
-    assert cache.get_or_build(key(), refuse).plan == b"new plan"
+    assert cache.get_or_build(key(), refuse).engine_file == b"new engine"
 
 
 def test_interrupted_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +102,7 @@ def test_interrupted_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(files.os, "fsync", full_disk)
     with pytest.raises(OSError, match="no space"):
-        PlanCache(tmp_path).get_or_build(key(), builder)
+        EngineCache(tmp_path).get_or_build(key(), builder)
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
 
 
@@ -111,8 +111,8 @@ def test_failed_build_stores_nothing_and_frees_the_lock(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        PlanCache(tmp_path).get_or_build(key(), broken)
-    assert PlanCache(tmp_path).get_or_build(key(), builder).plan == b"plan"
+        EngineCache(tmp_path).get_or_build(key(), broken)
+    assert EngineCache(tmp_path).get_or_build(key(), builder).engine_file == b"engine"
 
 
 def build_slowly(folder: Path, log: Path) -> None:
@@ -122,12 +122,12 @@ def build_slowly(folder: Path, log: Path) -> None:
         time.sleep(0.5)
         return builder()
 
-    assert PlanCache(folder).get_or_build(key(), build).plan == b"plan"
+    assert EngineCache(folder).get_or_build(key(), build).engine_file == b"engine"
 
 
 def test_two_processes_build_once(tmp_path: Path) -> None:
     context, log = multiprocessing.get_context("fork"), tmp_path / "log"
-    processes = [context.Process(target=build_slowly, args=(tmp_path / "plans", log)) for _ in range(2)]
+    processes = [context.Process(target=build_slowly, args=(tmp_path / "engines", log)) for _ in range(2)]
     for process in processes:
         process.start()
     for process in processes:

@@ -14,9 +14,9 @@ from engines.core.model import Branch, DenoiserModel
 from engines.core.spec import ParallelSpec
 from engines.quantization.onnx import Quantization
 from engines.tensorrt_engine.build.export_cache import ExportCache
+from engines.tensorrt_engine.export import exporter as exporter_module
 from engines.tensorrt_engine.export.archive import read_export, write_export
 from engines.tensorrt_engine.export.exported import Exported, export, export_segments, rank_weights
-from engines.tensorrt_engine.export.exported import exporter as exporter_module
 from engines.tensorrt_engine.export.exporter import Exporter
 from engines.tensorrt_engine.export.trace import offline_team
 from tests.engines.tensorrt_engine.support.all_ranks import Case, relative_error
@@ -59,7 +59,7 @@ def test_weights_stay_out_of_the_file_and_are_bound_when_it_is_read() -> None:
     assert relative_error(case.predictions(inputs)[1], reference(model, inputs)) <= 1e-4
 
 
-def test_pieces_of_a_ring_are_kept_too() -> None:
+def test_segments_of_a_ring_are_kept_too() -> None:
     specimen = SPECIMENS["flux"]
     model = specimen.model()
     with offline_team(ParallelSpec.of("ring", 2)) as team:
@@ -97,7 +97,10 @@ def test_the_key_holds_all_that_decides_an_export(counted: Counted, monkeypatch:
     inputs = SPECIMENS["wan"].inputs()
     branch = Branch(inputs=inputs)
     first = counted.export(branch)
-    assert counted.export(Branch(inputs={name: 2 * x for name, x in inputs.items()})).handed == first.handed
+    assert (
+        counted.export(Branch(inputs={name: 2 * x for name, x in inputs.items()})).prologue_outputs
+        == first.prologue_outputs
+    )
     assert counted.num_exports == 1, "values do not matter"
     (module,) = counted.exporter.model.modules.values()
     with torch.no_grad():
@@ -106,7 +109,7 @@ def test_the_key_holds_all_that_decides_an_export(counted: Counted, monkeypatch:
     assert counted.num_exports == 1, "nor do those of weights"
     wider = inputs | {"encoder_hidden_states": torch.zeros(1, 24, 32)}
     half = inputs | {"encoder_hidden_states": inputs["encoder_hidden_states"].half()}
-    quantized = Quantization(plan=counted.exporter.model.plan, amax={"a": 1.0}, kind="int8")
+    quantized = Quantization(plan=counted.exporter.model.plan, amax={"a": 1.0}, scheme="int8")
     other = replace(quantized, amax={"a": 2.0})
     others = [
         (Branch(inputs=wider), {}),

@@ -9,9 +9,10 @@ from __future__ import annotations
 import pytest
 
 from engines.tensorrt_engine.build.builder import BuildError, BuildOptions, build
-from engines.tensorrt_engine.build.engine_text import read_plan_text
+from engines.tensorrt_engine.build.report import read_engine_text
 from engines.tensorrt_engine.build.targets import Target
 from tests.engines.tensorrt_engine.conftest import Build
+from tests.engines.tensorrt_engine.support.engine_file import num_ranks_of
 from tests.engines.tensorrt_engine.support.one_layer import (
     ROOTED,
     SYMMETRIC,
@@ -28,30 +29,31 @@ TARGETS = ("sm89", "sm120")
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("dtype", [*FLOATS, "INT8", "INT32", "INT64", "BOOL"])
 @pytest.mark.parametrize("operation", SYMMETRIC)
-def test_symmetric_collective_is_in_the_plan(
-    build_plan: Build, operation: str, dtype: str, num_ranks: int, target: str
+def test_symmetric_collective_is_in_the_engine_file(
+    build_file: Build, operation: str, dtype: str, num_ranks: int, target: str
 ) -> None:
-    text = read_plan_text(build_plan(collective_network(collective(operation, num_ranks), dtype), target))
+    engine_file = build_file(collective_network(collective(operation, num_ranks), dtype), target)
+    text = read_engine_text(engine_file)
     assert text is not None
     assert text.collectives == {operation: 1}
-    assert text.num_ranks == num_ranks
+    assert num_ranks_of(engine_file) == num_ranks
 
 
 @pytest.mark.parametrize("reduction", ["sum", "prod", "max", "min", "avg"])
 @pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter", "reduce"])
-def test_every_reduction_builds_a_plan_of_its_own(build_plan: Build, operation: str, reduction: str) -> None:
-    plan = build_plan(collective_network(collective(operation, reduction=reduction), "FLOAT16"))
-    other = build_plan(
+def test_every_reduction_builds_a_file_of_its_own(build_file: Build, operation: str, reduction: str) -> None:
+    engine_file = build_file(collective_network(collective(operation, reduction=reduction), "FLOAT16"))
+    other = build_file(
         collective_network(collective(operation, reduction="max" if reduction == "sum" else "sum"), "FLOAT16")
     )
-    assert plan != other
+    assert engine_file != other
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("dtype", ["FLOAT", "FLOAT16", "INT32", "BOOL"])
 @pytest.mark.parametrize("operation", ROOTED)
-def test_rooted_collective_builds(build_plan: Build, operation: str, dtype: str, target: str) -> None:
-    assert b"node_of_y" in build_plan(collective_network(collective(operation), dtype), target)
+def test_rooted_collective_builds(build_file: Build, operation: str, dtype: str, target: str) -> None:
+    assert b"node_of_y" in build_file(collective_network(collective(operation), dtype), target)
 
 
 @pytest.mark.parametrize(
@@ -63,58 +65,54 @@ def test_rooted_collective_builds(build_plan: Build, operation: str, dtype: str,
     ],
 )
 @pytest.mark.parametrize("operation", ROOTED)
-def test_rooted_collective_is_refused(build_plan: Build, operation: str, dtype: str, reason: str) -> None:
+def test_rooted_collective_is_refused(build_file: Build, operation: str, dtype: str, reason: str) -> None:
     with pytest.raises(BuildError, match=reason):
-        build_plan(collective_network(collective(operation), dtype))
+        build_file(collective_network(collective(operation), dtype))
 
 
 @pytest.mark.parametrize(("dtype", "reason"), [("FLOAT8E4M3FN", "datatype FP8"), ("UINT8", "datatype UInt8")])
 @pytest.mark.parametrize("operation", SYMMETRIC + ROOTED)
-def test_no_collective_takes(build_plan: Build, operation: str, dtype: str, reason: str) -> None:
+def test_no_collective_takes(build_file: Build, operation: str, dtype: str, reason: str) -> None:
     with pytest.raises(BuildError, match=reason):
-        build_plan(collective_network(collective(operation), dtype))
+        build_file(collective_network(collective(operation), dtype))
 
 
 @pytest.mark.parametrize("operation", SYMMETRIC)
-def test_groups_are_dropped_in_silence(build_plan: Build, operation: str) -> None:
+def test_groups_are_dropped_in_silence(build_file: Build, operation: str) -> None:
     """pytorch/TensorRT #4380. When this fails, TensorRT has begun to heed groups: revisit the hybrid strategy."""
     what = collective(operation)
-    plans = [
-        build_plan(collective_network(what, "FLOAT16", groups=groups, group_size=len(groups)) if groups else
-                   collective_network(what, "FLOAT16"))
-        for groups in ([], [0, 1], [2, 3])
-    ]  # fmt: skip
-    assert plans[0] == plans[1] == plans[2]
+    engine_files = [build_file(collective_network(what, "FLOAT16", groups)) for groups in ([], [0, 1], [2, 3])]
+    assert engine_files[0] == engine_files[1] == engine_files[2]
 
 
-def test_a_rebuild_is_byte_identical(build_plan: Build) -> None:
-    """The premise of the test above: equal plans mean equal networks."""
+def test_a_rebuild_is_byte_identical(build_file: Build) -> None:
+    """The premise of the test above: equal files mean equal networks."""
     network = collective_network(collective("all_to_all"), "FLOAT16")
-    assert build(network, BuildOptions(target=Target.parse("sm89"))).plan == build_plan(network)
+    assert build(network, BuildOptions(target=Target.parse("sm89"))).engine_file == build_file(network)
 
 
-def test_rows_must_divide_by_ranks(build_plan: Build) -> None:
+def test_rows_must_divide_by_ranks(build_file: Build) -> None:
     with pytest.raises(BuildError):
-        build_plan(collective_network(collective("all_to_all", num_ranks=3), "FLOAT16"))
+        build_file(collective_network(collective("all_to_all", num_ranks=3), "FLOAT16"))
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("dtype", ["FLOAT16", "BFLOAT16"])
-def test_half_precision_attention_is_fused(build_plan: Build, dtype: str, target: str) -> None:
-    text = read_plan_text(build_plan(attention_network(dtype, TRT_decomposable=0), target))
+def test_half_precision_attention_is_fused(build_file: Build, dtype: str, target: str) -> None:
+    text = read_engine_text(build_file(attention_network(dtype, TRT_decomposable=0), target))
     assert text is not None
     assert text.num_fused_attentions == 1
 
 
-def test_attention_without_a_kernel_is_refused_unless_decomposable(build_plan: Build) -> None:
+def test_attention_without_a_kernel_is_refused_unless_decomposable(build_file: Build) -> None:
     with pytest.raises(BuildError, match="not supported by a dedicated kernel"):
-        build_plan(attention_network("FLOAT", TRT_decomposable=0))
-    text = read_plan_text(build_plan(attention_network("FLOAT", TRT_decomposable=1)))
+        build_file(attention_network("FLOAT", TRT_decomposable=0))
+    text = read_engine_text(build_file(attention_network("FLOAT", TRT_decomposable=1)))
     assert text is not None
     assert text.num_fused_attentions == 0
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_native_ring_attention_does_not_build_in_rtx(build_plan: Build, target: str) -> None:
+def test_native_ring_attention_does_not_build_in_rtx(build_file: Build, target: str) -> None:
     with pytest.raises(BuildError, match="RingAttention unsupported"):
-        build_plan(attention_network("FLOAT16", TRT_decomposable=0, nb_rank=2), target)
+        build_file(attention_network("FLOAT16", TRT_decomposable=0, nb_rank=2), target)

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from onnx import helper
 
 from engines.tensorrt_engine.export.collectives import Collective
-from engines.tensorrt_engine.export.onnx_nodes import collective_node, read_collective, register_schema
+from engines.tensorrt_engine.export.onnx_nodes import collective_node, register_schema
+from tests.engines.tensorrt_engine.support.collective_nodes import node_with_groups, read_collective
 from tests.engines.tensorrt_engine.support.one_layer import OPSETS
 
 NUM_RANKS = 4
@@ -130,4 +131,4 @@ def test_node_round_trip_and_inferred_shape(operation: Any, reduction: Any, root
 def test_groups_are_refused_when_read() -> None:
     what = Collective(operation="all_gather", num_ranks=2)
     with pytest.raises(ValueError, match="ignored by TensorRT"):
-        read_collective(collective_node(what, "x", "y", groups=[0, 1], group_size=2))
+        read_collective(node_with_groups(what, [0, 1]))

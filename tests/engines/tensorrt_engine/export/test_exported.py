@@ -1,4 +1,4 @@
-"""Exported engines against the unsharded model, for every strategy: numbers on all ranks, and what the plans hold."""
+"""Exported engines against the unsharded model, for every strategy: numbers on all ranks, and what is built."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from torch import Tensor
 
 from engines.core.spec import ParallelSpec
 from engines.tensorrt_engine.build.builder import BuildError
-from engines.tensorrt_engine.build.engine_text import read_plan_text
+from engines.tensorrt_engine.build.report import read_engine_text
 from engines.tensorrt_engine.export.buckets import profile_over, varying_dims
 from engines.tensorrt_engine.export.onnx_graph import EngineGraph
 from tests.engines.tensorrt_engine.conftest import Build, Exports
 from tests.engines.tensorrt_engine.support.all_ranks import export_case, relative_error
 from tests.engines.tensorrt_engine.support.cases import ATTENTIONS, DTYPES, TOLERANCE, Key, params
+from tests.engines.tensorrt_engine.support.engine_file import num_ranks_of
 from tests.engines.tensorrt_engine.support.zoo import SPECIMENS, cast, reference
 
 CONTROL = 20
@@ -50,8 +51,8 @@ def test_control_broken_exchanges_are_seen(exports: Exports, key: Key) -> None:
     inputs = cast(SPECIMENS[key.family], SPECIMENS[key.family].inputs(), DTYPES[key.dtype])
     last = sum(key.collectives().values()) - 2
     good = relative_error(case.predictions(inputs)[-1], whole)
-    one_broken = relative_error(case.predictions(inputs, deaf={last})[-1], whole)
-    all_broken = relative_error(case.predictions(inputs, deaf=range(last + 1))[-1], whole)
+    one_broken = relative_error(case.predictions(inputs, skip_collectives={last})[-1], whole)
+    all_broken = relative_error(case.predictions(inputs, skip_collectives=range(last + 1))[-1], whole)
     assert not one_broken <= CONTROL * good
     assert not one_broken <= 5 * TOLERANCE[key.dtype]
     assert not all_broken <= CONTROL * TOLERANCE[key.dtype]
@@ -99,20 +100,21 @@ def test_bfloat16_has_the_graph_of_float16(exports: Exports, key: Key) -> None:
 @pytest.mark.parametrize("target", ["sm89", "sm120"])
 @pytest.mark.parametrize("key", params())
 def test_builds_with_its_collectives_and_fused_attention(
-    exports: Exports, build_plan: Build, key: Key, target: str
+    exports: Exports, build_file: Build, key: Key, target: str
 ) -> None:
-    text = read_plan_text(build_plan(exports(key).exported.graph.serialized(), target))
+    engine_file = build_file(exports(key).exported.graph.serialized(), target)
+    text = read_engine_text(engine_file)
     assert text is not None
     assert text.collectives == key.collectives()
-    assert text.num_ranks == key.num_ranks
+    assert num_ranks_of(engine_file) == key.num_ranks
     assert text.num_fused_attentions == (0 if key.dtype == "fp32" else ATTENTIONS[key.family])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ulysses", "allgather_kv", "hybrid", "tensor"])
 @pytest.mark.parametrize("family", ["flux", "wan"])
-def test_dynamic_batch_and_sequence(build_plan: Build, family: str, strategy: str) -> None:
-    """One graph, two sizes, one plan with one profile over both or with one for each."""
+def test_dynamic_batch_and_sequence(build_file: Build, family: str, strategy: str) -> None:
+    """One graph, two sizes, one engine file with one profile over both or with one for each."""
     specimen = SPECIMENS[family]
     model, buckets = specimen.model(), specimen.buckets()
     case = export_case(model, buckets[0], ParallelSpec.of(strategy, 4), dynamic=varying_dims(buckets))
@@ -123,7 +125,7 @@ def test_dynamic_batch_and_sequence(build_plan: Build, family: str, strategy: st
     over_both = (profile_over(case.exported, buckets),)
     one_each = tuple(profile_over(case.exported, (inputs,)) for inputs in buckets)
     for profiles in (over_both, one_each):
-        assert build_plan(case.exported.graph.serialized(), "sm89", profiles=profiles)
+        assert build_file(case.exported.graph.serialized(), "sm89", profiles=profiles)
 
 
 def test_weights_as_constants() -> None:
@@ -162,7 +164,7 @@ def test_groups_cannot_be_exported() -> None:
 
 
 @pytest.mark.slow
-def test_one_head_per_rank_in_half_precision_is_not_fused(exports: Exports, build_plan: Build) -> None:
+def test_one_head_per_rank_in_half_precision_is_not_fused(exports: Exports, build_file: Build) -> None:
     """Why the configuration asks for two heads per rank: bf16 builds all the same, and silently unfused."""
     specimen = SPECIMENS["flux"]
     model = specimen.model()
@@ -171,7 +173,7 @@ def test_one_head_per_rank_in_half_precision_is_not_fused(exports: Exports, buil
     inputs = cast(specimen, specimen.inputs(), torch.bfloat16)
     case = export_case(model, inputs, ParallelSpec.of("ulysses", 8))
     try:
-        text = read_plan_text(build_plan(case.exported.graph.serialized()))
+        text = read_engine_text(build_file(case.exported.graph.serialized()))
     except BuildError:
         return
     assert text is not None

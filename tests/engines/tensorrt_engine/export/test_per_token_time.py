@@ -15,6 +15,7 @@ from engines.tensorrt_engine.build.report import build_engine
 from engines.tensorrt_engine.build.targets import Target
 from engines.tensorrt_engine.config import TensorRTConfig
 from engines.tensorrt_engine.export.buckets import varying_dims
+from engines.tensorrt_engine.rules import TensorRTOptions
 from pipelines.wan import denoiser as wan
 from tests.engines.tensorrt_engine.support.all_ranks import export_case, relative_error
 from tests.engines.tensorrt_engine.support.cases import TOLERANCE
@@ -54,13 +55,13 @@ def test_one_engine_for_two_sizes() -> None:
             assert relative_error(prediction, reference(model(), asked)) <= TOLERANCE["fp32"]
 
 
-def test_two_transformers_share_a_plan(tmp_path: Path) -> None:
-    """Weights are inputs, so the plan of one is that of the other."""
+def test_two_transformers_share_an_engine_file(tmp_path: Path) -> None:
+    """Weights are inputs, so the engine file of one is that of the other."""
     first, second = wan_model().modules["transformer"], shaken(wan_model().modules["transformer"], seed=4)
     both = wan.as_denoiser({"transformer": first, "transformer_2": second})
     branch = Branch(inputs=wan_inputs(1, 3, 6, 10))
     branches = [branch, replace(branch, module="transformer_2")]
-    config = TensorRTConfig(cache_dir=tmp_path)
+    config = TensorRTConfig(options=TensorRTOptions(cache_dir=tmp_path))
     reports = build_engine(both, branches, config=config, num_ranks=2, target=Target.parse("sm89"), visible=False)
     assert len(reports) == 1
     assert reports[0].collectives == {"all_to_all": 4, "all_gather": 1}

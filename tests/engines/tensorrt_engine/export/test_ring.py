@@ -1,4 +1,4 @@
-"""A ring: engine pieces round the torch engine's ring, or TensorRT's own attention over all ranks."""
+"""A ring: engine segments round the torch engine's ring, or TensorRT's own attention over all ranks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.engines.tensorrt_engine.support.zoo import SPECIMENS, cast, flux_inpu
 RING = ParallelSpec.of("ring", 2)
 
 
-def test_blocks_of_one_type_share_a_plan(build_plan: Build) -> None:
-    """Four blocks of Wan: the start, three pieces of one form, the end."""
+def test_blocks_of_one_type_share_an_engine_file(build_file: Build) -> None:
+    """Four blocks of Wan: the start, three segments of one kind, the end."""
     specimen = SPECIMENS["wan"]
     model = specimen.model()
     transformer = model.modules["transformer"]
@@ -25,14 +25,14 @@ def test_blocks_of_one_type_share_a_plan(build_plan: Build) -> None:
     transformer.to(torch.float16)
     with offline_team(RING) as team:
         exported = export_segments(model, Branch(inputs=cast(specimen, specimen.inputs(), torch.float16)), team)
-    assert [segment.form for segment in exported.segments] == [0, 1, 1, 1, 2]
+    assert [segment.kind for segment in exported.segments] == [0, 1, 1, 1, 2]
     assert [segment.attention is None for segment in exported.segments] == [False] * 4 + [True]
     first, second = exported.segments[1].weights, exported.segments[2].weights
     assert list(first) == list(second)
     assert {name.split(".")[1] for name in second.values()} == {"1", "2"}
-    assert [form.collectives() for form in exported.graphs] == [{}, {}, {"all_gather": 1}]
-    for form in exported.graphs:
-        assert build_plan(form.serialized())
+    assert [graph.collectives() for graph in exported.graphs] == [{}, {}, {"all_gather": 1}]
+    for graph in exported.graphs:
+        assert build_file(graph.serialized())
 
 
 def test_ring_does_not_fit_into_one_engine_by_mistake() -> None:
@@ -41,7 +41,7 @@ def test_ring_does_not_fit_into_one_engine_by_mistake() -> None:
         export(specimen.model(), Branch(inputs=specimen.inputs()), team)
 
 
-def test_native_ring_spans_the_ranks_and_is_refused_by_rtx(build_plan: Build) -> None:
+def test_native_ring_spans_the_ranks_and_is_refused_by_rtx(build_file: Build) -> None:
     specimen = SPECIMENS["flux"]
     model = specimen.model()
     model.modules["transformer"].to(torch.float16)
@@ -52,7 +52,7 @@ def test_native_ring_spans_the_ranks_and_is_refused_by_rtx(build_plan: Build) ->
     assert [node.attributes["nb_rank"].as_int() for node in attentions] == [2, 2]
     assert {node.domain for node in attentions} == {""}
     with pytest.raises(BuildError, match="RingAttention unsupported"):
-        build_plan(graph.serialized())
+        build_file(graph.serialized())
 
 
 def test_native_ring_refuses_padding() -> None:

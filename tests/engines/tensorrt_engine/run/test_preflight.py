@@ -10,7 +10,7 @@ import torch
 
 from engines.tensorrt_engine.build.bindings import Bindings, load_bindings
 from engines.tensorrt_engine.build.builder import BuildOptions
-from engines.tensorrt_engine.build.engine_cache import CachedPlan, PlanKey
+from engines.tensorrt_engine.build.engine_cache import CachedEngine, EngineKey
 from engines.tensorrt_engine.build.targets import Target
 from engines.tensorrt_engine.run import nccl, preflight
 from engines.tensorrt_engine.run.nccl import (
@@ -21,29 +21,29 @@ from engines.tensorrt_engine.run.nccl import (
     rank_environment,
     search,
 )
-from engines.tensorrt_engine.run.preflight import PreflightError, check_plan, current_target
+from engines.tensorrt_engine.run.preflight import PreflightError, check_engine_file, current_target
 
 SM89, SM120 = Target.parse("sm89"), Target.parse("sm120")
 LIBRARY = Path("/opt/libnccl.so.2")
 
 
-def plan() -> CachedPlan:
-    key = PlanKey.of(b"", strategy="ulysses2", num_ranks=2, precision="fp16", options=BuildOptions(target=SM89))
-    return CachedPlan(plan=b"", sha256="ab", key=key, build_s=1.0, was_cached=True, path=Path("x.plan"))
+def engine() -> CachedEngine:
+    key = EngineKey.of(b"", strategy="ulysses2", num_ranks=2, precision="fp16", options=BuildOptions(target=SM89))
+    return CachedEngine(engine_file=b"", sha256="ab", key=key, build_s=1.0, was_cached=True, path=Path("x.engine"))
 
 
-def test_plan_of_another_gpu() -> None:
-    check_plan(plan(), rank=0, target=SM89)
-    with pytest.raises(PreflightError, match=r"rank 3: plan x.plan is for another GPU: found sm89, expected sm120"):
-        check_plan(plan(), rank=3, target=SM120)
+def test_engine_of_another_gpu() -> None:
+    check_engine_file(engine(), rank=0, target=SM89)
+    with pytest.raises(PreflightError, match=r"rank 3: x.engine is for another GPU: found sm89, expected sm120"):
+        check_engine_file(engine(), rank=3, target=SM120)
 
 
-def test_plan_of_another_tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
-    stale = plan()
+def test_engine_of_another_tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
+    stale = engine()
     newer = Bindings(module=load_bindings().module, product="tensorrt", version="11.9")
     monkeypatch.setattr(preflight, "load_bindings", lambda: newer)
     with pytest.raises(PreflightError, match=r"another TensorRT's: found .*, expected tensorrt 11.9"):
-        check_plan(stale, rank=0, target=SM89)
+        check_engine_file(stale, rank=0, target=SM89)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a device")
@@ -88,7 +88,7 @@ def test_loaded_libraries_are_read_from_the_process(tmp_path: Path) -> None:
 def test_both_names_on_the_path_need_no_mending(tmp_path: Path) -> None:
     for name in (nccl.VERSIONED, nccl.PLAIN):
         (tmp_path / name).touch()
-    assert rank_environment(tmp_path / "links", {"LD_LIBRARY_PATH": str(tmp_path)}) == {}
+    assert rank_environment({"LD_LIBRARY_PATH": str(tmp_path)}, tmp_path / "links") == {}
 
 
 def test_the_missing_name_is_linked_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -97,7 +97,7 @@ def test_the_missing_name_is_linked_and_told(tmp_path: Path, caplog: pytest.LogC
     library.touch()
     links = tmp_path / "links"
     for _ in range(2):  # a second rank of the node finds the links there
-        variables = rank_environment(links, {"LD_LIBRARY_PATH": f"{library.parent}:/elsewhere"})
+        variables = rank_environment({"LD_LIBRARY_PATH": f"{library.parent}:/elsewhere"}, links)
         assert variables == {"LD_LIBRARY_PATH": f"{links}:{library.parent}:/elsewhere"}
         found = search([links])
         assert {path.resolve() for path in found.values()} == {library}
@@ -108,4 +108,4 @@ def test_the_missing_name_is_linked_and_told(tmp_path: Path, caplog: pytest.LogC
 def test_no_nccl_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl, "wheel_folder", lambda: None)
     with pytest.raises(NcclError, match="install troupe"):
-        rank_environment(tmp_path, {})
+        rank_environment({}, tmp_path)

@@ -13,10 +13,10 @@ import torch
 from engines.tensorrt_engine.build.bindings import load_bindings
 from engines.tensorrt_engine.run import runtime
 from engines.tensorrt_engine.run.runtime import (
+    EngineRejectedError,
+    EngineRunner,
     EnqueueError,
-    LoadedPlan,
-    PlanRejectedError,
-    PlanRunner,
+    LoadedEngine,
     communicator_capsule,
 )
 from tests.engines.tensorrt_engine.conftest import Build
@@ -26,15 +26,15 @@ NO_DEVICE = not torch.cuda.is_available()
 
 
 @pytest.mark.skipif(not NO_DEVICE, reason="says what happens without a device")
-def test_a_real_plan_without_a_device_is_our_error(build_plan: Build) -> None:
-    plan = build_plan(collective_network(collective("all_to_all"), "FLOAT16"))
-    with pytest.raises(PlanRejectedError, match=r"cannot load the plan: .*[Cc]uda"):
-        runtime.deserialize(plan)
+def test_a_real_engine_without_a_device_is_our_error(build_file: Build) -> None:
+    engine_file = build_file(collective_network(collective("all_to_all"), "FLOAT16"))
+    with pytest.raises(EngineRejectedError, match=r"cannot load the engine file: .*[Cc]uda"):
+        runtime.deserialize(engine_file)
 
 
 def test_garbage_is_our_error() -> None:
-    with pytest.raises(PlanRejectedError, match="cannot load the plan"):
-        runtime.deserialize(b"no plan at all" * 100)
+    with pytest.raises(EngineRejectedError, match="cannot load the engine file"):
+        runtime.deserialize(b"no engine at all" * 100)
 
 
 def test_capsule_holds_the_pointer_under_nvidias_name() -> None:
@@ -110,7 +110,7 @@ class FakeEngine:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     made = FakeEngine()
-    monkeypatch.setattr(runtime, "deserialize", lambda plan: made)
+    monkeypatch.setattr(runtime, "deserialize", lambda engine_file: made)
     monkeypatch.setattr(runtime.torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
     empty = torch.empty
     monkeypatch.setattr(runtime.torch, "empty", lambda *args, device, **kwargs: empty(*args, **kwargs))
@@ -119,7 +119,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
 
 def test_weights_are_bound_once_and_activations_in_place(engine: FakeEngine) -> None:
     weight, x = torch.full((4,), 10.0), torch.arange(4.0)
-    runner = PlanRunner(LoadedPlan(b""), {"w": weight}, communicator=5)
+    runner = EngineRunner(LoadedEngine(b""), {"w": weight}, communicator=5)
     assert engine.context.log == ["communicator", "w"]
     for _ in range(2):
         assert runner.run({"x": x})["y"].tolist() == [10, 11, 12, 13]
@@ -128,8 +128,8 @@ def test_weights_are_bound_once_and_activations_in_place(engine: FakeEngine) -> 
     assert engine.context.log.count("w") == 1
 
 
-def test_a_width_of_one_needs_no_communicator(engine: FakeEngine) -> None:
-    PlanRunner(LoadedPlan(b""), {"w": torch.zeros(4)})
+def test_a_team_of_one_needs_no_communicator(engine: FakeEngine) -> None:
+    EngineRunner(LoadedEngine(b""), {"w": torch.zeros(4)})
     assert engine.context.log == ["w"]
 
 
@@ -137,30 +137,30 @@ def test_a_width_of_one_needs_no_communicator(engine: FakeEngine) -> None:
     ("inputs", "message"),
     [
         ({"x": torch.zeros(5)}, "profile excludes"),
-        ({"x": torch.zeros(4, dtype=torch.float16)}, "x is torch.float16, the plan wants torch.float32"),
+        ({"x": torch.zeros(4, dtype=torch.float16)}, "x is torch.float16, the engine wants torch.float32"),
         ({"z": torch.zeros(4)}, "would not bind z"),
     ],
 )
 def test_wrong_inputs_are_errors_before_the_enqueue(engine: FakeEngine, inputs: dict[str, Any], message: str) -> None:
     with pytest.raises(EnqueueError, match=message):
-        PlanRunner(LoadedPlan(b""), {"w": torch.zeros(4)}).run(inputs)
+        EngineRunner(LoadedEngine(b""), {"w": torch.zeros(4)}).run(inputs)
 
 
 def test_a_failed_enqueue_raises_and_survives_pickling(engine: FakeEngine) -> None:
     engine.context.enqueues = False
     with pytest.raises(EnqueueError, match="could not enqueue") as caught:
-        PlanRunner(LoadedPlan(b""), {"w": torch.zeros(4)}).run({"x": torch.zeros(4)})
+        EngineRunner(LoadedEngine(b""), {"w": torch.zeros(4)}).run({"x": torch.zeros(4)})
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 def test_a_refused_communicator_is_an_error(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.context, "set_communicator", lambda capsule: False)
-    with pytest.raises(PlanRejectedError, match="would not take the NCCL communicator"):
-        PlanRunner(LoadedPlan(b""), {}, communicator=5)
+    with pytest.raises(EngineRejectedError, match="would not take the NCCL communicator"):
+        EngineRunner(LoadedEngine(b""), {}, communicator=5)
 
 
 def test_close_lets_go_of_context_and_engine(engine: FakeEngine) -> None:
-    runner = PlanRunner(LoadedPlan(b""), {"w": torch.zeros(4)})
+    runner = EngineRunner(LoadedEngine(b""), {"w": torch.zeros(4)})
     runner.close()
     assert runner._context is None
     assert runner._engine is None

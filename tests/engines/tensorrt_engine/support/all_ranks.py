@@ -1,4 +1,4 @@
-"""Export for a team, then run the engine graph for all its ranks and finish the prediction on each."""
+"""Export for a team, then run the engine graph for all its ranks and the epilogue on each."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Case:
     weights: tuple[dict[str, Tensor], ...]
     simulators: list[Simulator] = field(default_factory=list)
 
-    def predictions(self, inputs: ModelInputs, *, deaf: Collection[int] = ()) -> list[Tensor]:
+    def predictions(self, inputs: ModelInputs, *, skip_collectives: Collection[int] = ()) -> list[Tensor]:
         graph = self.exported.graph
-        handed = [self.exported.feed(inputs, rank) for rank in range(graph.num_ranks)]
-        feeds = [self._feed(rank, self.exported.engine_inputs(values)) for rank, values in enumerate(handed)]
-        results = self._simulator().run(feeds, deaf=deaf)
+        prologues = [self.exported.run_prologue(inputs, rank) for rank in range(graph.num_ranks)]
+        feeds = [self._feed(rank, self.exported.engine_inputs(values)) for rank, values in enumerate(prologues)]
+        results = self._simulator().run(feeds, skip_collectives=skip_collectives)
         outputs = [dict(zip(graph.outputs, map(torch.from_numpy, result), strict=True)) for result in results]
-        return [self.exported.finish(*pair).float() for pair in zip(handed, outputs, strict=True)]
+        return [self.exported.run_epilogue(*pair).float() for pair in zip(prologues, outputs, strict=True)]
 
     def _simulator(self) -> Simulator:
         if not self.simulators:
@@ -37,8 +37,7 @@ class Case:
         return self.simulators[0]
 
     def _feed(self, rank: int, activations: dict[str, Tensor]) -> dict[str, object]:
-        mine = self.weights[rank]
-        tensors = activations | {name: mine[name] for name in self.exported.graph.weights}
+        tensors = activations | {name: self.weights[rank][name] for name in self.exported.graph.weights}
         return {name: tensor.contiguous().numpy() for name, tensor in tensors.items()}
 
 
@@ -66,14 +65,17 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulatedEngine:
-    """An ``Engine`` whose every prediction comes from one engine graph, run for all its ranks; ``rank``'s is given."""
+    """An ``Engine``: one engine graph, run for all its ranks at each prediction, and ``rank``'s answer."""
 
     case: Case
     rank: int = 0
-    deaf: Collection[int] = ()
+    skip_collectives: Collection[int] = ()
 
     def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> tuple[Tensor, ...]:
-        return tuple(self.case.predictions(branch.inputs, deaf=self.deaf)[self.rank] for branch in branches)
+        return tuple(
+            self.case.predictions(branch.inputs, skip_collectives=self.skip_collectives)[self.rank]
+            for branch in branches
+        )
 
     def close(self) -> None:
         """Nothing to release."""

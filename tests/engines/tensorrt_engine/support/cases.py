@@ -38,7 +38,7 @@ class Key:
         return ParallelSpec.of(self.strategy, self.num_ranks)
 
     def collectives(self) -> dict[str, int]:
-        """What the graph and the plan must hold: per block, and one gather of the prediction."""
+        """What the graph and the engine file must hold: per block, and one gather of the prediction."""
         if self.strategy == "tensor":
             return {"all_reduce": TENSOR_REDUCES[self.family]}
         expected = {"all_gather": 1}

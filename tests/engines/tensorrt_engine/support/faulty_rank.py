@@ -1,4 +1,4 @@
-"""A gang's rank with a TensorRT engine whose plans onnxruntime runs, and which fails to enqueue when it is told to."""
+"""A gang's rank with a TensorRT engine whose graphs onnxruntime runs, and which fails to enqueue when it is told to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from engines.core.model import Branch
 from engines.core.rank import RankContext
 from engines.core.spec import ParallelSpec
 from engines.gang.config import RankParts
-from engines.parallel.mesh import Groups, Team, Teams
+from engines.parallel.division import Division, TeamSpecs
+from engines.parallel.mesh import Groups, Team
 from engines.tensorrt_engine.build.export_cache import ExportCache
 from engines.tensorrt_engine.engine import TensorRTEngine
 from engines.tensorrt_engine.export.exporter import Exporter
@@ -79,8 +80,9 @@ class BuildFaulty:
     def __call__(self, context: RankContext) -> RankParts:
         torch.set_num_threads(1)
         spec = ParallelSpec.of("ulysses", context.num_ranks)
-        teams = Teams(rank=context.rank, num_ranks=context.num_ranks, specs={spec}, groups=Groups(context.num_ranks))
-        model = wan_model()
+        model, num_ranks = wan_model(), context.num_ranks
+        specs = TeamSpecs(by_size={num_ranks: (spec, spec)})
+        division = Division(specs, model.plan, rank=context.rank, num_ranks=num_ranks, groups=Groups(num_ranks))
 
         def make(graph: EngineGraph, weights: Mapping[str, Tensor], team: Team) -> FaultyRunner:
             runner = FaultyRunner(graph, weights, team)
@@ -90,8 +92,7 @@ class BuildFaulty:
 
         engine = TensorRTEngine(
             model,
-            teams=teams,
-            specs={context.num_ranks: (spec, spec)},
+            division=division,
             make_runner=make,
             exporter=Exporter(model=model, cache=ExportCache(self.folder)),
             buckets=[Branch(inputs=wan_inputs(1, 3, 6, 10))],

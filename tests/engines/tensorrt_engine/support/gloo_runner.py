@@ -14,13 +14,14 @@ from torch import Tensor
 
 from engines.core.model import Branch
 from engines.core.spec import ParallelSpec
-from engines.parallel.mesh import Groups, Team, Teams
+from engines.parallel.division import Division, TeamSpecs
+from engines.parallel.mesh import Groups, Team
 from engines.tensorrt_engine.build.export_cache import ExportCache
 from engines.tensorrt_engine.engine import TensorRTEngine
 from engines.tensorrt_engine.export.collectives import Collective
 from engines.tensorrt_engine.export.exporter import Exporter
 from engines.tensorrt_engine.export.onnx_graph import EngineGraph
-from engines.tensorrt_engine.run.preflight import PreflightError, check_alike, check_same_plan, resolve_group
+from engines.tensorrt_engine.run.preflight import PreflightError, check_alike, check_same_engine_file, resolve_group
 from tests.engines.tensorrt_engine.support.simulate import cut_at_collectives
 from tests.engines.tensorrt_engine.support.zoo import SPECIMENS, flux_inputs
 
@@ -58,15 +59,15 @@ def predict_on_team(family: str, strategy: str, ranks: tuple[int, ...]) -> tuple
     """Two steps with other numbers in the same shapes, and the number of engines that were made for them."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     spec = ParallelSpec.of(strategy, len(ranks))
-    specs = {len(ranks): (spec.without_guidance(), spec)}
-    teams = Teams(rank=rank, num_ranks=num_ranks, specs=set(specs[len(ranks)]), groups=Groups(num_ranks))
     model, made = SPECIMENS[family].model(), []
+    specs = TeamSpecs(by_size={len(ranks): (spec.without_guidance(), spec)})
+    division = Division(specs, model.plan, rank=rank, num_ranks=num_ranks, groups=Groups(num_ranks))
 
     def make(graph: EngineGraph, weights: Mapping[str, Tensor], team: Team) -> GlooRunner:
         made.append(GlooRunner(graph, weights, team))
         return made[-1]
 
-    engine = TensorRTEngine(model, teams=teams, specs=specs, make_runner=make, capture=False)
+    engine = TensorRTEngine(model, division=division, make_runner=make, capture=False)
     predictions = []
     for _ in range(2):
         if rank in ranks:
@@ -83,8 +84,9 @@ def predict_sizes(folder: Path, sizes: tuple[str, ...]) -> tuple[list[Tensor], l
     """A prediction in each size; the graphs, by digest, that runners were made for; exports that are on disk."""
     num_ranks = dist.get_world_size()
     spec = ParallelSpec.of("ulysses", num_ranks)
-    teams = Teams(rank=dist.get_rank(), num_ranks=num_ranks, specs={spec}, groups=Groups(num_ranks))
     model, graphs = SPECIMENS["flux"].model(), []
+    specs = TeamSpecs(by_size={num_ranks: (spec, spec)})
+    division = Division(specs, model.plan, rank=dist.get_rank(), num_ranks=num_ranks, groups=Groups(num_ranks))
 
     def make(graph: EngineGraph, weights: Mapping[str, Tensor], team: Team) -> GlooRunner:
         graphs.append(hashlib.sha256(graph.serialized()).hexdigest())
@@ -92,8 +94,7 @@ def predict_sizes(folder: Path, sizes: tuple[str, ...]) -> tuple[list[Tensor], l
 
     engine = TensorRTEngine(
         model,
-        teams=teams,
-        specs={num_ranks: (spec, spec)},
+        division=division,
         make_runner=make,
         exporter=Exporter(model=model, cache=ExportCache(folder)),
         buckets=[Branch(inputs=flux_inputs(1, *SIZES[name])) for name in ("likely", "other")],
@@ -114,10 +115,10 @@ def alike_error(facts: list[dict[str, str]]) -> str:
     return ""
 
 
-def same_plan_error(digests: list[str]) -> str:
+def same_engine_file_error(digests: list[str]) -> str:
     assert dist.group.WORLD is not None
     try:
-        check_same_plan(digests[dist.get_rank()], rank=dist.get_rank(), group=str(dist.group.WORLD.group_name))
+        check_same_engine_file(digests[dist.get_rank()], rank=dist.get_rank(), group=str(dist.group.WORLD.group_name))
     except PreflightError as error:
         return str(error)
     return ""

@@ -6,6 +6,7 @@ from onnx import NodeProto, TensorProto, helper
 
 from engines.tensorrt_engine.export.collectives import DOMAIN, Collective
 from engines.tensorrt_engine.export.onnx_nodes import collective_node
+from tests.engines.tensorrt_engine.support.collective_nodes import node_with_groups
 
 OPSETS = [helper.make_opsetid("", 23), helper.make_opsetid(DOMAIN, 1)]
 SYMMETRIC = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -29,8 +30,9 @@ def network(node: NodeProto, shapes: dict[str, tuple[int, ...]], dtype: str) -> 
     return bytes(helper.make_model(graph, opset_imports=OPSETS).SerializeToString())
 
 
-def collective_network(what: Collective, dtype: str, **extra: object) -> bytes:
-    return network(collective_node(what, "x", "y", **extra), {"x": (8, 16)}, dtype)
+def collective_network(what: Collective, dtype: str, groups: list[int] | None = None) -> bytes:
+    node = node_with_groups(what, groups) if groups else collective_node(what, "x", "y")
+    return network(node, {"x": (8, 16)}, dtype)
 
 
 def attention_network(dtype: str, *, num_heads: int = 4, head_dim: int = 64, **attributes: int) -> bytes:

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from engines.core.model import Branch, DenoiserModel
 from engines.parallel.attention import plain_attention
-from pipelines.family import Family
-from pipelines.loading import resolve_path
-from pipelines.registry import load_family
+from pipelines.checkpoint import Checkpoint
 from pipelines.request import MediaRequest
 
 CPU = torch.device("cpu")
@@ -27,22 +25,17 @@ SIZES: dict[str, dict[str, dict[str, int]]] = {
 """Tokens of the last two divide by eight: four ranks get equal shares, and a hybrid's ranks share queries in two."""
 
 
-def family_of(name: str) -> Family:
-    return load_family(resolve_path(name))
-
-
 def request_for(name: str, **changes: Any) -> MediaRequest:
     """The model's default request, unguided."""
-    defaults = family_of(name).defaults(resolve_path(name))
-    return defaults.request(name, PROMPTS[defaults.kind], **({"true_cfg_scale": 1.0, "seed": 11} | changes))
+    defaults = Checkpoint.open(name).defaults
+    unguided = {"model": name, "prompt": PROMPTS[defaults.kind], "true_cfg_scale": 1.0, "seed": 11}
+    return defaults.request(**(unguided | changes))
 
 
 @functools.cache
 def first_branch(name: str, dtype: torch.dtype, size: str = "default") -> Branch:
-    path, family = resolve_path(name), family_of(name)
-    request = request_for(name, **SIZES[size][name])
-    sampler = family.load_sampler(path, CPU, dtype)
-    conditioning = family.load_text_encoder(path, CPU, dtype).encode(request)
+    checkpoint, request = Checkpoint.open(name, dtype=dtype), request_for(name, **SIZES[size][name])
+    sampler, conditioning = checkpoint.sampler(), checkpoint.text_encoder().encode(request)
     return sampler.branches(sampler.begin(request, conditioning))[0]
 
 
@@ -54,7 +47,7 @@ def twice(branch: Branch) -> Branch:
 
 @functools.cache
 def load(name: str, dtype: torch.dtype) -> DenoiserModel:
-    return family_of(name).load_denoiser(resolve_path(name), CPU, dtype)
+    return Checkpoint.open(name, dtype=dtype).denoiser()
 
 
 @torch.no_grad()

@@ -16,7 +16,8 @@ import onnxruntime
 from onnx import helper
 
 from engines.tensorrt_engine.export.collectives import DOMAIN, Array, Collective
-from engines.tensorrt_engine.export.onnx_nodes import FUSED_ONLY, is_collective, read_collective, register_schema
+from engines.tensorrt_engine.export.onnx_nodes import FUSED_ONLY, register_schema
+from tests.engines.tensorrt_engine.support.collective_nodes import is_collective, read_collective
 
 Values = Mapping[str, Array]
 
@@ -40,10 +41,11 @@ class Simulator:
         self.inputs = tuple(value.name for value in model.graph.input)
         self._stages = list(cut_at_collectives(model, num_threads))
 
-    def run(self, feeds: Sequence[Values], *, deaf: Collection[int] = ()) -> list[list[Array]]:
-        """Every rank's outputs from every rank's inputs (weights among them, if they are inputs).
+    def run(self, feeds: Sequence[Values], *, skip_collectives: Collection[int] = ()) -> list[list[Array]]:
+        """Returns every rank's outputs from every rank's inputs (weights among them, if they are inputs).
 
-        In the collectives with the numbers ``deaf`` every rank hears itself alone: for controls, which must fail.
+        In the collectives with the numbers ``skip_collectives`` every rank gets its own data, as if all others had sent
+        the same: for controls, which must fail.
         """
         known = [dict(feed) for feed in feeds]
         number = 0
@@ -53,7 +55,7 @@ class Simulator:
                 values.update(zip(stage.outputs, results, strict=True))
             for collective, source, result in stage.exchanges:
                 sent = [values[source] for values in known]
-                received = _alone(collective, sent) if number in deaf else collective.apply(sent)
+                received = _alone(collective, sent) if number in skip_collectives else collective.apply(sent)
                 number += 1
                 for values, value in zip(known, received, strict=True):
                     values[result] = value

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from engines.core.resources import separate_rank_resources
 from engines.parallel.attention import plain_attention
 from engines.parallel.collectives import Axis
 from engines.torch_engine.exchange import peer_heads as peer_exchange
@@ -30,10 +31,10 @@ class OwnMemory:
 
 def test_shapes_share_what_is_copied_from() -> None:
     """A step is made for every shape, and never dropped."""
-    with patch.object(peer_exchange, "PeerMemory", OwnMemory), patch.dict(peer_exchange._STAGED, clear=True):
+    with patch.object(peer_exchange, "PeerMemory", OwnMemory), separate_rank_resources() as resources:
         for rows in (100, 40, *range(2, 200, 2)):
             heads = PeerHeads(without_lse(plain_attention), AXIS, CPU)
             memory = heads._memory(torch.empty(rows, 3, 4, 8))
             assert memory.staging_WN.shape == (2, rows * 3 * 4 * 8 // 2)
-        (staged,) = peer_exchange._STAGED.values()
+        (staged,) = resources.get(peer_exchange.StagingMemory).values()
         assert sum(tensor.numel() for tensor in staged) < 4 * rows * 3 * 4 * 8

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engines.core.resources import separate_rank_resources
 from engines.parallel.collectives import Axis
 from engines.torch_engine.exchange.peer_memory import PeerMemory, addresses_of
 
@@ -23,7 +24,7 @@ def two_tensors(numel: int, sample: Tensor, axis: Axis) -> PeerMemory:
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    with patch("engines.torch_engine.exchange.peer_memory._OPENED", {}), patch.object(PeerMemory, "_new", two_tensors):
+    with separate_rank_resources(), patch.object(PeerMemory, "_new", two_tensors):
         yield
 
 

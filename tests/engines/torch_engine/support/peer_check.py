@@ -21,14 +21,14 @@ import torch.distributed as dist
 
 from engines.core.model import Branch
 from engines.parallel.self_check import relative_difference
-from engines.torch_engine.config import PathMode, TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.exchange.peer_memory import reachable
+from engines.torch_engine.options import TorchOptions
 from pipelines.flux.denoiser import as_denoiser
 from tests.engines.support import models
 
-PATHS: dict[str, tuple[PathMode, bool]] = {"fast": ("auto", True), "NCCL": ("auto", False), "module": ("module", True)}
-"""Which path, and whether ranks write into each other's memory."""
+PATHS: dict[str, tuple[bool | None, bool]] = {"fast": (None, True), "NCCL": (None, False), "module": (False, True)}
+"""Whether the fast path, and whether ranks write into each other's memory."""
 NUM_RUNS = 4
 """As it comes, captured, and two replays: the second finds what the first left in the others' memory."""
 BOUND = 1e-4
@@ -48,10 +48,10 @@ def main() -> None:
     dist.init_process_group("nccl", device_id=device)
     model = as_denoiser(models.transformer("flux").to(device))
     everyone, wrong = tuple(range(world)), []
-    for label, (path, peer_memory) in PATHS.items():
-        config = TorchEngineConfig(strategy="ulysses", compile="eager", path=path, peer_memory=peer_memory)
-        engine = TorchEngine(model, config=config)
-        axis = engine.team(everyone).ulysses
+    for label, (fast, peer_memory) in PATHS.items():
+        options = TorchOptions(peer_memory=peer_memory)
+        engine = TorchEngine(model, strategy="ulysses", compiled=False, fast=fast, options=options)
+        axis = engine.division.team(everyone).ulysses
         shared = peer_memory and reachable(axis, device, torch.float32)
         branches = (branch_of("even", device), branch_of("uneven", device))
         worst = 0.0

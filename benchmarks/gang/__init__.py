@@ -1,0 +1,1 @@
+"""What a gang does between steps."""

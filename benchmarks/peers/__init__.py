@@ -1,0 +1,1 @@
+"""Other projects' steps on the same weights."""

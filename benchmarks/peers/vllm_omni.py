@@ -1,0 +1,122 @@
+"""vLLM-Omni's FLUX transformer (vllm-omni and vllm 0.26.0) on the same weights, its own Ulysses over all ranks.
+
+No release up to 0.30 declares for FLUX.1 how its sequence is cut: of its ways to speed up one picture on several GPUs,
+this model has tensor parallelism. So the plan is ours; hooks, attention, exchange and compilation are vLLM-Omni's.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.models.flux import architecture
+from benchmarks.models.making import default_dtype, without_init
+
+
+def vllm_omni_step(
+    module: Any, inputs: dict[str, Tensor], *, compiled: bool, tensor: bool = False
+) -> Callable[[], Tensor]:
+    """``compiled``: block by block, which is its default; without: as with its ``enforce_eager``.
+
+    ``tensor``: split by tensor parallelism instead, the way it supports for this model. In inference mode, as its
+    worker runs it.
+    """
+    transformer = _transformer(module, compiled, tensor)
+
+    @torch.inference_mode()
+    def step() -> Tensor:
+        answer: Tensor = transformer(**inputs, return_dict=False)[0]
+        return answer
+
+    return step
+
+
+@cache
+def _transformer(module: Any, compiled: bool, tensor: bool) -> Any:
+    """Theirs, with a copy of the weights of ``module``."""
+    world = dist.get_world_size()
+    _, od_config = _begin(1 if tensor else world, world if tensor else 1)
+    from vllm_omni.diffusion.compile import regionally_compile
+    from vllm_omni.diffusion.config import set_current_diffusion_config
+    from vllm_omni.diffusion.models.flux.flux_transformer import FluxTransformer2DModel
+
+    first = next(module.parameters())
+    with default_dtype(first.dtype), set_current_diffusion_config(od_config), torch.device(first.device):
+        transformer: Any = FluxTransformer2DModel(**architecture(module))
+    with torch.no_grad():
+        loaded = transformer.load_weights(module.state_dict().items())
+    missing = {name for name, _ in transformer.named_parameters()} - loaded
+    assert not missing, f"weights not loaded: {sorted(missing)}"
+    transformer.eval().requires_grad_(False)
+    if world > 1 and not tensor:
+        _cut_sequence(transformer, world)
+    if compiled:
+        torch._dynamo.reset()
+        regionally_compile(transformer, dynamic=od_config.diffusion_compile_dynamic)
+    return transformer
+
+
+def _cut_sequence(transformer: Any, world: int) -> None:
+    """Text and picture among the ranks, the prediction gathered: what diffusers declares for the same model."""
+    from vllm_omni.diffusion.distributed.sp_plan import (
+        SequenceParallelConfig,
+        SequenceParallelInput,
+        SequenceParallelOutput,
+    )
+    from vllm_omni.diffusion.hooks.sequence_parallel import apply_sequence_parallel
+
+    dims = {"hidden_states": (1, 3), "encoder_hidden_states": (1, 3), "img_ids": (0, 2), "txt_ids": (0, 2)}
+    cuts = {name: SequenceParallelInput(split_dim=dim, expected_dims=rank) for name, (dim, rank) in dims.items()}
+    plan = {"": cuts, "proj_out": SequenceParallelOutput(gather_dim=1, expected_dims=3)}
+    apply_sequence_parallel(transformer, SequenceParallelConfig(ulysses_degree=world), plan)
+
+
+@cache
+def _begin(ulysses: int, tensor: int) -> tuple[ExitStack, Any]:
+    """Its configuration, groups and contexts, as its worker makes them; the contexts stay open.
+
+    Other sizes need a process of their own.
+    """
+    allowed: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    without_init("vllm_omni")  # which changes a language model's engine and configurations: none is needed here
+    if not torch.cuda.is_available():
+        _serve_cpu()
+    from vllm.config import CompilationConfig, DeviceConfig, VllmConfig, set_current_vllm_config
+    from vllm_omni.diffusion.data import DiffusionParallelConfig, OmniDiffusionConfig
+    from vllm_omni.diffusion.distributed import parallel_state
+    from vllm_omni.diffusion.forward_context import set_forward_context
+    from vllm_omni.platforms import current_omni_platform
+
+    sizes = {"ulysses_degree": ulysses, "sequence_parallel_size": ulysses, "tensor_parallel_size": tensor}
+    od_config = OmniDiffusionConfig(parallel_config=DiffusionParallelConfig(**sizes), num_gpus=dist.get_world_size())
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    vllm_config = VllmConfig(
+        compilation_config=CompilationConfig(), device_config=DeviceConfig(device=torch.device(device))
+    )
+    vllm_config.parallel_config.tensor_parallel_size = tensor
+    vllm_config.kernel_config.ir_op_priority = current_omni_platform.get_default_ir_op_priority(vllm_config)
+    contexts = ExitStack()
+    contexts.enter_context(set_forward_context(vllm_config=vllm_config, omni_diffusion_config=od_config))
+    contexts.enter_context(set_current_vllm_config(vllm_config))
+    parallel_state.init_distributed_environment(world_size=dist.get_world_size(), rank=dist.get_rank())
+    parallel_state.initialize_model_parallel(**sizes)
+    torch.backends.cuda.enable_cudnn_sdp(allowed)  # it forbids cuDNN's attention to the whole process
+    return contexts, od_config
+
+
+def _serve_cpu() -> None:
+    """It has no platform for a CPU: the one without a name, with PyTorch's attention."""
+    from vllm_omni.platforms.interface import UnspecifiedOmniPlatform as Platform
+
+    sdpa = "vllm_omni.diffusion.attention.backends.sdpa"
+    Platform.get_diffusion_attn_backend_cls = classmethod(lambda cls, **_: f"{sdpa}.SDPABackend")
+    Platform.dist_backend = "gloo"
+    kernel = importlib.import_module(sdpa).SDPABackend.get_impl_cls()
+    kernel.forward = kernel.forward_cuda  # PyTorch's, on any device

@@ -1,0 +1,1 @@
+"""What the cost model knows about this machine."""

@@ -1,0 +1,62 @@
+"""From the body of a clip's request to what the studio is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from deployments.requests.bodies import VideoBody
+from deployments.requests.errors import RequestError, blaming
+from deployments.requests.rules import choose_card, media_request
+from deployments.studio.interface import ModelCard
+from pipelines.defaults import Defaults
+from pipelines.request import MediaRequest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClipRequest:
+    """One clip, and its length as it is told to the client: as the client said it, else as decimal seconds."""
+
+    request: MediaRequest
+    seconds: str
+
+
+def clip_request(body: VideoBody, cards: Mapping[str, ModelCard], request_id: str, num_previews: int) -> ClipRequest:
+    """Returns what ``body`` asks for. RequestError if a value does not suit the model or another value."""
+    card = choose_card(cards, body.model, "video")
+    num_frames, fps = clip_length(body.seconds, body.num_frames, body.fps, card.defaults)
+    request = media_request(body, card, request_id, num_frames=num_frames, fps=fps, num_previews=num_previews)
+    seconds = decimal(num_frames / fps) if body.seconds is None else str(body.seconds)
+    return ClipRequest(request=request, seconds=seconds)
+
+
+def clip_length(
+    seconds: str | int | None, num_frames: int | None, fps: int | None, defaults: Defaults
+) -> tuple[int, int]:
+    """Returns frames and frames per second.
+
+    A clip has 1 + k × ``frame_multiple`` frames; ``seconds`` takes the nearest.
+    """
+    if seconds is not None and num_frames is not None:
+        raise RequestError("seconds and num_frames are two ways to say one thing; give one of them", "seconds")
+    rate = fps or defaults.fps
+    if seconds is None:
+        return check_num_frames(num_frames or defaults.num_frames, defaults), rate
+    length = float(seconds) * rate
+    frames = 1 + max(0, round((length - 1) / defaults.frame_multiple)) * defaults.frame_multiple
+    if length <= 0 or frames > defaults.max_frames:
+        longest = decimal(defaults.max_frames / rate)
+        message = f"seconds is {seconds}; at {rate} fps it must be above 0 and at most {longest}"
+        raise RequestError(message, "seconds")
+    return frames, rate
+
+
+def check_num_frames(num_frames: int, defaults: Defaults) -> int:
+    with blaming("num_frames"):
+        defaults.check_num_frames(num_frames)
+    return num_frames
+
+
+def decimal(seconds: float) -> str:
+    """Returns at most three decimals, without zeros at the end."""
+    return f"{seconds:.3f}".rstrip("0").rstrip(".")

@@ -1,0 +1,149 @@
+"""What a configuration may say of a model's deployments: text encoder, gang and decoder.
+
+Sections of the gang and of the engines are the frozen dataclasses that these use themselves: fields, defaults and
+checks have one place, and pydantic validates them in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+from pydantic.dataclasses import dataclass
+
+from engines.core.engine import EngineChoice
+from engines.gang.config import GangConfig
+from engines.registry import ENGINES, check_engine, find_engine
+from engines.tensorrt_engine.rules import TensorRTOptions
+from engines.torch_engine.options import TorchOptions
+from pipelines.size import Size
+
+DataType = Literal["auto", "float32", "bfloat16", "float16"]
+STRICT = ConfigDict(extra="forbid")
+"""For dataclasses of other modules inside these as well: they take it from what they are in."""
+
+
+class AutoscalingConfig(BaseModel):
+    """Replicas (for a Denoiser: gangs) between ``min_replicas`` and ``max_replicas``, by requests under way."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    min_replicas: int = Field(default=1, ge=0)
+    max_replicas: PositiveInt = 1
+    target_ongoing_requests: PositiveFloat = 2.0
+    downscale_delay_s: PositiveFloat = 600.0
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.max_replicas < max(self.min_replicas, 1):
+            raise ValueError(f"max_replicas {self.max_replicas} is below min_replicas {self.min_replicas}")
+        return self
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ScaledConfig:
+    """A deployment of ``num_replicas``, or of as many as ``autoscaling`` finds right."""
+
+    num_replicas: PositiveInt = 1
+    autoscaling: AutoscalingConfig | None = None
+
+    def __post_init__(self) -> None:
+        if self.autoscaling is not None and self.num_replicas != 1:
+            raise ValueError(
+                f"num_replicas {self.num_replicas} has no effect beside autoscaling: leave one of them out"
+            )
+
+    @property
+    def max_num_replicas(self) -> int:
+        return self.autoscaling.max_replicas if self.autoscaling else self.num_replicas
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class StageConfig(ScaledConfig):
+    """One text encoder or decoder deployment. CPUs are Ray's logical ones; ``num_threads`` is what torch uses."""
+
+    num_cpus: float = Field(default=0.2, ge=0)
+    num_gpus: float = Field(default=0.0, ge=0)
+    num_threads: PositiveInt = 1
+
+
+def _size(written: object) -> Size:
+    return written if isinstance(written, Size) else Size.parse(str(written))
+
+
+WrittenSize = Annotated[Size, BeforeValidator(_size), PlainSerializer(str)]
+
+
+def _engine(name: str) -> str:
+    if name == "auto":
+        raise ValueError("auto is torch now, and the default: write torch, or leave the key out")
+    find_engine(name)
+    return name
+
+
+def _tensorrt(section: object) -> object:
+    if isinstance(section, Mapping) and "sizes" in section:
+        raise ValueError("the key sizes is denoiser.warm_sizes now, which serves every engine")
+    return section
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class DenoiserConfig(ScaledConfig, GangConfig):
+    """A gang, how many of them, and what its ranks run: how a step is split and compiled.
+
+    ``strategy`` and ``precision`` are the engine's (see ``EngineChoice``); ``torch`` and ``tensorrt`` are the sections
+    of one engine each. ``warm_sizes`` are compiled and captured at start, so that no request waits for that; on
+    TensorRT they share one engine file, which takes every size between them.
+
+    ``load``: "whole" gives every rank all weights, so that teams of any size can form; "sliced" lets each rank read
+    its share alone, for a model that fits no single device (with the engine torch, and a strategy that divides weights:
+    tensor, pipeline). "auto" is "sliced" if the strategy says so, or is "auto" and whole weights would not fit.
+    """
+
+    engine: Annotated[str, AfterValidator(_engine)] = "torch"
+    strategy: str = "auto"
+    precision: str = "auto"
+    load: Literal["auto", "whole", "sliced"] = "auto"
+    warm_sizes: tuple[WrittenSize, ...] = ()
+    torch: TorchOptions | None = None
+    tensorrt: Annotated[TensorRTOptions | None, BeforeValidator(_tensorrt)] = None
+
+    def __post_init__(self) -> None:
+        ScaledConfig.__post_init__(self)
+        GangConfig.__post_init__(self)
+        for name in ENGINES:
+            if name != self.engine and getattr(self, name) is not None:
+                raise ValueError(
+                    f"the section {name} is for engine: {name} alone, and the engine is {self.engine}: remove the one "
+                    "or change the other"
+                )
+        self.check_engine("auto")
+
+    @property
+    def engine_options(self) -> TorchOptions | TensorRTOptions | None:
+        """The section of the chosen engine; None for its defaults."""
+        options: TorchOptions | TensorRTOptions | None = getattr(self, self.engine)
+        return options
+
+    def check_engine(self, dtype: DataType) -> None:
+        """ValueError if the engine cannot do what is asked of it, with a model of ``dtype``."""
+        choice = EngineChoice(
+            strategy=self.strategy,
+            precision=self.precision,
+            options=self.engine_options,
+            num_ranks=self.num_ranks,
+            gpus_per_rank=self.gpus_per_rank,
+            dtype=dtype,
+        )
+        check_engine(self.engine, choice)

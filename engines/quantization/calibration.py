@@ -1,0 +1,77 @@
+"""Fixed activation scales: the largest magnitude that each layer's input had over some steps, kept in a JSON file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from engines.core.files import write_atomically
+from engines.core.fingerprint import fingerprint
+from engines.core.model import DenoiserModel
+from engines.core.shard_plan import ShardPlan
+from engines.quantization.layers import quantizable
+
+Amax = Mapping[str, float]
+"""Layer name to the largest magnitude of its input."""
+
+
+@contextmanager
+def recording(module: nn.Module, plan: ShardPlan) -> Iterator[dict[str, float]]:
+    """Yields the dict that fills, by layer name, while the (unquantised) module runs in the body."""
+    amax: dict[str, float] = {}
+    hooks = [layer.register_forward_pre_hook(_Recorder(amax, name)) for name, layer in quantizable(module, plan)]
+    try:
+        yield amax
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _Recorder:
+    def __init__(self, amax: dict[str, float], name: str) -> None:
+        self._amax, self._name = amax, name
+
+    def __call__(self, module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        largest = float(arguments[0].detach().abs().amax())
+        self._amax[self._name] = max(largest, self._amax.get(self._name, 0.0))
+
+
+@contextmanager
+def recording_all(model: DenoiserModel) -> Iterator[dict[str, Amax]]:
+    """Yields the records of all modules of an unsplit, unquantised model, by module name; filled at the block's end.
+
+    Modules of which nothing ran have none.
+    """
+    records: dict[str, Amax] = {}
+    with ExitStack() as stack:
+        running = {name: stack.enter_context(recording(m, model.plan)) for name, m in model.modules.items()}
+        yield records
+    records.update({name: record for name, record in running.items() if record})
+
+
+def save_calibration(records: Mapping[str, Amax], path: Path) -> None:
+    """Write ``records`` by module name."""
+    write_atomically(path, (json.dumps(records, indent=1, sort_keys=True) + "\n").encode())
+
+
+def load_calibration(path: Path, module: str) -> dict[str, float]:
+    """The record of one module. ``ValueError`` if the file has none for it, or is not a calibration."""
+    document = json.loads(path.read_text())
+    if not isinstance(document, dict) or not all(map(_is_record, document.values())):
+        raise ValueError(f"{path} is no calibration: it must map module names to layer names to largest magnitudes")
+    if module not in document:
+        raise ValueError(f"{path} has no scales for {module!r}, only for: {', '.join(document) or 'nothing'}")
+    return {str(name): float(value) for name, value in document[module].items()}
+
+
+def calibration_of(module: nn.Module, folder: Path) -> Path:
+    """The file in ``folder`` that belongs to these very weights, be it there or not."""
+    return folder / "calibration" / f"{fingerprint(module)}.json"
+
+
+def _is_record(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(one, int | float) and one >= 0 for one in value.values())

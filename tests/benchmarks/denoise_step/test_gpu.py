@@ -1,0 +1,72 @@
+"""The caches of the processes that ``benchmarks.denoise_step.gpu`` starts, and what an earlier call has left."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.denoise_step import gpu
+from benchmarks.denoise_step.stages import STAGES, Run, Stage
+from tests.support.patience import PATIENCE_S
+
+SOURCE = """
+import imported, json, os
+print(json.dumps(dict(os.environ)))
+"""
+
+
+def run_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, own_caches: bool) -> dict[str, str]:
+    """The environment of a run that imports ``imported``, on a host that wants no bytecode written."""
+    (tmp_path / "imported.py").touch()
+    (tmp_path / "started.py").write_text(SOURCE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.delenv("PYTHONPYCACHEPREFIX", raising=False)
+    monkeypatch.setattr(gpu, "own_caches", lambda: str(tmp_path / "own"))
+    run = Run(name="run", module="started", all_gpus=False, writes_json=False, own_caches=own_caches)
+    stage = Stage(name="run", runs=(run,), limit_s=60)
+    started = gpu.start(run, 0, stage, 0, tmp_path, tmp_path / "meeting")
+    assert started.process.wait(timeout=PATIENCE_S) == 0, started.log.read_text()
+    environment: dict[str, str] = json.loads(started.log.read_text())
+    return environment
+
+
+def test_a_run_with_caches_of_its_own_keeps_kernels_and_bytecode_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    environment = run_once(monkeypatch, tmp_path, own_caches=True)
+    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "PYTHONPYCACHEPREFIX"):
+        assert environment[name] == str(tmp_path / "own" / name)
+    (written,) = tmp_path.rglob("imported.*.pyc")
+    assert written.is_relative_to(tmp_path / "own" / "PYTHONPYCACHEPREFIX")
+
+
+def test_any_other_run_has_the_caches_of_its_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    environment = run_once(monkeypatch, tmp_path, own_caches=False)
+    assert environment["PYTHONDONTWRITEBYTECODE"] == "1"
+    assert "PYTHONPYCACHEPREFIX" not in environment
+    assert list(tmp_path.rglob("*.pyc")) == []
+
+
+def test_a_cold_start_comes_before_the_warm_one_and_they_share_their_caches() -> None:
+    starts = [run for stage in STAGES for run in stage.runs if run.module == "benchmarks.denoise_step.start"]
+    assert [(run.name, run.own_caches) for run in starts] == [("start_cold", True), ("start_warm", True)]
+
+
+def test_what_an_earlier_call_has_left_is_neither_waited_for_nor_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "started.py").write_text("import os, sys\nprint(os.listdir(sys.argv[sys.argv.index('--meet') + 1]))")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    meeting = tmp_path / "meeting-stage"
+    meeting.mkdir()
+    for left in (meeting / "ready-0", meeting / "done-0"):
+        left.touch()
+    (tmp_path / "run.json").write_text(json.dumps({"results": [{"case": "an earlier call's"}]}))
+    stage = Stage(name="stage", runs=(Run(name="run", module="started", all_gpus=False),), limit_s=60, takes_turns=True)
+    (outcome,) = gpu.perform(stage, 0, 60, tmp_path).values()
+    assert outcome.startswith("exit 0")
+    assert (tmp_path / "run.log").read_text().strip() == "[]"
+    assert gpu.collect(tmp_path) == []

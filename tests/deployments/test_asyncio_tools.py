@@ -1,0 +1,123 @@
+"""Streams side by side: their order, their failures, and that nothing is left of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import pytest
+from anyio import create_task_group
+
+from deployments.asyncio_tools import EndedError, merge, unless, with_idle
+
+
+class Source:
+    """Yields numbers, one for each of ``gates``, each once its gate is open. ``is_closed`` at whatever end."""
+
+    def __init__(self, *numbers: int, failure: BaseException | None = None) -> None:
+        self.gates = {number: asyncio.Event() for number in numbers}
+        self.failure = failure
+        self.is_closed = False
+
+    async def run(self) -> AsyncGenerator[int]:
+        try:
+            for number, gate in self.gates.items():
+                await gate.wait()
+                yield number
+            if self.failure is not None:
+                raise self.failure
+        finally:
+            await asyncio.sleep(0)  # an end that takes its time
+            self.is_closed = True
+
+    def open(self) -> None:
+        for gate in self.gates.values():
+            gate.set()
+
+
+async def test_items_come_as_they_are_ready() -> None:
+    one, other = Source(1, 2), Source(11, 12)
+    async with aclosing(merge(one.run(), other.run())) as items:
+        order = (11, 1, 2, 12)
+        for number in order:
+            (one if number < 10 else other).gates[number].set()
+            assert await anext(items) == number
+        assert [item async for item in items] == []
+    assert one.is_closed
+    assert other.is_closed
+
+
+@pytest.mark.parametrize("failure", [OSError("away"), asyncio.CancelledError("away")], ids=["error", "cancellation"])
+async def test_the_first_failure_closes_the_others(failure: BaseException) -> None:
+    waiting, failing = Source(1), Source(failure=failure)
+    with pytest.raises(type(failure), match="away"):
+        await anext(merge(waiting.run(), failing.run()))
+    assert waiting.is_closed
+
+
+async def test_leaving_closes_all() -> None:
+    waiting, ready = Source(1), Source(11, 12)
+    ready.gates[11].set()
+    async with aclosing(merge(waiting.run(), ready.run())) as items:
+        assert await anext(items) == 11
+    assert waiting.is_closed
+    assert ready.is_closed
+
+
+@pytest.mark.parametrize("by_group", [False, True], ids=["once", "until it is over"])
+async def test_a_cancelled_consumer_closes_all(by_group: bool) -> None:
+    sources = [Source(1), Source(2)]
+
+    async def consume() -> None:
+        async with aclosing(merge(*(source.run() for source in sources))) as items:
+            await anext(items)
+
+    if by_group:
+        async with create_task_group() as group:
+            group.start_soon(consume)
+            await asyncio.sleep(0.01)
+            group.cancel_scope.cancel()
+    else:
+        task = asyncio.create_task(consume())
+        await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.wait((task,))
+    assert all(source.is_closed for source in sources)
+
+
+async def test_silence_is_told_and_nothing_is_lost() -> None:
+    source = Source(1, 2)
+    async with aclosing(with_idle(source.run(), 0.0, 0.001)) as items:
+        assert [await anext(items) for _ in range(3)] == [None] * 3
+        source.open()
+        assert [item async for item in items if item is not None] == [1, 2]
+    assert source.is_closed
+
+
+async def test_work_ends_with_what_it_depends_on() -> None:
+    source = Source(1)
+
+    async def use() -> None:
+        async with aclosing(source.run()) as items:
+            await anext(items)
+
+    with pytest.raises(EndedError):
+        await unless(use(), asyncio.sleep(0.01))
+    assert source.is_closed
+
+
+async def test_what_work_depends_on_is_let_go_when_it_fails() -> None:
+    source = Source(1)
+
+    async def watch() -> None:
+        async with aclosing(source.run()) as items:
+            await anext(items)
+
+    async def fail() -> None:
+        await asyncio.sleep(0.01)
+        raise OSError("away")
+
+    with pytest.raises(OSError, match="away"):
+        await unless(fail(), watch())
+    assert source.is_closed

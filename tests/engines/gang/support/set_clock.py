@@ -1,0 +1,97 @@
+"""A gang's clock that a test sets, and ranks that are not there, whose steps last as long by it as the test says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+from engines.gang.clock import Clock
+from engines.gang.step_plan import StepPlan, StepReport
+
+NUM_TURNS = 20
+"""Of the event loop: more than a message within a gang passes through."""
+
+
+class SetClock(Clock):
+    """Stands still but for ``advance``, however long the machine takes."""
+
+    def __init__(self) -> None:
+        self._now_s = 1000.0
+        self._timeouts: list[tuple[float, asyncio.Timeout]] = []
+
+    def now_s(self) -> float:
+        return self._now_s
+
+    def timeout(self, delay_s: float) -> asyncio.Timeout:
+        timeout = asyncio.timeout(0 if delay_s <= 0 else None)
+        if delay_s > 0:
+            self._timeouts.append((self._now_s + delay_s, timeout))
+        return timeout
+
+    async def advance(self, by_s: float) -> None:
+        """Timeouts that end meanwhile end one after the other, each at its own time."""
+        end_s = self._now_s + by_s
+        while due := [entry for entry in self._timeouts if entry[0] <= end_s]:
+            first = min(due, key=lambda entry: entry[0])
+            self._timeouts.remove(first)
+            self._now_s = first[0]
+            with suppress(RuntimeError):  # what it was for is over
+                first[1].reschedule(asyncio.get_running_loop().time())
+            await settled()
+        self._now_s = end_s
+
+
+async def settled() -> None:
+    """Returns when tasks of this event loop that wait for nothing else have gone on."""
+    for _ in range(NUM_TURNS):
+        await asyncio.sleep(0)
+
+
+class SetRanks:
+    """Actors of ranks that admit every job at once and work on a step until ``finish_step``."""
+
+    def __init__(self, num_ranks: int, clock: SetClock) -> None:
+        self._clock = clock
+        self._at_work: list[deque[tuple[StepPlan, list[asyncio.Future[Any]]]]] = [deque() for _ in range(num_ranks)]
+        self.actors = [self._actor(rank) for rank in range(num_ranks)]
+
+    def _actor(self, rank: int) -> SimpleNamespace:
+        def execute(num_returns: int) -> SimpleNamespace:
+            return remote(lambda plan: self._begin(rank, plan, num_returns))
+
+        at_once, never = remote(lambda *_: answered(None)), remote(lambda: asyncio.get_running_loop().create_future())
+        return SimpleNamespace(
+            admit=at_once,
+            close=at_once,
+            watch=never,
+            execute=SimpleNamespace(options=lambda num_returns: execute(num_returns)),
+        )
+
+    def _begin(self, rank: int, plan: StepPlan, num_returns: int) -> Any:
+        refs: list[asyncio.Future[Any]] = [asyncio.get_running_loop().create_future() for _ in range(num_returns)]
+        self._at_work[rank].append((plan, refs))
+        return refs if num_returns > 1 else refs[0]
+
+    async def finish_step(self, step_s: float) -> None:
+        """The oldest step ends on all ranks, ``step_s`` from now."""
+        await self._clock.advance(step_s)
+        for rank, plans in enumerate(self._at_work):
+            plan, (report, *latents) = plans.popleft()
+            report.set_result(StepReport(rank=rank, sequence=plan.sequence, step_ms=1e3 * step_s))
+            for each in latents:
+                each.set_result(None)
+        await settled()
+
+
+def remote(function: Callable[..., Any]) -> SimpleNamespace:
+    return SimpleNamespace(remote=function)
+
+
+def answered(answer: Any) -> asyncio.Future[Any]:
+    future = asyncio.get_running_loop().create_future()
+    future.set_result(answer)
+    return future

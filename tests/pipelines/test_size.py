@@ -1,0 +1,108 @@
+"""One notation of sizes, and one set of rules for what may be asked of a model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from deployments.requests.bodies import MediaBody
+from deployments.requests.clips import check_num_frames
+from deployments.requests.rules import check_size, check_steps
+from deployments.stages.config import DenoiserConfig
+from pipelines.checkpoint import Checkpoint
+from pipelines.defaults import Defaults
+from pipelines.size import PIXELS, Size
+from tests.pipelines.support.sample_requests import clip, picture
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1024x768", Size(width=1024, height=768)),
+        ("832x480x81", Size(width=832, height=480, num_frames=81)),
+    ],
+)
+def test_sizes_are_read_and_written_alike(text: str, size: Size) -> None:
+    assert Size.parse(text) == size
+    assert str(size) == text
+    assert DenoiserConfig(warm_sizes=(text,)).warm_sizes == (size,)  # type: ignore[arg-type]
+
+
+WRONG = [
+    "",
+    "1024",
+    "1024x",
+    "x768",
+    "0x64",
+    "64x0",
+    "064x64",
+    "-64x64",
+    "64X64",
+    "64x64x0",
+    "64x64x5x5",
+    " 64x64",
+    "६४x64",
+]
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_what_is_no_size_is_none_anywhere(text: str) -> None:
+    with pytest.raises(ValueError, match="write it as WIDTHxHEIGHT in pixels, or WIDTHxHEIGHTxFRAMES"):
+        Size.parse(text)
+    with pytest.raises(ValueError, match="write it as WIDTHxHEIGHT in pixels, or WIDTHxHEIGHTxFRAMES"):
+        DenoiserConfig(warm_sizes=(text,))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="match pattern"):
+        MediaBody(prompt="a", size=text)
+    assert re.fullmatch(PIXELS, text) is None
+
+
+def refusal(ask: Callable[[], object]) -> str:
+    with pytest.raises(ValueError, match="must be") as caught:
+        ask()
+    return str(caught.value)
+
+
+def test_the_directory_the_sampler_and_the_api_refuse_a_size_in_the_same_words(tiny_flux: Path) -> None:
+    checkpoint, request = Checkpoint(tiny_flux), picture(width=50)
+    text = "size is 50x32: width and height must be positive multiples of 8, such as 48x32"
+    assert refusal(lambda: checkpoint.defaults.check(request)) == text
+    assert refusal(lambda: checkpoint.first_step(request)) == text
+    assert refusal(lambda: checkpoint.defaults.request(Size(width=50, height=32))) == text
+    assert refusal_of_api(lambda: check_size("50x32", checkpoint.defaults)) == text
+
+
+def test_so_they_do_a_number_of_frames(tiny_wan: Path) -> None:
+    checkpoint, request = Checkpoint(tiny_wan), clip(num_frames=7)
+    text = "num_frames is 7; it must be 1 + a multiple of 4, such as 9"
+    assert refusal(lambda: checkpoint.defaults.check(request)) == text
+    assert refusal(lambda: checkpoint.first_step(request)) == text
+    assert refusal_of_api(lambda: check_num_frames(7, checkpoint.defaults)) == text
+
+
+def test_and_steps(tiny_flux: Path) -> None:
+    checkpoint, request = Checkpoint(tiny_flux), picture(num_inference_steps=101)
+    text = "num_inference_steps is 101; it must be from 1 to 100"
+    assert refusal(lambda: checkpoint.defaults.check(request)) == text
+    assert refusal_of_api(lambda: check_steps(101, checkpoint.defaults)) == text
+
+
+def refusal_of_api(ask: Callable[[], object]) -> str:
+    """The message of whatever the API raises."""
+    with pytest.raises(Exception, match="must be") as caught:
+        ask()
+    return str(caught.value)
+
+
+def test_a_default_request_says_what_the_model_does(tiny_wan: Path) -> None:
+    defaults: Defaults = replace(Checkpoint(tiny_wan).defaults, width=64, height=48, num_frames=9)
+    request = defaults.request()
+    assert (request.width, request.height, request.num_frames, request.fps) == (64, 48, 9, 16)
+    assert (request.kind, request.true_cfg_scale, request.prompt) == ("video", 5.0, "")
+    changed = defaults.request(Size(width=32, height=32, num_frames=5), prompt="a star", true_cfg_scale=1.0)
+    assert (changed.width, changed.num_frames, changed.prompt, changed.true_cfg_scale) == (32, 5, "a star", 1.0)
+    with pytest.raises(ValueError, match="num_frames is 0"):
+        defaults.request(num_frames=0)
