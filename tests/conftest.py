@@ -1,13 +1,15 @@
-"""One small Ray cluster for all tests that want one (ask for the fixture ``ray_cluster``), and who runs what when tests
-run in two processes."""
+"""One small Ray cluster for all tests that want one (ask for the fixture ``ray_cluster``), and which tests stay
+together when they run in two processes."""
 
 from __future__ import annotations
 
 import logging
 import os
-import sys
+import re
 import tempfile
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -16,24 +18,10 @@ os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
 import pytest
 
-# What one process of several (``-n``) runs, and no other: tests of Ray, since of two clusters that start at once one
-# may give up, and tests in which something must happen soon. It begins with them, and the others leave it the cores.
-TIMED = (
-    "tests/deployments/api/",
-    "tests/end_to_end/",
-    "tests/deployments/cli/test_interrupt.py",
-    "tests/deployments/cli/test_with_server.py",
-    "tests/deployments/clips/",
-    "tests/deployments/observability/",
-    "tests/deployments/stages/test_full_queue.py",
-    "tests/deployments/stages/test_stages.py",
-    "tests/documents/",
-    "tests/engines/gang/",
-    "tests/engines/tensorrt_engine/test_faulty_rank.py",
-)
-LONGEST_FIRST = (*TIMED, "tests/engines/tensorrt_engine/", "tests/engines/", "tests/deployments/cli/", "")
+ROOT = Path(__file__).parents[1]
+OF_RAY = re.compile(r"\bray_cluster: None\b|\bmark\.ray\b")
 LOWEST_PRIORITY = 19
-HAS_BEGUN = pytest.StashKey[bool]()
+FIRST = pytest.StashKey[pytest.Item]()
 
 NUM_CLUSTER_CPUS = 8
 """More than the machine may have: tests ask for fractions of a CPU, and are mostly waiting."""
@@ -70,44 +58,45 @@ def ray_cluster() -> Iterator[None]:
             ray.shutdown()
 
 
+@cache
+def is_of_ray(file: str) -> bool:
+    """Whether tests of a file run in the session's cluster, or start one of their own (the marker ``ray``).
+
+    Read from its text and that of the ``conftest.py`` beside it: who hands out tests knows their files alone.
+    """
+    texts = (each.read_text() for each in (ROOT / file, (ROOT / file).with_name("conftest.py")) if each.exists())
+    return any(OF_RAY.search(text) for text in texts)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With ``-n``: the tests of a file stay together, and all timed ones."""
+    """With ``-n`` one process has all tests of Ray, as of two clusters that start at once one may give up. Of others
+    those of a file stay together."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "timed" if nodeid.startswith(TIMED) else str(super()._split_scope(nodeid))
+            file = str(super()._split_scope(nodeid))
+            return "ray" if is_of_ray(file) else file
 
     return Scheduling(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With ``-n``, timed tests come first, and the last ones are short, so that no process waits long for another."""
+    """With ``-n`` the tests of Ray, which take longest, come first; what is left at the end is shared out."""
     for item in items:
-        if "ray_cluster" in getattr(item, "fixturenames", ()) and not item.nodeid.startswith(TIMED):
-            raise pytest.UsageError(
-                f"{item.nodeid} wants ray_cluster: its file should be in TIMED of tests/conftest.py"
-            )
+        if "ray_cluster" in getattr(item, "fixturenames", ()) and not is_of_ray(item.location[0]):
+            raise pytest.UsageError(f"{item.nodeid} wants ray_cluster: say so in its file, or mark it with ray")
     if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=lambda item: next(i for i, start in enumerate(LONGEST_FIRST) if item.nodeid.startswith(start)))
-
-
-def stand_back() -> None:
-    """From here on this process and its children get the time in which no other wants a core (on Linux)."""
-    if sys.platform == "linux":
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    else:
-        os.nice(LOWEST_PRIORITY)
+        items.sort(key=lambda item: not is_of_ray(item.location[0]))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """With ``-n``, a process whose first test is not a timed one takes what the other leaves of the cores."""
-    if "PYTEST_XDIST_WORKER" in os.environ and HAS_BEGUN not in item.session.stash:
-        item.session.stash[HAS_BEGUN] = True
-        if not item.nodeid.startswith(TIMED):
-            import torch
+    """With ``-n`` the process with the tests of Ray has the cores first: the other takes what it leaves."""
+    first = item.session.stash.setdefault(FIRST, item)
+    if "PYTEST_XDIST_WORKER" in os.environ and first is item and not is_of_ray(item.location[0]):
+        import torch
 
-            stand_back()
-            torch.set_num_threads(1)
+        os.nice(LOWEST_PRIORITY)
+        torch.set_num_threads(1)

@@ -80,6 +80,7 @@ def test_first_picture(url: str, tmp_path: Path) -> None:
     assert_all_is_shown(notebook)
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_first_picture_from_start_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TROUPE_DATA_DIR", str(tmp_path))  # kernels inherit it

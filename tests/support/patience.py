@@ -1,4 +1,4 @@
 """How long a test waits for what takes seconds."""
 
 PATIENCE_S = 240.0
-"""Processes that stand back (``conftest.py``) may wait minutes for a core while others start servers."""
+"""A process of low priority (``conftest.py``) may wait minutes for a core while others start servers."""

@@ -11,6 +11,8 @@ from PIL import Image
 from tests.deployments.support.commands import command, config_file, short_folder
 from tests.deployments.support.live import config_of
 
+pytestmark = pytest.mark.ray
+
 MOMENTS = {"at once": ("Starting Ray Serve", None), "replicas start": ("no running replica", 0.3)}
 
 

@@ -23,6 +23,8 @@ from tests.deployments.support.commands import (
 )
 from tests.deployments.support.live import PROMPT, TIMEOUT_S, config_of, wait_until
 
+pytestmark = pytest.mark.ray
+
 KEY = "a-secret"
 CLIP = {"model": "clips", "prompt": PROMPT, "seed": 3, "num_inference_steps": 60}
 

@@ -11,6 +11,7 @@ import pytest
 from tests.support.patience import PATIENCE_S
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_ranks_go_to_nodes_in_node_order() -> None:
     command = [sys.executable, "-m", "tests.engines.gang.support.two_nodes"]
