@@ -90,7 +90,7 @@ def test_a_folder(pictures: Path) -> None:
         (["--model", "nonsense"], "or the name of a published model: FLUX.1-dev"),
         (["--model", "FLUX.1-dev", "--size", "big"], "size 'big': write it as WIDTHxHEIGHT"),
         (["--model", "FLUX.1-dev", "--size", "1000x1024"], "positive multiples of 16"),
-        (["--model", "FLUX.1-dev", "--ranks", "0"], "--gpus is 0; it must be at least 1"),
+        (["--model", "FLUX.1-dev", "--ranks", "0"], "--ranks is 0; it must be at least 1"),
         (["--model", "FLUX.1-dev", "--ranks", "3"], "was not measured with all_gather over 3 ranks; measured:"),
         (["--model", "FLUX.1-dev", "--precision", "fp3"], "was not measured in precision fp3; measured: native, fp8"),
         (["--model", "FLUX.1-dev", "--machine", "abacus"], "abacus is no file, and no known machine; known: h200"),
