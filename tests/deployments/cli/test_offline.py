@@ -19,11 +19,11 @@ def test_help_names_every_command_and_loads_nothing_heavy():
     code += "sys.exit(sum(name in sys.modules for name in ('torch', 'ray', 'diffusers')))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
-    for name in ("generate", "serve", "models", "plan", "doctor", "demo"):
+    for name in ("generate", "serve", "models", "estimate", "doctor", "demo"):
         assert f" {name} " in done.stdout
 
 
-@pytest.mark.parametrize("name", ["generate", "serve", "models", "plan", "doctor", "demo"])
+@pytest.mark.parametrize("name", ["generate", "serve", "models", "estimate", "doctor", "demo"])
 def test_every_command_explains_itself(name: str):
     result = troupe(name, "--help")
     assert result.exit_code == 0
