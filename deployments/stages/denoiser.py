@@ -39,7 +39,7 @@ class Denoiser:
             model.denoiser,
             BuildRankParts(model=model),
             model=model.name,
-            environment=partial(rank_environment, model.denoiser.engine),
+            environment=partial(node_environment, model.denoiser.engine),
         )
 
     async def denoise(
