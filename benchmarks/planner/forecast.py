@@ -26,13 +26,12 @@ from engines.parallel.mesh import Groups, Teams
 from engines.planner.forecast import StepForecast, forecast, workload
 from engines.planner.measure import measure
 from engines.planner.profile import profile
-from engines.torch_engine.config import TorchEngineConfig
 from engines.torch_engine.engine import TorchEngine
-from pipelines.loading import resolve_path
-from pipelines.registry import load_family
-from pipelines.sizes import first_step, request_of
+from pipelines.checkpoint import Checkpoint
 
 NUM_ROUNDS = 8
+TRUE_CFG_SCALE = 2.0
+"""Any above 1 gives a step its second branch."""
 
 
 def predicted(model: DenoiserModel, branches: tuple[Branch, ...], device: torch.device) -> StepForecast:
@@ -50,10 +49,7 @@ def shortest_ms(
     ranks = tuple(range(dist.get_world_size()))
     shortest = dict.fromkeys(strategies, float("inf"))
     with ExitStack() as stack:
-        engines = {
-            name: stack.enter_context(closing(TorchEngine(model, config=TorchEngineConfig(strategy=name))))
-            for name in strategies
-        }
+        engines = {name: stack.enter_context(closing(TorchEngine(model, strategy=name))) for name in strategies}
         for number in range(1 + rounds):
             for name, engine in engines.items():
                 rank_synchronize()
@@ -88,11 +84,10 @@ def main() -> None:
     if world < 2:
         parser.error("one rank divides nothing: start two or more with torchrun --nproc_per_node")
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    path = resolve_path(arguments.model)
-    family = load_family(path)
-    model = family.load_denoiser(path, device, dtype)
-    branches = first_step(family, path, request_of(None, family.defaults(path), guided=True), device, dtype)
+    checkpoint = Checkpoint.open(arguments.model, device)
+    model = checkpoint.denoiser()
+    guided = checkpoint.defaults.request(true_cfg_scale=max(checkpoint.defaults.true_cfg_scale, TRUE_CFG_SCALE))
+    branches = checkpoint.first_step(guided)
     plan = predicted(model, branches, device)
     if rank == 0:
         print(plan.table(), flush=True)

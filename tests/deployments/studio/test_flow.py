@@ -98,7 +98,7 @@ def perform(monkeypatch: pytest.MonkeyPatch) -> Callable[[Stages], Any]:
     async def run(stages: Stages) -> Any:
         clock = SimpleNamespace(monotonic=lambda: stages.now_s, perf_counter=lambda: stages.now_s)
         monkeypatch.setattr(flow, "time", clock)
-        request = PICTURES.request("m", "a red circle")
+        request = PICTURES.request(model="m", prompt="a red circle")
         events = studio_of(stages).perform(request, Output(format="png"))
         return [event async for event in events][-1]
 
@@ -115,7 +115,9 @@ async def test_progress_does_not_wait_for_previews(monkeypatch: pytest.MonkeyPat
     stages = Stages([STEP, first, STEP, second, STEP, DONE])
     events: list[StudioEvent] = []
     async with asyncio.timeout(PATIENCE_S):
-        async for event in studio_of(stages).perform(PICTURES.request("m", "a red circle"), Output(format="png")):
+        async for event in studio_of(stages).perform(
+            PICTURES.request(model="m", prompt="a red circle"), Output(format="png")
+        ):
             events.append(event)
             if sum(isinstance(event, Progress) for event in events) == 3:
                 stages.previews_may_go_on.set()
