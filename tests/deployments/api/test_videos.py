@@ -43,31 +43,40 @@ async def test_form_and_json_ask_for_the_same(client: httpx.AsyncClient, studio:
     assert contents[0] == contents[1]
 
 
+async def progress_of(client: httpx.AsyncClient, video_id: str, expected: int) -> dict[str, Any]:
+    while (video := (await client.get(f"/v1/videos/{video_id}")).json())["progress"] != expected:
+        assert video["progress"] < expected
+        await asyncio.sleep(0.02)
+    return video
+
+
 async def test_progress_is_that_of_the_steps(client: httpx.AsyncClient, studio: FakeStudio) -> None:
-    studio.step_s = 0.05
-    seen = []
+    studio.permits = asyncio.Semaphore(0)
     video = await make(client, num_inference_steps=10)
     assert (video["status"], video["progress"], video["completed_at"]) == ("queued", 0, None)
-    while (video := (await client.get(f"/v1/videos/{video['id']}")).json())["status"] != "completed":
-        seen.append(video["progress"])
-        await asyncio.sleep(0.02)
-    assert seen == sorted(seen)
-    assert len(set(seen)) >= 4
-    assert max(seen) <= 99
-    assert all(progress % 10 == 0 or progress == 99 for progress in seen)
-    assert (video["progress"], video["num_previews"], video["error"]) == (100, 3, None)
+    for expected in (10, 20, 30, 40, 50, 60, 70, 80, 90, 100):
+        studio.permits.release()
+        video = await progress_of(client, video["id"], expected)
+        assert video["status"] == ("completed" if expected == 100 else "in_progress")
+    assert (video["num_previews"], video["error"]) == (3, None)
     assert video["completed_at"] >= video["created_at"]
 
 
 async def test_events_tell_the_whole_way(client: httpx.AsyncClient, studio: FakeStudio) -> None:
-    studio.step_s = 0.03
+    studio.permits = asyncio.Semaphore(0)
     video = await make(client, num_inference_steps=8)
-    events = sse((await client.get(f"/v1/videos/{video['id']}/events")).text)
+    path = f"/v1/videos/{video['id']}/events"
+    watching = asyncio.create_task(client.get(path))
+    for expected in (12, 25, 37, 50, 62, 75, 87, 100):
+        studio.permits.release()
+        await progress_of(client, video["id"], expected)
+    events = sse((await watching).text)
     assert [name for name, _ in events[:-1]] == ["video.progress"] * (len(events) - 1)
-    assert len(events) > 4
-    assert events[-1][0] == "video.completed"
-    assert events[-1][1]["video"]["progress"] == 100
-    again = sse((await client.get(f"/v1/videos/{video['id']}/events")).text)
+    told = [event["video"]["progress"] for _, event in events]
+    assert told == sorted(set(told))
+    assert len(told) > 1
+    assert (events[-1][0], told[-1]) == ("video.completed", 100)
+    again = sse((await client.get(path)).text)
     assert [name for name, _ in again] == ["video.completed"]
 
 
@@ -93,11 +102,13 @@ async def test_ranges(client: httpx.AsyncClient) -> None:
 
 
 async def test_variants(client: httpx.AsyncClient, studio: FakeStudio) -> None:
-    studio.step_s = 0.05
+    studio.permits = asyncio.Semaphore(0)
     video = await make(client, num_inference_steps=8)
     path = f"/v1/videos/{video['id']}/content"
     early = await client.get(path)
     assert (early.status_code, early.json()["error"]["code"]) == (409, "video_not_ready")
+    for _ in range(8):
+        studio.permits.release()
     while (preview := await client.get(path, params={"variant": "preview"})).status_code == 409:
         await asyncio.sleep(0.02)
     assert preview.content.startswith(b"\x89PNG")

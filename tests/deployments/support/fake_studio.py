@@ -50,12 +50,14 @@ CLIPS = Defaults(
 
 @dataclass
 class FakeStudio:
-    """``step_s`` is how long a step takes; ``before`` runs first in each request, ``at_step`` in each step.
+    """``step_s`` is how long a step takes; where there are ``permits``, a step waits for one as well. ``before`` runs
+    first in each request, ``at_step`` in each step.
 
     Both may raise. ``performed`` are the requests that came, ``closed`` the ids of those closed before their end.
     """
 
     step_s: float = 0.005
+    permits: asyncio.Semaphore | None = None
     before: Callable[[MediaRequest], None] = lambda request: None
     at_step: Callable[[MediaRequest, int], None] = lambda request, step: None
     reasons: dict[str, str] = field(default_factory=dict)
@@ -88,6 +90,8 @@ class FakeStudio:
         num_previews = 0
         for step in range(1, request.num_inference_steps + 1):
             await asyncio.sleep(self.step_s)
+            if self.permits is not None:
+                await self.permits.acquire()
             self.at_step(request, step)
             yield Progress(step=step, num_steps=request.num_inference_steps, eta_s=0.1)
             if step in request.preview_steps:
