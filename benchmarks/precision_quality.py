@@ -28,11 +28,11 @@ from torch import Tensor
 from benchmarks.distributed import start_distributed
 from benchmarks.timing import rank_synchronize
 from engines.core.model import Branch
+from engines.core.precision import Scheme
 from engines.core.shard_plan import ShardPlan
 from engines.core.spec import tiling_sizes
 from engines.quantization.calibration import recording
 from engines.quantization.linear import swap_linears
-from engines.quantization.scales import Scheme
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
 from pipelines.run import load_pipeline

@@ -47,7 +47,7 @@ class Checkpoint:
     def of_configuration(
         cls, source: str, device: str | torch.device = "cpu", dtype: str | torch.dtype = "auto"
     ) -> Checkpoint:
-        """As ``open`` without weights, which need not be anywhere: a published model's name will do."""
+        """Opens it without weights, which need not be anywhere: a published model's name will do."""
         return cls(resolve_configuration(source), device, dtype)
 
     @cached_property

@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engines.core.model import Branch, DenoiserModel
+from engines.core.precision import Scheme
 from engines.core.spec import ParallelSpec
 from engines.quantization.calibration import recording
 from engines.quantization.onnx import Quantization
-from engines.quantization.scales import Scheme
 from engines.tensorrt_engine.export.exported import Exported, export, rank_weights
 from engines.tensorrt_engine.export.trace import ChangeModule, offline_team, unchanged
 from pipelines.checkpoint import Checkpoint

@@ -24,6 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from engines.core.precision import is_static
 from engines.tensorrt_engine.build.report import EngineReport
 
 MIB, GIB_IN_KIB = 1 << 20, 1 << 20
@@ -49,7 +50,7 @@ def measure(case: Case) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     options: dict[str, Any] = {name: value for name, value in asdict(case).items() if name != "flag"}
-    options |= {"calibrate": case.precision in ("int8", "fp8")} | ({} if case.flag == "none" else {case.flag: True})
+    options |= {"calibrate": is_static(case.precision)} | ({} if case.flag == "none" else {case.flag: True})
     with tempfile.TemporaryDirectory() as folder:
         order = Order(**options, cache_dir=Path(folder))
         started_s = time.process_time()
@@ -139,7 +140,7 @@ def main() -> None:
     parser.add_argument("--strategies", nargs="+", default=["ulysses", "allgather_kv", "hybrid", "tensor", "ring"])
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4, 8])
     parser.add_argument("--targets", nargs="+", default=["sm89"])
-    parser.add_argument("--precisions", nargs="+", default=["bf16"])
+    parser.add_argument("--precisions", nargs="+", default=["native"])
     parser.add_argument("--weights", nargs="+", default=["inputs"], choices=["inputs", "constants"])
     parser.add_argument("--flags", nargs="+", default=["none"], choices=["none", "weight_streaming", "strip_weights"])
     parser.add_argument("--one", help=argparse.SUPPRESS)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from deployments.cli.calibrate import find_device, model_over, read_prompts
 from deployments.cli.progress import console
+from engines.core.precision import is_static
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """What is to be built. ``dtype`` "auto" is the precision's own, or bfloat16; without ``sizes`` the model's.
+    """What is to be built. ``dtype`` "auto" is bfloat16; without ``sizes`` the model's.
 
     Where values of weights do not matter, ``model`` may be a published model's name: its configuration is enough.
     """
@@ -43,7 +44,7 @@ class Order:
     @property
     def needs_weights(self) -> bool:
         """Whether values matter; else the model's configuration is enough, whatever its size."""
-        return self.calibrate or self.weights == "constants" or self.precision in ("int8", "fp8")
+        return self.calibrate or self.weights == "constants" or is_static(self.precision)
 
 
 def build(order: Order) -> None:
@@ -68,7 +69,7 @@ def engine_reports(order: Order, *, visible: bool = True) -> list[EngineReport]:
     rules.check_options(**asked, weights=options.weights, num_ranks=order.num_ranks)
     config, target = TensorRTConfig(**asked, options=options), find_target(order.target)
     check_target(target)
-    dtype = find_dtype(order.dtype, order.precision)
+    dtype = find_dtype(order.dtype)
     if order.needs_weights:
         checkpoint = Checkpoint.open(order.model, find_device(), dtype)
     else:
@@ -138,14 +139,9 @@ def find_target(text: str) -> Any:
     return Target(major=major, minor=minor)
 
 
-def find_dtype(name: str, precision: str) -> torch.dtype:
+def find_dtype(name: str) -> torch.dtype:
     import torch
 
-    from engines.tensorrt_engine.rules import DTYPE_NAMES, check_dtype
     from pipelines.loading import resolve_dtype
 
-    check_dtype(precision=precision, dtype=name)
-    if name != "auto":
-        return resolve_dtype(name, torch.device("cpu"))
-    own = {short: full for full, short in DTYPE_NAMES.items()}.get(precision, "bfloat16")
-    return resolve_dtype(own, torch.device("cpu"))
+    return resolve_dtype("bfloat16" if name == "auto" else name, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""``troupe calibrate``: fixed scales for ``precision: fp8-static``, from steps of real prompts."""
+"""``troupe calibrate``: fixed scales for ``fp8-static`` and ``int8-static``, from steps of real prompts."""
 
 from __future__ import annotations
 

@@ -107,13 +107,13 @@ def build_engine(
     strategy: Annotated[
         str, typer.Option(help="How they divide it: ulysses, allgather_kv, hybrid, tensor ...")
     ] = "auto",
-    precision: Annotated[str, typer.Option(help="fp16, bf16, fp32, int8, fp8; auto is the dtype's.")] = "auto",
+    precision: Annotated[str, typer.Option(help="Of the linears: native, fp8-static or int8-static.")] = "auto",
     target: Annotated[str, typer.Option(help="Compute capability, such as sm90; auto is this machine's GPU.")] = "auto",
     size: Annotated[list[str] | None, typer.Option(help="WIDTHxHEIGHT[xFRAMES]; several share an engine file.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16: as the model will be loaded.")] = "auto",
     weights: Annotated[str, typer.Option(help="inputs (one file for all fine-tunes) or constants.")] = "inputs",
     cache_dir: Annotated[Path | None, typer.Option(help="Folder of engine files; ~/.cache/troupe/engines.")] = None,
-    calibrate: Annotated[bool, typer.Option("--calibrate", help="First measure activations, for int8, fp8.")] = False,
+    calibrate: Annotated[bool, typer.Option("--calibrate", help="First measure activations.")] = False,
     prompts: Annotated[Path | None, typer.Option(help="Prompts to calibrate with, one a line.")] = None,
     weight_streaming: Annotated[bool, typer.Option("--weight-streaming", help="Weights may stay on the host.")] = False,
     strip_weights: Annotated[bool, typer.Option("--strip-weights", help="An engine file without its weights.")] = False,
@@ -150,7 +150,7 @@ def calibrate(
     size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT[xFRAMES]; the model's default.")] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
 ) -> None:
-    """Fixed scales for precision fp8-static of the torch engine, from all steps of some prompts."""
+    """Fixed scales for the torch engine's fp8-static and int8-static, from all steps of some prompts."""
     from deployments.cli.calibrate import calibrate as run
 
     with errors():

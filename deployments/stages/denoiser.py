@@ -43,13 +43,13 @@ class Denoiser:
         )
 
     async def denoise(
-        self, job_id: str, request: MediaRequest, encoded: list[ray.ObjectRef[Encoded]], alone: bool = False
+        self, job_id: str, request: MediaRequest, encoded: list[ray.ObjectRef[Encoded]], exclusive: bool = False
     ) -> AsyncGenerator[tuple[JobEvent, ...]]:
         """Steps, previews and at last ``JobDone``. Closing the iterator cancels the job on all ranks.
 
         Steps come in groups, ``EVENTS_EVERY_S`` apart: each group is a millisecond's work in two processes.
         ``encoded`` is a list of one reference, so that this call need not wait for the encoder to be sent.
-        ``alone``: beside no other job, as a request runs whose gang broke under it.
+        ``exclusive``: beside no other job, as a request runs whose gang broke under it.
         """
         job = Job(
             job_id=job_id,
@@ -58,7 +58,7 @@ class Denoiser:
             num_steps=request.num_inference_steps,
             preview_steps=frozenset(request.preview_steps),
             shape=(request.width, request.height, request.num_frames, request.true_cfg_scale > 1),
-            alone=alone,
+            exclusive=exclusive,
             request_id=request.request_id,
         )
         logger.info("job is queued", extra=job.log_fields)

@@ -54,9 +54,9 @@ class StageHandles:
 
 @dataclass(kw_only=True, slots=True)
 class _Run:
-    """What one run through the stages has seen so far. ``alone``: beside no other job of its gang."""
+    """What one run through the stages has seen so far. ``exclusive``: beside no other job of its gang."""
 
-    alone: bool
+    exclusive: bool
     started_s: float = field(default_factory=time.perf_counter)
     num_steps_seen: int = 0
     previews: asyncio.Queue[PreviewReady | None] = field(default_factory=asyncio.Queue)
@@ -87,7 +87,7 @@ class DeployedStudio:
         give_up_s: float | None = None
         while True:
             # After a broken gang all that ran on it are suspects. Alone, each shows whether it was the cause.
-            run = _Run(alone=num_broken > 0)
+            run = _Run(exclusive=num_broken > 0)
             try:
                 with _unwrapped():
                     async with aclosing(self._run(request, output, run)) as events:
@@ -137,7 +137,7 @@ def _unwrapped() -> Iterator[None]:
 
 
 async def _job_events(
-    stages: StageHandles, request: MediaRequest, encoding: DeploymentResponse[Encoded], alone: bool
+    stages: StageHandles, request: MediaRequest, encoding: DeploymentResponse[Encoded], exclusive: bool
 ) -> AsyncGenerator[JobEvent]:
     """Yields the denoiser's stream. Closed early (the client went away), it is cancelled: the job stops on all ranks.
 
@@ -146,7 +146,7 @@ async def _job_events(
     """
     job_id = f"{request.request_id}-{uuid.uuid4().hex[:8]}"
     encoded = [await encoding._to_object_ref()]
-    stream: Any = stages.denoiser.options(stream=True).denoise.remote(job_id, request, encoded, alone)
+    stream: Any = stages.denoiser.options(stream=True).denoise.remote(job_id, request, encoded, exclusive)
     try:
         async for group in stream:
             for event in group:
@@ -160,7 +160,7 @@ async def _denoised(
     stages: StageHandles, request: MediaRequest, output: Output, encoding: DeploymentResponse[Encoded], run: _Run
 ) -> AsyncGenerator[StudioEvent]:
     """Yields the job's progress. Its previews go to ``run``; the decoding of its result has begun at the end."""
-    async with aclosing(_job_events(stages, request, encoding, run.alone)) as events:
+    async with aclosing(_job_events(stages, request, encoding, run.exclusive)) as events:
         async for event in events:
             match event:
                 case StepDone():

@@ -16,8 +16,8 @@ class Job:
 
     ``conditioning`` may be an ``ObjectRef``; it is resolved on the ranks, never in the scheduler's process.
     ``preview_steps`` count from 1. Jobs of equal ``shape`` share compiled programs: steps get the start deadline until
-    their ranks have found everything ready for it (None: the first step of each job). ``alone`` keeps other jobs from
-    running meanwhile: if the gang breaks, it is clear under which job.
+    their ranks have found everything ready for it (None: the first step of each job). ``exclusive`` keeps other jobs
+    from running: if the gang breaks, it is clear under which job.
     ``request_id`` is for the logs.
     """
 
@@ -27,7 +27,7 @@ class Job:
     num_steps: int
     preview_steps: frozenset[int] = frozenset()
     shape: Hashable | None = None
-    alone: bool = False
+    exclusive: bool = False
     request_id: str = ""
 
     @property

@@ -19,13 +19,13 @@ from engines.gang.config import RankParts
 from engines.gang.errors import portable
 from engines.gang.job import Job
 from engines.gang.step_plan import JobFailure, JobStep, Move, StepPlan, StepReport, Work
-from engines.gang.transfer import hand_over
+from engines.gang.transfer import transfer
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class HeldJob:
+class ResidentJob:
     """A job on a rank, its conditioning resolved; ``state`` is the sampler's, from step 1 on."""
 
     job: Job
@@ -47,17 +47,17 @@ class RankJobs:
         self._context = context
         self._device = torch.device(context.device)
         self._pace = Pace(self._device)
-        self._held: dict[str, HeldJob] = {}
+        self._residents: dict[str, ResidentJob] = {}
         self._failures: list[JobFailure] = []
         self._was_warm = True
 
     @property
     def job_ids(self) -> tuple[str, ...]:
-        return tuple(self._held)
+        return tuple(self._residents)
 
     def admit(self, job: Job) -> None:
         """Hold a job until its first step. May be called from another thread."""
-        self._held[job.job_id] = HeldJob(job)
+        self._residents[job.job_id] = ResidentJob(job)
 
     @torch.no_grad()
     def execute(self, plan: StepPlan) -> tuple[StepReport, tuple[Tensor | None, ...]]:
@@ -80,13 +80,15 @@ class RankJobs:
 
     def close(self) -> None:
         """Drop all states and release the engine. The communicator must still be alive."""
-        self._held.clear()
+        self._residents.clear()
         self._engine.close()
 
     def _drop(self, job_id: str) -> None:
-        held = self._held.pop(job_id, None)
-        if held is not None:
-            logger.info("job is dropped", extra=self._log_fields(held.job) | {"num_steps_done": held.num_steps_done})
+        resident = self._residents.pop(job_id, None)
+        if resident is not None:
+            logger.info(
+                "job is dropped", extra=self._log_fields(resident.job) | {"num_steps_done": resident.num_steps_done}
+            )
 
     def _report(self, plan: StepPlan, step_ms: float) -> StepReport:
         return StepReport(
@@ -99,54 +101,56 @@ class RankJobs:
 
     def _move(self, move: Move) -> None:
         """Every rank of the gang makes the call; if the state cannot travel, all of them fail the job."""
-        started_s, held, rank = time.perf_counter(), self._held[move.job_id], self._context.rank
-        mine = (held.state, held.num_steps_done, held.failed) if rank == move.source else None
-        with self._blame(held):
-            handed = hand_over(mine, source=move.source, rank=rank, device=self._device)
+        started_s, resident, rank = time.perf_counter(), self._residents[move.job_id], self._context.rank
+        mine = (resident.state, resident.num_steps_done, resident.failed) if rank == move.source else None
+        with self._blame(resident):
+            handed = transfer(mine, source=move.source, rank=rank, device=self._device)
             if rank in move.ranks:
-                held.state, held.num_steps_done, held.failed = handed
+                resident.state, resident.num_steps_done, resident.failed = handed
                 took_ms = 1e3 * (time.perf_counter() - started_s)
-                logger.info("job comes from rank %d in %.1f ms", move.source, took_ms, extra=self._log_fields(held.job))
+                logger.info(
+                    "job comes from rank %d in %.1f ms", move.source, took_ms, extra=self._log_fields(resident.job)
+                )
 
     def _release_moved(self, plan: StepPlan) -> None:
         """Drops states that are out of date: their jobs have gone on to other ranks."""
         for work in plan.works:
             if self._context.rank not in work.ranks:
                 for job_id in work.job_ids:
-                    if held := self._held.get(job_id):
-                        held.state = None
+                    if resident := self._residents.get(job_id):
+                        resident.state = None
 
     def _step(self, work: Work) -> None:
         for job_step in work.job_steps:
             if job_step.step == 1:
-                self._begin(self._held[job_step.job_id])
-        forwards = [(held, branches) for held in self._alive(work) if (branches := self._branches(held))]
-        for held, predictions in self._predict(forwards, work.ranks):
-            with self._blame(held):
-                held.state = self._sampler.advance(held.state, predictions)
-                held.num_steps_done += 1
+                self._begin(self._residents[job_step.job_id])
+        forwards = [(resident, branches) for resident in self._alive(work) if (branches := self._branches(resident))]
+        for resident, predictions in self._predict(forwards, work.ranks):
+            with self._blame(resident):
+                resident.state = self._sampler.advance(resident.state, predictions)
+                resident.num_steps_done += 1
         self._pace.wait_for_previous_step()
 
-    def _alive(self, work: Work) -> list[HeldJob]:
+    def _alive(self, work: Work) -> list[ResidentJob]:
         # A plan may name a job that failed after the plan was made; one that was never admitted is our own mistake.
-        return [held for job_id in work.job_ids if not (held := self._held[job_id]).failed]
+        return [resident for job_id in work.job_ids if not (resident := self._residents[job_id]).failed]
 
-    def _begin(self, held: HeldJob) -> None:
-        with self._blame(held):
-            held.state = self._sampler.begin(held.job.request, held.job.conditioning)
-            num_steps = self._sampler.num_steps(held.state)
-            if num_steps != held.job.num_steps:
-                raise ValueError(f"the job says {held.job.num_steps} steps and its schedule has {num_steps}")
-            logger.info("job begins", extra=self._log_fields(held.job))
+    def _begin(self, resident: ResidentJob) -> None:
+        with self._blame(resident):
+            resident.state = self._sampler.begin(resident.job.request, resident.job.conditioning)
+            num_steps = self._sampler.num_steps(resident.state)
+            if num_steps != resident.job.num_steps:
+                raise ValueError(f"the job says {resident.job.num_steps} steps and its schedule has {num_steps}")
+            logger.info("job begins", extra=self._log_fields(resident.job))
 
-    def _branches(self, held: HeldJob) -> tuple[Branch, ...]:
-        with self._blame(held):
-            return self._sampler.branches(held.state)
+    def _branches(self, resident: ResidentJob) -> tuple[Branch, ...]:
+        with self._blame(resident):
+            return self._sampler.branches(resident.state)
         return ()
 
     def _predict(
-        self, forwards: list[tuple[HeldJob, tuple[Branch, ...]]], ranks: tuple[int, ...]
-    ) -> list[tuple[HeldJob, tuple[Tensor, ...]]]:
+        self, forwards: list[tuple[ResidentJob, tuple[Branch, ...]]], ranks: tuple[int, ...]
+    ) -> list[tuple[ResidentJob, tuple[Tensor, ...]]]:
         """One forward for all jobs of the work, split again by job; nothing for any of them if it fails."""
         if not forwards:
             return []
@@ -154,42 +158,42 @@ class RankJobs:
             predictions = iter(self._engine.predict(tuple(b for _, branches in forwards for b in branches), ranks))
             self._was_warm = self._engine.was_warm
         except ValueError as error:
-            for held, _ in forwards:
-                self._fail(held, error)
+            for resident, _ in forwards:
+                self._fail(resident, error)
             return []
-        return [(held, tuple(islice(predictions, len(branches)))) for held, branches in forwards]
+        return [(resident, tuple(islice(predictions, len(branches)))) for resident, branches in forwards]
 
     def _emit(self, job_step: JobStep) -> Tensor | None:
-        held = self._held[job_step.job_id]
-        if held.failed:
+        resident = self._residents[job_step.job_id]
+        if resident.failed:
             return None
         try:
             take = self._sampler.latents if job_step.emit == "final" else self._sampler.preview
-            return take(held.state)
+            return take(resident.state)
         except Exception as error:
             # The lead rank alone takes latents, so the job goes on here as it does on the others, until it is dropped.
-            self._fail(held, error, shared=False)
+            self._fail(resident, error, shared=False)
             return None
 
     def _forget_finished(self, plan: StepPlan) -> None:
         """Also on ranks outside of the job's team, which were given it too."""
         for job_step in (job_step for work in plan.works for job_step in work.emits):
             if job_step.emit == "final":
-                held = self._held.pop(job_step.job_id)
-                logger.info("job ends", extra=self._log_fields(held.job) | {"failed": held.failed})
+                resident = self._residents.pop(job_step.job_id)
+                logger.info("job ends", extra=self._log_fields(resident.job) | {"failed": resident.failed})
 
     @contextmanager
-    def _blame(self, held: HeldJob) -> Iterator[None]:
+    def _blame(self, resident: ResidentJob) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            self._fail(held, error)
+            self._fail(resident, error)
 
-    def _fail(self, held: HeldJob, error: Exception, shared: bool = True) -> None:
+    def _fail(self, resident: ResidentJob, error: Exception, shared: bool = True) -> None:
         if shared:
-            held.failed, held.state = True, None
-        self._failures.append(JobFailure(job_id=held.job.job_id, error=portable(error), shared=shared))
-        logger.error("job fails: %s", error, extra=self._log_fields(held.job), exc_info=error)
+            resident.failed, resident.state = True, None
+        self._failures.append(JobFailure(job_id=resident.job.job_id, error=portable(error), shared=shared))
+        logger.error("job fails: %s", error, extra=self._log_fields(resident.job), exc_info=error)
 
     def _log_fields(self, job: Job) -> dict[str, object]:
         return job.log_fields | {"rank": self._context.rank}

@@ -45,7 +45,7 @@ class Scheduler:
 
     Each plan serves the job that has waited longest and fills the ranks that it leaves free with the next ones, so a
     job waits at most ``max_running_jobs - 1`` plans between two steps. Up to ``max_batch`` jobs of one shape on one
-    team are served together. A job that must be alone begins when all before it have ended, and the others wait for
+    team are served together. An exclusive job begins when all before it have ended, and the others wait for
     its end.
     """
 
@@ -105,9 +105,9 @@ class Scheduler:
             self._running[job.job_id] = _RunningJob(job, self._all_ranks, next(self._turns))
 
     def _may_start(self, job: Job, is_idle: bool) -> bool:
-        if job.alone:
+        if job.exclusive:
             return is_idle and not self._running
-        is_free = not any(running.job.alone for running in self._running.values())
+        is_free = not any(running.job.exclusive for running in self._running.values())
         return is_free and len(self._running) < self._max_running_jobs
 
     def _share_out(self) -> None:

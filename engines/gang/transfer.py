@@ -16,7 +16,7 @@ ALIGNMENT = 16
 """Bytes at whose multiples tensors begin inside the one message; every dtype can be read there."""
 
 
-def hand_over(state: Any, *, source: int, rank: int, device: torch.device) -> Any:
+def transfer(state: Any, *, source: int, rank: int, device: torch.device) -> Any:
     """The ``state`` of rank ``source``, on every rank; all ranks of the gang make the call.
 
     Tensors on ``device`` go as one message between the devices, all else (pickled) before it. What keeps the state

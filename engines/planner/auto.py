@@ -66,7 +66,7 @@ def possible_team_sizes(model: DenoiserModel, num_ranks: int) -> tuple[int, ...]
 
 
 def typical_lengths(model: DenoiserModel, num_tokens: int) -> tuple[tuple[str, int], ...]:
-    """Those that the model says; else the probe's streams, grown together until the longest has ``num_tokens``."""
+    """Returns what the model says; else the probe's streams, grown together until the longest has ``num_tokens``."""
     if model.typical_lengths is not None:
         return tuple((stream, model.typical_lengths[stream]) for stream in model.plan.streams)
     lengths: Mapping[str, int] = model.stream_lengths(model.probe()[0].inputs)

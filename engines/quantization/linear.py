@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from engines.core.precision import Scheme
 from engines.core.shard_plan import ShardPlan
 from engines.quantization.layers import MULTIPLE, replace_linears
-from engines.quantization.scales import FP8, LARGEST, Scheme, fixed_scale, row_scales
+from engines.quantization.scales import FP8, LARGEST, fixed_scale, row_scales
 
 
 class QuantLinear(nn.Module):

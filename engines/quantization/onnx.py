@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engines.core.model import DenoiserModel
+from engines.core.precision import Scheme
 from engines.core.shard_plan import ShardPlan
 from engines.quantization.calibration import calibration_of, load_calibration
 from engines.quantization.layers import replace_linears
-from engines.quantization.scales import FP8, LARGEST, Scheme, fixed_scale, row_scales, stored
+from engines.quantization.scales import FP8, LARGEST, fixed_scale, row_scales, stored
 
 PER_TENSOR = -1
 
@@ -97,7 +98,7 @@ def quantization(model: DenoiserModel, name: str, scheme: Scheme, folder: Path) 
     path = calibration_of(model.modules[name], folder)
     if not path.exists():
         raise ValueError(
-            f"precision {scheme} needs a calibration of these weights, and {path} does not exist: "
-            f"run troupe build-engine --precision {scheme} --calibrate with this model and dtype first"
+            f"precision {scheme}-static needs a calibration of these weights, and {path} does not exist: "
+            f"run troupe build-engine --precision {scheme}-static --calibrate with this model and dtype first"
         )
     return Quantization(plan=model.plan, amax=load_calibration(path, name), scheme=scheme)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-Scheme = Literal["fp8", "int8"]
-"""Float8 e4m3 (arXiv:2209.05433), or symmetric int8."""
+from engines.core.precision import Scheme
 
 FP8 = torch.float8_e4m3fn
 LARGEST: dict[Scheme, float] = {"fp8": 448.0, "int8": 127.0}

@@ -6,20 +6,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from engines.core.model import DenoiserModel, dtype_of
+from engines.core.precision import scheme_of
 from engines.core.spec import ParallelSpec
 from engines.tensorrt_engine.build.bindings import load_bindings
 from engines.tensorrt_engine.build.engine_cache import DEFAULT_FOLDER
 from engines.tensorrt_engine.build.targets import Target
 from engines.tensorrt_engine.rules import (
-    DTYPE_NAMES,
-    QUANTIZED,
-    Precision,
     TensorRTOptions,
     Weights,
-    check_dtype,
     check_options,
     check_precision,
     check_spec,
@@ -32,13 +27,10 @@ MIN_FUSED_HEADS = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorRTConfig:
-    """``strategy``: "auto", or what ``ParallelSpec.of`` takes. ``precision`` "auto" is the dtype of the loaded model.
-
-    "int8" and "fp8" quantize the linears, with the model's dtype for the rest.
-    """
+    """``strategy``: "auto", or what ``ParallelSpec.of`` takes. ``precision`` is one of ``rules.PRECISIONS``."""
 
     strategy: str = "auto"
-    precision: Precision = "auto"
+    precision: str = "auto"
     options: TensorRTOptions = field(default_factory=TensorRTOptions)
 
     def __post_init__(self) -> None:
@@ -72,12 +64,12 @@ class TensorRTConfig:
         spec = self.spec(num_ranks, num_heads=model.num_heads)
         spec.check(num_heads=model.num_heads, has_tensor_plan=bool(model.plan.linears))
         check_spec(spec, weights=self.weights)
-        precision = _precision(self.precision, dtype_of(next(iter(model.modules.values()))))
-        check_precision(spec, precision=precision)
-        if precision == "fp8" and not target.has_fp8:
-            raise ValueError(f"fp8 needs compute capability 8.9; {target.name} has none: use int8, bf16 or fp16")
+        check_precision(spec, precision=self.precision)
+        if scheme_of(self.precision) == "fp8" and not target.has_fp8:
+            raise ValueError(f"fp8 needs compute capability 8.9; {target.name} has none: use int8-static or native")
+        precision = self.precision if scheme_of(self.precision) else _dtype_name(model)
         heads = model.num_heads // (spec.ulysses * spec.tensor)
-        if spec.num_ranks > 1 and heads < MIN_FUSED_HEADS and precision != "fp32":
+        if spec.num_ranks > 1 and heads < MIN_FUSED_HEADS and precision != "float32":
             raise ValueError(
                 f"{spec.name} leaves {heads} of {model.num_heads} heads on a rank; TensorRT fuses half-precision "
                 f"attention from {MIN_FUSED_HEADS} heads on: use fewer ranks, or allgather_kv, which keeps all heads"
@@ -93,7 +85,7 @@ class TensorRTConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResolvedConfig:
-    """``precision`` is concrete; ``ring`` says how a ring runs, if there is one."""
+    """``precision`` is a quantised one, or the name of the model's dtype; ``ring`` says how a ring runs."""
 
     spec: ParallelSpec
     precision: str
@@ -111,7 +103,5 @@ def ring_form(spec: ParallelSpec, target: Target) -> RingForm:
     return "native" if target.has_native_ring and load_bindings().product == "tensorrt" else "segments"
 
 
-def _precision(wanted: str, dtype: torch.dtype) -> str:
-    name = str(dtype).removeprefix("torch.")
-    check_dtype(precision=wanted, dtype=name)
-    return wanted if wanted in QUANTIZED else DTYPE_NAMES[name]
+def _dtype_name(model: DenoiserModel) -> str:
+    return str(dtype_of(next(iter(model.modules.values())))).removeprefix("torch.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ from engines.tensorrt_engine.engine import TensorRTEngine
 from engines.tensorrt_engine.export.buckets import check_branches
 from engines.tensorrt_engine.export.exporter import Exporter, change_for
 from engines.tensorrt_engine.export.onnx_graph import EngineGraph
-from engines.tensorrt_engine.rules import Precision, TensorRTOptions
+from engines.tensorrt_engine.rules import TensorRTOptions
 from engines.tensorrt_engine.run.preflight import (
     check_alike,
     check_engine_file,
@@ -54,9 +53,7 @@ def load_tensorrt_engine(
     used for the check. Raises ValueError for what TensorRT cannot do, PreflightError, EngineRejectedError,
     WrongAnswerError.
     """
-    config = TensorRTConfig(
-        strategy=strategy, precision=cast(Precision, precision), options=options or TensorRTOptions()
-    )
+    config = TensorRTConfig(strategy=strategy, precision=precision, options=options or TensorRTOptions())
     buckets = tuple(branches[0] for branches in expected)
     target = current_target(context.rank)
     groups = gang_groups()  # waits for the early start: no exchange comes before it

@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from engines.core.engine import EngineChoice
+from engines.core.precision import check_known, scheme_of
 from engines.core.spec import ParallelSpec
 
-Precision = Literal["auto", "native", "fp32", "fp16", "bf16", "int8", "fp8"]
 Weights = Literal["inputs", "constants"]
 
-DTYPE_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-"""A model's dtype -> the precision of that name."""
+PRECISIONS = ("auto", "native", "fp8-static", "int8-static")
+"""Scales are constants of an engine file, so they are static ones."""
 
-QUANTIZED = ("int8", "fp8")
+DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+"""Names under which users look for a dtype among precisions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +38,6 @@ def check(choice: EngineChoice) -> None:
     options = choice.options or TensorRTOptions()
     assert isinstance(options, TensorRTOptions)
     check_device(gpus_per_rank=choice.gpus_per_rank)
-    check_dtype(precision=choice.precision, dtype=choice.dtype)
     check_options(
         strategy=choice.strategy, precision=choice.precision, weights=options.weights, num_ranks=choice.num_ranks
     )
@@ -45,8 +45,7 @@ def check(choice: EngineChoice) -> None:
 
 def check_options(*, strategy: str, precision: str, weights: str, num_ranks: int | None = None) -> None:
     """Raises ValueError with the reason and what would work. Without ``num_ranks``, any that fits the strategy does."""
-    if precision not in get_args(Precision):
-        raise ValueError(f"precision is {precision!r}; the TensorRT engine knows {', '.join(get_args(Precision))}")
+    check_known_precision(precision)
     if strategy == "auto":
         return
     spec = ParallelSpec.of(strategy, _some_num_ranks(strategy) if num_ranks is None else num_ranks)
@@ -72,19 +71,24 @@ def check_spec(spec: ParallelSpec, *, weights: str) -> None:
 
 
 def check_precision(spec: ParallelSpec, *, precision: str) -> None:
-    if precision in QUANTIZED and spec.tensor > 1:
+    if scheme_of(precision) and spec.tensor > 1:
         raise ValueError(
             f"{precision} with {spec.name}: scales are those of whole weights; use ulysses or allgather_kv"
         )
 
 
-def check_dtype(*, precision: str, dtype: str) -> None:
-    """``dtype`` as a configuration names it; "auto" is decided where the model is loaded."""
-    native = DTYPE_NAMES.get(dtype)
-    if native is not None and precision in DTYPE_NAMES.values() and precision != native:
+def check_known_precision(precision: str) -> None:
+    """Raises ValueError with what there is, and what to write instead of names that others use."""
+    if precision in DTYPES:
         raise ValueError(
-            f"precision is {precision}, but the model is loaded in {native}: set the model's dtype to {precision}"
+            f"precision is {precision!r}; native computes in the model's dtype, so set that to {DTYPES[precision]}"
         )
+    if f"{precision}-static" in PRECISIONS:
+        raise ValueError(
+            f"precision is {precision!r}; an engine file holds fixed scales, so write {precision}-static, which needs "
+            "a calibration"
+        )
+    check_known(precision, PRECISIONS, "TensorRT")
 
 
 def check_device(*, gpus_per_rank: float) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from engines.core.model import DenoiserModel
+from engines.core.precision import scheme_of
 from engines.core.spec import ParallelSpec
 from engines.parallel.division import TeamSpecs
 from engines.parallel.mesh import Groups
@@ -23,10 +24,9 @@ FP8_CAPABILITY = (8, 9)
 class TorchChoices:
     """Concrete values of all that may be "auto".
 
-    ``precision`` is that of the linears: "native" computes in the dtype that the model was loaded in, "fp8" and "int8"
-    measure the scale of every row of activations; "fp8-static" takes it from the file ``calibration``. ``fast`` runs
-    the family's hand-ordered step wherever a team allows it, else the module runs, its blocks compiled if
-    ``compile_blocks``. ``capture`` records each shape in a CUDA graph at its second step.
+    ``precision`` is that of the linears (see ``engines.core.precision``), with static scales from the file
+    ``calibration``. ``fast`` runs the family's hand-ordered step wherever a team allows it, else the module runs, its
+    blocks compiled if ``compile_blocks``. ``capture`` records each shape in a CUDA graph at its second step.
     """
 
     precision: str = "native"
@@ -53,7 +53,7 @@ def resolve(
     slower than eager ones, and took 20 s for each shape.
     """
     on_gpu = device.type == "cuda"
-    if on_gpu and precision.startswith("fp8"):
+    if on_gpu and scheme_of(precision) == "fp8":
         _check_capability(precision, device)
     has_fast = model.fast is not None and model.weights is None and precision in ("auto", "native", "fp8")
     wants_fast = on_gpu and model.head_dim.bit_count() == 1 if fast is None else fast  # kernels take powers of two
@@ -83,7 +83,7 @@ def divide(
     """
     if strategy != "auto":
         return TeamSpecs.of_sizes(possible_team_sizes(model, num_ranks), lambda size: _named(model, strategy, size))
-    scheme = "fp8" if precision == "fp8-static" else precision  # as machines are measured
+    scheme = scheme_of(precision) or "native"  # as machines are measured
     return choose_specs(model, rank=rank, num_ranks=num_ranks, device=device, groups=groups, precision=scheme)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from engines.core.engine import EngineChoice
 from engines.core.model import Branch, DenoiserModel, dtype_of
+from engines.core.precision import scheme_of
 from engines.core.shard_plan import ShardPlan
 from engines.parallel.division import Division, shape_of
 from engines.parallel.early_start import gang_groups
@@ -19,7 +20,6 @@ from engines.parallel.mesh import Team
 from engines.parallel.sharded import ShardedModel
 from engines.quantization.calibration import load_calibration
 from engines.quantization.linear import swap_linears
-from engines.quantization.scales import Scheme
 from engines.torch_engine.compiler import compile_blocks, release_blocks
 from engines.torch_engine.config import divide, resolve
 from engines.torch_engine.exchange.choose import kernel_by_length
@@ -123,8 +123,7 @@ class TorchEngine:
 
     def _prepare_module(self, name: str, module: nn.Module, plan: ShardPlan) -> None:
         """For modules that run as they are: quantised layers, compiled blocks."""
-        if self.config.precision != "native":
-            scheme: Scheme = "int8" if self.config.precision == "int8" else "fp8"
+        if scheme := scheme_of(self.config.precision):
             path = self.config.calibration
             swap_linears(module, plan, scheme, None if path is None else load_calibration(Path(path), name))
         if self.config.compile_blocks:

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engines.core.engine import EngineChoice
-from engines.core.precision import PRECISIONS
+from engines.core.precision import PRECISIONS, check_known, is_static
 from engines.core.spec import ParallelSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TorchOptions:
-    """``calibration``: what ``troupe calibrate`` wrote, for the precision "fp8-static". Without ``peer_memory`` ranks
-    exchange through NCCL alone.
+    """``calibration``: what ``troupe calibrate`` wrote, for static scales. Without ``peer_memory`` ranks exchange
+    through NCCL alone.
     """
 
     calibration: Path | None = None
@@ -24,12 +24,11 @@ def check(choice: EngineChoice) -> None:
     """Raise ``ValueError``, with what is allowed, if this engine cannot do what ``choice`` asks for."""
     options = choice.options or TorchOptions()
     assert isinstance(options, TorchOptions)
-    if choice.precision not in PRECISIONS:
-        raise ValueError(f"precision is {choice.precision!r}; the torch engine knows {', '.join(PRECISIONS)}")
-    if (choice.precision == "fp8-static") != (options.calibration is not None):
+    check_known(choice.precision, PRECISIONS, "torch")
+    if is_static(choice.precision) != (options.calibration is not None):
         raise ValueError(
-            f"precision is {choice.precision!r} and torch.calibration {str(options.calibration)!r}: fp8-static needs a "
-            "file that `troupe calibrate` wrote, and nothing else takes one"
+            f"precision is {choice.precision!r} and torch.calibration {str(options.calibration)!r}: fp8-static and "
+            "int8-static need a file that `troupe calibrate` wrote, and nothing else takes one"
         )
     if choice.strategy != "auto":
         ParallelSpec.of(choice.strategy, choice.num_ranks)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from engines.core.fingerprint import fingerprint
 from engines.core.model import Branch, DenoiserModel
+from engines.core.precision import scheme_of
 from engines.parallel.mesh import Team
 from engines.quantization.onnx import Quantization, quantization
 from engines.tensorrt_engine.build.export_cache import ExportCache, export_key
@@ -79,8 +80,5 @@ class Exporter:
 
 def change_for(model: DenoiserModel, name: str, precision: str, folder: Path) -> ChangeModule:
     """Returns what happens to module ``name`` before it is traced. ValueError without the calibration that it needs."""
-    match precision:
-        case "int8" | "fp8":
-            return quantization(model, name, precision, folder)
-        case _:
-            return unchanged
+    scheme = scheme_of(precision)
+    return quantization(model, name, scheme, folder) if scheme else unchanged

@@ -18,7 +18,7 @@ PARTS_FROM_TOKENS = 16384
 """Steps of so many tokens exchange heads in parts, some beside the attention of others (docs/denoise_step.md)."""
 
 NUM_PARTS = 2
-"""With NCCL; ranks that write into each other's memory divide them as ``peer_attention`` says."""
+"""So many parts go through NCCL; ranks that write into each other's memory divide them as ``peer_attention`` says."""
 
 
 def module_kernels(peer_memory: bool, device: torch.device, dtype: torch.dtype) -> tuple[MakeKernel, ...]:

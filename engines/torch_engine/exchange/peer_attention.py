@@ -58,13 +58,14 @@ def _(q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor, number: int) -> Tensor:
 
 
 def parts_of(heads: int) -> tuple[slice, ...]:
-    """Of one rank's heads, in the order in which they are sent and attended."""
+    """Returns slices of one rank's heads, in the order in which they are sent and attended."""
     return tuple(slice(start, stop) for start, stop in itertools.pairwise(sorted({0, 1, heads - 1, heads})))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Memory:
-    """Of one shape. ``inboxes`` are a part's of all ranks, each (q k v, B, M, h, D); ``outboxes`` (B, L, W, H / W, D).
+    """What one shape needs. ``inboxes`` are a part's of all ranks, each (q k v, B, M, h, D); ``outboxes``
+    (B, L, W, H / W, D).
 
     ``parts`` are the heads of each part among a rank's.
     """

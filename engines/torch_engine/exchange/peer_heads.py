@@ -30,7 +30,7 @@ Copies = tuple[torch.cuda.Event | None, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Memory:
-    """Of one shape, W ranks, h heads of one rank.
+    """What one shape needs: W ranks, h heads of one rank.
 
     ``inbox`` is read as (all tokens, B, 3, h, D); ``outbox`` as (W, rows, h x D), or, pushed, as (rows, W x h x D).
     ``staging_WN`` holds what is copied. A kernel adds the place of my rows in an inbox to the addresses it is given:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.gang.hand_over import TEXT_CHANNELS, TEXT_TOKENS, hand_over_times
+from benchmarks.gang.transfer import TEXT_CHANNELS, TEXT_TOKENS, hand_over_times
 from tests.engines.support.gloo import gang
 
 

@@ -28,10 +28,10 @@ def build(folder: Path, model: str, *args: str) -> Result:
 
 def test_says_what_the_file_holds_and_finds_it_again(tmp_path: Path, tiny_model: Path) -> None:
     """By the configuration alone at first, then with the weights: it is the same file."""
-    args = ("--strategy", "ulysses", "--ranks", "2", "--precision", "fp16", "--size", "64x64")
+    args = ("--strategy", "ulysses", "--ranks", "2", "--dtype", "float16", "--size", "64x64")
     first = build(tmp_path, str(tiny_model), *args)
     assert first.exit_code == 0, first.output
-    for told in ("ulysses2, 2 ranks, fp16, sm89", "1 all_gather, 8 all_to_all", "attentions    4, fused: 4"):
+    for told in ("ulysses2, 2 ranks, float16, sm89", "1 all_gather, 8 all_to_all", "attentions    4, fused: 4"):
         assert told in first.output
     for told in ("hidden_states 1×32×16 FLOAT16", "MiB", "built in"):
         assert told in first.output
@@ -48,13 +48,13 @@ def one_prompt(folder: Path) -> Path:
     return file
 
 
-QUANTIZED = ("--precision", "int8", "--weights", "constants", "--ranks", "2", "--dtype", "float16")
+QUANTIZED = ("--precision", "int8-static", "--weights", "constants", "--ranks", "2", "--dtype", "float16")
 
 
 def test_quantized_needs_a_record(tmp_path: Path, tiny_model: Path) -> None:
     refused = build(tmp_path, str(tiny_model), *QUANTIZED, "--size", "64x64")
     assert refused.exit_code == 2
-    assert "build-engine --precision int8 --calibrate" in refused.output
+    assert "build-engine --precision int8-static --calibrate" in refused.output
 
 
 @pytest.mark.slow
@@ -84,7 +84,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("--strategy", "tensor2xulysses2", "--ranks", "4"), "Use tensor4 or ulysses4 alone, or engine: torch"),
         (("--strategy", "tensor", "--ranks", "2", "--weights", "constants"), "use weights: inputs"),
         (("--precision", "fp4"), "the TensorRT engine knows auto"),
-        (("--precision", "fp16", "--dtype", "bfloat16"), "set the model's dtype to fp16"),
+        (("--precision", "fp16"), "native computes in the model's dtype, so set that to float16"),
         (("--ranks", "8", "--strategy", "ulysses"), "leaves 1 of 8 heads on a rank"),
         (("--size", "100x100"), "must be positive multiples of 16"),
         (("--size", "large"), "write it as WIDTHxHEIGHT"),

@@ -51,11 +51,11 @@ def model_config(**denoiser: Any) -> ModelConfig:
             "load one engine file. Use ulysses4 or tensor4, or engine: torch",
         ),
         ({"strategy": "tensor", "tensorrt": {"weights": "constants"}}, "one engine file per rank; use weights: inputs"),
-        ({"strategy": "tensor", "precision": "int8"}, "scales are those of whole weights; use ulysses"),
+        ({"strategy": "tensor", "precision": "int8-static"}, "scales are those of whole weights; use ulysses"),
         ({"strategy": "guidance2xulysses", "num_ranks": 3}, "needs a multiple of 2 ranks, not 3"),
         ({"strategy": "magic"}, "unknown strategy 'magic'; known: ulysses"),
-        ({"precision": "fp4"}, "the TensorRT engine knows auto, native, fp32, fp16, bf16, int8, fp8"),
-        ({"precision": "fp16"}, "the model is loaded in bf16: set the model's dtype to fp16"),
+        ({"precision": "fp4"}, "the TensorRT engine knows auto, native, fp8-static, int8-static"),
+        ({"precision": "fp16"}, "native computes in the model's dtype, so set that to float16"),
         ({"gpus_per_rank": 0}, "give each rank one, or use engine: torch"),
         ({"tensorrt": {"sizes": ["64x64"]}}, "the key sizes is denoiser.warm_sizes now"),
         ({"tensorrt": {"weights": "elsewhere"}}, "weights"),
@@ -101,10 +101,10 @@ def test_options_reach_the_engine_and_nccl_the_environment(tmp_path: Path, monke
     monkeypatch.setattr(load, "load_tensorrt_engine", fake_engine)
     tensorrt = {"weights": "constants", "cache_dir": str(tmp_path)}
     sizes = ["128x128", "64x128"]
-    model = model_config(strategy="allgather_kv", precision="int8", tensorrt=tensorrt, warm_sizes=sizes)
+    model = model_config(strategy="allgather_kv", precision="int8-static", tensorrt=tensorrt, warm_sizes=sizes)
     assert BuildRankParts(model=model)(HERE).engine is engine
     assert engine.warmed == [(64, (0,)), (32, (0,))], "image tokens of the warm sizes, on this rank's team of one"
-    assert (given["strategy"], given["precision"]) == ("allgather_kv", "int8")
+    assert (given["strategy"], given["precision"]) == ("allgather_kv", "int8-static")
     assert given["options"] == TensorRTOptions(weights="constants", cache_dir=tmp_path)
     assert [branches[0].inputs["hidden_states"].shape[1] for branches in given["expected"]] == [64, 32]
     monkeypatch.setattr(nccl, "rank_environment", lambda environment: {"LIBRARIES": environment["LD_LIBRARY_PATH"]})

@@ -35,16 +35,16 @@ def test_jobs_take_turns() -> None:
     assert ["".join(served(plan)) for plan in all_plans(turns)] == list("abcabc")
 
 
-def test_a_job_that_must_be_alone_begins_when_the_others_have_ended_and_ends_before_the_next_begin() -> None:
+def test_an_exclusive_job_begins_when_the_others_have_ended_and_ends_before_the_next_begin() -> None:
     alone = scheduler()
     for name in "abCd":
-        alone.add(replace(job(name, num_steps=2), alone=name.isupper()))
+        alone.add(replace(job(name, num_steps=2), exclusive=name.isupper()))
     assert ["".join(served(plan)) for plan in all_plans(alone)] == list("ababCCdd")
 
 
-def test_a_job_that_must_be_alone_waits_for_the_plans_under_way() -> None:
+def test_an_exclusive_job_waits_for_the_plans_under_way() -> None:
     alone = scheduler()
-    alone.add(replace(job("a", num_steps=1), alone=True))
+    alone.add(replace(job("a", num_steps=1), exclusive=True))
     assert alone.next_plan(is_idle=False) is None
     assert list(served(alone.next_plan(is_idle=True))) == ["a"]
 

@@ -15,7 +15,7 @@ from engines.gang.config import RankParts
 from engines.gang.job import Job
 from engines.gang.rank_jobs import RankJobs
 from engines.gang.scheduler import Scheduler
-from engines.gang.transfer import ALIGNMENT, hand_over
+from engines.gang.transfer import ALIGNMENT, transfer
 from engines.parallel.self_check import relative_difference
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
@@ -131,7 +131,7 @@ def test_every_kind_of_value_arrives_once() -> None:
 
 def hand_over_state() -> Any:
     rank = dist.get_rank()
-    return hand_over(STATE if rank == 1 else None, source=1, rank=rank, device=CPU)
+    return transfer(STATE if rank == 1 else None, source=1, rank=rank, device=CPU)
 
 
 def test_a_state_without_tensors() -> None:
@@ -139,7 +139,7 @@ def test_a_state_without_tensors() -> None:
 
 
 def hand_over_number() -> Any:
-    return hand_over(5, source=0, rank=dist.get_rank(), device=CPU)
+    return transfer(5, source=0, rank=dist.get_rank(), device=CPU)
 
 
 def test_what_cannot_be_pickled_is_told_to_every_rank() -> None:
@@ -149,7 +149,7 @@ def test_what_cannot_be_pickled_is_told_to_every_rank() -> None:
 
 def hand_over_function() -> str:
     try:
-        hand_over(lambda: None, source=0, rank=dist.get_rank(), device=CPU)
+        transfer(lambda: None, source=0, rank=dist.get_rank(), device=CPU)
     except Exception as error:
         return str(error)
     return "no error"

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from engines.core.precision import Scheme
 from engines.parallel.self_check import relative_difference
 from engines.quantization.calibration import load_calibration, recording, save_calibration
 from engines.quantization.linear import LAYERS, QuantLinear, swap_linears
-from engines.quantization.scales import Scheme
 from pipelines.flux.shard_plan import SHARD_PLAN
 from tests.engines.support import models
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from engines.core.model import DenoiserModel
+from engines.core.precision import Scheme
 from engines.core.spec import ParallelSpec
 from engines.quantization.calibration import recording
 from engines.quantization.onnx import QuantizedLinear, quantize
-from engines.quantization.scales import Scheme
 from engines.tensorrt_engine.export.onnx_graph import export_graph
 from tests.engines.tensorrt_engine.support.all_ranks import export_case, relative_error
 from tests.engines.tensorrt_engine.support.simulate import Simulator

@@ -39,7 +39,9 @@ def model() -> Callable[[torch.dtype], DenoiserModel]:
         ({"strategy": "pipeline"}, "all ranks of a team load one engine file"),
         ({"strategy": "tensor", "options": TensorRTOptions(weights="constants")}, "one engine file per rank"),
         ({"strategy": "magic"}, "unknown strategy"),
-        ({"precision": "fp4"}, "knows auto"),
+        ({"precision": "fp4"}, "knows auto, native, fp8-static, int8-static"),
+        ({"precision": "bf16"}, "native computes in the model's dtype, so set that to bfloat16"),
+        ({"precision": "int8"}, "fixed scales, so write int8-static"),
     ],
 )
 def test_refused_when_read(options: dict[str, Any], message: str) -> None:
@@ -53,9 +55,9 @@ def test_weights_are_inputs_or_constants() -> None:
 
 
 def test_fp8_needs_a_gpu_that_has_it(model: Callable[[torch.dtype], DenoiserModel]) -> None:
-    with pytest.raises(ValueError, match="use int8, bf16 or fp16"):
-        TensorRTConfig(precision="fp8").resolve(model(torch.bfloat16), 2, SM86)
-    assert TensorRTConfig(precision="fp8").resolve(model(torch.bfloat16), 2, SM89).precision == "fp8"
+    with pytest.raises(ValueError, match="use int8-static or native"):
+        TensorRTConfig(precision="fp8-static").resolve(model(torch.bfloat16), 2, SM86)
+    assert TensorRTConfig(precision="fp8-static").resolve(model(torch.bfloat16), 2, SM89).precision == "fp8-static"
 
 
 def test_one_head_per_rank_is_refused_in_half_precision(model: Callable[[torch.dtype], DenoiserModel]) -> None:
@@ -69,10 +71,9 @@ def test_auto_keeps_two_heads_per_rank(model: Callable[[torch.dtype], DenoiserMo
     assert specs == ["single", "ulysses2", "ulysses4", "allgather_kv8"]
 
 
-def test_precision_is_the_models(model: Callable[[torch.dtype], DenoiserModel]) -> None:
-    assert TensorRTConfig().resolve(model(torch.float16), 2, SM89).precision == "fp16"
-    with pytest.raises(ValueError, match="set the model's dtype to fp16"):
-        TensorRTConfig(precision="fp16").resolve(model(torch.bfloat16), 2, SM89)
+def test_native_is_the_models_dtype(model: Callable[[torch.dtype], DenoiserModel]) -> None:
+    for precision in ("auto", "native"):
+        assert TensorRTConfig(precision=precision).resolve(model(torch.float16), 2, SM89).precision == "float16"
 
 
 def test_ring_is_native_only_where_tensorrt_has_it(

@@ -39,7 +39,7 @@ def test_build_engine_says_what_the_file_holds(tmp_path: Path, num_buckets: int)
     assert not first.was_cached
     assert first.num_weight_inputs == 66
     text = "\n".join(first.lines())
-    assert text.startswith("ulysses2, 2 ranks, bf16, sm89, tensorrt")
+    assert text.startswith("ulysses2, 2 ranks, bfloat16, sm89, tensorrt")
     assert "1 all_gather, 4 all_to_all" in text
     assert "hidden_states" in text
     (again,) = build_engine(model, buckets, config=config, num_ranks=2, target=SM89, visible=False)  # type: ignore[arg-type]
