@@ -20,7 +20,7 @@ from deployments.api.settings import ApiLimits, ApiSettings
 from deployments.clips.clips import Clips
 from deployments.clips.settings import ClipLimits, ClipSettings
 from deployments.config import AppConfig
-from deployments.observability.logs import configure_logs
+from deployments.replicas import prepare_replica
 from deployments.requests.handle import handle_request
 from deployments.settings import Settings
 from deployments.studio.flow import DeployedStudio, StageHandles
@@ -45,7 +45,7 @@ class Ingress:
     """``stages`` maps model to stage to handle (Serve turns bound deployments into handles)."""
 
     def __init__(self, config: AppConfig, stages: Mapping[str, Mapping[str, DeploymentHandle[Any]]]) -> None:
-        configure_logs()
+        prepare_replica()
         self._config, self._settings = config, Settings()
         for handle in (handle for by_stage in stages.values() for handle in by_stage.values()):
             # In this loop, where calls are made, and not one thread further.
