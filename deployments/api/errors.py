@@ -131,6 +131,6 @@ def methods_at(app: FastAPI, path: str) -> list[str]:
 
 async def _on_validation_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    failure = from_failure(field_error(error.errors(), []))
+    failure = from_failure(field_error(error.errors(), {}))
     assert failure is not None
     return failure.response()

@@ -64,6 +64,8 @@ def image_routes(context: ApiContext) -> APIRouter:
             data=images,
             output_format=pictures.output.format,
             size=pictures.size,
+            quality=pictures.quality,
+            num_inference_steps=pictures.num_inference_steps,
             safety_identifier=pictures.safety_identifier,
         )
         return JSONResponse(answer.model_dump(), headers=measures(media))
@@ -155,6 +157,8 @@ def _completed(pictures: ImageRequest, index: int, media: Media) -> CompletedIma
         created_at=int(time.time()),
         output_format=media.format,
         size=pictures.size,
+        quality=pictures.quality or "auto",
+        num_inference_steps=pictures.num_inference_steps,
         safety_identifier=pictures.safety_identifier,
         image_index=index,
         seed=media.seed,
@@ -168,6 +172,7 @@ def _partial(pictures: ImageRequest, index: int, preview: Preview) -> PartialIma
         partial_image_index=preview.index,
         created_at=int(time.time()),
         size=pictures.size,
+        quality=pictures.quality or "auto",
         image_index=index,
         step=preview.step,
     )

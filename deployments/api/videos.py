@@ -17,7 +17,7 @@ from deployments.api.context import ApiContext
 from deployments.api.documents import body_document, error_documents, file_answers, stream_answers
 from deployments.api.errors import ApiError
 from deployments.api.files import RangedFile
-from deployments.api.reading import read_json_or_form
+from deployments.api.reading import FORMS, JSON, read_json_or_form
 from deployments.api.streams import start_stream
 from deployments.clips.clips import Clips
 from deployments.clips.folders import CONTENT_TYPES, Variant
@@ -39,7 +39,7 @@ def video_routes(context: ApiContext) -> APIRouter:
     @router.post(
         "/v1/videos",
         responses=error_documents(400, 401, 404, 413, 415, 429, 503),
-        openapi_extra=body_document(VideoBody, "application/json", "multipart/form-data"),
+        openapi_extra=body_document(VideoBody, JSON, *FORMS),
     )
     async def create_video(request: Request, response: Response) -> Video:
         """Queue a clip. Its record is on disk before the answer, and survives a restart."""

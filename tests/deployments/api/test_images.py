@@ -42,7 +42,7 @@ async def test_what_the_studio_is_asked_for(client: httpx.AsyncClient, studio: F
         "stream": True,
         "partial_images": 2,
         "user": "me",
-        "quality": "auto",
+        "quality": "high",
         "background": None,
     }
     answer = await client.post(IMAGES, json=body, headers={"X-Request-Id": "mine"})
