@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 from deployments.api.streams import Event
 from deployments.clips.records import ClipRecord
 from deployments.requests.quality import SHARES, Quality, quality_steps
-from deployments.studio.interface import Media, ModelCard, StageTimes
+from deployments.studio.interface import ModelCard, StageTimes
 from pipelines.defaults import Defaults
 from pipelines.request import MediaKind
 
@@ -199,14 +199,14 @@ class VideoEvent(Event):
     video: Video | None
 
 
-def measures(media: list[Media]) -> dict[str, str]:
-    """Returns headers that tell where the time went, and whether every picture's shape was warm."""
-    is_warm = all(one.timings.was_warm for one in media)
-    return {"Server-Timing": server_timing(media), "X-Troupe-Warm": "true" if is_warm else "false"}
+def measures(timings: list[StageTimes]) -> dict[str, str]:
+    """Returns headers that tell where the time went, and whether the shape of every picture was warm."""
+    is_warm = all(one.was_warm for one in timings)
+    return {"Server-Timing": server_timing(timings), "X-Troupe-Warm": "true" if is_warm else "false"}
 
 
-def server_timing(media: list[Media]) -> str:
+def server_timing(timings: list[StageTimes]) -> str:
     """Returns a ``Server-Timing`` header in milliseconds, each stage's slowest of pictures that ran side by side."""
     stages = ("queue", "encode", "denoise", "decode", "total")
-    slowest = {stage: max(getattr(one.timings, f"{stage}_s") for one in media) for stage in stages}
+    slowest = {stage: max(getattr(one, f"{stage}_s") for one in timings) for stage in stages}
     return ", ".join(f"{stage};dur={1000 * seconds:.1f}" for stage, seconds in slowest.items())

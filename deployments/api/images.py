@@ -24,7 +24,7 @@ from deployments.api.answers import (
 from deployments.api.context import ApiContext
 from deployments.api.documents import body_document, error_documents, file_answers, image_answers
 from deployments.api.errors import ApiError, from_failure
-from deployments.api.files import RangedFile
+from deployments.api.partial import RangedFile
 from deployments.api.reading import read_json
 from deployments.api.streams import Event, start_stream, until_disconnect
 from deployments.asyncio_tools import merge
@@ -68,7 +68,7 @@ def image_routes(context: ApiContext) -> APIRouter:
             num_inference_steps=pictures.num_inference_steps,
             safety_identifier=pictures.safety_identifier,
         )
-        return JSONResponse(answer.model_dump(), headers=measures(media))
+        return JSONResponse(answer.model_dump(), headers=measures([one.timings for one in media]))
 
     @router.get(
         "/v1/files/{name}",
