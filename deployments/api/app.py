@@ -45,7 +45,13 @@ def create_api(studio: Studio, settings: ApiSettings, clips: Clips) -> FastAPI:
             await clips.stop()
 
     app = FastAPI(
-        title="Troupe", version=own_version(), description=DESCRIPTION, lifespan=lifespan, redirect_slashes=False
+        title="Troupe",
+        version=own_version(),
+        description=DESCRIPTION,
+        lifespan=lifespan,
+        redirect_slashes=False,
+        docs_url=None,  # FastAPI's own pages load scripts from elsewhere
+        redoc_url=None,
     )
     for routes in ROUTES:
         app.include_router(routes(context))
