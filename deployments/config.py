@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 from pydantic.dataclasses import dataclass
@@ -17,16 +17,22 @@ from deployments.clips.settings import ClipLimits
 from deployments.door.settings import DoorSettings
 from deployments.stages.config import STRICT, DataType, DenoiserConfig, StageConfig
 
+ModelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+
 
 class _Config(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class ModelConfig(_Config):
-    """One served model. ``path``: a shipped checkpoint's name, a diffusers directory, or a hub id."""
+    """One served model. ``path``: a shipped checkpoint's name, a diffusers directory, or a hub id.
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    ``aliases`` are further names that requests may give it, for clients with a fixed one ("gpt-image-1").
+    """
+
+    name: ModelName
     path: str = ""
+    aliases: tuple[ModelName, ...] = ()
     dtype: DataType = "auto"
     text_encoder: StageConfig = StageConfig()
     denoiser: DenoiserConfig = DenoiserConfig()
@@ -72,9 +78,9 @@ class AppConfig(_Config):
 
     @model_validator(mode="after")
     def _unique_names(self) -> Self:
-        names = [model.name for model in self.models]
+        names = [name for model in self.models for name in (model.name, *model.aliases)]
         if len(set(names)) != len(names):
-            raise ValueError(f"model names must differ, given: {', '.join(names)}")
+            raise ValueError(f"model names and aliases must differ, given: {', '.join(names)}")
         return self
 
 

@@ -35,7 +35,12 @@ def make_cards(config: AppConfig) -> dict[str, ModelCard]:
     for model in config.models:
         checkpoint = Checkpoint.open(model.source, weights=False)
         cards[model.name] = ModelCard(
-            name=model.name, family=checkpoint.family.name, created=int(time.time()), defaults=checkpoint.defaults
+            name=model.name,
+            family=checkpoint.family.name,
+            created=int(time.time()),
+            defaults=checkpoint.defaults,
+            aliases=model.aliases,
+            description=checkpoint.description,
         )
     return cards
 

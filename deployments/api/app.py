@@ -19,6 +19,7 @@ from deployments.api.health import health_routes, model_routes
 from deployments.api.images import image_routes
 from deployments.api.middleware import BodyLimit, RequestLog
 from deployments.api.page import page_routes
+from deployments.api.partial import HeadAsGet
 from deployments.api.settings import ApiSettings
 from deployments.api.streams import ClientGoneError
 from deployments.api.videos import video_routes
@@ -26,7 +27,10 @@ from deployments.clips.clips import Clips
 from deployments.studio.interface import Studio
 
 ROUTES = (health_routes, model_routes, image_routes, video_routes, page_routes)
-DESCRIPTION = "Text to image and text to video. Works with OpenAI's clients; what goes beyond them is marked so."
+DESCRIPTION = (
+    "Text to image and text to video. Works with OpenAI's clients; what goes beyond them is marked so. HEAD is there "
+    "wherever GET is."
+)
 
 
 def create_api(studio: Studio, settings: ApiSettings, clips: Clips, drain: Drain | None = None) -> FastAPI:
@@ -45,12 +49,19 @@ def create_api(studio: Studio, settings: ApiSettings, clips: Clips, drain: Drain
             await clips.stop()
 
     app = FastAPI(
-        title="Troupe", version=own_version(), description=DESCRIPTION, lifespan=lifespan, redirect_slashes=False
+        title="Troupe",
+        version=own_version(),
+        description=DESCRIPTION,
+        lifespan=lifespan,
+        redirect_slashes=False,
+        docs_url=None,  # FastAPI's own pages load scripts from elsewhere
+        redoc_url=None,
     )
     for routes in ROUTES:
         app.include_router(routes(context))
     add_error_handlers(app)
     app.add_exception_handler(ClientGoneError, _on_client_gone)
+    app.add_middleware(HeadAsGet)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(Draining, drain=drain or Drain())
     app.add_middleware(RequestLog, sends_request_id=settings.sends_request_id)

@@ -1,4 +1,4 @@
-"""Files for clients: ranges of them, and pictures fetched by URL, stored for a while and never more than fit."""
+"""Pictures that clients fetch by URL: stored for a while, and never more than fit."""
 
 from __future__ import annotations
 
@@ -9,10 +9,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from starlette.responses import FileResponse, MalformedRangeHeader, RangeNotSatisfiable
-
-from deployments.api.errors import ApiError
-from deployments.requests.errors import shown
 from engines.core.files import write_atomically
 
 NAME = re.compile(r"[0-9a-f]{32}\.(png|jpeg|webp)")
@@ -60,23 +56,3 @@ def _stat(path: Path) -> os.stat_result | None:
         return path.stat()
     except FileNotFoundError:
         return None
-
-
-class RangedFile(FileResponse):
-    """A file, or the one range of it that was asked for (RFC 9110, section 14). A range that makes no sense is ignored.
-
-    Starlette by itself refuses that one, answers a range beyond the file without an error's body (here it is ApiError
-    416), and takes several ranges, in one multipart body.
-    """
-
-    @classmethod
-    def _parse_range_header(cls, http_range: str, file_size: int) -> list[tuple[int, int]]:
-        try:
-            ranges = super()._parse_range_header(http_range, file_size)
-        except MalformedRangeHeader:
-            return []
-        except RangeNotSatisfiable:
-            message = f"Range is {shown(http_range)}; the file has {file_size} bytes"
-            headers = {"Content-Range": f"bytes */{file_size}"}
-            raise ApiError(416, message, code="range_not_satisfiable", headers=headers) from None
-        return ranges if len(ranges) == 1 else []

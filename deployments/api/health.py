@@ -8,7 +8,7 @@ from fastapi.responses import JSONResponse
 from deployments.api.answers import Health, Model, ModelList
 from deployments.api.context import ApiContext
 from deployments.api.documents import error_documents
-from deployments.requests.rules import no_model
+from deployments.requests.rules import find_card
 
 HEALTH_MAX_AGE_S = 1.0
 
@@ -42,10 +42,7 @@ def model_routes(context: ApiContext) -> APIRouter:
 
     @router.get("/v1/models/{model:path}", responses=error_documents(401, 404))
     async def read_model(model: str) -> Model:
-        """One model: its kind, defaults and limits."""
-        card = context.studio.cards().get(model)
-        if card is None:
-            raise no_model(model, context.studio.cards())
-        return Model.of(card)
+        """One model, by its name or an alias: its kind, defaults, limits, and prompts to begin with."""
+        return Model.of(find_card(context.studio.cards(), model))
 
     return router

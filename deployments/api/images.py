@@ -24,7 +24,7 @@ from deployments.api.answers import (
 from deployments.api.context import ApiContext
 from deployments.api.documents import body_document, error_documents, file_answers, image_answers
 from deployments.api.errors import ApiError, from_failure
-from deployments.api.files import RangedFile
+from deployments.api.partial import RangedFile
 from deployments.api.reading import read_json
 from deployments.api.streams import Event, start_stream, until_disconnect
 from deployments.asyncio_tools import merge
@@ -64,9 +64,11 @@ def image_routes(context: ApiContext) -> APIRouter:
             data=images,
             output_format=pictures.output.format,
             size=pictures.size,
+            quality=pictures.quality,
+            num_inference_steps=pictures.num_inference_steps,
             safety_identifier=pictures.safety_identifier,
         )
-        return JSONResponse(answer.model_dump(), headers=measures(media))
+        return JSONResponse(answer.model_dump(), headers=measures([one.timings for one in media]))
 
     @router.get(
         "/v1/files/{name}",
@@ -155,6 +157,8 @@ def _completed(pictures: ImageRequest, index: int, media: Media) -> CompletedIma
         created_at=int(time.time()),
         output_format=media.format,
         size=pictures.size,
+        quality=pictures.quality or "auto",
+        num_inference_steps=pictures.num_inference_steps,
         safety_identifier=pictures.safety_identifier,
         image_index=index,
         seed=media.seed,
@@ -168,6 +172,7 @@ def _partial(pictures: ImageRequest, index: int, preview: Preview) -> PartialIma
         partial_image_index=preview.index,
         created_at=int(time.time()),
         size=pictures.size,
+        quality=pictures.quality or "auto",
         image_index=index,
         step=preview.step,
     )

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Annotated, Literal
 
+from anyio import CancelScope
 from fastapi import APIRouter, Depends, Header, Query
 from fastapi.responses import FileResponse
+from fastapi.sse import EventSourceResponse
 from starlette.requests import Request
 from starlette.responses import Response
 
-from deployments.api.answers import Video, VideoDeleted, VideoEvent, VideoPage
+from deployments.api.answers import Video, VideoDeleted, VideoEvent, VideoPage, measures
 from deployments.api.context import ApiContext
-from deployments.api.documents import body_document, error_documents, file_answers, stream_answers
+from deployments.api.documents import (
+    body_document,
+    error_documents,
+    file_answers,
+    stream_answers,
+    sync_answers,
+    video_answers,
+)
 from deployments.api.errors import ApiError
-from deployments.api.files import RangedFile
-from deployments.api.reading import read_json_or_form
-from deployments.api.streams import start_stream
+from deployments.api.partial import RangedFile, is_head
+from deployments.api.reading import FORMS, JSON, read_json_or_form
+from deployments.api.streams import STREAM_HEADERS, ClientGoneError, start_stream, until_disconnect
 from deployments.clips.clips import Clips
 from deployments.clips.folders import CONTENT_TYPES, Variant
 from deployments.clips.records import ClipRecord
@@ -29,6 +38,7 @@ from deployments.requests.errors import shown
 VIDEO_ID = re.compile(r"video_[0-9a-f]{32}")
 EventName = Literal["video.progress", "video.completed", "video.failed"]
 ENDS: dict[str, EventName] = {"completed": "video.completed", "failed": "video.failed"}
+STATUS_OF_FAILURES = {"invalid_value": 400, "gang_broken": 502}
 POLL_MS = 500
 """What clients that poll are told to wait between two looks."""
 
@@ -38,17 +48,32 @@ def video_routes(context: ApiContext) -> APIRouter:
 
     @router.post(
         "/v1/videos",
-        responses=error_documents(400, 401, 404, 413, 415, 429, 503),
-        openapi_extra=body_document(VideoBody, "application/json", "multipart/form-data"),
+        responses=video_answers() | error_documents(400, 401, 404, 413, 415, 429, 503),
+        openapi_extra=body_document(VideoBody, JSON, *FORMS),
     )
     async def create_video(request: Request, response: Response) -> Video:
         """Queue a clip. Its record is on disk before the answer, and survives a restart."""
-        body = await read_json_or_form(request, VideoBody)
-        num_previews = context.settings.num_clip_previews
-        clip = clip_request(body, context.studio.cards(), request.state.request_id, num_previews)
-        await context.check_ready(clip.request.model)
         response.headers["openai-poll-after-ms"] = str(POLL_MS)
-        return Video.of(await context.clips.submit(clip.request, clip.seconds))
+        return Video.of(await submit_clip(context, request))
+
+    @router.post(
+        "/v1/videos/sync",
+        response_class=FileResponse,
+        responses=sync_answers() | error_documents(400, 401, 404, 413, 415, 429, 502, 503),
+        openapi_extra=body_document(VideoBody, JSON, *FORMS),
+    )
+    async def create_video_sync(request: Request) -> Response:
+        """Make a clip and answer with its MP4, once it is there. Closing the connection deletes it; beyond OpenAI."""
+        clip = await submit_clip(context, request)
+        try:
+            end = await until_disconnect(request.receive, wait_for_end(context, clip.id))
+        except (ClientGoneError, asyncio.CancelledError):
+            with CancelScope(shield=True):  # a response's task group cancels its task again and again
+                await context.clips.delete(clip.id)
+            raise
+        assert end.timings is not None
+        headers = measures([end.timings]) | {"X-Troupe-Video-Id": clip.id}
+        return clip_file(context.clips, clip.id, "video", headers)
 
     @router.get("/v1/videos", responses=error_documents(400, 401, 404))
     async def list_videos(query: Annotated[PageQuery, Query()]) -> VideoPage:
@@ -56,7 +81,7 @@ def video_routes(context: ApiContext) -> APIRouter:
         last = None if query.after is None else await find_clip(context.clips, query.after, "after")
         return VideoPage.of(*await context.clips.page(after=last, limit=query.limit, ascending=query.order == "asc"))
 
-    @router.get("/v1/videos/{video_id}", responses=error_documents(401, 404))
+    @router.get("/v1/videos/{video_id}", responses=video_answers() | error_documents(401, 404))
     async def read_video(video_id: str, response: Response) -> Video:
         """One clip: where it is in the queue or in its steps, or why it failed."""
         response.headers["openai-poll-after-ms"] = str(POLL_MS)
@@ -85,23 +110,51 @@ def video_routes(context: ApiContext) -> APIRouter:
         path = context.clips.file(video_id, variant)
         if not (variant == "preview" or clip.status == "completed") or not await asyncio.to_thread(path.is_file):
             raise not_there(clip, variant)
-        suffix = path.suffix[1:]
-        return RangedFile(
-            path,
-            media_type=CONTENT_TYPES[variant],
-            filename=f"{video_id}.{suffix}",
-            content_disposition_type="inline",
-            headers={"Cache-Control": "private, no-cache"},
-        )
+        return clip_file(context.clips, video_id, variant, {})
 
     @router.get("/v1/videos/{video_id}/events", responses=stream_answers() | error_documents(401, 404))
     async def read_events(video_id: str, request: Request) -> Response:
         """Server-sent events while the clip is made, from now to its end; beyond OpenAI."""
         await find_clip(context.clips, video_id)
+        if is_head(request):
+            return EventSourceResponse((), headers=STREAM_HEADERS)
         events = video_events(context.clips, video_id, context.settings.video_poll_s)
         return await start_stream(events, request.receive, context.settings)
 
     return router
+
+
+async def submit_clip(context: ApiContext, request: Request) -> ClipRecord:
+    """Returns the record of the clip that the body asks for, queued."""
+    body = await read_json_or_form(request, VideoBody)
+    num_previews = context.settings.num_clip_previews
+    clip = clip_request(body, context.studio.cards(), request.state.request_id, num_previews)
+    await context.check_ready(clip.request.model)
+    return await context.clips.submit(clip.request, clip.seconds)
+
+
+async def wait_for_end(context: ApiContext, video_id: str) -> ClipRecord:
+    """Returns the clip when it is completed. ApiError if it failed, or was deleted meanwhile."""
+    async for event in video_events(context.clips, video_id, context.settings.video_poll_s):
+        if event.type == "video.deleted":
+            break
+    clip = await find_clip(context.clips, video_id)
+    if clip.error is not None:
+        status = STATUS_OF_FAILURES.get(clip.error.code, 500)
+        headers = {"x-should-retry": "false"}
+        raise ApiError(status, f"The clip failed: {clip.error.message}", code=clip.error.code, headers=headers)
+    return clip
+
+
+def clip_file(clips: Clips, video_id: str, variant: Variant, headers: Mapping[str, str]) -> RangedFile:
+    path = clips.file(video_id, variant)
+    return RangedFile(
+        path,
+        media_type=CONTENT_TYPES[variant],
+        filename=f"{video_id}{path.suffix}",
+        content_disposition_type="inline",
+        headers={"Cache-Control": "private, no-cache", **headers},
+    )
 
 
 async def find_clip(clips: Clips, video_id: str, param: str = "video_id") -> ClipRecord:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from pipelines.defaults import Defaults
+from pipelines.description import NO_DESCRIPTION, Description
 from pipelines.request import MediaRequest
 
 MediaFormat = Literal["png", "jpeg", "webp", "mp4"]
@@ -22,12 +23,17 @@ class Output:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelCard:
-    """A served model: its name in the API, its family, its start (Unix seconds), its defaults and limits."""
+    """A served model: its name in the API, its family, its start (Unix seconds), its defaults and limits.
+
+    ``aliases`` are other names that requests may give it. ``description``: what it draws, and examples.
+    """
 
     name: str
     family: str
     created: int
     defaults: Defaults
+    aliases: tuple[str, ...] = ()
+    description: Description = NO_DESCRIPTION
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
