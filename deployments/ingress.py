@@ -72,6 +72,10 @@ class Ingress:
             data_dir=self._data_dir,
             api_keys=self._settings.all_api_keys,
             sends_request_id=False,
+            max_open_pictures={
+                model.name: self._config.api.max_open_pictures or model.max_open_pictures
+                for model in self._config.models
+            },
             **self._config.api.part(ApiLimits),
         )
 

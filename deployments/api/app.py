@@ -14,8 +14,10 @@ from deployments.api.context import ApiContext
 from deployments.api.documents import add_document
 from deployments.api.errors import add_error_handlers
 from deployments.api.files import FileShelf
+from deployments.api.guards.admission import Admission, OpenRequests
 from deployments.api.health import health_routes, model_routes
 from deployments.api.images import image_routes
+from deployments.api.lookout import Lookout
 from deployments.api.middleware import BodyLimit, RequestLog
 from deployments.api.page import page_routes
 from deployments.api.settings import ApiSettings
@@ -30,7 +32,14 @@ DESCRIPTION = "Text to image and text to video. Works with OpenAI's clients; wha
 
 def create_api(studio: Studio, settings: ApiSettings, clips: Clips) -> FastAPI:
     """Returns the HTTP application. Its lifespan starts ``clips`` and stops them at its end."""
-    context = ApiContext(studio=studio, settings=settings, files=file_shelf(settings), clips=clips)
+    context = ApiContext(
+        studio=studio,
+        settings=settings,
+        files=file_shelf(settings),
+        clips=clips,
+        admission=Admission(settings),
+        lookout=Lookout(clips, settings.video_poll_s),
+    )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -48,6 +57,7 @@ def create_api(studio: Studio, settings: ApiSettings, clips: Clips) -> FastAPI:
     add_error_handlers(app)
     app.add_exception_handler(ClientGoneError, _on_client_gone)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    app.add_middleware(OpenRequests, limit=settings.max_open_requests)
     app.add_middleware(RequestLog, sends_request_id=settings.sends_request_id)
     add_document(app)
     return app

@@ -32,9 +32,9 @@ ERRORS = {
     413: "The body is too large",
     415: "The content type is not supported",
     416: "The range lies beyond the file",
-    429: "The queue is full; `Retry-After` says when to come back",
+    429: "The queue is full, or too many watch; `Retry-After` says when to come back",
     502: "The ranks that worked on the request failed, twice",
-    503: "The model is not ready; `Retry-After` says when to come back",
+    503: "The model is not ready, or the server is full; `Retry-After` says when to come back",
 }
 
 Responses = dict[int | str, dict[str, Any]]

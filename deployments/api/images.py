@@ -54,7 +54,9 @@ def image_routes(context: ApiContext) -> APIRouter:
             body, context.studio.cards(), request.state.request_id, settings.max_images_per_request
         )
         await context.check_ready(pictures.model)
-        events = perform_all(context.studio, pictures)
+        events = context.admission.pictures(
+            pictures.model, len(pictures.requests), perform_all(context.studio, pictures)
+        )
         if body.stream:
             return await start_stream(image_events(pictures, events), request.receive, context.settings)
         media = await until_disconnect(request.receive, collect(events, len(pictures.requests)))

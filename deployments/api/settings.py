@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,14 +12,17 @@ class ApiLimits:
     """What a configuration may say of the API. Without slots, since its section there has a second such parent.
 
     ``public_url`` replaces the host of the request in URLs that are handed out (behind a proxy that rewrites it).
+    A replica works on ``max_open_requests`` at a time; ``max_watchers`` of them may be streams of a clip's events.
     """
 
     max_body_bytes: int = 1 << 20
     max_images_per_request: int = 4
     public_url: str = ""
+    max_open_requests: int = 2048
+    max_watchers: int = 1000
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_images_per_request"):
+        for name in ("max_body_bytes", "max_images_per_request", "max_open_requests", "max_watchers"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
 
@@ -28,6 +32,7 @@ class ApiSettings(ApiLimits):
     """Limits and places of the API. ValueError if one cannot work.
 
     ``data_dir`` holds pictures served by URL and the clips. With no ``api_keys`` nobody is asked for one.
+    ``max_open_pictures`` has, for each model whose pictures are limited, how many may be under way in a replica.
     ``max_files_bytes`` and ``file_lifetime_s`` bound what ``response_format=url`` leaves on the disk.
     ``num_clip_previews`` are decoded on the way of each clip. A stream sends a comment every ``keepalive_s`` when
     nothing happens, and answers after ``first_event_wait_s`` even if the job still waits; until then an error still has
@@ -37,6 +42,7 @@ class ApiSettings(ApiLimits):
 
     data_dir: Path
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    max_open_pictures: Mapping[str, int] = field(default_factory=dict)
     num_clip_previews: int = 3
     file_lifetime_s: float = 3600.0
     max_files_bytes: int = 1 << 30

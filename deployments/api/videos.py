@@ -17,6 +17,7 @@ from deployments.api.context import ApiContext
 from deployments.api.documents import body_document, error_documents, file_answers, stream_answers
 from deployments.api.errors import ApiError
 from deployments.api.files import RangedFile
+from deployments.api.lookout import Lookout
 from deployments.api.reading import read_json_or_form
 from deployments.api.streams import start_stream
 from deployments.clips.clips import Clips
@@ -94,12 +95,12 @@ def video_routes(context: ApiContext) -> APIRouter:
             headers={"Cache-Control": "private, no-cache"},
         )
 
-    @router.get("/v1/videos/{video_id}/events", responses=stream_answers() | error_documents(401, 404))
+    @router.get("/v1/videos/{video_id}/events", responses=stream_answers() | error_documents(401, 404, 429))
     async def read_events(video_id: str, request: Request) -> Response:
         """Server-sent events while the clip is made, from now to its end; beyond OpenAI."""
         await find_clip(context.clips, video_id)
-        events = video_events(context.clips, video_id, context.settings.video_poll_s)
-        return await start_stream(events, request.receive, context.settings)
+        events = video_events(context.clips, context.lookout, video_id)
+        return await start_stream(context.admission.watcher(events), request.receive, context.settings)
 
     return router
 
@@ -125,10 +126,11 @@ def not_there(clip: ClipRecord, variant: Variant) -> ApiError:
     return ApiError(409, message, param="video_id", code="video_not_ready", headers={"Retry-After": "1"})
 
 
-async def video_events(clips: Clips, video_id: str, poll_s: float) -> AsyncGenerator[VideoEvent, None]:
+async def video_events(clips: Clips, lookout: Lookout, video_id: str) -> AsyncGenerator[VideoEvent, None]:
     """Yields what changes about the clip, by the database: it may be made in another process."""
     last_sent: Video | None = None
-    while clip := await clips.get(video_id):
+    clip = await clips.get(video_id)
+    while clip is not None:
         video = Video.of(clip)
         if clip.status in ENDS:
             yield VideoEvent(type=ENDS[clip.status], video=video)
@@ -136,5 +138,5 @@ async def video_events(clips: Clips, video_id: str, poll_s: float) -> AsyncGener
         if video != last_sent:
             yield VideoEvent(type="video.progress", video=video)
             last_sent = video
-        await asyncio.sleep(poll_s)
+        clip = await lookout.next_look(video_id)
     yield VideoEvent(type="video.deleted", video=None)
