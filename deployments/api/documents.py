@@ -28,6 +28,7 @@ ERRORS = {
     400: "A value is missing, unknown, or not allowed; `param` says which",
     401: "The API key is missing or not known",
     404: "There is no such model, clip or file",
+    408: "The body was not there in time",
     409: "The clip is not finished",
     413: "The body is too large",
     415: "The content type is not supported",

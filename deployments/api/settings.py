@@ -11,18 +11,26 @@ from pathlib import Path
 class ApiLimits:
     """What a configuration may say of the API. Without slots, since its section there has a second such parent.
 
-    ``public_url`` replaces the host of the request in URLs that are handed out (behind a proxy that rewrites it).
-    A replica works on ``max_open_requests`` at a time; ``max_watchers`` of them may be streams of a clip's events.
+    ``public_url`` replaces the host of the request in URLs that are handed out (behind a proxy that rewrites it). A
+    body has to be there ``body_deadline_s`` after its request. A replica works on ``max_open_requests`` at a time;
+    ``max_watchers`` of them may be streams of a clip's events.
     """
 
     max_body_bytes: int = 1 << 20
+    body_deadline_s: float = 30.0
     max_images_per_request: int = 4
     public_url: str = ""
     max_open_requests: int = 2048
     max_watchers: int = 1000
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_images_per_request", "max_open_requests", "max_watchers"):
+        for name in (
+            "max_body_bytes",
+            "body_deadline_s",
+            "max_images_per_request",
+            "max_open_requests",
+            "max_watchers",
+        ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
 

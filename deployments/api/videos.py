@@ -39,7 +39,7 @@ def video_routes(context: ApiContext) -> APIRouter:
 
     @router.post(
         "/v1/videos",
-        responses=error_documents(400, 401, 404, 413, 415, 429, 503),
+        responses=error_documents(400, 401, 404, 408, 413, 415, 429, 503),
         openapi_extra=body_document(VideoBody, "application/json", "multipart/form-data"),
     )
     async def create_video(request: Request, response: Response) -> Video:
@@ -98,8 +98,7 @@ def video_routes(context: ApiContext) -> APIRouter:
     @router.get("/v1/videos/{video_id}/events", responses=stream_answers() | error_documents(401, 404, 429))
     async def read_events(video_id: str, request: Request) -> Response:
         """Server-sent events while the clip is made, from now to its end; beyond OpenAI."""
-        await find_clip(context.clips, video_id)
-        events = video_events(context.clips, context.lookout, video_id)
+        events = video_events(context.lookout, await find_clip(context.clips, video_id))
         return await start_stream(context.admission.watcher(events), request.receive, context.settings)
 
     return router
@@ -126,10 +125,9 @@ def not_there(clip: ClipRecord, variant: Variant) -> ApiError:
     return ApiError(409, message, param="video_id", code="video_not_ready", headers={"Retry-After": "1"})
 
 
-async def video_events(clips: Clips, lookout: Lookout, video_id: str) -> AsyncGenerator[VideoEvent, None]:
+async def video_events(lookout: Lookout, clip: ClipRecord | None) -> AsyncGenerator[VideoEvent, None]:
     """Yields what changes about the clip, by the database: it may be made in another process."""
     last_sent: Video | None = None
-    clip = await clips.get(video_id)
     while clip is not None:
         video = Video.of(clip)
         if clip.status in ENDS:
@@ -138,5 +136,5 @@ async def video_events(clips: Clips, lookout: Lookout, video_id: str) -> AsyncGe
         if video != last_sent:
             yield VideoEvent(type="video.progress", video=video)
             last_sent = video
-        clip = await lookout.next_look(video_id)
+        clip = await lookout.next_look(clip.id)
     yield VideoEvent(type="video.deleted", video=None)

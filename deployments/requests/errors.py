@@ -11,6 +11,10 @@ from pydantic import BaseModel, ValidationError
 B = TypeVar("B", bound=BaseModel)
 
 
+MAX_PARAM_CHARS = 80
+"""Of a field's name in an answer: clients may send names of any length."""
+
+
 class RequestError(ValueError):
     """A request that cannot be served as it is. ``message`` says what was given, what is allowed and what to change.
 
@@ -54,7 +58,7 @@ def field_error(errors: Collection[Mapping[str, Any]], fields: Collection[str]) 
     """Returns the first of pydantic's ``errors`` as one that names the field; ``fields`` are the allowed fields."""
     first = next(iter(errors))
     path = [str(part) for part in first["loc"] if part not in ("query", "path", "header")]
-    param = ascii(path[0])[1:-1] if path else None
+    param = ascii(path[0])[1:-1][:MAX_PARAM_CHARS] if path else None
     if first["type"] == "extra_forbidden":
         hint = f"; known fields: {', '.join(fields)}" if fields else ""
         return RequestError(f"Unknown field {shown(path[0])}{hint}", param, code="unknown_field")

@@ -25,7 +25,7 @@ async def test_idle_watchers_take_no_place_from_work(url: str) -> None:
         async def watch() -> AsyncIterator[str]:
             answer = await stack.enter_async_context(client.stream("GET", f"/v1/videos/{ids[-1]}/events"))
             lines = answer.aiter_lines()
-            assert await anext(lines) == "event: video.progress"
+            assert await anext(lines) in ("event: video.progress", ": nothing new")
             return lines  # a stream whose iterator is forgotten is closed
 
         watching = await asyncio.gather(*(watch() for _ in range(NUM_WATCHERS)))
