@@ -16,6 +16,8 @@ from deployments.api.errors import add_error_handlers
 from deployments.api.files import FileShelf
 from deployments.api.guards.admission import Admission, OpenRequests
 from deployments.api.guards.body_limit import BodyLimit
+from deployments.api.guards.hosts import HostCheck
+from deployments.api.guards.origins import Cors, OriginCheck
 from deployments.api.health import health_routes, model_routes
 from deployments.api.images import image_routes
 from deployments.api.lookout import Lookout
@@ -57,6 +59,10 @@ def create_api(studio: Studio, settings: ApiSettings, clips: Clips) -> FastAPI:
         app.include_router(routes(context))
     add_error_handlers(app)
     app.add_exception_handler(ClientGoneError, _on_client_gone)
+    app.add_middleware(OriginCheck, settings=settings)
+    if settings.allowed_origins:
+        app.add_middleware(Cors, allowed_origins=settings.allowed_origins)
+    app.add_middleware(HostCheck, settings=settings)
     app.add_middleware(OpenRequests, limit=settings.max_open_requests)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, deadline_s=settings.body_deadline_s)
     app.add_middleware(RequestLog, sends_request_id=settings.sends_request_id)

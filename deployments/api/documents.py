@@ -27,6 +27,7 @@ REFERENCE = "#/components/schemas/{model}"
 ERRORS = {
     400: "A value is missing, unknown, or not allowed; `param` says which",
     401: "The API key is missing or not known",
+    403: "`Host` is no name of this server, or a page of another origin gives the order",
     404: "There is no such model, clip or file",
     408: "The body was not there in time",
     409: "The clip is not finished",

@@ -25,6 +25,7 @@ from deployments.api.context import ApiContext
 from deployments.api.documents import body_document, error_documents, file_answers, image_answers
 from deployments.api.errors import ApiError, from_failure
 from deployments.api.files import RangedFile
+from deployments.api.guards.hosts import base_url
 from deployments.api.reading import read_json
 from deployments.api.streams import Event, start_stream, until_disconnect
 from deployments.asyncio_tools import merge
@@ -43,7 +44,7 @@ def image_routes(context: ApiContext) -> APIRouter:
     @router.post(
         "/v1/images/generations",
         dependencies=[Depends(context.authorize)],
-        responses=image_answers() | error_documents(400, 401, 404, 408, 413, 415, 429, 502, 503),
+        responses=image_answers() | error_documents(400, 401, 403, 404, 408, 413, 415, 429, 502, 503),
         openapi_extra=body_document(ImageBody),
     )
     async def generate_images(request: Request) -> Response:
@@ -86,8 +87,7 @@ def image_routes(context: ApiContext) -> APIRouter:
 
 
 def files_url(context: ApiContext, request: Request) -> str:
-    base = context.settings.public_url or str(request.base_url)
-    return f"{base.rstrip('/')}/v1/files"
+    return f"{base_url(request, context.settings)}/v1/files"
 
 
 def _hand_over(context: ApiContext, pictures: ImageRequest, media: list[Media], base_url: str) -> list[Image]:

@@ -39,7 +39,7 @@ def video_routes(context: ApiContext) -> APIRouter:
 
     @router.post(
         "/v1/videos",
-        responses=error_documents(400, 401, 404, 408, 413, 415, 429, 503),
+        responses=error_documents(400, 401, 403, 404, 408, 413, 415, 429, 503),
         openapi_extra=body_document(VideoBody, "application/json", "multipart/form-data"),
     )
     async def create_video(request: Request, response: Response) -> Video:
@@ -63,7 +63,7 @@ def video_routes(context: ApiContext) -> APIRouter:
         response.headers["openai-poll-after-ms"] = str(POLL_MS)
         return Video.of(await find_clip(context.clips, video_id))
 
-    @router.delete("/v1/videos/{video_id}", responses=error_documents(401, 404))
+    @router.delete("/v1/videos/{video_id}", responses=error_documents(401, 403, 404))
     async def delete_video(video_id: str) -> VideoDeleted:
         """Stop the clip if it is still being made, and delete its record and files."""
         await find_clip(context.clips, video_id)
