@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Self
 
 from deployments.door.answers import write_pages
-from deployments.door.haproxy import Places, find_binary, render
+from deployments.door.haproxy import Wiring, find_binary, render
 from deployments.door.settings import DoorSettings
 
 BACKLOG = 1024
@@ -63,14 +63,14 @@ class Door:
         self._listener = listener
         self._folder = Path(tempfile.mkdtemp(prefix="troupe_door_", dir="/tmp"))
         self._admin_socket = self._folder / "admin.sock"
-        places = Places(
+        wiring = Wiring(
             listener=listener.fileno(),
             backend=backend,
             admin_socket=self._admin_socket,
             pages=write_pages(self._folder),
         )
         file = self._folder / "haproxy.cfg"
-        file.write_text(render(settings, places))
+        file.write_text(render(settings, wiring))
         self._command = [binary, "-db", "-f", str(file)]
         self._closed = False
         self._check()

@@ -27,7 +27,7 @@ FORWARDED_HEADERS = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-forw
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Places:
+class Wiring:
     """Where things are: the socket to listen on, by its descriptor; the proxy behind the door; files of this run."""
 
     listener: int
@@ -48,9 +48,9 @@ def find_binary() -> str | None:
         return None
 
 
-def render(settings: DoorSettings, places: Places) -> str:
+def render(settings: DoorSettings, wiring: Wiring) -> str:
     """Returns the whole configuration file."""
-    sections = (_global(settings, places), _defaults(settings, places), _frontend(settings, places), _backend(places))
+    sections = (_global(settings, wiring), _defaults(settings, wiring), _frontend(settings, wiring), _backend(wiring))
     return "\n".join(line for section in sections for line in section) + "\n"
 
 
@@ -62,9 +62,9 @@ def max_connections(settings: DoorSettings) -> int:
     return max(1, min(settings.max_connections, (hard - SPARE_FILES) // 2))
 
 
-def _global(settings: DoorSettings, places: Places) -> Iterator[str]:
+def _global(settings: DoorSettings, wiring: Wiring) -> Iterator[str]:
     yield "global"
-    yield f"    stats socket {places.admin_socket} mode 600 level admin"
+    yield f"    stats socket {wiring.admin_socket} mode 600 level admin"
     yield f"    maxconn {max_connections(settings)}"
     yield "    nbthread 2"
     # A head must fit a buffer with room to spare; what is above the limit but fits gets an answer that says so.
@@ -72,7 +72,7 @@ def _global(settings: DoorSettings, places: Places) -> Iterator[str]:
     yield "    tune.http.maxhdr 200"
 
 
-def _defaults(settings: DoorSettings, places: Places) -> Iterator[str]:
+def _defaults(settings: DoorSettings, wiring: Wiring) -> Iterator[str]:
     yield "defaults"
     yield "    mode http"
     yield "    timeout connect 2s"
@@ -83,13 +83,13 @@ def _defaults(settings: DoorSettings, places: Places) -> Iterator[str]:
     yield "    timeout check 3s"
     yield "    option abortonclose"
     yield "    option http-no-delay"
-    for status, file in places.pages.items():
+    for status, file in wiring.pages.items():
         yield f"    errorfile {status} {file}"
 
 
-def _frontend(settings: DoorSettings, places: Places) -> Iterator[str]:
+def _frontend(settings: DoorSettings, wiring: Wiring) -> Iterator[str]:
     yield "frontend door"
-    yield f"    bind fd@{places.listener}"
+    yield f"    bind fd@{wiring.listener}"
     yield from _request_id()
     crowded = int(FULL_SHARE * max_connections(settings))
     yield f"    {_returned(FULL)} if {{ fe_conn gt {crowded} }} !{{ path /health }}"
@@ -113,8 +113,8 @@ def _request_id() -> Iterator[str]:
     yield "    http-after-response set-header X-Request-Id %[var(txn.id)] if { var(txn.id) -m found }"
 
 
-def _backend(places: Places) -> Iterator[str]:
-    host, port = places.backend
+def _backend(wiring: Wiring) -> Iterator[str]:
+    host, port = wiring.backend
     yield "backend application"
     # Ray's proxy answers before it knows the application, with a text of its own: only ours speaks of models.
     yield "    option httpchk GET /health"
