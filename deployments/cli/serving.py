@@ -16,12 +16,14 @@ from typing import Any
 import httpx
 import ray
 import yaml
+from pydantic import ValidationError
 from ray import serve
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 
 from deployments.app import REPLICA_CPUS, build_app
 from deployments.config import ServeConfig
+from deployments.mistakes import mistakes
 from deployments.names import APPLICATION
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -51,9 +53,16 @@ def load_config(name: str | Path) -> ServeConfig:
 
 
 def parse_config(document: Mapping[str, Any]) -> ServeConfig:
-    """Checks by Ray Serve's own schema, since ``serve deploy`` must take the same file, and by ours."""
-    ServeDeploySchema.model_validate(document)
-    return ServeConfig.model_validate(document)
+    """Checks by ours, and by Ray Serve's own schema, since ``serve deploy`` must take the same file.
+
+    ValueError has a line for each mistake.
+    """
+    try:
+        config = ServeConfig.model_validate(document)
+        ServeDeploySchema.model_validate(document)
+    except ValidationError as error:
+        raise ValueError("\n".join(mistakes(error, document, ServeConfig))) from error
+    return config
 
 
 @contextmanager
