@@ -15,6 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from deployments.api.settings import ApiLimits
 from deployments.clips.settings import ClipLimits
+from deployments.door.settings import DoorSettings
 from deployments.stages.config import STRICT, DataType, DenoiserConfig, StageConfig
 
 
@@ -82,6 +83,7 @@ class AppConfig(_Config):
 
     models: tuple[ModelConfig, ...] = Field(min_length=1)
     api: ApiConfig = ApiConfig()
+    door: DoorSettings = DoorSettings()
 
     @model_validator(mode="after")
     def _unique_names(self) -> Self:

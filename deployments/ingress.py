@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping
@@ -14,11 +15,12 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from deployments.api.app import create_api
+from deployments.api.drain import Drain
 from deployments.api.settings import ApiLimits, ApiSettings
 from deployments.clips.clips import Clips
 from deployments.clips.settings import ClipLimits, ClipSettings
 from deployments.config import AppConfig
-from deployments.observability.logs import configure_logs
+from deployments.replicas import prepare_replica
 from deployments.requests.handle import handle_request
 from deployments.settings import Settings
 from deployments.studio.flow import DeployedStudio, StageHandles
@@ -48,7 +50,7 @@ class Ingress:
     """``stages`` maps model to stage to handle (Serve turns bound deployments into handles)."""
 
     def __init__(self, config: AppConfig, stages: Mapping[str, Mapping[str, DeploymentHandle[Any]]]) -> None:
-        configure_logs()
+        prepare_replica()
         self._config, self._settings = config, Settings()
         for handle in (handle for by_stage in stages.values() for handle in by_stage.values()):
             # In this loop, where calls are made, and not one thread further.
@@ -56,6 +58,8 @@ class Ingress:
         handles = {model: StageHandles(**by_stage) for model, by_stage in stages.items()}
         cards = make_cards(config)
         self._studio = DeployedStudio(cards, handles, Readiness(cards))
+        self._clips = Clips(self._studio, self._clip_settings())
+        self._drain = Drain()
 
     async def generate(self, prompt: str, **fields: Any) -> AsyncGenerator[StudioEvent]:
         """Serves Python handles: ``handle.options(stream=True).generate.remote("a red circle", seed=1)``.
@@ -69,8 +73,17 @@ class Ingress:
             async for event in events:
                 yield event
 
+    async def drain(self, grace_s: float) -> None:
+        """Ends with care: clips are queued again, new requests refused, and those under way have ``grace_s`` to end.
+
+        To be called on every replica before the application is deleted (``DeploymentHandle.broadcast``).
+        """
+        draining = asyncio.create_task(self._drain.finish(grace_s))
+        await self._clips.stop()
+        await draining
+
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_api(self._studio, self._api_settings(), Clips(self._studio, self._clip_settings()))
+        return create_api(self._studio, self._api_settings(), self._clips, self._drain)
 
     def _api_settings(self) -> ApiSettings:
         return ApiSettings(

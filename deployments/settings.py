@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -35,6 +35,16 @@ class Settings(BaseSettings):
         if self.api_keys_file is not None:
             keys += self.api_keys_file.read_text().splitlines()
         return tuple(key.strip() for key in keys if key.strip())
+
+
+ON_ONE_MACHINE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""Read when Ray is imported. Its name tells where Ray sets it by itself: its processes listen on 127.0.0.1 alone."""
+
+
+def set_defaults(variables: Mapping[str, str]) -> None:
+    """Sets those that this process has not, for itself and all that it starts."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
 
 
 def process_environment() -> dict[str, str]:

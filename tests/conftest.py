@@ -32,7 +32,7 @@ def ray_cluster() -> Iterator[None]:
     """A cluster of this session alone, ended with it. Serve applications in it belong to their test modules."""
     import ray
 
-    from deployments.cli.serving import SERVE_ENVIRONMENT
+    from deployments.cli.cluster import SERVE_ENVIRONMENT
 
     with (
         tempfile.TemporaryDirectory(prefix="troupe_ray_", dir="/tmp", ignore_cleanup_errors=True) as temp_dir,

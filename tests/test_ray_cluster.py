@@ -14,7 +14,7 @@ import ray.autoscaler
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-from deployments.cli.serving import SERVE_ENVIRONMENT
+from deployments.cli.cluster import SERVE_ENVIRONMENT
 from deployments.config import ModelConfig, ServeConfig
 
 ROOT = Path(__file__).parents[1]

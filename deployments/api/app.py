@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from deployments.api.context import ApiContext
 from deployments.api.documents import add_document
+from deployments.api.drain import Drain, Draining
 from deployments.api.errors import add_error_handlers
 from deployments.api.files import FileShelf
 from deployments.api.health import health_routes, model_routes
@@ -32,8 +33,11 @@ DESCRIPTION = (
 )
 
 
-def create_api(studio: Studio, settings: ApiSettings, clips: Clips) -> FastAPI:
-    """Returns the HTTP application. Its lifespan starts ``clips`` and stops them at its end."""
+def create_api(studio: Studio, settings: ApiSettings, clips: Clips, drain: Drain | None = None) -> FastAPI:
+    """Returns the HTTP application. Its lifespan starts ``clips`` and stops them at its end.
+
+    ``drain`` is for who wants to end it with care.
+    """
     context = ApiContext(studio=studio, settings=settings, files=file_shelf(settings), clips=clips)
 
     @asynccontextmanager
@@ -59,6 +63,7 @@ def create_api(studio: Studio, settings: ApiSettings, clips: Clips) -> FastAPI:
     app.add_exception_handler(ClientGoneError, _on_client_gone)
     app.add_middleware(HeadAsGet)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    app.add_middleware(Draining, drain=drain or Drain())
     app.add_middleware(RequestLog, sends_request_id=settings.sends_request_id)
     add_document(app)
     return app

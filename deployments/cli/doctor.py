@@ -33,15 +33,17 @@ class Finding:
     ok: bool | None = None
 
 
-def print_report() -> bool:
-    """Prints every finding; returns True if nothing that the CPU path needs is missing."""
-    findings = [*_software(), *_bytecode(), *_devices(), *_engines(), *_models()]
+def print_report(config: str | None = None) -> bool:
+    """Prints every finding; returns True if nothing that the CPU path needs is missing, and ``config`` can run."""
+    own = [] if config is None else _configuration(config)
+    findings = [*_software(), *_bytecode(), *_devices(), *_engines(), *_models(), *own]
     table = Table("", "subject", "found")
     for finding in findings:
         mark = {True: "[green]yes[/]", False: "[red]no[/]", None: ""}[finding.ok]
         table.add_row(mark, finding.subject, escape(finding.detail))
     console.print(table)
-    return not any(finding.ok is False and finding.subject in ("ray", "torch", "diffusers") for finding in findings)
+    needed = ("ray", "torch", "diffusers", *(finding.subject for finding in own))
+    return not any(finding.ok is False and finding.subject in needed for finding in findings)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,6 +161,18 @@ def _engines() -> list[Finding]:
         detail = "ready" if has_gpu else "builds engines here; running them needs a GPU"
     rows.append(Finding(subject="engine tensorrt", detail=detail, ok=not missing and has_gpu))
     return rows
+
+
+def _configuration(name: str) -> list[Finding]:
+    """Returns what keeps a configuration from running here, or that nothing does. ValueError if it is none."""
+    from deployments.cli.preflight import port_problems, problems
+    from deployments.cli.serving import load_config
+
+    config = load_config(name)
+    found = [*problems(config), *port_problems(config)]
+    if found:
+        return [Finding(subject=f"config {name}", detail=problem, ok=False) for problem in found]
+    return [Finding(subject=f"config {name}", detail="can run here", ok=True)]
 
 
 def _models() -> list[Finding]:

@@ -8,15 +8,21 @@ from contextlib import contextmanager
 
 import typer
 
+from deployments.cli.ending import Terminated
+
 
 @contextmanager
 def errors() -> Iterator[None]:
-    """Exits with 2 after a user's mistake or a server's refusal, 130 after Ctrl-C. Other errors keep a traceback."""
+    """Exits with 2 after a user's mistake or a server's refusal, 130 after Ctrl-C, 143 after SIGTERM.
+
+    Other errors keep a traceback.
+    """
     try:
         yield
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         exec("")  # If one left an exec(), CPython would end a `python -m` by a signal; the next exec() makes it forget.
-        raise typer.Exit(128 + signal.SIGINT) from None
+        number = signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT
+        raise typer.Exit(128 + number) from None
     except Exception as error:
         message = explain(error)
         if message is None:

@@ -10,8 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
+from deployments.cli.ending import terminate
 from deployments.cli.errors import errors
 from deployments.cli.renamed import rename_command, renamed_option
+from deployments.settings import ON_ONE_MACHINE, set_defaults
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 
@@ -61,7 +63,7 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Address to bind; 127.0.0.1 unless the config says else.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to bind.")] = None,
 ) -> None:
-    """Serve until Ctrl-C."""
+    """Serve until Ctrl-C or SIGTERM; then what is under way has a while to end (the configuration's door.drain_s)."""
     from deployments.cli.progress import console, started
     from deployments.cli.serving import load_config
 
@@ -69,6 +71,20 @@ def serve(
     with errors(), started(load_config(config).with_http(**chosen)) as url:
         console.print(f"Serving at {url} (docs at {url}/docs). Ctrl-C ends it.", highlight=False)
         signal.pause()
+
+
+@app.command()
+def door(
+    to: Annotated[str, typer.Option("--to", help="HOST:PORT of the Serve proxy that it stands in front of.")],
+    host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to bind.")] = 8080,
+    config: ConfigOption = "laptop",
+) -> None:
+    """Limits and time-outs in front of an application that `serve deploy` started; `troupe serve` has them already."""
+    from deployments.cli.door import stand
+
+    with errors():
+        stand(to, host, port, config)
 
 
 @app.command()
@@ -88,13 +104,15 @@ def doctor(
     model: Annotated[
         str | None, typer.Option(help="With --tensorrt: whose engine is tried; the config's first by default.")
     ] = None,
-    config: ConfigOption = "laptop",
+    config: Annotated[
+        str | None, typer.Option("--config", help="Whether this one can run here: a file, or a shipped one's name.")
+    ] = None,
 ) -> None:
     """What is installed, which devices and which NCCL there are, what can run here and what cannot and why."""
     from deployments.cli.doctor import first_model, print_proofs, print_report
 
     with errors():
-        fine = print_proofs(model or first_model(config)) if tensorrt else print_report()
+        fine = print_proofs(model or first_model(config or "laptop")) if tensorrt else print_report(config)
     raise typer.Exit(0 if fine else 1)
 
 
@@ -220,8 +238,9 @@ def _client(config: str, url: str, api_key: str) -> Iterator[Any]:
 
 
 def main() -> None:
-    """SIGTERM ends like Ctrl-C, so that everything started is ended."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """SIGTERM ends like Ctrl-C, so that everything started is ended. Clusters that are started are this machine's."""
+    signal.signal(signal.SIGTERM, terminate)
+    set_defaults(ON_ONE_MACHINE)
     app()
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
-import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +16,31 @@ import ray
 import yaml
 from pydantic import ValidationError
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 
-from deployments.app import REPLICA_CPUS, build_app
+from deployments.app import build_app
+from deployments.cli.cluster import local_cluster
+from deployments.cli.preflight import check
 from deployments.config import ServeConfig
+from deployments.door.door import Door, listen
+from deployments.door.haproxy import find_binary
 from deployments.mistakes import mistakes
-from deployments.names import APPLICATION
+from deployments.names import APPLICATION, INGRESS
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 READY_DEADLINE_S = 900.0
 """For the application to be ready, unless its gangs may take longer to start."""
 START_MARGIN_S = 300.0
 """What comes before and after the slowest gang's start."""
-SERVE_ENVIRONMENT = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
-"""One event loop per replica instead of two: nothing that is awaited here takes long, and each way between loops costs
-a request time. To be set where a cluster's nodes are started, since replicas inherit it from there."""
+DRAIN_MARGIN_S = 15.0
+"""For the last answers of a drained application, and the way there and back."""
 SERVE_POLL_S = 1.0
 """Between two looks at whether Serve has given up: its controller, busy at start, takes some 10 ms of CPU for each."""
+LOOPBACK, ANY_ADDRESS = "127.0.0.1", ("0.0.0.0", "::", "")
+
+logger = logging.getLogger("troupe.serving")
 
 
 def load_config(name: str | Path) -> ServeConfig:
@@ -70,74 +75,64 @@ def running(config: ServeConfig, *, on_wait: Callable[[str], None] = lambda reas
     """Yields the URL of the application, up and ready. Starts a local Ray cluster unless one is connected already.
 
     ``on_wait`` gets, again and again until everything is ready, what is still missing. Whatever was started here is
-    ended on the way out, on Ctrl-C too.
+    ended on the way out, on Ctrl-C and SIGTERM too; what is under way then has ``door.drain_s`` to finish. ValueError,
+    before anything is started, with all that keeps ``config`` from running here.
     """
     with ExitStack() as stack:  # one end failing, or a second Ctrl-C in it, does not stop the other
-        if ray.is_initialized():
-            stack.callback(serve.shutdown)
+        is_local = not ray.is_initialized()
+        if is_local:
+            check(config)
+        entrance = stack.enter_context(Entrance.opened(config))
+        if is_local:
+            stack.enter_context(local_cluster(config))
         else:
-            stack.callback(ray.shutdown)
-            with interrupts_later():
-                _start_cluster(config)
-            stack.callback(_end_application)  # Serve itself ends with the cluster
-        url = _deploy(config)
-        wait_ready(url, on_wait, ready_deadline_s(config))
-        yield url
+            stack.callback(serve.shutdown)
+        _deploy(config, entrance.backend)
+        wait_ready(entrance.url, on_wait, ready_deadline_s(config))
+        stack.callback(end_application, entrance, config.app.door.drain_s)
+        yield entrance.url
 
 
-@contextmanager
-def interrupts_later() -> Iterator[None]:
-    """Turns a Ctrl-C inside the block into a KeyboardInterrupt at its end.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entrance:
+    """Where clients come in, and where Ray's proxy listens: behind the door, or (without HAProxy) in its place."""
 
-    For blocks that fork: an interrupted child prints a traceback before it has become what it was forked for. In other
-    threads than the main one, where Python handles no signals, it changes nothing.
+    url: str
+    backend: tuple[str, int]
+    door: Door | None
+
+    @classmethod
+    @contextmanager
+    def opened(cls, config: ServeConfig) -> Iterator[Entrance]:
+        """Listens at the configured address, from now until the block ends. ValueError if it is taken."""
+        host = config.http_options.host
+        listener = listen(host, config.http_options.port)
+        port = int(listener.getsockname()[1])
+        url = f"http://{LOOPBACK if host in ANY_ADDRESS else host}:{port}"
+        if find_binary() is None:
+            listener.close()
+            logger.warning(
+                "no HAProxy here: Ray's proxy takes requests itself, without limits on heads and connections"
+            )
+            yield cls(url=url, backend=(host, port), door=None)
+            return
+        backend = (LOOPBACK, free_port(LOOPBACK))
+        with Door(listener, backend, config.app.door) as door:
+            yield cls(url=url, backend=backend, door=door)
+
+
+def end_application(entrance: Entrance, drain_s: float) -> None:
+    """Lets what is under way end, while new requests get 503; then gangs release their engines, and communicators.
+
+    Returns when all replicas are gone.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    held: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if held:
-        raise KeyboardInterrupt
-
-
-def _start_cluster(config: ServeConfig) -> None:
-    """Starts a local cluster, without the lines of log that Ray and Serve write for each."""
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    quiet = logging.getLogger("ray._private.authentication.authentication_token_setup")
-    quiet.addFilter(lambda record: "is enabled" not in record.getMessage())
-    for name, value in SERVE_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    ray.init(
-        address="local",  # whatever RAY_ADDRESS says: on a cluster that runs already, `serve deploy` takes the file
-        runtime_env=config.applications[0].runtime_env or None,
-        num_cpus=num_logical_cpus(config),
-        include_dashboard=False,
-        log_to_driver=False,
-        configure_logging=True,
-        logging_level=logging.WARNING,
-    )
-
-
-def _end_application() -> None:
-    """Gangs release their engines, then their communicators; returns when all replicas are gone."""
-    with suppress(RayServeException):  # there is no Serve yet
+    if entrance.door is not None:
+        entrance.door.drain()
+    with suppress(RayServeException, RayError, TimeoutError):  # there is no Serve any more, or no ingress
+        ingress = serve.get_deployment_handle(INGRESS, APPLICATION)
+        ingress.broadcast("drain", drain_s).results(timeout_s=drain_s + DRAIN_MARGIN_S)
+    with suppress(RayServeException):
         serve.delete(APPLICATION)
-
-
-def num_logical_cpus(config: ServeConfig) -> int:
-    """Returns the logical CPUs for a local cluster: the machine's, or what the config asks for if that is more."""
-    num_cpus = config.app.api.num_replicas * config.app.api.num_cpus + 1.0
-    for model in config.app.models:
-        for stage in (model.text_encoder, model.decoder):
-            num_cpus += stage.max_num_replicas * stage.num_cpus
-        denoiser = model.denoiser
-        num_cpus += denoiser.max_num_replicas * (REPLICA_CPUS + denoiser.num_ranks * denoiser.cpus_per_rank)
-    return max(os.cpu_count() or 1, int(num_cpus) + 1)
 
 
 def ready_deadline_s(config: ServeConfig) -> float:
@@ -145,15 +140,13 @@ def ready_deadline_s(config: ServeConfig) -> float:
     return max(READY_DEADLINE_S, slowest_s + START_MARGIN_S)
 
 
-def _deploy(config: ServeConfig) -> str:
-    options = config.http_options.model_dump()
-    options["port"] = options["port"] or free_port(config.http_options.host)
+def _deploy(config: ServeConfig, address: tuple[str, int]) -> None:
+    options = config.http_options.model_dump() | {"host": address[0], "port": address[1]}
     serve.start(
         proxy_location=config.proxy_location, http_options=options, logging_config=config.logging_config or None
     )
     target = serve.RunTarget(target=build_app(config.app), name=APPLICATION, route_prefix="/")
     serve.run_many([target], wait_for_applications_running=False)
-    return f"http://{options['host']}:{options['port']}"
 
 
 def free_port(host: str) -> int:
@@ -193,11 +186,14 @@ def _not_ready(client: httpx.Client) -> str:
 
 
 def _reason(response: httpx.Response) -> str:
-    """Returns what each model waits for; whatever the proxy says as long as it answers in our place."""
+    """Returns what each model waits for, or what who answers in the application's place says."""
     try:
-        return "; ".join(state for state in response.json()["models"].values() if state != "ready")
-    except ValueError:
+        document = response.json()
+    except ValueError:  # Ray's proxy
         return response.text
+    if "models" not in document:  # the door
+        return "the application is starting"
+    return "; ".join(state for state in document["models"].values() if state != "ready")
 
 
 def _raise_if_failed() -> None:

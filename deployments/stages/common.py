@@ -8,7 +8,7 @@ from typing import Any
 import ray
 
 from deployments.config import ModelConfig
-from deployments.observability.logs import configure_logs
+from deployments.replicas import prepare_replica
 from deployments.stages.config import StageConfig
 from pipelines.checkpoint import Checkpoint
 
@@ -42,6 +42,6 @@ def load_stage(spec: StageSpec) -> Checkpoint:
     """Sets this process's threads; returns the checkpoint on the device of the stage."""
     import torch
 
-    configure_logs()
+    prepare_replica()
     torch.set_num_threads(spec.stage.num_threads)
     return Checkpoint.open(spec.model.source, "cuda" if spec.stage.num_gpus else "cpu", spec.model.dtype)

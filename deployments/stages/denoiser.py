@@ -10,7 +10,7 @@ from functools import partial
 import ray
 
 from deployments.config import ModelConfig
-from deployments.observability.logs import configure_logs
+from deployments.replicas import prepare_replica
 from deployments.settings import process_environment
 from deployments.stages.common import Encoded
 from deployments.stages.rank import BuildRankParts
@@ -34,7 +34,7 @@ class Denoiser:
     """Thin: the gang does the work. A broken gang fails ``check_health``, and Serve replaces the replica."""
 
     async def __init__(self, model: ModelConfig) -> None:  # type: ignore[misc]  # Serve awaits it
-        configure_logs()
+        prepare_replica()
         self._gang = await Gang.start(
             model.denoiser,
             BuildRankParts(model=model),

@@ -12,17 +12,17 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from deployments.cli.cluster import num_logical_cpus
 from deployments.cli.serving import (
     CONFIGS,
     READY_DEADLINE_S,
     load_config,
-    num_logical_cpus,
     parse_config,
     ready_deadline_s,
 )
 from deployments.config import AppConfig
 from deployments.stages.config import DenoiserConfig
-from engines.core.precision import PRECISIONS
+from engines.core.precision import PRECISIONS, is_static
 from engines.gang.config import GangConfig
 from engines.registry import ENGINES
 
@@ -166,7 +166,7 @@ def test_what_no_gang_can_do_is_told_before_anything_starts(denoiser: dict[str, 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_precision_of_the_engine_may_be_configured(precision: str) -> None:
-    section = {"torch": {"calibration": "scales.json"}} if precision == "fp8-static" else {}
+    section = {"torch": {"calibration": "scales.json"}} if is_static(precision) else {}
     config = parse_config(changed(("models", 0, "denoiser"), {"precision": precision, **section}))
     assert config.app.models[0].denoiser.precision == precision
 

@@ -22,7 +22,14 @@ from deployments.cli.serving import load_config, parse_config
 from tests.deployments.support.commands import troupe
 from tests.support.fenced import ROOT, Block, blocks
 
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/api.md", "docs/architecture.md", "docs/scaling.md")
+DOCUMENTS = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "docs/api.md",
+    "docs/architecture.md",
+    "docs/operations.md",
+    "docs/scaling.md",
+)
 BLOCKS = blocks(*DOCUMENTS)
 URL = "http://127.0.0.1:8000"
 NEEDS_SERVER = (URL, 'ray.init(address="auto"')

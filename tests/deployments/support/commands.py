@@ -91,6 +91,10 @@ class Command:
             os.killpg(self._process.pid, signal.SIGINT)
         return self.wait()
 
+    def terminate(self) -> None:
+        """SIGTERM to the command itself, as service managers send it."""
+        self._process.terminate()
+
     def kill_all(self) -> None:
         """SIGKILL to every process, until there is none."""
         while left := self.processes():

@@ -1,0 +1,61 @@
+"""A Ray cluster on this machine, for one application and as long as it runs."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import ray
+
+from deployments.app import REPLICA_CPUS
+from deployments.cli.ending import interrupts_later
+from deployments.config import ServeConfig
+from deployments.settings import set_defaults
+
+SERVE_ENVIRONMENT: Mapping[str, str] = {
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "5",
+}
+"""To be set where a cluster's nodes are started, since replicas inherit it from there.
+
+One event loop per replica instead of two: nothing that is awaited here takes long, and each way between loops costs a
+request time. And a proxy that died is replaced after seconds: its door waits for it.
+"""
+
+
+@contextmanager
+def local_cluster(config: ServeConfig) -> Iterator[None]:
+    """Runs a cluster inside the block, without the lines of log that Ray and Serve write for each."""
+    for name in ("ray.serve", "ray._private.worker"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    quiet = logging.getLogger("ray._private.authentication.authentication_token_setup")
+    quiet.addFilter(lambda record: "is enabled" not in record.getMessage())
+    set_defaults(SERVE_ENVIRONMENT)
+    try:
+        with interrupts_later():
+            ray.init(
+                address="local",  # whatever RAY_ADDRESS says: `serve deploy` is for clusters that run already
+                runtime_env=config.applications[0].runtime_env or None,
+                num_cpus=num_logical_cpus(config),
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=True,
+                logging_level=logging.WARNING,
+            )
+        yield
+    finally:
+        ray.shutdown()
+
+
+def num_logical_cpus(config: ServeConfig) -> int:
+    """Returns the logical CPUs for a local cluster: the machine's, or what the config asks for if that is more."""
+    num_cpus = config.app.api.num_replicas * config.app.api.num_cpus + 1.0
+    for model in config.app.models:
+        for stage in (model.text_encoder, model.decoder):
+            num_cpus += stage.max_num_replicas * stage.num_cpus
+        denoiser = model.denoiser
+        num_cpus += denoiser.max_num_replicas * (REPLICA_CPUS + denoiser.num_ranks * denoiser.cpus_per_rank)
+    return max(os.cpu_count() or 1, int(num_cpus) + 1)

@@ -1,0 +1,34 @@
+"""``troupe door``: the door alone, in front of an application that runs on a cluster."""
+
+from __future__ import annotations
+
+import signal
+from urllib.parse import urlsplit
+
+from deployments.cli.progress import console
+from deployments.cli.serving import load_config
+from deployments.door.door import Door, listen
+
+
+def stand(to: str, host: str, port: int, config: str) -> None:
+    """Listens on ``host`` and ``port`` until Ctrl-C or SIGTERM, with the limits of ``config``'s section ``door``.
+
+    ValueError for an address that is none, or is taken; RuntimeError without HAProxy.
+    """
+    backend = parse_address(to)
+    settings = load_config(config).app.door
+    with Door(listen(host, port), backend, settings):
+        console.print(f"Standing at http://{host}:{port} in front of {to}. Ctrl-C ends it.", highlight=False)
+        signal.pause()
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """Returns host and port of HOST:PORT. ValueError for anything else."""
+    try:
+        parts = urlsplit(f"//{address}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if not host or not port or parts.path:
+        raise ValueError(f"--to is {address}: write it as HOST:PORT, such as 127.0.0.1:8000")
+    return host, port

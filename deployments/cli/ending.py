@@ -1,0 +1,40 @@
+"""Ctrl-C and SIGTERM while something is started that has to be ended again."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came: all that is started is ended as after Ctrl-C. The exit status is 143."""
+
+
+def terminate(number: int, frame: object) -> None:
+    raise Terminated
+
+
+@contextmanager
+def interrupts_later() -> Iterator[None]:
+    """Turns a Ctrl-C or a SIGTERM inside the block into its exception at the block's end.
+
+    For blocks that fork (an interrupted child prints a traceback before it has become what it was forked for), and for
+    those that set handlers of their own, as Ray does, which prints a stack trace on SIGTERM: afterwards all is as
+    before. In other threads than the main one, where Python handles no signals, it changes nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[int] = []
+    before = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if received:
+        raise Terminated if signal.SIGTERM in received else KeyboardInterrupt

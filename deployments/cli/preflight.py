@@ -1,0 +1,80 @@
+"""What keeps a configuration from running on this machine, said before anything is started."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from deployments.config import ModelConfig, ServeConfig
+from deployments.door.door import listen
+from deployments.settings import Settings
+from deployments.stages.config import ScaledConfig
+from pipelines.checkpoint import Checkpoint
+
+
+def check(config: ServeConfig) -> None:
+    """Raises ValueError with all that keeps ``config`` from running here, but for its port."""
+    if found := list(problems(config)):
+        raise ValueError("; ".join(found))
+
+
+def problems(config: ServeConfig) -> Iterator[str]:
+    """Yields what is wrong and what to change, a sentence each."""
+    yield from _keys()
+    for model in config.app.models:
+        yield from _model(model)
+    yield from _gpus(config)
+
+
+def port_problems(config: ServeConfig) -> Iterator[str]:
+    try:
+        listen(config.http_options.host, config.http_options.port).close()
+    except ValueError as error:
+        yield str(error)
+
+
+def num_gpus_needed(config: ServeConfig) -> int:
+    """Returns the GPUs that the application starts with: no two ranks share one, encoders and decoders may.
+
+    Replicas that autoscaling adds later are not among them.
+    """
+    num_ranks, shares = 0, 0.0
+    for model in config.app.models:
+        gang = model.denoiser
+        if gang.gpus_per_rank:
+            num_ranks += _num_at_start(gang) * gang.num_ranks
+        shares += _num_at_start(gang) * gang.num_ranks * gang.gpus_per_rank
+        shares += sum(_num_at_start(stage) * stage.num_gpus for stage in (model.text_encoder, model.decoder))
+    return max(num_ranks, math.ceil(shares))
+
+
+def _num_at_start(scaled: ScaledConfig) -> int:
+    return scaled.num_replicas if scaled.autoscaling is None else scaled.autoscaling.min_replicas
+
+
+def _keys() -> Iterator[str]:
+    try:
+        _ = Settings().all_api_keys
+    except (OSError, ValueError) as error:
+        yield f"the API keys cannot be read: {error}"
+
+
+def _model(model: ModelConfig) -> Iterator[str]:
+    try:
+        _ = Checkpoint.open(model.source, weights=False).defaults
+    except (OSError, ValueError) as error:
+        yield f"the model {model.name}: {error}"
+
+
+def _gpus(config: ServeConfig) -> Iterator[str]:
+    needed = num_gpus_needed(config)
+    if not needed:
+        return
+    import torch  # two seconds, for those alone who ask for GPUs
+
+    available = torch.cuda.device_count()
+    if needed > available:
+        yield (
+            f"the configuration asks for {needed} GPUs and this machine has {available}: take one for fewer "
+            "(gpu1, gpu2, laptop), or lower num_ranks, gpus_per_rank and num_gpus"
+        )

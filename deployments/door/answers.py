@@ -1,0 +1,73 @@
+"""The door's own answers, in the shape of all others: what clients get where the application cannot answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from pathlib import Path
+
+from deployments.api.errors import ApiError
+
+RETRY: Mapping[str, str] = {"Retry-After": "2"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """``name`` is HAProxy's status, whose page this replaces; ``status`` is what the client gets."""
+
+    name: int
+    status: int
+    message: str
+    code: str
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def body(self) -> str:
+        return json.dumps(ApiError(self.status, self.message, code=self.code).body)
+
+    def page(self) -> str:
+        """Returns the whole answer as it goes over the wire."""
+        fields = {
+            "Content-Type": "application/json",
+            "Content-Length": str(len(self.body)),
+            "Cache-Control": "no-cache",
+        }
+        lines = [f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}"]
+        lines += [f"{name}: {value}" for name, value in (fields | dict(self.headers) | {"Connection": "close"}).items()]
+        return "\r\n".join((*lines, "", self.body))
+
+
+UNAVAILABLE = "The server is starting, stopping or recovering; ask again in a moment"
+ANSWERS = (
+    Answer(
+        name=400,
+        status=400,
+        message="This is no HTTP request, or its head (request line and headers) is too large",
+        code="bad_request",
+    ),
+    Answer(name=408, status=408, message="The head of the request did not arrive in time", code="request_timeout"),
+    Answer(name=500, status=500, message="Internal error at the door", code="internal"),
+    Answer(name=502, status=502, message="The server ended while it worked on this", code="server_lost", headers=RETRY),
+    Answer(name=503, status=503, message=UNAVAILABLE, code="server_unavailable", headers=RETRY),
+    Answer(name=504, status=504, message="The server did not answer in time", code="server_timeout"),
+)
+HEAD_TOO_LARGE = Answer(
+    name=431, status=431, message="The head of the request (its line and headers) is too large", code="head_too_large"
+)
+BODY_UNWANTED = Answer(
+    name=413, status=413, message="A GET, HEAD, DELETE or OPTIONS request takes no body", code="body_too_large"
+)
+FULL = Answer(
+    name=503, status=503, message="There are too many open connections; ask again in a moment", code="server_full",
+    headers=RETRY,
+)  # fmt: skip
+
+
+def write_pages(folder: Path) -> dict[int, Path]:
+    """Writes the pages that replace HAProxy's own; returns their files by status."""
+    pages = {answer.name: folder / f"{answer.name}.http" for answer in ANSWERS}
+    for answer in ANSWERS:
+        pages[answer.name].write_bytes(answer.page().encode())
+    return pages

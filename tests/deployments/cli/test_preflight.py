@@ -1,0 +1,78 @@
+"""What keeps a configuration from running is said before anything starts: a line, with what to change."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deployments.cli.preflight import check, num_gpus_needed, problems
+from deployments.cli.serving import load_config, parse_config
+from deployments.config import ServeConfig
+from tests.deployments.support.commands import assert_one_line, config_file, troupe
+from tests.deployments.support.live import config_of
+
+
+def with_model(**model: Any) -> ServeConfig:
+    document = config_of({"pictures": Path("flux-shapes")}).model_dump(mode="json")
+    document["applications"][0]["args"]["models"][0] |= model
+    return parse_config(document)
+
+
+FAULTS: dict[str, tuple[Callable[[], ServeConfig], str]] = {
+    "a folder that is not there": (lambda: with_model(path="/nowhere/flux"), "the model pictures: no model '/nowhere/"),
+    "a hub id, offline": (lambda: with_model(path="owner/name"), "the model pictures: "),
+    "more GPUs than there are": (
+        lambda: with_model(denoiser={"num_ranks": 2, "gpus_per_rank": 0.8}),
+        "asks for 2 GPUs and this machine has 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_serve_says_it_at_once(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, told = FAULTS[fault]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    config = config_file(make(), tmp_path)
+    result = troupe("serve", config, "--port", "0")
+    assert result.exit_code == 2, result.output
+    (line,) = result.stderr.splitlines()
+    assert told in line
+    doctor = troupe("doctor", "--config", config)
+    assert doctor.exit_code == 1
+
+
+def test_keys_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TROUPE_API_KEYS_FILE", str(tmp_path / "keys"))
+    with pytest.raises(ValueError, match=r"the API keys cannot be read: .*keys"):
+        check(config_of({"pictures": Path("flux-shapes")}))
+
+
+def test_all_faults_are_told_together() -> None:
+    config = with_model(path="nowhere", decoder={"num_gpus": 64})
+    assert len(list(problems(config))) == 2
+
+
+def test_a_configuration_that_can_run(tmp_path: Path) -> None:
+    config = config_of({"pictures": Path("flux-shapes")})
+    assert list(problems(config)) == []
+    result = troupe("doctor", "--config", config_file(config, tmp_path))
+    assert result.exit_code == 0, result.output
+    assert "can run here" in result.output
+
+
+def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        config = config_of({"pictures": Path("flux-shapes")}).with_http(port=listener.getsockname()[1])
+        path = config_file(config, tmp_path)
+        assert_one_line(troupe("serve", path), "is taken by another program", "--port")
+        assert troupe("doctor", "--config", path).exit_code == 1
+
+
+@pytest.mark.parametrize(("name", "expected"), [("laptop", 0), ("gpu1", 1), ("gpu2", 2), ("gpu4", 4), ("gpu8", 8)])
+def test_gpus_that_a_start_needs(name: str, expected: int) -> None:
+    assert num_gpus_needed(load_config(name)) == expected

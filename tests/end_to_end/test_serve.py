@@ -1,0 +1,101 @@
+"""``troupe serve`` as its users meet it: what they are told while it starts, what is open, and how it ends."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.deployments.support.commands import Command, assert_one_line, command, config_file, short_folder, troupe
+from tests.deployments.support.live import IMAGES, PROMPT, config_of, picture, wait_until
+
+pytestmark = pytest.mark.ray
+
+TIMEOUT_S = 120
+LOOPBACK = ("127.0.0.1", "::ffff:127.0.0.1", "::1")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+@contextmanager
+def watched(url: str) -> Iterator[list[httpx.Response]]:
+    """The answers of ``url``, asked again and again inside the block: each that differs from the one before it."""
+    answers: list[httpx.Response] = []
+    stop = threading.Event()
+
+    def ask() -> None:
+        while not stop.is_set():
+            time.sleep(0.05)
+            try:
+                answer = httpx.get(url, timeout=TIMEOUT_S)
+            except httpx.TransportError:  # the port is not there yet, or not any more
+                continue
+            if not answers or answer.content != answers[-1].content:
+                answers.append(answer)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield answers
+    finally:
+        stop.set()
+        thread.join()
+
+
+def open_to_others(serve: Command) -> list[str]:
+    """What listens at an address that other machines can reach."""
+    return [
+        f"{process.name()} at {one.laddr}"
+        for process in serve.processes()
+        for one in process.net_connections("inet")
+        if one.status == psutil.CONN_LISTEN and one.laddr.ip not in LOOPBACK
+    ]
+
+
+def end_under_way(serve: Command, client: httpx.Client) -> tuple[str, str]:
+    """SIGTERM while a picture is painted and somebody watches a clip; what the two streams said from then on."""
+    clip = client.post("/v1/videos", json={"prompt": PROMPT, "num_inference_steps": 100}).json()
+    body = {"prompt": PROMPT, "seed": 3, "num_inference_steps": 60, "stream": True, "stream_progress": True}
+    with (
+        client.stream("GET", f"/v1/videos/{clip['id']}/events") as watching,
+        client.stream("POST", IMAGES, json=body) as painting,
+    ):
+        watch, paint = watching.iter_lines(), painting.iter_lines()
+        next(watch)
+        next(paint)
+        serve.terminate()
+        return "\n".join(paint), "\n".join(watch)
+
+
+def test_from_start_to_end(models: dict[str, Path]) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with short_folder() as folder:
+        config = config_file(config_of(models).with_http(port=port), folder)
+        with watched(f"{url}/v1/models") as answers, command("serve", config, folder=folder) as serve:
+            serve.wait_for("Serving at")
+            wait_until(lambda: answers[-1].status_code == 200, "the models are listed")
+            assert open_to_others(serve) == []
+            assert_one_line(troupe("serve", config), "is taken by another program", "--port")
+            picture(url, seed=1)
+            with httpx.Client(base_url=url, timeout=TIMEOUT_S) as client:
+                painted, watched_clip = end_under_way(serve, client)
+            assert serve.wait() == 143, serve.output
+            output = serve.output
+    assert "image_generation.completed" in painted
+    assert "server_stopping" in watched_clip
+    for foreign in ("Traceback", "SIGTERM received", "(raylet)"):
+        assert foreign not in output
+    assert {answer.status_code for answer in answers} == {200, 503}
+    for answer in answers:
+        assert answer.status_code == 200 or answer.json()["error"]["code"] in ("server_unavailable", "server_stopping")
