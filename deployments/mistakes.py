@@ -10,9 +10,9 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from pydantic import BaseModel, ValidationError
 
 from deployments.requests.errors import SENTENCES, shown
-from deployments.spelling import did_you_mean
+from deployments.spelling import nearest_name
 
-Path = tuple[str | int, ...]
+Place = tuple[str | int, ...]
 
 UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 MISSING = ("missing", "missing_argument", "missing_keyword_only_argument")
@@ -25,9 +25,9 @@ OWN_SENTENCES = SENTENCES | {
     "model_type": "it must be a section of keys and values",
     "dataclass_type": "it must be a section of keys and values",
 }
-ROOT: Path = ("applications", 0, "args")
+ROOT: Place = ("applications", 0, "args")
 """Where nearly all of a configuration lies; not told."""
-MODELS: Path = (*ROOT, "models")
+MODELS: Place = (*ROOT, "models")
 
 
 def mistakes(error: ValidationError, document: Any, schema: Any) -> list[str]:
@@ -36,42 +36,46 @@ def mistakes(error: ValidationError, document: Any, schema: Any) -> list[str]:
     A mistake that was made in several models is told once, with their names; what only follows from another is not.
     """
     errors = [one for one in error.errors() if not _follows(one, error.errors())]
-    sentences = [(tuple(one["loc"]), _sentence(one, document, schema)) for one in errors]
-    misspelt = {(*path[:-1], key) for path, (_, key) in sentences if key}
-    places: dict[tuple[Path, str], list[Path]] = {}
-    for one, (path, (sentence, _)) in zip(errors, sentences, strict=True):
-        if one["type"] not in MISSING or path not in misspelt:
-            places.setdefault((_in_any_model(path), sentence), []).append(path)
-    return [f"{_written(paths, document)}{sentence}" for (_, sentence), paths in places.items()]
+    misspelt = {_meant(one, schema) for one in errors if one["type"] in UNKNOWN}
+    groups: dict[tuple[Place, str], list[Place]] = {}
+    for one in errors:
+        place = tuple(one["loc"])
+        if one["type"] not in MISSING or place not in misspelt:
+            groups.setdefault((_in_any_model(place), _sentence(one, schema)), []).append(place)
+    return [f"{_written(places, document)}{sentence}" for (_, sentence), places in groups.items()]
 
 
 def _follows(error: Mapping[str, Any], errors: Sequence[Mapping[str, Any]]) -> bool:
     """Whether a list counts as too short only since something inside it is wrong."""
-    path = tuple(error["loc"])
+    place = tuple(error["loc"])
     inner = (tuple(one["loc"]) for one in errors)
-    return error["type"] == "too_short" and any(one[: len(path)] == path and len(one) > len(path) for one in inner)
+    return error["type"] == "too_short" and any(one[: len(place)] == place and len(one) > len(place) for one in inner)
 
 
-def _sentence(error: Mapping[str, Any], document: Any, schema: Any) -> tuple[str, str]:
-    """Returns what follows the place, and the key that was meant if one was misspelt."""
-    path = tuple(error["loc"])
+def _meant(error: Mapping[str, Any], schema: Any) -> Place:
+    """Returns where the key lies that an unknown one was probably meant to be; its name is empty if none is near."""
+    *section, key = error["loc"]
+    return (*section, nearest_name(str(key), _keys(schema, tuple(section))))
+
+
+def _sentence(error: Mapping[str, Any], schema: Any) -> str:
+    """Returns what follows the place."""
     if error["type"] in UNKNOWN:
-        known = _keys(schema, path[:-1])
-        question = did_you_mean(str(path[-1]), known)
-        hint = question or f"known: {', '.join(known)}"
-        return f" is no key here: {hint}", question.removeprefix("did you mean ").rstrip("?")
+        *section, meant = _meant(error, schema)
+        known = ", ".join(_keys(schema, tuple(section)))
+        return f" is no key here: {f'did you mean {meant}?' if meant else f'known: {known}'}"
     if error["type"] in MISSING:
-        return " is missing", ""
+        return " is missing"
     if error["type"] == "value_error":
-        return f": {error['ctx']['error']}", ""
+        return f": {error['ctx']['error']}"
     facts = {name: str(fact).replace("'", "") for name, fact in error.get("ctx", {}).items()}
     sentence = OWN_SENTENCES.get(error["type"])
-    return f" is {shown(error['input'])}: {sentence.format(**facts) if sentence else error['msg']}", ""
+    return f" is {shown(error['input'])}: {sentence.format(**facts) if sentence else error['msg']}"
 
 
-def _keys(schema: Any, path: Path) -> tuple[str, ...]:
-    """Returns the keys that may stand at ``path`` of ``schema``, a type made of models, dataclasses and tuples."""
-    for part in path:
+def _keys(schema: Any, place: Place) -> tuple[str, ...]:
+    """Returns the keys that may stand at ``place`` of ``schema``, a type made of models, dataclasses and tuples."""
+    for part in place:
         if isinstance(part, int):
             schema = next((one for one in get_args(schema) if one is not ...), None)
         else:
@@ -96,19 +100,19 @@ def _fields(section: Any) -> dict[str, Any]:
     return {}
 
 
-def _in_any_model(path: Path) -> Path:
+def _in_any_model(place: Place) -> Place:
     depth = len(MODELS)
-    return (*MODELS, "*", *path[depth + 1 :]) if path[:depth] == MODELS and len(path) > depth else path
+    return (*MODELS, "*", *place[depth + 1 :]) if place[:depth] == MODELS and len(place) > depth else place
 
 
-def _written(paths: Sequence[Path], document: Any) -> str:
+def _written(places: Sequence[Place], document: Any) -> str:
     """Returns where it is: ``models.flux-dev.denoiser.num_rank``, or the names of several models in braces."""
-    path, depth = _in_any_model(paths[0]), len(MODELS)
-    if path == paths[0]:
-        return ".".join(map(str, path[len(ROOT) :] if path[: len(ROOT)] == ROOT else path)) or "the configuration"
-    names = [_name(document, one[depth]) for one in paths]
+    place, depth = _in_any_model(places[0]), len(MODELS)
+    if place == places[0]:
+        return ".".join(map(str, place[len(ROOT) :] if place[: len(ROOT)] == ROOT else place)) or "the configuration"
+    names = [_name(document, one[depth]) for one in places]
     model = names[0] if len(names) == 1 else f"{{{', '.join(names)}}}"
-    return ".".join(("models", model, *map(str, path[depth + 1 :])))
+    return ".".join(("models", model, *map(str, place[depth + 1 :])))
 
 
 def _name(document: Any, index: str | int) -> str:

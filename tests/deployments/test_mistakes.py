@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from deployments.cli.serving import CONFIGS, parse_config
-from deployments.spelling import did_you_mean
+from deployments.spelling import nearest_name
 from tests.deployments.support.commands import assert_one_line, troupe
 
 LAPTOP: dict[str, Any] = yaml.safe_load((CONFIGS / "laptop.yaml").read_text())
@@ -123,4 +123,4 @@ def test_the_command_says_it_in_one_line(tmp_path: Any) -> None:
 )
 def test_nearest_name(name: str, meant: str) -> None:
     known = ("style", "seed", "num_ranks", "num_inference_steps", "guidance_scale")
-    assert did_you_mean(name, known) == (f"did you mean {meant}?" if meant else "")
+    assert nearest_name(name, known) == meant
