@@ -5,11 +5,12 @@ What it says of a model's deployments is in ``stages.config``, what it says of t
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 from pydantic.dataclasses import dataclass
 
 from deployments.api.settings import ApiLimits
@@ -17,7 +18,15 @@ from deployments.clips.settings import ClipLimits
 from deployments.door.settings import DoorSettings
 from deployments.stages.config import STRICT, DataType, DenoiserConfig, StageConfig
 
-ModelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+
+def _model_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        allowed = "letters, digits, points, dashes and underscores, the first a letter or a digit"
+        raise ValueError(f"{name!r} is no name for a model: it must be made of {allowed}")
+    return name
+
+
+ModelName = Annotated[str, AfterValidator(_model_name)]
 
 
 class _Config(BaseModel):

@@ -49,7 +49,10 @@ class RangedFile(FileResponse):
     """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.stat_result = await asyncio.to_thread(Path(self.path).stat)
+        try:
+            self.stat_result = await asyncio.to_thread(Path(self.path).stat)
+        except FileNotFoundError:  # deleted since it was looked for
+            raise ApiError(404, "The file is gone") from None
         self.set_stat_headers(self.stat_result)
         if scope["method"] != "GET":
             await super().__call__(scope, receive, send)

@@ -7,7 +7,6 @@ import re
 from collections.abc import AsyncGenerator, Mapping
 from typing import Annotated, Literal
 
-from anyio import CancelScope
 from fastapi import APIRouter, Depends, Header, Query
 from fastapi.responses import FileResponse
 from fastapi.sse import EventSourceResponse
@@ -29,6 +28,7 @@ from deployments.api.lookout import Lookout
 from deployments.api.partial import RangedFile, is_head
 from deployments.api.reading import FORMS, JSON, read_json_or_form
 from deployments.api.streams import STREAM_HEADERS, ClientGoneError, start_stream, until_disconnect
+from deployments.asyncio_tools import to_the_end
 from deployments.clips.clips import Clips
 from deployments.clips.folders import CONTENT_TYPES, Variant
 from deployments.clips.records import ClipRecord
@@ -69,8 +69,7 @@ def video_routes(context: ApiContext) -> APIRouter:
         try:
             end = await until_disconnect(request.receive, wait_for_end(context, clip.id))
         except (ClientGoneError, asyncio.CancelledError):
-            with CancelScope(shield=True):  # a response's task group cancels its task again and again
-                await context.clips.delete(clip.id)
+            await to_the_end(context.clips.delete(clip.id))
             raise
         assert end.timings is not None
         headers = measures([end.timings]) | {"X-Troupe-Video-Id": clip.id}

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from deployments.requests.bodies import PeerFields
-from deployments.spelling import did_you_mean
+from deployments.spelling import nearest_name
 
 B = TypeVar("B", bound=BaseModel)
 
@@ -102,9 +102,9 @@ def field_error(errors: Collection[Mapping[str, Any]], fields: Mapping[str, Fiel
     param = printable(path[0]) if path else None
     names = ", ".join(name for name in fields if name not in PeerFields.model_fields)
     if first["type"] == "extra_forbidden":
-        nearest = did_you_mean(path[0], fields)
+        nearest = nearest_name(path[0], fields)
         known = f"known fields: {names}" if fields else ""
-        hint = f": {nearest} {known.capitalize()}" if nearest else f"; {known}"
+        hint = f": did you mean {nearest}? {known.capitalize()}" if nearest else f"; {known}"
         return RequestError(f"Unknown field {shown(path[0])}{hint.rstrip('; ')}", param, code="unknown_field")
     if first["type"] == "missing":
         return RequestError(f"{param} is required", param, code="missing_field")

@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from deployments.api.files import FileShelf
 from tests.deployments.api.conftest import build, serving
 from tests.deployments.api.test_images import IMAGES
 from tests.deployments.api.test_videos import finished, make
@@ -76,6 +77,14 @@ async def test_who_has_the_file_gets_it_no_more(client: httpx.AsyncClient, kind:
     for headers in (other, {"If-Modified-Since": "Mon, 01 Jan 2001 00:00:00 GMT"}, {"If-Modified-Since": "no date"}):
         answer = await client.get(path, headers=headers)
         assert (answer.status_code, answer.content) == (200, whole.content), headers
+
+
+async def test_a_file_that_is_deleted_while_it_is_asked_for(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(FileShelf, "find", lambda shelf, name: tmp_path / "gone.png")
+    answer = await client.get(f"/v1/files/{'0' * 32}.png")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
 
 
 async def test_a_new_preview_has_a_new_tag(client: httpx.AsyncClient, tmp_path: Path) -> None:
