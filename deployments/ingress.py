@@ -66,6 +66,7 @@ class Ingress:
     def __init__(self, config: AppConfig, stages: Mapping[str, Mapping[str, DeploymentHandle[Any]]]) -> None:
         prepare_replica()
         self._config, self._settings = config, Settings()
+        self._keys = self._settings.key_ring()
         for handle in (handle for by_stage in stages.values() for handle in by_stage.values()):
             # In this loop, where calls are made, and not one thread further.
             handle._init(_run_router_in_separate_loop=False)  # type: ignore[no-untyped-call]
@@ -102,7 +103,7 @@ class Ingress:
     def _api_settings(self) -> ApiSettings:
         return ApiSettings(
             data_dir=self._data_dir,
-            api_keys=self._settings.all_api_keys,
+            keys=self._keys,
             own_names=own_names(),
             sends_request_id=False,
             max_open_pictures={
