@@ -21,9 +21,10 @@ from deployments.config import AppConfig
 from deployments.observability.logs import configure_logs
 from deployments.requests.handle import handle_request
 from deployments.settings import Settings
-from deployments.studio.flow import DeployedStudio, StageHandles
+from deployments.studio.flow import DeployedStudio
 from deployments.studio.interface import ModelCard, StudioEvent
 from deployments.studio.readiness import Readiness
+from deployments.studio.run import StageHandles
 from pipelines.checkpoint import Checkpoint
 
 

@@ -7,8 +7,10 @@ import logging
 import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
+from ray.exceptions import ObjectLostError
 from ray.util.placement_group import PlacementGroup
 
 from engines.gang.clock import Clock
@@ -16,7 +18,7 @@ from engines.gang.config import BuildRank, Environment, GangConfig
 from engines.gang.driver import Driver
 from engines.gang.environment import rank_environments
 from engines.gang.errors import GangBrokenError
-from engines.gang.job import Job, JobDone, JobEvent
+from engines.gang.job import Job, JobDone, JobEvent, StepDone
 from engines.gang.placement import current_group
 from engines.gang.rank import RankInfo, kill_ranks, spawn_ranks
 
@@ -102,8 +104,8 @@ class Gang:
             while True:
                 group = await open_job.next_events(until_s=told_s + every_s)
                 told_s = self._clock.now_s()
-                if events := tuple(event for event in group if not isinstance(event, Exception)):
-                    yield events
+                if events := [e for event in group if not isinstance(event, Exception) if (e := await _fetched(event))]:
+                    yield tuple(events)
                 if isinstance(group[-1], Exception):
                     raise group[-1]
                 if isinstance(group[-1], JobDone):
@@ -160,6 +162,20 @@ class Gang:
                 await asyncio.gather(*(rank.watch.remote() for rank in self._ranks))
         except TimeoutError:
             raise GangBrokenError(self.broken.reason, self.broken.cause) from None
+
+
+async def _fetched(event: JobEvent) -> JobEvent | None:
+    """The event with its latents, of which a rank left a reference there; None for a preview that is lost."""
+    if isinstance(event, StepDone):
+        return event
+    left: Any = event.latents
+    try:
+        return replace(event, latents=await left)
+    except ObjectLostError as error:
+        if isinstance(event, JobDone):
+            raise
+        logger.warning("the preview after step %d is lost: %s", event.step, error)
+        return None
 
 
 async def _connect(ranks: Sequence[Any]) -> list[RankInfo]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.util.placement_group import PlacementGroup
 
+from engines.core.parcel import Parcel
 from engines.core.rank import RankContext
 from engines.core.resources import open_rank_resources
 from engines.gang.config import BuildRank, GangConfig, StoreAddress
@@ -93,10 +94,11 @@ class Rank:
         return parts.engine.team_sizes
 
     def execute(self, plan: StepPlan) -> Any:
-        """The report, followed by what ``plan.emits_of`` this rank names; Ray makes an object of each."""
+        """The report, followed by parcels of what ``plan.emits_of`` this rank names; Ray makes an object of each."""
         assert self._runner is not None
         report, emitted = self._runner.execute(plan)
-        return (report, *emitted) if emitted else report
+        parcels = (None if latents is None else Parcel.of(latents) for latents in emitted)
+        return (report, *parcels) if emitted else report
 
     def close(self) -> None:
         """Graphs and contexts go first, for they use memory of other ranks and the communicator, which goes last."""
@@ -110,8 +112,7 @@ class Rank:
         """Resolve the conditioning, however long that takes, and hold the job. Steps of other jobs go on meanwhile."""
         assert self._runner is not None
         try:
-            if isinstance(job.conditioning, ray.ObjectRef):
-                job = replace(job, conditioning=ray.get(job.conditioning))
+            job = replace(job, conditioning=_here(job.conditioning))
         except Exception as error:
             return JobFailure(job_id=job.job_id, error=portable(_cause(error)), shared=False)
         self._runner.admit(job)
@@ -155,6 +156,13 @@ def kill_ranks(ranks: Sequence[Any]) -> None:
 
 def _node_ip() -> str:
     return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+
+
+def _here(conditioning: Any) -> Any:
+    """The conditioning itself, fetched and unpacked if need be."""
+    if isinstance(conditioning, ray.ObjectRef):
+        conditioning = ray.get(conditioning)
+    return conditioning.open() if isinstance(conditioning, Parcel) else conditioning
 
 
 def _cause(error: Exception) -> Exception:

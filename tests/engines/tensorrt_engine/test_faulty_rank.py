@@ -32,7 +32,7 @@ def job(name: str) -> Job:
 async def latents(gang: Gang, name: str) -> torch.Tensor:
     *_, done = [event async for event in gang.submit(job(name))]
     assert isinstance(done, JobDone)
-    made: torch.Tensor = await done.latents
+    made: torch.Tensor = done.latents.open()
     return made
 
 

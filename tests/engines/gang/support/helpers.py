@@ -55,7 +55,7 @@ async def run(gang: Gang, job: Job) -> list[JobEvent]:
 async def latents(gang: Gang, job: Job) -> torch.Tensor:
     done = (await run(gang, job))[-1]
     assert isinstance(done, JobDone)
-    return await done.latents
+    return done.latents.open()
 
 
 def alive(pids: Iterable[int]) -> list[int]:
