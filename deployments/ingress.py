@@ -21,9 +21,11 @@ from deployments.config import AppConfig
 from deployments.observability.logs import configure_logs
 from deployments.requests.handle import handle_request
 from deployments.settings import Settings
+from deployments.stages.config import DenoiserConfig
 from deployments.studio.flow import DeployedStudio
 from deployments.studio.interface import ModelCard, StudioEvent
 from deployments.studio.readiness import Readiness
+from deployments.studio.retries import RECOVERY_DEADLINE_S
 from deployments.studio.run import StageHandles
 from pipelines.checkpoint import Checkpoint
 
@@ -39,6 +41,12 @@ def make_cards(config: AppConfig) -> dict[str, ModelCard]:
     return cards
 
 
+def patience_for(config: DenoiserConfig) -> float:
+    """Returns how long a request waits for a gang: for one that may not be there yet, as long as a start may take."""
+    starts_on_demand = config.autoscaling is not None and config.autoscaling.min_replicas == 0
+    return max(RECOVERY_DEADLINE_S, config.start_deadline_s) if starts_on_demand else RECOVERY_DEADLINE_S
+
+
 @serve.ingress()
 class Ingress:
     """``stages`` maps model to stage to handle (Serve turns bound deployments into handles)."""
@@ -51,7 +59,8 @@ class Ingress:
             handle._init(_run_router_in_separate_loop=False)  # type: ignore[no-untyped-call]
         handles = {model: StageHandles(**by_stage) for model, by_stage in stages.items()}
         cards = make_cards(config)
-        self._studio = DeployedStudio(cards, handles, Readiness(cards))
+        patience_s = {model.name: patience_for(model.denoiser) for model in config.models}
+        self._studio = DeployedStudio(cards, handles, Readiness(cards), patience_s)
 
     async def generate(self, prompt: str, **fields: Any) -> AsyncGenerator[StudioEvent]:
         """Serves Python handles: ``handle.options(stream=True).generate.remote("a red circle", seed=1)``.

@@ -10,7 +10,7 @@ from typing import Annotated
 from fastapi import Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
-from deployments.api.errors import ApiError
+from deployments.api.errors import ApiError, retry_after
 from deployments.api.files import FileShelf
 from deployments.api.settings import ApiSettings
 from deployments.clips.clips import Clips
@@ -35,7 +35,8 @@ class ApiContext:
         reason = (await self.studio.not_ready()).get(model)
         if reason is not None:
             message = f"{model} is not ready: {reason}"
-            raise ApiError(503, message, code="model_not_ready", headers={"Retry-After": "2"})
+            headers = retry_after(self.studio.retry_after_s(model))
+            raise ApiError(503, message, code="model_not_ready", headers=headers)
 
 
 def check_key(keys: Sequence[str], key: str | None) -> None:

@@ -13,7 +13,7 @@ from deployments.config import ModelConfig
 from deployments.observability.logs import configure_logs
 from deployments.settings import process_environment
 from deployments.stages.common import Encoded, EncodingDone, StageEvent
-from deployments.stages.rank import BuildRankParts
+from deployments.stages.rank import LoadRankParts
 from engines.gang.errors import QueueFullError
 from engines.gang.gang import Gang
 from engines.gang.job import Job
@@ -38,7 +38,7 @@ class Denoiser:
         configure_logs()
         self._gang = await Gang.start(
             model.denoiser,
-            BuildRankParts(model=model),
+            LoadRankParts(model=model),
             model=model.name,
             environment=partial(node_environment, model.denoiser.engine),
         )

@@ -43,6 +43,10 @@ class DeployedStudio:
         """See ``Studio.not_ready``."""
         return await self._readiness.not_ready(max_age_s)
 
+    def retry_after_s(self, model: str) -> float:
+        """See ``Studio.retry_after_s``."""
+        return self._readiness.retry_after_s(model)
+
     async def perform(self, request: MediaRequest, output: Output) -> AsyncGenerator[StudioEvent]:
         """See ``Studio.perform``."""
         patience_s = self._patience_s.get(request.model, RECOVERY_DEADLINE_S)

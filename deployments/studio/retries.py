@@ -75,7 +75,8 @@ class Retries:
             raise GangBrokenError(f"given up after {self._num_broken} broken gangs; the last: {error}") from error
 
     def _unavailable(self, reason: str) -> ModelUnavailableError:
-        return ModelUnavailableError(f"{self._request.model}: {reason}")
+        model = self._request.model
+        return ModelUnavailableError(f"{model}: {reason}", self._readiness.retry_after_s(model))
 
 
 def _counts(error: Exception, num_steps_seen: int) -> bool:

@@ -18,7 +18,7 @@ from ray.util.placement_group import PlacementGroup
 from engines.core.parcel import Parcel
 from engines.core.rank import RankContext
 from engines.core.resources import open_rank_resources
-from engines.gang.config import BuildRank, GangConfig, StoreAddress
+from engines.gang.config import BuildRank, GangConfig, LoadRank, StoreAddress
 from engines.gang.errors import portable
 from engines.gang.job import Job
 from engines.gang.placement import rank_strategy
@@ -45,7 +45,7 @@ class RankInfo:
 
 
 class Rank:
-    """Called by the gang alone, in this order: ``open_store`` (rank 0), ``join``, ``build``, then the others."""
+    """Called by the gang alone: ``open_store`` (rank 0), ``join``, ``load``, ``build`` in this order, then others."""
 
     def __init__(self, config: GangConfig, rank: int) -> None:
         import torch
@@ -65,13 +65,14 @@ class Rank:
             timeout_s=2 * config.start_deadline_s + config.step_deadline_s,
             nccl=config.nccl,
         )
+        self._build: BuildRank | None = None
         self._runner: RankJobs | None = None
 
     def open_store(self) -> StoreAddress:
         return self._communicator.open_store(_node_ip())
 
     def join(self, address: StoreAddress) -> RankInfo:
-        """Joins the communicator. On a GPU, groups and first exchanges follow in a thread beside ``build``."""
+        """Joins the communicator. On a GPU, groups and first exchanges follow in a thread beside ``load``."""
         self._communicator.join(address)
         if self._context.device != "cpu":  # Gloo connects ranks at once: nothing to gain
             import torch
@@ -82,12 +83,17 @@ class Rank:
         node_id = ray.get_runtime_context().get_node_id()
         return RankInfo(rank=self._context.rank, pid=os.getpid(), node_id=node_id, device=self._context.device)
 
-    def build(self, build: BuildRank) -> tuple[int, ...]:
+    def load(self, load: LoadRank) -> None:
+        self._build = load(self._context)
+
+    def build(self) -> tuple[int, ...]:
         """The sizes of teams that the engine knows."""
         from engines.gang.rank_jobs import RankJobs
         from engines.parallel.early_start import wait_for_early_start
 
-        parts = build(self._context)
+        assert self._build is not None
+        parts = self._build()
+        self._build = None  # and the weights that it holds are the engine's
         wait_for_early_start()  # in case no engine did
         self._runner = RankJobs(parts, self._context)
         logger.info("rank is built", extra={"rank": self._context.rank})
