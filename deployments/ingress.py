@@ -27,9 +27,12 @@ from deployments.config import AppConfig
 from deployments.replicas import prepare_replica
 from deployments.requests.handle import handle_request
 from deployments.settings import Settings
-from deployments.studio.flow import DeployedStudio, StageHandles
+from deployments.stages.config import DenoiserConfig
+from deployments.studio.flow import DeployedStudio
 from deployments.studio.interface import ModelCard, StudioEvent
 from deployments.studio.readiness import Readiness
+from deployments.studio.retries import RECOVERY_DEADLINE_S
+from deployments.studio.run import StageHandles
 from pipelines.checkpoint import Checkpoint
 
 
@@ -59,6 +62,12 @@ def own_names() -> tuple[str, ...]:
     return tuple(sorted(machines | {f"{machine}.local" for machine in machines} | {str(client.http_config.host)}))
 
 
+def patience_for(config: DenoiserConfig) -> float:
+    """Returns how long a request waits for a gang: for one that may not be there yet, as long as a start may take."""
+    starts_on_demand = config.autoscaling is not None and config.autoscaling.min_replicas == 0
+    return max(RECOVERY_DEADLINE_S, config.start_deadline_s) if starts_on_demand else RECOVERY_DEADLINE_S
+
+
 @serve.ingress()
 class Ingress:
     """``stages`` maps model to stage to handle (Serve turns bound deployments into handles)."""
@@ -72,7 +81,8 @@ class Ingress:
             handle._init(_run_router_in_separate_loop=False)  # type: ignore[no-untyped-call]
         handles = {model: StageHandles(**by_stage) for model, by_stage in stages.items()}
         cards = make_cards(config)
-        self._studio = DeployedStudio(cards, handles, Readiness(cards))
+        patience_s = {model.name: patience_for(model.denoiser) for model in config.models}
+        self._studio = DeployedStudio(cards, handles, Readiness(cards), patience_s)
         self._clips = Clips(self._studio, self._clip_settings())
         self._drain = Drain()
 

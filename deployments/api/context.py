@@ -9,7 +9,7 @@ from fastapi import Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.requests import Request
 
-from deployments.api.errors import ApiError
+from deployments.api.errors import ApiError, retry_after
 from deployments.api.files import FileShelf
 from deployments.api.guards.admission import Admission
 from deployments.api.lookout import Lookout
@@ -55,7 +55,8 @@ class ApiContext:
         reason = (await self.studio.not_ready()).get(model)
         if reason is not None:
             message = f"{model} is not ready: {reason}"
-            raise ApiError(503, message, code="model_not_ready", headers={"Retry-After": "2"})
+            headers = retry_after(self.studio.retry_after_s(model))
+            raise ApiError(503, message, code="model_not_ready", headers=headers)
 
 
 def check_key(keys: KeyRing, key: str) -> str:
