@@ -10,7 +10,7 @@ from functools import partial
 import ray
 
 from deployments.config import ModelConfig
-from deployments.replicas import prepare_replica
+from deployments.replicas import is_on_loopback, prepare_replica
 from deployments.settings import process_environment
 from deployments.stages.common import Encoded, EncodingDone, StageEvent
 from deployments.stages.rank import LoadRankParts
@@ -26,9 +26,18 @@ EVENTS_EVERY_S = 0.1
 """Progress for people: no faster than they can see."""
 
 
+LOOPBACK = {"NCCL_SOCKET_IFNAME": "lo"}
+
+
 def node_environment(engine: str) -> Mapping[str, str]:
-    """Returns the variables to start ranks with on the node where it is called, from that node's own."""
-    return rank_environment(engine, process_environment())
+    """Returns the variables to start ranks with on the node where it is called, from that node's own.
+
+    NCCL's own sockets, which go to the address of the machine by default, stay on a cluster's loopback.
+    """
+    environment = process_environment()
+    local = LOOPBACK if is_on_loopback() else {}
+    own = {name: value for name, value in local.items() if name not in environment}
+    return {**own, **rank_environment(engine, environment)}
 
 
 class Denoiser:
