@@ -18,6 +18,8 @@ T = TypeVar("T")
 ALWAYS_ANSWERED = "/health"
 WATCHER_RETRY_S = 10
 FULL_RETRY_S = 5
+FIRST_GUESS_S = 1.0
+"""Between two finished pictures, while none is finished yet."""
 SMOOTHING = 0.2
 """Weight of the newest of the times between two finished pictures."""
 
@@ -66,7 +68,7 @@ class Places:
         self._clock = clock
         self._num_open = 0
         self._num_refused = 0
-        self._interval_s = 1.0
+        self._interval_s: float | None = None
         self._last_s = -math.inf
 
     @contextmanager
@@ -90,7 +92,9 @@ class Places:
     def _learn(self, num: int) -> None:
         """Takes note of ``num`` finished pictures. Since ``_last_s``, some were under way all the time."""
         now_s = self._clock()
-        self._interval_s += SMOOTHING * ((now_s - self._last_s) / num - self._interval_s)
+        interval_s = (now_s - self._last_s) / num
+        before_s = interval_s if self._interval_s is None else self._interval_s
+        self._interval_s = before_s + SMOOTHING * (interval_s - before_s)
         self._last_s = now_s
 
     def _refusal(self, num: int) -> ApiError:
@@ -100,7 +104,7 @@ class Places:
         than it takes to finish all that is under way.
         """
         self._num_refused += num
-        wait_s = max(1, math.ceil(min(self._num_refused, self._num_open) * self._interval_s))
+        wait_s = max(1, math.ceil(min(self._num_refused, self._num_open) * (self._interval_s or FIRST_GUESS_S)))
         message = f"{self._num_open} pictures are being made or wait for it; try again in about {wait_s} s"
         return ApiError(429, message, code="queue_full", headers={"Retry-After": str(wait_s)})
 

@@ -107,6 +107,16 @@ def place_of(url: str) -> str:
 
 
 def is_from_proxy(connection: HTTPConnection, settings: ApiSettings) -> bool:
-    client = connection.client.host if connection.client else ""
+    peer = peer_of(connection)
     networks = [ip_network(proxy, strict=False) for proxy in settings.trusted_proxies]
-    return is_address(client) and any(ip_address(client) in network for network in networks)
+    return is_address(peer) and any(ip_address(peer) in network for network in networks)
+
+
+def peer_of(connection: HTTPConnection) -> str:
+    """Returns the address that the connection came from; empty if it is not known.
+
+    For a neighbour on 127.0.0.1 uvicorn puts in its place, with port 0, what that said with ``X-Forwarded-For``.
+    """
+    if connection.client is None:
+        return ""
+    return connection.client.host if connection.client.port else "127.0.0.1"

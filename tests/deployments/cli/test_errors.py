@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.deployments.support.commands import assert_one_line, troupe
 from tests.support.fenced import ROOT
 
 PROGRAM = """
@@ -38,3 +39,14 @@ def test_exit_code(ends_by: str, code: int, tmp_path: Path) -> None:
     assert ended.returncode == code, ended.stderr
     assert ("Traceback" in ended.stderr) == (code == 1)
     assert code != 2 or ended.stderr == "troupe: no such size\n"
+
+
+def test_a_server_without_its_keys_does_not_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TROUPE_API_KEYS_FILE", str(tmp_path / "keys"))
+    assert_one_line(troupe("serve"), f"the key file {tmp_path / 'keys'} cannot be read")
+
+
+def test_a_file_without_the_key_to_send_is_told(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("# none yet\n")
+    wanted = ("--url", "http://127.0.0.1:9", "--api-key-file", str(tmp_path / "key"))
+    assert_one_line(troupe("models", *wanted), "holds no key; write one a line")

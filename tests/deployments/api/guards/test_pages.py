@@ -11,7 +11,7 @@ import pytest
 
 from deployments.api.guards.hosts import is_known
 from deployments.config import AppConfig
-from tests.deployments.api.conftest import build, client_of
+from tests.deployments.api.conftest import build, client_of, serving
 from tests.deployments.api.test_errors import error_of
 from tests.deployments.support.fake_studio import FakeStudio
 
@@ -183,6 +183,19 @@ async def test_what_a_trusted_proxy_says_makes_urls(studio: FakeStudio, tmp_path
         assert await url_of(client) == "http://localhost"
         nonsense = {"X-Forwarded-Proto": "gopher", "X-Forwarded-Host": "a/b"}
         assert await url_of(client, **nonsense) == "http://localhost"
+
+
+@pytest.mark.parametrize(
+    ("proxies", "url"), [((), "http://127.0.0.1"), (("127.0.0.1",), "https://pictures.example")], ids=["no", "yes"]
+)
+async def test_a_proxy_on_the_same_machine_is_trusted_like_others(
+    studio: FakeStudio, tmp_path: Path, proxies: tuple[str, ...], url: str
+) -> None:
+    """The real server's own belief in its neighbours changes nothing."""
+    headers = FORWARDED | {"X-Forwarded-For": "203.0.113.9"}
+    with serving(build(studio, tmp_path, trusted_proxies=proxies)) as own_url:
+        async with httpx.AsyncClient(base_url=own_url) as client:
+            assert (await url_of(client, **headers)).startswith(url)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
-"""Many who watch one clip, and do nothing else."""
+"""What the door lets in, through Ray Serve's proxy: many who watch one clip, bodies that nobody wants, names."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from http.client import HTTPConnection
 
 import httpx
 
@@ -34,3 +36,21 @@ async def test_idle_watchers_take_no_place_from_work(url: str) -> None:
         assert await streamed(client, seed=1, num_inference_steps=2)
         for clip_id in ids:
             assert (await client.delete(f"/v1/videos/{clip_id}")).status_code == 200
+
+
+def test_a_gibibyte_that_nobody_wants_is_not_read(url: str) -> None:
+    for method, path, status in (("GET", "/health", 200), ("POST", "/v1/nothing", 404), ("PUT", "/v1/videos", 405)):
+        connection = HTTPConnection(url.removeprefix("http://"), timeout=TIMEOUT_S)
+        connection.putrequest(method, path)
+        connection.putheader("Content-Length", str(1 << 30))
+        connection.endheaders(b"x" * 1000)  # and no more than that: the answer does not wait for it
+        answer = connection.getresponse()
+        assert (answer.status, answer.getheader("connection")) == (status, "close")
+        assert answer.read()
+        connection.close()
+
+
+def test_the_server_knows_its_names(url: str) -> None:
+    for host, status in (("localhost", 200), (socket.gethostname(), 200), ("[::1]", 200), ("evil.example", 403)):
+        answer = httpx.get(f"{url}/health", headers={"Host": host})
+        assert answer.status_code == status, host
