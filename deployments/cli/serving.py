@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 from deployments.app import build_app
 from deployments.cli.cluster import local_cluster
 from deployments.cli.preflight import check
-from deployments.config import ServeConfig
+from deployments.config import AppConfig, ServeConfig
 from deployments.door.door import Door, listen
 from deployments.door.haproxy import find_binary
 from deployments.mistakes import mistakes
@@ -38,7 +38,7 @@ DRAIN_MARGIN_S = 15.0
 """For the last answers of a drained application, and the way there and back."""
 SERVE_POLL_S = 1.0
 """Between two looks at whether Serve has given up: its controller, busy at start, takes some 10 ms of CPU for each."""
-LOOPBACK, ANY_ADDRESS = "127.0.0.1", ("0.0.0.0", "::", "")
+LOOPBACK, ANY_ADDRESS, ANY_NETWORK = "127.0.0.1", ("0.0.0.0", "::", ""), ("0.0.0.0/0", "::/0")
 
 logger = logging.getLogger("troupe.serving")
 
@@ -87,7 +87,7 @@ def running(config: ServeConfig, *, on_wait: Callable[[str], None] = lambda reas
             stack.enter_context(local_cluster(config))
         else:
             stack.callback(serve.shutdown)
-        _deploy(config, entrance.backend)
+        _deploy(config, entrance)
         wait_ready(entrance.url, on_wait, ready_deadline_s(config))
         stack.callback(end_application, entrance, config.app.door.drain_s)
         yield entrance.url
@@ -140,13 +140,20 @@ def ready_deadline_s(config: ServeConfig) -> float:
     return max(READY_DEADLINE_S, slowest_s + START_MARGIN_S)
 
 
-def _deploy(config: ServeConfig, address: tuple[str, int]) -> None:
-    options = config.http_options.model_dump() | {"host": address[0], "port": address[1]}
+def _deploy(config: ServeConfig, entrance: Entrance) -> None:
+    host, port = entrance.backend
+    options = config.http_options.model_dump() | {"host": host, "port": port}
     serve.start(
         proxy_location=config.proxy_location, http_options=options, logging_config=config.logging_config or None
     )
-    target = serve.RunTarget(target=build_app(config.app), name=APPLICATION, route_prefix="/")
+    app = config.app if entrance.door is None else behind_door(config.app)
+    target = serve.RunTarget(target=build_app(app), name=APPLICATION, route_prefix="/")
     serve.run_many([target], wait_for_applications_running=False)
+
+
+def behind_door(app: AppConfig) -> AppConfig:
+    """Returns ``app`` for behind the door, which lets pass only what trusted proxies say: all of it is believed."""
+    return app.model_copy(update={"api": replace(app.api, trusted_proxies=ANY_NETWORK)})
 
 
 def free_port(host: str) -> int:

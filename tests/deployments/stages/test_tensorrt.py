@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from deployments.config import AppConfig, ModelConfig
+from deployments.stages import denoiser
 from deployments.stages.denoiser import node_environment
 from deployments.stages.rank import LoadRankParts
 from engines.core.model import Branch, ModelInputs
@@ -109,8 +110,16 @@ def test_options_reach_the_engine_and_nccl_the_environment(tmp_path: Path, monke
     assert [branches[0].inputs["hidden_states"].shape[1] for branches in given["expected"]] == [64, 32]
     monkeypatch.setattr(nccl, "rank_environment", lambda environment: {"LIBRARIES": environment["LD_LIBRARY_PATH"]})
     monkeypatch.setenv("LD_LIBRARY_PATH", "/of/this/node")  # read where it is asked, not where it was configured
+    monkeypatch.setattr(denoiser, "is_on_loopback", lambda: False)
     assert node_environment("tensorrt") == {"LIBRARIES": "/of/this/node"}
     assert node_environment("torch") == {}
+
+
+def test_on_one_machine_nccl_stays_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(denoiser, "is_on_loopback", lambda: True)
+    assert node_environment("torch") == {"NCCL_SOCKET_IFNAME": "lo"}
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    assert node_environment("torch") == {}, "ranks inherit what the machine says"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a device")
