@@ -53,6 +53,13 @@ class ModelConfig(_Config):
         return self
 
     @property
+    def max_open_pictures(self) -> int:
+        """How many pictures the gangs take, and a quarter more for those that are encoded or decoded meanwhile."""
+        num_jobs = self.denoiser.max_running_jobs + self.denoiser.max_waiting_jobs
+        num_pictures = self.denoiser.max_num_replicas * num_jobs
+        return num_pictures + max(4, num_pictures // 4)
+
+    @property
     def source(self) -> str:
         return self.path or self.name
 
@@ -61,17 +68,25 @@ class ModelConfig(_Config):
 class ApiConfig(ApiLimits, ClipLimits):
     """Limits of the HTTP API, and what its deployment gets.
 
-    Keys and database URL come from the environment, as does ``data_dir`` if not given here.
+    Keys and database URL come from the environment, as does ``data_dir`` if not given here. ``max_open_pictures`` is
+    by model; without it, it is what the model's gangs take and a little more. ``max_ongoing_requests`` is what Serve
+    hands to a replica: more than the API works on, so that it can refuse what is too much.
     """
 
     data_dir: Path | None = None
-    max_ongoing_requests: PositiveInt = 256
+    max_open_pictures: PositiveInt | None = None
+    max_ongoing_requests: PositiveInt = 4096
     num_replicas: PositiveInt = 1
     num_cpus: float = Field(default=0.2, ge=0)
 
     def __post_init__(self) -> None:
         ApiLimits.__post_init__(self)
         ClipLimits.__post_init__(self)
+        if self.max_ongoing_requests <= self.max_open_requests:
+            raise ValueError(
+                f"max_ongoing_requests is {self.max_ongoing_requests}; it must be above max_open_requests, which is "
+                f"{self.max_open_requests}, so that there is room for refusals"
+            )
 
     def part(self, limits: type[ApiLimits | ClipLimits]) -> dict[str, Any]:
         """The fields that are those of ``limits``."""

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+import ray
 from fastapi import FastAPI
 from ray import serve
+from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 
 from deployments.api.app import create_api
@@ -43,6 +47,16 @@ def make_cards(config: AppConfig) -> dict[str, ModelCard]:
             description=checkpoint.description,
         )
     return cards
+
+
+def own_names() -> tuple[str, ...]:
+    """Returns the names of this cluster's machines, and the one that the server listens at."""
+    nodes = ray.nodes()  # type: ignore[no-untyped-call]
+    machines = {socket.gethostname(), *(str(node["NodeManagerHostname"]) for node in nodes)}
+    with ThreadPoolExecutor(1) as pool:  # Ray warns of calls that block an event loop
+        client = pool.submit(_get_global_client).result()
+    assert client is not None, "this is a replica of Serve"
+    return tuple(sorted(machines | {f"{machine}.local" for machine in machines} | {str(client.http_config.host)}))
 
 
 @serve.ingress()
@@ -89,7 +103,12 @@ class Ingress:
         return ApiSettings(
             data_dir=self._data_dir,
             api_keys=self._settings.all_api_keys,
+            own_names=own_names(),
             sends_request_id=False,
+            max_open_pictures={
+                model.name: self._config.api.max_open_pictures or model.max_open_pictures
+                for model in self._config.models
+            },
             **self._config.api.part(ApiLimits),
         )
 

@@ -15,9 +15,14 @@ from deployments.api.documents import add_document
 from deployments.api.drain import Drain, Draining
 from deployments.api.errors import add_error_handlers
 from deployments.api.files import FileShelf
+from deployments.api.guards.admission import Admission, OpenRequests
+from deployments.api.guards.body_limit import BodyLimit
+from deployments.api.guards.hosts import HostCheck
+from deployments.api.guards.origins import Cors, OriginCheck
 from deployments.api.health import health_routes, model_routes
 from deployments.api.images import image_routes
-from deployments.api.middleware import BodyLimit, RequestLog
+from deployments.api.lookout import Lookout
+from deployments.api.middleware import RequestLog
 from deployments.api.page import page_routes
 from deployments.api.partial import HeadAsGet
 from deployments.api.settings import ApiSettings
@@ -29,7 +34,9 @@ from deployments.studio.interface import Studio
 ROUTES = (health_routes, model_routes, image_routes, video_routes, page_routes)
 DESCRIPTION = (
     "Text to image and text to video. Works with OpenAI's clients; what goes beyond them is marked so. HEAD is there "
-    "wherever GET is."
+    "wherever GET is. The door before the server refuses what is no request (`bad_request`), and heads that are too "
+    "large (431 `head_too_large`) or too slow (408 `request_timeout`); it answers for a server that is not there (503 "
+    "`server_unavailable`), died over a request (502 `server_lost`) or never answered (504 `server_timeout`)."
 )
 
 
@@ -38,7 +45,14 @@ def create_api(studio: Studio, settings: ApiSettings, clips: Clips, drain: Drain
 
     ``drain`` is for who wants to end it with care.
     """
-    context = ApiContext(studio=studio, settings=settings, files=file_shelf(settings), clips=clips)
+    context = ApiContext(
+        studio=studio,
+        settings=settings,
+        files=file_shelf(settings),
+        clips=clips,
+        admission=Admission(settings),
+        lookout=Lookout(clips, settings.video_poll_s),
+    )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -62,7 +76,12 @@ def create_api(studio: Studio, settings: ApiSettings, clips: Clips, drain: Drain
     add_error_handlers(app)
     app.add_exception_handler(ClientGoneError, _on_client_gone)
     app.add_middleware(HeadAsGet)
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    app.add_middleware(OriginCheck, settings=settings)
+    if settings.allowed_origins:
+        app.add_middleware(Cors, allowed_origins=settings.allowed_origins)
+    app.add_middleware(HostCheck, settings=settings)
+    app.add_middleware(OpenRequests, limit=settings.max_open_requests)
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, deadline_s=settings.body_deadline_s)
     app.add_middleware(Draining, drain=drain or Drain())
     app.add_middleware(RequestLog, sends_request_id=settings.sends_request_id)
     add_document(app)

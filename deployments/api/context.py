@@ -12,6 +12,8 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from deployments.api.errors import ApiError
 from deployments.api.files import FileShelf
+from deployments.api.guards.admission import Admission
+from deployments.api.lookout import Lookout
 from deployments.api.settings import ApiSettings
 from deployments.clips.clips import Clips
 from deployments.studio.interface import Studio
@@ -25,6 +27,8 @@ class ApiContext:
     settings: ApiSettings
     files: FileShelf
     clips: Clips
+    admission: Admission
+    lookout: Lookout
 
     async def authorize(self, credentials: Annotated[HTTPAuthorizationCredentials | None, Security(BEARER)]) -> None:
         """Raises ApiError 401 without a known key: a dependency of every route behind one."""

@@ -24,6 +24,7 @@ from deployments.api.answers import (
 from deployments.api.context import ApiContext
 from deployments.api.documents import body_document, error_documents, file_answers, image_answers
 from deployments.api.errors import ApiError, from_failure
+from deployments.api.guards.hosts import base_url
 from deployments.api.partial import RangedFile
 from deployments.api.reading import read_json
 from deployments.api.streams import Event, start_stream, until_disconnect
@@ -43,7 +44,7 @@ def image_routes(context: ApiContext) -> APIRouter:
     @router.post(
         "/v1/images/generations",
         dependencies=[Depends(context.authorize)],
-        responses=image_answers() | error_documents(400, 401, 404, 413, 415, 429, 502, 503),
+        responses=image_answers() | error_documents(400, 401, 403, 404, 408, 413, 415, 429, 502, 503),
         openapi_extra=body_document(ImageBody),
     )
     async def generate_images(request: Request) -> Response:
@@ -54,7 +55,9 @@ def image_routes(context: ApiContext) -> APIRouter:
             body, context.studio.cards(), request.state.request_id, settings.max_images_per_request
         )
         await context.check_ready(pictures.model)
-        events = perform_all(context.studio, pictures)
+        events = context.admission.pictures(
+            pictures.model, len(pictures.requests), perform_all(context.studio, pictures)
+        )
         if body.stream:
             return await start_stream(image_events(pictures, events), request.receive, context.settings)
         media = await until_disconnect(request.receive, collect(events, len(pictures.requests)))
@@ -86,8 +89,7 @@ def image_routes(context: ApiContext) -> APIRouter:
 
 
 def files_url(context: ApiContext, request: Request) -> str:
-    base = context.settings.public_url or str(request.base_url)
-    return f"{base.rstrip('/')}/v1/files"
+    return f"{base_url(request, context.settings)}/v1/files"
 
 
 def _hand_over(context: ApiContext, pictures: ImageRequest, media: list[Media], base_url: str) -> list[Image]:

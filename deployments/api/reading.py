@@ -51,13 +51,23 @@ async def read_form(request: Request, body_type: type[BaseModel]) -> dict[str, s
 
 
 def content_type(request: Request) -> str:
-    return request.headers.get("content-type", JSON).split(";")[0].strip().lower()
+    return request.headers.get("content-type", "").split(";")[0].strip().lower()
 
 
 def check_content_type(request: Request, *allowed: str) -> None:
+    """Raises ApiError 415 for what is compressed, or not said to be one of ``allowed``.
+
+    A body without a type is none: browsers let any page send that to any server without asking it (Fetch Standard,
+    section 3.3), as they do forms.
+    """
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() not in ("", "identity"):
+        message = f"Content-Encoding is {shown(encoding)}; send the body as it is, without compression"
+        raise ApiError(415, message, code="unsupported_content_encoding")
     if content_type(request) not in allowed:
-        sent = shown(request.headers["content-type"])
-        raise ApiError(415, f"Content-Type is {sent}; allowed: {', '.join(allowed)}", code="unsupported_content_type")
+        sent = request.headers.get("content-type")
+        message = f"Content-Type is {shown(sent) if sent else 'missing'}; allowed: {', '.join(allowed)}"
+        raise ApiError(415, message, code="unsupported_content_type")
 
 
 def parse_json(raw: bytes) -> Any:

@@ -24,6 +24,7 @@ from deployments.api.documents import (
     video_answers,
 )
 from deployments.api.errors import ApiError
+from deployments.api.lookout import Lookout
 from deployments.api.partial import RangedFile, is_head
 from deployments.api.reading import FORMS, JSON, read_json_or_form
 from deployments.api.streams import STREAM_HEADERS, ClientGoneError, start_stream, until_disconnect
@@ -48,7 +49,7 @@ def video_routes(context: ApiContext) -> APIRouter:
 
     @router.post(
         "/v1/videos",
-        responses=video_answers() | error_documents(400, 401, 404, 413, 415, 429, 503),
+        responses=video_answers() | error_documents(400, 401, 403, 404, 408, 413, 415, 429, 503),
         openapi_extra=body_document(VideoBody, JSON, *FORMS),
     )
     async def create_video(request: Request, response: Response) -> Video:
@@ -59,7 +60,7 @@ def video_routes(context: ApiContext) -> APIRouter:
     @router.post(
         "/v1/videos/sync",
         response_class=FileResponse,
-        responses=sync_answers() | error_documents(400, 401, 404, 413, 415, 429, 502, 503),
+        responses=sync_answers() | error_documents(400, 401, 403, 404, 408, 413, 415, 429, 502, 503),
         openapi_extra=body_document(VideoBody, JSON, *FORMS),
     )
     async def create_video_sync(request: Request) -> Response:
@@ -86,7 +87,7 @@ def video_routes(context: ApiContext) -> APIRouter:
         response.headers["openai-poll-after-ms"] = str(POLL_MS)
         return Video.of(await find_clip(context.clips, video_id))
 
-    @router.delete("/v1/videos/{video_id}", responses=error_documents(401, 404))
+    @router.delete("/v1/videos/{video_id}", responses=error_documents(401, 403, 404))
     async def delete_video(video_id: str) -> VideoDeleted:
         """Stop the clip if it is still being made, and delete its record and files."""
         await find_clip(context.clips, video_id)
@@ -111,14 +112,14 @@ def video_routes(context: ApiContext) -> APIRouter:
             raise not_there(clip, variant)
         return clip_file(context.clips, video_id, variant, {})
 
-    @router.get("/v1/videos/{video_id}/events", responses=stream_answers() | error_documents(401, 404))
+    @router.get("/v1/videos/{video_id}/events", responses=stream_answers() | error_documents(401, 404, 429))
     async def read_events(video_id: str, request: Request) -> Response:
         """Server-sent events while the clip is made, from now to its end; beyond OpenAI."""
-        await find_clip(context.clips, video_id)
+        clip = await find_clip(context.clips, video_id)
         if is_head(request):
             return EventSourceResponse((), headers=STREAM_HEADERS)
-        events = video_events(context.clips, video_id, context.settings.video_poll_s)
-        return await start_stream(events, request.receive, context.settings)
+        events = video_events(context.lookout, clip)
+        return await start_stream(context.admission.watcher(events), request.receive, context.settings)
 
     return router
 
@@ -134,7 +135,7 @@ async def submit_clip(context: ApiContext, request: Request) -> ClipRecord:
 
 async def wait_for_end(context: ApiContext, video_id: str) -> ClipRecord:
     """Returns the clip when it is completed. ApiError if it failed, or was deleted meanwhile."""
-    async for event in video_events(context.clips, video_id, context.settings.video_poll_s):
+    async for event in video_events(context.lookout, await context.clips.get(video_id)):
         if event.type == "video.deleted":
             break
     clip = await find_clip(context.clips, video_id)
@@ -177,10 +178,10 @@ def not_there(clip: ClipRecord, variant: Variant) -> ApiError:
     return ApiError(409, message, param="video_id", code="video_not_ready", headers={"Retry-After": "1"})
 
 
-async def video_events(clips: Clips, video_id: str, poll_s: float) -> AsyncGenerator[VideoEvent, None]:
+async def video_events(lookout: Lookout, clip: ClipRecord | None) -> AsyncGenerator[VideoEvent, None]:
     """Yields what changes about the clip, by the database: it may be made in another process."""
     last_sent: Video | None = None
-    while clip := await clips.get(video_id):
+    while clip is not None:
         video = Video.of(clip)
         if clip.status in ENDS:
             yield VideoEvent(type=ENDS[clip.status], video=video)
@@ -188,5 +189,5 @@ async def video_events(clips: Clips, video_id: str, poll_s: float) -> AsyncGener
         if video != last_sent:
             yield VideoEvent(type="video.progress", video=video)
             last_sent = video
-        await asyncio.sleep(poll_s)
+        clip = await lookout.next_look(clip.id)
     yield VideoEvent(type="video.deleted", video=None)

@@ -117,7 +117,7 @@ class Entrance:
             yield cls(url=url, backend=(host, port), door=None)
             return
         backend = (LOOPBACK, free_port(LOOPBACK))
-        with Door(listener, backend, config.app.door) as door:
+        with Door(listener, backend, config.app.door, config.app.api.trusted_proxies) as door:
             yield cls(url=url, backend=backend, door=door)
 
 

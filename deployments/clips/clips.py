@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -76,6 +77,10 @@ class Clips:
 
     async def get(self, clip_id: str) -> ClipRecord | None:
         return await self._store.get(clip_id)
+
+    async def get_all(self, clip_ids: Collection[str]) -> dict[str, ClipRecord]:
+        """Returns those of the clips that there are, by id."""
+        return await self._store.get_all(clip_ids)
 
     async def page(self, *, after: ClipRecord | None, limit: int, ascending: bool) -> tuple[list[ClipRecord], bool]:
         """Returns up to ``limit`` clips behind ``after``, and whether there are more."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from sqlalchemy import delete, func, select
@@ -38,6 +39,12 @@ class ClipStore:
         async with self.session() as session:
             row = await session.scalar(select(ClipRow).where(ClipRow.id == clip_id))
         return None if row is None else record_of(row)
+
+    async def get_all(self, clip_ids: Collection[str]) -> dict[str, ClipRecord]:
+        """Returns those of the clips that there are, by id."""
+        async with self.session() as session:
+            rows = await session.scalars(select(ClipRow).where(ClipRow.id.in_(clip_ids)))
+            return {row.id: record_of(row) for row in rows}
 
     async def page(self, *, after: ClipRecord | None, limit: int, ascending: bool) -> list[ClipRecord]:
         """Returns ``limit`` clips at most behind ``after`` by creation, the newest first unless ``ascending``."""

@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 import yaml
 from pydantic import ValidationError
+from ray import serve
+from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
 
+from deployments.app import build_app
 from deployments.cli.cluster import num_logical_cpus
 from deployments.cli.serving import (
     CONFIGS,
@@ -37,6 +40,14 @@ def test_shipped_configs_are_valid_down_to_the_gang(name: str) -> None:
     for model in load_config(name).app.models:
         assert isinstance(model.denoiser, GangConfig)
         assert model.denoiser.engine in ENGINES
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+def test_serve_deploy_checks_the_arguments_of_shipped_configs_and_builds_the_application(name: str) -> None:
+    args = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())["applications"][0]["args"]
+    assert isinstance(call_user_app_builder_with_args_if_necessary(build_app, args), serve.Application)
+    with pytest.raises(ValidationError, match="no_such_key"):
+        call_user_app_builder_with_args_if_necessary(build_app, {**args, "no_such_key": 1})
 
 
 def test_there_is_a_config_for_the_laptop_and_for_1_2_4_and_8_gpus() -> None:

@@ -17,7 +17,7 @@ async def test_all_that_a_page_names_is_there(client: httpx.AsyncClient, path: s
     names = re.findall(r'(?:src|href|spec-url)="([^"]+)"', page.text)
     assert len(names) >= 3
     for name in names:
-        answer = await client.get(urljoin(f"http://test{path}", name))
+        answer = await client.get(urljoin(str(client.base_url.join(path)), name))
         assert answer.status_code == 200, name
         expected = next((type_ for end, type_ in TYPES.items() if name.endswith(end)), "application/json")
         assert answer.headers["content-type"].split(";")[0] == expected

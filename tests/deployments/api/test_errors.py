@@ -47,7 +47,7 @@ class BareStudio(FakeStudio):
 @pytest.mark.parametrize("case", BAD_IMAGES)
 async def test_bad_image_request(untouched: FastAPI, case: str) -> None:
     body, param, message = BAD_IMAGES[case]
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(untouched), base_url="http://test") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(untouched), base_url="http://localhost") as client:
         answer = await client.post(IMAGES, content=body, headers={"Content-Type": "application/json"})
     error = error_of(answer, 400)
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
@@ -62,7 +62,7 @@ async def test_bad_video_request(untouched: FastAPI, case: str, as_form: bool) -
     fields, param, message = BAD_VIDEOS[case]
     body = {"prompt": "a"} | fields
     form = {name: (None, str(value)) for name, value in body.items()}
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(untouched), base_url="http://test") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(untouched), base_url="http://localhost") as client:
         answer = await client.post("/v1/videos", **({"files": form} if as_form else {"json": body}))
     error = error_of(answer, 400)
     assert error["param"] == param

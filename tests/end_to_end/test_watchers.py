@@ -1,0 +1,36 @@
+"""Many who watch one clip, and do nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+
+import httpx
+
+from tests.deployments.support.live import PROMPT, TIMEOUT_S, streamed
+
+LONGEST = 100
+"""Steps, as many as the model allows."""
+NUM_WATCHERS = 300
+"""More than 256, which is what a replica of the door once took of all requests together."""
+
+
+async def test_idle_watchers_take_no_place_from_work(url: str) -> None:
+    no_limit = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=no_limit) as client, AsyncExitStack() as stack:
+        body = {"prompt": PROMPT, "num_inference_steps": LONGEST, "num_frames": 33}
+        ids = [(await client.post("/v1/videos", json=body)).json()["id"] for _ in range(3)]  # the last one waits
+
+        async def watch() -> AsyncIterator[str]:
+            answer = await stack.enter_async_context(client.stream("GET", f"/v1/videos/{ids[-1]}/events"))
+            lines = answer.aiter_lines()
+            assert await anext(lines) in ("event: video.progress", ": nothing new")
+            return lines  # a stream whose iterator is forgotten is closed
+
+        watching = await asyncio.gather(*(watch() for _ in range(NUM_WATCHERS)))
+        assert len(watching) == NUM_WATCHERS
+        assert (await client.get("/health")).status_code == 200
+        assert await streamed(client, seed=1, num_inference_steps=2)
+        for clip_id in ids:
+            assert (await client.delete(f"/v1/videos/{clip_id}")).status_code == 200
