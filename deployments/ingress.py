@@ -27,9 +27,12 @@ from deployments.config import AppConfig
 from deployments.replicas import prepare_replica
 from deployments.requests.handle import handle_request
 from deployments.settings import Settings
-from deployments.studio.flow import DeployedStudio, StageHandles
+from deployments.stages.config import DenoiserConfig
+from deployments.studio.flow import DeployedStudio
 from deployments.studio.interface import ModelCard, StudioEvent
 from deployments.studio.readiness import Readiness
+from deployments.studio.retries import RECOVERY_DEADLINE_S
+from deployments.studio.run import StageHandles
 from pipelines.checkpoint import Checkpoint
 
 
@@ -59,6 +62,12 @@ def own_names() -> tuple[str, ...]:
     return tuple(sorted(machines | {f"{machine}.local" for machine in machines} | {str(client.http_config.host)}))
 
 
+def patience_for(config: DenoiserConfig) -> float:
+    """Returns how long a request waits for a gang: for one that may not be there yet, as long as a start may take."""
+    starts_on_demand = config.autoscaling is not None and config.autoscaling.min_replicas == 0
+    return max(RECOVERY_DEADLINE_S, config.start_deadline_s) if starts_on_demand else RECOVERY_DEADLINE_S
+
+
 @serve.ingress()
 class Ingress:
     """``stages`` maps model to stage to handle (Serve turns bound deployments into handles)."""
@@ -66,12 +75,14 @@ class Ingress:
     def __init__(self, config: AppConfig, stages: Mapping[str, Mapping[str, DeploymentHandle[Any]]]) -> None:
         prepare_replica()
         self._config, self._settings = config, Settings()
+        self._keys = self._settings.key_ring()
         for handle in (handle for by_stage in stages.values() for handle in by_stage.values()):
             # In this loop, where calls are made, and not one thread further.
             handle._init(_run_router_in_separate_loop=False)  # type: ignore[no-untyped-call]
         handles = {model: StageHandles(**by_stage) for model, by_stage in stages.items()}
         cards = make_cards(config)
-        self._studio = DeployedStudio(cards, handles, Readiness(cards))
+        patience_s = {model.name: patience_for(model.denoiser) for model in config.models}
+        self._studio = DeployedStudio(cards, handles, Readiness(cards), patience_s)
         self._clips = Clips(self._studio, self._clip_settings())
         self._drain = Drain()
 
@@ -102,7 +113,7 @@ class Ingress:
     def _api_settings(self) -> ApiSettings:
         return ApiSettings(
             data_dir=self._data_dir,
-            api_keys=self._settings.all_api_keys,
+            keys=self._keys,
             own_names=own_names(),
             sends_request_id=False,
             max_open_pictures={

@@ -22,7 +22,7 @@ from deployments.api.guards.origins import Cors, OriginCheck
 from deployments.api.health import health_routes, model_routes
 from deployments.api.images import image_routes
 from deployments.api.lookout import Lookout
-from deployments.api.middleware import RequestLog
+from deployments.api.middleware import CLIENT_GONE, RequestLog
 from deployments.api.page import page_routes
 from deployments.api.partial import HeadAsGet
 from deployments.api.settings import ApiSettings
@@ -101,4 +101,4 @@ def own_version() -> str:
 
 
 async def _on_client_gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it; the access log does
+    return Response(status_code=CLIENT_GONE)  # nobody reads it; the access log does

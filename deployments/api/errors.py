@@ -72,6 +72,11 @@ class ApiError(Exception):
         return JSONResponse(self.body, status_code=self.status, headers=self.headers)
 
 
+def retry_after(seconds: float) -> dict[str, str]:
+    """Returns the header that asks to wait for so long, whole seconds as HTTP has it, and one at least."""
+    return {"Retry-After": str(max(1, math.ceil(seconds)))}
+
+
 def from_failure(failure: Exception) -> ApiError | None:
     """Returns the answer to what went wrong with a request; None if it is a defect of ours."""
     match failure:
@@ -81,10 +86,9 @@ def from_failure(failure: Exception) -> ApiError | None:
             status = 404 if failure.code == "model_not_found" else 400
             return ApiError(status, failure.message, param=failure.param, code=failure.code)
         case QueueFullError():
-            seconds = max(1, math.ceil(failure.retry_after_s))
-            return ApiError(429, str(failure), code="queue_full", headers={"Retry-After": str(seconds)})
+            return ApiError(429, str(failure), code="queue_full", headers=retry_after(failure.retry_after_s))
         case ModelUnavailableError():
-            return ApiError(503, str(failure), code="model_not_ready", headers={"Retry-After": "10"})
+            return ApiError(503, str(failure), code="model_not_ready", headers=retry_after(failure.retry_after_s))
         case GangBrokenError():
             # The gang was rebuilt and the job run again already: a client that retries by itself breaks more gangs.
             message = f"The ranks that worked on this request failed: {failure}"

@@ -8,6 +8,7 @@ from fastapi.responses import JSONResponse
 from deployments.api.answers import Health, Model, ModelList
 from deployments.api.context import ApiContext
 from deployments.api.documents import error_documents
+from deployments.api.errors import retry_after
 from deployments.requests.rules import find_card
 
 HEALTH_MAX_AGE_S = 1.0
@@ -27,7 +28,10 @@ def health_routes(context: ApiContext) -> APIRouter:
         models = dict.fromkeys(context.studio.cards(), "ready") | dict(reasons)
         ready = bool(models) and not reasons
         health = Health(status="ready" if ready else "not_ready", models=models)
-        return JSONResponse(health.model_dump(), 200 if ready else 503, {} if ready else {"Retry-After": "2"})
+        if ready:
+            return JSONResponse(health.model_dump())
+        wait_s = max((context.studio.retry_after_s(model) for model in reasons), default=0.0)
+        return JSONResponse(health.model_dump(), 503, retry_after(wait_s))
 
     return router
 

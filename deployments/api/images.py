@@ -61,7 +61,7 @@ def image_routes(context: ApiContext) -> APIRouter:
         if body.stream:
             return await start_stream(image_events(pictures, events), request.receive, context.settings)
         media = await until_disconnect(request.receive, collect(events, len(pictures.requests)))
-        images = await asyncio.to_thread(_hand_over, context, pictures, media, files_url(context, request))
+        images = await asyncio.to_thread(_hand_over, context, pictures, media, request)
         answer = ImagesResponse(
             created=int(time.time()),
             data=images,
@@ -75,12 +75,13 @@ def image_routes(context: ApiContext) -> APIRouter:
 
     @router.get(
         "/v1/files/{name}",
+        dependencies=[Depends(context.recognize)],
         response_class=FileResponse,
-        responses=file_answers("image/png", "image/jpeg", "image/webp") | error_documents(404, 416),
+        responses=file_answers("image/png", "image/jpeg", "image/webp") | error_documents(401, 404, 416),
     )
-    async def read_file(name: str) -> Response:
+    async def read_file(name: str, request: Request) -> Response:
         """A picture made with ``response_format=url``. Its name is the secret; it is gone after a while."""
-        path = await asyncio.to_thread(context.files.find, name)
+        path = await asyncio.to_thread(context.files.find, name, context.viewer(request) or None)
         if path is None:
             raise ApiError(404, f"There is no file {shown(name)}; files are kept for a limited time", param="name")
         return RangedFile(path, media_type=f"image/{path.suffix[1:]}", headers={"X-Content-Type-Options": "nosniff"})
@@ -92,11 +93,12 @@ def files_url(context: ApiContext, request: Request) -> str:
     return f"{base_url(request, context.settings)}/v1/files"
 
 
-def _hand_over(context: ApiContext, pictures: ImageRequest, media: list[Media], base_url: str) -> list[Image]:
+def _hand_over(context: ApiContext, pictures: ImageRequest, media: list[Media], request: Request) -> list[Image]:
     if not pictures.by_url:
         return [Image(b64_json=b64encode(one.data).decode(), seed=one.seed) for one in media]
-    names = [context.files.put(one.data, one.format) for one in media]
-    return [Image(url=f"{base_url}/{name}", seed=one.seed) for name, one in zip(names, media, strict=True)]
+    names = [context.files.put(one.data, one.format, request.state.key_hash) for one in media]
+    url = files_url(context, request)
+    return [Image(url=f"{url}/{name}", seed=one.seed) for name, one in zip(names, media, strict=True)]
 
 
 async def perform_all(studio: Studio, pictures: ImageRequest) -> AsyncGenerator[Indexed]:

@@ -7,12 +7,16 @@ import re
 import time
 import uuid
 
+from ray.exceptions import RayError
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.api.errors import ApiError
 from deployments.observability.logs import request_context
 
+CLIENT_GONE = 499
+"""What the access log says of a request whose client did not wait for the answer, as nginx has it."""
 MAX_ID_CHARS = 128
 SANE_REQUEST_ID = re.compile(rf"[A-Za-z0-9._:\-]{{1,{MAX_ID_CHARS}}}")
 
@@ -26,6 +30,8 @@ class RequestLog:
     Without ``sends_request_id`` a proxy answers with the client's own whatever it is: then that one is logged, escaped
     and cut, and only where it is empty is one sent. An exception that nobody handled becomes a 500 in OpenAI's shape,
     and its traceback a log record.
+
+    A proxy that dies under a request takes the connection with it: that is a client who is gone, no error.
     """
 
     def __init__(self, app: ASGIApp, *, sends_request_id: bool) -> None:
@@ -55,7 +61,9 @@ class RequestLog:
             await send(message)
 
         try:
-            await self.app(scope, receive, send_with_id)
+            await self.app(scope, until_lost(receive), send_with_id)
+        except ClientDisconnect:  # in the middle of a body, or of an answer
+            status = CLIENT_GONE
         except Exception:
             logger.exception("unhandled error")
             if status:
@@ -64,6 +72,22 @@ class RequestLog:
             await error.response()(scope, receive, send_with_id)
         finally:
             _log_access(scope, status, time.perf_counter() - start_s)
+
+
+def until_lost(receive: Receive) -> Receive:
+    """Returns ``receive`` with the loss of the proxy that it asks as a disconnect, which it says for ever then."""
+    is_lost = False
+
+    async def receive_or_end() -> Message:
+        nonlocal is_lost
+        if not is_lost:
+            try:
+                return await receive()
+            except RayError:
+                is_lost = True
+        return {"type": "http.disconnect"}
+
+    return receive_or_end
 
 
 def choose_request_id(client_id: str | None, *, keeps_any: bool) -> str:
@@ -78,7 +102,7 @@ def _log_access(scope: Scope, status: int, duration_s: float) -> None:
     fields = {
         "method": scope["method"],
         "path": scope["path"],
-        "status": status or 499,  # no answer was sent: the client, or the application, went away first
+        "status": status or CLIENT_GONE,  # no answer was sent: the client, or the application, went away first
         "duration_ms": round(1000 * duration_s, 1),
         "client": (scope.get("client") or ("",))[0],
     }

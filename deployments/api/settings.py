@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from ipaddress import ip_network
 from pathlib import Path
 
+from deployments.keys import KeyRing
+
 HOST = re.compile(r"\*|(\*\.)?[\w.-]+")
 ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")
 
@@ -22,6 +24,8 @@ class ApiLimits:
 
     ``allowed_hosts`` are names that clients may call the server by, beside its own; pages of ``allowed_origins`` may
     give it orders, beside its own; what ``trusted_proxies`` (addresses or networks) say of a client's host is believed.
+
+    What was made with one key is there for no other, unless ``share_between_keys`` says so.
     """
 
     max_body_bytes: int = 1 << 20
@@ -31,6 +35,7 @@ class ApiLimits:
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     trusted_proxies: tuple[str, ...] = ()
+    share_between_keys: bool = False
     max_open_requests: int = 2048
     max_watchers: int = 1000
 
@@ -58,7 +63,7 @@ class ApiLimits:
 class ApiSettings(ApiLimits):
     """Limits and places of the API. ValueError if one cannot work.
 
-    ``data_dir`` holds pictures served by URL and the clips. With no ``api_keys`` nobody is asked for one.
+    ``data_dir`` holds pictures served by URL and the clips. With no ``keys`` nobody is asked for one.
     ``own_names`` are those of the machine. ``max_open_pictures`` has, for each model whose pictures are limited, how
     many may be under way in a replica. ``max_files_bytes`` and ``file_lifetime_s`` bound what ``response_format=url``
     leaves on the disk.
@@ -70,7 +75,7 @@ class ApiSettings(ApiLimits):
 
     data_dir: Path
     own_names: tuple[str, ...] = ()
-    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    keys: KeyRing = field(default_factory=KeyRing, repr=False)
     max_open_pictures: Mapping[str, int] = field(default_factory=dict)
     num_clip_previews: int = 3
     file_lifetime_s: float = 3600.0
@@ -85,8 +90,6 @@ class ApiSettings(ApiLimits):
         for name in ("file_lifetime_s", "max_files_bytes", "keepalive_s", "video_poll_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
-        if any(not key.strip() for key in self.api_keys):
-            raise ValueError("api_keys holds an empty key; remove it, or give no keys to ask for none")
         if self.num_clip_previews < 0:
             raise ValueError(f"num_clip_previews is {self.num_clip_previews}; it must be 0 or more")
 

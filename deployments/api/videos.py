@@ -67,7 +67,7 @@ def video_routes(context: ApiContext) -> APIRouter:
         """Make a clip and answer with its MP4, once it is there. Closing the connection deletes it; beyond OpenAI."""
         clip = await submit_clip(context, request)
         try:
-            end = await until_disconnect(request.receive, wait_for_end(context, clip.id))
+            end = await until_disconnect(request.receive, wait_for_end(context, request, clip.id))
         except (ClientGoneError, asyncio.CancelledError):
             await to_the_end(context.clips.delete(clip.id))
             raise
@@ -76,21 +76,23 @@ def video_routes(context: ApiContext) -> APIRouter:
         return clip_file(context.clips, clip.id, "video", headers)
 
     @router.get("/v1/videos", responses=error_documents(400, 401, 404))
-    async def list_videos(query: Annotated[PageQuery, Query()]) -> VideoPage:
+    async def list_videos(request: Request, query: Annotated[PageQuery, Query()]) -> VideoPage:
         """Clips, the newest first unless order is asc."""
-        last = None if query.after is None else await find_clip(context.clips, query.after, "after")
-        return VideoPage.of(*await context.clips.page(after=last, limit=query.limit, ascending=query.order == "asc"))
+        last = None if query.after is None else await find_clip(context, request, query.after, "after")
+        key_hash, ascending = context.viewer(request), query.order == "asc"
+        page = await context.clips.page(after=last, limit=query.limit, ascending=ascending, key_hash=key_hash)
+        return VideoPage.of(*page)
 
     @router.get("/v1/videos/{video_id}", responses=video_answers() | error_documents(401, 404))
-    async def read_video(video_id: str, response: Response) -> Video:
+    async def read_video(video_id: str, request: Request, response: Response) -> Video:
         """One clip: where it is in the queue or in its steps, or why it failed."""
         response.headers["openai-poll-after-ms"] = str(POLL_MS)
-        return Video.of(await find_clip(context.clips, video_id))
+        return Video.of(await find_clip(context, request, video_id))
 
     @router.delete("/v1/videos/{video_id}", responses=error_documents(401, 403, 404))
-    async def delete_video(video_id: str) -> VideoDeleted:
+    async def delete_video(video_id: str, request: Request) -> VideoDeleted:
         """Stop the clip if it is still being made, and delete its record and files."""
-        await find_clip(context.clips, video_id)
+        await find_clip(context, request, video_id)
         if not await context.clips.delete(video_id):
             raise no_video(video_id, "video_id")
         return VideoDeleted(id=video_id)
@@ -102,11 +104,12 @@ def video_routes(context: ApiContext) -> APIRouter:
     )
     async def read_content(
         video_id: str,
+        request: Request,
         query: Annotated[ContentQuery, Query()],
         range_header: Annotated[str | None, Header(alias="Range", examples=["bytes=0-1023"])] = None,
     ) -> Response:
         """The clip as MP4 (H.264), a still of it as WebP, or a preview as PNG. One byte range is honoured."""
-        clip, variant = await find_clip(context.clips, video_id), query.variant
+        clip, variant = await find_clip(context, request, video_id), query.variant
         path = context.clips.file(video_id, variant)
         if not (variant == "preview" or clip.status == "completed") or not await asyncio.to_thread(path.is_file):
             raise not_there(clip, variant)
@@ -115,7 +118,7 @@ def video_routes(context: ApiContext) -> APIRouter:
     @router.get("/v1/videos/{video_id}/events", responses=stream_answers() | error_documents(401, 404, 429))
     async def read_events(video_id: str, request: Request) -> Response:
         """Server-sent events while the clip is made, from now to its end; beyond OpenAI."""
-        clip = await find_clip(context.clips, video_id)
+        clip = await find_clip(context, request, video_id)
         if is_head(request):
             return EventSourceResponse((), headers=STREAM_HEADERS)
         events = video_events(context.lookout, clip)
@@ -130,15 +133,15 @@ async def submit_clip(context: ApiContext, request: Request) -> ClipRecord:
     num_previews = context.settings.num_clip_previews
     clip = clip_request(body, context.studio.cards(), request.state.request_id, num_previews)
     await context.check_ready(clip.request.model)
-    return await context.clips.submit(clip.request, clip.seconds)
+    return await context.clips.submit(clip.request, clip.seconds, request.state.key_hash)
 
 
-async def wait_for_end(context: ApiContext, video_id: str) -> ClipRecord:
+async def wait_for_end(context: ApiContext, request: Request, video_id: str) -> ClipRecord:
     """Returns the clip when it is completed. ApiError if it failed, or was deleted meanwhile."""
     async for event in video_events(context.lookout, await context.clips.get(video_id)):
         if event.type == "video.deleted":
             break
-    clip = await find_clip(context.clips, video_id)
+    clip = await find_clip(context, request, video_id)
     if clip.error is not None:
         status = STATUS_OF_FAILURES.get(clip.error.code, 500)
         headers = {"x-should-retry": "false"}
@@ -157,10 +160,13 @@ def clip_file(clips: Clips, video_id: str, variant: Variant, headers: Mapping[st
     )
 
 
-async def find_clip(clips: Clips, video_id: str, param: str = "video_id") -> ClipRecord:
-    """Returns the clip, or raises ApiError 404. Only what looks like an id gets to the database."""
-    clip = await clips.get(video_id) if VIDEO_ID.fullmatch(video_id) else None
-    if clip is None:
+async def find_clip(context: ApiContext, request: Request, video_id: str, param: str = "video_id") -> ClipRecord:
+    """Returns the clip, or raises ApiError 404 if there is none that the client may see.
+
+    Only what looks like an id gets to the database.
+    """
+    clip = await context.clips.get(video_id) if VIDEO_ID.fullmatch(video_id) else None
+    if clip is None or context.viewer(request) not in (None, clip.key_hash):
         raise no_video(video_id, param)
     return clip
 

@@ -11,7 +11,7 @@ from deployments.door.door import Door, listen
 
 
 def stand(to: str, host: str, port: int, config: str) -> None:
-    """Listens on ``host`` and ``port`` until Ctrl-C or SIGTERM, with the limits of ``config``'s section ``door`` and its trusted proxies.
+    """Listens on ``host`` and ``port`` until Ctrl-C or SIGTERM, with what ``config`` says of the door and of proxies.
 
     ValueError for an address that is none, or is taken; RuntimeError without HAProxy.
     """

@@ -20,7 +20,8 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pret
 ConfigOption = Annotated[str, typer.Option("--config", help="A config file, or the name of a shipped one.")]
 UrlOption = Annotated[str, typer.Option("--url", help="A running server; without it one is started for the purpose.")]
 RanksOption = Annotated[int, typer.Option("--ranks", help="Ranks that work on one step.")]
-KeyOption = Annotated[str, typer.Option("--api-key", help="Key of the server, if it asks for one.")]
+KeyOption = Annotated[Path | None, typer.Option("--api-key-file", help="The server's key; else TROUPE_API_KEY.")]
+OldKeyOption = Annotated[str | None, renamed_option("--api-key", "--api-key-file, or TROUPE_API_KEY outside,")]
 
 
 @app.command()
@@ -38,7 +39,8 @@ def generate(
     true_cfg_scale: Annotated[float | None, typer.Option(help="Classifier-free guidance; 1 turns it off.")] = None,
     config: ConfigOption = "laptop",
     url: UrlOption = "",
-    api_key: KeyOption = "",
+    api_key_file: KeyOption = None,
+    api_key: OldKeyOption = None,
 ) -> None:
     """A picture or a clip from words."""
     from deployments.cli.generate import generate as run
@@ -53,7 +55,7 @@ def generate(
         "true_cfg_scale": true_cfg_scale,
     }
     options = {name: value for name, value in given.items() if value is not None}
-    with _client(config, url, api_key) as client:
+    with _client(config, url, api_key_file) as client:
         run(client, prompt, out, options)
 
 
@@ -88,12 +90,18 @@ def door(
 
 
 @app.command()
-def models(url: UrlOption = "", api_key: KeyOption = "", config: ConfigOption = "laptop") -> None:
+def models(
+    url: UrlOption = "",
+    api_key_file: KeyOption = None,
+    api_key: OldKeyOption = None,
+    config: ConfigOption = "laptop",
+) -> None:
     """Served models with their defaults: of a running server, or those a config would serve."""
     from deployments.cli.models import print_models
+    from deployments.settings import Settings
 
     with errors():
-        print_models(url, api_key, config)
+        print_models(url, Settings().own_key(api_key_file), config)
 
 
 @app.command()
@@ -222,18 +230,20 @@ rename_command(app, "plan", "estimate")
 
 
 @contextmanager
-def _client(config: str, url: str, api_key: str) -> Iterator[Any]:
+def _client(config: str, url: str, api_key_file: Path | None) -> Iterator[Any]:
     from deployments.cli.client import Client
 
     with errors():
         if url:  # a client alone: it starts without Ray and torch
-            with Client(url, api_key) as client:
+            from deployments.settings import Settings
+
+            with Client(url, Settings().own_key(api_key_file)) as client:
                 yield client
         else:
             from deployments.cli.progress import started_for_itself
             from deployments.cli.serving import load_config
 
-            with started_for_itself(load_config(config)) as own_url, Client(own_url, api_key) as client:
+            with started_for_itself(load_config(config)) as own_url, Client(own_url) as client:
                 yield client
 
 

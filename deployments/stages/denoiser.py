@@ -12,10 +12,11 @@ import ray
 from deployments.config import ModelConfig
 from deployments.replicas import prepare_replica
 from deployments.settings import process_environment
-from deployments.stages.common import Encoded
-from deployments.stages.rank import BuildRankParts
+from deployments.stages.common import Encoded, EncodingDone, StageEvent
+from deployments.stages.rank import LoadRankParts
+from engines.gang.errors import QueueFullError
 from engines.gang.gang import Gang
-from engines.gang.job import Job, JobEvent
+from engines.gang.job import Job
 from engines.registry import rank_environment
 from pipelines.request import MediaRequest
 
@@ -37,34 +38,40 @@ class Denoiser:
         prepare_replica()
         self._gang = await Gang.start(
             model.denoiser,
-            BuildRankParts(model=model),
+            LoadRankParts(model=model),
             model=model.name,
             environment=partial(node_environment, model.denoiser.engine),
         )
 
     async def denoise(
         self, job_id: str, request: MediaRequest, encoded: list[ray.ObjectRef[Encoded]], exclusive: bool = False
-    ) -> AsyncGenerator[tuple[JobEvent, ...]]:
+    ) -> AsyncGenerator[tuple[StageEvent, ...]]:
         """Steps, previews and at last ``JobDone``. Closing the iterator cancels the job on all ranks.
 
-        Steps come in groups, ``EVENTS_EVERY_S`` apart: each group is a millisecond's work in two processes.
-        ``encoded`` is a list of one reference, so that this call need not wait for the encoder to be sent.
+        Events come in groups, ``EVENTS_EVERY_S`` apart: each group is a millisecond's work in two processes.
+        ``encoded`` is a list of one reference, so that this call need not wait for the encoder to be sent. It belongs
+        to the caller, which keeps it until the job has ended, whatever becomes of the encoder.
         ``exclusive``: beside no other job, as a request runs whose gang broke under it.
         """
         job = Job(
             job_id=job_id,
             request=request,
-            conditioning=(await encoded[0]).conditioning,
+            conditioning=encoded[0],
             num_steps=request.num_inference_steps,
             preview_steps=frozenset(request.preview_steps),
             shape=(request.width, request.height, request.num_frames, request.true_cfg_scale > 1),
             exclusive=exclusive,
             request_id=request.request_id,
         )
+        first: tuple[StageEvent, ...] = (EncodingDone(encode_s=(await encoded[0]).encode_s),)
         logger.info("job is queued", extra=job.log_fields)
         async with aclosing(self._gang.submit_grouped(job, every_s=EVENTS_EVERY_S)) as groups:
-            async for group in groups:
-                yield group
+            try:
+                async for group in groups:
+                    yield (*first, *group)
+                    first = ()
+            except QueueFullError as refusal:
+                yield (refusal,)
 
     async def check_health(self) -> None:
         await self._gang.check_health()

@@ -43,7 +43,7 @@ def known_names(settings: ApiSettings) -> tuple[str, ...]:
 
     Where keys are asked for, a page without one gets nothing: any name is allowed unless some are configured.
     """
-    if not settings.allowed_hosts and settings.api_keys:
+    if not settings.allowed_hosts and settings.keys:
         return ("*",)
     public = urlsplit(settings.public_url).hostname
     names = (*LOCAL_NAMES, *settings.allowed_hosts, *settings.own_names, *([public] if public else []))

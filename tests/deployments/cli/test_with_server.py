@@ -76,10 +76,11 @@ def test_a_clip_outlives_a_server_that_is_killed(clips: Path):
             assert finish(http, clip_id) == finish(http, undisturbed)
 
 
-def test_a_clip(url: str, tmp_path: Path):
+def test_a_clip(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TROUPE_API_KEY", KEY)
     out = tmp_path / "clip.mp4"
     wanted = ("--steps", "3", "--seed", "7", "--out", str(out))
-    result = troupe("generate", "a red circle", *wanted, "--url", url, "--api-key", KEY)
+    result = troupe("generate", "a red circle", *wanted, "--url", url)
     assert result.exit_code == 0, result.output
     assert f"{out}  seed 7" in result.output
     with av.open(str(out)) as container:

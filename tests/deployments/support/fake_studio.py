@@ -76,6 +76,9 @@ class FakeStudio:
     async def not_ready(self, max_age_s: float = 0.0) -> Mapping[str, str]:
         return self.reasons
 
+    def retry_after_s(self, model: str) -> float:
+        return 2.0
+
     async def perform(self, request: MediaRequest, output: Output) -> AsyncGenerator[StudioEvent, None]:
         self.performed.append(request)
         try:
