@@ -82,7 +82,7 @@ async def test_who_has_the_file_gets_it_no_more(client: httpx.AsyncClient, kind:
 async def test_a_file_that_is_deleted_while_it_is_asked_for(
     client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(FileShelf, "find", lambda shelf, name: tmp_path / "gone.png")
+    monkeypatch.setattr(FileShelf, "find", lambda *_: tmp_path / "gone.png")
     answer = await client.get(f"/v1/files/{'0' * 32}.png")
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
 
