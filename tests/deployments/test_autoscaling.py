@@ -80,11 +80,12 @@ def test_with_no_gang_and_no_node_a_request_gets_both_and_its_picture(cluster: F
 
 
 def test_a_node_that_dies_under_load_costs_no_request(cluster: FakeNodes, url: str) -> None:
-    with asked_for(url, drawn(url), num_clients=NUM_CLIENTS):
+    pictures, num_lost = drawn(url), len(cluster.lost_requests())
+    with asked_for(url, pictures, num_clients=NUM_CLIENTS):
         wait_until(lambda: cluster.gangs(GANGS), "a gang")
         node_id = next(iter(cluster.gangs(GANGS).values()))
         next(node.raylet for node in cluster.workers() if node.node_id == node_id).kill()
-        wait_until(cluster.lost_requests, "requests lose their gang, once Ray has noticed that the node is gone")
+        wait_until(lambda: len(cluster.lost_requests()) > num_lost, "Ray notices, and requests lose their gang")
         wait_until(lambda: set(cluster.gangs(GANGS).values()) - {node_id}, "a gang on another node")
     assert node_id not in cluster.gangs(GANGS).values()
 
