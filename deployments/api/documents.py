@@ -29,12 +29,14 @@ ERRORS = {
     401: "The API key is missing or not known",
     404: "There is no such model, clip or file",
     409: "The clip is not finished",
+    410: "The file was there, and is gone",
     413: "The body is too large",
     415: "The content type is not supported",
     416: "The range lies beyond the file",
     429: "The queue is full; `Retry-After` says when to come back",
     502: "The ranks that worked on the request failed, twice",
-    503: "The model is not ready; `Retry-After` says when to come back",
+    503: "The model is not ready, or the records of clips are away; `Retry-After` says when to come back",
+    507: "There is no room on the server's disk",
 }
 
 Responses = dict[int | str, dict[str, Any]]

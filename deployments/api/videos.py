@@ -21,7 +21,7 @@ from deployments.api.reading import read_json_or_form
 from deployments.api.streams import start_stream
 from deployments.clips.clips import Clips
 from deployments.clips.folders import CONTENT_TYPES, Variant
-from deployments.clips.records import ClipRecord
+from deployments.clips.records import FILE_GONE, ClipRecord
 from deployments.requests.bodies import ContentQuery, PageQuery, VideoBody
 from deployments.requests.clips import clip_request
 from deployments.requests.errors import shown
@@ -38,7 +38,7 @@ def video_routes(context: ApiContext) -> APIRouter:
 
     @router.post(
         "/v1/videos",
-        responses=error_documents(400, 401, 404, 413, 415, 429, 503),
+        responses=error_documents(400, 401, 404, 413, 415, 429, 503, 507),
         openapi_extra=body_document(VideoBody, "application/json", "multipart/form-data"),
     )
     async def create_video(request: Request, response: Response) -> Video:
@@ -73,7 +73,7 @@ def video_routes(context: ApiContext) -> APIRouter:
     @router.get(
         "/v1/videos/{video_id}/content",
         response_class=FileResponse,
-        responses=file_answers(*CONTENT_TYPES.values()) | error_documents(400, 401, 404, 409, 416),
+        responses=file_answers(*CONTENT_TYPES.values()) | error_documents(400, 401, 404, 409, 410, 416),
     )
     async def read_content(
         video_id: str,
@@ -82,9 +82,10 @@ def video_routes(context: ApiContext) -> APIRouter:
     ) -> Response:
         """The clip as MP4 (H.264), a still of it as WebP, or a preview as PNG. One byte range is honoured."""
         clip, variant = await find_clip(context.clips, video_id), query.variant
-        path = context.clips.file(video_id, variant)
-        if not (variant == "preview" or clip.status == "completed") or not await asyncio.to_thread(path.is_file):
-            raise not_there(clip, variant)
+        may_be_there = variant == "preview" or clip.status == "completed"
+        path = await context.clips.file(video_id, variant) if may_be_there else None
+        if path is None:
+            raise await not_there(context.clips, clip, variant)
         suffix = path.suffix[1:]
         return RangedFile(
             path,
@@ -116,10 +117,17 @@ def no_video(video_id: str, param: str) -> ApiError:
     return ApiError(404, f"There is no video {shown(video_id)}", param=param, code="video_not_found")
 
 
-def not_there(clip: ClipRecord, variant: Variant) -> ApiError:
+async def not_there(clips: Clips, clip: ClipRecord, variant: Variant) -> ApiError:
+    """Returns the answer where the file is not. A completed clip without one has failed after all."""
+    if clip.status == "completed" and variant == "video":
+        clip = await clips.note_lost(clip.id) or clip
+    headers = {"x-should-retry": "false"}
+    if clip.error is not None and clip.error.code == FILE_GONE:
+        return ApiError(410, clip.error.message, param="video_id", code="video_gone", headers=headers)
+    if clip.status == "completed":
+        return ApiError(410, f"There is no {variant} of this clip", param="variant", code="video_gone", headers=headers)
     if clip.status == "failed":
         reason = clip.error.message if clip.error else "unknown"
-        headers = {"x-should-retry": "false"}
         return ApiError(409, f"The clip failed: {reason}", param="video_id", code="video_failed", headers=headers)
     message = f"There is no {variant} yet; the clip is {clip.status}, {clip.progress} %"
     return ApiError(409, message, param="video_id", code="video_not_ready", headers={"Retry-After": "1"})
