@@ -66,9 +66,7 @@ class _DatabaseFile:
     def check(self, *_connection: Any) -> None:
         self._is_lost = self._is_lost or _place(self._path) != self._place
         if self._is_lost:
-            raise StorageLostError(
-                f"the database {self._path} was deleted or replaced under the server: restart it"
-            )
+            raise StorageLostError(f"the database {self._path} was deleted or replaced under the server: restart it")
 
 
 def _place(path: Path) -> tuple[int, int] | None:
