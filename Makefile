@@ -22,7 +22,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install -qq --const
 READY := $(if $(filter $(VENV)/bin/python,$(PY)),$(STAMP))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint test test-slow test-gpu demo serve bench bench-gpu constraints clean
+.PHONY: help venv lint test test-slow test-gpu demo serve bench bench-gpu bench-faults constraints clean
 
 help: ## Say what each target does
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -65,6 +65,9 @@ bench: $(READY) ## Measure on this machine's CPU; the last line of output is one
 
 bench-gpu: $(READY) ## Measure a step on all GPUs of this host, beside its peers, into out/bench-gpu (10 minutes)
 	@$(PY) -m benchmarks.denoise_step.gpu out/bench-gpu
+
+bench-faults: $(READY) ## Kill processes of the application at random for ten minutes, and say what its clients saw
+	@$(PY) -m benchmarks.faults
 
 constraints: $(READY) ## Write constraints.txt from what is installed
 	@$(PY) .ci/constraints.py > constraints.txt.new

@@ -53,6 +53,7 @@ class ModelList(BaseModel):
 class Health(BaseModel):
     status: Literal["ready", "not_ready"]
     models: dict[str, str] = Field(description="For each model: ready, or the reason why not.")
+    storage: str = Field(description="ok, or why no clip can be kept; pictures can be drawn meanwhile")
 
 
 class Usage(BaseModel):

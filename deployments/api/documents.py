@@ -26,13 +26,15 @@ ERRORS = {
     405: "The path has other methods",
     408: "The body was not there in time",
     409: "The clip is not finished",
+    410: "The file was there, and is gone",
     413: "The body is too large",
     415: "The content type is not supported",
     416: "The range lies beyond the file",
     429: "The queue is full, or too many watch; `Retry-After` says when to come back",
     500: "A defect; the log has more under the request id",
     502: "The ranks that worked on the request failed, twice",
-    503: "The model is not ready, or the server is full; `Retry-After` says when to come back",
+    503: "The model is not ready, the server is full, or clips' records are away; `Retry-After` says when to come back",
+    507: "There is no room on the server's disk",
 }
 CODES = {
     400: ("invalid_value", "missing_field", "unknown_field", "wrong_kind", "bad_json"),
@@ -42,13 +44,15 @@ CODES = {
     405: ("method_not_allowed",),
     408: ("body_timeout",),
     409: ("video_not_ready", "video_failed"),
+    410: ("video_gone",),
     413: ("body_too_large",),
     415: ("unsupported_content_type", "unsupported_content_encoding"),
     416: ("range_not_satisfiable",),
     429: ("queue_full", "too_many_watchers"),
     500: ("internal", "gave_up"),
     502: ("gang_broken",),
-    503: ("model_not_ready", "server_full", "server_stopping"),
+    503: ("model_not_ready", "server_full", "server_stopping", "storage_unavailable"),
+    507: ("storage_full",),
 }
 EVERYWHERE = (405, 500)
 HEADERS = {

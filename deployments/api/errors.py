@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -10,13 +11,28 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field, ValidationError
+from sqlalchemy.exc import DBAPIError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.routing import compile_path
 
+from deployments.clips.storage import StorageFullError, StorageLostError, is_full
 from deployments.requests.errors import RequestError, field_error, shown
 from deployments.studio.interface import ModelUnavailableError
 from engines.gang.errors import GangBrokenError, QueueFullError
+
+FAILURES: tuple[type[Exception], ...] = (
+    RequestError,
+    QueueFullError,
+    GangBrokenError,
+    ModelUnavailableError,
+    StorageFullError,
+    StorageLostError,
+    DBAPIError,
+    OSError,
+)
+
+logger = logging.getLogger("troupe.api")
 
 TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 CODES = {400: "invalid_value", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
@@ -89,6 +105,11 @@ def from_failure(failure: Exception) -> ApiError | None:
             return ApiError(429, str(failure), code="queue_full", headers=retry_after(failure.retry_after_s))
         case ModelUnavailableError():
             return ApiError(503, str(failure), code="model_not_ready", headers=retry_after(failure.retry_after_s))
+        case StorageLostError() | DBAPIError():
+            message = str(failure) if isinstance(failure, StorageLostError) else "The records of clips cannot be got at"
+            return ApiError(503, message, code="storage_unavailable", headers=retry_after(10.0))
+        case StorageFullError() | OSError() if is_full(failure):
+            return ApiError(507, f"There is no room on the server's disk: {failure}", code="storage_full")
         case GangBrokenError():
             # The gang was rebuilt and the job run again already: a client that retries by itself breaks more gangs.
             message = f"The ranks that worked on this request failed: {failure}"
@@ -104,7 +125,7 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
-    for kind in (RequestError, QueueFullError, GangBrokenError, ModelUnavailableError):
+    for kind in FAILURES:
         app.add_exception_handler(kind, _on_failure)
 
 
@@ -115,7 +136,10 @@ async def _on_api_error(request: Request, error: Exception) -> JSONResponse:
 
 async def _on_failure(request: Request, failure: Exception) -> JSONResponse:
     error = from_failure(failure)
-    assert error is not None
+    if error is None:
+        raise failure
+    if error.status >= 500:
+        logger.error("%s %s: %r", request.method, request.url.path, failure)
     return error.response()
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from engines.core.files import write_atomically
 
 NAME = re.compile(r"[0-9a-f]{32}\.(png|jpeg|webp)")
+OWN = re.compile(rf"{NAME.pattern}|\.{NAME.pattern}\.[0-9a-f]{{8}}")
+"""With the names under which ``write_atomically`` begins a file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,8 +47,8 @@ class FileShelf:
         return None
 
     def sweep(self, num_new_bytes: int = 0) -> None:
-        """Deletes what is too old, then the oldest, until ``num_new_bytes`` more fit."""
-        stats = ((path, _stat(path)) for path in self.folder.rglob("*") if NAME.fullmatch(path.name))
+        """Deletes what is too old, then the oldest, until ``num_new_bytes`` more fit; half-written files, too."""
+        stats = ((path, _stat(path)) for path in self.folder.rglob("*") if OWN.fullmatch(path.name))
         files = sorted((stat.st_mtime, stat.st_size, path) for path, stat in stats if stat is not None)
         num_bytes = sum(size for _, size, _ in files) + num_new_bytes
         for modified_s, size, path in files:

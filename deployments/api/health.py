@@ -27,7 +27,8 @@ def health_routes(context: ApiContext) -> APIRouter:
         reasons = await context.studio.not_ready(HEALTH_MAX_AGE_S)
         models = dict.fromkeys(context.studio.cards(), "ready") | dict(reasons)
         ready = bool(models) and not reasons
-        health = Health(status="ready" if ready else "not_ready", models=models)
+        storage = str(await context.clips.storage_problem() or "ok")
+        health = Health(status="ready" if ready else "not_ready", models=models, storage=storage)
         if ready:
             return JSONResponse(health.model_dump())
         wait_s = max((context.studio.retry_after_s(model) for model in reasons), default=0.0)

@@ -44,7 +44,7 @@ def image_routes(context: ApiContext) -> APIRouter:
     @router.post(
         "/v1/images/generations",
         dependencies=[Depends(context.authorize)],
-        responses=image_answers() | error_documents(400, 401, 403, 404, 408, 413, 415, 429, 502, 503),
+        responses=image_answers() | error_documents(400, 401, 403, 404, 408, 413, 415, 429, 502, 503, 507),
         openapi_extra=body_document(ImageBody),
     )
     async def generate_images(request: Request) -> Response:

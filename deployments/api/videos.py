@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncGenerator, Mapping
+from pathlib import Path
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Header, Query
@@ -31,7 +32,7 @@ from deployments.api.streams import STREAM_HEADERS, ClientGoneError, start_strea
 from deployments.asyncio_tools import to_the_end
 from deployments.clips.clips import Clips
 from deployments.clips.folders import CONTENT_TYPES, Variant
-from deployments.clips.records import ClipRecord
+from deployments.clips.records import FILE_GONE, ClipRecord
 from deployments.requests.bodies import ContentQuery, PageQuery, VideoBody
 from deployments.requests.clips import clip_request
 from deployments.requests.errors import shown
@@ -49,7 +50,7 @@ def video_routes(context: ApiContext) -> APIRouter:
 
     @router.post(
         "/v1/videos",
-        responses=video_answers() | error_documents(400, 401, 403, 404, 408, 413, 415, 429, 503),
+        responses=video_answers() | error_documents(400, 401, 403, 404, 408, 413, 415, 429, 503, 507),
         openapi_extra=body_document(VideoBody, JSON, *FORMS),
     )
     async def create_video(request: Request, response: Response) -> Video:
@@ -60,7 +61,7 @@ def video_routes(context: ApiContext) -> APIRouter:
     @router.post(
         "/v1/videos/sync",
         response_class=FileResponse,
-        responses=sync_answers() | error_documents(400, 401, 403, 404, 408, 413, 415, 429, 502, 503),
+        responses=sync_answers() | error_documents(400, 401, 403, 404, 408, 413, 415, 429, 502, 503, 507),
         openapi_extra=body_document(VideoBody, JSON, *FORMS),
     )
     async def create_video_sync(request: Request) -> Response:
@@ -72,8 +73,10 @@ def video_routes(context: ApiContext) -> APIRouter:
             await to_the_end(context.clips.delete(clip.id))
             raise
         assert end.timings is not None
-        headers = measures([end.timings]) | {"X-Troupe-Video-Id": clip.id}
-        return clip_file(context.clips, clip.id, "video", headers)
+        path = await context.clips.file(clip.id, "video")
+        if path is None:
+            raise await not_there(context.clips, end, "video")
+        return clip_file(path, clip.id, "video", measures([end.timings]) | {"X-Troupe-Video-Id": clip.id})
 
     @router.get("/v1/videos", responses=error_documents(400, 401, 404))
     async def list_videos(request: Request, query: Annotated[PageQuery, Query()]) -> VideoPage:
@@ -100,7 +103,7 @@ def video_routes(context: ApiContext) -> APIRouter:
     @router.get(
         "/v1/videos/{video_id}/content",
         response_class=FileResponse,
-        responses=file_answers(*CONTENT_TYPES.values()) | error_documents(400, 401, 404, 409, 416),
+        responses=file_answers(*CONTENT_TYPES.values()) | error_documents(400, 401, 404, 409, 410, 416),
     )
     async def read_content(
         video_id: str,
@@ -110,10 +113,11 @@ def video_routes(context: ApiContext) -> APIRouter:
     ) -> Response:
         """The clip as MP4 (H.264), a still of it as WebP, or a preview as PNG. One byte range is honoured."""
         clip, variant = await find_clip(context, request, video_id), query.variant
-        path = context.clips.file(video_id, variant)
-        if not (variant == "preview" or clip.status == "completed") or not await asyncio.to_thread(path.is_file):
-            raise not_there(clip, variant)
-        return clip_file(context.clips, video_id, variant, {})
+        may_be_there = variant == "preview" or clip.status == "completed"
+        path = await context.clips.file(video_id, variant) if may_be_there else None
+        if path is None:
+            raise await not_there(context.clips, clip, variant)
+        return clip_file(path, video_id, variant, {})
 
     @router.get("/v1/videos/{video_id}/events", responses=stream_answers() | error_documents(401, 404, 429))
     async def read_events(video_id: str, request: Request) -> Response:
@@ -149,8 +153,7 @@ async def wait_for_end(context: ApiContext, request: Request, video_id: str) -> 
     return clip
 
 
-def clip_file(clips: Clips, video_id: str, variant: Variant, headers: Mapping[str, str]) -> RangedFile:
-    path = clips.file(video_id, variant)
+def clip_file(path: Path, video_id: str, variant: Variant, headers: Mapping[str, str]) -> RangedFile:
     return RangedFile(
         path,
         media_type=CONTENT_TYPES[variant],
@@ -175,10 +178,17 @@ def no_video(video_id: str, param: str) -> ApiError:
     return ApiError(404, f"There is no video {shown(video_id)}", param=param, code="video_not_found")
 
 
-def not_there(clip: ClipRecord, variant: Variant) -> ApiError:
+async def not_there(clips: Clips, clip: ClipRecord, variant: Variant) -> ApiError:
+    """Returns the answer where the file is not. A completed clip without one has failed after all."""
+    if clip.status == "completed" and variant == "video":
+        clip = await clips.note_lost(clip.id) or clip
+    headers = {"x-should-retry": "false"}
+    if clip.error is not None and clip.error.code == FILE_GONE:
+        return ApiError(410, clip.error.message, param="video_id", code="video_gone", headers=headers)
+    if clip.status == "completed":
+        return ApiError(410, f"There is no {variant} of this clip", param="variant", code="video_gone", headers=headers)
     if clip.status == "failed":
         reason = clip.error.message if clip.error else "unknown"
-        headers = {"x-should-retry": "false"}
         return ApiError(409, f"The clip failed: {reason}", param="video_id", code="video_failed", headers=headers)
     message = f"There is no {variant} yet; the clip is {clip.status}, {clip.progress} %"
     return ApiError(409, message, param="video_id", code="video_not_ready", headers={"Retry-After": "1"})

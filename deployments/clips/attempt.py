@@ -15,6 +15,7 @@ from deployments.clips.claims import Claim, Claims
 from deployments.clips.folders import ClipFolders
 from deployments.clips.records import ClipError
 from deployments.clips.settings import ClipSettings
+from deployments.clips.storage import StorageFullError, is_full
 from deployments.studio.interface import Media, ModelUnavailableError, Output, Preview, Progress, Studio
 from engines.gang.errors import GangBrokenError, QueueFullError
 
@@ -78,7 +79,7 @@ class Attempt:
             try:
                 if not await self.claims.report(self.claim, *current):
                     return
-            except DBAPIError:
+            except (DBAPIError, StorageFullError):
                 logger.warning("clip %s: progress could not be written", self.claim.clip.id, exc_info=True)
                 continue
             reported, due_s = current, time.monotonic() + self.claims.lease_s / 3
@@ -103,8 +104,7 @@ class Attempt:
         logger.warning("clip %s failed, attempt %d", clip.id, clip.attempts, exc_info=failure)
         error = final_error(failure)
         if error is None and clip.attempts >= self.settings.max_attempts:
-            message = f"The clip failed {clip.attempts} times, the last time with {type(failure).__name__}"
-            error = ClipError(code="internal", message=message)
+            error = _last_error(failure, clip.attempts)
         if error is not None:
             await self.claims.fail(self.claim, error)
         else:
@@ -119,3 +119,11 @@ def final_error(failure: Exception) -> ClipError | None:
         case ValueError():
             return ClipError(code="invalid_value", message=str(failure))
     return None
+
+
+def _last_error(failure: Exception, attempts: int) -> ClipError:
+    if is_full(failure):
+        return ClipError(code="storage_full", message=f"There was no room for the clip on the disk, {attempts} times")
+    return ClipError(
+        code="internal", message=f"The clip failed {attempts} times, the last time with {type(failure).__name__}"
+    )

@@ -15,9 +15,10 @@ from deployments.clips.attempt import Attempt
 from deployments.clips.claims import Claim, Claims
 from deployments.clips.database import open_database
 from deployments.clips.folders import ClipFolders, Variant
-from deployments.clips.records import ClipRecord
+from deployments.clips.records import FILE_GONE, ClipError, ClipRecord
 from deployments.clips.runner import ClipRunner
 from deployments.clips.settings import ClipSettings
+from deployments.clips.storage import Orphans, StorageFullError, storage_problem
 from deployments.clips.store import ClipStore
 from deployments.studio.interface import Studio
 from engines.gang.errors import QueueFullError
@@ -44,6 +45,7 @@ class Clips:
     async def start(self) -> None:
         """Opens the database and goes on with what was left unfinished. ValueError for a bad database URL."""
         self._engine = await open_database(self._settings.url)
+        await asyncio.to_thread(self._folders.root.mkdir, parents=True, exist_ok=True)
         self._store = ClipStore(engine=self._engine)
         claims = Claims(store=self._store, lease_s=self._settings.lease_s)
 
@@ -54,11 +56,14 @@ class Clips:
 
         limits = self._settings
         self._runner = ClipRunner(
-            self._studio, claims, attempt, max_running=limits.max_concurrent_videos, poll_s=limits.poll_s
+            self._studio,
+            claims,
+            attempt,
+            self.storage_problem,
+            max_running=limits.max_concurrent_videos,
+            poll_s=limits.poll_s,
         )
-        self._tasks = [asyncio.create_task(self._runner.run())]
-        if limits.keep_videos_s is not None:
-            self._tasks.append(asyncio.create_task(self._sweep(limits.keep_videos_s)))
+        self._tasks = [asyncio.create_task(self._runner.run()), asyncio.create_task(self._sweep())]
 
     async def stop(self) -> None:
         """Stops the clips that are being made; they are queued again, with nothing lost but the steps they had made."""
@@ -67,7 +72,12 @@ class Clips:
             await self._engine.dispose()
 
     async def submit(self, request: MediaRequest, seconds: str, key_hash: str = "") -> ClipRecord:
-        """Queues a clip, for the holder of a key. QueueFullError if too many wait, whatever room the gangs have."""
+        """Queues a clip, for the holder of a key.
+
+        QueueFullError if too many wait, whatever room the gangs have; StorageFullError.
+        """
+        if problem := await self.storage_problem():
+            raise problem
         num_waiting = await self._store.num_waiting()
         if num_waiting >= self._settings.max_waiting_videos:
             raise QueueFullError(num_waiting, retry_after_s=self._settings.lease_s)
@@ -90,21 +100,44 @@ class Clips:
         return clips[:limit], len(clips) > limit
 
     async def delete(self, clip_id: str) -> bool:
-        """Stops the clip and deletes all of it. Returns whether there was one."""
+        """Stops the clip and deletes all of it. Returns whether there was one.
+
+        Its files go first: where the disk is full, they make room for what the database writes.
+        """
+        if await self._store.get(clip_id) is None:
+            return False
+        await asyncio.to_thread(self._folders.remove, clip_id)
         was_there = await self._store.delete(clip_id)
         await self._runner.stop_clip(clip_id)
         await asyncio.to_thread(self._folders.remove, clip_id)
         return was_there
 
-    def file(self, clip_id: str, variant: Variant) -> Path:
-        """Returns where a file of the clip lies, once it is there."""
-        return self._folders.path(clip_id, variant)
+    async def file(self, clip_id: str, variant: Variant) -> Path | None:
+        """Returns where a file of the clip lies; None if it is not there. StorageLostError if no clip's is."""
+        has_it = await asyncio.to_thread(self._folders.has, clip_id, variant)
+        return self._folders.path(clip_id, variant) if has_it else None
 
-    async def _sweep(self, keep_s: float) -> None:
+    async def note_lost(self, clip_id: str) -> ClipRecord | None:
+        """Writes down that the file of a completed clip is gone. Returns the clip as it is now, if it is."""
+        message = "The clip was finished, and its file is gone from the server's disk: make it again with the same seed"
+        if await self._store.fail_completed(clip_id, ClipError(code=FILE_GONE, message=message)):
+            logger.error("the file of clip %s is gone", clip_id)
+        return await self._store.get(clip_id)
+
+    async def storage_problem(self) -> StorageFullError | None:
+        """Returns why no clip can be kept now; None if it can."""
+        return await asyncio.to_thread(storage_problem, self._settings.data_dir)
+
+    async def _sweep(self) -> None:
+        keep_s = self._settings.keep_videos_s
+        orphans = Orphans(root=self._folders.root, patience_s=self._settings.orphan_s)
         while True:
             try:
-                for clip_id in await self._store.finished_before(time.time() - keep_s):
-                    await self.delete(clip_id)
+                if keep_s is not None:
+                    for clip_id in await self._store.finished_before(time.time() - keep_s):
+                        await self.delete(clip_id)
+                clip_ids = await asyncio.to_thread(orphans.folders)
+                await asyncio.to_thread(orphans.sweep, await self._store.unknown(clip_ids) if clip_ids else set())
             except Exception:
                 logger.exception("old clips could not be deleted")
-            await asyncio.sleep(min(SWEEP_EVERY_S, keep_s))
+            await asyncio.sleep(min(SWEEP_EVERY_S, keep_s or SWEEP_EVERY_S, self._settings.orphan_s))

@@ -6,19 +6,24 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection, event, inspect, text
-from sqlalchemy.engine import make_url
+from sqlalchemy.engine import ExceptionContext, make_url
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.schema import CreateColumn
 
 from deployments.clips.records import Base
+from deployments.clips.storage import StorageFullError, StorageLostError, is_full
 
 SQLITE_PRAGMAS = ("journal_mode = WAL", "busy_timeout = 30000", "synchronous = FULL")
 """Readers do not wait for the writer, writers wait for each other, and what was committed survives a power cut."""
 
 
 async def open_database(url: str) -> AsyncEngine:
-    """Returns an engine, with the tables there. ValueError if ``url`` is not one that async SQLAlchemy can use."""
+    """Returns an engine, with the tables there. ValueError if ``url`` is not one that async SQLAlchemy can use.
+
+    It raises StorageFullError where the disk is full, and StorageLostError once its file is not the one that it opened:
+    SQLite would go on with a file that has no name any more, and lose all that is written then.
+    """
     parsed = make_url(url)
     if parsed.get_backend_name() == "sqlite" and parsed.database:
         Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
@@ -29,6 +34,9 @@ async def open_database(url: str) -> AsyncEngine:
         await _create_tables(engine)
     except DBAPIError:
         await _create_tables(engine)  # another replica made them at the same moment
+    event.listen(engine.sync_engine, "handle_error", _name_full_disk)
+    if engine.dialect.name == "sqlite" and parsed.database:
+        event.listen(engine.sync_engine, "checkout", _DatabaseFile(Path(parsed.database)).check)
     return engine
 
 
@@ -54,3 +62,29 @@ def _tell_sqlite(connection: Any, record: Any) -> None:
     for pragma in SQLITE_PRAGMAS:
         cursor.execute(f"PRAGMA {pragma}")
     cursor.close()
+
+
+def _name_full_disk(context: ExceptionContext) -> None:
+    failure = context.original_exception
+    if "disk is full" in str(failure) or is_full(failure):
+        raise StorageFullError(f"the database has no room: {failure}") from failure
+
+
+class _DatabaseFile:
+    """The file that is at ``path`` now. Once it is lost it stays so: another one may get its place on the disk."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._place, self._is_lost = path, _place(path), False
+
+    def check(self, *_connection: Any) -> None:
+        self._is_lost = self._is_lost or _place(self._path) != self._place
+        if self._is_lost:
+            raise StorageLostError(f"the database {self._path} was deleted or replaced under the server: restart it")
+
+
+def _place(path: Path) -> tuple[int, int] | None:
+    try:
+        stat = path.stat()
+    except FileNotFoundError:  # as of a database in memory
+        return None
+    return stat.st_dev, stat.st_ino

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from deployments.clips.storage import StorageLostError
 from engines.core.files import write_atomically
 
 Variant = Literal["video", "thumbnail", "preview"]
@@ -24,6 +25,14 @@ class ClipFolders:
 
     def write(self, clip_id: str, variant: Variant, data: bytes) -> None:
         write_atomically(self.path(clip_id, variant), data)
+
+    def has(self, clip_id: str, variant: Variant) -> bool:
+        """Returns whether the file is there. StorageLostError if no clip's is: then it may be there again later."""
+        if self.path(clip_id, variant).is_file():
+            return True
+        if not self.root.is_dir():
+            raise StorageLostError(f"the folder {self.root} is not there: is its disk mounted?")
+        return False
 
     def remove(self, clip_id: str) -> None:
         """Deletes all files of the clip, if there are any."""

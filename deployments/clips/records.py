@@ -13,6 +13,8 @@ from deployments.studio.interface import StageTimes
 from pipelines.request import MediaRequest
 
 ClipStatus = Literal["queued", "in_progress", "completed", "failed"]
+FILE_GONE = "file_gone"
+"""The code of a clip that was completed, and whose file is there no longer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from deployments.asyncio_tools import cancel
@@ -17,14 +17,23 @@ logger = logging.getLogger("troupe.clips")
 
 
 class ClipRunner:
-    """``attempt`` gives what makes a claimed clip; it is there so that the runner is about nothing but order."""
+    """``attempt`` gives what makes a claimed clip; it is there so that the runner is about nothing but order. None is
+    taken while there is a ``storage_problem``."""
 
     def __init__(
-        self, studio: Studio, claims: Claims, attempt: Callable[[Claim], Attempt], *, max_running: int, poll_s: float
+        self,
+        studio: Studio,
+        claims: Claims,
+        attempt: Callable[[Claim], Attempt],
+        storage_problem: Callable[[], Awaitable[Exception | None]],
+        *,
+        max_running: int,
+        poll_s: float,
     ) -> None:
         self._studio = studio
         self._claims = claims
         self._attempt = attempt
+        self._storage_problem = storage_problem
         self._max_running = max_running
         self._poll_s = poll_s
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -54,6 +63,8 @@ class ClipRunner:
     async def _take_what_fits(self) -> None:
         try:
             while len(self._running) < self._max_running:
+                if await self._storage_problem():
+                    return
                 not_ready = await self._studio.not_ready()
                 claim = await self._claims.take([name for name in self._studio.cards() if name not in not_ready])
                 if claim is None:

@@ -32,7 +32,8 @@ class ClipSettings(ClipLimits):
     A runner claims a clip for ``lease_s`` and renews the claim while it lives; another one, or its successor, takes
     the clip over when the claim has run out. Runners on several machines need clocks that differ by less than that.
     A clip is tried ``max_attempts`` times, with ``retry_s`` between. Progress is written at most every ``progress_s``;
-    new clips of other processes are looked for every ``poll_s``.
+    new clips of other processes are looked for every ``poll_s``. Folders without a record, and half-written files, are
+    deleted when they were that for ``orphan_s``.
     """
 
     data_dir: Path
@@ -42,6 +43,7 @@ class ClipSettings(ClipLimits):
     progress_s: float = 0.5
     max_attempts: int = 3
     retry_s: float = 5.0
+    orphan_s: float = 3600.0
 
     def __post_init__(self) -> None:
         ClipLimits.__post_init__(self)

@@ -7,10 +7,10 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from sqlalchemy import delete, func, select
+from sqlalchemy import delete, func, select, update
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 
-from deployments.clips.records import ClipRecord, ClipRow, record_of, to_json
+from deployments.clips.records import ClipError, ClipRecord, ClipRow, record_of, to_json
 from pipelines.request import MediaRequest
 
 
@@ -68,6 +68,18 @@ class ClipStore:
             row = await session.scalar(select(ClipRow).where(ClipRow.id == clip_id))
             await session.execute(delete(ClipRow).where(ClipRow.id == clip_id))
         return row is not None
+
+    async def fail_completed(self, clip_id: str, error: ClipError) -> bool:
+        """Lets a completed clip have failed after all. Returns whether there was such a clip."""
+        lost = update(ClipRow).where(ClipRow.id == clip_id, ClipRow.status == "completed")
+        async with self.engine.begin() as connection:
+            result = await connection.execute(lost.values(status="failed", error_json=to_json(error)))
+            return bool(result.rowcount)
+
+    async def unknown(self, clip_ids: Collection[str]) -> set[str]:
+        """Returns those of ``clip_ids`` that are no clip's."""
+        async with self.session() as session:
+            return set(clip_ids) - set(await session.scalars(select(ClipRow.id)))
 
     async def num_waiting(self) -> int:
         query = select(func.count()).select_from(ClipRow).where(ClipRow.status == "queued")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
+
+import numpy as np
+from numpy.typing import NDArray
 
 from deployments.observability.logs import request_context
 from deployments.stages.common import Decoded, StageSpec, load_stage
+from deployments.stages.workers import Workers
 from deployments.studio.interface import Output
 from engines.core.parcel import Parcel
 from pipelines.media import encode_frames, encode_thumbnail
@@ -16,24 +19,24 @@ from pipelines.request import MediaRequest
 logger = logging.getLogger(__name__)
 
 
-class VaeDecoder:
-    """Decodes finished jobs and previews of running ones, one after the other.
+NUM_ENCODINGS = 4
+"""Pictures and clips that are encoded side by side, beside one decoding."""
 
-    Serve calls from a pool of threads, and a clip's VAE keeps the frames before in the module: hence the lock.
-    """
+
+class VaeDecoder:
+    """Decodes finished jobs and previews of running ones, one after the other: a clip's VAE keeps the frames before in
+    the module."""
 
     def __init__(self, spec: StageSpec) -> None:
-        self._one_at_a_time = threading.Lock()
         self._decoder = load_stage(spec).decoder()
+        self._decoding, self._encoding = Workers(1, "decoding"), Workers(NUM_ENCODINGS, "encoding")
 
     def decode(self, latents: Parcel, request: MediaRequest, output: Output) -> Decoded:
         """Returns the finished bytes."""
         started_s = time.perf_counter()
         with request_context(request.request_id):
-            with self._one_at_a_time:
-                frames = self._decoder.decode(latents.open(), request)
-            data = encode_frames(frames, output.format, compression=output.compression, fps=request.fps)
-            thumbnail = encode_thumbnail(frames[0]) if request.kind == "video" else b""
+            frames = self._decoding.run(lambda: self._decoder.decode(latents.open(), request))
+            data, thumbnail = self._encoding.run(_encode, frames, request, output)
             decode_s = time.perf_counter() - started_s
             logger.info("latents are decoded", extra={"decode_s": round(decode_s, 4), "num_bytes": len(data)})
         return Decoded(data=data, thumbnail=thumbnail, decode_s=decode_s)
@@ -41,7 +44,10 @@ class VaeDecoder:
     def preview(self, latents: Parcel, request: MediaRequest) -> bytes:
         """Returns PNG bytes of the first frame of unfinished ``latents``."""
         with request_context(request.request_id):
-            with self._one_at_a_time:
-                frames = self._decoder.preview(latents.open(), request)
-            preview: bytes = encode_frames(frames[:1], "png")
-        return preview
+            frames = self._decoding.run(lambda: self._decoder.preview(latents.open(), request))
+            return self._encoding.run(encode_frames, frames[:1], "png")
+
+
+def _encode(frames: NDArray[np.uint8], request: MediaRequest, output: Output) -> tuple[bytes, bytes]:
+    data = encode_frames(frames, output.format, compression=output.compression, fps=request.fps)
+    return data, encode_thumbnail(frames[0]) if request.kind == "video" else b""

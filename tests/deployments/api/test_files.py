@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from deployments.api.files import FileShelf
@@ -25,3 +26,17 @@ def test_names_that_were_never_handed_out_find_nothing(tmp_path: Path) -> None:
     (tmp_path / "files" / "other.png").write_bytes(b"other")
     for name in ("../secret.png", "other.png", "", "."):
         assert shelf.find(name) is None
+
+
+def test_half_written_files_are_swept(tmp_path: Path) -> None:
+    """As kill -9 leaves them; one of them may be just being written."""
+    shelf = FileShelf(folder=tmp_path, lifetime_s=100, max_bytes=1000)
+    left, current = (tmp_path / f".{digit * 32}.png.{'a' * 8}" for digit in "01")
+    for path in (left, current):
+        path.write_bytes(b"part")
+    foreign = tmp_path / ".keep"
+    foreign.touch()
+    for path in (left, foreign):
+        os.utime(path, (1, 1))
+    shelf.put(b"picture", "png")
+    assert (left.exists(), current.exists(), foreign.exists()) == (False, True, True)

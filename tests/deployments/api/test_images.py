@@ -150,4 +150,5 @@ async def test_page_and_documents(client: httpx.AsyncClient) -> None:
 
 def test_health_over_a_real_server(url: str) -> None:
     answer = httpx.get(f"{url}/health")
-    assert answer.json() == {"status": "ready", "models": {"fake-pictures": "ready", "fake-clips": "ready"}}
+    models = {"fake-pictures": "ready", "fake-clips": "ready"}
+    assert answer.json() == {"status": "ready", "models": models, "storage": "ok"}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -174,3 +176,54 @@ async def test_full_queue(studio: FakeStudio, tmp_path: Path) -> None:
 )
 def test_clip_length(given: tuple[Any, ...], expected: tuple[int, int]) -> None:
     assert clip_length(*given, CLIPS) == expected
+
+
+async def test_a_file_that_is_gone(client: httpx.AsyncClient, tmp_path: Path) -> None:
+    video = await make(client)
+    await finished(client, video["id"])
+    path = f"/v1/videos/{video['id']}/content"
+    (tmp_path / "videos" / video["id"] / "thumbnail.webp").unlink()
+    answer = await client.get(path, params={"variant": "thumbnail"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (410, "video_gone")
+    assert (await client.get(path)).status_code == 200, "the clip itself is there"
+    (tmp_path / "videos" / video["id"] / "clip.mp4").unlink()
+    for _ in range(2):
+        answer = await client.get(path)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (410, "video_gone")
+        assert "make it again with the same seed" in answer.json()["error"]["message"]
+    record = (await client.get(f"/v1/videos/{video['id']}")).json()
+    assert (record["status"], record["error"]["code"]) == ("failed", "file_gone")
+
+
+async def test_a_full_disk(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    video = await make(client)
+    await finished(client, video["id"])
+    assert (await client.get("/health")).json()["storage"] == "ok"
+    monkeypatch.setattr("deployments.clips.storage.MIN_FREE_BYTES", 1 << 62)
+    answer = await client.post("/v1/videos", json={"prompt": "a"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (507, "storage_full")
+    assert "delete clips, or make room" in answer.json()["error"]["message"]
+    health = await client.get("/health")
+    assert "delete clips, or make room" in health.json()["storage"]
+    assert health.status_code == 200, "pictures can be drawn"
+    assert (await client.delete(f"/v1/videos/{video['id']}")).status_code == 200
+
+
+async def test_a_picture_without_room(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    def put(*_: object) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("deployments.api.files.FileShelf.put", put)
+    answer = await client.post("/v1/images/generations", json={"prompt": "a", "response_format": "url"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (507, "storage_full")
+
+
+async def test_a_database_that_is_gone(client: httpx.AsyncClient, tmp_path: Path) -> None:
+    video = await make(client)
+    await finished(client, video["id"])
+    for path in tmp_path.glob("jobs.sqlite3*"):
+        path.unlink()
+    for method, path in (("GET", f"/v1/videos/{video['id']}"), ("GET", "/v1/videos"), ("POST", "/v1/videos")):
+        answer = await client.request(method, path, json={"prompt": "a"} if method == "POST" else None)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "storage_unavailable")
+        assert "restart it" in answer.json()["error"]["message"]

@@ -29,7 +29,7 @@ async def test_stop_and_start_again(tmp_path: Path, database_url: str) -> None:
     second = FakeStudio()
     async with running(second, tmp_path, database_url=database_url) as clips:
         assert (await ended(clips, record.id)).status == "completed"
-        assert clips.file(record.id, "video").read_bytes() == clip(REQUEST)
+        assert (await clips.file(record.id, "video")).read_bytes() == clip(REQUEST)
         assert (await the(clips, record.id)).attempts == 1  # a restart is no failure
     assert second.performed[0].seed == 77
 
@@ -64,7 +64,7 @@ async def test_kill_9_in_the_middle_of_a_clip(tmp_path: Path) -> None:
         assert record.status == "in_progress"
         record = await ended(clips, record.id)
         assert (record.status, record.attempts) == ("completed", 2)
-        assert clips.file(record.id, "video").read_bytes() == clip(REQUEST)
+        assert (await clips.file(record.id, "video")).read_bytes() == clip(REQUEST)
 
 
 async def test_two_runners_share_the_work_and_no_clip(tmp_path: Path, database_url: str) -> None:
@@ -200,7 +200,7 @@ async def test_old_clips_are_swept(tmp_path: Path) -> None:
     async with running(FakeStudio(), tmp_path, keep_videos_s=2.0) as clips:
         record = await clips.submit(REQUEST, "1")
         await ended(clips, record.id)
-        assert clips.file(record.id, "thumbnail").read_bytes()
+        assert (await clips.file(record.id, "thumbnail")).read_bytes()
         async with asyncio.timeout(PATIENCE_S):
             while await clips.get(record.id) or list((tmp_path / "videos").iterdir()):
                 await asyncio.sleep(0.05)

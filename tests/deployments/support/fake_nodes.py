@@ -21,7 +21,8 @@ from ray.autoscaler._private.fake_multi_node.node_provider import (
     FakeMultiNodeProvider,
 )
 
-from deployments.cli.serving import SERVE_ENVIRONMENT, free_port
+from deployments.cli.cluster import SERVE_ENVIRONMENT
+from deployments.cli.serving import free_port
 from deployments.config import ServeConfig
 from tests.deployments.support.commands import command, config_file
 from tests.deployments.support.live import TIMEOUT_S, log_lines

@@ -1,0 +1,1 @@
+"""The application under random kills."""

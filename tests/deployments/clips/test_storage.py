@@ -1,0 +1,136 @@
+"""The disk under clips: full, or what lay on it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from sqlalchemy import event, text
+
+from deployments.clips.clips import Clips
+from deployments.clips.folders import ClipFolders
+from deployments.clips.storage import Orphans, StorageFullError, StorageLostError
+from tests.deployments.clips.support.runs import REQUEST, ended, running
+from tests.deployments.support.fake_studio import FakeStudio, clip
+from tests.support.patience import PATIENCE_S
+
+
+async def finished(clips: Clips) -> str:
+    record = await ended(clips, (await clips.submit(REQUEST, "1")).id)
+    assert record.status == "completed"
+    return record.id
+
+
+async def test_a_finished_clip_whose_file_is_gone_has_failed(tmp_path: Path) -> None:
+    async with running(FakeStudio(), tmp_path) as clips:
+        clip_id = await finished(clips)
+        assert await clips.file(clip_id, "video") is not None
+        (tmp_path / "videos" / clip_id / "clip.mp4").unlink()
+        assert await clips.file(clip_id, "video") is None
+        record = await clips.note_lost(clip_id)
+        assert record is not None
+        assert (record.status, record.error.code) == ("failed", "file_gone")
+        assert await clips.delete(clip_id)
+        assert await clips.note_lost(clip_id) is None
+
+
+async def test_a_folder_that_is_not_mounted_costs_no_clip(tmp_path: Path) -> None:
+    async with running(FakeStudio(), tmp_path) as clips:
+        clip_id = await finished(clips)
+        (tmp_path / "videos").rename(tmp_path / "elsewhere")
+        with pytest.raises(StorageLostError, match="is its disk mounted"):
+            await clips.file(clip_id, "video")
+        (tmp_path / "elsewhere").rename(tmp_path / "videos")
+        assert (await clips.file(clip_id, "video")).read_bytes() == clip(REQUEST)
+
+
+async def test_a_full_disk_is_told_and_waited_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    studio = FakeStudio()
+    async with running(studio, tmp_path) as clips:
+        studio.reasons["fake-clips"] = "not now"
+        waiting = await clips.submit(REQUEST, "1")
+        monkeypatch.setattr("deployments.clips.storage.MIN_FREE_BYTES", 1 << 62)
+        assert "are needed: delete clips, or make room" in str(await clips.storage_problem())
+        with pytest.raises(StorageFullError):
+            await clips.submit(REQUEST, "1")
+        studio.reasons.clear()
+        await asyncio.sleep(0.2)
+        assert studio.performed == [], "no step is made for what could not be kept"
+        monkeypatch.undo()
+        assert await clips.storage_problem() is None
+        assert (await ended(clips, waiting.id)).status == "completed"
+
+
+async def test_a_disk_that_fills_up_under_a_clip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(ClipFolders, "write", write)
+    async with running(FakeStudio(), tmp_path) as clips:
+        record = await ended(clips, (await clips.submit(REQUEST, "1")).id)
+    assert (record.status, record.error.code, record.attempts) == ("failed", "storage_full", 3)
+
+
+async def test_a_full_database_refuses_clips_and_lets_others_go(tmp_path: Path) -> None:
+    """SQLite itself says that the disk is full, since its file may not grow."""
+    async with running(FakeStudio(), tmp_path) as clips:
+        clip_id = await finished(clips)
+        engine = clips._store.engine
+        await engine.dispose()
+        event.listen(engine.sync_engine, "connect", lambda connection, _: set_pages(connection))
+        with pytest.raises(StorageFullError, match="the database has no room"):
+            async with engine.begin() as connection:
+                await connection.execute(text("CREATE TABLE too_much AS SELECT randomblob(1000000) AS x"))
+        assert await clips.delete(clip_id)
+        assert await clips.get(clip_id) is None
+
+
+def set_pages(connection: object) -> None:
+    cursor = connection.cursor()  # type: ignore[attr-defined]
+    cursor.execute("PRAGMA max_page_count = 20")
+    cursor.close()
+
+
+@pytest.mark.parametrize("again", [False, True])
+async def test_a_database_that_is_deleted_under_the_server_is_noticed(tmp_path: Path, again: bool) -> None:
+    """Also when another one, of another server, lies in its place."""
+    async with running(FakeStudio(), tmp_path) as clips:
+        clip_id = await finished(clips)
+        for path in tmp_path.glob("jobs.sqlite3*"):
+            path.unlink()
+        if again:
+            async with running(FakeStudio(), tmp_path):
+                pass
+        for work in (clips.get(clip_id), clips.submit(REQUEST, "1"), clips.delete(clip_id)):
+            with pytest.raises(StorageLostError, match="deleted or replaced under the server"):
+                await work
+        assert (tmp_path / "videos" / clip_id / "clip.mp4").exists()
+
+
+async def test_what_no_clip_owns_is_swept(tmp_path: Path) -> None:
+    async with running(FakeStudio(), tmp_path) as clips:
+        clip_id = await finished(clips)
+    ClipFolders(root=tmp_path / "videos").write("video_without_record", "video", b"left by a crash")
+    partial = tmp_path / "videos" / clip_id / ".clip.mp4.0123abcd"
+    partial.write_bytes(b"half")
+    async with running(FakeStudio(), tmp_path, orphan_s=0.2) as clips, asyncio.timeout(PATIENCE_S):
+        while partial.exists() or (tmp_path / "videos" / "video_without_record").exists():
+            await asyncio.sleep(0.02)
+        assert (await clips.file(clip_id, "video")).read_bytes() == clip(REQUEST)
+
+
+def test_orphans_have_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [1000.0]
+    monkeypatch.setattr("deployments.clips.storage.time.monotonic", lambda: now_s[0])
+    orphans = Orphans(root=tmp_path, patience_s=60.0)
+    for name in ("found", "lost"):
+        (tmp_path / name).mkdir()
+    orphans.sweep({"found", "lost"})
+    now_s[0] += 59
+    orphans.sweep({"lost"})
+    now_s[0] += 2
+    orphans.sweep({"found", "lost"})
+    assert sorted(orphans.folders()) == ["found"], "that of which a record was there meanwhile begins anew"
