@@ -21,17 +21,21 @@ if TYPE_CHECKING:
 console = Console()
 
 
-def follow(title: str, events: Iterator[Progress | Result]) -> Result:
-    """Shows ``title``, step x of y and the time left until the result is there, and returns it."""
+def follow(title: str, events: Iterator[Progress | Result], num_results: int = 1) -> list[Result]:
+    """Shows ``title``, step x of y and the time left until the results are there, and returns them."""
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("step"), MofNCompleteColumn(separator=" of "))
     with Bars(*columns, TextColumn("{task.fields[eta]}"), console=console) as bar:
         task = bar.add_task(title, total=None, eta="")
+        results: list[Result] = []
         for event in events:
             if isinstance(event, Result):
+                results.append(event)
+                if len(results) < num_results:
+                    continue
                 bar.update(task, eta="done")
-                return event
+                return results
             bar.update(task, completed=event.step, total=event.num_steps, eta=f"ETA {event.eta_s:.1f} s")
-    raise RuntimeError("the server ended the stream without a result")
+    raise RuntimeError("the server ended the stream before its end")
 
 
 @contextmanager
