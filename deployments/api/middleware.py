@@ -14,11 +14,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.api.errors import ApiError
 from deployments.observability.logs import request_context
+from deployments.observability.metrics import observe_answer
 
 DRAIN_BYTES = 16 << 20
 DRAIN_S = 2.0
 MAX_ID_CHARS = 128
 SANE_REQUEST_ID = re.compile(rf"[A-Za-z0-9._:\-]{{1,{MAX_ID_CHARS}}}")
+
+GONE = 499
+"""No answer was sent: the client, or the application, went away first."""
 
 access_logger = logging.getLogger("troupe.access")
 logger = logging.getLogger("troupe.api")
@@ -66,6 +70,7 @@ class RequestLog:
             await error.response()(scope, receive, send_with_id)
         finally:
             _log_access(scope, status, time.perf_counter() - start_s)
+            observe_answer(scope["method"], getattr(scope.get("route"), "path", ""), status or GONE)
 
 
 class BodyLimit:
@@ -125,7 +130,7 @@ def _log_access(scope: Scope, status: int, duration_s: float) -> None:
     fields = {
         "method": scope["method"],
         "path": scope["path"],
-        "status": status or 499,  # no answer was sent: the client, or the application, went away first
+        "status": status or GONE,
         "duration_ms": round(1000 * duration_s, 1),
         "client": (scope.get("client") or ("",))[0],
     }

@@ -90,6 +90,7 @@ def serve(
     config: Annotated[str, typer.Argument(help="A config file, or the name of a shipped one.")] = "laptop",
     host: Annotated[str | None, typer.Option(help="Address to bind; 127.0.0.1 unless the config says else.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to bind.")] = None,
+    metrics_port: Annotated[int | None, typer.Option(help="Port of /metrics; 0 for none.")] = None,
 ) -> None:
     """Serve until Ctrl-C or SIGTERM; then what is under way has a while to end (the configuration's door.drain_s)."""
     from deployments.cli.operation.servers import announce
@@ -97,10 +98,14 @@ def serve(
     from deployments.cli.serving import load_config
 
     chosen: dict[str, Any] = {name: value for name, value in (("host", host), ("port", port)) if value is not None}
-    with errors(), started(load_config(config).with_http(**chosen)) as url:
-        announce(url)
-        console.print(f"Serving at {url} (docs at {url}/docs). Ctrl-C ends it.", highlight=False)
-        signal.pause()
+    with errors():
+        settings = load_config(config).with_http(**chosen)
+        if metrics_port is not None:
+            settings = settings.with_metrics(metrics_port or None)
+        with started(settings) as url:
+            announce(url, settings.app.metrics.url)
+            console.print(f"Serving at {url} (docs at {url}/docs). Ctrl-C ends it.", highlight=False)
+            signal.pause()
 
 
 @app.command()

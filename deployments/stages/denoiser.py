@@ -10,6 +10,7 @@ from functools import partial
 import ray
 
 from deployments.config import ModelConfig
+from deployments.observability.exposition import Counted, counted_here
 from deployments.replicas import prepare_replica
 from deployments.settings import process_environment
 from deployments.stages.common import Encoded
@@ -65,6 +66,10 @@ class Denoiser:
         async with aclosing(self._gang.submit_grouped(job, every_s=EVENTS_EVERY_S)) as groups:
             async for group in groups:
                 yield group
+
+    async def metrics(self) -> Counted:
+        """Returns this replica's name, and what it has counted."""
+        return counted_here()
 
     async def check_health(self) -> None:
         await self._gang.check_health()

@@ -17,6 +17,7 @@ from engines.gang.driver import Driver
 from engines.gang.environment import rank_environments
 from engines.gang.errors import GangBrokenError
 from engines.gang.job import Job, JobDone, JobEvent
+from engines.gang.metrics import observe_start
 from engines.gang.placement import current_group
 from engines.gang.rank import RankInfo, kill_ranks, spawn_ranks
 
@@ -65,6 +66,7 @@ class Gang:
         started is killed. An exception of ``build`` comes out as it was raised on the rank.
         """
         group, clock = placement_group or current_group(), clock or Clock()
+        begun_s = clock.now_s()
         ranks = spawn_ranks(config, group, await rank_environments(config, group, environment))
         try:
             async with clock.timeout(config.start_deadline_s):
@@ -76,6 +78,7 @@ class Gang:
                 reason = f"{config.num_ranks} ranks were not ready within {config.start_deadline_s:g} s"
                 raise GangBrokenError(reason, "deadline") from error
             raise
+        observe_start(model, clock.now_s() - begun_s)
         logger.info("gang is ready", extra={"model": model, "pids": [info.pid for info in infos]})
         return cls(config, ranks, infos, team_sizes, model, clock)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
 from deployments.cli.operation.status import counts_of
 from tests.deployments.api.conftest import build, serving
@@ -64,6 +65,24 @@ def test_a_model_that_is_not(studio: FakeStudio, url: str) -> None:
     assert result.exit_code == 1
     assert "is not ready" in result.output
     assert cells(result.output)[1][-1] == "its gang is rebuilt [2 of 4]"
+
+
+def test_what_gangs_do_is_read_where_the_metrics_are(studio: FakeStudio, tmp_path: Path) -> None:
+    registry = CollectorRegistry()
+    waiting = Gauge("troupe_jobs_waiting", "", ("model", "replica"), registry=registry)
+    waiting.labels("fake-clips", "a").set(2)
+    metrics, thread = start_http_server(0, "127.0.0.1", registry)
+    try:
+        with serving(build(studio, tmp_path)) as url:
+            result = troupe("status", "--url", url, "--metrics-url", f"http://127.0.0.1:{metrics.server_port}/metrics")
+    finally:
+        metrics.shutdown()
+        metrics.server_close()
+        thread.join()
+    assert cells(result.output) == [
+        ["fake-pictures", "image", "0", "0", "0", "ready"],
+        ["fake-clips", "video", "0", "0", "2", "ready"],
+    ]
 
 
 def test_gangs_and_jobs_are_those_of_all_replicas() -> None:
