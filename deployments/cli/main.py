@@ -13,6 +13,7 @@ import typer
 from deployments.cli.commands.engines import build_engine, calibrate, estimate
 from deployments.cli.ending import terminate
 from deployments.cli.errors import errors
+from deployments.cli.operation.requests import LogFormat
 from deployments.cli.renamed import rename_command
 from deployments.names import own_version
 from deployments.settings import ON_ONE_MACHINE, set_defaults
@@ -91,8 +92,10 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Address to bind; 127.0.0.1 unless the config says else.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to bind.")] = None,
     metrics_port: Annotated[int | None, typer.Option(help="Port of /metrics; 0 for none.")] = None,
+    log_format: Annotated[LogFormat, typer.Option(help="Of the line for each request.")] = LogFormat.plain,
 ) -> None:
     """Serve until Ctrl-C or SIGTERM; then what is under way has a while to end (the configuration's door.drain_s)."""
+    from deployments.cli.operation.requests import logs_folder, show_requests
     from deployments.cli.operation.servers import announce
     from deployments.cli.progress import console, started
     from deployments.cli.serving import load_config
@@ -105,6 +108,8 @@ def serve(
         with started(settings) as url:
             announce(url, settings.app.metrics.url)
             console.print(f"Serving at {url} (docs at {url}/docs). Ctrl-C ends it.", highlight=False)
+            console.print(f"Logs of its processes: {logs_folder()}", highlight=False, soft_wrap=True)
+            show_requests(logs_folder(), log_format, typer.echo)
             signal.pause()
 
 
