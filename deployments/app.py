@@ -1,6 +1,8 @@
-"""The application builder: from a checked configuration to bound Serve deployments."""
+"""The application builder: from a checked configuration to bound Serve deployments.
 
-from __future__ import annotations
+`serve deploy` looks at the annotation of ``build_app`` for what the ``args`` of a file are to be checked as, and takes
+no name for a class: this file evaluates its annotations.
+"""
 
 from collections.abc import Callable
 from typing import Any

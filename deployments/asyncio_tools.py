@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
 from anyio import CancelScope
@@ -42,6 +42,19 @@ async def cancel(*tasks: asyncio.Future[Any]) -> None:
         task.cancel()
     with CancelScope(shield=True):  # a response's task group cancels its task not once, but until it is over
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
+    """Returns what ``work`` does, however often this call is cancelled meanwhile: for cleaning up after that.
+
+    Who cancels a request may do it again and again, until its task is over.
+    """
+    working = asyncio.ensure_future(work)
+    with CancelScope(shield=True):
+        while not working.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait((working,))
+    return working.result()
 
 
 async def merge(*sources: AsyncGenerator[T]) -> AsyncGenerator[T]:

@@ -5,11 +5,12 @@ What it says of a model's deployments is in ``stages.config``, what it says of t
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 from pydantic.dataclasses import dataclass
 
 from deployments.api.settings import ApiLimits
@@ -19,15 +20,29 @@ from deployments.observability.settings import MetricsSettings
 from deployments.stages.config import STRICT, DataType, DenoiserConfig, StageConfig
 
 
+def _model_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        allowed = "letters, digits, points, dashes and underscores, the first a letter or a digit"
+        raise ValueError(f"{name!r} is no name for a model: it must be made of {allowed}")
+    return name
+
+
+ModelName = Annotated[str, AfterValidator(_model_name)]
+
+
 class _Config(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class ModelConfig(_Config):
-    """One served model. ``path``: a shipped checkpoint's name, a diffusers directory, or a hub id."""
+    """One served model. ``path``: a shipped checkpoint's name, a diffusers directory, or a hub id.
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    ``aliases`` are further names that requests may give it, for clients with a fixed one ("gpt-image-1").
+    """
+
+    name: ModelName
     path: str = ""
+    aliases: tuple[ModelName, ...] = ()
     dtype: DataType = "auto"
     text_encoder: StageConfig = StageConfig()
     denoiser: DenoiserConfig = DenoiserConfig()
@@ -39,6 +54,13 @@ class ModelConfig(_Config):
         return self
 
     @property
+    def max_open_pictures(self) -> int:
+        """How many pictures the gangs take, and a quarter more for those that are encoded or decoded meanwhile."""
+        num_jobs = self.denoiser.max_running_jobs + self.denoiser.max_waiting_jobs
+        num_pictures = self.denoiser.max_num_replicas * num_jobs
+        return num_pictures + max(4, num_pictures // 4)
+
+    @property
     def source(self) -> str:
         return self.path or self.name
 
@@ -47,17 +69,25 @@ class ModelConfig(_Config):
 class ApiConfig(ApiLimits, ClipLimits):
     """Limits of the HTTP API, and what its deployment gets.
 
-    Keys and database URL come from the environment, as does ``data_dir`` if not given here.
+    Keys and database URL come from the environment, as does ``data_dir`` if not given here. ``max_open_pictures`` is
+    by model; without it, it is what the model's gangs take and a little more. ``max_ongoing_requests`` is what Serve
+    hands to a replica: more than the API works on, so that it can refuse what is too much.
     """
 
     data_dir: Path | None = None
-    max_ongoing_requests: PositiveInt = 256
+    max_open_pictures: PositiveInt | None = None
+    max_ongoing_requests: PositiveInt = 4096
     num_replicas: PositiveInt = 1
     num_cpus: float = Field(default=0.2, ge=0)
 
     def __post_init__(self) -> None:
         ApiLimits.__post_init__(self)
         ClipLimits.__post_init__(self)
+        if self.max_ongoing_requests <= self.max_open_requests:
+            raise ValueError(
+                f"max_ongoing_requests is {self.max_ongoing_requests}; it must be above max_open_requests, which is "
+                f"{self.max_open_requests}, so that there is room for refusals"
+            )
 
     def part(self, limits: type[ApiLimits | ClipLimits]) -> dict[str, Any]:
         """The fields that are those of ``limits``."""
@@ -74,9 +104,9 @@ class AppConfig(_Config):
 
     @model_validator(mode="after")
     def _unique_names(self) -> Self:
-        names = [model.name for model in self.models]
+        names = [name for model in self.models for name in (model.name, *model.aliases)]
         if len(set(names)) != len(names):
-            raise ValueError(f"model names must differ, given: {', '.join(names)}")
+            raise ValueError(f"model names and aliases must differ, given: {', '.join(names)}")
         return self
 
 

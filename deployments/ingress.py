@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+import ray
 from fastapi import FastAPI
 from ray import serve
+from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 
 from deployments.api.app import create_api
@@ -24,9 +28,12 @@ from deployments.observability.exposition import Counted, Exposition, counted_he
 from deployments.replicas import prepare_replica
 from deployments.requests.handle import handle_request
 from deployments.settings import Settings
-from deployments.studio.flow import DeployedStudio, StageHandles
+from deployments.stages.config import DenoiserConfig
+from deployments.studio.flow import DeployedStudio
 from deployments.studio.interface import ModelCard, StudioEvent
 from deployments.studio.readiness import Readiness
+from deployments.studio.retries import RECOVERY_DEADLINE_S
+from deployments.studio.run import StageHandles
 from pipelines.checkpoint import Checkpoint
 
 
@@ -36,9 +43,30 @@ def make_cards(config: AppConfig) -> dict[str, ModelCard]:
     for model in config.models:
         checkpoint = Checkpoint.open(model.source, weights=False)
         cards[model.name] = ModelCard(
-            name=model.name, family=checkpoint.family.name, created=int(time.time()), defaults=checkpoint.defaults
+            name=model.name,
+            family=checkpoint.family.name,
+            created=int(time.time()),
+            defaults=checkpoint.defaults,
+            aliases=model.aliases,
+            description=checkpoint.description,
         )
     return cards
+
+
+def own_names() -> tuple[str, ...]:
+    """Returns the names of this cluster's machines, and the one that the server listens at."""
+    nodes = ray.nodes()  # type: ignore[no-untyped-call]
+    machines = {socket.gethostname(), *(str(node["NodeManagerHostname"]) for node in nodes)}
+    with ThreadPoolExecutor(1) as pool:  # Ray warns of calls that block an event loop
+        client = pool.submit(_get_global_client).result()
+    assert client is not None, "this is a replica of Serve"
+    return tuple(sorted(machines | {f"{machine}.local" for machine in machines} | {str(client.http_config.host)}))
+
+
+def patience_for(config: DenoiserConfig) -> float:
+    """Returns how long a request waits for a gang: for one that may not be there yet, as long as a start may take."""
+    starts_on_demand = config.autoscaling is not None and config.autoscaling.min_replicas == 0
+    return max(RECOVERY_DEADLINE_S, config.start_deadline_s) if starts_on_demand else RECOVERY_DEADLINE_S
 
 
 @serve.ingress()
@@ -48,12 +76,14 @@ class Ingress:
     def __init__(self, config: AppConfig, stages: Mapping[str, Mapping[str, DeploymentHandle[Any]]]) -> None:
         prepare_replica()
         self._config, self._settings = config, Settings()
+        self._keys = self._settings.key_ring()
         for handle in (handle for by_stage in stages.values() for handle in by_stage.values()):
             # In this loop, where calls are made, and not one thread further.
             handle._init(_run_router_in_separate_loop=False)  # type: ignore[no-untyped-call]
         handles = {model: StageHandles(**by_stage) for model, by_stage in stages.items()}
         cards = make_cards(config)
-        self._studio = DeployedStudio(cards, handles, Readiness(cards))
+        patience_s = {model.name: patience_for(model.denoiser) for model in config.models}
+        self._studio = DeployedStudio(cards, handles, Readiness(cards), patience_s)
         self._clips = Clips(self._studio, self._clip_settings())
         self._drain = Drain()
         self._exposition = Exposition(
@@ -91,8 +121,13 @@ class Ingress:
     def _api_settings(self) -> ApiSettings:
         return ApiSettings(
             data_dir=self._data_dir,
-            api_keys=self._settings.all_api_keys,
+            keys=self._keys,
+            own_names=own_names(),
             sends_request_id=False,
+            max_open_pictures={
+                model.name: self._config.api.max_open_pictures or model.max_open_pictures
+                for model in self._config.models
+            },
             **self._config.api.part(ApiLimits),
         )
 

@@ -13,9 +13,14 @@ from deployments.observability.logs import configure_logs
 def prepare_replica() -> None:
     """Sends logs to stderr; where the node is this machine alone, lets nobody in from outside."""
     configure_logs()
-    address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-    if ipaddress.ip_address(address).is_loopback:
+    if is_on_loopback():
         listen_on_loopback()
+
+
+def is_on_loopback() -> bool:
+    """Returns whether the cluster is this machine alone, and listens on 127.0.0.1."""
+    address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    return ipaddress.ip_address(address).is_loopback
 
 
 def listen_on_loopback() -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from deployments.keys import KeyRing, read_keys
 
 PREFIX = "TROUPE_"
 
@@ -18,23 +19,34 @@ class Settings(BaseSettings):
     """Variables ``TROUPE_*``.
 
     ``TROUPE_API_KEYS`` (comma-separated) and ``TROUPE_API_KEYS_FILE`` (one key a line) are added up; with neither, no
-    key is asked for. ``TROUPE_DATABASE_URL`` is an SQLAlchemy async URL; by default SQLite inside the data directory.
+    key is asked for. ``TROUPE_API_KEY`` is what the command line sends. ``TROUPE_DATABASE_URL`` is an SQLAlchemy async
+    URL; by default SQLite inside the data directory.
     """
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="ignore")
 
     api_keys: SecretStr = SecretStr("")
     api_keys_file: Path | None = None
+    api_key: SecretStr = SecretStr("")
     data_dir: Path = Field(default_factory=lambda: Path.home() / ".local" / "share" / "troupe")
     database_url: str = ""
 
-    @cached_property
-    def all_api_keys(self) -> tuple[str, ...]:
-        """Returns all accepted keys. OSError if the key file cannot be read."""
-        keys = self.api_keys.get_secret_value().split(",")
-        if self.api_keys_file is not None:
-            keys += self.api_keys_file.read_text().splitlines()
-        return tuple(key.strip() for key in keys if key.strip())
+    def key_ring(self) -> KeyRing:
+        """Returns the accepted keys. ValueError if there is none where one was announced."""
+        text = self.api_keys.get_secret_value()
+        keys = [key.strip() for key in text.split(",") if key.strip()]
+        if text and not keys:
+            raise ValueError("TROUPE_API_KEYS holds no key; write some, with commas between, or unset it")
+        return KeyRing(keys, self.api_keys_file)
+
+    def own_key(self, file: Path | None) -> str:
+        """Returns the key to send: the one in ``file``, else ``TROUPE_API_KEY``. ValueError if the file has several."""
+        if file is None:
+            return self.api_key.get_secret_value().strip()
+        keys = read_keys(file)
+        if len(keys) > 1:
+            raise ValueError(f"{file} holds {len(keys)} keys; a client sends one")
+        return keys[0]
 
 
 ON_ONE_MACHINE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from engines.core.model import Branch, DenoiserModel
 from engines.core.sampler import Sampler
 from pipelines.defaults import Defaults
+from pipelines.description import Description, read_description
 from pipelines.family import Decoder, TextEncoder
 from pipelines.loading import resolve_configuration, resolve_dtype, resolve_path
 from pipelines.registry import load_family
@@ -64,6 +65,11 @@ class Checkpoint:
     def defaults(self) -> Defaults:
         """The family's and the directory's own. Read without torch."""
         return self.family.defaults(self.path)
+
+    @cached_property
+    def description(self) -> Description:
+        """What the directory says of the model to people. ValueError if that cannot be."""
+        return read_description(self.path, self.defaults)
 
     def text_encoder(self) -> TextEncoder:
         return self.family.load_text_encoder(self.path, self.device, self.dtype)

@@ -2,13 +2,14 @@
 
 A directory may have its own: an optional ``troupe.json`` over what its family knows. Its keys are those of ``Defaults``
 (all but ``kind``): ``width``, ``height``, ``num_frames``, ``fps``, ``num_inference_steps``, ``guidance_scale``,
-``true_cfg_scale``, ``size_multiple``, ``frame_multiple``, ``max_pixels``, ``max_frames`` and ``max_steps``. All are
-optional; an unknown key is an error.
+``true_cfg_scale``, ``size_multiple``, ``frame_multiple``, ``max_pixels``, ``max_frames`` and ``max_steps``, and
+``card`` (see ``description``). All are optional; an unknown key is an error.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from pipelines.request import MediaKind, MediaRequest
 from pipelines.size import Size
 
 FILE_NAME = "troupe.json"
+CARD = "card"
+"""The key for what people want to know of a model, which says nothing about requests."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,36 +75,61 @@ class Defaults:
         self.check_num_steps(request.num_inference_steps)
 
     def check_size(self, width: int, height: int) -> None:
-        check_sides(width, height, self.size_multiple)
+        check_sides(width, height, self.size_multiple, self.max_pixels)
         if width * height > self.max_pixels:
-            number = f"{width * height} pixels"
-            raise ValueError(f"size is {width}x{height}, {number}: at most {self.max_pixels} pixels are allowed")
+            allowed = f"at most {self.max_pixels} pixels are allowed, such as {self.nearest_size(width, height)}"
+            raise ValueError(f"size is {width}x{height}, {width * height} pixels: {allowed}")
+
+    def nearest_size(self, width: float, height: float) -> Size:
+        """Returns a size of about this shape that passes ``check_size``."""
+        return nearest_size(width, height, self.size_multiple, self.max_pixels)
 
     def check_num_frames(self, num_frames: int) -> None:
         if num_frames > self.max_frames:
-            raise ValueError(f"num_frames is {num_frames}; it must be at most {self.max_frames}")
-        check_frames(num_frames, self.frame_multiple)
+            largest = largest_num_frames(self.max_frames, self.frame_multiple)
+            raise ValueError(f"num_frames is {num_frames}; it must be at most {largest}")
+        check_frames(num_frames, self.frame_multiple, self.max_frames)
 
     def check_num_steps(self, num_steps: int) -> None:
         if not 1 <= num_steps <= self.max_steps:
             raise ValueError(f"num_inference_steps is {num_steps}; it must be from 1 to {self.max_steps}")
 
 
-def check_sides(width: int, height: int, multiple: int) -> None:
-    """ValueError unless both are positive multiples of ``multiple``."""
-    sides = (width, height)
-    if min(sides) <= 0 or any(side % multiple for side in sides):
-        near = "x".join(str(max(1, round(side / multiple)) * multiple) for side in sides)
+def check_sides(width: int, height: int, multiple: int, max_pixels: float = math.inf) -> None:
+    """ValueError unless both are positive multiples of ``multiple``. What it suggests has ``max_pixels`` at most."""
+    if min(width, height) <= 0 or width % multiple or height % multiple:
+        near = nearest_size(width, height, multiple, max_pixels)
         raise ValueError(
             f"size is {width}x{height}: width and height must be positive multiples of {multiple}, such as {near}"
         )
 
 
-def check_frames(num_frames: int, multiple: int) -> None:
+def nearest_size(width: float, height: float, multiple: int, max_pixels: float) -> Size:
+    """Returns the nearest multiples; where these have too many pixels, smaller ones of about the same shape."""
+    sides = [max(1, round(side / multiple)) * multiple for side in (width, height)]
+    if sides[0] * sides[1] > max_pixels:
+        short, long = sorted((0, 1), key=lambda index: sides[index])
+        sides[short] = _floor(math.sqrt(max_pixels * sides[short] / sides[long]), multiple)
+        sides[long] = _floor(max_pixels / sides[short], multiple)
+    return Size(width=sides[0], height=sides[1])
+
+
+def _floor(side: float, multiple: int) -> int:
+    return max(1, int(side) // multiple) * multiple
+
+
+def check_frames(num_frames: int, multiple: int, max_frames: int | None = None) -> None:
     """ValueError unless it is one frame, and then as many as a whole number of latent frames stands for."""
     if num_frames < 1 or (num_frames - 1) % multiple:
         near = 1 + max(0, round((num_frames - 1) / multiple)) * multiple
+        if max_frames is not None:
+            near = min(near, largest_num_frames(max_frames, multiple))
         raise ValueError(f"num_frames is {num_frames}; it must be 1 + a multiple of {multiple}, such as {near}")
+
+
+def largest_num_frames(max_frames: int, multiple: int) -> int:
+    """Returns the most frames, up to ``max_frames``, that are 1 + a multiple of ``multiple``."""
+    return 1 + (max_frames - 1) // multiple * multiple
 
 
 KEYS = tuple(field.name for field in fields(Defaults) if field.name != "kind")
@@ -113,6 +141,7 @@ def with_own_defaults(path: Path, defaults: Defaults) -> Defaults:
     if not file.is_file():
         return defaults
     own: dict[str, Any] = json.loads(file.read_text())
+    own.pop(CARD, None)
     if unknown := sorted(own.keys() - set(KEYS)):
-        raise ValueError(f"{file} has unknown keys {', '.join(unknown)}; known: {', '.join(KEYS)}")
+        raise ValueError(f"{file} has unknown keys {', '.join(unknown)}; known: {', '.join((*KEYS, CARD))}")
     return replace(defaults, **own)

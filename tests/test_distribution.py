@@ -96,7 +96,7 @@ def test_every_hint_names_this_package_and_an_extra_that_it_has(metadata: Messag
     hints = [
         (file, name, extra)
         for file in texts
-        for name, extras in re.findall(r"(?<![\w.-])(troupe[\w-]*)\[([a-z0-9,]+)\]", (ROOT / file).read_text())
+        for name, extras in re.findall(r"(?<![\w.-])(troupe[a-z-]*)\[([a-z0-9,]+)\]", (ROOT / file).read_text())
         for extra in extras.split(",")
     ]
     assert len(hints) > 3

@@ -8,7 +8,8 @@ from pydantic import BaseModel, Field
 
 from deployments.api.streams import Event
 from deployments.clips.records import ClipRecord
-from deployments.studio.interface import Media, ModelCard, StageTimes
+from deployments.requests.quality import SHARES, Quality, quality_steps
+from deployments.studio.interface import ModelCard, StageTimes
 from pipelines.defaults import Defaults
 from pipelines.request import MediaKind
 
@@ -20,12 +21,28 @@ class Model(BaseModel):
     owned_by: str = "troupe"
     kind: MediaKind = Field(description="image or video; beyond OpenAI")
     family: str = Field(description="beyond OpenAI")
-    defaults: Defaults = Field(description="beyond OpenAI")
+    aliases: tuple[str, ...] = Field(description="Other names that requests may give it; beyond OpenAI.")
+    description: str = Field(description="What it draws, if its folder says so; beyond OpenAI.")
+    sizes: tuple[str, ...] = Field(description="Good values of size; others within the limits may do. Beyond OpenAI.")
+    steps: dict[Quality, int] = Field(description="What each quality means in steps; beyond OpenAI.")
+    prompts: tuple[str, ...] = Field(description="Prompts to begin with; beyond OpenAI.")
+    defaults: Defaults = Field(description="Defaults and limits; beyond OpenAI.")
 
     @classmethod
     def of(cls, card: ModelCard) -> Model:
-        defaults = card.defaults
-        return cls(id=card.name, created=card.created, kind=defaults.kind, family=card.family, defaults=defaults)
+        defaults, description = card.defaults, card.description
+        return cls(
+            id=card.name,
+            created=card.created,
+            kind=defaults.kind,
+            family=card.family,
+            aliases=card.aliases,
+            description=description.text,
+            sizes=description.sizes_within(defaults),
+            steps={quality: quality_steps(quality, defaults) for quality in SHARES},
+            prompts=description.prompts,
+            defaults=defaults,
+        )
 
 
 class ModelList(BaseModel):
@@ -60,6 +77,8 @@ class ImagesResponse(BaseModel):
     output_format: str
     size: str
     background: Literal["opaque"] = "opaque"
+    quality: Quality | None = Field(description="What the steps were chosen by; null if num_inference_steps was given.")
+    num_inference_steps: int = Field(description="beyond OpenAI")
     safety_identifier: str | None = None
     usage: Usage = Usage()
 
@@ -72,7 +91,7 @@ class PartialImage(Event):
     output_format: str = "png"
     size: str
     background: str = "opaque"
-    quality: str = "auto"
+    quality: Quality | Literal["auto"] = "auto"
     image_index: int = Field(description="Which of the n pictures; beyond OpenAI.")
     step: int = Field(description="The step it was decoded after; beyond OpenAI.")
 
@@ -84,7 +103,8 @@ class CompletedImage(Event):
     output_format: str
     size: str
     background: str = "opaque"
-    quality: str = "auto"
+    quality: Quality | Literal["auto"] = "auto"
+    num_inference_steps: int = Field(description="beyond OpenAI")
     usage: Usage = Usage()
     safety_identifier: str | None = None
     image_index: int = Field(description="Which of the n pictures; beyond OpenAI.")
@@ -122,6 +142,9 @@ class Video(BaseModel):
     seed: int = Field(description="The seed that makes this clip again; beyond OpenAI.")
     num_frames: int = Field(description="beyond OpenAI")
     fps: int = Field(description="beyond OpenAI")
+    num_outputs: Literal[1] = Field(
+        default=1, description="Clips of the request, as other servers count; beyond OpenAI."
+    )
     num_inference_steps: int = Field(description="beyond OpenAI")
     num_previews: int = Field(description="Previews so far, the last at variant=preview; beyond OpenAI.")
     timings: StageTimes | None = Field(description="beyond OpenAI")
@@ -176,14 +199,14 @@ class VideoEvent(Event):
     video: Video | None
 
 
-def measures(media: list[Media]) -> dict[str, str]:
-    """Returns headers that tell where the time went, and whether every picture's shape was warm."""
-    is_warm = all(one.timings.was_warm for one in media)
-    return {"Server-Timing": server_timing(media), "X-Troupe-Warm": "true" if is_warm else "false"}
+def measures(timings: list[StageTimes]) -> dict[str, str]:
+    """Returns headers that tell where the time went, and whether the shape of every picture was warm."""
+    is_warm = all(one.was_warm for one in timings)
+    return {"Server-Timing": server_timing(timings), "X-Troupe-Warm": "true" if is_warm else "false"}
 
 
-def server_timing(media: list[Media]) -> str:
+def server_timing(timings: list[StageTimes]) -> str:
     """Returns a ``Server-Timing`` header in milliseconds, each stage's slowest of pictures that ran side by side."""
     stages = ("queue", "encode", "denoise", "decode", "total")
-    slowest = {stage: max(getattr(one.timings, f"{stage}_s") for one in media) for stage in stages}
+    slowest = {stage: max(getattr(one, f"{stage}_s") for one in timings) for stage in stages}
     return ", ".join(f"{stage};dur={1000 * seconds:.1f}" for stage, seconds in slowest.items())

@@ -14,10 +14,16 @@ from deployments.api.documents import add_document
 from deployments.api.drain import Drain, Draining
 from deployments.api.errors import add_error_handlers
 from deployments.api.files import FileShelf
+from deployments.api.guards.admission import Admission, OpenRequests
+from deployments.api.guards.body_limit import BodyLimit
+from deployments.api.guards.hosts import HostCheck
+from deployments.api.guards.origins import Cors, OriginCheck
 from deployments.api.health import health_routes, model_routes
 from deployments.api.images import image_routes
-from deployments.api.middleware import BodyLimit, RequestLog
+from deployments.api.lookout import Lookout
+from deployments.api.middleware import CLIENT_GONE, RequestLog
 from deployments.api.page import page_routes
+from deployments.api.partial import HeadAsGet
 from deployments.api.settings import ApiSettings
 from deployments.api.streams import ClientGoneError
 from deployments.api.videos import video_routes
@@ -26,7 +32,12 @@ from deployments.names import own_version
 from deployments.studio.interface import Studio
 
 ROUTES = (health_routes, model_routes, image_routes, video_routes, page_routes)
-DESCRIPTION = "Text to image and text to video. Works with OpenAI's clients; what goes beyond them is marked so."
+DESCRIPTION = (
+    "Text to image and text to video. Works with OpenAI's clients; what goes beyond them is marked so. HEAD is there "
+    "wherever GET is. The door before the server refuses what is no request (`bad_request`), and heads that are too "
+    "large (431 `head_too_large`) or too slow (408 `request_timeout`); it answers for a server that is not there (503 "
+    "`server_unavailable`), died over a request (502 `server_lost`) or never answered (504 `server_timeout`)."
+)
 
 
 def create_api(studio: Studio, settings: ApiSettings, clips: Clips, drain: Drain | None = None) -> FastAPI:
@@ -34,7 +45,14 @@ def create_api(studio: Studio, settings: ApiSettings, clips: Clips, drain: Drain
 
     ``drain`` is for who wants to end it with care.
     """
-    context = ApiContext(studio=studio, settings=settings, files=file_shelf(settings), clips=clips)
+    context = ApiContext(
+        studio=studio,
+        settings=settings,
+        files=file_shelf(settings),
+        clips=clips,
+        admission=Admission(settings),
+        lookout=Lookout(clips, settings.video_poll_s),
+    )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -45,13 +63,25 @@ def create_api(studio: Studio, settings: ApiSettings, clips: Clips, drain: Drain
             await clips.stop()
 
     app = FastAPI(
-        title="Troupe", version=own_version(), description=DESCRIPTION, lifespan=lifespan, redirect_slashes=False
+        title="Troupe",
+        version=own_version(),
+        description=DESCRIPTION,
+        lifespan=lifespan,
+        redirect_slashes=False,
+        docs_url=None,  # FastAPI's own pages load scripts from elsewhere
+        redoc_url=None,
     )
     for routes in ROUTES:
         app.include_router(routes(context))
     add_error_handlers(app)
     app.add_exception_handler(ClientGoneError, _on_client_gone)
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    app.add_middleware(HeadAsGet)
+    app.add_middleware(OriginCheck, settings=settings)
+    if settings.allowed_origins:
+        app.add_middleware(Cors, allowed_origins=settings.allowed_origins)
+    app.add_middleware(HostCheck, settings=settings)
+    app.add_middleware(OpenRequests, limit=settings.max_open_requests)
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, deadline_s=settings.body_deadline_s)
     app.add_middleware(Draining, drain=drain or Drain())
     app.add_middleware(RequestLog, sends_request_id=settings.sends_request_id)
     add_document(app)
@@ -64,4 +94,4 @@ def file_shelf(settings: ApiSettings) -> FileShelf:
 
 
 async def _on_client_gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it; the access log does
+    return Response(status_code=CLIENT_GONE)  # nobody reads it; the access log does

@@ -1,22 +1,27 @@
-"""What every route works with, and who may use it: API keys, compared in constant time."""
+"""What every route works with, and who may use it: by API keys."""
 
 from __future__ import annotations
 
-import hmac
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 from fastapi import Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from starlette.requests import Request
 
-from deployments.api.errors import ApiError
+from deployments.api.errors import ApiError, retry_after
 from deployments.api.files import FileShelf
+from deployments.api.guards.admission import Admission
+from deployments.api.lookout import Lookout
 from deployments.api.settings import ApiSettings
 from deployments.clips.clips import Clips
+from deployments.keys import KeyRing
 from deployments.studio.interface import Studio
 
 BEARER = HTTPBearer(auto_error=False, description="Needed only if the server was started with API keys.")
+
+
+Credentials = Annotated[HTTPAuthorizationCredentials | None, Security(BEARER)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,29 +30,42 @@ class ApiContext:
     settings: ApiSettings
     files: FileShelf
     clips: Clips
+    admission: Admission
+    lookout: Lookout
 
-    async def authorize(self, credentials: Annotated[HTTPAuthorizationCredentials | None, Security(BEARER)]) -> None:
+    async def authorize(self, request: Request, credentials: Credentials) -> None:
         """Raises ApiError 401 without a known key: a dependency of every route behind one."""
-        check_key(self.settings.api_keys, credentials.credentials if credentials else None)
+        if self.settings.keys and credentials is None:
+            raise _refusal("An API key is needed: send it as Authorization: Bearer KEY", "missing_api_key")
+        await self.recognize(request, credentials)
+
+    async def recognize(self, request: Request, credentials: Credentials) -> None:
+        """Raises ApiError 401 for a key that is not known: a dependency of routes that do without one."""
+        request.state.key_hash = ""
+        if self.settings.keys and credentials is not None:
+            request.state.key_hash = check_key(self.settings.keys, credentials.credentials)
+
+    def viewer(self, request: Request) -> str | None:
+        """Returns whose clips and files the client may see, by the hash of its key; None if everybody's."""
+        is_open = not self.settings.keys or self.settings.share_between_keys
+        return None if is_open else str(request.state.key_hash)
 
     async def check_ready(self, model: str) -> None:
         """Raises ApiError 503 while ``model`` cannot take requests."""
         reason = (await self.studio.not_ready()).get(model)
         if reason is not None:
             message = f"{model} is not ready: {reason}"
-            raise ApiError(503, message, code="model_not_ready", headers={"Retry-After": "2"})
+            headers = retry_after(self.studio.retry_after_s(model))
+            raise ApiError(503, message, code="model_not_ready", headers=headers)
 
 
-def check_key(keys: Sequence[str], key: str | None) -> None:
-    """Raises ApiError 401 unless ``key`` is one of ``keys``; without keys, everything passes."""
-    if not keys:
-        return
-    if key is None:
-        raise _refusal("An API key is needed: send it as Authorization: Bearer KEY", "missing_api_key")
-    # Headers arrive as Latin-1; compared are the bytes that were sent. Every key is looked at, so time tells nothing.
-    key_bytes = key.encode("latin-1")
-    if not sum(hmac.compare_digest(key_bytes, one.encode()) for one in keys):
+def check_key(keys: KeyRing, key: str) -> str:
+    """Returns the hash of ``key``. ApiError 401 unless it is one of ``keys``."""
+    # Headers arrive as Latin-1, whatever was sent; keys are UTF-8.
+    key_hash = keys.find(key.encode("latin-1").decode(errors="replace"))
+    if key_hash is None:
         raise _refusal("This API key is not known here", "invalid_api_key")
+    return key_hash
 
 
 def _refusal(message: str, code: str) -> ApiError:

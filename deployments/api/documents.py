@@ -1,8 +1,7 @@
-"""The OpenAPI document: bodies that the routes read by themselves, errors, streams."""
+"""The OpenAPI document: bodies that the routes read by themselves, errors, headers, streams."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -11,81 +10,138 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from deployments.api.answers import CompletedImage, ImagesResponse, PartialImage, StepProgress, VideoEvent
-from deployments.api.errors import ErrorBody
+from deployments.api.errors import ErrorBody, ErrorEvent
 from deployments.requests.bodies import ImageBody, VideoBody
 
-UNSEEN_MODELS: tuple[type[BaseModel], ...] = (
-    ImageBody,
-    VideoBody,
-    PartialImage,
-    CompletedImage,
-    StepProgress,
-    VideoEvent,
-)
+IMAGE_EVENTS = (PartialImage, CompletedImage, StepProgress, ErrorEvent)
+VIDEO_EVENTS = (VideoEvent, ErrorEvent)
+UNSEEN_MODELS: tuple[type[BaseModel], ...] = (ImageBody, VideoBody, *IMAGE_EVENTS, VideoEvent)
 """Bodies that routes read by themselves, and events: FastAPI does not see them."""
 REFERENCE = "#/components/schemas/{model}"
 ERRORS = {
     400: "A value is missing, unknown, or not allowed; `param` says which",
     401: "The API key is missing or not known",
+    403: "`Host` is no name of this server, or a page of another origin gives the order",
     404: "There is no such model, clip or file",
+    405: "The path has other methods",
+    408: "The body was not there in time",
     409: "The clip is not finished",
     413: "The body is too large",
     415: "The content type is not supported",
     416: "The range lies beyond the file",
-    429: "The queue is full; `Retry-After` says when to come back",
+    429: "The queue is full, or too many watch; `Retry-After` says when to come back",
+    500: "A defect; the log has more under the request id",
     502: "The ranks that worked on the request failed, twice",
-    503: "The model is not ready; `Retry-After` says when to come back",
+    503: "The model is not ready, or the server is full; `Retry-After` says when to come back",
 }
+CODES = {
+    400: ("invalid_value", "missing_field", "unknown_field", "wrong_kind", "bad_json"),
+    401: ("missing_api_key", "invalid_api_key"),
+    403: ("host_not_allowed", "origin_not_allowed"),
+    404: ("model_not_found", "video_not_found", "not_found"),
+    405: ("method_not_allowed",),
+    408: ("body_timeout",),
+    409: ("video_not_ready", "video_failed"),
+    413: ("body_too_large",),
+    415: ("unsupported_content_type", "unsupported_content_encoding"),
+    416: ("range_not_satisfiable",),
+    429: ("queue_full", "too_many_watchers"),
+    500: ("internal", "gave_up"),
+    502: ("gang_broken",),
+    503: ("model_not_ready", "server_full", "server_stopping"),
+}
+EVERYWHERE = (405, 500)
+HEADERS = {
+    "X-Request-Id": "The id of the request, in the log as well: the client's own, or a new one",
+    "Retry-After": "Seconds after which to try again",
+    "WWW-Authenticate": "Bearer",
+    "Allow": "The methods of the path",
+    "Content-Range": "Which bytes these are, of how many",
+    "ETag": "Changes with the file; send it back as If-None-Match",
+    "Last-Modified": "Send it back as If-Modified-Since",
+    "Accept-Ranges": "bytes",
+    "Server-Timing": "queue, encode, denoise, decode, total in ms",
+    "X-Troupe-Warm": "true or false: whether everything was prepared for the shape",
+    "X-Troupe-Video-Id": "The clip's id",
+    "openai-poll-after-ms": "How long to wait before the next look",
+}
+ERROR_HEADERS = {401: "WWW-Authenticate", 405: "Allow", 416: "Content-Range", 429: "Retry-After", 503: "Retry-After"}
+MEASURES = ("Server-Timing", "X-Troupe-Warm")
+FILE_HEADERS = ("ETag", "Last-Modified", "Accept-Ranges")
 
 Responses = dict[int | str, dict[str, Any]]
 
 
+def header_documents(*names: str) -> dict[str, Any]:
+    return {name: {"description": HEADERS[name], "schema": {"type": "string"}} for name in names}
+
+
 def error_documents(*statuses: int) -> Responses:
-    return {status: {"model": ErrorBody, "description": ERRORS[status]} for status in statuses}
+    return {status: _error_document(status) | {"model": ErrorBody} for status in statuses}
+
+
+def _error_document(status: int) -> dict[str, Any]:
+    codes = ", ".join(f"`{code}`" for code in CODES[status])
+    header = (ERROR_HEADERS[status],) if status in ERROR_HEADERS else ()
+    return {"description": f"{ERRORS[status]}. `code`: {codes}", "headers": header_documents(*header)}
 
 
 def body_document(model: type[BaseModel], *content_types: str) -> dict[str, Any]:
     """Returns what FastAPI cannot know of a route that reads its body by itself."""
-    schema = {"schema": {"$ref": REFERENCE.format(model=model.__name__)}}
+    schema = {"schema": _reference(model)}
     types = content_types or ("application/json",)
     return {"requestBody": {"required": True, "content": dict.fromkeys(types, schema)}}
 
 
 def image_answers() -> Responses:
     """Returns the answer with pictures, in one JSON object or as events."""
-    timing = {"description": "queue, encode, denoise, decode, total in ms", "schema": {"type": "string"}}
-    warm = {"description": "whether the shape was prepared", "schema": {"type": "string", "enum": ["true", "false"]}}
-    events = ("image_generation.partial_image", "image_generation.completed", "troupe.progress", "error")
-    return {
-        200: {
-            "model": ImagesResponse,
-            "description": "The pictures",
-            "content": {"text/event-stream": event_schema(events)},
-            "headers": {"Server-Timing": timing, "X-Troupe-Warm": warm},
-        }
-    }
+    names = ("image_generation.partial_image", "image_generation.completed", "troupe.progress", "error")
+    answer = {"model": ImagesResponse, "description": "The pictures", "headers": header_documents(*MEASURES)}
+    return {200: answer | {"content": _event_content(names, IMAGE_EVENTS)}}
 
 
 def stream_answers() -> Responses:
     """Returns the answer with the events of a clip."""
-    events = ("video.progress", "video.completed", "video.failed", "video.deleted", "error")
-    return {200: {"description": "Events", "content": {"text/event-stream": event_schema(events)}}}
+    names = ("video.progress", "video.completed", "video.failed", "video.deleted", "error")
+    return {200: {"description": "Events", "content": _event_content(names, VIDEO_EVENTS)}}
 
 
-def event_schema(names: Sequence[str]) -> dict[str, Any]:
-    """Returns one event of a stream, as OpenAPI 3.2 describes them: its data is JSON, with the name in ``type``."""
-    properties = {
-        "event": {"type": "string", "enum": list(names)},
-        "data": {"type": "string", "contentMediaType": "application/json"},
-    }
-    return {"schema": {"type": "object", "properties": properties, "required": ["data"]}}
+def video_answers() -> Responses:
+    """Returns what the answer with a clip's record has beside it."""
+    return {200: {"description": "The clip's record", "headers": header_documents("openai-poll-after-ms")}}
+
+
+def sync_answers() -> Responses:
+    """Returns the answer with a clip's file as soon as it is there."""
+    headers = header_documents("X-Troupe-Video-Id", *MEASURES, *FILE_HEADERS)
+    return {200: {"description": "The clip", "content": _file_content("video/mp4"), "headers": headers}}
 
 
 def file_answers(*content_types: str) -> Responses:
-    """Returns the answers with a file, and with the part of it that a ``Range`` header asks for."""
-    content = {key: {"schema": {"type": "string", "format": "binary"}} for key in content_types}
-    whole, part = ({"description": text, "content": content} for text in ("The file", "A part of the file"))
-    return {200: whole, 206: part}
+    """Returns the answers with a file, with the part of it that a ``Range`` header asks for, and with neither."""
+    file = {"content": _file_content(*content_types), "headers": header_documents(*FILE_HEADERS)}
+    part = file | {"headers": header_documents(*FILE_HEADERS, "Content-Range")}
+    unchanged = {"description": "Not changed since the client got it", "headers": header_documents("ETag")}
+    return {200: file | {"description": "The file"}, 206: part | {"description": "A part of it"}, 304: unchanged}
+
+
+def _file_content(*content_types: str) -> dict[str, Any]:
+    return {one: {"schema": {"type": "string", "format": "binary"}} for one in content_types}
+
+
+def _event_content(names: tuple[str, ...], models: tuple[type[BaseModel], ...]) -> dict[str, Any]:
+    """Returns one event of a stream, as OpenAPI 3.2 describes them: its data is JSON, with the name in ``type``."""
+    data = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": {"oneOf": [_reference(model) for model in models]},
+    }
+    properties = {"event": {"type": "string", "enum": list(names)}, "data": data}
+    return {"text/event-stream": {"schema": {"type": "object", "properties": properties, "required": ["data"]}}}
+
+
+def _reference(model: type[BaseModel]) -> dict[str, str]:
+    return {"$ref": REFERENCE.format(model=model.__name__)}
 
 
 def add_document(app: FastAPI) -> None:
@@ -108,5 +164,17 @@ def _build(app: FastAPI) -> dict[str, Any]:
         schemas.pop(unused, None)
     for operations in document["paths"].values():
         for operation in operations.values():
-            operation["responses"].pop("422", None)  # this API answers 400
+            _complete(operation)
     return document
+
+
+def _complete(operation: dict[str, Any]) -> None:
+    """Adds what is the same everywhere: two errors, the request's id, and that a key may not be needed."""
+    responses = operation["responses"]
+    responses.pop("422", None)  # this API answers 400
+    error = {"application/json": {"schema": _reference(ErrorBody)}}
+    responses |= {str(status): _error_document(status) | {"content": error} for status in EVERYWHERE}
+    for response in responses.values():
+        response["headers"] = header_documents("X-Request-Id") | response.get("headers", {})
+    if "security" in operation:
+        operation["security"] = [{}, *operation["security"]]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.routing import compile_path
@@ -27,14 +27,20 @@ class ErrorDetail(BaseModel):
 
     message: str
     type: str
-    param: str | None
-    code: str | None
+    param: str | None = Field(description="The field or parameter to blame; null for the whole request.")
+    code: str | None = Field(description="For programs; each status lists its own.")
 
 
 class ErrorBody(BaseModel):
     """The body of every answer that is not a success."""
 
     error: ErrorDetail
+
+
+class ErrorEvent(ErrorBody):
+    """What went wrong after a stream had begun. It is the last event."""
+
+    type: Literal["error"] = "error"
 
 
 class ApiError(Exception):
@@ -66,6 +72,11 @@ class ApiError(Exception):
         return JSONResponse(self.body, status_code=self.status, headers=self.headers)
 
 
+def retry_after(seconds: float) -> dict[str, str]:
+    """Returns the header that asks to wait for so long, whole seconds as HTTP has it, and one at least."""
+    return {"Retry-After": str(max(1, math.ceil(seconds)))}
+
+
 def from_failure(failure: Exception) -> ApiError | None:
     """Returns the answer to what went wrong with a request; None if it is a defect of ours."""
     match failure:
@@ -75,10 +86,9 @@ def from_failure(failure: Exception) -> ApiError | None:
             status = 404 if failure.code == "model_not_found" else 400
             return ApiError(status, failure.message, param=failure.param, code=failure.code)
         case QueueFullError():
-            seconds = max(1, math.ceil(failure.retry_after_s))
-            return ApiError(429, str(failure), code="queue_full", headers={"Retry-After": str(seconds)})
+            return ApiError(429, str(failure), code="queue_full", headers=retry_after(failure.retry_after_s))
         case ModelUnavailableError():
-            return ApiError(503, str(failure), code="model_not_ready", headers={"Retry-After": "10"})
+            return ApiError(503, str(failure), code="model_not_ready", headers=retry_after(failure.retry_after_s))
         case GangBrokenError():
             # The gang was rebuilt and the job run again already: a client that retries by itself breaks more gangs.
             message = f"The ranks that worked on this request failed: {failure}"
@@ -122,15 +132,15 @@ async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
 
 
 def methods_at(app: FastAPI, path: str) -> list[str]:
-    """Returns the documented methods of ``path``."""
-    paths = app.openapi()["paths"].items()
-    return sorted(
-        method.upper() for known, methods in paths if compile_path(known)[0].match(path) for method in methods
-    )
+    """Returns the methods of ``path``: the documented ones, and HEAD wherever GET is."""
+    paths = app.openapi()["paths"]
+    fitting = [path] if path in paths else [one for one in paths if compile_path(one)[0].match(path)]
+    methods = {method.upper() for one in fitting for method in paths[one]}
+    return sorted(methods | ({"HEAD"} if "GET" in methods else set()))
 
 
 async def _on_validation_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    failure = from_failure(field_error(error.errors(), []))
+    failure = from_failure(field_error(error.errors(), {}))
     assert failure is not None
     return failure.response()

@@ -8,7 +8,8 @@ from fastapi.responses import JSONResponse
 from deployments.api.answers import Health, Model, ModelList
 from deployments.api.context import ApiContext
 from deployments.api.documents import error_documents
-from deployments.requests.rules import no_model
+from deployments.api.errors import retry_after
+from deployments.requests.rules import find_card
 
 HEALTH_MAX_AGE_S = 1.0
 
@@ -27,7 +28,10 @@ def health_routes(context: ApiContext) -> APIRouter:
         models = dict.fromkeys(context.studio.cards(), "ready") | dict(reasons)
         ready = bool(models) and not reasons
         health = Health(status="ready" if ready else "not_ready", models=models)
-        return JSONResponse(health.model_dump(), 200 if ready else 503, {} if ready else {"Retry-After": "2"})
+        if ready:
+            return JSONResponse(health.model_dump())
+        wait_s = max((context.studio.retry_after_s(model) for model in reasons), default=0.0)
+        return JSONResponse(health.model_dump(), 503, retry_after(wait_s))
 
     return router
 
@@ -42,10 +46,7 @@ def model_routes(context: ApiContext) -> APIRouter:
 
     @router.get("/v1/models/{model:path}", responses=error_documents(401, 404))
     async def read_model(model: str) -> Model:
-        """One model: its kind, defaults and limits."""
-        card = context.studio.cards().get(model)
-        if card is None:
-            raise no_model(model, context.studio.cards())
-        return Model.of(card)
+        """One model, by its name or an alias: its kind, defaults, limits, and prompts to begin with."""
+        return Model.of(find_card(context.studio.cards(), model))
 
     return router

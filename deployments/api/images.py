@@ -24,7 +24,8 @@ from deployments.api.answers import (
 from deployments.api.context import ApiContext
 from deployments.api.documents import body_document, error_documents, file_answers, image_answers
 from deployments.api.errors import ApiError, from_failure
-from deployments.api.files import RangedFile
+from deployments.api.guards.hosts import base_url
+from deployments.api.partial import RangedFile
 from deployments.api.reading import read_json
 from deployments.api.streams import Event, start_stream, until_disconnect
 from deployments.asyncio_tools import merge
@@ -43,7 +44,7 @@ def image_routes(context: ApiContext) -> APIRouter:
     @router.post(
         "/v1/images/generations",
         dependencies=[Depends(context.authorize)],
-        responses=image_answers() | error_documents(400, 401, 404, 413, 415, 429, 502, 503),
+        responses=image_answers() | error_documents(400, 401, 403, 404, 408, 413, 415, 429, 502, 503),
         openapi_extra=body_document(ImageBody),
     )
     async def generate_images(request: Request) -> Response:
@@ -54,28 +55,33 @@ def image_routes(context: ApiContext) -> APIRouter:
             body, context.studio.cards(), request.state.request_id, settings.max_images_per_request
         )
         await context.check_ready(pictures.model)
-        events = perform_all(context.studio, pictures)
+        events = context.admission.pictures(
+            pictures.model, len(pictures.requests), perform_all(context.studio, pictures)
+        )
         if body.stream:
             return await start_stream(image_events(pictures, events), request.receive, context.settings)
         media = await until_disconnect(request.receive, collect(events, len(pictures.requests)))
-        images = await asyncio.to_thread(_hand_over, context, pictures, media, files_url(context, request))
+        images = await asyncio.to_thread(_hand_over, context, pictures, media, request)
         answer = ImagesResponse(
             created=int(time.time()),
             data=images,
             output_format=pictures.output.format,
             size=pictures.size,
+            quality=pictures.quality,
+            num_inference_steps=pictures.num_inference_steps,
             safety_identifier=pictures.safety_identifier,
         )
-        return JSONResponse(answer.model_dump(), headers=measures(media))
+        return JSONResponse(answer.model_dump(), headers=measures([one.timings for one in media]))
 
     @router.get(
         "/v1/files/{name}",
+        dependencies=[Depends(context.recognize)],
         response_class=FileResponse,
-        responses=file_answers("image/png", "image/jpeg", "image/webp") | error_documents(404, 416),
+        responses=file_answers("image/png", "image/jpeg", "image/webp") | error_documents(401, 404, 416),
     )
-    async def read_file(name: str) -> Response:
+    async def read_file(name: str, request: Request) -> Response:
         """A picture made with ``response_format=url``. Its name is the secret; it is gone after a while."""
-        path = await asyncio.to_thread(context.files.find, name)
+        path = await asyncio.to_thread(context.files.find, name, context.viewer(request) or None)
         if path is None:
             raise ApiError(404, f"There is no file {shown(name)}; files are kept for a limited time", param="name")
         return RangedFile(path, media_type=f"image/{path.suffix[1:]}", headers={"X-Content-Type-Options": "nosniff"})
@@ -84,15 +90,15 @@ def image_routes(context: ApiContext) -> APIRouter:
 
 
 def files_url(context: ApiContext, request: Request) -> str:
-    base = context.settings.public_url or str(request.base_url)
-    return f"{base.rstrip('/')}/v1/files"
+    return f"{base_url(request, context.settings)}/v1/files"
 
 
-def _hand_over(context: ApiContext, pictures: ImageRequest, media: list[Media], base_url: str) -> list[Image]:
+def _hand_over(context: ApiContext, pictures: ImageRequest, media: list[Media], request: Request) -> list[Image]:
     if not pictures.by_url:
         return [Image(b64_json=b64encode(one.data).decode(), seed=one.seed) for one in media]
-    names = [context.files.put(one.data, one.format) for one in media]
-    return [Image(url=f"{base_url}/{name}", seed=one.seed) for name, one in zip(names, media, strict=True)]
+    names = [context.files.put(one.data, one.format, request.state.key_hash) for one in media]
+    url = files_url(context, request)
+    return [Image(url=f"{url}/{name}", seed=one.seed) for name, one in zip(names, media, strict=True)]
 
 
 async def perform_all(studio: Studio, pictures: ImageRequest) -> AsyncGenerator[Indexed]:
@@ -155,6 +161,8 @@ def _completed(pictures: ImageRequest, index: int, media: Media) -> CompletedIma
         created_at=int(time.time()),
         output_format=media.format,
         size=pictures.size,
+        quality=pictures.quality or "auto",
+        num_inference_steps=pictures.num_inference_steps,
         safety_identifier=pictures.safety_identifier,
         image_index=index,
         seed=media.seed,
@@ -168,6 +176,7 @@ def _partial(pictures: ImageRequest, index: int, preview: Preview) -> PartialIma
         partial_image_index=preview.index,
         created_at=int(time.time()),
         size=pictures.size,
+        quality=pictures.quality or "auto",
         image_index=index,
         step=preview.step,
     )

@@ -1,28 +1,25 @@
-"""What happens around every request: its id, the access log, the limit on its body, an answer if all else fails."""
+"""What happens around every request: its id, the access log, an answer if all else fails."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 import time
 import uuid
-from contextlib import suppress
 
+from ray.exceptions import RayError
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.api.errors import ApiError
 from deployments.observability.logs import request_context
 from deployments.observability.metrics import observe_answer
 
-DRAIN_BYTES = 16 << 20
-DRAIN_S = 2.0
+CLIENT_GONE = 499
+"""What the access log says of a request whose client did not wait for the answer, as nginx has it."""
 MAX_ID_CHARS = 128
 SANE_REQUEST_ID = re.compile(rf"[A-Za-z0-9._:\-]{{1,{MAX_ID_CHARS}}}")
-
-GONE = 499
-"""No answer was sent: the client, or the application, went away first."""
 
 access_logger = logging.getLogger("troupe.access")
 logger = logging.getLogger("troupe.api")
@@ -32,7 +29,10 @@ class RequestLog:
     """Gives each request an id (the client's own ``X-Request-Id`` if it is sane), answers with it, logs one line.
 
     Without ``sends_request_id`` a proxy answers with the client's own whatever it is: then that one is logged, escaped
-    and cut. An exception that nobody handled becomes a 500 in OpenAI's shape, and its traceback a log record.
+    and cut, and only where it is empty is one sent. An exception that nobody handled becomes a 500 in OpenAI's shape,
+    and its traceback a log record.
+
+    A proxy that dies under a request takes the connection with it: that is a client who is gone, no error.
     """
 
     def __init__(self, app: ASGIApp, *, sends_request_id: bool) -> None:
@@ -43,12 +43,13 @@ class RequestLog:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        request_id = choose_request_id(Headers(scope=scope).get("x-request-id"), keeps_any=not self.sends_request_id)
+        client_id = Headers(scope=scope).get("x-request-id")
+        request_id = choose_request_id(client_id, keeps_any=not self.sends_request_id)
         scope.setdefault("state", {})["request_id"] = request_id
         with request_context(request_id):
-            await self._run(scope, receive, send, request_id)
+            await self._run(scope, receive, send, request_id, sends_id=self.sends_request_id or client_id == "")
 
-    async def _run(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
+    async def _run(self, scope: Scope, receive: Receive, send: Send, request_id: str, *, sends_id: bool) -> None:
         status = 0
         start_s = time.perf_counter()
 
@@ -56,12 +57,14 @@ class RequestLog:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                if self.sends_request_id:
+                if sends_id:
                     MutableHeaders(scope=message)["X-Request-Id"] = request_id
             await send(message)
 
         try:
-            await self.app(scope, receive, send_with_id)
+            await self.app(scope, until_lost(receive), send_with_id)
+        except ClientDisconnect:  # in the middle of a body, or of an answer
+            status = CLIENT_GONE
         except Exception:
             logger.exception("unhandled error")
             if status:
@@ -70,52 +73,23 @@ class RequestLog:
             await error.response()(scope, receive, send_with_id)
         finally:
             _log_access(scope, status, time.perf_counter() - start_s)
-            observe_answer(scope["method"], getattr(scope.get("route"), "path", ""), status or GONE)
+            observe_answer(scope["method"], getattr(scope.get("route"), "path", ""), status or CLIENT_GONE)
 
 
-class BodyLimit:
-    """Refuses bodies above ``max_bytes``: at once if their length is declared, else as soon as they grow past it."""
+def until_lost(receive: Receive) -> Receive:
+    """Returns ``receive`` with the loss of the proxy that it asks as a disconnect, which it says for ever then."""
+    is_lost = False
 
-    def __init__(self, app: ASGIApp, *, max_bytes: int) -> None:
-        self.app = app
-        self.max_bytes = max_bytes
+    async def receive_or_end() -> Message:
+        nonlocal is_lost
+        if not is_lost:
+            try:
+                return await receive()
+            except RayError:
+                is_lost = True
+        return {"type": "http.disconnect"}
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        length = Headers(scope=scope).get("content-length", "0")
-        if length.isascii() and length.isdigit() and int(length[:20]) > self.max_bytes:
-            await self._drain(receive)
-            await self._error().response()(scope, receive, send)
-            return
-        num_bytes = 0
-
-        async def limited_receive() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self.max_bytes:
-                await self._drain(receive)
-                raise self._error()
-            return message
-
-        await self.app(scope, limited_receive, send)
-
-    def _error(self) -> ApiError:
-        message = f"The body is larger than {self.max_bytes} bytes"
-        return ApiError(413, message, headers={"Connection": "close"})
-
-    async def _drain(self, receive: Receive) -> None:
-        """Reads on for a while: a connection closed upon unread data is reset, and the client never sees the answer."""
-        num_bytes = 0
-        with suppress(TimeoutError):
-            async with asyncio.timeout(DRAIN_S):
-                while num_bytes < DRAIN_BYTES:
-                    message = await receive()
-                    num_bytes += len(message.get("body", b""))
-                    if not message.get("more_body", False):
-                        return
+    return receive_or_end
 
 
 def choose_request_id(client_id: str | None, *, keeps_any: bool) -> str:
@@ -130,7 +104,7 @@ def _log_access(scope: Scope, status: int, duration_s: float) -> None:
     fields = {
         "method": scope["method"],
         "path": scope["path"],
-        "status": status or GONE,
+        "status": status or CLIENT_GONE,  # no answer was sent: the client, or the application, went away first
         "duration_ms": round(1000 * duration_s, 1),
         "client": (scope.get("client") or ("",))[0],
     }

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from pydantic_core import from_json
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
 
 from deployments.api.errors import ApiError
-from deployments.requests.errors import RequestError, field_error, shown, validated
+from deployments.requests.errors import RequestError, shown, validated, validated_form
 
 B = TypeVar("B", bound=BaseModel)
 
-JSON, FORM = "application/json", "multipart/form-data"
+JSON = "application/json"
+FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
+"""The second is what aiohttp sends of a form without files, and with it the benchmark clients of other servers."""
+A_FILE = "(a file)"
+"""In place of a file's content, which no field takes."""
 
 
 async def read_json(request: Request, body_type: type[B]) -> B:
@@ -28,15 +32,11 @@ async def read_json(request: Request, body_type: type[B]) -> B:
 
 
 async def read_json_or_form(request: Request, body_type: type[B]) -> B:
-    """Returns what ``read_json`` does, or the same fields from multipart/form-data, where numbers are text."""
-    check_content_type(request, JSON, FORM)
+    """Returns what ``read_json`` does, or the same fields from a form, where numbers are text and "" is absent."""
+    check_content_type(request, JSON, *FORMS)
     if content_type(request) == JSON:
         return validated(body_type, parse_json(await request.body()))
-    fields = await read_form(request, body_type)
-    try:
-        return body_type.model_validate_strings(fields)
-    except ValidationError as error:
-        raise field_error(error.errors(), body_type.model_fields) from None
+    return validated_form(body_type, await read_form(request, body_type))
 
 
 async def read_form(request: Request, body_type: type[BaseModel]) -> dict[str, str]:
@@ -46,18 +46,28 @@ async def read_form(request: Request, body_type: type[BaseModel]) -> dict[str, s
         for name, value in form.items():
             if isinstance(value, UploadFile) and name in body_type.model_fields:
                 raise RequestError(f"{name} is a file; it must be a plain form field", name)
-            fields[name] = "" if isinstance(value, UploadFile) else value
+            fields[name] = A_FILE if isinstance(value, UploadFile) else value
     return fields
 
 
 def content_type(request: Request) -> str:
-    return request.headers.get("content-type", JSON).split(";")[0].strip().lower()
+    return request.headers.get("content-type", "").split(";")[0].strip().lower()
 
 
 def check_content_type(request: Request, *allowed: str) -> None:
+    """Raises ApiError 415 for what is compressed, or not said to be one of ``allowed``.
+
+    A body without a type is none: browsers let any page send that to any server without asking it (Fetch Standard,
+    section 3.3), as they do forms.
+    """
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() not in ("", "identity"):
+        message = f"Content-Encoding is {shown(encoding)}; send the body as it is, without compression"
+        raise ApiError(415, message, code="unsupported_content_encoding")
     if content_type(request) not in allowed:
-        sent = shown(request.headers["content-type"])
-        raise ApiError(415, f"Content-Type is {sent}; allowed: {', '.join(allowed)}", code="unsupported_content_type")
+        sent = request.headers.get("content-type")
+        message = f"Content-Type is {shown(sent) if sent else 'missing'}; allowed: {', '.join(allowed)}"
+        raise ApiError(415, message, code="unsupported_content_type")
 
 
 def parse_json(raw: bytes) -> Any:

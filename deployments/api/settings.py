@@ -2,33 +2,71 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from ipaddress import ip_network
 from pathlib import Path
+
+from deployments.keys import KeyRing
+
+HOST = re.compile(r"\*|(\*\.)?[\w.-]+")
+ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ApiLimits:
     """What a configuration may say of the API. Without slots, since its section there has a second such parent.
 
-    ``public_url`` replaces the host of the request in URLs that are handed out (behind a proxy that rewrites it).
+    ``public_url`` replaces the host of the request in URLs that are handed out (behind a proxy that rewrites it). A
+    body has to be there ``body_deadline_s`` after its request. A replica works on ``max_open_requests`` at a time;
+    ``max_watchers`` of them may be streams of a clip's events.
+
+    ``allowed_hosts`` are names that clients may call the server by, beside its own; pages of ``allowed_origins`` may
+    give it orders, beside its own; what ``trusted_proxies`` (addresses or networks) say of a client's host is believed.
+
+    What was made with one key is there for no other, unless ``share_between_keys`` says so.
     """
 
     max_body_bytes: int = 1 << 20
+    body_deadline_s: float = 30.0
     max_images_per_request: int = 4
     public_url: str = ""
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    trusted_proxies: tuple[str, ...] = ()
+    share_between_keys: bool = False
+    max_open_requests: int = 2048
+    max_watchers: int = 1000
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_images_per_request"):
+        for name in (
+            "max_body_bytes",
+            "body_deadline_s",
+            "max_images_per_request",
+            "max_open_requests",
+            "max_watchers",
+        ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+        _check_all("allowed_hosts", self.allowed_hosts, HOST, "* or a name without port, such as gpu1.example.com")
+        _check_all("allowed_origins", self.allowed_origins, ORIGIN, "* or as browsers send it: https://example.com")
+        for proxy in self.trusted_proxies:
+            try:
+                ip_network(proxy, strict=False)
+            except ValueError:
+                message = f"trusted_proxies holds {proxy!r}; it must be an address or a network, such as 10.0.0.0/8"
+                raise ValueError(message) from None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ApiSettings(ApiLimits):
     """Limits and places of the API. ValueError if one cannot work.
 
-    ``data_dir`` holds pictures served by URL and the clips. With no ``api_keys`` nobody is asked for one.
-    ``max_files_bytes`` and ``file_lifetime_s`` bound what ``response_format=url`` leaves on the disk.
+    ``data_dir`` holds pictures served by URL and the clips. With no ``keys`` nobody is asked for one.
+    ``own_names`` are those of the machine. ``max_open_pictures`` has, for each model whose pictures are limited, how
+    many may be under way in a replica. ``max_files_bytes`` and ``file_lifetime_s`` bound what ``response_format=url``
+    leaves on the disk.
     ``num_clip_previews`` are decoded on the way of each clip. A stream sends a comment every ``keepalive_s`` when
     nothing happens, and answers after ``first_event_wait_s`` even if the job still waits; until then an error still has
     its own HTTP status.
@@ -36,7 +74,9 @@ class ApiSettings(ApiLimits):
     """
 
     data_dir: Path
-    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    own_names: tuple[str, ...] = ()
+    keys: KeyRing = field(default_factory=KeyRing, repr=False)
+    max_open_pictures: Mapping[str, int] = field(default_factory=dict)
     num_clip_previews: int = 3
     file_lifetime_s: float = 3600.0
     max_files_bytes: int = 1 << 30
@@ -50,7 +90,11 @@ class ApiSettings(ApiLimits):
         for name in ("file_lifetime_s", "max_files_bytes", "keepalive_s", "video_poll_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
-        if any(not key.strip() for key in self.api_keys):
-            raise ValueError("api_keys holds an empty key; remove it, or give no keys to ask for none")
         if self.num_clip_previews < 0:
             raise ValueError(f"num_clip_previews is {self.num_clip_previews}; it must be 0 or more")
+
+
+def _check_all(name: str, values: Iterable[str], pattern: re.Pattern[str], allowed: str) -> None:
+    for value in values:
+        if not pattern.fullmatch(value):
+            raise ValueError(f"{name} holds {value!r}; it must be {allowed}")

@@ -23,6 +23,7 @@ logger = logging.getLogger("troupe.api")
 
 T = TypeVar("T")
 
+STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 KEEPALIVE = format_sse_event(comment="nothing new")
 
 
@@ -43,7 +44,7 @@ class EventStream(EventSourceResponse):
 
     def __init__(self, first: Event | None, rest: AsyncGenerator[Event | None]) -> None:
         self._chunks, self._rest = _chunks(first, rest), rest
-        super().__init__(self._chunks, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        super().__init__(self._chunks, headers=STREAM_HEADERS)
 
     async def stream_response(self, send: Send) -> None:
         async with aclosing(self._rest), aclosing(self._chunks):

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Header, Query
 from fastapi.responses import FileResponse
+from fastapi.sse import EventSourceResponse
 from starlette.requests import Request
 from starlette.responses import Response
 
-from deployments.api.answers import Video, VideoDeleted, VideoEvent, VideoPage
+from deployments.api.answers import Video, VideoDeleted, VideoEvent, VideoPage, measures
 from deployments.api.context import ApiContext
-from deployments.api.documents import body_document, error_documents, file_answers, stream_answers
+from deployments.api.documents import (
+    body_document,
+    error_documents,
+    file_answers,
+    stream_answers,
+    sync_answers,
+    video_answers,
+)
 from deployments.api.errors import ApiError
-from deployments.api.files import RangedFile
-from deployments.api.reading import read_json_or_form
-from deployments.api.streams import start_stream
+from deployments.api.lookout import Lookout
+from deployments.api.partial import RangedFile, is_head
+from deployments.api.reading import FORMS, JSON, read_json_or_form
+from deployments.api.streams import STREAM_HEADERS, ClientGoneError, start_stream, until_disconnect
+from deployments.asyncio_tools import to_the_end
 from deployments.clips.clips import Clips
 from deployments.clips.folders import CONTENT_TYPES, Variant
 from deployments.clips.records import ClipRecord
@@ -29,6 +39,7 @@ from deployments.requests.errors import shown
 VIDEO_ID = re.compile(r"video_[0-9a-f]{32}")
 EventName = Literal["video.progress", "video.completed", "video.failed"]
 ENDS: dict[str, EventName] = {"completed": "video.completed", "failed": "video.failed"}
+STATUS_OF_FAILURES = {"invalid_value": 400, "gang_broken": 502}
 POLL_MS = 500
 """What clients that poll are told to wait between two looks."""
 
@@ -38,34 +49,50 @@ def video_routes(context: ApiContext) -> APIRouter:
 
     @router.post(
         "/v1/videos",
-        responses=error_documents(400, 401, 404, 413, 415, 429, 503),
-        openapi_extra=body_document(VideoBody, "application/json", "multipart/form-data"),
+        responses=video_answers() | error_documents(400, 401, 403, 404, 408, 413, 415, 429, 503),
+        openapi_extra=body_document(VideoBody, JSON, *FORMS),
     )
     async def create_video(request: Request, response: Response) -> Video:
         """Queue a clip. Its record is on disk before the answer, and survives a restart."""
-        body = await read_json_or_form(request, VideoBody)
-        num_previews = context.settings.num_clip_previews
-        clip = clip_request(body, context.studio.cards(), request.state.request_id, num_previews)
-        await context.check_ready(clip.request.model)
         response.headers["openai-poll-after-ms"] = str(POLL_MS)
-        return Video.of(await context.clips.submit(clip.request, clip.seconds))
+        return Video.of(await submit_clip(context, request))
+
+    @router.post(
+        "/v1/videos/sync",
+        response_class=FileResponse,
+        responses=sync_answers() | error_documents(400, 401, 403, 404, 408, 413, 415, 429, 502, 503),
+        openapi_extra=body_document(VideoBody, JSON, *FORMS),
+    )
+    async def create_video_sync(request: Request) -> Response:
+        """Make a clip and answer with its MP4, once it is there. Closing the connection deletes it; beyond OpenAI."""
+        clip = await submit_clip(context, request)
+        try:
+            end = await until_disconnect(request.receive, wait_for_end(context, request, clip.id))
+        except (ClientGoneError, asyncio.CancelledError):
+            await to_the_end(context.clips.delete(clip.id))
+            raise
+        assert end.timings is not None
+        headers = measures([end.timings]) | {"X-Troupe-Video-Id": clip.id}
+        return clip_file(context.clips, clip.id, "video", headers)
 
     @router.get("/v1/videos", responses=error_documents(400, 401, 404))
-    async def list_videos(query: Annotated[PageQuery, Query()]) -> VideoPage:
+    async def list_videos(request: Request, query: Annotated[PageQuery, Query()]) -> VideoPage:
         """Clips, the newest first unless order is asc."""
-        last = None if query.after is None else await find_clip(context.clips, query.after, "after")
-        return VideoPage.of(*await context.clips.page(after=last, limit=query.limit, ascending=query.order == "asc"))
+        last = None if query.after is None else await find_clip(context, request, query.after, "after")
+        key_hash, ascending = context.viewer(request), query.order == "asc"
+        page = await context.clips.page(after=last, limit=query.limit, ascending=ascending, key_hash=key_hash)
+        return VideoPage.of(*page)
 
-    @router.get("/v1/videos/{video_id}", responses=error_documents(401, 404))
-    async def read_video(video_id: str, response: Response) -> Video:
+    @router.get("/v1/videos/{video_id}", responses=video_answers() | error_documents(401, 404))
+    async def read_video(video_id: str, request: Request, response: Response) -> Video:
         """One clip: where it is in the queue or in its steps, or why it failed."""
         response.headers["openai-poll-after-ms"] = str(POLL_MS)
-        return Video.of(await find_clip(context.clips, video_id))
+        return Video.of(await find_clip(context, request, video_id))
 
-    @router.delete("/v1/videos/{video_id}", responses=error_documents(401, 404))
-    async def delete_video(video_id: str) -> VideoDeleted:
+    @router.delete("/v1/videos/{video_id}", responses=error_documents(401, 403, 404))
+    async def delete_video(video_id: str, request: Request) -> VideoDeleted:
         """Stop the clip if it is still being made, and delete its record and files."""
-        await find_clip(context.clips, video_id)
+        await find_clip(context, request, video_id)
         if not await context.clips.delete(video_id):
             raise no_video(video_id, "video_id")
         return VideoDeleted(id=video_id)
@@ -77,37 +104,69 @@ def video_routes(context: ApiContext) -> APIRouter:
     )
     async def read_content(
         video_id: str,
+        request: Request,
         query: Annotated[ContentQuery, Query()],
         range_header: Annotated[str | None, Header(alias="Range", examples=["bytes=0-1023"])] = None,
     ) -> Response:
         """The clip as MP4 (H.264), a still of it as WebP, or a preview as PNG. One byte range is honoured."""
-        clip, variant = await find_clip(context.clips, video_id), query.variant
+        clip, variant = await find_clip(context, request, video_id), query.variant
         path = context.clips.file(video_id, variant)
         if not (variant == "preview" or clip.status == "completed") or not await asyncio.to_thread(path.is_file):
             raise not_there(clip, variant)
-        suffix = path.suffix[1:]
-        return RangedFile(
-            path,
-            media_type=CONTENT_TYPES[variant],
-            filename=f"{video_id}.{suffix}",
-            content_disposition_type="inline",
-            headers={"Cache-Control": "private, no-cache"},
-        )
+        return clip_file(context.clips, video_id, variant, {})
 
-    @router.get("/v1/videos/{video_id}/events", responses=stream_answers() | error_documents(401, 404))
+    @router.get("/v1/videos/{video_id}/events", responses=stream_answers() | error_documents(401, 404, 429))
     async def read_events(video_id: str, request: Request) -> Response:
         """Server-sent events while the clip is made, from now to its end; beyond OpenAI."""
-        await find_clip(context.clips, video_id)
-        events = video_events(context.clips, video_id, context.settings.video_poll_s)
-        return await start_stream(events, request.receive, context.settings)
+        clip = await find_clip(context, request, video_id)
+        if is_head(request):
+            return EventSourceResponse((), headers=STREAM_HEADERS)
+        events = video_events(context.lookout, clip)
+        return await start_stream(context.admission.watcher(events), request.receive, context.settings)
 
     return router
 
 
-async def find_clip(clips: Clips, video_id: str, param: str = "video_id") -> ClipRecord:
-    """Returns the clip, or raises ApiError 404. Only what looks like an id gets to the database."""
-    clip = await clips.get(video_id) if VIDEO_ID.fullmatch(video_id) else None
-    if clip is None:
+async def submit_clip(context: ApiContext, request: Request) -> ClipRecord:
+    """Returns the record of the clip that the body asks for, queued."""
+    body = await read_json_or_form(request, VideoBody)
+    num_previews = context.settings.num_clip_previews
+    clip = clip_request(body, context.studio.cards(), request.state.request_id, num_previews)
+    await context.check_ready(clip.request.model)
+    return await context.clips.submit(clip.request, clip.seconds, request.state.key_hash)
+
+
+async def wait_for_end(context: ApiContext, request: Request, video_id: str) -> ClipRecord:
+    """Returns the clip when it is completed. ApiError if it failed, or was deleted meanwhile."""
+    async for event in video_events(context.lookout, await context.clips.get(video_id)):
+        if event.type == "video.deleted":
+            break
+    clip = await find_clip(context, request, video_id)
+    if clip.error is not None:
+        status = STATUS_OF_FAILURES.get(clip.error.code, 500)
+        headers = {"x-should-retry": "false"}
+        raise ApiError(status, f"The clip failed: {clip.error.message}", code=clip.error.code, headers=headers)
+    return clip
+
+
+def clip_file(clips: Clips, video_id: str, variant: Variant, headers: Mapping[str, str]) -> RangedFile:
+    path = clips.file(video_id, variant)
+    return RangedFile(
+        path,
+        media_type=CONTENT_TYPES[variant],
+        filename=f"{video_id}{path.suffix}",
+        content_disposition_type="inline",
+        headers={"Cache-Control": "private, no-cache", **headers},
+    )
+
+
+async def find_clip(context: ApiContext, request: Request, video_id: str, param: str = "video_id") -> ClipRecord:
+    """Returns the clip, or raises ApiError 404 if there is none that the client may see.
+
+    Only what looks like an id gets to the database.
+    """
+    clip = await context.clips.get(video_id) if VIDEO_ID.fullmatch(video_id) else None
+    if clip is None or context.viewer(request) not in (None, clip.key_hash):
         raise no_video(video_id, param)
     return clip
 
@@ -125,10 +184,10 @@ def not_there(clip: ClipRecord, variant: Variant) -> ApiError:
     return ApiError(409, message, param="video_id", code="video_not_ready", headers={"Retry-After": "1"})
 
 
-async def video_events(clips: Clips, video_id: str, poll_s: float) -> AsyncGenerator[VideoEvent, None]:
+async def video_events(lookout: Lookout, clip: ClipRecord | None) -> AsyncGenerator[VideoEvent, None]:
     """Yields what changes about the clip, by the database: it may be made in another process."""
     last_sent: Video | None = None
-    while clip := await clips.get(video_id):
+    while clip is not None:
         video = Video.of(clip)
         if clip.status in ENDS:
             yield VideoEvent(type=ENDS[clip.status], video=video)
@@ -136,5 +195,5 @@ async def video_events(clips: Clips, video_id: str, poll_s: float) -> AsyncGener
         if video != last_sent:
             yield VideoEvent(type="video.progress", video=video)
             last_sent = video
-        await asyncio.sleep(poll_s)
+        clip = await lookout.next_look(clip.id)
     yield VideoEvent(type="video.deleted", video=None)

@@ -6,8 +6,10 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import ray
+from ray._private import worker
 
 from deployments.app import REPLICA_CPUS
 from deployments.cli.ending import interrupts_later
@@ -26,6 +28,9 @@ request time. And a proxy that died is replaced after seconds: its door waits fo
 """
 
 
+logger = logging.getLogger("troupe.serving")
+
+
 @contextmanager
 def local_cluster(config: ServeConfig) -> Iterator[None]:
     """Runs a cluster inside the block, without the lines of log that Ray and Serve write for each."""
@@ -34,6 +39,7 @@ def local_cluster(config: ServeConfig) -> Iterator[None]:
     quiet = logging.getLogger("ray._private.authentication.authentication_token_setup")
     quiet.addFilter(lambda record: "is enabled" not in record.getMessage())
     set_defaults(SERVE_ENVIRONMENT)
+    _log_what_ray_prints()
     try:
         with interrupts_later():
             ray.init(
@@ -48,6 +54,18 @@ def local_cluster(config: ServeConfig) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _log_what_ray_prints() -> None:
+    """Has the paragraphs that Ray prints of every process that died logged: here that is told in words of our own.
+
+    Ray 2.60 prints them whatever ``log_to_driver`` says (``listen_error_messages``).
+    """
+
+    def log(data: Mapping[str, Any], ignore_prefix: bool) -> None:
+        logger.debug("Ray says: %s", " ".join(map(str, data["lines"])))
+
+    setattr(worker, "print_to_stdstream", log)  # noqa: B010
 
 
 def num_logical_cpus(config: ServeConfig) -> int:

@@ -11,13 +11,13 @@ from deployments.door.door import Door, listen
 
 
 def stand(to: str, host: str, port: int, config: str) -> None:
-    """Listens on ``host`` and ``port`` until Ctrl-C or SIGTERM, with the limits of ``config``'s section ``door``.
+    """Listens on ``host`` and ``port`` until Ctrl-C or SIGTERM, with what ``config`` says of the door and of proxies.
 
     ValueError for an address that is none, or is taken; RuntimeError without HAProxy.
     """
     backend = parse_address(to)
-    settings = load_config(config).app.door
-    with Door(listen(host, port), backend, settings):
+    app = load_config(config).app
+    with Door(listen(host, port), backend, app.door, app.api.trusted_proxies):
         console.print(f"Standing at http://{host}:{port} in front of {to}. Ctrl-C ends it.", highlight=False)
         signal.pause()
 

@@ -27,7 +27,8 @@ def errors() -> Iterator[None]:
         message = explain(error)
         if message is None:
             raise
-        typer.echo(f"troupe: {message}", err=True)
+        for line in message.splitlines():
+            typer.echo(f"troupe: {line}", err=True)
         raise typer.Exit(2) from error
 
 
@@ -40,7 +41,7 @@ def explain(error: Exception) -> str | None:
 
     match error:
         case ValidationError():
-            return "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+            return "\n".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
         case httpx.RequestError() | httpx.InvalidURL():
             where = error.request.url if isinstance(error, httpx.RequestError) else "the URL"
             return f"no answer from {where}: {error}"

@@ -11,11 +11,11 @@ from typing import Annotated, Any
 import typer
 
 from deployments.cli.commands.engines import build_engine, calibrate, estimate
+from deployments.cli.commands.server import print_version, stop
 from deployments.cli.ending import terminate
 from deployments.cli.errors import errors
 from deployments.cli.operation.requests import LogFormat
-from deployments.cli.renamed import rename_command
-from deployments.names import own_version
+from deployments.cli.renamed import rename_command, renamed_option
 from deployments.settings import ON_ONE_MACHINE, set_defaults
 
 app = typer.Typer(
@@ -27,20 +27,15 @@ app = typer.Typer(
 
 ConfigOption = Annotated[str, typer.Option("--config", help="A config file, or the name of a shipped one.")]
 UrlOption = Annotated[str, typer.Option("--url", help="A running server; without it one is started for the purpose.")]
-KeyOption = Annotated[str, typer.Option("--api-key", help="Key of the server, if it asks for one.")]
+KeyOption = Annotated[Path | None, typer.Option("--api-key-file", help="The server's key; else TROUPE_API_KEY.")]
+OldKeyOption = Annotated[str | None, renamed_option("--api-key", "--api-key-file, or TROUPE_API_KEY outside,")]
 RunningOption = Annotated[str, typer.Option("--url", help="A running server; the one that runs here by default.")]
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"troupe {own_version()}")
-        raise typer.Exit
 
 
 @app.callback()
 def troupe(
     version: Annotated[
-        bool, typer.Option("--version", help="Which version this is.", callback=_print_version, is_eager=True)
+        bool, typer.Option("--version", help="Which version this is.", callback=print_version, is_eager=True)
     ] = False,
 ) -> None:
     pass
@@ -64,7 +59,8 @@ def generate(
     true_cfg_scale: Annotated[float | None, typer.Option(help="Classifier-free guidance; 1 turns it off.")] = None,
     config: ConfigOption = "laptop",
     url: UrlOption = "",
-    api_key: KeyOption = "",
+    api_key_file: KeyOption = None,
+    api_key: OldKeyOption = None,
 ) -> None:
     """A picture or a clip from words."""
     from deployments.cli.generate import generate as run
@@ -82,7 +78,7 @@ def generate(
         "true_cfg_scale": true_cfg_scale,
     }
     options = {name: value for name, value in fields.items() if value is not None}
-    with _client(config, url, api_key) as client:
+    with _client(config, url, api_key_file) as client:
         run(client, prompt, out, options)
 
 
@@ -128,32 +124,39 @@ def door(
 
 
 @app.command()
-def models(url: UrlOption = "", api_key: KeyOption = "", config: ConfigOption = "laptop") -> None:
+def models(
+    url: UrlOption = "",
+    api_key_file: KeyOption = None,
+    api_key: OldKeyOption = None,
+    config: ConfigOption = "laptop",
+) -> None:
     """Served models with their defaults: of a running server, or those a config would serve."""
     from deployments.cli.models import print_models
+    from deployments.settings import Settings
 
     with errors():
-        print_models(url, api_key, config)
+        print_models(url, Settings().own_key(api_key_file), config)
 
 
 @app.command()
 def status(
     url: RunningOption = "",
-    api_key: KeyOption = "",
+    api_key_file: KeyOption = None,
     metrics_url: Annotated[str, typer.Option(help="Its metrics, where `troupe serve` did not start it here.")] = "",
 ) -> None:
     """Whether a running server is ready, with its models, their gangs, and what runs and waits there."""
     from deployments.cli.operation.status import print_status
+    from deployments.settings import Settings
 
     with errors():
-        is_ready = print_status(url, api_key, metrics_url)
+        is_ready = print_status(url, Settings().own_key(api_key_file), metrics_url)
     raise typer.Exit(0 if is_ready else 1)
 
 
 @app.command()
 def clips(
     url: RunningOption = "",
-    api_key: KeyOption = "",
+    api_key_file: KeyOption = None,
     limit: Annotated[int, typer.Option(help="How many, the newest first.")] = 20,
     delete: Annotated[list[str] | None, typer.Option(help="Delete the clip of this id, even while it is made.")] = None,
     download: Annotated[str, typer.Option(help="Fetch the clip of this id into --out.")] = "",
@@ -161,26 +164,16 @@ def clips(
 ) -> None:
     """Clips of a running server; or one is fetched, or some are deleted."""
     from deployments.cli.operation.clips import delete_clips, download_clip, print_clips
+    from deployments.settings import Settings
 
     with errors():
+        api_key = Settings().own_key(api_key_file)
         if delete:
             delete_clips(url, api_key, delete)
         if download:
             download_clip(url, api_key, download, out or Path(f"{download}.mp4"))
         if not delete and not download:
             print_clips(url, api_key, limit)
-
-
-@app.command()
-def stop(
-    port: Annotated[int | None, typer.Option(help="Of which server, if several run here.")] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for its end.")] = 120.0,
-) -> None:
-    """End a server that `troupe serve` started here; what is under way there has door.drain_s to finish."""
-    from deployments.cli.operation.stop import stop as run
-
-    with errors():
-        run(port, timeout)
 
 
 @app.command()
@@ -212,24 +205,26 @@ def demo(out: Annotated[Path, typer.Option(help="Directory for picture.png and c
         run(out)
 
 
-for _command in (build_engine, calibrate, estimate):
+for _command in (build_engine, calibrate, estimate, stop):
     app.command()(_command)
 rename_command(app, "plan", "estimate")
 
 
 @contextmanager
-def _client(config: str, url: str, api_key: str) -> Iterator[Any]:
+def _client(config: str, url: str, api_key_file: Path | None) -> Iterator[Any]:
     from deployments.cli.client import Client
 
     with errors():
         if url:  # a client alone: it starts without Ray and torch
-            with Client(url, api_key) as client:
+            from deployments.settings import Settings
+
+            with Client(url, Settings().own_key(api_key_file)) as client:
                 yield client
         else:
             from deployments.cli.progress import started_for_itself
             from deployments.cli.serving import load_config
 
-            with started_for_itself(load_config(config)) as own_url, Client(own_url, api_key) as client:
+            with started_for_itself(load_config(config)) as own_url, Client(own_url) as client:
                 yield client
 
 

@@ -55,7 +55,7 @@ def _num_at_start(scaled: ScaledConfig) -> int:
 
 def _keys() -> Iterator[str]:
     try:
-        _ = Settings().all_api_keys
+        Settings().key_ring()
     except (OSError, ValueError) as error:
         yield f"the API keys cannot be read: {error}"
 

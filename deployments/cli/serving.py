@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import ray
 import yaml
+from pydantic import ValidationError
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
@@ -25,6 +26,7 @@ from deployments.cli.preflight import check
 from deployments.config import ServeConfig
 from deployments.door.door import Door, listen
 from deployments.door.haproxy import find_binary
+from deployments.mistakes import mistakes
 from deployments.names import APPLICATION, INGRESS
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -56,9 +58,16 @@ def load_config(name: str | Path) -> ServeConfig:
 
 
 def parse_config(document: Mapping[str, Any]) -> ServeConfig:
-    """Checks by Ray Serve's own schema, since ``serve deploy`` must take the same file, and by ours."""
-    ServeDeploySchema.model_validate(document)
-    return ServeConfig.model_validate(document)
+    """Checks by ours, and by Ray Serve's own schema, since ``serve deploy`` must take the same file.
+
+    ValueError has a line for each mistake.
+    """
+    try:
+        config = ServeConfig.model_validate(document)
+        ServeDeploySchema.model_validate(document)
+    except ValidationError as error:
+        raise ValueError("\n".join(mistakes(error, document, ServeConfig))) from error
+    return config
 
 
 @contextmanager
@@ -108,7 +117,7 @@ class Entrance:
             yield cls(url=url, backend=(host, port), door=None)
             return
         backend = (LOOPBACK, free_port(LOOPBACK))
-        with Door(listener, backend, config.app.door) as door:
+        with Door(listener, backend, config.app.door, config.app.api.trusted_proxies) as door:
             yield cls(url=url, backend=backend, door=door)
 
 

@@ -15,7 +15,7 @@ from deployments.clips.claims import Claim, Claims
 from deployments.clips.folders import ClipFolders
 from deployments.clips.records import ClipError
 from deployments.clips.settings import ClipSettings
-from deployments.studio.interface import Media, Output, Preview, Progress, Studio
+from deployments.studio.interface import Media, ModelUnavailableError, Output, Preview, Progress, Studio
 from engines.gang.errors import GangBrokenError, QueueFullError
 
 logger = logging.getLogger("troupe.clips")
@@ -97,7 +97,7 @@ class Attempt:
 
     async def _after(self, failure: Exception) -> None:
         clip = self.claim.clip
-        if isinstance(failure, QueueFullError):
+        if isinstance(failure, QueueFullError | ModelUnavailableError):  # neither says anything of the clip
             await self.claims.give_back(self.claim, wait_s=failure.retry_after_s, counts=False)
             return
         logger.warning("clip %s failed, attempt %d", clip.id, clip.attempts, exc_info=failure)

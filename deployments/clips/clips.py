@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -65,21 +66,27 @@ class Clips:
         if self._engine is not None:
             await self._engine.dispose()
 
-    async def submit(self, request: MediaRequest, seconds: str) -> ClipRecord:
-        """Queues a clip. QueueFullError if too many wait, whatever room the gangs have."""
+    async def submit(self, request: MediaRequest, seconds: str, key_hash: str = "") -> ClipRecord:
+        """Queues a clip, for the holder of a key. QueueFullError if too many wait, whatever room the gangs have."""
         num_waiting = await self._store.num_waiting()
         if num_waiting >= self._settings.max_waiting_videos:
             raise QueueFullError(num_waiting, retry_after_s=self._settings.lease_s)
-        clip = await self._store.create(request, seconds)
+        clip = await self._store.create(request, seconds, key_hash)
         self._runner.wake()
         return clip
 
     async def get(self, clip_id: str) -> ClipRecord | None:
         return await self._store.get(clip_id)
 
-    async def page(self, *, after: ClipRecord | None, limit: int, ascending: bool) -> tuple[list[ClipRecord], bool]:
-        """Returns up to ``limit`` clips behind ``after``, and whether there are more."""
-        clips = await self._store.page(after=after, limit=limit + 1, ascending=ascending)
+    async def get_all(self, clip_ids: Collection[str]) -> dict[str, ClipRecord]:
+        """Returns those of the clips that there are, by id."""
+        return await self._store.get_all(clip_ids)
+
+    async def page(
+        self, *, after: ClipRecord | None, limit: int, ascending: bool, key_hash: str | None = None
+    ) -> tuple[list[ClipRecord], bool]:
+        """Returns up to ``limit`` clips behind ``after``, of one key unless it is None, and whether there are more."""
+        clips = await self._store.page(after=after, limit=limit + 1, ascending=ascending, key_hash=key_hash)
         return clips[:limit], len(clips) > limit
 
     async def delete(self, clip_id: str) -> bool:

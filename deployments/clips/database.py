@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import event
+from sqlalchemy import Connection, event, inspect, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+from sqlalchemy.schema import CreateColumn
 
 from deployments.clips.records import Base
 
@@ -34,6 +35,18 @@ async def open_database(url: str) -> AsyncEngine:
 async def _create_tables(engine: AsyncEngine) -> None:
     async with engine.begin() as connection:
         await connection.run_sync(Base.metadata.create_all)
+        await connection.run_sync(_add_columns)
+
+
+def _add_columns(connection: Connection) -> None:
+    """Adds what a database of an earlier version lacks. Its rows get the default."""
+    for table in Base.metadata.sorted_tables:
+        names = {column["name"] for column in inspect(connection).get_columns(table.name)}
+        for column in table.columns:
+            if column.name not in names:
+                assert column.nullable or column.server_default is not None, "old rows need a value"
+                definition = CreateColumn(column).compile(dialect=connection.dialect)
+                connection.execute(text(f"ALTER TABLE {table.name} ADD COLUMN {definition}"))
 
 
 def _tell_sqlite(connection: Any, record: Any) -> None:

@@ -25,7 +25,10 @@ class ClipError:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipRecord:
-    """A clip somebody asked for. ``number`` orders clips by creation; times are Unix seconds; ``progress`` is 0–100."""
+    """A clip somebody asked for. ``number`` orders clips by creation; times are Unix seconds; ``progress`` is 0–100.
+
+    ``key_hash`` is that of the API key that asked for it, empty where none was needed.
+    """
 
     id: str
     number: int
@@ -39,6 +42,7 @@ class ClipRecord:
     completed_at: int | None
     error: ClipError | None
     timings: StageTimes | None
+    key_hash: str = ""
 
 
 class Base(DeclarativeBase):
@@ -66,6 +70,7 @@ class ClipRow(Base):
     not_before_s: Mapped[float] = mapped_column(Float(53), default=0.0)
     error_json: Mapped[str | None] = mapped_column(Text)
     timings_json: Mapped[str | None] = mapped_column(Text)
+    key_hash: Mapped[str] = mapped_column(String(64), default="", server_default="")
 
 
 def record_of(row: ClipRow) -> ClipRecord:
@@ -82,6 +87,7 @@ def record_of(row: ClipRow) -> ClipRecord:
         completed_at=None if row.completed_at_s is None else int(row.completed_at_s),
         error=None if row.error_json is None else ClipError(**json.loads(row.error_json)),
         timings=None if row.timings_json is None else StageTimes(**json.loads(row.timings_json)),
+        key_hash=row.key_hash,
     )
 
 

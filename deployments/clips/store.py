@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from sqlalchemy import delete, func, select
@@ -20,7 +21,7 @@ class ClipStore:
     def session(self) -> AsyncSession:
         return AsyncSession(self.engine, expire_on_commit=False)
 
-    async def create(self, request: MediaRequest, seconds: str) -> ClipRecord:
+    async def create(self, request: MediaRequest, seconds: str, key_hash: str = "") -> ClipRecord:
         """Returns a queued clip, which is on disk then."""
         row = ClipRow(
             id=f"video_{secrets.token_hex(16)}",
@@ -29,6 +30,7 @@ class ClipStore:
             seconds=seconds,
             status="queued",
             created_at_s=time.time(),
+            key_hash=key_hash,
         )
         async with self.session() as session, session.begin():
             session.add(row)
@@ -39,11 +41,24 @@ class ClipStore:
             row = await session.scalar(select(ClipRow).where(ClipRow.id == clip_id))
         return None if row is None else record_of(row)
 
-    async def page(self, *, after: ClipRecord | None, limit: int, ascending: bool) -> list[ClipRecord]:
-        """Returns ``limit`` clips at most behind ``after`` by creation, the newest first unless ``ascending``."""
+    async def get_all(self, clip_ids: Collection[str]) -> dict[str, ClipRecord]:
+        """Returns those of the clips that there are, by id."""
+        async with self.session() as session:
+            rows = await session.scalars(select(ClipRow).where(ClipRow.id.in_(clip_ids)))
+            return {row.id: record_of(row) for row in rows}
+
+    async def page(
+        self, *, after: ClipRecord | None, limit: int, ascending: bool, key_hash: str | None = None
+    ) -> list[ClipRecord]:
+        """Returns ``limit`` clips at most behind ``after`` by creation, the newest first unless ``ascending``.
+
+        They are those of one key, unless ``key_hash`` is None.
+        """
         query = select(ClipRow).order_by(ClipRow.number if ascending else ClipRow.number.desc()).limit(limit)
         if after is not None:
             query = query.where(ClipRow.number > after.number if ascending else ClipRow.number < after.number)
+        if key_hash is not None:
+            query = query.where(ClipRow.key_hash == key_hash)
         async with self.session() as session:
             return [record_of(row) for row in await session.scalars(query)]
 

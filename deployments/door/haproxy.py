@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,17 +23,18 @@ RAYS_OWN_HEADERS = (
 be a plain 500.
 """
 
-FORWARDED_HEADERS = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto")
+FORWARDED_HEADERS = ("x-forwarded-host", "x-forwarded-proto")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Places:
+class Wiring:
     """Where things are: the socket to listen on, by its descriptor; the proxy behind the door; files of this run."""
 
     listener: int
     backend: tuple[str, int]
     admin_socket: Path
     pages: Mapping[int, Path]
+    trusted_proxies: Sequence[str] = ()
 
 
 def find_binary() -> str | None:
@@ -48,9 +49,9 @@ def find_binary() -> str | None:
         return None
 
 
-def render(settings: DoorSettings, places: Places) -> str:
+def render(settings: DoorSettings, wiring: Wiring) -> str:
     """Returns the whole configuration file."""
-    sections = (_global(settings, places), _defaults(settings, places), _frontend(settings, places), _backend(places))
+    sections = (_global(settings, wiring), _defaults(settings, wiring), _frontend(settings, wiring), _backend(wiring))
     return "\n".join(line for section in sections for line in section) + "\n"
 
 
@@ -62,9 +63,9 @@ def max_connections(settings: DoorSettings) -> int:
     return max(1, min(settings.max_connections, (hard - SPARE_FILES) // 2))
 
 
-def _global(settings: DoorSettings, places: Places) -> Iterator[str]:
+def _global(settings: DoorSettings, wiring: Wiring) -> Iterator[str]:
     yield "global"
-    yield f"    stats socket {places.admin_socket} mode 600 level admin"
+    yield f"    stats socket {wiring.admin_socket} mode 600 level admin"
     yield f"    maxconn {max_connections(settings)}"
     yield "    nbthread 2"
     # A head must fit a buffer with room to spare; what is above the limit but fits gets an answer that says so.
@@ -72,7 +73,7 @@ def _global(settings: DoorSettings, places: Places) -> Iterator[str]:
     yield "    tune.http.maxhdr 200"
 
 
-def _defaults(settings: DoorSettings, places: Places) -> Iterator[str]:
+def _defaults(settings: DoorSettings, wiring: Wiring) -> Iterator[str]:
     yield "defaults"
     yield "    mode http"
     yield "    timeout connect 2s"
@@ -83,13 +84,13 @@ def _defaults(settings: DoorSettings, places: Places) -> Iterator[str]:
     yield "    timeout check 3s"
     yield "    option abortonclose"
     yield "    option http-no-delay"
-    for status, file in places.pages.items():
+    for status, file in wiring.pages.items():
         yield f"    errorfile {status} {file}"
 
 
-def _frontend(settings: DoorSettings, places: Places) -> Iterator[str]:
+def _frontend(settings: DoorSettings, wiring: Wiring) -> Iterator[str]:
     yield "frontend door"
-    yield f"    bind fd@{places.listener}"
+    yield f"    bind fd@{wiring.listener}"
     yield from _request_id()
     crowded = int(FULL_SHARE * max_connections(settings))
     yield f"    {_returned(FULL)} if {{ fe_conn gt {crowded} }} !{{ path /health }}"
@@ -97,12 +98,21 @@ def _frontend(settings: DoorSettings, places: Places) -> Iterator[str]:
     yield "    acl bodiless method GET HEAD DELETE OPTIONS"
     yield f"    {_returned(BODY_UNWANTED)} if bodiless {{ req.hdr(transfer-encoding) -m found }}"
     yield f"    {_returned(BODY_UNWANTED)} if bodiless {{ req.hdr_val(content-length) gt 0 }}"
-    for name in (*RAYS_OWN_HEADERS, *FORWARDED_HEADERS):
+    for name in RAYS_OWN_HEADERS:
         yield f"    http-request del-header {name}"
     yield "    http-request del-header x-serve-router- -m beg"
     yield "    http-request del-header traceparent if { req.hdr(traceparent) -m reg [^\\x20-\\x7e] }"
-    yield "    http-request set-header X-Forwarded-For %[src]"
+    yield from _forwarded(wiring.trusted_proxies)
     yield "    default_backend application"
+
+
+def _forwarded(trusted_proxies: Sequence[str]) -> Iterator[str]:
+    """Yields rules by which the application sees who called the door, and what trusted proxies say of their clients."""
+    condition = f" unless {{ src {' '.join(trusted_proxies)} }}" if trusted_proxies else ""
+    for name in FORWARDED_HEADERS:
+        yield f"    http-request del-header {name}{condition}"
+    yield "    http-request del-header forwarded"
+    yield "    http-request set-header X-Forwarded-For %[src]"
 
 
 def _request_id() -> Iterator[str]:
@@ -113,8 +123,8 @@ def _request_id() -> Iterator[str]:
     yield "    http-after-response set-header X-Request-Id %[var(txn.id)] if { var(txn.id) -m found }"
 
 
-def _backend(places: Places) -> Iterator[str]:
-    host, port = places.backend
+def _backend(wiring: Wiring) -> Iterator[str]:
+    host, port = wiring.backend
     yield "backend application"
     # Ray's proxy answers before it knows the application, with a text of its own: only ours speaks of models.
     yield "    option httpchk GET /health"

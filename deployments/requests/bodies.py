@@ -2,63 +2,92 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field
 
 from deployments.clips.folders import Variant
-from pipelines.size import PIXELS
+from deployments.requests.fields import MAX_SEED, RANDOM_SEED, Count, Name, NegativePrompt, Off, Prompt, Seconds, Size
+from deployments.requests.quality import WrittenQuality
 
-MAX_SEED = 2**53 - 1
-"""Largest seed: every JSON reader keeps integers up to here exact, so the seed in an answer can be sent again."""
-MAX_PROMPT_CHARS = 32_000
-
-# NUL is refused because PostgreSQL cannot store it; a prompt of spaces says nothing to a text encoder.
-Prompt = Annotated[str, StringConstraints(max_length=MAX_PROMPT_CHARS, pattern=r"^[^\x00]*[^\x00\s][^\x00]*$")]
-NegativePrompt = Annotated[str, StringConstraints(max_length=MAX_PROMPT_CHARS, pattern=r"^[^\x00]*$")]
-Size = Annotated[str, StringConstraints(pattern=f"^({PIXELS}|auto)$")]
-Seconds = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,4}(\.[0-9]{1,3})?$")]
-Name = Annotated[str, StringConstraints(max_length=512, pattern=r"^[^\x00]*$")]
+ACCEPTED = "Accepted, without effect."
+SWITCH = "Another server's switch: accepted while it is off."
 
 
-class MediaBody(BaseModel):
+class PeerFields(BaseModel):
+    """Fields of other servers whose clients send them always. What would change the picture is refused."""
+
+    generator_device: Name | None = Field(None, description="Accepted: noise is drawn on the CPU, the same everywhere.")
+    enable_teacache: Off | None = Field(None, description=SWITCH)
+    enable_upscaling: Off | None = Field(None, description=SWITCH)
+    enable_frame_interpolation: Off | None = Field(None, description=SWITCH)
+    enhance_prompt: Off | None = Field(None, description=SWITCH)
+    generate_sound: Off | None = Field(None, description=SWITCH)
+    profile: Off | None = Field(None, description=SWITCH)
+    profile_all_stages: Off | None = Field(None, description=SWITCH)
+    return_stage_metrics: Off | None = Field(None, description=SWITCH)
+    vae_use_slicing: Off | None = Field(None, description=SWITCH)
+    vae_use_tiling: Off | None = Field(None, description=SWITCH)
+
+
+class MediaBody(PeerFields):
     """Fields that pictures and clips share. A field that is null or absent takes the model's default."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     prompt: Prompt = Field(description="What to draw, in words.", examples=["a small red circle, white background"])
-    model: Name | None = Field(None, description="A name from /v1/models; by default the first model of the kind.")
+    model: Name | None = Field(
+        None, description="A name or alias from /v1/models; by default the first model of the kind."
+    )
     size: Size | None = Field(None, description="WIDTHxHEIGHT in pixels, or auto.", examples=["128x128"])
-    negative_prompt: NegativePrompt | None = Field(None, description="What to avoid; needs true_cfg_scale above 1.")
-    seed: int | None = Field(None, ge=0, le=MAX_SEED, description="The same seed gives the same bytes.")
-    num_inference_steps: int | None = Field(None, ge=1, le=10_000, description="Solver steps.")
-    guidance_scale: float | None = Field(None, ge=0, le=1000, description="Distilled guidance of FLUX.1-dev's kind.")
-    true_cfg_scale: float | None = Field(None, ge=1, le=1000, description="Classifier-free guidance; 1 turns it off.")
+    width: Count | None = Field(None, description="Pixels, with height; instead of size.")
+    height: Count | None = Field(None, description="Pixels, with width; instead of size.")
+    negative_prompt: NegativePrompt | None = Field(
+        None, description="What to avoid; needs classifier-free guidance: true_cfg_scale above 1."
+    )
+    seed: int | None = Field(
+        None, ge=RANDOM_SEED, le=MAX_SEED, description="The same seed gives the same bytes; -1 takes a random one."
+    )
+    num_inference_steps: Count | None = Field(None, description="Solver steps; wins over quality.")
+    quality: WrittenQuality | None = Field(
+        None, description="Steps in words: low is half the model's default, high (hd) one and a half times."
+    )
+    guidance_scale: float | None = Field(
+        None,
+        ge=0,
+        le=1000,
+        description="The guidance that the model has: distilled (FLUX.1-dev), or else classifier-free (Wan).",
+    )
+    true_cfg_scale: float | None = Field(
+        None, ge=1, le=1000, description="Classifier-free guidance; 1 turns it off. Also guidance_scale, where unique."
+    )
+    style: Literal["vivid", "natural"] | None = Field(None, description=ACCEPTED)
+    background: Literal["opaque", "auto"] | None = Field(None, description="Always opaque.")
+    moderation: Literal["low", "auto"] | None = Field(None, description="Accepted; there is no moderation.")
+    user: Name | None = Field(None, description="Given back as safety_identifier, with pictures.")
 
 
 class ImageBody(MediaBody):
     """POST /v1/images/generations"""
 
-    n: int | None = Field(None, ge=1, le=1000, description="Pictures, with seeds seed, seed + 1, …")
+    n: Count | None = Field(None, description="Pictures, with seeds seed, seed + 1, …")
     response_format: Literal["b64_json", "url"] | None = None
     output_format: Literal["png", "jpeg", "webp"] | None = None
     output_compression: int | None = Field(None, ge=0, le=100, description="Quality of jpeg and webp, 100 is best.")
     stream: bool | None = Field(None, description="Answer with server-sent events.")
     partial_images: int | None = Field(None, ge=0, le=3, description="Previews on the way; needs stream.")
     stream_progress: bool | None = Field(None, description="Add a troupe.progress event per step; needs stream.")
-    background: Literal["opaque", "auto"] | None = None
-    quality: Literal["auto"] | None = Field(None, description="Only auto: use num_inference_steps instead.")
-    moderation: Literal["low", "auto"] | None = Field(None, description="Accepted; there is no moderation.")
-    user: Name | None = None
     safety_identifier: Name | None = None
 
 
 class VideoBody(MediaBody):
     """POST /v1/videos"""
 
-    seconds: Seconds | Annotated[int, Field(ge=1, le=9999)] | None = Field(None, description="Length of the clip.")
-    num_frames: int | None = Field(None, ge=1, le=100_000, description="Length in frames, instead of seconds.")
+    seconds: Seconds | None = Field(None, description="Length of the clip; the nearest that the model can make.")
+    num_frames: Count | None = Field(None, description="Length in frames, instead of seconds.")
     fps: int | None = Field(None, ge=1, le=120, description="Frames a second.")
+    n: Count | None = Field(None, description="Only 1: a request makes one clip.")
+    num_outputs_per_prompt: Count | None = Field(None, description="The same as n.")
 
 
 class PageQuery(BaseModel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -9,13 +10,13 @@ from deployments.requests.bodies import VideoBody
 from deployments.requests.errors import RequestError, blaming
 from deployments.requests.rules import choose_card, media_request
 from deployments.studio.interface import ModelCard
-from pipelines.defaults import Defaults
+from pipelines.defaults import Defaults, largest_num_frames
 from pipelines.request import MediaRequest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipRequest:
-    """One clip, and its length as it is told to the client: as the client said it, else as decimal seconds."""
+    """One clip, and its real length in decimal seconds, which need not be what was asked for."""
 
     request: MediaRequest
     seconds: str
@@ -24,15 +25,20 @@ class ClipRequest:
 def clip_request(body: VideoBody, cards: Mapping[str, ModelCard], request_id: str, num_previews: int) -> ClipRequest:
     """Returns what ``body`` asks for. RequestError if a value does not suit the model or another value."""
     card = choose_card(cards, body.model, "video")
+    check_one(body)
     num_frames, fps = clip_length(body.seconds, body.num_frames, body.fps, card.defaults)
     request = media_request(body, card, request_id, num_frames=num_frames, fps=fps, num_previews=num_previews)
-    seconds = decimal(num_frames / fps) if body.seconds is None else str(body.seconds)
-    return ClipRequest(request=request, seconds=seconds)
+    return ClipRequest(request=request, seconds=decimal(num_frames / fps))
 
 
-def clip_length(
-    seconds: str | int | None, num_frames: int | None, fps: int | None, defaults: Defaults
-) -> tuple[int, int]:
+def check_one(body: VideoBody) -> None:
+    for name in ("n", "num_outputs_per_prompt"):
+        if getattr(body, name) not in (None, 1):
+            message = f"{name} is {getattr(body, name)}; a request makes one clip: send it once for each"
+            raise RequestError(message, name)
+
+
+def clip_length(seconds: float | None, num_frames: int | None, fps: int | None, defaults: Defaults) -> tuple[int, int]:
     """Returns frames and frames per second.
 
     A clip has 1 + k × ``frame_multiple`` frames; ``seconds`` takes the nearest.
@@ -41,14 +47,18 @@ def clip_length(
         raise RequestError("seconds and num_frames are two ways to say one thing; give one of them", "seconds")
     rate = fps or defaults.fps
     if seconds is None:
-        return check_num_frames(num_frames or defaults.num_frames, defaults), rate
-    length = float(seconds) * rate
+        return check_num_frames(defaults.num_frames if num_frames is None else num_frames, defaults), rate
+    length = seconds * rate
     frames = 1 + max(0, round((length - 1) / defaults.frame_multiple)) * defaults.frame_multiple
     if length <= 0 or frames > defaults.max_frames:
-        longest = decimal(defaults.max_frames / rate)
-        message = f"seconds is {seconds}; at {rate} fps it must be above 0 and at most {longest}"
+        message = f"seconds is {seconds:g}; at {rate} fps it must be above 0 and at most {longest(rate, defaults)}"
         raise RequestError(message, "seconds")
     return frames, rate
+
+
+def longest(rate: int, defaults: Defaults) -> str:
+    """Returns the seconds that the most frames last, rounded down so that they are not refused in turn."""
+    return decimal(math.floor(1000 * largest_num_frames(defaults.max_frames, defaults.frame_multiple) / rate) / 1000)
 
 
 def check_num_frames(num_frames: int, defaults: Defaults) -> int:

@@ -2,13 +2,38 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from annotated_types import Ge, Le
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from deployments.requests.bodies import PeerFields
+from deployments.spelling import nearest_name
 
 B = TypeVar("B", bound=BaseModel)
+
+MAX_SHOWN_CHARS = 80
+SENTENCES = {
+    "string_type": "it must be text",
+    "string_too_long": "it must have at most {max_length} characters",
+    "int_type": "it must be a whole number",
+    "int_parsing": "it must be a whole number",
+    "int_parsing_size": "it must be a whole number of at most 15 digits",
+    "int_from_float": "it must be a whole number",
+    "float_type": "it must be a number",
+    "float_parsing": "it must be a number",
+    "finite_number": "it must be a finite number",
+    "bool_type": "it must be true or false",
+    "bool_parsing": "it must be true or false",
+    "greater_than_equal": "it must be at least {ge}",
+    "less_than_equal": "it must be at most {le}",
+    "literal_error": "it must be {expected}",
+}
+"""What pydantic finds, in words that do not depend on how this server is written."""
 
 
 class RequestError(ValueError):
@@ -37,29 +62,65 @@ def blaming(param: str) -> Iterator[None]:
 
 
 def shown(value: object) -> str:
-    """Returns ``value`` for a message: quoted, short, and printable whatever the client sent."""
-    text = ascii(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    """Returns ``value`` for a message: as JSON has it but text in single quotes, short, and printable."""
+    if isinstance(value, str):
+        return f"'{printable(value)}'"
+    return cut(json.dumps(value, default=str))
+
+
+def printable(text: str) -> str:
+    """Returns ``text``, short, with all that is no visible character escaped."""
+    return cut("".join(one if one.isprintable() else f"\\u{ord(one):04x}" for one in text[: MAX_SHOWN_CHARS + 1]))
+
+
+def cut(text: str) -> str:
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[: MAX_SHOWN_CHARS - 3]}..."
 
 
 def validated(body_type: type[B], fields: Any) -> B:
-    """Returns ``fields`` as checked types. RequestError names the first that is wrong."""
+    """Returns ``fields`` as checked types; what is None counts as absent. RequestError names the first wrong one."""
+    if isinstance(fields, Mapping):
+        fields = {name: value for name, value in fields.items() if value is not None}
     try:
         return body_type.model_validate(fields)
     except ValidationError as error:
         raise field_error(error.errors(), body_type.model_fields) from None
 
 
-def field_error(errors: Collection[Mapping[str, Any]], fields: Collection[str]) -> RequestError:
+def validated_form(body_type: type[B], fields: Mapping[str, str]) -> B:
+    """Returns what ``validated`` does, from text alone; an empty field counts as absent."""
+    try:
+        return body_type.model_validate_strings({name: text for name, text in fields.items() if text})
+    except ValidationError as error:
+        raise field_error(error.errors(), body_type.model_fields) from None
+
+
+def field_error(errors: Collection[Mapping[str, Any]], fields: Mapping[str, FieldInfo]) -> RequestError:
     """Returns the first of pydantic's ``errors`` as one that names the field; ``fields`` are the allowed fields."""
     first = next(iter(errors))
     path = [str(part) for part in first["loc"] if part not in ("query", "path", "header")]
-    param = ascii(path[0])[1:-1] if path else None
+    param = printable(path[0]) if path else None
+    names = ", ".join(name for name in fields if name not in PeerFields.model_fields)
     if first["type"] == "extra_forbidden":
-        hint = f"; known fields: {', '.join(fields)}" if fields else ""
-        return RequestError(f"Unknown field {shown(path[0])}{hint}", param, code="unknown_field")
+        nearest = nearest_name(path[0], fields)
+        known = f"known fields: {names}" if fields else ""
+        hint = f": did you mean {nearest}? {known.capitalize()}" if nearest else f"; {known}"
+        return RequestError(f"Unknown field {shown(path[0])}{hint.rstrip('; ')}", param, code="unknown_field")
     if first["type"] == "missing":
         return RequestError(f"{param} is required", param, code="missing_field")
     if param is None:
-        return RequestError(f"The body must be a JSON object with the fields {', '.join(fields)}")
-    return RequestError(f"{param} is {shown(first.get('input'))}: {first['msg']}", param)
+        return RequestError(f"The body must be a JSON object with the fields {names}")
+    return RequestError(f"{param} is {shown(first.get('input'))}: {_sentence(first, fields.get(path[0]))}", param)
+
+
+def _sentence(error: Mapping[str, Any], field: FieldInfo | None) -> str:
+    """Returns what the field must be: both ends of a range, whichever was crossed."""
+    if error["type"] in ("greater_than_equal", "less_than_equal") and field is not None:
+        low = [one.ge for one in field.metadata if isinstance(one, Ge)]
+        high = [one.le for one in field.metadata if isinstance(one, Le)]
+        if low and high:
+            return f"it must be from {low[0]} to {high[0]}"
+    if error["type"] not in SENTENCES:
+        return str(error["msg"])
+    facts = {name: str(fact).replace("'", "") for name, fact in error.get("ctx", {}).items()}
+    return SENTENCES[error["type"]].format(**facts)

@@ -9,7 +9,7 @@ from deployments.requests.bodies import ImageBody, VideoBody
 from deployments.requests.clips import clip_request
 from deployments.requests.errors import validated
 from deployments.requests.images import image_request
-from deployments.requests.rules import no_model
+from deployments.requests.rules import find_card
 from deployments.studio.interface import ModelCard, Output
 from pipelines.request import MediaRequest
 
@@ -23,11 +23,9 @@ def handle_request(
 
     Without ``model``, the first served one. RequestError says which value is wrong and what is allowed.
     """
-    name = fields.get("model") or next(iter(cards))
-    if not isinstance(name, str) or name not in cards:
-        raise no_model(name, cards)
-    fields = {**fields, "model": name}
-    if cards[name].defaults.kind == "video":
+    card = find_card(cards, fields.get("model") or next(iter(cards)))
+    fields = {**fields, "model": card.name}
+    if card.defaults.kind == "video":
         clip = clip_request(validated(VideoBody, fields), cards, request_id, NUM_PREVIEWS)
         return clip.request, Output(format="mp4")
     pictures = image_request(validated(ImageBody, {**fields, "stream": True}), cards, request_id, max_n=1)

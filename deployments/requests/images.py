@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from deployments.requests.bodies import MAX_SEED, ImageBody
+from deployments.requests.bodies import ImageBody
 from deployments.requests.errors import RequestError
+from deployments.requests.fields import MAX_SEED
+from deployments.requests.quality import MEANINGS, Quality
 from deployments.requests.rules import choose_card, media_request
 from deployments.studio.interface import ModelCard, Output
 from pipelines.request import MediaRequest
@@ -14,17 +16,25 @@ from pipelines.request import MediaRequest
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageRequest:
-    """One request per picture, with seeds that follow each other, and how to hand the pictures over."""
+    """One request per picture, with seeds that follow each other, and how to hand the pictures over.
+
+    ``quality`` is what the number of steps was chosen by; None if the client said the number.
+    """
 
     requests: tuple[MediaRequest, ...]
     output: Output
     by_url: bool
     stream_progress: bool
+    quality: Quality | None
     safety_identifier: str | None
 
     @property
     def model(self) -> str:
         return self.requests[0].model
+
+    @property
+    def num_inference_steps(self) -> int:
+        return self.requests[0].num_inference_steps
 
     @property
     def size(self) -> str:
@@ -34,8 +44,8 @@ class ImageRequest:
 def image_request(body: ImageBody, cards: Mapping[str, ModelCard], request_id: str, max_n: int) -> ImageRequest:
     """Returns what ``body`` asks for. RequestError if a value does not suit the model or another value."""
     card = choose_card(cards, body.model, "image")
-    n = body.n or 1
-    if n > max_n:
+    n = 1 if body.n is None else body.n
+    if not 1 <= n <= max_n:
         raise RequestError(f"n is {n}; it must be from 1 to {max_n}", "n")
     check_stream_fields(body)
     first = media_request(body, card, request_id, num_previews=body.partial_images or 0)
@@ -46,6 +56,7 @@ def image_request(body: ImageBody, cards: Mapping[str, ModelCard], request_id: s
         output=image_output(body),
         by_url=body.response_format == "url",
         stream_progress=bool(body.stream_progress),
+        quality=MEANINGS[body.quality or "auto"] if body.num_inference_steps is None else None,
         safety_identifier=body.safety_identifier or body.user or None,
     )
 

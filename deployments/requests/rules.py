@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Mapping
 
 from deployments.requests.bodies import MediaBody
 from deployments.requests.errors import RequestError, blaming, shown
+from deployments.requests.fields import RANDOM_SEED
+from deployments.requests.quality import MEANINGS, quality_steps
 from deployments.studio.interface import ModelCard
 from pipelines.defaults import Defaults
 from pipelines.request import MediaKind, MediaRequest
-from pipelines.size import Size
+from pipelines.size import PIXELS, Size
 
 RANDOM_SEED_BITS = 32
 
@@ -18,22 +21,25 @@ RANDOM_SEED_BITS = 32
 def choose_card(cards: Mapping[str, ModelCard], name: str | None, kind: MediaKind) -> ModelCard:
     """Returns the card of the model asked for. RequestError if there is none of that name and kind."""
     fitting = [card for card in cards.values() if card.defaults.kind == kind]
-    names = ", ".join(card.name for card in fitting) or "none"
     if name is None:
         if not fitting:
             raise RequestError(f"No {kind} model is served", "model", code="model_not_found")
         return fitting[0]
-    if name not in cards:
-        raise no_model(name, cards)
-    if cards[name] not in fitting:
-        message = f"{shown(name)} makes {cards[name].defaults.kind}s, not {kind}s; {kind} models served: {names}"
+    card = find_card(cards, name)
+    if card not in fitting:
+        names = ", ".join(one.name for one in fitting) or "none"
+        message = f"{shown(name)} makes {card.defaults.kind}s, not {kind}s; {kind} models served: {names}"
         raise RequestError(message, "model", code="wrong_kind")
-    return cards[name]
+    return card
 
 
-def no_model(name: object, cards: Mapping[str, ModelCard]) -> RequestError:
+def find_card(cards: Mapping[str, ModelCard], name: object) -> ModelCard:
+    """Returns the card of that name or alias. RequestError lists the names that there are."""
+    for card in cards.values():
+        if name == card.name or name in card.aliases:
+            return card
     message = f"There is no model {shown(name)}; models served: {', '.join(cards) or 'none'}"
-    return RequestError(message, "model", code="model_not_found")
+    raise RequestError(message, "model", code="model_not_found")
 
 
 def media_request(
@@ -46,11 +52,10 @@ def media_request(
     num_previews: int = 0,
 ) -> MediaRequest:
     """Returns what the studio is asked for. RequestError says which value does not suit the model."""
-    width, height = check_size(body.size, card.defaults)
-    num_steps = check_steps(body.num_inference_steps, card.defaults)
-    scale = card.defaults.true_cfg_scale if body.true_cfg_scale is None else body.true_cfg_scale
-    check_negative_prompt(body.negative_prompt, scale)
-    check_guidance(body.guidance_scale, card)
+    width, height = choose_size(body, card.defaults)
+    num_steps = choose_steps(body, card.defaults)
+    guidance_scale, true_cfg_scale = choose_scales(body, card)
+    check_negative_prompt(body.negative_prompt, true_cfg_scale)
     return MediaRequest(
         # Clients may send one id twice; in the gang each job needs its own.
         request_id=f"{request_id}-{secrets.token_hex(4)}",
@@ -63,41 +68,86 @@ def media_request(
         num_frames=num_frames,
         fps=fps,
         num_inference_steps=num_steps,
-        guidance_scale=card.defaults.guidance_scale if body.guidance_scale is None else body.guidance_scale,
-        true_cfg_scale=scale,
-        seed=secrets.randbits(RANDOM_SEED_BITS) if body.seed is None else body.seed,
+        guidance_scale=guidance_scale,
+        true_cfg_scale=true_cfg_scale,
+        seed=secrets.randbits(RANDOM_SEED_BITS) if body.seed in (None, RANDOM_SEED) else body.seed,
         preview_steps=preview_steps(num_steps, num_previews),
     )
 
 
-def check_size(size: str | None, defaults: Defaults) -> tuple[int, int]:
-    """Returns width and height in pixels."""
-    if size is None or size == "auto":
+def choose_size(body: MediaBody, defaults: Defaults) -> tuple[int, int]:
+    """Returns width and height in pixels, from ``size`` or the two numbers."""
+    sides = (body.width, body.height)
+    if body.size in (None, "", "auto") and sides == (None, None):
         return defaults.width, defaults.height
-    wanted = Size.parse(size)
-    with blaming("size"):
-        defaults.check_size(wanted.width, wanted.height)
-    return wanted.width, wanted.height
+    if body.size in (None, "", "auto"):
+        width, height, param = *both_sides(*sides), "width"
+    else:
+        width, height, param = *parse_size(str(body.size), defaults), "size"
+        if any(side not in (None, meant) for side, meant in zip(sides, (width, height), strict=True)):
+            message = f"size is {body.size}, but width and height say something else; give one of them"
+            raise RequestError(message, "size")
+    with blaming(param):
+        defaults.check_size(width, height)
+    return width, height
 
 
-def check_steps(num_steps: int | None, defaults: Defaults) -> int:
-    if num_steps is None:
-        return defaults.num_inference_steps
+def both_sides(width: int | None, height: int | None) -> tuple[int, int]:
+    if width is None or height is None:
+        alone, other = ("width", "height") if height is None else ("height", "width")
+        raise RequestError(f"{alone} is given without {other}; give both, or size", alone)
+    return width, height
+
+
+def parse_size(text: str, defaults: Defaults) -> tuple[int, int]:
+    if not re.fullmatch(PIXELS, text):
+        example = f"{defaults.width}x{defaults.height}"
+        message = f"size is {shown(text)}: it must be WIDTHxHEIGHT in pixels, such as {example}, or auto"
+        raise RequestError(message, "size")
+    size = Size.parse(text)
+    return size.width, size.height
+
+
+def choose_steps(body: MediaBody, defaults: Defaults) -> int:
+    if body.num_inference_steps is None:
+        return quality_steps(MEANINGS[body.quality or "auto"], defaults)
     with blaming("num_inference_steps"):
-        defaults.check_num_steps(num_steps)
-    return num_steps
+        defaults.check_num_steps(body.num_inference_steps)
+    return body.num_inference_steps
+
+
+def choose_scales(body: MediaBody, card: ModelCard) -> tuple[float, float]:
+    """Returns the distilled scale, and that of classifier-free guidance.
+
+    Among clients both are known as ``guidance_scale``: a model has one of them, or none.
+    """
+    defaults, scale = card.defaults, body.guidance_scale
+    true_cfg_scale = defaults.true_cfg_scale if body.true_cfg_scale is None else body.true_cfg_scale
+    if scale is None:
+        return defaults.guidance_scale, true_cfg_scale
+    if defaults.guidance_scale:
+        return scale, true_cfg_scale
+    if body.true_cfg_scale is None and defaults.true_cfg_scale > 1:
+        return 0.0, max(1.0, scale)  # up to 1 it is off, as in diffusers
+    # 0 beside a true scale says that there is no distilled one.
+    if scale > 1 and scale != body.true_cfg_scale:
+        raise RequestError(_useless_scale(scale, body.true_cfg_scale, card), "guidance_scale")
+    return 0.0, true_cfg_scale
+
+
+def _useless_scale(scale: float, true_cfg_scale: float | None, card: ModelCard) -> str:
+    if true_cfg_scale is None:
+        return f"guidance_scale is {scale:g}, but {card.name} was made to need none; leave it out, or set it to 1"
+    return (
+        f"guidance_scale is {scale:g} and true_cfg_scale {true_cfg_scale:g}; {card.name} has one guidance, which both "
+        "name: give one of them"
+    )
 
 
 def check_negative_prompt(negative_prompt: str | None, true_cfg_scale: float) -> None:
     if negative_prompt and true_cfg_scale <= 1:
         message = f"negative_prompt has no effect while true_cfg_scale is {true_cfg_scale:g}; set it above 1"
         raise RequestError(message, "negative_prompt")
-
-
-def check_guidance(guidance_scale: float | None, card: ModelCard) -> None:
-    if guidance_scale and not card.defaults.guidance_scale:
-        message = f"guidance_scale is {guidance_scale:g}, but {card.name} has no distilled guidance; use true_cfg_scale"
-        raise RequestError(message, "guidance_scale")
 
 
 def preview_steps(num_steps: int, num_previews: int) -> tuple[int, ...]:

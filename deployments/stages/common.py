@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
-
-import ray
 
 from deployments.config import ModelConfig
 from deployments.replicas import prepare_replica
 from deployments.stages.config import StageConfig
+from engines.core.parcel import Parcel
+from engines.gang.errors import QueueFullError
+from engines.gang.job import JobEvent
 from pipelines.checkpoint import Checkpoint
 
 
@@ -22,11 +22,21 @@ class StageSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Encoded:
-    """Conditioning, left in the object store by a text encoder, and the seconds it took: tensors stay there."""
+class Encoded(Parcel):
+    """Conditioning, and the seconds it took a text encoder."""
 
-    conditioning: ray.ObjectRef[Any]
     encode_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncodingDone:
+    """The first event of a job: its conditioning is there, and took ``encode_s``."""
+
+    encode_s: float
+
+
+StageEvent = EncodingDone | JobEvent | QueueFullError
+"""What a denoiser says of a job. A refusal is its only event: Serve logs a traceback of whatever is raised."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,6 +15,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    NonNegativeFloat,
     PlainSerializer,
     PositiveFloat,
     PositiveInt,
@@ -35,13 +36,19 @@ STRICT = ConfigDict(extra="forbid")
 
 
 class AutoscalingConfig(BaseModel):
-    """Replicas (for a Denoiser: gangs) between ``min_replicas`` and ``max_replicas``, by requests under way."""
+    """Replicas (for a Denoiser: gangs) between ``min_replicas`` and ``max_replicas``, by requests under way.
+
+    Requests are counted as their mean over ``look_back_period_s``. The first replica after none comes without
+    ``upscale_delay_s``.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     min_replicas: int = Field(default=1, ge=0)
     max_replicas: PositiveInt = 1
     target_ongoing_requests: PositiveFloat = 2.0
+    look_back_period_s: PositiveFloat = 30.0
+    upscale_delay_s: NonNegativeFloat = 30.0
     downscale_delay_s: PositiveFloat = 600.0
 
     @model_validator(mode="after")

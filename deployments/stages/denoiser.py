@@ -11,12 +11,13 @@ import ray
 
 from deployments.config import ModelConfig
 from deployments.observability.exposition import Counted, counted_here
-from deployments.replicas import prepare_replica
+from deployments.replicas import is_on_loopback, prepare_replica
 from deployments.settings import process_environment
-from deployments.stages.common import Encoded
-from deployments.stages.rank import BuildRankParts
+from deployments.stages.common import Encoded, EncodingDone, StageEvent
+from deployments.stages.rank import LoadRankParts
+from engines.gang.errors import QueueFullError
 from engines.gang.gang import Gang
-from engines.gang.job import Job, JobEvent
+from engines.gang.job import Job
 from engines.registry import rank_environment
 from pipelines.request import MediaRequest
 
@@ -26,9 +27,18 @@ EVENTS_EVERY_S = 0.1
 """Progress for people: no faster than they can see."""
 
 
+LOOPBACK = {"NCCL_SOCKET_IFNAME": "lo"}
+
+
 def node_environment(engine: str) -> Mapping[str, str]:
-    """Returns the variables to start ranks with on the node where it is called, from that node's own."""
-    return rank_environment(engine, process_environment())
+    """Returns the variables to start ranks with on the node where it is called, from that node's own.
+
+    NCCL's own sockets, which go to the address of the machine by default, stay on a cluster's loopback.
+    """
+    environment = process_environment()
+    local = LOOPBACK if is_on_loopback() else {}
+    own = {name: value for name, value in local.items() if name not in environment}
+    return {**own, **rank_environment(engine, environment)}
 
 
 class Denoiser:
@@ -38,34 +48,40 @@ class Denoiser:
         prepare_replica()
         self._gang = await Gang.start(
             model.denoiser,
-            BuildRankParts(model=model),
+            LoadRankParts(model=model),
             model=model.name,
             environment=partial(node_environment, model.denoiser.engine),
         )
 
     async def denoise(
         self, job_id: str, request: MediaRequest, encoded: list[ray.ObjectRef[Encoded]], exclusive: bool = False
-    ) -> AsyncGenerator[tuple[JobEvent, ...]]:
+    ) -> AsyncGenerator[tuple[StageEvent, ...]]:
         """Steps, previews and at last ``JobDone``. Closing the iterator cancels the job on all ranks.
 
-        Steps come in groups, ``EVENTS_EVERY_S`` apart: each group is a millisecond's work in two processes.
-        ``encoded`` is a list of one reference, so that this call need not wait for the encoder to be sent.
+        Events come in groups, ``EVENTS_EVERY_S`` apart: each group is a millisecond's work in two processes.
+        ``encoded`` is a list of one reference, so that this call need not wait for the encoder to be sent. It belongs
+        to the caller, which keeps it until the job has ended, whatever becomes of the encoder.
         ``exclusive``: beside no other job, as a request runs whose gang broke under it.
         """
         job = Job(
             job_id=job_id,
             request=request,
-            conditioning=(await encoded[0]).conditioning,
+            conditioning=encoded[0],
             num_steps=request.num_inference_steps,
             preview_steps=frozenset(request.preview_steps),
             shape=(request.width, request.height, request.num_frames, request.true_cfg_scale > 1),
             exclusive=exclusive,
             request_id=request.request_id,
         )
+        first: tuple[StageEvent, ...] = (EncodingDone(encode_s=(await encoded[0]).encode_s),)
         logger.info("job is queued", extra=job.log_fields)
         async with aclosing(self._gang.submit_grouped(job, every_s=EVENTS_EVERY_S)) as groups:
-            async for group in groups:
-                yield group
+            try:
+                async for group in groups:
+                    yield (*first, *group)
+                    first = ()
+            except QueueFullError as refusal:
+                yield (refusal,)
 
     async def metrics(self) -> Counted:
         """Returns this replica's name, and what it has counted."""

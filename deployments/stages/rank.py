@@ -3,41 +3,48 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from deployments.config import ModelConfig
 from deployments.stages.config import DenoiserConfig
+from engines.core.model import DenoiserModel
 from engines.core.rank import RankContext
-from engines.gang.config import RankParts
+from engines.gang.config import BuildRank, RankParts
 from pipelines.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BuildRankParts:
-    """A ``BuildRank``. Travels to the ranks by pickling, so it holds configuration only; imports happen there."""
+class LoadRankParts:
+    """A ``LoadRank``. Travels to the ranks by pickling, so it holds configuration only; imports happen there."""
 
     model: ModelConfig
 
-    def __call__(self, context: RankContext) -> RankParts:
+    def __call__(self, context: RankContext) -> BuildRank:
         from deployments.observability.logs import configure_logs
-        from engines.registry import load_engine
-        from engines.warm_up import warm_up
 
         configure_logs()
         config = self.model.denoiser
         checkpoint = Checkpoint.open(self.model.source, context.device, self.model.dtype)
         denoiser = checkpoint.denoiser(sliced=is_sliced(config, checkpoint), typical=checkpoint.defaults.request())
-        steps = checkpoint.first_steps(config.warm_sizes, denoiser.modules)
-        engine = load_engine(
-            config.engine,
-            denoiser,
-            context,
-            strategy=config.strategy,
-            precision=config.precision,
-            options=config.engine_options,
-            expected=steps,
-        )
-        warm_up(engine, steps, context, engine.team_sizes if config.elastic else engine.team_sizes[-1:])
-        return RankParts(engine=engine, sampler=checkpoint.sampler())
+        return partial(_build, config, context, checkpoint, denoiser)
+
+
+def _build(config: DenoiserConfig, context: RankContext, checkpoint: Checkpoint, denoiser: DenoiserModel) -> RankParts:
+    from engines.registry import load_engine
+    from engines.warm_up import warm_up
+
+    steps = checkpoint.first_steps(config.warm_sizes, denoiser.modules)
+    engine = load_engine(
+        config.engine,
+        denoiser,
+        context,
+        strategy=config.strategy,
+        precision=config.precision,
+        options=config.engine_options,
+        expected=steps,
+    )
+    warm_up(engine, steps, context, engine.team_sizes if config.elastic else engine.team_sizes[-1:])
+    return RankParts(engine=engine, sampler=checkpoint.sampler())
 
 
 def is_sliced(config: DenoiserConfig, checkpoint: Checkpoint) -> bool:

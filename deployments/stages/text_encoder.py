@@ -1,12 +1,10 @@
-"""Serve deployment: prompt in, conditioning out (by reference)."""
+"""Serve deployment: prompt in, conditioning out."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-
-import ray
 
 from deployments.observability.logs import request_context
 from deployments.stages.common import Encoded, StageSpec, load_stage
@@ -30,6 +28,6 @@ class PromptEncoder:
         with request_context(request.request_id):
             with self._one_at_a_time:
                 conditioning = self._encoder.encode(request)
-            encoded = Encoded(conditioning=ray.put(conditioning), encode_s=time.perf_counter() - started_s)
+            encoded = Encoded.of(conditioning, encode_s=time.perf_counter() - started_s)
             logger.info("text is encoded", extra={"encode_s": round(encoded.encode_s, 4)})
         return encoded

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from pipelines.defaults import Defaults
+from pipelines.description import NO_DESCRIPTION, Description
 from pipelines.request import MediaRequest
 
 MediaFormat = Literal["png", "jpeg", "webp", "mp4"]
@@ -22,12 +23,17 @@ class Output:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelCard:
-    """A served model: its name in the API, its family, its start (Unix seconds), its defaults and limits."""
+    """A served model: its name in the API, its family, its start (Unix seconds), its defaults and limits.
+
+    ``aliases`` are other names that requests may give it. ``description``: what it draws, and examples.
+    """
 
     name: str
     family: str
     created: int
     defaults: Defaults
+    aliases: tuple[str, ...] = ()
+    description: Description = NO_DESCRIPTION
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +84,17 @@ StudioEvent = Progress | Preview | Media
 
 
 class ModelUnavailableError(Exception):
-    """Serve has given up on one of the model's deployments; requests cannot wait for it."""
+    """One of the model's deployments does not take the request, and will not soon enough for it to wait.
+
+    ``retry_after_s`` says when it may be worth another try.
+    """
+
+    def __init__(self, reason: str, retry_after_s: float = 10.0) -> None:
+        super().__init__(reason, retry_after_s)
+        self.reason, self.retry_after_s = reason, retry_after_s
+
+    def __str__(self) -> str:
+        return self.reason
 
 
 STATUS_MAX_AGE_S = 10.0
@@ -97,11 +113,15 @@ class Studio(Protocol):
         """
         ...
 
+    def retry_after_s(self, model: str) -> float:
+        """Returns when a ``model`` that is not ready is likely to be, in seconds from now."""
+        ...
+
     def perform(self, request: MediaRequest, output: Output) -> AsyncGenerator[StudioEvent]:
         """Runs one request: yields progress and previews, then exactly one ``Media``.
 
         A gang that breaks under the job is rebuilt and the job run again (its progress starts over); after two broken
         gangs ``GangBrokenError`` is raised. ``QueueFullError`` if too many jobs wait, ``ModelUnavailableError`` if a
-        stage cannot be started.
+        stage cannot be started, or takes too long to.
         """
         ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Collection, Mapping
@@ -15,6 +16,12 @@ from deployments.studio.interface import STATUS_MAX_AGE_S
 
 POLL_S = 1.0
 """While something is missing, the controller is asked this often at most."""
+ANSWER_DEADLINE_S = 5.0
+"""For the controller's answer: while it is being replaced there is none."""
+RETRY_AFTER_S = 2.0
+"""For what is missing while nobody knows how long that takes, or longer than the last time."""
+
+logger = logging.getLogger("troupe.readiness")
 
 
 class Readiness:
@@ -22,12 +29,16 @@ class Readiness:
 
     To ask the controller takes some 30 ms of CPU time here and there, and every request wants to know. So while all is
     well the answer is the last known one, renewed behind the requests when it is old or a gang was lost; only while
-    something is missing do requests wait for a fresh one.
+    something is missing do requests wait for a fresh one. While the controller does not answer, nothing is known to
+    have changed: replicas serve without it.
     """
 
     def __init__(self, models: Collection[str]) -> None:
         self._models = tuple(models)
         self._reasons: Mapping[str, str] = dict.fromkeys(models, "the application is starting")
+        self._missing_since_s = dict.fromkeys(models, time.monotonic())
+        self._took_s: dict[str, float] = {}
+        """How long each model was missing the last time."""
         self._asked_s = -math.inf
         self._asking: asyncio.Task[None] | None = None
 
@@ -40,16 +51,37 @@ class Readiness:
             await asyncio.shield(self._asking)
         return self._reasons
 
+    def retry_after_s(self, model: str) -> float:
+        """Returns when ``model`` is likely to be there again: as long after it went as the last time."""
+        if model not in self._missing_since_s or model not in self._took_s:
+            return RETRY_AFTER_S
+        left_s = self._missing_since_s[model] + self._took_s[model] - time.monotonic()
+        return left_s if left_s > 0 else RETRY_AFTER_S
+
     def gang_lost(self) -> None:
         """Says that what was known of the deployments is no longer so."""
         self._asked_s = -math.inf
 
     async def _ask(self) -> None:
         try:
-            self._reasons = find_reasons(await asyncio.to_thread(serve.status), self._models)
-            self._asked_s = time.monotonic()
+            async with asyncio.timeout(ANSWER_DEADLINE_S):
+                status = await asyncio.to_thread(serve.status)
+            if APPLICATION in status.applications:  # else Serve found no controller
+                self._note(find_reasons(status, self._models))
+        except Exception as error:  # of Ray, Serve or its schema: whatever an actor that is gone looks like
+            logger.warning("Serve's controller gives no answer: %r", error)
         finally:
+            self._asked_s = time.monotonic()
             self._asking = None
+
+    def _note(self, reasons: Mapping[str, str]) -> None:
+        now_s = time.monotonic()
+        for model in self._models:
+            if model in reasons:
+                self._missing_since_s.setdefault(model, now_s)
+            elif model in self._missing_since_s:
+                self._took_s[model] = now_s - self._missing_since_s.pop(model)
+        self._reasons = reasons
 
 
 def find_reasons(status: ServeStatus, models: tuple[str, ...]) -> dict[str, str]:
@@ -73,5 +105,7 @@ def takes_requests(deployment: DeploymentStatusOverview) -> bool:
 
 
 def num_running(deployment: DeploymentStatusOverview) -> int:
+    """Returns the replicas that run, also those of which a controller that was replaced has yet to hear."""
     # Keys are an enum in Ray's annotations, and strings after the way through the controller.
-    return sum(count for state, count in deployment.replica_states.items() if str(state).endswith("RUNNING"))
+    serving = ("RUNNING", "RECOVERING")
+    return sum(count for state, count in deployment.replica_states.items() if str(state).endswith(serving))

@@ -17,11 +17,14 @@ class GangConfig:
     """``num_ranks`` actors with ``cpus_per_rank`` CPUs and ``gpus_per_rank`` GPUs each; NCCL with GPUs, Gloo without.
 
     A gang on ``num_nodes`` > 1 has the same number of ranks on each, in node order. ``step_deadline_s`` is the longest
-    a step may take once its ranks are warm, ``start_deadline_s`` covers loading, compiling and the self-check, and
-    steps of a shape until its ranks are warm. ``plans_ahead`` step plans are submitted before the first result is
-    awaited. If the gang is ``elastic``, jobs are given smaller teams the more of them run, else all take turns on all
-    ranks; up to ``max_batch`` jobs of one shape on one team are advanced together. ``nccl`` goes to every process group
-    between GPUs.
+    a step may take once its ranks are warm, ``start_deadline_s`` covers a whole start, and steps of a shape until its
+    ranks are warm. Within a start, ranks have ``process_deadline_s`` until their processes run, ``connect_deadline_s``
+    for their communicator, ``load_deadline_s`` for weights and ``build_deadline_s`` for compiling and the self-check
+    (None: what is left of the start), and may answer no ping for ``silence_deadline_s``.
+
+    ``plans_ahead`` step plans are submitted before the first result is awaited. If the gang is ``elastic``, jobs are
+    given smaller teams the more of them run, else all take turns on all ranks; up to ``max_batch`` jobs of one shape on
+    one team are advanced together. ``nccl`` goes to every process group between GPUs.
     """
 
     num_ranks: int = 2
@@ -31,6 +34,11 @@ class GangConfig:
     num_nodes: int = 1
     step_deadline_s: float = 60.0
     start_deadline_s: float = 600.0
+    process_deadline_s: float = 180.0
+    connect_deadline_s: float = 120.0
+    load_deadline_s: float | None = None
+    build_deadline_s: float | None = None
+    silence_deadline_s: float = 60.0
     plans_ahead: int = 2
     max_running_jobs: int = 4
     max_waiting_jobs: int = 32
@@ -41,8 +49,10 @@ class GangConfig:
     def __post_init__(self) -> None:
         for name in ("num_ranks", "threads_per_rank", "num_nodes", "plans_ahead", "max_running_jobs", "max_batch"):
             _check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        for name in ("step_deadline_s", "start_deadline_s"):
-            _check(getattr(self, name) > 0, name, getattr(self, name), "a time above 0 s")
+        for name in DEADLINES:
+            _check(
+                getattr(self, name) is None or getattr(self, name) > 0, name, getattr(self, name), "a time above 0 s"
+            )
         for name in ("cpus_per_rank", "max_waiting_jobs"):
             _check(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         alone = self.gpus_per_rank == 0 or 0.5 < self.gpus_per_rank <= 1
@@ -57,6 +67,9 @@ class GangConfig:
     @property
     def ranks_per_node(self) -> int:
         return self.num_ranks // self.num_nodes
+
+
+DEADLINES = tuple(f"{name}_deadline_s" for name in ("step", "start", "process", "connect", "load", "build", "silence"))
 
 
 def _check(ok: bool, name: str, given: object, allowed: str) -> None:
@@ -83,8 +96,11 @@ class RankParts:
 Environment = Mapping[str, str]
 """Variables with which a process is started."""
 
-BuildRank = Callable[[RankContext], RankParts]
-"""Runs on each rank at start (pickled by Ray): loads weights, makes the engine for every team, does the self-check.
+BuildRank = Callable[[], RankParts]
+"""Makes the engine for every team of what was loaded, and does the self-check."""
+
+LoadRank = Callable[[RankContext], BuildRank]
+"""Runs on each rank at start (pickled by Ray): loads weights, and returns what goes on when all ranks have theirs.
 
 While it imports and loads, a thread may be exchanging with the other ranks (``engines.parallel.early_start``): who uses
 ``torch.distributed`` other than through an engine, or computes attention, calls ``wait_for_early_start`` before.

@@ -7,19 +7,21 @@ import logging
 import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
+from ray.exceptions import ObjectLostError
 from ray.util.placement_group import PlacementGroup
 
 from engines.gang.clock import Clock
-from engines.gang.config import BuildRank, Environment, GangConfig
+from engines.gang.config import Environment, GangConfig, LoadRank
 from engines.gang.driver import Driver
-from engines.gang.environment import rank_environments
 from engines.gang.errors import GangBrokenError
-from engines.gang.job import Job, JobDone, JobEvent
+from engines.gang.job import Job, JobDone, JobEvent, StepDone
 from engines.gang.metrics import observe_start
 from engines.gang.placement import current_group
 from engines.gang.rank import RankInfo, kill_ranks, spawn_ranks
+from engines.gang.start import Start, rank_environments
 
 logger = logging.getLogger(__name__)
 
@@ -50,33 +52,28 @@ class Gang:
     async def start(
         cls,
         config: GangConfig,
-        build: BuildRank,
+        load: LoadRank,
         *,
         model: str = "unnamed",
         environment: Callable[[], Environment] | None = None,
         placement_group: PlacementGroup | None = None,
         clock: Clock | None = None,
     ) -> Gang:
-        """Spawn the ranks in the replica's own placement group, connect them, and run ``build`` on each.
+        """Spawn the ranks in the replica's own placement group, connect them, run ``load`` on each and what it returns.
 
         ``model`` names what the gang serves, in logs and metrics. ``environment`` is asked on each node for variables
         that its ranks must be started with.
 
-        All or nothing: on an error, on ``start_deadline_s`` (``GangBrokenError``) and on cancellation, what was
-        started is killed. An exception of ``build`` comes out as it was raised on the rank.
+        All or nothing: on an error, on a deadline of the start (``GangBrokenError``) and on cancellation, what was
+        started is killed. An exception of ``load`` or of what it returns comes out as it was raised on the rank.
         """
         group, clock = placement_group or current_group(), clock or Clock()
         begun_s = clock.now_s()
         ranks = spawn_ranks(config, group, await rank_environments(config, group, environment))
         try:
-            async with clock.timeout(config.start_deadline_s):
-                infos = await _connect(ranks)
-                team_sizes = (await asyncio.gather(*(rank.build.remote(build) for rank in ranks)))[0]
-        except BaseException as error:
+            infos, team_sizes = await Start(config, ranks, clock).run(load)
+        except BaseException:
             kill_ranks(ranks)
-            if isinstance(error, TimeoutError):
-                reason = f"{config.num_ranks} ranks were not ready within {config.start_deadline_s:g} s"
-                raise GangBrokenError(reason, "deadline") from error
             raise
         observe_start(model, clock.now_s() - begun_s)
         logger.info("gang is ready", extra={"model": model, "pids": [info.pid for info in infos]})
@@ -105,8 +102,8 @@ class Gang:
             while True:
                 group = await open_job.next_events(until_s=told_s + every_s)
                 told_s = self._clock.now_s()
-                if events := tuple(event for event in group if not isinstance(event, Exception)):
-                    yield events
+                if events := [e for event in group if not isinstance(event, Exception) if (e := await _fetched(event))]:
+                    yield tuple(events)
                 if isinstance(group[-1], Exception):
                     raise group[-1]
                 if isinstance(group[-1], JobDone):
@@ -165,6 +162,15 @@ class Gang:
             raise GangBrokenError(self.broken.reason, self.broken.cause) from None
 
 
-async def _connect(ranks: Sequence[Any]) -> list[RankInfo]:
-    address = await ranks[0].open_store.remote()
-    return list(await asyncio.gather(*(rank.join.remote(address) for rank in ranks)))
+async def _fetched(event: JobEvent) -> JobEvent | None:
+    """The event with its latents, of which a rank left a reference there; None for a preview that is lost."""
+    if isinstance(event, StepDone):
+        return event
+    left: Any = event.latents
+    try:
+        return replace(event, latents=await left)
+    except ObjectLostError as error:
+        if isinstance(event, JobDone):
+            raise
+        logger.warning("the preview after step %d is lost: %s", event.step, error)
+        return None

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:  # the scheduler works with jobs, and must not need Ray
-    import ray
+from engines.core.parcel import Parcel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
     """One request for the gang. ``request`` and ``conditioning`` go to ``Sampler.begin`` untouched.
 
-    ``conditioning`` may be an ``ObjectRef``; it is resolved on the ranks, never in the scheduler's process.
+    ``conditioning`` may be a ``Parcel`` or an ``ObjectRef``; it is resolved on the ranks, never in the scheduler's
+    process.
     ``preview_steps`` count from 1. Jobs of equal ``shape`` share compiled programs: steps get the start deadline until
     their ranks have found everything ready for it (None: the first step of each job). ``exclusive`` keeps other jobs
     from running: if the gang breaks, it is clear under which job.
@@ -47,22 +47,22 @@ class StepDone:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreviewReady:
-    """Latents as they would come out if the job ended now, left in the object store by a rank."""
+    """Latents as they would come out if the job ended now."""
 
     job_id: str
     step: int
-    latents: ray.ObjectRef[Any]
+    latents: Parcel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobDone:
-    """Finished latents, in the object store. ``queue_s`` is the wait for the first step, ``denoise_s`` the rest.
+    """Finished latents. ``queue_s`` is the wait for the first step, ``denoise_s`` the rest.
 
     ``was_warm``: no step had to wait for something that an earlier job of its shape would have left ready.
     """
 
     job_id: str
-    latents: ray.ObjectRef[Any]
+    latents: Parcel
     queue_s: float
     denoise_s: float
     was_warm: bool

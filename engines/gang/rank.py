@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.util.placement_group import PlacementGroup
 
+from engines.core.parcel import Parcel
 from engines.core.rank import RankContext
 from engines.core.resources import open_rank_resources
-from engines.gang.config import BuildRank, GangConfig, StoreAddress
+from engines.gang.config import BuildRank, GangConfig, LoadRank, StoreAddress
 from engines.gang.errors import portable
 from engines.gang.job import Job
 from engines.gang.placement import rank_strategy
@@ -44,7 +45,7 @@ class RankInfo:
 
 
 class Rank:
-    """Called by the gang alone, in this order: ``open_store`` (rank 0), ``join``, ``build``, then the others."""
+    """Called by the gang alone: ``open_store`` (rank 0), ``join``, ``load``, ``build`` in this order, then others."""
 
     def __init__(self, config: GangConfig, rank: int) -> None:
         import torch
@@ -64,13 +65,14 @@ class Rank:
             timeout_s=2 * config.start_deadline_s + config.step_deadline_s,
             nccl=config.nccl,
         )
+        self._build: BuildRank | None = None
         self._runner: RankJobs | None = None
 
     def open_store(self) -> StoreAddress:
         return self._communicator.open_store(_node_ip())
 
     def join(self, address: StoreAddress) -> RankInfo:
-        """Joins the communicator. On a GPU, groups and first exchanges follow in a thread beside ``build``."""
+        """Joins the communicator. On a GPU, groups and first exchanges follow in a thread beside ``load``."""
         self._communicator.join(address)
         if self._context.device != "cpu":  # Gloo connects ranks at once: nothing to gain
             import torch
@@ -81,22 +83,28 @@ class Rank:
         node_id = ray.get_runtime_context().get_node_id()
         return RankInfo(rank=self._context.rank, pid=os.getpid(), node_id=node_id, device=self._context.device)
 
-    def build(self, build: BuildRank) -> tuple[int, ...]:
+    def load(self, load: LoadRank) -> None:
+        self._build = load(self._context)
+
+    def build(self) -> tuple[int, ...]:
         """The sizes of teams that the engine knows."""
         from engines.gang.rank_jobs import RankJobs
         from engines.parallel.early_start import wait_for_early_start
 
-        parts = build(self._context)
+        assert self._build is not None
+        parts = self._build()
+        self._build = None  # and the weights that it holds are the engine's
         wait_for_early_start()  # in case no engine did
         self._runner = RankJobs(parts, self._context)
         logger.info("rank is built", extra={"rank": self._context.rank})
         return parts.engine.team_sizes
 
     def execute(self, plan: StepPlan) -> Any:
-        """The report, followed by what ``plan.emits_of`` this rank names; Ray makes an object of each."""
+        """The report, followed by parcels of what ``plan.emits_of`` this rank names; Ray makes an object of each."""
         assert self._runner is not None
         report, emitted = self._runner.execute(plan)
-        return (report, *emitted) if emitted else report
+        parcels = (None if latents is None else Parcel.of(latents) for latents in emitted)
+        return (report, *parcels) if emitted else report
 
     def close(self) -> None:
         """Graphs and contexts go first, for they use memory of other ranks and the communicator, which goes last."""
@@ -110,8 +118,7 @@ class Rank:
         """Resolve the conditioning, however long that takes, and hold the job. Steps of other jobs go on meanwhile."""
         assert self._runner is not None
         try:
-            if isinstance(job.conditioning, ray.ObjectRef):
-                job = replace(job, conditioning=ray.get(job.conditioning))
+            job = replace(job, conditioning=_here(job.conditioning))
         except Exception as error:
             return JobFailure(job_id=job.job_id, error=portable(_cause(error)), shared=False)
         self._runner.admit(job)
@@ -155,6 +162,13 @@ def kill_ranks(ranks: Sequence[Any]) -> None:
 
 def _node_ip() -> str:
     return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+
+
+def _here(conditioning: Any) -> Any:
+    """The conditioning itself, fetched and unpacked if need be."""
+    if isinstance(conditioning, ray.ObjectRef):
+        conditioning = ray.get(conditioning)
+    return conditioning.open() if isinstance(conditioning, Parcel) else conditioning
 
 
 def _cause(error: Exception) -> Exception:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from deployments import config
+from deployments.door.settings import DoorSettings
 from deployments.observability.settings import MetricsSettings
 from deployments.stages import config as stages
 from engines.parallel.nccl_options import NcclOptions
@@ -27,6 +28,7 @@ SECTIONS: dict[str, Any] = {
     "denoiser.nccl.": NcclOptions,
     "api.": config.ApiConfig,
     "metrics.": MetricsSettings,
+    "door.": DoorSettings,
 }
 UNNAMED = (config.ServeConfig, config.ApplicationConfig, config.ModelConfig)
 SAID_ELSEWHERE = {"applications", "args", "import_path", "route_prefix", "text_encoder", "denoiser", "decoder"}

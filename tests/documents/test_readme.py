@@ -22,11 +22,20 @@ from deployments.cli.serving import load_config, parse_config
 from tests.deployments.support.commands import troupe
 from tests.support.fenced import ROOT, Block, blocks
 
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/api.md", "docs/architecture.md", "docs/scaling.md")
+DOCUMENTS = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "docs/api.md",
+    "docs/architecture.md",
+    "docs/operations.md",
+    "docs/scaling.md",
+)
 BLOCKS = blocks(*DOCUMENTS)
 URL = "http://127.0.0.1:8000"
 NEEDS_SERVER = (URL, 'ray.init(address="auto"')
 TIMEOUT_S = 240.0
+WARNINGS = "ignore,error::DeprecationWarning:__main__"
+"""The last one counts: what readers would be warned of in lines that they typed is an error."""
 OUTPUT = re.compile(r"\b[\w-]+\.(?:png|webp|mp4)\b")
 
 
@@ -39,7 +48,7 @@ def run(language: str, text: str, folder: Path, **env: str) -> str:
     """What the block prints. The commands of this environment come first on its path, ``python3`` among them."""
     interpreter = (sys.executable, "-c") if language == "python" else ("bash", "-euo", "pipefail", "-c")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    size = {"COLUMNS": "200", "TERM": "dumb", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    size = {"COLUMNS": "200", "TERM": "dumb", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": WARNINGS}
     done = subprocess.run(
         [*interpreter, text],
         cwd=folder,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,20 @@ from deployments.api.app import create_api
 from deployments.api.settings import ApiSettings
 from deployments.clips.clips import Clips
 from deployments.clips.settings import ClipSettings
+from deployments.keys import KeyRing
 from tests.deployments.support.fake_studio import FakeStudio
 
 
-def build(studio: FakeStudio, data_dir: Path, *, clips: dict[str, Any] | None = None, **settings: Any) -> FastAPI:
+def build(
+    studio: FakeStudio,
+    data_dir: Path,
+    *,
+    clips: dict[str, Any] | None = None,
+    api_keys: Iterable[str] = (),
+    **settings: Any,
+) -> FastAPI:
     clip_settings = ClipSettings(data_dir=data_dir, **({"progress_s": 0.02, "poll_s": 0.1} | (clips or {})))
-    api_settings = ApiSettings(data_dir=data_dir, **({"video_poll_s": 0.02} | settings))
+    api_settings = ApiSettings(data_dir=data_dir, **({"video_poll_s": 0.02, "keys": KeyRing(api_keys)} | settings))
     return create_api(studio, api_settings, Clips(studio, clip_settings))
 
 
@@ -33,7 +41,7 @@ async def client_of(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(app)
     async with (
         app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://test") as client,
+        httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
     ):
         yield client
 

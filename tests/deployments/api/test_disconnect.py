@@ -37,9 +37,8 @@ async def test_client_that_hangs_up(url: str, studio: FakeStudio, body: dict[str
     payload = json.dumps({"prompt": "a", "num_inference_steps": 100} | body).encode()
     host, port = url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    head = (
-        f"POST {IMAGES} HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
-    )
+    headers = ("Host: localhost", "Content-Type: application/json", f"Content-Length: {len(payload)}")
+    head = "\r\n".join((f"POST {IMAGES} HTTP/1.1", *headers, "", ""))
     writer.write(head.encode() + payload)
     await until(lambda: len(studio.performed) == num_jobs)
     if "stream_progress" in body:
@@ -56,7 +55,7 @@ async def test_client_that_hangs_up(url: str, studio: FakeStudio, body: dict[str
 async def test_cancelled_handler(api: FastAPI, studio: FakeStudio) -> None:
     """Ray Serve cancels the handler's task instead of sending http.disconnect."""
     studio.step_s = 0.1
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://test") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://localhost") as client:
         for body in ({}, {"stream": True}):
             request = asyncio.create_task(client.post(IMAGES, json={"prompt": "a", "n": 2} | body))
             await until(lambda: len(studio.performed) == 2)

@@ -42,7 +42,7 @@ async def test_what_the_studio_is_asked_for(client: httpx.AsyncClient, studio: F
         "stream": True,
         "partial_images": 2,
         "user": "me",
-        "quality": "auto",
+        "quality": "high",
         "background": None,
     }
     answer = await client.post(IMAGES, json=body, headers={"X-Request-Id": "mine"})
@@ -144,7 +144,8 @@ async def test_page_and_documents(client: httpx.AsyncClient) -> None:
     page = await client.get("/")
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     assert "default-src 'none'" in page.headers["content-security-policy"]
-    assert (await client.get("/docs")).status_code == 200
+    for path in ("/docs", "/redoc", "/openapi.json"):
+        assert (await client.get(path)).status_code == 200
 
 
 def test_health_over_a_real_server(url: str) -> None:

@@ -117,7 +117,7 @@ def test_video_from_creation_to_deletion(official: openai.OpenAI) -> None:
     video = official.videos.create_and_poll(
         prompt="a", model="fake-clips", size="48x32", seconds="4", poll_interval_ms=50
     )
-    assert (video.status, video.progress, video.size, video.seconds) == ("completed", 100, "48x32", "4")
+    assert (video.status, video.progress, video.size, video.seconds) == ("completed", 100, "48x32", "4.125")
     content = official.videos.download_content(video.id).read()
     with av.open(io.BytesIO(content)) as container:
         stream = container.streams.video[0]

@@ -108,6 +108,7 @@ def test_a_browser_lets_the_defaults_of_a_model_be_sent(tmp_path: Path, defaults
     numbers = {name: field for name, field in fields.items() if field.get("type") == "number" and field["value"] != ""}
     assert {"width", "height", "num_inference_steps"} < set(numbers)
     assert ("fps" in numbers) == (defaults.kind == "video")
+    assert ("guidance_scale" in fields) == (defaults.guidance_scale > 0)  # the other models have true_cfg_scale alone
     for name, field in numbers.items():
         low, high = (float(field.get(end) or default) for end, default in (("min", "-inf"), ("max", "inf")))
         assert low <= float(field["value"]) <= high, name

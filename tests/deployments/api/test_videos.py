@@ -166,10 +166,10 @@ async def test_full_queue(studio: FakeStudio, tmp_path: Path) -> None:
     [
         ((None, None, None), (17, 8)),
         ((None, 9, 4), (9, 4)),
-        (("1", None, None), (9, 8)),
+        ((1.0, None, None), (9, 8)),
         ((2, None, 4), (9, 4)),
-        (("0.1", None, None), (1, 8)),
-        (("6.1", None, None), (49, 8)),
+        ((0.1, None, None), (1, 8)),
+        ((6.1, None, None), (49, 8)),
     ],
 )
 def test_clip_length(given: tuple[Any, ...], expected: tuple[int, int]) -> None:

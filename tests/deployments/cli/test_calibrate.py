@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from deployments.cli.main import app
 from deployments.config import ModelConfig
 from deployments.stages.config import DenoiserConfig
-from deployments.stages.rank import BuildRankParts
+from deployments.stages.rank import LoadRankParts
 from engines.core.rank import RankContext
 from engines.parallel.self_check import relative_difference
 from pipelines.checkpoint import Checkpoint
@@ -22,8 +22,8 @@ from pipelines.checkpoint import Checkpoint
 
 def prediction(folder: Path, **options: Any) -> torch.Tensor:
     config = DenoiserConfig(num_ranks=1, **options)
-    make = BuildRankParts(model=ModelConfig(name="pictures", path=str(folder), denoiser=config))
-    engine = make(RankContext(rank=0, num_ranks=1, device="cpu")).engine
+    make = LoadRankParts(model=ModelConfig(name="pictures", path=str(folder), denoiser=config))
+    engine = make(RankContext(rank=0, num_ranks=1, device="cpu"))().engine
     checkpoint = Checkpoint(folder)
     (predicted,) = engine.predict(checkpoint.first_step(checkpoint.defaults.request()), (0,))
     engine.close()

@@ -53,3 +53,14 @@ def test_what_is_not_installed_is_told_with_the_extra_that_has_it(monkeypatch: p
         monkeypatch.delitem(sys.modules, name)
     refused = troupe("build-engine", "--model", "flux-shapes")
     assert_one_line(refused, "onnx_ir is not installed", "pip install 'troupe-serve[export]'")
+
+
+def test_a_server_without_its_keys_does_not_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TROUPE_API_KEYS_FILE", str(tmp_path / "keys"))
+    assert_one_line(troupe("serve"), f"the key file {tmp_path / 'keys'} cannot be read")
+
+
+def test_a_file_without_the_key_to_send_is_told(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("# none yet\n")
+    wanted = ("--url", "http://127.0.0.1:9", "--api-key-file", str(tmp_path / "key"))
+    assert_one_line(troupe("models", *wanted), "holds no key; write one a line")

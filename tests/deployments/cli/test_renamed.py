@@ -12,6 +12,7 @@ from tests.deployments.support.commands import troupe
     [
         (("plan", "--model", "FLUX.1-dev", "--gpus", "4"), "`troupe plan` is called `troupe estimate` now"),
         (("estimate", "--model", "FLUX.1-dev", "--gpus", "4"), "it is called --ranks now"),
+        (("models", "--api-key", "secret"), "it is called --api-key-file, or TROUPE_API_KEY outside, now"),
         (("build-engine", "--model", "FLUX.1-dev", "--width", "4"), "it is called --ranks now"),
     ],
 )

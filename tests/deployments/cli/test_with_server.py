@@ -84,10 +84,11 @@ def test_a_clip_outlives_a_server_that_is_killed(clips: Path):
             assert finish(http, clip_id) == finish(http, undisturbed)
 
 
-def test_a_clip(url: str, tmp_path: Path):
+def test_a_clip(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TROUPE_API_KEY", KEY)
     out = tmp_path / "clip.mp4"
     wanted = ("--steps", "3", "--seed", "7", "--out", str(out))
-    result = troupe("generate", "a red circle", *wanted, "--url", url, "--api-key", KEY)
+    result = troupe("generate", "a red circle", *wanted, "--url", url)
     assert result.exit_code == 0, result.output
     assert f"{out}  seed 7" in result.output
     with av.open(str(out)) as container:
@@ -113,11 +114,12 @@ def test_it_is_found_and_looked_at(server: Command, url: str, monkeypatch: pytes
     logs = Path(server.wait_for(r"(?<=Logs of its processes: ).+"))
     folder = next(parent for parent in logs.parents if parent.name.startswith("troupe_"))
     monkeypatch.setenv("TROUPE_DATA_DIR", str(folder / "data"))
-    result = troupe("status", "--api-key", KEY)
+    monkeypatch.setenv("TROUPE_API_KEY", KEY)
+    result = troupe("status")
     assert result.exit_code == 0, result.output
     assert f"{url} is ready" in result.output
     assert re.search(r"│ clips +│ video +│ 1 +│ 0 +│ 0 +│ ready", result.output), result.output
-    assert "clips" in troupe("clips", "--api-key", KEY).output
+    assert "clips" in troupe("clips").output
 
 
 def test_it_listens_on_this_machine_alone(url: str):

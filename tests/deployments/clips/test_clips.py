@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from deployments.clips.records import ClipRecord
+from deployments.studio.interface import ModelUnavailableError
 from engines.gang.errors import GangBrokenError, QueueFullError
 from pipelines.request import MediaRequest
 from tests.deployments.clips.support.runs import REQUEST, ended, running, started, the
@@ -126,6 +127,11 @@ async def outcome(studio: FakeStudio, folder: Path) -> ClipRecord:
 async def test_tried_again_after_a_passing_failure(tmp_path: Path) -> None:
     record = await outcome(Failing(RuntimeError("x"), QueueFullError(9, 0.05), OSError("y")), tmp_path)
     assert (record.status, record.attempts, record.error) == ("completed", 3, None)
+
+
+async def test_a_deployment_that_is_away_is_no_attempt(tmp_path: Path) -> None:
+    record = await outcome(Failing(*[ModelUnavailableError("no denoiser took it", 0.02)] * 5), tmp_path)
+    assert (record.status, record.attempts) == ("completed", 1)
 
 
 @pytest.mark.parametrize(

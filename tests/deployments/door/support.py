@@ -66,8 +66,10 @@ def served(backend: Backend, port: int = 0) -> Iterator[tuple[str, int]]:
 
 
 @contextmanager
-def doored(address: tuple[str, int], settings: DoorSettings = SETTINGS) -> Iterator[tuple[Door, httpx.Client]]:
+def doored(
+    address: tuple[str, int], settings: DoorSettings = SETTINGS, trusted_proxies: tuple[str, ...] = ()
+) -> Iterator[tuple[Door, httpx.Client]]:
     listener = listen("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    with Door(listener, address, settings) as door, httpx.Client(base_url=url, timeout=60) as client:
+    with Door(listener, address, settings, trusted_proxies) as door, httpx.Client(base_url=url, timeout=60) as client:
         yield door, client

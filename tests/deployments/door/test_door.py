@@ -93,6 +93,17 @@ def test_what_only_ray_obeys_stays_outside(client: httpx.Client) -> None:
     assert headers["x-forwarded-for"] == "127.0.0.1"
 
 
+@pytest.mark.parametrize(("proxy", "believed"), [("127.0.0.0/8", True), ("10.0.0.1", False)])
+def test_a_trusted_proxy_is_believed(backend: Backend, proxy: str, believed: bool) -> None:
+    with served(backend) as address, doored(address, trusted_proxies=(proxy,)) as (_, client):
+        sent = {"X-Forwarded-Host": "troupe.example", "X-Forwarded-Proto": "https", "X-Forwarded-For": "1.2.3.4"}
+        seen = dict(client.get("/", headers=sent).json())
+    assert seen["x-forwarded-for"] == "127.0.0.1"
+    assert (seen.get("x-forwarded-host"), seen.get("x-forwarded-proto")) == (
+        ("troupe.example", "https") if believed else (None, None)
+    )
+
+
 @pytest.mark.parametrize(
     ("sent", "kept"), [(b"abc.1", True), (b"", False), (b"\xff\xfe", False), (b"a b", False), (b"a" * 129, False)]
 )

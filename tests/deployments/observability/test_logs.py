@@ -73,7 +73,7 @@ async def test_access_log(lines: Lines, tmp_path: Path) -> None:
         raise RuntimeError("broken")
 
     app = build(FakeStudio(before=fail), tmp_path)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         await client.get("/health", headers={"X-Request-Id": "mine"})
         await client.post("/v1/images/generations", json={"prompt": "a"}, headers={"X-Request-Id": "bad"})
     health, error, access = lines()

@@ -31,7 +31,7 @@ def test_the_model_decides_what_is_made(model: str | None, format: str) -> None:
         ),
         ({"model": ["fake-pictures"]}, "model", "model_not_found", "There is no model"),
         ({"n": 2}, "n", "invalid_value", "n is 2"),
-        ({"model": "fake-clips", "n": 1}, "n", "unknown_field", "Unknown field 'n'"),
+        ({"model": "fake-clips", "n": 2}, "n", "invalid_value", "a request makes one clip"),
         ({"seed": "3"}, "seed", "invalid_value", "seed is '3'"),
     ],
 )

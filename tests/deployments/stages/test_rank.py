@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from deployments.config import ModelConfig
 from deployments.stages.config import DenoiserConfig
-from deployments.stages.rank import BuildRankParts, is_sliced
+from deployments.stages.rank import LoadRankParts, is_sliced
 from engines.core.rank import RankContext
 from pipelines.checkpoint import Checkpoint
 from pipelines.size import Size
@@ -35,8 +35,8 @@ def test_ranks_of_a_gang(pictures: Path, options: dict[str, Any], team_sizes: tu
 def build(folder: Path, options: dict[str, Any]) -> tuple[tuple[int, ...], bool]:
     """The sizes of the engine's teams, and whether a step of 64x64 is warm."""
     config = DenoiserConfig(num_ranks=2, **options)
-    make = BuildRankParts(model=ModelConfig(name="pictures", path=str(folder), denoiser=config))
-    engine = make(RankContext(rank=dist.get_rank(), num_ranks=2, device="cpu")).engine
+    make = LoadRankParts(model=ModelConfig(name="pictures", path=str(folder), denoiser=config))
+    engine = make(RankContext(rank=dist.get_rank(), num_ranks=2, device="cpu"))().engine
     checkpoint = Checkpoint(folder)
     request = checkpoint.defaults.request(Size(width=64, height=64))
     engine.predict(checkpoint.first_step(request), (0, 1))

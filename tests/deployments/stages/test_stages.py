@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import torch
 
 from deployments.config import ModelConfig
@@ -21,6 +20,7 @@ from deployments.stages.config import StageConfig
 from deployments.stages.text_encoder import PromptEncoder
 from deployments.stages.vae_decoder import VaeDecoder
 from deployments.studio.interface import Output
+from engines.core.parcel import Parcel
 from pipelines.checkpoint import Checkpoint
 from pipelines.request import MediaRequest
 from tests.deployments.support.live import config_of
@@ -48,13 +48,13 @@ def request_of(path: Path, prompt: str) -> MediaRequest:
 
 @pytest.mark.parametrize("kind", ["pictures", "clips"])
 def test_prompts_encoded_at_the_same_time_do_not_mix(
-    ray_cluster: None, kind: str, request: pytest.FixtureRequest, threads: ThreadPoolExecutor
+    kind: str, request: pytest.FixtureRequest, threads: ThreadPoolExecutor
 ):
     path: Path = request.getfixturevalue(kind)
     encoder = PromptEncoder(spec_of(path))
     requests = [request_of(path, PROMPTS[i % len(PROMPTS)]) for i in range(NUM_CALLS)]
-    alone = [ray.get(encoder.encode(one).conditioning) for one in requests[: len(PROMPTS)]]
-    together = [ray.get(encoded.conditioning) for encoded in threads.map(encoder.encode, requests)]
+    alone = [encoder.encode(one).open() for one in requests[: len(PROMPTS)]]
+    together = [encoded.open() for encoded in threads.map(encoder.encode, requests)]
     for i, conditioning in enumerate(together):
         torch.testing.assert_close(tensors(conditioning), tensors(alone[i % len(PROMPTS)]), rtol=0, atol=0)
 
@@ -67,16 +67,16 @@ def tensors(record: Any) -> list[torch.Tensor]:
     return [tensor for value in inner for tensor in tensors(value)]
 
 
-def test_clips_decoded_at_the_same_time_do_not_mix(ray_cluster: None, clips: Path, threads: ThreadPoolExecutor):
+def test_clips_decoded_at_the_same_time_do_not_mix(clips: Path, threads: ThreadPoolExecutor):
     decoder, request = VaeDecoder(spec_of(clips)), request_of(clips, "a")
     sampler = Checkpoint(clips).sampler()
     encoder = PromptEncoder(spec_of(clips))
-    state = sampler.begin(request, ray.get(encoder.encode(request).conditioning))
-    refs = [ray.put(sampler.latents(state) * scale) for scale in (0.5, 1.0, 1.5)]
+    state = sampler.begin(request, encoder.encode(request).open())
+    parcels = [Parcel.of(sampler.latents(state) * scale) for scale in (0.5, 1.0, 1.5)]
 
     def decode(i: int) -> bytes:
-        return decoder.decode([refs[i % len(refs)]], request, Output(format="mp4")).data
+        return decoder.decode(parcels[i % len(parcels)], request, Output(format="mp4")).data
 
-    alone = [decode(i) for i in range(len(refs))]
-    assert len(set(alone)) == len(refs)
-    assert list(threads.map(decode, range(12))) == [alone[i % len(refs)] for i in range(12)]
+    alone = [decode(i) for i in range(len(parcels))]
+    assert len(set(alone)) == len(parcels)
+    assert list(threads.map(decode, range(12))) == [alone[i % len(parcels)] for i in range(12)]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deployments.config import AppConfig, ModelConfig
 from deployments.stages.denoiser import node_environment
-from deployments.stages.rank import BuildRankParts
+from deployments.stages.rank import LoadRankParts
 from engines.core.model import Branch, ModelInputs
 from engines.core.rank import RankContext
 from engines.parallel.mesh import Team
@@ -102,7 +102,7 @@ def test_options_reach_the_engine_and_nccl_the_environment(tmp_path: Path, monke
     tensorrt = {"weights": "constants", "cache_dir": str(tmp_path)}
     sizes = ["128x128", "64x128"]
     model = model_config(strategy="allgather_kv", precision="int8-static", tensorrt=tensorrt, warm_sizes=sizes)
-    assert BuildRankParts(model=model)(HERE).engine is engine
+    assert LoadRankParts(model=model)(HERE)().engine is engine
     assert engine.warmed == [(64, (0,)), (32, (0,))], "image tokens of the warm sizes, on this rank's team of one"
     assert (given["strategy"], given["precision"]) == ("allgather_kv", "int8-static")
     assert given["options"] == TensorRTOptions(weights="constants", cache_dir=tmp_path)
@@ -116,7 +116,7 @@ def test_options_reach_the_engine_and_nccl_the_environment(tmp_path: Path, monke
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a device")
 def test_a_rank_without_a_gpu_says_so() -> None:
     with pytest.raises(PreflightError, match=r"rank 0: a TensorRT engine runs on a GPU: found none.*engine: torch"):
-        BuildRankParts(model=model_config(num_ranks=1))(HERE)
+        LoadRankParts(model=model_config(num_ranks=1))(HERE)()
 
 
 class Uncaptured:
@@ -150,7 +150,7 @@ def test_from_the_configuration_to_a_picture(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(engine_module, "GraphPool", lambda device: None)
     wanted = {"tensorrt": {"cache_dir": str(tmp_path)}, "warm_sizes": ["128x128", "64x128"]}
     config = model_config(num_ranks=1, **wanted).model_copy(update={"dtype": "float32"})
-    parts = BuildRankParts(model=config)(HERE)
+    parts = LoadRankParts(model=config)(HERE)()
     assert len({engine.sha256 for engine in built}) == 1, "both sizes, and the check, share an engine file"
     checkpoint = Checkpoint.open("flux-shapes")
     plain = PlainEngine(model=checkpoint.denoiser())

@@ -3,116 +3,71 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorDiedError, ReferenceCountingAssertionError
 
-from deployments.stages.common import Decoded
-from deployments.studio import flow
-from deployments.studio.flow import RECOVERY_DEADLINE_S, DeployedStudio
-from deployments.studio.interface import Media, Output, Preview, Progress, StudioEvent
+from deployments.studio import flow, retries, run
+from deployments.studio.flow import DeployedStudio
+from deployments.studio.interface import Media, ModelUnavailableError, Output, Preview, Progress, StudioEvent
 from deployments.studio.readiness import Readiness
+from deployments.studio.retries import MAX_LOSSES, RECOVERY_DEADLINE_S
 from engines.gang.errors import GangBrokenError, QueueFullError
-from engines.gang.job import JobDone, JobEvent, PreviewReady, StepDone
-from pipelines.request import MediaRequest
+from engines.gang.job import JobDone, PreviewReady, StepDone
+from tests.deployments.studio.support.set_stages import Stages
 from tests.deployments.support.fake_studio import PICTURES
 from tests.support.patience import PATIENCE_S
 
 STEP = StepDone(job_id="j", step=1, num_steps=1, step_ms=1.0, num_ranks=2)
-DONE = JobDone(job_id="j", latents=None, queue_s=0.0, denoise_s=1.0, was_warm=True)  # type: ignore[arg-type]
+DONE = JobDone(job_id="j", latents="latents", queue_s=0.0, denoise_s=1.0, was_warm=True)  # type: ignore[arg-type]
 BROKEN = GangBrokenError("rank 1 died", "death", in_flight=True)
 WAITED_BESIDE = GangBrokenError("rank 1 died", "death", in_flight=False)
-
-Act = JobEvent | Exception | float
-"""What happens in an attempt: an event, the error it ends with, or seconds that pass."""
-
-
-class Answer:
-    """What calling a deployment returns."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        yield from ()
-        return self._value
-
-    async def _to_object_ref(self) -> None:
-        return None
+LOST = ReferenceCountingAssertionError("00ff", None, "")
+DIED = ActorDiedError()
+FIRST, SECOND = (PreviewReady(job_id="j", step=step, latents=f"latents {step}") for step in (1, 2))  # type: ignore[arg-type]
 
 
-class Stages:
-    """The three deployments of a model. The gang of each attempt does what ``attempts`` say, the last one for ever."""
-
-    def __init__(self, *attempts: list[Act]) -> None:
-        self._attempts = attempts
-        self.num_attempts, self.now_s = 0, 1000.0
-        self.text_encoder = SimpleNamespace(encode=remote(lambda *_: Answer(SimpleNamespace(encode_s=0.1))))
-        self.denoiser = SimpleNamespace(options=lambda **_: SimpleNamespace(denoise=remote(self._denoise)))
-        decoded = Decoded(data=b"png", thumbnail=b"", decode_s=0.1)
-        self.decoder = SimpleNamespace(decode=remote(lambda *_: Answer(decoded)), preview=remote(self.preview))
-        self.previews_may_go_on = asyncio.Event()
-
-    async def preview(self, latents: list[Any], _: MediaRequest) -> bytes:
-        await self.previews_may_go_on.wait()
-        return f"preview of {latents[0]}".encode()
-
-    def _denoise(self, *_: object) -> Any:
-        acts = self._attempts[min(self.num_attempts, len(self._attempts) - 1)]
-        self.num_attempts += 1
-        return Stream(self._run(acts))
-
-    async def _run(self, acts: list[Act]) -> AsyncGenerator[tuple[JobEvent, ...]]:
-        for act in acts:
-            if isinstance(act, Exception):
-                raise act
-            if isinstance(act, float):
-                self.now_s += act
-            else:
-                yield (act,)
-
-
-class Stream:
-    def __init__(self, groups: AsyncGenerator[tuple[JobEvent, ...]]) -> None:
-        self._groups = groups
-
-    def __aiter__(self) -> AsyncGenerator[tuple[JobEvent, ...]]:
-        return self._groups
-
-    def cancel(self) -> None: ...
-
-
-def remote(function: Callable[..., Any]) -> SimpleNamespace:
-    return SimpleNamespace(remote=function)
+@pytest.fixture(autouse=True)
+def no_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flow, "RETRY_PAUSE_S", 0.0)
+    monkeypatch.setattr(retries, "observe_failure", lambda *_: None)
+    monkeypatch.setattr(run, "observe_stage", lambda *_: None)
 
 
 @pytest.fixture
-def perform(monkeypatch: pytest.MonkeyPatch) -> Callable[[Stages], Any]:
-    """Runs a request through ``Stages``, by their clock; what comes at the end."""
-    monkeypatch.setattr(flow, "RETRY_PAUSE_S", 0.0)
-    for name in ("observe_failure", "observe_stage"):
-        monkeypatch.setattr(flow, name, lambda *_: None)
+def events_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Stages], Any]:
+    """Runs a request through ``Stages``, by their clock; all that comes."""
 
-    async def run(stages: Stages) -> Any:
+    async def run_all(stages: Stages) -> list[StudioEvent]:
         clock = SimpleNamespace(monotonic=lambda: stages.now_s, perf_counter=lambda: stages.now_s)
-        monkeypatch.setattr(flow, "time", clock)
+        for module in (retries, run):
+            monkeypatch.setattr(module, "time", clock)
         request = PICTURES.request(model="m", prompt="a red circle")
-        events = studio_of(stages).perform(request, Output(format="png"))
-        return [event async for event in events][-1]
+        async with asyncio.timeout(PATIENCE_S):
+            return [event async for event in studio_of(stages).perform(request, Output(format="png"))]
 
-    return run
-
-
-def studio_of(stages: Stages) -> DeployedStudio:
-    return DeployedStudio({}, {"m": stages}, Readiness(["m"]))  # type: ignore[dict-item]
+    return run_all
 
 
-async def test_progress_does_not_wait_for_previews(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flow, "observe_stage", lambda *_: None)
-    first, second = (PreviewReady(job_id="j", step=step, latents=f"latents {step}") for step in (1, 2))  # type: ignore[arg-type]
-    stages = Stages([STEP, first, STEP, second, STEP, DONE])
+@pytest.fixture
+def perform(events_of: Callable[[Stages], Any]) -> Callable[[Stages], Any]:
+    """What comes at the end."""
+
+    async def run_to_end(stages: Stages) -> Any:
+        return (await events_of(stages))[-1]
+
+    return run_to_end
+
+
+def studio_of(stages: Stages, **patience_s: float) -> DeployedStudio:
+    return DeployedStudio({}, {"m": stages}, Readiness(["m"]), patience_s)  # type: ignore[dict-item]
+
+
+async def test_progress_does_not_wait_for_previews() -> None:
+    stages = Stages([STEP, FIRST, STEP, SECOND, STEP, DONE])
     events: list[StudioEvent] = []
     async with asyncio.timeout(PATIENCE_S):
         async for event in studio_of(stages).perform(
@@ -150,8 +105,9 @@ async def test_two_broken_gangs_are_enough(perform: Callable[[Stages], Any]) -> 
 
 
 async def test_a_request_that_never_gets_to_run_is_given_up_in_time(perform: Callable[[Stages], Any]) -> None:
+    """It is not the cause, so it may come again."""
     stages = Stages([RECOVERY_DEADLINE_S / 4, WAITED_BESIDE])
-    with pytest.raises(GangBrokenError, match="given up after 0 broken gangs"):
+    with pytest.raises(ModelUnavailableError, match="no gang ran this request within 180 s"):
         await perform(stages)
     assert stages.num_attempts == 6
 
@@ -161,3 +117,49 @@ async def test_a_full_queue_is_told_at_once(perform: Callable[[Stages], Any]) ->
     with pytest.raises(QueueFullError):
         await perform(stages)
     assert stages.num_attempts == 1
+
+
+async def test_lost_objects_are_no_broken_gangs(perform: Callable[[Stages], Any]) -> None:
+    """With two broken gangs the request would be given up, and after one run beside no other."""
+    stages = Stages([STEP, LOST], [LOST], [STEP, BROKEN], [STEP, LOST], [STEP, DONE])
+    assert isinstance(await perform(stages), Media)
+    assert stages.num_attempts == 5
+
+
+async def test_a_request_that_loses_objects_again_and_again_is_given_up(perform: Callable[[Stages], Any]) -> None:
+    stages = Stages([STEP, LOST])
+    with pytest.raises(ModelUnavailableError, match=f"lost {MAX_LOSSES} times"):
+        await perform(stages)
+    assert stages.num_attempts == MAX_LOSSES
+
+
+@pytest.mark.parametrize("failure", [LOST, DIED, RuntimeError("out of memory")])
+async def test_a_preview_that_fails_costs_a_preview(events_of: Callable[[Stages], Any], failure: Exception) -> None:
+    stages = Stages([STEP, FIRST, STEP, SECOND, STEP, DONE])
+    stages.bad_previews.append(failure)
+    stages.previews_may_go_on.set()
+    events = await events_of(stages)
+    assert [(one.index, one.step) for one in events if isinstance(one, Preview)] == [(0, 2)]
+    assert isinstance(events[-1], Media)
+    assert stages.num_attempts == 1
+
+
+async def test_a_decoder_that_dies_costs_a_decoding(perform: Callable[[Stages], Any]) -> None:
+    stages = Stages([STEP, DONE])
+    stages.bad_decodings.append(DIED)
+    assert isinstance(await perform(stages), Media)
+    assert (stages.num_attempts, stages.num_decodings) == (1, 2)
+
+
+@pytest.mark.parametrize("stage", ["encoder", "denoiser", "decoder"])
+async def test_a_request_waits_for_a_replica_for_a_time(stage: str) -> None:
+    stages = Stages([STEP, DONE], absent=stage)
+    events = studio_of(stages, m=0.05).perform(PICTURES.request(model="m", prompt="a"), Output(format="png"))
+    with pytest.raises(ModelUnavailableError, match=rf"no (text )?{stage} took this request within 0 s"):
+        async with asyncio.timeout(PATIENCE_S):
+            [event async for event in events]
+    assert stages.answers[-1].was_cancelled, "nothing is left waiting"
+
+
+async def test_the_time_of_the_encoding_is_the_encoders(perform: Callable[[Stages], Any]) -> None:
+    assert (await perform(Stages([STEP, DONE]))).timings.encode_s == 0.5

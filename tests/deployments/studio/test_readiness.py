@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorDiedError
 from ray.serve.schema import DeploymentStatusOverview
 
 from deployments.names import APPLICATION, STAGES, deployment_name
 from deployments.studio import readiness
 from deployments.studio.interface import STATUS_MAX_AGE_S
-from deployments.studio.readiness import POLL_S, Readiness, takes_requests
+from deployments.studio.readiness import POLL_S, RETRY_AFTER_S, Readiness, takes_requests
+from tests.support.patience import PATIENCE_S
 
 
 class Controller:
@@ -20,9 +23,17 @@ class Controller:
 
     def __init__(self) -> None:
         self.num_asked, self.is_running = 0, True
+        self.fault: str | None = None
+        self.may_answer = threading.Event()
 
     def status(self) -> Any:
         self.num_asked += 1
+        if self.fault == "raises":
+            raise ActorDiedError
+        if self.fault == "hangs":
+            self.may_answer.wait(PATIENCE_S)
+        if self.fault == "is nowhere":
+            return SimpleNamespace(applications={})
         state = {"RUNNING": 1} if self.is_running else {"STARTING": 1}
         overview = SimpleNamespace(replica_states=state, status="UPDATING")
         deployments = {deployment_name(stage, "m"): overview for stage in STAGES}
@@ -84,6 +95,53 @@ async def test_a_lost_gang_is_looked_for_at_once(controller: Controller, clock: 
     assert await models.not_ready() == {}, "while something is missing, the answer is a fresh one"
 
 
+@pytest.mark.parametrize("fault", ["raises", "hangs", "is nowhere"])
+async def test_without_a_controller_nothing_has_changed(
+    controller: Controller, clock: Clock, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def begins() -> None:
+        controller.fault = fault
+        controller.may_answer.clear()
+        monkeypatch.setattr(readiness, "ANSWER_DEADLINE_S", 0.02 if fault == "hangs" else PATIENCE_S)
+        clock.now_s += STATUS_MAX_AGE_S
+
+    def ends() -> None:
+        controller.fault = None
+        controller.may_answer.set()
+        monkeypatch.setattr(readiness, "ANSWER_DEADLINE_S", PATIENCE_S)
+        clock.now_s += STATUS_MAX_AGE_S
+
+    models = Readiness(["m"])
+    assert await settled(models) == {}
+    begins()
+    assert await settled(models) == {}
+    ends()
+    controller.is_running = False
+    await settled(models)
+    assert list(await settled(models)) == ["m"], "it is asked again"
+    begins()
+    assert list(await models.not_ready()) == ["m"]
+    ends()
+
+
+async def test_how_long_a_model_was_missing_says_when_it_may_be_back(controller: Controller, clock: Clock) -> None:
+    controller.is_running = False
+    models = Readiness(["m"])
+    assert list(await models.not_ready()) == ["m"]
+    assert models.retry_after_s("m") == RETRY_AFTER_S, "nobody knows"
+    clock.now_s += 40.0
+    controller.is_running = True
+    assert await settled(models) == {}
+    controller.is_running = False
+    models.gang_lost()
+    assert list(await settled(models)) == ["m"]
+    assert models.retry_after_s("m") == 40.0, "as long as the start took"
+    clock.now_s += 30.0
+    assert models.retry_after_s("m") == 10.0
+    clock.now_s += 30.0
+    assert models.retry_after_s("m") == RETRY_AFTER_S, "it takes longer than the last time"
+
+
 @pytest.mark.parametrize(
     ("status", "states", "takes"),
     [
@@ -91,6 +149,7 @@ async def test_a_lost_gang_is_looked_for_at_once(controller: Controller, clock: 
         ("UNHEALTHY", {"RUNNING": 1, "STARTING": 1}, True),
         ("HEALTHY", {}, True),  # scaled down to none: a request brings one back
         ("UPSCALING", {"STARTING": 1}, True),
+        ("UPDATING", {"RECOVERING": 1}, True),  # it serves, and a new controller does not know yet
         ("UPDATING", {"STARTING": 1}, False),
         ("UPDATING", {}, False),
         ("HEALTHY", {"STARTING": 1}, False),  # a lost gang is being replaced

@@ -74,7 +74,7 @@ BAD_BODIES = [
     ({"prompt": PROMPT, "size": "32000x32000"}, 400, "size"),
     ({"prompt": PROMPT, "num_inference_steps": 0}, 400, "num_inference_steps"),
     ({"prompt": PROMPT, "num_inference_steps": 101}, 400, "num_inference_steps"),
-    ({"prompt": PROMPT, "seed": -1}, 400, "seed"),
+    ({"prompt": PROMPT, "seed": -2}, 400, "seed"),
     ({"prompt": PROMPT, "seed": "1"}, 400, "seed"),
     ({"prompt": PROMPT, "n": 5}, 400, "n"),
     ({"prompt": PROMPT, "sed": 1}, 400, "sed"),

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 
@@ -43,9 +43,9 @@ def assert_one_line(result: Result, *parts: str) -> None:
 
 
 class Command:
-    """A running ``troupe``. Its output, its data and those of its Ray cluster are all in ``folder``."""
+    """A running ``program``. Its output, its data and those of its Ray cluster are all in ``folder``."""
 
-    def __init__(self, *args: str, folder: Path, env: Mapping[str, str]) -> None:
+    def __init__(self, *args: str, folder: Path, env: Mapping[str, str], program: tuple[str, ...] = COMMAND) -> None:
         self._folder = folder
         self._log = folder / f"{args[0]}.log"
         own = {"TROUPE_DATA_DIR": str(folder / "data"), "RAY_TMPDIR": str(folder)}
@@ -53,7 +53,7 @@ class Command:
         with self._log.open("w") as file:
             # A session of its own, as a shell gives each job.
             self._process = subprocess.Popen(
-                [*COMMAND, *args],
+                [*program, *args],
                 stdout=file,
                 stderr=file,
                 env=os.environ | own | terminal | env,
@@ -99,7 +99,8 @@ class Command:
         """SIGKILL to every process, until there is none."""
         while left := self.processes():
             for one in left:
-                one.kill()
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
             self._process.poll()
 
     def processes(self) -> list[psutil.Process]:
@@ -114,9 +115,11 @@ class Command:
 
 
 @contextmanager
-def command(*args: str, folder: Path, env: Mapping[str, str] = MappingProxyType({})) -> Iterator[Command]:
-    """``troupe ARGS``; whatever is left of it at the end is killed."""
-    running = Command(*args, folder=folder, env=env)
+def command(
+    *args: str, folder: Path, env: Mapping[str, str] = MappingProxyType({}), program: tuple[str, ...] = COMMAND
+) -> Iterator[Command]:
+    """``troupe ARGS``, or another program; whatever is left of it at the end is killed."""
+    running = Command(*args, folder=folder, env=env, program=program)
     try:
         yield running
     finally:

@@ -6,7 +6,7 @@ import asyncio
 import io
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import av
 import numpy as np
@@ -61,6 +61,7 @@ class FakeStudio:
     before: Callable[[MediaRequest], None] = lambda request: None
     at_step: Callable[[MediaRequest, int], None] = lambda request, step: None
     reasons: dict[str, str] = field(default_factory=dict)
+    aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
     performed: list[MediaRequest] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
@@ -69,10 +70,14 @@ class FakeStudio:
         created = int(time.time())
         pictures = ModelCard(name="fake-pictures", family="fake", created=created, defaults=PICTURES)
         clips = ModelCard(name="fake-clips", family="fake", created=created, defaults=CLIPS)
-        return {pictures.name: pictures, clips.name: clips}
+        cards = {pictures.name: pictures, clips.name: clips}
+        return {name: replace(card, aliases=self.aliases.get(name, ())) for name, card in cards.items()}
 
     async def not_ready(self, max_age_s: float = 0.0) -> Mapping[str, str]:
         return self.reasons
+
+    def retry_after_s(self, model: str) -> float:
+        return 2.0
 
     async def perform(self, request: MediaRequest, output: Output) -> AsyncGenerator[StudioEvent, None]:
         self.performed.append(request)

@@ -125,9 +125,12 @@ def replica_pid(deployment: str) -> int:
     return max(pid for pid, title in titles.items() if title.startswith(f"ray::ServeReplica:troupe:{deployment}"))
 
 
-def log_lines(message: str) -> list[dict[str, Any]]:
-    """Structured log lines of all processes of the session whose message begins with ``message``, by time."""
-    logs = Path(ray.nodes()[0]["ObjectStoreSocketName"]).parents[1] / "logs"
+def log_lines(message: str, logs: Path | None = None) -> list[dict[str, Any]]:
+    """Structured log lines of all processes of the session whose message begins with ``message``, by time.
+
+    ``logs`` is the session's folder of logs; by default that of the cluster that this process is connected to.
+    """
+    logs = logs or Path(ray.nodes()[0]["ObjectStoreSocketName"]).parents[1] / "logs"
     found = []
     for file in logs.glob("worker-*.err"):
         for line in file.read_text(errors="replace").splitlines():

@@ -28,9 +28,9 @@ from tests.engines.gang.support.checks import assert_breaks_for_everyone, jobs_i
 from tests.engines.gang.support.fakes import (
     FakeRequest,
     awaited,
-    build_fake,
-    build_fake_failing_on_rank_1,
     fake_job,
+    load_fake,
+    load_fake_failing_on_rank_1,
     reference_latents,
 )
 from tests.engines.gang.support.helpers import (
@@ -215,12 +215,12 @@ async def test_a_half_start_is_undone() -> None:
     request = FakeRequest(seed=1, num_steps=2)
     with group_for(CONFIG) as group:
         with pytest.raises(ValueError, match="no such checkpoint"):
-            await Gang.start(CONFIG, build_fake_failing_on_rank_1, placement_group=group, clock=SetClock())
-        gang = await Gang.start(CONFIG, build_fake, placement_group=group)  # its bundles are free again
+            await Gang.start(CONFIG, load_fake_failing_on_rank_1, placement_group=group, clock=SetClock())
+        gang = await Gang.start(CONFIG, load_fake, placement_group=group)  # its bundles are free again
         assert (await latents(gang, fake_job("after", request))).equal(reference_latents(request))
         await gang.close()
 
 
 async def test_a_gang_without_a_placement_group_says_so() -> None:
     with pytest.raises(ValueError, match="placement_group_bundles"):
-        await Gang.start(CONFIG, build_fake)
+        await Gang.start(CONFIG, load_fake)

@@ -50,7 +50,7 @@ async def test_teams_shrink_and_grow_as_jobs_come_and_go(four: Gang) -> None:
                 if i == 0 and event.step in its_turn:
                     its_turn[event.step].set()
         assert isinstance(event, JobDone)
-        return team_sizes, await event.latents
+        return team_sizes, event.latents.open()
 
     results = await asyncio.gather(*(follow(i) for i in range(len(requests))))
     assert results[0][0] == {4, 2, 1}

@@ -51,9 +51,9 @@ async def test_a_job_gives_its_steps_previews_and_latents(gang: Gang) -> None:
     assert {(e.num_steps, e.num_ranks) for e in events if isinstance(e, StepDone)} == {(5, 2)}
     (preview,) = [e for e in events if isinstance(e, PreviewReady)]
     assert preview.step == 2
-    assert_equal(await preview.latents, reference_latents(FakeRequest(seed=1, num_steps=2)))
+    assert_equal(preview.latents.open(), reference_latents(FakeRequest(seed=1, num_steps=2)))
     assert isinstance(done, JobDone)
-    assert_equal(await done.latents, reference_latents(request))
+    assert_equal(done.latents.open(), reference_latents(request))
 
 
 async def test_jobs_take_turns_and_each_gets_its_own_progress(gang: Gang) -> None:
@@ -64,7 +64,7 @@ async def test_jobs_take_turns_and_each_gets_its_own_progress(gang: Gang) -> Non
             order.append(name)
             last = event
         assert isinstance(last, JobDone)
-        return await last.latents
+        return last.latents.open()
 
     results = await asyncio.gather(follow("long", 30), follow("short", 5), follow("other", 5))
     assert_equal(results[0], reference_latents(FakeRequest(seed=4, num_steps=30)))

@@ -10,10 +10,10 @@ import torch
 
 from engines.core.rank import RankContext
 from engines.core.resources import separate_rank_resources
-from engines.gang.config import GangConfig, RankParts
+from engines.gang.config import BuildRank, GangConfig
 from engines.gang.rank import Rank
 from engines.parallel.early_start import start_early
-from tests.engines.gang.support.fakes import build_fake
+from tests.engines.gang.support.fakes import load_fake
 
 
 def test_a_rank_is_not_built_before_its_early_start_is_over() -> None:
@@ -23,21 +23,25 @@ def test_a_rank_is_not_built_before_its_early_start_is_over() -> None:
         time.sleep(0.2)
         over.append(True)
 
-    def build(context: RankContext) -> RankParts:
+    def load(context: RankContext) -> BuildRank:
         start_early(torch.device("cpu"))
-        return build_fake(context)  # whose engine waits for nothing
+        return load_fake(context)  # whose engine waits for nothing
 
     with separate_rank_resources(), patch("engines.parallel.early_start._compute", work):
         rank = Rank(GangConfig(num_ranks=1, cpus_per_rank=1), 0)
-        assert rank.build(build) == (1,)
+        rank.load(load)
+        assert rank.build() == (1,)
         assert over
 
 
 def test_an_early_start_that_failed_fails_the_build() -> None:
-    def build(context: RankContext) -> RankParts:
+    def load(context: RankContext) -> BuildRank:
         start_early(torch.device("cpu"))
-        return build_fake(context)
+        return load_fake(context)
 
     broken = patch("engines.parallel.early_start._compute", side_effect=ZeroDivisionError)
-    with separate_rank_resources(), broken, pytest.raises(ZeroDivisionError):
-        Rank(GangConfig(num_ranks=1, cpus_per_rank=1), 0).build(build)
+    with separate_rank_resources(), broken:
+        rank = Rank(GangConfig(num_ranks=1, cpus_per_rank=1), 0)
+        rank.load(load)
+        with pytest.raises(ZeroDivisionError):
+            rank.build()

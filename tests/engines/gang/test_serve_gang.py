@@ -43,7 +43,7 @@ async def latents(handle: DeploymentHandle[Any], job: Job) -> torch.Tensor:
     async for event in handle.options(stream=True).denoise.remote(job):
         last = event
     assert isinstance(last, JobDone)
-    return await last.latents
+    return last.latents.open()
 
 
 async def assert_serves(handle: DeploymentHandle[Any], job_id: str) -> None:

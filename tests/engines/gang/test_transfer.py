@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engines.core.packing import ALIGNMENT
 from engines.core.rank import RankContext
 from engines.gang.config import RankParts
 from engines.gang.job import Job
 from engines.gang.rank_jobs import RankJobs
 from engines.gang.scheduler import Scheduler
-from engines.gang.transfer import ALIGNMENT, transfer
+from engines.gang.transfer import transfer
 from engines.parallel.self_check import relative_difference
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint

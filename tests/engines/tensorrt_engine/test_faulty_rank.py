@@ -17,7 +17,7 @@ from engines.gang.watchdog import DEATH_NOTICE_S
 from tests.engines.gang.support.checks import outcome_of
 from tests.engines.gang.support.helpers import alive, eventually, group_for
 from tests.engines.gang.support.set_clock import SetClock, settled
-from tests.engines.tensorrt_engine.support.faulty_rank import NUM_STEPS, BuildFaulty
+from tests.engines.tensorrt_engine.support.faulty_rank import NUM_STEPS, LoadFaulty
 from tests.engines.tensorrt_engine.support.zoo import reference, wan_inputs, wan_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -32,7 +32,7 @@ def job(name: str) -> Job:
 async def latents(gang: Gang, name: str) -> torch.Tensor:
     *_, done = [event async for event in gang.submit(job(name))]
     assert isinstance(done, JobDone)
-    made: torch.Tensor = await done.latents
+    made: torch.Tensor = done.latents.open()
     return made
 
 
@@ -56,7 +56,7 @@ async def test_a_rank_that_cannot_enqueue_breaks_the_gang_before_any_deadline(
 ) -> None:
     clock = SetClock()
     with group_for(CONFIG) as group:
-        build = BuildFaulty(folder=tmp_path, fault="refuses")
+        build = LoadFaulty(folder=tmp_path, fault="refuses")
         gang = await Gang.start(CONFIG, build, placement_group=group, clock=clock)
         await latents(gang, "warm")
         broken = await after_a_step(gang, "refuses")
@@ -75,7 +75,7 @@ async def test_a_rank_that_hangs_as_it_enqueues_breaks_the_gang_at_the_deadline(
 ) -> None:
     clock = SetClock()
     with group_for(CONFIG) as group:
-        build = BuildFaulty(folder=tmp_path, fault="hangs")
+        build = LoadFaulty(folder=tmp_path, fault="hangs")
         gang = await Gang.start(CONFIG, build, placement_group=group, clock=clock)
         await latents(gang, "warm")  # from here on a step has its own deadline, not that of a first one
         broken = await after_a_step(gang, "hangs")
@@ -91,11 +91,11 @@ async def test_a_rank_that_hangs_as_it_enqueues_breaks_the_gang_at_the_deadline(
 @pytest.mark.slow
 async def test_the_gang_after_a_broken_one_is_right(ray_cluster: None, tmp_path: Path) -> None:
     with group_for(CONFIG) as group:
-        gang = await Gang.start(CONFIG, BuildFaulty(folder=tmp_path, fault="refuses"), placement_group=group)
+        gang = await Gang.start(CONFIG, LoadFaulty(folder=tmp_path, fault="refuses"), placement_group=group)
         await latents(gang, "warm")
         with pytest.raises(GangBrokenError):
             await latents(gang, "refuses")
-        again = await Gang.start(CONFIG, BuildFaulty(folder=tmp_path), placement_group=group)
+        again = await Gang.start(CONFIG, LoadFaulty(folder=tmp_path), placement_group=group)
         given = await latents(again, "again")
         await again.close()
     torch.testing.assert_close(given, expected(), rtol=1e-4, atol=1e-4)

@@ -38,8 +38,13 @@ def url(studio: FakeStudio, tmp_path: Path, request: pytest.FixtureRequest) -> I
         yield f"{url}{request.param}"
 
 
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TROUPE_API_KEY", KEY)
+
+
 def look(*args: str, url: str) -> str:
-    result = troupe(*args, "--url", url, "--api-key", KEY)
+    result = troupe(*args, "--url", url)
     assert result.exit_code == 0, result.output
     return result.output
 
@@ -61,7 +66,7 @@ def test_models_that_are_ready(url: str) -> None:
 
 def test_a_model_that_is_not(studio: FakeStudio, url: str) -> None:
     studio.reasons = {"fake-clips": "its gang is rebuilt [2 of 4]"}
-    result = troupe("status", "--url", url, "--api-key", KEY)
+    result = troupe("status", "--url", url)
     assert result.exit_code == 1
     assert "is not ready" in result.output
     assert cells(result.output)[1][-1] == "its gang is rebuilt [2 of 4]"
@@ -105,8 +110,9 @@ def test_clips_are_listed_fetched_and_deleted(url: str, tmp_path: Path) -> None:
     assert out.read_bytes() == content
     assert posted[0] in look("clips", "--delete", posted[0], url=url)
     assert [row[0] for row in cells(look("clips", url=url))] == [posted[1]]
-    assert_one_line(troupe("clips", "--delete", posted[0], "--url", url, "--api-key", KEY), posted[0])
+    assert_one_line(troupe("clips", "--delete", posted[0], "--url", url), posted[0])
 
 
-def test_who_has_no_key_sees_no_clips(url: str) -> None:
+def test_who_has_no_key_sees_no_clips(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TROUPE_API_KEY")
     assert_one_line(troupe("clips", "--url", url), "API key")

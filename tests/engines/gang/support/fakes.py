@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engines.core.model import Branch
 from engines.core.rank import RankContext
-from engines.gang.config import RankParts
+from engines.gang.config import BuildRank, RankParts
 from engines.gang.job import Job
 
 Fault = Literal["exit", "hang", "error", "value_error"]
@@ -161,15 +161,15 @@ def strike(fault: str) -> None:
         raise ValueError("the engine cannot take this shape")
 
 
-def build_fake(context: RankContext) -> RankParts:
-    return RankParts(engine=FakeEngine(context), sampler=FakeSampler())
+def load_fake(context: RankContext) -> BuildRank:
+    return lambda: RankParts(engine=FakeEngine(context), sampler=FakeSampler())
 
 
-def build_fake_failing_on_rank_1(context: RankContext) -> RankParts:
+def load_fake_failing_on_rank_1(context: RankContext) -> BuildRank:
     if context.rank == 1:
         raise ValueError("no such checkpoint")
     dist.barrier()  # for ever: rank 1 is not coming
-    return build_fake(context)
+    return load_fake(context)
 
 
 CONDITIONING_L = torch.linspace(-1, 1, 101)

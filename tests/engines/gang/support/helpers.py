@@ -18,7 +18,7 @@ from engines.gang.config import GangConfig
 from engines.gang.gang import Gang
 from engines.gang.job import Job, JobDone, JobEvent
 from engines.gang.placement import gang_bundles, gang_strategy
-from tests.engines.gang.support.fakes import build_fake
+from tests.engines.gang.support.fakes import load_fake
 from tests.engines.gang.support.set_clock import SetClock
 from tests.support.patience import PATIENCE_S
 
@@ -40,7 +40,7 @@ async def gang_of(config: GangConfig, clock: Clock | None = None) -> AsyncIterat
     """
     with group_for(config) as group:
         options = {"model": "fake", "placement_group": group, "clock": clock or SetClock()}
-        gang = await Gang.start(config, build_fake, **options)
+        gang = await Gang.start(config, load_fake, **options)
         try:
             yield gang
         finally:
@@ -55,7 +55,7 @@ async def run(gang: Gang, job: Job) -> list[JobEvent]:
 async def latents(gang: Gang, job: Job) -> torch.Tensor:
     done = (await run(gang, job))[-1]
     assert isinstance(done, JobDone)
-    return await done.latents
+    return done.latents.open()
 
 
 def alive(pids: Iterable[int]) -> list[int]:

@@ -15,7 +15,7 @@ from engines.gang.config import GangConfig
 from engines.gang.gang import Gang
 from engines.gang.job import Job, JobEvent
 from engines.gang.placement import gang_bundles, gang_strategy
-from tests.engines.gang.support.fakes import build_fake
+from tests.engines.gang.support.fakes import load_fake
 from tests.support.patience import PATIENCE_S
 
 CONFIG = GangConfig(num_ranks=2, cpus_per_rank=0.1, step_deadline_s=PATIENCE_S)
@@ -24,7 +24,7 @@ CONFIG = GangConfig(num_ranks=2, cpus_per_rank=0.1, step_deadline_s=PATIENCE_S)
 class GangHost:
     async def __init__(self) -> None:  # type: ignore[misc]  # Serve awaits it
         gang_module.PING_DEADLINE_S = PATIENCE_S  # in this replica's process
-        self._gang = await Gang.start(CONFIG, build_fake)
+        self._gang = await Gang.start(CONFIG, load_fake)
 
     async def denoise(self, job: Job) -> AsyncGenerator[JobEvent, None]:
         async with aclosing(self._gang.submit(job)) as events:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from engines.core.model import Branch
 from engines.core.rank import RankContext
 from engines.core.spec import ParallelSpec
-from engines.gang.config import RankParts
+from engines.gang.config import BuildRank, RankParts
 from engines.parallel.division import Division, TeamSpecs
 from engines.parallel.mesh import Groups, Team
 from engines.tensorrt_engine.build.export_cache import ExportCache
@@ -70,14 +71,17 @@ class FaultyRunner(GlooRunner):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BuildFaulty:
-    """A ``BuildRank``. Rank 1's runner has the fault at its run ``fault_run``."""
+class LoadFaulty:
+    """A ``LoadRank``. Rank 1's runner has the fault at its run ``fault_run``."""
 
     folder: Path
     fault: str = ""
     fault_run: int = NUM_STEPS + 2
 
-    def __call__(self, context: RankContext) -> RankParts:
+    def __call__(self, context: RankContext) -> BuildRank:
+        return partial(self._build, context)
+
+    def _build(self, context: RankContext) -> RankParts:
         torch.set_num_threads(1)
         spec = ParallelSpec.of("ulysses", context.num_ranks)
         model, num_ranks = wan_model(), context.num_ranks

@@ -1,0 +1,133 @@
+"""How much may be under way at once. What is too much is refused at once, before anything is done for it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from typing import TypeVar
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from deployments.api.errors import ApiError
+from deployments.api.settings import ApiSettings
+
+T = TypeVar("T")
+
+ALWAYS_ANSWERED = "/health"
+WATCHER_RETRY_S = 10
+FULL_RETRY_S = 5
+FIRST_GUESS_S = 1.0
+"""Between two finished pictures, while none is finished yet."""
+SMOOTHING = 0.2
+"""Weight of the newest of the times between two finished pictures."""
+
+
+class Admission:
+    """Places for pictures, by model, and for watchers of clips.
+
+    The limit on pictures is what the gangs of a model take and a little more: what they would refuse after the prompt
+    was encoded and had waited for that is refused here.
+    """
+
+    def __init__(self, settings: ApiSettings) -> None:
+        self._settings = settings
+        self._pictures: dict[str, Places] = {}
+        self._num_watchers = 0
+
+    async def pictures(self, model: str, num: int, events: AsyncGenerator[T]) -> AsyncGenerator[T]:
+        """Yields ``events``, which make ``num`` pictures, while there is a place for each. Else ApiError 429."""
+        if model not in self._pictures:
+            self._pictures[model] = Places(self._settings.max_open_pictures.get(model, math.inf))
+        async with aclosing(events):
+            with self._pictures[model].taken(num):
+                async for event in events:
+                    yield event
+
+    async def watcher(self, events: AsyncGenerator[T]) -> AsyncGenerator[T]:
+        """Yields ``events`` to one who watches a clip. ApiError 429 if as many watch as may."""
+        limit = self._settings.max_watchers
+        if self._num_watchers >= limit:
+            message = f"{limit} streams of events are open already; ask GET /v1/videos/{{video_id}} for the progress"
+            raise ApiError(429, message, code="too_many_watchers", headers={"Retry-After": str(WATCHER_RETRY_S)})
+        self._num_watchers += 1
+        try:
+            async with aclosing(events):
+                async for event in events:
+                    yield event
+        finally:
+            self._num_watchers -= 1
+
+
+class Places:
+    """Room for ``limit`` pictures of one model, and how often a place becomes free. ``clock`` gives seconds."""
+
+    def __init__(self, limit: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit = limit
+        self._clock = clock
+        self._num_open = 0
+        self._num_refused = 0
+        self._interval_s: float | None = None
+        self._last_s = -math.inf
+
+    @contextmanager
+    def taken(self, num: int) -> Iterator[None]:
+        """Holds ``num`` places inside the block. ApiError 429 if there are not as many.
+
+        One request always fits into an empty house, however many pictures it asks for.
+        """
+        if self._num_open and self._num_open + num > self._limit:
+            raise self._refusal(num)
+        if not self._num_open:
+            self._last_s = self._clock()
+        self._num_open += num
+        try:
+            yield
+            self._learn(num)
+        finally:
+            self._num_open -= num
+            self._num_refused = max(0, self._num_refused - num)
+
+    def _learn(self, num: int) -> None:
+        """Takes note of ``num`` finished pictures. Since ``_last_s``, some were under way all the time."""
+        now_s = self._clock()
+        interval_s = (now_s - self._last_s) / num
+        before_s = interval_s if self._interval_s is None else self._interval_s
+        self._interval_s = before_s + SMOOTHING * (interval_s - before_s)
+        self._last_s = now_s
+
+    def _refusal(self, num: int) -> ApiError:
+        """Returns the refusal of ``num`` pictures, with the time until it makes sense to ask again.
+
+        Those refused before will ask first: each is told the time until there is a place behind them, but none more
+        than it takes to finish all that is under way.
+        """
+        self._num_refused += num
+        wait_s = max(1, math.ceil(min(self._num_refused, self._num_open) * (self._interval_s or FIRST_GUESS_S)))
+        message = f"{self._num_open} pictures are being made or wait for it; try again in about {wait_s} s"
+        return ApiError(429, message, code="queue_full", headers={"Retry-After": str(wait_s)})
+
+
+class OpenRequests:
+    """Refuses requests with 503 while ``limit`` are under way. GET /health is answered whatever there is."""
+
+    def __init__(self, app: ASGIApp, *, limit: int) -> None:
+        self.app = app
+        self.limit = limit
+        self.num_open = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] == ALWAYS_ANSWERED:
+            await self.app(scope, receive, send)
+            return
+        if self.num_open >= self.limit:
+            message = f"{self.limit} requests are under way already; try again in about {FULL_RETRY_S} s"
+            error = ApiError(503, message, code="server_full", headers={"Retry-After": str(FULL_RETRY_S)})
+            await error.response()(scope, receive, send)
+            return
+        self.num_open += 1
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self.num_open -= 1

@@ -1,0 +1,75 @@
+"""Answers of which a client wants less than the whole: the head alone, a range, or nothing if it has it already."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import FileResponse, MalformedRangeHeader, RangeNotSatisfiable
+from starlette.staticfiles import NotModifiedResponse, StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from deployments.api.errors import ApiError
+from deployments.requests.errors import shown
+
+CONDITIONS = StaticFiles()
+"""For its reading of ``If-None-Match`` and ``If-Modified-Since``; it serves nothing."""
+
+
+class HeadAsGet:
+    """Answers HEAD wherever GET is, with the same headers and no body (RFC 9110, section 9.3.2)."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self.app(scope, receive, send)
+            return
+
+        async def send_head(message: Message) -> None:
+            await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+        state = {**scope.get("state", {}), "is_head": True}
+        await self.app({**scope, "method": "GET", "state": state}, receive, send_head)
+
+
+def is_head(request: Request) -> bool:
+    """Whether nobody reads the body of the answer."""
+    return getattr(request.state, "is_head", False)
+
+
+class RangedFile(FileResponse):
+    """A file, the one range of it that was asked for, or 304 for who has it (RFC 9110, sections 13 and 14).
+
+    A range that makes no sense is ignored. Starlette by itself refuses that one, answers a range beyond the file
+    without an error's body (here it is ApiError 416), and takes several ranges, in one multipart body.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self.stat_result = await asyncio.to_thread(Path(self.path).stat)
+        except FileNotFoundError:  # deleted since it was looked for
+            raise ApiError(404, "The file is gone") from None
+        self.set_stat_headers(self.stat_result)
+        if scope["method"] != "GET":
+            await super().__call__(scope, receive, send)
+        elif CONDITIONS.is_not_modified(self.headers, Headers(scope=scope)):
+            await NotModifiedResponse(self.headers)(scope, receive, send)
+        else:
+            method = "HEAD" if scope.get("state", {}).get("is_head") else "GET"
+            await super().__call__({**scope, "method": method}, receive, send)
+
+    @classmethod
+    def _parse_range_header(cls, http_range: str, file_size: int) -> list[tuple[int, int]]:
+        try:
+            ranges = super()._parse_range_header(http_range, file_size)
+        except MalformedRangeHeader:
+            return []
+        except RangeNotSatisfiable:
+            message = f"Range is {shown(http_range)}; the file has {file_size} bytes"
+            headers = {"Content-Range": f"bytes */{file_size}"}
+            raise ApiError(416, message, code="range_not_satisfiable", headers=headers) from None
+        return ranges if len(ranges) == 1 else []

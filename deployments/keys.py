@@ -1,0 +1,95 @@
+"""API keys: kept as hashes alone, and read again when their file changes."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+logger = logging.getLogger("troupe.keys")
+
+LOOK_EVERY_S = 1.0
+Stamp = tuple[int, int, int]
+"""Time of change, size and inode of a file."""
+
+
+class KeyRing:
+    """The keys that a server takes: ``keys``, and those in ``file``. An empty ring asks nobody for one.
+
+    The file is looked at every second at most, while requests come. If it has become unreadable or empty, the keys stay
+    as they were, and the log says so. ValueError if it is so at the start, or for a key that is empty. ``clock`` gives
+    seconds.
+    """
+
+    def __init__(
+        self, keys: Iterable[str] = (), file: Path | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._fixed = frozenset(hash_of(key) for key in keys)
+        if hash_of("") in self._fixed:
+            raise ValueError("there is an empty API key; remove it, or give no keys to ask for none")
+        self._file = file
+        self._clock = clock
+        self._looked_s = -math.inf
+        self._stamp: Stamp | None = None
+        self._of_file: frozenset[str] = frozenset()
+        if file is not None:
+            self._stamp = stamp_of(file)
+            self._of_file = frozenset(hash_of(key) for key in read_keys(file))
+
+    def __bool__(self) -> bool:
+        return bool(self._fixed) or self._file is not None
+
+    def find(self, key: str) -> str | None:
+        """Returns the hash of ``key``, which is the identity of its holder; None if it is no key of the ring."""
+        self._look()
+        wanted = hash_of(key)
+        # Every one is looked at, so time tells nothing.
+        is_known = sum(hmac.compare_digest(wanted, one) for one in self._fixed | self._of_file)
+        return wanted if is_known else None
+
+    def _look(self) -> None:
+        if self._file is None or self._clock() - self._looked_s < LOOK_EVERY_S:
+            return
+        self._looked_s = self._clock()
+        stamp = stamp_of(self._file)
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            self._of_file = frozenset(hash_of(key) for key in read_keys(self._file))
+        except ValueError as error:
+            logger.warning("the API keys stay as they were: %s", error)
+            return
+        logger.info("the API keys were read again; the file holds %d", len(self._of_file))
+
+
+def hash_of(key: str) -> str:
+    """Returns the SHA-256 of ``key`` in hexadecimal digits. Keys are random, so that nobody finds them by trying."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def read_keys(file: Path) -> tuple[str, ...]:
+    """Returns the keys in ``file``: one a line, lines that begin with # are none. ValueError if there is none."""
+    try:
+        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    except OSError as error:
+        raise ValueError(f"the key file {file} cannot be read: {error.strerror}") from None
+    except UnicodeError:
+        raise ValueError(f"the key file {file} is not text in UTF-8") from None
+    keys = tuple(line for line in lines if line and not line.startswith("#"))
+    if not keys:
+        raise ValueError(f"the key file {file} holds no key; write one a line")
+    return keys
+
+
+def stamp_of(file: Path) -> Stamp | None:
+    """Returns what changes with the file; None if it cannot be looked at."""
+    try:
+        stat = file.stat()
+    except OSError:
+        return None
+    return stat.st_mtime_ns, stat.st_size, stat.st_ino

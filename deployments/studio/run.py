@@ -1,0 +1,186 @@
+"""One run of a request through the Serve deployments: encode, denoise, decode."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from ray.exceptions import RayActorError
+from ray.serve.handle import DeploymentHandle
+
+from deployments.asyncio_tools import cancel, merge
+from deployments.observability.metrics import observe_stage
+from deployments.stages.common import Decoded, EncodingDone, StageEvent
+from deployments.studio.interface import (
+    Media,
+    ModelUnavailableError,
+    Output,
+    Preview,
+    Progress,
+    StageTimes,
+    StudioEvent,
+)
+from engines.gang.errors import QueueFullError
+from engines.gang.job import JobDone, PreviewReady, StepDone
+from pipelines.request import MediaRequest
+
+NUM_DECODINGS = 2
+"""The latents are here: if the decoder dies over them, another one gets them."""
+
+logger = logging.getLogger("troupe.flow")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageHandles:
+    """The three deployments of one model."""
+
+    text_encoder: DeploymentHandle[Any]
+    denoiser: DeploymentHandle[Any]
+    decoder: DeploymentHandle[Any]
+
+
+@dataclass(kw_only=True, slots=True)
+class Run:
+    """``exclusive``: beside no other job of its gang. Each deployment has ``wait_s`` to take the request."""
+
+    stages: StageHandles
+    request: MediaRequest
+    output: Output
+    exclusive: bool
+    wait_s: float
+    num_steps_seen: int = field(default=0, init=False)
+    _started_s: float = field(default_factory=time.perf_counter, init=False)
+    _previews: asyncio.Queue[PreviewReady | None] = field(default_factory=asyncio.Queue, init=False)
+    """Latents to decode in this order; None after the last."""
+    _encode_s: float = field(default=0.0, init=False)
+    _done: JobDone | None = field(default=None, init=False)
+    _decoding: asyncio.Task[Decoded] | None = field(default=None, init=False)
+
+    async def events(self) -> AsyncGenerator[StudioEvent]:
+        """Yields progress and previews, ``Media`` last. Raises what a deployment raised, ModelUnavailableError if none
+        took the request in time."""
+        try:
+            async with aclosing(merge(self._progress(), self._decoded_previews())) as events:
+                async for event in events:
+                    yield event
+            assert self._done is not None, "the gang ended a job without JobDone"
+            assert self._decoding is not None
+            decoded = await self._decoding
+        finally:
+            if self._decoding is not None:
+                await cancel(self._decoding)
+        timings = self._timings(self._done, decoded)
+        _observe(self.request.model, timings)
+        yield Media(
+            data=decoded.data,
+            format=self.output.format,
+            seed=self.request.seed,
+            timings=timings,
+            thumbnail=decoded.thumbnail,
+        )
+
+    async def _progress(self) -> AsyncGenerator[StudioEvent]:
+        """Yields the job's progress. Its previews go into their queue; at the end its result is being decoded."""
+        async with aclosing(self._job_events()) as events:
+            async for event in events:
+                match event:
+                    case EncodingDone():
+                        self._encode_s = event.encode_s
+                    case StepDone():
+                        self.num_steps_seen += 1
+                        eta_s = event.step_ms / 1e3 * (event.num_steps - event.step)
+                        yield Progress(step=event.step, num_steps=event.num_steps, eta_s=eta_s)
+                    case PreviewReady():
+                        self._previews.put_nowait(event)
+                    case JobDone():
+                        self._done = event
+                        self._decoding = asyncio.create_task(self._decode(event))
+                    case QueueFullError():
+                        raise event
+        self._previews.put_nowait(None)
+
+    async def _job_events(self) -> AsyncGenerator[StageEvent]:
+        """Yields the denoiser's stream. Closed early (the client went away), it is cancelled: the job stops everywhere.
+
+        The encoding may be under way when it begins: the denoiser waits for it, so that the way there takes no time of
+        its own, and what the encoder raised is raised here. It is held here until the end: what is not, is lost.
+        """
+        job_id = f"{self.request.request_id}-{uuid.uuid4().hex[:8]}"
+        responses: list[Any] = [self.stages.text_encoder.encode.remote(self.request)]
+        try:
+            encoded = [await self._taken(responses[0]._to_object_ref(), "text encoder")]
+            denoise = self.stages.denoiser.options(stream=True).denoise
+            stream: Any = denoise.remote(job_id, self.request, encoded, self.exclusive)
+            responses.append(stream)
+            await self._taken(stream._to_object_ref_gen(), "denoiser")
+            async for group in stream:
+                for event in group:
+                    yield event
+        except BaseException:
+            for response in responses:
+                response.cancel()
+            raise
+
+    async def _decoded_previews(self) -> AsyncGenerator[StudioEvent]:
+        """Yields the job's previews in order, each once it is decoded; the job goes on meanwhile, and without those
+        that fail."""
+        index = 0
+        while ready := await self._previews.get():
+            try:
+                data = await self._answer(self.stages.decoder.preview.remote(ready.latents, self.request))
+            except Exception:
+                logger.warning("request %s: a preview failed", self.request.request_id, exc_info=True)
+                continue
+            yield Preview(index=index, step=ready.step, data=data)
+            index += 1
+
+    async def _decode(self, done: JobDone) -> Decoded:
+        for _ in range(NUM_DECODINGS - 1):
+            try:
+                return await self._decode_once(done)
+            except RayActorError as error:
+                logger.warning("request %s lost its decoder: %s", self.request.request_id, error)
+        return await self._decode_once(done)
+
+    async def _decode_once(self, done: JobDone) -> Decoded:
+        response = self.stages.decoder.decode.remote(done.latents, self.request, self.output)
+        decoded: Decoded = await self._answer(response)
+        return decoded
+
+    async def _answer(self, response: Any) -> Any:
+        try:
+            await self._taken(response._to_object_ref(), "decoder")
+            return await response
+        except BaseException:
+            response.cancel()
+            raise
+
+    async def _taken(self, reference: Awaitable[Any], stage: str) -> Any:
+        """Returns the ``reference`` that there is once a replica has taken the request."""
+        try:
+            async with asyncio.timeout(self.wait_s):
+                return await reference
+        except TimeoutError:
+            reason = f"no {stage} took this request within {self.wait_s:.0f} s"
+            raise ModelUnavailableError(f"{self.request.model}: {reason}") from None
+
+    def _timings(self, done: JobDone, decoded: Decoded) -> StageTimes:
+        return StageTimes(
+            queue_s=done.queue_s,
+            encode_s=self._encode_s,
+            denoise_s=done.denoise_s,
+            decode_s=decoded.decode_s,
+            total_s=time.perf_counter() - self._started_s,
+            was_warm=done.was_warm,
+        )
+
+
+def _observe(model: str, timings: StageTimes) -> None:
+    for stage in ("queue", "encode", "denoise", "decode", "total"):
+        observe_stage(stage, model, getattr(timings, f"{stage}_s"))

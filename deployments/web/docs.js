@@ -1,0 +1,2 @@
+// The validator would be a picture from elsewhere.
+SwaggerUIBundle({ url: "openapi.json", dom_id: "#swagger-ui", deepLinking: true, validatorUrl: null });

@@ -1,0 +1,51 @@
+"""What a model draws, for whoever chooses among models: words, good sizes, prompts to begin with.
+
+A directory says it in its ``troupe.json`` under the key ``card``, with the keys of ``Description``. All are optional;
+an unknown key is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from pipelines.defaults import CARD, FILE_NAME, Defaults
+from pipelines.size import Size
+
+RATIOS = ((1, 1), (4, 3), (3, 4), (3, 2), (2, 3), (16, 9), (9, 16))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Description:
+    """``text`` says what it draws, ``sizes`` for which WIDTHxHEIGHT it was made; ``prompts`` are examples."""
+
+    text: str = ""
+    sizes: tuple[str, ...] = ()
+    prompts: tuple[str, ...] = ()
+
+    def sizes_within(self, defaults: Defaults) -> tuple[str, ...]:
+        """Returns its sizes, or without any the default one and common shapes of as many pixels. All can be made."""
+        if self.sizes:
+            return self.sizes
+        num_pixels = defaults.width * defaults.height
+        sides = [(math.sqrt(num_pixels * wide / high), math.sqrt(num_pixels * high / wide)) for wide, high in RATIOS]
+        sizes = [Size(width=defaults.width, height=defaults.height), *(defaults.nearest_size(*pair) for pair in sides)]
+        return tuple(dict.fromkeys(str(size) for size in sizes))
+
+
+NO_DESCRIPTION = Description()
+
+
+def read_description(path: Path, defaults: Defaults) -> Description:
+    """Returns what ``path/troupe.json`` says of the model. ValueError for unknown keys and sizes out of limits."""
+    file = path / FILE_NAME
+    written = json.loads(file.read_text()).get(CARD, {}) if file.is_file() else {}
+    known = [field.name for field in fields(Description)]
+    if unknown := sorted(written.keys() - set(known)):
+        raise ValueError(f"{file} has unknown keys {', '.join(unknown)} in {CARD}; known: {', '.join(known)}")
+    lists = {name: tuple(value) for name, value in written.items() if name != "text"}
+    for size in map(Size.parse, lists.get("sizes", ())):
+        defaults.check_size(size.width, size.height)
+    return Description(text=written.get("text", ""), **lists)

@@ -1,0 +1,96 @@
+"""HEAD wherever GET is, and files that are not sent again to who has them."""
+
+from __future__ import annotations
+
+import http.client
+from pathlib import Path
+
+import httpx
+import pytest
+
+from deployments.api.files import FileShelf
+from tests.deployments.api.conftest import build, serving
+from tests.deployments.api.test_images import IMAGES
+from tests.deployments.api.test_videos import finished, make
+from tests.deployments.support.fake_studio import FakeStudio
+
+VARYING = {"x-request-id", "date", "server"}
+
+
+async def paths_of(client: httpx.AsyncClient) -> list[str]:
+    """One path for each GET that the document knows."""
+    video = await finished(client, (await make(client))["id"])
+    picture = (await client.post(IMAGES, json={"prompt": "a", "response_format": "url"})).json()["data"][0]["url"]
+    names = {"video_id": video["id"], "model": "fake-clips", "name": picture.rsplit("/", 1)[1]}
+    documented = (await client.get("/openapi.json")).json()["paths"].items()
+    return [path.replace(":path", "").format(**names) for path, methods in documented if "get" in methods]
+
+
+async def test_head_has_the_headers_of_get(client: httpx.AsyncClient) -> None:
+    paths = await paths_of(client)
+    assert len(paths) == 8
+    for path in (*paths, "/", "/docs", "/openapi.json", "/v1/videos/video_none", "/nothing"):
+        head, got = await client.head(path), await client.get(path)
+        assert (head.status_code, head.content) == (got.status_code, b""), path
+        assert {*head.headers} - VARYING == {*got.headers} - VARYING, path
+        if "content-length" in got.headers:
+            assert head.headers["content-length"] == got.headers["content-length"]
+
+
+async def test_head_of_what_only_takes_post_is_refused(client: httpx.AsyncClient) -> None:
+    head = await client.head(IMAGES)
+    assert (head.status_code, head.headers["allow"]) == (405, "POST")
+    assert (await client.patch("/v1/videos")).headers["allow"] == "GET, HEAD, POST"
+
+
+def test_head_over_a_real_server_leaves_the_connection_usable(tmp_path: Path) -> None:
+    with serving(build(FakeStudio(), tmp_path)) as url:
+        connection = http.client.HTTPConnection(url.removeprefix("http://"))
+        for _ in range(2):
+            connection.request("HEAD", "/v1/models")
+            answer = connection.getresponse()
+            assert (answer.status, answer.read()) == (200, b"")
+            assert int(answer.headers["content-length"]) > 100
+        connection.close()
+
+
+async def test_head_of_events_does_not_wait_for_the_clip(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+    studio.step_s = 1000
+    video = await make(client)
+    head = await client.head(f"/v1/videos/{video['id']}/events")
+    assert (head.status_code, head.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
+    assert (await client.head("/v1/videos/video_none/events")).status_code == 404
+
+
+@pytest.mark.parametrize("kind", ["file", "content"])
+async def test_who_has_the_file_gets_it_no_more(client: httpx.AsyncClient, kind: str) -> None:
+    path = next(path for path in await paths_of(client) if f"/{kind}" in path)
+    whole = await client.get(path)
+    etag, modified = whole.headers["etag"], whole.headers["last-modified"]
+    same = ({"If-None-Match": etag}, {"If-None-Match": f'"x", W/{etag}'}, {"If-None-Match": "*"})
+    for headers in (*same, {"If-Modified-Since": modified}, {"If-None-Match": etag, "Range": "bytes=0-9"}):
+        for answer in (await client.get(path, headers=headers), await client.head(path, headers=headers)):
+            assert (answer.status_code, answer.content) == (304, b""), headers
+            assert answer.headers["etag"] == etag
+            assert "content-length" not in answer.headers
+    other = {"If-None-Match": '"x"', "If-Modified-Since": modified}  # the second counts only without the first
+    for headers in (other, {"If-Modified-Since": "Mon, 01 Jan 2001 00:00:00 GMT"}, {"If-Modified-Since": "no date"}):
+        answer = await client.get(path, headers=headers)
+        assert (answer.status_code, answer.content) == (200, whole.content), headers
+
+
+async def test_a_file_that_is_deleted_while_it_is_asked_for(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(FileShelf, "find", lambda shelf, name: tmp_path / "gone.png")
+    answer = await client.get(f"/v1/files/{'0' * 32}.png")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+
+
+async def test_a_new_preview_has_a_new_tag(client: httpx.AsyncClient, tmp_path: Path) -> None:
+    video = await finished(client, (await make(client))["id"])
+    path = f"/v1/videos/{video['id']}/content?variant=preview"
+    etag = (await client.get(path)).headers["etag"]
+    (tmp_path / "videos" / video["id"] / "preview.png").write_bytes(b"a newer one")
+    answer = await client.get(path, headers={"If-None-Match": etag})
+    assert (answer.status_code, answer.content) == (200, b"a newer one")

@@ -1,0 +1,107 @@
+"""Three deployments that do what a test says, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from deployments.stages.common import Decoded, EncodingDone
+from engines.gang.errors import QueueFullError
+from engines.gang.job import JobEvent
+
+Act = JobEvent | Exception | float
+"""What happens in an attempt: an event, the error it ends with, or seconds that pass."""
+
+
+class Answer:
+    """What calling a deployment returns. ``taken`` is set once a replica has it, ``answer`` runs then."""
+
+    def __init__(self, answer: Callable[[], Awaitable[Any]], taken: asyncio.Event | None = None) -> None:
+        self._answer, self._taken, self.was_cancelled = answer, taken, False
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self._answer().__await__()
+
+    async def _to_object_ref(self) -> None:
+        if self._taken is not None:
+            await self._taken.wait()
+
+    def cancel(self) -> None:
+        self.was_cancelled = True
+
+
+class Stream(Answer):
+    def __init__(self, groups: AsyncGenerator[tuple[Any, ...]], taken: asyncio.Event | None) -> None:
+        super().__init__(asyncio.Event().wait, taken)
+        self._groups = groups
+
+    def __aiter__(self) -> AsyncGenerator[tuple[Any, ...]]:
+        return self._groups
+
+    _to_object_ref_gen = Answer._to_object_ref
+
+
+class Stages:
+    """The three deployments of a model. The gang of each attempt does what ``attempts`` say, the last one for ever.
+
+    The first preview or decoding fails with what ``bad_previews`` and ``bad_decodings`` hold, one each, until there are
+    no more. Of the stage ``absent`` there is no replica.
+    """
+
+    def __init__(self, *attempts: list[Act], absent: str = "") -> None:
+        self._attempts = attempts
+        self.num_attempts, self.num_decodings, self.now_s = 0, 0, 1000.0
+        self.bad_previews: list[Exception] = []
+        self.bad_decodings: list[Exception] = []
+        self.answers: list[Answer] = []
+        never = asyncio.Event()
+        self._taken = {stage: never if stage == absent else None for stage in ("encoder", "denoiser", "decoder")}
+        self.text_encoder = SimpleNamespace(encode=remote(lambda *_: self._answer("encoder", never.wait)))
+        self.denoiser = SimpleNamespace(options=lambda **_: SimpleNamespace(denoise=remote(self._denoise)))
+        self.decoder = SimpleNamespace(
+            decode=remote(lambda *_: self._answer("decoder", self._decode)),
+            preview=remote(lambda latents, _: self._answer("decoder", partial(self._preview, latents))),
+        )
+        self.previews_may_go_on = asyncio.Event()
+
+    def _answer(self, stage: str, answer: Callable[[], Awaitable[Any]]) -> Answer:
+        self.answers.append(Answer(answer, self._taken[stage]))
+        return self.answers[-1]
+
+    async def _decode(self) -> Decoded:
+        self.num_decodings += 1
+        if self.bad_decodings:
+            raise self.bad_decodings.pop(0)
+        return Decoded(data=b"png", thumbnail=b"", decode_s=0.1)
+
+    async def _preview(self, latents: Any) -> bytes:
+        await self.previews_may_go_on.wait()
+        if self.bad_previews:
+            raise self.bad_previews.pop(0)
+        return f"preview of {latents}".encode()
+
+    def _denoise(self, *_: object) -> Any:
+        acts = self._attempts[min(self.num_attempts, len(self._attempts) - 1)]
+        self.num_attempts += 1
+        self.answers.append(Stream(self._run(acts), self._taken["denoiser"]))
+        return self.answers[-1]
+
+    async def _run(self, acts: list[Act]) -> AsyncGenerator[tuple[Any, ...]]:
+        first: tuple[Any, ...] = (EncodingDone(encode_s=0.5),)
+        for act in acts:
+            if isinstance(act, QueueFullError):
+                yield (act,)
+            elif isinstance(act, Exception):
+                raise act
+            elif isinstance(act, float):
+                self.now_s += act
+            else:
+                yield (*first, act)
+                first = ()
+
+
+def remote(function: Callable[..., Any]) -> SimpleNamespace:
+    return SimpleNamespace(remote=function)

@@ -1,0 +1,163 @@
+"""A Ray cluster of ``ray_cluster.yaml``'s node types in one machine: its nodes are processes that Ray's own autoscaler
+starts and ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import yaml
+from ray.autoscaler._private.fake_multi_node.node_provider import (
+    FAKE_HEAD_NODE_ID,
+    FAKE_HEAD_NODE_TYPE,
+    FakeMultiNodeProvider,
+)
+
+from deployments.cli.serving import SERVE_ENVIRONMENT, free_port
+from deployments.config import ServeConfig
+from tests.deployments.support.commands import command, config_file
+from tests.deployments.support.live import TIMEOUT_S, log_lines
+
+ROOT = Path(__file__).parents[3]
+HOST = "127.0.0.1"
+RAY = (sys.executable, "-m", "ray.scripts.scripts")
+SERVE = (sys.executable, "-m", "ray.serve.scripts")
+OBJECT_STORE_BYTES = 80 * 2**20
+ENVIRONMENT = {
+    "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+    "PYTHONPATH": str(ROOT),
+    "RAY_CLOUD_INSTANCE_ID": FAKE_HEAD_NODE_ID,
+    "RAY_FAKE_CLUSTER": "1",
+    "RAY_OVERRIDE_NODE_ID_FOR_TESTING": FAKE_HEAD_NODE_ID,
+    "RAY_enable_autoscaler_v2": "1",  # as `ray up` has it
+    "RAY_prestart_worker_first_driver": "0",  # a process for each logical CPU
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """A worker node. Its raylet is the parent of all that runs on it."""
+
+    node_id: str
+    node_type: str
+    raylet: psutil.Process
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FakeNodes:
+    """A running cluster. ``dashboard`` is the URL where `serve deploy` finds it."""
+
+    folder: Path
+    dashboard: str
+
+    def deploy(self, config: ServeConfig) -> None:
+        """Runs `serve deploy` with a file of ``config``; returns once Serve has taken it."""
+        arguments = ("deploy", config_file(config, self.folder), "--address", self.dashboard)
+        subprocess.run([*SERVE, *arguments], check=True, capture_output=True, timeout=TIMEOUT_S)
+
+    def gangs(self, deployment: str) -> dict[str, str]:
+        """The running replicas of a denoiser, each with the id of its node."""
+        answer = httpx.get(f"{self.dashboard}/api/serve/applications/", timeout=TIMEOUT_S).json()
+        replicas = answer["applications"]["troupe"]["deployments"][deployment]["replicas"]
+        return {one["replica_id"]: one["node_id"] for one in replicas if one["state"] == "RUNNING"}
+
+    def workers(self) -> list[Node]:
+        """The worker nodes that run, oldest first."""
+        nodes = [node for one in psutil.process_iter(["name"]) if (node := self._node(one)) is not None]
+        return sorted((node for node in nodes if node.node_id != FAKE_HEAD_NODE_ID), key=lambda node: node.node_id)
+
+    def rank_pids(self, model: str) -> list[list[int]]:
+        """The processes of each gang that was ready once, by rank; the newest gang is last."""
+        return [line["pids"] for line in log_lines("gang is ready", self._logs) if line["model"] == model]
+
+    def busy_pids(self) -> set[int]:
+        """The processes of ranks that have begun a job."""
+        files = [file for file in self._logs.glob("worker-*.err") if '"job begins"' in file.read_text()]
+        return {int(file.stem.rsplit("-", 1)[1]) for file in files}
+
+    def lost_requests(self) -> list[dict[str, Any]]:
+        """The log lines of requests that were run again, or given up, since their gang was lost."""
+        return [line for line in log_lines("request ", self._logs) if "lost its gang" in line["message"]]
+
+    @property
+    def _logs(self) -> Path:
+        return self.folder / "session_latest" / "logs"
+
+    def _node(self, process: psutil.Process) -> Node | None:
+        try:
+            if process.info["name"] != "raylet" or str(self.folder) not in " ".join(process.cmdline()):
+                return None
+            environment = process.environ()
+        except psutil.Error:  # it has just ended
+            return None
+        node_type = environment.get("RAY_NODE_TYPE_NAME", FAKE_HEAD_NODE_TYPE)
+        return Node(node_id=environment["RAY_CLOUD_INSTANCE_ID"], node_type=node_type, raylet=process)
+
+
+@contextmanager
+def fake_nodes(folder: Path, *, idle_timeout_s: float) -> Iterator[FakeNodes]:
+    """A cluster with its head alone; nodes go when they were idle for ``idle_timeout_s``. All ends with the block.
+
+    ``ray.cluster_utils.AutoscalingCluster`` does the like, but Ray's wheels lack a file that it reads, and it stops
+    every Ray of the machine when it starts.
+    """
+    port, dashboard_port = free_port(HOST), free_port(HOST)
+    cluster: dict[str, Any] = yaml.safe_load((ROOT / "ray_cluster.yaml").read_text())
+    autoscaling = folder / "autoscaling.json"
+    autoscaling.write_text(json.dumps(_autoscaling(cluster, f"{HOST}:{port}", idle_timeout_s)))
+    options = {
+        "port": port,
+        "dashboard-port": dashboard_port,
+        "dashboard-agent-listen-port": 0,
+        "autoscaling-config": autoscaling,
+        "num-cpus": cluster["available_node_types"][cluster["head_node_type"]]["resources"]["CPU"],
+        "object-store-memory": OBJECT_STORE_BYTES,
+        "temp-dir": folder,
+    }
+    flags = [f"--{name}={value}" for name, value in options.items()]
+    environment = SERVE_ENVIRONMENT | ENVIRONMENT
+    with command("start", "--head", "--block", *flags, folder=folder, env=environment, program=RAY) as head:
+        head.wait_for("Ray runtime started")
+        yield FakeNodes(folder=folder, dashboard=f"http://{HOST}:{dashboard_port}")
+
+
+def _autoscaling(cluster: Mapping[str, Any], gcs_address: str, idle_timeout_s: float) -> dict[str, Any]:
+    """What ``cluster`` says, but for GPUs, and with nodes that need no commands to be started."""
+    types = {
+        FAKE_HEAD_NODE_TYPE if name == cluster["head_node_type"] else name: kind
+        for name, kind in cluster["available_node_types"].items()
+    }
+    provider = {
+        "type": "external",  # the type of this name wants the file that wheels lack
+        "module": f"{FakeMultiNodeProvider.__module__}.{FakeMultiNodeProvider.__name__}",
+        "head_node_id": FAKE_HEAD_NODE_ID,
+        "gcs_address": gcs_address,
+        "launch_multiple": True,
+        "disable_node_updaters": True,
+        "disable_launch_config_check": True,
+    }
+    commands = [key for key in cluster if key.endswith("_commands")]
+    return {
+        **{key: cluster[key] for key in ("cluster_name", "max_workers", "upscaling_speed")},
+        **{key: [] for key in (*commands, "initialization_commands")},
+        "idle_timeout_minutes": idle_timeout_s / 60,
+        "provider": provider,
+        "auth": {},
+        "file_mounts": {},
+        "cluster_synced_files": [],
+        "head_node_type": FAKE_HEAD_NODE_TYPE,
+        "available_node_types": {name: _without_gpus(kind) for name, kind in types.items()},
+    }
+
+
+def _without_gpus(kind: Mapping[str, Any]) -> dict[str, Any]:
+    resources = {"CPU": kind["resources"]["CPU"], "object_store_memory": OBJECT_STORE_BYTES}
+    return {**kind, "resources": resources, "node_config": {}}

@@ -1,0 +1,141 @@
+"""A cluster whose nodes come when a gang asks for them and go when it is gone; one that dies costs no request."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from deployments.cli.serving import free_port, parse_config
+from tests.deployments.support.bare import assert_same_picture, bare_frames
+from tests.deployments.support.commands import short_folder
+from tests.deployments.support.fake_nodes import HOST, ROOT, FakeNodes, fake_nodes
+from tests.deployments.support.live import config_of, picture, pixels_of, wait_until
+
+pytestmark = pytest.mark.ray
+
+MODELS = dict.fromkeys(("pictures", "wide"), ROOT / "pipelines" / "checkpoints" / "flux-shapes")
+GANGS = "Denoiser-pictures"
+CPUS_PER_RANK = 20
+"""Two such ranks find room on a node of the type gpu4, and on no smaller one."""
+SCALING = {
+    "min_replicas": 0,
+    "max_replicas": 2,
+    "target_ongoing_requests": 2,
+    "look_back_period_s": 3,
+    "upscale_delay_s": 1,
+    "downscale_delay_s": 3,
+}
+IDLE_TIMEOUT_S = 3.0
+NUM_CLIENTS = 6
+"""Enough for two gangs."""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[FakeNodes]:
+    with short_folder() as folder, fake_nodes(folder, idle_timeout_s=IDLE_TIMEOUT_S) as nodes:
+        yield nodes
+
+
+@pytest.fixture(scope="module")
+def url(cluster: FakeNodes) -> str:
+    port = free_port(HOST)
+    document = config_of(MODELS, cpus_per_rank=CPUS_PER_RANK, autoscaling=SCALING).model_dump(mode="json")
+    document["applications"][0]["args"]["models"][1]["denoiser"]["num_nodes"] = 2
+    cluster.deploy(parse_config(document).with_http(port=port))
+    url = f"http://{HOST}:{port}"
+    wait_until(lambda: is_healthy(url), "the application is ready, without a gang")
+    return url
+
+
+def is_healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health").status_code == httpx.codes.OK
+    except httpx.TransportError:
+        return False
+
+
+def assert_right(data: bytes, seed: int) -> None:
+    assert_same_picture(pixels_of(data), bare_frames(MODELS, seed=seed)[0])
+
+
+def test_with_no_gang_and_no_node_a_request_gets_both_and_its_picture(cluster: FakeNodes, url: str) -> None:
+    wait_until(lambda: not cluster.workers(), "no node but the head")
+    assert not cluster.gangs(GANGS)
+    assert is_healthy(url)
+    data = picture(url, seed=0)
+    with asked_for(url, [data]):
+        wait_until(lambda: cluster.gangs(GANGS), "the gang, which nobody had told to stay")
+        (node,) = cluster.workers()
+        assert node.node_type == "gpu4", "the smallest that holds the gang"
+        assert list(cluster.gangs(GANGS).values()) == [node.node_id]
+    assert_right(data, seed=0)
+
+
+def test_a_node_that_dies_under_load_costs_no_request(cluster: FakeNodes, url: str) -> None:
+    with asked_for(url, drawn(url), num_clients=NUM_CLIENTS):
+        wait_until(lambda: cluster.gangs(GANGS), "a gang")
+        node_id = next(iter(cluster.gangs(GANGS).values()))
+        next(node.raylet for node in cluster.workers() if node.node_id == node_id).kill()
+        wait_until(cluster.lost_requests, "requests lose their gang, once Ray has noticed that the node is gone")
+        wait_until(lambda: set(cluster.gangs(GANGS).values()) - {node_id}, "a gang on another node")
+    assert node_id not in cluster.gangs(GANGS).values()
+
+
+def test_nodes_and_gangs_follow_the_load_and_lose_no_request(cluster: FakeNodes, url: str) -> None:
+    pictures = drawn(url)
+    with asked_for(url, pictures, num_clients=NUM_CLIENTS):
+        wait_until(lambda: len(set(cluster.gangs(GANGS).values())) == 2, "a second gang on a second node")
+        pids = cluster.rank_pids("pictures")[-2:]
+        wait_until(lambda: all(cluster.busy_pids().issuperset(gang) for gang in pids), "both gangs work")
+    with asked_for(url, pictures):
+        wait_until(lambda: len(cluster.gangs(GANGS)) == 1, "one gang goes, in the midst of work")
+    wait_until(lambda: not cluster.gangs(GANGS), "nobody asks, and there is no gang")
+    wait_until(lambda: not cluster.workers(), "no node but the head")
+
+
+def test_a_gang_over_two_nodes_paints_a_picture(cluster: FakeNodes, url: str) -> None:
+    data = picture(url, model="wide", seed=0)
+    with asked_for(url, [data], model="wide"):
+        wait_until(lambda: cluster.gangs("Denoiser-wide"), "the gang, which nobody had told to stay")
+        raylets = [psutil.Process(pid).ppid() for pid in cluster.rank_pids("wide")[-1]]
+        assert len(set(raylets)) == 2
+        assert set(raylets) <= {node.raylet.pid for node in cluster.workers()}, "neither is the head"
+    assert_right(data, seed=0)
+
+
+def drawn(url: str) -> list[bytes]:
+    """Pictures of as many seeds as there are clients, one after the other."""
+    return [picture(url, seed=seed) for seed in range(NUM_CLIENTS)]
+
+
+@contextmanager
+def asked_for(url: str, pictures: Sequence[bytes], *, num_clients: int = 1, **body: Any) -> Iterator[None]:
+    """``num_clients`` ask meanwhile for ``pictures``, by seed, one after the other. Each answer must be the same again.
+
+    They stop with the block, when what was asked for is there.
+    """
+    enough = threading.Event()
+
+    def ask(first: int) -> None:
+        for i in itertools.count(first):
+            seed = i % len(pictures)
+            assert picture(url, seed=seed, **body) == pictures[seed]
+            if enough.is_set():
+                return
+
+    with ThreadPoolExecutor(num_clients) as threads:
+        clients = [threads.submit(ask, first) for first in range(num_clients)]
+        try:
+            yield
+        finally:
+            enough.set()
+    for client in clients:
+        client.result()

@@ -1,0 +1,56 @@
+"""What the door lets in, through Ray Serve's proxy: many who watch one clip, bodies that nobody wants, names."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from http.client import HTTPConnection
+
+import httpx
+
+from tests.deployments.support.live import PROMPT, TIMEOUT_S, streamed
+
+LONGEST = 100
+"""Steps, as many as the model allows."""
+NUM_WATCHERS = 300
+"""More than 256, which is what a replica of the door once took of all requests together."""
+
+
+async def test_idle_watchers_take_no_place_from_work(url: str) -> None:
+    no_limit = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=no_limit) as client, AsyncExitStack() as stack:
+        body = {"prompt": PROMPT, "num_inference_steps": LONGEST, "num_frames": 33}
+        ids = [(await client.post("/v1/videos", json=body)).json()["id"] for _ in range(3)]  # the last one waits
+
+        async def watch() -> AsyncIterator[str]:
+            answer = await stack.enter_async_context(client.stream("GET", f"/v1/videos/{ids[-1]}/events"))
+            lines = answer.aiter_lines()
+            assert await anext(lines) in ("event: video.progress", ": nothing new")
+            return lines  # a stream whose iterator is forgotten is closed
+
+        watching = await asyncio.gather(*(watch() for _ in range(NUM_WATCHERS)))
+        assert len(watching) == NUM_WATCHERS
+        assert (await client.get("/health")).status_code == 200
+        assert await streamed(client, seed=1, num_inference_steps=2)
+        for clip_id in ids:
+            assert (await client.delete(f"/v1/videos/{clip_id}")).status_code == 200
+
+
+def test_a_gibibyte_that_nobody_wants_is_not_read(url: str) -> None:
+    for method, path, status in (("GET", "/health", 200), ("POST", "/v1/nothing", 404), ("PUT", "/v1/videos", 405)):
+        connection = HTTPConnection(url.removeprefix("http://"), timeout=TIMEOUT_S)
+        connection.putrequest(method, path)
+        connection.putheader("Content-Length", str(1 << 30))
+        connection.endheaders(b"x" * 1000)  # and no more than that: the answer does not wait for it
+        answer = connection.getresponse()
+        assert (answer.status, answer.getheader("connection")) == (status, "close")
+        assert answer.read()
+        connection.close()
+
+
+def test_the_server_knows_its_names(url: str) -> None:
+    for host, status in (("localhost", 200), (socket.gethostname(), 200), ("[::1]", 200), ("evil.example", 403)):
+        answer = httpx.get(f"{url}/health", headers={"Host": host})
+        assert answer.status_code == status, host

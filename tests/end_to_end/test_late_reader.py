@@ -1,0 +1,71 @@
+"""What deployments hand to each other is there however late it is looked at: an ingress may have much to do.
+
+Ray forgets an object that an item of a stream refers to, if the item comes before it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray import serve
+
+from deployments.names import APPLICATION, STAGES, deployment_name
+from deployments.studio.flow import DeployedStudio
+from deployments.studio.interface import Media, Output, Preview, StudioEvent
+from deployments.studio.readiness import Readiness
+from deployments.studio.run import StageHandles
+from pipelines.request import MediaRequest
+from tests.deployments.support.bare import bare_request
+from tests.deployments.support.live import log_lines, wait_until
+
+
+@pytest.fixture
+def handles(url: str) -> dict[str, Any]:
+    return {stage: serve.get_deployment_handle(deployment_name(stage, "pictures"), APPLICATION) for stage in STAGES}
+
+
+def ended(request: MediaRequest) -> bool:
+    """Whether both ranks are through with the request."""
+    lines = log_lines("job ends")
+    return {0, 1} == {line["rank"] for line in lines if line["request_id"] == request.request_id}
+
+
+async def read_late(events: AsyncGenerator[StudioEvent], is_over: Callable[[], bool]) -> list[StudioEvent]:
+    """Reads the first event, then lets this process do nothing else until the job is over."""
+    seen = [await anext(events)]
+    wait_until(is_over, "the job ends on its ranks")  # which blocks this thread's event loop
+    return seen + [event async for event in events]
+
+
+async def test_latents_that_are_read_late_are_there(handles: dict[str, Any], models: dict[str, Path]) -> None:
+    request = replace(bare_request(models, partial_images=3), request_id="late")
+    studio = DeployedStudio({}, {"pictures": StageHandles(**handles)}, Readiness(["pictures"]))
+    events = await read_late(studio.perform(request, Output(format="png")), lambda: ended(request))
+    assert [event.index for event in events if isinstance(event, Preview)] == [0, 1, 2]
+    assert isinstance(events[-1], Media)
+    jobs = {line["gang_job_id"] for line in log_lines("job begins") if line["request_id"] == request.request_id}
+    assert len(jobs) == 1, "nothing was lost, for which it would have been run again"
+
+
+async def test_no_deployment_hands_out_references(handles: dict[str, Any], models: dict[str, Path]) -> None:
+    """A conditioning that was lost so would cost a run of its request."""
+    request = bare_request(models, partial_images=1)
+    encoding = handles["text_encoder"].encode.remote(request)
+    encoded = [await encoding._to_object_ref()]
+    stream = handles["denoiser"].options(stream=True).denoise.remote("id", request, encoded)
+    items = [await encoding, *[group async for group in stream]]
+    assert [references(item) for item in items] == [[]] * len(items)
+
+
+def references(value: object) -> list[Any]:
+    context = ray._private.worker.global_worker.get_serialization_context()
+    return list(context.serialize(value).contained_object_refs)
+
+
+def test_references_are_seen(url: str) -> None:
+    assert len(references((1, [ray.put(1)]))) == 1

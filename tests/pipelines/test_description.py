@@ -1,0 +1,52 @@
+"""What a checkpoint's folder says of the model to people, and sizes that can be made."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipelines.checkpoint import Checkpoint
+from pipelines.defaults import largest_num_frames, nearest_size
+from pipelines.description import Description, read_description
+from pipelines.loading import shipped_checkpoints
+
+
+@pytest.mark.parametrize("name", shipped_checkpoints())
+def test_shipped_models_say_what_they_draw(name: str) -> None:
+    checkpoint = Checkpoint.open(name)
+    description, defaults = checkpoint.description, checkpoint.defaults
+    assert "eight colours" in description.text
+    assert len(description.prompts) >= 3
+    assert description.sizes_within(defaults)[0] == f"{defaults.width}x{defaults.height}"
+
+
+def test_a_folder_without_a_card_has_common_shapes(tmp_path: Path) -> None:
+    defaults = Checkpoint.open("flux-shapes").defaults
+    description = read_description(tmp_path, defaults)
+    assert description == Description()
+    sizes = description.sizes_within(defaults)
+    assert sizes[0] == "128x128"
+    assert {"144x112", "112x144", "176x96"} <= set(sizes)
+
+
+def test_a_card_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    defaults = Checkpoint.open("flux-shapes").defaults
+    for card, message in (({"promts": []}, "promts"), ({"sizes": ["100x100"]}, "multiples of 16")):
+        (tmp_path / "troupe.json").write_text(json.dumps({"card": card}))
+        with pytest.raises(ValueError, match=message):
+            read_description(tmp_path, defaults)
+
+
+@pytest.mark.parametrize("width", [1, 15, 24, 100, 333, 4096, 99_999])
+@pytest.mark.parametrize("height", [1, 40, 250, 7000])
+@pytest.mark.parametrize(("multiple", "max_pixels"), [(16, 256 * 256), (32, 1280 * 720), (16, 16 * 16)])
+def test_what_is_suggested_is_allowed(width: int, height: int, multiple: int, max_pixels: int) -> None:
+    size = nearest_size(width, height, multiple, max_pixels)
+    assert size.width % multiple == size.height % multiple == 0
+    assert 0 < size.width * size.height <= max_pixels
+
+
+def test_the_largest_number_of_frames_is_one_that_can_be() -> None:
+    assert [largest_num_frames(given, 4) for given in (1, 4, 49, 50, 52, 53)] == [1, 1, 49, 49, 49, 53]
