@@ -1,4 +1,4 @@
-"""Print exact pins of all that the installed ``troupe[dev]`` reaches; ``make constraints`` writes them to a file.
+"""Print exact pins of all that the installed ``troupe-serve[dev]`` reaches; ``make constraints`` writes them to a file.
 
 Local versions (``2.13.0+cpu``) lose their suffix, so that one file serves CPU and GPU machines.
 """
@@ -37,7 +37,7 @@ def reachable(root: Requirement) -> dict[str, Distribution]:
 
 def main() -> None:
     print("# Exact versions that the tests pass with. Written by `make constraints`; do not edit.")
-    for name, here in sorted(reachable(Requirement("troupe[dev]")).items()):
+    for name, here in sorted(reachable(Requirement("troupe-serve[dev]")).items()):
         print(f"{name}=={Version(here.version).public}")
 
 

@@ -16,6 +16,7 @@ from pydantic.dataclasses import dataclass
 from deployments.api.settings import ApiLimits
 from deployments.clips.settings import ClipLimits
 from deployments.door.settings import DoorSettings
+from deployments.observability.settings import MetricsSettings
 from deployments.stages.config import STRICT, DataType, DenoiserConfig, StageConfig
 
 
@@ -99,6 +100,7 @@ class AppConfig(_Config):
     models: tuple[ModelConfig, ...] = Field(min_length=1)
     api: ApiConfig = ApiConfig()
     door: DoorSettings = DoorSettings()
+    metrics: MetricsSettings = MetricsSettings()
 
     @model_validator(mode="after")
     def _unique_names(self) -> Self:
@@ -124,6 +126,12 @@ class ServeConfig(_Config):
         """The same, with jobs and files kept in ``data_dir``."""
         document = self.model_dump()
         document["applications"][0]["args"]["api"]["data_dir"] = data_dir
+        return self.model_validate(document)
+
+    def with_metrics(self, port: int | None) -> Self:
+        """The same with its metrics on another port, or without them."""
+        document = self.model_dump()
+        document["applications"][0]["args"]["metrics"]["port"] = port
         return self.model_validate(document)
 
     def with_http(self, **options: Any) -> Self:

@@ -24,6 +24,7 @@ from deployments.api.settings import ApiLimits, ApiSettings
 from deployments.clips.clips import Clips
 from deployments.clips.settings import ClipLimits, ClipSettings
 from deployments.config import AppConfig
+from deployments.observability.exposition import Counted, Exposition, counted_here
 from deployments.replicas import prepare_replica
 from deployments.requests.handle import handle_request
 from deployments.settings import Settings
@@ -85,6 +86,9 @@ class Ingress:
         self._studio = DeployedStudio(cards, handles, Readiness(cards), patience_s)
         self._clips = Clips(self._studio, self._clip_settings())
         self._drain = Drain()
+        self._exposition = Exposition(
+            config.metrics, {model: stage_handles.denoiser for model, stage_handles in handles.items()}
+        )
 
     async def generate(self, prompt: str, **fields: Any) -> AsyncGenerator[StudioEvent]:
         """Serves Python handles: ``handle.options(stream=True).generate.remote("a red circle", seed=1)``.
@@ -97,6 +101,10 @@ class Ingress:
         async with aclosing(self._studio.perform(request, output)) as events:
             async for event in events:
                 yield event
+
+    async def metrics(self) -> Counted:
+        """Returns this replica's name, and what it has counted."""
+        return counted_here()
 
     async def drain(self, grace_s: float) -> None:
         """Ends with care: clips are queued again, new requests refused, and those under way have ``grace_s`` to end.

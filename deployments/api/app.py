@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from importlib.metadata import PackageNotFoundError, version
 
 from fastapi import FastAPI
 from starlette.requests import Request
@@ -29,6 +28,7 @@ from deployments.api.settings import ApiSettings
 from deployments.api.streams import ClientGoneError
 from deployments.api.videos import video_routes
 from deployments.clips.clips import Clips
+from deployments.names import own_version
 from deployments.studio.interface import Studio
 
 ROUTES = (health_routes, model_routes, image_routes, video_routes, page_routes)
@@ -91,13 +91,6 @@ def create_api(studio: Studio, settings: ApiSettings, clips: Clips, drain: Drain
 def file_shelf(settings: ApiSettings) -> FileShelf:
     folder = settings.data_dir / "files"
     return FileShelf(folder=folder, lifetime_s=settings.file_lifetime_s, max_bytes=settings.max_files_bytes)
-
-
-def own_version() -> str:
-    try:
-        return version("troupe")
-    except PackageNotFoundError:  # run from a source tree that was not installed
-        return "0"
 
 
 async def _on_client_gone(request: Request, error: Exception) -> Response:

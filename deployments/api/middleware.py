@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.api.errors import ApiError
 from deployments.observability.logs import request_context
+from deployments.observability.metrics import observe_answer
 
 CLIENT_GONE = 499
 """What the access log says of a request whose client did not wait for the answer, as nginx has it."""
@@ -72,6 +73,7 @@ class RequestLog:
             await error.response()(scope, receive, send_with_id)
         finally:
             _log_access(scope, status, time.perf_counter() - start_s)
+            observe_answer(scope["method"], getattr(scope.get("route"), "path", ""), status or CLIENT_GONE)
 
 
 def until_lost(receive: Receive) -> Receive:

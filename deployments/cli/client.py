@@ -23,19 +23,20 @@ class RefusedError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """Finished bytes, the seed that made them, and seconds by stage."""
+    """Finished bytes, the seed that made them, and seconds by stage. ``index`` counts the pictures of one request."""
 
     data: bytes
+    index: int = 0
     seed: int
     timings_s: Mapping[str, float] = field(default_factory=dict)
 
 
 class Client:
-    """Talks to one Troupe server. Use as a context manager."""
+    """Talks to one Troupe server, whose ``url`` may end in /v1 or not. Use as a context manager."""
 
     def __init__(self, url: str, api_key: str = "") -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http = httpx.Client(base_url=url, headers=headers, timeout=REQUEST_TIMEOUT_S)
+        self._http = httpx.Client(base_url=root_of(url), headers=headers, timeout=REQUEST_TIMEOUT_S)
 
     def __enter__(self) -> Client:
         return self
@@ -46,19 +47,42 @@ class Client:
     def models(self) -> list[dict[str, Any]]:
         return list(_checked(self._http.get("/v1/models")).json()["data"])
 
+    def health(self) -> dict[str, str]:
+        """Returns, for each model, "ready" or why it is not. RefusedError while nobody there knows of models."""
+        response = self._http.get("/health")
+        if "models" in (document := _json(response)):
+            return dict(document["models"])
+        _checked(response)
+        raise RefusedError(f"what answers at {response.url} is no Troupe server")
+
+    def clips(self, limit: int) -> list[dict[str, Any]]:
+        """Returns the newest clips, by the newest first."""
+        return list(_checked(self._http.get("/v1/videos", params={"limit": limit})).json()["data"])
+
+    def delete_clip(self, clip_id: str) -> None:
+        _checked(self._http.delete(f"/v1/videos/{clip_id}"))
+
+    def clip_file(self, clip_id: str) -> bytes:
+        """Returns the MP4 of a clip that is finished."""
+        return _checked(self._http.get(f"/v1/videos/{clip_id}/content")).content
+
     def picture(self, body: Mapping[str, Any]) -> Iterator[Progress | Result]:
-        """Does ``POST /v1/images/generations`` as a stream: steps, then the result."""
+        """Does ``POST /v1/images/generations`` as a stream: steps of all pictures together, and each result."""
         request = {**body, "stream": True, "stream_progress": True}
+        num_pictures, steps = body.get("n", 1), dict[int, int]()
         with self._http.stream("POST", "/v1/images/generations", json=request) as response:
             if response.is_error:
                 response.read()
             for event in _events(_checked(response)):
                 match event.get("type"):
                     case "troupe.progress":
-                        yield Progress(step=event["step"], num_steps=event["of"], eta_s=event["eta_s"])
+                        steps[event["image_index"]] = event["step"]
+                        num_steps = num_pictures * event["of"]
+                        yield Progress(step=sum(steps.values()), num_steps=num_steps, eta_s=event["eta_s"])
                     case "image_generation.completed":
                         yield Result(
                             data=base64.b64decode(event["b64_json"]),
+                            index=event["image_index"],
                             seed=event["seed"],
                             timings_s=_seconds(event.get("timings")),
                         )
@@ -83,8 +107,12 @@ class Client:
                 self._http.delete(url)
         if clip["status"] != "completed":
             raise RefusedError((clip.get("error") or {}).get("message", f"the clip is {clip['status']}"))
-        content = _checked(self._http.get(f"{url}/content")).content
-        yield Result(data=content, seed=clip["seed"], timings_s=_seconds(clip.get("timings")))
+        yield Result(data=self.clip_file(clip["id"]), seed=clip["seed"], timings_s=_seconds(clip.get("timings")))
+
+
+def root_of(url: str) -> str:
+    """Returns ``url`` without the ``/v1`` that clients of OpenAI's want at its end."""
+    return url.rstrip("/").removesuffix("/v1")
 
 
 def _seconds(timings: Mapping[str, Any] | None) -> dict[str, float]:
@@ -106,3 +134,12 @@ def _checked(response: httpx.Response) -> httpx.Response:
             message = f"{response.status_code} {response.reason_phrase}"
         raise RefusedError(message)
     return response
+
+
+def _json(response: httpx.Response) -> dict[str, Any]:
+    """Returns the object that the body is; an empty one if it is none."""
+    try:
+        document = response.json()
+    except ValueError:
+        return {}
+    return document if isinstance(document, dict) else {}

@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.table import Table
 
+from deployments.cli.extras import install_hint
 from deployments.cli.progress import console
 
 if TYPE_CHECKING:
     from engines.core.model import DenoiserModel
 
-PACKAGES = ("ray", "torch", "diffusers", "transformers", "tensorrt", "tensorrt-rtx-cu13-bindings", "av", "pillow")
-EXPORT_PACKAGES = ("onnx", "onnxscript", "filelock", "sympy")
+RTX = "tensorrt-rtx-cu13-bindings"
+PACKAGES = ("ray", "torch", "diffusers", "transformers", "tensorrt", RTX, "av", "pillow")
+EXPORT_PACKAGES = ("onnx", "onnx-ir", "onnxscript", "onnxruntime", "filelock", "sympy")
 NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 
@@ -154,9 +156,12 @@ def _engines() -> list[Finding]:
 
     has_gpu = torch.cuda.is_available()
     rows = [Finding(subject="engine torch", detail="compiled, CUDA graphs" if has_gpu else "eager on the CPU", ok=True)]
-    missing = [name for name in ("tensorrt", *EXPORT_PACKAGES) if _version(name) is None]
+    missing = [name for name in EXPORT_PACKAGES if _version(name) is None]
+    extra = "export"
+    if _version("tensorrt") is None and (has_gpu or _version(RTX) is None):  # RTX builds for GPUs, without one
+        missing, extra = ["tensorrt", *missing], "gpu" if has_gpu else "rtx"
     if missing:
-        detail = f"needs {', '.join(missing)} (pip install 'troupe[gpu,export]')"
+        detail = f"needs {', '.join(missing)} ({install_hint(extra)})"
     else:
         detail = "ready" if has_gpu else "builds engines here; running them needs a GPU"
     rows.append(Finding(subject="engine tensorrt", detail=detail, ok=not missing and has_gpu))

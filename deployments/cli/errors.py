@@ -37,12 +37,16 @@ def explain(error: Exception) -> str | None:
     import httpx
     from pydantic import ValidationError
 
+    from deployments.cli.extras import hint_for
+
     match error:
         case ValidationError():
             return "\n".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
         case httpx.RequestError() | httpx.InvalidURL():
             where = error.request.url if isinstance(error, httpx.RequestError) else "the URL"
             return f"no answer from {where}: {error}"
+        case ModuleNotFoundError(name=str(module)) if hint := hint_for(module):
+            return f"{module} is not installed, which this needs: {hint}"
         case ValueError() | RuntimeError() | OSError():
             return str(error)
     return None

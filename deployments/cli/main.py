@@ -10,18 +10,35 @@ from typing import Annotated, Any
 
 import typer
 
+from deployments.cli.commands.engines import build_engine, calibrate, estimate
+from deployments.cli.commands.server import print_version, stop
 from deployments.cli.ending import terminate
 from deployments.cli.errors import errors
+from deployments.cli.operation.requests import LogFormat
 from deployments.cli.renamed import rename_command, renamed_option
 from deployments.settings import ON_ONE_MACHINE, set_defaults
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False)
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="Text-to-image and text-to-video on gangs of GPUs: a server, and what talks to it.",
+    pretty_exceptions_enable=False,
+)
 
 ConfigOption = Annotated[str, typer.Option("--config", help="A config file, or the name of a shipped one.")]
 UrlOption = Annotated[str, typer.Option("--url", help="A running server; without it one is started for the purpose.")]
-RanksOption = Annotated[int, typer.Option("--ranks", help="Ranks that work on one step.")]
 KeyOption = Annotated[Path | None, typer.Option("--api-key-file", help="The server's key; else TROUPE_API_KEY.")]
 OldKeyOption = Annotated[str | None, renamed_option("--api-key", "--api-key-file, or TROUPE_API_KEY outside,")]
+RunningOption = Annotated[str, typer.Option("--url", help="A running server; the one that runs here by default.")]
+
+
+@app.callback()
+def troupe(
+    version: Annotated[
+        bool, typer.Option("--version", help="Which version this is.", callback=print_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
@@ -32,6 +49,9 @@ def generate(
     size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT in pixels.")] = None,
     steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same bytes.")] = None,
+    n: Annotated[int | None, typer.Option("--n", help="How many pictures; the files are numbered then.")] = None,
+    frames: Annotated[int | None, typer.Option(help="Frames of a clip.")] = None,
+    fps: Annotated[int | None, typer.Option(help="Frames a second of a clip.")] = None,
     negative_prompt: Annotated[
         str | None, typer.Option(help="What to keep out; needs a --true-cfg-scale above 1.")
     ] = None,
@@ -45,16 +65,19 @@ def generate(
     """A picture or a clip from words."""
     from deployments.cli.generate import generate as run
 
-    given = {
+    fields = {
         "model": model,
         "size": size,
         "num_inference_steps": steps,
         "seed": seed,
+        "n": n,
+        "num_frames": frames,
+        "fps": fps,
         "negative_prompt": negative_prompt,
         "guidance_scale": guidance_scale,
         "true_cfg_scale": true_cfg_scale,
     }
-    options = {name: value for name, value in given.items() if value is not None}
+    options = {name: value for name, value in fields.items() if value is not None}
     with _client(config, url, api_key_file) as client:
         run(client, prompt, out, options)
 
@@ -64,15 +87,26 @@ def serve(
     config: Annotated[str, typer.Argument(help="A config file, or the name of a shipped one.")] = "laptop",
     host: Annotated[str | None, typer.Option(help="Address to bind; 127.0.0.1 unless the config says else.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to bind.")] = None,
+    metrics_port: Annotated[int | None, typer.Option(help="Port of /metrics; 0 for none.")] = None,
+    log_format: Annotated[LogFormat, typer.Option(help="Of the line for each request.")] = LogFormat.plain,
 ) -> None:
     """Serve until Ctrl-C or SIGTERM; then what is under way has a while to end (the configuration's door.drain_s)."""
+    from deployments.cli.operation.requests import logs_folder, show_requests
+    from deployments.cli.operation.servers import announce
     from deployments.cli.progress import console, started
     from deployments.cli.serving import load_config
 
     chosen: dict[str, Any] = {name: value for name, value in (("host", host), ("port", port)) if value is not None}
-    with errors(), started(load_config(config).with_http(**chosen)) as url:
-        console.print(f"Serving at {url} (docs at {url}/docs). Ctrl-C ends it.", highlight=False)
-        signal.pause()
+    with errors():
+        settings = load_config(config).with_http(**chosen)
+        if metrics_port is not None:
+            settings = settings.with_metrics(metrics_port or None)
+        with started(settings) as url:
+            announce(url, settings.app.metrics.url)
+            console.print(f"Serving at {url} (docs at {url}/docs). Ctrl-C ends it.", highlight=False)
+            console.print(f"Logs of its processes: {logs_folder()}", highlight=False, soft_wrap=True)
+            show_requests(logs_folder(), log_format, typer.echo)
+            signal.pause()
 
 
 @app.command()
@@ -105,6 +139,44 @@ def models(
 
 
 @app.command()
+def status(
+    url: RunningOption = "",
+    api_key_file: KeyOption = None,
+    metrics_url: Annotated[str, typer.Option(help="Its metrics, where `troupe serve` did not start it here.")] = "",
+) -> None:
+    """Whether a running server is ready, with its models, their gangs, and what runs and waits there."""
+    from deployments.cli.operation.status import print_status
+    from deployments.settings import Settings
+
+    with errors():
+        is_ready = print_status(url, Settings().own_key(api_key_file), metrics_url)
+    raise typer.Exit(0 if is_ready else 1)
+
+
+@app.command()
+def clips(
+    url: RunningOption = "",
+    api_key_file: KeyOption = None,
+    limit: Annotated[int, typer.Option(help="How many, the newest first.")] = 20,
+    delete: Annotated[list[str] | None, typer.Option(help="Delete the clip of this id, even while it is made.")] = None,
+    download: Annotated[str, typer.Option(help="Fetch the clip of this id into --out.")] = "",
+    out: Annotated[Path | None, typer.Option(help="The file; ID.mp4 by default.")] = None,
+) -> None:
+    """Clips of a running server; or one is fetched, or some are deleted."""
+    from deployments.cli.operation.clips import delete_clips, download_clip, print_clips
+    from deployments.settings import Settings
+
+    with errors():
+        api_key = Settings().own_key(api_key_file)
+        if delete:
+            delete_clips(url, api_key, delete)
+        if download:
+            download_clip(url, api_key, download, out or Path(f"{download}.mp4"))
+        if not delete and not download:
+            print_clips(url, api_key, limit)
+
+
+@app.command()
 def doctor(
     tensorrt: Annotated[
         bool, typer.Option("--tensorrt", help="Prove what TensorRT engines can do on this host.")
@@ -125,99 +197,6 @@ def doctor(
 
 
 @app.command()
-def build_engine(
-    model: Annotated[
-        str, typer.Option(help="A shipped model, a diffusers directory, a hub id, or a published model's name.")
-    ],
-    num_ranks: RanksOption = 1,
-    strategy: Annotated[
-        str, typer.Option(help="How they divide it: ulysses, allgather_kv, hybrid, tensor ...")
-    ] = "auto",
-    precision: Annotated[str, typer.Option(help="Of the linears: native, fp8-static or int8-static.")] = "auto",
-    target: Annotated[str, typer.Option(help="Compute capability, such as sm90; auto is this machine's GPU.")] = "auto",
-    size: Annotated[list[str] | None, typer.Option(help="WIDTHxHEIGHT[xFRAMES]; several share an engine file.")] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16: as the model will be loaded.")] = "auto",
-    weights: Annotated[str, typer.Option(help="inputs (one file for all fine-tunes) or constants.")] = "inputs",
-    cache_dir: Annotated[Path | None, typer.Option(help="Folder of engine files; ~/.cache/troupe/engines.")] = None,
-    calibrate: Annotated[bool, typer.Option("--calibrate", help="First measure activations.")] = False,
-    prompts: Annotated[Path | None, typer.Option(help="Prompts to calibrate with, one a line.")] = None,
-    weight_streaming: Annotated[bool, typer.Option("--weight-streaming", help="Weights may stay on the host.")] = False,
-    strip_weights: Annotated[bool, typer.Option("--strip-weights", help="An engine file without its weights.")] = False,
-    width: Annotated[str | None, renamed_option("--width", "--ranks")] = None,
-) -> None:
-    """TensorRT engine files ahead of time; says what they hold."""
-    from deployments.cli.build_engine import Order, build
-
-    with errors():
-        build(
-            Order(
-                model=model,
-                strategy=strategy,
-                num_ranks=num_ranks,
-                precision=precision,
-                target=target,
-                sizes=tuple(size or ()),
-                dtype=dtype,
-                weights=weights,
-                cache_dir=cache_dir,
-                calibrate=calibrate,
-                prompts=prompts,
-                weight_streaming=weight_streaming,
-                strip_weights=strip_weights,
-            )
-        )
-
-
-@app.command()
-def calibrate(
-    model: Annotated[str, typer.Option(help="A shipped model, a diffusers directory, or a hub id.")],
-    out: Annotated[Path, typer.Option(help="The file of scales to write (JSON).")],
-    prompts: Annotated[Path | None, typer.Option(help="Prompts to calibrate with, one a line.")] = None,
-    size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT[xFRAMES]; the model's default.")] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-) -> None:
-    """Fixed scales for the torch engine's fp8-static and int8-static, from all steps of some prompts."""
-    from deployments.cli.calibrate import calibrate as run
-
-    with errors():
-        run(model, out, prompts, size, dtype)
-
-
-@app.command()
-def estimate(
-    model: Annotated[str, typer.Option(help="A shipped model, a folder, a published model's name, or a hub id.")],
-    num_ranks: RanksOption = 1,
-    size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT in pixels; the model's default.")] = None,
-    frames: Annotated[int | None, typer.Option(help="Frames of a clip; the model's default.")] = None,
-    guidance: Annotated[
-        bool | None, typer.Option("--guidance/--no-guidance", help="True guidance: two branches a step.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    precision: Annotated[str, typer.Option(help="Of the linears: native, fp8 or int8.")] = "native",
-    machine: Annotated[str | None, typer.Option(help="A known machine, or a file that --measure left.")] = None,
-    measure: Annotated[bool, typer.Option("--measure", help="Measure this machine now, and keep the figures.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")] = False,
-    gpus: Annotated[str | None, renamed_option("--gpus", "--ranks")] = None,
-) -> None:
-    """Each way to divide a step over some ranks, with predicted time and memory, and which is chosen and why."""
-    from deployments.cli.estimate import EstimateOptions, print_estimate
-
-    with errors():
-        options = EstimateOptions(
-            model=model,
-            num_ranks=num_ranks,
-            size=size,
-            num_frames=frames,
-            guided=guidance,
-            dtype=dtype,
-            precision=precision,
-            machine=machine,
-            measure=measure,
-        )
-        print_estimate(options, as_json=as_json)
-
-
-@app.command()
 def demo(out: Annotated[Path, typer.Option(help="Directory for picture.png and clip.mp4.")] = Path("out")) -> None:
     """A picture and a clip through the real HTTP server, with the shipped models."""
     from deployments.cli.demo import demo as run
@@ -226,6 +205,8 @@ def demo(out: Annotated[Path, typer.Option(help="Directory for picture.png and c
         run(out)
 
 
+for _command in (build_engine, calibrate, estimate, stop):
+    app.command()(_command)
 rename_command(app, "plan", "estimate")
 
 

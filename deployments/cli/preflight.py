@@ -24,6 +24,7 @@ def problems(config: ServeConfig) -> Iterator[str]:
     for model in config.app.models:
         yield from _model(model)
     yield from _gpus(config)
+    yield from _metrics(config)
 
 
 def port_problems(config: ServeConfig) -> Iterator[str]:
@@ -57,6 +58,22 @@ def _keys() -> Iterator[str]:
         Settings().key_ring()
     except (OSError, ValueError) as error:
         yield f"the API keys cannot be read: {error}"
+
+
+def _metrics(config: ServeConfig) -> Iterator[str]:
+    metrics = config.app.metrics
+    if metrics.port is None or any(port_problems(config)):  # of two servers alike, the other address says it
+        return
+    if metrics.port == config.http_options.port:
+        yield f"metrics.port is {metrics.port}, which is the API's own port: choose another"
+        return
+    try:
+        listen(metrics.host, metrics.port).close()
+    except ValueError:
+        yield (
+            f"cannot show metrics at port {metrics.port} of {metrics.host}, which is taken: choose another port with "
+            "--metrics-port or metrics.port, or 0 and null for none"
+        )
 
 
 def _model(model: ModelConfig) -> Iterator[str]:

@@ -21,17 +21,21 @@ if TYPE_CHECKING:
 console = Console()
 
 
-def follow(title: str, events: Iterator[Progress | Result]) -> Result:
-    """Shows ``title``, step x of y and the time left until the result is there, and returns it."""
+def follow(title: str, events: Iterator[Progress | Result], num_results: int = 1) -> list[Result]:
+    """Shows ``title``, step x of y and the time left until the results are there, and returns them."""
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("step"), MofNCompleteColumn(separator=" of "))
     with Bars(*columns, TextColumn("{task.fields[eta]}"), console=console) as bar:
         task = bar.add_task(title, total=None, eta="")
+        results: list[Result] = []
         for event in events:
             if isinstance(event, Result):
+                results.append(event)
+                if len(results) < num_results:
+                    continue
                 bar.update(task, eta="done")
-                return event
+                return results
             bar.update(task, completed=event.step, total=event.num_steps, eta=f"ETA {event.eta_s:.1f} s")
-    raise RuntimeError("the server ended the stream without a result")
+    raise RuntimeError("the server ended the stream before its end")
 
 
 @contextmanager
@@ -51,15 +55,15 @@ def started(config: ServeConfig) -> Iterator[str]:
 def started_for_itself(config: ServeConfig) -> Iterator[str]:
     """Starts the application for one command alone; yields its URL.
 
-    It has any free port and a data directory that goes with it, and none of what the environment says to servers (keys,
-    a database).
+    It has any free port, no metrics, a data directory that goes with it, and none of what the environment says to
+    servers (keys, a database).
     """
     from deployments.settings import settings_unset
 
     with ExitStack() as stack:
         stack.enter_context(settings_unset())
         data_dir = Path(stack.enter_context(TemporaryDirectory(prefix="troupe_")))
-        yield stack.enter_context(started(config.with_http(port=0).with_data_dir(data_dir)))
+        yield stack.enter_context(started(config.with_http(port=0).with_data_dir(data_dir).with_metrics(None)))
 
 
 def timings_line(result: Result) -> str:

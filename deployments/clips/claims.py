@@ -12,6 +12,7 @@ from sqlalchemy import ColumnElement, Update, and_, or_, select, update
 
 from deployments.clips.records import ClipError, ClipRecord, ClipRow, to_json
 from deployments.clips.store import ClipStore
+from deployments.observability.metrics import observe_clip_wait
 from deployments.studio.interface import StageTimes
 
 
@@ -42,6 +43,8 @@ class Claims:
             take = update(ClipRow).where(ClipRow.id == row.id, ClipRow.attempts == row.attempts, _free(now_s))
             values = {"status": "in_progress", "attempts": row.attempts + 1, "progress": 0, "num_previews": 0}
             if await self._write(take, owner=owner, **self._lease(), **values):
+                if row.attempts == 0:
+                    observe_clip_wait(row.model, now_s - row.created_at_s)
                 clip = await self.store.get(row.id)
                 return None if clip is None else Claim(clip=clip, owner=owner)
         return None

@@ -1,36 +1,78 @@
-"""Prometheus metrics of the application, through Ray's agent. The gang's own are in ``engines.gang.metrics``."""
+"""Prometheus metrics of the application: what ingresses count, and the page with all that its processes counted.
+
+The gang's own are in ``engines.gang.metrics``. Each process counts for itself, so that a sum is one of values as they
+were observed, and the label ``replica`` keeps those of different processes apart: added up here, they would fall when
+a replica ends, and Prometheus would take that for a restart of everything.
+"""
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from ray.util.metrics import Counter, Histogram
+from prometheus_client import REGISTRY, Counter, Histogram, Metric, disable_created_metrics
+from prometheus_client.registry import Collector
 
-STAGE_BOUNDARIES_S = [0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0]
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
+BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+OWN = ("troupe_", "process_")
+"""How the names begin that are shown; Ray and its libraries count in the same processes."""
 
-@cache
-def _stage_seconds() -> Histogram:
-    return Histogram(
-        "troupe_stage_seconds",
-        description="Seconds a request spent in a stage",
-        boundaries=STAGE_BOUNDARIES_S,
-        tag_keys=("stage", "model"),
-    )
+STAGES = Histogram("troupe_stage_seconds", "Seconds a request spent in a stage", ("stage", "model"), buckets=BUCKETS_S)
+REQUEST_FAILURES = Counter("troupe_request_failures", "Runs of a request that failed, by cause", ("model", "cause"))
+CLIP_WAITS = Histogram(
+    "troupe_clip_wait_seconds", "Seconds from a clip's request to its first attempt", ("model",), buckets=BUCKETS_S
+)
+HTTP_REQUESTS = Counter("troupe_http_requests", "Answers of the HTTP API", ("method", "route", "status"))
 
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+"""Clients may send any word, and each would be a series."""
 
-@cache
-def _failures() -> Counter:
-    return Counter(
-        "troupe_request_failures", description="Runs of a request that failed, by cause", tag_keys=("model", "cause")
-    )
+Families = list[Metric]
 
 
 def observe_stage(stage: str, model: str, seconds: float) -> None:
-    """Counts ``seconds`` in a stage: queue, encode, denoise, decode or total."""
-    _stage_seconds().observe(seconds, tags={"stage": stage, "model": model})
+    """Counts ``seconds`` in a stage: queue (waiting), encode, denoise, decode or total."""
+    STAGES.labels(stage, model).observe(seconds)
 
 
 def observe_failure(model: str, cause: str) -> None:
     """Counts a failed run of a request; ``cause`` is the exception's class name."""
-    _failures().inc(tags={"model": model, "cause": cause})
+    REQUEST_FAILURES.labels(model, cause).inc()
+
+
+def observe_clip_wait(model: str, seconds: float) -> None:
+    """Counts the ``seconds`` that a clip waited for a runner: beside those in a gang's queue."""
+    CLIP_WAITS.labels(model).observe(seconds)
+
+
+def observe_answer(method: str, route: str, status: int) -> None:
+    """Counts an answer; ``route`` is the path as it is declared, or empty where there is no such route."""
+    HTTP_REQUESTS.labels(method if method in METHODS else "other", route, status).inc()
+
+
+def own_families() -> Families:
+    """Returns what this process has counted."""
+    return [family for family in REGISTRY.collect() if family.name.startswith(OWN)]
+
+
+def with_replicas(pages: Mapping[str, Iterable[Metric]]) -> Iterator[Metric]:
+    """Yields the series of all processes, told apart by the label ``replica``: the keys of ``pages``."""
+    whole: dict[str, Metric] = {}
+    for replica, page in pages.items():
+        for family in page:
+            known = Metric(family.name, family.documentation, family.type, family.unit)
+            target = whole.setdefault(family.name, known)
+            for sample in family.samples:
+                target.add_sample(sample.name, {**sample.labels, "replica": replica}, sample.value)
+    yield from whole.values()
+
+
+class Page(Collector):
+    """Asks all processes whenever it is read."""
+
+    def __init__(self, gather: Callable[[], Mapping[str, Iterable[Metric]]]) -> None:
+        self._gather = gather
+
+    def collect(self) -> Iterator[Metric]:
+        return with_replicas(self._gather())

@@ -10,6 +10,7 @@ from functools import partial
 import ray
 
 from deployments.config import ModelConfig
+from deployments.observability.exposition import Counted, counted_here
 from deployments.replicas import is_on_loopback, prepare_replica
 from deployments.settings import process_environment
 from deployments.stages.common import Encoded, EncodingDone, StageEvent
@@ -81,6 +82,10 @@ class Denoiser:
                     first = ()
             except QueueFullError as refusal:
                 yield (refusal,)
+
+    async def metrics(self) -> Counted:
+        """Returns this replica's name, and what it has counted."""
+        return counted_here()
 
     async def check_health(self) -> None:
         await self._gang.check_health()

@@ -59,7 +59,7 @@ class Driver:
     def start(self) -> None:
         for coroutine in (self._schedule(), self._collect(), self._watchdog.watch()):
             self._spawn(coroutine)
-        self._metrics.gang_started()
+        self._metrics.takes_jobs()
 
     @property
     def is_cold(self) -> bool:
@@ -85,6 +85,7 @@ class Driver:
         """End all tasks and fail all jobs."""
         if self.broken is None:
             self.broken = error
+            self._metrics.takes_none()
             in_flight = [job_id for flight in self._flights for work in flight.plan.works for job_id in work.job_ids]
             self._table.fail_all(error, in_flight)
             self._watchdog.close()
@@ -163,7 +164,7 @@ class Driver:
     def _publish_work(self, work: Work, reports: list[StepReport], flight: Flight, started_s: float) -> None:
         step_ms = max(report.step_ms for report in reports)
         self._mean_step_s = 0.9 * self._mean_step_s + 0.1 * step_ms / 1e3 if self._mean_step_s else step_ms / 1e3
-        self._metrics.step_done(step_ms, work.num_ranks)
+        self._metrics.step_done(step_ms / 1e3, work.num_ranks)
         for job_step in work.job_steps:
             open_job = self._table.get(job_step.job_id)
             if job_step.step == 1:
@@ -188,6 +189,8 @@ class Driver:
             queue_s = open_job.started_s - open_job.submitted_s
             denoise_s = self._clock.now_s() - open_job.started_s
             latents = flight.latents[job_id]
+            if open_job.outcome is None and not open_job.was_warm:
+                self._metrics.job_was_cold()
             self._table.publish(
                 job_id,
                 JobDone(

@@ -18,6 +18,7 @@ from engines.gang.config import Environment, GangConfig, LoadRank
 from engines.gang.driver import Driver
 from engines.gang.errors import GangBrokenError
 from engines.gang.job import Job, JobDone, JobEvent, StepDone
+from engines.gang.metrics import observe_start
 from engines.gang.placement import current_group
 from engines.gang.rank import RankInfo, kill_ranks, spawn_ranks
 from engines.gang.start import Start, rank_environments
@@ -67,12 +68,14 @@ class Gang:
         started is killed. An exception of ``load`` or of what it returns comes out as it was raised on the rank.
         """
         group, clock = placement_group or current_group(), clock or Clock()
+        begun_s = clock.now_s()
         ranks = spawn_ranks(config, group, await rank_environments(config, group, environment))
         try:
             infos, team_sizes = await Start(config, ranks, clock).run(load)
         except BaseException:
             kill_ranks(ranks)
             raise
+        observe_start(model, clock.now_s() - begun_s)
         logger.info("gang is ready", extra={"model": model, "pids": [info.pid for info in infos]})
         return cls(config, ranks, infos, team_sizes, model, clock)
 

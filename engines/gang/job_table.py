@@ -56,19 +56,23 @@ class JobTable:
     def num_open(self) -> int:
         return sum(open_job.outcome is None for open_job in self._jobs.values())
 
+    @property
+    def num_waiting(self) -> int:
+        return max(0, self.num_open - self._config.max_running_jobs)
+
     def get(self, job_id: str) -> OpenJob:
         return self._jobs[job_id]
 
     def open(self, job: Job, retry_after_s: float) -> OpenJob:
         """``ValueError`` for a job that this gang cannot take, ``QueueFullError`` if too many wait."""
         self._check(job)
-        num_waiting = max(0, self.num_open - self._config.max_running_jobs)
+        num_waiting = self.num_waiting
         if self.num_open >= self._config.max_running_jobs + self._config.max_waiting_jobs:
             self._metrics.job_ended("rejected")
             raise QueueFullError(num_waiting, retry_after_s)
         open_job = OpenJob(job=job, clock=self._clock, submitted_s=self._clock.now_s())
         self._jobs[job.job_id] = open_job
-        self._metrics.open_jobs(self.num_open)
+        self._tell_open()
         return open_job
 
     def publish(self, job_id: str, event: JobEvent) -> None:
@@ -94,11 +98,14 @@ class JobTable:
     def end(self, open_job: OpenJob, outcome: Outcome) -> None:
         open_job.outcome = outcome
         self._metrics.job_ended(outcome)
-        self._metrics.open_jobs(self.num_open)
+        self._tell_open()
 
     def forget(self, job_ids: Iterable[str]) -> None:
         for job_id in job_ids:
             self._jobs.pop(job_id, None)
+
+    def _tell_open(self) -> None:
+        self._metrics.open_jobs(self.num_open - self.num_waiting, self.num_waiting)
 
     def _check(self, job: Job) -> None:
         if job.num_steps < 1:

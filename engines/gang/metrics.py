@@ -1,49 +1,65 @@
-"""What a gang counts, exported by Ray to Prometheus (which prefixes the names with ``ray_``)."""
+"""What a gang counts, for Prometheus: in the process that owns the gang, all times in seconds."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from ray.util.metrics import Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 
 from engines.gang.errors import BreakCause
 
-STEP_BOUNDARIES_MS = [1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 3e4]
+STEP_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+START_BUCKETS_S = (1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+STEPS = Histogram(
+    "troupe_step_seconds", "Seconds of one denoising step", ("model", "num_ranks"), buckets=STEP_BUCKETS_S
+)
+STARTS = Histogram(
+    "troupe_gang_start_seconds",
+    "Seconds from the start of a gang's ranks until it takes jobs",
+    ("model",),
+    buckets=START_BUCKETS_S,
+)
+FAILURES = Counter("troupe_gang_failures", "Gangs that broke, by cause", ("model", "cause"))
+GANGS = Gauge("troupe_gangs", "Gangs that take jobs", ("model",))
+JOBS = Counter("troupe_jobs", "Jobs by how they ended", ("model", "outcome"))
+COLD_JOBS = Counter("troupe_cold_jobs", "Finished jobs of a shape that had to be prepared first", ("model",))
+RUNNING = Gauge("troupe_jobs_running", "Jobs that take turns", ("model",))
+WAITING = Gauge("troupe_jobs_waiting", "Jobs that wait for one of these to end", ("model",))
 
 Outcome = Literal["done", "failed", "cancelled", "broken", "rejected"]
 
 
+def observe_start(model: str, start_s: float) -> None:
+    STARTS.labels(model).observe(start_s)
+
+
 class GangMetrics:
-    """The series of one gang. Serve starts a gang anew after each failure: restarts are starts less replicas."""
+    """The series of one gang. Serve starts a gang anew after each failure."""
 
     def __init__(self, model: str) -> None:
-        model_tag = {"model": model}
-        self._step_ms = Histogram(
-            "troupe_step_ms",
-            description="Duration of one denoising step, by model and number of ranks",
-            boundaries=STEP_BOUNDARIES_MS,
-            tag_keys=("model", "num_ranks"),
-        )
-        self._starts = Counter("troupe_gang_starts", description="Gangs that became ready", tag_keys=("model",))
-        self._failures = Counter(
-            "troupe_gang_failures", description="Gangs that broke, by cause", tag_keys=("model", "cause")
-        )
-        self._jobs = Counter("troupe_jobs", description="Jobs by how they ended", tag_keys=("model", "outcome"))
-        self._open = Gauge("troupe_open_jobs", description="Jobs that run or wait", tag_keys=("model",))
-        for metric in (self._step_ms, self._starts, self._failures, self._jobs, self._open):
-            metric.set_default_tags(model_tag)
+        self._model = model
+        self._running, self._waiting = RUNNING.labels(model), WAITING.labels(model)
+        self.open_jobs(0, 0)
 
-    def step_done(self, step_ms: float, num_ranks: int) -> None:
-        self._step_ms.observe(step_ms, tags={"num_ranks": str(num_ranks)})
+    def step_done(self, step_s: float, num_ranks: int) -> None:
+        STEPS.labels(self._model, num_ranks).observe(step_s)
 
-    def gang_started(self) -> None:
-        self._starts.inc()
+    def takes_jobs(self) -> None:
+        GANGS.labels(self._model).inc()
+
+    def takes_none(self) -> None:
+        GANGS.labels(self._model).dec()
 
     def gang_broke(self, cause: BreakCause) -> None:
-        self._failures.inc(tags={"cause": cause})
+        FAILURES.labels(self._model, cause).inc()
 
     def job_ended(self, outcome: Outcome) -> None:
-        self._jobs.inc(tags={"outcome": outcome})
+        JOBS.labels(self._model, outcome).inc()
 
-    def open_jobs(self, num_jobs: int) -> None:
-        self._open.set(num_jobs)
+    def job_was_cold(self) -> None:
+        COLD_JOBS.labels(self._model).inc()
+
+    def open_jobs(self, num_running: int, num_waiting: int) -> None:
+        self._running.set(num_running)
+        self._waiting.set(num_waiting)

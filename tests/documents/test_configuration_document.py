@@ -10,6 +10,7 @@ import pytest
 
 from deployments import config
 from deployments.door.settings import DoorSettings
+from deployments.observability.settings import MetricsSettings
 from deployments.stages import config as stages
 from engines.parallel.nccl_options import NcclOptions
 from engines.tensorrt_engine.rules import TensorRTOptions
@@ -26,6 +27,7 @@ SECTIONS: dict[str, Any] = {
     "denoiser.tensorrt.": TensorRTOptions,
     "denoiser.nccl.": NcclOptions,
     "api.": config.ApiConfig,
+    "metrics.": MetricsSettings,
     "door.": DoorSettings,
 }
 UNNAMED = (config.ServeConfig, config.ApplicationConfig, config.ModelConfig)

@@ -17,6 +17,8 @@ NUM_WAITING = 60
 MAX_BODY_BYTES = 100_000
 STEP_DEADLINE_S = 5.0
 """What a test waits for that stops a rank."""
+METRICS_PORT = 19464
+METRICS_URL = f"http://127.0.0.1:{METRICS_PORT}/metrics"
 WARM_SIZE = "96x32"
 """Prepared at start; only the test of that asks for it."""
 
@@ -25,5 +27,6 @@ WARM_SIZE = "96x32"
 def url(ray_cluster: None, models: dict[str, Path]) -> Iterator[str]:
     denoiser = {"max_running_jobs": NUM_RUNNING, "max_waiting_jobs": NUM_WAITING, "step_deadline_s": STEP_DEADLINE_S}
     api = {"max_body_bytes": MAX_BODY_BYTES}
-    with live(config_of(models, api=api, warm_sizes=[WARM_SIZE], **denoiser)) as url:
+    config = config_of(models, api=api, warm_sizes=[WARM_SIZE], **denoiser).with_metrics(METRICS_PORT)
+    with live(config) as url:
         yield url

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-INSTALL_HINT = "install TensorRT 11 (`pip install 'troupe[gpu]'`) or TensorRT-RTX (`pip install 'troupe[rtx]'`)"
+INSTALL_HINT = (
+    "install TensorRT 11 (`pip install 'troupe-serve[gpu]'`) or TensorRT-RTX (`pip install 'troupe-serve[rtx]'`)"
+)
 
 
 class TensorRTMissingError(RuntimeError):

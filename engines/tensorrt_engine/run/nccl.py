@@ -116,7 +116,8 @@ def rank_environment(environment: Mapping[str, str], link_folder: Path = LINKS) 
 def _in_wheel() -> Path:
     folder = wheel_folder()
     if folder is None:
-        raise NcclError(f"no {VERSIONED} on LD_LIBRARY_PATH nor in pip's {' or '.join(_WHEELS)}: install troupe[gpu]")
+        wheels = " or ".join(_WHEELS)
+        raise NcclError(f"no {VERSIONED} on LD_LIBRARY_PATH nor in pip's {wheels}: pip install 'troupe-serve[gpu]'")
     return folder / VERSIONED
 
 

@@ -35,7 +35,12 @@ def test_each_gpu_and_the_one_nccl_are_named(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("missing", "told"), [("tensorrt", "needs tensorrt (pip"), ("onnxscript", "needs onnxscript (pip")]
+    ("missing", "told"),
+    [
+        ("tensorrt", "needs tensorrt (pip install 'troupe-serve[gpu]')"),
+        ("onnxscript", "needs onnxscript (pip install 'troupe-serve[export]')"),
+        ("onnx-ir", "needs onnx-ir (pip install 'troupe-serve[export]')"),
+    ],
 )
 def test_tensorrt_is_not_ready_without_what_it_exports_with(
     monkeypatch: pytest.MonkeyPatch, missing: str, told: str
@@ -50,6 +55,14 @@ def test_without_a_gpu_engines_can_be_built_and_not_run(monkeypatch: pytest.Monk
     findings = host(monkeypatch, installed=EVERYTHING, num_gpus=0)
     assert findings["GPU"].ok is False
     assert findings["engine tensorrt"].detail == "builds engines here; running them needs a GPU"
+
+
+def test_without_a_gpu_tensorrt_rtx_is_enough_to_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    builder = tuple(name for name in EVERYTHING if name != "tensorrt")
+    assert host(monkeypatch, installed=builder, num_gpus=0)["engine tensorrt"].detail.startswith("builds engines here")
+    neither = tuple(name for name in builder if name != doctor.RTX)
+    finding = host(monkeypatch, installed=neither, num_gpus=0)["engine tensorrt"]
+    assert finding.detail == "needs tensorrt (pip install 'troupe-serve[rtx]')"
 
 
 def bytecode(monkeypatch: pytest.MonkeyPatch, folder: Path, *, writes: bool) -> doctor.Finding:
@@ -105,9 +118,9 @@ def test_the_report_shows_brackets_and_warns_of_bytecode_without_failing(
 ) -> None:
     console = Console(width=600, record=True)
     monkeypatch.setattr(doctor, "console", console)
-    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "tensorrt" else "11.2")
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name.startswith("tensorrt") else "11.2")
     bytecode(monkeypatch, tmp_path, writes=False)
     assert doctor.print_report() is True
     shown = console.export_text()
-    assert "pip install 'troupe[gpu,export]'" in shown
+    assert "needs tensorrt (pip install 'troupe-serve[rtx]')" in shown
     assert "│ no  │ bytecode" in shown

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from deployments.names import own_version
 from tests.deployments.support.commands import assert_one_line, troupe
 from tests.support.fenced import ROOT
 
@@ -39,6 +40,19 @@ def test_exit_code(ends_by: str, code: int, tmp_path: Path) -> None:
     assert ended.returncode == code, ended.stderr
     assert ("Traceback" in ended.stderr) == (code == 1)
     assert code != 2 or ended.stderr == "troupe: no such size\n"
+
+
+def test_the_version_is_told() -> None:
+    result = troupe("--version")
+    assert (result.exit_code, result.output) == (0, f"troupe {own_version()}\n")
+
+
+def test_what_is_not_installed_is_told_with_the_extra_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnx_ir", None)  # as if it were not there
+    for name in [name for name in sys.modules if name.startswith("engines.tensorrt_engine")]:
+        monkeypatch.delitem(sys.modules, name)
+    refused = troupe("build-engine", "--model", "flux-shapes")
+    assert_one_line(refused, "onnx_ir is not installed", "pip install 'troupe-serve[export]'")
 
 
 def test_a_server_without_its_keys_does_not_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -29,6 +29,11 @@ def test_what_is_not_given_is_left_to_the_model(monkeypatch: pytest.MonkeyPatch)
     assert asked(monkeypatch) == {"prompt": "a red circle"}
 
 
+def test_a_clip_of_so_many_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ("--frames", "9", "--fps", "12", "--n", "1")
+    assert asked(monkeypatch, *options) == {"prompt": "a red circle", "num_frames": 9, "fps": 12, "n": 1}
+
+
 def test_a_negative_prompt_and_its_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     options = ("--negative-prompt", "blue", "--true-cfg-scale", "3", "--guidance-scale", "2.5", "--size", "64x64")
     assert asked(monkeypatch, *options) == {

@@ -73,6 +73,17 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
         assert troupe("doctor", "--config", path).exit_code == 1
 
 
+def test_a_port_for_metrics_that_is_taken(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        config = config_of({"pictures": Path("flux-shapes")}).with_metrics(port)
+        assert_one_line(troupe("serve", config_file(config, tmp_path)), "cannot show metrics", "--metrics-port")
+        assert list(problems(config.with_metrics(None))) == []
+    assert list(problems(config)) == []
+    (problem,) = problems(config.with_http(port=port))
+    assert "the API's own port" in problem
+
+
 @pytest.mark.parametrize(("name", "expected"), [("laptop", 0), ("gpu1", 1), ("gpu2", 2), ("gpu4", 4), ("gpu8", 8)])
 def test_gpus_that_a_start_needs(name: str, expected: int) -> None:
     assert num_gpus_needed(load_config(name)) == expected

@@ -3,6 +3,7 @@ started again it finishes the clip."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -26,6 +27,7 @@ from tests.deployments.support.live import PROMPT, TIMEOUT_S, config_of, wait_un
 pytestmark = pytest.mark.ray
 
 KEY = "a-secret"
+METRICS_PORT = 19465
 CLIP = {"model": "clips", "prompt": PROMPT, "seed": 3, "num_inference_steps": 60}
 
 
@@ -34,15 +36,21 @@ def client_of(url: str) -> httpx.Client:
 
 
 @pytest.fixture(scope="module")
-def url(clips: Path) -> Iterator[str]:
+def server(clips: Path) -> Iterator[Command]:
     with short_folder() as folder, serve(clips, folder) as server:
-        yield server.wait_for(SERVING)
+        server.wait_for(SERVING)
+        yield server
         assert server.interrupt() == 130
+
+
+@pytest.fixture
+def url(server: Command) -> str:
+    return server.wait_for(SERVING)
 
 
 def serve(clips: Path, folder: Path) -> AbstractContextManager[Command]:
     """``troupe serve``, of clips alone, for those that have the key. Its jobs lie in ``folder``."""
-    config = config_file(config_of({"clips": clips}, num_ranks=1), folder)
+    config = config_file(config_of({"clips": clips}, num_ranks=1).with_metrics(METRICS_PORT), folder)
     return command("serve", config, folder=folder, env={"TROUPE_API_KEYS": KEY})
 
 
@@ -92,6 +100,26 @@ def test_without_a_key_it_is_one_line(url: str, tmp_path: Path):
     out = tmp_path / "clip.mp4"
     assert_one_line(troupe("generate", "a red circle", "--out", str(out), "--url", url), "key")
     assert not out.exists()
+
+
+def test_each_request_is_a_line_on_its_console(server: Command, url: str):
+    with client_of(url) as http:
+        http.get("/v1/models", headers={"X-Request-Id": "asked-here"}).raise_for_status()
+    server.wait_for(r"\d\d:\d\d:\d\d 200 GET /v1/models \d+ ms asked-here")
+    logs = Path(server.wait_for(r"(?<=Logs of its processes: ).+"))
+    assert any("asked-here" in file.read_text(errors="replace") for file in logs.glob("worker-*.err"))
+
+
+def test_it_is_found_and_looked_at(server: Command, url: str, monkeypatch: pytest.MonkeyPatch):
+    logs = Path(server.wait_for(r"(?<=Logs of its processes: ).+"))
+    folder = next(parent for parent in logs.parents if parent.name.startswith("troupe_"))
+    monkeypatch.setenv("TROUPE_DATA_DIR", str(folder / "data"))
+    monkeypatch.setenv("TROUPE_API_KEY", KEY)
+    result = troupe("status")
+    assert result.exit_code == 0, result.output
+    assert f"{url} is ready" in result.output
+    assert re.search(r"│ clips +│ video +│ 1 +│ 0 +│ 0 +│ ready", result.output), result.output
+    assert "clips" in troupe("clips").output
 
 
 def test_it_listens_on_this_machine_alone(url: str):

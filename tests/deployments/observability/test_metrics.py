@@ -1,33 +1,108 @@
-"""The application's own metrics on Ray's page for Prometheus."""
+"""What a process counts, and the page on which those of all processes are shown."""
 
 from __future__ import annotations
 
-import re
+import socket
 
 import httpx
-import ray
+import pytest
+from prometheus_client import CollectorRegistry, Metric, generate_latest, start_http_server
+from prometheus_client.parser import text_string_to_metric_families
 
-from deployments.observability.metrics import observe_failure, observe_stage
-from tests.deployments.support.live import wait_until
+from deployments.observability.metrics import (
+    Page,
+    observe_answer,
+    observe_failure,
+    observe_stage,
+    own_families,
+)
+from deployments.observability.settings import MetricsSettings
 
 MODEL = "observed"
-STAGES = ("queue", "encode", "denoise", "decode", "total")
+SECONDS = (0.0625, 0.375, 7.0, 95.0)
+"""Exact in binary, so that their sum is."""
 
 
-def series(name: str) -> dict[str, float]:
-    """What is exported under ``name`` for our model, by the label that tells it apart."""
-    node = ray.nodes()[0]
-    page = httpx.get(f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics").text
-    lines = [line for line in page.splitlines() if line.startswith(f"{name}{{") and f'model="{MODEL}"' in line]
-    labels = (re.search(r'(?:stage|cause)="([^"]*)"', line) for line in lines)
-    return {label[1]: float(line.rsplit(" ", 1)[1]) for label, line in zip(labels, lines, strict=True) if label}
-
-
-def test_stages_and_failures_reach_prometheus(ray_cluster: None) -> None:
-    for number, stage in enumerate(STAGES, start=1):
-        for _ in range(number):
-            observe_stage(stage, MODEL, 0.5)
+@pytest.fixture
+def families() -> dict[str, Metric]:
+    """As Prometheus reads them, of two replicas that counted alike."""
+    registry = CollectorRegistry()
+    registry.register(Page(lambda: {"Ingress#a": own_families(), "Ingress#b": own_families()}))
+    for stage in ("queue", "denoise"):
+        for seconds in SECONDS:
+            observe_stage(stage, MODEL, seconds)
     observe_failure(MODEL, "GangBrokenError")
-    counts = {stage: float(number) for number, stage in enumerate(STAGES, start=1)}
-    wait_until(lambda: series("ray_troupe_stage_seconds_count") == counts, "stages")
-    wait_until(lambda: series("ray_troupe_request_failures_total") == {"GangBrokenError": 1.0}, "failures")
+    page = generate_latest(registry).decode()
+    return {family.name: family for family in text_string_to_metric_families(page)}
+
+
+def values(family: Metric, name: str, **labels: str) -> list[float]:
+    return [
+        sample.value for sample in family.samples if sample.name == name and labels.items() <= sample.labels.items()
+    ]
+
+
+def test_sums_are_of_the_values_that_were_observed(families: dict[str, Metric]) -> None:
+    stages = families["troupe_stage_seconds"]
+    assert stages.type == "histogram"
+    for replica in ("Ingress#a", "Ingress#b"):
+        for stage in ("queue", "denoise"):
+            where = {"model": MODEL, "stage": stage, "replica": replica}
+            (total,) = values(stages, "troupe_stage_seconds_sum", **where)
+            (count,) = values(stages, "troupe_stage_seconds_count", **where)
+            assert total % sum(SECONDS) == 0  # the fixture counts again for each test
+            assert total / sum(SECONDS) == count / len(SECONDS)
+            (short,) = values(stages, "troupe_stage_seconds_bucket", le="0.1", **where)
+            (minutes,) = values(stages, "troupe_stage_seconds_bucket", le="120.0", **where)
+            assert (short / count, minutes / count) == (1 / 4, 1)
+
+
+def test_failures_are_counted_by_cause(families: dict[str, Metric]) -> None:
+    failures = families["troupe_request_failures"]
+    assert failures.type == "counter"
+    where = {"model": MODEL, "cause": "GangBrokenError"}
+    assert all(value >= 1 for value in values(failures, "troupe_request_failures_total", **where))
+    assert len(values(failures, "troupe_request_failures_total", **where)) == 2
+
+
+def test_each_family_is_there_once_and_others_are_not(families: dict[str, Metric]) -> None:
+    assert {name.split("_")[0] for name in families} == {"troupe", "process"}
+    assert values(families["process_resident_memory_bytes"], "process_resident_memory_bytes", replica="Ingress#a")
+    assert not [name for name in families if name.endswith("_created")]
+
+
+def test_a_method_of_a_client_makes_no_series() -> None:
+    observe_answer("MINE", "", 405)
+    (answers,) = (family for family in own_families() if family.name == "troupe_http_requests")
+    methods = {sample.labels["method"] for sample in answers.samples}
+    assert "other" in methods
+    assert "MINE" not in methods
+
+
+def test_the_page_is_served_where_settings_say() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        settings = MetricsSettings(port=probe.getsockname()[1])
+    registry = CollectorRegistry()
+    registry.register(Page(lambda: {"Ingress#a": own_families()}))
+    assert settings.port is not None
+    server, thread = start_http_server(settings.port, settings.host, registry)
+    try:
+        answer = httpx.get(settings.url)
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+    assert answer.headers["content-type"].startswith("text/plain")
+    assert list(text_string_to_metric_families(answer.text))
+
+
+@pytest.mark.parametrize("port", [0, 65536])
+def test_a_port_that_is_none_is_refused(port: int) -> None:
+    with pytest.raises(ValueError, match=r"metrics\.port is"):
+        MetricsSettings(port=port)
+
+
+def test_without_a_port_there_is_no_url() -> None:
+    assert MetricsSettings(port=None).url == ""
+    assert MetricsSettings(host="0.0.0.0", port=9).url == "http://127.0.0.1:9/metrics"
+    assert MetricsSettings(host="::1", port=9).url == "http://[::1]:9/metrics"

@@ -35,6 +35,7 @@ def config_of(models: Mapping[str, Path], *, api: Mapping[str, Any] | None = Non
     args = {
         "models": [{"name": name, "path": str(path), "denoiser": gang} for name, path in models.items()],
         "api": dict(api or {}),
+        "metrics": {"port": None},
     }
     application = {"name": "troupe", "route_prefix": "/", "import_path": "deployments.app:build_app", "args": args}
     return parse_config({"http_options": {"port": 0}, "applications": [application]})

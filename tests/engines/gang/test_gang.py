@@ -14,11 +14,14 @@ import pytest_asyncio
 import ray
 import torch
 
+from engines.gang.clock import Clock
 from engines.gang.config import GangConfig
 from engines.gang.errors import QueueFullError
 from engines.gang.gang import Gang
 from engines.gang.job import JobDone, PreviewReady, StepDone
-from tests.engines.gang.support.checks import assert_equal, assert_unharmed, metric_names
+from engines.gang.job_table import JobTable
+from engines.gang.metrics import GangMetrics
+from tests.engines.gang.support.checks import assert_equal, assert_unharmed, metric
 from tests.engines.gang.support.fakes import (
     CONDITIONING_L,
     FakeRequest,
@@ -198,15 +201,41 @@ async def test_health_is_checked_while_a_step_runs(gang: Gang, tmp_path: Path) -
     await following
 
 
-async def test_metrics_reach_prometheus_by_model_ranks_and_outcome(gang: Gang) -> None:
-    await latents(gang, fake_job("measured", FakeRequest(seed=1, num_steps=2)))
+async def test_steps_jobs_and_starts_are_counted_in_seconds(gang: Gang) -> None:
+    model = {"model": "fake"}
+    ends = ("done", "failed")
+
+    def counted() -> dict[str, float]:
+        jobs = {end: metric("troupe_jobs_total", **model, outcome=end) for end in ends}
+        return jobs | {"cold": metric("troupe_cold_jobs_total", **model)}
+
+    def steps(what: str) -> float:
+        return metric(f"troupe_step_seconds_{what}", **model, num_ranks="2")
+
+    before, sum_s, count = counted(), steps("sum"), steps("count")
+    events = await run(gang, fake_job("measured", FakeRequest(seed=1, num_steps=2)))
+    done = [event for event in events if isinstance(event, StepDone)]
+    assert steps("count") - count == len(done) == 2
+    assert steps("sum") - sum_s == pytest.approx(sum(step.step_ms for step in done) / 1e3, rel=1e-9)
     with pytest.raises(ValueError, match="no beginning"):
         await run(gang, fake_job("measured badly", FakeRequest(seed=1, num_steps=2, bad_begin=True)))
-    expected = {
-        "ray_troupe_step_ms_count 2",
-        "ray_troupe_jobs_total done",
-        "ray_troupe_jobs_total failed",
-        "ray_troupe_gang_starts_total",
-        "ray_troupe_open_jobs",
-    }
-    await eventually(lambda: expected <= metric_names("fake"))
+    (last,) = [event for event in events if isinstance(event, JobDone)]
+    expected = {"done": 1, "failed": 1, "cold": 0 if last.was_warm else 1}
+    assert {name: value - before[name] for name, value in counted().items()} == expected
+    assert metric("troupe_gang_start_seconds_count", **model) >= 1
+    assert metric("troupe_gangs", **model) >= 1
+    assert metric("troupe_jobs_running", **model) == metric("troupe_jobs_waiting", **model) == 0
+
+
+async def test_what_waits_is_told_apart_from_what_runs() -> None:
+    config = GangConfig(num_ranks=1, max_running_jobs=2, max_waiting_jobs=3)
+    table = JobTable(config, GangMetrics("counted"), Clock())
+    opened = [table.open(fake_job(f"job {i}", FakeRequest(seed=i, num_steps=1)), 1.0) for i in range(4)]
+
+    def open_jobs() -> tuple[float, float]:
+        return metric("troupe_jobs_running", model="counted"), metric("troupe_jobs_waiting", model="counted")
+
+    assert open_jobs() == (2, 2)
+    for each in opened[:3]:
+        table.end(each, "done")
+    assert open_jobs() == (1, 0)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import re
 
-import httpx
 import pytest
 import ray
 import torch
+from prometheus_client import REGISTRY
 from ray.exceptions import ActorDiedError
 
 from engines.gang.errors import GangBrokenError
@@ -35,13 +34,9 @@ def held_jobs(gang: Gang) -> list[tuple[str, ...]]:
     return ray.get([rank.held_jobs.remote() for rank in gang._ranks])
 
 
-def metric_names(model: str) -> set[str]:
-    """The series of a model on Ray's page for Prometheus, with the labels that tell them apart."""
-    node = ray.nodes()[0]
-    page = httpx.get(f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics").text
-    lines = [line for line in page.splitlines() if line.startswith("ray_troupe_") and f'model="{model}"' in line]
-    labels = re.compile(r'(num_ranks|outcome)="([^"]*)"')
-    return {" ".join([line.partition("{")[0], *(value for _, value in labels.findall(line))]) for line in lines}
+def metric(name: str, **labels: str) -> float:
+    """What this process has counted under ``name``; 0 if nothing."""
+    return REGISTRY.get_sample_value(name, labels) or 0.0
 
 
 async def warm_up(gang: Gang) -> None:

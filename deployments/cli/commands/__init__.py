@@ -1,0 +1,1 @@
+"""Arguments of commands, by subject; the others are in ``deployments.cli.main``."""

@@ -1,0 +1,103 @@
+"""Commands about engines and what a step costs: build-engine, calibrate, estimate. They need no server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from deployments.cli.errors import errors
+from deployments.cli.renamed import renamed_option
+
+RanksOption = Annotated[int, typer.Option("--ranks", help="Ranks that work on one step.")]
+
+
+def build_engine(
+    model: Annotated[
+        str, typer.Option(help="A shipped model, a diffusers directory, a hub id, or a published model's name.")
+    ],
+    num_ranks: RanksOption = 1,
+    strategy: Annotated[
+        str, typer.Option(help="How they divide it: ulysses, allgather_kv, hybrid, tensor ...")
+    ] = "auto",
+    precision: Annotated[str, typer.Option(help="Of the linears: native, fp8-static or int8-static.")] = "auto",
+    target: Annotated[str, typer.Option(help="Compute capability, such as sm90; auto is this machine's GPU.")] = "auto",
+    size: Annotated[list[str] | None, typer.Option(help="WIDTHxHEIGHT[xFRAMES]; several share an engine file.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16: as the model will be loaded.")] = "auto",
+    weights: Annotated[str, typer.Option(help="inputs (one file for all fine-tunes) or constants.")] = "inputs",
+    cache_dir: Annotated[Path | None, typer.Option(help="Folder of engine files; ~/.cache/troupe/engines.")] = None,
+    calibrate: Annotated[bool, typer.Option("--calibrate", help="First measure activations.")] = False,
+    prompts: Annotated[Path | None, typer.Option(help="Prompts to calibrate with, one a line.")] = None,
+    weight_streaming: Annotated[bool, typer.Option("--weight-streaming", help="Weights may stay on the host.")] = False,
+    strip_weights: Annotated[bool, typer.Option("--strip-weights", help="An engine file without its weights.")] = False,
+    width: Annotated[str | None, renamed_option("--width", "--ranks")] = None,
+) -> None:
+    """TensorRT engine files ahead of time; says what they hold."""
+    from deployments.cli.build_engine import Order, build
+
+    with errors():
+        build(
+            Order(
+                model=model,
+                strategy=strategy,
+                num_ranks=num_ranks,
+                precision=precision,
+                target=target,
+                sizes=tuple(size or ()),
+                dtype=dtype,
+                weights=weights,
+                cache_dir=cache_dir,
+                calibrate=calibrate,
+                prompts=prompts,
+                weight_streaming=weight_streaming,
+                strip_weights=strip_weights,
+            )
+        )
+
+
+def calibrate(
+    model: Annotated[str, typer.Option(help="A shipped model, a diffusers directory, or a hub id.")],
+    out: Annotated[Path, typer.Option(help="The file of scales to write (JSON).")],
+    prompts: Annotated[Path | None, typer.Option(help="Prompts to calibrate with, one a line.")] = None,
+    size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT[xFRAMES]; the model's default.")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+) -> None:
+    """Fixed scales for the torch engine's fp8-static and int8-static, from all steps of some prompts."""
+    from deployments.cli.calibrate import calibrate as run
+
+    with errors():
+        run(model, out, prompts, size, dtype)
+
+
+def estimate(
+    model: Annotated[str, typer.Option(help="A shipped model, a folder, a published model's name, or a hub id.")],
+    num_ranks: RanksOption = 1,
+    size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT in pixels; the model's default.")] = None,
+    frames: Annotated[int | None, typer.Option(help="Frames of a clip; the model's default.")] = None,
+    guidance: Annotated[
+        bool | None, typer.Option("--guidance/--no-guidance", help="True guidance: two branches a step.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    precision: Annotated[str, typer.Option(help="Of the linears: native, fp8 or int8.")] = "native",
+    machine: Annotated[str | None, typer.Option(help="A known machine, or a file that --measure left.")] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure this machine now, and keep the figures.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")] = False,
+    gpus: Annotated[str | None, renamed_option("--gpus", "--ranks")] = None,
+) -> None:
+    """Each way to divide a step over some ranks, with predicted time and memory, and which is chosen and why."""
+    from deployments.cli.estimate import EstimateOptions, print_estimate
+
+    with errors():
+        options = EstimateOptions(
+            model=model,
+            num_ranks=num_ranks,
+            size=size,
+            num_frames=frames,
+            guided=guidance,
+            dtype=dtype,
+            precision=precision,
+            machine=machine,
+            measure=measure,
+        )
+        print_estimate(options, as_json=as_json)

@@ -1,0 +1,1 @@
+"""Looking at servers that run, and ending them."""

@@ -1,0 +1,61 @@
+"""``troupe clips``: clips of a running server, listed, fetched and deleted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from deployments.cli.client import Client
+from deployments.cli.operation.servers import the_server
+from deployments.cli.progress import console
+
+MAX_PROMPT_CHARS = 40
+
+
+def print_clips(url: str, api_key: str, limit: int) -> None:
+    """Prints the newest ``limit`` clips."""
+    with _client(url, api_key) as client:
+        clips = client.clips(limit)
+    table = Table("id", "model", "status", "size", "seconds", "created", "prompt")
+    for clip in clips:
+        table.add_row(*map(escape, _row(clip)))
+    console.print(table)
+
+
+def download_clip(url: str, api_key: str, clip_id: str, out: Path) -> None:
+    """Writes the finished clip to ``out``. RefusedError if it is not there, or not finished."""
+    with _client(url, api_key) as client:
+        data = client.clip_file(clip_id)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_bytes(data)
+    console.print(str(out), highlight=False, markup=False, soft_wrap=True)
+
+
+def delete_clips(url: str, api_key: str, clip_ids: Sequence[str]) -> None:
+    """Deletes each. RefusedError at the first that is not there."""
+    with _client(url, api_key) as client:
+        for clip_id in clip_ids:
+            client.delete_clip(clip_id)
+            console.print(f"{clip_id} is deleted", highlight=False, markup=False, soft_wrap=True)
+
+
+def _client(url: str, api_key: str) -> Client:
+    return Client(url or the_server().url, api_key)
+
+
+def _row(clip: dict[str, Any]) -> tuple[str, ...]:
+    status = clip["status"]
+    if status == "in_progress":
+        status = f"{clip['progress']} %"
+    if clip["error"]:
+        status = f"failed ({clip['error']['code']})"
+    prompt = clip["prompt"]
+    if len(prompt) > MAX_PROMPT_CHARS:
+        prompt = f"{prompt[: MAX_PROMPT_CHARS - 1]}…"
+    created = datetime.fromtimestamp(clip["created_at"]).strftime("%Y-%m-%d %H:%M:%S")
+    return clip["id"], clip["model"], status, clip["size"], clip["seconds"], created, prompt

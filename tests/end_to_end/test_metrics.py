@@ -1,0 +1,73 @@
+"""``/metrics`` of the running application: its sums are those of the timings in the answers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.deployments.support.live import PROMPT, stream_of, wait_until
+from tests.end_to_end.conftest import METRICS_URL
+
+STAGES = ("queue", "encode", "denoise", "decode", "total")
+MODEL = {"model": "pictures"}
+
+
+def read() -> Counter[tuple[str, frozenset[tuple[str, str]]]]:
+    """Every sample, added up over replicas; as Prometheus would, it comes from another port than the API."""
+    samples: Counter[tuple[str, frozenset[tuple[str, str]]]] = Counter()
+    for family in text_string_to_metric_families(httpx.get(METRICS_URL).text):
+        for sample in family.samples:
+            labels = frozenset((name, value) for name, value in sample.labels.items() if name != "replica")
+            samples[sample.name, labels] += sample.value
+    return samples
+
+
+def named(name: str, **labels: str) -> tuple[str, frozenset[tuple[str, str]]]:
+    return name, frozenset(labels.items())
+
+
+async def paint(client: httpx.AsyncClient, seed: int) -> Mapping[str, float]:
+    """The timings that the answer tells."""
+    async with stream_of(client, {"prompt": PROMPT, "seed": seed, "num_inference_steps": 4}) as events:
+        *_, last = [event async for event in events]
+    timings: Mapping[str, float] = last["timings"]
+    return timings
+
+
+async def test_sums_are_those_of_the_timings_in_the_answers(url: str) -> None:
+    wait_until(lambda: read()[named("troupe_gangs", **MODEL)] == 1, "the gang's own are there")
+    before = read()
+    async with httpx.AsyncClient(base_url=url) as client:
+        timings = [await paint(client, seed) for seed in range(3)]
+        assert (await client.post("/v1/images/generations", json={"prompt": PROMPT, "size": "1x1"})).status_code == 400
+    after = read()
+    grown = {key: after[key] - before[key] for key in after}
+    for stage in STAGES:
+        labels = MODEL | {"stage": stage}
+        told_s = sum(each[f"{stage}_s"] for each in timings)
+        assert grown[named("troupe_stage_seconds_sum", **labels)] == pytest.approx(told_s, rel=1e-6)
+        assert grown[named("troupe_stage_seconds_count", **labels)] == 3
+        assert grown[named("troupe_stage_seconds_bucket", **labels, le="+Inf")] == 3
+    steps = MODEL | {"num_ranks": "2"}
+    assert grown[named("troupe_step_seconds_count", **steps)] == 12
+    assert 0 < grown[named("troupe_step_seconds_sum", **steps)] <= sum(each["total_s"] for each in timings)
+    assert grown[named("troupe_jobs_total", **MODEL, outcome="done")] == 3
+    assert grown[named("troupe_cold_jobs_total", **MODEL)] == sum(not each["was_warm"] for each in timings)
+    route = {"method": "POST", "route": "/v1/images/generations"}
+    assert grown[named("troupe_http_requests_total", **route, status="200")] == 3
+    assert grown[named("troupe_http_requests_total", **route, status="400")] == 1
+    assert after[named("troupe_gang_start_seconds_sum", **MODEL)] > 1
+    assert after[named("troupe_jobs_running", **MODEL)] == after[named("troupe_jobs_waiting", **MODEL)] == 0
+
+
+def test_all_processes_are_told_apart(url: str) -> None:
+    replicas = {
+        sample.labels["replica"].partition("#")[0]
+        for family in text_string_to_metric_families(httpx.get(METRICS_URL).text)
+        for sample in family.samples
+    }
+    assert replicas == {"Ingress", "Denoiser-pictures", "Denoiser-clips"}
