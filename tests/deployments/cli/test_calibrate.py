@@ -51,5 +51,5 @@ def test_what_the_command_writes_a_rank_takes(pictures: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("options", [{"precision": "fp8-static"}, {"torch": {"calibration": "scales.json"}}])
 def test_fixed_scales_and_their_precision_belong_together(options: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError, match="fp8-static needs a file that `troupe calibrate` wrote"):
+    with pytest.raises(ValidationError, match="int8-static need a file that `troupe calibrate` wrote"):
         DenoiserConfig(**options)

@@ -122,7 +122,7 @@ STATE = {
 
 
 def test_every_kind_of_value_arrives_once() -> None:
-    for rank, arrived in enumerate(gang(2).run(hand_over_state)):
+    for rank, arrived in enumerate(gang(2).run(transfer_state)):
         for name in ("bfloat16", "scalar", "strided", "empty"):
             assert arrived[name].dtype == STATE[name].dtype  # type: ignore[union-attr]
             assert torch.equal(arrived[name], STATE[name]), (rank, name)  # type: ignore[arg-type]
@@ -130,25 +130,25 @@ def test_every_kind_of_value_arrives_once() -> None:
         assert arrived["plain"] == STATE["plain"]
 
 
-def hand_over_state() -> Any:
+def transfer_state() -> Any:
     rank = dist.get_rank()
     return transfer(STATE if rank == 1 else None, source=1, rank=rank, device=CPU)
 
 
 def test_a_state_without_tensors() -> None:
-    assert gang(2).run(hand_over_number) == [5, 5]
+    assert gang(2).run(transfer_number) == [5, 5]
 
 
-def hand_over_number() -> Any:
+def transfer_number() -> Any:
     return transfer(5, source=0, rank=dist.get_rank(), device=CPU)
 
 
 def test_what_cannot_be_pickled_is_told_to_every_rank() -> None:
-    for told in gang(2).run(hand_over_function):
+    for told in gang(2).run(transfer_function):
         assert "pickle" in told
 
 
-def hand_over_function() -> str:
+def transfer_function() -> str:
     try:
         transfer(lambda: None, source=0, rank=dist.get_rank(), device=CPU)
     except Exception as error:

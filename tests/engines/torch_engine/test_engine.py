@@ -196,7 +196,7 @@ def test_unknown_module() -> None:
     [
         ({"strategy": "diagonal"}, "unknown strategy 'diagonal'"),
         ({"precision": "fp3"}, "precision is 'fp3'"),
-        ({"precision": "fp8-static"}, "fp8-static needs a file that `troupe calibrate` wrote"),
+        ({"precision": "fp8-static"}, "int8-static need a file that `troupe calibrate` wrote"),
         ({"options": TorchOptions(calibration=Path("scales.json"))}, "nothing else takes one"),
     ],
 )

@@ -1,6 +1,6 @@
 """What a change of a job's team costs: its state goes from one rank to the others.
 
-    torchrun --nproc_per_node 4 -m benchmarks.gang.hand_over [--side 1024] [--repeats 50]
+    torchrun --nproc_per_node 4 -m benchmarks.gang.transfer [--side 1024] [--repeats 50]
 
 The state is that of FLUX.1-dev in bfloat16: latents and a prompt of 512 tokens. The floor is the broadcast of as many
 bytes. The last line is one JSON document.
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from benchmarks.distributed import start_distributed
 from benchmarks.timing import Times, measure, rank_synchronize
-from engines.gang.transfer import hand_over
+from engines.gang.transfer import transfer
 
 CHANNELS, TEXT_TOKENS, TEXT_CHANNELS = 64, 512, 4096
 
@@ -30,7 +30,7 @@ def state_of(side: int, device: torch.device) -> dict[str, Any]:
     return {"latents": latents, "text": text, "step": 5}
 
 
-def hand_over_times(side: int, repeats: int) -> tuple[int, Times, Times]:
+def transfer_times(side: int, repeats: int) -> tuple[int, Times, Times]:
     """Bytes of the state's tensors, and times of their bare broadcast and of handing the state over. All ranks call."""
     rank = dist.get_rank()
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
@@ -38,7 +38,7 @@ def hand_over_times(side: int, repeats: int) -> tuple[int, Times, Times]:
     message = torch.cat([x.flatten() for x in state.values() if isinstance(x, torch.Tensor)])
     bare = measure(lambda: dist.broadcast(message, src=0), repeats=repeats)
     whole = measure(
-        lambda: hand_over(state if rank == 0 else None, source=0, rank=rank, device=device), repeats=repeats
+        lambda: transfer(state if rank == 0 else None, source=0, rank=rank, device=device), repeats=repeats
     )
     return message.nbytes, bare, whole
 
@@ -52,11 +52,11 @@ def main() -> None:
     rank, world = start_distributed()
     if world < 2:
         parser.error("a state goes from one rank to others: start two or more with torchrun --nproc_per_node")
-    num_bytes, bare, whole = hand_over_times(arguments.side, arguments.repeats)
+    num_bytes, bare, whole = transfer_times(arguments.side, arguments.repeats)
     if rank == 0:
         print(f"floor: broadcast of {num_bytes / 2**20:.1f} MiB to {world} ranks: median {bare.median_ms:.2f} ms")
         print(f"hand over: median {whole.median_ms:.2f}, lowest {whole.lowest_ms:.2f}, p90 {whole.p90_ms:.2f} ms")
-        times = {"floor": asdict(bare), "hand_over": asdict(whole)}
+        times = {"floor": asdict(bare), "transfer": asdict(whole)}
         print(json.dumps({"num_ranks": world, "side": arguments.side, "num_bytes": num_bytes} | times), flush=True)
     rank_synchronize()
     os._exit(0)
