@@ -37,9 +37,7 @@ def transfer_times(side: int, repeats: int) -> tuple[int, Times, Times]:
     state = state_of(side, device)
     message = torch.cat([x.flatten() for x in state.values() if isinstance(x, torch.Tensor)])
     bare = measure(lambda: dist.broadcast(message, src=0), repeats=repeats)
-    whole = measure(
-        lambda: transfer(state if rank == 0 else None, source=0, rank=rank, device=device), repeats=repeats
-    )
+    whole = measure(lambda: transfer(state if rank == 0 else None, source=0, rank=rank, device=device), repeats=repeats)
     return message.nbytes, bare, whole
 
 
