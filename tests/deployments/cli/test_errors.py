@@ -47,12 +47,14 @@ def test_the_version_is_told() -> None:
     assert (result.exit_code, result.output) == (0, f"troupe {own_version()}\n")
 
 
-def test_what_is_not_installed_is_told_with_the_extra_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "onnx_ir", None)  # as if it were not there
-    for name in [name for name in sys.modules if name.startswith("engines.tensorrt_engine")]:
-        monkeypatch.delitem(sys.modules, name)
-    refused = troupe("build-engine", "--model", "flux-shapes")
-    assert_one_line(refused, "onnx_ir is not installed", "pip install 'troupe-serve[export]'")
+def test_what_is_not_installed_is_told_with_the_extra_that_has_it() -> None:
+    program = "import sys; sys.modules['onnx_ir'] = None\nfrom deployments.cli.main import app; app(sys.argv[1:])"
+    command = [sys.executable, "-c", program, "build-engine", "--model", "flux-shapes"]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    (line,) = refused.stderr.splitlines()
+    assert refused.returncode == 2
+    assert line.startswith("troupe: onnx_ir is not installed")
+    assert "pip install 'troupe-serve[export]'" in line
 
 
 def test_a_server_without_its_keys_does_not_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from deployments.cli.errors import explain
+from deployments.cli.serving import CONFIGS
 from tests.deployments.support.commands import COMMAND, assert_one_line, config_file, troupe
 from tests.deployments.support.live import config_of
 from tests.support.patience import PATIENCE_S
@@ -56,7 +57,7 @@ def test_an_unknown_config_is_one_line():
 
 def test_a_config_with_an_unknown_key_names_it(tmp_path: Path):
     path = tmp_path / "config.yaml"
-    path.write_text("applications: []\nhttp_options: {}\nnum_gangs: 2\n")
+    path.write_text(f"{(CONFIGS / 'laptop.yaml').read_text()}\nnum_gangs: 2\n")
     assert_one_line(troupe("models", "--config", str(path)), "num_gangs")
 
 

@@ -16,9 +16,11 @@ from pathlib import Path
 from types import MappingProxyType
 
 import psutil
+import pytest
 from typer.testing import CliRunner, Result
 
 from deployments.cli.main import app
+from deployments.cli.progress import console
 from deployments.config import ServeConfig
 from tests.deployments.support.live import wait_until
 from tests.support.patience import PATIENCE_S
@@ -30,7 +32,9 @@ COMMAND = (sys.executable, "-m", "deployments.cli.main")
 
 def troupe(*args: str) -> Result:
     """In this process, for a terminal of 200 columns without colours."""
-    return CliRunner().invoke(app, args, env={"COLUMNS": "200", "TERM": "dumb"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(console, "width", 200)  # it looked at the terminal when it was made
+        return CliRunner().invoke(app, args, env={"COLUMNS": "200", "TERM": "dumb"})
 
 
 def assert_one_line(result: Result, *parts: str) -> None:
