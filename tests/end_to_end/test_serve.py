@@ -16,7 +16,7 @@ import pytest
 from tests.deployments.support.commands import Command, assert_one_line, command, config_file, short_folder, troupe
 from tests.deployments.support.live import IMAGES, PROMPT, config_of, picture, wait_until
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]  # two minutes: an application of its own
 
 TIMEOUT_S = 120
 LOOPBACK = ("127.0.0.1", "::ffff:127.0.0.1", "::1")
