@@ -40,6 +40,9 @@ class Answer:
 
 
 UNAVAILABLE = "The server is starting, stopping or recovering; ask again in a moment"
+LOST = Answer(
+    name=502, status=502, message="The server ended while it worked on this", code="server_lost", headers=RETRY
+)
 ANSWERS = (
     Answer(
         name=400,
@@ -49,7 +52,7 @@ ANSWERS = (
     ),
     Answer(name=408, status=408, message="The head of the request did not arrive in time", code="request_timeout"),
     Answer(name=500, status=500, message="Internal error at the door", code="internal"),
-    Answer(name=502, status=502, message="The server ended while it worked on this", code="server_lost", headers=RETRY),
+    LOST,
     Answer(name=503, status=503, message=UNAVAILABLE, code="server_unavailable", headers=RETRY),
     Answer(name=504, status=504, message="The server did not answer in time", code="server_timeout"),
 )

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deployments.door.answers import BODY_UNWANTED, FULL, HEAD_TOO_LARGE, Answer
+from deployments.door.answers import BODY_UNWANTED, FULL, HEAD_TOO_LARGE, LOST, Answer
 from deployments.door.settings import DoorSettings
 
 SPARE_FILES = 64
@@ -129,13 +129,20 @@ def _backend(wiring: Wiring) -> Iterator[str]:
     # Ray's proxy answers before it knows the application, with a text of its own: only ours speaks of models.
     yield "    option httpchk GET /health"
     yield '    http-check expect string "models"'
+    # Ray's proxy says so, in plain text, of a replica that died under a request.
+    is_plain = "{ status 500 } !{ res.hdr(content-type) -m beg application/json }"
+    yield f"    http-response {_answered(LOST)} if {is_plain}"
     yield f"    server proxy {host}:{port} check inter 1s fastinter 250ms downinter 250ms fall 2 rise 1"
 
 
 def _returned(answer: Answer) -> str:
+    return f"http-request {_answered(answer)}"
+
+
+def _answered(answer: Answer) -> str:
     headers = " ".join(f"hdr {name} {value}" for name, value in answer.headers.items())
     body = answer.body.replace("\\", "\\\\").replace('"', '\\"').replace(" ", "\\ ")
-    return f"http-request return status {answer.status} content-type application/json {headers} string {body}"
+    return f"return status {answer.status} content-type application/json {headers} string {body}"
 
 
 def _ms(seconds: float) -> str:

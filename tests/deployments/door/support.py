@@ -37,7 +37,7 @@ class Backend:
                     backend.release.wait(60)
                 own = json.dumps([[name.lower(), value] for name, value in self.headers.items()])
                 body = (backend.answer if self.path == "/health" else own).encode()
-                self.send_response(200)
+                self.send_response(500 if self.path == "/broken" else 200)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)

@@ -151,6 +151,13 @@ def test_a_server_that_dies_under_a_request() -> None:
         thread.join()
 
 
+def test_a_replica_that_dies_under_a_request(client: httpx.Client) -> None:
+    """Ray's proxy answers 500 then, and not in JSON."""
+    answer = client.get("/broken")
+    assert_error(answer, 502, "server_lost")
+    assert int(answer.headers["retry-after"]) > 0
+
+
 def test_draining_refuses_what_comes_and_lets_what_runs_end(backend: Backend) -> None:
     with served(backend) as address, doored(address) as (door, client):
         answers: list[httpx.Response] = []
