@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from pathlib import Path
 import httpx
 import psutil
 
+from deployments.cli.serving import free_port
 from deployments.config import ServeConfig
 
 COMMAND = (sys.executable, "-m", "deployments.cli.main")
@@ -83,7 +83,7 @@ def cpu_s(processes: Sequence[psutil.Process]) -> float:
 def serving(config: ServeConfig) -> Iterator[Application]:
     """``troupe serve`` with ``config``, ready; ended by Ctrl-C's signal, and all of it is gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="troupe_bench_", dir="/tmp", ignore_cleanup_errors=True) as name:
-        folder, port = Path(name), free_port()
+        folder, port = Path(name), free_port("127.0.0.1")
         file = folder / "config.yaml"
         file.write_text(json.dumps(config.model_dump(mode="json")))  # JSON is YAML
         started_s = time.perf_counter()
@@ -116,12 +116,6 @@ def wait_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
                     return
             time.sleep(0.1)
     raise TimeoutError(f"not ready within {READY_WITHIN_S:g} s:\n{log.read_text()[-4000:]}")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def demo_s() -> float:

@@ -8,6 +8,7 @@ import json
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.api.errors import ApiError
+from deployments.api.guards.admission import ALWAYS_ANSWERED
 from deployments.asyncio_tools import EndedError, cancel, unless
 
 LAST_WORDS_S = 5.0
@@ -73,7 +74,7 @@ class Draining:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
-        elif self.drain.has_begun and scope["path"] != "/health":
+        elif self.drain.has_begun and scope["path"] != ALWAYS_ANSWERED:
             await stopping().response()(scope, receive, send)
         else:
             await self.drain.run(self.app, scope, receive, send)

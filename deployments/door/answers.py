@@ -15,9 +15,8 @@ RETRY: Mapping[str, str] = {"Retry-After": "2"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """``name`` is HAProxy's status, whose page this replaces; ``status`` is what the client gets."""
+    """What the client gets with ``status``, in place of HAProxy's page."""
 
-    name: int
     status: int
     message: str
     code: str
@@ -40,37 +39,34 @@ class Answer:
 
 
 UNAVAILABLE = "The server is starting, stopping or recovering; ask again in a moment"
-LOST = Answer(
-    name=502, status=502, message="The server ended while it worked on this", code="server_lost", headers=RETRY
-)
+LOST = Answer(status=502, message="The server ended while it worked on this", code="server_lost", headers=RETRY)
 ANSWERS = (
     Answer(
-        name=400,
         status=400,
         message="This is no HTTP request, or its head (request line and headers) is too large",
         code="bad_request",
     ),
-    Answer(name=408, status=408, message="The head of the request did not arrive in time", code="request_timeout"),
-    Answer(name=500, status=500, message="Internal error at the door", code="internal"),
+    Answer(status=408, message="The head of the request did not arrive in time", code="request_timeout"),
+    Answer(status=500, message="Internal error at the door", code="internal"),
     LOST,
-    Answer(name=503, status=503, message=UNAVAILABLE, code="server_unavailable", headers=RETRY),
-    Answer(name=504, status=504, message="The server did not answer in time", code="server_timeout"),
+    Answer(status=503, message=UNAVAILABLE, code="server_unavailable", headers=RETRY),
+    Answer(status=504, message="The server did not answer in time", code="server_timeout"),
 )
 HEAD_TOO_LARGE = Answer(
-    name=431, status=431, message="The head of the request (its line and headers) is too large", code="head_too_large"
+    status=431, message="The head of the request (its line and headers) is too large", code="head_too_large"
 )
 BODY_UNWANTED = Answer(
-    name=413, status=413, message="A GET, HEAD, DELETE or OPTIONS request takes no body", code="body_too_large"
+    status=413, message="A GET, HEAD, DELETE or OPTIONS request takes no body", code="body_too_large"
 )
 FULL = Answer(
-    name=503, status=503, message="There are too many open connections; ask again in a moment", code="server_full",
+    status=503, message="There are too many open connections; ask again in a moment", code="server_full",
     headers=RETRY,
 )  # fmt: skip
 
 
 def write_pages(folder: Path) -> dict[int, Path]:
     """Writes the pages that replace HAProxy's own; returns their files by status."""
-    pages = {answer.name: folder / f"{answer.name}.http" for answer in ANSWERS}
+    pages = {answer.status: folder / f"{answer.status}.http" for answer in ANSWERS}
     for answer in ANSWERS:
-        pages[answer.name].write_bytes(answer.page().encode())
+        pages[answer.status].write_bytes(answer.page().encode())
     return pages

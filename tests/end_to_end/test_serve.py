@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ import httpx
 import psutil
 import pytest
 
+from deployments.cli.serving import free_port
 from tests.deployments.support.commands import Command, assert_one_line, command, config_file, short_folder, troupe
 from tests.deployments.support.live import IMAGES, PROMPT, config_of, picture, wait_until
 
@@ -20,11 +20,6 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]  # two minutes: an application 
 
 TIMEOUT_S = 120
 LOOPBACK = ("127.0.0.1", "::ffff:127.0.0.1", "::1")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 @contextmanager
@@ -78,7 +73,7 @@ def end_under_way(serve: Command, client: httpx.Client) -> tuple[str, str]:
 
 
 def test_from_start_to_end(models: dict[str, Path]) -> None:
-    port = free_port()
+    port = free_port("127.0.0.1")
     url = f"http://127.0.0.1:{port}"
     with short_folder() as folder:
         config = config_file(config_of(models).with_http(port=port), folder)

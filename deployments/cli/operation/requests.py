@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -47,22 +48,25 @@ class Follower:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._read_bytes = {file: file.stat().st_size for file in self._files()}
+        self._read_bytes = dict[Path, int]()
+        for _ in self.new_lines():
+            pass
 
     def new_lines(self) -> Iterator[str]:
         """Yields the lines about requests that have come since the last call."""
         for file in self._files():
-            begin = self._read_bytes.get(file, 0)
-            num_bytes = file.stat().st_size
-            if num_bytes < begin:  # Ray has begun it anew
-                begin = 0
-            if num_bytes == begin:
-                continue
-            with file.open("rb") as log:
-                log.seek(begin)
-                text, newline, _ = log.read(num_bytes - begin).rpartition(b"\n")
-            self._read_bytes[file] = begin + len(text) + len(newline)
-            yield from (line for line in text.decode(errors="replace").splitlines() if MARK in line)
+            with suppress(FileNotFoundError):  # Ray has just put it away
+                yield from (line for line in self._added(file).splitlines() if MARK in line)
+
+    def _added(self, file: Path) -> str:
+        begin, num_bytes = self._read_bytes.get(file, 0), file.stat().st_size
+        if num_bytes < begin:  # Ray has begun it anew
+            begin = 0
+        with file.open("rb") as log:
+            log.seek(begin)
+            text, newline, _ = log.read(num_bytes - begin).rpartition(b"\n")
+        self._read_bytes[file] = begin + len(text) + len(newline)
+        return text.decode(errors="replace")
 
     def _files(self) -> list[Path]:
         return sorted(self._folder.glob("worker-*.err"))

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 import httpx
 import pytest
 
 from deployments.cli.door import parse_address
+from deployments.cli.serving import free_port
 from tests.deployments.door.support import Backend, served
 from tests.deployments.support.commands import assert_one_line, command, troupe
 from tests.deployments.support.live import wait_until
 
 
 def test_it_stands_until_it_is_told_to_go(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = free_port("127.0.0.1")
     with served(Backend()) as (host, own_port):
         args = ("door", "--to", f"{host}:{own_port}", "--port", str(port))
         with command(*args, folder=tmp_path) as door:

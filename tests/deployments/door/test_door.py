@@ -33,6 +33,10 @@ def client(backend: Backend) -> Iterator[httpx.Client]:
         yield client
 
 
+def address_of(client: httpx.Client) -> tuple[str, int]:
+    return client.base_url.host, client.base_url.port or 0
+
+
 def assert_error(answer: httpx.Response, status: int, code: str) -> None:
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
     assert answer.headers["content-type"] == "application/json"
@@ -54,7 +58,7 @@ def test_heads_have_a_limit(client: httpx.Client, backend: Backend) -> None:
 
 
 def test_a_head_that_never_ends_takes_no_memory(client: httpx.Client, backend: Backend) -> None:
-    with socket.create_connection((client.base_url.host, client.base_url.port or 0)) as connection:
+    with socket.create_connection(address_of(client)) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n")
         sent = 0
         with contextlib.suppress(ConnectionError):
@@ -68,7 +72,7 @@ def test_a_head_that_takes_for_ever_is_given_up(backend: Backend) -> None:
     with (
         served(backend) as address,
         doored(address, DoorSettings(head_timeout_s=0.2)) as (_, client),
-        socket.create_connection((client.base_url.host, client.base_url.port or 0)) as connection,
+        socket.create_connection(address_of(client)) as connection,
     ):
         connection.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n")
         assert connection.recv(1000).startswith(b"HTTP/1.1 408 ")
@@ -183,7 +187,7 @@ def test_it_is_started_again_and_ends_with_its_owner(backend: Backend) -> None:
 
 def test_too_many_connections_are_told(backend: Backend) -> None:
     with served(backend) as address, doored(address, DoorSettings(max_connections=40)) as (_, client):
-        where = (client.base_url.host, client.base_url.port or 0)
+        where = address_of(client)
         with contextlib.ExitStack() as stack:
             for _ in range(38):
                 stack.enter_context(socket.create_connection(where))

@@ -25,7 +25,7 @@ from deployments.cli.cluster import SERVE_ENVIRONMENT
 from deployments.cli.serving import free_port
 from deployments.config import ServeConfig
 from tests.deployments.support.commands import command, config_file
-from tests.deployments.support.live import TIMEOUT_S, log_lines
+from tests.deployments.support.live import TIMEOUT_S, log_lines, log_texts
 
 ROOT = Path(__file__).parents[3]
 HOST = "127.0.0.1"
@@ -81,8 +81,8 @@ class FakeNodes:
 
     def busy_pids(self) -> set[int]:
         """The processes of ranks that have begun a job."""
-        files = [file for file in self._logs.glob("worker-*.err") if '"job begins"' in file.read_text()]
-        return {int(file.stem.rsplit("-", 1)[1]) for file in files}
+        names = [name for name, text in log_texts(self._logs).items() if '"job begins"' in text]
+        return {int(name.rsplit("-", 1)[1]) for name in names}
 
     def lost_requests(self) -> list[dict[str, Any]]:
         """The log lines of requests that were run again, or given up, since their gang was lost."""

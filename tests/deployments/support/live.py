@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import json
 import time
@@ -132,12 +133,25 @@ def log_lines(message: str, logs: Path | None = None) -> list[dict[str, Any]]:
     """
     logs = logs or Path(ray.nodes()[0]["ObjectStoreSocketName"]).parents[1] / "logs"
     found = []
-    for file in logs.glob("worker-*.err"):
-        for line in file.read_text(errors="replace").splitlines():
+    for text in log_texts(logs).values():
+        for line in text.splitlines():
             record = json.loads(line) if line.startswith("{") and line.endswith("}") else {}
             if record.get("message", "").startswith(message):
                 found.append(record)
     return sorted(found, key=lambda record: str(record["time"]))
+
+
+def log_texts(logs: Path) -> dict[str, str]:
+    """What the processes of a session wrote, by the name of its file, which holds the process id.
+
+    Ray moves the files of processes that have ended to ``old`` when there are many; in this order none is missed.
+    """
+    texts = {}
+    for folder in (logs, logs / "old"):
+        for file in folder.glob("worker-*.err"):
+            with contextlib.suppress(FileNotFoundError):
+                texts[file.stem] = file.read_text(errors="replace")
+    return texts
 
 
 def rank_pids(model: str) -> list[int]:

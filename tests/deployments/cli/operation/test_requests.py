@@ -9,6 +9,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from deployments.cli.operation.requests import Follower, LogFormat, format_line, show_requests
 from deployments.observability.logs import configure_logs
 from tests.deployments.api.conftest import build, client_of
@@ -67,6 +69,14 @@ def test_lines_are_taken_whole_and_once(tmp_path: Path) -> None:
     assert list(follower.new_lines()) == []
     old.write_text(f"{line(path='/d')}\n")
     assert list(follower.new_lines()) == [line(path="/d")]
+
+
+def test_a_log_that_is_put_away_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "worker-1.err"
+    follower = Follower(tmp_path)
+    monkeypatch.setattr(follower, "_files", lambda: [tmp_path / "worker-0.err", log])
+    log.write_text(f"{line(path='/a')}\n")
+    assert list(follower.new_lines()) == [line(path="/a")]
 
 
 async def test_what_the_api_logs_is_shown(tmp_path: Path) -> None:
