@@ -1,9 +1,7 @@
 """What a model does when nobody says otherwise, and what may be asked of it: the one place with such rules.
 
 A directory may have its own: an optional ``troupe.json`` over what its family knows. Its keys are those of ``Defaults``
-(all but ``kind``): ``width``, ``height``, ``num_frames``, ``fps``, ``num_inference_steps``, ``guidance_scale``,
-``true_cfg_scale``, ``size_multiple``, ``frame_multiple``, ``max_pixels``, ``max_frames`` and ``max_steps``, and
-``card`` (see ``description``). All are optional; an unknown key is an error.
+(all but ``kind``) and ``card`` (see ``description``). All are optional; an unknown key is an error.
 """
 
 from __future__ import annotations
@@ -26,6 +24,7 @@ CARD = "card"
 class Defaults:
     """Sizes in pixels, frames per second, steps, scales, and the limits of sizes, frames and steps.
 
+    A request brings ``min_pictures`` to ``max_pictures`` along, with a mask or a strength where the model takes them.
     Each ``check`` raises ValueError for what the model cannot do; the message says what was given and what is allowed.
     """
 
@@ -42,6 +41,10 @@ class Defaults:
     max_pixels: int
     max_frames: int
     max_steps: int
+    max_pictures: int = 0
+    min_pictures: int = 0
+    takes_mask: bool = False
+    takes_strength: bool = False
 
     def request(self, size: Size | None = None, **changes: Any) -> MediaRequest:
         """The request of somebody who says no more than ``size`` and ``changes`` (fields of ``MediaRequest``).
@@ -73,6 +76,7 @@ class Defaults:
         self.check_size(request.width, request.height)
         self.check_num_frames(request.num_frames)
         self.check_num_steps(request.num_inference_steps)
+        self.check_pictures(request)
 
     def check_size(self, width: int, height: int) -> None:
         check_sides(width, height, self.size_multiple, self.max_pixels)
@@ -93,6 +97,26 @@ class Defaults:
     def check_num_steps(self, num_steps: int) -> None:
         if not 1 <= num_steps <= self.max_steps:
             raise ValueError(f"num_inference_steps is {num_steps}; it must be from 1 to {self.max_steps}")
+
+    def check_pictures(self, request: MediaRequest) -> None:
+        number = request.num_pictures
+        if not self.min_pictures <= number <= self.max_pictures:
+            raise ValueError(f"{number} pictures came along; this model takes {self._pictures_taken()}")
+        if request.has_mask and not (self.takes_mask and number):
+            raise ValueError(f"this model takes a mask {self._beside_pictures(self.takes_mask)}")
+        if request.strength is not None and not (self.takes_strength and number):
+            raise ValueError(f"this model takes strength {self._beside_pictures(self.takes_strength)}")
+        if request.strength is not None and not 0 < request.strength <= 1:
+            raise ValueError(f"strength is {request.strength}; it must be above 0 and at most 1")
+
+    def _beside_pictures(self, may_be: bool) -> str:
+        return "with a picture" if may_be else "never"
+
+    def _pictures_taken(self) -> str:
+        if self.max_pictures == 0:
+            return "words alone"
+        few, many = self.min_pictures, self.max_pictures
+        return f"exactly {many}" if few == many else f"from {few} to {many}"
 
 
 def check_sides(width: int, height: int, multiple: int, max_pixels: float = math.inf) -> None:

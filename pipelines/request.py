@@ -15,6 +15,8 @@ class MediaRequest:
     ``guidance_scale`` is the distilled scale that guidance-distilled models take as an input; ``true_cfg_scale`` above
     1 runs a second branch with ``negative_prompt`` (classifier-free guidance, Ho & Salimans 2022, arXiv:2207.12598).
     ``preview_steps`` are the steps (1 = after the first) whose latents are wanted as previews.
+    ``num_pictures`` come along beside it, and a mask if it ``has_mask`` (``pictures.InputPictures``: the encoder alone
+    gets them). ``strength`` in (0, 1] is how much of the picture is painted anew (image-to-image; None: the model's).
     """
 
     request_id: str
@@ -31,3 +33,6 @@ class MediaRequest:
     true_cfg_scale: float
     seed: int
     preview_steps: tuple[int, ...] = ()
+    num_pictures: int = 0
+    has_mask: bool = False
+    strength: float | None = None

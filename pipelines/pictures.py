@@ -1,0 +1,45 @@
+"""Pictures that a request brings along: to be changed, to be looked at, or to begin a clip with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Mode = Literal["RGB", "RGBA", "L"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InputPicture:
+    """Checked and unpacked: ``data`` are rows of 8-bit pixels of ``mode``, upright, without metadata."""
+
+    width: int
+    height: int
+    mode: Mode
+    data: bytes
+
+    @classmethod
+    def of(cls, image: Image) -> InputPicture:
+        """ValueError for other modes than ``Mode`` knows."""
+        if image.mode not in ("RGB", "RGBA", "L"):
+            raise ValueError(f"a picture of mode {image.mode}; known: RGB, RGBA, L")
+        mode: Mode = image.mode  # type: ignore[assignment]  # one of them, as was just seen
+        return cls(width=image.width, height=image.height, mode=mode, data=image.tobytes())
+
+    def image(self) -> Image:
+        from PIL import Image
+
+        return Image.frombytes(self.mode, (self.width, self.height), self.data)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InputPictures:
+    """The pictures of one request, in the client's order. ``mask`` is "L": white where to paint."""
+
+    pictures: tuple[InputPicture, ...] = ()
+    mask: InputPicture | None = None
+
+
+NO_PICTURES = InputPictures()
