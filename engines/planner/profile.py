@@ -118,7 +118,7 @@ def profile(model: DenoiserModel) -> ModelProfile:
     source = model.modules[branch.module]
     module = meta_copy(source)
     inputs = {name: x.to("meta") for name, x in branch.inputs.items()}
-    lengths = dict(model.stream_lengths(branch.inputs))
+    lengths = dict(model.stream_lengths(branch.arguments))
     counter = _Counter(_names_by_length(lengths), model.plan, batch=next(iter(inputs.values())).shape[0])
     model.set_kernel(module, counter.attend)
     out_features = 0
@@ -133,7 +133,7 @@ def profile(model: DenoiserModel) -> ModelProfile:
     for name in model.plan.blocks:
         _run_first_only(module.get_submodule(name), counter)
     with torch.no_grad():
-        model.forward(module, inputs)
+        model.forward(module, {**branch.constants, **inputs})
     return ModelProfile(
         num_heads=model.num_heads,
         head_dim=model.head_dim,

@@ -82,7 +82,7 @@ class StepRunner:
         key = (team.ranks, team.spec, shape_of(branch))
         if key not in self._steps:
             is_fast = self._config.fast and can_run(team)
-            self._steps[key] = self._fast_step(branch, team) if is_fast else self._module_step(branch.module, team)
+            self._steps[key] = self._fast_step(branch, team) if is_fast else self._module_step(branch, team)
         return self._steps[key]
 
     def _fast_step(self, branch: Branch, team: Team) -> _Step:
@@ -96,8 +96,9 @@ class StepRunner:
 
         return _Step(prepare=prepare, function=lambda tensors: fast(tensors[LATENTS], tensors))
 
-    def _module_step(self, module: str, team: Team) -> _Step:
+    def _module_step(self, like: Branch, team: Team) -> _Step:
         hoist = self._model.hoisted if can_run(team) else None
+        module, constants = like.module, like.constants
 
         def prepare(branch: Branch) -> StepTensors:
             if hoist is None:
@@ -105,7 +106,7 @@ class StepRunner:
             return {**branch.inputs, **self._hoisted.module_inputs(branch, self._sharded.module(module, team), hoist)}
 
         def function(tensors: StepTensors) -> Tensor:
-            return self._sharded.forward(Branch(inputs=tensors, module=module), team)
+            return self._sharded.forward(Branch(inputs=tensors, module=module, constants=constants), team)
 
         return _Step(prepare=prepare, function=function)
 

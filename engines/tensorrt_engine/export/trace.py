@@ -43,9 +43,10 @@ def sdpa(q_BLHD: Tensor, k_BMHD: Tensor, v_BMHD: Tensor, /) -> tuple[Tensor, Ten
 class _OneRank(nn.Module):
     """The sharded forward as a module: inputs in by name, the whole prediction out."""
 
-    def __init__(self, model: DenoiserModel, name: str, team: Team, change: ChangeModule, ring: RingForm) -> None:
+    def __init__(self, model: DenoiserModel, branch: Branch, team: Team, change: ChangeModule, ring: RingForm) -> None:
         super().__init__()
-        module = change(weight_sharing_copy(model.modules[name]))
+        module = change(weight_sharing_copy(model.modules[branch.module]))
+        self._constants = branch.constants
         self.module = split_weights(module, model.plan, team.tensor) if team.tensor.size > 1 else module
         self._model = model
         self._team = team
@@ -53,11 +54,12 @@ class _OneRank(nn.Module):
         self._hooks = TokenHooks(self.module, model.plan)
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        lengths = self._model.stream_lengths(inputs)
+        arguments = {**self._constants, **inputs}
+        lengths = self._model.stream_lengths(arguments)
         layout = MarkedLayout.tracing(self._model.plan.streams, lengths, self._team.context.size)
         self._model.set_kernel(self.module, _kernel(self._team, layout, self._ring))
         with self._hooks.over(layout, self._team.context):
-            return self._model.forward(self.module, inputs)
+            return self._model.forward(self.module, arguments)
 
 
 def _kernel(team: Team, layout: MarkedLayout, ring: RingForm) -> Kernel:
@@ -91,7 +93,7 @@ def trace(
     inputs: ModelInputs = {name: value for name, value in branch.inputs.items() if value is not None}
     shapes = None if dynamic is None else ({name: dynamic.get(name) for name in inputs},)
     with torch.no_grad():
-        rank = _OneRank(model, branch.module, team, change, ring).eval()
+        rank = _OneRank(model, branch, team, change, ring).eval()
         exported = torch.export.export(rank, (dict(inputs),), dynamic_shapes=shapes, strict=False)
         traced = exported.module(check_guards=False)
     assert isinstance(traced, fx.GraphModule)
