@@ -46,10 +46,10 @@ def _exchange(
     q_BLHD, k_BLHD, v_BLHD = qkv_BLHD
     batch, length, heads, dim = q_BLHD.shape
     q_BLHD = _padded(q_BLHD, num_shares)
-    share, group = q_BLHD.shape[1] // num_shares, heads // num_groups
+    share, group, key_group = q_BLHD.shape[1] // num_shares, heads // num_groups, k_BLHD.shape[2] // num_groups
     q_RBSUhD = q_BLHD.reshape(batch, num_shares, share, num_groups, group, dim).movedim(1, 0)
     q_NBShD = q_RBSUhD.movedim(3, 1).reshape(axis.size, batch, share, group, dim)
-    kv_2BLUhD = torch.stack((k_BLHD, v_BLHD)).reshape(2, batch, length, num_groups, -1, dim)
+    kv_2BLUhD = torch.stack((k_BLHD, v_BLHD)).reshape(2, batch, length, num_groups, key_group, dim)
     kv_U2BLhD = kv_2BLUhD.movedim(3, 0)
     kv_N2BLhD = kv_U2BLhD.repeat(num_shares, 1, 1, 1, 1, 1)
     queries_BShD = all_to_all(q_NBShD.contiguous(), axis).movedim(0, 1).flatten(1, 2)
