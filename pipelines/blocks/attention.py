@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor, nn
 
@@ -63,11 +64,22 @@ def dispatch(
             backend=backend, parallel_config=parallel_config,
         )  # fmt: skip
         return usual
-    assert attn_mask is None, "attention under a mask cannot be divided"
     assert not is_causal, "causal attention cannot be divided"
     if scale is not None and scale != query.shape[-1] ** -0.5:
         query = query * (scale * query.shape[-1] ** 0.5)
-    return parallel_config.kernel(query, key, value)[0]
+    if attn_mask is None:
+        return parallel_config.kernel(query, key, value)[0]
+    return parallel_config.kernel(query, key, value, mask_BM=key_mask(attn_mask))[0]
+
+
+def key_mask(mask: Tensor) -> Tensor:
+    """``mask_BM`` of keys from diffusers' (B, M) or (B, 1, 1, M), True where to attend."""
+    assert mask.dtype == torch.bool, f"a bias on attention ({mask.dtype}) cannot be divided"
+    if mask.ndim == 4:
+        assert mask.shape[1:3] == (1, 1), f"a mask that varies by head or query ({tuple(mask.shape)}) cannot be divided"
+        return mask[:, 0, 0]
+    assert mask.ndim == 2, f"a mask of {mask.ndim} dims cannot be divided"
+    return mask
 
 
 def _route(module: ModuleType) -> None:
