@@ -139,12 +139,8 @@ def profile(model: DenoiserModel) -> ModelProfile:
     for name in model.plan.blocks:
         _run_first_only(module.get_submodule(name), counter)
     with torch.no_grad():
-<<<<<<< HEAD
         model.forward(module, {**branch.constants, **inputs})
-=======
-        model.forward(module, inputs)
     num_key_heads = counter.num_key_heads or model.num_heads
->>>>>>> kernels
     return ModelProfile(
         num_heads=model.num_heads,
         num_key_heads=num_key_heads,

@@ -25,6 +25,8 @@ PATCH = 2
 PADDED_TO = 32
 """``SEQ_MULTI_OF`` of diffusers' class."""
 MAX_TOKENS = 512
+SIZE_MULTIPLE = 16
+"""Diffusers' blocks refuse other sizes, whatever the auto-encoder."""
 
 SHARD_PLAN = ShardPlan(
     streams=(TOKENS,),
@@ -76,7 +78,7 @@ def defaults(path: Path) -> Defaults:
         num_inference_steps=9,
         guidance_scale=0.0,
         true_cfg_scale=1.0,
-        size_multiple=vae_scale(path) * PATCH,
+        size_multiple=math.lcm(SIZE_MULTIPLE, vae_scale(path) * PATCH),
         frame_multiple=1,
         max_pixels=2048 * 2048,
         max_frames=1,
