@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 from deployments.cli.progress import console
 from deployments.cli.serving import load_config
 from deployments.door.door import Door, listen
+from deployments.names import url_at
 
 
 def stand(to: str, host: str, port: int, config: str) -> None:
@@ -18,7 +19,7 @@ def stand(to: str, host: str, port: int, config: str) -> None:
     backend = parse_address(to)
     app = load_config(config).app
     with Door(listen(host, port), backend, app.door, app.api.trusted_proxies):
-        console.print(f"Standing at http://{host}:{port} in front of {to}. Ctrl-C ends it.", highlight=False)
+        console.print(f"Standing at {url_at(host, port)} in front of {to}. Ctrl-C ends it.", highlight=False)
         signal.pause()
 
 

@@ -27,7 +27,7 @@ from deployments.config import AppConfig, ServeConfig
 from deployments.door.door import Door, listen
 from deployments.door.haproxy import find_binary
 from deployments.mistakes import mistakes
-from deployments.names import APPLICATION, INGRESS
+from deployments.names import APPLICATION, INGRESS, url_at
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 READY_DEADLINE_S = 900.0
@@ -38,7 +38,7 @@ DRAIN_MARGIN_S = 15.0
 """For the last answers of a drained application, and the way there and back."""
 SERVE_POLL_S = 1.0
 """Between two looks at whether Serve has given up: its controller, busy at start, takes some 10 ms of CPU for each."""
-LOOPBACK, ANY_ADDRESS, ANY_NETWORK = "127.0.0.1", ("0.0.0.0", "::", ""), ("0.0.0.0/0", "::/0")
+LOOPBACK, ANY_NETWORK = "127.0.0.1", ("0.0.0.0/0", "::/0")
 
 logger = logging.getLogger("troupe.serving")
 
@@ -108,7 +108,7 @@ class Entrance:
         host = config.http_options.host
         listener = listen(host, config.http_options.port)
         port = int(listener.getsockname()[1])
-        url = f"http://{LOOPBACK if host in ANY_ADDRESS else host}:{port}"
+        url = url_at(host, port)
         if find_binary() is None:
             listener.close()
             logger.warning(
