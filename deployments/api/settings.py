@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from ipaddress import ip_network
 from pathlib import Path
 
+from deployments.checks import check_positive
 from deployments.keys import KeyRing
 
 HOST = re.compile(r"\*|(\*\.)?[\w.-]+")
@@ -40,15 +41,9 @@ class ApiLimits:
     max_watchers: int = 1000
 
     def __post_init__(self) -> None:
-        for name in (
-            "max_body_bytes",
-            "body_deadline_s",
-            "max_images_per_request",
-            "max_open_requests",
-            "max_watchers",
-        ):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+        check_positive(
+            self, "max_body_bytes", "body_deadline_s", "max_images_per_request", "max_open_requests", "max_watchers"
+        )
         _check_all("allowed_hosts", self.allowed_hosts, HOST, "* or a name without port, such as gpu1.example.com")
         _check_all("allowed_origins", self.allowed_origins, ORIGIN, "* or as browsers send it: https://example.com")
         for proxy in self.trusted_proxies:
@@ -87,9 +82,7 @@ class ApiSettings(ApiLimits):
 
     def __post_init__(self) -> None:
         ApiLimits.__post_init__(self)
-        for name in ("file_lifetime_s", "max_files_bytes", "keepalive_s", "video_poll_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+        check_positive(self, "file_lifetime_s", "max_files_bytes", "keepalive_s", "video_poll_s")
         if self.num_clip_previews < 0:
             raise ValueError(f"num_clip_previews is {self.num_clip_previews}; it must be 0 or more")
 
