@@ -9,6 +9,8 @@ DISTRIBUTION = "troupe-serve"
 """On the package index, where ``troupe`` alone is somebody else's."""
 APPLICATION = "troupe"
 INGRESS = "Ingress"
+LIVE = "/live"
+"""The path at which the application says that it takes requests."""
 STAGES = {"text_encoder": "TextEncoder", "denoiser": "Denoiser", "decoder": "VaeDecoder"}
 """Stage (the attribute of ``StageHandles``) to how the names of its deployments begin."""
 LOOPBACK_OF = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from deployments.door.answers import BODY_UNWANTED, FULL, HEAD_TOO_LARGE, LOST, Answer
 from deployments.door.settings import DoorSettings
+from deployments.names import LIVE
 
 SPARE_FILES = 64
 FULL_SHARE = 0.95
@@ -126,9 +127,9 @@ def _request_id() -> Iterator[str]:
 def _backend(wiring: Wiring) -> Iterator[str]:
     host, port = wiring.backend
     yield "backend application"
-    # Ray's proxy answers before it knows the application, with a text of its own: only ours speaks of models.
-    yield "    option httpchk GET /health"
-    yield '    http-check expect string "models"'
+    # Of a replica that is not there Ray's proxy says 404, 500 or, for long, nothing.
+    yield f"    option httpchk GET {LIVE}"
+    yield "    http-check expect status 200"
     # Ray's proxy says so, in plain text, of a replica that died under a request.
     is_plain = "{ status 500 } !{ res.hdr(content-type) -m beg application/json }"
     yield f"    http-response {_answered(LOST)} if {is_plain}"

@@ -19,9 +19,9 @@ SETTINGS = DoorSettings(max_head_bytes=4096, max_connections=200)
 
 @dataclass
 class Backend:
-    """A server behind the door that says what reached it; ``answer`` is the body of its ``/health``."""
+    """A server behind the door that says what reached it; ``live`` is the status of its ``/live``."""
 
-    answer: str = '{"models": {}}'
+    live: int = 200
     release: threading.Event = field(default_factory=threading.Event)
     seen: list[str] = field(default_factory=list)
 
@@ -35,12 +35,11 @@ class Backend:
                 backend.seen.append(self.path)
                 if self.path == "/slow":
                     backend.release.wait(60)
-                own = json.dumps([[name.lower(), value] for name, value in self.headers.items()])
-                body = (backend.answer if self.path == "/health" else own).encode()
-                self.send_response(500 if self.path == "/broken" else 200)
-                self.send_header("Content-Length", str(len(body)))
+                own = json.dumps([[name.lower(), value] for name, value in self.headers.items()]).encode()
+                self.send_response({"/broken": 500, "/live": backend.live}.get(self.path, 200))
+                self.send_header("Content-Length", str(len(own)))
                 self.end_headers()
-                self.wfile.write(body)
+                self.wfile.write(own)
 
             def do_POST(self) -> None:
                 self.rfile.read(int(self.headers["Content-Length"]))

@@ -121,15 +121,16 @@ def test_every_answer_has_an_id(client: httpx.Client, sent: bytes, kept: bool) -
     assert kept or seen.startswith("req_")
 
 
-def test_until_the_application_is_there_all_paths_say_so(backend: Backend) -> None:
-    backend.answer = "Path '/health' not found"  # Ray's proxy, before it knows the application
+@pytest.mark.parametrize("status", [404, 500, 503], ids=["unknown to Ray's proxy", "dead", "draining"])
+def test_until_the_application_is_there_all_paths_say_so(backend: Backend, status: int) -> None:
+    backend.live = status
     with served(backend) as address, doored(address) as (_, client):
         wait_until(lambda: client.get("/").status_code == 503, "the check has failed")
         for path in ("/", "/health", IMAGES):
             answer = client.get(path)
             assert_error(answer, 503, "server_unavailable")
             assert int(answer.headers["retry-after"]) > 0
-        backend.answer = '{"models": {}}'
+        backend.live = 200
         wait_until(lambda: client.get("/").status_code == 200, "the application is there")
 
 
@@ -149,7 +150,7 @@ def test_a_server_that_dies_under_a_request() -> None:
                 with connection:
                     if connection.recv(1000).startswith(b"POST"):
                         return
-                    connection.sendall(b'HTTP/1.0 200 OK\r\n\r\n{"models": {}}')
+                    connection.sendall(b"HTTP/1.0 200 OK\r\n\r\n")
 
         thread = threading.Thread(target=die)
         thread.start()
