@@ -9,6 +9,8 @@ DISTRIBUTION = "troupe-serve"
 """On the package index, where ``troupe`` alone is somebody else's."""
 APPLICATION = "troupe"
 INGRESS = "Ingress"
+FULL_HEADER = "X-Troupe-Full"
+"""Of a refusal because no picture has a place, whatever it asks for: seconds until all under way will be finished."""
 LIVE = "/live"
 """The path at which the application says that it takes requests."""
 STAGES = {"text_encoder": "TextEncoder", "denoiser": "Denoiser", "decoder": "VaeDecoder"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -81,7 +80,7 @@ def cpu_s(processes: Sequence[psutil.Process]) -> float:
 
 @contextmanager
 def serving(config: ServeConfig) -> Iterator[Application]:
-    """``troupe serve`` with ``config``, ready; ended by Ctrl-C's signal, and all of it is gone afterwards."""
+    """``troupe serve`` with ``config``, ready; ended by SIGTERM (background jobs hear no Ctrl-C) with all of it."""
     with tempfile.TemporaryDirectory(prefix="troupe_bench_", dir="/tmp", ignore_cleanup_errors=True) as name:
         folder, port = Path(name), free_port("127.0.0.1")
         file = folder / "config.yaml"
@@ -101,7 +100,7 @@ def serving(config: ServeConfig) -> Iterator[Application]:
             ready_s = time.perf_counter() - started_s
             yield Application(url=url, ready_s=ready_s, process=psutil.Process(process.pid))
         finally:
-            process.send_signal(signal.SIGINT)
+            process.terminate()
             process.wait(STOPPED_WITHIN_S)
 
 

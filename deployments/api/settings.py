@@ -60,8 +60,8 @@ class ApiSettings(ApiLimits):
 
     ``data_dir`` holds pictures served by URL and the clips. With no ``keys`` nobody is asked for one.
     ``own_names`` are those of the machine. ``max_open_pictures`` has, for each model whose pictures are limited, how
-    many may be under way in a replica. ``max_files_bytes`` and ``file_lifetime_s`` bound what ``response_format=url``
-    leaves on the disk.
+    many may be under way in a replica; ``is_only_replica`` says that no other one has further places.
+    ``max_files_bytes`` and ``file_lifetime_s`` bound what ``response_format=url`` leaves on the disk.
     ``num_clip_previews`` are decoded on the way of each clip. A stream sends a comment every ``keepalive_s`` when
     nothing happens, and answers after ``first_event_wait_s`` even if the job still waits; until then an error still has
     its own HTTP status.
@@ -72,6 +72,7 @@ class ApiSettings(ApiLimits):
     own_names: tuple[str, ...] = ()
     keys: KeyRing = field(default_factory=KeyRing, repr=False)
     max_open_pictures: Mapping[str, int] = field(default_factory=dict)
+    is_only_replica: bool = True
     num_clip_previews: int = 3
     file_lifetime_s: float = 3600.0
     max_files_bytes: int = 1 << 30

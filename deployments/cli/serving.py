@@ -26,6 +26,7 @@ from deployments.cli.preflight import check
 from deployments.config import AppConfig, ServeConfig
 from deployments.door.door import Door, listen
 from deployments.door.haproxy import find_binary
+from deployments.door.lane import Lane
 from deployments.mistakes import mistakes
 from deployments.names import APPLICATION, INGRESS, url_at
 
@@ -117,7 +118,7 @@ class Entrance:
             yield cls(url=url, backend=(host, port), door=None)
             return
         backend = (LOOPBACK, free_port(LOOPBACK))
-        with Door(listener, backend, config.app.door, config.app.api.trusted_proxies) as door:
+        with Door(listener, backend, config.app.door, config.app.api.trusted_proxies, Lane.of(config.app)) as door:
             yield cls(url=url, backend=backend, door=door)
 
 

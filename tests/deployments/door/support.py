@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import httpx
 
 from deployments.door.door import Door, listen
+from deployments.door.lane import Lane
 from deployments.door.settings import DoorSettings
 
 SETTINGS = DoorSettings(max_head_bytes=4096, max_connections=200)
@@ -66,9 +67,15 @@ def served(backend: Backend, port: int = 0) -> Iterator[tuple[str, int]]:
 
 @contextmanager
 def doored(
-    address: tuple[str, int], settings: DoorSettings = SETTINGS, trusted_proxies: tuple[str, ...] = ()
+    address: tuple[str, int],
+    settings: DoorSettings = SETTINGS,
+    trusted_proxies: tuple[str, ...] = (),
+    lane: Lane | None = None,
 ) -> Iterator[tuple[Door, httpx.Client]]:
     listener = listen("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    with Door(listener, address, settings, trusted_proxies) as door, httpx.Client(base_url=url, timeout=60) as client:
+    with (
+        Door(listener, address, settings, trusted_proxies, lane) as door,
+        httpx.Client(base_url=url, timeout=60) as client,
+    ):
         yield door, client
