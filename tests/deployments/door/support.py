@@ -54,13 +54,22 @@ class Backend:
 
 @contextmanager
 def served(backend: Backend, port: int = 0) -> Iterator[tuple[str, int]]:
-    with ThreadingHTTPServer(("127.0.0.1", port), backend.handler()) as server:
-        thread = threading.Thread(target=server.serve_forever)
+    with handled(backend.handler(), port) as address:
+        try:
+            yield address
+        finally:
+            backend.release.set()
+
+
+@contextmanager
+def handled(handler: type[BaseHTTPRequestHandler], port: int = 0) -> Iterator[tuple[str, int]]:
+    """The address of a server in a thread, which ends as soon as it is told to."""
+    with ThreadingHTTPServer(("127.0.0.1", port), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
             yield "127.0.0.1", int(server.server_address[1])
         finally:
-            backend.release.set()
             server.shutdown()
             thread.join()
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import httpx
 import pytest
@@ -19,7 +19,7 @@ from deployments.config import AppConfig
 from deployments.door import lane
 from deployments.door.lane import SPARE, Lane
 from deployments.names import FULL_HEADER
-from tests.deployments.door.support import doored
+from tests.deployments.door.support import doored, handled
 from tests.deployments.support.live import wait_until
 
 IMAGES = "/v1/images/generations"
@@ -105,25 +105,18 @@ def house(monkeypatch: pytest.MonkeyPatch) -> Iterator[House]:
 
 @pytest.fixture
 def client(house: House) -> Iterator[httpx.Client]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), house.handler()) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        address = ("127.0.0.1", int(server.server_address[1]))
-        with doored(address, lane=Lane(num_places=NUM_PLACES, body_deadline_s=60)) as (_, client):
-            wait_until(lambda: client.get("/").status_code == 200, "the application is there")
-            yield client
+    own_lane = Lane(num_places=NUM_PLACES, body_deadline_s=60)
+    with handled(house.handler()) as address, doored(address, lane=own_lane) as (_, client):
+        wait_until(lambda: client.get("/").status_code == 200, "the application is there")
+        yield client
         house.made.release(1000)
-        server.shutdown()
-        thread.join()
 
 
 @pytest.fixture
 def ask(client: httpx.Client) -> Iterator[Callable[..., Future[httpx.Response]]]:
     """Asks for a picture in a thread."""
     with ThreadPoolExecutor(100) as pool:
-        yield lambda body=GOOD: pool.submit(
-            httpx.post, client.base_url.join(IMAGES), content=body, timeout=60, trust_env=False
-        )
+        yield lambda body=GOOD: pool.submit(client.post, IMAGES, content=body)
 
 
 Ask = Callable[..., Future[httpx.Response]]
