@@ -39,6 +39,8 @@ DRAIN_MARGIN_S = 15.0
 """For the last answers of a drained application, and the way there and back."""
 SERVE_POLL_S = 1.0
 """Between two looks at whether Serve has given up: its controller, busy at start, takes some 10 ms of CPU for each."""
+HEALTH_POLL_S = 0.5
+"""Between two looks at what is missing, which take some 20 ms of CPU each; the application looks once a second."""
 LOOPBACK, ANY_NETWORK = "127.0.0.1", ("0.0.0.0/0", "::/0")
 
 logger = logging.getLogger("troupe.serving")
@@ -176,7 +178,7 @@ def wait_ready(url: str, on_wait: Callable[[str], None], deadline_s: float) -> N
                 _raise_if_failed()
                 asked_serve_s = now_s
             on_wait(reason)
-            time.sleep(0.2)
+            time.sleep(HEALTH_POLL_S)
     raise TimeoutError(f"not ready after {deadline_s:.0f} s: {reason}")
 
 
