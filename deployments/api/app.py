@@ -18,7 +18,7 @@ from deployments.api.guards.admission import Admission, OpenRequests
 from deployments.api.guards.body_limit import BodyLimit
 from deployments.api.guards.hosts import HostCheck
 from deployments.api.guards.origins import Cors, OriginCheck
-from deployments.api.health import health_routes, model_routes
+from deployments.api.health import Liveness, health_routes, model_routes
 from deployments.api.images import image_routes
 from deployments.api.lookout import Lookout
 from deployments.api.middleware import CLIENT_GONE, RequestLog
@@ -82,8 +82,10 @@ def create_api(studio: Studio, settings: ApiSettings, clips: Clips, drain: Drain
     app.add_middleware(HostCheck, settings=settings)
     app.add_middleware(OpenRequests, limit=settings.max_open_requests)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, deadline_s=settings.body_deadline_s)
-    app.add_middleware(Draining, drain=drain or Drain())
+    drain = drain or Drain()
+    app.add_middleware(Draining, drain=drain)
     app.add_middleware(RequestLog, sends_request_id=settings.sends_request_id)
+    app.add_middleware(Liveness, drain=drain)
     add_document(app)
     return app
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import ExitStack, aclosing, contextmanager
 from typing import TypeVar
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deployments.api.errors import ApiError
 from deployments.api.settings import ApiSettings
+from deployments.names import FULL_HEADER
 
 T = TypeVar("T")
 
@@ -28,22 +29,35 @@ class Admission:
     """Places for pictures, by model, and for watchers of clips.
 
     The limit on pictures is what the gangs of a model take and a little more: what they would refuse after the prompt
-    was encoded and had waited for that is refused here.
+    was encoded and had waited for that is refused here. If no model has a place left, the refusal says so to the door.
     """
 
     def __init__(self, settings: ApiSettings) -> None:
         self._settings = settings
-        self._pictures: dict[str, Places] = {}
+        self._pictures = {model: Places(limit) for model, limit in settings.max_open_pictures.items()}
         self._num_watchers = 0
 
     async def pictures(self, model: str, num: int, events: AsyncGenerator[T]) -> AsyncGenerator[T]:
         """Yields ``events``, which make ``num`` pictures, while there is a place for each. Else ApiError 429."""
-        if model not in self._pictures:
-            self._pictures[model] = Places(self._settings.max_open_pictures.get(model, math.inf))
         async with aclosing(events):
-            with self._pictures[model].taken(num):
+            with self._taken(model, num):
                 async for event in events:
                     yield event
+
+    @contextmanager
+    def _taken(self, model: str, num: int) -> Iterator[None]:
+        if model not in self._pictures:
+            yield
+            return
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(self._pictures[model].taken(num))
+            except ApiError as refusal:
+                if self._settings.is_only_replica and all(places.is_full for places in self._pictures.values()):
+                    empty_s = max(places.until_empty_s for places in self._pictures.values())
+                    refusal.headers[FULL_HEADER] = str(empty_s)
+                raise
+            yield
 
     async def watcher(self, events: AsyncGenerator[T]) -> AsyncGenerator[T]:
         """Yields ``events`` to one who watches a clip. ApiError 429 if as many watch as may."""
@@ -70,6 +84,15 @@ class Places:
         self._num_refused = 0
         self._interval_s: float | None = None
         self._last_s = -math.inf
+
+    @property
+    def is_full(self) -> bool:
+        return self._num_open >= self._limit
+
+    @property
+    def until_empty_s(self) -> int:
+        """Whole seconds, 1 at least, until all that is under way will be finished."""
+        return self._wait_s(self._num_open)
 
     @contextmanager
     def taken(self, num: int) -> Iterator[None]:
@@ -104,9 +127,12 @@ class Places:
         than it takes to finish all that is under way.
         """
         self._num_refused += num
-        wait_s = max(1, math.ceil(min(self._num_refused, self._num_open) * (self._interval_s or FIRST_GUESS_S)))
+        wait_s = self._wait_s(min(self._num_refused, self._num_open))
         message = f"{self._num_open} pictures are being made or wait for it; try again in about {wait_s} s"
         return ApiError(429, message, code="queue_full", headers={"Retry-After": str(wait_s)})
+
+    def _wait_s(self, num: int) -> int:
+        return max(1, math.ceil(num * (self._interval_s or FIRST_GUESS_S)))
 
 
 class OpenRequests:
