@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from engines.core.model import DenoiserModel
 from engines.core.sampler import Sampler
 from pipelines.defaults import Defaults
+from pipelines.pictures import NO_PICTURES, InputPictures
 from pipelines.request import MediaRequest
 
 if TYPE_CHECKING:  # the ingress reads defaults, and does without torch
@@ -17,8 +18,11 @@ if TYPE_CHECKING:  # the ingress reads defaults, and does without torch
 
 
 class TextEncoder(Protocol):
-    def encode(self, request: MediaRequest) -> Any:
-        """The family's conditioning record (frozen, CPU tensors), negative prompt included if it is used."""
+    def encode(self, request: MediaRequest, pictures: InputPictures = NO_PICTURES) -> Any:
+        """The family's conditioning record (frozen, CPU tensors), negative prompt included if it is used.
+
+        ``pictures`` are as many as ``request`` says, which its model's defaults allow.
+        """
         ...
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pipelines.directory import load_from_transformers, load_text_model, read_config
+from pipelines.pictures import NO_PICTURES, InputPictures
 from pipelines.prompts import tokenize, warn_if_cut
 from pipelines.request import MediaRequest
 
@@ -43,8 +44,9 @@ class FluxTextEncoder:
     t5: Any
     max_tokens: int
 
-    def encode(self, request: MediaRequest) -> FluxConditioning:
+    def encode(self, request: MediaRequest, pictures: InputPictures = NO_PICTURES) -> FluxConditioning:
         """``request.true_cfg_scale`` above 1 asks for the negative prompt (which may be empty) too."""
+        assert pictures == NO_PICTURES, "its defaults take words alone"
         negative = self.encode_prompt(request.negative_prompt) if request.true_cfg_scale > 1 else None
         return FluxConditioning(prompt=self.encode_prompt(request.prompt), negative=negative)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pipelines.directory import load_from_transformers, load_text_model, read_config
+from pipelines.pictures import NO_PICTURES, InputPictures
 from pipelines.prompts import tokenize, warn_if_cut
 from pipelines.request import MediaRequest
 
@@ -35,8 +36,9 @@ class WanTextEncoder:
     encoder: Any
     max_tokens: int
 
-    def encode(self, request: MediaRequest) -> WanConditioning:
+    def encode(self, request: MediaRequest, pictures: InputPictures = NO_PICTURES) -> WanConditioning:
         """``request.true_cfg_scale`` above 1 asks for the negative prompt (which may be empty) too."""
+        assert pictures == NO_PICTURES, "its defaults take words alone"
         negative_BTC = self.encode_prompt(request.negative_prompt) if request.true_cfg_scale > 1 else None
         return WanConditioning(prompt_BTC=self.encode_prompt(request.prompt), negative_BTC=negative_BTC)
 

@@ -25,7 +25,7 @@ SMOOTHING = 0.2
 
 
 class Admission:
-    """Places for pictures, by model, and for watchers of clips.
+    """Places for pictures, by model, and for watchers of clips; ``memory`` for what clients send along.
 
     The limit on pictures is what the gangs of a model take and a little more: what they would refuse after the prompt
     was encoded and had waited for that is refused here.
@@ -35,13 +35,16 @@ class Admission:
         self._settings = settings
         self._pictures: dict[str, Places] = {}
         self._num_watchers = 0
+        self.memory = Memory(settings.max_open_upload_bytes)
 
-    async def pictures(self, model: str, num: int, events: AsyncGenerator[T]) -> AsyncGenerator[T]:
-        """Yields ``events``, which make ``num`` pictures, while there is a place for each. Else ApiError 429."""
+    async def pictures(self, model: str, num: int, events: AsyncGenerator[T], num_bytes: int = 0) -> AsyncGenerator[T]:
+        """Yields ``events``, which make ``num`` pictures of ``num_bytes`` that came along, while there is a place for
+        each. Else ApiError 429."""
         if model not in self._pictures:
             self._pictures[model] = Places(self._settings.max_open_pictures.get(model, math.inf))
         async with aclosing(events):
-            with self._pictures[model].taken(num):
+            with self._pictures[model].taken(num), self.memory.taken() as take:
+                take(num_bytes)
                 async for event in events:
                     yield event
 
@@ -107,6 +110,36 @@ class Places:
         wait_s = max(1, math.ceil(min(self._num_refused, self._num_open) * (self._interval_s or FIRST_GUESS_S)))
         message = f"{self._num_open} pictures are being made or wait for it; try again in about {wait_s} s"
         return ApiError(429, message, code="queue_full", headers={"Retry-After": str(wait_s)})
+
+
+class Memory:
+    """Room for ``limit`` bytes of pictures that came along, as they were sent and unpacked."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._num_bytes = 0
+
+    @contextmanager
+    def taken(self) -> Iterator[Callable[[int], None]]:
+        """Yields what takes so many bytes more until the end of the block. ApiError 503 if there are not as many.
+
+        One request always fits into an empty house, however large it is.
+        """
+        num_own = 0
+
+        def take(num_bytes: int) -> None:
+            nonlocal num_own
+            num_others = self._num_bytes - num_own
+            if num_bytes and num_others and self._num_bytes + num_bytes > self._limit:
+                message = f"Too many pictures are being sent here already; try again in about {FULL_RETRY_S} s"
+                raise ApiError(503, message, code="server_full", headers={"Retry-After": str(FULL_RETRY_S)})
+            self._num_bytes += num_bytes
+            num_own += num_bytes
+
+        try:
+            yield take
+        finally:
+            self._num_bytes -= num_own
 
 
 class OpenRequests:

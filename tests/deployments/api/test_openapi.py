@@ -57,7 +57,7 @@ def test_events_are_referenced() -> None:
     """In the order of the names that ``event`` may have, each schema's ``type`` is one or more of them."""
     contents = [operation["responses"]["200"].get("content", {}) for operation in operations()]
     streams = [content["text/event-stream"]["schema"] for content in contents if "text/event-stream" in content]
-    assert len(streams) == 2
+    assert len(streams) == 3
     for stream in streams:
         choices = [one["$ref"].rsplit("/", 1)[1] for one in stream["properties"]["data"]["contentSchema"]["oneOf"]]
         types = [DOCUMENT["components"]["schemas"][name]["properties"]["type"] for name in choices]

@@ -16,7 +16,7 @@ CARDS = FakeStudio().cards()
 
 @pytest.mark.parametrize(("model", "format"), [("fake-pictures", "png"), ("fake-clips", "mp4"), (None, "png")])
 def test_the_model_decides_what_is_made(model: str | None, format: str) -> None:
-    request, output = handle_request(CARDS, "id", {"prompt": "a", "model": model, "seed": 3})
+    request, output, _ = handle_request(CARDS, "id", {"prompt": "a", "model": model, "seed": 3})
     assert (request.model, request.seed, output.format) == (model or "fake-pictures", 3, format)
 
 
