@@ -45,3 +45,6 @@ class SentPictures:
     def open(self) -> InputPictures:
         pictures = tuple(picture.open() for picture in self.pictures)
         return InputPictures(pictures=pictures, mask=None if self.mask is None else self.mask.open())
+
+
+NO_SENT_PICTURES = SentPictures()

@@ -7,7 +7,7 @@ import time
 
 from deployments.observability.logs import request_context
 from deployments.stages.common import Encoded, StageSpec, load_stage
-from deployments.stages.pictures import SentPictures
+from deployments.stages.pictures import NO_SENT_PICTURES, SentPictures
 from deployments.stages.workers import Workers
 from pipelines.request import MediaRequest
 
@@ -22,7 +22,7 @@ class PromptEncoder:
         self._encoder = load_stage(spec).text_encoder()
         self._encoding = Workers(1, "encoding")
 
-    def encode(self, request: MediaRequest, pictures: SentPictures) -> Encoded:
+    def encode(self, request: MediaRequest, pictures: SentPictures = NO_SENT_PICTURES) -> Encoded:
         started_s = time.perf_counter()
         with request_context(request.request_id):
             conditioning = self._encoding.run(lambda: self._encoder.encode(request, pictures.open()))
