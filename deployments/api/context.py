@@ -64,6 +64,9 @@ class ApiContext:
         sources = brought_along(body, card)
         if not sources.all:
             return NO_PICTURES
+        await self.check_ready(card.name)
+        if kind == "image":
+            self.admission.check_place(card.name)
         return await asyncio.get_running_loop().run_in_executor(self.unpacking, unpack, sources, self.settings)
 
     async def check_ready(self, model: str) -> None:

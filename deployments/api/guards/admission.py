@@ -40,13 +40,20 @@ class Admission:
     async def pictures(self, model: str, num: int, events: AsyncGenerator[T], num_bytes: int = 0) -> AsyncGenerator[T]:
         """Yields ``events``, which make ``num`` pictures of ``num_bytes`` that came along, while there is a place for
         each. Else ApiError 429."""
-        if model not in self._pictures:
-            self._pictures[model] = Places(self._settings.max_open_pictures.get(model, math.inf))
         async with aclosing(events):
-            with self._pictures[model].taken(num), self.memory.taken() as take:
+            with self._places(model).taken(num), self.memory.taken() as take:
                 take(num_bytes)
                 async for event in events:
                     yield event
+
+    def check_place(self, model: str) -> None:
+        """Raises ApiError 429 if there is no place for a picture: for who is about to do much before he takes one."""
+        self._places(model).check(1)
+
+    def _places(self, model: str) -> Places:
+        if model not in self._pictures:
+            self._pictures[model] = Places(self._settings.max_open_pictures.get(model, math.inf))
+        return self._pictures[model]
 
     async def watcher(self, events: AsyncGenerator[T]) -> AsyncGenerator[T]:
         """Yields ``events`` to one who watches a clip. ApiError 429 if as many watch as may."""
@@ -80,8 +87,7 @@ class Places:
 
         One request always fits into an empty house, however many pictures it asks for.
         """
-        if self._num_open and self._num_open + num > self._limit:
-            raise self._refusal(num)
+        self.check(num)
         if not self._num_open:
             self._last_s = self._clock()
         self._num_open += num
@@ -91,6 +97,11 @@ class Places:
         finally:
             self._num_open -= num
             self._num_refused = max(0, self._num_refused - num)
+
+    def check(self, num: int) -> None:
+        """Raises ApiError 429 if there are not ``num`` places."""
+        if self._num_open and self._num_open + num > self._limit:
+            raise self._refusal(num)
 
     def _learn(self, num: int) -> None:
         """Takes note of ``num`` finished pictures. Since ``_last_s``, some were under way all the time."""

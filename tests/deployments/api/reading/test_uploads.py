@@ -163,3 +163,28 @@ def test_room_is_counted() -> None:
     with memory.taken() as first, memory.taken() as second:
         first(50)
         second(50)
+
+
+async def test_what_is_refused_anyway_is_not_unpacked(
+    studio: FakeStudio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_unpacked: list[int] = []
+
+    def counted(*args: Any) -> InputPictures:
+        num_unpacked.append(1)
+        return unpack(*args)
+
+    monkeypatch.setattr(context, "unpack", counted)
+    async with client_of(build(studio, tmp_path, max_open_pictures={"fake-edits": 1})) as client:
+        studio.permits = asyncio.Semaphore(0)
+        drawing = asyncio.create_task(client.post(EDITS, **FORM))
+        await until(lambda: len(studio.performed) == 1)
+        assert error_of(await client.post(EDITS, **FORM), 429)["code"] == "queue_full"
+        studio.permits = None
+        drawing.cancel()
+        await until(lambda: len(studio.closed) == 1)
+        studio.reasons["fake-edits"] = "loading"
+        assert error_of(await client.post(EDITS, **FORM), 503)["code"] == "model_not_ready"
+        assert len(num_unpacked) == 1
+        studio.reasons.clear()
+        assert (await client.post(EDITS, **FORM)).status_code == 200
