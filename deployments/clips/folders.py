@@ -18,8 +18,8 @@ FILE_NAMES: dict[Variant, str] = {"video": "clip.mp4", "thumbnail": "thumbnail.w
 CONTENT_TYPES: dict[Variant, str] = {"video": "video/mp4", "thumbnail": "image/webp", "preview": "image/png"}
 
 MASK_NAME = "input-mask.png"
-PNG_LEVEL = 1
-"""zlib's fastest: the files are gone when their clip is made."""
+PNG_LEVEL = 0
+"""Not compressed, which takes long: the files are gone when their clip is made."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

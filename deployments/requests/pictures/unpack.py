@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from deployments.requests.errors import RequestError
@@ -35,28 +36,24 @@ def unpack(sources: Sources, limits: PictureLimits) -> InputPictures:
         raise RequestError(message, sources.param)
     if not sources.all:
         return NO_PICTURES
-    with ExitStack() as stack:
-        opened = [(param, stack.enter_context(_opened(bytes_of(source, param, limits.max_picture_bytes), param)))
-                  for param, source in sources.all]  # fmt: skip
-        _check_heads(opened, limits)
-        images = [_unpacked(image, param) for param, image in opened]
-    pictures = tuple(InputPicture.of(_coloured(image)) for image in images[:num_pictures])
-    mask = None if sources.mask is None else _mask(images[-1], pictures)
+    files = [(param, bytes_of(source, param, limits.max_picture_bytes)) for param, source in sources.all]
+    waiting = deque((param, _opened(data, param)) for param, data in files)
+    _check_heads(waiting, limits)
+    # One after the other, each out of the queue first: as few as can be are in memory in two forms.
+    pictures = tuple(_coloured(_upright(*waiting.popleft())) for _ in range(num_pictures))
+    mask = _mask(_upright(*waiting.popleft()), pictures) if waiting else None
     return InputPictures(pictures=pictures, mask=mask)
 
 
-@contextmanager
-def _opened(data: bytes, param: str) -> Iterator[Image]:
-    """Yields the picture of which the head was read."""
+def _opened(data: bytes, param: str) -> Image:
+    """Returns the picture of which the head was read."""
     from PIL import Image
 
-    with ExitStack() as stack:
-        with _blaming(param):
-            image = stack.enter_context(Image.open(io.BytesIO(data), formats=FORMATS))
-        yield image
+    with _blaming(param):
+        return Image.open(io.BytesIO(data), formats=FORMATS)
 
 
-def _check_heads(opened: Sequence[tuple[str, Image]], limits: PictureLimits) -> None:
+def _check_heads(opened: Iterable[tuple[str, Image]], limits: PictureLimits) -> None:
     num_pixels = 0
     for param, image in opened:
         width, height = image.size
@@ -75,13 +72,14 @@ def _too_many_pixels(param: str, max_pixels: int | None, size: str) -> RequestEr
     return RequestError(f"{param} has {size}{allowed}: make it smaller", param, code="picture_too_large")
 
 
-def _unpacked(image: Image, param: str) -> Image:
-    """Returns the picture upright, in one of the modes "L", "RGB" and "RGBA"."""
+def _upright(param: str, image: Image) -> Image:
+    """Returns the picture, unpacked, in one of the modes "L", "RGB" and "RGBA"."""
     from PIL import ImageOps
 
     with _blaming(param):
         image.load()
-        return _plain(ImageOps.exif_transpose(image))
+        ImageOps.exif_transpose(image, in_place=True)
+        return _plain(image)
 
 
 def _plain(image: Image) -> Image:
@@ -92,16 +90,21 @@ def _plain(image: Image) -> Image:
 
         return Image.fromarray((np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8))
     if image.has_transparency_data:
-        return image.convert("RGBA")
-    return image.convert("L" if image.mode in ("1", "L") else "RGB")
+        return _as(image, "RGBA")
+    return _as(image, "L" if image.mode in ("1", "L") else "RGB")
 
 
 def _is_opaque(image: Image) -> bool:
     return image.mode != "RGBA" or image.getchannel("A").getextrema()[0] == OPAQUE
 
 
-def _coloured(image: Image) -> Image:
-    return image.convert("RGB") if _is_opaque(image) else image
+def _coloured(image: Image) -> InputPicture:
+    return InputPicture.of(_as(image, "RGB") if _is_opaque(image) else image)
+
+
+def _as(image: Image, mode: str) -> Image:
+    """Returns ``image`` itself where it is of ``mode``: Pillow's own conversion is a copy then."""
+    return image if image.mode == mode else image.convert(mode)
 
 
 def _mask(image: Image, pictures: Sequence[InputPicture]) -> InputPicture:
