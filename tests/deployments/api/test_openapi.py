@@ -24,7 +24,9 @@ schema = schemathesis.openapi.from_dict(DOCUMENT)
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with serving(build(FakeStudio(step_s=0), tmp_path_factory.mktemp("data"), api_keys=(KEY,))) as url:
+    with serving(
+        build(FakeStudio(step_s=0, takes_pictures=True), tmp_path_factory.mktemp("data"), api_keys=(KEY,))
+    ) as url:
         yield url
 
 
