@@ -44,7 +44,7 @@ def make_cards(config: AppConfig) -> dict[str, ModelCard]:
         checkpoint = Checkpoint.open(model.source, weights=False)
         cards[model.name] = ModelCard(
             name=model.name,
-            family=checkpoint.family.name,
+            family=checkpoint.architecture.family,
             created=int(time.time()),
             defaults=checkpoint.defaults,
             aliases=model.aliases,

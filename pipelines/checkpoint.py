@@ -1,37 +1,40 @@
-"""One noun for a checkpoint: a diffusers directory, the family that serves it, and where its parts are loaded to."""
+"""One noun for a checkpoint: a diffusers directory, what is known of its transformer, where parts are loaded to."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engines.core.model import Branch, DenoiserModel
-from engines.core.sampler import Sampler
-from pipelines.defaults import Defaults
+from pipelines.defaults import Defaults, with_own_defaults
 from pipelines.description import Description, read_description
-from pipelines.family import Decoder, TextEncoder
 from pipelines.loading import resolve_configuration, resolve_dtype, resolve_path
-from pipelines.registry import load_family
+from pipelines.models.registry import architecture_of
 from pipelines.request import MediaRequest
 from pipelines.size import Size
 
 if TYPE_CHECKING:  # who reads defaults alone does without torch
     import torch
 
+    from pipelines.blocks.decoder import BlocksDecoder
+    from pipelines.blocks.encoder import BlocksEncoder
+    from pipelines.blocks.opened import OpenedPipeline
+    from pipelines.blocks.sampler import BlocksSampler
+
 
 class Checkpoint:
     """Parts are loaded onto ``device`` ("meta": shapes alone) and in ``dtype``, when they are asked for.
 
     "auto" is bfloat16 on a GPU and float32 on the CPU. Raises ValueError where ``path`` is not a diffusers directory of
-    a known family.
+    a known transformer.
     """
 
     def __init__(self, path: Path, device: str | torch.device = "cpu", dtype: str | torch.dtype = "auto") -> None:
         self.path = path
-        self.family = load_family(path)
+        self.architecture = architecture_of(path)
         self._device, self._dtype = device, dtype
 
     @classmethod
@@ -63,23 +66,27 @@ class Checkpoint:
 
     @cached_property
     def defaults(self) -> Defaults:
-        """The family's and the directory's own. Read without torch."""
-        return self.family.defaults(self.path)
+        """The architecture's and the folder's own. Read without torch."""
+        return with_own_defaults(self.path, self.architecture.defaults(self.path))
 
     @cached_property
     def description(self) -> Description:
         """What the directory says of the model to people. ValueError if that cannot be."""
         return read_description(self.path, self.defaults)
 
-    def text_encoder(self) -> TextEncoder:
-        return self.family.load_text_encoder(self.path, self.device, self.dtype)
+    def text_encoder(self) -> BlocksEncoder:
+        from pipelines.blocks.encoder import BlocksEncoder
 
-    def sampler(self) -> Sampler[Any]:
+        return BlocksEncoder(self._opened, self.defaults.max_tokens)
+
+    def sampler(self) -> BlocksSampler:
         """The same one at every call."""
         return self._sampler
 
-    def decoder(self) -> Decoder:
-        return self.family.load_decoder(self.path, self.device, self.dtype)
+    def decoder(self) -> BlocksDecoder:
+        from pipelines.blocks.decoder import BlocksDecoder
+
+        return BlocksDecoder(self._opened)
 
     def denoiser(self, *, sliced: bool = False, typical: MediaRequest | None = None) -> DenoiserModel:
         """The transformers. ``typical`` says what most steps will be like: an "auto" strategy is chosen for it.
@@ -87,14 +94,14 @@ class Checkpoint:
         If ``sliced``, no weight is read yet: an engine reads its rank's share from the files, for a model that fits no
         single device.
         """
-        model = self._without_weights() if sliced else self.family.load_denoiser(self.path, self.device, self.dtype)
+        model = self._without_weights() if sliced else self._as_denoiser(self._opened.load_part)
         if typical is None:
             return model
-        return replace(model, typical_lengths=model.stream_lengths(self.first_step(typical)[0].inputs))
+        return replace(model, typical_lengths=model.stream_lengths(self.first_step(typical)[0].arguments))
 
     def outline(self) -> DenoiserModel:
-        """The transformers by their configuration alone, weights unset; see ``Family.outline_denoiser``."""
-        return self.family.outline_denoiser(self.path, self.dtype)
+        """The transformers by their configuration alone, weights unset: for exports, under fake tensors."""
+        return self._as_denoiser(self._opened.outline)
 
     def weights_bytes(self) -> int:
         """What the transformers' weights take in memory, whole; from the configuration alone."""
@@ -102,8 +109,11 @@ class Checkpoint:
         return sum(weight.nbytes for module in modules for weight in module.parameters())
 
     def first_step(self, request: MediaRequest) -> tuple[Branch, ...]:
-        """The branches of the first step of ``request``, with a blank prompt."""
-        blank = self.family.blank_conditioning(self.path, request)
+        """The branches of the first step of ``request``, with blank prompts. ValueError outside the model's limits."""
+        from pipelines.blocks.blank import blank_conditioning
+
+        self.defaults.check(request)
+        blank = blank_conditioning(self._opened, request, self._opened.max_tokens(self.defaults.max_tokens))
         return self._sampler.branches(self._sampler.begin(request, blank))
 
     def first_steps(self, sizes: Iterable[Size], modules: Iterable[str]) -> tuple[tuple[Branch, ...], ...]:
@@ -113,16 +123,32 @@ class Checkpoint:
         return tuple(tuple(replace(branch, module=name) for branch in step) for step in steps for name in names)
 
     @cached_property
-    def _sampler(self) -> Sampler[Any]:
-        return self.family.load_sampler(self.path, self.device, self.dtype)
+    def _opened(self) -> OpenedPipeline:
+        from pipelines.blocks.opened import OpenedPipeline
+
+        return OpenedPipeline(self.path, self.device, self.dtype)
+
+    @cached_property
+    def _sampler(self) -> BlocksSampler:
+        from pipelines.blocks.sampler import BlocksSampler
+
+        return BlocksSampler(self._opened)
+
+    def _as_denoiser(self, load: Callable[[str], Any]) -> DenoiserModel:
+        from pipelines.blocks.blank import BlocksProbe
+        from pipelines.blocks.denoiser import as_denoiser
+
+        opened = self._opened
+        modules = {name: load(name) for name in opened.transformers}
+        probe = BlocksProbe(opened=opened, defaults=self.defaults, modules=tuple(modules))
+        return as_denoiser(modules, self.architecture, opened.part_config(opened.transformers[0]), probe)
 
     def _without_weights(self) -> DenoiserModel:
         from engines.parallel.weight_files import WeightFiles
 
         empty = self._empty()
-        weights = WeightFiles(folders={part: self.path / part for part in empty.modules}, device=self.device)
-        probe: Any = empty.probe  # a record with the device of its inputs, which was the outline's
-        return replace(empty, weights=weights, probe=replace(probe, device=self.device))
+        folders = {part: self.path / part for part in empty.modules}
+        return replace(empty, weights=WeightFiles(folders=folders, device=self.device))
 
     def _empty(self) -> DenoiserModel:
         """Parameters on "meta". Buffers are there: they are computed, and in no file."""

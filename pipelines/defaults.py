@@ -25,6 +25,7 @@ class Defaults:
     """Sizes in pixels, frames per second, steps, scales, and the limits of sizes, frames and steps.
 
     A request brings ``min_pictures`` to ``max_pictures`` along, with a mask or a strength where the model takes them.
+    ``max_tokens`` of a prompt reach the model (0: as many as its pipeline says).
     Each ``check`` raises ValueError for what the model cannot do; the message says what was given and what is allowed.
     """
 
@@ -45,6 +46,7 @@ class Defaults:
     min_pictures: int = 0
     takes_mask: bool = False
     takes_strength: bool = False
+    max_tokens: int = 0
 
     def request(self, size: Size | None = None, **changes: Any) -> MediaRequest:
         """The request of somebody who says no more than ``size`` and ``changes`` (fields of ``MediaRequest``).

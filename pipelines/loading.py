@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     import torch
 
 SHIPPED = Path(__file__).parent / "checkpoints"
-PUBLISHED = tuple(Path(__file__).parent.glob("*/published"))
-"""Folders of published models' configurations, without weights: one in each family's folder."""
+PUBLISHED = Path(__file__).parent / "published"
+"""Published models' configurations, without weights: a folder each."""
 DTYPES = ("float32", "bfloat16", "float16")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_FILES = ["model_index.json", "troupe.json", "*/*.json", "*/*.safetensors", "*/*.txt", "*/*.model"]
@@ -41,9 +41,8 @@ def resolve_configuration(source: str) -> Path:
     other hub id. ValueError as for ``resolve_path``.
     """
     name = source.rsplit("/", 1)[-1].removesuffix("-Diffusers")
-    known = [folder / name for folder in PUBLISHED if (folder / name).is_dir()]
-    if known and not Path(source).is_dir():
-        return known[0]
+    if (PUBLISHED / name).is_dir() and not Path(source).is_dir():
+        return PUBLISHED / name
     try:
         return resolve_path(source, weights=False)
     except ValueError as error:
@@ -52,7 +51,7 @@ def resolve_configuration(source: str) -> Path:
 
 def published_models() -> tuple[str, ...]:
     """Models whose configurations come with the project."""
-    return tuple(sorted(path.name for folder in PUBLISHED for path in folder.iterdir()))
+    return tuple(sorted(path.name for path in PUBLISHED.iterdir()))
 
 
 def shipped_checkpoints() -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,11 @@ from torch import Tensor
 
 from engines.core.engine import Engine
 from engines.core.model import Branch, DenoiserModel
-from engines.core.sampler import Sampler
+from pipelines.blocks.decoder import BlocksDecoder
+from pipelines.blocks.encoder import BlocksEncoder
+from pipelines.blocks.sampler import BlocksSampler, BlocksState
 from pipelines.checkpoint import Checkpoint
-from pipelines.family import Decoder, TextEncoder
+from pipelines.pictures import NO_PICTURES, InputPictures
 from pipelines.request import MediaRequest
 
 
@@ -27,7 +29,7 @@ class PlainEngine:
     @torch.no_grad()
     def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...] = (0,)) -> tuple[Tensor, ...]:
         assert len(ranks) == 1, "the plain engine runs on one rank"
-        return tuple(self.model.forward(self.model.modules[branch.module], branch.inputs) for branch in branches)
+        return tuple(self.model.forward(self.model.modules[branch.module], branch.arguments) for branch in branches)
 
     def warm_up(self, branches: tuple[Branch, ...], ranks: tuple[int, ...] = (0,)) -> None:
         """Nothing to prepare."""
@@ -48,23 +50,23 @@ class PlainEngine:
 class Pipeline:
     """All parts of one model in one process."""
 
-    text_encoder: TextEncoder
+    text_encoder: BlocksEncoder
     engine: Engine
-    sampler: Sampler[Any]
-    decoder: Decoder
+    sampler: BlocksSampler
+    decoder: BlocksDecoder
 
-    def run(self, request: MediaRequest) -> NDArray[Any]:
+    def run(self, request: MediaRequest, pictures: InputPictures = NO_PICTURES) -> NDArray[Any]:
         """Frames as uint8, shape (frames, height, width, 3)."""
-        return self.decoder.decode(self.denoise(request), request)
+        return self.decoder.decode(self.denoise(request, pictures), request)
 
-    def denoise(self, request: MediaRequest) -> Tensor:
-        """The finished latents on the CPU, as the decoder takes them."""
-        *_, state = self.states(request)
+    def denoise(self, request: MediaRequest, pictures: InputPictures = NO_PICTURES) -> Mapping[str, Any]:
+        """The finished latents on the CPU, with what else the decoder takes."""
+        *_, state = self.states(request, pictures)
         return self.sampler.latents(state)
 
-    def states(self, request: MediaRequest) -> Iterator[Any]:
+    def states(self, request: MediaRequest, pictures: InputPictures = NO_PICTURES) -> Iterator[BlocksState]:
         """The sampler's states: the one before the first step, then one after each step."""
-        state = self.sampler.begin(request, self.text_encoder.encode(request))
+        state = self.sampler.begin(request, self.text_encoder.encode(request, pictures))
         yield state
         for _ in range(self.sampler.num_steps(state)):
             predictions = self.engine.predict(self.sampler.branches(state), (0,))

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from diffusers import FluxPipeline, WanPipeline
 
-from pipelines.registry import load_family
+from pipelines.checkpoint import Checkpoint
 from training import judge
 from training.judge import Picture, SeenShape, look_at, motion_of, place_of
 from training.shapes.captions import CaptionParts, caption, motion_caption
@@ -101,7 +101,7 @@ def check_motion(scene: MotionScene, frames: list[Picture]) -> Checks:
 def with_shipped_settings(args: argparse.Namespace, model: str) -> argparse.Namespace:
     """Returns `args` with the shipped model's `height`, `width`, `steps` and `guidance` where they leave these open."""
     path = CHECKPOINTS / model
-    shipped = load_family(path).defaults(path)
+    shipped = Checkpoint(path).defaults
     guidance = shipped.guidance_scale if shipped.kind == "image" else shipped.true_cfg_scale
     settings = {
         "height": shipped.height,

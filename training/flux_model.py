@@ -9,7 +9,7 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerBase, T5Config, T5EncoderModel
 
-from pipelines.flux.latents import image_ids, pack
+from training.latents import image_ids, pack
 from training.shapes.reading import STILL_ANSWERS, Reader
 from training.shapes.scenes import PLACES
 from training.shapes.tokens import MAX_LENGTH

@@ -16,12 +16,12 @@ import torch
 from diffusers import AutoencoderKL, FluxPipeline
 from torch import Tensor
 
-from pipelines.flux.latents import pack
 from training.export import export_flux
 from training.fast import TensorFunction, prepare, speed_up, undo_speed_up
 from training.flow import noisy, sample_sigma
 from training.flux_data import SIZES, PictureDataset, Size, Tokenizers
 from training.flux_model import FluxModel, shift_of
+from training.latents import pack
 from training.loop import Run, fit, step_of
 from training.options import budget_of, device_of, flow_options
 from training.pool import CaptionedDrawings, captioned_stills

@@ -30,7 +30,7 @@ from engines.parallel.self_check import relative_difference
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.exchange import choose
 from engines.torch_engine.options import TorchOptions
-from pipelines.flux.denoiser import as_denoiser
+from pipelines.models.bare.flux import as_denoiser
 
 SIDES = {"even": 512, "uneven": 496}
 ALLOWED = 1.2

@@ -32,8 +32,8 @@ from engines.torch_engine.fast_step import FastStep
 from engines.torch_engine.hoisted import HoistedCache
 from engines.torch_engine.options import TorchOptions
 from pipelines.fast.flux import FluxWeights
-from pipelines.flux.denoiser import as_denoiser
-from pipelines.flux.shard_plan import SHARD_PLAN, stream_lengths
+from pipelines.models.bare.flux import as_denoiser
+from pipelines.models.flux import SHARD_PLAN, stream_lengths
 
 SMALL_SIDE = 128
 STRATEGIES = ("ulysses", "allgather_kv", "ring", "hybrid")

@@ -44,7 +44,7 @@ def main() -> None:
     from benchmarks.models import flux
     from engines.core.model import Branch, Schedule
     from engines.torch_engine.load import load_torch_engine
-    from pipelines.flux.denoiser import as_denoiser
+    from pipelines.models.bare.flux import as_denoiser
 
     marks["imports"] = time.perf_counter()
     on_gpu = device.type == "cuda"

@@ -32,9 +32,7 @@ from engines.tensorrt_engine.export.exported import Exported, export, rank_weigh
 from engines.tensorrt_engine.export.trace import ChangeModule, offline_team, unchanged
 from pipelines.checkpoint import Checkpoint
 from pipelines.defaults import Defaults
-from pipelines.family import Family
 from pipelines.loading import resolve_path
-from pipelines.registry import load_family
 from pipelines.request import MediaRequest
 from pipelines.run import Pipeline, PlainEngine, load_pipeline
 from tests.engines.tensorrt_engine.support.simulate import Simulator
@@ -55,18 +53,16 @@ class Subject:
     """A shipped model and its prompts."""
 
     name: str
-    family: Family
     path: Path
     defaults: Defaults
 
     @classmethod
     def of(cls, name: str) -> Subject:
         path = resolve_path(name)
-        family = load_family(path)
-        return cls(name=name, family=family, path=path, defaults=family.defaults(path))
+        return cls(name=name, path=path, defaults=Checkpoint(path).defaults)
 
     def model(self, dtype: torch.dtype) -> DenoiserModel:
-        return self.family.load_denoiser(self.path, CPU, dtype)
+        return Checkpoint(self.path, CPU, dtype).denoiser()
 
     def pipeline(self, dtype: torch.dtype, engine: Any = None) -> Pipeline:
         return load_pipeline(Checkpoint(self.path, dtype=dtype), engine)
@@ -90,8 +86,8 @@ class Subject:
 
     def first_branch(self, prompt: str, dtype: torch.dtype) -> Branch:
         request = self.request(prompt, 0)
-        sampler = self.family.load_sampler(self.path, CPU, dtype)
-        conditioning = self.family.load_text_encoder(self.path, CPU, dtype).encode(request)
+        checkpoint = Checkpoint(self.path, CPU, dtype)
+        sampler, conditioning = checkpoint.sampler(), checkpoint.text_encoder().encode(request)
         branch: Branch = sampler.branches(sampler.begin(request, conditioning))[0]
         return branch
 

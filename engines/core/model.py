@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from engines.core.fast_model import ArrangeWeights
@@ -18,6 +18,9 @@ if TYPE_CHECKING:  # processes that only pass these records on do without torch
 
 ModelInputs: TypeAlias = Mapping[str, "Tensor"]
 """Keyword arguments of the transformer's ``forward``, whole (unsplit), batch first where they have a batch."""
+
+Arguments: TypeAlias = Mapping[str, Any]
+"""All keyword arguments of ``forward``: the inputs, and constants that are no tensors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,11 +39,17 @@ class Branch:
     """One forward of one step. Without true guidance a step has one branch; with it two: prompt, then negative prompt.
 
     ``module`` names the transformer in ``DenoiserModel.modules`` (Wan 2.2 changes between two during a job).
+    ``constants`` are arguments that are no tensors (sizes of grids, switches): with others it is another computation.
     """
 
     inputs: ModelInputs
     module: str = "transformer"
     schedule: Schedule | None = None
+    constants: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def arguments(self) -> Arguments:
+        return {**self.constants, **self.inputs} if self.constants else self.inputs
 
 
 class WeightSource(Protocol):
@@ -68,24 +77,24 @@ def dtype_of(module: nn.Module) -> torch.dtype:
 class DenoiserModel:
     """A family's transformer(s) with what an engine must know to split, compile or export them.
 
-    ``stream_lengths(inputs)`` gives the number of tokens per stream name; ``set_kernel(module, kernel)`` makes the
-    module's self-attention call ``kernel``; a module called with ``forward(module, inputs)`` returns the prediction.
+    ``stream_lengths(arguments)`` gives the number of tokens per stream name; ``set_kernel(module, kernel)`` makes the
+    module's self-attention call ``kernel``; a module called with ``forward(module, arguments)`` returns the prediction.
     ``hoisted(module, inputs)`` makes further inputs that ``forward`` may be given, from those that no step of a job
     changes (all but the latents and the timestep); the module is whole (None: there is nothing to gain).
-    ``head_dim`` and ``num_heads`` are those of self-attention. ``probe()`` makes the branches of one small, seeded,
-    known step (the same on every rank), for the self-check of a gang at its start. ``fast`` arranges a module's weights
-    for a hand-ordered step that equals its ``forward`` (None: there is none). ``typical_lengths`` are the tokens per
-    stream of the steps to come, if that is known: an "auto" strategy is chosen for them. With ``weights``, the modules'
-    parameters are on "meta", and every rank reads what it needs of them from these files.
+    ``head_dim`` and ``num_heads`` are those of queries in self-attention. ``probe()`` makes the branches of one small,
+    seeded, known step (the same on every rank), for the self-check of a gang at its start. ``fast`` arranges a module's
+    weights for a hand-ordered step that equals its ``forward`` (None: there is none). ``typical_lengths`` are the
+    tokens per stream of the steps to come, if that is known: an "auto" strategy is chosen for them. With ``weights``,
+    the modules' parameters are on "meta", and every rank reads what it needs of them from these files.
     """
 
     modules: Mapping[str, nn.Module]
     plan: ShardPlan
     num_heads: int
     head_dim: int
-    stream_lengths: Callable[[ModelInputs], Mapping[str, int]]
+    stream_lengths: Callable[[Arguments], Mapping[str, int]]
     set_kernel: Callable[[nn.Module, Kernel], None]
-    forward: Callable[[nn.Module, ModelInputs], Tensor]
+    forward: Callable[[nn.Module, Arguments], Tensor]
     probe: Callable[[], tuple[Branch, ...]]
     hoisted: Callable[[nn.Module, ModelInputs], ModelInputs] | None = None
     fast: ArrangeWeights | None = None

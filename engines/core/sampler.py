@@ -32,10 +32,10 @@ class Sampler(Protocol[State]):
         """One solver step, given one prediction per branch."""
         ...
 
-    def latents(self, state: State) -> Tensor:
-        """The finished latents, in the shape that the family's decoder takes (on the CPU)."""
+    def latents(self, state: State) -> Any:
+        """The finished latents, with what else the decoder takes (tensors on the CPU)."""
         ...
 
-    def preview(self, state: State) -> Tensor:
-        """An estimate of the finished latents from a running job, same shape as ``latents``."""
+    def preview(self, state: State) -> Any:
+        """An estimate of the finished latents from a running job, in the form of ``latents``."""
         ...

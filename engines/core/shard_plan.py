@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 class TokenShard:
     """One tensor to cut along its token dim, so that rank r of n keeps chunk r (padded to equal chunks).
 
-    ``module`` is the name of the submodule ("" is the model itself); ``where`` says whether the tensor enters it or
-    leaves it; ``key`` is its parameter name, or its position in an output tuple (0 for a single output). ``stream``
-    names the token sequence it belongs to (for FLUX "text" and "image"), whose true length decides the padding.
+    ``module`` is the name of the submodule ("" is the model itself, ``*`` stands for a number); ``where`` says whether
+    the tensor enters it or leaves it; ``key`` is its parameter name, or its position in an output tuple (0 for a single
+    output). ``stream`` names the token sequence it belongs to (for FLUX "text" and "image"), whose true length decides
+    the padding.
     """
 
     module: str
@@ -44,6 +45,16 @@ class LayerRule:
 
     def matches(self, name: str) -> bool:
         return _regex(self.pattern).fullmatch(name) is not None
+
+
+def named_like(module: nn.Module, pattern: str) -> list[nn.Module]:
+    """The submodules whose names fit ``pattern``, where ``*`` stands for a number. KeyError if there is none."""
+    if "*" not in pattern:
+        return [module.get_submodule(pattern)]
+    named = [inner for name, inner in module.named_modules() if _regex(pattern).fullmatch(name)]
+    if not named:
+        raise KeyError(f"no submodule is named like {pattern}")
+    return named
 
 
 @cache

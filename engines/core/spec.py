@@ -134,7 +134,10 @@ class ParallelSpec:
         what = (
             f"{num_heads} heads" if self.tensor == 1 else f"{heads} heads per tensor rank ({num_heads} / {self.tensor})"
         )
-        _check_divides("ulysses", self.ulysses, heads, what, heads)
+        if self.ulysses > heads:
+            raise ValueError(
+                f"ulysses {self.ulysses} does not fit: {what}, and every rank needs one; allowed: 1 to {heads}"
+            )
 
 
 def aligned_runs(num_ranks: int, team_size: int) -> list[tuple[int, ...]]:

@@ -60,7 +60,7 @@ class RankJobs:
         self._residents[job.job_id] = ResidentJob(job)
 
     @torch.no_grad()
-    def execute(self, plan: StepPlan) -> tuple[StepReport, tuple[Tensor | None, ...]]:
+    def execute(self, plan: StepPlan) -> tuple[StepReport, tuple[Any, ...]]:
         """The report, and one entry per ``plan.emits_of(rank)``: latents on the CPU, or None for a failed job."""
         started_s = time.perf_counter()
         self._failures = []
@@ -163,7 +163,7 @@ class RankJobs:
             return []
         return [(resident, tuple(islice(predictions, len(branches)))) for resident, branches in forwards]
 
-    def _emit(self, job_step: JobStep) -> Tensor | None:
+    def _emit(self, job_step: JobStep) -> Any:
         resident = self._residents[job_step.job_id]
         if resident.failed:
             return None

@@ -6,15 +6,17 @@ import torch
 from torch import Tensor
 
 from engines.core.kernel import Kernel
-from engines.parallel.collectives import Axis, all_gather
+from engines.parallel.collectives import Axis, all_gather, join_masks
 
 
 def allgather_kv(kernel: Kernel, axis: Axis) -> Kernel:
     """``kernel`` of my queries over the keys of all ranks of the axis, in rank order. Any number of heads will do."""
 
-    def gathered(q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor, /) -> tuple[Tensor, Tensor]:
-        all_N2BLHD = all_gather(torch.stack((k_BLHD, v_BLHD)), axis)
-        k_BMHD, v_BMHD = all_N2BLHD.permute(1, 2, 0, 3, 4, 5).flatten(2, 3).unbind(0)
-        return kernel(q_BLHD, k_BMHD, v_BMHD)
+    def gathered(
+        q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, /, *, mask_BM: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        all_N2BLGD = all_gather(torch.stack((k_BLGD, v_BLGD)), axis)
+        k_BMGD, v_BMGD = all_N2BLGD.permute(1, 2, 0, 3, 4, 5).flatten(2, 3).unbind(0)
+        return kernel(q_BLHD, k_BMGD, v_BMGD, mask_BM=None if mask_BM is None else join_masks(mask_BM, axis))
 
     return gathered

@@ -6,6 +6,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engines.core.kernel import Kernel
@@ -13,12 +14,17 @@ from engines.core.layout import Rows
 
 _aten = torch.ops.aten
 
+MASKED = -65504.0
+"""Added to the score of a masked key: its exponential is 0 beside any other. Not -inf, of which cuDNN makes NaN where
+no key is left; float16 has nothing lower."""
+
 
 def local_kernel(device: torch.device | str, dtype: torch.dtype) -> Kernel:
     """The kernel for a device type and dtype, chosen once.
 
     CPU: flash. CUDA in half precision: cuDNN, or FlashAttention-2 where cuDNN has no kernel; in float32: the
-    memory-efficient kernel, the only fused one that takes it. Other devices: plain attention in float32.
+    memory-efficient kernel, the only fused one that takes it. Other devices: plain attention in float32. All take
+    grouped key heads and a mask.
     """
     return _kernel_for(torch.device(device).type, dtype)
 
@@ -34,61 +40,121 @@ def _kernel_for(device_type: str, dtype: torch.dtype) -> Kernel:
     return cudnn_flash if _cudnn_runs() else cuda_flash
 
 
-def plain_attention(q_BLHD: Tensor, k_BMHD: Tensor, v_BMHD: Tensor, /) -> tuple[Tensor, Tensor]:
+def plain_attention(
+    q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, /, *, mask_BM: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Attention written out in float32, for devices without a fused kernel (and as a reference in tests)."""
-    q_BHLD, k_BHMD, v_BHMD = (x.transpose(1, 2).float() for x in (q_BLHD, k_BMHD, v_BMHD))
+    several = (q_BLHD, *as_many_as(q_BLHD, k_BMGD, v_BMGD))
+    q_BHLD, k_BHMD, v_BHMD = (x.transpose(1, 2).float() for x in several)
     scores_BHLM = (q_BHLD @ k_BHMD.mT) * q_BHLD.shape[-1] ** -0.5
+    if mask_BM is not None:
+        scores_BHLM = scores_BHLM.masked_fill(~mask_BM[:, None, None], -torch.inf)
     lse_BHL = scores_BHLM.logsumexp(-1)
-    out_BHLD = (scores_BHLM - lse_BHL[..., None]).exp() @ v_BHMD
+    base_BHL = lse_BHL if mask_BM is None else finite(lse_BHL)
+    out_BHLD = (scores_BHLM - base_BHL[..., None]).exp() @ v_BHMD
     return out_BHLD.transpose(1, 2).to(q_BLHD.dtype), lse_BHL
 
 
-def cpu_flash(q_BLHD: Tensor, k_BMHD: Tensor, v_BMHD: Tensor, /) -> tuple[Tensor, Tensor]:
+def cpu_flash(
+    q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, /, *, mask_BM: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """PyTorch's CPU flash attention; reads and writes the strided ``BLHD`` layout without copies."""
     out_BHLD, lse_BHL = _aten._scaled_dot_product_flash_attention_for_cpu(
-        q_BLHD.transpose(1, 2), k_BMHD.transpose(1, 2), v_BMHD.transpose(1, 2)
+        *_heads_first(q_BLHD, k_BMGD, v_BMGD), attn_mask=_bias(mask_BM, q_BLHD.dtype)
     )
-    return out_BHLD.transpose(1, 2), lse_BHL.float()
+    return out_BHLD.transpose(1, 2), _without_keys(lse_BHL.float(), mask_BM)
 
 
-def cudnn_flash(q_BLHD: Tensor, k_BMHD: Tensor, v_BMHD: Tensor, /) -> tuple[Tensor, Tensor]:
+def cudnn_flash(
+    q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, /, *, mask_BM: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """cuDNN's fused attention (bf16 and fp16); its log-sum-exp comes with a trailing dim of 1 in some versions."""
     out_BHLD, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
-        q_BLHD.transpose(1, 2), k_BMHD.transpose(1, 2), v_BMHD.transpose(1, 2), None, True
+        *_heads_first(q_BLHD, k_BMGD, v_BMGD), _bias(mask_BM, q_BLHD.dtype), True
     )
-    return out_BHLD.transpose(1, 2), lse.reshape(out_BHLD.shape[:3])
+    return out_BHLD.transpose(1, 2), _without_keys(lse.reshape(out_BHLD.shape[:3]), mask_BM)
 
 
-def cuda_flash(q_BLHD: Tensor, k_BMHD: Tensor, v_BMHD: Tensor, /) -> tuple[Tensor, Tensor]:
-    """FlashAttention-2 as PyTorch ships it."""
-    out_BHLD, lse_BHL, *_ = _aten._scaled_dot_product_flash_attention(
-        q_BLHD.transpose(1, 2), k_BMHD.transpose(1, 2), v_BMHD.transpose(1, 2)
-    )
+def cuda_flash(
+    q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, /, *, mask_BM: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """FlashAttention-2 as PyTorch ships it; it takes no mask, so ``cuda_efficient`` works where there is one."""
+    if mask_BM is not None:
+        return cuda_efficient(q_BLHD, k_BMGD, v_BMGD, mask_BM=mask_BM)
+    out_BHLD, lse_BHL, *_ = _aten._scaled_dot_product_flash_attention(*_heads_first(q_BLHD, k_BMGD, v_BMGD))
     return out_BHLD.transpose(1, 2), lse_BHL
 
 
-def cuda_efficient(q_BLHD: Tensor, k_BMHD: Tensor, v_BMHD: Tensor, /) -> tuple[Tensor, Tensor]:
-    """Memory-efficient attention, in any floating dtype; its log-sum-exp is padded along the tokens."""
-    out_BHLD, lse_BHL, *_ = _aten._scaled_dot_product_efficient_attention(
-        q_BLHD.transpose(1, 2), k_BMHD.transpose(1, 2), v_BMHD.transpose(1, 2), None, True
-    )
-    return out_BHLD.transpose(1, 2), lse_BHL[..., : q_BLHD.shape[1]]
+def cuda_efficient(
+    q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, /, *, mask_BM: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Memory-efficient attention, in any floating dtype; its log-sum-exp is padded along the tokens.
+
+    It knows no grouped heads, so those of the keys are repeated.
+    """
+    q_BHLD, k_BHMD, v_BHMD = _heads_first(q_BLHD, *as_many_as(q_BLHD, k_BMGD, v_BMGD))
+    bias = _bias(mask_BM, q_BLHD.dtype)
+    bias_BHLM = None if bias is None else bias.expand(*q_BHLD.shape[:3], -1)
+    out_BHLD, lse_BHL, *_ = _aten._scaled_dot_product_efficient_attention(q_BHLD, k_BHMD, v_BHMD, bias_BHLM, True)
+    return out_BHLD.transpose(1, 2), _without_keys(lse_BHL[..., : q_BLHD.shape[1]], mask_BM)
+
+
+def repeat_heads(x_BMGD: Tensor, times: int) -> Tensor:
+    """Every head so often, one after another: what grouped query heads see (all as they are for 1)."""
+    if times == 1:
+        return x_BMGD
+    return x_BMGD[:, :, :, None].expand(-1, -1, -1, times, -1).flatten(2, 3)
+
+
+def as_many_as(q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values with as many heads as the queries have."""
+    times = q_BLHD.shape[2] // k_BMGD.shape[2]
+    return repeat_heads(k_BMGD, times), repeat_heads(v_BMGD, times)
+
+
+def finite(lse_BHL: Tensor) -> Tensor:
+    """0 in place of the -inf of queries without keys: subtracted from -inf, it gives no NaN."""
+    return lse_BHL.masked_fill(lse_BHL == -torch.inf, 0.0)
 
 
 def crop_keys(kernel: Kernel, rows: Rows | None) -> Kernel:
-    """``kernel`` on the given rows of keys and values only (all for None, then nothing is added)."""
+    """``kernel`` on the given rows of keys, values and mask only (all for None, then nothing is added)."""
     if rows is None:
         return kernel
 
-    def cropped(q_BLHD: Tensor, k_BMHD: Tensor, v_BMHD: Tensor, /) -> tuple[Tensor, Tensor]:
-        return kernel(q_BLHD, take_rows(k_BMHD, rows), take_rows(v_BMHD, rows))
+    def cropped(
+        q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, /, *, mask_BM: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        mask_BM = None if mask_BM is None else take_rows(mask_BM, rows)
+        return kernel(q_BLHD, take_rows(k_BMGD, rows), take_rows(v_BMGD, rows), mask_BM=mask_BM)
 
     return cropped
 
 
-def take_rows(x_BMHD: Tensor, rows: Rows) -> Tensor:
-    pieces = [x_BMHD[:, start:stop] for start, stop in rows]
+def take_rows(x_BM: Tensor, rows: Rows) -> Tensor:
+    """Those rows along the second dim of ``x_BM`` or ``x_BMHD``."""
+    pieces = [x_BM[:, start:stop] for start, stop in rows]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+
+
+def _heads_first(*several_BLHD: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x_BLHD.transpose(1, 2) for x_BLHD in several_BLHD)
+
+
+def _bias(mask_BM: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """What fused kernels add to the scores: 0 for keys that are attended, ``MASKED`` for others, as (B, 1, 1, M).
+
+    Rows begin at multiples of 16 elements, which some kernels ask for.
+    """
+    if mask_BM is None:
+        return None
+    bias_BM = torch.zeros_like(mask_BM, dtype=dtype).masked_fill(~mask_BM, MASKED)
+    return functional.pad(bias_BM, (0, -mask_BM.shape[1] % 16))[:, None, None, : mask_BM.shape[1]]
+
+
+def _without_keys(lse_BHL: Tensor, mask_BM: Tensor | None) -> Tensor:
+    """``lse`` with -inf where the mask leaves no key: fused kernels put there what they like."""
+    return lse_BHL if mask_BM is None else lse_BHL.masked_fill(~mask_BM.any(1)[:, None, None], -torch.inf)
 
 
 def _cudnn_runs() -> bool:

@@ -53,6 +53,16 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
     return gathered
 
 
+def gather_masks(mask_BM: Tensor, axis: Axis) -> Tensor:
+    """The boolean mask of every rank, stacked in rank order along a new first dim; sent as bytes."""
+    return all_gather(mask_BM.to(torch.uint8), axis).bool()
+
+
+def join_masks(mask_BM: Tensor, axis: Axis) -> Tensor:
+    """The boolean masks of all ranks, one after another in rank order: (B, size·M)."""
+    return gather_masks(mask_BM, axis).transpose(0, 1).flatten(1)
+
+
 def all_reduce_sum(x: Tensor, axis: Axis) -> Tensor:
     """The sum of ``x`` over the axis, bitwise the same on every rank."""
     if axis.size == 1:

@@ -97,8 +97,10 @@ class Division:
 
 
 def shape_of(branch: Branch) -> Hashable:
-    """What tells branches apart that need steps of their own: the module, and shapes and dtypes of its inputs."""
-    return branch.module, tuple((name, tuple(x.shape), x.dtype) for name, x in sorted(branch.inputs.items()))
+    """What tells branches apart that need steps of their own: the module, its constants, and shapes and dtypes of its
+    inputs."""
+    shapes = tuple((name, tuple(x.shape), x.dtype) for name, x in sorted(branch.inputs.items()))
+    return branch.module, repr(sorted(branch.constants.items())), shapes
 
 
 def _or_none(divide: Callable[[int], tuple[ParallelSpec, ...]], size: int) -> tuple[ParallelSpec, ...] | None:

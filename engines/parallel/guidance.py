@@ -19,7 +19,7 @@ def may_pair(one: Branch, other: Branch, plan: ShardPlan) -> bool:
 
     Streams that are cut but never gathered (the text of a joint attention) may differ in length, nothing else.
     """
-    return _shapes(one, plan) == _shapes(other, plan)
+    return one.constants == other.constants and _shapes(one, plan) == _shapes(other, plan)
 
 
 def _shapes(branch: Branch, plan: ShardPlan) -> dict[str, tuple[int, ...]]:

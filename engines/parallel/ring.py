@@ -7,26 +7,33 @@ from torch import Tensor
 
 from engines.core.kernel import Kernel
 from engines.core.layout import Rows
-from engines.parallel.attention import crop_keys
-from engines.parallel.collectives import Axis, start_rotation, wait
+from engines.parallel.attention import crop_keys, finite
+from engines.parallel.collectives import Axis, gather_masks, start_rotation, wait
 
 
 def ring(kernel: Kernel, axis: Axis, rows: tuple[Rows | None, ...]) -> Kernel:
     """``kernel`` over the keys of every rank of the axis, one rank's share after the other.
 
     ``rows[j]`` are the valid rows of rank j's keys (None: all; empty: that turn is passed over). The next share is
-    under way while attention works on the present one; partial results are merged in float32.
+    under way while attention works on the present one; partial results are merged in float32. Masks are so small
+    that all are there before the first turn.
     """
-    turns = tuple(_turn(kernel, rows[(axis.index - turn) % axis.size]) for turn in range(axis.size))
+    sources = tuple((axis.index - turn) % axis.size for turn in range(axis.size))
+    turns = tuple(_turn(kernel, rows[source]) for source in sources)
 
-    def travelled(q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor, /) -> tuple[Tensor, Tensor]:
+    def travelled(
+        q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, /, *, mask_BM: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        masks_NBM = None if mask_BM is None else gather_masks(mask_BM, axis)
         merged: tuple[Tensor, Tensor] | None = None
-        here = torch.stack((k_BLHD, v_BLHD))
-        for number, turn in enumerate(turns):
+        here = torch.stack((k_BLGD, v_BLGD))
+        for number, (source, turn) in enumerate(zip(sources, turns, strict=True)):
             last = number == len(turns) - 1
             coming = here if last else start_rotation(here, axis)
             if turn is not None:
-                merged = _merge(merged, turn(q_BLHD, here[0], here[1]))
+                mask = None if masks_NBM is None else masks_NBM[source]
+                part = turn(q_BLHD, here[0], here[1], mask_BM=mask)
+                merged = _merge(merged, part, masked=mask is not None)
             here = here if last else wait(coming)
         assert merged is not None, "every rank's keys are padding"
         return merged[0].to(q_BLHD.dtype), merged[1]
@@ -38,13 +45,19 @@ def _turn(kernel: Kernel, rows: Rows | None) -> Kernel | None:
     return None if rows == () else crop_keys(kernel, rows)
 
 
-def _merge(merged: tuple[Tensor, Tensor] | None, part: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    return (part[0].float(), part[1]) if merged is None else merge(*merged, *part)
+def _merge(merged: tuple[Tensor, Tensor] | None, part: tuple[Tensor, Tensor], *, masked: bool) -> tuple[Tensor, Tensor]:
+    return (part[0].float(), part[1]) if merged is None else merge(*merged, *part, masked=masked)
 
 
-def merge(outA_BLHD: Tensor, lseA_BHL: Tensor, outB_BLHD: Tensor, lseB_BHL: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two disjoint sets of keys together, from its results over each (arXiv:1805.02867), in float32."""
+def merge(
+    outA_BLHD: Tensor, lseA_BHL: Tensor, outB_BLHD: Tensor, lseB_BHL: Tensor, *, masked: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Attention over two disjoint sets of keys together, from its results over each (arXiv:1805.02867), in float32.
+
+    ``masked``: either set, or both, may be empty, with an ``lse`` of -inf.
+    """
     lse_BHL = torch.logaddexp(lseA_BHL, lseB_BHL)
-    shareA_BLH1 = (lseA_BHL - lse_BHL).exp().mT[..., None]
-    shareB_BLH1 = (lseB_BHL - lse_BHL).exp().mT[..., None]
+    base_BHL = finite(lse_BHL) if masked else lse_BHL
+    shareA_BLH1 = (lseA_BHL - base_BHL).exp().mT[..., None]
+    shareB_BLH1 = (lseB_BHL - base_BHL).exp().mT[..., None]
     return outA_BLHD.float() * shareA_BLH1 + outB_BLHD.float() * shareB_BLH1, lse_BHL

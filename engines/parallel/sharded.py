@@ -78,7 +78,7 @@ class ShardedModel:
         layout = self.layout(branch, team)
         self._set_kernel(module, self._kernel(team, layout))
         with self._hooks[branch.module].over(layout, team.context):
-            return self._model.forward(module, branch.inputs)
+            return self._model.forward(module, branch.arguments)
 
     def finish(self, prediction: Tensor, branch: Branch, team: Team) -> Tensor:
         """Make a prediction equal on the pipeline axis too, when the forwards that shall overlap are under way."""
@@ -86,7 +86,7 @@ class ShardedModel:
         return prediction if stage is None else stage.finish(prediction)
 
     def layout(self, branch: Branch, team: Team) -> TokenLayout:
-        return TokenLayout.of(self._model.plan.streams, self._model.stream_lengths(branch.inputs), team.context.size)
+        return TokenLayout.of(self._model.plan.streams, self._model.stream_lengths(branch.arguments), team.context.size)
 
     def _share(self, name: str, team: Team) -> _Share:
         key = (name, *(axis if axis.size > 1 else None for axis in (team.tensor, team.pipeline)))

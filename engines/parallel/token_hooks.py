@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from engines.core.layout import TokenLayout
-from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
+from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard, named_like
 from engines.parallel.collectives import Axis, all_gather
 
 
@@ -27,7 +27,8 @@ class TokenHooks:
         self._axis: Axis | None = None
         self._handles: list[RemovableHandle] = []
         for shard in plan.shards:
-            self._register_shard(module.get_submodule(shard.module), shard)
+            for target in named_like(module, shard.module):
+                self._register_shard(target, shard)
         for gather in plan.gathers:
             self._register_gather(module.get_submodule(gather.module), gather)
 
@@ -45,8 +46,8 @@ class TokenHooks:
         finally:
             self._layout = self._axis = None
 
-    def _cut(self, x: Tensor, shard: TokenShard) -> Tensor:
-        if self._layout is None or self._axis is None or self._axis.size == 1:
+    def _cut(self, x: Tensor | None, shard: TokenShard) -> Tensor | None:
+        if x is None or self._layout is None or self._axis is None or self._axis.size == 1:
             return x
         return self._layout.cut(x, dim=shard.dim, stream=shard.stream, index=self._axis.index)
 
@@ -64,8 +65,7 @@ class TokenHooks:
 
         def cut_input(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if shard.key in kwargs:
-                value = kwargs[str(shard.key)]
-                return args, {**kwargs, str(shard.key): value if value is None else self._cut(value, shard)}
+                return args, {**kwargs, str(shard.key): self._cut(kwargs[str(shard.key)], shard)}
             return tuple(self._cut(x, shard) if i == position else x for i, x in enumerate(args)), kwargs
 
         self._handles.append(target.register_forward_pre_hook(cut_input, with_kwargs=True))

@@ -8,23 +8,31 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from engines.core.heads import HeadShare, share_heads
 from engines.core.kernel import Kernel
-from engines.parallel.collectives import Axis, all_to_all, start_all_to_all, wait
+from engines.parallel.attention import repeat_heads
+from engines.parallel.collectives import Axis, all_to_all, join_masks, start_all_to_all, wait
 
 
 def ulysses(kernel: Kernel, axis: Axis, *, with_lse: bool = False) -> Kernel:
-    """``kernel`` on all the axis' tokens and a share of the heads. The number of heads must be a multiple of its size.
+    """``kernel`` on all the axis' tokens and a share of the heads.
 
-    ``lse`` of the result is empty unless ``with_lse``, because it costs a third exchange that only an enclosing merge
-    would need.
+    Heads that the axis' size does not divide are filled up with zeros on the way, and key heads that are too few for
+    it repeated (see ``share_heads``). ``lse`` of the result is empty unless ``with_lse``, because it costs a third
+    exchange that only an enclosing merge would need.
     """
 
-    def exchanged(q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor, /) -> tuple[Tensor, Tensor]:
-        qkv_3BLHD = tokens_to_heads(torch.stack((q_BLHD, k_BLHD, v_BLHD)), axis)
-        out_BLHD, lse_BHL = kernel(*qkv_3BLHD.unbind(0))
-        lse = heads_to_tokens(lse_BHL.mT[..., None], axis)[..., 0].mT if with_lse else lse_BHL.new_empty(0)
-        return heads_to_tokens(out_BLHD, axis), lse
+    def exchanged(
+        q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, /, *, mask_BM: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        num_heads = q_BLHD.shape[2]
+        mask_BM = None if mask_BM is None else join_masks(mask_BM, axis)
+        qkv_BMhD = _tokens_to_heads(q_BLHD, k_BLGD, v_BLGD, axis)
+        out_BMhD, lse_BhM = kernel(*qkv_BMhD, mask_BM=mask_BM)
+        lse = heads_to_tokens(lse_BhM.mT[..., None], axis)[..., 0].mT if with_lse else lse_BhM.new_empty(0)
+        return first(heads_to_tokens(out_BMhD, axis), num_heads, dim=2), first(lse, num_heads, dim=1)
 
     return exchanged
 
@@ -36,16 +44,39 @@ def ulysses_in_parts(kernel: Kernel, axis: Axis, num_parts: int) -> Kernel:
     strides; ``kernel`` should take such tensors without a copy. No log-sum-exp.
     """
 
-    def exchanged(q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor, /) -> tuple[Tensor, Tensor]:
-        parts = _even_parts(q_BLHD.shape[2] // axis.size, num_parts)
-        several = zip(*(_shares(x, axis.size, parts) for x in (q_BLHD, k_BLHD, v_BLHD)), strict=True)
-        arriving = [start_all_to_all(torch.stack(share, dim=3).contiguous(), axis) for share in several]
-        returning = [start_all_to_all(_attend_part(kernel, wait(part), axis), axis) for part in arriving]
+    def exchanged(
+        q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, /, *, mask_BM: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        batch, length, num_heads, dim = q_BLHD.shape
+        mask_BM = None if mask_BM is None else join_masks(mask_BM, axis)
+        share = share_heads(num_heads, k_BLGD.shape[2], axis.size)
+        parts = _even_parts(share.keys, num_parts)
+        heads = (share.queries // parts, share.keys // parts)
+        several = zip(*(_shares(x, axis.size, parts) for x in spread_heads(q_BLHD, k_BLGD, v_BLGD, share)), strict=True)
+        arriving = [start_all_to_all(torch.cat(qkv, dim=3).contiguous(), axis) for qkv in several]
+        attended = (_attend_part(kernel, wait(part), axis, heads, mask_BM) for part in arriving)
+        returning = [start_all_to_all(part, axis) for part in attended]
         out_PWLBhD = torch.stack([wait(part) for part in returning])
-        out_BLWPhD = out_PWLBhD.permute(3, 2, 1, 0, 4, 5)
-        return out_BLWPhD.reshape(q_BLHD.shape), q_BLHD.new_empty(0)
+        out_BLHD = out_PWLBhD.permute(3, 2, 1, 0, 4, 5).reshape(batch, length, share.all_queries, dim)
+        return first(out_BLHD, num_heads, dim=2), q_BLHD.new_empty(0)
 
     return exchanged
+
+
+def spread_heads(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, share: HeadShare) -> tuple[Tensor, Tensor, Tensor]:
+    """Heads as ``share`` says, so that rank r gets the r-th equal part of each (what divides evenly is left alone)."""
+    k_BLKD, v_BLKD = (_filled(repeat_heads(x_BLGD, share.repeats), share.all_keys) for x_BLGD in (k_BLGD, v_BLGD))
+    return _filled(q_BLHD, share.all_queries), k_BLKD, v_BLKD
+
+
+def first(x: Tensor, num: int, *, dim: int) -> Tensor:
+    """The first ``num`` heads along ``dim``, without those that were filled up (what is empty stays so)."""
+    return x.narrow(dim, 0, num) if x.ndim > dim and x.shape[dim] > num else x
+
+
+def _filled(x_BLHD: Tensor, num_heads: int) -> Tensor:
+    missing = num_heads - x_BLHD.shape[2]
+    return functional.pad(x_BLHD, (0, 0, 0, missing)) if missing else x_BLHD
 
 
 def _even_parts(heads: int, num_parts: int) -> int:
@@ -58,11 +89,25 @@ def _shares(x_BLHD: Tensor, size: int, num_parts: int) -> tuple[Tensor, ...]:
     return x_PWLBhD.unbind(0)
 
 
-def _attend_part(kernel: Kernel, qkv_WLB3hD: Tensor, axis: Axis) -> Tensor:
-    """Over all tokens; the result as it is sent back: (destination, its tokens, batch, heads, D)."""
-    q_BLhD, k_BLhD, v_BLhD = qkv_WLB3hD.flatten(0, 1).transpose(0, 1).unbind(2)
-    out_BLhD, _ = kernel(q_BLhD, k_BLhD, v_BLhD)
-    return torch.unflatten(out_BLhD.transpose(0, 1), 0, (axis.size, -1)).contiguous()
+def _attend_part(
+    kernel: Kernel, qkv_WLBhD: Tensor, axis: Axis, heads: tuple[int, int], mask_BM: Tensor | None
+) -> Tensor:
+    """Over all tokens, with so many query and key heads; as it is sent back: (destination, its tokens, B, heads, D)."""
+    queries, keys = heads
+    q_BMhD, k_BMgD, v_BMgD = torch.split(qkv_WLBhD.flatten(0, 1).transpose(0, 1), [queries, keys, keys], dim=2)
+    out_BMhD, _ = kernel(q_BMhD, k_BMgD, v_BMgD, mask_BM=mask_BM)
+    return torch.unflatten(out_BMhD.transpose(0, 1), 0, (axis.size, -1)).contiguous()
+
+
+def _tokens_to_heads(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, axis: Axis) -> tuple[Tensor, ...]:
+    """All tokens of my share of the heads, in one exchange."""
+    if q_BLHD.shape[2] == k_BLGD.shape[2] and q_BLHD.shape[2] % axis.size == 0:
+        return tokens_to_heads(torch.stack((q_BLHD, k_BLGD, v_BLGD)), axis).unbind(0)
+    share = share_heads(q_BLHD.shape[2], k_BLGD.shape[2], axis.size)
+    split = [torch.unflatten(x, 2, (axis.size, -1)) for x in spread_heads(q_BLHD, k_BLGD, v_BLGD, share)]
+    sent_WBLhD = torch.cat(split, dim=3).permute(2, 0, 1, 3, 4).contiguous()
+    arrived_BMhD = all_to_all(sent_WBLhD, axis).transpose(0, 1).flatten(1, 2)
+    return torch.split(arrived_BMhD, [share.queries, share.keys, share.keys], dim=2)
 
 
 def tokens_to_heads(x_NBLHD: Tensor, axis: Axis) -> Tensor:

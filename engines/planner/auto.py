@@ -69,6 +69,6 @@ def typical_lengths(model: DenoiserModel, num_tokens: int) -> tuple[tuple[str, i
     """Returns what the model says; else the probe's streams, grown together until the longest has ``num_tokens``."""
     if model.typical_lengths is not None:
         return tuple((stream, model.typical_lengths[stream]) for stream in model.plan.streams)
-    lengths: Mapping[str, int] = model.stream_lengths(model.probe()[0].inputs)
+    lengths: Mapping[str, int] = model.stream_lengths(model.probe()[0].arguments)
     longest = max(lengths.values())
     return tuple((stream, max(1, lengths[stream] * num_tokens // longest)) for stream in model.plan.streams)

@@ -101,4 +101,4 @@ def choose(costs: list[Cost], memory_bytes: int) -> Cost:
 def _allows(profile: ModelProfile, spec: ParallelSpec) -> bool:
     heads, rest = divmod(profile.num_heads, spec.tensor)
     has_blocks = spec.pipeline <= max(profile.num_blocks, 1)
-    return has_blocks and not rest and heads % spec.ulysses == 0 and profile.tensor_unit % spec.tensor == 0
+    return has_blocks and not rest and spec.ulysses <= heads and profile.tensor_unit % spec.tensor == 0

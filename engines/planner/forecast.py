@@ -84,6 +84,6 @@ def forecast(
 
 def workload(model: DenoiserModel, branches: tuple[Branch, ...]) -> Workload:
     """The step that ``branches`` of one job make."""
-    lengths = model.stream_lengths(branches[0].inputs)
+    lengths = model.stream_lengths(branches[0].arguments)
     ordered = tuple((stream, lengths[stream]) for stream in model.plan.streams)
     return Workload(lengths=ordered, num_branches=len(branches))

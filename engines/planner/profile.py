@@ -41,10 +41,12 @@ class ModelProfile:
     ``num_reductions`` counts row-split linears and full-width norms, ``out_features`` are those of a predicted token.
     Of ``weight_bytes`` (all modules) the blocks hold ``block_weight_bytes``, and of those the linears that a tensor
     axis divides ``split_weight_bytes``. ``tensor_unit`` is what heads and those linears' features have in common;
+    ``num_key_heads`` are the keys' in self-attention (the most of any), which serve ``num_heads`` queries'.
     ``num_blocks`` are those that a pipeline may be cut between. ``has_fast_path``: the family has a hand-ordered step.
     """
 
     num_heads: int
+    num_key_heads: int
     head_dim: int
     num_attentions: int
     dtype: torch.dtype
@@ -83,6 +85,7 @@ class _Counter:
     streams: dict[str, StreamCost] = field(default_factory=dict)
     once_flops: float = 0.0
     num_attentions: int = 0
+    num_key_heads: int = 0
     num_reductions: int = 0
     split_weight_bytes: int = 0
 
@@ -107,8 +110,11 @@ class _Counter:
         if stream is not None:
             self.streams.setdefault(stream, StreamCost()).num_norms += self.times
 
-    def attend(self, q_BLHD: Tensor, k_BMHD: Tensor, v_BMHD: Tensor, /) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, /, *, mask_BM: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         self.num_attentions += self.times
+        self.num_key_heads = max(self.num_key_heads, k_BMGD.shape[2])
         return torch.empty_like(q_BLHD), q_BLHD.new_empty(q_BLHD.shape[0], q_BLHD.shape[2], q_BLHD.shape[1])
 
 
@@ -118,7 +124,7 @@ def profile(model: DenoiserModel) -> ModelProfile:
     source = model.modules[branch.module]
     module = meta_copy(source)
     inputs = {name: x.to("meta") for name, x in branch.inputs.items()}
-    lengths = dict(model.stream_lengths(branch.inputs))
+    lengths = dict(model.stream_lengths(branch.arguments))
     counter = _Counter(_names_by_length(lengths), model.plan, batch=next(iter(inputs.values())).shape[0])
     model.set_kernel(module, counter.attend)
     out_features = 0
@@ -133,9 +139,11 @@ def profile(model: DenoiserModel) -> ModelProfile:
     for name in model.plan.blocks:
         _run_first_only(module.get_submodule(name), counter)
     with torch.no_grad():
-        model.forward(module, inputs)
+        model.forward(module, {**branch.constants, **inputs})
+    num_key_heads = counter.num_key_heads or model.num_heads
     return ModelProfile(
         num_heads=model.num_heads,
+        num_key_heads=num_key_heads,
         head_dim=model.head_dim,
         num_attentions=counter.num_attentions,
         dtype=dtype_of(source),
@@ -148,7 +156,7 @@ def profile(model: DenoiserModel) -> ModelProfile:
             _weight_bytes(block) for each in model.modules.values() for block in model.plan.blocks_of(each)
         ),
         split_weight_bytes=counter.split_weight_bytes * len(model.modules),
-        tensor_unit=math.gcd(model.num_heads, *split_features(source, model.plan).values())
+        tensor_unit=math.gcd(model.num_heads, num_key_heads, *split_features(source, model.plan).values())
         if model.plan.linears
         else 1,
         num_blocks=min(len(pipeline_blocks(each, model.plan)) for each in model.modules.values()),

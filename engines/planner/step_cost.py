@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engines.core.heads import HeadShare, share_heads
 from engines.core.layout import TokenLayout
 from engines.core.spec import ParallelSpec
 from engines.planner.machine import Machine
@@ -46,14 +47,20 @@ class StepCost:
         return self.layout.chunk_length
 
     @property
-    def my_heads(self) -> float:
-        """Heads that my projections give."""
-        return self.profile.num_heads / self.spec.tensor
+    def heads(self) -> HeadShare:
+        """How the heads that my projections give are shared out, with those of zeros that fill them up."""
+        queries, keys = (number // self.spec.tensor for number in (self.profile.num_heads, self.profile.num_key_heads))
+        return share_heads(queries, keys, self.spec.ulysses)
 
     @property
-    def token_bytes(self) -> float:
-        """Queries (or keys, or values) of one token with my heads."""
-        return self.my_heads * self.profile.head_dim * self.profile.element_bytes
+    def query_bytes(self) -> int:
+        """Queries (or results) of my tokens, as they are exchanged."""
+        return self.my_tokens * self.heads.all_queries * self.profile.head_dim * self.profile.element_bytes
+
+    @property
+    def key_bytes(self) -> int:
+        """Keys (or values) of my tokens, as they are exchanged."""
+        return self.my_tokens * self.heads.all_keys * self.profile.head_dim * self.profile.element_bytes
 
     @property
     def hidden_bytes(self) -> float:
@@ -69,9 +76,8 @@ class StepCost:
         return total
 
     def attention_s(self) -> float:
-        heads = self.my_heads / self.spec.ulysses
         queries = self.my_tokens * self.spec.ulysses
-        flops = 4.0 * queries * self.layout.num_tokens * heads * self.profile.head_dim
+        flops = 4.0 * queries * self.layout.num_tokens * self.heads.queries * self.profile.head_dim
         per_turn = self.layout.num_tokens / self.spec.ring
         return self.profile.num_attentions * self.machine.attention_s(flops, min(queries, per_turn))
 
@@ -83,8 +89,9 @@ class StepCost:
 
     @property
     def _is_fast(self) -> bool:
-        """Whether the engine would run the hand-ordered step: not where weights are divided, and not in int8."""
-        is_known = self.precision in ("native", "fp8") and not self.spec.divides_weights
+        """Whether the engine would run the hand-ordered step: with whole weights, as many heads everywhere, no int8."""
+        is_even = self.profile.num_heads % self.spec.ulysses == 0
+        is_known = self.precision in ("native", "fp8") and not self.spec.divides_weights and is_even
         return self.profile.has_fast_path and self.machine.fast_path and is_known
 
     @property
@@ -98,7 +105,8 @@ class StepCost:
         """
         passes = 0.0
         if self.spec.ulysses > 1:
-            passes += FAST_ULYSSES_PASSES if self._exchanges_beside_products else 14
+            filled = self.heads.all_queries * self.spec.tensor / self.profile.num_heads
+            passes += FAST_ULYSSES_PASSES if self._exchanges_beside_products else 14 * filled
         passes += 4 + 4 * self.spec.allgather_kv if self.spec.allgather_kv > 1 else 0
         passes += 4 + 17 * (self.spec.ring - 1) if self.spec.ring > 1 else 0
         return passes
@@ -109,19 +117,18 @@ class StepCost:
         return self.profile.num_attentions * a_block + self._tensor_s()
 
     def _ulysses_s(self) -> float:
-        out_bytes = self.my_tokens * self.token_bytes
-        sizes = (3 * out_bytes, out_bytes) if self.spec.ulysses > 1 else ()
+        sizes = (self.query_bytes + 2 * self.key_bytes, self.query_bytes) if self.spec.ulysses > 1 else ()
         shown = FAST_SHOWN if self._exchanges_beside_products else 1.0
         return shown * sum(self.machine.exchange_s("all_to_all", self.spec.ulysses, size) for size in sizes)
 
     def _gather_s(self) -> float:
-        return self.machine.exchange_s("all_gather", self.spec.allgather_kv, 2 * self.my_tokens * self.token_bytes)
+        return self.machine.exchange_s("all_gather", self.spec.allgather_kv, 2 * self.key_bytes)
 
     def _ring_s(self) -> float:
         """What attention over the share at hand does not hide of the next share's journey, every turn but the last."""
         if self.spec.ring == 1:
             return 0.0
-        journey_s = self.machine.exchange_s("rotation", self.spec.ring, 2 * self.my_tokens * self.token_bytes)
+        journey_s = self.machine.exchange_s("rotation", self.spec.ring, 2 * self.key_bytes)
         turn_s = self.attention_s() / self.profile.num_attentions / self.spec.ring
         return (self.spec.ring - 1) * max(journey_s - turn_s, 0.0)
 

@@ -38,7 +38,7 @@ def check_fast_path(engine: TorchEngine, model: DenoiserModel, *, rank: int) -> 
         return {}
     differences: dict[str, float] = {}
     for number, branch in enumerate(model.probe()):
-        expected = model.forward(model.modules[branch.module], branch.inputs)
+        expected = model.forward(model.modules[branch.module], branch.arguments)
         allowed = tolerance_of(engine, expected.dtype)
         for run in range(3):  # as it comes, captured, replayed
             (given,) = engine.predict((branch,), (rank,))

@@ -22,8 +22,14 @@ LATENTS = "hidden_states"
 """The input that changes with every step and is read inside the step."""
 
 
-def can_run(team: Team) -> bool:
-    """Says whether the fast path knows how this team divides a step: by tokens, whichever strategy, not by weights."""
+def can_run(team: Team, num_heads: int) -> bool:
+    """Says whether the fast path knows how this team divides a step: by tokens, whichever strategy, not by weights, and
+    with as many heads on every rank.
+    """
+    return has_whole_weights(team) and num_heads % team.ulysses.size == 0
+
+
+def has_whole_weights(team: Team) -> bool:
     return team.tensor.size == 1 and team.pipeline.size == 1
 
 

@@ -17,7 +17,7 @@ from engines.parallel.division import shape_of
 from engines.parallel.mesh import Team
 from engines.parallel.sharded import ShardedModel
 from engines.torch_engine.config import TorchChoices
-from engines.torch_engine.fast_step import LATENTS, FastStep, can_run
+from engines.torch_engine.fast_step import LATENTS, FastStep, can_run, has_whole_weights
 from engines.torch_engine.hoisted import HoistedCache
 
 logger = logging.getLogger(__name__)
@@ -81,8 +81,8 @@ class StepRunner:
     def _step(self, branch: Branch, team: Team) -> _Step:
         key = (team.ranks, team.spec, shape_of(branch))
         if key not in self._steps:
-            is_fast = self._config.fast and can_run(team)
-            self._steps[key] = self._fast_step(branch, team) if is_fast else self._module_step(branch.module, team)
+            is_fast = self._config.fast and can_run(team, self._model.num_heads)
+            self._steps[key] = self._fast_step(branch, team) if is_fast else self._module_step(branch, team)
         return self._steps[key]
 
     def _fast_step(self, branch: Branch, team: Team) -> _Step:
@@ -96,8 +96,9 @@ class StepRunner:
 
         return _Step(prepare=prepare, function=lambda tensors: fast(tensors[LATENTS], tensors))
 
-    def _module_step(self, module: str, team: Team) -> _Step:
-        hoist = self._model.hoisted if can_run(team) else None
+    def _module_step(self, like: Branch, team: Team) -> _Step:
+        hoist = self._model.hoisted if has_whole_weights(team) else None
+        module, constants = like.module, like.constants
 
         def prepare(branch: Branch) -> StepTensors:
             if hoist is None:
@@ -105,7 +106,7 @@ class StepRunner:
             return {**branch.inputs, **self._hoisted.module_inputs(branch, self._sharded.module(module, team), hoist)}
 
         def function(tensors: StepTensors) -> Tensor:
-            return self._sharded.forward(Branch(inputs=tensors, module=module), team)
+            return self._sharded.forward(Branch(inputs=tensors, module=module, constants=constants), team)
 
         return _Step(prepare=prepare, function=function)
 

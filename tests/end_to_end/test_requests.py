@@ -122,7 +122,7 @@ def test_every_deployment_and_rank_logs_the_request_that_it_works_for(url: str) 
         return [line["logger"] for line in log_lines(message) if line.get("request_id", "").startswith("traced")]
 
     by_message = {
-        "the prompt has 118 tokens": ["pipelines.prompts"],
+        "the prompt has 118 tokens": ["pipelines.blocks.encoder"],
         "text is encoded": ["deployments.stages.text_encoder"],
         "job is queued": ["deployments.stages.denoiser"],
         "job begins": ["engines.gang.rank_jobs"] * 2,

@@ -17,9 +17,10 @@ MAY_IMPORT = {
     "training": {"engines", "pipelines", "training"},
 }
 HTTP_LIBRARIES = {"aiohttp", "fastapi", "flask", "httpx", "openai", "requests", "starlette", "uvicorn"}
-REGISTRY = "pipelines/registry.py"
-FAST_STEPS = "pipelines/fast/"
+REGISTRY = "pipelines/models/registry.py"
+OWN_FILES = ("pipelines/models/", "pipelines/models/bare/", "pipelines/fast/")
 """Where a family has files of its own, which begin with its word."""
+WORD = r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])"
 SETTINGS = "deployments/settings.py"
 SET_VARIABLES_OF_LIBRARIES = {
     "deployments/cli/serving.py",
@@ -69,18 +70,19 @@ def test_http_is_known_to_deployments_alone() -> None:
 
 def registry_table() -> ast.Assign:
     assignments = (node for node in tree_of(REGISTRY).body if isinstance(node, ast.Assign))
-    return next(node for node in assignments if ast.unparse(node.targets[0]) == "FAMILIES")
+    return next(node for node in assignments if ast.unparse(node.targets[0]) == "ARCHITECTURES")
 
 
-def families() -> dict[str, str]:
-    """Family folders that the registry names, and the word that each may be known by: ``cosmos3`` is ``cosmos``."""
-    folders = {package.replace(".", "/") + "/" for package in ast.literal_eval(registry_table().value).values()}
-    return {folder: re.sub(r"\d+$", "", folder.split("/")[-2]) for folder in folders}
+def families() -> set[str]:
+    """The words that transformer classes begin with: ``flux``, ``wan``. One letter is no word."""
+    classes = ast.literal_eval(registry_table().value)
+    firsts = {re.findall(WORD, name)[0].lower() for name in classes}
+    return {word for word in firsts if len(word) > 1}
 
 
 def words(text: str) -> set[str]:
     """``FluxPipeline``, ``load_flux`` and ``flux-shapes`` all contain the word ``flux``."""
-    return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", text)}
+    return {word.lower() for word in re.findall(WORD, text)}
 
 
 def documentation(tree: ast.Module) -> set[int]:
@@ -105,11 +107,10 @@ def identifiers_and_strings(tree: ast.Module) -> Names:
                 yield line, text
 
 
-def may_name_family(name: str, line: int, folder: str) -> bool:
+def may_name_family(name: str, line: int, family: str) -> bool:
     table = registry_table()
     in_table = name == REGISTRY and table.lineno <= line <= (table.end_lineno or 0)
-    in_its_file = re.match(rf"{FAST_STEPS}{families()[folder]}\d*(_\w+)?\.py$", name) is not None
-    return in_table or in_its_file or name.startswith(folder)
+    return in_table or any(re.match(rf"{folder}{family}\d*(_\w+)?\.py$", name) for folder in OWN_FILES)
 
 
 @pytest.mark.parametrize(
@@ -119,13 +120,15 @@ def may_name_family(name: str, line: int, folder: str) -> bool:
         ("pipelines/fast/flux.py", True),
         ("pipelines/fast/wan.py", False),
         ("pipelines/fast/__init__.py", False),
-        ("pipelines/flux/text.py", True),
-        ("pipelines/wan/text.py", False),
+        ("pipelines/models/flux.py", True),
+        ("pipelines/models/bare/flux.py", True),
+        ("pipelines/models/wan_text.py", False),
+        ("pipelines/blocks/flux.py", False),
         ("engines/fast/flux.py", False),
     ],
 )
 def test_a_family_may_be_named_in_its_own_files(name: str, may: bool) -> None:
-    assert may_name_family(name, 1, "pipelines/flux/") is may
+    assert may_name_family(name, 1, "flux") is may
 
 
 def test_a_family_is_known_in_its_own_files_and_its_registry_line_alone() -> None:
@@ -133,8 +136,8 @@ def test_a_family_is_known_in_its_own_files_and_its_registry_line_alone() -> Non
         f"{name}:{line} says {text!r}"
         for name in python_files(*PACKAGES)
         for line, text in identifiers_and_strings(tree_of(name))
-        for folder, family in families().items()
-        if family in words(text) and not may_name_family(name, line, folder)
+        for family in families()
+        if family in words(text) and not may_name_family(name, line, family)
     ]
     assert offenders == []
 

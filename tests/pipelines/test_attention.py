@@ -31,8 +31,8 @@ def wan_transformer() -> Any:
 
 
 def denoiser(name: str, transformer: Any) -> DenoiserModel:
-    from pipelines.flux.denoiser import as_denoiser as as_flux
-    from pipelines.wan.denoiser import as_denoiser as as_wan
+    from pipelines.models.bare.flux import as_denoiser as as_flux
+    from pipelines.models.bare.wan import as_denoiser as as_wan
 
     return as_flux(transformer) if name == "flux" else as_wan({"transformer": transformer})
 

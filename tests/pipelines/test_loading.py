@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipelines.checkpoint import Checkpoint
 from pipelines.defaults import with_own_defaults
 from pipelines.loading import (
     CONFIGURATION_FILES,
@@ -19,7 +20,6 @@ from pipelines.loading import (
     resolve_path,
     shipped_checkpoints,
 )
-from pipelines.registry import load_family
 from tests.pipelines.support import tiny
 from tests.pipelines.support.frames import painted
 from tests.pipelines.support.sample_requests import clip, picture
@@ -96,7 +96,7 @@ def test_who_reads_configurations_alone_fetches_no_weights(monkeypatch: pytest.M
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
     for path in (resolve_path("some/model", weights=False), resolve_configuration("some/model")):
-        assert load_family(path).defaults(path).kind == "image"
+        assert Checkpoint(path).defaults.kind == "image"
     assert asked == [CONFIGURATION_FILES] * 2
     assert set(HUB_FILES) - set(CONFIGURATION_FILES) == {"*/*.safetensors"}
 
@@ -111,42 +111,31 @@ def test_dtypes() -> None:
 
 def test_other_pipelines_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no model_index\.json"):
-        load_family(tmp_path)
+        Checkpoint(tmp_path)
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "OtherPipeline"}))
-    with pytest.raises(ValueError, match="OtherPipeline; known pipelines: FluxPipeline, WanPipeline"):
-        load_family(tmp_path)
-
-
-def test_other_schedulers_are_named(tiny_flux: Path, tmp_path: Path) -> None:
-    shutil.copytree(tiny_flux, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "scheduler" / "scheduler_config.json").write_text(json.dumps({"_class_name": "DDIMScheduler"}))
-    with pytest.raises(ValueError, match="DDIMScheduler; this family knows FlowMatchEuler"):
-        load_family(tmp_path).load_sampler(tmp_path, CPU, torch.float32)
-
-
-def test_schedulers_that_do_not_solve_flows_are_refused(tiny_wan: Path, tmp_path: Path) -> None:
-    shutil.copytree(tiny_wan, tmp_path, dirs_exist_ok=True)
-    file = tmp_path / "scheduler" / "scheduler_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "prediction_type": "epsilon"}))
-    with pytest.raises(ValueError, match="'epsilon'; Wan needs 'flow_prediction'"):
-        load_family(tmp_path).load_sampler(tmp_path, CPU, torch.float32)
+    with pytest.raises(ValueError, match="holds a OtherPipeline, which has no transformer"):
+        Checkpoint(tmp_path)
+    other = {"_class_name": "OtherPipeline", "transformer": ["diffusers", "OtherTransformer"]}
+    (tmp_path / "model_index.json").write_text(json.dumps(other))
+    with pytest.raises(ValueError, match=r"no plan to divide a OtherTransformer; .*FluxTransformer"):
+        Checkpoint(tmp_path)
 
 
 def test_defaults_follow_the_model(tiny_flux: Path, tiny_schnell: Path, tiny_wan: Path, tmp_path: Path) -> None:
-    dev, schnell = (load_family(path).defaults(path) for path in (tiny_flux, tiny_schnell))
+    dev, schnell = (Checkpoint(path).defaults for path in (tiny_flux, tiny_schnell))
     assert (dev.num_inference_steps, dev.guidance_scale, dev.size_multiple) == (28, 3.5, 8)
     assert (schnell.num_inference_steps, schnell.guidance_scale) == (4, 0.0)
-    wan21 = load_family(tiny_wan).defaults(tiny_wan)
+    wan21 = Checkpoint(tiny_wan).defaults
     assert (wan21.width, wan21.height, wan21.num_frames, wan21.fps, wan21.true_cfg_scale) == (832, 480, 81, 16, 5.0)
     assert (wan21.size_multiple, wan21.frame_multiple) == (16, 4)
     experts = tiny.wan(tmp_path / "experts", boundary_ratio=0.875)
-    assert load_family(experts).defaults(experts).num_inference_steps == 40
+    assert Checkpoint(experts).defaults.num_inference_steps == 40
     per_token = tiny.wan(tmp_path / "per_token", expand_timesteps=True)
-    assert load_family(per_token).defaults(per_token).fps == 24
+    assert Checkpoint(per_token).defaults.fps == 24
 
 
 def test_a_folder_may_bring_its_own_defaults(tiny_flux: Path, tmp_path: Path) -> None:
-    known = load_family(tiny_flux).defaults(tiny_flux)
+    known = Checkpoint(tiny_flux).defaults
     (tmp_path / "troupe.json").write_text(json.dumps({"width": 128, "num_inference_steps": 20}))
     own = with_own_defaults(tmp_path, known)
     assert (own.width, own.num_inference_steps, own.height) == (128, 20, known.height)
@@ -168,7 +157,7 @@ def test_a_folder_may_bring_its_own_defaults(tiny_flux: Path, tmp_path: Path) ->
 )
 def test_requests_outside_the_limits_are_refused(tiny_flux: Path, request_: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        load_family(tiny_flux).defaults(tiny_flux).check(request_)  # type: ignore[arg-type]
+        Checkpoint(tiny_flux).defaults.check(request_)  # type: ignore[arg-type]
 
 
 def test_from_prompt_to_frames(tiny_flux: Path, tiny_wan: Path) -> None:
@@ -178,49 +167,21 @@ def test_from_prompt_to_frames(tiny_flux: Path, tiny_wan: Path) -> None:
         painted(tiny_flux, picture(width=47))
 
 
-RANK = """
-import sys, torch
-from pathlib import Path
-from pipelines.registry import load_family
-path = Path(sys.argv[1])
-family, where = load_family(path), (torch.device("cpu"), torch.float32)
-family.load_denoiser(path, *where), family.load_sampler(path, *where)
-print(*sys.modules)
-"""
-ENCODER = RANK.replace(
-    "family.load_denoiser(path, *where), family.load_sampler(path, *where)", "family.load_text_encoder(path, *where)"
-)
-
-
 def modules_after(script: str, path: Path) -> set[str]:
     done = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=True)
     return set(done.stdout.split())
 
 
-def test_a_rank_imports_neither_text_encoders_nor_auto_encoders(tiny_flux: Path) -> None:
-    loaded = modules_after(RANK, tiny_flux)
-    assert "pipelines.flux.denoiser" in loaded
-    for part in ("transformers.models.t5", "transformers.models.clip", "diffusers.models.autoencoders.autoencoder_kl"):
-        assert not {module for module in loaded if module.startswith(part)}, part
-    assert not {module for module in loaded if module.startswith(("pipelines.wan", "diffusers.pipelines"))}
-
-
-def test_a_text_encoder_does_not_import_diffusers(tiny_wan: Path) -> None:
-    loaded = modules_after(ENCODER, tiny_wan)
-    assert "pipelines.wan.text" in loaded
-    assert not {module for module in loaded if module.startswith(("diffusers", "pipelines.flux"))}
-
-
 @pytest.mark.parametrize("length", [10, 100])
 def test_a_prompt_that_is_cut_is_logged(tiny_wan: Path, caplog: pytest.LogCaptureFixture, length: int) -> None:
-    encoder = load_family(tiny_wan).load_text_encoder(tiny_wan, CPU, torch.float32)
+    encoder = Checkpoint(tiny_wan).text_encoder()
     encoder.encode(clip(prompt="x" * length))
     expected = ["the prompt has 101 tokens; the model sees the first 24"] if length > 24 else []
-    assert [record.getMessage() for record in caplog.records if record.name == "pipelines.prompts"] == expected
+    assert [record.getMessage() for record in caplog.records if record.name == "pipelines.blocks.encoder"] == expected
 
 
 def test_defaults_need_neither_torch_nor_diffusers(tiny_flux: Path) -> None:
     """The ingress reads them, and should start fast and stay small."""
-    script = "import sys; from pathlib import Path; from pipelines.registry import load_family; "
-    script += "path = Path(sys.argv[1]); load_family(path).defaults(path); print(*sys.modules)"
+    script = "import sys; from pathlib import Path; from pipelines.checkpoint import Checkpoint; "
+    script += "Checkpoint(Path(sys.argv[1])).defaults; print(*sys.modules)"
     assert not modules_after(script, tiny_flux) & {"torch", "diffusers", "transformers", "PIL"}

@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from pipelines.registry import load_family
+from pipelines.blocks.blank import blank_conditioning
+from pipelines.blocks.encoder import BlocksEncoder
+from pipelines.blocks.opened import OpenedPipeline
+from pipelines.blocks.sampler import BlocksSampler
+from pipelines.checkpoint import Checkpoint
+from pipelines.request import MediaRequest
 from tests.pipelines.support.sample_requests import clip, picture
 
 CPU = torch.device("cpu")
@@ -22,16 +27,16 @@ def path(request: pytest.FixtureRequest) -> Path:
     return found
 
 
-def request_for(path: Path, **changes: object) -> object:
-    return (picture if load_family(path).defaults(path).kind == "image" else clip)(**changes)
+def request_for(path: Path, **changes: object) -> MediaRequest:
+    return (picture if Checkpoint(path).defaults.kind == "image" else clip)(**changes)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_an_outline_has_the_names_shapes_and_dtypes_of_the_loaded_model(path: Path, dtype: torch.dtype) -> None:
-    family = load_family(path)
-    loaded = family.load_denoiser(path, CPU, dtype)
+    checkpoint = Checkpoint(path, CPU, dtype)
+    loaded = checkpoint.denoiser()
     with FakeTensorMode():
-        outline = family.outline_denoiser(path, dtype)
+        outline = checkpoint.outline()
     assert list(outline.modules) == list(loaded.modules)
     assert (outline.plan, outline.num_heads, outline.head_dim) == (loaded.plan, loaded.num_heads, loaded.head_dim)
     for name, module in loaded.modules.items():
@@ -46,11 +51,9 @@ def signature(tensors: Callable[[], object]) -> dict[str, tuple[torch.Size, torc
 
 @pytest.mark.parametrize("true_cfg_scale", [1.0, 4.0])
 def test_blank_conditioning_is_shaped_like_an_encoded_prompt(path: Path, true_cfg_scale: float) -> None:
-    family, request = load_family(path), request_for(path, true_cfg_scale=true_cfg_scale)
-    encoded = family.load_text_encoder(path, CPU, torch.float32).encode(request)  # type: ignore[arg-type]
-    blank = family.blank_conditioning(path, request)  # type: ignore[arg-type]
-    assert type(blank) is type(encoded)
-    sampler = family.load_sampler(path, CPU, torch.float32)
+    opened, request = OpenedPipeline(path, CPU, torch.float32), request_for(path, true_cfg_scale=true_cfg_scale)
+    encoder, sampler = BlocksEncoder(opened, 512), BlocksSampler(opened)
+    encoded, blank = encoder.encode(request), blank_conditioning(opened, request, encoder.max_tokens)
     asked, expected = (sampler.branches(sampler.begin(request, each)) for each in (blank, encoded))
     assert [shapes(branch.inputs) for branch in asked] == [shapes(branch.inputs) for branch in expected]
 

@@ -45,7 +45,7 @@ def test_tokens_of_the_default_size(name: str, tokens: dict[str, int]) -> None:
     with checkpoint.device:
         outline = checkpoint.outline()
     branches = checkpoint.first_step(checkpoint.defaults.request())
-    assert outline.stream_lengths(branches[0].inputs) == tokens
+    assert outline.stream_lengths(branches[0].arguments) == tokens
 
 
 def test_folders_and_shipped_models_come_first(tmp_path: Path) -> None:

@@ -69,7 +69,8 @@ def export_key(model: DenoiserModel, branches: tuple[Branch, ...], team: Team, *
 
 def _described(branch: Branch) -> str:
     tensors = ((name, x) for name, x in sorted(branch.inputs.items()) if x is not None)
-    return f"{branch.module} " + " ".join(f"{name} {tuple(x.shape)} {x.dtype} {x.device}" for name, x in tensors)
+    forms = (f"{name} {tuple(x.shape)} {x.dtype} {x.device}" for name, x in tensors)
+    return " ".join((branch.module, str(sorted(branch.constants.items())), *forms))
 
 
 def _digest(tensor: Tensor) -> str:

@@ -50,7 +50,7 @@ def divides(model: DenoiserModel, branch: Branch, team: Team) -> bool:
     """
     spec = team.spec
     num_shares = team.context.size * (spec.ring * spec.allgather_kv if spec.ulysses > 1 else 1)
-    return all(length % num_shares == 0 for length in model.stream_lengths(branch.inputs).values())
+    return all(length % num_shares == 0 for length in model.stream_lengths(branch.arguments).values())
 
 
 def lies_between(
@@ -61,7 +61,7 @@ def lies_between(
     Inputs of the engine must lie in its profile too: tokens are a product, and two sizes within may have too many.
     """
     dividing = [bucket.inputs for bucket in buckets if bucket.module == branch.module and divides(model, bucket, team)]
-    if not divides(model, branch, team) or set(branch.inputs) != set(dividing[0]):
+    if not divides(model, branch, team) or set(branch.inputs) != set(dividing[0]) or branch.constants:
         return False
     for name, tensor in branch.inputs.items():
         others = [inputs[name] for inputs in dividing]

@@ -11,30 +11,45 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engines.core.heads import share_heads
 from engines.core.kernel import Kernel
 from engines.core.layout import TokenLayout
 from engines.parallel.attention import crop_keys
 from engines.parallel.collectives import Axis, all_to_all
 from engines.parallel.mesh import Team
+from engines.parallel.ulysses import first, spread_heads
 
 
 def group_free_kernel(local: Kernel, team: Team, layout: TokenLayout) -> Kernel:
-    """Returns ``local`` over all tokens: heads in ``ulysses`` groups, queries in ``ring × allgather_kv`` shares."""
+    """Returns ``local`` over all tokens: heads in ``ulysses`` groups, queries in ``ring × allgather_kv`` shares.
+
+    It takes no mask.
+    """
     num_groups, num_shares = team.ulysses.size, team.ring.size * team.allgather_kv.size
     cropped = crop_keys(local, layout.valid_rows(0, layout.num_chunks))
-    return lambda q, k, v: _exchange(cropped, team.context, num_groups, num_shares, (q, k, v))
+
+    def kernel(
+        q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, /, *, mask_BM: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        assert mask_BM is None
+        share = share_heads(q_BLHD.shape[2], k_BLGD.shape[2], num_groups)
+        qkv = spread_heads(q_BLHD, k_BLGD, v_BLGD, share)
+        out_BLHD, lse = _exchange(cropped, team.context, num_groups, num_shares, qkv)
+        return first(out_BLHD, q_BLHD.shape[2], dim=2), lse
+
+    return kernel
 
 
 def _exchange(
     local: Kernel, axis: Axis, num_groups: int, num_shares: int, qkv_BLHD: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
     q_BLHD, k_BLHD, v_BLHD = qkv_BLHD
-    batch, length, heads, dim = k_BLHD.shape
+    batch, length, heads, dim = q_BLHD.shape
     q_BLHD = _padded(q_BLHD, num_shares)
-    share, group = q_BLHD.shape[1] // num_shares, heads // num_groups
+    share, group, key_group = q_BLHD.shape[1] // num_shares, heads // num_groups, k_BLHD.shape[2] // num_groups
     q_RBSUhD = q_BLHD.reshape(batch, num_shares, share, num_groups, group, dim).movedim(1, 0)
     q_NBShD = q_RBSUhD.movedim(3, 1).reshape(axis.size, batch, share, group, dim)
-    kv_2BLUhD = torch.stack((k_BLHD, v_BLHD)).reshape(2, batch, length, num_groups, group, dim)
+    kv_2BLUhD = torch.stack((k_BLHD, v_BLHD)).reshape(2, batch, length, num_groups, key_group, dim)
     kv_U2BLhD = kv_2BLUhD.movedim(3, 0)
     kv_N2BLhD = kv_U2BLhD.repeat(num_shares, 1, 1, 1, 1, 1)
     queries_BShD = all_to_all(q_NBShD.contiguous(), axis).movedim(0, 1).flatten(1, 2)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from engines.core.kernel import Kernel
 from engines.core.layout import TokenLayout
+from engines.parallel.attention import as_many_as
 from engines.parallel.mesh import Team
 
 
@@ -25,15 +26,22 @@ RING_ATTENTION = torch.ops.troupe.ring_attention.default
 
 
 def native_ring_kernel(team: Team, layout: TokenLayout) -> Kernel:
-    """Returns the kernel. ValueError for tokens that do not divide: the node has no way to leave padding out."""
+    """Returns the kernel, which takes no mask.
+
+    Raises ValueError for tokens that do not divide: the node has no way to leave padding out.
+    """
     if layout.valid_rows(0, layout.num_chunks) is not None:
         raise ValueError(
             f"TensorRT's ring over {team.ring.size} ranks needs token numbers that divide by it, not "
             f"{dict(layout.lengths)}: choose another size, or ulysses or allgather_kv"
         )
 
-    def kernel(q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor, /) -> tuple[Tensor, Tensor]:
-        q_BHLD, k_BHLD, v_BHLD = (x.transpose(1, 2).contiguous() for x in (q_BLHD, k_BLHD, v_BLHD))
+    def kernel(
+        q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, /, *, mask_BM: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        assert mask_BM is None
+        several = (q_BLHD, *as_many_as(q_BLHD, k_BLGD, v_BLGD))
+        q_BHLD, k_BHLD, v_BHLD = (x.transpose(1, 2).contiguous() for x in several)
         out_BHLD: Tensor = RING_ATTENTION(q_BHLD, k_BHLD, v_BHLD, team.ring.size)
         return out_BHLD.transpose(1, 2), q_BLHD.new_empty(0)
 

@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from engines.core.kernel import Kernel
 from engines.core.model import Branch, DenoiserModel, ModelInputs
 from engines.core.spec import ParallelSpec
+from engines.parallel.attention import as_many_as
 from engines.parallel.copies import weight_sharing_copy
 from engines.parallel.mesh import Groups, Team, Teams
 from engines.parallel.strategy import team_kernel
@@ -33,9 +34,10 @@ DynamicDims = Mapping[str, Any]
 ChangeModule = Callable[[nn.Module], nn.Module]
 
 
-def sdpa(q_BLHD: Tensor, k_BMHD: Tensor, v_BMHD: Tensor, /) -> tuple[Tensor, Tensor]:
+def sdpa(q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, /, *, mask_BM: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The kernel that becomes ONNX's ``Attention``; it has no log-sum-exp, and no strategy that exports needs one."""
-    q_BHLD, k_BHMD, v_BHMD = (x.transpose(1, 2) for x in (q_BLHD, k_BMHD, v_BMHD))
+    assert mask_BM is None
+    q_BHLD, k_BHMD, v_BHMD = (x.transpose(1, 2) for x in (q_BLHD, *as_many_as(q_BLHD, k_BMGD, v_BMGD)))
     out_BHLD = functional.scaled_dot_product_attention(q_BHLD, k_BHMD, v_BHMD)
     return out_BHLD.transpose(1, 2), q_BLHD.new_empty(0)
 
@@ -43,9 +45,10 @@ def sdpa(q_BLHD: Tensor, k_BMHD: Tensor, v_BMHD: Tensor, /) -> tuple[Tensor, Ten
 class _OneRank(nn.Module):
     """The sharded forward as a module: inputs in by name, the whole prediction out."""
 
-    def __init__(self, model: DenoiserModel, name: str, team: Team, change: ChangeModule, ring: RingForm) -> None:
+    def __init__(self, model: DenoiserModel, branch: Branch, team: Team, change: ChangeModule, ring: RingForm) -> None:
         super().__init__()
-        module = change(weight_sharing_copy(model.modules[name]))
+        module = change(weight_sharing_copy(model.modules[branch.module]))
+        self._constants = branch.constants
         self.module = split_weights(module, model.plan, team.tensor) if team.tensor.size > 1 else module
         self._model = model
         self._team = team
@@ -53,11 +56,12 @@ class _OneRank(nn.Module):
         self._hooks = TokenHooks(self.module, model.plan)
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        lengths = self._model.stream_lengths(inputs)
+        arguments = {**self._constants, **inputs}
+        lengths = self._model.stream_lengths(arguments)
         layout = MarkedLayout.tracing(self._model.plan.streams, lengths, self._team.context.size)
-        self._model.set_kernel(self.module, _kernel(self._team, layout, self._ring))
+        self._model.set_kernel(self.module, unmasked(_kernel(self._team, layout, self._ring)))
         with self._hooks.over(layout, self._team.context):
-            return self._model.forward(self.module, inputs)
+            return self._model.forward(self.module, arguments)
 
 
 def _kernel(team: Team, layout: MarkedLayout, ring: RingForm) -> Kernel:
@@ -66,10 +70,31 @@ def _kernel(team: Team, layout: MarkedLayout, ring: RingForm) -> Kernel:
         if ring == "native":
             return native_ring_kernel(team, layout)
         if ring == "segments":
-            return lambda q, k, v: (ATTEND(q, k, v), q.new_empty(0))
+            return _leave_engine
         raise ValueError(f"{spec.name} does not fit into one engine: export it in segments, or use TensorRT's own ring")
     grouped = spec.ring > 1 or (spec.allgather_kv > 1 and spec.ulysses > 1)
     return (group_free_kernel if grouped else team_kernel)(sdpa, team, layout)
+
+
+def _leave_engine(
+    q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, /, *, mask_BM: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    return ATTEND(q_BLHD, k_BLGD, v_BLGD), q_BLHD.new_empty(0)
+
+
+def unmasked(kernel: Kernel) -> Kernel:
+    """``kernel``, with a ValueError for a mask."""
+
+    def refusing(
+        q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, /, *, mask_BM: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if mask_BM is not None:
+            raise ValueError(
+                "this model masks keys (text of several lengths), which no TensorRT engine does: use engine: torch"
+            )
+        return kernel(q_BLHD, k_BLGD, v_BLGD)
+
+    return refusing
 
 
 def unchanged(module: nn.Module) -> nn.Module:
@@ -91,7 +116,7 @@ def trace(
     inputs: ModelInputs = {name: value for name, value in branch.inputs.items() if value is not None}
     shapes = None if dynamic is None else ({name: dynamic.get(name) for name in inputs},)
     with torch.no_grad():
-        rank = _OneRank(model, branch.module, team, change, ring).eval()
+        rank = _OneRank(model, branch, team, change, ring).eval()
         exported = torch.export.export(rank, (dict(inputs),), dynamic_shapes=shapes, strict=False)
         traced = exported.module(check_guards=False)
     assert isinstance(traced, fx.GraphModule)

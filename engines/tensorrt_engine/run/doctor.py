@@ -172,7 +172,7 @@ def _engine_agrees(make_model: MakeModel, rank: int, num_ranks: int, device: tor
         branch = model.probe()[0]
         prediction = engine.predict((branch,), (rank,))[0]
         with torch.no_grad():
-            expected = model.forward(model.modules[branch.module], branch.inputs)
+            expected = model.forward(model.modules[branch.module], branch.arguments)
         engine.close()
     except (RuntimeError, ValueError) as error:
         return Proof(subject="engine", result="failed", detail=f"rank {rank}: {error}")

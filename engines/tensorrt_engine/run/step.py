@@ -104,7 +104,7 @@ def _segmented_step(
 ) -> SegmentedStep:
     """Returns a step with one runner per kind of segment, which gets the weights of each segment as it runs."""
     weight = next(iter(weights.values()))
-    layout = TokenLayout.of(model.plan.streams, model.stream_lengths(branch.inputs), team.context.size)
+    layout = TokenLayout.of(model.plan.streams, model.stream_lengths(branch.arguments), team.context.size)
     return SegmentedStep(
         exported=exported,
         runners=tuple(make_runner(graph, {}, team) for graph in exported.graphs),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from engines.core.kernel import Kernel
 from engines.core.layout import TokenLayout
@@ -45,5 +46,21 @@ def _in_parts(
     splits_heads_alone = team.ulysses.size == team.context.size > 1
     if splits_heads_alone and peer_memory and reachable(team.ulysses, device, dtype):
         attend = local_attention(device, dtype, layout.valid_rows(0, layout.num_chunks))
-        return peer_ulysses(attend, team.ulysses, device)
+        peers = peer_ulysses(attend, team.ulysses, device)
+        return where_even(peers, team_kernel(local, team, layout, num_parts=NUM_PARTS), team.ulysses.size)
     return team_kernel(local, team, layout, num_parts=NUM_PARTS)
+
+
+def where_even(even: Kernel, other: Kernel, num_ranks: int) -> Kernel:
+    """``even`` for calls without a mask whose queries, keys and values have one number of heads, a multiple of the
+    ranks'; ``other`` for all others. Ranks decide alike.
+    """
+
+    def chosen(
+        q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, /, *, mask_BM: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if mask_BM is None and q_BLHD.shape == k_BLGD.shape and q_BLHD.shape[2] % num_ranks == 0:
+            return even(q_BLHD, k_BLGD, v_BLGD)
+        return other(q_BLHD, k_BLGD, v_BLGD, mask_BM=mask_BM)
+
+    return chosen

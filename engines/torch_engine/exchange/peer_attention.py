@@ -36,12 +36,19 @@ class PeerOperations(list["PeerUlysses"]):
 
 
 def peer_ulysses(attend: Attend, axis: Axis, device: torch.device) -> Kernel:
-    """Attention for the ranks of one host (see ``peer_memory.reachable``), which all make the same calls. No LSE."""
+    """Attention for the ranks of one host (see ``peer_memory.reachable``), which all make the same calls.
+
+    No LSE and no mask; queries, keys and values have one number of heads, a multiple of the axis' size.
+    """
     operations = rank_resources().get(PeerOperations)
     number = len(operations)
     operations.append(PeerUlysses(attend, axis, device))
 
-    def exchanged(q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor, /) -> tuple[Tensor, Tensor]:
+    def exchanged(
+        q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor, /, *, mask_BM: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        assert mask_BM is None
+        assert q_BLHD.shape == k_BLHD.shape, (q_BLHD.shape, k_BLHD.shape)
         return _run(q_BLHD, k_BLHD, v_BLHD, number), q_BLHD.new_empty(0)
 
     return exchanged

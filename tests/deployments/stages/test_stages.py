@@ -56,15 +56,17 @@ def test_prompts_encoded_at_the_same_time_do_not_mix(
     alone = [encoder.encode(one).open() for one in requests[: len(PROMPTS)]]
     together = [encoded.open() for encoded in threads.map(encoder.encode, requests)]
     for i, conditioning in enumerate(together):
+        assert tensors(conditioning)
         torch.testing.assert_close(tensors(conditioning), tensors(alone[i % len(PROMPTS)]), rtol=0, atol=0)
 
 
 def tensors(record: Any) -> list[torch.Tensor]:
-    """All tensors of a record and of the records in it."""
+    """All tensors of a record, and of the records and dicts in it."""
     if isinstance(record, torch.Tensor):
         return [record]
-    inner = [getattr(record, field.name) for field in fields(record)] if is_dataclass(record) else []
-    return [tensor for value in inner for tensor in tensors(value)]
+    if is_dataclass(record):
+        return [tensor for field in fields(record) for tensor in tensors(getattr(record, field.name))]
+    return [tensor for value in record.values() for tensor in tensors(value)] if isinstance(record, dict) else []
 
 
 def test_clips_decoded_at_the_same_time_do_not_mix(clips: Path, threads: ThreadPoolExecutor):
@@ -72,7 +74,8 @@ def test_clips_decoded_at_the_same_time_do_not_mix(clips: Path, threads: ThreadP
     sampler = Checkpoint(clips).sampler()
     encoder = PromptEncoder(spec_of(clips))
     state = sampler.begin(request, encoder.encode(request).open())
-    parcels = [Parcel.of(sampler.latents(state) * scale) for scale in (0.5, 1.0, 1.5)]
+    latents = sampler.latents(state)
+    parcels = [Parcel.of({**latents, "latents": scale * latents["latents"]}) for scale in (0.5, 1.0, 1.5)]
 
     def decode(i: int) -> bytes:
         return decoder.decode(parcels[i % len(parcels)], request, Output(format="mp4")).data

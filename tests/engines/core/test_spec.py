@@ -55,13 +55,19 @@ def test_errors_say_what_is_allowed(strategy: str, num_ranks: int, message: str)
 
 def test_heads_that_do_not_divide() -> None:
     with pytest.raises(
-        ValueError, match=r"ulysses 5 does not fit: 24 heads, not divisible by 5; allowed: 1, 2, 3, 4, 6, 8, 12, 24"
+        ValueError, match=r"tensor 5 does not fit: 24 heads, not divisible by 5; allowed: 1, 2, 3, 4, 6, 8, 12, 24"
     ):
-        ParallelSpec(ulysses=5).check(num_heads=24)
+        ParallelSpec(tensor=5).check(num_heads=24)
     with pytest.raises(
-        ValueError, match=r"6 heads per tensor rank \(24 / 4\), not divisible by 4; allowed: 1, 2, 3, 6"
+        ValueError, match="ulysses 25 does not fit: 24 heads, and every rank needs one; allowed: 1 to 24"
     ):
-        ParallelSpec(ulysses=4, tensor=4).check(num_heads=24)
+        ParallelSpec(ulysses=25).check(num_heads=24)
+    with pytest.raises(
+        ValueError, match=r"6 heads per tensor rank \(24 / 4\), and every rank needs one; allowed: 1 to 6"
+    ):
+        ParallelSpec(ulysses=8, tensor=4).check(num_heads=24)
+    ParallelSpec(ulysses=5).check(num_heads=24)
+    ParallelSpec(ulysses=4, tensor=4).check(num_heads=24)
     with pytest.raises(ValueError, match="names no linears"):
         ParallelSpec(tensor=2).check(num_heads=24, has_tensor_plan=False)
     ParallelSpec(ring=5).check(num_heads=24)
@@ -84,12 +90,12 @@ def test_features_that_do_not_divide(family: str, message: str) -> None:
     """Wan 2.1: the 12 heads of 1.3B allow three ranks and the 40 heads of 14B five, their MLPs do not."""
     from diffusers import WanTransformer3DModel
 
-    from pipelines.wan.shard_plan import shard_plan
+    from pipelines.models.wan import shard_plan
 
     heads, features, layers = {"small": (12, 8960, 1), "large": (40, 13824, 1)}[family]
     with torch.device("meta"):
         module = WanTransformer3DModel(num_attention_heads=heads, ffn_dim=features, num_layers=layers)
-    divided = split_features(module, shard_plan(expand_timesteps=False))
+    divided = split_features(module, shard_plan({}))
     with pytest.raises(ValueError, match=re.escape(message)):
         ParallelSpec(tensor=int(message.split()[1])).check(num_heads=heads, features=divided)
     ParallelSpec(tensor=4).check(num_heads=heads, features=divided)

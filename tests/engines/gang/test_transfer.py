@@ -48,28 +48,16 @@ def test_jobs_whose_team_changes_give_the_latents_of_one_rank(folder: Path) -> N
 
 def jobs_of(folder: Path) -> list[Job]:
     checkpoint = Checkpoint(folder)
+    encoder = checkpoint.text_encoder()
     size = Size(width=32, height=32, num_frames=5 if checkpoint.defaults.kind == "video" else None)
     jobs = []
     for number, num_steps in enumerate(NUM_STEPS):
         guided = max(checkpoint.defaults.true_cfg_scale, 2.0)
-        request = checkpoint.defaults.request(size, seed=number, true_cfg_scale=guided, num_inference_steps=num_steps)
-        conditioning = shaken(checkpoint.family.blank_conditioning(folder, request), seed=number)
-        job_id = "abc"[number]
+        own = {"seed": number, "prompt": f"a star and {number} circles", "num_inference_steps": num_steps}
+        request = checkpoint.defaults.request(size, true_cfg_scale=guided, **own)
+        job_id, conditioning = "abc"[number], encoder.encode(request)
         jobs.append(Job(job_id=job_id, request=request, conditioning=conditioning, num_steps=num_steps, shape=size))
     return jobs
-
-
-def fields_of(record: Any) -> dict[str, Any]:
-    return {name: getattr(record, name) for name in record.__dataclass_fields__}
-
-
-def shaken(record: Any, seed: int) -> Any:
-    """The same record with noise for zeros."""
-    if isinstance(record, Tensor):
-        return torch.randn(record.shape, generator=torch.Generator().manual_seed(seed))
-    if record is None:
-        return None
-    return type(record)(**{name: shaken(value, seed + 7) for name, value in fields_of(record).items()})
 
 
 def alone(folder: Path, number: int) -> Tensor:
@@ -79,7 +67,8 @@ def alone(folder: Path, number: int) -> Tensor:
     state = sampler.begin(job.request, job.conditioning)
     for _ in range(job.num_steps):
         state = sampler.advance(state, engine.predict(sampler.branches(state)))
-    return sampler.latents(state)
+    latents: Tensor = sampler.latents(state)["latents"]
+    return latents
 
 
 def run_elastically(folder: Path) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
@@ -102,7 +91,7 @@ def run_elastically(folder: Path) -> tuple[dict[str, Tensor], dict[str, list[int
         assert report.failures == ()
         for step, x in zip(plan.emits_of(rank), latents, strict=True):
             assert x is not None
-            emitted[step.job_id] = x
+            emitted[step.job_id] = x["latents"]
         for work in plan.works:
             team_sizes[work.job_ids[0]].append(work.num_ranks)
     assert runner.job_ids == ()

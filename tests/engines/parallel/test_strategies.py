@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engines.core.kernel import Kernel
 from engines.parallel.allgather_kv import allgather_kv
-from engines.parallel.attention import cpu_flash
+from engines.parallel.attention import cpu_flash, plain_attention
 from engines.parallel.collectives import Axis
 from engines.parallel.mesh import Groups
 from engines.parallel.ring import ring
@@ -24,9 +24,10 @@ TOKENS = 5
     "ulysses", "ulysses without lse", "ulysses in 1, without lse", "ulysses in 2, without lse", "ring", "allgather_kv",
     "ring of ulysses",
 ])  # fmt: skip
-def test_output_and_lse(name: str) -> None:
-    out_BLHD, lse_BHL = cpu_flash(*qkv())
-    for rank, (mine, lse) in enumerate(gang(4).run(attend, name)):
+@pytest.mark.parametrize("heads", [(8, 8), (6, 6), (8, 2)], ids=["even", "uneven", "grouped"])
+def test_output_and_lse(name: str, heads: tuple[int, int]) -> None:
+    out_BLHD, lse_BHL = plain_attention(*qkv(*heads))
+    for rank, (mine, lse) in enumerate(gang(4).run(attend, name, heads)):
         rows = slice(rank * TOKENS, (rank + 1) * TOKENS)
         torch.testing.assert_close(mine, out_BLHD[:, rows])
         if "without" in name:
@@ -35,14 +36,14 @@ def test_output_and_lse(name: str) -> None:
             torch.testing.assert_close(lse, lse_BHL[:, :, rows])
 
 
-def qkv() -> list[Tensor]:
+def qkv(heads: int = 8, key_heads: int = 8) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randn(2, 4 * TOKENS, 8, 16, generator=generator) for _ in "qkv"]
+    return [torch.randn(2, 4 * TOKENS, n, 16, generator=generator) for n in (heads, key_heads, key_heads)]
 
 
-def attend(name: str) -> tuple[Tensor, Tensor]:
+def attend(name: str, heads: tuple[int, int]) -> tuple[Tensor, Tensor]:
     rank = dist.get_rank()
-    mine = [x[:, rank * TOKENS : (rank + 1) * TOKENS] for x in qkv()]
+    mine = [x[:, rank * TOKENS : (rank + 1) * TOKENS] for x in qkv(*heads)]
     return make_kernel(name, rank)(*mine)
 
 

@@ -8,12 +8,15 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from engines.core.kernel import Kernel
+from engines.core.layout import TokenLayout
 from engines.core.spec import ParallelSpec
 from engines.planner.cost_model import Workload, candidates, choose, predict
 from engines.planner.forecast import forecast, workload
 from engines.planner.machine import Line, Machine, between
 from engines.planner.machines import H200
 from engines.planner.profile import ModelProfile, profile
+from engines.planner.step_cost import StepCost
 from tests.engines.support import models
 
 KINDS = ("all_to_all", "all_gather", "all_reduce", "rotation")
@@ -42,7 +45,7 @@ def flux() -> ModelProfile:
     """The published FLUX.1 transformer, counted without weights."""
     from diffusers import FluxTransformer2DModel
 
-    from pipelines.flux.denoiser import as_denoiser
+    from pipelines.models.bare.flux import as_denoiser
 
     with torch.device("meta"):
         return profile(as_denoiser(FluxTransformer2DModel(guidance_embeds=True).to(torch.bfloat16)))
@@ -93,7 +96,53 @@ def test_candidates_fit_heads_branches_and_width(flux: ModelProfile) -> None:
     assert ParallelSpec(ring=4) in found
     assert not any(spec.guidance > 1 for spec in candidates(flux, 4, num_branches=1))
     assert ParallelSpec(pipeline=2, tensor=2) in found
-    assert not any(spec.ulysses == 5 for spec in candidates(flux, 5, num_branches=1))
+    assert ParallelSpec(ulysses=5) in candidates(flux, 5, num_branches=1)
+    assert not any(spec.tensor == 5 for spec in candidates(flux, 5, num_branches=1))
+    assert not any(spec.ulysses > 24 for spec in candidates(flux, 25, num_branches=1))
+
+
+def test_heads_that_fill_up_cost_what_whole_ones_do(flux: ModelProfile) -> None:
+    """30 heads on four ranks cost what 32 do; where every rank has all of them, less."""
+    uneven, even = (replace(flux, num_heads=heads, num_key_heads=heads) for heads in (30, 32))
+    step = replace(WORK, num_branches=1)
+    costs = [predict(counted, step, ParallelSpec(ulysses=4), machine()) for counted in (uneven, even)]
+    assert costs[0].attention_ms == costs[1].attention_ms
+    blocks_ms = [cost.exchange_ms - prediction_ms(flux, ParallelSpec(ulysses=4)) for cost in costs]
+    assert blocks_ms[0] == pytest.approx(blocks_ms[1])
+    gathered = [predict(counted, step, ParallelSpec(allgather_kv=4), machine()) for counted in (uneven, even)]
+    assert gathered[0].attention_ms == pytest.approx(30 / 32 * gathered[1].attention_ms)
+
+
+def prediction_ms(counted: ModelProfile, spec: ParallelSpec) -> float:
+    layout = TokenLayout(lengths=WORK.lengths, num_chunks=spec.context)
+    return 1e3 * StepCost(counted, layout, spec, machine()).prediction_s()
+
+
+@pytest.mark.parametrize(("heads", "chosen"), [(24, "ulysses4"), (21, "ulysses4"), (5, "allgather_kv4")])
+def test_auto_knows_what_uneven_heads_cost(flux: ModelProfile, heads: int, chosen: str) -> None:
+    """Of 24 heads on four ranks none are zeros, of 21 an eighth, of 5 three in eight."""
+    counted = replace(flux, num_heads=heads, num_key_heads=heads, head_dim=3072 // heads, tensor_unit=1)
+    slow = machine(rotation=1e4, all_gather=3.0)
+    assert forecast(counted, replace(WORK, num_branches=1), 4, slow).chosen.spec.name == chosen
+
+
+def test_grouped_keys_cost_less_to_exchange(flux: ModelProfile) -> None:
+    grouped, work = replace(flux, num_key_heads=6), replace(WORK, num_branches=1)
+    for strategy in ("allgather_kv", "ulysses", "ring"):
+        spec = ParallelSpec.of(strategy, 2)
+        plain, fewer = (predict(counted, work, spec, machine(bytes_per_s=1e9)) for counted in (flux, grouped))
+        assert fewer.exchange_ms < plain.exchange_ms
+        assert fewer.attention_ms == plain.attention_ms
+
+
+def test_counts_the_heads_of_keys(flux: ModelProfile) -> None:
+    assert flux.num_key_heads == flux.num_heads == 24
+    model = models.model("flux")
+
+    def grouped(module: torch.nn.Module, kernel: Kernel) -> None:
+        model.set_kernel(module, lambda q, k, v: kernel(q, k[:, :, :2], v[:, :, :2]))
+
+    assert profile(replace(model, set_kernel=grouped)).num_key_heads == 2
 
 
 def test_work_is_shared_and_exchange_grows(flux: ModelProfile) -> None:

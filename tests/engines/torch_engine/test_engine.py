@@ -151,9 +151,9 @@ def error_of(ranks: tuple[int, ...]) -> str:
     return "no error"
 
 
-def test_heads_that_do_not_divide_stop_the_gang_at_start() -> None:
+def test_fewer_heads_than_ranks_stop_the_gang_at_start() -> None:
     for text in gang(4).run(load_with_two_heads):
-        assert "ulysses 4 does not fit: 2 heads, not divisible by 4; allowed: 1, 2" in text
+        assert "ulysses 4 does not fit: 2 heads, and every rank needs one; allowed: 1 to 2" in text
 
 
 def load_with_two_heads() -> str:
@@ -174,7 +174,7 @@ def test_wan_with_two_transformers_and_a_time_per_token() -> None:
 
 
 def predict_two_transformers(alone: bool = False) -> tuple[Tensor, ...]:
-    from pipelines.wan.denoiser import as_denoiser
+    from pipelines.models.bare.wan import as_denoiser
 
     parts = {"transformer": models.transformer("wan"), "transformer_2": models.shake(models.transformer("wan"), seed=9)}
     model = as_denoiser(parts, expand_timesteps=True)

@@ -14,7 +14,7 @@ from engines.parallel.mesh import team_of_one
 from engines.torch_engine.fast_step import FastStep
 from engines.torch_engine.hoisted import HoistedCache
 from pipelines.fast.flux import FluxWeights
-from pipelines.flux.shard_plan import SHARD_PLAN, stream_lengths
+from pipelines.models.flux import SHARD_PLAN, stream_lengths
 from tests.engines.support import models
 
 TIMESTEPS_S = torch.tensor([0.9, 0.6, 0.2])
@@ -23,7 +23,7 @@ TIMESTEPS_S = torch.tensor([0.9, 0.6, 0.2])
 def parts() -> tuple[Branch, Any, FastStep]:
     (branch,) = models.branches("flux", "even")
     weights = FluxWeights(models.transformer("flux"), "native")
-    layout = TokenLayout.of(SHARD_PLAN.streams, stream_lengths(branch.inputs), 1)
+    layout = TokenLayout.of(SHARD_PLAN.streams, stream_lengths({}, branch.inputs), 1)
     fast = FastStep(weights, SHARD_PLAN, team_of_one(), layout, sample=branch.inputs["hidden_states"])
     return branch, weights, fast
 

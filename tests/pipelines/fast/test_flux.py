@@ -19,7 +19,7 @@ from engines.parallel.self_check import relative_difference
 from engines.torch_engine.fast_step import FastStep
 from engines.torch_engine.hoisted import HoistedCache
 from pipelines.fast.flux import FluxWeights
-from pipelines.flux.shard_plan import SHARD_PLAN, stream_lengths
+from pipelines.models.flux import SHARD_PLAN, stream_lengths
 from tests.engines.support import models
 from tests.engines.support.gloo import gang
 
@@ -40,7 +40,7 @@ def weights(precision: Precision = "native") -> Any:
 
 def step(team: Team, length: str, precision: Precision = "native") -> Tensor:
     (branch,) = models.branches("flux", length)
-    layout = TokenLayout.of(SHARD_PLAN.streams, stream_lengths(branch.inputs), team.context.size)
+    layout = TokenLayout.of(SHARD_PLAN.streams, stream_lengths({}, branch.inputs), team.context.size)
     fast = FastStep(weights(precision), SHARD_PLAN, team, layout, sample=branch.inputs["hidden_states"])
     with torch.no_grad():
         return fast(fast.latents(branch.inputs), HoistedCache().step_tensors(branch, weights(precision), fast))

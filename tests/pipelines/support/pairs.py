@@ -11,10 +11,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipelines.checkpoint import Checkpoint
-from pipelines.pixels import to_unit_range
-from pipelines.registry import pipeline_class
+from pipelines.directory import read_index
 from pipelines.request import MediaRequest
 from pipelines.run import Pipeline, load_pipeline
+from training.latents import pack
+
+
+def pipeline_name(path: Path) -> str:
+    return str(read_index(path)["_class_name"])
 
 
 class Pair:
@@ -24,24 +28,21 @@ class Pair:
         import diffusers
 
         self.ours: Pipeline = load_pipeline(Checkpoint(path, dtype=dtype))
-        self.is_video = pipeline_class(path) == "WanPipeline"
+        self.is_video = pipeline_name(path) == "WanPipeline"
         parts = {"vae": diffusers.AutoencoderKLWan.from_pretrained(path / "vae")} if self.is_video else {}
-        self.theirs = getattr(diffusers, pipeline_class(path)).from_pretrained(path, dtype=dtype, **parts)
+        self.theirs = getattr(diffusers, pipeline_name(path)).from_pretrained(path, dtype=dtype, **parts)
         self.theirs.set_progress_bar_config(disable=True)
 
     def latents(self, request: MediaRequest) -> tuple[Tensor, Tensor]:
         """Both as the pipeline of diffusers returns them."""
-        from pipelines.flux.latents import pack
-
-        ours, theirs = self.ours.denoise(request), self._reference(request, "latent")
+        ours, theirs = self.ours.denoise(request)["latents"], self._reference(request, "latent")
         return ours if self.is_video else pack(ours), theirs
 
     def pixels(self, request: MediaRequest) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Values from 0 to 1, ours before they are rounded to bytes; shape (frames, height, width, 3)."""
         theirs = np.asarray(self._reference(request, "np"))
-        pixels = to_unit_range(self.ours.decoder.pixels(self.ours.denoise(request)))  # type: ignore[attr-defined]
-        frames_FCHW = pixels[0].transpose(0, 1) if self.is_video else pixels
-        return frames_FCHW.permute(0, 2, 3, 1).numpy(), theirs[0] if self.is_video else theirs
+        pixels_FCHW = self.ours.decoder.pixels(self.ours.denoise(request)).float()
+        return pixels_FCHW.permute(0, 2, 3, 1).numpy(), theirs[0] if self.is_video else theirs
 
     def _reference(self, request: MediaRequest, output_type: str) -> Any:
         output = self.theirs(
@@ -49,7 +50,7 @@ class Pair:
             width=request.width,
             height=request.height,
             num_inference_steps=request.num_inference_steps,
-            max_sequence_length=self.ours.text_encoder.max_tokens,  # type: ignore[attr-defined]
+            max_sequence_length=self.ours.text_encoder.max_tokens,
             generator=torch.Generator().manual_seed(request.seed),
             output_type=output_type,
             **(self._video_options(request) if self.is_video else self._picture_options(request)),

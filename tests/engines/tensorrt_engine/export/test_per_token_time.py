@@ -16,7 +16,7 @@ from engines.tensorrt_engine.build.targets import Target
 from engines.tensorrt_engine.config import TensorRTConfig
 from engines.tensorrt_engine.export.buckets import varying_dims
 from engines.tensorrt_engine.rules import TensorRTOptions
-from pipelines.wan import denoiser as wan
+from pipelines.models.bare import wan
 from tests.engines.tensorrt_engine.support.all_ranks import export_case, relative_error
 from tests.engines.tensorrt_engine.support.cases import TOLERANCE
 from tests.engines.tensorrt_engine.support.zoo import reference, shaken, wan_inputs, wan_model

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from engines.core.model import Branch, DenoiserModel
 from engines.parallel.attention import plain_attention
-from pipelines.flux import denoiser as flux
-from pipelines.flux import latents as flux_latents
-from pipelines.wan import denoiser as wan
+from pipelines.models.bare import flux, wan
+from training.latents import image_ids
 
 NUM_HEADS = 8
 Buckets = tuple[dict[str, Tensor], dict[str, Tensor]]
@@ -62,8 +61,8 @@ def flux_inputs(batch: int, height: int, width: int, num_text: int) -> dict[str,
         "pooled_projections": torch.randn(batch, 16, generator=generator),
         "timestep": torch.full((batch,), 0.7),
         "guidance": torch.full((batch,), 3.5),
-        "img_ids": flux_latents.image_ids(height, width),
-        "txt_ids": flux_latents.text_ids(num_text),
+        "img_ids": image_ids(height, width),
+        "txt_ids": torch.zeros(num_text, 3),
     }
 
 

@@ -24,7 +24,7 @@ from engines.parallel.self_check import relative_difference
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.exchange.peer_memory import reachable
 from engines.torch_engine.options import TorchOptions
-from pipelines.flux.denoiser import as_denoiser
+from pipelines.models.bare.flux import as_denoiser
 from tests.engines.support import models
 
 PATHS: dict[str, tuple[bool | None, bool]] = {"fast": (None, True), "NCCL": (None, False), "module": (False, True)}

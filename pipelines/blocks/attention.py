@@ -1,0 +1,87 @@
+"""Diffusers' attention dispatcher as the place where a kernel of ours comes in: no processor of a model's is replaced.
+
+Every attention processor hands its queries, keys and values to ``dispatch_attention_fn``, with what it was given as
+``_parallel_config``. Ours is a kernel.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from torch import Tensor, nn
+
+from engines.core.kernel import Kernel
+from engines.core.shard_plan import LayerRule
+
+
+@dataclass(frozen=True, slots=True)
+class KernelConfig:
+    """A processor's ``_parallel_config``."""
+
+    kernel: Kernel
+
+
+def set_kernel(module: nn.Module, kernel: Kernel, local: tuple[str, ...] = ()) -> None:
+    """Makes every attention inside ``module`` call ``kernel``, but not those whose names fit a pattern in ``local``.
+
+    ValueError if no attention is left: the class does not go through diffusers' dispatcher.
+    """
+    rules, num_attentions = [LayerRule(pattern=pattern) for pattern in local], 0
+    for name, attention in module.named_modules():
+        processor = getattr(attention, "processor", None)
+        if processor is None or not hasattr(processor, "_parallel_config") or any(rule.matches(name) for rule in rules):
+            continue
+        _route(sys.modules[type(processor).__module__])
+        processor._parallel_config = KernelConfig(kernel)
+        num_attentions += 1
+    if not num_attentions:
+        raise ValueError(f"no attention of {type(module).__name__} can be given a kernel")
+
+
+def dispatch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    attention_kwargs: dict[str, Any] | None = None,
+    *,
+    backend: Any = None,
+    parallel_config: Any = None,
+) -> Tensor:
+    """In place of diffusers' function of that name, in the modules of processors that have a kernel of ours."""
+    if not isinstance(parallel_config, KernelConfig):
+        usual: Tensor = dispatch_attention_fn(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, attention_kwargs,
+            backend=backend, parallel_config=parallel_config,
+        )  # fmt: skip
+        return usual
+    assert not is_causal, "causal attention cannot be divided"
+    if scale is not None and scale != query.shape[-1] ** -0.5:
+        query = query * (scale * query.shape[-1] ** 0.5)
+    if attn_mask is None:
+        return parallel_config.kernel(query, key, value)[0]
+    return parallel_config.kernel(query, key, value, mask_BM=key_mask(attn_mask))[0]
+
+
+def key_mask(mask: Tensor) -> Tensor:
+    """``mask_BM`` of keys from diffusers' (B, M) or (B, 1, 1, M), True where to attend."""
+    assert mask.dtype == torch.bool, f"a bias on attention ({mask.dtype}) cannot be divided"
+    if mask.ndim == 4:
+        assert mask.shape[1:3] == (1, 1), f"a mask that varies by head or query ({tuple(mask.shape)}) cannot be divided"
+        return mask[:, 0, 0]
+    assert mask.ndim == 2, f"a mask of {mask.ndim} dims cannot be divided"
+    return mask
+
+
+def _route(module: ModuleType) -> None:
+    if getattr(module, "dispatch_attention_fn", None) is dispatch_attention_fn:
+        module.dispatch_attention_fn = dispatch  # type: ignore[attr-defined]

@@ -1,0 +1,91 @@
+"""Steps that nobody asked for: to prepare engines before anybody does, and to check a gang with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from engines.core.model import Branch
+from pipelines.blocks.encoder import Conditioning
+from pipelines.blocks.guidance import guiders_of
+from pipelines.blocks.opened import OpenedPipeline
+from pipelines.blocks.sampler import BlocksSampler
+from pipelines.defaults import Defaults
+from pipelines.request import MediaRequest
+
+PROBE_SEED = 20240801
+PROBE_TOKENS = 22
+PROBE_SIZE = (6, 10)
+"""Height and width of the probe's picture in the model's multiples: token counts that several ranks must pad."""
+PROBE_FRAMES = 2
+"""Frames of latents after the first, for clips."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlocksProbe:
+    """Makes the branches of one small, seeded step, equal on every rank, by the pipeline's own blocks.
+
+    Two branches, as with guidance; of a pipeline that changes between two transformers, one for each.
+    """
+
+    opened: OpenedPipeline
+    defaults: Defaults
+    modules: tuple[str, ...]
+
+    def __call__(self) -> tuple[Branch, ...]:
+        multiple, temporal = self.defaults.size_multiple, self.defaults.frame_multiple
+        request = MediaRequest(
+            request_id="probe",
+            model="probe",
+            kind=self.defaults.kind,
+            prompt="",
+            height=PROBE_SIZE[0] * multiple,
+            width=PROBE_SIZE[1] * multiple,
+            num_frames=1 + PROBE_FRAMES * temporal if self.defaults.kind == "video" else 1,
+            fps=self.defaults.fps,
+            num_inference_steps=2,
+            guidance_scale=self.defaults.guidance_scale,
+            true_cfg_scale=2.0,
+            seed=PROBE_SEED,
+        )
+        branches = first_step(self.opened, request, PROBE_TOKENS, torch.Generator().manual_seed(PROBE_SEED))
+        both = branches if len(branches) > 1 else branches * 2
+        return tuple(
+            replace(branch, module=name, schedule=None)
+            for branch, name in zip(both[:2], (self.modules[0], self.modules[-1]), strict=True)
+        )
+
+
+def first_step(
+    opened: OpenedPipeline, request: MediaRequest, num_tokens: int, generator: torch.Generator | None = None
+) -> tuple[Branch, ...]:
+    """The branches of the first step of ``request``, with blank prompts; or drawn from ``generator``."""
+    sampler = BlocksSampler(opened)
+    return sampler.branches(sampler.begin(request, blank_conditioning(opened, request, num_tokens, generator)))
+
+
+def blank_conditioning(
+    opened: OpenedPipeline, request: MediaRequest, num_tokens: int, generator: torch.Generator | None = None
+) -> Conditioning:
+    """What the encoders might make of a prompt of ``num_tokens``, by the configuration alone."""
+
+    def prompt() -> dict[str, Any]:
+        blank = opened.architecture.blank_conditioning(opened.part_config(opened.transformers[0]), num_tokens)
+        return {name: x if generator is None else _drawn(x, generator) for name, x in blank.items()}
+
+    is_guided = request.true_cfg_scale > 1 or opened.architecture.needs_negative
+    values, negative = prompt(), prompt() if is_guided else None
+    if negative is not None and guiders_of(opened.pipeline):
+        values |= {f"negative_{name}": x for name, x in negative.items()}
+        negative = None
+    return Conditioning(values=values, kinds={}, dtype=torch.float32, negative=negative)
+
+
+def _drawn(value: Any, generator: torch.Generator) -> Any:
+    if isinstance(value, list):
+        return [_drawn(x, generator) for x in value]
+    if not value.is_floating_point():
+        return value
+    return torch.randn(value.shape, generator=generator)

@@ -1,0 +1,117 @@
+"""A request's words and pictures to conditioning, by a pipeline's encoding blocks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from diffusers.modular_pipelines.modular_pipeline import PipelineState
+from torch import Tensor
+
+from pipelines.blocks import tree
+from pipelines.blocks.guidance import guiders_of, set_scale
+from pipelines.blocks.opened import TOKENIZERS, OpenedPipeline
+from pipelines.blocks.requests import inputs_of
+from pipelines.pictures import NO_PICTURES, InputPictures
+from pipelines.request import MediaRequest
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conditioning:
+    """What the encoders made of a request: values by the names that the blocks after them read, tensors on the CPU.
+
+    ``kinds`` are the names of the groups that values belong to. ``negative`` are those of the negative prompt, where
+    the pipeline itself knows no second prompt. ``generator`` is the state of the noise's, if an encoder drew from it.
+    ``dtype`` is what the encoders compute in.
+    """
+
+    values: Mapping[str, Any]
+    kinds: Mapping[str, tuple[str, ...]]
+    dtype: torch.dtype
+    negative: Mapping[str, Any] | None = None
+    generator: Tensor | None = None
+
+
+class BlocksEncoder:
+    """Encodes one request at a time: tokenizers keep the padding of their last call. At most ``max_tokens`` of a prompt
+    are seen (0: as the pipeline's blocks have it)."""
+
+    def __init__(self, opened: OpenedPipeline, max_tokens: int = 0) -> None:
+        self._opened = opened
+        self._sections = opened.sections.encode
+        self._pipeline = opened.load(self._sections)
+        self._later = opened.input_names((opened.sections.denoise, *opened.sections.decode))
+        self.max_tokens = opened.max_tokens(max_tokens)
+
+    @torch.no_grad()
+    def encode(self, request: MediaRequest, pictures: InputPictures = NO_PICTURES) -> Conditioning:
+        state, generator = self._encoded(request, pictures)
+        negative = None
+        if request.true_cfg_scale > 1 and not guiders_of(self._pipeline):
+            other, _ = self._encoded(replace(request, prompt=request.negative_prompt), pictures)
+            negative = self._values(other)
+        return Conditioning(
+            values=self._values(state),
+            kinds={kind: tuple(names) for kind, names in state.kwargs_mapping.items()},
+            dtype=self._opened.dtype,
+            negative=negative,
+            generator=generator,
+        )
+
+    def _encoded(self, request: MediaRequest, pictures: InputPictures) -> tuple[PipelineState, Tensor | None]:
+        """The blocks' values, and the generator's state where it is no longer that of the seed alone."""
+        set_scale(self._pipeline, max(request.true_cfg_scale, 2.0 if self._opened.architecture.needs_negative else 1.0))
+        inputs = inputs_of(request, self._opened.inputs, pictures)
+        if self.max_tokens and "max_sequence_length" in self._opened.inputs:
+            inputs["max_sequence_length"] = self.max_tokens
+            self._warn_if_cut(request.prompt)
+        state = PipelineState()
+        for name, spec in self._opened.inputs.items():
+            state.set(name, inputs.get(name, spec.default), spec.kwargs_type)
+        before = inputs["generator"].get_state() if "generator" in inputs else None
+        tree.run(self._opened.blocks, [(name,) for name in self._sections], self._pipeline, state)
+        if before is None or torch.equal(before, inputs["generator"].get_state()):
+            return state, None
+        return state, inputs["generator"].get_state()
+
+    def _values(self, state: PipelineState) -> dict[str, Any]:
+        """What the encoding blocks made and others read; not what a request says anyway."""
+        blocks = [self._opened.blocks.sub_blocks[name] for name in self._sections]
+        made = dict.fromkeys(output.name for block in blocks for output in block.intermediate_outputs)
+        names = [name for name in made if name in self._later and state.get(name) is not None]
+        return {name: on_cpu(state.get(name)) for name in names}
+
+    def _warn_if_cut(self, prompt: str) -> None:
+        """Logs how many tokens of a long prompt the model will not see, by the tokenizer that gives the most."""
+        tokenizers = [one for name in TOKENIZERS if (one := getattr(self._pipeline, name, None)) is not None]
+        longest = max(tokenizers, key=lambda one: int(one.model_max_length))
+        num_given = len(longest(prompt)["input_ids"])
+        if num_given > self.max_tokens:
+            logger.warning("the prompt has %d tokens; the model sees the first %d", num_given, self.max_tokens)
+
+
+def on_cpu(value: Any) -> Any:
+    """``value`` with the tensors in its lists and dicts on the CPU."""
+    if isinstance(value, Tensor):
+        return value.cpu()
+    if isinstance(value, list | tuple):
+        return type(value)(map(on_cpu, value))
+    if isinstance(value, dict):
+        return {name: on_cpu(inner) for name, inner in value.items()}
+    return value
+
+
+def on_device(value: Any, device: torch.device, dtypes: Mapping[torch.dtype, torch.dtype]) -> Any:
+    """``value`` with the tensors in its lists and dicts on ``device``, those of the dtypes in ``dtypes`` converted."""
+    if isinstance(value, Tensor):
+        return value.to(device, dtypes.get(value.dtype, value.dtype))
+    if isinstance(value, list | tuple):
+        return type(value)(on_device(inner, device, dtypes) for inner in value)
+    if isinstance(value, dict):
+        return {name: on_device(inner, device, dtypes) for name, inner in value.items()}
+    return value

@@ -1,0 +1,32 @@
+"""Guidance by a second prompt (Ho & Salimans 2022, arXiv:2207.12598): by the pipeline's guiders, or by us."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import Tensor
+
+GUIDERS = ("guider", "guider_2", "audio_guider")
+
+
+def guiders_of(pipeline: Any) -> tuple[str, ...]:
+    """The parts of ``pipeline`` that mix predictions. Without any, it knows no second prompt."""
+    return tuple(name for name in GUIDERS if getattr(pipeline, name, None) is not None)
+
+
+def set_scale(pipeline: Any, scale: float) -> None:
+    """Gives ``pipeline`` guiders of its own, of this scale; at 1 they ask for one branch."""
+    for name in guiders_of(pipeline):
+        guider = copy.copy(getattr(pipeline, name))
+        guider.guidance_scale = scale
+        guider.enable() if scale > 1 else guider.disable()
+        setattr(pipeline, name, guider)
+
+
+def guided(predictions: tuple[Tensor, ...], scale: float) -> Tensor:
+    """One prediction from (prompt,) or (prompt, negative prompt)."""
+    if len(predictions) == 1:
+        return predictions[0]
+    positive, negative = predictions
+    return negative + scale * (positive - negative)

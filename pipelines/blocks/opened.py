@@ -1,0 +1,176 @@
+"""A checkpoint's modular pipeline: its blocks and small parts at once, weights when a process asks for its own."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights  # type: ignore[import-untyped]
+from diffusers import ModelMixin
+from diffusers.configuration_utils import FrozenDict
+from diffusers.modular_pipelines import ModularPipeline
+from torch import nn
+
+from pipelines.blocks.stand_in import StandIn
+from pipelines.blocks.tree import Sections
+from pipelines.directory import read_config, read_index
+from pipelines.models.architecture import Architecture
+from pipelines.models.registry import load_architecture
+
+TOKENIZERS = ("tokenizer", "tokenizer_2", "tokenizer_3")
+SCALES = ("scale_factor_spatial", "scale_factor_temporal")
+UNLIMITED = 10**6
+"""Tokenizers without a limit say a number far beyond this."""
+
+
+class OpenedPipeline:
+    """The blocks of the diffusers folder ``path``. Models are on ``device`` and compute in ``dtype``.
+
+    Blocks work there too; where models are on "meta", which has no values to choose by, they work on the CPU.
+    ValueError if diffusers has no blocks for what the folder holds.
+    """
+
+    def __init__(self, path: Path, device: torch.device, dtype: torch.dtype) -> None:
+        self.path, self.models_device, self.dtype = path, device, dtype
+        self.device = torch.device("cpu") if device.type == "meta" else device
+        self.pipeline = _placed(_open(path), self.device, dtype)
+        self.blocks: Any = self.pipeline.blocks
+        self.sections = Sections.of(self.blocks)
+
+    @cached_property
+    def inputs(self) -> Mapping[str, Any]:
+        """What the whole pipeline may be given, with diffusers' own defaults."""
+        return {spec.name: spec for spec in self.blocks.inputs if spec.name is not None}
+
+    def input_names(self, sections: Iterable[str]) -> frozenset[str]:
+        """The values that the outermost blocks of these names read."""
+        specs = (spec for name in sections for spec in self.blocks.sub_blocks[name].inputs)
+        return frozenset(spec.name for spec in specs if spec.name is not None)
+
+    @cached_property
+    def transformers(self) -> tuple[str, ...]:
+        """The parts whose forwards a gang makes: those of diffusers' classes that have weights and are looped over."""
+        parts = self._parts((self.sections.denoise,))
+        return tuple(name for name in parts if name.split("_")[0] in ("transformer", "unet"))
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        return load_architecture(self.part_class(self.transformers[0]).__name__)
+
+    def max_tokens(self, limit: int) -> int:
+        """``limit``, or fewer where no tokenizer gives so many."""
+        configs = (self.path / name / "tokenizer_config.json" for name in TOKENIZERS)
+        own = [json.loads(file.read_text()).get("model_max_length") for file in configs if file.is_file()]
+        limited = [int(number) for number in own if number is not None and number < UNLIMITED]
+        return min(limit, max(limited)) if limited else limit
+
+    def part_class(self, name: str) -> Any:
+        return self.pipeline.get_component_spec(name).type_hint
+
+    def part_config(self, name: str) -> Any:
+        """The configuration of a model among the parts; what it does not say is its class's default."""
+        spec = self.pipeline.get_component_spec(name)
+        written = spec.type_hint.load_config(spec.pretrained_model_name_or_path, subfolder=spec.subfolder)
+        parameters = inspect.signature(spec.type_hint.__init__).parameters.values()
+        unwritten = {one.name: one.default for one in parameters if one.default is not one.empty}
+        settings = {key: value for key, value in read_index(self.path).items() if not isinstance(value, list | dict)}
+        return FrozenDict(unwritten | dict(written) | {"pipeline": settings})
+
+    def load(self, sections: Iterable[str]) -> Any:
+        """Returns a pipeline for the blocks of ``sections`` alone: their models loaded, of all others the outline."""
+        wanted = set(self._parts(sections))
+        return self._with_parts(lambda name: self.load_part(name) if name in wanted else self._outline(name))
+
+    def for_ranks(self) -> Any:
+        """Returns a pipeline for preparing and looping: of every model the outline, stand-ins for the transformers."""
+        pipeline = self._with_parts(lambda name: None if name in self.transformers else self._outline(name))
+        for name in self.transformers:
+            setattr(pipeline, name, self._stand_in(name))
+        return pipeline
+
+    def load_part(self, name: str) -> Any:
+        spec = self.pipeline.get_component_spec(name)
+        if not issubclass(spec.type_hint, nn.Module):
+            return spec.load()
+        dtype = torch.float32 if name in self.architecture.float32_parts else self.dtype
+        model = spec.load(dtype=dtype, device_map={"": str(self.models_device)})
+        return model.eval().requires_grad_(False)
+
+    def outline(self, name: str) -> Any:
+        """The model by its configuration alone, its weights' values unset; dtypes are those it would be loaded in.
+
+        Under fake tensors, or ``init_empty_weights``, it takes no memory.
+        """
+        model = self.part_class(name).from_config(dict(read_config(self.path, name)))
+        wide = set(model._keep_in_fp32_modules or ())
+        for key, parameter in model.named_parameters():
+            parameter.data = parameter.data.to(torch.float32 if wide & set(key.split(".")) else self.dtype)
+        return model.eval().requires_grad_(False)
+
+    def _parts(self, sections: Iterable[str]) -> tuple[str, ...]:
+        """Names of the parts in the folder that these blocks may use."""
+        specs = (spec for name in sections for spec in self.blocks.sub_blocks[name].expected_components)
+        names = dict.fromkeys(spec.name for spec in specs)
+        return tuple(name for name in names if self._is_in_folder(name))
+
+    def _is_in_folder(self, name: str) -> bool:
+        spec = self.pipeline.get_component_spec(name)
+        is_named = spec.default_creation_method == "from_pretrained" and spec.pretrained_model_name_or_path is not None
+        return is_named and isinstance(spec.type_hint, type)
+
+    def _with_parts(self, make: Any) -> Any:
+        pipeline = _placed(_open(self.path), self.device, self.dtype)
+        for name in self._parts(self.blocks.sub_blocks):
+            setattr(pipeline, name, make(name))
+        return pipeline
+
+    def _outline(self, name: str) -> Any:
+        """What blocks ask of a part that another process has: a model's configuration and attributes.
+
+        Small parts (schedulers, tokenizers' settings) are loaded: of transformers' models and tokenizers nothing.
+        """
+        part = self.part_class(name)
+        if issubclass(part, ModelMixin):
+            with init_empty_weights():
+                return self.outline(name)
+        return self.load_part(name) if part.__module__.startswith("diffusers.") else None
+
+    def _stand_in(self, name: str) -> StandIn:
+        config = self.part_config(name)
+        return StandIn(name, self.part_class(name), config, self.models_device, self.dtype, self.architecture.blank)
+
+
+def _open(path: Path) -> Any:
+    try:
+        pipeline = ModularPipeline.from_pretrained(str(path))
+    except (OSError, AttributeError, ValueError) as error:
+        raise ValueError(f"diffusers has no blocks for what {path} holds: {error}") from error
+    if not pipeline.blocks.sub_blocks:
+        raise ValueError(f"diffusers has no blocks for what {path} holds ({type(pipeline).__name__})")
+    return pipeline
+
+
+def _placed(pipeline: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """``pipeline``, whose blocks work on ``device`` whatever parts it has: diffusers asks the first of its models."""
+    own = {
+        **{name: property(lambda _: device) for name in ("device", "_execution_device")},
+        "dtype": property(lambda _: dtype),
+        **{f"vae_{name}": _of_vae(name) for name in SCALES if hasattr(type(pipeline), f"vae_{name}")},
+    }
+    pipeline.__class__ = type(type(pipeline).__name__, (type(pipeline),), own)
+    return pipeline
+
+
+def _of_vae(name: str) -> property:
+    """Reads a scale from the auto-encoder's configuration; pipelines guess it from the number of its stages."""
+
+    def scale(pipeline: Any) -> Any:
+        written = getattr(getattr(pipeline, "vae", None), "config", {}).get(name)
+        return written or getattr(super(type(pipeline), pipeline), f"vae_{name}")
+
+    return property(scale)

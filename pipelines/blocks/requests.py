@@ -1,0 +1,42 @@
+"""From a request to what a pipeline's blocks call their inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from PIL.Image import Image
+
+from pipelines.pictures import NO_PICTURES, InputPictures
+from pipelines.request import MediaRequest
+
+FRAME_RATES = ("frame_rate", "fps")
+
+
+def inputs_of(request: MediaRequest, known: Collection[str], pictures: InputPictures = NO_PICTURES) -> dict[str, Any]:
+    """The inputs among ``known`` that ``request`` decides; ``pictures`` are the encoder's alone."""
+    inputs: dict[str, Any] = {
+        "prompt": request.prompt,
+        "height": request.height,
+        "width": request.width,
+        "num_frames": request.num_frames,
+        "num_inference_steps": request.num_inference_steps,
+        "guidance_scale": request.guidance_scale,
+        "strength": request.strength,
+        "generator": torch.Generator().manual_seed(request.seed),
+        "output_type": "pt",
+        **dict.fromkeys(FRAME_RATES, request.fps),
+        **_picture_inputs([picture.image() for picture in pictures.pictures], pictures),
+    }
+    if request.true_cfg_scale > 1:
+        inputs["negative_prompt"] = request.negative_prompt
+    return {name: value for name, value in inputs.items() if name in known and value is not None}
+
+
+def _picture_inputs(images: list[Image], pictures: InputPictures) -> Mapping[str, Any]:
+    if not images:
+        return {}
+    mask = None if pictures.mask is None else pictures.mask.image()
+    first_and_last = {"image": images[0], "last_image": images[-1]} if len(images) == 2 else {}
+    return {"image": images[0] if len(images) == 1 else images, "mask_image": mask, **first_and_last}

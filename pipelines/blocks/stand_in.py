@@ -1,0 +1,62 @@
+"""What a pipeline finds where its transformer should be: it notes what it is called with, or answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+Call = tuple[str, Mapping[str, Any]]
+"""The component that was called, and its keyword arguments."""
+
+
+@dataclass(slots=True)
+class Exchange:
+    """The calls of one pass over a step, of all stand-ins of a pipeline in order, and the answers of another."""
+
+    calls: list[Call] = field(default_factory=list)
+    answers: list[Any] | None = None
+
+
+class StandIn:
+    """In place of the component ``name``: it has the configuration and the methods of its class, and no weights.
+
+    ``blank(call)`` is what it answers while it notes: something of the form of a prediction.
+    """
+
+    def __init__(
+        self, name: str, module: type[Any], config: Any, device: torch.device, dtype: torch.dtype, blank: Any
+    ) -> None:
+        self.name, self.config, self.device, self.dtype = name, config, device, dtype
+        self._class, self._blank = module, blank
+        self.exchange = Exchange()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_class" not in self.__dict__:  # while it is copied or unpickled
+            raise AttributeError(name)
+        return getattr(self._class, name)
+
+    def __call__(self, **call: Any) -> Any:
+        call.pop("return_dict", None)
+        if self.exchange.answers is not None:
+            return self.exchange.answers.pop(0)
+        self.exchange.calls.append((self.name, call))
+        return self._blank(self.config, call)
+
+    def __copy__(self) -> StandIn:
+        return StandIn(self.name, self._class, self.config, self.device, self.dtype, self._blank)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A job's state may hold it, and puts another in its place before it is used again."""
+        return (str, (self.name,))
+
+    def cache_context(self, name: str) -> Any:
+        return nullcontext()
+
+
+def answered(exchange: Exchange, answers: Sequence[Any]) -> None:
+    """The next calls get ``answers``, in the order in which the calls were noted."""
+    exchange.answers = list(answers)

@@ -1,0 +1,103 @@
+"""The tree of a pipeline's blocks: which of them encode, which prepare and loop, which decode."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from diffusers.modular_pipelines.modular_pipeline import (
+    BlockState,
+    ConditionalPipelineBlocks,
+    LoopSequentialPipelineBlocks,
+    PipelineState,
+)
+
+Path = tuple[str, ...]
+"""Names of blocks, from the pipeline's own inwards."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sections:
+    """The outermost blocks of a pipeline by where they run: encoders, the gang's ranks, the decoder."""
+
+    encode: tuple[str, ...]
+    denoise: str
+    decode: tuple[str, ...]
+
+    @classmethod
+    def of(cls, blocks: Any) -> Sections:
+        """ValueError if none of them, or more than one, holds the denoising loop."""
+        names = list(blocks.sub_blocks)
+        loops = [name for name in names if _has_loop(blocks.sub_blocks[name])]
+        if len(loops) != 1:
+            raise ValueError(f"{type(blocks).__name__} has {len(loops)} blocks with a denoising loop; one is needed")
+        place = names.index(loops[0])
+        return cls(encode=tuple(names[:place]), denoise=loops[0], decode=tuple(names[place + 1 :]))
+
+
+def _has_loop(block: Any) -> bool:
+    return isinstance(block, LoopSequentialPipelineBlocks) or any(map(_has_loop, block.sub_blocks.values()))
+
+
+def block_at(blocks: Any, path: Path) -> Any:
+    for name in path:
+        blocks = blocks.sub_blocks[name]
+    return blocks
+
+
+def run(blocks: Any, paths: Iterable[Path], pipeline: Any, state: PipelineState) -> None:
+    """Runs these blocks, which hold no denoising loop, in order; ``state`` takes what they make."""
+    for path in paths:
+        block_at(blocks, path)(pipeline, state)
+
+
+def run_until_loop(
+    blocks: Any, path: Path, pipeline: Any, state: PipelineState
+) -> tuple[Path, tuple[Path, ...]] | None:
+    """Runs what comes before the loop inside the block at ``path``; returns the loop's path, and those of what is left.
+
+    Blocks that depend on what there is are chosen when their turn comes. None if the block turned out to have no loop.
+    """
+    block = block_at(blocks, path)
+    if isinstance(block, LoopSequentialPipelineBlocks):
+        return path, ()
+    if isinstance(block, ConditionalPipelineBlocks):
+        name = _chosen(block, state)
+        return None if name is None else run_until_loop(blocks, (*path, name), pipeline, state)
+    if not _has_loop(block):
+        block(pipeline, state)
+        return None
+    names = list(block.sub_blocks)
+    for place, name in enumerate(names):
+        reached = run_until_loop(blocks, (*path, name), pipeline, state)
+        if reached is not None:
+            loop, left = reached
+            return loop, (*left, *((*path, later) for later in names[place + 1 :]))
+    return None
+
+
+def _chosen(block: Any, state: PipelineState) -> str | None:
+    triggers = {name: state.get(name) for name in block.block_trigger_inputs if name is not None}
+    name: str | None = block.select_block(**triggers) or block.default_block_name
+    return name
+
+
+def rehearse(loop: Any, pipeline: Any, state: PipelineState) -> tuple[BlockState, tuple[Mapping[str, Any], ...]]:
+    """Returns the loop's own state before its first step, and what each of its steps will be called with."""
+    steps: list[Mapping[str, Any]] = []
+    begun: list[BlockState] = []
+
+    def note_step(components: Any, block_state: BlockState, **step: Any) -> tuple[Any, BlockState]:
+        begun.append(block_state)
+        steps.append(step)
+        return components, block_state
+
+    rehearsed = copy.copy(loop)
+    rehearsed.loop_step = note_step
+    rehearsed.set_progress_bar_config(disable=True)
+    rehearsed(pipeline, PipelineState(dict(state.values), state.kwargs_mapping))
+    if not steps:
+        raise ValueError("the schedule has no steps")
+    return begun[0], tuple(steps)

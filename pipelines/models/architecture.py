@@ -1,0 +1,83 @@
+"""What the project must know of a transformer class to divide it: the form that every file beside this one fills in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engines.core.shard_plan import ShardPlan
+from pipelines.defaults import Defaults
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from engines.core.fast_model import ArrangeWeights
+    from engines.core.kernel import Kernel
+    from engines.core.model import Arguments, ModelInputs
+
+Config = Mapping[str, Any]
+"""A transformer's ``config.json``, with the defaults of its class."""
+
+
+def first_output(module: nn.Module, call: Mapping[str, Any]) -> Tensor:
+    """Calls a diffusers transformer; returns the first tensor of its output."""
+    prediction: Tensor = module(**call, return_dict=False)[0]
+    return prediction
+
+
+def like_latents(config: Config, call: Mapping[str, Any]) -> tuple[Tensor]:
+    """A blank prediction of the form of ``hidden_states``."""
+    latents = call["hidden_states"]
+    return (latents.new_zeros(()).expand(latents.shape),)
+
+
+def whole(config: Config, call: Mapping[str, Any], prediction: Tensor) -> tuple[Tensor, ...]:
+    return (prediction,)
+
+
+def unchanged(config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> Mapping[str, Any]:
+    return call
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Architecture:
+    """One transformer class, of the models that people know as ``family``.
+
+    ``defaults(folder)`` are what the model does when nobody says otherwise; they are read without torch. Of a
+    transformer with a ``config``, in which ``config["pipeline"]`` are the settings of the pipeline around it:
+
+    - ``shard_plan(config)`` says how it is split; ``stream_lengths(config, arguments)`` gives the tokens of its
+      streams; ``heads(config)`` the number and the dim of its self-attention's heads. ``local_attention`` are name
+      patterns (``*`` for a number) of attentions whose keys every rank has whole.
+    - ``blank_conditioning(config, num_tokens)`` are zeros in the shapes of what the encoders make of a prompt.
+    - ``adapted(config, call, step)`` is a call of it where blocks and transformer differ; ``step`` is what the step's
+      blocks were called with. ``blank(config, call)`` is what the pipeline may take for the answer before there is one;
+      ``forward(module, call)`` makes the call and gives one tensor, and ``answer(config, call, prediction)`` makes of
+      that what the pipeline expects.
+    - ``set_kernel``: where diffusers' attention dispatcher does not do. ``hoisted`` and ``fast`` as in
+      ``DenoiserModel``.
+
+    ``first_frame(latents)`` are the latents that a clip's first frame needs. ``float32_parts`` of the pipeline are
+    float32 whatever the transformer is. ``needs_negative``: its blocks fail without a negative prompt, even where no
+    guider looks at it.
+    """
+
+    family: str
+    defaults: Callable[[Path], Defaults]
+    shard_plan: Callable[[Config], ShardPlan]
+    stream_lengths: Callable[[Config, Arguments], Mapping[str, int]]
+    heads: Callable[[Config], tuple[int, int]]
+    blank_conditioning: Callable[[Config, int], Mapping[str, Tensor]]
+    local_attention: tuple[str, ...] = ()
+    adapted: Callable[[Config, Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]] = unchanged
+    blank: Callable[[Config, Mapping[str, Any]], Any] = like_latents
+    forward: Callable[[nn.Module, Mapping[str, Any]], Tensor] = first_output
+    answer: Callable[[Config, Mapping[str, Any], Tensor], Any] = whole
+    set_kernel: Callable[[nn.Module, Kernel], None] | None = None
+    hoisted: Callable[[nn.Module, ModelInputs], ModelInputs] | None = None
+    fast: ArrangeWeights | None = None
+    first_frame: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+    float32_parts: tuple[str, ...] = ()
+    needs_negative: bool = False

@@ -1,0 +1,1 @@
+"""Transformers that come from no folder, as benchmarks and tests make them."""

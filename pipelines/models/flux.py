@@ -1,0 +1,123 @@
+"""FLUX.1 (dev, schnell, Kontext and models of the same layout).
+
+The modulation layers, the embedders and the per-head norms stay whole on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
+from pipelines.defaults import Defaults
+from pipelines.directory import read_config
+from pipelines.models.architecture import Architecture, Config
+from pipelines.models.image_sizes import vae_scale
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from engines.core.fast_model import Precision
+    from engines.core.kernel import Kernel
+    from engines.core.model import Arguments
+
+TEXT, IMAGE = "text", "image"
+DUAL, SINGLE = "transformer_blocks.*", "single_transformer_blocks.*"
+MLP_RATIO = 4
+"""Width of the MLP of a block over the width of its attention, fixed in diffusers' class."""
+PATCH = 2
+MAX_TOKENS, MAX_TOKENS_SCHNELL = 512, 256
+
+SHARDS = (
+    TokenShard(module="", where="input", key="hidden_states", dim=1, stream=IMAGE),
+    TokenShard(module="", where="input", key="encoder_hidden_states", dim=1, stream=TEXT),
+    TokenShard(module="", where="input", key="img_ids", dim=0, stream=IMAGE),
+    TokenShard(module="", where="input", key="txt_ids", dim=0, stream=TEXT),
+)
+
+DUAL_LINEARS: tuple[ColumnLinear | RowLinear, ...] = (
+    *(ColumnLinear(pattern=f"{DUAL}.attn.{name}") for name in ("to_q", "to_k", "to_v")),
+    *(ColumnLinear(pattern=f"{DUAL}.attn.{name}") for name in ("add_q_proj", "add_k_proj", "add_v_proj")),
+    RowLinear(pattern=f"{DUAL}.attn.to_out.0"),
+    RowLinear(pattern=f"{DUAL}.attn.to_add_out"),
+    ColumnLinear(pattern=f"{DUAL}.ff.net.0.proj"),
+    RowLinear(pattern=f"{DUAL}.ff.net.2"),
+    ColumnLinear(pattern=f"{DUAL}.ff_context.net.0.proj"),
+    RowLinear(pattern=f"{DUAL}.ff_context.net.2"),
+)
+
+SINGLE_LINEARS: tuple[ColumnLinear | RowLinear, ...] = (
+    *(ColumnLinear(pattern=f"{SINGLE}.attn.{name}") for name in ("to_q", "to_k", "to_v")),
+    ColumnLinear(pattern=f"{SINGLE}.proj_mlp"),
+    RowLinear(pattern=f"{SINGLE}.proj_out", segments=(1, MLP_RATIO)),
+)
+
+SHARD_PLAN = ShardPlan(
+    streams=(TEXT, IMAGE),
+    blocks=("transformer_blocks", "single_transformer_blocks"),
+    shards=SHARDS,
+    gathers=(TokenGather(module="proj_out", dim=1, stream=IMAGE),),
+    linears=(*DUAL_LINEARS, *SINGLE_LINEARS),
+    carried=("encoder_hidden_states", "hidden_states"),
+)
+
+
+def stream_lengths(config: Config, arguments: Arguments) -> dict[str, int]:
+    return {TEXT: arguments["encoder_hidden_states"].shape[1], IMAGE: arguments["hidden_states"].shape[1]}
+
+
+def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Tensor]:
+    import torch
+
+    return {
+        "prompt_embeds": torch.zeros(1, num_tokens, config["joint_attention_dim"]),
+        "pooled_prompt_embeds": torch.zeros(1, config["pooled_projection_dim"]),
+    }
+
+
+def defaults(path: Path) -> Defaults:
+    """FLUX.1-dev's if the model takes a guidance scale, else FLUX.1-schnell's."""
+    distilled: bool = read_config(path, "transformer")["guidance_embeds"]
+    return Defaults(
+        kind="image",
+        width=1024,
+        height=1024,
+        num_frames=1,
+        fps=0,
+        num_inference_steps=28 if distilled else 4,
+        guidance_scale=3.5 if distilled else 0.0,
+        true_cfg_scale=1.0,
+        size_multiple=vae_scale(path) * PATCH,
+        frame_multiple=1,
+        max_pixels=2048 * 2048,
+        max_frames=1,
+        max_steps=100,
+        max_tokens=MAX_TOKENS if distilled else MAX_TOKENS_SCHNELL,
+    )
+
+
+def set_kernel(module: nn.Module, kernel: Kernel) -> None:
+    """By a processor of ours: TensorRT does not parse what diffusers' own exports to for sizes that vary."""
+    from pipelines.models.flux_attention import set_kernel
+
+    set_kernel(module, kernel)
+
+
+def fast(transformer: nn.Module, precision: Precision) -> Any:
+    """The weights, arranged for a hand-ordered step."""
+    from pipelines.fast.flux import FluxWeights
+
+    return FluxWeights(transformer, precision)
+
+
+ARCHITECTURE = Architecture(
+    family="flux",
+    defaults=defaults,
+    shard_plan=lambda config: SHARD_PLAN,
+    stream_lengths=stream_lengths,
+    heads=lambda config: (config["num_attention_heads"], config["attention_head_dim"]),
+    blank_conditioning=blank_conditioning,
+    set_kernel=set_kernel,
+    fast=fast,
+)

@@ -1,0 +1,92 @@
+"""FLUX.2 (dev, klein and models of the same layout). Pictures to look at are more tokens of the image's stream.
+
+Single-stream blocks have queries, keys, values and the MLP in one projection, so that heads cannot be divided alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
+from pipelines.defaults import Defaults
+from pipelines.directory import read_config, read_index
+from pipelines.models.architecture import Architecture, Config
+from pipelines.models.image_sizes import vae_scale
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engines.core.model import Arguments
+
+TEXT, IMAGE = "text", "image"
+PATCH = 2
+"""Latent values along the side of a token."""
+MAX_TOKENS = 512
+
+SHARD_PLAN = ShardPlan(
+    streams=(TEXT, IMAGE),
+    blocks=("transformer_blocks", "single_transformer_blocks"),
+    shards=(
+        TokenShard(module="", where="input", key="hidden_states", dim=1, stream=IMAGE),
+        TokenShard(module="", where="input", key="encoder_hidden_states", dim=1, stream=TEXT),
+        TokenShard(module="", where="input", key="img_ids", dim=1, stream=IMAGE),
+        TokenShard(module="", where="input", key="txt_ids", dim=1, stream=TEXT),
+    ),
+    gathers=(TokenGather(module="proj_out", dim=1, stream=IMAGE),),
+    linears=(),
+)
+
+
+def stream_lengths(config: Config, arguments: Arguments) -> dict[str, int]:
+    return {TEXT: arguments["encoder_hidden_states"].shape[1], IMAGE: arguments["hidden_states"].shape[1]}
+
+
+def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Tensor]:
+    import torch
+
+    return {"prompt_embeds": torch.zeros(1, num_tokens, config["joint_attention_dim"])}
+
+
+DEV = Defaults(
+    kind="image",
+    width=1024,
+    height=1024,
+    num_frames=1,
+    fps=0,
+    num_inference_steps=50,
+    guidance_scale=4.0,
+    true_cfg_scale=1.0,
+    size_multiple=16,
+    frame_multiple=1,
+    max_pixels=2048 * 2048,
+    max_frames=1,
+    max_steps=100,
+    max_pictures=4,
+    max_tokens=MAX_TOKENS,
+)
+"""The others differ in a few values (each from its model card on the hub)."""
+KLEIN = replace(DEV, num_inference_steps=4, guidance_scale=0.0)
+KLEIN_BASE = replace(DEV, guidance_scale=0.0, true_cfg_scale=4.0)
+
+
+def defaults(path: Path) -> Defaults:
+    return replace(_known_defaults(path), size_multiple=vae_scale(path) * PATCH)
+
+
+def _known_defaults(path: Path) -> Defaults:
+    if read_config(path, "transformer").get("guidance_embeds", True):
+        return DEV
+    return KLEIN if read_index(path).get("is_distilled") else KLEIN_BASE
+
+
+ARCHITECTURE = Architecture(
+    family="flux2",
+    defaults=defaults,
+    shard_plan=lambda config: SHARD_PLAN,
+    stream_lengths=stream_lengths,
+    heads=lambda config: (config["num_attention_heads"], config["attention_head_dim"]),
+    blank_conditioning=blank_conditioning,
+)

@@ -1,0 +1,100 @@
+"""Qwen-Image and its editors. Pictures to edit are more tokens of the image's stream."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
+from pipelines.defaults import Defaults
+from pipelines.directory import read_config, read_index
+from pipelines.models.architecture import Architecture, Config
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engines.core.model import Arguments
+
+TEXT, IMAGE = "text", "image"
+BLOCKS = "transformer_blocks"
+MAX_TOKENS = 1024
+MASK = "encoder_hidden_states_mask"
+
+LINEARS: tuple[ColumnLinear | RowLinear, ...] = (
+    *(ColumnLinear(pattern=f"{BLOCKS}.*.attn.{name}") for name in ("to_q", "to_k", "to_v")),
+    *(ColumnLinear(pattern=f"{BLOCKS}.*.attn.{name}") for name in ("add_q_proj", "add_k_proj", "add_v_proj")),
+    *(RowLinear(pattern=f"{BLOCKS}.*.attn.{name}") for name in ("to_out.0", "to_add_out")),
+    *(ColumnLinear(pattern=f"{BLOCKS}.*.{name}.net.0.proj") for name in ("img_mlp", "txt_mlp")),
+    *(RowLinear(pattern=f"{BLOCKS}.*.{name}.net.2") for name in ("img_mlp", "txt_mlp")),
+)
+
+SHARD_PLAN = ShardPlan(
+    streams=(TEXT, IMAGE),
+    blocks=(BLOCKS,),
+    shards=(
+        TokenShard(module=f"{BLOCKS}.0", where="input", key="hidden_states", dim=1, stream=IMAGE),
+        TokenShard(module=f"{BLOCKS}.0", where="input", key="encoder_hidden_states", dim=1, stream=TEXT),
+        TokenShard(module=f"{BLOCKS}.*", where="input", key="modulate_index", dim=1, stream=IMAGE),
+        TokenShard(module="pos_embed", where="output", key=0, dim=0, stream=IMAGE),
+        TokenShard(module="pos_embed", where="output", key=1, dim=0, stream=TEXT),
+    ),
+    gathers=(TokenGather(module="proj_out", dim=1, stream=IMAGE),),
+    linears=LINEARS,
+    carried=("encoder_hidden_states", "hidden_states"),
+)
+
+
+def stream_lengths(config: Config, arguments: Arguments) -> dict[str, int]:
+    return {TEXT: arguments["encoder_hidden_states"].shape[1], IMAGE: arguments["hidden_states"].shape[1]}
+
+
+def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Tensor]:
+    import torch
+
+    return {
+        "prompt_embeds": torch.zeros(1, num_tokens, config["joint_attention_dim"]),
+        "prompt_embeds_mask": torch.ones(1, num_tokens, dtype=torch.long),
+    }
+
+
+def adapted(config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> Mapping[str, Any]:
+    """One prompt is as long as it is: its mask, which masks nothing, would only forbid the fastest attention."""
+    return {name: value for name, value in call.items() if name != MASK}
+
+
+def defaults(path: Path) -> Defaults:
+    """Qwen-Image's; an editor takes pictures."""
+    vae, is_editor = read_config(path, "vae"), "Edit" in str(read_index(path).get("_class_name"))
+    known = Defaults(
+        kind="image",
+        width=1328,
+        height=1328,
+        num_frames=1,
+        fps=0,
+        num_inference_steps=50,
+        guidance_scale=0.0,
+        true_cfg_scale=4.0,
+        size_multiple=2 * 2 ** len(vae.get("temperal_downsample", (False, True, True))),
+        frame_multiple=1,
+        max_pixels=2048 * 2048,
+        max_frames=1,
+        max_steps=100,
+        max_pictures=1,
+        takes_mask=True,
+        takes_strength=True,
+        max_tokens=MAX_TOKENS,
+    )
+    return replace(known, min_pictures=1, max_pictures=3, takes_strength=False) if is_editor else known
+
+
+ARCHITECTURE = Architecture(
+    family="qwen",
+    defaults=defaults,
+    shard_plan=lambda config: SHARD_PLAN,
+    stream_lengths=stream_lengths,
+    heads=lambda config: (config["num_attention_heads"], config["attention_head_dim"]),
+    blank_conditioning=blank_conditioning,
+    adapted=adapted,
+)

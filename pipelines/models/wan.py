@@ -1,0 +1,169 @@
+"""Wan 2.1 and 2.2 (and models of the same layout).
+
+The text stays whole on every rank (cross-attention needs all of it), as do the embedders and the modulation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engines.core.shard_plan import ColumnLinear, FullWidthNorm, RowLinear, ShardPlan, TokenGather, TokenShard
+from pipelines.defaults import Defaults
+from pipelines.directory import read_config, read_index
+from pipelines.models.architecture import Architecture, Config
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from engines.core.kernel import Kernel
+    from engines.core.model import Arguments, ModelInputs
+
+VIDEO = "video"
+ATTENTIONS = ("blocks.*.attn1", "blocks.*.attn2")
+SIZE_MULTIPLE = 16
+"""The reference pipeline refuses other sizes, whatever the auto-encoder."""
+MAX_TOKENS = 512
+SMALL_LAYERS = 30
+
+SHARDS = (
+    TokenShard(module="rope", where="output", key=0, dim=1, stream=VIDEO),
+    TokenShard(module="rope", where="output", key=1, dim=1, stream=VIDEO),
+    TokenShard(module="blocks.0", where="input", key="hidden_states", dim=1, stream=VIDEO),
+)
+TIMESTEP_SHARD = TokenShard(module="", where="input", key="timestep", dim=1, stream=VIDEO)
+
+LINEARS: tuple[ColumnLinear | RowLinear | FullWidthNorm, ...] = (
+    *(ColumnLinear(pattern=f"{attn}.{name}") for attn in ATTENTIONS for name in ("to_q", "to_k", "to_v")),
+    *(FullWidthNorm(pattern=f"{attn}.{name}") for attn in ATTENTIONS for name in ("norm_q", "norm_k")),
+    *(RowLinear(pattern=f"{attn}.to_out.0") for attn in ATTENTIONS),
+    ColumnLinear(pattern="blocks.*.ffn.net.0.proj"),
+    RowLinear(pattern="blocks.*.ffn.net.2"),
+)
+
+
+def shard_plan(config: Config) -> ShardPlan:
+    """With one timestep a token, the timesteps are cut like the tokens."""
+    return ShardPlan(
+        streams=(VIDEO,),
+        blocks=("blocks",),
+        shards=(*SHARDS, TIMESTEP_SHARD) if expands_timesteps(config) else SHARDS,
+        gathers=(TokenGather(module="proj_out", dim=1, stream=VIDEO),),
+        linears=LINEARS,
+        carried=("hidden_states",),
+    )
+
+
+def expands_timesteps(config: Config) -> bool:
+    """Whether the transformer takes one timestep a token (Wan 2.2 TI2V)."""
+    return bool(config.get("pipeline", {}).get("expand_timesteps"))
+
+
+def stream_lengths(config: Config, arguments: Arguments) -> dict[str, int]:
+    """Patches of (frames, rows, columns)."""
+    sizes = zip(arguments["hidden_states"].shape[2:], config["patch_size"], strict=True)
+    return {VIDEO: math.prod(size // patch for size, patch in sizes)}
+
+
+def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Tensor]:
+    import torch
+
+    return {"prompt_embeds": torch.zeros(1, num_tokens, config["text_dim"])}
+
+
+def blank(config: Config, call: Mapping[str, Any]) -> tuple[Tensor]:
+    """A model that begins with a picture takes more channels than it predicts."""
+    latents = call["hidden_states"]
+    return (latents.new_zeros(()).expand(latents.shape[0], config["out_channels"], *latents.shape[2:]),)
+
+
+def adapted(config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Diffusers' blocks round the timestep to the dtype of the prompt, and know one for all tokens."""
+    timestep_B = step["t"].float().expand(call["timestep"].shape[0])
+    if not expands_timesteps(config):
+        return {**call, "timestep": timestep_B}
+    return {**call, "timestep": timestep_B[:, None].expand(-1, stream_lengths(config, call)[VIDEO])}
+
+
+def set_kernel(module: nn.Module, kernel: Kernel) -> None:
+    from pipelines.models.wan_attention import set_kernel
+
+    set_kernel(module, kernel)
+
+
+def forward(module: nn.Module, call: Mapping[str, Any]) -> Tensor:
+    from pipelines.models.wan_text import forward
+
+    return forward(module, call)
+
+
+def hoisted(module: nn.Module, inputs: ModelInputs) -> ModelInputs:
+    from pipelines.models.wan_text import hoisted_text
+
+    return hoisted_text(module, inputs)
+
+
+LARGE = Defaults(
+    kind="video",
+    width=1280,
+    height=720,
+    num_frames=81,
+    fps=16,
+    num_inference_steps=50,
+    guidance_scale=0.0,
+    true_cfg_scale=5.0,
+    size_multiple=16,
+    frame_multiple=4,
+    max_pixels=1280 * 720,
+    max_frames=81,
+    max_steps=100,
+    max_tokens=MAX_TOKENS,
+)
+"""Wan 2.1 14B; the others differ in a few values (each from its model card on the hub)."""
+
+SMALL = replace(LARGE, width=832, height=480)
+TWO_EXPERTS = replace(LARGE, num_inference_steps=40, true_cfg_scale=4.0)
+"""The card's guidance scale for high noise. It gives 3.0 for low noise; a request has one scale, which serves both."""
+PER_TOKEN_TIME = replace(LARGE, height=704, num_frames=121, fps=24, max_frames=121)
+
+
+def defaults(path: Path) -> Defaults:
+    """The defaults of the published model that the folder resembles, with its own grid."""
+    vae, patch = read_config(path, "vae"), read_config(path, "transformer")["patch_size"]
+    spatial = vae.get("scale_factor_spatial", 8)
+    return replace(
+        _known_defaults(path),
+        size_multiple=math.lcm(SIZE_MULTIPLE, spatial * patch[1], spatial * patch[2]),
+        frame_multiple=vae.get("scale_factor_temporal", 4),
+    )
+
+
+def _known_defaults(path: Path) -> Defaults:
+    """Wan 2.2 A14B has two transformers, TI2V 5B a timestep a token; Wan 2.1 comes with 30 or 40 layers."""
+    index = read_index(path)
+    if index.get("boundary_ratio") is not None:
+        return TWO_EXPERTS
+    if index.get("expand_timesteps"):
+        return PER_TOKEN_TIME
+    return SMALL if read_config(path, "transformer")["num_layers"] <= SMALL_LAYERS else LARGE
+
+
+ARCHITECTURE = Architecture(
+    family="wan",
+    defaults=defaults,
+    shard_plan=shard_plan,
+    stream_lengths=stream_lengths,
+    heads=lambda config: (config["num_attention_heads"], config["attention_head_dim"]),
+    blank_conditioning=blank_conditioning,
+    blank=blank,
+    adapted=adapted,
+    forward=forward,
+    set_kernel=set_kernel,
+    hoisted=hoisted,
+    first_frame=lambda latents: {"latents": latents["latents"][:, :, :1]},
+    float32_parts=("vae",),
+    needs_negative=True,
+)

@@ -1,0 +1,103 @@
+"""Z-Image and Z-Image-Turbo: one stream of picture and text, both padded to multiples of 32 tokens.
+
+The refiners before it (4 of 34 layers, each over a part of the tokens) are computed whole on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
+from pipelines.defaults import Defaults
+from pipelines.models.architecture import Architecture, Config
+from pipelines.models.image_sizes import vae_scale
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from engines.core.model import Arguments
+
+TOKENS = "tokens"
+PATCH = 2
+PADDED_TO = 32
+"""``SEQ_MULTI_OF`` of diffusers' class."""
+MAX_TOKENS = 512
+SIZE_MULTIPLE = 16
+"""Diffusers' blocks refuse other sizes, whatever the auto-encoder."""
+
+SHARD_PLAN = ShardPlan(
+    streams=(TOKENS,),
+    blocks=("layers",),
+    shards=(
+        TokenShard(module="layers.0", where="input", key="x", dim=1, stream=TOKENS),
+        TokenShard(module="layers.*", where="input", key="freqs_cis", dim=1, stream=TOKENS),
+    ),
+    gathers=(TokenGather(module=f"all_final_layer.{PATCH}-1", dim=1, stream=TOKENS),),
+    linears=(),
+)
+
+
+def stream_lengths(config: Config, arguments: Arguments) -> dict[str, int]:
+    _, _, height, width = arguments["x.0"].shape
+    num_image, num_text = (height // PATCH) * (width // PATCH), arguments["cap_feats.0"].shape[0]
+    return {TOKENS: sum(math.ceil(number / PADDED_TO) * PADDED_TO for number in (num_image, num_text))}
+
+
+def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Any]:
+    import torch
+
+    return {"prompt_embeds": [torch.zeros(num_tokens, config["cap_feat_dim"])]}
+
+
+def blank(config: Config, call: Mapping[str, Any]) -> tuple[list[Tensor]]:
+    return ([x.new_zeros(()).expand(x.shape) for x in call["x"]],)
+
+
+def forward(module: nn.Module, call: Mapping[str, Any]) -> Tensor:
+    """The prediction ``x_CFHW`` of one picture."""
+    (prediction,) = module(**call, return_dict=False)[0]
+    picture: Tensor = prediction
+    return picture
+
+
+def answer(config: Config, call: Mapping[str, Any], prediction: Tensor) -> tuple[list[Tensor]]:
+    return ([prediction],)
+
+
+def defaults(path: Path) -> Defaults:
+    """Z-Image-Turbo's, which is what most people have."""
+    return Defaults(
+        kind="image",
+        width=1024,
+        height=1024,
+        num_frames=1,
+        fps=0,
+        num_inference_steps=9,
+        guidance_scale=0.0,
+        true_cfg_scale=1.0,
+        size_multiple=math.lcm(SIZE_MULTIPLE, vae_scale(path) * PATCH),
+        frame_multiple=1,
+        max_pixels=2048 * 2048,
+        max_frames=1,
+        max_steps=100,
+        max_pictures=1,
+        takes_strength=True,
+        max_tokens=MAX_TOKENS,
+    )
+
+
+ARCHITECTURE = Architecture(
+    family="z_image",
+    defaults=defaults,
+    shard_plan=lambda config: SHARD_PLAN,
+    stream_lengths=stream_lengths,
+    heads=lambda config: (config["n_heads"], config["dim"] // config["n_heads"]),
+    blank_conditioning=blank_conditioning,
+    blank=blank,
+    forward=forward,
+    answer=answer,
+    local_attention=("noise_refiner.*.attention", "context_refiner.*.attention"),
+)

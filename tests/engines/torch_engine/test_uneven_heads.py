@@ -1,0 +1,110 @@
+"""A model whose heads the ranks do not divide, through the whole engine: six heads on four ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engines.core.kernel import Kernel
+from engines.core.model import DenoiserModel
+from engines.core.rank import RankContext
+from engines.parallel.self_check import relative_difference
+from engines.registry import load_engine
+from engines.torch_engine.engine import TorchEngine
+from engines.torch_engine.exchange.choose import PARTS_FROM_TOKENS, where_even
+from pipelines.fast.flux import FastFlux
+from tests.engines.support import models
+from tests.engines.support.gloo import gang
+
+EVERYONE = (0, 1, 2, 3)
+
+
+def six_heads() -> torch.nn.Module:
+    from diffusers import FluxTransformer2DModel
+
+    heads = {"num_attention_heads": 6, "attention_head_dim": 16, "axes_dims_rope": (4, 6, 6)}
+    sizes = {"in_channels": 16, "joint_attention_dim": 48, "pooled_projection_dim": 32, "guidance_embeds": True}
+    module: torch.nn.Module = models.shake(FluxTransformer2DModel(num_layers=1, num_single_layers=1, **heads, **sizes))
+    return module
+
+
+@cache
+def model() -> DenoiserModel:
+    from pipelines.flux.denoiser import as_denoiser
+
+    return as_denoiser(six_heads())
+
+
+@pytest.mark.parametrize("strategy", ["ulysses", "ulysses in parts", "hybrid", "auto"])
+def test_equals_the_unsharded_module(strategy: str) -> None:
+    for answer in gang(4).run(predict, strategy):
+        assert relative_difference(answer, expected()) <= 1e-5
+
+
+def test_control_with_an_exchange_left_out_fails() -> None:
+    for answer in gang(4).run(predict, "ulysses", True):
+        assert relative_difference(answer, expected()) > 0.01
+
+
+def test_the_gang_passes_its_checks_at_start() -> None:
+    gang(4).run(start)
+
+
+def test_others_than_peers_take_what_peers_do_not() -> None:
+    """Whichever is called answers with its number."""
+
+    def numbered(number: int) -> Kernel:
+        return lambda q, k, v, *, mask_BM=None: (q.new_tensor(number), q)
+
+    kernel = where_even(numbered(1), numbered(2), num_ranks=4)
+    eight, six, two = (torch.zeros(1, 3, heads, 8) for heads in (8, 6, 2))
+    assert kernel(eight, eight, eight)[0] == 1
+    assert kernel(six, six, six)[0] == 2
+    assert kernel(eight, two, two)[0] == 2
+    assert kernel(eight, eight, eight, mask_BM=torch.ones(1, 3, dtype=torch.bool))[0] == 2
+
+
+@cache
+def expected() -> Tensor:
+    (branch,) = models.branches("flux", "uneven")
+    with torch.no_grad():
+        prediction: Tensor = six_heads()(**branch.inputs, return_dict=False)[0]
+    return prediction
+
+
+def predict(strategy: str, broken: bool = False) -> Tensor:
+    engine = TorchEngine(model(), strategy=strategy.split()[0], fast=True)
+    with no_exchange(broken), in_parts("in parts" in strategy):
+        with patch("pipelines.fast.flux.FastFlux.step", autospec=True, side_effect=FastFlux.step) as step:
+            (prediction,) = engine.predict(models.branches("flux", "uneven"), EVERYONE)
+        is_even = 6 % engine.division.team(EVERYONE).spec.ulysses == 0
+        assert bool(step.call_count) == is_even, "the fast path wants as many heads on every rank"
+    engine.close()
+    return prediction
+
+
+def start() -> None:
+    context = RankContext(rank=dist.get_rank(), num_ranks=dist.get_world_size(), device="cpu")
+    load_engine("torch", model(), context, strategy="ulysses").close()
+
+
+@contextmanager
+def no_exchange(broken: bool) -> Iterator[None]:
+    if not broken:
+        yield
+        return
+    with patch("engines.parallel.ulysses.all_to_all", lambda x, axis: x):
+        yield
+
+
+@contextmanager
+def in_parts(wanted: bool) -> Iterator[None]:
+    with patch("engines.torch_engine.exchange.choose.PARTS_FROM_TOKENS", 1 if wanted else PARTS_FROM_TOKENS):
+        yield

@@ -1,0 +1,106 @@
+"""Each model on gangs of Gloo ranks, with every strategy that its plan allows, against the pipeline's own call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+from engines.parallel import strategy as strategies
+from engines.torch_engine.engine import TorchEngine
+from pipelines.checkpoint import Checkpoint
+from pipelines.request import MediaRequest
+from pipelines.run import load_pipeline
+from pipelines.size import Size
+from tests.engines.support.gloo import gang
+from tests.pipelines.support import tiny_models
+from tests.pipelines.support.own_call import own_latents
+
+TOLERANCE = 1e-4
+"""Relative, in float32: sums are made in another order."""
+CONTEXT = ("ulysses", "ring", "allgather_kv")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """``sides`` are height and width in the model's multiples: token counts that 4 ranks must pad."""
+
+    make: Callable[[Path], Path]
+    sides: tuple[int, int] = (3, 5)
+    num_frames: int | None = None
+    tensor: bool = False
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "flux2 klein": Case(make=tiny_models.flux2_klein),
+    "qwen": Case(make=tiny_models.qwen_image, tensor=True),
+    "qwen without guidance": Case(make=tiny_models.qwen_image, changes={"true_cfg_scale": 1.0}),
+    "z image": Case(make=tiny_models.z_image),
+    "z image with guidance": Case(make=tiny_models.z_image, changes={"true_cfg_scale": 3.0}),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Path]:
+    return cache(lambda make: make(tmp_path_factory.mktemp("model")))
+
+
+def request_of(case: Case, folder: Path) -> MediaRequest:
+    defaults = Checkpoint(folder).defaults
+    height, width = (side * defaults.size_multiple for side in case.sides)
+    size = Size(width=width, height=height, num_frames=case.num_frames)
+    return defaults.request(size, prompt="a red circle", num_inference_steps=2, seed=5, **case.changes)
+
+
+def denoised(folder: Path, request: MediaRequest, strategy: str) -> Tensor:
+    checkpoint = Checkpoint(folder)
+    engine = TorchEngine(checkpoint.denoiser(), strategy=strategy)
+    pipeline = load_pipeline(checkpoint, engine)
+    sampler = pipeline.sampler
+    state = sampler.begin(request, pipeline.text_encoder.encode(request))
+    for _ in range(sampler.num_steps(state)):
+        state = sampler.advance(state, engine.predict(sampler.branches(state), tuple(range(dist.get_world_size()))))
+    engine.close()
+    latents: Tensor = sampler.latents(state)["latents"]
+    return latents
+
+
+def without_exchange(folder: Path, request: MediaRequest, strategy: str) -> Tensor:
+    """Each rank attends to its own tokens alone."""
+    with patch.object(strategies, "ulysses", lambda kernel, axis, **_: kernel):
+        return denoised(folder, request, strategy)
+
+
+def relative_difference(one: Tensor, other: Tensor) -> float:
+    return float((one - other).norm() / other.norm())
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_latents_equal_the_pipelines_own(name: str, num_ranks: int, folders: Callable[[Any], Path]) -> None:
+    case = CASES[name]
+    folder = folders(case.make)
+    request = request_of(case, folder)
+    expected = own_latents(folder, request)
+    assert expected.std() > 0.1
+    several = (*CONTEXT, *(["tensor"] if case.tensor else [])) if num_ranks > 1 else ("ulysses",)
+    for strategy in several:
+        for latents in gang(num_ranks).run(denoised, folder, request, strategy):
+            assert relative_difference(latents, expected) <= TOLERANCE, strategy
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_without_the_exchange_they_do_not(name: str, folders: Callable[[Any], Path]) -> None:
+    case = CASES[name]
+    folder = folders(case.make)
+    request = request_of(case, folder)
+    for latents in gang(2).run(without_exchange, folder, request, "ulysses"):
+        assert relative_difference(latents, own_latents(folder, request)) > 10 * TOLERANCE

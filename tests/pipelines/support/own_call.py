@@ -1,0 +1,58 @@
+"""What diffusers' modular pipeline makes of a request when it is called as a whole, in one process."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipelines.checkpoint import Checkpoint
+from pipelines.request import MediaRequest
+
+
+@cache
+def own_latents(folder: Path, request: MediaRequest) -> Tensor:
+    """The finished latents, as they go into the decoder."""
+    latents: Tensor = own_state(folder, request).get("latents")
+    return latents
+
+
+def own_state(folder: Path, request: MediaRequest, **more: Any) -> Any:
+    """``more`` are inputs of the pipeline besides those of the request: pictures."""
+    from diffusers import ModularPipeline
+    from diffusers.guiders import ClassifierFreeGuidance
+
+    pipeline = ModularPipeline.from_pretrained(str(folder))
+    pipeline.load_components(dtype=torch.float32)
+    guider = ClassifierFreeGuidance(guidance_scale=request.true_cfg_scale, enabled=request.true_cfg_scale > 1)
+    known = {spec.name for spec in pipeline.blocks.inputs}
+    for name in ("guider", "guider_2"):
+        if getattr(pipeline, name, None) is not None:
+            pipeline.update_components(**{name: guider})
+    for block in pipeline.blocks.sub_blocks.values():
+        _silence(block)
+    checkpoint = Checkpoint(folder)
+    inputs = {
+        "prompt": request.prompt,
+        "negative_prompt": request.negative_prompt,
+        "height": request.height,
+        "width": request.width,
+        "num_frames": request.num_frames,
+        "num_inference_steps": request.num_inference_steps,
+        "guidance_scale": request.guidance_scale,
+        "max_sequence_length": checkpoint.text_encoder().max_tokens,
+        "generator": torch.Generator().manual_seed(request.seed),
+        "output_type": "pt",
+        **more,
+    }
+    return pipeline(**{name: value for name, value in inputs.items() if name in known})
+
+
+def _silence(block: Any) -> None:
+    for inner in block.sub_blocks.values():
+        _silence(inner)
+    if hasattr(block, "set_progress_bar_config"):
+        block.set_progress_bar_config(disable=True)

@@ -1,0 +1,24 @@
+"""Shapes of FLUX latents: 2x2 patches of the auto-encoder's latent, packed into tokens.
+
+Dims: B batch, C channels of the latent, H and W its height and width, S image tokens, D = 4 C channels of a token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pipelines.models.flux import PATCH
+
+
+def pack(latents_BCHW: Tensor) -> Tensor:
+    """Tokens ``latents_BSD`` in row-major order; a token lists its channels, each with its 2x2 values."""
+    batch, channels, height, width = latents_BCHW.shape
+    patches = latents_BCHW.view(batch, channels, height // PATCH, PATCH, width // PATCH, PATCH)
+    return patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * PATCH * PATCH)
+
+
+def image_ids(height: int, width: int) -> Tensor:
+    """Positions ``ids_S3`` (0, row, column) of the tokens of a latent; float32, exact in every dtype's stead."""
+    rows, columns = torch.meshgrid(torch.arange(height // PATCH), torch.arange(width // PATCH), indexing="ij")
+    return torch.stack((torch.zeros_like(rows), rows, columns), dim=-1).reshape(-1, 3).float()
