@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,13 @@ from ray.serve.handle import DeploymentHandle
 from deployments.stages.pictures import SentPictures
 from deployments.stages.text_encoder import PromptEncoder
 from deployments.stages.workers import Workers
+from pipelines.checkpoint import Checkpoint
 from pipelines.pictures import NO_PICTURES, InputPicture, InputPictures
 from pipelines.request import MediaRequest
+from tests.deployments.stages.test_stages import spec_of
 from tests.deployments.support.fake_studio import EDITS
 from tests.deployments.support.files import noise
+from tests.pipelines.support import tiny_models
 
 INPUTS = InputPictures(
     pictures=(InputPicture.of(noise(640, 480)), InputPicture.of(noise(7, 5, "RGBA"))),
@@ -68,3 +72,14 @@ async def test_they_reach_an_encoder_through_serve(handle: DeploymentHandle[Any]
     expected = [*(one.image() for one in INPUTS.pictures), INPUTS.mask.image()]
     for tensor, image in zip((first, second, mask), expected, strict=True):
         assert (tensor.numpy() == np.asarray(image)).all()
+
+
+def test_a_model_makes_of_them_what_it_does_without_deployments(tmp_path: Path) -> None:
+    path = tiny_models.flux2_klein(tmp_path)
+    checkpoint, encoder = Checkpoint(path), PromptEncoder(spec_of(path))
+    inputs = InputPictures(pictures=(InputPicture.of(noise(96, 64)),))
+    request = checkpoint.defaults.request(prompt="a", num_pictures=1)
+    encoded = encoder.encode(request, SentPictures.of(inputs)).open()
+    torch.testing.assert_close(encoded.values, checkpoint.text_encoder().encode(request, inputs).values, rtol=0, atol=0)
+    words = encoder.encode(checkpoint.defaults.request(prompt="a")).open()
+    assert set(words.values) < set(encoded.values), "there is more with a picture"
