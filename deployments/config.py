@@ -102,6 +102,11 @@ class AppConfig(_Config):
     door: DoorSettings = DoorSettings()
     metrics: MetricsSettings = MetricsSettings()
 
+    @property
+    def max_open_pictures(self) -> dict[str, int]:
+        """How many pictures of each model a replica of the API works on at a time."""
+        return {model.name: self.api.max_open_pictures or model.max_open_pictures for model in self.models}
+
     @model_validator(mode="after")
     def _unique_names(self) -> Self:
         names = [name for model in self.models for name in (model.name, *model.aliases)]

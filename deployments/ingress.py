@@ -127,9 +127,11 @@ class Ingress:
             own_names=own_names(),
             sends_request_id=False,
             max_open_pictures={
-                model.name: self._config.api.max_open_pictures or model.max_open_pictures
-                for model in self._config.models
+                model: limit
+                for model, limit in self._config.max_open_pictures.items()
+                if self._studio.cards()[model].defaults.kind == "image"
             },
+            is_only_replica=self._config.api.num_replicas == 1,
             **self._config.api.part(ApiLimits),
         )
 

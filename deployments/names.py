@@ -1,4 +1,5 @@
-"""Names of the application and its deployments, as Serve, its metrics and its logs show them, and of its package."""
+"""Names of the application and its deployments, as Serve, its metrics and its logs show them, of its package, and of
+where it listens."""
 
 from __future__ import annotations
 
@@ -8,12 +9,24 @@ DISTRIBUTION = "troupe-serve"
 """On the package index, where ``troupe`` alone is somebody else's."""
 APPLICATION = "troupe"
 INGRESS = "Ingress"
+FULL_HEADER = "X-Troupe-Full"
+"""Of a refusal because no picture has a place, whatever it asks for: seconds until all under way will be finished."""
+LIVE = "/live"
+"""The path at which the application says that it takes requests."""
 STAGES = {"text_encoder": "TextEncoder", "denoiser": "Denoiser", "decoder": "VaeDecoder"}
 """Stage (the attribute of ``StageHandles``) to how the names of its deployments begin."""
+LOOPBACK_OF = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Any-addresses, and where this machine reaches who listens there."""
 
 
 def deployment_name(stage: str, model: str) -> str:
     return f"{STAGES[stage]}-{model}"
+
+
+def url_at(host: str, port: int) -> str:
+    """Returns the URL, without a path, at which this machine reaches who listens on ``host``, a name or an address."""
+    reached = LOOPBACK_OF.get(host, host)
+    return f"http://{f'[{reached}]' if ':' in reached else reached}:{port}"
 
 
 def own_version() -> str:

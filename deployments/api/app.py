@@ -19,7 +19,7 @@ from deployments.api.guards.admission import Admission, OpenRequests
 from deployments.api.guards.body_limit import BodyLimit
 from deployments.api.guards.hosts import HostCheck
 from deployments.api.guards.origins import Cors, OriginCheck
-from deployments.api.health import health_routes, model_routes
+from deployments.api.health import Liveness, health_routes, model_routes
 from deployments.api.images import image_routes
 from deployments.api.lookout import Lookout
 from deployments.api.middleware import CLIENT_GONE, RequestLog
@@ -106,6 +106,7 @@ def add_guards(app: FastAPI, settings: ApiSettings, studio: Studio, drain: Drain
     )
     app.add_middleware(Draining, drain=drain)
     app.add_middleware(RequestLog, sends_request_id=settings.sends_request_id)
+    app.add_middleware(Liveness, drain=drain)
 
 
 def uploads(studio: Studio) -> list[str]:

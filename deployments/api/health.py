@@ -1,14 +1,17 @@
-"""GET /health and GET /v1/models."""
+"""GET /health, GET /live and GET /v1/models."""
 
 from __future__ import annotations
 
 from fastapi import APIRouter, Depends
 from fastapi.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deployments.api.answers import Health, Model, ModelList
 from deployments.api.context import ApiContext
 from deployments.api.documents import error_documents
+from deployments.api.drain import Drain, stopping
 from deployments.api.errors import retry_after
+from deployments.names import LIVE
 from deployments.requests.rules import find_card
 
 HEALTH_MAX_AGE_S = 1.0
@@ -35,6 +38,24 @@ def health_routes(context: ApiContext) -> APIRouter:
         return JSONResponse(health.model_dump(), 503, retry_after(wait_s))
 
     return router
+
+
+class Liveness:
+    """Answers ``GET /live``: 200 while this replica takes requests, 503 once it drains.
+
+    Whoever stands in front asks that all the time, so it asks nobody else, and is neither logged nor counted.
+    """
+
+    def __init__(self, app: ASGIApp, *, drain: Drain) -> None:
+        self.app = app
+        self.drain = drain
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] != LIVE or scope["method"] not in ("GET", "HEAD"):
+            await self.app(scope, receive, send)
+            return
+        answer = stopping().response() if self.drain.has_begun else JSONResponse({"status": "live"})
+        await answer(scope, receive, send)
 
 
 def model_routes(context: ApiContext) -> APIRouter:

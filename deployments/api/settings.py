@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from ipaddress import ip_network
 from pathlib import Path
 
+from deployments.checks import check_positive
 from deployments.keys import KeyRing
 from deployments.requests.pictures.limits import PictureLimits
 
@@ -46,7 +47,8 @@ class ApiLimits(PictureLimits):
 
     def __post_init__(self) -> None:
         PictureLimits.__post_init__(self)
-        for name in (
+        check_positive(
+            self,
             "max_body_bytes",
             "max_upload_bytes",
             "max_open_upload_bytes",
@@ -54,9 +56,7 @@ class ApiLimits(PictureLimits):
             "max_images_per_request",
             "max_open_requests",
             "max_watchers",
-        ):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+        )
         _check_all("allowed_hosts", self.allowed_hosts, HOST, "* or a name without port, such as gpu1.example.com")
         _check_all("allowed_origins", self.allowed_origins, ORIGIN, "* or as browsers send it: https://example.com")
         for proxy in self.trusted_proxies:
@@ -73,8 +73,8 @@ class ApiSettings(ApiLimits):
 
     ``data_dir`` holds pictures served by URL and the clips. With no ``keys`` nobody is asked for one.
     ``own_names`` are those of the machine. ``max_open_pictures`` has, for each model whose pictures are limited, how
-    many may be under way in a replica. ``max_files_bytes`` and ``file_lifetime_s`` bound what ``response_format=url``
-    leaves on the disk.
+    many may be under way in a replica; ``is_only_replica`` says that no other one has further places.
+    ``max_files_bytes`` and ``file_lifetime_s`` bound what ``response_format=url`` leaves on the disk.
     ``num_clip_previews`` are decoded on the way of each clip. A stream sends a comment every ``keepalive_s`` when
     nothing happens, and answers after ``first_event_wait_s`` even if the job still waits; until then an error still has
     its own HTTP status.
@@ -85,6 +85,7 @@ class ApiSettings(ApiLimits):
     own_names: tuple[str, ...] = ()
     keys: KeyRing = field(default_factory=KeyRing, repr=False)
     max_open_pictures: Mapping[str, int] = field(default_factory=dict)
+    is_only_replica: bool = True
     num_clip_previews: int = 3
     file_lifetime_s: float = 3600.0
     max_files_bytes: int = 1 << 30
@@ -95,9 +96,7 @@ class ApiSettings(ApiLimits):
 
     def __post_init__(self) -> None:
         ApiLimits.__post_init__(self)
-        for name in ("file_lifetime_s", "max_files_bytes", "keepalive_s", "video_poll_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+        check_positive(self, "file_lifetime_s", "max_files_bytes", "keepalive_s", "video_poll_s")
         if self.num_clip_previews < 0:
             raise ValueError(f"num_clip_previews is {self.num_clip_previews}; it must be 0 or more")
 

@@ -170,11 +170,11 @@ def _engines() -> list[Finding]:
 
 def _configuration(name: str) -> list[Finding]:
     """Returns what keeps a configuration from running here, or that nothing does. ValueError if it is none."""
-    from deployments.cli.preflight import port_problems, problems
+    from deployments.cli.preflight import problems
     from deployments.cli.serving import load_config
 
     config = load_config(name)
-    found = [*problems(config), *port_problems(config)]
+    found = list(problems(config))
     if found:
         return [Finding(subject=f"config {name}", detail=problem, ok=False) for problem in found]
     return [Finding(subject=f"config {name}", detail="can run here", ok=True)]

@@ -8,17 +8,21 @@ from urllib.parse import urlsplit
 from deployments.cli.progress import console
 from deployments.cli.serving import load_config
 from deployments.door.door import Door, listen
+from deployments.door.lane import Lane
+from deployments.names import url_at
 
 
 def stand(to: str, host: str, port: int, config: str) -> None:
     """Listens on ``host`` and ``port`` until Ctrl-C or SIGTERM, with what ``config`` says of the door and of proxies.
 
+    Only with the application's own ``config`` it knows how many pictures that takes: with none, all may ask for one.
     ValueError for an address that is none, or is taken; RuntimeError without HAProxy.
     """
     backend = parse_address(to)
-    app = load_config(config).app
-    with Door(listen(host, port), backend, app.door, app.api.trusted_proxies):
-        console.print(f"Standing at http://{host}:{port} in front of {to}. Ctrl-C ends it.", highlight=False)
+    app = load_config(config or "laptop").app
+    lane = Lane.of(app) if config else None
+    with Door(listen(host, port), backend, app.door, app.api.trusted_proxies, lane):
+        console.print(f"Standing at {url_at(host, port)} in front of {to}. Ctrl-C ends it.", highlight=False)
         signal.pause()
 
 

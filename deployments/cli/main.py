@@ -118,7 +118,7 @@ def door(
     to: Annotated[str, typer.Option("--to", help="HOST:PORT of the Serve proxy that it stands in front of.")],
     host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to bind.")] = 8080,
-    config: ConfigOption = "laptop",
+    config: Annotated[str, typer.Option(help="The config of the application, or the name of a shipped one.")] = "",
 ) -> None:
     """Limits and time-outs in front of an application that `serve deploy` started; `troupe serve` has them already."""
     from deployments.cli.door import stand

@@ -13,7 +13,7 @@ from pipelines.checkpoint import Checkpoint
 
 
 def check(config: ServeConfig) -> None:
-    """Raises ValueError with all that keeps ``config`` from running here, but for its port."""
+    """Raises ValueError with all that keeps ``config`` from running here."""
     if found := list(problems(config)):
         raise ValueError("; ".join(found))
 
@@ -24,14 +24,7 @@ def problems(config: ServeConfig) -> Iterator[str]:
     for model in config.app.models:
         yield from _model(model)
     yield from _gpus(config)
-    yield from _metrics(config)
-
-
-def port_problems(config: ServeConfig) -> Iterator[str]:
-    try:
-        listen(config.http_options.host, config.http_options.port).close()
-    except ValueError as error:
-        yield str(error)
+    yield from _ports(config)
 
 
 def num_gpus_needed(config: ServeConfig) -> int:
@@ -60,11 +53,16 @@ def _keys() -> Iterator[str]:
         yield f"the API keys cannot be read: {error}"
 
 
-def _metrics(config: ServeConfig) -> Iterator[str]:
-    metrics = config.app.metrics
-    if metrics.port is None or any(port_problems(config)):  # of two servers alike, the other address says it
+def _ports(config: ServeConfig) -> Iterator[str]:
+    http, metrics = config.http_options, config.app.metrics
+    try:
+        listen(http.host, http.port).close()
+    except ValueError as error:
+        yield str(error)  # that of the metrics is taken as well by a server alike: one sentence is enough
         return
-    if metrics.port == config.http_options.port:
+    if metrics.port is None:
+        return
+    if metrics.port == http.port:
         yield f"metrics.port is {metrics.port}, which is the API's own port: choose another"
         return
     try:

@@ -26,8 +26,9 @@ from deployments.cli.preflight import check
 from deployments.config import AppConfig, ServeConfig
 from deployments.door.door import Door, listen
 from deployments.door.haproxy import find_binary
+from deployments.door.lane import Lane
 from deployments.mistakes import mistakes
-from deployments.names import APPLICATION, INGRESS
+from deployments.names import APPLICATION, INGRESS, url_at
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 READY_DEADLINE_S = 900.0
@@ -38,7 +39,9 @@ DRAIN_MARGIN_S = 15.0
 """For the last answers of a drained application, and the way there and back."""
 SERVE_POLL_S = 1.0
 """Between two looks at whether Serve has given up: its controller, busy at start, takes some 10 ms of CPU for each."""
-LOOPBACK, ANY_ADDRESS, ANY_NETWORK = "127.0.0.1", ("0.0.0.0", "::", ""), ("0.0.0.0/0", "::/0")
+HEALTH_POLL_S = 0.5
+"""Between two looks at what is missing, which take some 20 ms of CPU each; the application looks once a second."""
+LOOPBACK, ANY_NETWORK = "127.0.0.1", ("0.0.0.0/0", "::/0")
 
 logger = logging.getLogger("troupe.serving")
 
@@ -108,7 +111,7 @@ class Entrance:
         host = config.http_options.host
         listener = listen(host, config.http_options.port)
         port = int(listener.getsockname()[1])
-        url = f"http://{LOOPBACK if host in ANY_ADDRESS else host}:{port}"
+        url = url_at(host, port)
         if find_binary() is None:
             listener.close()
             logger.warning(
@@ -117,7 +120,7 @@ class Entrance:
             yield cls(url=url, backend=(host, port), door=None)
             return
         backend = (LOOPBACK, free_port(LOOPBACK))
-        with Door(listener, backend, config.app.door, config.app.api.trusted_proxies) as door:
+        with Door(listener, backend, config.app.door, config.app.api.trusted_proxies, Lane.of(config.app)) as door:
             yield cls(url=url, backend=backend, door=door)
 
 
@@ -175,7 +178,7 @@ def wait_ready(url: str, on_wait: Callable[[str], None], deadline_s: float) -> N
                 _raise_if_failed()
                 asked_serve_s = now_s
             on_wait(reason)
-            time.sleep(0.2)
+            time.sleep(HEALTH_POLL_S)
     raise TimeoutError(f"not ready after {deadline_s:.0f} s: {reason}")
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from deployments.checks import check_positive
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClipLimits:
@@ -19,10 +21,7 @@ class ClipLimits:
     keep_videos_s: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_concurrent_videos", "max_waiting_videos", "keep_videos_s"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} is {value}; it must be above 0")
+        check_positive(self, "max_concurrent_videos", "max_waiting_videos", "keep_videos_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +46,7 @@ class ClipSettings(ClipLimits):
 
     def __post_init__(self) -> None:
         ClipLimits.__post_init__(self)
-        for name in ("lease_s", "poll_s", "max_attempts"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+        check_positive(self, "lease_s", "poll_s", "max_attempts")
 
     @property
     def url(self) -> str:

@@ -9,6 +9,7 @@ from http import HTTPStatus
 from pathlib import Path
 
 from deployments.api.errors import ApiError
+from deployments.api.guards.body_limit import too_slow
 
 RETRY: Mapping[str, str] = {"Retry-After": "2"}
 
@@ -37,6 +38,19 @@ class Answer:
         lines += [f"{name}: {value}" for name, value in (fields | dict(self.headers) | {"Connection": "close"}).items()]
         return "\r\n".join((*lines, "", self.body))
 
+    def write(self, folder: Path) -> Path:
+        """Writes the page into ``folder``; returns its file."""
+        file = folder / f"{self.code}.http"
+        file.write_bytes(self.page().encode())
+        return file
+
+    @property
+    def action(self) -> str:
+        """The action of a rule of HAProxy's that answers so. Headers there may have its expressions in them."""
+        headers = " ".join(f"hdr {name} {value}" for name, value in self.headers.items())
+        body = self.body.replace("\\", "\\\\").replace('"', '\\"').replace(" ", "\\ ")
+        return f"return status {self.status} content-type application/json {headers} string {body}"
+
 
 UNAVAILABLE = "The server is starting, stopping or recovering; ask again in a moment"
 LOST = Answer(status=502, message="The server ended while it worked on this", code="server_lost", headers=RETRY)
@@ -63,10 +77,25 @@ FULL = Answer(
     headers=RETRY,
 )  # fmt: skip
 
+ALL_TAKEN = Answer(
+    status=429,
+    message="As many pictures are being made as may be; try again after as many seconds as Retry-After says",
+    code="queue_full",
+    # Between now and when all that is under way will be finished, so that not all come back at once.
+    headers={"Retry-After": "%[rand(1000),mul(proc.wait),div(1000),add(1)]"},
+)
+WAITED_TOO_LONG = Answer(
+    status=503, message="There are too many requests for pictures; ask again in a moment", code="server_full",
+    headers=RETRY,
+)  # fmt: skip
+
+
+def slow_body(deadline_s: float) -> Answer:
+    """Returns what the application says of a body that is not there in time."""
+    error = too_slow(deadline_s)
+    return Answer(status=error.status, message=error.message, code=str(error.code))
+
 
 def write_pages(folder: Path) -> dict[int, Path]:
     """Writes the pages that replace HAProxy's own; returns their files by status."""
-    pages = {answer.status: folder / f"{answer.status}.http" for answer in ANSWERS}
-    for answer in ANSWERS:
-        pages[answer.status].write_bytes(answer.page().encode())
-    return pages
+    return {answer.status: answer.write(folder) for answer in ANSWERS}

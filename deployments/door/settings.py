@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from deployments.checks import check_positive
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DoorSettings:
@@ -21,8 +23,6 @@ class DoorSettings:
     drain_s: float = 30.0
 
     def __post_init__(self) -> None:
-        for name in ("max_connections", "max_head_bytes", "head_timeout_s", "idle_timeout_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"door.{name} is {getattr(self, name)}; it must be above 0")
+        check_positive(self, "max_connections", "max_head_bytes", "head_timeout_s", "idle_timeout_s", section="door")
         if self.drain_s < 0:
             raise ValueError(f"door.drain_s is {self.drain_s}; it must be 0 or more")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from deployments.names import url_at
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricsSettings:
@@ -19,5 +21,4 @@ class MetricsSettings:
     @property
     def url(self) -> str:
         """The URL on this machine; empty without metrics."""
-        host = "127.0.0.1" if self.host in ("0.0.0.0", "") else self.host
-        return "" if self.port is None else f"http://{f'[{host}]' if ':' in host else host}:{self.port}/metrics"
+        return "" if self.port is None else f"{url_at(self.host, self.port)}/metrics"

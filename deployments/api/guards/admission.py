@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import ExitStack, aclosing, contextmanager
 from typing import TypeVar
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deployments.api.errors import ApiError
 from deployments.api.settings import ApiSettings
+from deployments.names import FULL_HEADER
 
 T = TypeVar("T")
 
@@ -28,12 +29,12 @@ class Admission:
     """Places for pictures, by model, and for watchers of clips; ``memory`` for what clients send along.
 
     The limit on pictures is what the gangs of a model take and a little more: what they would refuse after the prompt
-    was encoded and had waited for that is refused here.
+    was encoded and had waited for that is refused here. If no model has a place left, the refusal says so to the door.
     """
 
     def __init__(self, settings: ApiSettings) -> None:
         self._settings = settings
-        self._pictures: dict[str, Places] = {}
+        self._pictures = {model: Places(limit) for model, limit in settings.max_open_pictures.items()}
         self._num_watchers = 0
         self.memory = Memory(settings.max_open_upload_bytes)
 
@@ -41,19 +42,36 @@ class Admission:
         """Yields ``events``, which make ``num`` pictures of ``num_bytes`` that came along, while there is a place for
         each. Else ApiError 429."""
         async with aclosing(events):
-            with self._places(model).taken(num), self.memory.taken() as take:
+            with self._taken(model, num), self.memory.taken() as take:
                 take(num_bytes)
                 async for event in events:
                     yield event
 
     def check_place(self, model: str) -> None:
         """Raises ApiError 429 if there is no place for a picture: for who is about to do much before he takes one."""
-        self._places(model).check(1)
+        if model in self._pictures:
+            with self._told_to_the_door():
+                self._pictures[model].check(1)
 
-    def _places(self, model: str) -> Places:
+    @contextmanager
+    def _taken(self, model: str, num: int) -> Iterator[None]:
         if model not in self._pictures:
-            self._pictures[model] = Places(self._settings.max_open_pictures.get(model, math.inf))
-        return self._pictures[model]
+            yield
+            return
+        with ExitStack() as stack:
+            with self._told_to_the_door():
+                stack.enter_context(self._pictures[model].taken(num))
+            yield
+
+    @contextmanager
+    def _told_to_the_door(self) -> Iterator[None]:
+        try:
+            yield
+        except ApiError as refusal:
+            if self._settings.is_only_replica and all(places.is_full for places in self._pictures.values()):
+                empty_s = max(places.until_empty_s for places in self._pictures.values())
+                refusal.headers[FULL_HEADER] = str(empty_s)
+            raise
 
     async def watcher(self, events: AsyncGenerator[T]) -> AsyncGenerator[T]:
         """Yields ``events`` to one who watches a clip. ApiError 429 if as many watch as may."""
@@ -80,6 +98,15 @@ class Places:
         self._num_refused = 0
         self._interval_s: float | None = None
         self._last_s = -math.inf
+
+    @property
+    def is_full(self) -> bool:
+        return self._num_open >= self._limit
+
+    @property
+    def until_empty_s(self) -> int:
+        """Whole seconds, 1 at least, until all that is under way will be finished."""
+        return self._wait_s(self._num_open)
 
     @contextmanager
     def taken(self, num: int) -> Iterator[None]:
@@ -118,9 +145,12 @@ class Places:
         than it takes to finish all that is under way.
         """
         self._num_refused += num
-        wait_s = max(1, math.ceil(min(self._num_refused, self._num_open) * (self._interval_s or FIRST_GUESS_S)))
+        wait_s = self._wait_s(min(self._num_refused, self._num_open))
         message = f"{self._num_open} pictures are being made or wait for it; try again in about {wait_s} s"
         return ApiError(429, message, code="queue_full", headers={"Retry-After": str(wait_s)})
+
+    def _wait_s(self, num: int) -> int:
+        return max(1, math.ceil(num * (self._interval_s or FIRST_GUESS_S)))
 
 
 class Memory:

@@ -66,8 +66,7 @@ class _Body:
             async with asyncio.timeout_at(self._end_s):
                 message = await self._receive()
         except TimeoutError:
-            text = f"The body was not here after {self._deadline_s:g} s; send it faster, or less of it"
-            return self._refuse(ApiError(408, text, code="body_timeout"))
+            return self._refuse(too_slow(self._deadline_s))
         self._num_bytes += len(message.get("body", b""))
         if self._num_bytes > self._max_bytes:
             return await self.receive_none()
@@ -105,6 +104,11 @@ class _Body:
                     num_bytes += len(message.get("body", b""))
                     if not message.get("more_body", False):
                         return
+
+
+def too_slow(deadline_s: float) -> ApiError:
+    text = f"The body was not here after {deadline_s:g} s; send it faster, or less of it"
+    return ApiError(408, text, code="body_timeout")
 
 
 def has_body(headers: Headers) -> bool:

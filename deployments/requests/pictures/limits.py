@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from deployments.checks import check_positive
+
 
 @dataclass(frozen=True, kw_only=True)
 class PictureLimits:
@@ -19,8 +21,6 @@ class PictureLimits:
     max_picture_aspect: float = 10.0
 
     def __post_init__(self) -> None:
-        for name in ("max_input_pictures", "max_picture_bytes", "max_picture_pixels"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+        check_positive(self, "max_input_pictures", "max_picture_bytes", "max_picture_pixels")
         if self.max_picture_aspect < 1:
             raise ValueError(f"max_picture_aspect is {self.max_picture_aspect:g}; it must be at least 1")

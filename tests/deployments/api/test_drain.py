@@ -48,12 +48,14 @@ async def test_what_is_under_way_ends_and_what_comes_is_refused(
     async with draining(studio, clips, tmp_path) as (client, drain):
         picture = asyncio.create_task(client.post(IMAGES, json={"prompt": "a"}))
         await until(lambda: studio.performed)
+        assert (await client.get("/live")).status_code == 200
         ending = asyncio.create_task(drain.finish(grace_s=3600))
         await until(lambda: drain.has_begun)
         refused = await client.post(IMAGES, json={"prompt": "b"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_stopping")
         assert int(refused.headers["retry-after"]) > 0
         assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/live")).json()["error"]["code"] == "server_stopping"
         assert not ending.done()
         for _ in range(4):
             studio.permits.release()

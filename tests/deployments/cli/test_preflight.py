@@ -13,6 +13,7 @@ import torch
 from deployments.cli.preflight import check, num_gpus_needed, problems
 from deployments.cli.serving import load_config, parse_config
 from deployments.config import ServeConfig
+from deployments.door.door import listen
 from tests.deployments.support.commands import assert_one_line, config_file, troupe
 from tests.deployments.support.live import config_of
 
@@ -71,6 +72,22 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
         path = config_file(config, tmp_path)
         assert_one_line(troupe("serve", path), "is taken by another program", "--port")
         assert troupe("doctor", "--config", path).exit_code == 1
+
+
+def test_a_port_that_is_taken_is_told_once_and_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def listen_once(host: str, port: int) -> socket.socket:
+        tried.append(port)
+        return listen(host, port)
+
+    monkeypatch.setattr("deployments.cli.preflight.listen", listen_once)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        config = config_of({"pictures": Path("flux-shapes")}).with_http(port=port)
+        (problem,) = problems(config.with_metrics(port))
+    assert "is taken by another program" in problem
+    assert tried == [port]
 
 
 def test_a_port_for_metrics_that_is_taken(tmp_path: Path) -> None:

