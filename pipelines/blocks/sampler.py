@@ -179,18 +179,21 @@ class BlocksSampler:
         raise AssertionError("no block of the loop calls a transformer")
 
     def _branch(self, call: Call, step: Mapping[str, Any]) -> Branch:
-        name, inputs = call
-        config = self._opened.part_config(name)
-        tensors, constants = arguments.split(self._architecture.adapted(config, inputs, step))
+        name, _ = call
+        tensors, constants = arguments.split(self._adapted(call, step))
         here = {key: x.to(self._opened.models_device, non_blocking=True) for key, x in tensors.items()}
         return Branch(inputs=here, constants=constants, module=name)
 
     def _timesteps(self, state: BlocksState) -> Tensor:
         """What the transformer gets as its timestep in each of the steps."""
         notes = (self._note_one(replace(state, step=step), {}) for step in range(len(state.steps)))
-        return torch.cat([note.exchange.calls[0][1][TIMESTEP].flatten()[:1] for note in notes]).to(
-            self._opened.models_device
-        )
+        calls = zip((note.exchange.calls[0] for note in notes), state.steps, strict=True)
+        timesteps = [self._adapted(call, step)[TIMESTEP].flatten()[:1] for call, step in calls]
+        return torch.cat(timesteps).to(self._opened.models_device)
+
+    def _adapted(self, call: Call, step: Mapping[str, Any]) -> Mapping[str, Any]:
+        name, inputs = call
+        return self._architecture.adapted(self._opened.part_config(name), inputs, step)
 
     def _finished(self, state: BlocksState, loop_state: BlockState) -> Mapping[str, Any]:
         values = PipelineState(dict(state.values.values), state.values.kwargs_mapping)

@@ -76,6 +76,11 @@ def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Tensor]:
     }
 
 
+def adapted(config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The timestep rounded as ``FluxPipeline`` does it, before it is divided and not after."""
+    return {**call, "timestep": step["t"].to(call["hidden_states"].dtype).flatten() / 1000}
+
+
 def defaults(path: Path) -> Defaults:
     """FLUX.1-dev's if the model takes a guidance scale, else FLUX.1-schnell's."""
     distilled: bool = read_config(path, "transformer")["guidance_embeds"]
@@ -118,6 +123,7 @@ ARCHITECTURE = Architecture(
     stream_lengths=stream_lengths,
     heads=lambda config: (config["num_attention_heads"], config["attention_head_dim"]),
     blank_conditioning=blank_conditioning,
+    adapted=adapted,
     set_kernel=set_kernel,
     fast=fast,
 )
