@@ -11,7 +11,8 @@ import torch
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
 from torch import Tensor
 
-from pipelines.blocks import tree
+from engines.core.parcel import Shapes
+from pipelines.blocks import arguments, tree
 from pipelines.blocks.guidance import guiders_of, set_scale
 from pipelines.blocks.opened import TOKENIZERS, OpenedPipeline
 from pipelines.blocks.requests import inputs_of
@@ -35,6 +36,12 @@ class Conditioning:
     dtype: torch.dtype
     negative: Mapping[str, Any] | None = None
     generator: Tensor | None = None
+
+    @property
+    def shapes(self) -> Shapes:
+        """Those of the tensors that jobs compute with."""
+        tensors, _ = arguments.split({**self.values, "negative": self.negative})
+        return tuple(sorted((name, tuple(x.shape)) for name, x in tensors.items()))
 
 
 class BlocksEncoder:
@@ -83,16 +90,22 @@ class BlocksEncoder:
         """What the encoding blocks made and others read; not what a request says anyway."""
         blocks = [self._opened.blocks.sub_blocks[name] for name in self._sections]
         made = dict.fromkeys(output.name for block in blocks for output in block.intermediate_outputs)
-        names = [name for name in made if name in self._later and state.get(name) is not None]
+        names = [name for name in made if name in self._later and _says_something(state.get(name))]
         return {name: on_cpu(state.get(name)) for name in names}
 
     def _warn_if_cut(self, prompt: str) -> None:
         """Logs how many tokens of a long prompt the model will not see, by the tokenizer that gives the most."""
         tokenizers = [one for name in TOKENIZERS if (one := getattr(self._pipeline, name, None)) is not None]
+        tokenizers = [getattr(one, "tokenizer", one) for one in tokenizers]  # one may be inside a processor of pictures
         longest = max(tokenizers, key=lambda one: int(one.model_max_length))
         num_given = len(longest(prompt)["input_ids"])
         if num_given > self.max_tokens:
             logger.warning("the prompt has %d tokens; the model sees the first %d", num_given, self.max_tokens)
+
+
+def _says_something(value: Any) -> bool:
+    """Neither None nor a dict of nothing but None, which some decoding blocks take for more than it is."""
+    return any(inner is not None for inner in value.values()) if isinstance(value, dict) else value is not None
 
 
 def on_cpu(value: Any) -> Any:
