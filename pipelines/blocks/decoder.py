@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
 from numpy.typing import NDArray
-from PIL.Image import Image
 from torch import Tensor
 
 from pipelines.blocks import tree
@@ -18,13 +17,6 @@ from pipelines.blocks.opened import OpenedPipeline
 from pipelines.request import MediaRequest
 
 OUTPUTS = ("images", "videos")
-
-
-def _as_tensor(picture: Tensor | Image) -> Tensor:
-    """``pixels_CHW`` in [0, 1]: blocks that paint inside a mask give 8-bit pictures whatever is asked for."""
-    if isinstance(picture, Tensor):
-        return picture
-    return torch.from_numpy(np.asarray(picture.convert("RGB")).copy()).movedim(-1, 0) / 255
 
 
 class BlocksDecoder:
@@ -55,7 +47,7 @@ class BlocksDecoder:
             values.set(name, self._here(name, value))
         tree.run(self._opened.blocks, [(name,) for name in self._opened.sections.decode], self._pipeline, values)
         output = next(values.get(name) for name in OUTPUTS if values.get(name) is not None)
-        pixels = torch.stack(list(map(_as_tensor, output))) if isinstance(output, list) else torch.as_tensor(output)
+        pixels = torch.as_tensor(output) if not isinstance(output, list) else torch.stack(output)
         return pixels[0] if pixels.ndim == 5 else pixels
 
     def _here(self, name: str, value: Any) -> Any:

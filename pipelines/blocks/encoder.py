@@ -90,7 +90,7 @@ class BlocksEncoder:
         """What the encoding blocks made and others read; not what a request says anyway."""
         blocks = [self._opened.blocks.sub_blocks[name] for name in self._sections]
         made = dict.fromkeys(output.name for block in blocks for output in block.intermediate_outputs)
-        names = [name for name in made if name in self._later and _says_something(state.get(name))]
+        names = [name for name in made if name in self._later and state.get(name) is not None]
         return {name: on_cpu(state.get(name)) for name in names}
 
     def _warn_if_cut(self, prompt: str) -> None:
@@ -101,11 +101,6 @@ class BlocksEncoder:
         num_given = len(longest(prompt)["input_ids"])
         if num_given > self.max_tokens:
             logger.warning("the prompt has %d tokens; the model sees the first %d", num_given, self.max_tokens)
-
-
-def _says_something(value: Any) -> bool:
-    """Neither None nor a dict of nothing but None, which some decoding blocks take for more than it is."""
-    return any(inner is not None for inner in value.values()) if isinstance(value, dict) else value is not None
 
 
 def on_cpu(value: Any) -> Any:

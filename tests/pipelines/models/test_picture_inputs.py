@@ -99,6 +99,7 @@ def expected_of(name: str, folder: Path) -> Tensor:
 
 
 def pixels_of(images: Any) -> Tensor:
+    """In [0, 1]. Diffusers' blocks that paint inside a mask give 8-bit pictures alone."""
     if isinstance(images, Tensor):
         return images
     return torch.stack([torch.from_numpy(np.array(image)).movedim(-1, 0) / 255 for image in images])
@@ -176,4 +177,5 @@ def test_pictures_come_out_and_jobs_move(name: str, folders: Callable[[Any], Pat
     assert torch.equal(sampler.latents(state)["latents"], sampler.latents(states[-1])["latents"])
     expected = own(name, CASES.__getitem__, folder).get("images")
     pixels = decoder.pixels(sampler.latents(states[-1]))
-    torch.testing.assert_close(pixels, pixels_of(expected), rtol=0, atol=1e-3)
+    rounding = 0 if isinstance(expected, Tensor) else 0.5 / 255
+    torch.testing.assert_close(pixels, pixels_of(expected), rtol=0, atol=1e-3 + rounding)
