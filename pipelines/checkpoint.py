@@ -74,6 +74,10 @@ class Checkpoint:
         """What the directory says of the model to people. ValueError if that cannot be."""
         return read_description(self.path, self.defaults)
 
+    def num_steps(self, request: MediaRequest) -> int:
+        """How many steps ``request`` takes: a picture to paint over spares some. Told without torch."""
+        return self.architecture.num_steps(request, self.defaults)
+
     def text_encoder(self) -> BlocksEncoder:
         from pipelines.blocks.encoder import BlocksEncoder
 

@@ -24,7 +24,8 @@ CARD = "card"
 class Defaults:
     """Sizes in pixels, frames per second, steps, scales, and the limits of sizes, frames and steps.
 
-    A request brings ``min_pictures`` to ``max_pictures`` along, with a mask or a strength where the model takes them.
+    A request brings ``min_pictures`` to ``max_pictures`` along, with a mask or a strength where the model takes them;
+    ``strength`` is what strength is if it says none.
     ``max_tokens`` of a prompt reach the model (0: as many as its pipeline says).
     Each ``check`` raises ValueError for what the model cannot do; the message says what was given and what is allowed.
     """
@@ -46,6 +47,7 @@ class Defaults:
     min_pictures: int = 0
     takes_mask: bool = False
     takes_strength: bool = False
+    strength: float = 1.0
     max_tokens: int = 0
 
     def request(self, size: Size | None = None, **changes: Any) -> MediaRequest:
@@ -99,6 +101,12 @@ class Defaults:
     def check_num_steps(self, num_steps: int) -> None:
         if not 1 <= num_steps <= self.max_steps:
             raise ValueError(f"num_inference_steps is {num_steps}; it must be from 1 to {self.max_steps}")
+
+    def strength_of(self, request: MediaRequest) -> float | None:
+        """Returns how much of its picture ``request`` paints anew; None where all begins with noise."""
+        if not (self.takes_strength and request.num_pictures):
+            return None
+        return self.strength if request.strength is None else request.strength
 
     def check_pictures(self, request: MediaRequest) -> None:
         number = request.num_pictures

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from deployments.config import ModelConfig
 from deployments.replicas import prepare_replica
 from deployments.stages.config import StageConfig
-from engines.core.parcel import Parcel
+from engines.core.parcel import Parcel, Shapes
 from engines.gang.errors import QueueFullError
 from engines.gang.job import JobEvent
 from pipelines.checkpoint import Checkpoint
@@ -23,9 +23,11 @@ class StageSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Encoded(Parcel):
-    """Conditioning, and the seconds it took a text encoder."""
+    """Conditioning, the seconds it took a text encoder, and the ``shapes`` of its tensors by name: jobs of a size whose
+    prompts and pictures are as long share compiled programs."""
 
     encode_s: float
+    shapes: Shapes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

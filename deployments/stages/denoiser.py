@@ -19,6 +19,7 @@ from engines.gang.errors import QueueFullError
 from engines.gang.gang import Gang
 from engines.gang.job import Job
 from engines.registry import rank_environment
+from pipelines.checkpoint import Checkpoint
 from pipelines.request import MediaRequest
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class Denoiser:
 
     async def __init__(self, model: ModelConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         prepare_replica()
+        self._checkpoint = Checkpoint.open(model.source, weights=False)
         self._gang = await Gang.start(
             model.denoiser,
             LoadRankParts(model=model),
@@ -63,17 +65,18 @@ class Denoiser:
         to the caller, which keeps it until the job has ended, whatever becomes of the encoder.
         ``exclusive``: beside no other job, as a request runs whose gang broke under it.
         """
+        encoding = await encoded[0]
         job = Job(
             job_id=job_id,
             request=request,
             conditioning=encoded[0],
-            num_steps=request.num_inference_steps,
+            num_steps=self._checkpoint.num_steps(request),
             preview_steps=frozenset(request.preview_steps),
-            shape=(request.width, request.height, request.num_frames, request.true_cfg_scale > 1),
+            shape=(request.width, request.height, request.num_frames, request.true_cfg_scale > 1, encoding.shapes),
             exclusive=exclusive,
             request_id=request.request_id,
         )
-        first: tuple[StageEvent, ...] = (EncodingDone(encode_s=(await encoded[0]).encode_s),)
+        first: tuple[StageEvent, ...] = (EncodingDone(encode_s=encoding.encode_s),)
         logger.info("job is queued", extra=job.log_fields)
         async with aclosing(self._gang.submit_grouped(job, every_s=EVENTS_EVERY_S)) as groups:
             try:

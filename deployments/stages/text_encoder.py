@@ -26,6 +26,7 @@ class PromptEncoder:
         started_s = time.perf_counter()
         with request_context(request.request_id):
             conditioning = self._encoding.run(lambda: self._encoder.encode(request, pictures.open()))
-            encoded = Encoded.of(conditioning, encode_s=time.perf_counter() - started_s)
+            encode_s = time.perf_counter() - started_s
+            encoded = Encoded.of(conditioning, encode_s=encode_s, shapes=conditioning.shapes)
             logger.info("text is encoded", extra={"encode_s": round(encoded.encode_s, 4)})
         return encoded

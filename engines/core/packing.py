@@ -73,7 +73,8 @@ def joined(tensors: list[Tensor], device: torch.device) -> Tensor:
     """The message of ``tensors``: their bytes one after the other, uint8."""
     message, start = empty(message_bytes(tensors), device), 0
     for x in tensors:
-        as_bytes = x.detach().contiguous().view(-1).view(torch.uint8)
+        dense = x.detach().contiguous()
+        as_bytes = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)  # one value may have a stride of 0
         message[start : start + as_bytes.numel()].copy_(as_bytes)
         start += _padded_bytes(x)
     return message

@@ -8,6 +8,9 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+"""What tensors there are, by name: hashable."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parcel:

@@ -11,7 +11,8 @@ import torch
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
 from torch import Tensor
 
-from pipelines.blocks import tree
+from engines.core.parcel import Shapes
+from pipelines.blocks import arguments, tree
 from pipelines.blocks.guidance import guiders_of, set_scale
 from pipelines.blocks.opened import TOKENIZERS, OpenedPipeline
 from pipelines.blocks.requests import inputs_of
@@ -35,6 +36,12 @@ class Conditioning:
     dtype: torch.dtype
     negative: Mapping[str, Any] | None = None
     generator: Tensor | None = None
+
+    @property
+    def shapes(self) -> Shapes:
+        """Those of the tensors that jobs compute with."""
+        tensors, _ = arguments.split({**self.values, "negative": self.negative})
+        return tuple(sorted((name, tuple(x.shape)) for name, x in tensors.items()))
 
 
 class BlocksEncoder:
@@ -89,6 +96,7 @@ class BlocksEncoder:
     def _warn_if_cut(self, prompt: str) -> None:
         """Logs how many tokens of a long prompt the model will not see, by the tokenizer that gives the most."""
         tokenizers = [one for name in TOKENIZERS if (one := getattr(self._pipeline, name, None)) is not None]
+        tokenizers = [getattr(one, "tokenizer", one) for one in tokenizers]  # one may be inside a processor of pictures
         longest = max(tokenizers, key=lambda one: int(one.model_max_length))
         num_given = len(longest(prompt)["input_ids"])
         if num_given > self.max_tokens:

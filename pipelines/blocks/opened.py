@@ -6,6 +6,7 @@ import inspect
 import json
 from collections.abc import Iterable, Mapping
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ class OpenedPipeline:
     def load_part(self, name: str) -> Any:
         spec = self.pipeline.get_component_spec(name)
         if not issubclass(spec.type_hint, nn.Module):
-            return spec.load()
+            return _loaded(spec)
         dtype = torch.float32 if name in self.architecture.float32_parts else self.dtype
         model = spec.load(dtype=dtype, device_map={"": str(self.models_device)})
         return model.eval().requires_grad_(False)
@@ -159,6 +160,16 @@ def _open(path: Path) -> Any:
     if not pipeline.blocks.sub_blocks:
         raise ValueError(f"diffusers has no blocks for what {path} holds ({type(pipeline).__name__})")
     return pipeline
+
+
+def _loaded(spec: Any) -> Any:
+    """A small part. ValueError if it is one that torchvision is missing for; transformers' own errors do not say so."""
+    try:
+        return spec.load()
+    except (AttributeError, ImportError) as error:
+        if find_spec("torchvision") is not None:
+            raise
+        raise ValueError(f"the {spec.name} of this model needs torchvision: install it beside torch") from error
 
 
 def _placed(pipeline: Any, device: torch.device, dtype: torch.dtype) -> Any:

@@ -12,14 +12,17 @@ from pipelines.pictures import NO_PICTURES, InputPictures
 from pipelines.request import MediaRequest
 
 FRAME_RATES = ("frame_rate", "fps")
+LAST = "last_image"
 
 
 def inputs_of(request: MediaRequest, known: Collection[str], pictures: InputPictures = NO_PICTURES) -> dict[str, Any]:
     """The inputs among ``known`` that ``request`` decides; ``pictures`` are the encoder's alone."""
+    mask = None if pictures.mask is None else pictures.mask.image()
     inputs: dict[str, Any] = {
         "prompt": request.prompt,
         "height": request.height,
         "width": request.width,
+        "max_area": request.width * request.height,
         "num_frames": request.num_frames,
         "num_inference_steps": request.num_inference_steps,
         "guidance_scale": request.guidance_scale,
@@ -27,16 +30,17 @@ def inputs_of(request: MediaRequest, known: Collection[str], pictures: InputPict
         "generator": torch.Generator().manual_seed(request.seed),
         "output_type": "pt",
         **dict.fromkeys(FRAME_RATES, request.fps),
-        **_picture_inputs([picture.image() for picture in pictures.pictures], pictures),
+        **_picture_inputs([picture.image() for picture in pictures.pictures], mask, known),
     }
     if request.true_cfg_scale > 1:
         inputs["negative_prompt"] = request.negative_prompt
     return {name: value for name, value in inputs.items() if name in known and value is not None}
 
 
-def _picture_inputs(images: list[Image], pictures: InputPictures) -> Mapping[str, Any]:
+def _picture_inputs(images: list[Image], mask: Image | None, known: Collection[str]) -> Mapping[str, Any]:
+    """Several pictures are one list, but for a pipeline that knows a last one: a clip's first and last frame."""
     if not images:
         return {}
-    mask = None if pictures.mask is None else pictures.mask.image()
-    first_and_last = {"image": images[0], "last_image": images[-1]} if len(images) == 2 else {}
-    return {"image": images[0] if len(images) == 1 else images, "mask_image": mask, **first_and_last}
+    if LAST in known and len(images) == 2:
+        return {"image": images[0], LAST: images[1], "mask_image": mask}
+    return {"image": images[0] if len(images) == 1 else images, "mask_image": mask}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from engines.core.shard_plan import ShardPlan
 from pipelines.defaults import Defaults
+from pipelines.request import MediaRequest
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -41,6 +42,15 @@ def unchanged(config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) 
     return call
 
 
+def num_steps(request: MediaRequest, defaults: Defaults) -> int:
+    """As many as were asked for; where a picture is painted over, the last of them.
+
+    The arithmetic is that of diffusers' image-to-image blocks, whose rounding decides.
+    """
+    asked, strength = request.num_inference_steps, defaults.strength_of(request)
+    return asked if strength is None else asked - int(max(asked - min(asked * strength, asked), 0))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Architecture:
     """One transformer class, of the models that people know as ``family``.
@@ -59,6 +69,7 @@ class Architecture:
     - ``set_kernel``: where diffusers' attention dispatcher does not do. ``hoisted`` and ``fast`` as in
       ``DenoiserModel``.
 
+    ``num_steps(request, defaults)`` are the steps of a request's schedule, told without torch.
     ``first_frame(latents)`` are the latents that a clip's first frame needs. ``float32_parts`` of the pipeline are
     float32 whatever the transformer is. ``needs_negative``: its blocks fail without a negative prompt, even where no
     guider looks at it.
@@ -78,6 +89,7 @@ class Architecture:
     set_kernel: Callable[[nn.Module, Kernel], None] | None = None
     hoisted: Callable[[nn.Module, ModelInputs], ModelInputs] | None = None
     fast: ArrangeWeights | None = None
+    num_steps: Callable[[MediaRequest, Defaults], int] = num_steps
     first_frame: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
     float32_parts: tuple[str, ...] = ()
     needs_negative: bool = False

@@ -6,12 +6,13 @@ The modulation layers, the embedders and the per-head norms stay whole on every 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import Defaults
-from pipelines.directory import read_config
+from pipelines.directory import read_config, read_index
 from pipelines.models.architecture import Architecture, Config
 from pipelines.models.image_sizes import vae_scale
 
@@ -81,10 +82,14 @@ def adapted(config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) ->
     return {**call, "timestep": step["t"].to(call["hidden_states"].dtype).flatten() / 1000}
 
 
+EDITOR: Mapping[str, Any] = {"guidance_scale": 2.5, "takes_strength": False, "strength": 1.0}
+"""What differs where a picture is edited by words (the scale from FLUX.1-Kontext-dev's card)."""
+
+
 def defaults(path: Path) -> Defaults:
     """FLUX.1-dev's if the model takes a guidance scale, else FLUX.1-schnell's."""
     distilled: bool = read_config(path, "transformer")["guidance_embeds"]
-    return Defaults(
+    known = Defaults(
         kind="image",
         width=1024,
         height=1024,
@@ -98,8 +103,12 @@ def defaults(path: Path) -> Defaults:
         max_pixels=2048 * 2048,
         max_frames=1,
         max_steps=100,
+        max_pictures=1,
+        takes_strength=True,
+        strength=0.6,
         max_tokens=MAX_TOKENS if distilled else MAX_TOKENS_SCHNELL,
     )
+    return replace(known, **EDITOR) if "Kontext" in str(read_index(path).get("_class_name")) else known
 
 
 def set_kernel(module: nn.Module, kernel: Kernel) -> None:

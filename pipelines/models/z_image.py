@@ -85,6 +85,7 @@ def defaults(path: Path) -> Defaults:
         max_steps=100,
         max_pictures=1,
         takes_strength=True,
+        strength=0.6,
         max_tokens=MAX_TOKENS,
     )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,14 +15,26 @@ from deployments.stages.common import Encoded, EncodingDone
 from deployments.stages.denoiser import Denoiser
 from engines.gang.errors import QueueFullError
 from engines.gang.job import Job, StepDone
+from pipelines.models.architecture import num_steps
+from pipelines.request import MediaRequest
 from tests.deployments.support.fake_studio import PICTURES
 
-ENCODED = Encoded(skeleton=b"", message=np.zeros(0, np.uint8), encode_s=0.5)
+ENCODED = Encoded(skeleton=b"", message=np.zeros(0, np.uint8), encode_s=0.5, shapes=(("prompt_embeds", (1, 7, 4)),))
 STEPS = [StepDone(job_id="j", step=step, num_steps=2, step_ms=1.0, num_ranks=2) for step in (1, 2)]
 
 
 async def events_of(*acts: StepDone | Exception) -> list[tuple[Any, ...]]:
+    return (await submitted(PICTURES.request(model="m", prompt="a"), ENCODED, *acts))[1]
+
+
+async def submitted(
+    request: MediaRequest, encoding: Encoded, *acts: StepDone | Exception
+) -> tuple[Job, list[tuple[Any, ...]]]:
+    """The job that reaches the gang, and what becomes of it."""
+    jobs: list[Job] = []
+
     async def submit_grouped(job: Job, *, every_s: float) -> AsyncGenerator[tuple[StepDone, ...]]:
+        jobs.append(job)
         for act in acts:
             if isinstance(act, Exception):
                 raise act
@@ -28,14 +42,32 @@ async def events_of(*acts: StepDone | Exception) -> list[tuple[Any, ...]]:
 
     denoiser = object.__new__(Denoiser)
     denoiser._gang = SimpleNamespace(submit_grouped=submit_grouped)  # type: ignore[assignment]
+    denoiser._checkpoint = SimpleNamespace(  # type: ignore[assignment]
+        num_steps=partial(num_steps, defaults=replace(PICTURES, max_pictures=1, takes_strength=True, strength=0.6))
+    )
     encoded: asyncio.Future[Encoded] = asyncio.get_running_loop().create_future()
-    encoded.set_result(ENCODED)
-    request = PICTURES.request(model="m", prompt="a")
-    return [group async for group in denoiser.denoise("j", request, [encoded])]  # type: ignore[list-item]
+    encoded.set_result(encoding)
+    events = [group async for group in denoiser.denoise("j", request, [encoded])]  # type: ignore[list-item]
+    return jobs[0], events
 
 
 async def test_the_first_group_says_how_long_the_encoding_took() -> None:
     assert await events_of(*STEPS) == [(EncodingDone(encode_s=0.5), STEPS[0]), (STEPS[1],)]
+
+
+async def test_a_picture_to_paint_over_spares_steps() -> None:
+    request = replace(PICTURES.request(model="m", prompt="a"), num_inference_steps=10)
+    for changes, num in (({}, 10), ({"num_pictures": 1}, 6), ({"num_pictures": 1, "strength": 0.25}, 3)):
+        job, _ = await submitted(replace(request, **changes), ENCODED, *STEPS)
+        assert job.num_steps == num
+
+
+async def test_jobs_share_a_shape_if_what_was_encoded_does() -> None:
+    request = PICTURES.request(model="m", prompt="a")
+    longer = replace(ENCODED, shapes=(("prompt_embeds", (1, 8, 4)),))
+    one, same, other = [(await submitted(request, each, *STEPS))[0].shape for each in (ENCODED, ENCODED, longer)]
+    assert one == same != other
+    assert len({one, same, other}) == 2
 
 
 async def test_a_refusal_is_told_and_not_raised() -> None:

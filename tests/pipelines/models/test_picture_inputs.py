@@ -1,0 +1,181 @@
+"""Each model that takes pictures, on gangs of Gloo ranks, against the pipeline's own call."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engines.core.packing import joined, pack, unpack
+from engines.parallel import strategy as strategies
+from engines.torch_engine.engine import TorchEngine
+from pipelines.checkpoint import Checkpoint
+from pipelines.run import Pipeline, load_pipeline
+from tests.engines.support.gloo import gang
+from tests.pipelines.support import tiny_pictures
+from tests.pipelines.support.picture_cases import (
+    PictureCase,
+    own,
+    pictures_of,
+    request_of,
+    small_pictures,
+)
+
+TOLERANCE = 1e-4
+"""Relative, in float32: sums are made in another order."""
+CONTEXT = ("ulysses", "ring", "allgather_kv")
+
+TWO = ((64, 72), (70, 85))
+
+CASES = {
+    "flux": PictureCase(make=tiny_pictures.flux, tensor=True, num_steps=4, changes={"strength": 0.7}),
+    "flux, the strength of its own": PictureCase(make=tiny_pictures.flux, num_steps=4),
+    "flux kontext": PictureCase(make=tiny_pictures.flux_kontext, tensor=True),
+    "flux2 dev": PictureCase(make=tiny_pictures.flux2_dev, pictures=()),
+    "flux2 dev, one picture": PictureCase(make=tiny_pictures.flux2_dev, pictures=TWO[1:]),
+    "flux2 dev, two pictures": PictureCase(make=tiny_pictures.flux2_dev, pictures=TWO),
+    "flux2 klein, one picture": PictureCase(make=tiny_pictures.flux2_klein, pictures=TWO[1:]),
+    "flux2 klein, two pictures": PictureCase(make=tiny_pictures.flux2_klein, pictures=TWO),
+    "flux2 klein base": PictureCase(make=tiny_pictures.flux2_klein_base, pictures=()),
+    "flux2 klein base, two pictures": PictureCase(make=tiny_pictures.flux2_klein_base, pictures=TWO),
+    "qwen": PictureCase(make=tiny_pictures.qwen, tensor=True, num_steps=4, changes={"strength": 0.7}),
+    "qwen, the strength of its own": PictureCase(make=tiny_pictures.qwen, num_steps=4),
+    "qwen, a mask": PictureCase(
+        make=tiny_pictures.qwen, has_mask=True, num_steps=4, changes={"strength": 0.7}, own={"output_type": "pil"}
+    ),
+    "qwen edit": PictureCase(make=tiny_pictures.qwen_edit),
+    "qwen edit plus, one picture": PictureCase(make=tiny_pictures.qwen_edit_plus),
+    "qwen edit plus, two pictures": PictureCase(make=tiny_pictures.qwen_edit_plus, tensor=True, pictures=TWO),
+    "z image": PictureCase(make=tiny_pictures.z_image, num_steps=4, changes={"strength": 0.7}),
+    "z image, the strength of its own": PictureCase(make=tiny_pictures.z_image, num_steps=4),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], Path]:
+    return cache(lambda make: make(tmp_path_factory.mktemp("model")))
+
+
+def denoised(folder: Path, name: str, strategy: str) -> Tensor:
+    case, checkpoint = CASES[name], Checkpoint(folder)
+    engine = TorchEngine(checkpoint.denoiser(), strategy=strategy)
+    with small_pictures():
+        return ran(load_pipeline(checkpoint, engine), checkpoint, case)
+
+
+def ran(pipeline: Pipeline, checkpoint: Checkpoint, case: PictureCase) -> Tensor:
+    engine, sampler, request = pipeline.engine, pipeline.sampler, request_of(case, checkpoint.path)
+    conditioning = pipeline.text_encoder.encode(request, pictures_of(case))
+    state = sampler.begin(request, pickle.loads(pickle.dumps(conditioning)))
+    assert sampler.num_steps(state) == checkpoint.num_steps(request)
+    for _ in range(sampler.num_steps(state)):
+        state = sampler.advance(state, engine.predict(sampler.branches(state), tuple(range(dist.get_world_size()))))
+    engine.close()
+    latents: Tensor = sampler.latents(state)["latents"]
+    return latents
+
+
+def without_exchange(folder: Path, name: str, strategy: str) -> Tensor:
+    """Each rank attends to its own tokens alone."""
+    with patch.object(strategies, "ulysses", lambda kernel, axis, **_: kernel):
+        return denoised(folder, name, strategy)
+
+
+def expected_of(name: str, folder: Path) -> Tensor:
+    latents: Tensor = own(name, CASES.__getitem__, folder).get("latents")
+    assert latents.std() > 0.1
+    return latents
+
+
+def pixels_of(images: Any) -> Tensor:
+    """In [0, 1]. Diffusers' blocks that paint inside a mask give 8-bit pictures alone."""
+    if isinstance(images, Tensor):
+        return images
+    return torch.stack([torch.from_numpy(np.array(image)).movedim(-1, 0) / 255 for image in images])
+
+
+def relative_difference(one: Tensor, other: Tensor) -> float:
+    return float((one - other).norm() / other.norm())
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_latents_equal_the_pipelines_own(name: str, num_ranks: int, folders: Callable[[Any], Path]) -> None:
+    case = CASES[name]
+    folder = folders(case.make)
+    expected = expected_of(name, folder)
+    several = (*CONTEXT, *(["tensor"] if case.tensor else [])) if num_ranks > 1 else ("ulysses",)
+    for strategy in several:
+        for latents in gang(num_ranks).run(denoised, folder, name, strategy):
+            assert relative_difference(latents, expected) <= TOLERANCE, strategy
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_without_the_exchange_they_do_not(name: str, folders: Callable[[Any], Path]) -> None:
+    folder = folders(CASES[name].make)
+    for latents in gang(2).run(without_exchange, folder, name, "ulysses"):
+        assert relative_difference(latents, expected_of(name, folder)) > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["flux", "qwen", "z image"])
+def test_steps_are_counted_as_the_schedule_does(name: str, folders: Callable[[Any], Path]) -> None:
+    case = CASES[name]
+    checkpoint = Checkpoint(folders(case.make))
+    request = request_of(case, checkpoint.path)
+    conditioning, sampler = checkpoint.text_encoder().encode(request, pictures_of(case)), checkpoint.sampler()
+    for num, strength in itertools.product((1, 7, 10, 50), (None, 0.01, 0.3, 0.58, 0.7, 1.0)):
+        changed = replace(request, num_inference_steps=num, strength=strength)
+        assert checkpoint.num_steps(changed) == sampler.num_steps(sampler.begin(changed, conditioning)), changed
+
+
+def fast_denoised(folder: Path, name: str) -> Tensor:
+    """By FLUX's hand-ordered step, whose image tokens are those of the picture as well."""
+    case, checkpoint = CASES[name], Checkpoint(folder)
+    engine = TorchEngine(checkpoint.denoiser(), fast=True, strategy="ulysses")
+    with small_pictures():
+        return ran(load_pipeline(checkpoint, engine), checkpoint, case)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("name", ["flux", "flux kontext"])
+def test_the_fast_path_takes_pictures(name: str, num_ranks: int, folders: Callable[[Any], Path]) -> None:
+    folder = folders(CASES[name].make)
+    for latents in gang(num_ranks).run(fast_denoised, folder, name):
+        assert relative_difference(latents, expected_of(name, folder)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_pictures_come_out_and_jobs_move(name: str, folders: Callable[[Any], Path]) -> None:
+    """In one process: previews and the finished picture have the size asked for; a packed state goes on alike."""
+    case = CASES[name]
+    folder = folders(case.make)
+    checkpoint, request = Checkpoint(folder), request_of(case, folder)
+    with small_pictures():
+        pipeline = load_pipeline(checkpoint)
+        states = list(pipeline.states(request, pictures_of(case)))
+    sampler, decoder = pipeline.sampler, pipeline.decoder
+    shape = (1, request.height, request.width, 3)
+    for latents, take in ((sampler.preview(states[1]), decoder.preview), (sampler.latents(states[-1]), decoder.decode)):
+        frames = take(latents, request)
+        assert (frames.shape, frames.dtype) == (shape, np.uint8)
+    cpu = torch.device("cpu")
+    skeleton, tensors = pack(states[1], cpu)
+    state = unpack(skeleton, joined(tensors, cpu))
+    for _ in range(1, sampler.num_steps(state)):
+        state = sampler.advance(state, pipeline.engine.predict(sampler.branches(state), (0,)))
+    assert torch.equal(sampler.latents(state)["latents"], sampler.latents(states[-1])["latents"])
+    expected = own(name, CASES.__getitem__, folder).get("images")
+    pixels = decoder.pixels(sampler.latents(states[-1]))
+    rounding = 0 if isinstance(expected, Tensor) else 0.5 / 255
+    torch.testing.assert_close(pixels, pixels_of(expected), rtol=0, atol=1e-3 + rounding)

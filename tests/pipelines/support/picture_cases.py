@@ -1,0 +1,98 @@
+"""Requests with pictures beside them: how our pipelines and diffusers' own get the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+from PIL import Image
+
+from pipelines.checkpoint import Checkpoint
+from pipelines.pictures import InputPicture, InputPictures
+from pipelines.request import MediaRequest
+from pipelines.size import Size
+from tests.pipelines.support.own_call import own_state
+from tests.pipelines.support.tiny_pictures import QwenProcessor
+
+KONTEXT_SIZES = "diffusers.pipelines.flux.pipeline_flux_kontext.PREFERRED_KONTEXT_RESOLUTIONS"
+
+QWEN_SIZES = "diffusers.modular_pipelines.qwenimage.encoders.calculate_dimensions"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PictureCase:
+    """``sides`` are height and width in the model's multiples, ``pictures`` (width, height) of what comes along.
+
+    ``own`` are inputs of the pipeline's own call that no request has.
+    """
+
+    make: Callable[[Path], Path]
+    sides: tuple[int, int] = (3, 5)
+    pictures: tuple[tuple[int, int], ...] = ((40, 48),)
+    has_mask: bool = False
+    tensor: bool = False
+    num_steps: int = 2
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    own: Mapping[str, Any] = field(default_factory=dict)
+
+
+def drawn(width: int, height: int, seed: int) -> Image.Image:
+    """Noise in large squares."""
+    squares = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), np.uint8)
+    return Image.fromarray(squares, "RGB").resize((width, height), Image.Resampling.NEAREST)
+
+
+def mask_of(width: int, height: int) -> Image.Image:
+    """White in the left half."""
+    mask = Image.new("L", (width, height), 0)
+    mask.paste(255, (0, 0, width // 2, height))
+    return mask
+
+
+def images_of(case: PictureCase) -> list[Image.Image]:
+    return [drawn(*size, seed=number) for number, size in enumerate(case.pictures)]
+
+
+def pictures_of(case: PictureCase) -> InputPictures:
+    mask = InputPicture.of(mask_of(*case.pictures[0])) if case.has_mask else None
+    return InputPictures(pictures=tuple(map(InputPicture.of, images_of(case))), mask=mask)
+
+
+def request_of(case: PictureCase, folder: Path) -> MediaRequest:
+    defaults = Checkpoint(folder).defaults
+    height, width = (side * defaults.size_multiple for side in case.sides)
+    fixed = {"num_pictures": len(case.pictures), "has_mask": case.has_mask, "seed": 5}
+    steps = {"num_inference_steps": case.num_steps}
+    return defaults.request(
+        Size(width=width, height=height), **{"prompt": "a red circle", **steps, **fixed, **case.changes}
+    )
+
+
+@contextmanager
+def small_pictures() -> Iterator[None]:
+    """Some editors bring every picture to a megapixel, which takes a CPU long."""
+    with ExitStack() as stack:
+        stack.enter_context(patch(KONTEXT_SIZES, [(48, 32), (32, 48), (48, 48)]))
+        stack.enter_context(patch(QWEN_SIZES, lambda area, ratio: (48, 32, None) if ratio > 1 else (32, 48, None)))
+        stack.enter_context(patch("transformers.Qwen2VLProcessor.from_pretrained", lambda *_, **__: QwenProcessor()))
+        yield
+
+
+@cache
+def own(case_name: str, make_case: Callable[[str], PictureCase], folder: Path) -> Any:
+    """The state that the pipeline's own call ends with."""
+    case = make_case(case_name)
+    images, request = images_of(case), request_of(case, folder)
+    given: dict[str, Any] = {"image": images[0] if len(images) == 1 else images or None}
+    if case.has_mask:
+        given["mask_image"] = mask_of(*case.pictures[0])
+    if request.strength is not None:
+        given["strength"] = request.strength
+    with small_pictures():
+        return own_state(folder, request, **given, max_area=request.width * request.height, **case.own)
