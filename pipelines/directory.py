@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+DENOISERS = ("transformer", "transformer_ref", "unet")
+"""Parts of pipelines that predict."""
 CONFIG_FILES = {"scheduler": "scheduler_config.json", "tokenizer": "tokenizer_config.json"}
 
 

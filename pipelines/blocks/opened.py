@@ -13,7 +13,6 @@ import torch
 from accelerate import init_empty_weights  # type: ignore[import-untyped]
 from diffusers import ModelMixin
 from diffusers.configuration_utils import FrozenDict
-from diffusers.modular_pipelines import ModularPipeline
 from torch import nn
 
 from pipelines.blocks.stand_in import StandIn
@@ -21,6 +20,7 @@ from pipelines.blocks.tree import Sections
 from pipelines.directory import read_config, read_index
 from pipelines.models.architecture import Architecture
 from pipelines.models.registry import load_architecture
+from pipelines.modular import open_modular
 
 TOKENIZERS = ("tokenizer", "tokenizer_2", "tokenizer_3")
 SCALES = ("scale_factor_spatial", "scale_factor_temporal")
@@ -38,7 +38,7 @@ class OpenedPipeline:
     def __init__(self, path: Path, device: torch.device, dtype: torch.dtype) -> None:
         self.path, self.models_device, self.dtype = path, device, dtype
         self.device = torch.device("cpu") if device.type == "meta" else device
-        self.pipeline = _placed(_open(path), self.device, dtype)
+        self.pipeline = _placed(open_modular(path), self.device, dtype)
         self.blocks: Any = self.pipeline.blocks
         self.sections = Sections.of(self.blocks)
 
@@ -124,7 +124,7 @@ class OpenedPipeline:
         return is_named and isinstance(spec.type_hint, type)
 
     def _with_parts(self, make: Any) -> Any:
-        pipeline = _placed(_open(self.path), self.device, self.dtype)
+        pipeline = _placed(open_modular(self.path), self.device, self.dtype)
         for name in self._parts(self.blocks.sub_blocks):
             setattr(pipeline, name, make(name))
         return pipeline
@@ -143,16 +143,6 @@ class OpenedPipeline:
     def _stand_in(self, name: str) -> StandIn:
         config = self.part_config(name)
         return StandIn(name, self.part_class(name), config, self.models_device, self.dtype, self.architecture.blank)
-
-
-def _open(path: Path) -> Any:
-    try:
-        pipeline = ModularPipeline.from_pretrained(str(path))
-    except (OSError, AttributeError, ValueError) as error:
-        raise ValueError(f"diffusers has no blocks for what {path} holds: {error}") from error
-    if not pipeline.blocks.sub_blocks:
-        raise ValueError(f"diffusers has no blocks for what {path} holds ({type(pipeline).__name__})")
-    return pipeline
 
 
 def _placed(pipeline: Any, device: torch.device, dtype: torch.dtype) -> Any:
