@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from engines.core.model import Branch, DenoiserModel
 from pipelines.defaults import Defaults, with_own_defaults
 from pipelines.description import Description, read_description
+from pipelines.directory import part_folder
 from pipelines.loading import resolve_configuration, resolve_dtype, resolve_path
 from pipelines.models.registry import architecture_of
 from pipelines.request import MediaRequest
@@ -156,7 +157,7 @@ class Checkpoint:
         from engines.parallel.weight_files import WeightFiles
 
         empty = self._empty()
-        folders = {part: self.path / part for part in empty.modules}
+        folders = {part: part_folder(self.path, part) for part in empty.modules}
         return replace(empty, weights=WeightFiles(folders=folders, device=self.device))
 
     def _empty(self) -> DenoiserModel:

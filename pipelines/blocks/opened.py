@@ -17,7 +17,7 @@ from torch import nn
 
 from pipelines.blocks.stand_in import StandIn
 from pipelines.blocks.tree import Sections
-from pipelines.directory import read_config, read_index
+from pipelines.directory import part_class, part_folder, read_config, read_index
 from pipelines.models.architecture import Architecture
 from pipelines.models.registry import load_architecture
 from pipelines.modular import open_modular
@@ -64,7 +64,8 @@ class OpenedPipeline:
 
     def max_tokens(self, limit: int) -> int:
         """``limit``, or fewer where no tokenizer gives so many."""
-        configs = (self.path / name / "tokenizer_config.json" for name in TOKENIZERS)
+        folders = (part_folder(self.path, name) for name in TOKENIZERS if part_class(self.path, name))
+        configs = (folder / "tokenizer_config.json" for folder in folders)
         own = [json.loads(file.read_text()).get("model_max_length") for file in configs if file.is_file()]
         limited = [int(number) for number in own if number is not None and number < UNLIMITED]
         return min(limit, max(limited)) if limited else limit
@@ -75,7 +76,7 @@ class OpenedPipeline:
     def part_config(self, name: str) -> Any:
         """The configuration of a model among the parts; what it does not say is its class's default."""
         spec = self.pipeline.get_component_spec(name)
-        written = spec.type_hint.load_config(spec.pretrained_model_name_or_path, subfolder=spec.subfolder)
+        written = read_config(self.path, name)
         parameters = inspect.signature(spec.type_hint.__init__).parameters.values()
         unwritten = {one.name: one.default for one in parameters if one.default is not one.empty}
         settings = {key: value for key, value in read_index(self.path).items() if not isinstance(value, list | dict)}

@@ -52,7 +52,7 @@ def generic(class_name: str) -> Architecture:
 
     module_class = getattr(import_module("diffusers"), class_name, None)
     if module_class is None:
-        raise ValueError(f"diffusers has no class {class_name}")
+        raise ValueError(f"diffusers has no class {class_name}, and no file here knows it")
     whole = Architecture(
         family=class_name,
         defaults=defaults,
