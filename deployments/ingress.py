@@ -95,10 +95,12 @@ class Ingress:
 
         Yields ``Progress`` for every step, ``Preview`` if asked for (``partial_images``; clips always have some),
         and at last ``Media`` with the bytes. ``fields`` are those of the HTTP API; ValueError names a wrong one.
+        Pictures (``image``, ``mask``, ``input_reference``) are the bytes of their files.
         Cancelling the response stops the job on all ranks.
         """
-        request, output = handle_request(self._studio.cards(), uuid.uuid4().hex, {"prompt": prompt, **fields})
-        async with aclosing(self._studio.perform(request, output)) as events:
+        asked = (self._studio.cards(), uuid.uuid4().hex, {"prompt": prompt, **fields}, self._config.api)
+        request, output, pictures = await asyncio.to_thread(handle_request, *asked)
+        async with aclosing(self._studio.perform(request, output, pictures)) as events:
             async for event in events:
                 yield event
 

@@ -84,8 +84,7 @@ class ImagesResponse(BaseModel):
     usage: Usage = Usage()
 
 
-class PartialImage(Event):
-    type: Literal["image_generation.partial_image"] = "image_generation.partial_image"
+class PartialPicture(Event):
     b64_json: str
     partial_image_index: int
     created_at: int
@@ -97,8 +96,15 @@ class PartialImage(Event):
     step: int = Field(description="The step it was decoded after; beyond OpenAI.")
 
 
-class CompletedImage(Event):
-    type: Literal["image_generation.completed"] = "image_generation.completed"
+class PartialImage(PartialPicture):
+    type: Literal["image_generation.partial_image"] = "image_generation.partial_image"
+
+
+class PartialEdit(PartialPicture):
+    type: Literal["image_edit.partial_image"] = "image_edit.partial_image"
+
+
+class CompletedPicture(Event):
     b64_json: str
     created_at: int
     output_format: str
@@ -111,6 +117,14 @@ class CompletedImage(Event):
     image_index: int = Field(description="Which of the n pictures; beyond OpenAI.")
     seed: int = Field(description="beyond OpenAI")
     timings: StageTimes = Field(description="beyond OpenAI")
+
+
+class CompletedImage(CompletedPicture):
+    type: Literal["image_generation.completed"] = "image_generation.completed"
+
+
+class CompletedEdit(CompletedPicture):
+    type: Literal["image_edit.completed"] = "image_edit.completed"
 
 
 class StepProgress(Event):

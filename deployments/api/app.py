@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
@@ -30,7 +31,14 @@ from deployments.api.videos import video_routes
 from deployments.clips.clips import Clips
 from deployments.names import own_version
 from deployments.studio.interface import Studio
+from pipelines.request import MediaKind
 
+NUM_UNPACKINGS = 2
+"""Requests whose pictures are unpacked side by side, beside the event loop."""
+UPLOADS: dict[MediaKind, tuple[str, ...]] = {
+    "image": ("/v1/images/edits",),
+    "video": ("/v1/videos", "/v1/videos/sync"),
+}
 ROUTES = (health_routes, model_routes, image_routes, video_routes, page_routes)
 DESCRIPTION = (
     "Text to image and text to video. Works with OpenAI's clients; what goes beyond them is marked so. HEAD is there "
@@ -52,6 +60,7 @@ def create_api(studio: Studio, settings: ApiSettings, clips: Clips, drain: Drain
         clips=clips,
         admission=Admission(settings),
         lookout=Lookout(clips, settings.video_poll_s),
+        unpacking=ThreadPoolExecutor(NUM_UNPACKINGS, "unpacking"),
     )
 
     @asynccontextmanager
@@ -61,6 +70,7 @@ def create_api(studio: Studio, settings: ApiSettings, clips: Clips, drain: Drain
             yield
         finally:
             await clips.stop()
+            context.unpacking.shutdown(wait=False)
 
     app = FastAPI(
         title="Troupe",
@@ -75,19 +85,34 @@ def create_api(studio: Studio, settings: ApiSettings, clips: Clips, drain: Drain
         app.include_router(routes(context))
     add_error_handlers(app)
     app.add_exception_handler(ClientGoneError, _on_client_gone)
+    add_guards(app, settings, studio, drain or Drain())
+    add_document(app)
+    return app
+
+
+def add_guards(app: FastAPI, settings: ApiSettings, studio: Studio, drain: Drain) -> None:
+    """Puts what looks at every request around the routes, from the inside out."""
     app.add_middleware(HeadAsGet)
     app.add_middleware(OriginCheck, settings=settings)
     if settings.allowed_origins:
         app.add_middleware(Cors, allowed_origins=settings.allowed_origins)
     app.add_middleware(HostCheck, settings=settings)
     app.add_middleware(OpenRequests, limit=settings.max_open_requests)
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, deadline_s=settings.body_deadline_s)
-    drain = drain or Drain()
+    app.add_middleware(
+        BodyLimit,
+        max_bytes=settings.max_body_bytes,
+        deadline_s=settings.body_deadline_s,
+        uploads=dict.fromkeys(uploads(studio), settings.max_upload_bytes),
+    )
     app.add_middleware(Draining, drain=drain)
     app.add_middleware(RequestLog, sends_request_id=settings.sends_request_id)
     app.add_middleware(Liveness, drain=drain)
-    add_document(app)
-    return app
+
+
+def uploads(studio: Studio) -> list[str]:
+    """Returns the routes where pictures may come along: those whose models take some."""
+    kinds = {card.defaults.kind for card in studio.cards().values() if card.defaults.max_pictures}
+    return [path for kind in kinds for path in UPLOADS[kind]]
 
 
 def file_shelf(settings: ApiSettings) -> FileShelf:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -16,7 +18,12 @@ from deployments.api.lookout import Lookout
 from deployments.api.settings import ApiSettings
 from deployments.clips.clips import Clips
 from deployments.keys import KeyRing
+from deployments.requests.bodies import MediaBody
+from deployments.requests.pictures.unpack import unpack
+from deployments.requests.rules import brought_along, choose_card, sources_of
 from deployments.studio.interface import Studio
+from pipelines.pictures import NO_PICTURES, InputPictures
+from pipelines.request import MediaKind
 
 BEARER = HTTPBearer(auto_error=False, description="Needed only if the server was started with API keys.")
 
@@ -32,6 +39,7 @@ class ApiContext:
     clips: Clips
     admission: Admission
     lookout: Lookout
+    unpacking: Executor
 
     async def authorize(self, request: Request, credentials: Credentials) -> None:
         """Raises ApiError 401 without a known key: a dependency of every route behind one."""
@@ -49,6 +57,17 @@ class ApiContext:
         """Returns whose clips and files the client may see, by the hash of its key; None if everybody's."""
         is_open = not self.settings.keys or self.settings.share_between_keys
         return None if is_open else str(request.state.key_hash)
+
+    async def unpacked(self, body: MediaBody, kind: MediaKind) -> InputPictures:
+        """Returns the pictures that came along. RequestError if the model takes others, or they are none."""
+        card = choose_card(self.studio.cards(), body.model, kind, len(sources_of(body).pictures))
+        sources = brought_along(body, card)
+        if not sources.all:
+            return NO_PICTURES
+        await self.check_ready(card.name)
+        if kind == "image":
+            self.admission.check_place(card.name)
+        return await asyncio.get_running_loop().run_in_executor(self.unpacking, unpack, sources, self.settings)
 
     async def check_ready(self, model: str) -> None:
         """Raises ApiError 503 while ``model`` cannot take requests."""

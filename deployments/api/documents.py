@@ -9,13 +9,23 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from deployments.api.answers import CompletedImage, ImagesResponse, PartialImage, StepProgress, VideoEvent
+from deployments.api.answers import (
+    CompletedEdit,
+    CompletedImage,
+    ImagesResponse,
+    PartialEdit,
+    PartialImage,
+    StepProgress,
+    VideoEvent,
+)
 from deployments.api.errors import ErrorBody, ErrorEvent
-from deployments.requests.bodies import ImageBody, VideoBody
+from deployments.requests.bodies import EditBody, ImageBody, MediaBody, VideoBody
 
 IMAGE_EVENTS = (PartialImage, CompletedImage, StepProgress, ErrorEvent)
+EDIT_EVENTS = (PartialEdit, CompletedEdit, StepProgress, ErrorEvent)
 VIDEO_EVENTS = (VideoEvent, ErrorEvent)
-UNSEEN_MODELS: tuple[type[BaseModel], ...] = (ImageBody, VideoBody, *IMAGE_EVENTS, VideoEvent)
+WITH_PICTURES: tuple[type[MediaBody], ...] = (EditBody, VideoBody)
+UNSEEN_MODELS: tuple[type[BaseModel], ...] = (ImageBody, *WITH_PICTURES, *IMAGE_EVENTS, *EDIT_EVENTS[:2], VideoEvent)
 """Bodies that routes read by themselves, and events: FastAPI does not see them."""
 REFERENCE = "#/components/schemas/{model}"
 ERRORS = {
@@ -27,7 +37,7 @@ ERRORS = {
     408: "The body was not there in time",
     409: "The clip is not finished",
     410: "The file was there, and is gone",
-    413: "The body is too large",
+    413: "The body is too large, or a picture in it",
     415: "The content type is not supported",
     416: "The range lies beyond the file",
     429: "The queue is full, or too many watch; `Retry-After` says when to come back",
@@ -37,7 +47,7 @@ ERRORS = {
     507: "There is no room on the server's disk",
 }
 CODES = {
-    400: ("invalid_value", "missing_field", "unknown_field", "wrong_kind", "bad_json"),
+    400: ("invalid_value", "missing_field", "unknown_field", "wrong_kind", "bad_json", "bad_picture"),
     401: ("missing_api_key", "invalid_api_key"),
     403: ("host_not_allowed", "origin_not_allowed"),
     404: ("model_not_found", "video_not_found", "not_found"),
@@ -45,7 +55,7 @@ CODES = {
     408: ("body_timeout",),
     409: ("video_not_ready", "video_failed"),
     410: ("video_gone",),
-    413: ("body_too_large",),
+    413: ("body_too_large", "picture_too_large"),
     415: ("unsupported_content_type", "unsupported_content_encoding"),
     416: ("range_not_satisfiable",),
     429: ("queue_full", "too_many_watchers"),
@@ -73,6 +83,7 @@ ERROR_HEADERS = {401: "WWW-Authenticate", 405: "Allow", 416: "Content-Range", 42
 MEASURES = ("Server-Timing", "X-Troupe-Warm")
 FILE_HEADERS = ("ETag", "Last-Modified", "Accept-Ranges")
 
+FILES = "multipart/form-data"
 Responses = dict[int | str, dict[str, Any]]
 
 
@@ -90,18 +101,33 @@ def _error_document(status: int) -> dict[str, Any]:
     return {"description": f"{ERRORS[status]}. `code`: {codes}", "headers": header_documents(*header)}
 
 
-def body_document(model: type[BaseModel], *content_types: str) -> dict[str, Any]:
+def body_document(model: type[MediaBody], *content_types: str) -> dict[str, Any]:
     """Returns what FastAPI cannot know of a route that reads its body by itself."""
-    schema = {"schema": _reference(model)}
+    schema, form = _reference(model), {"$ref": REFERENCE.format(model=form_name(model))}
     types = content_types or ("application/json",)
-    return {"requestBody": {"required": True, "content": dict.fromkeys(types, schema)}}
+    content = {one: {"schema": form if one == FILES and model.picture_fields else schema} for one in types}
+    return {"requestBody": {"required": True, "content": content}}
 
 
-def image_answers() -> Responses:
-    """Returns the answer with pictures, in one JSON object or as events."""
-    names = ("image_generation.partial_image", "image_generation.completed", "troupe.progress", "error")
+def form_name(model: type[MediaBody]) -> str:
+    return f"{model.__name__.removesuffix('Body')}Form"
+
+
+def form_schema(model: type[MediaBody], schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns the ``schema`` of a body as that of a form, in which pictures are files."""
+    file = {"type": "string", "format": "binary"}
+    files = {
+        name: {"type": "array", "items": file, "description": schema["properties"][name]["description"]}
+        for name in model.picture_fields
+    }
+    return schema | {"title": form_name(model), "properties": schema["properties"] | files}
+
+
+def image_answers(*events: type[BaseModel]) -> Responses:
+    """Returns the answer with pictures, in one JSON object or as ``events``."""
+    names = tuple(str(event.model_fields["type"].default) for event in events)
     answer = {"model": ImagesResponse, "description": "The pictures", "headers": header_documents(*MEASURES)}
-    return {200: answer | {"content": _event_content(names, IMAGE_EVENTS)}}
+    return {200: answer | {"content": _event_content(names, events)}}
 
 
 def stream_answers() -> Responses:
@@ -164,6 +190,7 @@ def _build(app: FastAPI) -> dict[str, Any]:
     _, extra = models_json_schema([(model, "validation") for model in UNSEEN_MODELS], ref_template=REFERENCE)
     schemas = document["components"]["schemas"]
     schemas |= extra["$defs"]
+    schemas |= {form_name(model): form_schema(model, schemas[model.__name__]) for model in WITH_PICTURES}
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
     for operations in document["paths"].values():

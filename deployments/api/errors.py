@@ -35,6 +35,8 @@ FAILURES: tuple[type[Exception], ...] = (
 logger = logging.getLogger("troupe.api")
 
 TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+STATUSES = {"model_not_found": 404, "picture_too_large": 413}
+"""Of requests that are wrong, where it is not 400."""
 CODES = {400: "invalid_value", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
 
 
@@ -99,8 +101,7 @@ def from_failure(failure: Exception) -> ApiError | None:
         case ApiError():
             return failure
         case RequestError():
-            status = 404 if failure.code == "model_not_found" else 400
-            return ApiError(status, failure.message, param=failure.param, code=failure.code)
+            return ApiError(STATUSES.get(failure.code, 400), failure.message, param=failure.param, code=failure.code)
         case QueueFullError():
             return ApiError(429, str(failure), code="queue_full", headers=retry_after(failure.retry_after_s))
         case ModelUnavailableError():

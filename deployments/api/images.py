@@ -1,41 +1,32 @@
-"""POST /v1/images/generations, at once or as a stream; and the files that its URLs point to."""
+"""POST /v1/images/generations and /v1/images/edits; and the files that their URLs point to."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from base64 import b64encode
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 
 from fastapi import APIRouter, Depends
-from fastapi.responses import FileResponse, JSONResponse
+from fastapi.responses import FileResponse
 from starlette.requests import Request
 from starlette.responses import Response
 
-from deployments.api.answers import (
-    CompletedImage,
-    Image,
-    ImagesResponse,
-    PartialImage,
-    StepProgress,
-    measures,
-)
 from deployments.api.context import ApiContext
-from deployments.api.documents import body_document, error_documents, file_answers, image_answers
-from deployments.api.errors import ApiError, from_failure
-from deployments.api.guards.hosts import base_url
+from deployments.api.documents import (
+    EDIT_EVENTS,
+    IMAGE_EVENTS,
+    body_document,
+    error_documents,
+    file_answers,
+    image_answers,
+)
+from deployments.api.drawing import draw
+from deployments.api.errors import ApiError
 from deployments.api.partial import RangedFile
-from deployments.api.reading import read_json
-from deployments.api.streams import Event, start_stream, until_disconnect
-from deployments.asyncio_tools import merge
-from deployments.requests.bodies import ImageBody
-from deployments.requests.errors import shown
-from deployments.requests.images import ImageRequest, image_request
-from deployments.studio.interface import Media, Preview, Studio, StudioEvent
+from deployments.api.reading.body import FORMS, JSON, read_json
+from deployments.api.reading.uploads import read_upload
+from deployments.requests.bodies import EditBody, ImageBody
+from deployments.requests.errors import RequestError, shown
 
-Indexed = tuple[int, StudioEvent]
-"""An event, with the index of its request."""
+ERRORS = (400, 401, 403, 404, 408, 413, 415, 429, 502, 503, 507)
 
 
 def image_routes(context: ApiContext) -> APIRouter:
@@ -44,34 +35,26 @@ def image_routes(context: ApiContext) -> APIRouter:
     @router.post(
         "/v1/images/generations",
         dependencies=[Depends(context.authorize)],
-        responses=image_answers() | error_documents(400, 401, 403, 404, 408, 413, 415, 429, 502, 503, 507),
+        responses=image_answers(*IMAGE_EVENTS) | error_documents(*ERRORS),
         openapi_extra=body_document(ImageBody),
     )
     async def generate_images(request: Request) -> Response:
         """Draw pictures. With ``stream``, the answer is server-sent events instead of one JSON object."""
         body = await read_json(request, ImageBody)
-        settings = context.settings
-        pictures = image_request(
-            body, context.studio.cards(), request.state.request_id, settings.max_images_per_request
-        )
-        await context.check_ready(pictures.model)
-        events = context.admission.pictures(
-            pictures.model, len(pictures.requests), perform_all(context.studio, pictures)
-        )
-        if body.stream:
-            return await start_stream(image_events(pictures, events), request.receive, context.settings)
-        media = await until_disconnect(request.receive, collect(events, len(pictures.requests)))
-        images = await asyncio.to_thread(_hand_over, context, pictures, media, request)
-        answer = ImagesResponse(
-            created=int(time.time()),
-            data=images,
-            output_format=pictures.output.format,
-            size=pictures.size,
-            quality=pictures.quality,
-            num_inference_steps=pictures.num_inference_steps,
-            safety_identifier=pictures.safety_identifier,
-        )
-        return JSONResponse(answer.model_dump(), headers=measures([one.timings for one in media]))
+        return await draw(context, request, body, await context.unpacked(body, "image"))
+
+    @router.post(
+        "/v1/images/edits",
+        dependencies=[Depends(context.authorize)],
+        responses=image_answers(*EDIT_EVENTS) | error_documents(*ERRORS),
+        openapi_extra=body_document(EditBody, JSON, *FORMS),
+    )
+    async def edit_images(request: Request) -> Response:
+        """Change pictures that come along, or draw after them. Models say in their defaults what they take."""
+        body, inputs = await read_upload(context, request, EditBody, "image")
+        if not inputs.pictures:
+            raise RequestError("image is required: the picture to change", "image", code="missing_field")
+        return await draw(context, request, body, inputs)
 
     @router.get(
         "/v1/files/{name}",
@@ -87,96 +70,3 @@ def image_routes(context: ApiContext) -> APIRouter:
         return RangedFile(path, media_type=f"image/{path.suffix[1:]}", headers={"X-Content-Type-Options": "nosniff"})
 
     return router
-
-
-def files_url(context: ApiContext, request: Request) -> str:
-    return f"{base_url(request, context.settings)}/v1/files"
-
-
-def _hand_over(context: ApiContext, pictures: ImageRequest, media: list[Media], request: Request) -> list[Image]:
-    if not pictures.by_url:
-        return [Image(b64_json=b64encode(one.data).decode(), seed=one.seed) for one in media]
-    names = [context.files.put(one.data, one.format, request.state.key_hash) for one in media]
-    url = files_url(context, request)
-    return [Image(url=f"{url}/{name}", seed=one.seed) for name, one in zip(names, media, strict=True)]
-
-
-async def perform_all(studio: Studio, pictures: ImageRequest) -> AsyncGenerator[Indexed]:
-    """Yields the events of all pictures, which are made side by side.
-
-    Closing this closes every ``perform``, and so does the first one that fails: what it raised is raised here, as an
-    ApiError if it has a meaning for clients.
-    """
-    streams = [_indexed(i, studio.perform(request, pictures.output)) for i, request in enumerate(pictures.requests)]
-    try:
-        async with aclosing(merge(*streams)) as events:
-            async for event in events:
-                yield event
-    except Exception as failure:
-        answer = from_failure(failure)
-        if answer is None:
-            raise
-        raise answer from failure
-
-
-async def _indexed(index: int, events: AsyncGenerator[StudioEvent]) -> AsyncGenerator[Indexed]:
-    async with aclosing(events):
-        async for event in events:
-            yield index, event
-
-
-async def collect(events: AsyncGenerator[Indexed], num_media: int) -> list[Media]:
-    """Returns the finished media of ``perform_all``, in the order of the requests."""
-    media: dict[int, Media] = {}
-    async with aclosing(events):
-        async for index, event in events:
-            if isinstance(event, Media):
-                media[index] = event
-    assert len(media) == num_media, f"{num_media} requests gave {len(media)} media"
-    return [media[index] for index in range(num_media)]
-
-
-async def image_events(pictures: ImageRequest, events: AsyncGenerator[Indexed]) -> AsyncGenerator[Event, None]:
-    """Yields what the client is told: previews, finished pictures and, if asked for, every step."""
-    async with aclosing(events):
-        async for index, event in events:
-            if news := translate(pictures, index, event):
-                yield news
-
-
-def translate(pictures: ImageRequest, index: int, event: StudioEvent) -> Event | None:
-    match event:
-        case Media():
-            return _completed(pictures, index, event)
-        case Preview():
-            return _partial(pictures, index, event)
-        case _ if pictures.stream_progress:
-            return StepProgress(image_index=index, step=event.step, of=event.num_steps, eta_s=event.eta_s)
-    return None
-
-
-def _completed(pictures: ImageRequest, index: int, media: Media) -> CompletedImage:
-    return CompletedImage(
-        b64_json=b64encode(media.data).decode(),
-        created_at=int(time.time()),
-        output_format=media.format,
-        size=pictures.size,
-        quality=pictures.quality or "auto",
-        num_inference_steps=pictures.num_inference_steps,
-        safety_identifier=pictures.safety_identifier,
-        image_index=index,
-        seed=media.seed,
-        timings=media.timings,
-    )
-
-
-def _partial(pictures: ImageRequest, index: int, preview: Preview) -> PartialImage:
-    return PartialImage(
-        b64_json=b64encode(preview.data).decode(),
-        partial_image_index=preview.index,
-        created_at=int(time.time()),
-        size=pictures.size,
-        quality=pictures.quality or "auto",
-        image_index=index,
-        step=preview.step,
-    )

@@ -10,17 +10,20 @@ from pathlib import Path
 
 from deployments.checks import check_positive
 from deployments.keys import KeyRing
+from deployments.requests.pictures.limits import PictureLimits
 
 HOST = re.compile(r"\*|(\*\.)?[\w.-]+")
 ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ApiLimits:
+class ApiLimits(PictureLimits):
     """What a configuration may say of the API. Without slots, since its section there has a second such parent.
 
     ``public_url`` replaces the host of the request in URLs that are handed out (behind a proxy that rewrites it). A
-    body has to be there ``body_deadline_s`` after its request. A replica works on ``max_open_requests`` at a time;
+    body has to be there ``body_deadline_s`` after its request. Where pictures may come along it may have
+    ``max_upload_bytes`` in place of ``max_body_bytes``; all that a replica holds of them at a time takes about
+    ``max_open_upload_bytes`` of memory. A replica works on ``max_open_requests`` at a time;
     ``max_watchers`` of them may be streams of a clip's events.
 
     ``allowed_hosts`` are names that clients may call the server by, beside its own; pages of ``allowed_origins`` may
@@ -30,6 +33,8 @@ class ApiLimits:
     """
 
     max_body_bytes: int = 1 << 20
+    max_upload_bytes: int = 64 << 20
+    max_open_upload_bytes: int = 1 << 30
     body_deadline_s: float = 30.0
     max_images_per_request: int = 4
     public_url: str = ""
@@ -41,8 +46,16 @@ class ApiLimits:
     max_watchers: int = 1000
 
     def __post_init__(self) -> None:
+        PictureLimits.__post_init__(self)
         check_positive(
-            self, "max_body_bytes", "body_deadline_s", "max_images_per_request", "max_open_requests", "max_watchers"
+            self,
+            "max_body_bytes",
+            "max_upload_bytes",
+            "max_open_upload_bytes",
+            "body_deadline_s",
+            "max_images_per_request",
+            "max_open_requests",
+            "max_watchers",
         )
         _check_all("allowed_hosts", self.allowed_hosts, HOST, "* or a name without port, such as gpu1.example.com")
         _check_all("allowed_origins", self.allowed_origins, ORIGIN, "* or as browsers send it: https://example.com")

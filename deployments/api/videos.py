@@ -27,7 +27,8 @@ from deployments.api.documents import (
 from deployments.api.errors import ApiError
 from deployments.api.lookout import Lookout
 from deployments.api.partial import RangedFile, is_head
-from deployments.api.reading import FORMS, JSON, read_json_or_form
+from deployments.api.reading.body import FORMS, JSON
+from deployments.api.reading.uploads import read_upload
 from deployments.api.streams import STREAM_HEADERS, ClientGoneError, start_stream, until_disconnect
 from deployments.asyncio_tools import to_the_end
 from deployments.clips.clips import Clips
@@ -133,11 +134,11 @@ def video_routes(context: ApiContext) -> APIRouter:
 
 async def submit_clip(context: ApiContext, request: Request) -> ClipRecord:
     """Returns the record of the clip that the body asks for, queued."""
-    body = await read_json_or_form(request, VideoBody)
+    body, inputs = await read_upload(context, request, VideoBody, "video")
     num_previews = context.settings.num_clip_previews
-    clip = clip_request(body, context.studio.cards(), request.state.request_id, num_previews)
+    clip = clip_request(body, context.studio.cards(), request.state.request_id, num_previews, inputs)
     await context.check_ready(clip.request.model)
-    return await context.clips.submit(clip.request, clip.seconds, request.state.key_hash)
+    return await context.clips.submit(clip.request, clip.seconds, request.state.key_hash, inputs)
 
 
 async def wait_for_end(context: ApiContext, request: Request, video_id: str) -> ClipRecord:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,11 @@ from deployments.studio.interface import Progress
 
 POLL_S = 0.2
 REQUEST_TIMEOUT_S = 3600.0
+
+
+Files = Sequence[tuple[str, tuple[str, bytes]]]
+"""Pictures that go along: for each its field, its name and its bytes."""
+NO_FILES: Files = ()
 
 
 class RefusedError(RuntimeError):
@@ -66,11 +71,13 @@ class Client:
         """Returns the MP4 of a clip that is finished."""
         return _checked(self._http.get(f"/v1/videos/{clip_id}/content")).content
 
-    def picture(self, body: Mapping[str, Any]) -> Iterator[Progress | Result]:
-        """Does ``POST /v1/images/generations`` as a stream: steps of all pictures together, and each result."""
+    def picture(self, body: Mapping[str, Any], files: Files = NO_FILES) -> Iterator[Progress | Result]:
+        """Does ``POST /v1/images/generations``, or with ``files`` ``POST /v1/images/edits``, as a stream: steps of all
+        pictures together, and each result."""
         request = {**body, "stream": True, "stream_progress": True}
         num_pictures, steps = body.get("n", 1), dict[int, int]()
-        with self._http.stream("POST", "/v1/images/generations", json=request) as response:
+        path = "/v1/images/edits" if files else "/v1/images/generations"
+        with self._http.stream("POST", path, **_content(request, files)) as response:
             if response.is_error:
                 response.read()
             for event in _events(_checked(response)):
@@ -79,7 +86,7 @@ class Client:
                         steps[event["image_index"]] = event["step"]
                         num_steps = num_pictures * event["of"]
                         yield Progress(step=sum(steps.values()), num_steps=num_steps, eta_s=event["eta_s"])
-                    case "image_generation.completed":
+                    case "image_generation.completed" | "image_edit.completed":
                         yield Result(
                             data=base64.b64decode(event["b64_json"]),
                             index=event["image_index"],
@@ -89,9 +96,9 @@ class Client:
                     case "error":
                         raise RefusedError(event["error"]["message"])
 
-    def clip(self, body: Mapping[str, Any]) -> Iterator[Progress | Result]:
+    def clip(self, body: Mapping[str, Any], files: Files = NO_FILES) -> Iterator[Progress | Result]:
         """Does ``POST /v1/videos``, then polls its progress. A caller who leaves early deletes the clip."""
-        clip = _checked(self._http.post("/v1/videos", json=dict(body))).json()
+        clip = _checked(self._http.post("/v1/videos", **_content(body, files))).json()
         url, started_s, finished = f"/v1/videos/{clip['id']}", time.monotonic(), False
         try:
             while clip["status"] in ("queued", "in_progress"):
@@ -113,6 +120,14 @@ class Client:
 def root_of(url: str) -> str:
     """Returns ``url`` without the ``/v1`` that clients of OpenAI's want at its end."""
     return url.rstrip("/").removesuffix("/v1")
+
+
+def _content(body: Mapping[str, Any], files: Files) -> dict[str, Any]:
+    """Returns ``body`` as httpx is to send it: as JSON, or as a form with its ``files``."""
+    if not files:
+        return {"json": dict(body)}
+    fields = {name: value if isinstance(value, str) else json.dumps(value) for name, value in body.items()}
+    return {"data": fields, "files": list(files)}
 
 
 def _seconds(timings: Mapping[str, Any] | None) -> dict[str, float]:

@@ -29,6 +29,8 @@ ConfigOption = Annotated[str, typer.Option("--config", help="A config file, or t
 UrlOption = Annotated[str, typer.Option("--url", help="A running server; without it one is started for the purpose.")]
 KeyOption = Annotated[Path | None, typer.Option("--api-key-file", help="The server's key; else TROUPE_API_KEY.")]
 OldKeyOption = Annotated[str | None, renamed_option("--api-key", "--api-key-file, or TROUPE_API_KEY outside,")]
+NegativeOption = Annotated[str | None, typer.Option(help="What to keep out; needs a --true-cfg-scale above 1.")]
+ImageOption = Annotated[list[Path] | None, typer.Option(help="A picture to begin with; may be repeated.")]
 RunningOption = Annotated[str, typer.Option("--url", help="A running server; the one that runs here by default.")]
 
 
@@ -52,17 +54,18 @@ def generate(
     n: Annotated[int | None, typer.Option("--n", help="How many pictures; the files are numbered then.")] = None,
     frames: Annotated[int | None, typer.Option(help="Frames of a clip.")] = None,
     fps: Annotated[int | None, typer.Option(help="Frames a second of a clip.")] = None,
-    negative_prompt: Annotated[
-        str | None, typer.Option(help="What to keep out; needs a --true-cfg-scale above 1.")
-    ] = None,
+    negative_prompt: NegativeOption = None,
     guidance_scale: Annotated[float | None, typer.Option(help="Distilled guidance, of models that have it.")] = None,
     true_cfg_scale: Annotated[float | None, typer.Option(help="Classifier-free guidance; 1 turns it off.")] = None,
+    image: ImageOption = None,
+    mask: Annotated[Path | None, typer.Option(help="Where to paint: transparent, or else white.")] = None,
+    strength: Annotated[float | None, typer.Option(help="How much of the picture is painted anew, up to 1.")] = None,
     config: ConfigOption = "laptop",
     url: UrlOption = "",
     api_key_file: KeyOption = None,
     api_key: OldKeyOption = None,
 ) -> None:
-    """A picture or a clip from words."""
+    """A picture or a clip from words, or from words and pictures."""
     from deployments.cli.generate import generate as run
 
     fields = {
@@ -76,10 +79,11 @@ def generate(
         "negative_prompt": negative_prompt,
         "guidance_scale": guidance_scale,
         "true_cfg_scale": true_cfg_scale,
+        "strength": strength,
     }
     options = {name: value for name, value in fields.items() if value is not None}
     with _client(config, url, api_key_file) as client:
-        run(client, prompt, out, options)
+        run(client, prompt, out, options, image or [], mask)
 
 
 @app.command()

@@ -18,6 +18,7 @@ from deployments.clips.settings import ClipSettings
 from deployments.clips.storage import StorageFullError, is_full
 from deployments.studio.interface import Media, ModelUnavailableError, Output, Preview, Progress, Studio
 from engines.gang.errors import GangBrokenError, QueueFullError
+from pipelines.pictures import NO_PICTURES, InputPictures
 
 logger = logging.getLogger("troupe.clips")
 
@@ -39,7 +40,7 @@ class Attempt:
         clip = self.claim.clip
         if clip.attempts > self.settings.max_attempts:
             message = f"The application ended {clip.attempts - 1} times while this clip was made; it is not tried again"
-            await self.claims.fail(self.claim, ClipError(code="gave_up", message=message))
+            await self._fail(ClipError(code="gave_up", message=message))
             return
         try:
             media = await unless(self._perform(), self._keep_claim())
@@ -56,7 +57,8 @@ class Attempt:
     async def _perform(self) -> Media:
         clip, owner = self.claim.clip, self.claim.owner
         request = replace(clip.request, request_id=f"{clip.request.request_id}-{owner[:8]}")
-        async with aclosing(self.studio.perform(request, Output(format="mp4"))) as events:
+        pictures = await self._inputs()
+        async with aclosing(self.studio.perform(request, Output(format="mp4"), pictures)) as events:
             async for event in events:
                 match event:
                     case Media():
@@ -67,6 +69,18 @@ class Attempt:
                         await asyncio.to_thread(self.folders.write, clip.id, "preview", event.data)
                         self.num_previews = event.index + 1
         raise RuntimeError("the studio ended without a clip")
+
+    async def _inputs(self) -> InputPictures:
+        """Returns what came along with the request. ValueError if it is gone: another attempt would not find it."""
+        clip = self.claim.clip
+        if not clip.request.num_pictures:
+            return NO_PICTURES
+        asked = (clip.id, clip.request.num_pictures, clip.request.has_mask)
+        try:
+            return await asyncio.to_thread(self.folders.read_inputs, *asked)
+        except FileNotFoundError:
+            message = "the picture that the clip begins with is gone from the server's disk: send it again"
+            raise ValueError(message) from None
 
     async def _keep_claim(self) -> None:
         """Reports progress as it changes and renews the claim in time; returns when the claim is lost."""
@@ -88,8 +102,14 @@ class Attempt:
         clip_id = self.claim.clip.id
         await asyncio.to_thread(self.folders.write, clip_id, "video", media.data)
         await asyncio.to_thread(self.folders.write, clip_id, "thumbnail", media.thumbnail)
-        if not await self.claims.complete(self.claim, media.timings):
+        if await self.claims.complete(self.claim, media.timings):
+            await asyncio.to_thread(self.folders.remove_inputs, clip_id)
+        else:
             await self._clean()
+
+    async def _fail(self, error: ClipError) -> None:
+        if await self.claims.fail(self.claim, error):
+            await asyncio.to_thread(self.folders.remove_inputs, self.claim.clip.id)
 
     async def _clean(self) -> None:
         """Leaves no file of a clip that was deleted meanwhile."""
@@ -106,7 +126,7 @@ class Attempt:
         if error is None and clip.attempts >= self.settings.max_attempts:
             error = _last_error(failure, clip.attempts)
         if error is not None:
-            await self.claims.fail(self.claim, error)
+            await self._fail(error)
         else:
             await self.claims.give_back(self.claim, wait_s=self.settings.retry_s, counts=True)
 

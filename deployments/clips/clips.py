@@ -19,9 +19,10 @@ from deployments.clips.records import FILE_GONE, ClipError, ClipRecord
 from deployments.clips.runner import ClipRunner
 from deployments.clips.settings import ClipSettings
 from deployments.clips.storage import Orphans, StorageFullError, storage_problem
-from deployments.clips.store import ClipStore
+from deployments.clips.store import ClipStore, new_clip_id
 from deployments.studio.interface import Studio
 from engines.gang.errors import QueueFullError
+from pipelines.pictures import NO_PICTURES, InputPictures
 from pipelines.request import MediaRequest
 
 logger = logging.getLogger("troupe.clips")
@@ -71,8 +72,10 @@ class Clips:
         if self._engine is not None:
             await self._engine.dispose()
 
-    async def submit(self, request: MediaRequest, seconds: str, key_hash: str = "") -> ClipRecord:
-        """Queues a clip, for the holder of a key.
+    async def submit(
+        self, request: MediaRequest, seconds: str, key_hash: str = "", pictures: InputPictures = NO_PICTURES
+    ) -> ClipRecord:
+        """Queues a clip that is made from ``pictures``, for the holder of a key.
 
         QueueFullError if too many wait, whatever room the gangs have; StorageFullError.
         """
@@ -81,7 +84,14 @@ class Clips:
         num_waiting = await self._store.num_waiting()
         if num_waiting >= self._settings.max_waiting_videos:
             raise QueueFullError(num_waiting, retry_after_s=self._settings.lease_s)
-        clip = await self._store.create(request, seconds, key_hash)
+        clip_id = new_clip_id()
+        try:
+            if pictures.pictures:  # they are there before anybody can take the clip
+                await asyncio.to_thread(self._folders.write_inputs, clip_id, pictures)
+            clip = await self._store.create(request, seconds, key_hash, clip_id)
+        except Exception:
+            await asyncio.to_thread(self._folders.remove, clip_id)
+            raise
         self._runner.wake()
         return clip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,11 +10,16 @@ from typing import Literal
 
 from deployments.clips.storage import StorageLostError
 from engines.core.files import write_atomically
+from pipelines.pictures import InputPicture, InputPictures
 
 Variant = Literal["video", "thumbnail", "preview"]
 
 FILE_NAMES: dict[Variant, str] = {"video": "clip.mp4", "thumbnail": "thumbnail.webp", "preview": "preview.png"}
 CONTENT_TYPES: dict[Variant, str] = {"video": "video/mp4", "thumbnail": "image/webp", "preview": "image/png"}
+
+MASK_NAME = "input-mask.png"
+PNG_LEVEL = 0
+"""Not compressed, which takes long: the files are gone when their clip is made."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,9 +37,49 @@ class ClipFolders:
         if self.path(clip_id, variant).is_file():
             return True
         if not self.root.is_dir():
-            raise StorageLostError(f"the folder {self.root} is not there: is its disk mounted?")
+            raise lost(self.root)
         return False
+
+    def write_inputs(self, clip_id: str, inputs: InputPictures) -> None:
+        """Keeps what a clip is made from: every pixel as it is."""
+        for index, picture in enumerate(inputs.pictures):
+            write_atomically(self.root / clip_id / input_name(index), png(picture))
+        if inputs.mask is not None:
+            write_atomically(self.root / clip_id / MASK_NAME, png(inputs.mask))
+
+    def read_inputs(self, clip_id: str, num_pictures: int, has_mask: bool) -> InputPictures:
+        """Returns what ``write_inputs`` kept. FileNotFoundError without; StorageLostError if no clip's is there."""
+        if not self.root.is_dir():
+            raise lost(self.root)
+        folder = self.root / clip_id
+        pictures = tuple(read_png(folder / input_name(index)) for index in range(num_pictures))
+        return InputPictures(pictures=pictures, mask=read_png(folder / MASK_NAME) if has_mask else None)
+
+    def remove_inputs(self, clip_id: str) -> None:
+        for path in (self.root / clip_id).glob("input-*.png"):
+            path.unlink(missing_ok=True)
 
     def remove(self, clip_id: str) -> None:
         """Deletes all files of the clip, if there are any."""
         shutil.rmtree(self.root / clip_id, ignore_errors=True)
+
+
+def input_name(index: int) -> str:
+    return f"input-{index}.png"
+
+
+def png(picture: InputPicture) -> bytes:
+    file = io.BytesIO()
+    picture.image().save(file, "png", compress_level=PNG_LEVEL)
+    return file.getvalue()
+
+
+def read_png(path: Path) -> InputPicture:
+    from PIL import Image
+
+    with Image.open(path, formats=("PNG",)) as image:
+        return InputPicture.of(image)
+
+
+def lost(root: Path) -> StorageLostError:
+    return StorageLostError(f"the folder {root} is not there: is its disk mounted?")

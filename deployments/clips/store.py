@@ -14,6 +14,10 @@ from deployments.clips.records import ClipError, ClipRecord, ClipRow, record_of,
 from pipelines.request import MediaRequest
 
 
+def new_clip_id() -> str:
+    return f"video_{secrets.token_hex(16)}"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipStore:
     engine: AsyncEngine
@@ -21,10 +25,12 @@ class ClipStore:
     def session(self) -> AsyncSession:
         return AsyncSession(self.engine, expire_on_commit=False)
 
-    async def create(self, request: MediaRequest, seconds: str, key_hash: str = "") -> ClipRecord:
-        """Returns a queued clip, which is on disk then."""
+    async def create(
+        self, request: MediaRequest, seconds: str, key_hash: str = "", clip_id: str | None = None
+    ) -> ClipRecord:
+        """Returns a queued clip, which is on disk then; with a new id unless ``clip_id`` is one."""
         row = ClipRow(
-            id=f"video_{secrets.token_hex(16)}",
+            id=clip_id or new_clip_id(),
             model=request.model,
             request_json=to_json(request),
             seconds=seconds,

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from deployments.clips.folders import Variant
-from deployments.requests.fields import MAX_SEED, RANDOM_SEED, Count, Name, NegativePrompt, Off, Prompt, Seconds, Size
+from deployments.requests.fields import (
+    MAX_SEED,
+    RANDOM_SEED,
+    Count,
+    Name,
+    NegativePrompt,
+    Off,
+    Picture,
+    Pictures,
+    Prompt,
+    Seconds,
+    Size,
+    Strength,
+)
 from deployments.requests.quality import WrittenQuality
 
 ACCEPTED = "Accepted, without effect."
+STRENGTH = "How much of the picture is painted anew, up to 1; for models that take it."
 SWITCH = "Another server's switch: accepted while it is off."
 
 
@@ -34,10 +48,12 @@ class MediaBody(PeerFields):
     """Fields that pictures and clips share. A field that is null or absent takes the model's default."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    picture_fields: ClassVar[tuple[str, ...]] = ()
+    """Fields that hold pictures, which are files in a form."""
 
     prompt: Prompt = Field(description="What to draw, in words.", examples=["a small red circle, white background"])
     model: Name | None = Field(
-        None, description="A name or alias from /v1/models; by default the first model of the kind."
+        None, description="A name or alias from /v1/models; by default the first of its kind that takes the pictures."
     )
     size: Size | None = Field(None, description="WIDTHxHEIGHT in pixels, or auto.", examples=["128x128"])
     width: Count | None = Field(None, description="Pixels, with height; instead of size.")
@@ -80,9 +96,27 @@ class ImageBody(MediaBody):
     safety_identifier: Name | None = None
 
 
+class EditBody(ImageBody):
+    """POST /v1/images/edits"""
+
+    picture_fields = ("image", "images", "mask")
+
+    image: Pictures | None = Field(None, description="The pictures to change: PNG, JPEG or WebP, one or several.")
+    images: Pictures | None = Field(None, description="The same as image, by its name in JSON.")
+    mask: Picture | None = Field(
+        None, description="Where to paint, as large as the first picture: what is transparent in it, or else white."
+    )
+    strength: Strength | None = Field(None, description=STRENGTH)
+    input_fidelity: Literal["high", "low"] | None = Field(None, description=ACCEPTED)
+
+
 class VideoBody(MediaBody):
     """POST /v1/videos"""
 
+    picture_fields = ("input_reference",)
+
+    input_reference: Pictures | None = Field(None, description="The picture to begin with: PNG, JPEG or WebP.")
+    strength: Strength | None = Field(None, description=STRENGTH)
     seconds: Seconds | None = Field(None, description="Length of the clip; the nearest that the model can make.")
     num_frames: Count | None = Field(None, description="Length in frames, instead of seconds.")
     fps: int | None = Field(None, ge=1, le=120, description="Frames a second.")

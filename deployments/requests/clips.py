@@ -11,24 +11,35 @@ from deployments.requests.errors import RequestError, blaming
 from deployments.requests.rules import choose_card, media_request
 from deployments.studio.interface import ModelCard
 from pipelines.defaults import Defaults, largest_num_frames
+from pipelines.pictures import NO_PICTURES, InputPictures
 from pipelines.request import MediaRequest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipRequest:
-    """One clip, and its real length in decimal seconds, which need not be what was asked for."""
+    """One clip, what it begins with, and its real length in decimal seconds, which need not be what was asked for."""
 
     request: MediaRequest
+    pictures: InputPictures
     seconds: str
 
 
-def clip_request(body: VideoBody, cards: Mapping[str, ModelCard], request_id: str, num_previews: int) -> ClipRequest:
-    """Returns what ``body`` asks for. RequestError if a value does not suit the model or another value."""
-    card = choose_card(cards, body.model, "video")
+def clip_request(
+    body: VideoBody,
+    cards: Mapping[str, ModelCard],
+    request_id: str,
+    num_previews: int,
+    pictures: InputPictures = NO_PICTURES,
+) -> ClipRequest:
+    """Returns what ``body`` asks for. RequestError if a value does not suit the model or another value.
+
+    ``pictures`` are those that came along.
+    """
+    card = choose_card(cards, body.model, "video", len(pictures.pictures))
     check_one(body)
     num_frames, fps = clip_length(body.seconds, body.num_frames, body.fps, card.defaults)
-    request = media_request(body, card, request_id, num_frames=num_frames, fps=fps, num_previews=num_previews)
-    return ClipRequest(request=request, seconds=decimal(num_frames / fps))
+    request = media_request(body, card, request_id, pictures, num_frames=num_frames, fps=fps, num_previews=num_previews)
+    return ClipRequest(request=request, pictures=pictures, seconds=decimal(num_frames / fps))
 
 
 def check_one(body: VideoBody) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from annotated_types import Ge, Le
@@ -17,6 +18,7 @@ from deployments.spelling import nearest_name
 B = TypeVar("B", bound=BaseModel)
 
 MAX_SHOWN_CHARS = 80
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 SENTENCES = {
     "string_type": "it must be text",
     "string_too_long": "it must have at most {max_length} characters",
@@ -87,10 +89,16 @@ def validated(body_type: type[B], fields: Any) -> B:
         raise field_error(error.errors(), body_type.model_fields) from None
 
 
-def validated_form(body_type: type[B], fields: Mapping[str, str]) -> B:
-    """Returns what ``validated`` does, from text alone; an empty field counts as absent."""
+def validated_form(
+    body_type: type[B], fields: Mapping[str, str], pictures: Mapping[str, Sequence[bytes | str]] = NOTHING
+) -> B:
+    """Returns what ``validated`` does, from text alone and from ``pictures``; an empty field counts as absent."""
     try:
-        return body_type.model_validate_strings({name: text for name, text in fields.items() if text})
+        body = body_type.model_validate_strings({name: text for name, text in fields.items() if text})
+        for name, values in pictures.items():  # bytes, which are no strings to pydantic
+            value = values[0] if len(values) == 1 else list(values)
+            body_type.__pydantic_validator__.validate_assignment(body, name, value)
+        return body
     except ValidationError as error:
         raise field_error(error.errors(), body_type.model_fields) from None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated
 
 from pydantic import AfterValidator, PlainValidator, StringConstraints, WithJsonSchema
@@ -53,6 +54,19 @@ def _seconds(written: object) -> float:
     raise PydanticCustomError("seconds", 'it must be a length in seconds, such as 2 or "2.5"')
 
 
+def _picture(written: object) -> bytes | str:
+    """Returns the bytes of a file, or the URL that holds them; what is in them is looked at later."""
+    if isinstance(written, Mapping) and set(written) == {"image_url"}:
+        written = written["image_url"]
+    if isinstance(written, bytes | str):
+        return written
+    raise PydanticCustomError("picture", 'it must be a picture: a file, a data URL, or {"image_url": a data URL}')
+
+
+def _pictures(written: object) -> tuple[bytes | str, ...]:
+    return tuple(map(_picture, written if isinstance(written, list | tuple) else (written,)))
+
+
 Text = Annotated[str, AfterValidator(_without_nul)]
 Prompt = Annotated[
     str,
@@ -74,3 +88,18 @@ Seconds = Annotated[
         {"anyOf": [{"type": "string", "pattern": f"^{SECONDS.pattern}$"}, {"type": "number", "exclusiveMinimum": 0}]}
     ),
 ]
+DATA_URL_SCHEMA = {"type": "string", "pattern": "^data:", "description": "Base64 in a data URL (RFC 2397)."}
+OBJECT_SCHEMA = {
+    "type": "object",
+    "properties": {"image_url": DATA_URL_SCHEMA},
+    "required": ["image_url"],
+    "additionalProperties": False,
+}
+PICTURE_SCHEMA = {"anyOf": [DATA_URL_SCHEMA, OBJECT_SCHEMA]}
+PICTURES_SCHEMA = {"anyOf": [DATA_URL_SCHEMA, OBJECT_SCHEMA, {"type": "array", "items": PICTURE_SCHEMA}]}
+Picture = Annotated[bytes | str, PlainValidator(_picture), WithJsonSchema(PICTURE_SCHEMA)]
+"""One picture as it was written."""
+Pictures = Annotated[tuple[bytes | str, ...], PlainValidator(_pictures), WithJsonSchema(PICTURES_SCHEMA)]
+"""One picture, or several in their order."""
+Strength = Annotated[float, WithJsonSchema({"type": "number", "exclusiveMinimum": 0, "maximum": 1})]
+"""Looked at together with the model."""

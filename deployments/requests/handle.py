@@ -5,28 +5,36 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from deployments.requests.bodies import ImageBody, VideoBody
+from deployments.requests.bodies import EditBody, VideoBody
 from deployments.requests.clips import clip_request
 from deployments.requests.errors import validated
 from deployments.requests.images import image_request
-from deployments.requests.rules import find_card
+from deployments.requests.pictures.limits import PictureLimits
+from deployments.requests.pictures.unpack import unpack
+from deployments.requests.rules import brought_along, find_card
 from deployments.studio.interface import ModelCard, Output
+from pipelines.pictures import InputPictures
 from pipelines.request import MediaRequest
 
 NUM_PREVIEWS = 3
+DEFAULT_LIMITS = PictureLimits()
 
 
 def handle_request(
-    cards: Mapping[str, ModelCard], request_id: str, fields: Mapping[str, Any]
-) -> tuple[MediaRequest, Output]:
-    """Returns one picture or clip from the fields of ``POST /v1/images/generations`` or ``POST /v1/videos``.
+    cards: Mapping[str, ModelCard], request_id: str, fields: Mapping[str, Any], limits: PictureLimits = DEFAULT_LIMITS
+) -> tuple[MediaRequest, Output, InputPictures]:
+    """Returns one picture or clip from the fields of ``POST /v1/images/edits`` or ``POST /v1/videos``.
 
-    Without ``model``, the first served one. RequestError says which value is wrong and what is allowed.
+    Pictures that come along are bytes of files, or data URLs; to unpack them takes time. Without ``model``, the first
+    served one. RequestError says which value is wrong and what is allowed.
     """
     card = find_card(cards, fields.get("model") or next(iter(cards)))
     fields = {**fields, "model": card.name}
     if card.defaults.kind == "video":
-        clip = clip_request(validated(VideoBody, fields), cards, request_id, NUM_PREVIEWS)
-        return clip.request, Output(format="mp4")
-    pictures = image_request(validated(ImageBody, {**fields, "stream": True}), cards, request_id, max_n=1)
-    return pictures.requests[0], pictures.output
+        video = validated(VideoBody, fields)
+        clip = clip_request(video, cards, request_id, NUM_PREVIEWS, unpack(brought_along(video, card), limits))
+        return clip.request, Output(format="mp4"), clip.pictures
+    body = validated(EditBody, {**fields, "stream": True})
+    inputs = unpack(brought_along(body, card), limits)
+    pictures = image_request(body, cards, request_id, max_n=1, pictures=inputs)
+    return pictures.requests[0], pictures.output, inputs

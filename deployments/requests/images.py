@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from deployments.requests.bodies import ImageBody
+from deployments.requests.bodies import EditBody, ImageBody
 from deployments.requests.errors import RequestError
 from deployments.requests.fields import MAX_SEED
 from deployments.requests.quality import MEANINGS, Quality
 from deployments.requests.rules import choose_card, media_request
 from deployments.studio.interface import ModelCard, Output
+from pipelines.pictures import NO_PICTURES, InputPictures
 from pipelines.request import MediaRequest
 
 
@@ -18,10 +19,13 @@ from pipelines.request import MediaRequest
 class ImageRequest:
     """One request per picture, with seeds that follow each other, and how to hand the pictures over.
 
-    ``quality`` is what the number of steps was chosen by; None if the client said the number.
+    ``pictures`` go with each of them. ``quality`` is what the number of steps was chosen by; None if the client said
+    the number. ``is_edit``: it came by the route for edits, whose events have names of their own.
     """
 
     requests: tuple[MediaRequest, ...]
+    pictures: InputPictures
+    is_edit: bool
     output: Output
     by_url: bool
     stream_progress: bool
@@ -37,22 +41,38 @@ class ImageRequest:
         return self.requests[0].num_inference_steps
 
     @property
+    def num_input_bytes(self) -> int:
+        """What the pictures take in memory."""
+        return sum(len(picture.data) for picture in self.pictures.pictures)
+
+    @property
     def size(self) -> str:
         return f"{self.requests[0].width}x{self.requests[0].height}"
 
 
-def image_request(body: ImageBody, cards: Mapping[str, ModelCard], request_id: str, max_n: int) -> ImageRequest:
-    """Returns what ``body`` asks for. RequestError if a value does not suit the model or another value."""
-    card = choose_card(cards, body.model, "image")
+def image_request(
+    body: ImageBody,
+    cards: Mapping[str, ModelCard],
+    request_id: str,
+    max_n: int,
+    pictures: InputPictures = NO_PICTURES,
+) -> ImageRequest:
+    """Returns what ``body`` asks for. RequestError if a value does not suit the model or another value.
+
+    ``pictures`` are those that came along.
+    """
+    card = choose_card(cards, body.model, "image", len(pictures.pictures))
     n = 1 if body.n is None else body.n
     if not 1 <= n <= max_n:
         raise RequestError(f"n is {n}; it must be from 1 to {max_n}", "n")
     check_stream_fields(body)
-    first = media_request(body, card, request_id, num_previews=body.partial_images or 0)
+    first = media_request(body, card, request_id, pictures, num_previews=body.partial_images or 0)
     check_seeds(first.seed, n)
     rest = (replace(first, request_id=f"{first.request_id}-{i}", seed=first.seed + i) for i in range(1, n))
     return ImageRequest(
         requests=(first, *rest),
+        pictures=pictures,
+        is_edit=isinstance(body, EditBody),
         output=image_output(body),
         by_url=body.response_format == "url",
         stream_progress=bool(body.stream_progress),

@@ -2,35 +2,46 @@
 
 from __future__ import annotations
 
+import math
 import re
 import secrets
 from collections.abc import Mapping
 
-from deployments.requests.bodies import MediaBody
+from deployments.requests.bodies import EditBody, MediaBody, VideoBody
 from deployments.requests.errors import RequestError, blaming, shown
 from deployments.requests.fields import RANDOM_SEED
+from deployments.requests.pictures.sources import Sources
 from deployments.requests.quality import MEANINGS, quality_steps
 from deployments.studio.interface import ModelCard
 from pipelines.defaults import Defaults
+from pipelines.pictures import NO_PICTURES, InputPicture, InputPictures
 from pipelines.request import MediaKind, MediaRequest
 from pipelines.size import PIXELS, Size
 
 RANDOM_SEED_BITS = 32
 
 
-def choose_card(cards: Mapping[str, ModelCard], name: str | None, kind: MediaKind) -> ModelCard:
-    """Returns the card of the model asked for. RequestError if there is none of that name and kind."""
+def choose_card(cards: Mapping[str, ModelCard], name: str | None, kind: MediaKind, num_pictures: int = 0) -> ModelCard:
+    """Returns the card of the model asked for. RequestError if there is none of that name and kind.
+
+    Without a name it is the first of its kind that takes ``num_pictures``; without such a one, that takes the most.
+    """
     fitting = [card for card in cards.values() if card.defaults.kind == kind]
     if name is None:
         if not fitting:
             raise RequestError(f"No {kind} model is served", "model", code="model_not_found")
-        return fitting[0]
+        most = max(fitting, key=lambda card: card.defaults.max_pictures)
+        return next((card for card in fitting if takes(card.defaults, num_pictures)), most)
     card = find_card(cards, name)
     if card not in fitting:
         names = ", ".join(one.name for one in fitting) or "none"
         message = f"{shown(name)} makes {card.defaults.kind}s, not {kind}s; {kind} models served: {names}"
         raise RequestError(message, "model", code="wrong_kind")
     return card
+
+
+def takes(defaults: Defaults, num_pictures: int) -> bool:
+    return defaults.min_pictures <= num_pictures <= defaults.max_pictures
 
 
 def find_card(cards: Mapping[str, ModelCard], name: object) -> ModelCard:
@@ -42,17 +53,46 @@ def find_card(cards: Mapping[str, ModelCard], name: object) -> ModelCard:
     raise RequestError(message, "model", code="model_not_found")
 
 
+def brought_along(body: MediaBody, card: ModelCard) -> Sources:
+    """Returns the pictures of ``body``, still packed. RequestError for more, or other, than the model takes."""
+    sources, number = sources_of(body), len(sources_of(body).pictures)
+    if not body.picture_fields and card.defaults.min_pictures:
+        raise RequestError(f"{card.name} changes pictures: send them along, to POST /v1/images/edits", "model")
+    with blaming(sources.param):
+        card.defaults.request(num_pictures=number)
+    with blaming("mask"):
+        card.defaults.request(num_pictures=number, has_mask=sources.mask is not None)
+    with blaming("strength"):
+        card.defaults.request(num_pictures=number, strength=strength_of(body))
+    return sources
+
+
+def sources_of(body: MediaBody) -> Sources:
+    """Returns the pictures of ``body`` in their order, whatever the model takes."""
+    match body:
+        case EditBody():
+            return Sources(param="image", pictures=(body.image or ()) + (body.images or ()), mask=body.mask)
+        case VideoBody():
+            return Sources(param="input_reference", pictures=body.input_reference or ())
+    return Sources(param="model")
+
+
+def strength_of(body: MediaBody) -> float | None:
+    return body.strength if isinstance(body, EditBody | VideoBody) else None
+
+
 def media_request(
     body: MediaBody,
     card: ModelCard,
     request_id: str,
+    pictures: InputPictures = NO_PICTURES,
     *,
     num_frames: int = 1,
     fps: int = 0,
     num_previews: int = 0,
 ) -> MediaRequest:
     """Returns what the studio is asked for. RequestError says which value does not suit the model."""
-    width, height = choose_size(body, card.defaults)
+    width, height = choose_size(body, card.defaults, next(iter(pictures.pictures), None))
     num_steps = choose_steps(body, card.defaults)
     guidance_scale, true_cfg_scale = choose_scales(body, card)
     check_negative_prompt(body.negative_prompt, true_cfg_scale)
@@ -72,14 +112,17 @@ def media_request(
         true_cfg_scale=true_cfg_scale,
         seed=secrets.randbits(RANDOM_SEED_BITS) if body.seed in (None, RANDOM_SEED) else body.seed,
         preview_steps=preview_steps(num_steps, num_previews),
+        num_pictures=len(pictures.pictures),
+        has_mask=pictures.mask is not None,
+        strength=strength_of(body),
     )
 
 
-def choose_size(body: MediaBody, defaults: Defaults) -> tuple[int, int]:
-    """Returns width and height in pixels, from ``size`` or the two numbers."""
+def choose_size(body: MediaBody, defaults: Defaults, first: InputPicture | None = None) -> tuple[int, int]:
+    """Returns width and height in pixels, from ``size`` or the two numbers, or else from the ``first`` picture."""
     sides = (body.width, body.height)
     if body.size in (None, "", "auto") and sides == (None, None):
-        return defaults.width, defaults.height
+        return (defaults.width, defaults.height) if first is None else size_of(first, defaults)
     if body.size in (None, "", "auto"):
         width, height, param = *both_sides(*sides), "width"
     else:
@@ -90,6 +133,17 @@ def choose_size(body: MediaBody, defaults: Defaults) -> tuple[int, int]:
     with blaming(param):
         defaults.check_size(width, height)
     return width, height
+
+
+def size_of(picture: InputPicture, defaults: Defaults) -> tuple[int, int]:
+    """Returns the nearest allowed size; of a ``picture`` larger than what the model makes by default, one like that.
+
+    Cameras give many times the pixels for which models were made.
+    """
+    excess = picture.width * picture.height / (defaults.width * defaults.height)
+    scale = 1 / math.sqrt(max(1.0, excess))
+    nearest = defaults.nearest_size(scale * picture.width, scale * picture.height)
+    return nearest.width, nearest.height
 
 
 def both_sides(width: int | None, height: int | None) -> tuple[int, int]:

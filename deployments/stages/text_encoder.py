@@ -1,4 +1,4 @@
-"""Serve deployment: prompt in, conditioning out."""
+"""Serve deployment: prompt and pictures in, conditioning out."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 
 from deployments.observability.logs import request_context
 from deployments.stages.common import Encoded, StageSpec, load_stage
+from deployments.stages.pictures import NO_SENT_PICTURES, SentPictures
 from deployments.stages.workers import Workers
 from pipelines.request import MediaRequest
 
@@ -21,10 +22,10 @@ class PromptEncoder:
         self._encoder = load_stage(spec).text_encoder()
         self._encoding = Workers(1, "encoding")
 
-    def encode(self, request: MediaRequest) -> Encoded:
+    def encode(self, request: MediaRequest, pictures: SentPictures = NO_SENT_PICTURES) -> Encoded:
         started_s = time.perf_counter()
         with request_context(request.request_id):
-            conditioning = self._encoding.run(self._encoder.encode, request)
+            conditioning = self._encoding.run(lambda: self._encoder.encode(request, pictures.open()))
             encoded = Encoded.of(conditioning, encode_s=time.perf_counter() - started_s)
             logger.info("text is encoded", extra={"encode_s": round(encoded.encode_s, 4)})
         return encoded

@@ -15,6 +15,7 @@ from deployments.studio.readiness import Readiness
 from deployments.studio.retries import RECOVERY_DEADLINE_S, RETRYABLE, Retries
 from deployments.studio.run import Run, StageHandles
 from engines.gang.errors import QueueFullError
+from pipelines.pictures import NO_PICTURES, InputPictures
 from pipelines.request import MediaRequest
 
 RETRY_PAUSE_S = 0.25
@@ -47,7 +48,9 @@ class DeployedStudio:
         """See ``Studio.retry_after_s``."""
         return self._readiness.retry_after_s(model)
 
-    async def perform(self, request: MediaRequest, output: Output) -> AsyncGenerator[StudioEvent]:
+    async def perform(
+        self, request: MediaRequest, output: Output, pictures: InputPictures = NO_PICTURES
+    ) -> AsyncGenerator[StudioEvent]:
         """See ``Studio.perform``."""
         patience_s = self._patience_s.get(request.model, RECOVERY_DEADLINE_S)
         retries = Retries(request, self._readiness, patience_s)
@@ -56,6 +59,7 @@ class DeployedStudio:
                 stages=self._stages[request.model],
                 request=request,
                 output=output,
+                pictures=pictures,
                 exclusive=retries.exclusive,
                 wait_s=retries.wait_s,
             )

@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 
 from pipelines.defaults import Defaults
 from pipelines.description import NO_DESCRIPTION, Description
+from pipelines.pictures import NO_PICTURES, InputPictures
 from pipelines.request import MediaRequest
 
 MediaFormat = Literal["png", "jpeg", "webp", "mp4"]
@@ -117,8 +118,11 @@ class Studio(Protocol):
         """Returns when a ``model`` that is not ready is likely to be, in seconds from now."""
         ...
 
-    def perform(self, request: MediaRequest, output: Output) -> AsyncGenerator[StudioEvent]:
-        """Runs one request: yields progress and previews, then exactly one ``Media``.
+    def perform(
+        self, request: MediaRequest, output: Output, pictures: InputPictures = NO_PICTURES
+    ) -> AsyncGenerator[StudioEvent]:
+        """Runs one request with the ``pictures`` that it says come along: yields progress and previews, then exactly
+        one ``Media``.
 
         A gang that breaks under the job is rebuilt and the job run again (its progress starts over); after two broken
         gangs ``GangBrokenError`` is raised. ``QueueFullError`` if too many jobs wait, ``ModelUnavailableError`` if a

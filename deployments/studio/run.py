@@ -17,6 +17,7 @@ from ray.serve.handle import DeploymentHandle
 from deployments.asyncio_tools import cancel, merge
 from deployments.observability.metrics import observe_stage
 from deployments.stages.common import Decoded, EncodingDone, StageEvent
+from deployments.stages.pictures import SentPictures
 from deployments.studio.interface import (
     Media,
     ModelUnavailableError,
@@ -28,6 +29,7 @@ from deployments.studio.interface import (
 )
 from engines.gang.errors import QueueFullError
 from engines.gang.job import JobDone, PreviewReady, StepDone
+from pipelines.pictures import InputPictures
 from pipelines.request import MediaRequest
 
 NUM_DECODINGS = 2
@@ -47,11 +49,13 @@ class StageHandles:
 
 @dataclass(kw_only=True, slots=True)
 class Run:
-    """``exclusive``: beside no other job of its gang. Each deployment has ``wait_s`` to take the request."""
+    """``pictures`` are for the encoder alone. ``exclusive``: beside no other job of its gang. Each deployment has
+    ``wait_s`` to take the request."""
 
     stages: StageHandles
     request: MediaRequest
     output: Output
+    pictures: InputPictures
     exclusive: bool
     wait_s: float
     num_steps_seen: int = field(default=0, init=False)
@@ -112,7 +116,7 @@ class Run:
         its own, and what the encoder raised is raised here. It is held here until the end: what is not, is lost.
         """
         job_id = f"{self.request.request_id}-{uuid.uuid4().hex[:8]}"
-        responses: list[Any] = [self.stages.text_encoder.encode.remote(self.request)]
+        responses: list[Any] = [self.stages.text_encoder.encode.remote(self.request, SentPictures.of(self.pictures))]
         try:
             encoded = [await self._taken(responses[0]._to_object_ref(), "text encoder")]
             denoise = self.stages.denoiser.options(stream=True).denoise

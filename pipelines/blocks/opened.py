@@ -41,6 +41,7 @@ class OpenedPipeline:
         self.pipeline = _placed(open_modular(path), self.device, dtype)
         self.blocks: Any = self.pipeline.blocks
         self.sections = Sections.of(self.blocks)
+        self._configs: dict[str, Any] = {}
 
     @cached_property
     def inputs(self) -> Mapping[str, Any]:
@@ -56,7 +57,7 @@ class OpenedPipeline:
     def transformers(self) -> tuple[str, ...]:
         """The parts whose forwards a gang makes: those of diffusers' classes that have weights and are looped over."""
         parts = self._parts((self.sections.denoise,))
-        return tuple(name for name in parts if name.split("_")[0] in ("transformer", "unet"))
+        return tuple(name for name in parts if {"transformer", "unet"} & set(name.split("_")))
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -75,12 +76,9 @@ class OpenedPipeline:
 
     def part_config(self, name: str) -> Any:
         """The configuration of a model among the parts; what it does not say is its class's default."""
-        spec = self.pipeline.get_component_spec(name)
-        written = read_config(self.path, name)
-        parameters = inspect.signature(spec.type_hint.__init__).parameters.values()
-        unwritten = {one.name: one.default for one in parameters if one.default is not one.empty}
-        settings = {key: value for key, value in read_index(self.path).items() if not isinstance(value, list | dict)}
-        return FrozenDict(unwritten | dict(written) | {"pipeline": settings})
+        if name not in self._configs:
+            self._configs[name] = self._read_part_config(name)
+        return self._configs[name]
 
     def load(self, sections: Iterable[str]) -> Any:
         """Returns a pipeline for the blocks of ``sections`` alone: their models loaded, of all others the outline."""
@@ -112,6 +110,14 @@ class OpenedPipeline:
         for key, parameter in model.named_parameters():
             parameter.data = parameter.data.to(torch.float32 if wide & set(key.split(".")) else self.dtype)
         return model.eval().requires_grad_(False)
+
+    def _read_part_config(self, name: str) -> Any:
+        spec = self.pipeline.get_component_spec(name)
+        written = read_config(self.path, name)
+        parameters = inspect.signature(spec.type_hint.__init__).parameters.values()
+        unwritten = {one.name: one.default for one in parameters if one.default is not one.empty}
+        settings = {key: value for key, value in read_index(self.path).items() if not isinstance(value, list | dict)}
+        return FrozenDict(unwritten | dict(written) | {"pipeline": settings})
 
     def _parts(self, sections: Iterable[str]) -> tuple[str, ...]:
         """Names of the parts in the folder that these blocks may use."""

@@ -2,7 +2,10 @@
 
 Its streams are found from it: inputs whose names speak of text are one, all else that it cuts is the picture's. Where
 the blocks attend to the text by attentions of their own, these keep it whole. How long a stream is, a pass over the
-class on "meta" says, as far as the first block. Plans that cut and gather inside every block are not converted.
+class on "meta" says, as far as the first block.
+
+No known step checks such a gang, so what is not plain is not divided: plans that cut and gather inside every block or
+gather several tensors, attentions outside the blocks, or blocks with others than ``attn``, ``attn1`` and ``attn2``.
 """
 
 from __future__ import annotations
@@ -24,14 +27,14 @@ if TYPE_CHECKING:
 
 TEXT, IMAGE = "text", "image"
 OF_TEXT = ("encoder_", "txt_", "text_")
-CROSS = ".attn2"
+SELF, CROSS = (".attn", ".attn1"), ".attn2"
 """What diffusers' blocks call the attention to a text that goes along beside them."""
 
 
 def can_be_divided(module_class: Any) -> bool:
     """Whether the class has a plan of a form that is converted: tokens are cut before the blocks and joined after."""
     gathers = [name for name, spec in _plan_of(module_class).items() if not isinstance(spec, dict)]
-    return bool(gathers) and not any("." in name for name in gathers)
+    return len(gathers) == 1 and "." not in gathers[0]
 
 
 def converted(whole: Architecture, module_class: Any) -> Architecture:
@@ -71,10 +74,11 @@ class ConvertedPlan:
 
 
 def _converted(module_class: Any, module: nn.Module) -> ShardPlan:
-    """Nothing is divided where a table leaves in parts and nobody says which part is the text's."""
+    """Nothing is divided where a table leaves in parts and nobody says which part is the text's either."""
     keeps_text = any(True for _ in _crossing(module))
     shards = tuple(shard for shard in _shards(module_class) if not (keeps_text and shard.stream == TEXT))
-    if any(shard.stream == TEXT for shard in shards) and any(isinstance(shard.key, int) for shard in shards):
+    is_unclear = any(shard.stream == TEXT for shard in shards) and any(isinstance(shard.key, int) for shard in shards)
+    if is_unclear or not _attends_plainly(module):
         return ShardPlan(streams=(IMAGE,), blocks=repeated_blocks(module), shards=(), gathers=(), linears=())
     plan = _plan_of(module_class).items()
     return ShardPlan(
@@ -88,6 +92,13 @@ def _converted(module_class: Any, module: nn.Module) -> ShardPlan:
         ),
         linears=(),
     )
+
+
+def _attends_plainly(module: nn.Module) -> bool:
+    processed = ((name, getattr(inner, "processor", None)) for name, inner in module.named_modules())
+    routed = [name for name, processor in processed if hasattr(processor, "_parallel_config")]
+    blocks = tuple(f"{name}." for name in repeated_blocks(module))
+    return bool(routed) and all(name.startswith(blocks) and name.endswith((*SELF, CROSS)) for name in routed)
 
 
 def _shards(module_class: Any) -> Iterator[TokenShard]:

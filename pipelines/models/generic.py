@@ -40,7 +40,8 @@ HEAD_DIMS = ("attention_head_dim", "head_dim", "dim_head")
 WIDTHS = ("hidden_size", "inner_dim", "dim")
 UNKNOWN_HEADS = (1, 64)
 """Where the configuration does not say: attention that is not divided is only tried out with it."""
-SCALES = ("vae_scale_factor", "vae_scale_factor_spatial")
+SCALES = ("vae_scale_factor", "vae_scale_factor_spatial", "vae_spatial_compression_ratio")
+TEMPORAL_SCALES = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio")
 PICTURE, CLIP = (1024, 1024), (832, 480)
 NUM_FRAMES, FPS, NUM_STEPS = 81, 24, 50
 LONGEST_CLIP = 257
@@ -141,7 +142,8 @@ def defaults(path: Path) -> Defaults:
     is_video = "videos" in outputs
     width, height = _size(pipeline, inputs, CLIP if is_video else PICTURE)
     guider = next((part for name, part in vars(pipeline).items() if name == "guider"), None)
-    temporal = int(getattr(pipeline, "vae_scale_factor_temporal", 4)) if is_video else 1
+    scales = (getattr(pipeline, name, None) for name in TEMPORAL_SCALES)
+    temporal = int(_first(*scales, 4)) if is_video else 1
     num_frames = _first(inputs.get("num_frames"), getattr(pipeline, "default_num_frames", None), NUM_FRAMES)
     num_frames = 1 + (num_frames - 1) // temporal * temporal
     return Defaults(

@@ -8,8 +8,10 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
 
 import httpx
+import openai
 import pytest
 
+from tests.deployments.support.files import file_of, noise
 from tests.deployments.support.live import PROMPT, TIMEOUT_S, streamed
 
 LONGEST = 100
@@ -57,3 +59,15 @@ def test_the_server_knows_its_names(url: str) -> None:
     for host, status in (("localhost", 200), (socket.gethostname(), 200), ("[::1]", 200), ("evil.example", 403)):
         answer = httpx.get(f"{url}/health", headers={"Host": host})
         assert answer.status_code == status, host
+
+
+@pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
+def test_pictures_for_models_that_take_words_alone(official: openai.OpenAI) -> None:
+    small, large = file_of(noise(32, 32)), file_of(noise(512, 512))
+    with pytest.raises(openai.BadRequestError, match="this model takes words alone"):
+        official.images.edit(image=small, prompt=PROMPT)
+    with pytest.raises(openai.BadRequestError, match="this model takes words alone"):
+        official.videos.create(input_reference=small, prompt=PROMPT)
+    with pytest.raises(openai.APIStatusError, match="The body is larger than") as caught:
+        official.images.edit(image=large, prompt=PROMPT)
+    assert caught.value.status_code == 413

@@ -26,7 +26,7 @@ SMOOTHING = 0.2
 
 
 class Admission:
-    """Places for pictures, by model, and for watchers of clips.
+    """Places for pictures, by model, and for watchers of clips; ``memory`` for what clients send along.
 
     The limit on pictures is what the gangs of a model take and a little more: what they would refuse after the prompt
     was encoded and had waited for that is refused here. If no model has a place left, the refusal says so to the door.
@@ -36,13 +36,22 @@ class Admission:
         self._settings = settings
         self._pictures = {model: Places(limit) for model, limit in settings.max_open_pictures.items()}
         self._num_watchers = 0
+        self.memory = Memory(settings.max_open_upload_bytes)
 
-    async def pictures(self, model: str, num: int, events: AsyncGenerator[T]) -> AsyncGenerator[T]:
-        """Yields ``events``, which make ``num`` pictures, while there is a place for each. Else ApiError 429."""
+    async def pictures(self, model: str, num: int, events: AsyncGenerator[T], num_bytes: int = 0) -> AsyncGenerator[T]:
+        """Yields ``events``, which make ``num`` pictures of ``num_bytes`` that came along, while there is a place for
+        each. Else ApiError 429."""
         async with aclosing(events):
-            with self._taken(model, num):
+            with self._taken(model, num), self.memory.taken() as take:
+                take(num_bytes)
                 async for event in events:
                     yield event
+
+    def check_place(self, model: str) -> None:
+        """Raises ApiError 429 if there is no place for a picture: for who is about to do much before he takes one."""
+        if model in self._pictures:
+            with self._told_to_the_door():
+                self._pictures[model].check(1)
 
     @contextmanager
     def _taken(self, model: str, num: int) -> Iterator[None]:
@@ -50,14 +59,19 @@ class Admission:
             yield
             return
         with ExitStack() as stack:
-            try:
+            with self._told_to_the_door():
                 stack.enter_context(self._pictures[model].taken(num))
-            except ApiError as refusal:
-                if self._settings.is_only_replica and all(places.is_full for places in self._pictures.values()):
-                    empty_s = max(places.until_empty_s for places in self._pictures.values())
-                    refusal.headers[FULL_HEADER] = str(empty_s)
-                raise
             yield
+
+    @contextmanager
+    def _told_to_the_door(self) -> Iterator[None]:
+        try:
+            yield
+        except ApiError as refusal:
+            if self._settings.is_only_replica and all(places.is_full for places in self._pictures.values()):
+                empty_s = max(places.until_empty_s for places in self._pictures.values())
+                refusal.headers[FULL_HEADER] = str(empty_s)
+            raise
 
     async def watcher(self, events: AsyncGenerator[T]) -> AsyncGenerator[T]:
         """Yields ``events`` to one who watches a clip. ApiError 429 if as many watch as may."""
@@ -100,8 +114,7 @@ class Places:
 
         One request always fits into an empty house, however many pictures it asks for.
         """
-        if self._num_open and self._num_open + num > self._limit:
-            raise self._refusal(num)
+        self.check(num)
         if not self._num_open:
             self._last_s = self._clock()
         self._num_open += num
@@ -111,6 +124,11 @@ class Places:
         finally:
             self._num_open -= num
             self._num_refused = max(0, self._num_refused - num)
+
+    def check(self, num: int) -> None:
+        """Raises ApiError 429 if there are not ``num`` places."""
+        if self._num_open and self._num_open + num > self._limit:
+            raise self._refusal(num)
 
     def _learn(self, num: int) -> None:
         """Takes note of ``num`` finished pictures. Since ``_last_s``, some were under way all the time."""
@@ -133,6 +151,36 @@ class Places:
 
     def _wait_s(self, num: int) -> int:
         return max(1, math.ceil(num * (self._interval_s or FIRST_GUESS_S)))
+
+
+class Memory:
+    """Room for ``limit`` bytes of pictures that came along, as they were sent and unpacked."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._num_bytes = 0
+
+    @contextmanager
+    def taken(self) -> Iterator[Callable[[int], None]]:
+        """Yields what takes so many bytes more until the end of the block. ApiError 503 if there are not as many.
+
+        One request always fits into an empty house, however large it is.
+        """
+        num_own = 0
+
+        def take(num_bytes: int) -> None:
+            nonlocal num_own
+            num_others = self._num_bytes - num_own
+            if num_bytes and num_others and self._num_bytes + num_bytes > self._limit:
+                message = f"Too many pictures are being sent here already; try again in about {FULL_RETRY_S} s"
+                raise ApiError(503, message, code="server_full", headers={"Retry-After": str(FULL_RETRY_S)})
+            self._num_bytes += num_bytes
+            num_own += num_bytes
+
+        try:
+            yield take
+        finally:
+            self._num_bytes -= num_own
 
 
 class OpenRequests:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from contextlib import suppress
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -18,23 +19,25 @@ DRAIN_S = 2.0
 
 
 class BodyLimit:
-    """Refuses bodies above ``max_bytes`` with 413, and those not there after ``deadline_s`` with 408.
+    """Refuses bodies above ``max_bytes`` with 413, and those not there after ``deadline_s`` with 408. Bodies to the
+    paths of ``uploads`` may be as large as that says.
 
     It does so when a route reads the body, so that a request that is wrong anyway is answered before. An answer that
     comes before the body was read to its end closes the connection: the rest is not read.
     """
 
-    def __init__(self, app: ASGIApp, *, max_bytes: int, deadline_s: float) -> None:
+    def __init__(self, app: ASGIApp, *, max_bytes: int, deadline_s: float, uploads: Mapping[str, int]) -> None:
         self.app = app
         self.max_bytes = max_bytes
         self.deadline_s = deadline_s
+        self.uploads = uploads
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not has_body(headers := Headers(scope=scope)):
             await self.app(scope, receive, send)
             return
         is_stray = scope["method"] not in BODY_METHODS
-        limit = STRAY_BYTES if is_stray else self.max_bytes
+        limit = STRAY_BYTES if is_stray else self.uploads.get(scope["path"], self.max_bytes)
         body = _Body(receive, send, max_bytes=limit, deadline_s=self.deadline_s, is_stray=is_stray)
         await self.app(scope, body.receive if declared_length(headers) <= limit else body.receive_none, body.send)
 

@@ -73,7 +73,8 @@ async def test_bad_video_request(untouched: FastAPI, case: str, as_form: bool) -
 async def test_bad_forms(client: httpx.AsyncClient) -> None:
     for files, message in (
         ([("prompt", ("p.txt", b"a"))], "is a file"),
-        ([("prompt", (None, "a")), ("input_reference", ("i.png", b"..."))], "Unknown field 'input_reference'"),
+        ([("prompt", (None, "a")), ("input_reference", ("i.png", b"..."))], "this model takes words alone"),
+        ([("prompt", (None, "a")), ("reference", ("i.png", b"..."))], "Unknown field 'reference'"),
     ):
         assert message in error_of(await client.post("/v1/videos", files=files), 400)["message"]
     broken = await client.post("/v1/videos", content=b"--x", headers={"Content-Type": "multipart/form-data"})

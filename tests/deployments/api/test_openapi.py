@@ -24,7 +24,9 @@ schema = schemathesis.openapi.from_dict(DOCUMENT)
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with serving(build(FakeStudio(step_s=0), tmp_path_factory.mktemp("data"), api_keys=(KEY,))) as url:
+    with serving(
+        build(FakeStudio(step_s=0, takes_pictures=True), tmp_path_factory.mktemp("data"), api_keys=(KEY,))
+    ) as url:
         yield url
 
 
@@ -57,7 +59,7 @@ def test_events_are_referenced() -> None:
     """In the order of the names that ``event`` may have, each schema's ``type`` is one or more of them."""
     contents = [operation["responses"]["200"].get("content", {}) for operation in operations()]
     streams = [content["text/event-stream"]["schema"] for content in contents if "text/event-stream" in content]
-    assert len(streams) == 2
+    assert len(streams) == 3
     for stream in streams:
         choices = [one["$ref"].rsplit("/", 1)[1] for one in stream["properties"]["data"]["contentSchema"]["oneOf"]]
         types = [DOCUMENT["components"]["schemas"][name]["properties"]["type"] for name in choices]

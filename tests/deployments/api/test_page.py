@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from deployments.requests.bodies import ImageBody, VideoBody
+from deployments.requests.bodies import EditBody, VideoBody
 from pipelines.defaults import Defaults
 from tests.deployments.api.conftest import build
-from tests.deployments.support.fake_studio import CLIPS, PICTURES, FakeStudio
+from tests.deployments.support.fake_studio import BEGUN_CLIPS, CLIPS, EDITS, PICTURES, FakeStudio
 
 PAGE = files("deployments").joinpath("web/index.html").read_text(encoding="utf-8")
 SCRIPT = re.search(r"<script>(.*)</script>", PAGE, re.DOTALL)[1]
@@ -49,7 +49,7 @@ def test_nothing_comes_from_elsewhere() -> None:
 
 def test_fields_are_those_of_the_api() -> None:
     names = set(re.findall(r'name="(\w+)"', PAGE)) - {"viewport"}
-    known = set(ImageBody.model_fields) | set(VideoBody.model_fields)
+    known = set(EditBody.model_fields) | set(VideoBody.model_fields)
     assert names - {"width", "height"} <= known
     assert {"prompt", "model", "seed", "num_inference_steps"} <= names
 
@@ -57,7 +57,7 @@ def test_fields_are_those_of_the_api() -> None:
 def test_routes_are_those_of_the_api(tmp_path: Path) -> None:
     paths = build(FakeStudio(), tmp_path).openapi()["paths"]
     called = {path.split("?")[0] for path in re.findall(r'"(v1/[^"]*)"', PAGE)}
-    assert called == {"v1/images/generations", "v1/videos", "v1/models"}
+    assert called == {"v1/images/generations", "v1/images/edits", "v1/videos", "v1/models"}
     assert all(f"/{path}" in paths for path in called)
 
 
@@ -91,24 +91,68 @@ class Form(HTMLParser):
         self._inside.pop()
 
 
+def run_page(folder: Path, form: Form, defaults: Defaults, then: str) -> Any:
+    """What ``then`` prints, as JSON, once the page shows a model ``m``."""
+    browser = BROWSER.replace("PAGE", json.dumps({"fields": form.fields, "parts": form.parts}))
+    model = json.dumps({"id": "m", "kind": defaults.kind, "defaults": asdict(defaults)})
+    shown = f'models.set("m", {model}); fields.model.value = "m"; showModel();'
+    script = folder / "page.js"
+    script.write_text(f"{browser}{SCRIPT}\n{shown}\n{then}\n")
+    done = subprocess.run(["node", script], check=True, capture_output=True, text=True)
+    return json.loads(done.stdout)
+
+
 @needs_node
-@pytest.mark.parametrize("defaults", [PICTURES, CLIPS], ids=lambda defaults: defaults.kind)
+@pytest.mark.parametrize(
+    "defaults", [PICTURES, CLIPS, EDITS, BEGUN_CLIPS], ids=["pictures", "clips", "edits", "begun clips"]
+)
 def test_a_browser_lets_the_defaults_of_a_model_be_sent(tmp_path: Path, defaults: Defaults) -> None:
     """A form with a value out of range is not sent, be the field hidden; one that is disabled does not count."""
     form = Form()
     form.feed(PAGE)
     assert {form.fields[name]["kind"] for name in ("fps", "n", "prompt")} == {"video", "image", None}
-    browser = BROWSER.replace("PAGE", json.dumps({"fields": form.fields, "parts": form.parts}))
-    model = json.dumps({"id": "m", "kind": defaults.kind, "defaults": asdict(defaults)})
-    shown = f'models.set("m", {model}); fields.model.value = "m"; showModel(); console.log(JSON.stringify(fields));'
-    script = tmp_path / "page.js"
-    script.write_text(f"{browser}{SCRIPT}\n{shown}\n")
-    done = subprocess.run(["node", script], check=True, capture_output=True, text=True)
-    fields = {name: field for name, field in json.loads(done.stdout).items() if not field.get("disabled")}
+    fields = run_page(tmp_path, form, defaults, "console.log(JSON.stringify(fields));")
+    fields = {name: field for name, field in fields.items() if not field.get("disabled")}
     numbers = {name: field for name, field in fields.items() if field.get("type") == "number" and field["value"] != ""}
     assert {"width", "height", "num_inference_steps"} < set(numbers)
     assert ("fps" in numbers) == (defaults.kind == "video")
     assert ("guidance_scale" in fields) == (defaults.guidance_scale > 0)  # the other models have true_cfg_scale alone
+    taken = {"image": defaults.max_pictures > 0, "mask": defaults.takes_mask, "strength": defaults.takes_strength}
+    assert {name: name in fields for name in taken} == taken
     for name, field in numbers.items():
         low, high = (float(field.get(end) or default) for end, default in (("min", "-inf"), ("max", "inf")))
         assert low <= float(field["value"]) <= high, name
+
+
+SEND = """
+globalThis.createImageBitmap = async () => ({ width: 4000, height: 1000 });
+fields.image.files = [new File(["one"], "a.png"), new File(["two"], "b.png")];
+fields.mask.files = [new File(["mask"], "c.png")];
+Object.assign(fields.strength, { value: "0.5" });
+takeShape().then(() => {
+  const model = models.get("m");
+  const entries = [...formOf(wanted(model), chosenFiles(model)).entries()];
+  console.log(JSON.stringify(entries.map(([name, value]) => [name, value.name ?? value])));
+});
+"""
+
+
+@needs_node
+@pytest.mark.parametrize("defaults", [EDITS, BEGUN_CLIPS, PICTURES], ids=["edits", "begun clips", "pictures"])
+def test_chosen_pictures_are_sent_as_files(tmp_path: Path, defaults: Defaults) -> None:
+    form = Form()
+    form.feed(PAGE)
+    sent = run_page(tmp_path, form, defaults, SEND)
+    pictures = [(name, value) for name, value in sent if name in ("image", "input_reference", "mask")]
+    assert (
+        pictures
+        == {
+            EDITS: [("image", "a.png"), ("image", "b.png"), ("mask", "c.png")],
+            BEGUN_CLIPS: [("input_reference", "a.png"), ("input_reference", "b.png")],
+            PICTURES: [],
+        }[defaults]
+    )
+    fields = dict(sent)
+    shape = "128x32" if defaults.max_pictures else "64x64"
+    assert fields["size"] == shape, "in the shape of the first picture, if one is sent"
+    assert ("strength" in fields) == defaults.takes_strength

@@ -11,10 +11,12 @@ import pytest
 from deployments.cli.client import Client, RefusedError, Result, root_of
 from deployments.studio.interface import Progress
 from engines.gang.errors import GangBrokenError
+from pipelines.pictures import InputPicture
 from pipelines.request import MediaRequest
 from tests.deployments.api.conftest import build, serving
 from tests.deployments.support.commands import assert_one_line, troupe
 from tests.deployments.support.fake_studio import FakeStudio, colour
+from tests.deployments.support.files import file_of, noise
 from tests.deployments.support.live import pixels_of
 
 
@@ -67,3 +69,47 @@ def test_why_a_picture_failed_is_told(tmp_path: Path, failing_step: int) -> None
         pytest.raises(RefusedError, match="rank 0 died"),
     ):
         list(client.picture({"prompt": "a"}))
+
+
+def test_pictures_are_sent_as_files(tmp_path: Path) -> None:
+    studio, out = FakeStudio(takes_pictures=True), tmp_path / "out.png"
+    first, second = noise(48, 32, seed=1), noise(32, 48, seed=2)
+    for name, image in (("a.png", first), ("b", second), ("mask.png", first.convert("RGBA"))):
+        (tmp_path / name).write_bytes(file_of(image))
+    with serving(build(studio, tmp_path)) as url:
+        first_file, second_file, mask_file = (str(tmp_path / name) for name in ("a.png", "b", "mask.png"))
+        files = ("--image", first_file, "--image", second_file, "--mask", mask_file)
+        args = ("--strength", "0.5", "--seed", "5", "--n", "2", "--out", str(out), "--url", url)
+        result = troupe("generate", "ein grüner Kreis", *files, *args)
+        assert result.exit_code == 0, result.output
+        assert "fake-edits: ein grüner Kreis" in result.output
+    request, inputs = studio.performed[0], studio.inputs[0]
+    assert (request.prompt, request.strength, request.seed) == ("ein grüner Kreis", 0.5, 5)
+    assert inputs.pictures == (InputPicture.of(first), InputPicture.of(second))
+    assert inputs.mask is not None
+    assert pixels_of(out.with_name("out-1.png").read_bytes()).shape == (32, 48, 3)
+
+
+def test_a_clip_begins_with_a_picture(tmp_path: Path) -> None:
+    studio, picture = FakeStudio(takes_pictures=True), noise(48, 32)
+    (tmp_path / "a.png").write_bytes(file_of(picture))
+    with serving(build(studio, tmp_path)) as url:
+        args = ("--model", "fake-begun-clips", "--image", str(tmp_path / "a.png"), "--out", str(tmp_path / "a.mp4"))
+        assert troupe("generate", "a red circle", *args, "--url", url).exit_code == 0
+        assert_one_line(troupe("generate", "a", *args, "--mask", args[3], "--url", url), "--mask is for pictures")
+    assert [inputs.pictures for inputs in studio.inputs] == [(InputPicture.of(picture),)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--image", "nowhere.png"), "nowhere.png cannot be read: No such file or directory"),
+        (("--strength", "0.5"), "--strength is for pictures that go along: --image FILE"),
+        (("--model", "fake-pictures", "--image", __file__), "this model takes words alone"),
+    ],
+    ids=["no file", "no picture", "words alone"],
+)
+def test_what_cannot_go_along_is_told(tmp_path: Path, options: tuple[str, ...], message: str) -> None:
+    with serving(build(FakeStudio(takes_pictures=True), tmp_path)) as url:
+        result = troupe("generate", "a red circle", *options, "--out", str(tmp_path / "a.png"), "--url", url)
+    assert_one_line(result, message)

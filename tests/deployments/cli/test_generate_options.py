@@ -15,8 +15,11 @@ from deployments.cli import generate, main
 def asked(monkeypatch: pytest.MonkeyPatch, *options: str) -> dict[str, Any]:
     bodies: list[dict[str, Any]] = []
 
-    def record(client: object, prompt: str, out: Path, options: dict[str, Any]) -> None:
-        bodies.append({"prompt": prompt, **options})
+    def record(
+        client: object, prompt: str, out: Path, options: dict[str, Any], images: list[Path], mask: Path | None
+    ) -> None:
+        files = {"images": images, "mask": mask}
+        bodies.append({"prompt": prompt, **options, **{name: value for name, value in files.items() if value}})
 
     monkeypatch.setattr(main, "_client", lambda *place: nullcontext())
     monkeypatch.setattr(generate, "generate", record)
@@ -42,4 +45,14 @@ def test_a_negative_prompt_and_its_scale(monkeypatch: pytest.MonkeyPatch) -> Non
         "true_cfg_scale": 3.0,
         "guidance_scale": 2.5,
         "size": "64x64",
+    }
+
+
+def test_pictures_go_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ("--image", "a.png", "--image", "b.jpg", "--mask", "c.png", "--strength", "0.5")
+    assert asked(monkeypatch, *options) == {
+        "prompt": "a red circle",
+        "strength": 0.5,
+        "images": [Path("a.png"), Path("b.jpg")],
+        "mask": Path("c.png"),
     }

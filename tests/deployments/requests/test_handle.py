@@ -9,14 +9,22 @@ import pytest
 
 from deployments.requests.errors import RequestError
 from deployments.requests.handle import handle_request
+from deployments.requests.pictures.limits import PictureLimits
+from pipelines.pictures import NO_PICTURES, InputPicture, InputPictures
 from tests.deployments.support.fake_studio import FakeStudio
+from tests.deployments.support.files import data_url, file_of, noise
 
 CARDS = FakeStudio().cards()
+WITH_PICTURES = FakeStudio(takes_pictures=True).cards()
+PICTURE = noise(48, 32)
+FILE = file_of(PICTURE)
+SENT = InputPicture.of(PICTURE)
 
 
 @pytest.mark.parametrize(("model", "format"), [("fake-pictures", "png"), ("fake-clips", "mp4"), (None, "png")])
 def test_the_model_decides_what_is_made(model: str | None, format: str) -> None:
-    request, output = handle_request(CARDS, "id", {"prompt": "a", "model": model, "seed": 3})
+    request, output, pictures = handle_request(CARDS, "id", {"prompt": "a", "model": model, "seed": 3})
+    assert pictures is NO_PICTURES
     assert (request.model, request.seed, output.format) == (model or "fake-pictures", 3, format)
 
 
@@ -41,3 +49,44 @@ def test_a_wrong_field_is_a_value_error(fields: dict[str, Any], param: str, code
     error = pickle.loads(pickle.dumps(caught.value))  # as it reaches the caller of a handle
     assert isinstance(error, RequestError)
     assert (error.param, error.code, str(error)) == (param, code, str(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("fields", "inputs"),
+    [
+        ({"model": "fake-edits", "image": FILE, "strength": 0.5}, InputPictures(pictures=(SENT,))),
+        ({"model": "fake-edits", "image": [FILE, data_url(FILE)]}, InputPictures(pictures=(SENT, SENT))),
+        ({"model": "fake-begun-clips", "input_reference": FILE}, InputPictures(pictures=(SENT,))),
+    ],
+    ids=["a picture", "two", "a clip"],
+)
+def test_pictures_come_along_as_bytes(fields: dict[str, Any], inputs: InputPictures) -> None:
+    request, _, pictures = handle_request(WITH_PICTURES, "id", {"prompt": "a", **fields})
+    assert pictures == inputs
+    assert (request.num_pictures, request.strength) == (len(inputs.pictures), fields.get("strength"))
+    assert (request.width, request.height) == (48, 32)
+
+
+def test_a_mask_comes_along() -> None:
+    fields = {"model": "fake-edits", "image": FILE, "mask": file_of(PICTURE.convert("RGBA").convert("L"))}
+    request, _, pictures = handle_request(WITH_PICTURES, "id", {"prompt": "a", **fields})
+    assert request.has_mask
+    assert pictures.mask == InputPicture.of(PICTURE.convert("RGBA").convert("L"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"image": FILE}, "image", "1 pictures came along; this model takes words alone"),
+        ({"model": "fake-edits"}, "image", "0 pictures came along; this model takes from 1 to 3"),
+        ({"model": "fake-edits", "image": FILE[:500]}, "image", "image is broken"),
+        ({"model": "fake-edits", "image": bytes(3001)}, "image", "a picture may have 3000 at most"),
+        ({"model": "fake-begun-clips", "image": FILE}, "image", "Unknown field 'image'"),
+    ],
+    ids=["words alone", "none", "broken", "large", "a clip"],
+)
+def test_wrong_pictures_are_value_errors(fields: dict[str, Any], param: str, message: str) -> None:
+    limits = PictureLimits(max_picture_bytes=3000)
+    with pytest.raises(RequestError, match=message) as caught:
+        handle_request(WITH_PICTURES, "id", {"prompt": "a", **fields}, limits)
+    assert caught.value.param == param

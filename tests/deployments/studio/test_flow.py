@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, ReferenceCountingAssertionError
 
+from deployments.stages.pictures import SentPicture, SentPictures
 from deployments.studio import flow, retries, run
 from deployments.studio.flow import DeployedStudio
 from deployments.studio.interface import Media, ModelUnavailableError, Output, Preview, Progress, StudioEvent
@@ -17,8 +18,10 @@ from deployments.studio.readiness import Readiness
 from deployments.studio.retries import MAX_LOSSES, RECOVERY_DEADLINE_S
 from engines.gang.errors import GangBrokenError, QueueFullError
 from engines.gang.job import JobDone, PreviewReady, StepDone
+from pipelines.pictures import InputPicture, InputPictures
 from tests.deployments.studio.support.set_stages import Stages
-from tests.deployments.support.fake_studio import PICTURES
+from tests.deployments.support.fake_studio import EDITS, PICTURES
+from tests.deployments.support.files import noise
 from tests.support.patience import PATIENCE_S
 
 STEP = StepDone(job_id="j", step=1, num_steps=1, step_ms=1.0, num_ranks=2)
@@ -163,3 +166,20 @@ async def test_a_request_waits_for_a_replica_for_a_time(stage: str) -> None:
 
 async def test_the_time_of_the_encoding_is_the_encoders(perform: Callable[[Stages], Any]) -> None:
     assert (await perform(Stages([STEP, DONE]))).timings.encode_s == 0.5
+
+
+async def test_pictures_go_to_the_encoder_alone() -> None:
+    """In every attempt: what the first encoder made of them may be lost."""
+    stages = Stages([STEP, LOST], [STEP, DONE])
+    request = EDITS.request(model="m", num_pictures=1)
+    inputs = InputPictures(pictures=(InputPicture.of(noise(8, 8)),))
+    encoded = []
+    async for _ in studio_of(stages).perform(request, Output(format="png"), inputs):
+        encoded += [sent] if (sent := stages.sent.pop("encode", None)) else []
+    assert len(encoded) == stages.num_attempts == 2
+    for sent_request, pictures in encoded:
+        assert isinstance(pictures, SentPictures)
+        assert (sent_request, pictures.open()) == (request, inputs)
+    assert set(stages.sent) == {"denoise", "decode"}
+    for args in stages.sent.values():
+        assert not any(isinstance(one, InputPictures | SentPictures | SentPicture) for one in args)

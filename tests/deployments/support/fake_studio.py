@@ -14,6 +14,7 @@ from PIL import Image
 
 from deployments.studio.interface import Media, ModelCard, Output, Preview, Progress, StageTimes, StudioEvent
 from pipelines.defaults import Defaults
+from pipelines.pictures import NO_PICTURES, InputPictures
 from pipelines.request import MediaRequest
 
 PICTURES = Defaults(
@@ -46,6 +47,8 @@ CLIPS = Defaults(
     max_frames=49,
     max_steps=100,
 )
+EDITS = replace(PICTURES, min_pictures=1, max_pictures=3, takes_mask=True, takes_strength=True)
+BEGUN_CLIPS = replace(CLIPS, width=64, height=64, max_pictures=1)
 
 
 @dataclass
@@ -53,7 +56,8 @@ class FakeStudio:
     """``step_s`` is how long a step takes; where there are ``permits``, a step waits for one as well. ``before`` runs
     first in each request, ``at_step`` in each step.
 
-    Both may raise. ``performed`` are the requests that came, ``closed`` the ids of those closed before their end.
+    Both may raise. ``performed`` are the requests that came, ``inputs`` what came along with each, ``closed`` the ids
+    of those closed before their end. ``takes_pictures``: two more models do.
     """
 
     step_s: float = 0.005
@@ -62,16 +66,21 @@ class FakeStudio:
     at_step: Callable[[MediaRequest, int], None] = lambda request, step: None
     reasons: dict[str, str] = field(default_factory=dict)
     aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    takes_pictures: bool = False
     performed: list[MediaRequest] = field(default_factory=list)
+    inputs: list[InputPictures] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
 
     def cards(self) -> Mapping[str, ModelCard]:
         created = int(time.time())
-        pictures = ModelCard(name="fake-pictures", family="fake", created=created, defaults=PICTURES)
-        clips = ModelCard(name="fake-clips", family="fake", created=created, defaults=CLIPS)
-        cards = {pictures.name: pictures, clips.name: clips}
-        return {name: replace(card, aliases=self.aliases.get(name, ())) for name, card in cards.items()}
+        defaults = {"fake-pictures": PICTURES, "fake-clips": CLIPS}
+        if self.takes_pictures:
+            defaults |= {"fake-edits": EDITS, "fake-begun-clips": BEGUN_CLIPS}
+        return {
+            name: ModelCard(name=name, family="fake", created=created, defaults=one, aliases=self.aliases.get(name, ()))
+            for name, one in defaults.items()
+        }
 
     async def not_ready(self, max_age_s: float = 0.0) -> Mapping[str, str]:
         return self.reasons
@@ -79,8 +88,11 @@ class FakeStudio:
     def retry_after_s(self, model: str) -> float:
         return 2.0
 
-    async def perform(self, request: MediaRequest, output: Output) -> AsyncGenerator[StudioEvent, None]:
+    async def perform(
+        self, request: MediaRequest, output: Output, pictures: InputPictures = NO_PICTURES
+    ) -> AsyncGenerator[StudioEvent, None]:
         self.performed.append(request)
+        self.inputs.append(pictures)
         try:
             async for event in self._perform(request, output):
                 yield event

@@ -25,13 +25,14 @@ from tests.pipelines.models.test_gangs import (
     request_of,
     without_exchange,
 )
-from tests.pipelines.support import tiny, tiny_models
+from tests.pipelines.support import tiny, tiny_models, tiny_others
 from tests.pipelines.support.own_call import own_latents
 
 DIVIDED = {
     "two streams": Case(make=tiny.flux),
     "two streams, positions in a batch": Case(make=tiny_models.flux2_klein),
     "a clip": Case(make=tiny.wan, num_frames=5),
+    "a text beside": Case(make=tiny_others.ltx, num_frames=9),
 }
 WHOLE = {
     "a table for two streams": Case(make=tiny_models.qwen_image),

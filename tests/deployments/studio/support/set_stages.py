@@ -59,13 +59,24 @@ class Stages:
         self.answers: list[Answer] = []
         never = asyncio.Event()
         self._taken = {stage: never if stage == absent else None for stage in ("encoder", "denoiser", "decoder")}
-        self.text_encoder = SimpleNamespace(encode=remote(lambda *_: self._answer("encoder", never.wait)))
-        self.denoiser = SimpleNamespace(options=lambda **_: SimpleNamespace(denoise=remote(self._denoise)))
+        self.sent: dict[str, tuple[object, ...]] = {}
+        """What each method was called with the last time."""
+        self.text_encoder = SimpleNamespace(encode=self._remote("encode", lambda: self._answer("encoder", never.wait)))
+        self.denoiser = SimpleNamespace(
+            options=lambda **_: SimpleNamespace(denoise=self._remote("denoise", self._denoise))
+        )
         self.decoder = SimpleNamespace(
-            decode=remote(lambda *_: self._answer("decoder", self._decode)),
+            decode=self._remote("decode", lambda: self._answer("decoder", self._decode)),
             preview=remote(lambda latents, _: self._answer("decoder", partial(self._preview, latents))),
         )
         self.previews_may_go_on = asyncio.Event()
+
+    def _remote(self, method: str, answer: Callable[[], Any]) -> SimpleNamespace:
+        def call(*args: object) -> Any:
+            self.sent[method] = args
+            return answer()
+
+        return remote(call)
 
     def _answer(self, stage: str, answer: Callable[[], Awaitable[Any]]) -> Answer:
         self.answers.append(Answer(answer, self._taken[stage]))
@@ -83,7 +94,7 @@ class Stages:
             raise self.bad_previews.pop(0)
         return f"preview of {latents}".encode()
 
-    def _denoise(self, *_: object) -> Any:
+    def _denoise(self) -> Any:
         acts = self._attempts[min(self.num_attempts, len(self._attempts) - 1)]
         self.num_attempts += 1
         self.answers.append(Stream(self._run(acts), self._taken["denoiser"]))

@@ -1,53 +1,46 @@
-"""From a request's bytes to a body of checked types. Nothing gets past here that is not valid and in range.
-
-FastAPI's own body parameters do less: they take UTF-16 and lone surrogates, read the body before the API key is looked
-at, know no 415, and one route cannot take JSON as well as a form.
-"""
+"""Bodies of JSON and forms as checked types."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, TypeVar
 
-from pydantic import BaseModel
 from pydantic_core import from_json
-from starlette.datastructures import UploadFile
 from starlette.requests import Request
 
 from deployments.api.errors import ApiError
+from deployments.api.reading.forms import read_form
+from deployments.requests.bodies import MediaBody
 from deployments.requests.errors import RequestError, shown, validated, validated_form
 
-B = TypeVar("B", bound=BaseModel)
+B = TypeVar("B", bound=MediaBody)
 
 JSON = "application/json"
 FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
 """The second is what aiohttp sends of a form without files, and with it the benchmark clients of other servers."""
-A_FILE = "(a file)"
-"""In place of a file's content, which no field takes."""
+LARGE_BYTES = 1 << 18
+"""From here on JSON, which has pictures in it then, takes long enough to be read beside the event loop."""
 
 
 async def read_json(request: Request, body_type: type[B]) -> B:
     """Returns the JSON body as ``body_type``. RequestError names a wrong field, ApiError 415 a wrong content type."""
     check_content_type(request, JSON)
-    return validated(body_type, parse_json(await request.body()))
+    raw = await request.body()
+    if len(raw) < LARGE_BYTES:
+        return _from_json(raw, body_type)
+    return await asyncio.to_thread(_from_json, raw, body_type)
 
 
 async def read_json_or_form(request: Request, body_type: type[B]) -> B:
-    """Returns what ``read_json`` does, or the same fields from a form, where numbers are text and "" is absent."""
+    """Returns what ``read_json`` does, or the same fields from a form, where numbers are text and "" is absent.
+
+    Its pictures are files there.
+    """
     check_content_type(request, JSON, *FORMS)
     if content_type(request) == JSON:
-        return validated(body_type, parse_json(await request.body()))
-    return validated_form(body_type, await read_form(request, body_type))
-
-
-async def read_form(request: Request, body_type: type[BaseModel]) -> dict[str, str]:
-    """Returns the text fields of a form. RequestError for a file in the place of a known one."""
-    fields: dict[str, str] = {}
-    async with request.form(max_files=16, max_fields=100) as form:
-        for name, value in form.items():
-            if isinstance(value, UploadFile) and name in body_type.model_fields:
-                raise RequestError(f"{name} is a file; it must be a plain form field", name)
-            fields[name] = A_FILE if isinstance(value, UploadFile) else value
-    return fields
+        return await read_json(request, body_type)
+    form = await read_form(request, body_type)
+    return validated_form(body_type, form.fields, form.pictures)
 
 
 def content_type(request: Request) -> str:
@@ -77,3 +70,7 @@ def parse_json(raw: bytes) -> Any:
     except ValueError as error:
         message = f"The body is not valid JSON: {error}. Send UTF-8, without NaN, Infinity or half a surrogate pair"
         raise RequestError(message, code="bad_json") from None
+
+
+def _from_json(raw: bytes, body_type: type[B]) -> B:
+    return validated(body_type, parse_json(raw))

@@ -1,0 +1,157 @@
+"""Pictures that are drawn for one request, at once or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from base64 import b64encode
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from fastapi.responses import JSONResponse
+from starlette.requests import Request
+from starlette.responses import Response
+
+from deployments.api.answers import (
+    CompletedEdit,
+    CompletedImage,
+    CompletedPicture,
+    Image,
+    ImagesResponse,
+    PartialEdit,
+    PartialImage,
+    PartialPicture,
+    StepProgress,
+    measures,
+)
+from deployments.api.context import ApiContext
+from deployments.api.errors import from_failure
+from deployments.api.guards.hosts import base_url
+from deployments.api.streams import Event, start_stream, until_disconnect
+from deployments.asyncio_tools import merge
+from deployments.requests.bodies import ImageBody
+from deployments.requests.images import ImageRequest, image_request
+from deployments.studio.interface import Media, Preview, Studio, StudioEvent
+from pipelines.pictures import NO_PICTURES, InputPictures
+
+Indexed = tuple[int, StudioEvent]
+"""An event, with the index of its request."""
+
+
+async def draw(context: ApiContext, request: Request, body: ImageBody, inputs: InputPictures = NO_PICTURES) -> Response:
+    """Returns what ``body`` asks for, made from ``inputs``: one JSON object, or a stream of events."""
+    settings, cards = context.settings, context.studio.cards()
+    pictures = image_request(body, cards, request.state.request_id, settings.max_images_per_request, inputs)
+    await context.check_ready(pictures.model)
+    num = len(pictures.requests)
+    drawn = perform_all(context.studio, pictures)
+    events = context.admission.pictures(pictures.model, num, drawn, pictures.num_input_bytes)
+    if body.stream:
+        return await start_stream(image_events(pictures, events), request.receive, settings)
+    media = await until_disconnect(request.receive, collect(events, num))
+    answer = ImagesResponse(
+        created=int(time.time()),
+        data=await asyncio.to_thread(_hand_over, context, pictures, media, request),
+        output_format=pictures.output.format,
+        size=pictures.size,
+        quality=pictures.quality,
+        num_inference_steps=pictures.num_inference_steps,
+        safety_identifier=pictures.safety_identifier,
+    )
+    return JSONResponse(answer.model_dump(), headers=measures([one.timings for one in media]))
+
+
+def files_url(context: ApiContext, request: Request) -> str:
+    return f"{base_url(request, context.settings)}/v1/files"
+
+
+def _hand_over(context: ApiContext, pictures: ImageRequest, media: list[Media], request: Request) -> list[Image]:
+    if not pictures.by_url:
+        return [Image(b64_json=b64encode(one.data).decode(), seed=one.seed) for one in media]
+    names = [context.files.put(one.data, one.format, request.state.key_hash) for one in media]
+    url = files_url(context, request)
+    return [Image(url=f"{url}/{name}", seed=one.seed) for name, one in zip(names, media, strict=True)]
+
+
+async def perform_all(studio: Studio, pictures: ImageRequest) -> AsyncGenerator[Indexed]:
+    """Yields the events of all pictures, which are made side by side.
+
+    Closing this closes every ``perform``, and so does the first one that fails: what it raised is raised here, as an
+    ApiError if it has a meaning for clients.
+    """
+    performed = (studio.perform(request, pictures.output, pictures.pictures) for request in pictures.requests)
+    streams = [_indexed(index, events) for index, events in enumerate(performed)]
+    try:
+        async with aclosing(merge(*streams)) as events:
+            async for event in events:
+                yield event
+    except Exception as failure:
+        answer = from_failure(failure)
+        if answer is None:
+            raise
+        raise answer from failure
+
+
+async def _indexed(index: int, events: AsyncGenerator[StudioEvent]) -> AsyncGenerator[Indexed]:
+    async with aclosing(events):
+        async for event in events:
+            yield index, event
+
+
+async def collect(events: AsyncGenerator[Indexed], num_media: int) -> list[Media]:
+    """Returns the finished media of ``perform_all``, in the order of the requests."""
+    media: dict[int, Media] = {}
+    async with aclosing(events):
+        async for index, event in events:
+            if isinstance(event, Media):
+                media[index] = event
+    assert len(media) == num_media, f"{num_media} requests gave {len(media)} media"
+    return [media[index] for index in range(num_media)]
+
+
+async def image_events(pictures: ImageRequest, events: AsyncGenerator[Indexed]) -> AsyncGenerator[Event, None]:
+    """Yields what the client is told: previews, finished pictures and, if asked for, every step."""
+    async with aclosing(events):
+        async for index, event in events:
+            if news := translate(pictures, index, event):
+                yield news
+
+
+def translate(pictures: ImageRequest, index: int, event: StudioEvent) -> Event | None:
+    match event:
+        case Media():
+            return _completed(pictures, index, event)
+        case Preview():
+            return _partial(pictures, index, event)
+        case _ if pictures.stream_progress:
+            return StepProgress(image_index=index, step=event.step, of=event.num_steps, eta_s=event.eta_s)
+    return None
+
+
+def _completed(pictures: ImageRequest, index: int, media: Media) -> CompletedPicture:
+    completed = CompletedEdit if pictures.is_edit else CompletedImage
+    return completed(
+        b64_json=b64encode(media.data).decode(),
+        created_at=int(time.time()),
+        output_format=media.format,
+        size=pictures.size,
+        quality=pictures.quality or "auto",
+        num_inference_steps=pictures.num_inference_steps,
+        safety_identifier=pictures.safety_identifier,
+        image_index=index,
+        seed=media.seed,
+        timings=media.timings,
+    )
+
+
+def _partial(pictures: ImageRequest, index: int, preview: Preview) -> PartialPicture:
+    partial = PartialEdit if pictures.is_edit else PartialImage
+    return partial(
+        b64_json=b64encode(preview.data).decode(),
+        partial_image_index=preview.index,
+        created_at=int(time.time()),
+        size=pictures.size,
+        quality=pictures.quality or "auto",
+        image_index=index,
+        step=preview.step,
+    )

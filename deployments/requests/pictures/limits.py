@@ -1,0 +1,26 @@
+"""How much may come along with a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deployments.checks import check_positive
+
+
+@dataclass(frozen=True, kw_only=True)
+class PictureLimits:
+    """What a configuration may say of pictures that come along. Without slots, since its section has further parents.
+
+    There are ``max_input_pictures`` at most, each of ``max_picture_bytes`` as it was sent. All of one request, its mask
+    included, have ``max_picture_pixels`` together. No side is longer than ``max_picture_aspect`` times the other.
+    """
+
+    max_input_pictures: int = 16
+    max_picture_bytes: int = 20 << 20
+    max_picture_pixels: int = 50_000_000
+    max_picture_aspect: float = 10.0
+
+    def __post_init__(self) -> None:
+        check_positive(self, "max_input_pictures", "max_picture_bytes", "max_picture_pixels")
+        if self.max_picture_aspect < 1:
+            raise ValueError(f"max_picture_aspect is {self.max_picture_aspect:g}; it must be at least 1")

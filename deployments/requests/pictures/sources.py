@@ -1,0 +1,63 @@
+"""Pictures as clients write them: the bytes of a file, or a URL that holds them (RFC 2397)."""
+
+from __future__ import annotations
+
+import binascii
+import re
+from base64 import b64decode
+from dataclasses import dataclass
+from urllib.parse import unquote_to_bytes
+
+from deployments.requests.errors import RequestError, shown
+
+Source = bytes | str
+"""The bytes of a file, or a URL."""
+
+DATA_URL = re.compile(r"data:[^,]{0,200};base64,", re.IGNORECASE)
+EXAMPLE = "data:image/png;base64,…"
+ELSEWHERE = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sources:
+    """What came along with one request, still packed. ``param`` is the field of the pictures, for messages."""
+
+    param: str
+    pictures: tuple[Source, ...] = ()
+    mask: Source | None = None
+
+    @property
+    def all(self) -> tuple[tuple[str, Source], ...]:
+        """Returns the pictures and the mask, each with the field to blame."""
+        pictures = [(self.param, one) for one in self.pictures]
+        return (*pictures, *([] if self.mask is None else [("mask", self.mask)]))
+
+
+def bytes_of(source: Source, param: str, max_bytes: int) -> bytes:
+    """Returns the bytes of the file that ``source`` is or holds. RequestError for other URLs, and above ``max_bytes``.
+
+    Nothing is fetched from elsewhere.
+    """
+    if isinstance(source, bytes):
+        _check_length(len(source), param, max_bytes)
+        return source
+    if ELSEWHERE.match(source):
+        message = f"{param} is {shown(source)}: pictures are not fetched from elsewhere; send the file, or {EXAMPLE}"
+        raise RequestError(message, param)
+    head = DATA_URL.match(source)
+    if head is None:
+        raise RequestError(f"{param} is {shown(source)}: it must be a file, or a URL that holds one: {EXAMPLE}", param)
+    text = source[head.end() :].encode(errors="replace")
+    if b"%" in text:
+        text = unquote_to_bytes(text)
+    _check_length(len(text) // 4 * 3 - text[-2:].count(b"="), param, max_bytes)
+    try:
+        return b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise RequestError(f"{param} is no base64 after {head.group()[:40]!r}: {error}", param) from None
+
+
+def _check_length(num_bytes: int, param: str, max_bytes: int) -> None:
+    if num_bytes > max_bytes:
+        message = f"{param} has {num_bytes} bytes; a picture may have {max_bytes} at most"
+        raise RequestError(message, param, code="picture_too_large")

@@ -1,0 +1,142 @@
+"""From the bytes of strangers to pixels, with Pillow. It looks at all heads before it unpacks anything."""
+
+from __future__ import annotations
+
+import io
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from deployments.requests.errors import RequestError
+from deployments.requests.pictures.limits import PictureLimits
+from deployments.requests.pictures.sources import Sources, bytes_of
+from pipelines.pictures import NO_PICTURES, InputPicture, InputPictures
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FORMATS = ("PNG", "JPEG", "WEBP")
+ANIMATED = ("PNG", "WEBP")
+"""Formats whose further frames are an animation. In a JPEG they are views of a camera; the first is the picture."""
+KINDS = "a PNG, JPEG or WebP file"
+OPAQUE = 255
+
+
+def unpack(sources: Sources, limits: PictureLimits) -> InputPictures:
+    """Returns upright pictures of 8 bits, "RGB" (or "RGBA" where something shows through), and the mask.
+
+    Metadata is dropped; palettes, CMYK and 16 bits are converted. RequestError for what is no still picture of the
+    formats, is broken or above a limit, and for a mask that does not fit the first picture. It takes time: not for an
+    event loop.
+    """
+    num_pictures = len(sources.pictures)
+    if num_pictures > limits.max_input_pictures:
+        message = f"{num_pictures} pictures came along; at most {limits.max_input_pictures} are allowed"
+        raise RequestError(message, sources.param)
+    if not sources.all:
+        return NO_PICTURES
+    files = [(param, bytes_of(source, param, limits.max_picture_bytes)) for param, source in sources.all]
+    waiting = deque((param, _opened(data, param)) for param, data in files)
+    _check_heads(waiting, limits)
+    # One after the other, each out of the queue first: as few as can be are in memory in two forms.
+    pictures = tuple(_coloured(_upright(*waiting.popleft())) for _ in range(num_pictures))
+    mask = _mask(_upright(*waiting.popleft()), pictures) if waiting else None
+    return InputPictures(pictures=pictures, mask=mask)
+
+
+def _opened(data: bytes, param: str) -> Image:
+    """Returns the picture of which the head was read."""
+    from PIL import Image
+
+    with _blaming(param):
+        return Image.open(io.BytesIO(data), formats=FORMATS)
+
+
+def _check_heads(opened: Iterable[tuple[str, Image]], limits: PictureLimits) -> None:
+    num_pixels = 0
+    for param, image in opened:
+        width, height = image.size
+        if image.format in ANIMATED and getattr(image, "is_animated", False):
+            raise RequestError(f"{param} is animated; send a still picture", param, code="bad_picture")
+        if max(width, height) > limits.max_picture_aspect * min(width, height):
+            allowed = f"no side may be longer than {limits.max_picture_aspect:g} times the other"
+            raise RequestError(f"{param} has {width}x{height} pixels; {allowed}", param, code="bad_picture")
+        num_pixels += width * height
+        if num_pixels > limits.max_picture_pixels:
+            raise _too_many_pixels(param, limits.max_picture_pixels, f"{width}x{height} pixels")
+
+
+def _too_many_pixels(param: str, max_pixels: int | None, size: str) -> RequestError:
+    allowed = "" if max_pixels is None else f"; the pictures of a request may have {max_pixels} together"
+    return RequestError(f"{param} has {size}{allowed}: make it smaller", param, code="picture_too_large")
+
+
+def _upright(param: str, image: Image) -> Image:
+    """Returns the picture, unpacked, in one of the modes "L", "RGB" and "RGBA"."""
+    from PIL import ImageOps
+
+    with _blaming(param):
+        image.load()
+        ImageOps.exif_transpose(image, in_place=True)
+        return _plain(image)
+
+
+def _plain(image: Image) -> Image:
+    from PIL import Image
+
+    if image.mode.startswith("I"):  # 16 bits of grey: Pillow's own conversion cuts off at 255
+        import numpy as np
+
+        return Image.fromarray((np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8))
+    if image.has_transparency_data:
+        return _as(image, "RGBA")
+    return _as(image, "L" if image.mode in ("1", "L") else "RGB")
+
+
+def _is_opaque(image: Image) -> bool:
+    return image.mode != "RGBA" or image.getchannel("A").getextrema()[0] == OPAQUE
+
+
+def _coloured(image: Image) -> InputPicture:
+    return InputPicture.of(_as(image, "RGB") if _is_opaque(image) else image)
+
+
+def _as(image: Image, mode: str) -> Image:
+    """Returns ``image`` itself where it is of ``mode``: Pillow's own conversion is a copy then."""
+    return image if image.mode == mode else image.convert(mode)
+
+
+def _mask(image: Image, pictures: Sequence[InputPicture]) -> InputPicture:
+    """Returns white where to paint: where ``image`` is transparent as OpenAI has it, or else where it is white."""
+    from PIL import ImageChops
+
+    width, height = image.size
+    if pictures and (width, height) != (pictures[0].width, pictures[0].height):
+        size = f"{pictures[0].width}x{pictures[0].height}"
+        raise RequestError(
+            f"mask has {width}x{height} pixels; the first picture has {size}: make them the same", "mask"
+        )
+    mask = image.convert("RGB").convert("L") if _is_opaque(image) else ImageChops.invert(image.getchannel("A"))
+    if mask.getextrema()[1] == 0:
+        message = "mask marks nothing: what is to be painted must be transparent in it, or white"
+        raise RequestError(message, "mask")
+    return InputPicture.of(mask)
+
+
+@contextmanager
+def _blaming(param: str) -> Iterator[None]:
+    """Turns what Pillow raises, which is of all kinds, into a sentence about the file."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        yield
+    except MemoryError:
+        raise
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise _too_many_pixels(param, None, "too many pixels") from None
+    except UnidentifiedImageError:
+        raise RequestError(f"{param} is no picture that can be read; send {KINDS}", param, code="bad_picture") from None
+    except Exception as error:
+        message = f"{param} is broken, or a part of it is missing ({error}); send {KINDS} that is whole"
+        raise RequestError(message, param, code="bad_picture") from error

@@ -1,0 +1,124 @@
+"""The pictures that clips are made from: kept until the clip's end, over a restart, and no longer."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from deployments.clips.folders import ClipFolders
+from deployments.clips.storage import StorageLostError
+from engines.gang.errors import GangBrokenError
+from pipelines.pictures import InputPicture, InputPictures
+from pipelines.request import MediaRequest
+from tests.deployments.clips.support.runs import REQUEST as WORDS
+from tests.deployments.clips.support.runs import ended, running, started
+from tests.deployments.support.fake_studio import FakeStudio
+from tests.deployments.support.files import noise
+from tests.support.patience import PATIENCE_S
+
+REQUEST = replace(WORDS, num_pictures=2, has_mask=True, strength=0.5)
+INPUTS = InputPictures(
+    pictures=(InputPicture.of(noise(48, 32)), InputPicture.of(noise(7, 5, "RGBA"))),
+    mask=InputPicture.of(noise(48, 32, "L")),
+)
+
+
+def kept(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "videos").rglob("input-*"))
+
+
+KEPT = ["input-0.png", "input-1.png", "input-mask.png"]
+
+
+async def test_they_reach_the_studio_and_are_gone_at_the_end(tmp_path: Path) -> None:
+    studio = FakeStudio()
+    async with running(studio, tmp_path) as clips:
+        record = await clips.submit(REQUEST, "1", pictures=INPUTS)
+        assert record.request == REQUEST
+        assert (await ended(clips, record.id)).status == "completed"
+        assert studio.inputs == [INPUTS]
+        async with asyncio.timeout(PATIENCE_S):
+            while kept(tmp_path):
+                await asyncio.sleep(0.01)
+        assert await clips.file(record.id, "video") is not None
+
+
+async def test_they_outlive_the_application(tmp_path: Path, database_url: str) -> None:
+    studio = FakeStudio(step_s=1000)
+    async with running(studio, tmp_path, database_url=database_url) as clips:
+        record = await clips.submit(REQUEST, "1", pictures=INPUTS)
+        await started(studio)
+        assert kept(tmp_path) == KEPT
+    assert kept(tmp_path) == KEPT
+    second = FakeStudio()
+    async with running(second, tmp_path, database_url=database_url) as clips:
+        assert (await ended(clips, record.id)).status == "completed"
+    assert second.inputs == [INPUTS]
+    assert second.performed[0].strength == 0.5
+
+
+async def test_a_second_attempt_has_them_too(tmp_path: Path) -> None:
+    failures = [RuntimeError("x")]
+
+    def fail(request: MediaRequest) -> None:
+        if failures:
+            raise failures.pop()
+
+    studio = FakeStudio(before=fail)
+    async with running(studio, tmp_path) as clips:
+        record = await clips.submit(REQUEST, "1", pictures=INPUTS)
+        assert (await ended(clips, record.id)).attempts == 2
+    assert studio.inputs == [INPUTS, INPUTS]
+
+
+async def test_they_go_with_a_clip_that_fails(tmp_path: Path) -> None:
+    def fail(request: MediaRequest) -> None:
+        raise GangBrokenError("rank 1 died")
+
+    async with running(FakeStudio(before=fail), tmp_path) as clips:
+        record = await clips.submit(REQUEST, "1", pictures=INPUTS)
+        assert (await ended(clips, record.id)).status == "failed"
+        async with asyncio.timeout(PATIENCE_S):
+            while kept(tmp_path):
+                await asyncio.sleep(0.01)
+
+
+async def test_they_go_with_a_clip_that_is_deleted(tmp_path: Path) -> None:
+    studio = FakeStudio(step_s=1000)
+    async with running(studio, tmp_path) as clips:
+        record = await clips.submit(REQUEST, "1", pictures=INPUTS)
+        await started(studio)
+        assert await clips.delete(record.id)
+        assert list((tmp_path / "videos").iterdir()) == []
+
+
+async def test_a_clip_whose_picture_is_gone_says_so(tmp_path: Path) -> None:
+    studio = FakeStudio(reasons={"fake-clips": "not now"})
+    async with running(studio, tmp_path) as clips:
+        record = await clips.submit(REQUEST, "1", pictures=INPUTS)
+        (tmp_path / "videos" / record.id / "input-1.png").unlink()
+        studio.reasons.clear()
+        record = await ended(clips, record.id)
+    assert (record.status, record.error.code, record.attempts) == ("failed", "invalid_value", 1)
+    assert "send it again" in record.error.message
+    assert studio.performed == []
+
+
+async def test_a_clip_that_cannot_be_kept_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(FakeStudio(), tmp_path) as clips:
+
+        async def create(*_: object) -> None:
+            raise OSError("away")
+
+        monkeypatch.setattr("deployments.clips.store.ClipStore.create", create)
+        with pytest.raises(OSError, match="away"):
+            await clips.submit(REQUEST, "1", pictures=INPUTS)
+    assert list((tmp_path / "videos").iterdir()) == []
+
+
+def test_a_folder_that_is_not_mounted_is_waited_for(tmp_path: Path) -> None:
+    with pytest.raises(StorageLostError, match="is its disk mounted"):
+        ClipFolders(root=tmp_path / "videos").read_inputs("video_1", 1, False)

@@ -1,0 +1,62 @@
+"""The size of what is made from a picture, and the model for so many pictures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from deployments.requests.bodies import EditBody
+from deployments.requests.errors import RequestError
+from deployments.requests.rules import choose_card, choose_size
+from pipelines.defaults import Defaults
+from pipelines.pictures import InputPicture
+from tests.deployments.support.fake_studio import EDITS, FakeStudio
+
+CARDS = FakeStudio(takes_pictures=True).cards()
+LARGE = replace(EDITS, width=1024, height=1024, max_pixels=2048 * 2048)
+TIGHT = replace(EDITS, width=64, height=64, max_pixels=64 * 64)
+
+
+@pytest.mark.parametrize(
+    ("defaults", "picture", "size"),
+    [
+        (LARGE, (512, 512), (512, 512)),
+        (LARGE, (600, 400), (608, 400)),
+        (LARGE, (1024, 1024), (1024, 1024)),
+        (LARGE, (4000, 3000), (1184, 880)),
+        (LARGE, (3000, 4000), (880, 1184)),
+        (LARGE, (8000, 800), (3232, 320)),
+        (LARGE, (7, 5), (16, 16)),
+        (TIGHT, (120, 90), (80, 48)),
+    ],
+)
+def test_without_a_size_the_picture_says_it(
+    defaults: Defaults, picture: tuple[int, int], size: tuple[int, int]
+) -> None:
+    """About its shape, and no larger than what the model draws by default, give or take a multiple."""
+    first = InputPicture(width=picture[0], height=picture[1], mode="L", data=b"")
+    assert choose_size(EditBody(prompt="a"), defaults, first) == size
+    assert choose_size(EditBody(prompt="a", size="auto"), defaults, first) == size
+    assert choose_size(EditBody(prompt="a", size="32x64"), defaults, first) == (32, 64)
+    assert choose_size(EditBody(prompt="a", width=32, height=64), defaults, first) == (32, 64)
+    assert choose_size(EditBody(prompt="a"), defaults) == (defaults.width, defaults.height)
+    defaults.check_size(*size)
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_pictures", "name"),
+    [
+        ("image", 0, "fake-pictures"),
+        ("image", 1, "fake-edits"),
+        ("image", 3, "fake-edits"),
+        ("image", 4, "fake-edits"),
+        ("video", 0, "fake-clips"),
+        ("video", 1, "fake-begun-clips"),
+    ],
+)
+def test_without_a_name_a_model_for_the_pictures_is_taken(kind: str, num_pictures: int, name: str) -> None:
+    assert choose_card(CARDS, None, kind, num_pictures).name == name  # type: ignore[arg-type]
+    assert choose_card(CARDS, "fake-pictures", "image", num_pictures).name == "fake-pictures"
+    with pytest.raises(RequestError):
+        choose_card({}, None, "image", num_pictures)

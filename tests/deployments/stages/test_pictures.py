@@ -1,0 +1,85 @@
+"""Pictures on their way to an encoder: as they were, through Serve, and with nothing copied before."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from deployments.stages.pictures import SentPictures
+from deployments.stages.text_encoder import PromptEncoder
+from deployments.stages.workers import Workers
+from pipelines.checkpoint import Checkpoint
+from pipelines.pictures import NO_PICTURES, InputPicture, InputPictures
+from pipelines.request import MediaRequest
+from tests.deployments.stages.test_stages import spec_of
+from tests.deployments.support.fake_studio import EDITS
+from tests.deployments.support.files import noise
+from tests.pipelines.support import tiny_models
+
+INPUTS = InputPictures(
+    pictures=(InputPicture.of(noise(640, 480)), InputPicture.of(noise(7, 5, "RGBA"))),
+    mask=InputPicture.of(noise(640, 480, "L")),
+)
+REQUEST = EDITS.request(prompt="a", num_pictures=2, has_mask=True)
+
+
+@pytest.mark.parametrize("inputs", [INPUTS, NO_PICTURES], ids=["pictures", "none"])
+def test_they_arrive_as_they_were(inputs: InputPictures) -> None:
+    buffers: list[pickle.PickleBuffer] = []
+    message = pickle.dumps(SentPictures.of(inputs), protocol=5, buffer_callback=buffers.append)
+    assert pickle.loads(message, buffers=buffers).open() == inputs
+    assert len(message) < 2000, "pixels travel beside the message, as Ray's object store wants them"
+
+
+def test_packing_copies_nothing() -> None:
+    pixels = SentPictures.of(INPUTS).pictures[0].pixels
+    assert np.shares_memory(pixels, np.frombuffer(INPUTS.pictures[0].data, np.uint8))
+
+
+class Looker:
+    """An encoder whose conditioning is the pictures."""
+
+    def encode(self, request: MediaRequest, pictures: InputPictures) -> Any:
+        assert len(pictures.pictures) == request.num_pictures
+        images = [*pictures.pictures, *([pictures.mask] if pictures.mask else [])]
+        return [torch.from_numpy(np.array(one.image())) for one in images]
+
+
+class LookingEncoder(PromptEncoder):
+    def __init__(self) -> None:
+        self._encoder, self._encoding = Looker(), Workers(1, "encoding")
+
+
+@pytest.fixture
+async def handle(ray_cluster: None) -> AsyncIterator[DeploymentHandle[Any]]:
+    deployment = serve.deployment(ray_actor_options={"num_cpus": 0.1})(LookingEncoder)
+    yield serve.run(deployment.bind(), name="looking", route_prefix=None)
+    serve.delete("looking")
+
+
+async def test_they_reach_an_encoder_through_serve(handle: DeploymentHandle[Any]) -> None:
+    encoded = await handle.encode.remote(REQUEST, SentPictures.of(INPUTS))
+    first, second, mask = encoded.open()
+    assert INPUTS.mask is not None
+    expected = [*(one.image() for one in INPUTS.pictures), INPUTS.mask.image()]
+    for tensor, image in zip((first, second, mask), expected, strict=True):
+        assert (tensor.numpy() == np.asarray(image)).all()
+
+
+def test_a_model_makes_of_them_what_it_does_without_deployments(tmp_path: Path) -> None:
+    path = tiny_models.flux2_klein(tmp_path)
+    checkpoint, encoder = Checkpoint(path), PromptEncoder(spec_of(path))
+    inputs = InputPictures(pictures=(InputPicture.of(noise(96, 64)),))
+    request = checkpoint.defaults.request(prompt="a", num_pictures=1)
+    encoded = encoder.encode(request, SentPictures.of(inputs)).open()
+    torch.testing.assert_close(encoded.values, checkpoint.text_encoder().encode(request, inputs).values, rtol=0, atol=0)
+    words = encoder.encode(checkpoint.defaults.request(prompt="a")).open()
+    assert set(words.values) < set(encoded.values), "there is more with a picture"
