@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cached_property
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from engines.core.model import Branch, DenoiserModel
 from pipelines.defaults import Defaults, with_own_defaults
 from pipelines.description import Description, read_description
+from pipelines.directory import part_folder
 from pipelines.loading import resolve_configuration, resolve_dtype, resolve_path
 from pipelines.models.registry import architecture_of
 from pipelines.request import MediaRequest
@@ -23,6 +25,8 @@ if TYPE_CHECKING:  # who reads defaults alone does without torch
     from pipelines.blocks.encoder import BlocksEncoder
     from pipelines.blocks.opened import OpenedPipeline
     from pipelines.blocks.sampler import BlocksSampler
+
+logger = logging.getLogger(__name__)
 
 
 class Checkpoint:
@@ -99,7 +103,7 @@ class Checkpoint:
         single device.
         """
         model = self._without_weights() if sliced else self._as_denoiser(self._opened.load_part)
-        if typical is None:
+        if typical is None or self.architecture.blank_conditioning is None:
             return model
         return replace(model, typical_lengths=model.stream_lengths(self.first_step(typical)[0].arguments))
 
@@ -121,7 +125,13 @@ class Checkpoint:
         return self._sampler.branches(self._sampler.begin(request, blank))
 
     def first_steps(self, sizes: Iterable[Size], modules: Iterable[str]) -> tuple[tuple[Branch, ...], ...]:
-        """A step of each size, with the model's usual number of branches, for each of its ``modules``, in order."""
+        """A step of each size, with the model's usual number of branches, for each of its ``modules``, in order.
+
+        None where a step cannot be known before a request (``Architecture.blank_conditioning``).
+        """
+        if self.architecture.blank_conditioning is None:
+            logger.info("nothing is prepared before the first request: %s is not known here", self.architecture.family)
+            return ()
         names = tuple(modules)
         steps = [self.first_step(self.defaults.request(size)) for size in sizes]
         return tuple(tuple(replace(branch, module=name) for branch in step) for step in steps for name in names)
@@ -151,7 +161,7 @@ class Checkpoint:
         from engines.parallel.weight_files import WeightFiles
 
         empty = self._empty()
-        folders = {part: self.path / part for part in empty.modules}
+        folders = {part: part_folder(self.path, part) for part in empty.modules}
         return replace(empty, weights=WeightFiles(folders=folders, device=self.device))
 
     def _empty(self) -> DenoiserModel:

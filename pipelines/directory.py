@@ -1,31 +1,85 @@
-"""Reading a diffusers directory: configurations and the index of parts, as plain JSON."""
+"""Reading a diffusers directory: configurations and the index of parts, as plain JSON.
+
+There are two forms of index. The classic one names the class of each part, which is in the folder of its name. The
+modular one says of each part where it is as well: here, in another folder, or in a repository of the hub.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+DENOISERS = ("transformer", "transformer_ref", "unet")
+"""Parts of pipelines that predict."""
+CLASSIC_INDEX, MODULAR_INDEX = "model_index.json", "modular_model_index.json"
 CONFIG_FILES = {"scheduler": "scheduler_config.json", "tokenizer": "tokenizer_config.json"}
+PLACE, SUBFOLDER, CLASS = "pretrained_model_name_or_path", "subfolder", "type_hint"
+"""What the modular index calls where a part is, and what it is."""
 
 
 def read_config(path: Path, part: str) -> Mapping[str, Any]:
     """The configuration of one part ("transformer", "vae", "scheduler" …). ValueError if the file is missing."""
     name = CONFIG_FILES.get(part.removesuffix("_2"), "config.json")
-    return _read_json(path / part / name)
+    return _read_json(part_folder(path, part) / name)
 
 
 def read_index(path: Path) -> Mapping[str, Any]:
     """What the folder's pipeline consists of, and its settings. ValueError if there is neither form of index."""
-    modular = path / "modular_model_index.json"
-    return _read_json(modular if modular.is_file() else path / "model_index.json")
+    modular = path / MODULAR_INDEX
+    return _read_json(modular if modular.is_file() else path / CLASSIC_INDEX)
 
 
 def part_class(path: Path, part: str) -> str | None:
     """The class that the index names for a part; None if there is no such part."""
     entry = read_index(path).get(part)
-    return entry[1] if isinstance(entry, list) and len(entry) > 1 else None
+    if not isinstance(entry, list) or len(entry) < 2:
+        return None
+    name: str | None = entry[1] or _place(entry).get(CLASS, (None, None))[1]
+    return name
+
+
+def part_folder(path: Path, part: str) -> Path:
+    """Where the files of a part are: in the folder, as diffusers prefers it, or where the modular index says.
+
+    ValueError for a part of a repository that is not in the hub cache.
+    """
+    place = _place(read_index(path).get(part)) if path.is_dir() and (path / MODULAR_INDEX).is_file() else {}
+    inner = place.get(SUBFOLDER) or ""
+    here = path / (inner or part)
+    elsewhere = place.get(PLACE)
+    if elsewhere is None or (here.is_dir() and any(here.iterdir())):
+        return here
+    return (Path(elsewhere) if Path(elsewhere).is_dir() else _cached(elsewhere)) / inner
+
+
+def repositories(path: Path) -> Iterator[tuple[str, str]]:
+    """Repositories of the hub, each with the folder in it, whose parts the modular index uses and that are not here."""
+    if not (path / MODULAR_INDEX).is_file():
+        return
+    for entry in read_index(path).values():
+        place = _place(entry)
+        elsewhere, inner = place.get(PLACE), place.get(SUBFOLDER) or ""
+        if elsewhere is not None and not (path / inner).is_dir() and not Path(elsewhere).is_dir():
+            yield elsewhere, inner
+
+
+def _place(entry: Any) -> Mapping[str, Any]:
+    """What the modular index says of where a part is."""
+    if isinstance(entry, list) and len(entry) == 3 and isinstance(entry[2], dict):
+        return entry[2]
+    return {}
+
+
+def _cached(repository: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(repository, local_files_only=True))
+    except LocalEntryNotFoundError as error:
+        raise ValueError(f"{repository!r} is no folder here, and not in the hub cache: run `hf download`") from error
 
 
 def _read_json(file: Path) -> Mapping[str, Any]:

@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipelines.directory import CLASSIC_INDEX, MODULAR_INDEX, repositories
+
 if TYPE_CHECKING:
     import torch
 
@@ -14,7 +16,9 @@ PUBLISHED = Path(__file__).parent / "published"
 """Published models' configurations, without weights: a folder each."""
 DTYPES = ("float32", "bfloat16", "float16")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-HUB_FILES = ["model_index.json", "troupe.json", "*/*.json", "*/*.safetensors", "*/*.txt", "*/*.model"]
+TOP_FILES = [CLASSIC_INDEX, MODULAR_INDEX, "troupe.json"]
+PART_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+HUB_FILES = [*TOP_FILES, *(f"*/{pattern}" for pattern in PART_FILES)]
 """Only the diffusers layout: hub repositories often hold the same weights again as one large file at the top."""
 CONFIGURATION_FILES = [pattern for pattern in HUB_FILES if not pattern.endswith(".safetensors")]
 
@@ -22,15 +26,15 @@ CONFIGURATION_FILES = [pattern for pattern in HUB_FILES if not pattern.endswith(
 def resolve_path(source: str, *, weights: bool = True) -> Path:
     """The diffusers directory that ``source`` names: a folder, the name of a shipped checkpoint, or a hub id.
 
-    A hub id is downloaded (or found in the hub cache), its ``weights`` only if they are wanted. ValueError says what
-    was tried and what to change.
+    A hub id is downloaded (or found in the hub cache), its ``weights`` only if they are wanted, and so are parts that a
+    modular index has elsewhere on the hub. ValueError says what was tried and what to change.
     """
     if Path(source).is_dir():
-        return Path(source)
+        return _with_parts(Path(source), weights=weights)
     if (SHIPPED / source).is_dir():
         return SHIPPED / source
     if _HUB_ID.fullmatch(source):
-        return _download(source, HUB_FILES if weights else CONFIGURATION_FILES)
+        return _with_parts(_download(source, HUB_FILES if weights else CONFIGURATION_FILES), weights=weights)
     raise ValueError(f"no model {source!r}: give a diffusers folder, a hub id like owner/name, or {_shipped_names()}")
 
 
@@ -56,7 +60,7 @@ def published_models() -> tuple[str, ...]:
 
 def shipped_checkpoints() -> tuple[str, ...]:
     """Names of the small trained models that ship with the project."""
-    return tuple(sorted(path.parent.name for path in SHIPPED.glob("*/model_index.json")))
+    return tuple(sorted(path.parent.name for path in SHIPPED.glob(f"*/{CLASSIC_INDEX}")))
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -73,6 +77,17 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 def _shipped_names() -> str:
     return "one of " + ", ".join(shipped_checkpoints()) if shipped_checkpoints() else "a shipped checkpoint"
+
+
+def _with_parts(path: Path, *, weights: bool) -> Path:
+    """``path``, when all parts that its index has in repositories of the hub are in the hub cache."""
+    kinds = [kind for kind in PART_FILES if weights or not kind.endswith(".safetensors")]
+    folders: dict[str, list[str]] = {}
+    for repository, folder in repositories(path):
+        folders.setdefault(repository, []).extend(f"{folder}/{kind}".lstrip("/") for kind in kinds)
+    for repository, patterns in folders.items():
+        _download(repository, list(dict.fromkeys(patterns)))
+    return path
 
 
 def _download(hub_id: str, files: list[str]) -> Path:

@@ -82,10 +82,11 @@ class DenoiserModel:
     ``hoisted(module, inputs)`` makes further inputs that ``forward`` may be given, from those that no step of a job
     changes (all but the latents and the timestep); the module is whole (None: there is nothing to gain).
     ``head_dim`` and ``num_heads`` are those of queries in self-attention. ``probe()`` makes the branches of one small,
-    seeded, known step (the same on every rank), for the self-check of a gang at its start. ``fast`` arranges a module's
-    weights for a hand-ordered step that equals its ``forward`` (None: there is none). ``typical_lengths`` are the
-    tokens per stream of the steps to come, if that is known: an "auto" strategy is chosen for them. With ``weights``,
-    the modules' parameters are on "meta", and every rank reads what it needs of them from these files.
+    seeded, known step (the same on every rank), for the self-check of a gang at its start (none: there is no such
+    step). ``fast`` arranges a module's weights for a hand-ordered step that equals its ``forward`` (None: there is
+    none). ``typical_lengths`` are the tokens per stream of the steps to come, if that is known: an "auto" strategy is
+    chosen for them. With ``weights``, the modules' parameters are on "meta", and every rank reads what it needs of them
+    from these files.
     """
 
     modules: Mapping[str, nn.Module]

@@ -46,8 +46,11 @@ class TokenHooks:
         finally:
             self._layout = self._axis = None
 
-    def _cut(self, x: Tensor | None, shard: TokenShard) -> Tensor | None:
-        if x is None or self._layout is None or self._axis is None or self._axis.size == 1:
+    def _cut(self, x: Any, shard: TokenShard) -> Any:
+        """Also of a list: each of its tensors."""
+        if isinstance(x, list | tuple):
+            return type(x)(self._cut(inner, shard) for inner in x)
+        if x is None or self._layout is None or self._axis is None or self._axis.size == 1 or x.ndim <= shard.dim:
             return x
         return self._layout.cut(x, dim=shard.dim, stream=shard.stream, index=self._axis.index)
 

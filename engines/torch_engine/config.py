@@ -81,6 +81,14 @@ def divide(
 
     ``precision`` is a concrete one: an "auto" strategy is chosen for it.
     """
+    if num_ranks > 1 and not model.plan.shards:
+        kinds = ", ".join(dict.fromkeys(type(module).__name__ for module in model.modules.values()))
+        raise ValueError(
+            f"there is no plan to divide {kinds} over {num_ranks} ranks: give it gangs of one rank (num_ranks: 1), and "
+            "more of them (num_replicas) for more pictures at once"
+        )
+    if num_ranks > 1 and strategy == "auto" and not model.probe():
+        raise ValueError("strategy 'auto' needs a step to choose by, and none is known: name one, such as 'ulysses'")
     if strategy != "auto":
         return TeamSpecs.of_sizes(possible_team_sizes(model, num_ranks), lambda size: _named(model, strategy, size))
     scheme = scheme_of(precision) or "native"  # as machines are measured

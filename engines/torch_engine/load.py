@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ from engines.torch_engine.steps import RUNS_BEFORE_CAPTURE
 
 if TYPE_CHECKING:
     from engines.core.rank import RankContext
+
+logger = logging.getLogger(__name__)
 
 
 def load_torch_engine(
@@ -42,15 +45,21 @@ def load_torch_engine(
     for team in engine.division.teams.all():
         for make_kernel in kernels[: 2 if team.ulysses.size > 1 else 1]:
             check_attention(team, **attention, device=engine.device, dtype=engine.dtype, make_kernel=make_kernel)
+    branches = model.probe()
+    if not branches:
+        logger.warning("the model's own self-check is left out: no step is known", extra={"rank": context.rank})
     if model.weights is not None:
-        check_sliced(engine, model, make, rank=context.rank)
+        if branches:
+            check_sliced(engine, model, make, rank=context.rank)
         engine.load_weights()
+        return engine
+    if not branches:
         return engine
     teams = ((team.ranks, team.spec.name) for team in engine.division.checked_teams())
     num_runs = RUNS_BEFORE_CAPTURE + 2 if engine.config.capture else 1  # as it comes, captured, replayed
     # of two nearly equal numbers one may be rounded up
     tolerance = None if engine.config.precision == "native" else QUANTISED_TOLERANCE
-    self_check(engine, model.probe(), rank=context.rank, teams=teams, num_runs=num_runs, tolerance=tolerance)
+    self_check(engine, branches, rank=context.rank, teams=teams, num_runs=num_runs, tolerance=tolerance)
     return engine
 
 

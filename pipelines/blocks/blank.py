@@ -27,7 +27,8 @@ PROBE_FRAMES = 2
 class BlocksProbe:
     """Makes the branches of one small, seeded step, equal on every rank, by the pipeline's own blocks.
 
-    Two branches, as with guidance; of a pipeline that changes between two transformers, one for each.
+    Two branches, as with guidance; of a pipeline that changes between two transformers, one for each. None where
+    nothing is known of the shapes of its conditioning.
     """
 
     opened: OpenedPipeline
@@ -35,6 +36,8 @@ class BlocksProbe:
     modules: tuple[str, ...]
 
     def __call__(self) -> tuple[Branch, ...]:
+        if self.opened.architecture.blank_conditioning is None:
+            return ()
         multiple, temporal = self.defaults.size_multiple, self.defaults.frame_multiple
         request = MediaRequest(
             request_id="probe",
@@ -69,10 +72,16 @@ def first_step(
 def blank_conditioning(
     opened: OpenedPipeline, request: MediaRequest, num_tokens: int, generator: torch.Generator | None = None
 ) -> Conditioning:
-    """What the encoders might make of a prompt of ``num_tokens``, by the configuration alone."""
+    """What the encoders might make of a prompt of ``num_tokens``, by the configuration alone.
+
+    ValueError where nothing is known of that.
+    """
+    make = opened.architecture.blank_conditioning
+    if make is None:
+        raise ValueError(f"a step of {opened.architecture.family} is not known before there is a request")
 
     def prompt() -> dict[str, Any]:
-        blank = opened.architecture.blank_conditioning(opened.part_config(opened.transformers[0]), num_tokens)
+        blank = make(opened.part_config(opened.transformers[0]), num_tokens)
         return {name: x if generator is None else _drawn(x, generator) for name, x in blank.items()}
 
     is_guided = request.true_cfg_scale > 1 or opened.architecture.needs_negative

@@ -14,14 +14,14 @@ import torch
 from accelerate import init_empty_weights  # type: ignore[import-untyped]
 from diffusers import ModelMixin
 from diffusers.configuration_utils import FrozenDict
-from diffusers.modular_pipelines import ModularPipeline
 from torch import nn
 
 from pipelines.blocks.stand_in import StandIn
 from pipelines.blocks.tree import Sections
-from pipelines.directory import read_config, read_index
+from pipelines.directory import part_class, part_folder, read_config, read_index
 from pipelines.models.architecture import Architecture
 from pipelines.models.registry import load_architecture
+from pipelines.modular import open_modular
 
 TOKENIZERS = ("tokenizer", "tokenizer_2", "tokenizer_3")
 SCALES = ("scale_factor_spatial", "scale_factor_temporal")
@@ -39,7 +39,7 @@ class OpenedPipeline:
     def __init__(self, path: Path, device: torch.device, dtype: torch.dtype) -> None:
         self.path, self.models_device, self.dtype = path, device, dtype
         self.device = torch.device("cpu") if device.type == "meta" else device
-        self.pipeline = _placed(_open(path), self.device, dtype)
+        self.pipeline = _placed(open_modular(path), self.device, dtype)
         self.blocks: Any = self.pipeline.blocks
         self.sections = Sections.of(self.blocks)
         self._configs: dict[str, Any] = {}
@@ -58,7 +58,7 @@ class OpenedPipeline:
     def transformers(self) -> tuple[str, ...]:
         """The parts whose forwards a gang makes: those of diffusers' classes that have weights and are looped over."""
         parts = self._parts((self.sections.denoise,))
-        return tuple(name for name in parts if name.split("_")[0] in ("transformer", "unet"))
+        return tuple(name for name in parts if {"transformer", "unet"} & set(name.split("_")))
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -66,7 +66,8 @@ class OpenedPipeline:
 
     def max_tokens(self, limit: int) -> int:
         """``limit``, or fewer where no tokenizer gives so many."""
-        configs = (self.path / name / "tokenizer_config.json" for name in TOKENIZERS)
+        folders = (part_folder(self.path, name) for name in TOKENIZERS if part_class(self.path, name))
+        configs = (folder / "tokenizer_config.json" for folder in folders)
         own = [json.loads(file.read_text()).get("model_max_length") for file in configs if file.is_file()]
         limited = [int(number) for number in own if number is not None and number < UNLIMITED]
         return min(limit, max(limited)) if limited else limit
@@ -113,7 +114,7 @@ class OpenedPipeline:
 
     def _read_part_config(self, name: str) -> Any:
         spec = self.pipeline.get_component_spec(name)
-        written = spec.type_hint.load_config(spec.pretrained_model_name_or_path, subfolder=spec.subfolder)
+        written = read_config(self.path, name)
         parameters = inspect.signature(spec.type_hint.__init__).parameters.values()
         unwritten = {one.name: one.default for one in parameters if one.default is not one.empty}
         settings = {key: value for key, value in read_index(self.path).items() if not isinstance(value, list | dict)}
@@ -131,7 +132,7 @@ class OpenedPipeline:
         return is_named and isinstance(spec.type_hint, type)
 
     def _with_parts(self, make: Any) -> Any:
-        pipeline = _placed(_open(self.path), self.device, self.dtype)
+        pipeline = _placed(open_modular(self.path), self.device, self.dtype)
         for name in self._parts(self.blocks.sub_blocks):
             setattr(pipeline, name, make(name))
         return pipeline
@@ -150,16 +151,6 @@ class OpenedPipeline:
     def _stand_in(self, name: str) -> StandIn:
         config = self.part_config(name)
         return StandIn(name, self.part_class(name), config, self.models_device, self.dtype, self.architecture.blank)
-
-
-def _open(path: Path) -> Any:
-    try:
-        pipeline = ModularPipeline.from_pretrained(str(path))
-    except (OSError, AttributeError, ValueError) as error:
-        raise ValueError(f"diffusers has no blocks for what {path} holds: {error}") from error
-    if not pipeline.blocks.sub_blocks:
-        raise ValueError(f"diffusers has no blocks for what {path} holds ({type(pipeline).__name__})")
-    return pipeline
 
 
 def _loaded(spec: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -39,7 +40,10 @@ class StandIn:
             raise AttributeError(name)
         return getattr(self._class, name)
 
-    def __call__(self, **call: Any) -> Any:
+    def __call__(self, *args: Any, **call: Any) -> Any:
+        if args:
+            names = list(inspect.signature(self._class.forward).parameters)[1:]
+            call = {**dict(zip(names, args, strict=False)), **call}
         call.pop("return_dict", None)
         if self.exchange.answers is not None:
             return self.exchange.answers.pop(0)

@@ -55,13 +55,17 @@ def num_steps(request: MediaRequest, defaults: Defaults) -> int:
 class Architecture:
     """One transformer class, of the models that people know as ``family``.
 
+    A class of diffusers that has no file here gets one made up (``generic``): divided by diffusers' own plan where it
+    has one, else whole, on one rank a gang.
+
     ``defaults(folder)`` are what the model does when nobody says otherwise; they are read without torch. Of a
     transformer with a ``config``, in which ``config["pipeline"]`` are the settings of the pipeline around it:
 
     - ``shard_plan(config)`` says how it is split; ``stream_lengths(config, arguments)`` gives the tokens of its
       streams; ``heads(config)`` the number and the dim of its self-attention's heads. ``local_attention`` are name
       patterns (``*`` for a number) of attentions whose keys every rank has whole.
-    - ``blank_conditioning(config, num_tokens)`` are zeros in the shapes of what the encoders make of a prompt.
+    - ``blank_conditioning(config, num_tokens)`` are zeros in the shapes of what the encoders make of a prompt. None
+      where that is not known: a gang is then warm after its first request, and has no known step to check itself with.
     - ``adapted(config, call, step)`` is a call of it where blocks and transformer differ; ``step`` is what the step's
       blocks were called with. ``blank(config, call)`` is what the pipeline may take for the answer before there is one;
       ``forward(module, call)`` makes the call and gives one tensor, and ``answer(config, call, prediction)`` makes of
@@ -80,7 +84,7 @@ class Architecture:
     shard_plan: Callable[[Config], ShardPlan]
     stream_lengths: Callable[[Config, Arguments], Mapping[str, int]]
     heads: Callable[[Config], tuple[int, int]]
-    blank_conditioning: Callable[[Config, int], Mapping[str, Tensor]]
+    blank_conditioning: Callable[[Config, int], Mapping[str, Any]] | None
     local_attention: tuple[str, ...] = ()
     adapted: Callable[[Config, Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]] = unchanged
     blank: Callable[[Config, Mapping[str, Any]], Any] = like_latents

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import cast
 
-from pipelines.directory import part_class, read_index
+from pipelines.directory import DENOISERS, part_class, read_index
 from pipelines.models.architecture import Architecture
 
 ARCHITECTURES = {
+    "ErnieImageTransformer2DModel": "ernie_image",
     "Flux2Transformer2DModel": "flux2",
     "FluxTransformer2DModel": "flux",
+    "Krea2Transformer2DModel": "krea2",
     "QwenImageTransformer2DModel": "qwen",
+    "SD3Transformer2DModel": "sd3",
     "WanTransformer3DModel": "wan",
     "ZImageTransformer2DModel": "z_image",
 }
 """Class name to the file beside this one whose ``ARCHITECTURE`` it is."""
-
-
-DENOISERS = ("transformer", "unet")
-"""Parts of pipelines that predict."""
 
 
 def architecture_of(path: Path) -> Architecture:
@@ -32,7 +32,14 @@ def architecture_of(path: Path) -> Architecture:
 
 
 def load_architecture(class_name: str) -> Architecture:
-    """ValueError names the classes that are known."""
-    if class_name not in ARCHITECTURES:
-        raise ValueError(f"there is no plan to divide a {class_name}; there are for {', '.join(sorted(ARCHITECTURES))}")
-    return cast(Architecture, import_module(f"pipelines.models.{ARCHITECTURES[class_name]}").ARCHITECTURE)
+    """What the class's own file says, else what can be said of any class of diffusers (``generic``)."""
+    if class_name in ARCHITECTURES:
+        return cast(Architecture, import_module(f"pipelines.models.{ARCHITECTURES[class_name]}").ARCHITECTURE)
+    return _generic(class_name)
+
+
+@cache
+def _generic(class_name: str) -> Architecture:
+    from pipelines.models.generic import generic
+
+    return generic(class_name)

@@ -101,6 +101,7 @@ def forward(module: nn.Module, call: Mapping[str, Any]) -> Tensor:
 
 
 def hoisted(module: nn.Module, inputs: ModelInputs) -> ModelInputs:
+    """The text's keys and values."""
     from pipelines.models.wan_text import hoisted_text
 
     return hoisted_text(module, inputs)

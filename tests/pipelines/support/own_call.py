@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pipelines.checkpoint import Checkpoint
+from pipelines.modular import open_modular
 from pipelines.request import MediaRequest
 
 
@@ -22,16 +23,13 @@ def own_latents(folder: Path, request: MediaRequest) -> Tensor:
 
 def own_state(folder: Path, request: MediaRequest, **more: Any) -> Any:
     """``more`` are inputs of the pipeline besides those of the request: pictures."""
-    from diffusers import ModularPipeline
-    from diffusers.guiders import ClassifierFreeGuidance
-
-    pipeline = ModularPipeline.from_pretrained(str(folder))
+    pipeline = open_modular(folder)
     pipeline.load_components(dtype=torch.float32)
-    guider = ClassifierFreeGuidance(guidance_scale=request.true_cfg_scale, enabled=request.true_cfg_scale > 1)
     known = {spec.name for spec in pipeline.blocks.inputs}
     for name in ("guider", "guider_2"):
-        if getattr(pipeline, name, None) is not None:
-            pipeline.update_components(**{name: guider})
+        if (guider := getattr(pipeline, name, None)) is not None:
+            scaled = guider.new(guidance_scale=request.true_cfg_scale, enabled=request.true_cfg_scale > 1)
+            pipeline.update_components(**{name: scaled})
     for block in pipeline.blocks.sub_blocks.values():
         _silence(block)
     checkpoint = Checkpoint(folder)

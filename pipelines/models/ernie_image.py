@@ -1,0 +1,100 @@
+"""ERNIE-Image: one stream, the picture's tokens before the text's, the sequence as the first dim."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
+from pipelines.defaults import Defaults
+from pipelines.directory import read_config
+from pipelines.models.architecture import Architecture, Config
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from engines.core.kernel import Kernel
+    from engines.core.model import Arguments
+
+TOKENS = "tokens"
+BLOCKS = "layers"
+MAX_TOKENS = 512
+"""Tokens of a prompt that steps are prepared for; the model sees as many as its tokenizer gives."""
+
+SHARD_PLAN = ShardPlan(
+    streams=(TOKENS,),
+    blocks=(BLOCKS,),
+    shards=(
+        TokenShard(module=f"{BLOCKS}.0", where="input", key="x", dim=0, stream=TOKENS),
+        TokenShard(module=f"{BLOCKS}.*", where="input", key="temb", dim=0, stream=TOKENS),
+        TokenShard(module="pos_embed", where="output", key=0, dim=1, stream=TOKENS),
+    ),
+    gathers=(TokenGather(module="final_linear", dim=0, stream=TOKENS),),
+    linears=(),
+)
+
+
+def stream_lengths(config: Config, arguments: Arguments) -> dict[str, int]:
+    _, _, height, width = arguments["hidden_states"].shape
+    num_image = (height // config["patch_size"]) * (width // config["patch_size"])
+    return {TOKENS: num_image + arguments["text_bth"].shape[1]}
+
+
+def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Any]:
+    import torch
+
+    return {"prompt_embeds": [torch.zeros(num_tokens, config["text_in_dim"])]}
+
+
+def set_kernel(module: nn.Module, kernel: Kernel) -> None:
+    from pipelines.blocks import attention
+
+    attention.set_kernel(module, unmasked(kernel))
+
+
+def unmasked(kernel: Kernel) -> Kernel:
+    """One prompt is as long as it is: its mask, which masks nothing, would only forbid the fastest attention."""
+
+    def attend(
+        q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, /, *, mask_BM: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return kernel(q_BLHD, k_BMGD, v_BMGD)
+
+    return attend
+
+
+def defaults(path: Path) -> Defaults:
+    """What diffusers' blocks say."""
+    return Defaults(
+        kind="image",
+        width=1024,
+        height=1024,
+        num_frames=1,
+        fps=0,
+        num_inference_steps=50,
+        guidance_scale=0.0,
+        true_cfg_scale=4.0,
+        size_multiple=2 ** len(read_config(path, "vae")["block_out_channels"]) * _patch(path),
+        frame_multiple=1,
+        max_pixels=2048 * 2048,
+        max_frames=1,
+        max_steps=100,
+        max_tokens=MAX_TOKENS,
+    )
+
+
+def _patch(path: Path) -> int:
+    patch: int = read_config(path, "transformer").get("patch_size", 1)
+    return patch
+
+
+ARCHITECTURE = Architecture(
+    family="ernie_image",
+    defaults=defaults,
+    shard_plan=lambda config: SHARD_PLAN,
+    stream_lengths=stream_lengths,
+    heads=lambda config: (config["num_attention_heads"], config["hidden_size"] // config["num_attention_heads"]),
+    blank_conditioning=blank_conditioning,
+    set_kernel=set_kernel,
+)

@@ -1,0 +1,91 @@
+"""Krea 2 and its distilled form: one stream of text and picture. The layers that fuse the text are whole on every rank.
+
+Its guider counts from the conditional prediction (``cond + scale * (cond - uncond)``), and so do its scales here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
+from pipelines.defaults import Defaults
+from pipelines.directory import read_config, read_index
+from pipelines.models.architecture import Architecture, Config
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engines.core.model import Arguments
+
+TOKENS = "tokens"
+BLOCKS = "transformer_blocks"
+PATCH = 2
+MAX_TOKENS = 512
+"""Each prompt is padded to as many; a mask says which are its own."""
+
+
+def shard_plan(config: Config) -> ShardPlan:
+    """Tokens are joined after the last block, where the text is cut off."""
+    return ShardPlan(
+        streams=(TOKENS,),
+        blocks=(BLOCKS,),
+        shards=(
+            TokenShard(module=f"{BLOCKS}.0", where="input", key="hidden_states", dim=1, stream=TOKENS),
+            TokenShard(module=f"{BLOCKS}.*", where="input", key="attention_mask", dim=3, stream=TOKENS),
+            TokenShard(module="rotary_emb", where="output", key=0, dim=0, stream=TOKENS),
+            TokenShard(module="rotary_emb", where="output", key=1, dim=0, stream=TOKENS),
+        ),
+        gathers=(TokenGather(module=f"{BLOCKS}.{config['num_layers'] - 1}", dim=1, stream=TOKENS),),
+        linears=(),
+    )
+
+
+def stream_lengths(config: Config, arguments: Arguments) -> dict[str, int]:
+    return {TOKENS: arguments["encoder_hidden_states"].shape[1] + arguments["hidden_states"].shape[1]}
+
+
+def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Tensor]:
+    import torch
+
+    features = torch.zeros(1, num_tokens, config["num_text_layers"], config["text_hidden_dim"])
+    return {"prompt_embeds": features, "prompt_embeds_mask": torch.ones(1, num_tokens, dtype=torch.bool)}
+
+
+BASE = Defaults(
+    kind="image",
+    width=1024,
+    height=1024,
+    num_frames=1,
+    fps=0,
+    num_inference_steps=28,
+    guidance_scale=0.0,
+    true_cfg_scale=4.5,
+    size_multiple=16,
+    frame_multiple=1,
+    max_pixels=2048 * 2048,
+    max_frames=1,
+    max_steps=100,
+    max_tokens=MAX_TOKENS,
+)
+"""What diffusers' blocks say of the base model, and below of the distilled one."""
+TURBO = replace(BASE, num_inference_steps=8, true_cfg_scale=1.0)
+
+
+def defaults(path: Path) -> Defaults:
+    stages = len(read_config(path, "vae").get("temperal_downsample", (False, True, True)))
+    known = TURBO if read_index(path).get("is_distilled") else BASE
+    return replace(known, size_multiple=PATCH * 2**stages)
+
+
+ARCHITECTURE = Architecture(
+    family="krea2",
+    defaults=defaults,
+    shard_plan=shard_plan,
+    stream_lengths=stream_lengths,
+    heads=lambda config: (config["num_attention_heads"], config["attention_head_dim"]),
+    blank_conditioning=blank_conditioning,
+    local_attention=("text_fusion.layerwise_blocks.*.attn", "text_fusion.refiner_blocks.*.attn"),
+)

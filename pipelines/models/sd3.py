@@ -1,0 +1,108 @@
+"""Stable Diffusion 3 and 3.5. Models with blocks that attend twice (3.5 medium) are not divided."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
+from pipelines.defaults import Defaults
+from pipelines.directory import read_config
+from pipelines.models.architecture import Architecture, Config
+from pipelines.models.image_sizes import vae_scale
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from engines.core.kernel import Kernel
+    from engines.core.model import Arguments
+
+IMAGE, TEXT = "image", "text"
+BLOCKS = "transformer_blocks"
+MAX_TOKENS = 256
+CLIP_TOKENS = 77
+"""A prompt becomes as many tokens of CLIP's, and then those of T5."""
+
+SHARDS = (
+    TokenShard(module="pos_embed", where="output", key=0, dim=1, stream=IMAGE),
+    TokenShard(module="context_embedder", where="output", key=0, dim=1, stream=TEXT),
+)
+LINEARS: tuple[ColumnLinear | RowLinear, ...] = (
+    *(ColumnLinear(pattern=f"{BLOCKS}.*.attn.{name}") for name in ("to_q", "to_k", "to_v")),
+    *(ColumnLinear(pattern=f"{BLOCKS}.*.attn.{name}") for name in ("add_q_proj", "add_k_proj", "add_v_proj")),
+    *(RowLinear(pattern=f"{BLOCKS}.*.attn.{name}") for name in ("to_out.0", "to_add_out")),
+    *(ColumnLinear(pattern=f"{BLOCKS}.*.{name}.net.0.proj") for name in ("ff", "ff_context")),
+    *(RowLinear(pattern=f"{BLOCKS}.*.{name}.net.2") for name in ("ff", "ff_context")),
+)
+
+
+def shard_plan(config: Config) -> ShardPlan:
+    if config["dual_attention_layers"]:
+        return ShardPlan(streams=(IMAGE, TEXT), blocks=(BLOCKS,), shards=(), gathers=(), linears=())
+    gather = TokenGather(module="proj_out", dim=1, stream=IMAGE)
+    return ShardPlan(streams=(IMAGE, TEXT), blocks=(BLOCKS,), shards=SHARDS, gathers=(gather,), linears=LINEARS)
+
+
+def stream_lengths(config: Config, arguments: Arguments) -> dict[str, int]:
+    _, _, height, width = arguments["hidden_states"].shape
+    patch = config["patch_size"]
+    return {IMAGE: (height // patch) * (width // patch), TEXT: arguments["encoder_hidden_states"].shape[1]}
+
+
+def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Tensor]:
+    import torch
+
+    return {
+        "prompt_embeds": torch.zeros(1, CLIP_TOKENS + num_tokens, config["joint_attention_dim"]),
+        "pooled_prompt_embeds": torch.zeros(1, config["pooled_projection_dim"]),
+    }
+
+
+def set_kernel(module: nn.Module, kernel: Kernel) -> None:
+    """By a processor of ours: diffusers' own does not go through its dispatcher."""
+    from pipelines.models.sd3_attention import set_kernel
+
+    set_kernel(module, kernel)
+
+
+MEDIUM = Defaults(
+    kind="image",
+    width=1024,
+    height=1024,
+    num_frames=1,
+    fps=0,
+    num_inference_steps=28,
+    guidance_scale=0.0,
+    true_cfg_scale=7.0,
+    size_multiple=16,
+    frame_multiple=1,
+    max_pixels=2048 * 2048,
+    max_frames=1,
+    max_steps=100,
+    max_pictures=1,
+    takes_strength=True,
+    max_tokens=MAX_TOKENS,
+)
+"""Stable Diffusion 3 medium; the others differ in a few values (each from its model card on the hub)."""
+LARGE_35 = replace(MEDIUM, true_cfg_scale=3.5)
+MEDIUM_35 = replace(MEDIUM, num_inference_steps=40, true_cfg_scale=4.5)
+
+
+def defaults(path: Path) -> Defaults:
+    """Stable Diffusion 3.5 normalises queries and keys; its medium model has blocks that attend twice."""
+    config = read_config(path, "transformer")
+    known = MEDIUM if not config.get("qk_norm") else MEDIUM_35 if config.get("dual_attention_layers") else LARGE_35
+    return replace(known, size_multiple=vae_scale(path) * config.get("patch_size", 2))
+
+
+ARCHITECTURE = Architecture(
+    family="sd3",
+    defaults=defaults,
+    shard_plan=shard_plan,
+    stream_lengths=stream_lengths,
+    heads=lambda config: (config["num_attention_heads"], config["attention_head_dim"]),
+    blank_conditioning=blank_conditioning,
+    set_kernel=set_kernel,
+)

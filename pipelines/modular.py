@@ -1,0 +1,48 @@
+"""Diffusers' modular pipeline of a checkpoint: by the index of its folder, or an error that lists what has one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pipelines.directory import read_index
+
+CLASSIC, MODULAR = "Pipeline", "ModularPipeline"
+
+
+def open_modular(path: Path) -> Any:
+    """Its blocks and settings, no weights. ValueError if diffusers has no blocks for what the folder holds."""
+    import diffusers
+
+    name = str(read_index(path).get("_class_name"))
+    try:
+        pipeline = diffusers.ModularPipeline.from_pretrained(str(path))
+        if not pipeline.blocks.sub_blocks and (same := _modular_class(name)) is not None:
+            pipeline = same(pretrained_model_name_or_path=str(path))
+    except (OSError, AttributeError, ValueError, TypeError) as error:
+        if (same := _modular_class(name)) is None:
+            raise ValueError(f"{_refusal(path, name)} ({error})") from error
+        pipeline = same(pretrained_model_name_or_path=str(path))
+    if not pipeline.blocks.sub_blocks:
+        raise ValueError(_refusal(path, name))
+    return pipeline
+
+
+def pipelines_with_blocks() -> tuple[str, ...]:
+    """The classes of diffusers' modular pipelines, which are named like the classic ones that they replace."""
+    from diffusers.modular_pipelines.modular_pipeline import MODULAR_PIPELINE_MAPPING
+
+    return tuple(sorted({make() for make in MODULAR_PIPELINE_MAPPING.values()}))
+
+
+def _modular_class(name: str) -> Any:
+    """Diffusers' own search knows only what its ``AutoPipeline`` knows: here it goes by the name."""
+    import diffusers
+
+    modular = name if name.endswith(MODULAR) else name.removesuffix(CLASSIC) + MODULAR
+    return getattr(diffusers, modular, None) if modular != MODULAR else None
+
+
+def _refusal(path: Path, name: str) -> str:
+    known = ", ".join(pipelines_with_blocks())
+    return f"diffusers has no blocks for the {name} in {path}; it has {known}, and for classic pipelines of these names"

@@ -1,0 +1,133 @@
+"""Krea 2, ERNIE-Image and Stable Diffusion 3 on gangs of Gloo ranks, against the pipeline's own call."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engines.core.packing import pack
+from pipelines.checkpoint import Checkpoint
+from pipelines.models.registry import load_architecture
+from pipelines.run import load_pipeline
+from tests.engines.support.gloo import gang
+from tests.pipelines.models.test_gangs import (
+    CONTEXT,
+    TOLERANCE,
+    Case,
+    denoised,
+    relative_difference,
+    request_of,
+    without_exchange,
+)
+from tests.pipelines.support import tiny_others
+from tests.pipelines.support.own_call import own_latents
+
+CASES = {
+    "krea 2": Case(make=tiny_others.krea2),
+    "ernie": Case(make=tiny_others.ernie_image),
+    "sd 3": Case(make=tiny_others.sd3, tensor=True),
+    "sd 3.5 large": Case(make=tiny_others.sd35_large),
+}
+ALONE = {
+    "krea 2 turbo": Case(make=tiny_others.krea2_turbo),
+    "sd 3.5 medium": Case(make=tiny_others.sd35_medium),
+    "ernie without guidance": Case(make=tiny_others.ernie_image, changes={"true_cfg_scale": 1.0}),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], Path]:
+    return cache(lambda make: make(tmp_path_factory.mktemp("model")))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_latents_equal_the_pipelines_own(name: str, num_ranks: int, folders: Callable[[Any], Path]) -> None:
+    case = CASES[name]
+    folder = folders(case.make)
+    request = request_of(case, folder)
+    expected = own_latents(folder, request)
+    assert expected.std() > 0.1
+    several = (*CONTEXT, *(["tensor"] if case.tensor else [])) if num_ranks > 1 else ("ulysses",)
+    for strategy in several:
+        for latents in gang(num_ranks).run(denoised, folder, request, strategy):
+            assert relative_difference(latents, expected) <= TOLERANCE, strategy
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_without_the_exchange_they_do_not(name: str, folders: Callable[[Any], Path]) -> None:
+    folder = folders(CASES[name].make)
+    request = request_of(CASES[name], folder)
+    for latents in gang(2).run(without_exchange, folder, request, "ulysses"):
+        assert relative_difference(latents, own_latents(folder, request)) > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_one_rank_gives_the_pipelines_own(name: str, folders: Callable[[Any], Path]) -> None:
+    case = ALONE[name]
+    folder = folders(case.make)
+    request = request_of(case, folder)
+    (latents,) = gang(1).run(denoised, folder, request, "ulysses")
+    assert relative_difference(latents, own_latents(folder, request)) <= TOLERANCE
+
+
+def test_blocks_that_attend_twice_are_not_divided(folders: Callable[[Any], Path]) -> None:
+    case = ALONE["sd 3.5 medium"]
+    folder = folders(case.make)
+    with pytest.raises(RuntimeError, match="no plan to divide SD3Transformer2DModel over 2 ranks"):
+        gang(2).run(denoised, folder, request_of(case, folder), "ulysses")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_frames_previews_and_a_job_that_moves(name: str, folders: Callable[[Any], Path]) -> None:
+    folder = folders(CASES[name].make)
+    request = request_of(CASES[name], folder)
+    pipeline = load_pipeline(Checkpoint(folder))
+    conditioning = pipeline.text_encoder.encode(request)
+    pack(conditioning, torch.device("cpu"))
+    *_, middle, last = pipeline.states(request)
+    pack(middle, torch.device("cpu"))
+    frames = pipeline.decoder.decode(pipeline.sampler.latents(last), request)
+    preview = pipeline.decoder.preview(pipeline.sampler.preview(middle), request)
+    for pixels in (frames, preview):
+        assert pixels.dtype == np.uint8
+        assert pixels.shape == (1, request.height, request.width, 3)
+    moved, sampler = pickle.loads(pickle.dumps(middle)), Checkpoint(folder).sampler()
+    finished = sampler.advance(moved, pipeline.engine.predict(sampler.branches(moved), (0,)))
+    assert torch.equal(sampler.latents(finished)["latents"], pipeline.sampler.latents(last)["latents"])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_known_step_checks_a_gang(name: str, folders: Callable[[Any], Path]) -> None:
+    model = Checkpoint(folders(CASES[name].make)).denoiser()
+    branches = model.probe()
+    assert len(branches) == 2
+    lengths = model.stream_lengths(branches[0].arguments)
+    assert any(number % 4 for number in lengths.values())
+
+
+@pytest.mark.parametrize(
+    "class_name", ["ErnieImageTransformer2DModel", "Krea2Transformer2DModel", "SD3Transformer2DModel"]
+)
+def test_the_plan_covers_the_published_size(class_name: str) -> None:
+    """The defaults of diffusers' class are those of the published model; those of Stable Diffusion 3 are the medium's
+    but for its 24 layers."""
+    import diffusers
+
+    from engines.core.shard_plan import named_like
+
+    with torch.device("meta"):
+        module = getattr(diffusers, class_name)()
+    plan = load_architecture(class_name).shard_plan(module.config)
+    for name in [shard.module for shard in plan.shards] + [gather.module for gather in plan.gathers]:
+        assert named_like(module, name)
+    names = [name for name, _ in module.named_modules()]
+    assert all(any(rule.matches(name) for name in names) for rule in plan.linears)
+    assert plan.blocks_of(module)

@@ -1,0 +1,221 @@
+"""Tiny checkpoints of Krea 2, ERNIE-Image, Stable Diffusion 3 and others: published architectures, random weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.pipelines.support import tiny
+from tests.pipelines.support.tiny import ALPHABET, shake
+from tests.pipelines.support.tiny_models import HIDDEN, NUM_HEADS, _chat_tokenizer, _flow, _flux2_vae
+
+STAGES = {"block_out_channels": (8, 16, 16), "norm_num_groups": 4, "layers_per_block": 1}
+KINDS = {"down_block_types": ("DownEncoderBlock2D",) * 3, "up_block_types": ("UpDecoderBlock2D",) * 3}
+
+
+def krea2(path: Path, *, is_distilled: bool = False) -> Path:
+    from diffusers import AutoencoderKLQwenImage, Krea2Pipeline, Krea2Transformer2DModel
+
+    transformer = Krea2Transformer2DModel(
+        in_channels=16,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=NUM_HEADS,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        timestep_embed_dim=32,
+        text_hidden_dim=HIDDEN,
+        text_num_attention_heads=2,
+        text_num_key_value_heads=2,
+        text_intermediate_size=32,
+        num_layerwise_text_blocks=1,
+        num_refiner_text_blocks=1,
+        axes_dims_rope=(4, 6, 6),
+    )
+    latents = {"z_dim": 4, "latents_mean": [0.0] * 4, "latents_std": [1.0] * 4}
+    vae = AutoencoderKLQwenImage(
+        base_dim=8, dim_mult=[1, 2, 2], num_res_blocks=1, temperal_downsample=[False, True], **latents
+    )
+    Krea2Pipeline(
+        scheduler=_flow(),
+        vae=shake(vae),
+        text_encoder=_qwen3_vl(num_layers=36),
+        tokenizer=_chat_tokenizer(),
+        transformer=shake(transformer),
+        is_distilled=is_distilled,
+    ).save_pretrained(path)
+    return path
+
+
+def krea2_turbo(path: Path) -> Path:
+    return krea2(path, is_distilled=True)
+
+
+def ernie_image(path: Path) -> Path:
+    from diffusers import ErnieImagePipeline, ErnieImageTransformer2DModel
+
+    transformer = ErnieImageTransformer2DModel(
+        hidden_size=64,
+        num_attention_heads=NUM_HEADS,
+        num_layers=2,
+        ffn_hidden_size=64,
+        in_channels=16,
+        out_channels=16,
+        text_in_dim=HIDDEN,
+        rope_axes_dim=(4, 6, 6),
+    )
+    ErnieImagePipeline(
+        transformer=shake(transformer),
+        vae=_flux2_vae(),
+        text_encoder=_mistral3(),
+        tokenizer=_chat_tokenizer(),
+        scheduler=_plain_flow(),
+        pe=None,
+        pe_tokenizer=None,
+    ).save_pretrained(path)
+    return path
+
+
+def sd3(path: Path, *, dual: tuple[int, ...] = (), qk_norm: str | None = None) -> Path:
+    from diffusers import AutoencoderKL, SD3Transformer2DModel, StableDiffusion3Pipeline
+
+    transformer = SD3Transformer2DModel(
+        sample_size=32,
+        patch_size=2,
+        in_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=NUM_HEADS,
+        joint_attention_dim=48,
+        caption_projection_dim=64,
+        pooled_projection_dim=64,
+        out_channels=4,
+        pos_embed_max_size=24,
+        dual_attention_layers=dual,
+        qk_norm=qk_norm,
+    )
+    vae = AutoencoderKL(**STAGES, **KINDS, latent_channels=4, scaling_factor=0.36, shift_factor=0.12)
+    StableDiffusion3Pipeline(
+        transformer=shake(transformer),
+        scheduler=_plain_flow(),
+        vae=shake(vae),
+        text_encoder=_clip_projected(),
+        tokenizer=tiny.tokenizer(),
+        text_encoder_2=_clip_projected(),
+        tokenizer_2=tiny.tokenizer(),
+        text_encoder_3=tiny.t5("T5"),
+        tokenizer_3=_chat_tokenizer(),
+    ).save_pretrained(path)
+    return path
+
+
+def sd35_large(path: Path) -> Path:
+    return sd3(path, qk_norm="rms_norm")
+
+
+def sd35_medium(path: Path) -> Path:
+    return sd3(path, qk_norm="rms_norm", dual=(0,))
+
+
+def _plain_flow() -> Any:
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    return FlowMatchEulerDiscreteScheduler(shift=3.0)
+
+
+def _clip_projected() -> Any:
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ids = {"vocab_size": len(ALPHABET), "eos_token_id": ALPHABET.index("<eos>"), "pad_token_id": 0, "bos_token_id": 1}
+    config = CLIPTextConfig(**sizes, **ids, max_position_embeddings=tiny.TEXT_TOKENS, projection_dim=32)
+    return shake(CLIPTextModelWithProjection(config))
+
+
+def _mistral3() -> Any:
+    from transformers import Mistral3Config, Mistral3Model
+
+    text = {
+        "model_type": "mistral",
+        "hidden_size": HIDDEN,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": len(ALPHABET),
+    }
+    vision = {
+        "model_type": "pixtral",
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    torch.manual_seed(0)
+    return shake(Mistral3Model(Mistral3Config(text_config=text, vision_config=vision)))
+
+
+def _qwen3_vl(*, num_layers: int) -> Any:
+    from transformers import Qwen3VLConfig, Qwen3VLModel
+
+    rope = {"mrope_section": [4, 2, 2], "rope_type": "default", "mrope_interleaved": True, "rope_theta": 1e6}
+    text = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": 64,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "rope_parameters": rope,
+        "vocab_size": len(ALPHABET),
+    }
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": HIDDEN,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
+    }
+    torch.manual_seed(0)
+    return shake(Qwen3VLModel(Qwen3VLConfig(text_config=text, vision_config=vision)))
+
+
+def ltx(path: Path) -> Path:
+    from diffusers import AutoencoderKLLTXVideo, LTXPipeline, LTXVideoTransformer3DModel
+
+    transformer = LTXVideoTransformer3DModel(
+        in_channels=8,
+        out_channels=8,
+        num_attention_heads=NUM_HEADS,
+        attention_head_dim=16,
+        cross_attention_dim=64,
+        num_layers=2,
+        caption_channels=48,
+    )
+    stages = {
+        "block_out_channels": (8, 8, 8, 8),
+        "decoder_block_out_channels": (8, 8, 8, 8),
+        "layers_per_block": (1, 1, 1, 1, 1),
+        "decoder_layers_per_block": (1, 1, 1, 1, 1),
+        "spatio_temporal_scaling": (True, True, True, False),
+        "decoder_spatio_temporal_scaling": (True, True, True, False),
+        "decoder_inject_noise": (False, False, False, False, False),
+        "upsample_residual": (False, False, False, False),
+        "upsample_factor": (1, 1, 1, 1),
+    }
+    vae = AutoencoderKLLTXVideo(latent_channels=8, **stages, timestep_conditioning=False, patch_size=4, patch_size_t=1)
+    LTXPipeline(
+        scheduler=_flow(),
+        vae=shake(vae),
+        text_encoder=tiny.t5("T5"),
+        tokenizer=_chat_tokenizer(),
+        transformer=shake(transformer),
+    ).save_pretrained(path)
+    return path
