@@ -41,6 +41,8 @@ class OpenedPipeline:
         self.pipeline = _placed(_open(path), self.device, dtype)
         self.blocks: Any = self.pipeline.blocks
         self.sections = Sections.of(self.blocks)
+        if self.architecture.mend is not None:
+            self.architecture.mend(self.blocks)
 
     @cached_property
     def inputs(self) -> Mapping[str, Any]:
