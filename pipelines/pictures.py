@@ -33,6 +33,13 @@ class InputPicture:
 
         return Image.frombytes(self.mode, (self.width, self.height), self.data)
 
+    def cut_to(self, width: int, height: int) -> InputPicture:
+        """See ``InputPictures.cut_to``."""
+        from PIL import Image, ImageOps
+
+        colours = self.image().convert("RGB")
+        return self.of(ImageOps.fit(colours, (width, height), Image.Resampling.LANCZOS))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputPictures:
@@ -40,6 +47,10 @@ class InputPictures:
 
     pictures: tuple[InputPicture, ...] = ()
     mask: InputPicture | None = None
+
+    def cut_to(self, width: int, height: int) -> InputPictures:
+        """In colour and of that size: scaled until they cover it, then cut evenly at the sides that stick out."""
+        return InputPictures(pictures=tuple(picture.cut_to(width, height) for picture in self.pictures), mask=self.mask)
 
 
 NO_PICTURES = InputPictures()

@@ -52,6 +52,7 @@ class BlocksProbe:
             guidance_scale=self.defaults.guidance_scale,
             true_cfg_scale=2.0,
             seed=PROBE_SEED,
+            num_pictures=self.defaults.min_pictures,
         )
         branches = first_step(self.opened, request, PROBE_TOKENS, torch.Generator().manual_seed(PROBE_SEED))
         both = branches if len(branches) > 1 else branches * 2
@@ -82,14 +83,21 @@ def blank_conditioning(
 
     def prompt() -> dict[str, Any]:
         blank = make(opened.part_config(opened.transformers[0]), num_tokens)
-        return {name: x if generator is None else _drawn(x, generator) for name, x in blank.items()}
+        return {name: _filled(x, generator) for name, x in blank.items()}
 
     is_guided = request.true_cfg_scale > 1 or opened.architecture.needs_negative
     values, negative = prompt(), prompt() if is_guided else None
     if negative is not None and guiders_of(opened.pipeline):
         values |= {f"negative_{name}": x for name, x in negative.items()}
         negative = None
+    pictures = opened.architecture.blank_pictures
+    if request.num_pictures and pictures is not None:
+        values |= {name: _filled(x, generator) for name, x in pictures(opened.path, request).items()}
     return Conditioning(values=values, kinds={}, dtype=torch.float32, negative=negative)
+
+
+def _filled(value: Any, generator: torch.Generator | None) -> Any:
+    return value if generator is None else _drawn(value, generator)
 
 
 def _drawn(value: Any, generator: torch.Generator) -> Any:

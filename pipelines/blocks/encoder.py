@@ -73,6 +73,8 @@ class BlocksEncoder:
     def _encoded(self, request: MediaRequest, pictures: InputPictures) -> tuple[PipelineState, Tensor | None]:
         """The blocks' values, and the generator's state where it is no longer that of the seed alone."""
         set_scale(self._pipeline, max(request.true_cfg_scale, 2.0 if self._opened.architecture.needs_negative else 1.0))
+        if self._opened.architecture.frames_from_pictures:
+            pictures = pictures.cut_to(request.width, request.height)
         inputs = inputs_of(request, self._opened.inputs, pictures)
         if self.max_tokens and "max_sequence_length" in self._opened.inputs:
             inputs["max_sequence_length"] = self.max_tokens

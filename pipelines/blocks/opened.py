@@ -43,6 +43,8 @@ class OpenedPipeline:
         self.blocks: Any = self.pipeline.blocks
         self.sections = Sections.of(self.blocks)
         self._configs: dict[str, Any] = {}
+        if self.architecture.mend is not None:
+            self.architecture.mend(self.blocks)
 
     @cached_property
     def inputs(self) -> Mapping[str, Any]:

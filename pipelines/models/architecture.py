@@ -74,6 +74,10 @@ class Architecture:
       ``DenoiserModel``.
 
     ``num_steps(request, defaults)`` are the steps of a request's schedule, told without torch.
+    ``blank_pictures(folder, request)`` are values in the shapes of what the encoders make of a request's pictures.
+    With ``frames_from_pictures``, these are frames of the clip, and cut to its size. ``mend(blocks)`` replaces blocks
+    of diffusers' that are faulty.
+
     ``first_frame(latents)`` are the latents that a clip's first frame needs. ``float32_parts`` of the pipeline are
     float32 whatever the transformer is. ``needs_negative``: its blocks fail without a negative prompt, even where no
     guider looks at it.
@@ -90,6 +94,9 @@ class Architecture:
     blank: Callable[[Config, Mapping[str, Any]], Any] = like_latents
     forward: Callable[[nn.Module, Mapping[str, Any]], Tensor] = first_output
     answer: Callable[[Config, Mapping[str, Any], Tensor], Any] = whole
+    blank_pictures: Callable[[Path, MediaRequest], Mapping[str, Tensor]] | None = None
+    frames_from_pictures: bool = False
+    mend: Callable[[Any], None] | None = None
     set_kernel: Callable[[nn.Module, Kernel], None] | None = None
     hoisted: Callable[[nn.Module, ModelInputs], ModelInputs] | None = None
     fast: ArrangeWeights | None = None

@@ -15,6 +15,7 @@ from engines.core.shard_plan import ColumnLinear, FullWidthNorm, RowLinear, Shar
 from pipelines.defaults import Defaults
 from pipelines.directory import read_config, read_index
 from pipelines.models.architecture import Architecture, Config
+from pipelines.request import MediaRequest
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -45,6 +46,15 @@ LINEARS: tuple[ColumnLinear | RowLinear | FullWidthNorm, ...] = (
 )
 
 
+PICTURE_LINEARS: tuple[ColumnLinear | FullWidthNorm, ...] = (
+    ColumnLinear(pattern="blocks.*.attn2.add_k_proj"),
+    ColumnLinear(pattern="blocks.*.attn2.add_v_proj"),
+    FullWidthNorm(pattern="blocks.*.attn2.norm_added_k"),
+)
+PICTURE_TOKENS = 257
+"""What CLIP makes of a picture: 16 x 16 patches and one token for all (arXiv:2103.00020, ViT-H/14 at 224)."""
+
+
 def shard_plan(config: Config) -> ShardPlan:
     """With one timestep a token, the timesteps are cut like the tokens."""
     return ShardPlan(
@@ -52,7 +62,7 @@ def shard_plan(config: Config) -> ShardPlan:
         blocks=("blocks",),
         shards=(*SHARDS, TIMESTEP_SHARD) if expands_timesteps(config) else SHARDS,
         gathers=(TokenGather(module="proj_out", dim=1, stream=VIDEO),),
-        linears=LINEARS,
+        linears=(*LINEARS, *PICTURE_LINEARS) if attends_to_pictures(config) else LINEARS,
         carried=("hidden_states",),
     )
 
@@ -60,6 +70,11 @@ def shard_plan(config: Config) -> ShardPlan:
 def expands_timesteps(config: Config) -> bool:
     """Whether the transformer takes one timestep a token (Wan 2.2 TI2V)."""
     return bool(config.get("pipeline", {}).get("expand_timesteps"))
+
+
+def attends_to_pictures(config: Config) -> bool:
+    """Whether cross-attention has keys of pictures beside those of the text (Wan 2.1 image to video)."""
+    return config.get("added_kv_proj_dim") is not None
 
 
 def stream_lengths(config: Config, arguments: Arguments) -> dict[str, int]:
@@ -71,7 +86,31 @@ def stream_lengths(config: Config, arguments: Arguments) -> dict[str, int]:
 def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Tensor]:
     import torch
 
-    return {"prompt_embeds": torch.zeros(1, num_tokens, config["text_dim"])}
+    tokens = MAX_TOKENS if attends_to_pictures(config) else num_tokens
+    return {"prompt_embeds": torch.zeros(1, tokens, config["text_dim"])}
+
+
+def blank_pictures(path: Path, request: MediaRequest) -> Mapping[str, Tensor]:
+    """Frames as the auto-encoder has them with a mask of which are known, and what CLIP sees in each picture."""
+    import torch
+
+    config, (spatial, temporal) = read_config(path, "transformer"), vae_scales(path)
+    frames, height, width = (
+        1 + (request.num_frames - 1) // temporal,
+        request.height // spatial,
+        request.width // spatial,
+    )
+    channels = config["in_channels"] - config["out_channels"]
+    values = {"image_condition_latents": torch.zeros(1, channels, frames, height, width)}
+    if attends_to_pictures(config):
+        values["image_embeds"] = torch.zeros(request.num_pictures, PICTURE_TOKENS, config["image_dim"])
+    return values
+
+
+def vae_scales(path: Path) -> tuple[int, int]:
+    """Pixels a side, and frames, of one latent value."""
+    vae = read_config(path, "vae")
+    return vae.get("scale_factor_spatial", 8), vae.get("scale_factor_temporal", 4)
 
 
 def blank(config: Config, call: Mapping[str, Any]) -> tuple[Tensor]:
@@ -100,6 +139,12 @@ def forward(module: nn.Module, call: Mapping[str, Any]) -> Tensor:
     return forward(module, call)
 
 
+def mend(blocks: Any) -> None:
+    from pipelines.models.wan_pictures import mend
+
+    mend(blocks)
+
+
 def hoisted(module: nn.Module, inputs: ModelInputs) -> ModelInputs:
     """The text's keys and values."""
     from pipelines.models.wan_text import hoisted_text
@@ -125,7 +170,11 @@ LARGE = Defaults(
 )
 """Wan 2.1 14B; the others differ in a few values (each from its model card on the hub)."""
 
-SMALL = replace(LARGE, width=832, height=480)
+SMALL_SIZE: dict[str, Any] = {"width": 832, "height": 480}
+ONE_PICTURE: dict[str, Any] = {"min_pictures": 1, "max_pictures": 1}
+PICTURE_PIPELINES = ("WanImageToVideoPipeline", "WanImage2VideoModularPipeline", "Wan22Image2VideoModularPipeline")
+
+SMALL = replace(LARGE, **SMALL_SIZE)
 TWO_EXPERTS = replace(LARGE, num_inference_steps=40, true_cfg_scale=4.0)
 """The card's guidance scale for high noise. It gives 3.0 for low noise; a request has one scale, which serves both."""
 PER_TOKEN_TIME = replace(LARGE, height=704, num_frames=121, fps=24, max_frames=121)
@@ -133,12 +182,11 @@ PER_TOKEN_TIME = replace(LARGE, height=704, num_frames=121, fps=24, max_frames=1
 
 def defaults(path: Path) -> Defaults:
     """The defaults of the published model that the folder resembles, with its own grid."""
-    vae, patch = read_config(path, "vae"), read_config(path, "transformer")["patch_size"]
-    spatial = vae.get("scale_factor_spatial", 8)
+    (spatial, temporal), patch = vae_scales(path), read_config(path, "transformer")["patch_size"]
     return replace(
-        _known_defaults(path),
+        _from_pictures(path) if begins_with_pictures(path) else _known_defaults(path),
         size_multiple=math.lcm(SIZE_MULTIPLE, spatial * patch[1], spatial * patch[2]),
-        frame_multiple=vae.get("scale_factor_temporal", 4),
+        frame_multiple=temporal,
     )
 
 
@@ -152,6 +200,28 @@ def _known_defaults(path: Path) -> Defaults:
     return SMALL if read_config(path, "transformer")["num_layers"] <= SMALL_LAYERS else LARGE
 
 
+def begins_with_pictures(path: Path) -> bool:
+    """ValueError for a folder whose pipeline diffusers has blocks for, but not with a timestep a token."""
+    if read_index(path)["_class_name"] not in PICTURE_PIPELINES:
+        return False
+    if read_index(path).get("expand_timesteps"):
+        raise ValueError(
+            f"{path} begins clips with a picture and has a timestep a token, which diffusers has no blocks for; as a "
+            "WanPipeline it makes clips from words"
+        )
+    return True
+
+
+def _from_pictures(path: Path) -> Defaults:
+    """Wan 2.2 A14B has no keys of pictures; the model of Wan 2.1 for first and last frame has a place for each."""
+    config = read_config(path, "transformer")
+    if not attends_to_pictures(config):
+        return replace(TWO_EXPERTS, **SMALL_SIZE, true_cfg_scale=3.5, **ONE_PICTURE)
+    if config.get("pos_embed_seq_len") is not None:
+        return replace(LARGE, true_cfg_scale=5.5, min_pictures=2, max_pictures=2)
+    return replace(LARGE, **SMALL_SIZE, **ONE_PICTURE)
+
+
 ARCHITECTURE = Architecture(
     family="wan",
     defaults=defaults,
@@ -163,8 +233,11 @@ ARCHITECTURE = Architecture(
     adapted=adapted,
     forward=forward,
     set_kernel=set_kernel,
+    blank_pictures=blank_pictures,
+    frames_from_pictures=True,
+    mend=mend,
     hoisted=hoisted,
     first_frame=lambda latents: {"latents": latents["latents"][:, :, :1]},
-    float32_parts=("vae",),
+    float32_parts=("vae", "image_encoder"),
     needs_negative=True,
 )

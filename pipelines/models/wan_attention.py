@@ -11,6 +11,10 @@ from torch.nn import functional
 
 from engines.core.kernel import Kernel
 
+TEXT_TOKENS = 512
+"""Of a model that also attends to pictures: its text is padded to this, and comes after the pictures (as diffusers has
+it)."""
+
 
 class WanProcessor:
     """An attention processor (diffusers' extension point) for self-attention around ``kernel``.
@@ -40,9 +44,10 @@ class WanProcessor:
 
 
 class CrossProcessor:
-    """Attention from video tokens to the text, which every rank holds whole: no strategy, any number of heads.
+    """Attention from video tokens to the text, and to the pictures of a model that has projections for them.
 
-    In place of the text it takes what ``keys_and_values`` makes of it, stacked.
+    Every rank holds these whole: no strategy, any number of heads. In place of them it takes what
+    ``cross_keys_and_values`` makes of them, stacked.
     """
 
     def __call__(
@@ -53,12 +58,12 @@ class CrossProcessor:
         attention_mask: None = None,
         rotary_emb: None = None,
     ) -> Tensor:
-        assert attn.add_k_proj is None, "text to video has no image conditioning"
         is_made = encoder_hidden_states.ndim == 4
-        k_BTC, v_BTC = encoder_hidden_states.unbind(0) if is_made else keys_and_values(attn, encoder_hidden_states)
-        several = (queries(attn, hidden_states), k_BTC, v_BTC)
-        q_BHLD, k_BHTD, v_BHTD = (in_heads(attn, x_BLC).transpose(1, 2) for x_BLC in several)
-        out_BHLD = functional.scaled_dot_product_attention(q_BHLD, k_BHTD, v_BHTD)
+        made = encoder_hidden_states.unbind(0) if is_made else cross_keys_and_values(attn, encoder_hidden_states)
+        q_BHLD, *made_BHTD = (in_heads(attn, x_BLC).transpose(1, 2) for x_BLC in (queries(attn, hidden_states), *made))
+        parts = zip(*(_pictures_and_text(attn, x_BHTD, dim=2) for x_BHTD in made_BHTD), strict=True)
+        attended = [functional.scaled_dot_product_attention(q_BHLD, k_BHTD, v_BHTD) for k_BHTD, v_BHTD in parts]
+        out_BHLD = attended[0] if len(attended) == 1 else attended[1] + attended[0]
         return project_out(attn, out_BHLD.transpose(1, 2))
 
 
@@ -70,6 +75,25 @@ def queries(attn: WanAttention, x_BLC: Tensor) -> Tensor:
 
 def keys_and_values(attn: WanAttention, x_BMC: Tensor) -> tuple[Tensor, Tensor]:
     return attn.norm_k(attn.to_k(x_BMC)), attn.to_v(x_BMC)
+
+
+def cross_keys_and_values(attn: WanAttention, x_BTC: Tensor) -> tuple[Tensor, Tensor]:
+    """Those of pictures and text, each by its own projections, one after the other as they came."""
+    *pictures, text_BTC = _pictures_and_text(attn, x_BTC, dim=1)
+    k_BTC, v_BTC = keys_and_values(attn, text_BTC)
+    for x_BPC in pictures:
+        k_BTC = torch.cat((attn.norm_added_k(attn.add_k_proj(x_BPC)), k_BTC), dim=1)
+        v_BTC = torch.cat((attn.add_v_proj(x_BPC), v_BTC), dim=1)
+    return k_BTC, v_BTC
+
+
+def _pictures_and_text(attn: WanAttention, x: Tensor, dim: int) -> tuple[Tensor, ...]:
+    """The parts along ``dim`` that are attended one by one; the text alone of a model without pictures."""
+    if attn.add_k_proj is None:
+        return (x,)
+    num_pictures = x.shape[dim] - TEXT_TOKENS
+    assert num_pictures > 0, f"{x.shape[dim]} tokens, of which {TEXT_TOKENS} are text: no picture came along"
+    return torch.split(x, [num_pictures, TEXT_TOKENS], dim=dim)
 
 
 def in_heads(attn: WanAttention, x_BLC: Tensor) -> Tensor:

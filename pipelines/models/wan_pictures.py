@@ -1,0 +1,27 @@
+"""The last frame of a clip as diffusers' blocks should take it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diffusers.modular_pipelines.modular_pipeline import PipelineState
+from diffusers.modular_pipelines.wan.encoders import WanImageCropResizeStep
+
+
+class LastFrameAsItIs(WanImageCropResizeStep):  # type: ignore[misc]  # diffusers has no types
+    """In place of a block that cuts the last frame with width and height exchanged: it has the clip's size already."""
+
+    def __call__(self, components: Any, state: PipelineState) -> tuple[Any, PipelineState]:
+        block_state = self.get_block_state(state)
+        block_state.resized_last_image = block_state.last_image
+        self.set_block_state(state, block_state)
+        return components, state
+
+
+def mend(blocks: Any) -> None:
+    """Replaces that block wherever it is in the tree of ``blocks``."""
+    for name, block in blocks.sub_blocks.items():
+        if type(block) is WanImageCropResizeStep:
+            blocks.sub_blocks[name] = LastFrameAsItIs()
+        else:
+            mend(block)

@@ -1,0 +1,153 @@
+"""Clips of every model on gangs of Gloo ranks, with every strategy that its plan allows, against diffusers' own."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from engines.core.packing import pack
+from engines.parallel import strategy as strategies
+from pipelines.checkpoint import Checkpoint
+from pipelines.request import MediaRequest
+from pipelines.run import Pipeline, load_pipeline
+from tests.engines.support.gloo import gang
+from tests.pipelines.models.test_gangs import CONTEXT, TOLERANCE, relative_difference
+from tests.pipelines.support import tiny_video, video_reference
+from tests.pipelines.support.video import Clip, Latents, denoised, picture, pictures_of
+
+CLIPS = {
+    "wan 2.1 from a picture": Clip(
+        make=tiny_video.wan_picture, reference=video_reference.blocks, num_pictures=1, tensor=True
+    ),
+    "wan 2.1 from first and last frame": Clip(
+        make=tiny_video.wan_first_and_last, reference=video_reference.wan_pipeline, num_pictures=2
+    ),
+    "wan 2.2 from a picture": Clip(
+        make=tiny_video.wan_picture_two_experts, reference=video_reference.blocks, num_pictures=1, tensor=True
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], Path]:
+    return cache(lambda make: make(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def expected(folders: Callable[[Any], Path]) -> Callable[[str], Latents]:
+    def of(name: str) -> Latents:
+        clip = CLIPS[name]
+        request = clip.request(folders(clip.make))
+        return clip.reference(folders(clip.make), request, clip.images(request))
+
+    return cache(of)
+
+
+def largest_difference(latents: Latents, expected: Latents) -> float:
+    assert expected.keys() <= latents.keys()
+    return max(relative_difference(latents[name], expected[name]) for name in expected)
+
+
+def without_exchange(folder: Path, request: MediaRequest, images: tuple[Image.Image, ...]) -> dict[str, Tensor]:
+    """Each rank attends to its own tokens alone."""
+    with patch.object(strategies, "ulysses", lambda kernel, axis, **_: kernel):
+        return denoised(folder, request, images, "ulysses")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("name", CLIPS)
+def test_latents_equal_diffusers(
+    name: str, num_ranks: int, folders: Callable[[Any], Path], expected: Callable[[str], Latents]
+) -> None:
+    clip, folder = CLIPS[name], folders(CLIPS[name].make)
+    request = clip.request(folder)
+    assert all(latents.std() > 0.1 for latents in expected(name).values())
+    several = (*CONTEXT, *(["tensor"] if clip.tensor else [])) if num_ranks > 1 else ("ulysses",)
+    for strategy in several:
+        for latents in gang(num_ranks).run(denoised, folder, request, clip.images(request), strategy):
+            assert largest_difference(latents, expected(name)) <= TOLERANCE, strategy
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_without_the_exchange_they_do_not(
+    name: str, folders: Callable[[Any], Path], expected: Callable[[str], Latents]
+) -> None:
+    clip, folder = CLIPS[name], folders(CLIPS[name].make)
+    request = clip.request(folder)
+    for latents in gang(2).run(without_exchange, folder, request, clip.images(request)):
+        assert largest_difference(latents, expected(name)) > 10 * TOLERANCE
+
+
+@pytest.fixture(scope="module", params=CLIPS)
+def loaded(request: pytest.FixtureRequest, folders: Callable[[Any], Path]) -> tuple[Clip, MediaRequest, Pipeline]:
+    clip = CLIPS[request.param]
+    folder = folders(clip.make)
+    return clip, clip.request(folder), load_pipeline(Checkpoint(folder))
+
+
+def finish(pipeline: Pipeline, state: Any) -> Latents:
+    for _ in range(state.step, pipeline.sampler.num_steps(state)):
+        state = pipeline.sampler.advance(state, pipeline.engine.predict(pipeline.sampler.branches(state), (0,)))
+    return pipeline.sampler.latents(state)
+
+
+def test_a_job_moves_between_ranks(loaded: tuple[Clip, MediaRequest, Pipeline]) -> None:
+    """Its conditioning and its state are values, before the first step and after one."""
+    clip, request, pipeline = loaded
+    conditioning = pipeline.text_encoder.encode(request, pictures_of(clip.images(request)))
+    state = pipeline.sampler.begin(request, pickle.loads(pickle.dumps(conditioning)))
+    pack((conditioning, state), torch.device("cpu"))
+    moved = pipeline.sampler.advance(state, pipeline.engine.predict(pipeline.sampler.branches(state), (0,)))
+    moved = pickle.loads(pickle.dumps(moved))
+    for name, value in finish(pipeline, state).items():
+        if isinstance(value, Tensor):
+            assert torch.equal(value, finish(pipeline, moved)[name]), name
+
+
+def test_frames_are_of_the_size_that_was_asked_for(loaded: tuple[Clip, MediaRequest, Pipeline]) -> None:
+    """Whatever shape the pictures have that came along; so is a preview, of which one frame is enough."""
+    clip, request, pipeline = loaded
+    images = tuple(picture(90, 50, seed) for seed in range(clip.num_pictures))
+    *_, before, state = pipeline.states(request, pictures_of(images))
+    frames = pipeline.decoder.decode(pipeline.sampler.latents(state), request)
+    assert frames.shape == (request.num_frames, request.height, request.width, 3)
+    assert frames.dtype == np.uint8
+    assert frames.std() > 1
+    preview = pipeline.decoder.preview(pipeline.sampler.preview(before), request)
+    assert preview.shape[1:] == frames.shape[1:]
+    assert len(preview) < request.num_frames
+
+
+def test_pictures_matter(loaded: tuple[Clip, MediaRequest, Pipeline]) -> None:
+    clip, request, pipeline = loaded
+    images = clip.images(request)
+    latents = pipeline.denoise(request, pictures_of(images))["latents"]
+    for place in range(len(images)):
+        other = (*images[:place], picture(request.width, request.height, 7), *images[place + 1 :])
+        assert relative_difference(pipeline.denoise(request, pictures_of(other))["latents"], latents) > 0.01
+
+
+def test_a_gang_prepares_with_blank_pictures(loaded: tuple[Clip, MediaRequest, Pipeline]) -> None:
+    """Steps that nobody asked for have the shapes of those that somebody does."""
+    clip, request, pipeline = loaded
+    checkpoint = Checkpoint(pipeline.sampler._opened.path)
+    state = pipeline.sampler.begin(request, pipeline.text_encoder.encode(request, pictures_of(clip.images(request))))
+    for blank, real in zip(checkpoint.first_step(request), pipeline.sampler.branches(state), strict=True):
+        assert blank.constants == real.constants
+        shapes = [{name: (x.shape, x.dtype) for name, x in one.inputs.items()} for one in (blank, real)]
+        assert shapes[0] == shapes[1]
+    probe = checkpoint.denoiser().probe()
+    assert len(probe) == 2
+    pipeline.engine.predict(probe, (0,))
+    assert replace(probe[0]).inputs.keys() == pipeline.sampler.branches(state)[0].inputs.keys()

@@ -1,0 +1,70 @@
+"""Tiny checkpoints of the published architectures for clips, random weights, in diffusers' layout."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.pipelines.support import tiny
+from tests.pipelines.support.tiny import shake, tokenizer
+
+IMAGE_DIM = 20
+VISION_SIZE = 32
+VISION_PATCH = 2
+"""As many tokens of a picture as the published encoder gives: (32 / 2) squared, and one for all."""
+
+
+def wan_picture(path: Path, *, num_pictures: int = 1) -> Path:
+    """Wan 2.1 that begins with a picture; with two, as the model for first and last frame."""
+    transformer = _wan_transformer(
+        seed=3,
+        image_dim=IMAGE_DIM,
+        added_kv_proj_dim=4 * 24,
+        pos_embed_seq_len=2 * 257 if num_pictures == 2 else None,
+    )
+    return _wan(path, transformer=transformer, **_clip_vision())
+
+
+def wan_picture_two_experts(path: Path) -> Path:
+    """Wan 2.2 A14B that begins with a picture, which it sees in its latents alone."""
+    two = {"transformer": _wan_transformer(seed=3), "transformer_2": _wan_transformer(seed=4)}
+    return _wan(path, **two, boundary_ratio=0.9, image_encoder=None, image_processor=None)
+
+
+wan_first_and_last = partial(wan_picture, num_pictures=2)
+
+
+def _wan(path: Path, **parts: Any) -> Path:
+    import diffusers
+
+    letters = tokenizer()
+    letters.model_max_length = 512
+    flow = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
+    diffusers.WanImageToVideoPipeline(
+        tokenizer=letters,
+        text_encoder=tiny.t5("UMT5"),
+        vae=tiny.wan_vae(),
+        scheduler=diffusers.UniPCMultistepScheduler(**flow),
+        **parts,
+    ).save_pretrained(path)
+    return path
+
+
+def _wan_transformer(seed: int, **more: Any) -> Any:
+    """A latent value has 4 channels; 4 more say which frames are known, and 4 are these."""
+    from diffusers import WanTransformer3DModel
+
+    sizes = {"num_attention_heads": 4, "attention_head_dim": 24, "ffn_dim": 128, "num_layers": 2, "text_dim": 48}
+    channels = {"in_channels": 12, "out_channels": 4, "freq_dim": 32}
+    return shake(WanTransformer3DModel(**sizes, **channels, rope_max_seq_len=64, **more), seed=seed)
+
+
+def _clip_vision() -> dict[str, Any]:
+    from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel
+
+    sizes = {"hidden_size": IMAGE_DIM, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = CLIPVisionConfig(**sizes, image_size=VISION_SIZE, patch_size=VISION_PATCH)
+    side = {"height": VISION_SIZE, "width": VISION_SIZE}
+    processor = CLIPImageProcessor(size=side, crop_size=side)
+    return {"image_encoder": shake(CLIPVisionModel(config)), "image_processor": processor}

@@ -1,0 +1,74 @@
+"""Clips from words and pictures on gangs of ranks, and what diffusers makes of the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from PIL import Image
+from torch import Tensor
+
+from engines.torch_engine.engine import TorchEngine
+from pipelines.checkpoint import Checkpoint
+from pipelines.pictures import InputPicture, InputPictures
+from pipelines.request import MediaRequest
+from pipelines.run import load_pipeline
+from pipelines.size import Size
+
+Latents = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clip:
+    """``sides`` are height and width in the model's multiples: token counts that 4 ranks must pad.
+
+    ``reference`` gives the finished latents by the names that the decoder reads.
+    """
+
+    make: Callable[[Path], Path]
+    reference: Callable[[Path, MediaRequest, tuple[Image.Image, ...]], Latents]
+    sides: tuple[int, int] = (3, 5)
+    num_latent_frames: int = 2
+    num_pictures: int = 0
+    tensor: bool = False
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+    def request(self, folder: Path) -> MediaRequest:
+        defaults = Checkpoint(folder).defaults
+        height, width = (side * defaults.size_multiple for side in self.sides)
+        num_frames = 1 + (self.num_latent_frames - 1) * defaults.frame_multiple
+        size = Size(width=width, height=height, num_frames=num_frames)
+        words = {"prompt": "a red circle", "negative_prompt": "blue"}
+        more = {"num_inference_steps": 2, "seed": 5, "num_pictures": self.num_pictures, **self.changes}
+        return defaults.request(size, **words, **more)
+
+    def images(self, request: MediaRequest) -> tuple[Image.Image, ...]:
+        """Of the clip's size, all different."""
+        return tuple(picture(request.width, request.height, seed) for seed in range(self.num_pictures))
+
+
+def picture(width: int, height: int, seed: int = 0) -> Image.Image:
+    """A smooth one, so that scaling it is no matter of chance."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+    return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def pictures_of(images: tuple[Image.Image, ...]) -> InputPictures:
+    return InputPictures(pictures=tuple(map(InputPicture.of, images)))
+
+
+def denoised(folder: Path, request: MediaRequest, images: tuple[Image.Image, ...], strategy: str) -> dict[str, Any]:
+    """What the decoder gets, from a gang's rank."""
+    checkpoint = Checkpoint(folder)
+    engine = TorchEngine(checkpoint.denoiser(), strategy=strategy)
+    pipeline = load_pipeline(checkpoint, engine)
+    sampler, ranks = pipeline.sampler, tuple(range(dist.get_world_size()))
+    state = sampler.begin(request, pipeline.text_encoder.encode(request, pictures_of(images)))
+    for _ in range(sampler.num_steps(state)):
+        state = sampler.advance(state, engine.predict(sampler.branches(state), ranks))
+    engine.close()
+    return dict(sampler.latents(state))
