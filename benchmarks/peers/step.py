@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.models.making import without_init
 from benchmarks.peers.sglang import sglang_step
 from benchmarks.peers.vllm_omni import vllm_omni_step
-from pipelines.models.flux_attention import set_kernel
+from pipelines.models.attention.flux import set_kernel
 
 
 def peer_step(module: Any, inputs: dict[str, Tensor], maker: str) -> Callable[[], Tensor]:

@@ -113,7 +113,7 @@ def defaults(path: Path) -> Defaults:
 
 def set_kernel(module: nn.Module, kernel: Kernel) -> None:
     """By a processor of ours: TensorRT does not parse what diffusers' own exports to for sizes that vary."""
-    from pipelines.models.flux_attention import set_kernel
+    from pipelines.models.attention.flux import set_kernel
 
     set_kernel(module, kernel)
 

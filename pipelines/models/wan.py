@@ -128,13 +128,13 @@ def adapted(config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) ->
 
 
 def set_kernel(module: nn.Module, kernel: Kernel) -> None:
-    from pipelines.models.wan_attention import set_kernel
+    from pipelines.models.attention.wan import set_kernel
 
     set_kernel(module, kernel)
 
 
 def forward(module: nn.Module, call: Mapping[str, Any]) -> Tensor:
-    from pipelines.models.wan_text import forward
+    from pipelines.models.attention.wan_text import forward
 
     return forward(module, call)
 
@@ -147,7 +147,7 @@ def mend(blocks: Any) -> None:
 
 def hoisted(module: nn.Module, inputs: ModelInputs) -> ModelInputs:
     """The text's keys and values."""
-    from pipelines.models.wan_text import hoisted_text
+    from pipelines.models.attention.wan_text import hoisted_text
 
     return hoisted_text(module, inputs)
 

@@ -18,7 +18,7 @@ MAY_IMPORT = {
 }
 HTTP_LIBRARIES = {"aiohttp", "fastapi", "flask", "httpx", "openai", "requests", "starlette", "uvicorn"}
 REGISTRY = "pipelines/models/registry.py"
-OWN_FILES = ("pipelines/models/", "pipelines/models/bare/", "pipelines/fast/")
+OWN_FILES = ("pipelines/models/", "pipelines/models/attention/", "pipelines/models/bare/", "pipelines/fast/")
 """Where a family has files of its own, which begin with its word."""
 WORD = r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])"
 SETTINGS = "deployments/settings.py"
@@ -122,7 +122,7 @@ def may_name_family(name: str, line: int, family: str) -> bool:
         ("pipelines/fast/__init__.py", False),
         ("pipelines/models/flux.py", True),
         ("pipelines/models/bare/flux.py", True),
-        ("pipelines/models/wan_text.py", False),
+        ("pipelines/models/attention/wan_text.py", False),
         ("pipelines/blocks/flux.py", False),
         ("engines/fast/flux.py", False),
     ],
