@@ -27,14 +27,14 @@ from tests.pipelines.models.test_gangs import (
     request_of,
     without_exchange,
 )
-from tests.pipelines.support import tiny, tiny_models, tiny_others
+from tests.pipelines.support import tiny, tiny_models, tiny_unknown
 from tests.pipelines.support.own_call import own_latents
 
 DIVIDED = {
     "two streams": Case(make=tiny.flux),
     "two streams, positions in a batch": Case(make=tiny_models.flux2_klein),
     "a clip": Case(make=tiny.wan, num_frames=5),
-    "a text beside": Case(make=tiny_others.ltx, num_frames=9),
+    "a text beside": Case(make=tiny_unknown.ltx, num_frames=9),
 }
 WHOLE = {
     "a table for two streams": Case(make=tiny_models.qwen_image),
@@ -73,7 +73,7 @@ def test_one_rank_gives_the_pipelines_own_latents(name: str, folders: Callable[[
     assert relative_difference(latents, own_latents(folder, request)) <= TOLERANCE
 
 
-@pytest.mark.parametrize(("make", "num_steps"), [(tiny_others.sdxl, 2), (tiny_others.ideogram4, 48)])
+@pytest.mark.parametrize(("make", "num_steps"), [(tiny_unknown.sdxl, 2), (tiny_unknown.ideogram4, 48)])
 def test_a_u_net_and_two_transformers_a_step(
     make: Callable[[Path], Path], num_steps: int, folders: Callable[[Any], Path]
 ) -> None:
