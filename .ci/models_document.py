@@ -29,6 +29,8 @@ A pipeline is served if diffusers has *modular blocks* for it and they have one 
 `python .ci/models_document.py` from what diffusers and the files in `pipelines/models/` say. Licences differ from model
 to model, and between sizes of one model: read the one on the model's page before you serve it.
 
+Not served are pipelines with a loop over chunks of a clip around the denoising loop (Helios, Wan Animate 2).
+
 - *Workflows* are those that the blocks declare (— : they declare none, and have one).
 - *Strategies* divide a step over the ranks of a gang. "one rank" serves one picture at a time on one GPU; more gangs
   serve more at once (`num_replicas`). "by diffusers' plan": diffusers says how, no file here.
@@ -50,11 +52,14 @@ def makers() -> Any:
 
 
 def row(pipeline: str) -> tuple[str, ...] | None:
-    """None for pipelines without a denoising loop of one transformer that makes pictures or clips."""
+    """None for pipelines that make neither pictures nor clips, and whose blocks are not served."""
     blocks = getattr(diffusers, pipeline)().blocks
     if not {"images", "videos"} & {spec.name for spec in blocks.outputs}:
         return None
-    denoise = blocks.sub_blocks[Sections.of(blocks).denoise]
+    try:
+        denoise = blocks.sub_blocks[Sections.of(blocks).denoise]
+    except ValueError:
+        return None
     kinds = [spec.type_hint for spec in denoise.expected_components if is_denoiser(spec.name)]
     kind = kinds[0]
     architecture, name = load_architecture(kind.__name__), kind.__name__

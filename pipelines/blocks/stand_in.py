@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from pipelines.models.outline import empty
+
 Call = tuple[str, Mapping[str, Any]]
 """The component that was called, and its keyword arguments."""
 
@@ -33,12 +35,19 @@ class StandIn:
     ) -> None:
         self.name, self.config, self.device, self.dtype = name, config, device, dtype
         self._class, self._blank = module, blank
+        self._outlines: list[Any] = []
         self.exchange = Exchange()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_class" not in self.__dict__:  # while it is copied or unpickled
             raise AttributeError(name)
-        return getattr(self._class, name)
+        if hasattr(self._class, name):
+            return getattr(self._class, name)
+        if name.startswith("_"):  # hooks that are looked for at every step
+            raise AttributeError(name)
+        if not self._outlines:  # for blocks that read sizes off a layer instead of the configuration
+            self._outlines.append(empty(self._class, self.config))
+        return getattr(self._outlines[0], name)
 
     def __call__(self, *args: Any, **call: Any) -> Any:
         if args:
@@ -51,7 +60,9 @@ class StandIn:
         return self._blank(self.config, call)
 
     def __copy__(self) -> StandIn:
-        return StandIn(self.name, self._class, self.config, self.device, self.dtype, self._blank)
+        copied = StandIn(self.name, self._class, self.config, self.device, self.dtype, self._blank)
+        copied._outlines = self._outlines
+        return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A job's state may hold it, and puts another in its place before it is used again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,17 +29,29 @@ class Sections:
 
     @classmethod
     def of(cls, blocks: Any) -> Sections:
-        """ValueError if none of them, or more than one, holds the denoising loop."""
+        """ValueError if none of them, or more than one, holds the denoising loop, or if it is not one over steps."""
         names = list(blocks.sub_blocks)
         loops = [name for name in names if _has_loop(blocks.sub_blocks[name])]
         if len(loops) != 1:
             raise ValueError(f"{type(blocks).__name__} has {len(loops)} blocks with a denoising loop; one is needed")
+        if _has_other_loop(blocks):
+            raise ValueError(f"{type(blocks).__name__} has a loop over chunks around its denoising loop: not served")
         place = names.index(loops[0])
         return cls(encode=tuple(names[:place]), denoise=loops[0], decode=tuple(names[place + 1 :]))
 
 
 def _has_loop(block: Any) -> bool:
     return isinstance(block, LoopSequentialPipelineBlocks) or any(map(_has_loop, block.sub_blocks.values()))
+
+
+def _has_other_loop(block: Any) -> bool:
+    """Whether a loop inside is over something else than steps: its blocks are not called with a step's number."""
+    inner = block.sub_blocks.values()
+    if not isinstance(block, LoopSequentialPipelineBlocks):
+        return any(map(_has_other_loop, inner))
+    signatures = (inspect.signature(one.__call__).parameters.values() for one in inner)
+    names = [{one.name for one in signature} | {one.kind.name for one in signature} for signature in signatures]
+    return not any({"i", "VAR_KEYWORD"} & each for each in names)
 
 
 def block_at(blocks: Any, path: Path) -> Any:

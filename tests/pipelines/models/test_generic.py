@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from unittest.mock import patch
 import pytest
 from torch import Tensor
 
+from pipelines.blocks.tree import Sections
 from pipelines.checkpoint import Checkpoint
 from pipelines.models import registry
 from pipelines.request import MediaRequest
@@ -25,14 +27,14 @@ from tests.pipelines.models.test_gangs import (
     request_of,
     without_exchange,
 )
-from tests.pipelines.support import tiny, tiny_models, tiny_others
+from tests.pipelines.support import tiny, tiny_models, tiny_unknown
 from tests.pipelines.support.own_call import own_latents
 
 DIVIDED = {
     "two streams": Case(make=tiny.flux),
     "two streams, positions in a batch": Case(make=tiny_models.flux2_klein),
     "a clip": Case(make=tiny.wan, num_frames=5),
-    "a text beside": Case(make=tiny_others.ltx, num_frames=9),
+    "a text beside": Case(make=tiny_unknown.ltx, num_frames=9),
 }
 WHOLE = {
     "a table for two streams": Case(make=tiny_models.qwen_image),
@@ -69,6 +71,19 @@ def test_one_rank_gives_the_pipelines_own_latents(name: str, folders: Callable[[
     request = request_of(case, folder)
     (latents,) = gang(1).run(unknown_denoised, folder, request, "ulysses")
     assert relative_difference(latents, own_latents(folder, request)) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("make", "num_steps"), [(tiny_unknown.sdxl, 2), (tiny_unknown.ideogram4, 48)])
+def test_a_u_net_and_two_transformers_a_step(
+    make: Callable[[Path], Path], num_steps: int, folders: Callable[[Any], Path]
+) -> None:
+    """Ideogram 4's guidance is a list of 48 scales: its blocks take no other number of steps without another list."""
+    folder = folders(make)
+    request = replace(request_of(Case(make=make), folder), num_inference_steps=num_steps)
+    pipeline = load_pipeline(Checkpoint(folder))
+    latents = pipeline.denoise(request)
+    assert relative_difference(latents["latents"], own_latents(folder, request)) <= TOLERANCE
+    assert pipeline.decoder.decode(latents, request).shape == (1, request.height, request.width, 3)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -132,6 +147,14 @@ def test_pixels_come_out(make: Any, folders: Callable[[Any], Path]) -> None:
     request = request_of(case, folder)
     frames = load_pipeline(Checkpoint(folder)).run(request)
     assert frames.shape == (request.num_frames, request.height, request.width, 3)
+
+
+def test_a_loop_inside_a_loop_is_an_error() -> None:
+    """Helios denoises a clip in chunks: its steps would be noted as one."""
+    from diffusers import HeliosModularPipeline
+
+    with pytest.raises(ValueError, match="a loop over chunks around its denoising loop"):
+        Sections.of(HeliosModularPipeline().blocks)
 
 
 def test_a_pipeline_without_blocks_is_an_error_that_lists_others(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tiny checkpoints of Krea 2, ERNIE-Image, Stable Diffusion 3 and others: published architectures, random weights."""
+"""Tiny checkpoints of Krea 2, ERNIE-Image, Stable Diffusion 3: published architectures, random weights."""
 
 from __future__ import annotations
 
@@ -185,37 +185,3 @@ def _qwen3_vl(*, num_layers: int) -> Any:
     }
     torch.manual_seed(0)
     return shake(Qwen3VLModel(Qwen3VLConfig(text_config=text, vision_config=vision)))
-
-
-def ltx(path: Path) -> Path:
-    from diffusers import AutoencoderKLLTXVideo, LTXPipeline, LTXVideoTransformer3DModel
-
-    transformer = LTXVideoTransformer3DModel(
-        in_channels=8,
-        out_channels=8,
-        num_attention_heads=NUM_HEADS,
-        attention_head_dim=16,
-        cross_attention_dim=64,
-        num_layers=2,
-        caption_channels=48,
-    )
-    stages = {
-        "block_out_channels": (8, 8, 8, 8),
-        "decoder_block_out_channels": (8, 8, 8, 8),
-        "layers_per_block": (1, 1, 1, 1, 1),
-        "decoder_layers_per_block": (1, 1, 1, 1, 1),
-        "spatio_temporal_scaling": (True, True, True, False),
-        "decoder_spatio_temporal_scaling": (True, True, True, False),
-        "decoder_inject_noise": (False, False, False, False, False),
-        "upsample_residual": (False, False, False, False),
-        "upsample_factor": (1, 1, 1, 1),
-    }
-    vae = AutoencoderKLLTXVideo(latent_channels=8, **stages, timestep_conditioning=False, patch_size=4, patch_size_t=1)
-    LTXPipeline(
-        scheduler=_flow(),
-        vae=shake(vae),
-        text_encoder=tiny.t5("T5"),
-        tokenizer=_chat_tokenizer(),
-        transformer=shake(transformer),
-    ).save_pretrained(path)
-    return path

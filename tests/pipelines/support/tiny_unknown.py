@@ -1,0 +1,109 @@
+"""Tiny checkpoints of published architectures that have no file in pipelines/models: random weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.pipelines.support import tiny
+from tests.pipelines.support.tiny import ALPHABET, shake
+from tests.pipelines.support.tiny_models import HIDDEN, NUM_HEADS, _chat_tokenizer, _flow, _flux2_vae
+from tests.pipelines.support.tiny_others import KINDS, STAGES, _clip_projected, _plain_flow, _qwen3_vl
+
+
+def ltx(path: Path) -> Path:
+    from diffusers import AutoencoderKLLTXVideo, LTXPipeline, LTXVideoTransformer3DModel
+
+    transformer = LTXVideoTransformer3DModel(
+        in_channels=8,
+        out_channels=8,
+        num_attention_heads=NUM_HEADS,
+        attention_head_dim=16,
+        cross_attention_dim=64,
+        num_layers=2,
+        caption_channels=48,
+    )
+    stages = {
+        "block_out_channels": (8, 8, 8, 8),
+        "decoder_block_out_channels": (8, 8, 8, 8),
+        "layers_per_block": (1, 1, 1, 1, 1),
+        "decoder_layers_per_block": (1, 1, 1, 1, 1),
+        "spatio_temporal_scaling": (True, True, True, False),
+        "decoder_spatio_temporal_scaling": (True, True, True, False),
+        "decoder_inject_noise": (False, False, False, False, False),
+        "upsample_residual": (False, False, False, False),
+        "upsample_factor": (1, 1, 1, 1),
+    }
+    vae = AutoencoderKLLTXVideo(latent_channels=8, **stages, timestep_conditioning=False, patch_size=4, patch_size_t=1)
+    LTXPipeline(
+        scheduler=_flow(),
+        vae=shake(vae),
+        text_encoder=tiny.t5("T5"),
+        tokenizer=_chat_tokenizer(),
+        transformer=shake(transformer),
+    ).save_pretrained(path)
+    return path
+
+
+def sdxl(path: Path) -> Path:
+    """The U-Net of Stable Diffusion XL; one latent value is 4x4 pixels."""
+    from diffusers import AutoencoderKL, EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
+
+    unet = UNet2DConditionModel(
+        sample_size=32,
+        in_channels=4,
+        out_channels=4,
+        block_out_channels=(16, 32),
+        layers_per_block=1,
+        norm_num_groups=8,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=(2, 4),
+        use_linear_projection=True,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
+        transformer_layers_per_block=(1, 1),
+        projection_class_embeddings_input_dim=80,
+        cross_attention_dim=32,
+    )
+    vae = AutoencoderKL(**STAGES, **KINDS, latent_channels=4, scaling_factor=0.36)
+    StableDiffusionXLPipeline(
+        unet=shake(unet),
+        scheduler=EulerDiscreteScheduler(beta_schedule="scaled_linear", timestep_spacing="leading", steps_offset=1),
+        vae=shake(vae),
+        text_encoder=_clip_of_width(16),
+        tokenizer=tiny.tokenizer(),
+        text_encoder_2=_clip_projected(),
+        tokenizer_2=tiny.tokenizer(),
+    ).save_pretrained(path)
+    return path
+
+
+def _clip_of_width(width: int) -> Any:
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    sizes = {"hidden_size": width, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ids = {"vocab_size": len(ALPHABET), "eos_token_id": ALPHABET.index("<eos>"), "pad_token_id": 0, "bos_token_id": 1}
+    return shake(CLIPTextModel(CLIPTextConfig(**sizes, **ids, max_position_embeddings=tiny.TEXT_TOKENS)))
+
+
+def ideogram4(path: Path) -> Path:
+    from diffusers import Ideogram4Pipeline, Ideogram4Transformer2DModel
+
+    sizes = {"in_channels": 16, "num_layers": 2, "attention_head_dim": 16, "num_attention_heads": NUM_HEADS}
+    inner = {"intermediate_size": 64, "adaln_dim": 16, "llm_features_dim": 13 * HIDDEN, "mrope_section": (4, 2, 2)}
+    Ideogram4Pipeline(
+        scheduler=_plain_flow(),
+        vae=_flux2_vae(),
+        text_encoder=_qwen3_vl(num_layers=36),
+        tokenizer=_content_tokenizer(),
+        transformer=shake(Ideogram4Transformer2DModel(**sizes, **inner)),
+        unconditional_transformer=shake(Ideogram4Transformer2DModel(**sizes, **inner), seed=4),
+    ).save_pretrained(path)
+    return path
+
+
+def _content_tokenizer() -> Any:
+    letters = _chat_tokenizer()
+    letters.chat_template = "{% for message in messages %}{{ message['content'][0]['text'] }}{% endfor %}"
+    return letters
