@@ -119,7 +119,7 @@ class Checkpoint:
     def first_steps(self, sizes: Iterable[Size], modules: Iterable[str]) -> tuple[tuple[Branch, ...], ...]:
         """A step of each size, with the model's usual number of branches, for each of its ``modules``, in order."""
         names = tuple(modules)
-        steps = [self.first_step(self.defaults.request(size)) for size in sizes]
+        steps = [self.first_step(self.defaults.typical_request(size)) for size in sizes]
         return tuple(tuple(replace(branch, module=name) for branch in step) for step in steps for name in names)
 
     @cached_property

@@ -49,6 +49,8 @@ class TokenHooks:
     def _cut(self, x: Tensor | None, shard: TokenShard) -> Tensor | None:
         if x is None or self._layout is None or self._axis is None or self._axis.size == 1:
             return x
+        if x.shape[shard.dim] == 1 != self._layout.length(shard.stream):  # one row for all tokens
+            return x
         return self._layout.cut(x, dim=shard.dim, stream=shard.stream, index=self._axis.index)
 
     def _register_shard(self, target: nn.Module, shard: TokenShard) -> None:

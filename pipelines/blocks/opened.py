@@ -9,11 +9,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
 from accelerate import init_empty_weights  # type: ignore[import-untyped]
 from diffusers import ModelMixin
 from diffusers.configuration_utils import FrozenDict
 from diffusers.modular_pipelines import ModularPipeline
+from diffusers.pipelines.auto_pipeline import _get_model
 from torch import nn
 
 from pipelines.blocks.stand_in import StandIn
@@ -24,6 +26,7 @@ from pipelines.models.registry import load_architecture
 
 TOKENIZERS = ("tokenizer", "tokenizer_2", "tokenizer_3")
 SCALES = ("scale_factor_spatial", "scale_factor_temporal")
+CLASSIC, MODULAR, FROM_PICTURE = "Pipeline", "ModularPipeline", "ImageToVideo"
 UNLIMITED = 10**6
 """Tokenizers without a limit say a number far beyond this."""
 
@@ -143,18 +146,28 @@ class OpenedPipeline:
         return self.load_part(name) if part.__module__.startswith("diffusers.") else None
 
     def _stand_in(self, name: str) -> StandIn:
-        config = self.part_config(name)
-        return StandIn(name, self.part_class(name), config, self.models_device, self.dtype, self.architecture.blank)
+        config, known = self.part_config(name), self.architecture
+        parts = {part: getattr(self._outline(name), part) for part in known.used_by_blocks}
+        return StandIn(name, self.part_class(name), config, self.models_device, self.dtype, known.blank, parts)
 
 
 def _open(path: Path) -> Any:
     try:
-        pipeline = ModularPipeline.from_pretrained(str(path))
+        same = _named_alike(str(read_index(path).get("_class_name")))
+        pipeline = ModularPipeline.from_pretrained(str(path)) if same is None else same(str(path))
     except (OSError, AttributeError, ValueError) as error:
         raise ValueError(f"diffusers has no blocks for what {path} holds: {error}") from error
     if not pipeline.blocks.sub_blocks:
         raise ValueError(f"diffusers has no blocks for what {path} holds ({type(pipeline).__name__})")
     return pipeline
+
+
+def _named_alike(classic: str) -> Any:
+    """Makes the modular pipeline for folders of the class ``classic``, where diffusers knows of none by itself."""
+    if _get_model(classic) is not None or not classic.endswith(CLASSIC) or classic.endswith(MODULAR):
+        return None
+    made_by = getattr(diffusers, classic.removesuffix(CLASSIC).removesuffix(FROM_PICTURE) + MODULAR, None)
+    return None if made_by is None else lambda path: made_by(pretrained_model_name_or_path=path)
 
 
 def _placed(pipeline: Any, device: torch.device, dtype: torch.dtype) -> Any:

@@ -12,6 +12,9 @@ from pipelines.models.architecture import Architecture
 ARCHITECTURES = {
     "Flux2Transformer2DModel": "flux2",
     "FluxTransformer2DModel": "flux",
+    "HunyuanVideo15Transformer3DModel": "hunyuan_video",
+    "LTX2VideoTransformer3DModel": "ltx2",
+    "LTXVideoTransformer3DModel": "ltx",
     "QwenImageTransformer2DModel": "qwen",
     "WanTransformer3DModel": "wan",
     "ZImageTransformer2DModel": "z_image",
