@@ -133,7 +133,7 @@ class Checkpoint:
             logger.info("nothing is prepared before the first request: %s is not known here", self.architecture.family)
             return ()
         names = tuple(modules)
-        steps = [self.first_step(self.defaults.request(size)) for size in sizes]
+        steps = [self.first_step(self.defaults.typical_request(size)) for size in sizes]
         return tuple(tuple(replace(branch, module=name) for branch in step) for step in steps for name in names)
 
     @cached_property

@@ -69,11 +69,14 @@ class Defaults:
             "guidance_scale": self.guidance_scale,
             "true_cfg_scale": self.true_cfg_scale,
             "seed": 0,
-            "num_pictures": self.min_pictures,
         }
         request = MediaRequest(**(unsaid | changes))
         self.check(request)
         return request
+
+    def typical_request(self, size: Size | None = None, **changes: Any) -> MediaRequest:
+        """``request`` with as many pictures as there must be: what most steps are like."""
+        return self.request(size, **{"num_pictures": self.min_pictures, **changes})
 
     def check(self, request: MediaRequest) -> None:
         if request.kind != self.kind:

@@ -7,7 +7,7 @@ from typing import Any
 
 from pipelines.directory import read_index
 
-CLASSIC, MODULAR = "Pipeline", "ModularPipeline"
+CLASSIC, MODULAR, FROM_PICTURE = "Pipeline", "ModularPipeline", "ImageToVideo"
 
 
 def open_modular(path: Path) -> Any:
@@ -39,7 +39,7 @@ def _modular_class(name: str) -> Any:
     """Diffusers' own search knows only what its ``AutoPipeline`` knows: here it goes by the name."""
     import diffusers
 
-    modular = name if name.endswith(MODULAR) else name.removesuffix(CLASSIC) + MODULAR
+    modular = name if name.endswith(MODULAR) else name.removesuffix(CLASSIC).removesuffix(FROM_PICTURE) + MODULAR
     return getattr(diffusers, modular, None) if modular != MODULAR else None
 
 

@@ -25,7 +25,9 @@ class LoadRankParts:
         configure_logs()
         config = self.model.denoiser
         checkpoint = Checkpoint.open(self.model.source, context.device, self.model.dtype)
-        denoiser = checkpoint.denoiser(sliced=is_sliced(config, checkpoint), typical=checkpoint.defaults.request())
+        denoiser = checkpoint.denoiser(
+            sliced=is_sliced(config, checkpoint), typical=checkpoint.defaults.typical_request()
+        )
         return partial(_build, config, context, checkpoint, denoiser)
 
 

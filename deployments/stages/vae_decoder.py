@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from deployments.observability.logs import request_context
 from deployments.stages.common import Decoded, StageSpec, load_stage
@@ -15,6 +13,9 @@ from deployments.studio.interface import Output
 from engines.core.parcel import Parcel
 from pipelines.media import encode_frames, encode_thumbnail
 from pipelines.request import MediaRequest
+
+if TYPE_CHECKING:
+    from pipelines.blocks.decoder import DecodedMedia
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +36,8 @@ class VaeDecoder:
         """Returns the finished bytes."""
         started_s = time.perf_counter()
         with request_context(request.request_id):
-            frames = self._decoding.run(lambda: self._decoder.decode(latents.open(), request))
-            data, thumbnail = self._encoding.run(_encode, frames, request, output)
+            decoded = self._decoding.run(lambda: self._decoder.decode_all(latents.open(), request))
+            data, thumbnail = self._encoding.run(_encode, decoded, request, output)
             decode_s = time.perf_counter() - started_s
             logger.info("latents are decoded", extra={"decode_s": round(decode_s, 4), "num_bytes": len(data)})
         return Decoded(data=data, thumbnail=thumbnail, decode_s=decode_s)
@@ -48,6 +49,7 @@ class VaeDecoder:
             return self._encoding.run(encode_frames, frames[:1], "png")
 
 
-def _encode(frames: NDArray[np.uint8], request: MediaRequest, output: Output) -> tuple[bytes, bytes]:
-    data = encode_frames(frames, output.format, compression=output.compression, fps=request.fps)
-    return data, encode_thumbnail(frames[0]) if request.kind == "video" else b""
+def _encode(media: DecodedMedia, request: MediaRequest, output: Output) -> tuple[bytes, bytes]:
+    options: dict[str, Any] = {"compression": output.compression, "fps": request.fps, "sound": media.sound}
+    data = encode_frames(media.frames_FHWC, output.format, **options)
+    return data, encode_thumbnail(media.frames_FHWC[0]) if request.kind == "video" else b""

@@ -18,7 +18,7 @@ class TokenShard:
     ``module`` is the name of the submodule ("" is the model itself, ``*`` stands for a number); ``where`` says whether
     the tensor enters it or leaves it; ``key`` is its parameter name, or its position in an output tuple (0 for a single
     output). ``stream`` names the token sequence it belongs to (for FLUX "text" and "image"), whose true length decides
-    the padding. A tensor that comes without the dim (one timestep instead of one a token) stays whole.
+    the padding. A tensor that comes without the dim, or with one row for all tokens, stays whole.
     """
 
     module: str

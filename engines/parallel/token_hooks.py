@@ -52,6 +52,8 @@ class TokenHooks:
             return type(x)(self._cut(inner, shard) for inner in x)
         if x is None or self._layout is None or self._axis is None or self._axis.size == 1 or x.ndim <= shard.dim:
             return x
+        if x.shape[shard.dim] == 1 != self._layout.length(shard.stream):  # one row for all tokens
+            return x
         return self._layout.cut(x, dim=shard.dim, stream=shard.stream, index=self._axis.index)
 
     def _register_shard(self, target: nn.Module, shard: TokenShard) -> None:

@@ -19,9 +19,10 @@ from engines.parallel.collectives import Axis, all_to_all, join_masks, start_all
 def ulysses(kernel: Kernel, axis: Axis, *, with_lse: bool = False) -> Kernel:
     """``kernel`` on all the axis' tokens and a share of the heads.
 
-    Heads that the axis' size does not divide are filled up with zeros on the way, and key heads that are too few for
-    it repeated (see ``share_heads``). ``lse`` of the result is empty unless ``with_lse``, because it costs a third
-    exchange that only an enclosing merge would need.
+    Queries that are not the axis' tokens but the same ones on every rank (a short stream that attends to a split one)
+    are attended on each, and come back as whole as they went. Heads that the axis' size does not divide are filled up
+    with zeros on the way, and key heads that are too few for it repeated (see ``share_heads``). ``lse`` of the result
+    is empty unless ``with_lse``, because it costs a third exchange that only an enclosing merge would need.
     """
 
     def exchanged(
@@ -48,6 +49,8 @@ def ulysses_in_parts(kernel: Kernel, axis: Axis, num_parts: int) -> Kernel:
         q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, /, *, mask_BM: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         batch, length, num_heads, dim = q_BLHD.shape
+        if length != k_BLGD.shape[1]:
+            return ulysses(kernel, axis)(q_BLHD, k_BLGD, v_BLGD, mask_BM=mask_BM)
         mask_BM = None if mask_BM is None else join_masks(mask_BM, axis)
         share = share_heads(num_heads, k_BLGD.shape[2], axis.size)
         parts = _even_parts(share.keys, num_parts)
@@ -100,7 +103,13 @@ def _attend_part(
 
 
 def _tokens_to_heads(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, axis: Axis) -> tuple[Tensor, ...]:
-    """All tokens of my share of the heads, in one exchange."""
+    """All tokens of my share of the heads, in one exchange; in two where queries are of another stream than keys."""
+    if q_BLHD.shape[1] != k_BLGD.shape[1]:
+        q_BLHD, k_BLGD, v_BLGD = spread_heads(
+            q_BLHD, k_BLGD, v_BLGD, share_heads(q_BLHD.shape[2], k_BLGD.shape[2], axis.size)
+        )
+        keys_and_values = tokens_to_heads(torch.stack((k_BLGD, v_BLGD)), axis)
+        return tokens_to_heads(q_BLHD[None], axis)[0], *keys_and_values.unbind(0)
     if q_BLHD.shape[2] == k_BLGD.shape[2] and q_BLHD.shape[2] % axis.size == 0:
         return tokens_to_heads(torch.stack((q_BLHD, k_BLGD, v_BLGD)), axis).unbind(0)
     share = share_heads(q_BLHD.shape[2], k_BLGD.shape[2], axis.size)

@@ -9,7 +9,7 @@ import torch
 
 from engines.core.model import Branch
 from pipelines.blocks.encoder import Conditioning
-from pipelines.blocks.guidance import guiders_of
+from pipelines.blocks.guidance import GUIDERS
 from pipelines.blocks.opened import OpenedPipeline
 from pipelines.blocks.sampler import BlocksSampler
 from pipelines.defaults import Defaults
@@ -87,13 +87,22 @@ def blank_conditioning(
 
     is_guided = request.true_cfg_scale > 1 or opened.architecture.needs_negative
     values, negative = prompt(), prompt() if is_guided else None
-    if negative is not None and guiders_of(opened.pipeline):
+    said = {"batch_size": 1, "dtype": opened.dtype}
+    needed = opened.input_names((opened.sections.denoise,))
+    values |= {name: value for name, value in said.items() if name in needed}
+    if negative is not None and _has_guiders(opened):
         values |= {f"negative_{name}": x for name, x in negative.items()}
         negative = None
     pictures = opened.architecture.blank_pictures
     if request.num_pictures and pictures is not None:
         values |= {name: _filled(x, generator) for name, x in pictures(opened.path, request).items()}
     return Conditioning(values=values, kinds={}, dtype=torch.float32, negative=negative)
+
+
+def _has_guiders(opened: OpenedPipeline) -> bool:
+    """By the blocks: a guider that lies in the folder is not loaded yet."""
+    parts = opened.blocks.sub_blocks[opened.sections.denoise].expected_components
+    return any(part.name in GUIDERS for part in parts)
 
 
 def _filled(value: Any, generator: torch.Generator | None) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,19 @@ from torch import Tensor
 from pipelines.blocks import tree
 from pipelines.blocks.encoder import on_device
 from pipelines.blocks.opened import OpenedPipeline
+from pipelines.media.sound import Sound
 from pipelines.request import MediaRequest
 
 OUTPUTS = ("images", "videos")
+SOUND = "audio"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodedMedia:
+    """``frames_FHWC`` are uint8 (frames, height, width, 3). Clips of some models have a sound."""
+
+    frames_FHWC: NDArray[np.uint8]
+    sound: Sound | None = None
 
 
 class BlocksDecoder:
@@ -26,29 +37,42 @@ class BlocksDecoder:
         self._opened = opened
         self._pipeline = opened.load(opened.sections.decode)
 
+    def decode_all(self, latents: Mapping[str, Any], request: MediaRequest) -> DecodedMedia:
+        """Everything that the blocks make of what ``BlocksSampler.latents`` gives."""
+        values = self._run(latents)
+        return DecodedMedia(frames_FHWC=_to_frames(_pixels(values)), sound=self._sound(values))
+
     def decode(self, latents: Mapping[str, Any], request: MediaRequest) -> NDArray[np.uint8]:
         """All frames, uint8 (frames, height, width, 3), from what ``BlocksSampler.latents`` gives."""
-        pixels = self.pixels(latents)
-        unit_FHWC = pixels.movedim(-3, -1).float()
-        frames: NDArray[np.uint8] = (unit_FHWC * 255).round().to(torch.uint8).cpu().numpy()
-        return frames
+        return _to_frames(self.pixels(latents))
 
     def preview(self, latents: Mapping[str, Any], request: MediaRequest) -> NDArray[np.uint8]:
         first = self._opened.architecture.first_frame
-        return self.decode(latents if first is None else {**latents, **first(latents)}, request)
+        if first is not None:
+            config = self._opened.part_config(self._opened.transformers[0])
+            latents = {**latents, **first(config, latents)}
+        return self.decode(latents, request)
 
-    @torch.no_grad()
     def pixels(self, latents: Mapping[str, Any]) -> Tensor:
         """``pixels_FCHW`` in [0, 1], in the auto-encoder's dtype, on the device."""
+        return _pixels(self._run(latents))
+
+    @torch.no_grad()
+    def _run(self, latents: Mapping[str, Any]) -> PipelineState:
         values = PipelineState()
         for name, spec in self._opened.inputs.items():
             values.set(name, spec.default, spec.kwargs_type)
         for name, value in latents.items():
             values.set(name, self._here(name, value))
         tree.run(self._opened.blocks, [(name,) for name in self._opened.sections.decode], self._pipeline, values)
-        output = next(values.get(name) for name in OUTPUTS if values.get(name) is not None)
-        pixels = torch.as_tensor(output) if not isinstance(output, list) else torch.stack(output)
-        return pixels[0] if pixels.ndim == 5 else pixels
+        return values
+
+    def _sound(self, values: PipelineState) -> Sound | None:
+        samples_BCT = values.get(SOUND)
+        if samples_BCT is None:
+            return None
+        rate = int(self._pipeline.vocoder.config.output_sampling_rate)
+        return Sound(samples_CT=samples_BCT[0].float().cpu().numpy(), rate=rate)
 
     def _here(self, name: str, value: Any) -> Any:
         vae = getattr(self._pipeline, "vae", None)
@@ -56,3 +80,15 @@ class BlocksDecoder:
             {} if vae is None or name != "latents" else dict.fromkeys((torch.float32, self._opened.dtype), vae.dtype)
         )
         return on_device(value, self._opened.device, dtypes)
+
+
+def _pixels(values: PipelineState) -> Tensor:
+    output = next(values.get(name) for name in OUTPUTS if values.get(name) is not None)
+    pixels = torch.as_tensor(output) if not isinstance(output, list) else torch.stack(output)
+    return pixels[0] if pixels.ndim == 5 else pixels
+
+
+def _to_frames(pixels_FCHW: Tensor) -> NDArray[np.uint8]:
+    unit_FHWC = pixels_FCHW.movedim(-3, -1).float()
+    frames: NDArray[np.uint8] = (unit_FHWC * 255).round().to(torch.uint8).cpu().numpy()
+    return frames

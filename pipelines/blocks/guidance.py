@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-GUIDERS = ("guider", "guider_2", "audio_guider")
+SOUND_GUIDER = "audio_guider"
+GUIDERS = ("guider", "guider_2", SOUND_GUIDER)
 
 
 def guiders_of(pipeline: Any) -> tuple[str, ...]:
@@ -16,10 +17,11 @@ def guiders_of(pipeline: Any) -> tuple[str, ...]:
 
 
 def set_scale(pipeline: Any, scale: float) -> None:
-    """Gives ``pipeline`` guiders of its own, of this scale; at 1 they ask for one branch."""
+    """Gives ``pipeline`` guiders of its own, of this scale; at 1 they ask for one branch. Sound keeps its own scale."""
     for name in guiders_of(pipeline):
         guider = copy.copy(getattr(pipeline, name))
-        guider.guidance_scale = scale
+        if name != SOUND_GUIDER:
+            guider.guidance_scale = scale
         guider.enable() if scale > 1 else guider.disable()
         setattr(pipeline, name, guider)
 

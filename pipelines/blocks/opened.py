@@ -151,8 +151,9 @@ class OpenedPipeline:
         return self.load_part(name) if part.__module__.startswith("diffusers.") else None
 
     def _stand_in(self, name: str) -> StandIn:
-        config = self.part_config(name)
-        return StandIn(name, self.part_class(name), config, self.models_device, self.dtype, self.architecture.blank)
+        config, known = self.part_config(name), self.architecture
+        parts = {part: getattr(self._outline(name), part) for part in known.used_by_blocks}
+        return StandIn(name, self.part_class(name), config, self.models_device, self.dtype, known.blank, parts)
 
 
 def _loaded(spec: Any) -> Any:

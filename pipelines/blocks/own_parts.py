@@ -6,6 +6,8 @@ import copy
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from diffusers.schedulers.scheduling_utils import SchedulerMixin
+
 from pipelines.blocks.guidance import guiders_of
 from pipelines.blocks.stand_in import StandIn
 
@@ -30,9 +32,11 @@ def with_parts(pipeline: Any, parts: Mapping[str, Any]) -> Any:
 
 
 def copied(value: T) -> T:
-    """A copy that shares tensors, but not the lists and dicts that steps may change in place."""
+    """A copy that shares tensors, but not the lists, dicts and schedulers that steps may change in place."""
     own = copy.copy(value)
     for name, inner in vars(value).items():
         if isinstance(inner, list | dict) and not name.startswith("_internal"):
             setattr(own, name, copy.copy(inner))
+        elif isinstance(inner, SchedulerMixin):
+            setattr(own, name, copied(inner))
     return own

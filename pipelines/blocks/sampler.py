@@ -123,17 +123,17 @@ class BlocksSampler:
         return self._finished(state, state.loop_state)
 
     def preview(self, state: BlocksState) -> Mapping[str, Any]:
-        """The same from a running job: flow matching tells the finished latents from here, ``x - sigma * v``.
+        """The same from a running job, as its last step makes one expect them.
 
         Where the solver knows no sigmas, or nothing was predicted yet, the latents are what they are.
         """
         sigmas = getattr(state.parts.get("scheduler"), "sigmas", None)
-        velocity = getattr(state.loop_state, "noise_pred", None)
-        if sigmas is None or velocity is None:
+        if sigmas is None:
             return self.latents(state)
-        loop_state, latents = copied(state.loop_state), state.loop_state.latents
-        sigma = float(sigmas[min(state.step, len(sigmas) - 1)])
-        loop_state.latents = (latents.float() - sigma * velocity.float()).to(latents.dtype)
+        expected = self._architecture.estimate(state.loop_state, float(sigmas[min(state.step, len(sigmas) - 1)]))
+        loop_state = copied(state.loop_state)
+        for name, value in (expected or {}).items():
+            setattr(loop_state, name, value)
         return self._finished(state, loop_state)
 
     def _values(self, request: MediaRequest, conditioning: Conditioning) -> PipelineState:

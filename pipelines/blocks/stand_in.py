@@ -27,20 +27,30 @@ class Exchange:
 class StandIn:
     """In place of the component ``name``: it has the configuration and the methods of its class, and no weights.
 
-    ``blank(call)`` is what it answers while it notes: something of the form of a prediction.
+    ``blank(call)`` is what it answers while it notes: something of the form of a prediction. ``parts`` are submodules
+    without weights that blocks use.
     """
 
     def __init__(
-        self, name: str, module: type[Any], config: Any, device: torch.device, dtype: torch.dtype, blank: Any
+        self,
+        name: str,
+        module: type[Any],
+        config: Any,
+        device: torch.device,
+        dtype: torch.dtype,
+        blank: Any,
+        parts: Mapping[str, Any],
     ) -> None:
         self.name, self.config, self.device, self.dtype = name, config, device, dtype
-        self._class, self._blank = module, blank
+        self._class, self._blank, self._parts = module, blank, parts
         self._outlines: list[Any] = []
         self.exchange = Exchange()
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_class" not in self.__dict__:  # while it is copied or unpickled
+        if name.startswith("__") or "_outlines" not in self.__dict__:  # while it is copied or unpickled
             raise AttributeError(name)
+        if name in self._parts:
+            return self._parts[name]
         if hasattr(self._class, name):
             return getattr(self._class, name)
         if name.startswith("_"):  # hooks that are looked for at every step
@@ -60,7 +70,7 @@ class StandIn:
         return self._blank(self.config, call)
 
     def __copy__(self) -> StandIn:
-        copied = StandIn(self.name, self._class, self.config, self.device, self.dtype, self._blank)
+        copied = StandIn(self.name, self._class, self.config, self.device, self.dtype, self._blank, self._parts)
         copied._outlines = self._outlines
         return copied
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,15 @@ def block_at(blocks: Any, path: Path) -> Any:
     for name in path:
         blocks = blocks.sub_blocks[name]
     return blocks
+
+
+def replace_blocks(blocks: Any, kind: type[Any], make: Callable[[], Any]) -> None:
+    """Puts a new block in place of each of the class ``kind`` itself, wherever it is among ``blocks``."""
+    for name, block in blocks.sub_blocks.items():
+        if type(block) is kind:
+            blocks.sub_blocks[name] = make()
+        else:
+            replace_blocks(block, kind, make)
 
 
 def run(blocks: Any, paths: Iterable[Path], pipeline: Any, state: PipelineState) -> None:

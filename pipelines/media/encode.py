@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.media.picture import FORMATS, encode_picture, shrink
+from pipelines.media.sound import Sound
 
 Frames = NDArray[np.uint8]
 THUMBNAIL_SIDE = 320
@@ -15,18 +16,24 @@ THUMBNAIL_COMPRESSION = 80
 
 
 def encode_frames(
-    frames_FHWC: Frames, format: Literal["png", "jpeg", "webp", "mp4"], *, compression: int = 100, fps: int = 0
+    frames_FHWC: Frames,
+    format: Literal["png", "jpeg", "webp", "mp4"],
+    *,
+    compression: int = 100,
+    fps: int = 0,
+    sound: Sound | None = None,
 ) -> bytes:
     """Bytes of a picture (one frame) or a clip, from uint8 frames (frames, height, width, 3).
 
     ``compression`` is 0–100 as in OpenAI's API: what is left of the quality of a JPEG or WebP; PNG is lossless.
+    Clips may have ``sound``.
     ValueError for a picture format with several frames, for ``fps`` below 1 with mp4, and for unknown formats.
     """
     check_frames(frames_FHWC)
     if format == "mp4":
         from pipelines.media.clip import encode_clip
 
-        return encode_clip(frames_FHWC, fps)
+        return encode_clip(frames_FHWC, fps, sound)
     if format not in FORMATS:
         raise ValueError(f"unknown format {format!r}; known: {', '.join(FORMATS)}, mp4")
     if len(frames_FHWC) != 1:

@@ -34,6 +34,12 @@ def like_latents(config: Config, call: Mapping[str, Any]) -> tuple[Tensor]:
     return (latents.new_zeros(()).expand(latents.shape),)
 
 
+def along_velocity(loop_state: Any, sigma: float) -> Mapping[str, Tensor] | None:
+    """Flow matching tells the finished latents from where a step ended, ``x - sigma * v``."""
+    velocity, latents = getattr(loop_state, "noise_pred", None), loop_state.latents
+    return None if velocity is None else {"latents": (latents.float() - sigma * velocity.float()).to(latents.dtype)}
+
+
 def whole(config: Config, call: Mapping[str, Any], prediction: Tensor) -> tuple[Tensor, ...]:
     return (prediction,)
 
@@ -73,14 +79,16 @@ class Architecture:
     - ``set_kernel``: where diffusers' attention dispatcher does not do. ``hoisted`` and ``fast`` as in
       ``DenoiserModel``.
 
-    ``num_steps(request, defaults)`` are the steps of a request's schedule, told without torch.
+    ``used_by_blocks`` are its submodules, without weights, that diffusers' blocks use. ``num_steps(request, defaults)``
+    are the steps of a request's schedule, told without torch.
     ``blank_pictures(folder, request)`` are values in the shapes of what the encoders make of a request's pictures.
     With ``frames_from_pictures``, these are frames of the clip, and cut to its size. ``mend(blocks)`` replaces blocks
     of diffusers' that are faulty.
 
-    ``first_frame(latents)`` are the latents that a clip's first frame needs. ``float32_parts`` of the pipeline are
-    float32 whatever the transformer is. ``needs_negative``: its blocks fail without a negative prompt, even where no
-    guider looks at it.
+    ``first_frame(config, latents)`` are the latents that a clip's first frame needs. ``estimate(loop_state, sigma)``
+    are the finished latents as a step's values tell them, None before there are any. ``float32_parts`` of the pipeline
+    are float32 whatever the transformer is. ``needs_negative``: its blocks fail without a negative prompt, even where
+    no guider looks at it.
     """
 
     family: str
@@ -94,6 +102,7 @@ class Architecture:
     blank: Callable[[Config, Mapping[str, Any]], Any] = like_latents
     forward: Callable[[nn.Module, Mapping[str, Any]], Tensor] = first_output
     answer: Callable[[Config, Mapping[str, Any], Tensor], Any] = whole
+    used_by_blocks: tuple[str, ...] = ()
     blank_pictures: Callable[[Path, MediaRequest], Mapping[str, Tensor]] | None = None
     frames_from_pictures: bool = False
     mend: Callable[[Any], None] | None = None
@@ -101,6 +110,7 @@ class Architecture:
     hoisted: Callable[[nn.Module, ModelInputs], ModelInputs] | None = None
     fast: ArrangeWeights | None = None
     num_steps: Callable[[MediaRequest, Defaults], int] = num_steps
-    first_frame: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+    estimate: Callable[[Any, float], Mapping[str, Tensor] | None] = along_velocity
+    first_frame: Callable[[Config, Mapping[str, Any]], Mapping[str, Any]] | None = None
     float32_parts: tuple[str, ...] = ()
     needs_negative: bool = False

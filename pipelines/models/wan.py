@@ -237,7 +237,7 @@ ARCHITECTURE = Architecture(
     frames_from_pictures=True,
     mend=mend,
     hoisted=hoisted,
-    first_frame=lambda latents: {"latents": latents["latents"][:, :, :1]},
+    first_frame=lambda _, latents: {"latents": latents["latents"][:, :, :1]},
     float32_parts=("vae", "image_encoder"),
     needs_negative=True,
 )

@@ -7,6 +7,8 @@ from typing import Any
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
 from diffusers.modular_pipelines.wan.encoders import WanImageCropResizeStep
 
+from pipelines.blocks.tree import replace_blocks
+
 
 class LastFrameAsItIs(WanImageCropResizeStep):  # type: ignore[misc]  # diffusers has no types
     """In place of a block that cuts the last frame with width and height exchanged: it has the clip's size already."""
@@ -19,9 +21,4 @@ class LastFrameAsItIs(WanImageCropResizeStep):  # type: ignore[misc]  # diffuser
 
 
 def mend(blocks: Any) -> None:
-    """Replaces that block wherever it is in the tree of ``blocks``."""
-    for name, block in blocks.sub_blocks.items():
-        if type(block) is WanImageCropResizeStep:
-            blocks.sub_blocks[name] = LastFrameAsItIs()
-        else:
-            mend(block)
+    replace_blocks(blocks, WanImageCropResizeStep, LastFrameAsItIs)

@@ -28,13 +28,16 @@ def test_many_callers_share_few_threads(monkeypatch: pytest.MonkeyPatch) -> None
         decodings.add(threading.get_ident())
         return np.zeros((1, 16, 16, 3), np.uint8)
 
+    def decode_all(*_: Any) -> Any:
+        return SimpleNamespace(frames_FHWC=decode(), sound=None)
+
     def encode(*_: Any, **__: Any) -> bytes:
         encodings.add(threading.get_ident())
         return b""
 
     monkeypatch.setattr(vae_decoder, "encode_frames", encode)
     monkeypatch.setattr(vae_decoder, "load_stage", lambda spec: SimpleNamespace(decoder=lambda: decoder))
-    decoder = SimpleNamespace(decode=decode, preview=decode)
+    decoder = SimpleNamespace(decode_all=decode_all, preview=decode)
     stage, latents = VaeDecoder(SimpleNamespace()), SimpleNamespace(open=lambda: None)  # type: ignore[arg-type]
     request = CLIPS.request(model="m", prompt="a")
     with ThreadPoolExecutor(NUM_CALLS) as callers:

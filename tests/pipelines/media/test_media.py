@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from pipelines.media import encode_frames, encode_thumbnail
+from pipelines.media import Sound, encode_frames, encode_thumbnail
 
 ROOT = Path(__file__).parents[3]
 
@@ -122,3 +122,28 @@ def test_clips_do_not_depend_on_what_memory_held_before():
         wanted = {"env": os.environ | {"MALLOC_PERTURB_": fill}, "cwd": ROOT, "capture_output": True, "check": True}
         digests.add(subprocess.run([sys.executable, "-c", CLIP_DIGEST], **wanted).stdout)
     assert len(digests) == 1
+
+
+def test_a_clip_has_its_sound() -> None:
+    """A tone comes back at its pitch, as long as it was, beside the same pictures; the bytes are always the same."""
+    rate, pitch = 16000, 440.0
+    times_T = np.arange(rate) / rate
+    samples_CT = np.stack([0.5 * np.sin(2 * np.pi * pitch * times_T)] * 2).astype(np.float32)
+    frames = gradient(8, 16, 32)
+    sound = Sound(samples_CT=samples_CT, rate=rate)
+    data, again = (encode_frames(frames, "mp4", fps=8, sound=sound) for _ in range(2))
+    assert data == again
+    with av.open(io.BytesIO(data)) as container:
+        heard_CT = np.concatenate([frame.to_ndarray() for frame in container.decode(audio=0)], axis=1)
+        assert container.streams.audio[0].sample_rate == rate
+    assert heard_CT.shape[0] == 2
+    assert abs(heard_CT.shape[1] - rate) <= 2048
+    spectrum = np.abs(np.fft.rfft(heard_CT[0, :rate]))
+    assert abs(float(spectrum.argmax()) * rate / heard_CT[0, :rate].size - pitch) < 2
+    silent, _ = decoded_clip(encode_frames(frames, "mp4", fps=8))
+    assert all(np.array_equal(one, other) for one, other in zip(decoded_clip(data)[0], silent, strict=True))
+
+
+def test_sound_has_one_channel_or_two() -> None:
+    with pytest.raises(ValueError, match="1 or 2 channels"):
+        Sound(samples_CT=np.zeros((3, 5), np.float32), rate=16000)

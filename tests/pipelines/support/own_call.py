@@ -31,7 +31,7 @@ def own_state(folder: Path, request: MediaRequest, **more: Any) -> Any:
             scaled = guider.new(guidance_scale=request.true_cfg_scale, enabled=request.true_cfg_scale > 1)
             pipeline.update_components(**{name: scaled})
     for block in pipeline.blocks.sub_blocks.values():
-        _silence(block)
+        silence(block)
     checkpoint = Checkpoint(folder)
     inputs = {
         "prompt": request.prompt,
@@ -49,8 +49,8 @@ def own_state(folder: Path, request: MediaRequest, **more: Any) -> Any:
     return pipeline(**{name: value for name, value in inputs.items() if name in known})
 
 
-def _silence(block: Any) -> None:
+def silence(block: Any) -> None:
     for inner in block.sub_blocks.values():
-        _silence(inner)
+        silence(inner)
     if hasattr(block, "set_progress_bar_config"):
         block.set_progress_bar_config(disable=True)

@@ -1,4 +1,4 @@
-"""Tiny checkpoints of the published architectures for clips, random weights, in diffusers' layout."""
+"""Tiny checkpoints of Wan that begin with a picture, random weights, in diffusers' layout."""
 
 from __future__ import annotations
 

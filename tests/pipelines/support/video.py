@@ -26,7 +26,8 @@ Latents = Mapping[str, Tensor]
 class Clip:
     """``sides`` are height and width in the model's multiples: token counts that 4 ranks must pad.
 
-    ``reference`` gives the finished latents by the names that the decoder reads.
+    ``reference`` gives the finished latents by the names that the decoder reads. ``strategies`` are those that the plan
+    allows beside dividing the tokens.
     """
 
     make: Callable[[Path], Path]
@@ -34,7 +35,7 @@ class Clip:
     sides: tuple[int, int] = (3, 5)
     num_latent_frames: int = 2
     num_pictures: int = 0
-    tensor: bool = False
+    strategies: tuple[str, ...] = ()
     changes: Mapping[str, Any] = field(default_factory=dict)
 
     def request(self, folder: Path) -> MediaRequest:
@@ -44,7 +45,7 @@ class Clip:
         size = Size(width=width, height=height, num_frames=num_frames)
         words = {"prompt": "a red circle", "negative_prompt": "blue"}
         more = {"num_inference_steps": 2, "seed": 5, "num_pictures": self.num_pictures, **self.changes}
-        return defaults.request(size, **words, **more)
+        return defaults.request(size, **{**words, **more})
 
     def images(self, request: MediaRequest) -> tuple[Image.Image, ...]:
         """Of the clip's size, all different."""

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers.guiders import ClassifierFreeGuidance
 from PIL import Image
 
 from pipelines.request import MediaRequest
-from tests.pipelines.support.own_call import own_state
+from tests.pipelines.support.own_call import own_state, silence
 from tests.pipelines.support.video import Latents
 
 Images = tuple[Image.Image, ...]
@@ -19,6 +20,113 @@ def blocks(folder: Path, request: MediaRequest, images: Images) -> Latents:
     """Of the modular pipeline."""
     named = {"image": images[0]} if images else {}
     return {"latents": own_state(folder, request, **named).get("latents")}
+
+
+def timed_blocks(folder: Path, request: MediaRequest, images: Images) -> Latents:
+    """Of the modular pipeline, told of the frames a second."""
+    named = {"image": images[0]} if images else {}
+    return {"latents": own_state(folder, request, frame_rate=request.fps, **named).get("latents")}
+
+
+def sounding_blocks(folder: Path, request: MediaRequest, images: Images) -> Latents:
+    """The same with sound, and with all passes of its own guiders; these have a scale each."""
+    from diffusers import LTX2ModularPipeline
+
+    pipeline = LTX2ModularPipeline(pretrained_model_name_or_path=str(folder))
+    pipeline.load_components(dtype=torch.float32)
+    pipeline.guider.guidance_scale = request.true_cfg_scale
+    if request.true_cfg_scale <= 1:
+        pipeline.guider.disable()
+        pipeline.audio_guider.disable()
+    for block in pipeline.blocks.sub_blocks.values():
+        silence(block)
+    state = pipeline(
+        prompt=request.prompt,
+        negative_prompt=request.negative_prompt,
+        width=request.width,
+        height=request.height,
+        num_frames=request.num_frames,
+        frame_rate=request.fps,
+        num_inference_steps=request.num_inference_steps,
+        max_sequence_length=pipeline.tokenizer.model_max_length,
+        generator=torch.Generator().manual_seed(request.seed),
+        output_type="pt",
+        **({"image": images[0]} if images else {}),
+    )
+    return {name: state.get(name) for name in ("latents", "audio_latents", "videos", "audio")}
+
+
+def hunyuan_blocks(folder: Path, request: MediaRequest, images: Images) -> Latents:
+    """Of the modular pipeline."""
+    from diffusers import HunyuanVideo15ModularPipeline
+
+    pipeline = HunyuanVideo15ModularPipeline(pretrained_model_name_or_path=str(folder))
+    pipeline.load_components(dtype=torch.float32)
+    guider = ClassifierFreeGuidance(guidance_scale=request.true_cfg_scale, enabled=request.true_cfg_scale > 1)
+    pipeline.update_components(guider=guider)
+    for block in pipeline.blocks.sub_blocks.values():
+        silence(block)
+    if images:
+        _show(pipeline, images[0])
+    state = pipeline(
+        prompt=request.prompt,
+        negative_prompt=request.negative_prompt if request.true_cfg_scale > 1 else None,
+        width=request.width,
+        height=request.height,
+        num_frames=request.num_frames,
+        num_inference_steps=request.num_inference_steps,
+        generator=torch.Generator().manual_seed(request.seed),
+        output_type="pt",
+        **({"image": images[0]} if images else {}),
+    )
+    return {name: state.get(name) for name in ("latents", "videos")}
+
+
+def hunyuan_pipeline(folder: Path, request: MediaRequest, images: Images) -> Latents:
+    """Of the classic pipeline without guidance, with which the blocks fail."""
+    import diffusers
+
+    pipeline = _classic(diffusers.HunyuanVideo15Pipeline, folder)
+    pipeline.guider = ClassifierFreeGuidance(enabled=False)
+    latents: Any = pipeline(
+        prompt=request.prompt,
+        width=request.width,
+        height=request.height,
+        num_frames=request.num_frames,
+        num_inference_steps=request.num_inference_steps,
+        generator=torch.Generator().manual_seed(request.seed),
+        output_type="latent",
+    ).frames
+    return {"latents": latents}
+
+
+def _show(pipeline: Any, image: Image.Image) -> None:
+    """The blocks put zeros in place of what the encoder sees in the picture."""
+    shown = pipeline.feature_extractor.preprocess(images=image, do_resize=True, return_tensors="pt")
+    with torch.no_grad():
+        seen = pipeline.image_encoder(**shown).last_hidden_state
+    forward = pipeline.transformer.forward
+    pipeline.transformer.forward = lambda **call: forward(**{**call, "image_embeds": seen})
+
+
+def ltx_pipeline(folder: Path, request: MediaRequest, images: Images) -> Latents:
+    """Of the classic pipeline: the blocks fail without a negative prompt. Unpacked as the decoder takes them."""
+    import diffusers
+
+    latents_BLC: Any = _classic(diffusers.LTXPipeline, folder)(
+        prompt=request.prompt,
+        width=request.width,
+        height=request.height,
+        num_frames=request.num_frames,
+        frame_rate=request.fps,
+        num_inference_steps=request.num_inference_steps,
+        guidance_scale=request.true_cfg_scale,
+        generator=torch.Generator().manual_seed(request.seed),
+        output_type="latent",
+    ).frames
+    side = 32
+    latents_BFHWC = latents_BLC.unflatten(1, (-1, request.height // side, request.width // side))
+    return {"latents": latents_BFHWC.movedim(-1, 1)}
 
 
 def wan_pipeline(folder: Path, request: MediaRequest, images: Images) -> Latents:

@@ -1,0 +1,167 @@
+"""HunyuanVideo 1.5: clip and text attend to one another in every block; of the text, padding is masked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
+from pipelines.defaults import Defaults
+from pipelines.directory import read_config
+from pipelines.models.architecture import Architecture, Config
+from pipelines.request import MediaRequest
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from engines.core.kernel import Kernel
+    from engines.core.model import Arguments
+
+VIDEO, TEXT = "video", "text"
+PROMPT_TOKENS = 1000
+GLYPH_TOKENS = 256
+PICTURE_TOKENS = 729
+"""As the pipeline has them, whatever is said of tokens: the prompt, words to be written in the clip, and what SigLIP
+makes of a picture (27 x 27 patches)."""
+
+SHARDS = (
+    TokenShard(module="rope", where="output", key=0, dim=0, stream=VIDEO),
+    TokenShard(module="rope", where="output", key=1, dim=0, stream=VIDEO),
+    TokenShard(module="transformer_blocks.0", where="input", key="hidden_states", dim=1, stream=VIDEO),
+    TokenShard(module="transformer_blocks.0", where="input", key="encoder_hidden_states", dim=1, stream=TEXT),
+    TokenShard(module="transformer_blocks.*", where="input", key="attention_mask", dim=1, stream=TEXT),
+)
+BLOCK = "transformer_blocks.*"
+COLUMNS = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
+LINEARS: tuple[ColumnLinear | RowLinear, ...] = (
+    *(ColumnLinear(pattern=f"{BLOCK}.attn.{name}") for name in COLUMNS),
+    *(RowLinear(pattern=f"{BLOCK}.attn.{name}") for name in ("to_out.0", "to_add_out")),
+    *(ColumnLinear(pattern=f"{BLOCK}.{name}.net.0.proj") for name in ("ff", "ff_context")),
+    *(RowLinear(pattern=f"{BLOCK}.{name}.net.2") for name in ("ff", "ff_context")),
+)
+
+
+def shard_plan(config: Config) -> ShardPlan:
+    return ShardPlan(
+        streams=(VIDEO, TEXT),
+        blocks=("transformer_blocks",),
+        shards=SHARDS,
+        gathers=(TokenGather(module="proj_out", dim=1, stream=VIDEO),),
+        linears=LINEARS,
+        carried=("hidden_states", "encoder_hidden_states"),
+    )
+
+
+def stream_lengths(config: Config, arguments: Arguments) -> Mapping[str, int]:
+    patch = (config["patch_size_t"], config["patch_size"], config["patch_size"])
+    sizes = zip(arguments["hidden_states"].shape[2:], patch, strict=True)
+    text = ("encoder_hidden_states", "encoder_hidden_states_2", "image_embeds")
+    return {
+        VIDEO: math.prod(size // side for size, side in sizes),
+        TEXT: sum(int(arguments[name].shape[1]) for name in text if name in arguments),
+    }
+
+
+def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Tensor]:
+    import torch
+
+    return {
+        "prompt_embeds": torch.zeros(1, PROMPT_TOKENS, config["text_embed_dim"]),
+        "prompt_embeds_mask": torch.ones(1, PROMPT_TOKENS),
+        "prompt_embeds_2": torch.zeros(1, GLYPH_TOKENS, config["text_embed_2_dim"]),
+        "prompt_embeds_mask_2": torch.ones(1, GLYPH_TOKENS),
+    }
+
+
+def blank_pictures(path: Path, request: MediaRequest) -> Mapping[str, Tensor]:
+    import torch
+
+    vae, config = read_config(path, "vae"), read_config(path, "transformer")
+    sides = (side // vae["spatial_compression_ratio"] for side in (request.height, request.width))
+    return {
+        "image_latents": torch.zeros(1, vae["latent_channels"], 1, *sides),
+        "image_embeds": torch.zeros(1, PICTURE_TOKENS, config["image_embed_dim"]),
+    }
+
+
+def adapted(config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A model of words alone is given zeros for a picture, to which nothing attends."""
+    if begins_with_picture(config):
+        return call
+    return {name: value for name, value in call.items() if name != "image_embeds"}
+
+
+def begins_with_picture(config: Config) -> bool:
+    return bool(config["task_type"] == "i2v")
+
+
+def blank(config: Config, call: Mapping[str, Any]) -> tuple[Tensor]:
+    """Beside latents it takes those of a picture, and which of them are known."""
+    latents = call["hidden_states"]
+    return (latents.new_zeros(()).expand(latents.shape[0], config["out_channels"], *latents.shape[2:]),)
+
+
+def set_kernel(module: nn.Module, kernel: Kernel) -> None:
+    from pipelines.models.hunyuan_attention import set_kernel
+
+    set_kernel(module, kernel)
+
+
+def forward(module: nn.Module, call: Mapping[str, Any]) -> Tensor:
+    from pipelines.models.hunyuan_attention import forward
+
+    return forward(module, call)
+
+
+def mend(blocks: Any) -> None:
+    from pipelines.models.hunyuan_pictures import mend
+
+    mend(blocks)
+
+
+def defaults(path: Path) -> Defaults:
+    """From the model card (tencent/HunyuanVideo-1.5): 121 frames at 24 a second, 50 steps, a scale of 6."""
+    vae, config = read_config(path, "vae"), read_config(path, "transformer")
+    width, height = (1280, 720) if config["target_size"] > LOW else (848, 480)
+    num_pictures = int(begins_with_picture(config))
+    return Defaults(
+        kind="video",
+        width=width,
+        height=height,
+        num_frames=121,
+        fps=24,
+        num_inference_steps=50,
+        guidance_scale=0.0,
+        true_cfg_scale=6.0,
+        size_multiple=vae["spatial_compression_ratio"] * config["patch_size"],
+        frame_multiple=vae["temporal_compression_ratio"],
+        max_pixels=1280 * 720,
+        max_frames=121,
+        max_steps=100,
+        min_pictures=num_pictures,
+        max_pictures=num_pictures,
+    )
+
+
+LOW = 640
+"""``target_size`` of the models for 480p."""
+
+ARCHITECTURE = Architecture(
+    family="hunyuan_video",
+    defaults=defaults,
+    shard_plan=shard_plan,
+    stream_lengths=stream_lengths,
+    heads=lambda config: (config["num_attention_heads"], config["attention_head_dim"]),
+    blank_conditioning=blank_conditioning,
+    blank_pictures=blank_pictures,
+    frames_from_pictures=True,
+    mend=mend,
+    needs_negative=True,
+    adapted=adapted,
+    blank=blank,
+    forward=forward,
+    set_kernel=set_kernel,
+    first_frame=lambda _, latents: {"latents": latents["latents"][:, :, :1]},
+)

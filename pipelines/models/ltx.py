@@ -1,0 +1,126 @@
+"""LTX-Video.
+
+The text stays whole on every rank (cross-attention needs all of it). A clip that begins with a picture has a timestep a
+token, of which the picture's are 0; others have one for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
+from pipelines.defaults import Defaults
+from pipelines.directory import read_config
+from pipelines.models.architecture import Architecture, Config, along_velocity
+from pipelines.request import MediaRequest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engines.core.model import Arguments
+
+VIDEO = "video"
+MAX_TOKENS = 128
+"""As the pipeline has it."""
+
+
+def shard_plan(config: Config) -> ShardPlan:
+    """No tensor parallelism: positions turn features of all heads together."""
+    return ShardPlan(
+        streams=(VIDEO,),
+        blocks=("transformer_blocks",),
+        shards=(
+            TokenShard(module="", where="input", key="hidden_states", dim=1, stream=VIDEO),
+            TokenShard(module="", where="input", key="timestep", dim=1, stream=VIDEO),
+            TokenShard(module="rope", where="output", key=0, dim=1, stream=VIDEO),
+            TokenShard(module="rope", where="output", key=1, dim=1, stream=VIDEO),
+        ),
+        gathers=(TokenGather(module="proj_out", dim=1, stream=VIDEO),),
+        linears=(),
+        carried=("hidden_states",),
+    )
+
+
+def stream_lengths(config: Config, arguments: Arguments) -> Mapping[str, int]:
+    return {VIDEO: int(arguments["hidden_states"].shape[1])}
+
+
+def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Tensor]:
+    import torch
+
+    return {
+        "prompt_embeds": torch.zeros(1, num_tokens, config["caption_channels"]),
+        "prompt_attention_mask": torch.ones(1, num_tokens, dtype=torch.bool),
+    }
+
+
+def blank_pictures(path: Path, request: MediaRequest) -> Mapping[str, Tensor]:
+    import torch
+
+    spatial, _ = vae_scales(path)
+    channels = read_config(path, "vae")["latent_channels"]
+    return {"image_latents": torch.zeros(1, channels, 1, request.height // spatial, request.width // spatial)}
+
+
+def vae_scales(path: Path) -> tuple[int, int]:
+    """Pixels a side, and frames, of one latent value."""
+    vae = read_config(path, "vae")
+    halvings: int = 2 ** sum(vae["spatio_temporal_scaling"])
+    spatial: int = vae.get("spatial_compression_ratio") or vae["patch_size"] * halvings
+    temporal: int = vae.get("temporal_compression_ratio") or vae["patch_size_t"] * halvings
+    return spatial, temporal
+
+
+def adapted(config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> Mapping[str, Any]:
+    """One timestep for all tokens is a row of one."""
+    timestep = call["timestep"]
+    return {**call, "timestep": timestep[:, None]} if timestep.ndim == 1 else call
+
+
+def estimate(loop_state: Any, sigma: float) -> Mapping[str, Tensor] | None:
+    """The picture that a clip begins with has no noise."""
+    expected, mask = along_velocity(loop_state, sigma), getattr(loop_state, "conditioning_mask", None)
+    if expected is None or mask is None:
+        return expected
+    return {"latents": loop_state.latents.where(mask[..., None] > 0, expected["latents"])}
+
+
+def defaults(path: Path) -> Defaults:
+    """From the model card (Lightricks/LTX-Video): sizes under 1280 x 720 and fewer than 257 frames work best."""
+    spatial, temporal = vae_scales(path)
+    return Defaults(
+        kind="video",
+        width=704,
+        height=512,
+        num_frames=161,
+        fps=25,
+        num_inference_steps=50,
+        guidance_scale=0.0,
+        true_cfg_scale=3.0,
+        size_multiple=spatial,
+        frame_multiple=temporal,
+        max_pixels=1280 * 720,
+        max_frames=257,
+        max_steps=100,
+        max_pictures=1,
+        max_tokens=MAX_TOKENS,
+    )
+
+
+ARCHITECTURE = Architecture(
+    family="ltx",
+    defaults=defaults,
+    shard_plan=shard_plan,
+    stream_lengths=stream_lengths,
+    heads=lambda config: (config["num_attention_heads"], config["attention_head_dim"]),
+    blank_conditioning=blank_conditioning,
+    blank_pictures=blank_pictures,
+    frames_from_pictures=True,
+    local_attention=("transformer_blocks.*.attn2",),
+    needs_negative=True,
+    adapted=adapted,
+    estimate=estimate,
+    first_frame=lambda _, latents: {"latents": latents["latents"][:, :, :1]},
+)

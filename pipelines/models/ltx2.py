@@ -1,0 +1,144 @@
+"""LTX-2: a clip and its sound, as two streams of tokens that attend to each other (arXiv:2601.03233).
+
+The tokens of the sound are few (25 a second) and stay whole on every rank, as the text does. They attend to the clip's,
+which are split; what the ranks make of them is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
+from pipelines.defaults import Defaults
+from pipelines.models.architecture import Architecture, Config
+from pipelines.models.ltx import blank_pictures, stream_lengths, vae_scales
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+VIDEO = "video"
+MAX_TOKENS = 1024
+"""As the pipeline has it."""
+OF_SOUND = ("audio_attn1", "audio_attn2", "audio_to_video_attn")
+
+
+def shard_plan(config: Config) -> ShardPlan:
+    """No tensor parallelism: norms and positions take features of all heads together."""
+    token_dim = 2 if config["rope_type"] == "split" else 1
+    return ShardPlan(
+        streams=(VIDEO,),
+        blocks=("transformer_blocks",),
+        shards=(
+            TokenShard(module="", where="input", key="hidden_states", dim=1, stream=VIDEO),
+            TokenShard(module="", where="input", key="timestep", dim=1, stream=VIDEO),
+            *(
+                TokenShard(module=name, where="output", key=key, dim=token_dim, stream=VIDEO)
+                for name in ("rope", "cross_attn_rope")
+                for key in (0, 1)
+            ),
+        ),
+        gathers=(TokenGather(module="proj_out", dim=1, stream=VIDEO),),
+        linears=(),
+    )
+
+
+def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Tensor]:
+    """What the connectors make of a prompt for each stream; with projections of its own, the transformer takes more."""
+    import torch
+
+    own = config["caption_channels"] if config["use_prompt_embeddings"] else None
+    video, sound = own or config["cross_attention_dim"], own or config["audio_cross_attention_dim"]
+    return {
+        "connector_prompt_embeds": torch.zeros(1, num_tokens, video),
+        "connector_audio_prompt_embeds": torch.zeros(1, num_tokens, sound),
+        "connector_attention_mask": torch.ones(1, num_tokens, dtype=torch.int64),
+    }
+
+
+def adapted(config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> Mapping[str, Any]:
+    """One timestep for all tokens is a row of one."""
+    timestep = call["timestep"]
+    return {**call, "timestep": timestep[:, None]} if timestep.ndim == 1 else call
+
+
+def blank(config: Config, call: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    clip, sound = (call[name] for name in ("hidden_states", "audio_hidden_states"))
+    channels = (config["out_channels"], config["audio_out_channels"])
+    zeros = (x.new_zeros(()).expand(*x.shape[:2], num) for x, num in zip((clip, sound), channels, strict=True))
+    return (next(zeros), next(zeros))
+
+
+def forward(module: nn.Module, call: Mapping[str, Any]) -> Tensor:
+    """The velocities of clip and sound, one after the other, (B, all values)."""
+    import torch
+
+    return torch.cat([velocity.flatten(1) for velocity in module(**call, return_dict=False)], dim=1)
+
+
+def answer(config: Config, call: Mapping[str, Any], prediction: Tensor) -> tuple[Tensor, ...]:
+    import torch
+
+    forms = [x.shape for x in blank(config, call)]
+    parts = torch.split(prediction, [form.numel() for form in forms], dim=1)
+    return tuple(part.reshape(form) for part, form in zip(parts, forms, strict=True))
+
+
+def estimate(loop_state: Any, sigma: float) -> Mapping[str, Tensor] | None:
+    """Guidance mixes finished latents here. The picture that a clip begins with has no noise."""
+    clip = getattr(loop_state, "noise_pred_video", None)
+    if clip is None:
+        return None
+    mask, latents = getattr(loop_state, "conditioning_mask", None), loop_state.latents
+    clip = clip if clip.shape == latents.shape else clip.flatten(2).mT
+    kept = clip if mask is None else latents.where(mask[..., None] > 0, clip.to(latents.dtype))
+    return {"latents": kept, "audio_latents": loop_state.noise_pred_audio}
+
+
+def first_frame(config: Config, latents: Mapping[str, Any]) -> Mapping[str, Any]:
+    frames = 1 + (latents["num_frames"] - 1) // config["vae_scale_factors"][0]
+    return {"latents": latents["latents"][:, : latents["latents"].shape[1] // frames], "num_frames": 1}
+
+
+def defaults(path: Path) -> Defaults:
+    """What diffusers' pipeline does by default, which is from the model card (Lightricks/LTX-2)."""
+    spatial, temporal = vae_scales(path)
+    return Defaults(
+        kind="video",
+        width=768,
+        height=512,
+        num_frames=121,
+        fps=24,
+        num_inference_steps=30,
+        guidance_scale=0.0,
+        true_cfg_scale=3.0,
+        size_multiple=spatial,
+        frame_multiple=temporal,
+        max_pixels=1920 * 1088,
+        max_frames=257,
+        max_steps=100,
+        max_pictures=1,
+        max_tokens=MAX_TOKENS,
+    )
+
+
+ARCHITECTURE = Architecture(
+    family="ltx2",
+    defaults=defaults,
+    shard_plan=shard_plan,
+    stream_lengths=stream_lengths,
+    heads=lambda config: (config["num_attention_heads"], config["attention_head_dim"]),
+    blank_conditioning=blank_conditioning,
+    blank_pictures=blank_pictures,
+    frames_from_pictures=True,
+    local_attention=tuple(f"transformer_blocks.*.{name}" for name in ("attn2", *OF_SOUND)),
+    used_by_blocks=("rope", "audio_rope"),
+    adapted=adapted,
+    blank=blank,
+    forward=forward,
+    answer=answer,
+    estimate=estimate,
+    first_frame=first_frame,
+    needs_negative=True,
+)

@@ -1,0 +1,180 @@
+"""Tiny checkpoints of LTX-Video and LTX-2, random weights, in diffusers' layout."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.pipelines.support import tiny, tiny_models
+from tests.pipelines.support.tiny import shake, tokenizer
+
+
+def ltx(path: Path) -> Path:
+    """LTX-Video in small; one latent value is 32x32 pixels (the blocks know no others) and 4 frames."""
+    import diffusers
+
+    transformer = diffusers.LTXVideoTransformer3DModel(
+        in_channels=8,
+        out_channels=8,
+        num_attention_heads=4,
+        attention_head_dim=8,
+        cross_attention_dim=32,
+        num_layers=2,
+        caption_channels=48,
+    )
+    vae = diffusers.AutoencoderKLLTXVideo(
+        latent_channels=8,
+        block_out_channels=(8, 8, 8, 8),
+        decoder_block_out_channels=(8, 8, 8, 8),
+        layers_per_block=(1, 1, 1, 1, 1),
+        decoder_layers_per_block=(1, 1, 1, 1, 1),
+        spatio_temporal_scaling=(True, True, False, False),
+        decoder_spatio_temporal_scaling=(True, True, False, False),
+        decoder_inject_noise=(False,) * 5,
+        upsample_residual=(False,) * 4,
+        upsample_factor=(1,) * 4,
+        patch_size=8,
+        patch_size_t=1,
+        encoder_causal=True,
+        decoder_causal=False,
+    )
+    letters = tokenizer()
+    letters.model_max_length = 128
+    diffusers.LTXPipeline(
+        scheduler=_flow(),
+        vae=shake(vae),
+        text_encoder=tiny.t5("T5"),
+        tokenizer=letters,
+        transformer=shake(transformer),
+    ).save_pretrained(path)
+    return path
+
+
+def ltx2(path: Path, *, num_layers: int = 29) -> Path:
+    """LTX-2.3 in small; one latent value is 32x32 pixels (the blocks know no others) and 2 frames.
+
+    With 29 layers it has the one that guidance by a perturbed layer skips.
+    """
+    import diffusers
+
+    audio_vae = _ltx2_audio_vae()
+    letters = tokenizer()
+    letters.model_max_length = 40
+    diffusers.LTX2Pipeline(
+        scheduler=_flow(),
+        vae=shake(_ltx2_vae()),
+        audio_vae=shake(audio_vae),
+        text_encoder=tiny_models._qwen3(num_layers=2).model,
+        tokenizer=letters,
+        connectors=shake(_ltx2_connectors()),
+        transformer=shake(_ltx2_transformer(num_layers)),
+        vocoder=shake(_ltx2_vocoder(audio_vae)),
+    ).save_pretrained(path)
+    return path
+
+
+ltx2_few_layers = partial(ltx2, num_layers=2)
+
+
+def _flow() -> Any:
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    return FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
+
+
+def _ltx2_vae() -> Any:
+    from diffusers import AutoencoderKLLTX2Video
+
+    return AutoencoderKLLTX2Video(
+        latent_channels=4,
+        block_out_channels=(8,),
+        decoder_block_out_channels=(8,),
+        layers_per_block=(1,),
+        decoder_layers_per_block=(1, 1),
+        spatio_temporal_scaling=(True,),
+        decoder_spatio_temporal_scaling=(True,),
+        decoder_inject_noise=(False, False),
+        downsample_type=("spatiotemporal",),
+        upsample_residual=(False,),
+        upsample_factor=(1,),
+        patch_size=16,
+        patch_size_t=1,
+        encoder_causal=True,
+        decoder_causal=False,
+    )
+
+
+def _ltx2_audio_vae() -> Any:
+    from diffusers import AutoencoderKLLTX2Audio
+
+    return AutoencoderKLLTX2Audio(
+        base_channels=4,
+        output_channels=2,
+        ch_mult=(1,),
+        num_res_blocks=1,
+        attn_resolutions=None,
+        in_channels=2,
+        resolution=32,
+        latent_channels=2,
+        norm_type="pixel",
+        causality_axis="height",
+        mid_block_add_attention=False,
+        sample_rate=16000,
+        mel_hop_length=160,
+        mel_bins=8,
+    )
+
+
+def _ltx2_connectors() -> Any:
+    from diffusers.pipelines.ltx2 import LTX2TextConnectors
+
+    heads = {"num_attention_heads": 4, "attention_head_dim": 8, "num_layers": 1, "num_learnable_registers": None}
+    return LTX2TextConnectors(
+        caption_channels=32,
+        text_proj_in_factor=3,
+        **{f"{stream}_connector_{name}": value for stream in ("video", "audio") for name, value in heads.items()},
+        connector_rope_base_seq_len=32,
+        rope_theta=10000.0,
+        rope_double_precision=False,
+        causal_temporal_positioning=False,
+        rope_type="split",
+    )
+
+
+def _ltx2_transformer(num_layers: int) -> Any:
+    import diffusers
+
+    return diffusers.LTX2VideoTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=4,
+        attention_head_dim=8,
+        cross_attention_dim=32,
+        vae_scale_factors=(2, 32, 32),
+        audio_in_channels=4,
+        audio_out_channels=4,
+        audio_num_attention_heads=4,
+        audio_attention_head_dim=4,
+        audio_cross_attention_dim=16,
+        num_layers=num_layers,
+        caption_channels=32,
+        rope_double_precision=False,
+        rope_type="split",
+        perturbed_attn=True,
+    )
+
+
+def _ltx2_vocoder(audio_vae: Any) -> Any:
+    from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder
+
+    return LTX2Vocoder(
+        in_channels=audio_vae.config.output_channels * audio_vae.config.mel_bins,
+        hidden_channels=32,
+        out_channels=2,
+        upsample_kernel_sizes=[4, 4],
+        upsample_factors=[2, 2],
+        resnet_kernel_sizes=[3],
+        resnet_dilations=[[1, 3, 5]],
+        output_sampling_rate=16000,
+    )
