@@ -19,6 +19,14 @@ from pipelines.request import MediaRequest
 OUTPUTS = ("images", "videos")
 
 
+def on_white(unit_FHWC: Tensor) -> Tensor:
+    """Three channels in [0, 1]; a fourth is how far a pixel covers a white ground."""
+    if unit_FHWC.shape[-1] == 3:
+        return unit_FHWC
+    colours, cover = unit_FHWC[..., :3], unit_FHWC[..., 3:]
+    return colours * cover + (1 - cover)
+
+
 class BlocksDecoder:
     """Decodes one job at a time: auto-encoders of clips keep the frames before."""
 
@@ -28,8 +36,7 @@ class BlocksDecoder:
 
     def decode(self, latents: Mapping[str, Any], request: MediaRequest) -> NDArray[np.uint8]:
         """All frames, uint8 (frames, height, width, 3), from what ``BlocksSampler.latents`` gives."""
-        pixels = self.pixels(latents)
-        unit_FHWC = pixels.movedim(-3, -1).float()
+        unit_FHWC = on_white(self.pixels(latents).movedim(-3, -1).float())
         frames: NDArray[np.uint8] = (unit_FHWC * 255).round().to(torch.uint8).cpu().numpy()
         return frames
 
@@ -39,7 +46,7 @@ class BlocksDecoder:
 
     @torch.no_grad()
     def pixels(self, latents: Mapping[str, Any]) -> Tensor:
-        """``pixels_FCHW`` in [0, 1], in the auto-encoder's dtype, on the device."""
+        """``pixels_FCHW`` in [0, 1], some models' with opacity, in the auto-encoder's dtype, on the device."""
         values = PipelineState()
         for name, spec in self._opened.inputs.items():
             values.set(name, spec.default, spec.kwargs_type)

@@ -12,6 +12,7 @@ from pipelines.models.architecture import Architecture
 ARCHITECTURES = {
     "Flux2Transformer2DModel": "flux2",
     "FluxTransformer2DModel": "flux",
+    "QwenImage21Transformer2DModel": "qwen21",
     "QwenImageTransformer2DModel": "qwen",
     "WanTransformer3DModel": "wan",
     "ZImageTransformer2DModel": "z_image",

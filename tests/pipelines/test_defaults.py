@@ -14,7 +14,7 @@ from pipelines.loading import SHIPPED
 
 @pytest.fixture
 def words_alone() -> Defaults:
-    return Checkpoint(SHIPPED / "flux-shapes").defaults
+    return replace(Checkpoint(SHIPPED / "flux-shapes").defaults, max_pictures=0, takes_strength=False)
 
 
 @pytest.mark.parametrize(
