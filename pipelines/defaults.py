@@ -69,6 +69,7 @@ class Defaults:
             "guidance_scale": self.guidance_scale,
             "true_cfg_scale": self.true_cfg_scale,
             "seed": 0,
+            "num_pictures": self.min_pictures,
         }
         request = MediaRequest(**(unsaid | changes))
         self.check(request)

@@ -48,6 +48,7 @@ class BlocksProbe:
             num_inference_steps=2,
             guidance_scale=self.defaults.guidance_scale,
             true_cfg_scale=2.0,
+            num_pictures=self.defaults.min_pictures,
             seed=PROBE_SEED,
         )
         branches = first_step(self.opened, request, PROBE_TOKENS, torch.Generator().manual_seed(PROBE_SEED))
@@ -69,10 +70,22 @@ def first_step(
 def blank_conditioning(
     opened: OpenedPipeline, request: MediaRequest, num_tokens: int, generator: torch.Generator | None = None
 ) -> Conditioning:
-    """What the encoders might make of a prompt of ``num_tokens``, by the configuration alone."""
+    """What the encoders might make of a prompt of ``num_tokens``, by the configuration alone.
+
+    Pictures that the model needs are of the size of the request's own.
+    """
 
     def prompt() -> dict[str, Any]:
         blank = opened.architecture.blank_conditioning(opened.part_config(opened.transformers[0]), num_tokens)
+        return {name: x if generator is None else _drawn(x, generator) for name, x in blank.items()}
+
+    def pictures() -> dict[str, Any]:
+        make = opened.architecture.blank_pictures
+        if make is None or not request.num_pictures:
+            return {}
+        unit = opened.architecture.defaults(opened.path).size_multiple // 2
+        sides = (request.height // unit, request.width // unit)
+        blank = make(opened.part_config(opened.transformers[0]), request.num_pictures, *sides)
         return {name: x if generator is None else _drawn(x, generator) for name, x in blank.items()}
 
     is_guided = request.true_cfg_scale > 1 or opened.architecture.needs_negative
@@ -80,7 +93,7 @@ def blank_conditioning(
     if negative is not None and guiders_of(opened.pipeline):
         values |= {f"negative_{name}": x for name, x in negative.items()}
         negative = None
-    return Conditioning(values=values, kinds={}, dtype=torch.float32, negative=negative)
+    return Conditioning(values=values | pictures(), kinds={}, dtype=torch.float32, negative=negative)
 
 
 def _drawn(value: Any, generator: torch.Generator) -> Any:

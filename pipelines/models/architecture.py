@@ -62,6 +62,8 @@ class Architecture:
       streams; ``heads(config)`` the number and the dim of its self-attention's heads. ``local_attention`` are name
       patterns (``*`` for a number) of attentions whose keys every rank has whole.
     - ``blank_conditioning(config, num_tokens)`` are zeros in the shapes of what the encoders make of a prompt.
+    - ``blank_pictures(config, number, height, width)`` are zeros in the shapes of what the encoders make of pictures,
+      whose sides are in latent values; of models that need some.
     - ``adapted(config, call, step)`` is a call of it where blocks and transformer differ; ``step`` is what the step's
       blocks were called with. ``blank(config, call)`` is what the pipeline may take for the answer before there is one;
       ``forward(module, call)`` makes the call and gives one tensor, and ``answer(config, call, prediction)`` makes of
@@ -81,6 +83,7 @@ class Architecture:
     stream_lengths: Callable[[Config, Arguments], Mapping[str, int]]
     heads: Callable[[Config], tuple[int, int]]
     blank_conditioning: Callable[[Config, int], Mapping[str, Tensor]]
+    blank_pictures: Callable[[Config, int, int, int], Mapping[str, Any]] | None = None
     local_attention: tuple[str, ...] = ()
     adapted: Callable[[Config, Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]] = unchanged
     blank: Callable[[Config, Mapping[str, Any]], Any] = like_latents

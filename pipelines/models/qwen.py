@@ -59,6 +59,14 @@ def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Tensor]:
     }
 
 
+def blank_pictures(config: Config, number: int, height: int, width: int) -> Mapping[str, Any]:
+    """Editors of several pictures take a list."""
+    import torch
+
+    pictures = [torch.zeros(1, config["out_channels"], 1, height, width) for _ in range(number)]
+    return {"image_latents": pictures if "Plus" in config["pipeline"]["_class_name"] else pictures[0]}
+
+
 def adapted(config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> Mapping[str, Any]:
     """One prompt is as long as it is: its mask, which masks nothing, would only forbid the fastest attention."""
     return {name: value for name, value in call.items() if name != MASK}
@@ -109,5 +117,6 @@ ARCHITECTURE = Architecture(
     stream_lengths=stream_lengths,
     heads=lambda config: (config["num_attention_heads"], config["attention_head_dim"]),
     blank_conditioning=blank_conditioning,
+    blank_pictures=blank_pictures,
     adapted=adapted,
 )

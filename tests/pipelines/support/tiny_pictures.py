@@ -159,7 +159,7 @@ def z_image(path: Path) -> Path:
         n_kv_heads=6,
         cap_feat_dim=HIDDEN,
         axes_dims=[4, 6, 6],
-        axes_lens=[256, 64, 64],
+        axes_lens=[1024, 64, 64],
     )
     ZImagePipeline(
         scheduler=flow(),
