@@ -51,7 +51,8 @@ class Defaults:
     max_tokens: int = 0
 
     def request(self, size: Size | None = None, **changes: Any) -> MediaRequest:
-        """The request of somebody who says no more than ``size`` and ``changes`` (fields of ``MediaRequest``).
+        """The request of somebody who says no more than ``size`` and ``changes`` (fields of ``MediaRequest``), and
+        brings as many pictures as the model needs.
 
         ValueError outside the model's limits.
         """
