@@ -51,7 +51,8 @@ class Defaults:
     max_tokens: int = 0
 
     def request(self, size: Size | None = None, **changes: Any) -> MediaRequest:
-        """The request of somebody who says no more than ``size`` and ``changes`` (fields of ``MediaRequest``).
+        """The request of somebody who says no more than ``size`` and ``changes`` (fields of ``MediaRequest``), and
+        brings as many pictures as the model needs.
 
         ValueError outside the model's limits.
         """
@@ -69,6 +70,7 @@ class Defaults:
             "guidance_scale": self.guidance_scale,
             "true_cfg_scale": self.true_cfg_scale,
             "seed": 0,
+            "num_pictures": self.min_pictures,
         }
         request = MediaRequest(**(unsaid | changes))
         self.check(request)

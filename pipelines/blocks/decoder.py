@@ -30,6 +30,14 @@ class DecodedMedia:
     sound: Sound | None = None
 
 
+def on_white(unit_FHWC: Tensor) -> Tensor:
+    """Three channels in [0, 1]; a fourth is how far a pixel covers a white ground."""
+    if unit_FHWC.shape[-1] == 3:
+        return unit_FHWC
+    colours, cover = unit_FHWC[..., :3], unit_FHWC[..., 3:]
+    return colours * cover + (1 - cover)
+
+
 class BlocksDecoder:
     """Decodes one job at a time: auto-encoders of clips keep the frames before."""
 
@@ -54,7 +62,7 @@ class BlocksDecoder:
         return self.decode(latents, request)
 
     def pixels(self, latents: Mapping[str, Any]) -> Tensor:
-        """``pixels_FCHW`` in [0, 1], in the auto-encoder's dtype, on the device."""
+        """``pixels_FCHW`` in [0, 1], some models' with opacity, in the auto-encoder's dtype, on the device."""
         return _pixels(self._run(latents))
 
     @torch.no_grad()
@@ -89,6 +97,6 @@ def _pixels(values: PipelineState) -> Tensor:
 
 
 def _to_frames(pixels_FCHW: Tensor) -> NDArray[np.uint8]:
-    unit_FHWC = pixels_FCHW.movedim(-3, -1).float()
+    unit_FHWC = on_white(pixels_FCHW.movedim(-3, -1).float())
     frames: NDArray[np.uint8] = (unit_FHWC * 255).round().to(torch.uint8).cpu().numpy()
     return frames

@@ -29,6 +29,7 @@ def inputs_of(request: MediaRequest, known: Collection[str], pictures: InputPict
         "strength": request.strength,
         "generator": torch.Generator().manual_seed(request.seed),
         "output_type": "pt",
+        "use_kv_cache": False,  # it would be in the hands of whoever stands in for the transformer
         **dict.fromkeys(FRAME_RATES, request.fps),
         **_picture_inputs([picture.image() for picture in pictures.pictures], mask, known),
     }

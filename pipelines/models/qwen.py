@@ -11,6 +11,7 @@ from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGat
 from pipelines.defaults import Defaults
 from pipelines.directory import read_config, read_index
 from pipelines.models.architecture import Architecture, Config
+from pipelines.request import MediaRequest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,6 +58,16 @@ def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Tensor]:
         "prompt_embeds": torch.zeros(1, num_tokens, config["joint_attention_dim"]),
         "prompt_embeds_mask": torch.ones(1, num_tokens, dtype=torch.long),
     }
+
+
+def blank_pictures(path: Path, request: MediaRequest) -> Mapping[str, Any]:
+    """Editors of several pictures take a list."""
+    import torch
+
+    unit, channels = defaults(path).size_multiple // 2, read_config(path, "transformer").get("out_channels", 16)
+    shape = (1, channels, 1, request.height // unit, request.width // unit)
+    pictures = [torch.zeros(shape) for _ in range(request.num_pictures)]
+    return {"image_latents": pictures if "Plus" in read_index(path)["_class_name"] else pictures[0]}
 
 
 def adapted(config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -109,5 +120,6 @@ ARCHITECTURE = Architecture(
     stream_lengths=stream_lengths,
     heads=lambda config: (config["num_attention_heads"], config["attention_head_dim"]),
     blank_conditioning=blank_conditioning,
+    blank_pictures=blank_pictures,
     adapted=adapted,
 )

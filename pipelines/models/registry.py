@@ -18,6 +18,7 @@ ARCHITECTURES = {
     "Krea2Transformer2DModel": "krea2",
     "LTX2VideoTransformer3DModel": "ltx2",
     "LTXVideoTransformer3DModel": "ltx",
+    "QwenImage21Transformer2DModel": "qwen21",
     "QwenImageTransformer2DModel": "qwen",
     "SD3Transformer2DModel": "sd3",
     "WanTransformer3DModel": "wan",

@@ -14,7 +14,7 @@ from pipelines.loading import SHIPPED
 
 @pytest.fixture
 def words_alone() -> Defaults:
-    return Checkpoint(SHIPPED / "flux-shapes").defaults
+    return replace(Checkpoint(SHIPPED / "flux-shapes").defaults, max_pictures=0, takes_strength=False)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_a_model_of_words_takes_nothing_else(words_alone: Defaults, given: dict[
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({}, "0 pictures came along; this model takes from 1 to 3"),
+        ({"num_pictures": 0}, "0 pictures came along; this model takes from 1 to 3"),
         ({"num_pictures": 4}, "4 pictures came along; this model takes from 1 to 3"),
         ({"num_pictures": 1, "strength": 0.0}, "strength is 0.0; it must be above 0"),
         ({"num_pictures": 1, "strength": 1.1}, "strength is 1.1; it must be above 0"),

@@ -23,7 +23,7 @@ from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
 from pipelines.run import Pipeline, load_pipeline
 from tests.engines.support.gloo import gang
-from tests.pipelines.support import tiny_pictures
+from tests.pipelines.support import tiny_pictures, tiny_qwen
 from tests.pipelines.support.picture_cases import (
     PictureCase,
     own,
@@ -49,14 +49,14 @@ CASES = {
     "flux2 klein, two pictures": PictureCase(make=tiny_pictures.flux2_klein, pictures=TWO),
     "flux2 klein base": PictureCase(make=tiny_pictures.flux2_klein_base, pictures=()),
     "flux2 klein base, two pictures": PictureCase(make=tiny_pictures.flux2_klein_base, pictures=TWO),
-    "qwen": PictureCase(make=tiny_pictures.qwen, tensor=True, num_steps=4, changes={"strength": 0.7}),
-    "qwen, the strength of its own": PictureCase(make=tiny_pictures.qwen, num_steps=4),
+    "qwen": PictureCase(make=tiny_qwen.qwen, tensor=True, num_steps=4, changes={"strength": 0.7}),
+    "qwen, the strength of its own": PictureCase(make=tiny_qwen.qwen, num_steps=4),
     "qwen, a mask": PictureCase(
-        make=tiny_pictures.qwen, has_mask=True, num_steps=4, changes={"strength": 0.7}, own={"output_type": "pil"}
+        make=tiny_qwen.qwen, has_mask=True, num_steps=4, changes={"strength": 0.7}, own={"output_type": "pil"}
     ),
-    "qwen edit": PictureCase(make=tiny_pictures.qwen_edit),
-    "qwen edit plus, one picture": PictureCase(make=tiny_pictures.qwen_edit_plus),
-    "qwen edit plus, two pictures": PictureCase(make=tiny_pictures.qwen_edit_plus, tensor=True, pictures=TWO),
+    "qwen edit": PictureCase(make=tiny_qwen.qwen_edit),
+    "qwen edit plus, one picture": PictureCase(make=tiny_qwen.qwen_edit_plus),
+    "qwen edit plus, two pictures": PictureCase(make=tiny_qwen.qwen_edit_plus, tensor=True, pictures=TWO),
     "z image": PictureCase(make=tiny_pictures.z_image, num_steps=4, changes={"strength": 0.7}),
     "z image, the strength of its own": PictureCase(make=tiny_pictures.z_image, num_steps=4),
 }

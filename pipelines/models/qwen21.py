@@ -1,0 +1,99 @@
+"""Qwen-Image 2.1: one stream in which words and pictures are seen from later tokens alone.
+
+That attention cannot be cut along the tokens: every rank has them all, and heads are what several ranks divide.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan
+from pipelines.defaults import Defaults
+from pipelines.directory import read_config
+from pipelines.models.architecture import Architecture, Config
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from engines.core.kernel import Kernel
+    from engines.core.model import Arguments
+
+TOKENS = "tokens"
+BLOCKS = "transformer_blocks"
+MASK = "encoder_hidden_states_mask"
+SLOT = 4
+"""Latent tokens that a place for a picture in the prompt stands for."""
+
+SHARD_PLAN = ShardPlan(
+    streams=(TOKENS,),
+    blocks=(BLOCKS,),
+    shards=(),
+    gathers=(),
+    linears=(
+        *(ColumnLinear(pattern=f"{BLOCKS}.*.attn.{name}") for name in ("to_q", "to_k", "to_v")),
+        RowLinear(pattern=f"{BLOCKS}.*.attn.to_out.0"),
+        *(ColumnLinear(pattern=f"{BLOCKS}.*.img_mlp.{name}") for name in ("proj", "gate_layer")),
+        RowLinear(pattern=f"{BLOCKS}.*.img_mlp.out"),
+    ),
+)
+
+
+def stream_lengths(config: Config, arguments: Arguments) -> dict[str, int]:
+    """Pictures stand in the prompt with a place for ``SLOT`` tokens each."""
+    num_pictures = math.prod(arguments["hidden_states"].shape[1:2])
+    num_places = (num_pictures - math.prod(arguments["img_shapes"][0][-1])) // SLOT
+    return {TOKENS: num_pictures + arguments["encoder_hidden_states"].shape[1] - num_places}
+
+
+def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Tensor]:
+    import torch
+
+    return {
+        "prompt_embeds": torch.zeros(1, num_tokens, config["context_in_dim"]),
+        "prompt_embeds_mask": torch.ones(1, num_tokens, dtype=torch.long),
+        "image_pad_mask": torch.zeros(1, num_tokens, dtype=torch.bool),
+    }
+
+
+def adapted(config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> Mapping[str, Any]:
+    """One prompt is as long as it is: its mask masks nothing."""
+    return {name: value for name, value in call.items() if name != MASK}
+
+
+def set_kernel(module: nn.Module, kernel: Kernel) -> None:
+    """Nothing: our kernels know no causal attention, and every rank has all tokens."""
+
+
+def defaults(path: Path) -> Defaults:
+    """As of the pipeline's own arguments in diffusers."""
+    halvings = read_config(path, "vae").get("temperal_downsample", (False, True, True, True))
+    return Defaults(
+        kind="image",
+        width=1024,
+        height=1024,
+        num_frames=1,
+        fps=0,
+        num_inference_steps=40,
+        guidance_scale=0.0,
+        true_cfg_scale=1.0,
+        size_multiple=2 * 2 ** len(halvings),
+        frame_multiple=1,
+        max_pixels=2048 * 2048,
+        max_frames=1,
+        max_steps=100,
+    )
+
+
+ARCHITECTURE = Architecture(
+    family="qwen",
+    defaults=defaults,
+    shard_plan=lambda config: SHARD_PLAN,
+    stream_lengths=stream_lengths,
+    heads=lambda config: (config["num_attention_heads"], config["attention_head_dim"]),
+    blank_conditioning=blank_conditioning,
+    adapted=adapted,
+    set_kernel=set_kernel,
+)

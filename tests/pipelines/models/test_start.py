@@ -1,0 +1,42 @@
+"""What a gang does at its start, before anybody has sent a picture: a typical step, and a known one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipelines.checkpoint import Checkpoint
+from pipelines.run import PlainEngine
+from pipelines.size import Size
+from tests.pipelines.support import tiny_pictures, tiny_qwen, tiny_qwen21
+
+MODELS = {
+    "flux": tiny_pictures.flux,
+    "flux kontext": tiny_pictures.flux_kontext,
+    "flux2 dev": tiny_pictures.flux2_dev,
+    "flux2 klein base": tiny_pictures.flux2_klein_base,
+    "qwen": tiny_qwen.qwen,
+    "qwen edit": tiny_qwen.qwen_edit,
+    "qwen edit plus": tiny_qwen.qwen_edit_plus,
+    "qwen 2.1": tiny_qwen21.qwen21,
+    "z image": tiny_pictures.z_image,
+}
+WITH_PICTURES = {"qwen edit", "qwen edit plus"}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_gang_can_begin(name: str, tmp_path: Path) -> None:
+    make: Callable[[Path], Path] = MODELS[name]
+    checkpoint = Checkpoint(make(tmp_path))
+    multiple = checkpoint.defaults.size_multiple
+    typical = checkpoint.defaults.request(Size(width=5 * multiple, height=3 * multiple))
+    model = checkpoint.denoiser(typical=typical)
+    assert model.typical_lengths is not None
+    if name in WITH_PICTURES:
+        assert model.typical_lengths["image"] == 2 * 15
+    engine = PlainEngine(model=model)
+    for branches in (checkpoint.first_step(typical), model.probe()):
+        for prediction in engine.predict(branches):
+            assert prediction.isfinite().all()

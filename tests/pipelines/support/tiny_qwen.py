@@ -1,0 +1,112 @@
+"""Qwen-Image and its editors in small."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.pipelines.support.tiny import ALPHABET, shake
+from tests.pipelines.support.tiny_models import HIDDEN
+from tests.pipelines.support.tiny_pictures import chat_tokenizer, flow
+
+
+def qwen_auto_encoder() -> Any:
+    from diffusers import AutoencoderKLQwenImage
+
+    torch.manual_seed(0)
+    sizes = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 1, 2, 2], "num_res_blocks": 1}
+    scales = {"latents_mean": [0.0] * 4, "latents_std": [1.0] * 4}  # the decoding blocks scale the latents in place
+    return shake(AutoencoderKLQwenImage(**sizes, **scales, temperal_downsample=[False, True, True]))
+
+
+def qwen(path: Path, kind: str = "QwenImagePipeline", **changes: Any) -> Path:
+    import diffusers
+
+    transformer = diffusers.QwenImageTransformer2DModel(
+        patch_size=2,
+        in_channels=16,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=4,
+        joint_attention_dim=HIDDEN,
+        axes_dims_rope=(4, 6, 6),
+        **changes,
+    )
+    is_editor = kind != "QwenImagePipeline"
+    parts: dict[str, Any] = {"processor": None} if is_editor else {}
+    getattr(diffusers, kind)(
+        scheduler=flow(),
+        vae=qwen_auto_encoder(),
+        text_encoder=qwen_vl(),
+        tokenizer=vision_tokenizer(),
+        transformer=shake(transformer),
+        **parts,
+    ).save_pretrained(path)
+    if is_editor:
+        index = path / "model_index.json"
+        parts = {**json.loads(index.read_text()), "processor": ["transformers", "Qwen2VLProcessor"]}
+        index.write_text(json.dumps(parts))
+    return path
+
+
+def qwen_edit(path: Path) -> Path:
+    return qwen(path, "QwenImageEditPipeline")
+
+
+def qwen_edit_plus(path: Path) -> Path:
+    """As of 2511: pictures are modulated as at time zero."""
+    return qwen(path, "QwenImageEditPlusPipeline", zero_cond_t=True)
+
+
+class QwenProcessor:
+    """What ``Qwen2VLProcessor`` does, which needs torchvision even to be made."""
+
+    def __init__(self) -> None:
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+        self.images = Qwen2VLImageProcessorPil(patch_size=4, min_pixels=64, max_pixels=64 * 64)
+        self.tokenizer = vision_tokenizer()
+
+    def __call__(self, *, text: list[str], images: Any, padding: bool, return_tensors: str) -> Any:
+        from transformers import BatchFeature
+
+        given = self.images(images, return_tensors=return_tensors)
+        pad, (words,) = VISION[2], text
+        for grid in given["image_grid_thw"]:
+            words = words.replace(pad, "\0" * (int(grid.prod()) // self.images.merge_size**2), 1)
+        ids = self.tokenizer([words.replace("\0", pad)], padding=padding, return_tensors=return_tensors)
+        return BatchFeature({**ids, **given})
+
+
+VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+
+
+def vision_tokenizer() -> Any:
+    letters = chat_tokenizer()
+    letters.add_special_tokens({"additional_special_tokens": list(VISION)})
+    return letters
+
+
+def qwen_vl() -> Any:
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    start, end, image, video = (vision_tokenizer().convert_tokens_to_ids(name) for name in VISION)
+    text = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "rope_scaling": {"mrope_section": [2, 3, 3], "rope_type": "default", "type": "default"},
+        "rope_theta": 1e6,
+        "vocab_size": len(ALPHABET) + len(VISION),
+    }
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": HIDDEN}
+    ids = {"vision_start_token_id": start, "vision_end_token_id": end, "image_token_id": image, "video_token_id": video}
+    config = Qwen2_5_VLConfig(text_config=text, vision_config={**vision, "patch_size": 4, "window_size": 16}, **ids)
+    torch.manual_seed(0)
+    return shake(Qwen2_5_VLForConditionalGeneration(config))
