@@ -104,13 +104,13 @@ def blank(config: Config, call: Mapping[str, Any]) -> tuple[Tensor]:
 
 
 def set_kernel(module: nn.Module, kernel: Kernel) -> None:
-    from pipelines.models.hunyuan_attention import set_kernel
+    from pipelines.models.attention.hunyuan_video import set_kernel
 
     set_kernel(module, kernel)
 
 
 def forward(module: nn.Module, call: Mapping[str, Any]) -> Tensor:
-    from pipelines.models.hunyuan_attention import forward
+    from pipelines.models.attention.hunyuan_video import forward
 
     return forward(module, call)
 

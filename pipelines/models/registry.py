@@ -44,6 +44,6 @@ def load_architecture(class_name: str) -> Architecture:
 
 @cache
 def _generic(class_name: str) -> Architecture:
-    from pipelines.models.generic import generic
+    from pipelines.models.unknown.generic import generic
 
     return generic(class_name)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard, named_like
 from pipelines.models.architecture import Architecture, Config
-from pipelines.models.outline import empty, repeated_blocks
+from pipelines.models.unknown.outline import empty, repeated_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

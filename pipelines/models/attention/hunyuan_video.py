@@ -19,7 +19,7 @@ GLYPHS, PICTURE = 1, 2
 """Kinds of text tokens beside those of the prompt, as ``cond_type_embed`` numbers them."""
 
 
-class JointProcessor:
+class HunyuanVideoProcessor:
     """An attention processor for clip and text together around ``kernel``, with a mask of the text's tokens.
 
     The number of heads is read off the tensors: a tensor-parallel rank holds only some of them.
@@ -56,7 +56,7 @@ def _heads(
 
 
 def set_kernel(module: Any, kernel: Kernel) -> None:
-    processor: Any = JointProcessor(kernel)
+    processor: Any = HunyuanVideoProcessor(kernel)
     for block in module.transformer_blocks:
         block.attn.set_processor(processor)
 

@@ -20,7 +20,7 @@ from engines.core.shard_plan import ShardPlan
 from pipelines.defaults import Defaults
 from pipelines.directory import DENOISERS, part_class, read_config
 from pipelines.models.architecture import Architecture, Config
-from pipelines.models.outline import empty, repeated_blocks
+from pipelines.models.unknown.outline import empty, repeated_blocks
 from pipelines.modular import open_modular
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ LONGEST_CLIP = 257
 
 def generic(class_name: str) -> Architecture:
     """ValueError if diffusers has no such class."""
-    from pipelines.models.converted import can_be_divided, converted
+    from pipelines.models.unknown.converted import can_be_divided, converted
 
     module_class = getattr(import_module("diffusers"), class_name, None)
     if module_class is None:
