@@ -20,7 +20,7 @@ def ltx(path: Path) -> Path:
         num_attention_heads=4,
         attention_head_dim=8,
         cross_attention_dim=32,
-        num_layers=2,
+        num_layers=4,
         caption_channels=48,
     )
     vae = diffusers.AutoencoderKLLTXVideo(
