@@ -13,10 +13,23 @@ from pipelines.loading import published_models, resolve_configuration, shipped_c
 from tests.pipelines.support.real_configs import FLUX, WAN
 
 REAL = FLUX | WAN
+NEWER = {
+    "FLUX.2-dev": 32_223_281_152,
+    "FLUX.2-klein-4B": 3_875_544_576,
+    "Qwen-Image": 20_430_401_088,
+    "Z-Image-Turbo": 6_154_908_736,
+}
+"""Parameters of the transformers, whose cards say 32, 4, 20 and 6 billion."""
 
 
 def test_every_real_configuration_is_there() -> None:
-    assert set(published_models()) == set(REAL)
+    assert set(published_models()) == {*REAL, *NEWER}
+
+
+@pytest.mark.parametrize("name", NEWER)
+def test_newer_models_have_as_many_parameters_as_they_should(name: str) -> None:
+    checkpoint = Checkpoint.of_configuration(name, "meta", "bfloat16")
+    assert checkpoint.weights_bytes() == 2 * NEWER[name], "in bfloat16"
 
 
 @pytest.mark.parametrize("name", sorted(REAL))
