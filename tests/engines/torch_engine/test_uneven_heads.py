@@ -37,7 +37,7 @@ def six_heads() -> torch.nn.Module:
 
 @cache
 def model() -> DenoiserModel:
-    from pipelines.flux.denoiser import as_denoiser
+    from pipelines.models.bare.flux import as_denoiser
 
     return as_denoiser(six_heads())
 
