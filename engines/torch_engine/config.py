@@ -81,7 +81,7 @@ def divide(
 
     ``precision`` is a concrete one: an "auto" strategy is chosen for it.
     """
-    if num_ranks > 1 and not model.plan.shards:
+    if num_ranks > 1 and not model.plan.shards and not model.plan.linears:
         kinds = ", ".join(dict.fromkeys(type(module).__name__ for module in model.modules.values()))
         raise ValueError(
             f"there is no plan to divide {kinds} over {num_ranks} ranks: give it gangs of one rank (num_ranks: 1), and "

@@ -32,6 +32,9 @@ from tests.pipelines.support.picture_cases import (
     small_pictures,
 )
 
+pytestmark = pytest.mark.slow
+
+
 TOLERANCE = 1e-4
 """Relative, in float32: sums are made in another order."""
 CONTEXT = ("ulysses", "ring", "allgather_kv")

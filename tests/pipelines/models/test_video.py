@@ -26,6 +26,9 @@ from tests.pipelines.models.test_gangs import CONTEXT, TOLERANCE, relative_diffe
 from tests.pipelines.support import tiny_hunyuan, tiny_ltx, tiny_video, video_reference
 from tests.pipelines.support.video import Clip, Latents, denoised, picture, pictures_of
 
+pytestmark = pytest.mark.slow
+
+
 CLIPS = {
     "wan 2.1 from a picture": Clip(
         make=tiny_video.wan_picture, reference=video_reference.blocks, num_pictures=1, strategies=("tensor",)
