@@ -44,13 +44,21 @@ def test_packing_copies_nothing() -> None:
     assert np.shares_memory(pixels, np.frombuffer(INPUTS.pictures[0].data, np.uint8))
 
 
+class Seen(list[torch.Tensor]):
+    """Pictures in place of conditioning."""
+
+    @property
+    def shapes(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        return tuple((str(number), tuple(x.shape)) for number, x in enumerate(self))
+
+
 class Looker:
     """An encoder whose conditioning is the pictures."""
 
     def encode(self, request: MediaRequest, pictures: InputPictures) -> Any:
         assert len(pictures.pictures) == request.num_pictures
         images = [*pictures.pictures, *([pictures.mask] if pictures.mask else [])]
-        return [torch.from_numpy(np.array(one.image())) for one in images]
+        return Seen(torch.from_numpy(np.array(one.image())) for one in images)
 
 
 class LookingEncoder(PromptEncoder):
