@@ -34,7 +34,7 @@ def nested(arguments: Arguments) -> dict[str, Any]:
         for folder in folders:
             place = place.setdefault(folder, {})
         place[last] = value
-    return {name: _with_lists(value) if _was_opened(name, arguments) else value for name, value in call.items()}
+    return {name: value if name in arguments else _with_lists(value) for name, value in call.items()}
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -57,10 +57,6 @@ def _holds_tensors(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return any(map(_holds_tensors, value))
     return isinstance(value, Tensor)
-
-
-def _was_opened(name: str, arguments: Arguments) -> bool:
-    return name not in arguments
 
 
 def _with_lists(value: Any) -> Any:

@@ -67,9 +67,7 @@ class BlocksDecoder:
 
     @torch.no_grad()
     def _run(self, latents: Mapping[str, Any]) -> PipelineState:
-        values = PipelineState()
-        for name, spec in self._opened.inputs.items():
-            values.set(name, spec.default, spec.kwargs_type)
+        values = self._opened.state({})
         for name, value in latents.items():
             values.set(name, self._here(name, value))
         tree.run(self._opened.blocks, [(name,) for name in self._opened.sections.decode], self._pipeline, values)

@@ -79,9 +79,7 @@ class BlocksEncoder:
         if self.max_tokens and "max_sequence_length" in self._opened.inputs:
             inputs["max_sequence_length"] = self.max_tokens
             self._warn_if_cut(request.prompt)
-        state = PipelineState()
-        for name, spec in self._opened.inputs.items():
-            state.set(name, inputs.get(name, spec.default), spec.kwargs_type)
+        state = self._opened.state(inputs)
         before = inputs["generator"].get_state() if "generator" in inputs else None
         tree.run(self._opened.blocks, [(name,) for name in self._sections], self._pipeline, state)
         if before is None or torch.equal(before, inputs["generator"].get_state()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 from collections.abc import Iterable, Mapping
@@ -14,6 +15,7 @@ import torch
 from accelerate import init_empty_weights  # type: ignore[import-untyped]
 from diffusers import ModelMixin
 from diffusers.configuration_utils import FrozenDict
+from diffusers.modular_pipelines.modular_pipeline import PipelineState
 from torch import nn
 
 from pipelines.blocks.stand_in import StandIn
@@ -56,6 +58,13 @@ class OpenedPipeline:
         specs = (spec for name in sections for spec in self.blocks.sub_blocks[name].inputs)
         return frozenset(spec.name for spec in specs if spec.name is not None)
 
+    def state(self, inputs: Mapping[str, Any]) -> PipelineState:
+        """The pipeline's values before any block ran: ``inputs``, and diffusers' defaults for all others."""
+        state = PipelineState()
+        for name, spec in self.inputs.items():
+            state.set(name, inputs.get(name, spec.default), spec.kwargs_type)
+        return state
+
     @cached_property
     def transformers(self) -> tuple[str, ...]:
         """The parts whose forwards a gang makes: those of diffusers' classes that have weights and are looped over."""
@@ -88,8 +97,9 @@ class OpenedPipeline:
         wanted = set(self._parts(sections))
         return self._with_parts(lambda name: self.load_part(name) if name in wanted else self._outline(name))
 
+    @cached_property
     def for_ranks(self) -> Any:
-        """Returns a pipeline for preparing and looping: of every model the outline, stand-ins for the transformers."""
+        """A pipeline for preparing and looping: of every model the outline, stand-ins for the transformers."""
         pipeline = self._with_parts(lambda name: None if name in self.transformers else self._outline(name))
         for name in self.transformers:
             setattr(pipeline, name, self._stand_in(name))
@@ -134,7 +144,7 @@ class OpenedPipeline:
         return is_named and isinstance(spec.type_hint, type)
 
     def _with_parts(self, make: Any) -> Any:
-        pipeline = _placed(open_modular(self.path), self.device, self.dtype)
+        pipeline = copy.copy(self.pipeline)
         for name in self._parts(self.blocks.sub_blocks):
             setattr(pipeline, name, make(name))
         return pipeline

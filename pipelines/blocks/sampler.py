@@ -22,7 +22,7 @@ from pipelines.blocks.noise import put_away, taken_out
 from pipelines.blocks.opened import OpenedPipeline
 from pipelines.blocks.own_parts import copied, own_parts, with_parts
 from pipelines.blocks.requests import inputs_of
-from pipelines.blocks.stand_in import Call, Exchange, answered
+from pipelines.blocks.stand_in import Call, Exchange
 from pipelines.request import MediaRequest
 
 TIMESTEP = "timestep"
@@ -66,7 +66,7 @@ class BlocksSampler:
     def __init__(self, opened: OpenedPipeline) -> None:
         self._opened, self._blocks = opened, opened.blocks
         self._architecture = opened.architecture
-        self._pipeline = opened.for_ranks()
+        self._pipeline = opened.for_ranks
         self._decoder_reads = opened.input_names(opened.sections.decode) - {"generator"}
         self._noted: tuple[_Noted, ...] = ()
 
@@ -108,11 +108,10 @@ class BlocksSampler:
             predictions = (guided(predictions, state.request.true_cfg_scale),)
         config = self._opened.part_config(self._opened.transformers[0])
         calls = noted.exchange.calls
-        answers = (
+        noted.exchange.answers = [
             self._architecture.answer(config, call, prediction)
             for (_, call), prediction in zip(calls, predictions, strict=True)
-        )
-        answered(noted.exchange, list(answers))
+        ]
         loop_state, step = noted.loop_state, state.steps[state.step]
         for block in list(tree.block_at(self._blocks, state.loop).sub_blocks.values())[noted.caller :]:
             _, loop_state = block(noted.pipeline, loop_state, **step)
@@ -137,12 +136,10 @@ class BlocksSampler:
         return self._finished(state, loop_state)
 
     def _values(self, request: MediaRequest, conditioning: Conditioning) -> PipelineState:
-        values = PipelineState()
         inputs = inputs_of(request, self._opened.inputs)
         if conditioning.generator is not None:
             inputs["generator"].set_state(conditioning.generator)
-        for name, spec in self._opened.inputs.items():
-            values.set(name, inputs.get(name, spec.default), spec.kwargs_type)
+        values = self._opened.state(inputs)
         here = self._here(conditioning.values, conditioning.dtype)
         assert here is not None
         kinds = {name: kind for kind, names in conditioning.kinds.items() for name in names}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,8 @@ Call = tuple[str, Mapping[str, Any]]
 
 @dataclass(slots=True)
 class Exchange:
-    """The calls of one pass over a step, of all stand-ins of a pipeline in order, and the answers of another."""
+    """The calls of one pass over a step, of all stand-ins of a pipeline in order, and the answers of another, which the
+    same calls get in the same order."""
 
     calls: list[Call] = field(default_factory=list)
     answers: list[Any] | None = None
@@ -80,8 +81,3 @@ class StandIn:
 
     def cache_context(self, name: str) -> Any:
         return nullcontext()
-
-
-def answered(exchange: Exchange, answers: Sequence[Any]) -> None:
-    """The next calls get ``answers``, in the order in which the calls were noted."""
-    exchange.answers = list(answers)
