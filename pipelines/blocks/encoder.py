@@ -14,6 +14,7 @@ from torch import Tensor
 from engines.core.parcel import Shapes
 from pipelines.blocks import arguments, tree
 from pipelines.blocks.guidance import guiders_of, set_scale
+from pipelines.blocks.noise import NoiseState
 from pipelines.blocks.opened import TOKENIZERS, OpenedPipeline
 from pipelines.blocks.requests import inputs_of
 from pipelines.pictures import NO_PICTURES, InputPictures
@@ -27,7 +28,7 @@ class Conditioning:
     """What the encoders made of a request: values by the names that the blocks after them read, tensors on the CPU.
 
     ``kinds`` are the names of the groups that values belong to. ``negative`` are those of the negative prompt, where
-    the pipeline itself knows no second prompt. ``generator`` is the state of the noise's, if an encoder drew from it.
+    the pipeline itself knows no second prompt. ``noise`` is where its generator stands, if an encoder drew from it.
     ``dtype`` is what the encoders compute in.
     """
 
@@ -35,7 +36,7 @@ class Conditioning:
     kinds: Mapping[str, tuple[str, ...]]
     dtype: torch.dtype
     negative: Mapping[str, Any] | None = None
-    generator: Tensor | None = None
+    noise: NoiseState | None = None
 
     @property
     def shapes(self) -> Shapes:
@@ -57,7 +58,7 @@ class BlocksEncoder:
 
     @torch.no_grad()
     def encode(self, request: MediaRequest, pictures: InputPictures = NO_PICTURES) -> Conditioning:
-        state, generator = self._encoded(request, pictures)
+        state, noise = self._encoded(request, pictures)
         negative = None
         if request.true_cfg_scale > 1 and not guiders_of(self._pipeline):
             other, _ = self._encoded(replace(request, prompt=request.negative_prompt), pictures)
@@ -67,11 +68,11 @@ class BlocksEncoder:
             kinds={kind: tuple(names) for kind, names in state.kwargs_mapping.items()},
             dtype=self._opened.dtype,
             negative=negative,
-            generator=generator,
+            noise=noise,
         )
 
-    def _encoded(self, request: MediaRequest, pictures: InputPictures) -> tuple[PipelineState, Tensor | None]:
-        """The blocks' values, and the generator's state where it is no longer that of the seed alone."""
+    def _encoded(self, request: MediaRequest, pictures: InputPictures) -> tuple[PipelineState, NoiseState | None]:
+        """The blocks' values, and where the generator stands unless that is where its seed puts it."""
         set_scale(self._pipeline, max(request.true_cfg_scale, 2.0 if self._opened.architecture.needs_negative else 1.0))
         if self._opened.architecture.frames_from_pictures:
             pictures = pictures.cut_to(request.width, request.height)
@@ -80,11 +81,11 @@ class BlocksEncoder:
             inputs["max_sequence_length"] = self.max_tokens
             self._warn_if_cut(request.prompt)
         state = self._opened.state(inputs)
-        before = inputs["generator"].get_state() if "generator" in inputs else None
+        generator = inputs.get("generator")
+        before = None if generator is None else NoiseState.of(generator)
         tree.run(self._opened.blocks, [(name,) for name in self._sections], self._pipeline, state)
-        if before is None or torch.equal(before, inputs["generator"].get_state()):
-            return state, None
-        return state, inputs["generator"].get_state()
+        after = None if generator is None else NoiseState.of(generator)
+        return state, None if before == after else after
 
     def _values(self, state: PipelineState) -> dict[str, Any]:
         """What the encoding blocks made and others read; not what a request says anyway."""

@@ -137,8 +137,8 @@ class BlocksSampler:
 
     def _values(self, request: MediaRequest, conditioning: Conditioning) -> PipelineState:
         inputs = inputs_of(request, self._opened.inputs)
-        if conditioning.generator is not None:
-            inputs["generator"].set_state(conditioning.generator)
+        if conditioning.noise is not None:
+            inputs["generator"] = conditioning.noise.generator()
         values = self._opened.state(inputs)
         here = self._here(conditioning.values, conditioning.dtype)
         assert here is not None

@@ -43,7 +43,7 @@ async def read_late(events: AsyncGenerator[StudioEvent], is_over: Callable[[], b
 
 
 async def test_latents_that_are_read_late_are_there(handles: dict[str, Any], models: dict[str, Path]) -> None:
-    request = replace(bare_request(models, partial_images=3), request_id="late")
+    request = replace(bare_request(models, partial_images=3)[0], request_id="late")
     studio = DeployedStudio({}, {"pictures": StageHandles(**handles)}, Readiness(["pictures"]))
     events = await read_late(studio.perform(request, Output(format="png")), lambda: ended(request))
     assert [event.index for event in events if isinstance(event, Preview)] == [0, 1, 2]
@@ -54,7 +54,7 @@ async def test_latents_that_are_read_late_are_there(handles: dict[str, Any], mod
 
 async def test_no_deployment_hands_out_references(handles: dict[str, Any], models: dict[str, Path]) -> None:
     """A conditioning that was lost so would cost a run of its request."""
-    request = bare_request(models, partial_images=1)
+    request, _ = bare_request(models, partial_images=1)
     encoding = handles["text_encoder"].encode.remote(request)
     encoded = [await encoding._to_object_ref()]
     stream = handles["denoiser"].options(stream=True).denoise.remote("id", request, encoded)

@@ -24,6 +24,7 @@ from tests.deployments.support.bare import (
     begun,
     frames_of,
 )
+from tests.deployments.support.files import file_of, noise
 from tests.deployments.support.live import (
     IMAGES,
     PROMPT,
@@ -65,6 +66,14 @@ def test_true_guidance_splits_into_branches_and_equals_the_bare_pipeline(url: st
     data = picture(url, **guided)
     assert_same_picture(pixels_of(data), bare_frames(models, **guided)[0])
     assert data != picture(url, seed=3)
+
+
+def test_a_picture_made_of_a_picture_equals_the_bare_pipeline(official: openai.OpenAI, models: dict[str, Path]) -> None:
+    file, fields = file_of(noise(64, 64)), {"seed": 4, "strength": 0.6}
+    answer = official.images.edit(image=file, prompt=PROMPT, extra_body=fields)
+    edited = pixels_of(base64.b64decode(answer.data[0].b64_json))
+    assert_same_picture(edited, bare_frames(models, image=file, **fields)[0])
+    assert np.abs(edited.astype(int) - bare_frames(models, seed=4)[0]).mean() > 2
 
 
 def test_streaming_with_previews_and_progress(official: openai.OpenAI, url: str, models: dict[str, Path]) -> None:

@@ -13,25 +13,27 @@ from numpy.typing import NDArray
 from deployments.ingress import make_cards
 from deployments.requests.handle import handle_request
 from pipelines.checkpoint import Checkpoint
+from pipelines.pictures import InputPictures
 from pipelines.request import MediaRequest
 from pipelines.run import load_pipeline
 from tests.deployments.support.live import PROMPT, config_of, log_lines
 from tests.pipelines.support.frames import painted
 
 
-def bare_request(models: dict[str, Path], **fields: Any) -> MediaRequest:
+def bare_request(models: dict[str, Path], **fields: Any) -> tuple[MediaRequest, InputPictures]:
     cards = make_cards(config_of(models).app)
-    return handle_request(cards, "bare", {"prompt": PROMPT, **fields})[0]
+    request, _, pictures = handle_request(cards, "bare", {"prompt": PROMPT, **fields})
+    return request, pictures
 
 
 def bare_frames(models: dict[str, Path], **fields: Any) -> NDArray[Any]:
     """What the bare pipeline, in this process, makes of the same fields."""
-    request = bare_request(models, **fields)
-    return painted(models[request.model], request)
+    request, pictures = bare_request(models, **fields)
+    return painted(models[request.model], request, pictures)
 
 
 def bare_previews(models: dict[str, Path], **fields: Any) -> list[NDArray[Any]]:
-    request = bare_request(models, partial_images=3, **fields)
+    request, _ = bare_request(models, partial_images=3, **fields)
     pipeline = load_pipeline(Checkpoint(models[request.model]))
     states = list(pipeline.states(request))
     latents = [pipeline.sampler.preview(states[step]) for step in request.preview_steps]

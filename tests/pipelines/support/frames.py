@@ -8,12 +8,13 @@ from typing import Any
 from numpy.typing import NDArray
 
 from pipelines.checkpoint import Checkpoint
+from pipelines.pictures import NO_PICTURES, InputPictures
 from pipelines.request import MediaRequest
 from pipelines.run import load_pipeline
 
 
-def painted(path: Path, request: MediaRequest) -> NDArray[Any]:
+def painted(path: Path, request: MediaRequest, pictures: InputPictures = NO_PICTURES) -> NDArray[Any]:
     """uint8 (frames, height, width, 3). ValueError outside the model's limits."""
     checkpoint = Checkpoint(path)
     checkpoint.defaults.check(request)
-    return load_pipeline(checkpoint).run(request)
+    return load_pipeline(checkpoint).run(request, pictures)

@@ -1,0 +1,42 @@
+"""A generator goes on, as itself, from where another stands: after a way over the wire too."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipelines.blocks.noise import NoiseState
+
+
+def standing_somewhere() -> torch.Generator:
+    generator = torch.Generator().manual_seed(5)
+    torch.randn(7, generator=generator)
+    return generator
+
+
+def sent(state: Any) -> Any:
+    return pickle.loads(pickle.dumps(state))
+
+
+def at_an_odd_address(state: NoiseState) -> NoiseState:
+    """As Ray hands out what lies in its store: wherever it happens to lie."""
+    num_bytes = state.state.numel()
+    room = torch.empty(num_bytes + 1, dtype=torch.uint8)
+    moved: Tensor = room[1:] if room.data_ptr() % 2 == 0 else room[:num_bytes]
+    return NoiseState(moved.copy_(state.state))
+
+
+@pytest.mark.parametrize("way", [lambda state: state, sent, at_an_odd_address], ids=["here", "sent", "odd address"])
+def test_the_noise_goes_on_where_it_stood(way: Any) -> None:
+    generator = standing_somewhere()
+    state = way(NoiseState.of(generator))
+    assert state == NoiseState.of(generator)
+    one, other = state.generator(), state.generator()
+    expected = torch.randn(5, generator=generator)
+    assert torch.equal(torch.randn(5, generator=one), expected)
+    assert torch.equal(torch.randn(5, generator=other), expected), "generators of one state are apart"
+    assert state != NoiseState.of(generator)
