@@ -79,12 +79,14 @@ def running(config: ServeConfig, *, on_wait: Callable[[str], None] = lambda reas
 
     ``on_wait`` gets, again and again until everything is ready, what is still missing. Whatever was started here is
     ended on the way out, on Ctrl-C and SIGTERM too; what is under way then has ``door.drain_s`` to finish. ValueError,
-    before anything is started, with all that keeps ``config`` from running here.
+    before anything is started, with all that keeps ``config`` from running here, and if the cluster has Serve running.
     """
     with ExitStack() as stack:  # one end failing, or a second Ctrl-C in it, does not stop the other
         is_local = not ray.is_initialized()
         if is_local:
             check(config)
+        elif serve.status().proxies:
+            raise ValueError("Ray Serve is already running in this cluster, at an address of its own: `serve shutdown`")
         entrance = stack.enter_context(Entrance.opened(config))
         if is_local:
             stack.enter_context(local_cluster(config))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from ray import serve
+from ray.serve.config import ProxyLocation
 from ray.serve.handle import DeploymentHandle
 
 from deployments.stages.pictures import SentPictures
@@ -69,8 +70,9 @@ class LookingEncoder(PromptEncoder):
 @pytest.fixture
 async def handle(ray_cluster: None) -> AsyncIterator[DeploymentHandle[Any]]:
     deployment = serve.deployment(ray_actor_options={"num_cpus": 0.1})(LookingEncoder)
+    serve.start(proxy_location=ProxyLocation.Disabled)
     yield serve.run(deployment.bind(), name="looking", route_prefix=None)
-    serve.delete("looking")
+    serve.shutdown()
 
 
 async def test_they_reach_an_encoder_through_serve(handle: DeploymentHandle[Any]) -> None:
