@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import logging
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch.fx import GraphModule
 
 from engines.core.shard_plan import ShardPlan
+from engines.torch_engine.complex_products import make_products_real
 
 logger = logging.getLogger(__name__)
 
@@ -22,22 +26,40 @@ is meant for accidents.
 
 
 def compile_blocks(module: nn.Module, plan: ShardPlan, *, backend: str = "inductor") -> None:
-    """Compile the ``forward`` of every repeated block, in place.
+    """Compile the ``forward`` of every repeated block, and of all other modules of their kinds, in place.
 
     The method is compiled and not the module, so hooks (which cut and gather tokens) stay outside the traced code. It
     is taken from the class: a copied module carries its original's compiled method, which is bound to the original.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_VARIANTS)
-    for block in plan.blocks_of(module):
+    for block in _of_their_kinds(module, plan):
         forward = types.MethodType(type(block).forward, block)
-        compiled = torch.compile(forward, dynamic=False, fullgraph=True, backend=backend)
+        compiled = torch.compile(forward, dynamic=False, fullgraph=True, backend=_with_real_products(backend))
         block.__dict__["forward"] = _compiled_while_it_may(compiled, forward)
 
 
 def release_blocks(module: nn.Module, plan: ShardPlan) -> None:
     """Undo ``compile_blocks``."""
-    for block in plan.blocks_of(module):
+    for block in _of_their_kinds(module, plan):
         block.__dict__.pop("forward", None)
+
+
+def _of_their_kinds(module: nn.Module, plan: ShardPlan) -> Iterator[nn.Module]:
+    kinds = {type(block) for block in plan.blocks_of(module)}
+    return (part for part in module.modules() if type(part) in kinds)
+
+
+@cache
+def _with_real_products(backend: str) -> Callable[..., Any]:
+    """The same one for all blocks: what is compiled for another backend is compiled again."""
+    compile_graph = lookup_backend(backend)
+
+    def compile_rewritten(traced: GraphModule, inputs: Any, **options: Any) -> Any:
+        if make_products_real(traced.graph):
+            traced.recompile()
+        return compile_graph(traced, inputs, **options)
+
+    return compile_rewritten
 
 
 def _compiled_while_it_may(compiled: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,1 @@
+"""One forward of published transformers at full size, beside diffusers' own."""

@@ -1,0 +1,65 @@
+"""Traced products of complex numbers are rewritten in real ones where that is the same, and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from engines.torch_engine.complex_products import make_products_real, real_product
+
+Function = Callable[[Tensor, Tensor], Any]
+
+
+def rotated(x: Tensor, freqs: Tensor) -> Tensor:
+    turned = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(turned * freqs.unsqueeze(1)).flatten(-2).type_as(x)
+
+
+def rotated_from_the_left(x: Tensor, freqs: Tensor) -> Tensor:
+    return torch.view_as_real(torch.mul(freqs.unsqueeze(1), torch.view_as_complex(x.unflatten(-1, (-1, 2)))))
+
+
+def two(x: Tensor, freqs: Tensor) -> tuple[Tensor, Tensor]:
+    return rotated(x, freqs), rotated(2 * x, freqs)
+
+
+def seen_as_complex(x: Tensor, freqs: Tensor) -> Tensor:
+    turned = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * freqs.unsqueeze(1)
+    return turned.abs()
+
+
+def scaled(x: Tensor, freqs: Tensor) -> Tensor:
+    return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * 3.0)
+
+
+def tensors() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(5, 3, 8), torch.polar(torch.ones(5, 4), torch.randn(5, 4))
+
+
+@pytest.mark.parametrize(
+    ("function", "num_products"),
+    [(rotated, 1), (rotated_from_the_left, 1), (two, 2), (seen_as_complex, 0), (scaled, 0)],
+)
+def test_the_rewritten_graph_gives_the_same(function: Function, num_products: int) -> None:
+    rewritten: list[GraphModule] = []
+
+    def backend(traced: GraphModule, inputs: Any) -> Any:
+        assert make_products_real(traced.graph) == num_products
+        traced.recompile()
+        rewritten.append(traced)
+        return traced
+
+    torch._dynamo.reset()
+    x, freqs = tensors()
+    answer = torch.compile(function, backend=backend, fullgraph=True)(x, freqs)
+    torch.testing.assert_close(answer, function(x, freqs), rtol=1e-6, atol=1e-6)
+    (traced,) = rewritten
+    made = [node.target for node in traced.graph.nodes]
+    assert made.count(real_product) == num_products
+    assert (torch.view_as_complex in made) is (num_products == 0)
