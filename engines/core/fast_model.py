@@ -18,8 +18,8 @@ StepTensors: TypeAlias = Mapping[str, "Tensor"]
 class FastModel(Protocol):
     """One transformer's step, for one team's exchange."""
 
-    def hoisted(self, inputs: StepTensors) -> dict[str, Tensor]:
-        """Returns what no step of a job changes, from the team's share of the inputs: embedded text, rotary tables."""
+    def hoisted(self, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Returns my share of what no step of a job changes, from a whole call: embedded text, rotary tables."""
         ...
 
     def step(self, latents: Tensor, hoisted: StepTensors) -> Tensor:

@@ -31,7 +31,8 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DualBlock:
-    """``qkv``: queries, keys and values as one; ``up`` and ``down``: the MLP's two GEMMs, with GELU between them.
+    """``qkv``: queries, keys and values as one; ``up`` and ``down``: the MLP's two GEMMs, with an activation
+    between them.
 
     ``head_norms_S2D``: RMS norms of q and k, of the context's and of the latents' rows.
     """

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from engines.core.fast_model import Precision
-from engines.fast.kernels import QuantRows, Rows, quantize_rows
+from engines.fast.kernels import QuantRows, Rows, gated, quantize_rows
 from engines.fast.kernels.rows import quantized
+
+Activation = Literal["gelu", "swiglu"]
+"""GELU in its tanh form; or SwiGLU, whose GEMM gives gates, then what they let through."""
 
 
 class Gemm(Protocol):
@@ -22,7 +25,7 @@ class Gemm(Protocol):
         ...
 
     def activated(self, x: Rows) -> Rows:
-        """Returns the result through GELU (tanh form), as the next GEMM wants it."""
+        """Returns the result through the activation, as the next GEMM wants it."""
         ...
 
     def without_bias(self) -> tuple[Gemm, Tensor | None]:
@@ -37,8 +40,8 @@ class Gemm(Protocol):
 class NativeGemm:
     """cuBLAS with bias and GELU in its epilogue; reads the layer's own weight."""
 
-    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
-        self.weight_NK, self.bias_N = weight_NK, bias_N
+    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None, activation: Activation = "gelu") -> None:
+        self.weight_NK, self.bias_N, self._activation = weight_NK, bias_N, activation
 
     def __call__(self, x: Rows, out: Tensor | None = None) -> Tensor:
         assert isinstance(x, Tensor)
@@ -48,6 +51,8 @@ class NativeGemm:
 
     def activated(self, x: Rows) -> Tensor:
         assert isinstance(x, Tensor)
+        if self._activation == "swiglu":
+            return gated(self(x))
         assert self.bias_N is not None
         if x.is_cuda:  # the epilogue's GELU is the tanh form; on the CPU the same op takes the exact one
             fused: Tensor = torch._addmm_activation(self.bias_N, x, self.weight_NK.t(), use_gelu=True)
@@ -66,8 +71,9 @@ class NativeGemm:
 class Float8Gemm:
     """Row-wise float8: one scale per output feature, fixed, and one per row of activations, measured as they come."""
 
-    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
+    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None, activation: Activation = "gelu") -> None:
         weight = quantized(weight_NK)
+        self._activation = activation
         self.weight_NK, self.scale_1N, self.bias_N = weight.values_RC, weight.scale_R1.t().contiguous(), bias_N
 
     def __call__(self, x: Rows, out: Tensor | None = None) -> Tensor:
@@ -81,6 +87,8 @@ class Float8Gemm:
 
     def activated(self, x: Rows) -> QuantRows:
         """GELU shares the pass that quantises."""
+        if self._activation == "swiglu":
+            return quantize_rows(gated(self(x)))
         return quantize_rows(self(x), gelu=True)
 
     def without_bias(self) -> tuple[Gemm, Tensor | None]:
@@ -96,19 +104,24 @@ class Float8Gemm:
         return result if out is None else out.copy_(result)
 
 
-def make_gemm(weight_NK: Tensor, bias_N: Tensor | None, precision: Precision) -> Gemm:
-    return NativeGemm(weight_NK, bias_N) if precision == "native" else Float8Gemm(weight_NK, bias_N)
+def make_gemm(weight_NK: Tensor, bias_N: Tensor | None, precision: Precision, activation: Activation = "gelu") -> Gemm:
+    kind = NativeGemm if precision == "native" else Float8Gemm
+    return kind(weight_NK, bias_N, activation)
 
 
-def stack(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor]:
-    """Returns weight and bias of all ``linears`` one under the other; the layers' parameters become views of them."""
+def stack(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """Returns weight and bias of all ``linears`` one under the other; the layers' parameters become views of them.
+
+    The bias is None if no layer has one.
+    """
     weight_NK = torch.cat([linear.weight.detach() for linear in linears])
-    bias_N = torch.cat([_bias(linear) for linear in linears])
+    has_bias = any(linear.bias is not None for linear in linears)
+    bias_N = torch.cat([_bias(linear) for linear in linears]) if has_bias else None
     start = 0
     for linear in linears:
         stop = start + linear.out_features
         linear.weight.data = weight_NK[start:stop]
-        if linear.bias is not None:
+        if linear.bias is not None and bias_N is not None:
             linear.bias.data = bias_N[start:stop]
         start = stop
     return weight_NK, bias_N

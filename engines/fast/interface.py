@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -57,8 +58,12 @@ class HeadExchange(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepParts:
-    """What an engine gives a fast model: the team's exchange, and side streams for the context and for the MLP."""
+    """What an engine gives a fast model: the team's exchange, and side streams for the context and for the MLP.
+
+    ``cut(x, dim, stream)`` gives my rank's tokens of a tensor of all of a stream's.
+    """
 
     exchange: HeadExchange
     context_stream: SideStream
     mlp_stream: SideStream
+    cut: Callable[[Tensor, int, str], Tensor]

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from engines.core.fast_model import FastWeights, StepTensors
 from engines.core.layout import TokenLayout
-from engines.core.model import ModelInputs
+from engines.core.model import Arguments, ModelInputs
 from engines.core.shard_plan import ShardPlan
 from engines.fast.interface import HeadExchange, StepParts
 from engines.fast.side_streams import SideStream
@@ -56,28 +56,25 @@ class FastStep:
             exchange=make_exchange(team, layout, sample, peer_memory),
             context_stream=SideStream(sample.device, "stream"),
             mlp_stream=SideStream(sample.device, "mlp", in_use=team.context.size > 1),
+            cut=self._cut,
         )
         self._model = weights.model(parts)
 
-    def hoisted(self, inputs: ModelInputs) -> dict[str, Tensor]:
-        """Returns what no step of a job changes, from whole inputs."""
-        return self._model.hoisted(self._split(inputs))
+    def hoisted(self, arguments: Arguments) -> dict[str, Tensor]:
+        """Returns what no step of a job changes, from a whole call."""
+        return self._model.hoisted(arguments)
 
     def latents(self, inputs: ModelInputs) -> Tensor:
         """Returns my tokens of the latents."""
-        return self._split({LATENTS: inputs[LATENTS]})[LATENTS]
+        (shard,) = (one for one in self._plan.shards if one.where == "input" and one.key == LATENTS)
+        return self._cut(inputs[LATENTS], shard.dim, shard.stream)
 
     def __call__(self, latents: Tensor, hoisted: StepTensors) -> Tensor:
         """Returns the whole prediction, equal on all ranks of the team."""
         return self._gathered(self._model.step(latents, hoisted))
 
-    def _split(self, inputs: ModelInputs) -> dict[str, Tensor]:
-        index = self._team.context.index
-        cuts = {shard.key: shard for shard in self._plan.shards if shard.module == ""}
-        return {
-            name: self._layout.cut(x, dim=cuts[name].dim, stream=cuts[name].stream, index=index) if name in cuts else x
-            for name, x in inputs.items()
-        }
+    def _cut(self, x: Tensor, dim: int, stream: str) -> Tensor:
+        return self._layout.cut(x, dim=dim, stream=stream, index=self._team.context.index)
 
     def _gathered(self, prediction: Tensor) -> Tensor:
         (gather,) = self._plan.gathers

@@ -46,7 +46,7 @@ class HoistedCache:
     def step_tensors(self, branch: Branch, weights: FastWeights, fast: FastStep) -> dict[str, Tensor]:
         """Returns everything that this step of ``fast`` reads besides the latents."""
         shared = _lasting(branch)
-        fixed = self._get(fast, tuple(shared.values()), lambda: fast.hoisted(branch.inputs))
+        fixed = self._get(fast, tuple(shared.values()), lambda: fast.hoisted(branch.arguments))
         if branch.schedule is None:
             now = weights.scheduled(branch.inputs, branch.inputs[TIMESTEP][None])
             return {**fixed, **{name: stacked[0] for name, stacked in now.items()}}

@@ -45,7 +45,7 @@ def as_denoiser(
         forward=Forward(architecture),
         probe=probe,
         hoisted=architecture.hoisted,
-        fast=architecture.fast,
+        fast=architecture.fast(config),
     )
 
 

@@ -90,7 +90,8 @@ class BlocksSampler:
             steps=steps,
             negative=self._here(conditioning.negative, conditioning.dtype),
         )
-        return state if self._architecture.fast is None else replace(state, timesteps_S=self._timesteps(state))
+        is_fast = self._architecture.fast(self._opened.part_config(self._opened.transformers[0])) is not None
+        return replace(state, timesteps_S=self._timesteps(state)) if is_fast else state
 
     def num_steps(self, state: BlocksState) -> int:
         return len(state.steps)

@@ -1,8 +1,4 @@
-"""FLUX as a hand-ordered step on the module's own parameters, equal to ``FluxTransformer2DModel.forward``.
-
-What differs is order and grouping. Modulation vectors, rotary tables and the embedded text do not depend on the latents
-and are hoisted out of the steps.
-"""
+"""FLUX.1's transformer as a hand-ordered step, equal to ``FluxTransformer2DModel.forward``."""
 
 from __future__ import annotations
 
@@ -10,65 +6,82 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from engines.core.fast_model import Precision, StepTensors
-from engines.core.model import ModelInputs
-from engines.fast.blocks_step import BlocksStep
-from engines.fast.interface import StepParts
-from pipelines.fast.flux_modulation import FluxModulation, embedded_times, modulation_vectors
-from pipelines.fast.flux_weights import arranged_blocks
+from engines.core.fast_model import Precision
+from engines.core.model import Arguments, ModelInputs
+from engines.fast.blocks import Blocks, DualBlock, SingleBlock
+from engines.fast.gemm import make_gemm
+from pipelines.fast.arranged import gemm, joint_norms, joint_projections, norms, pair, stacked
+from pipelines.fast.mmdit import MMDiTWeights, pair_rotation
+from pipelines.fast.vectors import dual_vectors, vectors_of
 
 
-class FluxWeights:
-    """A ``FluxTransformer2DModel`` arranged for ``FastFlux``; it keeps working. Implements ``FastWeights``."""
+class FluxWeights(MMDiTWeights):
+    """A ``FluxTransformer2DModel``, whose query, key and value weights become views of stacked ones."""
 
     def __init__(self, transformer: nn.Module, precision: Precision) -> None:
-        self.module: Any = transformer
-        self.blocks = arranged_blocks(transformer, precision)
+        super().__init__(transformer, arranged_blocks(transformer, precision))
 
-    def model(self, parts: StepParts) -> FastFlux:
-        return FastFlux(self, parts)
+    def text(self, text_BTD: Tensor) -> Tensor:
+        text_BTC: Tensor = self.module.context_embedder(text_BTD)
+        return text_BTC
 
-    def scheduled(self, inputs: ModelInputs, timesteps_SB: Tensor) -> dict[str, Tensor]:
-        temb_SBC = embedded_times(self.module, inputs, timesteps_SB)
-        num_steps, batch, _ = temb_SBC.shape
-        vectors_VXC = modulation_vectors(self.module, temb_SBC.flatten(0, 1))
-        vectors_VSBC = vectors_VXC.view(vectors_VXC.shape[0], num_steps, batch, -1)
-        return {"modulation_VBC": vectors_VSBC.transpose(0, 1).contiguous()}
+    def image(self, latents_SBD: Tensor) -> Tensor:
+        image_SBC: Tensor = self.module.x_embedder(latents_SBD)
+        return image_SBC
+
+    def rotations(self, arguments: Arguments) -> tuple[Tensor, Tensor]:
+        text, image = (pair_rotation(self.module.pos_embed(arguments[ids])) for ids in ("txt_ids", "img_ids"))
+        return text, image
+
+    def embedded_times(self, inputs: ModelInputs, timesteps_SB: Tensor) -> Tensor:
+        pooled_BC, dtype = inputs["pooled_projections"], inputs["hidden_states"].dtype
+        steps, batch = timesteps_SB.shape[0], pooled_BC.shape[0]
+        times = [timesteps_SB.to(dtype).expand(steps, batch).flatten() * 1000]
+        if "guidance" in inputs:
+            times.append(inputs["guidance"].to(dtype).repeat(steps) * 1000)
+        temb_XC: Tensor = self.module.time_text_embed(*times, pooled_BC.repeat(steps, 1))
+        return temb_XC.view(steps, batch, -1)
+
+    def vectors(self, temb_XC: Tensor) -> Tensor:
+        module, active_XC = self.module, functional.silu(temb_XC)
+        found = [
+            dual_vectors(block.norm1_context.linear, block.norm1.linear, active_XC)
+            for block in module.transformer_blocks
+        ]
+        found += [vectors_of(block.norm.linear, active_XC) for block in module.single_transformer_blocks]
+        return torch.cat((*found, vectors_of(module.norm_out.linear, active_XC)))
 
 
-class FastFlux:
-    """One step over my tokens. Implements ``FastModel``."""
+@torch.no_grad()
+def arranged_blocks(transformer: nn.Module, precision: Precision) -> Blocks:
+    duals, singles = (transformer.get_submodule(name) for name in ("transformer_blocks", "single_transformer_blocks"))
+    return Blocks(
+        duals=tuple(_dual(block, precision) for block in duals.children()),
+        singles=tuple(_single(block, precision) for block in singles.children()),
+        precision=precision,
+    )
 
-    def __init__(self, weights: FluxWeights, parts: StepParts) -> None:
-        self._weights, self._parts = weights, parts
 
-    def hoisted(self, inputs: ModelInputs) -> dict[str, Tensor]:
-        module = self._weights.module
-        cos_LD, sin_LD = module.pos_embed(torch.cat((inputs["txt_ids"], inputs["img_ids"])))
-        text_BTC = module.context_embedder(inputs["encoder_hidden_states"])
-        return {
-            "text_TBC": text_BTC.transpose(0, 1).contiguous(),
-            "cos_LP": cos_LD[:, ::2].float().contiguous(),
-            "sin_LP": sin_LD[:, ::2].float().contiguous(),
-        }
+def _dual(block: Any, precision: Precision) -> DualBlock:
+    attn, text, image = block.attn, block.ff_context.net, block.ff.net
+    return DualBlock(
+        qkv=joint_projections(attn, precision),
+        out=pair(attn.to_add_out, attn.to_out[0], precision),
+        up=pair(text[0].proj, image[0].proj, precision),
+        down=pair(text[2], image[2], precision),
+        head_norms_S2D=joint_norms(attn),
+    )
 
-    def step(self, latents: Tensor, hoisted: StepTensors) -> Tensor:
-        """Returns ``velocity_BSD`` of my image tokens from ``latents_BSD``."""
-        module, text_TBC = self._weights.module, hoisted["text_TBC"]
-        image_SBC = module.x_embedder(latents.transpose(0, 1))
-        x_RC = torch.cat((text_TBC, image_SBC)).flatten(0, 1)
-        velocity_RD: Tensor = module.proj_out(self._blocks_step(hoisted).run(x_RC))
-        return velocity_RD.view(-1, text_TBC.shape[1], velocity_RD.shape[-1]).transpose(0, 1).contiguous()
 
-    def _blocks_step(self, hoisted: StepTensors) -> BlocksStep:
-        blocks, (num_text, batch, _) = self._weights.blocks, hoisted["text_TBC"].shape
-        vectors_VBC = hoisted["modulation_VBC"]
-        return BlocksStep(
-            blocks=blocks,
-            parts=self._parts,
-            modulation=FluxModulation(vectors_VBC, len(blocks.duals), len(blocks.singles), num_text * batch),
-            cos_LP=hoisted["cos_LP"],
-            sin_LP=hoisted["sin_LP"],
-            batch=batch,
-        )
+def _single(block: Any, precision: Precision) -> SingleBlock:
+    attn, out = block.attn, block.proj_out
+    channels = out.out_features
+    return SingleBlock(
+        qkv=stacked((attn.to_q, attn.to_k, attn.to_v), precision),
+        up=gemm(block.proj_mlp, precision),
+        out_mlp=make_gemm(out.weight[:, channels:], out.bias, precision),
+        out_attention=make_gemm(out.weight[:, :channels], None, precision),
+        head_norms_S2D=norms(attn.norm_q, attn.norm_k)[None],
+    )

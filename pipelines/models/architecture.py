@@ -76,8 +76,8 @@ class Architecture:
       blocks were called with. ``blank(config, call)`` is what the pipeline may take for the answer before there is one;
       ``forward(module, call)`` makes the call and gives one tensor, and ``answer(config, call, prediction)`` makes of
       that what the pipeline expects.
-    - ``set_kernel``: where diffusers' attention dispatcher does not do. ``hoisted`` and ``fast`` as in
-      ``DenoiserModel``.
+    - ``set_kernel``: where diffusers' attention dispatcher does not do. ``hoisted`` as in ``DenoiserModel``;
+      ``fast(config)`` is its ``fast``, None where the transformer has no hand-ordered step.
 
     ``used_by_blocks`` are its submodules, without weights, that diffusers' blocks use. ``num_steps(request, defaults)``
     are the steps of a request's schedule, told without torch.
@@ -108,7 +108,7 @@ class Architecture:
     mend: Callable[[Any], None] | None = None
     set_kernel: Callable[[nn.Module, Kernel], None] | None = None
     hoisted: Callable[[nn.Module, ModelInputs], ModelInputs] | None = None
-    fast: ArrangeWeights | None = None
+    fast: Callable[[Config], ArrangeWeights | None] = lambda config: None
     num_steps: Callable[[MediaRequest, Defaults], int] = num_steps
     estimate: Callable[[Any, float], Mapping[str, Tensor] | None] = along_velocity
     first_frame: Callable[[Config, Mapping[str, Any]], Mapping[str, Any]] | None = None

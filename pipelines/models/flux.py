@@ -134,5 +134,5 @@ ARCHITECTURE = Architecture(
     blank_conditioning=blank_conditioning,
     adapted=adapted,
     set_kernel=set_kernel,
-    fast=fast,
+    fast=lambda config: fast,
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import Defaults
@@ -17,8 +17,9 @@ from pipelines.models.architecture import Architecture, Config
 from pipelines.models.image_sizes import vae_scale
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
+    from engines.core.fast_model import Precision
     from engines.core.model import Arguments
 
 TEXT, IMAGE = "text", "image"
@@ -82,6 +83,13 @@ def _known_defaults(path: Path) -> Defaults:
     return KLEIN if read_index(path).get("is_distilled") else KLEIN_BASE
 
 
+def fast(transformer: nn.Module, precision: Precision) -> Any:
+    """The weights, arranged for a hand-ordered step."""
+    from pipelines.fast.flux2 import Flux2Weights
+
+    return Flux2Weights(transformer, precision)
+
+
 ARCHITECTURE = Architecture(
     family="flux2",
     defaults=defaults,
@@ -89,4 +97,5 @@ ARCHITECTURE = Architecture(
     stream_lengths=stream_lengths,
     heads=lambda config: (config["num_attention_heads"], config["attention_head_dim"]),
     blank_conditioning=blank_conditioning,
+    fast=lambda config: fast,
 )

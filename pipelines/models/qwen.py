@@ -14,8 +14,9 @@ from pipelines.models.architecture import Architecture, Config
 from pipelines.request import MediaRequest
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
+    from engines.core.fast_model import ArrangeWeights, Precision
     from engines.core.model import Arguments
 
 TEXT, IMAGE = "text", "image"
@@ -113,6 +114,19 @@ def defaults(path: Path) -> Defaults:
     return replace(known, **EDITORS[name]) if name in EDITORS else known
 
 
+def fast(config: Config) -> ArrangeWeights | None:
+    from pipelines.fast.qwen import UNKNOWN
+
+    return None if any(config.get(name) for name in UNKNOWN) else arranged
+
+
+def arranged(transformer: nn.Module, precision: Precision) -> Any:
+    """The weights, arranged for a hand-ordered step."""
+    from pipelines.fast.qwen import QwenWeights
+
+    return QwenWeights(transformer, precision)
+
+
 ARCHITECTURE = Architecture(
     family="qwen",
     defaults=defaults,
@@ -122,4 +136,5 @@ ARCHITECTURE = Architecture(
     blank_conditioning=blank_conditioning,
     blank_pictures=blank_pictures,
     adapted=adapted,
+    fast=fast,
 )

@@ -4,6 +4,7 @@ Dims: R rows (tokens × batch, batch innermost), C channels, S segments of rows 
 The plain version of each is its specification and the path on the CPU.
 """
 
+from engines.fast.kernels.gate import gated
 from engines.fast.kernels.heads import norm_and_rotate
 from engines.fast.kernels.join import collected_rows, join_columns, join_rows
 from engines.fast.kernels.norm import norm_modulate, residual_norm_modulate
@@ -17,6 +18,7 @@ __all__ = [
     "QuantRows",
     "Rows",
     "collected_rows",
+    "gated",
     "join_columns",
     "join_rows",
     "norm_and_rotate",

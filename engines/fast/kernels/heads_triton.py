@@ -65,8 +65,12 @@ def launch(qkv_R3HD: Tensor, norms: HeadNorms, out_LB3HD: Tensor) -> None:
         qkv_R3HD, out_LB3HD, *_tables(qkv_R3HD, norms), batch, qkv_R3HD.stride(0), qkv_R3HD.stride(1), num_heads,
         heads_1, heads_2, 0, token, entry, which, outer, middle, inner, EPS,
         TO_PEERS=False, HAS_BIAS=norms.bias_3HD is not None, HEADS=triton.next_power_of_2(num_heads), PAIRS=dim // 2,
-        num_warps=4,
+        num_warps=_num_warps(num_heads),
     )  # fmt: skip
+
+
+def _num_warps(num_heads: int) -> int:
+    return 8 if num_heads > 32 else 4
 
 
 def _tables(qkv_R3HD: Tensor, norms: HeadNorms) -> tuple[Tensor | int, ...]:
@@ -92,5 +96,5 @@ def launch_to_peers(qkv_R3HD: Tensor, norms: HeadNorms, batch: int, addresses_W:
         qkv_R3HD, addresses_W, *_tables(qkv_R3HD, norms), batch, qkv_R3HD.stride(0), qkv_R3HD.stride(1), num_heads,
         addresses_W.shape[0], each, first_token * token, token, 3 * each * dim, each * dim, 0, 0, dim, EPS,
         TO_PEERS=True, HAS_BIAS=norms.bias_3HD is not None, HEADS=triton.next_power_of_2(num_heads), PAIRS=dim // 2,
-        num_warps=4,
+        num_warps=_num_warps(num_heads),
     )  # fmt: skip

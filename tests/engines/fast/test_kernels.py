@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers.models.embeddings import apply_rotary_emb
+from diffusers.models.transformers.transformer_flux2 import Flux2SwiGLU
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engines.fast.kernels import HeadNorms, Modulation, norm_and_rotate, norm_modulate, quantize_rows
+from engines.fast.kernels import HeadNorms, Modulation, gated, norm_and_rotate, norm_modulate, quantize_rows
 from engines.fast.kernels import residual_norm_modulate as residual
 from engines.fast.kernels.rows import QuantRows
 from tests.support.patience import PATIENCE_S
@@ -88,6 +89,11 @@ def test_norm_and_rotate_equals_diffusers() -> None:
         expected = apply_rotary_emb(torch.cat((text, image), 1), tables, sequence_dim=1)
         torch.testing.assert_close(got_BL3HD[:, :, which], expected)
     torch.testing.assert_close(got_BL3HD[:, :, 2], qkv_BL3HD[:, :, 2])
+
+
+def test_gated_is_flux2s_activation() -> None:
+    x = torch.randn(5, 12)
+    torch.testing.assert_close(gated(x), Flux2SwiGLU()(x))
 
 
 @pytest.mark.parametrize("gelu", [False, True])

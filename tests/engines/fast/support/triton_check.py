@@ -16,6 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[4]))
 from engines.fast.kernels import (
     HeadNorms,
     Modulation,
+    gate_triton,
+    gated,
     heads_triton,
     join_columns,
     norm_and_rotate,
@@ -178,6 +180,8 @@ def main(device: str) -> None:
         close(quantize_triton.launch(x.to(device), gelu=gelu), quantize_rows(x, gelu=gelu))
         wide = torch.randn(7, 40)
         close(quantize_triton.launch(wide[None, :, :30].to(device), gelu=gelu), quantize_rows(wide[:, :30], gelu=gelu))
+    x = torch.randn(5, 2 * 2100)  # more columns than a program takes
+    close(gate_triton.launch(x.to(device)), gated(x))
     check_peers(device, heads=12, dim=16, world=4)
     for by_runs in (False, True):
         check_exchange(device, world=2, by_runs=by_runs)

@@ -1,0 +1,118 @@
+"""Transformers with a stream of text and one of pictures as hand-ordered steps on the module's own parameters.
+
+Each equals its module's ``forward``: what differs is order and grouping. Modulation vectors, rotary tables and the
+embedded text do not depend on the latents and are hoisted out of the steps.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engines.core.fast_model import StepTensors
+from engines.core.model import Arguments, ModelInputs
+from engines.fast.blocks import Blocks
+from engines.fast.blocks_step import BlocksStep
+from engines.fast.interface import StepParts
+from pipelines.fast.vectors import BlockVectors
+
+TEXT, IMAGE = "text", "image"
+"""The streams of the shard plans, in the order of their rows."""
+
+
+class MMDiTWeights(ABC):
+    """A transformer arranged for ``FastMMDiT``; the module keeps working. Implements ``FastWeights``.
+
+    ``shares_vectors``: all blocks of a kind have the same modulation.
+    """
+
+    shares_vectors = False
+
+    def __init__(self, module: Any, blocks: Blocks) -> None:
+        self.module, self.blocks = module, blocks
+
+    @abstractmethod
+    def text(self, text_BTD: Tensor) -> Tensor:
+        """Returns the embedded prompt, ``(B, T, C)``."""
+
+    @abstractmethod
+    def image(self, latents_SBD: Tensor) -> Tensor:
+        """Returns the embedded latents, ``(S, B, C)``."""
+
+    @abstractmethod
+    def rotations(self, arguments: Arguments) -> tuple[Tensor, Tensor]:
+        """Returns cosines and sines for the text's tokens, then for the image's: each (2, tokens, D / 2), float32."""
+
+    @abstractmethod
+    def embedded_times(self, inputs: ModelInputs, timesteps_SB: Tensor) -> Tensor:
+        """Returns ``temb_SBC``: each timestep with what else modulates, as the module's ``forward`` embeds them."""
+
+    @abstractmethod
+    def vectors(self, temb_XC: Tensor) -> Tensor:
+        """Returns ``modulation_VXC`` in the order of ``BlockVectors``.
+
+        Any number of rows goes: those of a whole schedule give the vectors of all its steps, with the weights read
+        once.
+        """
+
+    def model(self, parts: StepParts) -> FastMMDiT:
+        return FastMMDiT(self, parts)
+
+    def scheduled(self, inputs: ModelInputs, timesteps_SB: Tensor) -> dict[str, Tensor]:
+        temb_SBC = self.embedded_times(inputs, timesteps_SB)
+        num_steps, batch, _ = temb_SBC.shape
+        vectors_VXC = self.vectors(temb_SBC.flatten(0, 1))
+        vectors_VSBC = vectors_VXC.view(vectors_VXC.shape[0], num_steps, batch, -1)
+        return {"modulation_VBC": vectors_VSBC.transpose(0, 1).contiguous()}
+
+
+class FastMMDiT:
+    """One step over my tokens. Implements ``FastModel``."""
+
+    def __init__(self, weights: MMDiTWeights, parts: StepParts) -> None:
+        self._weights, self._parts = weights, parts
+
+    def hoisted(self, arguments: Arguments) -> dict[str, Tensor]:
+        cut = self._parts.cut
+        text_BTC = self._weights.text(cut(arguments["encoder_hidden_states"], 1, TEXT))
+        text_2TP, image_2SP = self._weights.rotations(arguments)
+        cos_LP, sin_LP = torch.cat((cut(text_2TP, 1, TEXT), cut(image_2SP, 1, IMAGE)), dim=1)
+        return {
+            "text_TBC": text_BTC.transpose(0, 1).contiguous(),
+            "cos_LP": cos_LP.contiguous(),
+            "sin_LP": sin_LP.contiguous(),
+        }
+
+    def step(self, latents: Tensor, hoisted: StepTensors) -> Tensor:
+        """Returns ``velocity_BSD`` of my image tokens from ``latents_BSD``."""
+        text_TBC = hoisted["text_TBC"]
+        image_SBC = self._weights.image(latents.transpose(0, 1))
+        x_RC = torch.cat((text_TBC, image_SBC)).flatten(0, 1)
+        velocity_RD: Tensor = self._weights.module.proj_out(self._blocks_step(hoisted).run(x_RC))
+        return velocity_RD.view(-1, text_TBC.shape[1], velocity_RD.shape[-1]).transpose(0, 1).contiguous()
+
+    def _blocks_step(self, hoisted: StepTensors) -> BlocksStep:
+        blocks, (num_text, batch, _) = self._weights.blocks, hoisted["text_TBC"].shape
+        modulation = BlockVectors(
+            vectors_VBC=hoisted["modulation_VBC"],
+            num_duals=len(blocks.duals),
+            num_singles=len(blocks.singles),
+            shared=self._weights.shares_vectors,
+            first_rows=num_text * batch,
+        )
+        return BlocksStep(
+            blocks=blocks,
+            parts=self._parts,
+            modulation=modulation,
+            cos_LP=hoisted["cos_LP"],
+            sin_LP=hoisted["sin_LP"],
+            batch=batch,
+        )
+
+
+def pair_rotation(tables: tuple[Tensor, Tensor]) -> Tensor:
+    """Returns (2, tokens, D / 2) from diffusers' cosines and sines, (tokens, D) each with every value twice."""
+    return torch.stack([table_LD[:, ::2].float() for table_LD in tables])
