@@ -142,7 +142,7 @@ class Bench:
     def _fast(self, case: Case) -> tuple[Step, Callable[[], None]]:
         inputs = self.inputs(case.side, case.batch)
         team = self._team(case)
-        layout = TokenLayout.of(SHARD_PLAN.streams, stream_lengths(inputs), team.context.size)
+        layout = TokenLayout.of(SHARD_PLAN.streams, stream_lengths({}, inputs), team.context.size)
         sample = inputs["hidden_states"]
         weights = self.weights(case.precision)
         fast = FastStep(weights, SHARD_PLAN, team, layout, sample=sample, peer_memory=case.peer_memory)

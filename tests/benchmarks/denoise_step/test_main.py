@@ -82,3 +82,11 @@ def test_eight_pictures_are_painted_by_as_many_ranks_as_the_case_says(
     step, _ = bench.prepare(bench.fitting(case_of(maker)))
     assert given == [team]
     assert len(step()) == num_mine
+
+
+@pytest.mark.parametrize("maker", ["fast", "engine"])
+def test_ours_is_timed_and_right_on_a_small_model(maker: str) -> None:
+    case = next(case for case in CASES if case.maker == maker and case.num_ranks == 1 and case.precision == "native")
+    result = denoise_step.run_case(Bench(rank=0, world=1, small=True), case, lambda *_, **__: None)
+    assert "error" not in result
+    assert result["median_ms"] > 0
