@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from engines.core.model import Branch
 from pipelines.blocks.encoder import Conditioning
@@ -86,6 +87,7 @@ def blank_conditioning(
         return {name: _filled(x, generator) for name, x in blank.items()}
 
     is_guided = request.true_cfg_scale > 1 or opened.architecture.needs_negative
+    is_guided = is_guided and not opened.architecture.guides_itself
     values, negative = prompt(), prompt() if is_guided else None
     said = {"batch_size": 1, "dtype": opened.dtype}
     needed = opened.input_names((opened.sections.denoise,))
@@ -112,6 +114,6 @@ def _filled(value: Any, generator: torch.Generator | None) -> Any:
 def _drawn(value: Any, generator: torch.Generator) -> Any:
     if isinstance(value, list):
         return [_drawn(x, generator) for x in value]
-    if not value.is_floating_point():
+    if not isinstance(value, Tensor) or not value.is_floating_point():
         return value
     return torch.randn(value.shape, generator=generator)

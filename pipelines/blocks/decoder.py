@@ -19,7 +19,8 @@ from pipelines.media.sound import Sound
 from pipelines.request import MediaRequest
 
 OUTPUTS = ("images", "videos")
-SOUND = "audio"
+SOUNDS = ("audio", "sound")
+RATE = "sampling_rate"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,11 +75,12 @@ class BlocksDecoder:
         return values
 
     def _sound(self, values: PipelineState) -> Sound | None:
-        samples_BCT = values.get(SOUND)
-        if samples_BCT is None:
+        samples = next((x for name in SOUNDS if (x := values.get(name)) is not None), None)
+        if samples is None:
             return None
-        rate = int(self._pipeline.vocoder.config.output_sampling_rate)
-        return Sound(samples_CT=samples_BCT[0].float().cpu().numpy(), rate=rate)
+        rate = values.get(RATE) or self._pipeline.vocoder.config.output_sampling_rate
+        samples_CT = samples[0] if samples.ndim == 3 else samples
+        return Sound(samples_CT=samples_CT.float().cpu().numpy(), rate=int(rate))
 
     def _here(self, name: str, value: Any) -> Any:
         vae = getattr(self._pipeline, "vae", None)

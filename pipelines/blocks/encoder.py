@@ -16,7 +16,6 @@ from pipelines.blocks import arguments, tree
 from pipelines.blocks.guidance import guiders_of, set_scale
 from pipelines.blocks.noise import NoiseState
 from pipelines.blocks.opened import TOKENIZERS, OpenedPipeline
-from pipelines.blocks.requests import inputs_of
 from pipelines.pictures import NO_PICTURES, InputPictures
 from pipelines.request import MediaRequest
 
@@ -60,7 +59,7 @@ class BlocksEncoder:
     def encode(self, request: MediaRequest, pictures: InputPictures = NO_PICTURES) -> Conditioning:
         state, noise = self._encoded(request, pictures)
         negative = None
-        if request.true_cfg_scale > 1 and not guiders_of(self._pipeline):
+        if request.true_cfg_scale > 1 and not self._guides_itself():
             other, _ = self._encoded(replace(request, prompt=request.negative_prompt), pictures)
             negative = self._values(other)
         return Conditioning(
@@ -76,7 +75,7 @@ class BlocksEncoder:
         set_scale(self._pipeline, max(request.true_cfg_scale, 2.0 if self._opened.architecture.needs_negative else 1.0))
         if self._opened.architecture.frames_from_pictures:
             pictures = pictures.cut_to(request.width, request.height)
-        inputs = inputs_of(request, self._opened.inputs, pictures)
+        inputs = self._opened.inputs_of(request, pictures)
         if self.max_tokens and "max_sequence_length" in self._opened.inputs:
             inputs["max_sequence_length"] = self.max_tokens
             self._warn_if_cut(request.prompt)
@@ -86,6 +85,9 @@ class BlocksEncoder:
         tree.run(self._opened.blocks, [(name,) for name in self._sections], self._pipeline, state)
         after = None if generator is None else NoiseState.of(generator)
         return state, None if before == after else after
+
+    def _guides_itself(self) -> bool:
+        return self._opened.architecture.guides_itself or bool(guiders_of(self._pipeline))
 
     def _values(self, state: PipelineState) -> dict[str, Any]:
         """What the encoding blocks made and others read; not what a request says anyway."""

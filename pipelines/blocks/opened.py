@@ -18,12 +18,15 @@ from diffusers.configuration_utils import FrozenDict
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
 from torch import nn
 
+from pipelines.blocks.requests import inputs_of
 from pipelines.blocks.stand_in import StandIn
 from pipelines.blocks.tree import Sections
 from pipelines.directory import part_class, part_folder, read_config, read_index
 from pipelines.models.architecture import Architecture
 from pipelines.models.registry import load_architecture
 from pipelines.modular import open_modular
+from pipelines.pictures import NO_PICTURES, InputPictures
+from pipelines.request import MediaRequest
 
 TOKENIZERS = ("tokenizer", "tokenizer_2", "tokenizer_3")
 SCALES = ("scale_factor_spatial", "scale_factor_temporal")
@@ -52,6 +55,11 @@ class OpenedPipeline:
     def inputs(self) -> Mapping[str, Any]:
         """What the whole pipeline may be given, with diffusers' own defaults."""
         return {spec.name: spec for spec in self.blocks.inputs if spec.name is not None}
+
+    def inputs_of(self, request: MediaRequest, pictures: InputPictures = NO_PICTURES) -> dict[str, Any]:
+        """The inputs that ``request`` decides; ``pictures`` are the encoder's alone."""
+        own = self.architecture.inputs(self.path, request)
+        return {**inputs_of(request, self.inputs, pictures), **own}
 
     def input_names(self, sections: Iterable[str]) -> frozenset[str]:
         """The values that the outermost blocks of these names read."""
@@ -95,7 +103,9 @@ class OpenedPipeline:
     def load(self, sections: Iterable[str]) -> Any:
         """Returns a pipeline for the blocks of ``sections`` alone: their models loaded, of all others the outline."""
         wanted = set(self._parts(sections))
-        return self._with_parts(lambda name: self.load_part(name) if name in wanted else self._outline(name))
+        pipeline = self._with_parts(lambda name: self.load_part(name) if name in wanted else self._outline(name))
+        self.architecture.complete(pipeline)
+        return pipeline
 
     @cached_property
     def for_ranks(self) -> Any:

@@ -21,7 +21,6 @@ from pipelines.blocks.guidance import guided, set_scale
 from pipelines.blocks.noise import put_away, taken_out
 from pipelines.blocks.opened import OpenedPipeline
 from pipelines.blocks.own_parts import copied, own_parts, with_parts
-from pipelines.blocks.requests import inputs_of
 from pipelines.blocks.stand_in import Call, Exchange
 from pipelines.request import MediaRequest
 
@@ -137,7 +136,7 @@ class BlocksSampler:
         return self._finished(state, loop_state)
 
     def _values(self, request: MediaRequest, conditioning: Conditioning) -> PipelineState:
-        inputs = inputs_of(request, self._opened.inputs)
+        inputs = self._opened.inputs_of(request)
         if conditioning.noise is not None:
             inputs["generator"] = conditioning.noise.generator()
         values = self._opened.state(inputs)

@@ -79,5 +79,5 @@ class StandIn:
         """A job's state may hold it, and puts another in its place before it is used again."""
         return (str, (self.name,))
 
-    def cache_context(self, name: str) -> Any:
+    def cache_context(self, name: str, **step: Any) -> Any:
         return nullcontext()

@@ -118,6 +118,7 @@ def rehearse(loop: Any, pipeline: Any, state: PipelineState) -> tuple[BlockState
 
     rehearsed = copy.copy(loop)
     rehearsed.loop_step = note_step
+    rehearsed.set_block_state = lambda state, block_state: None  # it asks for what only steps make
     rehearsed.set_progress_bar_config(disable=True)
     rehearsed(pipeline, PipelineState(dict(state.values), state.kwargs_mapping))
     if not steps:

@@ -88,7 +88,10 @@ class Architecture:
     ``first_frame(config, latents)`` are the latents that a clip's first frame needs. ``estimate(loop_state, sigma)``
     are the finished latents as a step's values tell them, None before there are any. ``float32_parts`` of the pipeline
     are float32 whatever the transformer is. ``needs_negative``: its blocks fail without a negative prompt, even where
-    no guider looks at it.
+    no guider looks at it. ``guides_itself``: its blocks know a second prompt without a guider.
+
+    ``inputs(folder, request)`` are the pipeline's inputs that a request decides otherwise than by their names.
+    ``complete(pipeline)`` adds parts that are in no folder to a pipeline that encodes or decodes.
     """
 
     family: str
@@ -114,3 +117,6 @@ class Architecture:
     first_frame: Callable[[Config, Mapping[str, Any]], Mapping[str, Any]] | None = None
     float32_parts: tuple[str, ...] = ()
     needs_negative: bool = False
+    guides_itself: bool = False
+    inputs: Callable[[Path, MediaRequest], Mapping[str, Any]] = lambda folder, request: {}
+    complete: Callable[[Any], None] = lambda pipeline: None

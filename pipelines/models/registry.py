@@ -11,6 +11,7 @@ from pipelines.directory import DENOISERS, part_class, read_index
 from pipelines.models.architecture import Architecture
 
 ARCHITECTURES = {
+    "Cosmos3OmniTransformer": "cosmos",
     "ErnieImageTransformer2DModel": "ernie_image",
     "Flux2Transformer2DModel": "flux2",
     "FluxTransformer2DModel": "flux",

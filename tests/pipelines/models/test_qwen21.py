@@ -22,7 +22,7 @@ from pipelines.run import load_pipeline
 from tests.engines.support.gloo import gang
 from tests.pipelines.support.own_call import own_state
 from tests.pipelines.support.picture_cases import PictureCase, request_of
-from tests.pipelines.support.tiny_qwen21 import Qwen3Processor, qwen21
+from tests.pipelines.support.tiny_qwen import Qwen3Processor, qwen21
 
 TOLERANCE = 1e-4
 LOAD_PROCESSOR = "transformers.Qwen3VLProcessor.from_pretrained"

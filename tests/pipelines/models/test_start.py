@@ -10,7 +10,7 @@ import pytest
 from pipelines.checkpoint import Checkpoint
 from pipelines.run import PlainEngine
 from pipelines.size import Size
-from tests.pipelines.support import tiny_pictures, tiny_qwen, tiny_qwen21
+from tests.pipelines.support import tiny_pictures, tiny_qwen
 
 MODELS = {
     "flux": tiny_pictures.flux,
@@ -20,7 +20,7 @@ MODELS = {
     "qwen": tiny_qwen.qwen,
     "qwen edit": tiny_qwen.qwen_edit,
     "qwen edit plus": tiny_qwen.qwen_edit_plus,
-    "qwen 2.1": tiny_qwen21.qwen21,
+    "qwen 2.1": tiny_qwen.qwen21,
     "z image": tiny_pictures.z_image,
 }
 WITH_PICTURES = {"qwen edit", "qwen edit plus"}

@@ -154,3 +154,18 @@ def _classic(pipeline: Any, folder: Path) -> Any:
     classic = pipeline.from_pretrained(folder, dtype=torch.float32)
     classic.set_progress_bar_config(disable=True)
     return classic
+
+
+def guided_blocks(folder: Path, request: MediaRequest, images: Images) -> Latents:
+    """Of a modular pipeline that guides itself; with sound where the folder has what decodes it."""
+    sounds = (folder / "sound_tokenizer").is_dir() and request.num_frames > 1
+    state = own_state(
+        folder,
+        request,
+        guidance_scale=request.true_cfg_scale,
+        fps=request.fps,
+        enable_sound=sounds,
+        **({"image": images[0]} if images else {}),
+    )
+    names = ("latents", "sound_latents", "videos", "sound")
+    return {name: value for name in names if (value := state.get(name)) is not None}

@@ -1,0 +1,196 @@
+"""Cosmos 3 (Nano, Super and models of the same layout): pictures, clips, and clips with sound, from words or a picture.
+
+One transformer has two halves: one for the text, which is computed once a job and whole on every rank, and one for what
+is generated, whose tokens (the clip's, then the sound's) are divided and see the text's keys and values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
+from pipelines.defaults import Defaults
+from pipelines.directory import part_class, read_config, read_index
+from pipelines.models.architecture import Architecture, Config
+from pipelines.models.attention.cosmos_call import POSITIONS, TEXT_IDS, adapted, answer, blank, grid, num_sound_tokens
+from pipelines.request import MediaRequest
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from engines.core.kernel import Kernel
+    from engines.core.model import Arguments, ModelInputs
+
+TEXT, GENERATED = "text", "generated"
+TYPICAL_TOKENS = 300
+"""Of a prompt with the sentences that the pipeline adds."""
+NEVER_A_DIM = 2
+"""Inputs that bring the text's length along, and are not cut: they have fewer dims."""
+
+MLPS = ("mlp", "mlp_moe_gen")
+GATED = "silu"
+"""``hidden_act`` of models whose MLPs have a gate."""
+
+ATTENTION_LINEARS: tuple[ColumnLinear | RowLinear, ...] = (
+    *(ColumnLinear(pattern=f"layers.*.self_attn.to_{name}") for name in "qkv"),
+    *(ColumnLinear(pattern=f"layers.*.self_attn.add_{name}_proj") for name in "qkv"),
+    *(RowLinear(pattern=f"layers.*.self_attn.{name}") for name in ("to_out", "to_add_out")),
+)
+SHARDS = (
+    TokenShard(module="", where="input", key=TEXT_IDS, dim=NEVER_A_DIM, stream=TEXT),
+    TokenShard(module="", where="input", key=POSITIONS, dim=NEVER_A_DIM, stream=TEXT),
+    TokenShard(module="rotary_emb", where="output", key=0, dim=1, stream=GENERATED),
+    TokenShard(module="rotary_emb", where="output", key=1, dim=1, stream=GENERATED),
+    TokenShard(module="layers.0", where="input", key="gen_seq", dim=0, stream=GENERATED),
+    TokenShard(module="layers.*", where="input", key="und_seq", dim=2, stream=TEXT),
+)
+
+
+def shard_plan(config: Config) -> ShardPlan:
+    """In place of text, layers take its keys and values (``und_seq``, see ``attention.cosmos``)."""
+    into = ("gate_proj", "up_proj") if config["hidden_act"] == GATED else ("up_proj",)
+    return ShardPlan(
+        streams=(TEXT, GENERATED),
+        blocks=("layers",),
+        shards=SHARDS,
+        gathers=(TokenGather(module="norm_moe_gen", dim=0, stream=GENERATED),),
+        linears=(
+            *ATTENTION_LINEARS,
+            *(ColumnLinear(pattern=f"layers.*.{mlp}.{name}") for mlp in MLPS for name in into),
+            *(RowLinear(pattern=f"layers.*.{mlp}.down_proj") for mlp in MLPS),
+        ),
+    )
+
+
+def stream_lengths(config: Config, arguments: Arguments) -> dict[str, int]:
+    num_generated = math.prod(grid(config, arguments)) + num_sound_tokens(arguments)
+    return {TEXT: arguments[TEXT_IDS].shape[0], GENERATED: num_generated}
+
+
+def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Any]:
+    """Token ids, all different: the pipeline has no text encoder."""
+    ids = [number % config["vocab_size"] for number in range(num_tokens or TYPICAL_TOKENS)]
+    return {"cond_input_ids": ids, "uncond_input_ids": ids}
+
+
+def blank_pictures(path: Path, request: MediaRequest) -> Mapping[str, Any]:
+    """The clip as the auto-encoder has it, of which the first frame is given."""
+    import torch
+
+    vae, (spatial, temporal) = read_config(path, "vae"), vae_scales(path)
+    frames, sides = 1 + (request.num_frames - 1) // temporal, (request.height // spatial, request.width // spatial)
+    return {
+        "x0_tokens_vision": torch.zeros(1, vae["z_dim"], frames, *sides),
+        "vision_condition_frames": [0],
+    }
+
+
+def vae_scales(path: Path) -> tuple[int, int]:
+    """Pixels a side, and frames, of one latent value."""
+    vae = read_config(path, "vae")
+    return vae.get("scale_factor_spatial", 8), vae.get("scale_factor_temporal", 4)
+
+
+def inputs(path: Path, request: MediaRequest) -> Mapping[str, Any]:
+    """The blocks take the scale of true guidance by the other's name. Clips of models that can sound do.
+
+    They would look for layers quantised by ModelOpt in the transformer, which is elsewhere: precision is the engine's.
+    """
+    sounds = request.num_frames > 1 and part_class(path, "sound_tokenizer") is not None
+    return {
+        "guidance_scale": max(request.true_cfg_scale, 1.0),
+        "mixed_precision_format": "none",
+        "enable_sound": sounds and bool(read_config(path, "transformer").get("sound_gen")),
+    }
+
+
+def complete(pipeline: Any) -> None:
+    """Adds the guardrail, which the model's licence asks for and which is in no folder.
+
+    ValueError if it is not installed, unless the folder's index says that it is not wanted.
+    """
+    if not pipeline.requires_safety_checker:
+        return
+    try:
+        pipeline.enable_safety_checker()
+    except ImportError as error:
+        raise ValueError(
+            "this model checks prompts and frames with cosmos_guardrail, which is not installed: run `pip install "
+            'cosmos_guardrail`, or set "enable_safety_checker" to false in the index of the folder'
+        ) from error
+
+
+def set_kernel(module: nn.Module, kernel: Kernel) -> None:
+    from pipelines.models.attention.cosmos import set_kernel
+
+    set_kernel(module, kernel)
+
+
+def forward(module: nn.Module, call: Mapping[str, Any]) -> Tensor:
+    from pipelines.models.attention.cosmos import forward
+
+    return forward(module, call)
+
+
+def hoisted(module: nn.Module, inputs: ModelInputs) -> ModelInputs:
+    """The whole half for the text: its keys and values."""
+    from pipelines.models.attention.cosmos import hoisted_text
+
+    return hoisted_text(module, inputs)
+
+
+def estimate(loop_state: Any, sigma: float) -> Mapping[str, Tensor] | None:
+    """Of the clip; where its frames are given the velocity is zero."""
+    velocity, latents = getattr(loop_state, "velocity_vision", None), loop_state.latents
+    return None if velocity is None else {"latents": latents - sigma * velocity}
+
+
+def first_frame(config: Config, latents: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Without its sound."""
+    return {"latents": latents["latents"][:, :, :1], "sound_latents": None}
+
+
+def defaults(path: Path) -> Defaults:
+    """From the pipeline's arguments in diffusers, as on its page. Distilled models have a schedule of their own."""
+    (spatial, temporal), sigmas = vae_scales(path), read_index(path).get("distilled_sigmas")
+    return Defaults(
+        kind="video",
+        width=1280,
+        height=720,
+        num_frames=189,
+        fps=24,
+        num_inference_steps=len(sigmas) if sigmas else 35,
+        guidance_scale=0.0,
+        true_cfg_scale=1.0 if sigmas else 6.0,
+        size_multiple=spatial,
+        frame_multiple=temporal,
+        max_pixels=1280 * 720,
+        max_frames=189,
+        max_steps=len(sigmas) if sigmas else 100,
+        max_pictures=1,
+    )
+
+
+ARCHITECTURE = Architecture(
+    family="cosmos",
+    defaults=defaults,
+    shard_plan=shard_plan,
+    stream_lengths=stream_lengths,
+    heads=lambda config: (config["num_attention_heads"], config["head_dim"]),
+    blank_conditioning=blank_conditioning,
+    blank_pictures=blank_pictures,
+    adapted=adapted,
+    blank=blank,
+    forward=forward,
+    answer=answer,
+    set_kernel=set_kernel,
+    hoisted=hoisted,
+    estimate=estimate,
+    first_frame=first_frame,
+    inputs=inputs,
+    guides_itself=True,
+    complete=complete,
+)

@@ -1,0 +1,87 @@
+"""Tiny checkpoints of Cosmos 3, random weights, in diffusers' layout."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.pipelines.support import tiny
+from tests.pipelines.support.tiny import ALPHABET, shake
+from tests.pipelines.support.tiny_models import CHAT
+
+VISION_START = "<|vision_start|>"
+"""The pipeline ends prompts with it."""
+
+
+def cosmos(path: Path, *, sound: bool = False, **more: Any) -> Path:
+    """Cosmos 3 Nano in small; one latent value is 8x8 pixels and 4 frames."""
+    import diffusers
+
+    flow = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
+    diffusers.Cosmos3OmniPipeline(
+        transformer=_transformer(**(SOUND if sound else {}), **more),
+        text_tokenizer=_tokenizer(),
+        vae=tiny.wan_vae(),
+        scheduler=diffusers.UniPCMultistepScheduler(**flow),
+        sound_tokenizer=_sound_tokenizer() if sound else None,
+        enable_safety_checker=False,
+    ).save_pretrained(path)
+    return path
+
+
+SOUND_DIM, RATE = 6, 4000
+SOUND = {"sound_gen": True, "sound_dim": SOUND_DIM, "sound_latent_fps": 25.0}
+EDGE = {"hidden_act": "relu2", "qk_norm_for_text": False, "use_und_k_norm_for_gen": True}
+
+SIGMAS = [1.0, 0.6]
+
+
+def cosmos_distilled(path: Path) -> Path:
+    """Two steps of a schedule of its own, in a folder with the modular index: noise is drawn anew in each."""
+    from diffusers import Cosmos3DistilledModularPipeline, FlowMatchEulerDiscreteScheduler
+
+    index = cosmos(path) / "model_index.json"
+    index.write_text(index.read_text().replace("UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler"))
+    FlowMatchEulerDiscreteScheduler(stochastic_sampling=True).save_pretrained(path / "scheduler")
+    pipeline = Cosmos3DistilledModularPipeline(pretrained_model_name_or_path=str(path))
+    pipeline.update_components(distilled_sigmas=SIGMAS, enable_safety_checker=False)
+    index.unlink()
+    pipeline.save_pretrained(str(path), overwrite_modular_index=True)
+    return path
+
+
+cosmos_with_sound = partial(cosmos, sound=True)
+cosmos_edge = partial(cosmos, **EDGE)
+
+
+def _transformer(**more: Any) -> Any:
+    from diffusers import Cosmos3OmniTransformer
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 16, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "rope_axes_dim": (4, 2, 2)}
+    latents = {"latent_channel": 4, "latent_patch_size": 2, "patch_latent_dim": 16}
+    return shake(Cosmos3OmniTransformer(**sizes, **heads, **latents, vocab_size=len(ALPHABET) + 1, **more))
+
+
+def _tokenizer() -> Any:
+    letters = tiny.tokenizer()
+    letters.add_special_tokens({"additional_special_tokens": [VISION_START]})
+    letters.chat_template, letters.model_max_length = CHAT, 1024
+    return letters
+
+
+def _sound_tokenizer() -> Any:
+    from diffusers.models.autoencoders.autoencoder_cosmos3_audio import Cosmos3AVAEAudioTokenizer
+
+    return shake(
+        Cosmos3AVAEAudioTokenizer(
+            sampling_rate=RATE,
+            hop_size=160,
+            vocoder_input_dim=SOUND_DIM,
+            dec_dim=8,
+            dec_c_mults=(1, 2, 4),
+            dec_strides=(4, 5, 8),
+            encoder_enabled=False,
+        )
+    )
