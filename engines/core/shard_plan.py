@@ -64,7 +64,15 @@ def _regex(pattern: str) -> re.Pattern[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ColumnLinear(LayerRule):
-    """Linears whose output features are split over the tensor axis."""
+    """Linears whose output features are split over the tensor axis.
+
+    ``segments`` are the shares of the output features that are split one by one, since they are used apart (a gate and
+    what it gates: ``(1, 1)``); ``(1,)`` for a plain layer. ``unit`` features in a row stay on one rank (a head of keys
+    where heads are fewer than those of the queries).
+    """
+
+    segments: tuple[int, ...] = (1,)
+    unit: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -45,12 +45,16 @@ def split_features(module: nn.Module, plan: ShardPlan) -> dict[str, int]:
 def _divided(layer: nn.Module, rule: ColumnLinear | RowLinear | FullWidthNorm) -> int:
     match rule:
         case ColumnLinear():
-            return cast(nn.Linear, layer).out_features
-        case RowLinear():  # each segment by itself
-            unit = cast(nn.Linear, layer).in_features // sum(rule.segments)
-            return unit * math.gcd(*rule.segments)
+            return _common(cast(nn.Linear, layer).out_features // rule.unit, rule.segments)
+        case RowLinear():
+            return _common(cast(nn.Linear, layer).in_features, rule.segments)
         case FullWidthNorm():
             return int(cast(nn.RMSNorm, layer).normalized_shape[0])
+
+
+def _common(features: int, segments: tuple[int, ...]) -> int:
+    """What divides each segment of ``features`` by itself."""
+    return features // sum(segments) * math.gcd(*segments)
 
 
 class RowSplitLinear(nn.Module):
@@ -87,7 +91,7 @@ def _split(name: str, layer: nn.Module, rule: ColumnLinear | RowLinear | FullWid
     try:
         match rule:
             case ColumnLinear():
-                return split_columns(cast(nn.Linear, layer), axis)
+                return split_columns(cast(nn.Linear, layer), rule.segments, axis)
             case RowLinear():
                 return split_rows(cast(nn.Linear, layer), rule.segments, axis)
             case FullWidthNorm():
@@ -96,25 +100,28 @@ def _split(name: str, layer: nn.Module, rule: ColumnLinear | RowLinear | FullWid
         raise ValueError(f"{name}: {error}") from None
 
 
-def split_columns(layer: nn.Linear, axis: Axis) -> nn.Linear:
-    """The share of the output features: views of the weight and bias, no memory of their own."""
-    mine = share(layer.out_features, axis)
-    bias = None if layer.bias is None else layer.bias[mine]
-    return _linear(layer.weight[mine], bias)
+def split_columns(layer: nn.Linear, segments: tuple[int, ...], axis: Axis) -> nn.Linear:
+    """The share of each segment of the output features: of one alone a view, no memory of its own."""
+    ranges = shares(layer.out_features, segments, axis)
+    bias = None if layer.bias is None else _joined([layer.bias[start:stop] for start, stop in ranges], dim=0)
+    return _linear(_joined([layer.weight[start:stop] for start, stop in ranges], dim=0), bias)
 
 
 def split_rows(layer: nn.Linear, segments: tuple[int, ...], axis: Axis) -> RowSplitLinear:
     """The share of each segment of the input features, one after another."""
-    ranges = row_ranges(layer.in_features, segments, axis)
-    pieces = [layer.weight[:, start:stop] for start, stop in ranges]
+    pieces = [layer.weight[:, start:stop] for start, stop in shares(layer.in_features, segments, axis)]
     return RowSplitLinear(_linear(torch.cat(pieces, dim=1), None), layer.bias, axis)
 
 
-def row_ranges(features: int, segments: tuple[int, ...], axis: Axis) -> tuple[tuple[int, int], ...]:
-    """Which input features a rank has of a layer whose input was concatenated from ``segments``."""
+def _joined(pieces: list[Tensor], dim: int) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=dim)
+
+
+def shares(features: int, segments: tuple[int, ...], axis: Axis) -> tuple[tuple[int, int], ...]:
+    """Which features a rank has, half-open ranges, if each of ``segments`` of them is split by itself."""
     unit, rest = divmod(features, sum(segments))
     if rest:
-        raise ValueError(f"{features} input features do not divide into segments {segments}")
+        raise ValueError(f"{features} features do not divide into segments {segments}")
     ranges, start = [], 0
     for segment in segments:
         mine = share(segment * unit, axis)

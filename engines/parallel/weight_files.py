@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan
 from engines.parallel.collectives import Axis
-from engines.parallel.tensor import matching, row_ranges, share
+from engines.parallel.tensor import matching, share, shares
 
 NAME = "diffusion_pytorch_model.safetensors"
 INDEX = f"{NAME}.index.json"
@@ -116,11 +116,14 @@ def slices_of(module: nn.Module, plan: ShardPlan, axis: Axis) -> dict[str, Slice
         for name in matching(module, rule):
             layer: Any = module.get_submodule(name)
             if isinstance(rule, RowLinear):
-                ranges = row_ranges(layer.in_features, rule.segments, axis)
+                ranges = shares(layer.in_features, rule.segments, axis)
                 slices[f"{name}.partial.weight"] = Slice(name=f"{name}.weight", dim=1, ranges=ranges)
                 continue
-            features = layer.out_features if isinstance(rule, ColumnLinear) else layer.normalized_shape[0]
-            mine = share(features, axis)
+            if isinstance(rule, ColumnLinear):
+                ranges = shares(layer.out_features, rule.segments, axis)
+            else:
+                mine = share(layer.normalized_shape[0], axis)
+                ranges = ((mine.start, mine.stop),)
             for leaf in layer._parameters:
-                slices[f"{name}.{leaf}"] = Slice(name=f"{name}.{leaf}", ranges=((mine.start, mine.stop),))
+                slices[f"{name}.{leaf}"] = Slice(name=f"{name}.{leaf}", ranges=ranges)
     return slices

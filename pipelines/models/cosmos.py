@@ -34,11 +34,7 @@ MLPS = ("mlp", "mlp_moe_gen")
 GATED = "silu"
 """``hidden_act`` of models whose MLPs have a gate."""
 
-ATTENTION_LINEARS: tuple[ColumnLinear | RowLinear, ...] = (
-    *(ColumnLinear(pattern=f"layers.*.self_attn.to_{name}") for name in "qkv"),
-    *(ColumnLinear(pattern=f"layers.*.self_attn.add_{name}_proj") for name in "qkv"),
-    *(RowLinear(pattern=f"layers.*.self_attn.{name}") for name in ("to_out", "to_add_out")),
-)
+QUERIES, KEYS_AND_VALUES = ("to_q", "add_q_proj"), ("to_k", "to_v", "add_k_proj", "add_v_proj")
 SHARDS = (
     TokenShard(module="", where="input", key=TEXT_IDS, dim=NEVER_A_DIM, stream=TEXT),
     TokenShard(module="", where="input", key=POSITIONS, dim=NEVER_A_DIM, stream=TEXT),
@@ -51,14 +47,16 @@ SHARDS = (
 
 def shard_plan(config: Config) -> ShardPlan:
     """In place of text, layers take its keys and values (``und_seq``, see ``attention.cosmos``)."""
-    into = ("gate_proj", "up_proj") if config["hidden_act"] == GATED else ("up_proj",)
+    into, head = ("gate_proj", "up_proj") if config["hidden_act"] == GATED else ("up_proj",), config["head_dim"]
     return ShardPlan(
         streams=(TEXT, GENERATED),
         blocks=("layers",),
         shards=SHARDS,
         gathers=(TokenGather(module="norm_moe_gen", dim=0, stream=GENERATED),),
         linears=(
-            *ATTENTION_LINEARS,
+            *(ColumnLinear(pattern=f"layers.*.self_attn.{name}") for name in QUERIES),
+            *(ColumnLinear(pattern=f"layers.*.self_attn.{name}", unit=head) for name in KEYS_AND_VALUES),
+            *(RowLinear(pattern=f"layers.*.self_attn.{name}") for name in ("to_out", "to_add_out")),
             *(ColumnLinear(pattern=f"layers.*.{mlp}.{name}") for mlp in MLPS for name in into),
             *(RowLinear(pattern=f"layers.*.{mlp}.down_proj") for mlp in MLPS),
         ),

@@ -1,7 +1,4 @@
-"""FLUX.2 (dev, klein and models of the same layout). Pictures to look at are more tokens of the image's stream.
-
-Single-stream blocks have queries, keys, values and the MLP in one projection, so that heads cannot be divided alone.
-"""
+"""FLUX.2 (dev, klein and models of the same layout). Pictures to look at are more tokens of the image's stream."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
+from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import Defaults
 from pipelines.directory import read_config, read_index
 from pipelines.models.architecture import Architecture, Config
@@ -27,18 +24,37 @@ PATCH = 2
 """Latent values along the side of a token."""
 MAX_TOKENS = 512
 
-SHARD_PLAN = ShardPlan(
-    streams=(TEXT, IMAGE),
-    blocks=("transformer_blocks", "single_transformer_blocks"),
-    shards=(
-        TokenShard(module="", where="input", key="hidden_states", dim=1, stream=IMAGE),
-        TokenShard(module="", where="input", key="encoder_hidden_states", dim=1, stream=TEXT),
-        TokenShard(module="", where="input", key="img_ids", dim=1, stream=IMAGE),
-        TokenShard(module="", where="input", key="txt_ids", dim=1, stream=TEXT),
-    ),
-    gathers=(TokenGather(module="proj_out", dim=1, stream=IMAGE),),
-    linears=(),
+SHARDS = (
+    TokenShard(module="", where="input", key="hidden_states", dim=1, stream=IMAGE),
+    TokenShard(module="", where="input", key="encoder_hidden_states", dim=1, stream=TEXT),
+    TokenShard(module="", where="input", key="img_ids", dim=1, stream=IMAGE),
+    TokenShard(module="", where="input", key="txt_ids", dim=1, stream=TEXT),
 )
+DOUBLE, SINGLE = "transformer_blocks", "single_transformer_blocks"
+INTO_HEADS = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
+MLPS = ("ff", "ff_context")
+GATED = (1, 1)
+"""A gate, and what it gates."""
+
+
+def shard_plan(config: Config) -> ShardPlan:
+    """Single-stream blocks have queries, keys, values and an MLP in one projection, and their results in another."""
+    heads = config["num_attention_heads"] * config["attention_head_dim"]
+    gated = int(heads * config["mlp_ratio"])
+    return ShardPlan(
+        streams=(TEXT, IMAGE),
+        blocks=(DOUBLE, SINGLE),
+        shards=SHARDS,
+        gathers=(TokenGather(module="proj_out", dim=1, stream=IMAGE),),
+        linears=(
+            *(ColumnLinear(pattern=f"{DOUBLE}.*.attn.{name}") for name in INTO_HEADS),
+            *(RowLinear(pattern=f"{DOUBLE}.*.attn.{name}") for name in ("to_out.0", "to_add_out")),
+            *(ColumnLinear(pattern=f"{DOUBLE}.*.{mlp}.linear_in", segments=GATED) for mlp in MLPS),
+            *(RowLinear(pattern=f"{DOUBLE}.*.{mlp}.linear_out") for mlp in MLPS),
+            ColumnLinear(pattern=f"{SINGLE}.*.attn.to_qkv_mlp_proj", segments=(heads, heads, heads, gated, gated)),
+            RowLinear(pattern=f"{SINGLE}.*.attn.to_out", segments=(heads, gated)),
+        ),
+    )
 
 
 def stream_lengths(config: Config, arguments: Arguments) -> dict[str, int]:
@@ -93,7 +109,7 @@ def fast(transformer: nn.Module, precision: Precision) -> Any:
 ARCHITECTURE = Architecture(
     family="flux2",
     defaults=defaults,
-    shard_plan=lambda config: SHARD_PLAN,
+    shard_plan=shard_plan,
     stream_lengths=stream_lengths,
     heads=lambda config: (config["num_attention_heads"], config["attention_head_dim"]),
     blank_conditioning=blank_conditioning,

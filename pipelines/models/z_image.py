@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
+from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import Defaults
 from pipelines.models.architecture import Architecture, Config
 from pipelines.models.image_sizes import vae_scale
@@ -18,6 +18,7 @@ from pipelines.models.image_sizes import vae_scale
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from engines.core.kernel import Kernel
     from engines.core.model import Arguments
 
 TOKENS = "tokens"
@@ -36,8 +37,14 @@ SHARD_PLAN = ShardPlan(
         TokenShard(module="layers.*", where="input", key="freqs_cis", dim=1, stream=TOKENS),
     ),
     gathers=(TokenGather(module=f"all_final_layer.{PATCH}-1", dim=1, stream=TOKENS),),
-    linears=(),
+    linears=(
+        *(ColumnLinear(pattern=f"layers.*.attention.to_{name}") for name in "qkv"),
+        RowLinear(pattern="layers.*.attention.to_out.0"),
+        *(ColumnLinear(pattern=f"layers.*.feed_forward.{name}") for name in ("w1", "w3")),
+        RowLinear(pattern="layers.*.feed_forward.w2"),
+    ),
 )
+REFINERS = ("noise_refiner.*.attention", "context_refiner.*.attention")
 
 
 def stream_lengths(config: Config, arguments: Arguments) -> dict[str, int]:
@@ -65,6 +72,16 @@ def forward(module: nn.Module, call: Mapping[str, Any]) -> Tensor:
 
 def answer(config: Config, call: Mapping[str, Any], prediction: Tensor) -> tuple[list[Tensor]]:
     return ([prediction],)
+
+
+def set_kernel(module: nn.Module, kernel: Kernel) -> None:
+    """Diffusers' processor splits features by the number of heads, of which a tensor-parallel rank holds a share."""
+    from pipelines.blocks import attention
+
+    attention.set_kernel(module, kernel, local=REFINERS)
+    layers: Any = module.get_submodule("layers")
+    for layer in layers:
+        layer.attention.heads = layer.attention.to_q.out_features // layer.head_dim
 
 
 def defaults(path: Path) -> Defaults:
@@ -100,5 +117,5 @@ ARCHITECTURE = Architecture(
     blank=blank,
     forward=forward,
     answer=answer,
-    local_attention=("noise_refiner.*.attention", "context_refiner.*.attention"),
+    set_kernel=set_kernel,
 )

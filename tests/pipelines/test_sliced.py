@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
 from pipelines.run import PlainEngine
 from tests.engines.support.gloo import gang
-from tests.pipelines.support import tiny
+from tests.pipelines.support import tiny, tiny_cosmos, tiny_models
 
 CPU = torch.device("cpu")
 ALL = (0, 1, 2, 3)
@@ -33,7 +33,10 @@ STRATEGIES = ["tensor", "tensor2xulysses2", "pipeline2xtensor2", "guidance2xtens
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A diffusers directory whose transformer lies in many files."""
     make = {"flux": tiny.flux, "wan": tiny.wan}[request.param]
-    path: Path = make(tmp_path_factory.mktemp(request.param))
+    return in_many_files(make(tmp_path_factory.mktemp(request.param)))
+
+
+def in_many_files(path: Path) -> Path:
     part = path / "transformer"
     module = Checkpoint(path).denoiser().modules["transformer"]
     (part / NAME).unlink()
@@ -54,6 +57,18 @@ def test_the_answer_is_that_of_the_whole_model_and_a_rank_holds_and_reads_its_sh
         assert max(map(relative_difference, answer, expected)) <= 1e-5
         assert held_bytes == read_bytes, "nothing was read that is not held"
         assert held_bytes < SHARE[strategy] * whole_bytes
+
+
+@pytest.mark.parametrize(
+    ("make", "share"), [(tiny_models.flux2_klein, 0.75), (tiny_models.z_image, 0.9), (tiny_cosmos.cosmos, 0.75)]
+)
+def test_linears_in_segments_and_key_heads_too(make: Callable[[Path], Path], share: float, tmp_path: Path) -> None:
+    folder = in_many_files(make(tmp_path))
+    model = Checkpoint(folder).denoiser()
+    expected = PlainEngine(model=model).predict(model.probe())
+    for answer, held_bytes, read_bytes in gang(4).run(predict_sliced, folder, "tensor2xulysses2"):
+        assert max(map(relative_difference, answer, expected)) <= 1e-5
+        assert held_bytes == read_bytes < share * Checkpoint(folder).weights_bytes()
 
 
 SHARE = {

@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan
 from engines.parallel.collectives import Axis
 from engines.parallel.copies import weight_sharing_copy
-from engines.parallel.tensor import RowSplitLinear, split_columns, split_norm, split_rows, split_weights
+from engines.parallel.tensor import (
+    RowSplitLinear,
+    split_columns,
+    split_features,
+    split_norm,
+    split_rows,
+    split_weights,
+)
 
 
 def axis(index: int, size: int = 3) -> Axis:
@@ -20,9 +27,20 @@ def axis(index: int, size: int = 3) -> Axis:
 
 def test_columns_share_memory_and_join_to_the_whole() -> None:
     layer, x = nn.Linear(5, 12), torch.randn(2, 5)
-    parts = [split_columns(layer, axis(index)) for index in range(3)]
+    parts = [split_columns(layer, (1,), axis(index)) for index in range(3)]
     torch.testing.assert_close(torch.cat([part(x) for part in parts], dim=-1), layer(x))
     assert parts[1].weight.data_ptr() == layer.weight[4:].data_ptr()
+
+
+@pytest.mark.parametrize("segments", [(1, 1), (1, 1, 1, 2), (12, 18)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_columns_of_every_segment_join_to_the_whole(segments: tuple[int, ...], bias: bool) -> None:
+    layer, x = nn.Linear(5, 30, bias=bias), torch.randn(2, 5)
+    unit = 30 // sum(segments)
+    outputs = [split_columns(layer, segments, axis(index))(x) for index in range(3)]
+    pieces = [torch.split(out, [segment * unit // 3 for segment in segments], dim=-1) for out in outputs]
+    wholes = [torch.cat(parts, dim=-1) for parts in zip(*pieces, strict=True)]
+    torch.testing.assert_close(torch.cat(wholes, dim=-1), layer(x))
 
 
 @pytest.mark.parametrize("segments", [(1,), (1, 4), (2, 1, 2)])
@@ -78,12 +96,21 @@ def test_original_stays_whole_and_the_rest_is_shared() -> None:
     [
         (ColumnLinear(pattern="*.across"), 2, r"pattern '\*.across' fits no submodule of Sequential"),
         (ColumnLinear(pattern="*.up"), 5, r"0.up: 12 features cannot be split over 5 ranks"),
-        (RowLinear(pattern="*.down", segments=(1, 4)), 2, r"12 input features do not divide into segments \(1, 4\)"),
+        (RowLinear(pattern="*.down", segments=(1, 4)), 2, r"12 features do not divide into segments \(1, 4\)"),
+        (ColumnLinear(pattern="*.up", segments=(1, 4)), 2, r"12 features do not divide into segments \(1, 4\)"),
+        (ColumnLinear(pattern="*.up", segments=(1, 3)), 2, r"0.up: 3 features cannot be split over 2 ranks"),
     ],
 )
 def test_what_cannot_be_split(rule: ColumnLinear | RowLinear, size: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         split_weights(nn.Sequential(Block()), plan(rule), axis(0, size))
+
+
+def test_heads_stay_whole_and_segments_count_each_by_itself() -> None:
+    module = nn.Sequential(Block())
+    several = (ColumnLinear(pattern="*.up", unit=6), RowLinear(pattern="*.down", segments=(1, 2)))
+    assert split_features(module, plan(*several)) == {"*.up": 2, "*.down": 4}
+    assert split_features(module, plan(ColumnLinear(pattern="*.up", segments=(4, 8)))) == {"*.up": 4}
 
 
 def test_twin_shares_tensors_and_keeps_hooks() -> None:

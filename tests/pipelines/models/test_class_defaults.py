@@ -8,16 +8,20 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from diffusers.hooks.tensor_parallel import PackedColwiseParallel
 from torch import nn
 
-from engines.core.shard_plan import named_like
-from pipelines.models import flux2, qwen, z_image
+from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, named_like
+from engines.core.spec import ParallelSpec
+from engines.parallel.tensor import split_features
+from pipelines.models.registry import load_architecture
 
-PLANS = {
-    "Flux2Transformer2DModel": flux2.SHARD_PLAN,
-    "QwenImageTransformer2DModel": qwen.SHARD_PLAN,
-    "ZImageTransformer2DModel": z_image.SHARD_PLAN,
+DEGREES = {
+    "Flux2Transformer2DModel": (2, 4, 8),
+    "QwenImageTransformer2DModel": (2, 4, 8),
+    "ZImageTransformer2DModel": (2,),
 }
+"""Of a tensor axis; Z-Image has 30 heads."""
 
 
 def published(name: str) -> Any:
@@ -25,9 +29,13 @@ def published(name: str) -> Any:
         return getattr(diffusers, name)()
 
 
-@pytest.mark.parametrize("name", PLANS)
+def plan_of(name: str) -> ShardPlan:
+    return load_architecture(name).shard_plan(published(name).config)
+
+
+@pytest.mark.parametrize("name", DEGREES)
 def test_places_exist(name: str) -> None:
-    module, plan = published(name), PLANS[name]
+    module, plan = published(name), plan_of(name)
     assert all(isinstance(module.get_submodule(blocks), nn.ModuleList) for blocks in plan.blocks)
     for shard in plan.shards:
         for inner in named_like(module, shard.module):
@@ -35,10 +43,33 @@ def test_places_exist(name: str) -> None:
     for gather in plan.gathers:
         assert named_like(module, gather.module)
     for rule in plan.linears:
-        assert len(named_like(module, rule.pattern)) == len(plan.blocks_of(module))
+        assert len(named_like(module, rule.pattern)) == len(module.get_submodule(rule.pattern.split(".")[0]))
 
 
-def test_linears_are_those_of_diffusers() -> None:
-    kinds = {"colwise": "ColumnLinear", "rowwise": "RowLinear"}
-    ours = {rule.pattern: type(rule).__name__ for rule in qwen.SHARD_PLAN.linears}
-    assert ours == {pattern: kinds[kind] for pattern, kind in published("QwenImageTransformer2DModel")._tp_plan.items()}
+@pytest.mark.parametrize("name", DEGREES)
+def test_features_divide_by_the_usual_degrees(name: str) -> None:
+    module, plan = published(name), plan_of(name)
+    num_heads, _ = load_architecture(name).heads(module.config)
+    for degree in DEGREES[name]:
+        ParallelSpec(tensor=degree).check(num_heads=num_heads, features=split_features(module, plan))
+
+
+def test_degrees_that_do_not_divide_the_heads_are_refused() -> None:
+    features = split_features(published("ZImageTransformer2DModel"), plan_of("ZImageTransformer2DModel"))
+    with pytest.raises(ValueError, match=r"tensor 4 does not fit: 30 heads, not divisible by 4; allowed: 1, 2, 5, 10"):
+        ParallelSpec(tensor=4).check(num_heads=30, features=features)
+
+
+@pytest.mark.parametrize("name", ["Flux2Transformer2DModel", "QwenImageTransformer2DModel"])
+def test_linears_are_those_of_diffusers(name: str) -> None:
+    """Its packed linears say in which blocks they are cut, by shares in the plan or by features in the layer."""
+    module = published(name)
+    ours = {rule.pattern: rule for rule in plan_of(name).linears}
+    assert ours.keys() == module._tp_plan.keys()
+    for pattern, theirs in module._tp_plan.items():
+        layer, rule = named_like(module, pattern)[0], ours[pattern]
+        is_column = theirs == "colwise" or type(theirs) is PackedColwiseParallel
+        assert type(rule) is (ColumnLinear if is_column else RowLinear), pattern
+        kept = getattr(layer, "_tp_packed_col_blocks" if is_column else "_tp_packed_row_blocks", (1,))
+        assert isinstance(rule, ColumnLinear | RowLinear)
+        assert list(rule.segments) == list(getattr(theirs, "blocks", None) or kept), pattern

@@ -121,7 +121,9 @@ def test_both_branches_may_run_at_once(loaded: Callable[[str], Any]) -> None:
     request, pipeline = loaded("from words")
     one, other = pipeline.sampler.branches(pipeline.sampler.begin(request, pipeline.text_encoder.encode(request)))
     assert one.inputs["input_ids"].shape != other.inputs["input_ids"].shape
-    assert may_pair(one, other, load_architecture("Cosmos3OmniTransformer").shard_plan({"hidden_act": "silu"}))
+    assert may_pair(
+        one, other, load_architecture("Cosmos3OmniTransformer").shard_plan({"hidden_act": "silu", "head_dim": 16})
+    )
 
 
 def test_the_text_is_computed_once_a_job(folders: Callable[[Any], Path]) -> None:
@@ -229,7 +231,9 @@ def test_the_plan_fits_the_published_model() -> None:
         transformer = Cosmos3OmniTransformer()
     plan = load_architecture("Cosmos3OmniTransformer").shard_plan(transformer.config)
     assert sum(weight.numel() for weight in transformer.parameters()) == 15_156_222_144
-    assert all(number % 8 == 0 for number in split_features(transformer, plan).values())
+    features = split_features(transformer, plan)
+    assert all(number % 8 == 0 for number in features.values())
+    assert features["layers.*.self_attn.to_k"] == 8, "heads"
     linears = {name for name, part in transformer.layers.named_modules(prefix="layers") if type(part) is nn.Linear}
     assert {name for rule in plan.linears for name in matching(transformer, rule)} == linears
     for shard in plan.shards:

@@ -30,20 +30,31 @@ CONTEXT = ("ulysses", "ring", "allgather_kv")
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """``sides`` are height and width in the model's multiples: token counts that 4 ranks must pad."""
+    """``sides`` are height and width in the model's multiples: token counts that 4 ranks must pad.
+
+    ``tensor``: the plan splits weights, over ``max_tensor`` ranks at most.
+    """
 
     make: Callable[[Path], Path]
     sides: tuple[int, int] = (3, 5)
     num_frames: int | None = None
     tensor: bool = False
+    max_tensor: int = 4
     changes: Mapping[str, Any] = field(default_factory=dict)
+
+    def strategies(self, num_ranks: int) -> tuple[str, ...]:
+        """All that the plan allows; beyond the most ranks that weights are split over, the tokens are as well."""
+        if num_ranks == 1:
+            return ("ulysses",)
+        tensor = "tensor" if num_ranks <= self.max_tensor else f"tensor{self.max_tensor}xulysses"
+        return (*CONTEXT, *([tensor] if self.tensor else []))
 
 
 CASES = {
-    "flux2 klein": Case(make=tiny_models.flux2_klein),
+    "flux2 klein": Case(make=tiny_models.flux2_klein, tensor=True),
     "qwen": Case(make=tiny_models.qwen_image, tensor=True),
     "qwen without guidance": Case(make=tiny_models.qwen_image, changes={"true_cfg_scale": 1.0}),
-    "z image": Case(make=tiny_models.z_image),
+    "z image": Case(make=tiny_models.z_image, tensor=True, max_tensor=2),
     "z image with guidance": Case(make=tiny_models.z_image, changes={"true_cfg_scale": 3.0}),
 }
 
@@ -91,8 +102,7 @@ def test_latents_equal_the_pipelines_own(name: str, num_ranks: int, folders: Cal
     request = request_of(case, folder)
     expected = own_latents(folder, request)
     assert expected.std() > 0.1
-    several = (*CONTEXT, *(["tensor"] if case.tensor else [])) if num_ranks > 1 else ("ulysses",)
-    for strategy in several:
+    for strategy in case.strategies(num_ranks):
         for latents in gang(num_ranks).run(denoised, folder, request, strategy):
             assert relative_difference(latents, expected) <= TOLERANCE, strategy
 

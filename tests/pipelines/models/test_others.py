@@ -18,7 +18,6 @@ from pipelines.models.registry import load_architecture
 from pipelines.run import load_pipeline
 from tests.engines.support.gloo import gang
 from tests.pipelines.models.test_gangs import (
-    CONTEXT,
     TOLERANCE,
     Case,
     denoised,
@@ -55,8 +54,7 @@ def test_latents_equal_the_pipelines_own(name: str, num_ranks: int, folders: Cal
     request = request_of(case, folder)
     expected = own_latents(folder, request)
     assert expected.std() > 0.1
-    several = (*CONTEXT, *(["tensor"] if case.tensor else [])) if num_ranks > 1 else ("ulysses",)
-    for strategy in several:
+    for strategy in case.strategies(num_ranks):
         for latents in gang(num_ranks).run(denoised, folder, request, strategy):
             assert relative_difference(latents, expected) <= TOLERANCE, strategy
 
