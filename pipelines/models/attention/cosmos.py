@@ -12,7 +12,11 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from diffusers.models.transformers.transformer_cosmos3 import Cosmos3PackedMoTAttention, Cosmos3VLTextMoTDecoderLayer
+from diffusers.models.transformers.transformer_cosmos3 import (
+    Cosmos3PackedMoTAttention,
+    Cosmos3VLTextMoTDecoderLayer,
+    Cosmos3VLTextRotaryEmbedding,
+)
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -67,9 +71,21 @@ class GenerationLayer(Cosmos3VLTextMoTDecoderLayer):  # type: ignore[misc]
         return no_text, residual + self.mlp_moe_gen(self.post_attention_layernorm_moe_gen(residual))
 
 
+class Rotation(Cosmos3VLTextRotaryEmbedding):  # type: ignore[misc]
+    """Diffusers' tables without its guard against autocast, which "meta" has none of; engines never turn it on."""
+
+    def forward(self, position_ids: Tensor, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """From positions (3, 1, L) to ``cos_1LD`` and ``sin_1LD``, computed in float32."""
+        angles_31LD = position_ids.float()[..., None] * self.inv_freq.float()
+        halves_1LD = self.apply_interleaved_mrope(angles_31LD, self.rope_axes_dim)
+        angles_1LD = torch.cat((halves_1LD, halves_1LD), dim=-1)
+        return angles_1LD.cos().to(dtype), angles_1LD.sin().to(dtype)
+
+
 def set_kernel(module: nn.Module, kernel: Kernel) -> None:
     """Makes the generated tokens' attention call ``kernel``. From now on ``module`` is called by ``forward``."""
     processor: Any = GenerationProcessor(kernel)
+    module.get_submodule("rotary_emb").__class__ = Rotation
     layers: Any = module.get_submodule("layers")
     for layer in layers:
         layer.__class__ = GenerationLayer

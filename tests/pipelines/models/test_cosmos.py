@@ -33,7 +33,7 @@ from tests.pipelines.support import tiny_cosmos, video_reference
 from tests.pipelines.support.video import Clip, Latents, denoised, picture, pictures_of
 
 ALONE = {"true_cfg_scale": 1.0}
-STRATEGIES = {2: (*CONTEXT, "tensor", "guidance"), 4: (*CONTEXT, "guidance2xulysses2", "tensor2xulysses2")}
+STRATEGIES = {2: (*CONTEXT, "tensor", "guidance", "auto"), 4: (*CONTEXT, "guidance2xulysses2", "tensor2xulysses2")}
 
 
 def clip(make: Callable[[Path], Path], **more: Any) -> Clip:
