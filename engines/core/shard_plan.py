@@ -92,6 +92,15 @@ class FullWidthNorm(LayerRule):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FeatureTable(LayerRule):
+    """Modules without weights that give tensors of the features of all heads together (what positions turn them by):
+    each is split along ``dim`` over the tensor axis.
+    """
+
+    dim: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ShardPlan:
     """How one transformer class is split.
 
@@ -106,6 +115,7 @@ class ShardPlan:
     gathers: tuple[TokenGather, ...]
     linears: tuple[ColumnLinear | RowLinear | FullWidthNorm, ...]
     carried: tuple[str, ...] = ()
+    tables: tuple[FeatureTable, ...] = ()
 
     def rule_of(self, name: str) -> ColumnLinear | RowLinear | FullWidthNorm | None:
         """The first rule that the layer of that name fits."""

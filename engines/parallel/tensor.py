@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ def split_weights(module: nn.Module, plan: ShardPlan, axis: Axis) -> nn.Module:
     for rule in plan.linears:
         for name in matching(mine, rule):
             mine.set_submodule(name, _split(name, mine.get_submodule(name), rule, axis))
+    for table in plan.tables:
+        for name in matching(mine, table):
+            mine.set_submodule(name, SplitTable(mine.get_submodule(name), table.dim, axis))
     return mine
 
 
@@ -85,6 +88,19 @@ class SplitRMSNorm(nn.Module):
         total = all_reduce_sum(wide.square().sum(-1, keepdim=True), self._axis)
         normed = wide * torch.rsqrt(total / (x.shape[-1] * self._axis.size) + self._eps)
         return (normed if self.weight is None else normed * self.weight).to(x.dtype)
+
+
+class SplitTable(nn.Module):
+    """This rank's features of what ``whole`` gives, a tuple of tensors."""
+
+    def __init__(self, whole: nn.Module, dim: int, axis: Axis) -> None:
+        super().__init__()
+        self.whole = whole
+        self._dim, self._axis = dim, axis
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        tables: tuple[Tensor, ...] = self.whole(*args, **kwargs)
+        return tuple(table.tensor_split(self._axis.size, self._dim)[self._axis.index] for table in tables)
 
 
 def _split(name: str, layer: nn.Module, rule: ColumnLinear | RowLinear | FullWidthNorm, axis: Axis) -> nn.Module:

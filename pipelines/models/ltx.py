@@ -10,15 +10,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
+from engines.core.shard_plan import (
+    ColumnLinear,
+    FeatureTable,
+    FullWidthNorm,
+    RowLinear,
+    ShardPlan,
+    TokenGather,
+    TokenShard,
+)
 from pipelines.defaults import Defaults
 from pipelines.directory import read_config
 from pipelines.models.architecture import Architecture, Config, along_velocity
 from pipelines.request import MediaRequest
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
+    from engines.core.kernel import Kernel
     from engines.core.model import Arguments
 
 VIDEO = "video"
@@ -26,8 +35,19 @@ MAX_TOKENS = 128
 """As the pipeline has it."""
 
 
+TO_TEXT = "transformer_blocks.*.attn2"
+ATTENTIONS = ("transformer_blocks.*.attn1", TO_TEXT)
+LINEARS: tuple[ColumnLinear | RowLinear | FullWidthNorm, ...] = (
+    *(ColumnLinear(pattern=f"{attn}.to_{name}") for attn in ATTENTIONS for name in "qkv"),
+    *(FullWidthNorm(pattern=f"{attn}.norm_{name}") for attn in ATTENTIONS for name in "qk"),
+    *(RowLinear(pattern=f"{attn}.to_out.0") for attn in ATTENTIONS),
+    ColumnLinear(pattern="transformer_blocks.*.ff.net.0.proj"),
+    RowLinear(pattern="transformer_blocks.*.ff.net.2"),
+)
+
+
 def shard_plan(config: Config) -> ShardPlan:
-    """No tensor parallelism: positions turn features of all heads together."""
+    """Norms and positions take the features of all heads together."""
     return ShardPlan(
         streams=(VIDEO,),
         blocks=("transformer_blocks",),
@@ -38,8 +58,9 @@ def shard_plan(config: Config) -> ShardPlan:
             TokenShard(module="rope", where="output", key=1, dim=1, stream=VIDEO),
         ),
         gathers=(TokenGather(module="proj_out", dim=1, stream=VIDEO),),
-        linears=(),
+        linears=LINEARS,
         carried=("hidden_states",),
+        tables=(FeatureTable(pattern="rope", dim=2),),
     )
 
 
@@ -77,6 +98,17 @@ def adapted(config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) ->
     """One timestep for all tokens is a row of one."""
     timestep = call["timestep"]
     return {**call, "timestep": timestep[:, None]} if timestep.ndim == 1 else call
+
+
+def set_kernel(module: nn.Module, kernel: Kernel) -> None:
+    """Diffusers' processor splits features by the number of heads, of which a tensor-parallel rank holds a share."""
+    from pipelines.blocks import attention
+
+    attention.set_kernel(module, kernel, local=(TO_TEXT,))
+    blocks: Any = module.get_submodule("transformer_blocks")
+    for block in blocks:
+        for each in (block.attn1, block.attn2):
+            each.heads = each.to_q.out_features // each.head_dim
 
 
 def estimate(loop_state: Any, sigma: float) -> Mapping[str, Tensor] | None:
@@ -118,7 +150,7 @@ ARCHITECTURE = Architecture(
     blank_conditioning=blank_conditioning,
     blank_pictures=blank_pictures,
     frames_from_pictures=True,
-    local_attention=("transformer_blocks.*.attn2",),
+    set_kernel=set_kernel,
     needs_negative=True,
     adapted=adapted,
     estimate=estimate,

@@ -22,7 +22,7 @@ from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
 from pipelines.run import PlainEngine
 from tests.engines.support.gloo import gang
-from tests.pipelines.support import tiny, tiny_cosmos, tiny_models
+from tests.pipelines.support import tiny, tiny_cosmos, tiny_ltx, tiny_models
 
 CPU = torch.device("cpu")
 ALL = (0, 1, 2, 3)
@@ -60,9 +60,15 @@ def test_the_answer_is_that_of_the_whole_model_and_a_rank_holds_and_reads_its_sh
 
 
 @pytest.mark.parametrize(
-    ("make", "share"), [(tiny_models.flux2_klein, 0.75), (tiny_models.z_image, 0.9), (tiny_cosmos.cosmos, 0.75)]
+    ("make", "share"),
+    [
+        (tiny_models.flux2_klein, 0.75),
+        (tiny_models.z_image, 0.9),
+        (tiny_cosmos.cosmos, 0.75),
+        (tiny_ltx.ltx, 0.9),
+    ],
 )
-def test_linears_in_segments_and_key_heads_too(make: Callable[[Path], Path], share: float, tmp_path: Path) -> None:
+def test_segments_key_heads_and_tables_too(make: Callable[[Path], Path], share: float, tmp_path: Path) -> None:
     folder = in_many_files(make(tmp_path))
     model = Checkpoint(folder).denoiser()
     expected = PlainEngine(model=model).predict(model.probe())

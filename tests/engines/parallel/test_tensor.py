@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan
+from engines.core.shard_plan import ColumnLinear, FeatureTable, RowLinear, ShardPlan
 from engines.parallel.collectives import Axis
 from engines.parallel.copies import weight_sharing_copy
 from engines.parallel.tensor import (
@@ -111,6 +111,21 @@ def test_heads_stay_whole_and_segments_count_each_by_itself() -> None:
     several = (ColumnLinear(pattern="*.up", unit=6), RowLinear(pattern="*.down", segments=(1, 2)))
     assert split_features(module, plan(*several)) == {"*.up": 2, "*.down": 4}
     assert split_features(module, plan(ColumnLinear(pattern="*.up", segments=(4, 8)))) == {"*.up": 4}
+
+
+class Table(nn.Module):
+    def forward(self, length: int) -> tuple[Tensor, Tensor]:
+        return torch.arange(length * 6.0).view(1, length, 6), -torch.arange(length * 6.0).view(1, length, 6)
+
+
+def test_tables_of_all_heads_are_split_where_their_features_are() -> None:
+    rules = ShardPlan(
+        streams=("x",), blocks=("0",), shards=(), gathers=(), linears=(), tables=(FeatureTable(pattern="1", dim=2),)
+    )
+    whole = nn.Sequential(Block(), Table())
+    parts = [split_weights(whole, rules, axis(index))[1](4) for index in range(3)]  # type: ignore[index]
+    for number, expected in enumerate(whole[1](4)):
+        assert torch.equal(torch.cat([part[number] for part in parts], dim=2), expected)
 
 
 def test_twin_shares_tensors_and_keeps_hooks() -> None:

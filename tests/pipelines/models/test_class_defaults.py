@@ -1,4 +1,4 @@
-"""Plans against the classes' own defaults, which are the published models' (FLUX.2-dev, Qwen-Image, Z-Image)."""
+"""Plans against the classes' own defaults, which are the published models' (FLUX.2-dev, LTX, Qwen-Image, Z-Image)."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from pipelines.models.registry import load_architecture
 
 DEGREES = {
     "Flux2Transformer2DModel": (2, 4, 8),
+    "LTXVideoTransformer3DModel": (2, 4, 8),
     "QwenImageTransformer2DModel": (2, 4, 8),
     "ZImageTransformer2DModel": (2,),
 }
@@ -42,6 +43,8 @@ def test_places_exist(name: str) -> None:
             assert shard.where == "output" or shard.key in inspect.signature(inner.forward).parameters, shard
     for gather in plan.gathers:
         assert named_like(module, gather.module)
+    for table in plan.tables:
+        assert named_like(module, table.pattern)
     for rule in plan.linears:
         assert len(named_like(module, rule.pattern)) == len(module.get_submodule(rule.pattern.split(".")[0]))
 

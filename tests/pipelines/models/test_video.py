@@ -42,7 +42,9 @@ CLIPS = {
         num_pictures=1,
         strategies=("tensor",),
     ),
-    "ltx from words": Clip(make=tiny_ltx.ltx, reference=video_reference.timed_blocks, strategies=("pipeline",)),
+    "ltx from words": Clip(
+        make=tiny_ltx.ltx, reference=video_reference.timed_blocks, strategies=("pipeline", "tensor")
+    ),
     "ltx from words without guidance": Clip(
         make=tiny_ltx.ltx, reference=video_reference.ltx_pipeline, changes={"true_cfg_scale": 1.0}
     ),
