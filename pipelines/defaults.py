@@ -49,6 +49,7 @@ class Defaults:
     takes_strength: bool = False
     strength: float = 1.0
     max_tokens: int = 0
+    min_steps: int = 1
 
     def request(self, size: Size | None = None, **changes: Any) -> MediaRequest:
         """The request of somebody who says no more than ``size`` and ``changes`` (fields of ``MediaRequest``), and
@@ -105,8 +106,10 @@ class Defaults:
         check_frames(num_frames, self.frame_multiple, self.max_frames)
 
     def check_num_steps(self, num_steps: int) -> None:
-        if not 1 <= num_steps <= self.max_steps:
-            raise ValueError(f"num_inference_steps is {num_steps}; it must be from 1 to {self.max_steps}")
+        if not self.min_steps <= num_steps <= self.max_steps:
+            few, many = self.min_steps, self.max_steps
+            allowed = f"{many}" if few == many else f"from {few} to {many}"
+            raise ValueError(f"num_inference_steps is {num_steps}; it must be {allowed}")
 
     def strength_of(self, request: MediaRequest) -> float | None:
         """Returns how much of its picture ``request`` paints anew; None where all begins with noise."""

@@ -167,6 +167,7 @@ def defaults(path: Path) -> Defaults:
         frame_multiple=temporal,
         max_pixels=1280 * 720,
         max_frames=189,
+        min_steps=len(sigmas) if sigmas else 1,
         max_steps=len(sigmas) if sigmas else 100,
         max_pictures=1,
     )

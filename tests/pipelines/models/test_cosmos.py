@@ -186,7 +186,13 @@ def test_pictures_matter(loaded: Callable[[str], Any]) -> None:
     assert (one - other).norm() > 0.01 * other.norm()
 
 
-@pytest.mark.parametrize("name", ["from words", "with sound from a picture"])
+def test_distilled_models_have_a_schedule_of_their_own(folders: Callable[[Any], Path]) -> None:
+    defaults = Checkpoint(folders(tiny_cosmos.cosmos_distilled)).defaults
+    with pytest.raises(ValueError, match="num_inference_steps is 3; it must be 2"):
+        defaults.check_num_steps(3)
+
+
+@pytest.mark.parametrize("name", ["from words", "with sound from a picture", "distilled"])
 def test_a_gang_prepares_with_blank_values(name: str, loaded: Callable[[str], Any]) -> None:
     """Steps that nobody asked for have the shapes of those that somebody does, but for the length of the prompt."""
     request, pipeline = loaded(name)
