@@ -23,4 +23,4 @@ SHARES: dict[Quality, float] = {"low": 0.5, "medium": 1.0, "high": 1.5}
 
 def quality_steps(quality: Quality, defaults: Defaults) -> int:
     """Returns the steps that ``quality`` stands for, within the model's limits."""
-    return max(1, min(defaults.max_steps, round(SHARES[quality] * defaults.num_inference_steps)))
+    return max(defaults.min_steps, min(defaults.max_steps, round(SHARES[quality] * defaults.num_inference_steps)))
