@@ -133,7 +133,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     if args.distill_minutes and (run.progress >= 1 or args.max_steps):
         distil(model, data, args)
     export_flux(args.export, frozen(model), vae, *tokenizers, edits=True)
-    scores = evaluate(evaluation_options(checkpoint=args.export, edits=args.edits, sheet=args.out / "sheet.png"))
+    options = {"checkpoint": args.export, "edits": args.edits, "steps": args.eval_steps}
+    scores = evaluate(evaluation_options(**options, sheet=args.out / "sheet.png"))
     write_card(args.export, scores)
     return {**scores, "trained": {"steps": run.step, "loss": run.log[-1]["loss"] if run.log else None}}
 
@@ -144,6 +145,7 @@ def main() -> None:
     parser.set_defaults(captions=200_000)
     parser.add_argument("--distill-minutes", type=float, default=1.2, help="0: none")
     parser.add_argument("--edits", type=int, default=240, help="held-out edits to score")
+    parser.add_argument("--eval-steps", type=int, default=20, help="steps of the pictures that are scored")
     args = parser.parse_args()
     scores = train(args)
     (args.out / "scores.json").write_text(json.dumps(scores))

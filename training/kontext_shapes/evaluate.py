@@ -23,7 +23,8 @@ from training.kontext_shapes.data import LONG_LENGTH, draw_pair
 from training.kontext_shapes.judge import Judged, check_edit
 from training.shapes.boards import board_drawings
 from training.shapes.edits import Edit, held_out_edit
-from training.shapes.instructions import HELD_OUT, PHRASINGS, Instruction, instruction
+from training.shapes.instructions import Instruction, instruction
+from training.shapes.phrasings import HELD_OUT, PHRASINGS
 from training.shapes.tokens import MAX_LENGTH
 
 MODEL = "kontext-shapes"

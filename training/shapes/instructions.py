@@ -1,8 +1,4 @@
-"""Words for edits: many phrasings, in any of which articles, politeness and capitals may be there or not.
-
-`HELD_OUT` phrasings are kept for evaluation. Each of their words is in some phrasing of training, none of them is
-there as a whole.
-"""
+"""Words for edits: many phrasings, in any of which articles, politeness and capitals may be there or not."""
 
 import random
 import re
@@ -10,138 +6,11 @@ from dataclasses import dataclass
 
 from training.shapes.captions import SIZE_WORDS, colour_word, place_phrase, with_article
 from training.shapes.edits import KINDS, Edit
+from training.shapes.phrasings import PHRASINGS, Phrasings
 from training.shapes.reading import Labels
 from training.shapes.references import Said, described, reference, reference_phrase
 from training.shapes.scenes import BACKGROUNDS, PLACES, SHAPES, SIZES
 
-Phrasings = dict[str, tuple[str, ...]]
-PHRASINGS: Phrasings = {
-    "recolour": (
-        *("make {it} {colour}",) * 4,
-        "turn {it} {colour}",
-        "paint {it} {colour}",
-        "colour {it} {colour}",
-        "color {it} {colour}",
-        "recolour {it} in {colour}",
-        "change {it} to {colour}",
-        "change the colour of {it} to {colour}",
-        "change the color of {it} to {colour}",
-        "set the colour of {it} to {colour}",
-        "give {it} a {colour} colour",
-        "let {it} be {colour}",
-        "{it} should be {colour}",
-        "{it} must be {colour}",
-        "{it} in {colour}",
-    ),
-    "move": (
-        *("move {it} {to}",) * 4,
-        "shift {it} {to}",
-        "bring {it} {to}",
-        "slide {it} {to}",
-        "drag {it} {to}",
-        "push {it} {to}",
-        "put {it} {at}",
-        "place {it} {at}",
-        "{it} should be {at}",
-        "let {it} go {to}",
-        "{it} {to}",
-    ),
-    "remove": (
-        *("remove {it}",) * 3,
-        *("delete {it}",) * 2,
-        "erase {it}",
-        "take away {it}",
-        "take {it} away",
-        "take out {it}",
-        "get rid of {it}",
-        "clear {it}",
-        "let {it} disappear",
-        "{it} should go away",
-        "no {it}",
-        "without {it}",
-    ),
-    "add": (
-        *("add {a}{at}",) * 4,
-        *("draw {a}{at}",) * 2,
-        "put {a}{at}",
-        "place {a}{at}",
-        "insert {a}{at}",
-        "create {a}{at}",
-        "there should be {a}{at}",
-        "I want {a}{at}",
-        "with {a}{at}",
-        "let there be {a}{at}",
-        "give me {a}{at}",
-    ),
-    "bigger": (
-        *("make {it} bigger",) * 2,
-        *("make {it} larger",) * 2,
-        "make {it} {size}",
-        "enlarge {it}",
-        "grow {it}",
-        "increase the size of {it}",
-        "scale {it} up",
-        "scale up {it}",
-        "{it} should be bigger",
-        "change the size of {it} to {size}",
-        "let {it} be larger",
-    ),
-    "smaller": (
-        *("make {it} smaller",) * 3,
-        "make {it} {size}",
-        *("shrink {it}",) * 2,
-        "reduce the size of {it}",
-        "decrease the size of {it}",
-        "scale {it} down",
-        "scale down {it}",
-        "{it} should be smaller",
-        "change the size of {it} to {size}",
-        "let {it} be {size}",
-    ),
-    "reshape": (
-        *("turn {it} into {a}",) * 2,
-        *("replace {it} with {a}",) * 2,
-        "replace {it} by {a}",
-        "change {it} to {a}",
-        "make {it} {a}",
-        "swap {it} for {a}",
-        "transform {it} into {a}",
-        "convert {it} to {a}",
-        "{it} should be {a}",
-        "put {a} in place of {it}",
-        "draw {a} instead of {it}",
-        "instead of {it} draw {a}",
-    ),
-    "background": (
-        *("make {ground} {colour}",) * 2,
-        *("change {ground} to {colour}",) * 2,
-        "turn {ground} {colour}",
-        "paint {ground} {colour}",
-        "colour {ground} {colour}",
-        "set {ground} to {colour}",
-        "change the colour of {ground} to {colour}",
-        "{ground} should be {colour}",
-        "{ground} in {colour}",
-        "{colour} background",
-        "use a {colour} background",
-        "put it on a {colour} background",
-        "put everything on {colour}",
-        "on {colour}",
-        "on a {colour} background",
-        "with a {colour} background",
-        "give it a {colour} background",
-    ),
-}
-HELD_OUT: Phrasings = {
-    "recolour": ("paint {it} in {colour}", "set {it} to {colour}", "make the colour of {it} {colour}"),
-    "move": ("push {it}, it should be {at}", "change {it} to be {at}", "let {it} be {at}", "take {it} {to}"),
-    "remove": ("make {it} disappear", "take {it} out", "clear away {it}"),
-    "add": ("paint {a}{at}", "bring in {a}{at}", "make {a}{at}", "use {a}{at}"),
-    "bigger": ("let {it} grow", "turn {it} {size}", "make the size of {it} larger"),
-    "smaller": ("let {it} shrink", "turn {it} {size}", "make the size of {it} smaller"),
-    "reshape": ("change {it} into {a}", "swap {it} with {a}", "instead of {it} put {a}"),
-    "background": ("let {ground} be {colour}", "draw it on {colour}", "recolour {ground} in {colour}"),
-}
 _TO_PHRASES = {
     "left": ("to the left", "left", "to the left side", "over to the left"),
     "right": ("to the right", "right", "to the right side", "over to the right"),
