@@ -17,7 +17,7 @@ from torch import Tensor
 
 from training.evaluate import CHECKPOINTS
 from training.export import export_flux
-from training.fast import TensorFunction, prepare
+from training.fast import TensorFunction, prepare, uncompiled
 from training.flux_data import SIZES, Tokenizers
 from training.flux_model import FluxModel
 from training.flux_shapes import GUIDANCE, accelerate, distillation, frozen, noised
@@ -83,7 +83,12 @@ def distillation_loss(
 def _step_of_kinds(run: Run, data: EditDataset, loss_of: ShownLoss, *, everything: bool, graph: bool) -> TensorFunction:
     """Returns a step that shows one size or length after the other, each a graph of its own."""
     kinds = [*(Shown(size=size) for size in SIZES), LONG]
-    steps = {shown: step_of(run, partial(loss_of, shown), graph=graph) for shown in kinds}
+
+    def loss(shown: Shown) -> Tensor:
+        with uncompiled(on=shown == LONG):
+            return loss_of(shown)
+
+    steps = {shown: step_of(run, partial(loss, shown), graph=graph) for shown in kinds}
     return lambda: steps[data.next_shown(1.0 if everything else run.progress)]()
 
 
@@ -133,23 +138,22 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     if args.distill_minutes and (run.progress >= 1 or args.max_steps):
         distil(model, data, args)
     export_flux(args.export, frozen(model), vae, *tokenizers, edits=True)
-    options = {"checkpoint": args.export, "edits": args.edits, "steps": args.eval_steps}
+    options = {"checkpoint": args.export, "prompts": args.prompts, "steps": args.eval_steps}
     scores = evaluate(evaluation_options(**options, sheet=args.out / "sheet.png"))
     write_card(args.export, scores)
-    return {**scores, "trained": {"steps": run.step, "loss": run.log[-1]["loss"] if run.log else None}}
+    scores |= {"trained": {"steps": run.step, "loss": run.log[-1]["loss"] if run.log else None}}
+    (args.out / "scores.json").write_text(json.dumps(scores))
+    return scores
 
 
 def main() -> None:
     vae = CHECKPOINTS / "flux-shapes" / "vae"
     parser = flow_options(__doc__, minutes=5.0, batch=512, pool=80_000, chunk=256, vae=vae)
-    parser.set_defaults(captions=200_000)
+    parser.set_defaults(captions=150_000)
     parser.add_argument("--distill-minutes", type=float, default=1.2, help="0: none")
-    parser.add_argument("--edits", type=int, default=240, help="held-out edits to score")
+    parser.add_argument("--prompts", type=int, default=240, help="held-out edits to score")
     parser.add_argument("--eval-steps", type=int, default=20, help="steps of the pictures that are scored")
-    args = parser.parse_args()
-    scores = train(args)
-    (args.out / "scores.json").write_text(json.dumps(scores))
-    print(json.dumps(scores))
+    print(json.dumps(train(parser.parse_args())))
 
 
 if __name__ == "__main__":

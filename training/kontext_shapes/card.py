@@ -19,5 +19,5 @@ def write_card(path: Path, scores: dict[str, Any]) -> None:
     """Writes README.md and troupe.json into an exported folder, with the scores of `evaluate`."""
     shares = {name: f"{scores[part][check]['share']:.1%}" for name, (part, check) in PARTS.items()}
     card = (HERE / "card.md").read_text()
-    (path / "README.md").write_text(card.format(edits=scores["edits"], **shares))
+    (path / "README.md").write_text(card.format(edits=scores["prompts"], **shares))
     shutil.copyfile(HERE / "troupe.json", path / "troupe.json")

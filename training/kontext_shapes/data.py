@@ -18,7 +18,7 @@ from training.shapes.reading import label_rows
 from training.shapes.tokens import MAX_LENGTH
 
 LONG_LENGTH = 512  # tokens that diffusers pads a prompt to unless it is told otherwise
-LONG_EVERY = 8  # every eighth step has prompts of so many tokens, a quarter of the batch
+LONG_EVERY = 16  # one step in so many has prompts of that length, a quarter of the batch
 LONG_SHARE = 4
 
 

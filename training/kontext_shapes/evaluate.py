@@ -28,7 +28,7 @@ from training.shapes.phrasings import HELD_OUT, PHRASINGS
 from training.shapes.tokens import MAX_LENGTH
 
 MODEL = "kontext-shapes"
-SETTINGS = ("edits", "height", "width", "steps", "guidance", "tokens", "device", "dtype", "seed")
+SETTINGS = ("prompts", "height", "width", "steps", "guidance", "tokens", "device", "dtype", "seed")
 LONG_SHARE = 5  # one edit in five is scored with diffusers' own number of tokens as well
 SHEET_COLUMNS = 16
 
@@ -118,7 +118,7 @@ def _sheet(tasks: list[Task], results: list[Pixels], path: Path) -> None:
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     """Paints and judges the held-out edits, prints those that failed if asked to, and returns settings and shares."""
     pipeline, start_s = load(args.checkpoint, args), time.monotonic()
-    tasks = held_out_tasks(args.edits, args.seed, height=args.height, width=args.width)
+    tasks = held_out_tasks(args.prompts, args.seed, height=args.height, width=args.width)
     results = painted(pipeline, tasks, args)
     scored = [(task.said.text, judged(task, result)) for task, result in zip(tasks, results, strict=True)]
     for text, checks in scored:
@@ -144,7 +144,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
 def _options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkpoint", type=Path, default=CHECKPOINTS / MODEL)
-    parser.add_argument("--edits", type=int, default=240)
+    parser.add_argument("--prompts", type=int, default=240)
     parser.add_argument("--batch", type=int, default=24)
     parser.add_argument("--height", type=int, default=128)
     parser.add_argument("--width", type=int, default=128)

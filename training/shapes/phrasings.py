@@ -1,5 +1,5 @@
-"""Phrasings of edits. `HELD_OUT` ones are kept for evaluation: each of their words is in some phrasing of training, none
-of them is there as a whole.
+"""Phrasings of edits. `HELD_OUT` ones are kept for evaluation: each of their words is in some phrasing of training,
+none of them is there as a whole.
 
 `{it}` is what changes, `{a}` something new, `{at}` and `{to}` where it is to be, `{ground}` the background.
 """

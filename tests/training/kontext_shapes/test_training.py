@@ -28,7 +28,7 @@ from training.loop import Budget, Run, fit, step_of
 
 MOST_BYTES = 14_000_000
 VAE = CHECKPOINTS / "flux-shapes" / "vae"
-QUICK = "--max-steps 1 --batch 2 --captions 60 --pool 12 --chunk 2 --edits 4 --eval-steps 2"
+QUICK = "--max-steps 1 --batch 2 --captions 60 --pool 12 --chunk 2 --prompts 4 --eval-steps 2"
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +36,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What one step of each stage exports."""
     out = tmp_path_factory.mktemp("kontext")
     precision = torch.get_float32_matmul_precision()
+    cudnn, limit = torch.backends.cudnn.benchmark, torch._dynamo.config.recompile_limit
+    sdp = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
-        patch.setattr(torch._dynamo.config, "recompile_limit", torch._dynamo.config.recompile_limit)
         patch.setattr(sys, "argv", ["kontext", "--out", str(out), "--export", str(out / "model"), *QUICK.split()])
         trainer.main()
     torch.set_float32_matmul_precision(precision)
+    torch.backends.cudnn.benchmark, torch._dynamo.config.recompile_limit = cudnn, limit
+    torch.backends.cuda.enable_cudnn_sdp(sdp)
     return out / "model"
 
 
