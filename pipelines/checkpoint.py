@@ -85,7 +85,7 @@ class Checkpoint:
     def text_encoder(self) -> BlocksEncoder:
         from pipelines.blocks.encoder import BlocksEncoder
 
-        return BlocksEncoder(self._opened, self.defaults.max_tokens)
+        return BlocksEncoder(self._opened, self.defaults.max_tokens, fits_pictures=self.defaults.fits_pictures)
 
     def sampler(self) -> BlocksSampler:
         """The same one at every call."""
