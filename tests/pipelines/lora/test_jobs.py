@@ -1,0 +1,173 @@
+"""Jobs with adapters, in turns with jobs without, against diffusers' own pipeline with its own adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+from engines.additions import switch
+from engines.parallel.self_check import relative_difference
+from engines.torch_engine.engine import TorchEngine
+from pipelines.checkpoint import Checkpoint
+from pipelines.lora.source import LoraSource
+from pipelines.request import Lora, MediaRequest
+from pipelines.run import load_pipeline
+from pipelines.size import Size
+from tests.engines.support.gloo import gang
+from tests.pipelines.lora.support.tiny_lora import reference, write_lora
+from tests.pipelines.support import tiny, tiny_models
+
+TOLERANCE = 1e-4
+"""Relative, in float32: low-rank products are added to weights here, and to activations there."""
+
+NONE: tuple[Lora, ...] = ()
+ONE = (Lora(name="one", scale=0.8),)
+BOTH = (Lora(name="one", scale=0.8), Lora(name="two", scale=-0.5))
+TURNS = (NONE, ONE, BOTH, NONE, ONE, (Lora(name="two", scale=0.0),))
+
+MODELS: dict[str, Callable[[Path], Path]] = {
+    "flux": tiny.flux,
+    "flux2 klein": tiny_models.flux2_klein,
+    "qwen": tiny_models.qwen_image,
+    "wan": tiny.wan,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    num_ranks: int = 1
+    strategy: str = "ulysses"
+    fast: bool = False
+    sliced: bool = False
+
+
+SETTINGS = {
+    "alone": Setting(),
+    "alone, fast": Setting(fast=True),
+    "ulysses": Setting(num_ranks=2),
+    "ulysses, fast": Setting(num_ranks=2, fast=True),
+    "tensor": Setting(num_ranks=2, strategy="tensor"),
+    "tensor, sliced": Setting(num_ranks=2, strategy="tensor", sliced=True),
+    "pipeline": Setting(num_ranks=2, strategy="pipeline"),
+}
+WITHOUT_TENSOR = ("flux2 klein",)
+CASES = [
+    (model, setting)
+    for model in MODELS
+    for setting in SETTINGS
+    if not (model in WITHOUT_TENSOR and setting.startswith(("tensor", "pipeline")))
+    and not (model == "wan" and SETTINGS[setting].fast)
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    folder: Path
+    one: Path
+    two: Path
+
+    @property
+    def named(self) -> tuple[LoraSource, ...]:
+        return (LoraSource(name="one", path=str(self.one)), LoraSource(name="two", path=str(self.two)))
+
+    @property
+    def always(self) -> tuple[LoraSource, ...]:
+        return (LoraSource(path=str(self.one), scale=0.8), LoraSource(path=str(self.two), scale=-0.5))
+
+    def expected(self, request: MediaRequest) -> Tensor:
+        paths = {"one": self.one, "two": self.two}
+        return expected(self.folder, request, tuple((paths[lora.name], lora.scale) for lora in request.loras))
+
+
+@cache
+def expected(folder: Path, request: MediaRequest, adapters: tuple[tuple[Path, float], ...]) -> Tensor:
+    return reference(folder, replace(request, loras=()), dict(adapters))
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Served]:
+    @cache
+    def make(model: str) -> Served:
+        top = tmp_path_factory.mktemp("model")
+        folder = MODELS[model](top / "model")
+        one = write_lora(folder, top / "one", seed=1)
+        return Served(folder=folder, one=one, two=write_lora(folder, top / "two", seed=2, r=2, says_alpha=False))
+
+    return make
+
+
+def request_of(folder: Path, loras: tuple[Lora, ...] = ()) -> MediaRequest:
+    defaults = Checkpoint(folder).defaults
+    multiple = defaults.size_multiple
+    frames = 1 + defaults.frame_multiple if defaults.kind == "video" else None
+    size = Size(width=5 * multiple, height=3 * multiple, num_frames=frames)
+    return defaults.request(size, prompt="a red circle", num_inference_steps=2, seed=5, loras=loras)
+
+
+def painted(
+    folder: Path, sources: tuple[LoraSource, ...], requests: list[MediaRequest], setting: Setting
+) -> list[Tensor]:
+    """The latents of ``requests``, a step of each in turns, as a gang that works on all of them makes them."""
+    checkpoint = Checkpoint(folder, loras=sources)
+    model = checkpoint.denoiser(sliced=setting.sliced)
+    engine = TorchEngine(model, strategy=setting.strategy, fast=setting.fast)
+    pipeline = load_pipeline(checkpoint, engine)
+    sampler, ranks = pipeline.sampler, tuple(range(dist.get_world_size() if dist.is_initialized() else 1))
+    conditioning = pipeline.text_encoder.encode(requests[0])
+    states = [sampler.begin(request, conditioning) for request in requests]
+    for _ in range(sampler.num_steps(states[0])):
+        states = [sampler.advance(state, engine.predict(sampler.branches(state), ranks)) for state in states]
+    engine.close()
+    return [sampler.latents(state)["latents"] for state in states]
+
+
+@pytest.mark.parametrize(("model", "name"), CASES)
+def test_jobs_in_turns_equal_diffusers(model: str, name: str, served: Callable[[str], Served]) -> None:
+    here, setting = served(model), SETTINGS[name]
+    requests = [request_of(here.folder, loras) for loras in TURNS]
+    for latents in gang(setting.num_ranks).run(painted, here.folder, here.named, requests, setting):
+        plain, one, both, *rest = latents
+        for mine, request in zip((plain, one, both), requests, strict=False):
+            assert relative_difference(mine, here.expected(request)) <= TOLERANCE, request.loras
+        assert relative_difference(one, plain) > 0.05, "the adapter is there"
+        assert relative_difference(both, one) > 0.05
+        for mine, again in zip(rest, (plain, one, plain), strict=True):
+            assert mine.equal(again), "nothing of other jobs is left"
+
+
+@pytest.mark.parametrize("name", ["alone", "alone, fast", "tensor", "tensor, sliced"])
+def test_what_is_always_there_equals_what_a_request_names(name: str, served: Callable[[str], Served]) -> None:
+    here, setting = served("qwen"), SETTINGS[name]
+    ranks = gang(setting.num_ranks)
+    asked, plain = [request_of(here.folder, BOTH)], [request_of(here.folder)]
+    named = ranks.run(painted, here.folder, here.named, asked, setting)
+    always = ranks.run(painted, here.folder, here.always, plain, setting)
+    assert all(one[0].equal(other[0]) for one, other in zip(named, always, strict=True))
+
+
+def without_restoring(*args: Any) -> list[Tensor]:
+    """What a job left is never taken out again."""
+    write = switch._Weight.write
+
+    def stays(weight: Any, mix: Any) -> None:
+        if mix:
+            write(weight, mix)
+
+    with patch.object(switch._Weight, "write", stays):
+        return painted(*args)
+
+
+def test_without_the_kept_weights_jobs_are_not_their_own(served: Callable[[str], Served]) -> None:
+    here = served("flux")
+    requests = [request_of(here.folder, loras) for loras in TURNS]
+    plain, *_, last = without_restoring(here.folder, here.named, requests, Setting())
+    assert relative_difference(plain, here.expected(requests[0])) > 100 * TOLERANCE
+    assert relative_difference(last, here.expected(requests[0])) > 100 * TOLERANCE
