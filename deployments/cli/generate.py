@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from deployments.cli.client import NO_FILES, Client, Files, Result
 from deployments.cli.progress import console, follow, timings_line
 from deployments.studio.interface import Progress
@@ -38,6 +40,21 @@ def generate(
         file = out if num_results == 1 else out.with_stem(f"{out.stem}-{result.index + 1}")
         file.write_bytes(result.data)
         console.print(f"{file}  seed {result.seed}  {timings_line(result)}", highlight=False, soft_wrap=True)
+
+
+def asked_loras(written: Sequence[str]) -> list[dict[str, Any]]:
+    """Returns the field ``lora`` for adapters written as NAME or NAME:SCALE. BadParameter for another scale."""
+    return [_asked_lora(one) for one in written]
+
+
+def _asked_lora(written: str) -> dict[str, Any]:
+    name, colon, scale = written.partition(":")
+    if not colon:
+        return {"name": name}
+    try:
+        return {"name": name, "scale": float(scale)}
+    except ValueError:
+        raise typer.BadParameter(f"--lora {written}: {scale!r} is no number; write NAME:SCALE") from None
 
 
 def _read(images: Sequence[Path], mask: Path | None) -> Files:

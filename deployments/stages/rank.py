@@ -24,7 +24,7 @@ class LoadRankParts:
 
         configure_logs()
         config = self.model.denoiser
-        checkpoint = Checkpoint.open(self.model.source, context.device, self.model.dtype)
+        checkpoint = Checkpoint.open(self.model.source, context.device, self.model.dtype, loras=self.model.loras)
         denoiser = checkpoint.denoiser(
             sliced=is_sliced(config, checkpoint), typical=checkpoint.defaults.typical_request()
         )
