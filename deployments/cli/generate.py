@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from deployments.cli.client import NO_FILES, Client, Files, Result
 from deployments.cli.progress import console, follow, timings_line
 from deployments.studio.interface import Progress
@@ -26,10 +24,12 @@ def generate(
 ) -> None:
     """Asks ``client`` for ``prompt``, shows its progress, writes ``out``. The model's kind decides the route.
 
-    ``images`` and ``mask`` are files that go along.
+    ``images`` and ``mask`` are files that go along; of ``options``, ``lora`` is as it was written (NAME, NAME:SCALE).
     Of several pictures (``n``) each is written to a file of its own, ``out`` with its number at the end of the name.
     """
     files = _read(images, mask)
+    if written := options.get("lora"):
+        options = {**options, "lora": [_asked_lora(one) for one in written]}
     model = _model(client, options.get("model"), len(images))
     body = {"prompt": prompt, **options, "model": model["id"]}
     console.print(f"{model['id']}: {prompt}", highlight=False)
@@ -42,19 +42,15 @@ def generate(
         console.print(f"{file}  seed {result.seed}  {timings_line(result)}", highlight=False, soft_wrap=True)
 
 
-def asked_loras(written: Sequence[str]) -> list[dict[str, Any]]:
-    """Returns the field ``lora`` for adapters written as NAME or NAME:SCALE. BadParameter for another scale."""
-    return [_asked_lora(one) for one in written]
-
-
 def _asked_lora(written: str) -> dict[str, Any]:
+    """Returns an adapter that is written as NAME or NAME:SCALE as the API takes it. ValueError for another scale."""
     name, colon, scale = written.partition(":")
     if not colon:
         return {"name": name}
     try:
         return {"name": name, "scale": float(scale)}
     except ValueError:
-        raise typer.BadParameter(f"--lora {written}: {scale!r} is no number; write NAME:SCALE") from None
+        raise ValueError(f"--lora {written}: {scale!r} is no number; write NAME:SCALE") from None
 
 
 def _read(images: Sequence[Path], mask: Path | None) -> Files:

@@ -68,22 +68,18 @@ def generate(
     api_key: OldKeyOption = None,
 ) -> None:
     """A picture or a clip from words, or from words and pictures."""
-    from deployments.cli.generate import asked_loras
     from deployments.cli.generate import generate as run
 
+    counts = {"num_inference_steps": steps, "seed": seed, "n": n, "num_frames": frames, "fps": fps}
     fields = {
         "model": model,
         "size": size,
-        "num_inference_steps": steps,
-        "seed": seed,
-        "n": n,
-        "num_frames": frames,
-        "fps": fps,
+        **counts,
         "negative_prompt": negative_prompt,
         "guidance_scale": guidance_scale,
         "true_cfg_scale": true_cfg_scale,
         "strength": strength,
-        "lora": asked_loras(lora) if lora else None,
+        "lora": lora or None,
     }
     options = {name: value for name, value in fields.items() if value is not None}
     with _client(config, url, api_key_file) as client:

@@ -20,9 +20,8 @@ from pipelines.checkpoint import Checkpoint
 from pipelines.lora.source import LoraSource
 from pipelines.request import Lora, MediaRequest
 from pipelines.run import load_pipeline
-from pipelines.size import Size
 from tests.engines.support.gloo import gang
-from tests.pipelines.lora.support.tiny_lora import reference, write_lora
+from tests.pipelines.lora.support.tiny_lora import reference, request_of, write_lora
 from tests.pipelines.support import tiny, tiny_models
 
 TOLERANCE = 1e-4
@@ -104,14 +103,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Served]:
     return make
 
 
-def request_of(folder: Path, loras: tuple[Lora, ...] = ()) -> MediaRequest:
-    defaults = Checkpoint(folder).defaults
-    multiple = defaults.size_multiple
-    frames = 1 + defaults.frame_multiple if defaults.kind == "video" else None
-    size = Size(width=5 * multiple, height=3 * multiple, num_frames=frames)
-    return defaults.request(size, prompt="a red circle", num_inference_steps=2, seed=5, loras=loras)
-
-
 def painted(
     folder: Path, sources: tuple[LoraSource, ...], requests: list[MediaRequest], setting: Setting
 ) -> list[Tensor]:
@@ -151,6 +142,43 @@ def test_what_is_always_there_equals_what_a_request_names(name: str, served: Cal
     named = ranks.run(painted, here.folder, here.named, asked, setting)
     always = ranks.run(painted, here.folder, here.always, plain, setting)
     assert all(one[0].equal(other[0]) for one, other in zip(named, always, strict=True))
+
+
+TEAMS = ("alone", "together", "alone", "together")
+MIXES = (ONE, BOTH, NONE, ONE)
+
+
+def painted_by_teams(
+    folder: Path, sources: tuple[LoraSource, ...], requests: list[MediaRequest], strategy: str, teams: tuple[str, ...]
+) -> list[Tensor]:
+    """The first prediction for each of ``requests`` by each of ``teams``."""
+    checkpoint = Checkpoint(folder, loras=sources)
+    rank, world = dist.get_rank(), tuple(range(dist.get_world_size()))
+    encoder, sampler = checkpoint.text_encoder(), checkpoint.sampler()
+    conditioning = encoder.encode(requests[0])
+    steps = [sampler.branches(sampler.begin(request, conditioning)) for request in requests]
+    engine = TorchEngine(checkpoint.denoiser(), strategy=strategy)
+    ranks = {"alone": (rank,), "together": world}
+    predictions = [engine.predict(step, ranks[team])[0] for step in steps for team in teams]
+    engine.close()
+    return predictions
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "ulysses"])
+def test_teams_of_all_sizes_see_the_same_weights(strategy: str, served: Callable[[str], Served]) -> None:
+    """Shares of the weights are views of each other in part; some are made while others have something added."""
+    here = served("flux")
+    requests = [request_of(here.folder, loras) for loras in MIXES]
+    apart: dict[str, list[list[Tensor]]] = {
+        team: gang(2).run(painted_by_teams, here.folder, here.named, requests, strategy, (team,))
+        for team in ("alone", "together")
+    }
+    mixed = gang(2).run(painted_by_teams, here.folder, here.named, requests, strategy, TEAMS)
+    for rank in range(2):
+        expected = [apart[team][rank][index] for index in range(len(requests)) for team in TEAMS]
+        assert all(one.equal(other) for one, other in zip(mixed[rank], expected, strict=True))
+        assert relative_difference(apart["alone"][rank][0], apart["together"][rank][0]) <= TOLERANCE
+        assert relative_difference(apart["alone"][rank][0], apart["alone"][rank][2]) > 0.05
 
 
 def without_restoring(*args: Any) -> list[Tensor]:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from pipelines.checkpoint import Checkpoint
 from pipelines.modular import open_modular
-from pipelines.request import MediaRequest
+from pipelines.request import Lora, MediaRequest
+from pipelines.size import Size
 from tests.pipelines.support.own_call import own_state
 
 
@@ -29,7 +30,7 @@ def adapted(folder: Path, seed: int, **config: Any) -> Any:
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in transformer.named_parameters():
         if ".lora_" in name:
-            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.7 / parameter.shape[1] ** 0.5
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.7 / parameter[0].numel() ** 0.5
     return transformer
 
 
@@ -54,3 +55,11 @@ def reference(folder: Path, request: MediaRequest, adapters: Mapping[Path, float
 
     latents: Tensor = own_state(folder, request, change=load).get("latents")
     return latents
+
+
+def request_of(folder: Path, loras: tuple[Lora, ...] = ()) -> MediaRequest:
+    defaults = Checkpoint(folder).defaults
+    multiple = defaults.size_multiple
+    frames = 1 + defaults.frame_multiple if defaults.kind == "video" else None
+    size = Size(width=5 * multiple, height=3 * multiple, num_frames=frames)
+    return defaults.request(size, prompt="a red circle", num_inference_steps=2, seed=5, loras=loras)
