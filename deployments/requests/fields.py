@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 from pydantic import AfterValidator, PlainValidator, StringConstraints, WithJsonSchema
 from pydantic_core import PydanticCustomError, from_json
@@ -69,12 +68,8 @@ def _pictures(written: object) -> tuple[bytes | str, ...]:
     return tuple(map(_picture, written if isinstance(written, list | tuple) else (written,)))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AskedLora:
-    """An adapter as a client names it; without a ``scale`` it is the model's own."""
-
-    name: str
-    scale: float | None = None
+AskedLora: TypeAlias = tuple[str, float | None]
+"""An adapter as a client names it, and how much of it; None: the model's own scale."""
 
 
 def _loras(written: object) -> tuple[AskedLora, ...]:
@@ -84,7 +79,9 @@ def _loras(written: object) -> tuple[AskedLora, ...]:
             written = from_json(written, allow_inf_nan=False)
         except ValueError:
             raise PydanticCustomError("loras", LORA_SENTENCE) from None
-    return tuple(map(_lora, written if isinstance(written, list | tuple) else (written,)))
+    if not isinstance(written, list | tuple):
+        raise PydanticCustomError("loras", LORA_SENTENCE)
+    return tuple(map(_lora, written))
 
 
 def _lora(written: object) -> AskedLora:
@@ -98,7 +95,7 @@ def _lora(written: object) -> AskedLora:
             check_scale(scale)
         except ValueError as error:
             raise PydanticCustomError("lora_scale", str(error)) from None
-    return AskedLora(name=name, scale=scale)
+    return name, scale
 
 
 LORA_SENTENCE = 'it must be a list such as [{"name": "watercolour", "scale": 0.8}]; scale may be left out'
@@ -143,7 +140,7 @@ LORA_SCHEMA = {
     "type": "object",
     "properties": {
         "name": {"type": "string"},
-        "scale": {"type": "number", "minimum": -MAX_SCALE, "maximum": MAX_SCALE},
+        "scale": {"anyOf": [{"type": "number", "minimum": -MAX_SCALE, "maximum": MAX_SCALE}, {"type": "null"}]},
     },
     "required": ["name"],
     "additionalProperties": False,

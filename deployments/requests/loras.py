@@ -29,16 +29,16 @@ def choose_loras(model: str | None, asked: Iterable[AskedLora], card: ModelCard)
     RequestError for one that the model is not served with, or that is named twice.
     """
     behind = split_name(model)[1]
-    wanted = [*(() if behind is None else ((AskedLora(name=behind), "model"),)), *((one, "lora") for one in asked)]
-    names = [one.name for one, _ in wanted]
-    for one, param in wanted:
-        check_name(one.name, card, param)
-        if names.count(one.name) > 1:
-            raise RequestError(f"{shown(one.name)} is named twice; name each adapter once, with its scale", "lora")
+    wanted = [*(() if behind is None else ((behind, None, "model"),)), *((*one, "lora") for one in asked)]
+    names = [name for name, *_ in wanted]
+    for name, _, param in wanted:
+        check_name(name, card, param)
+        if names.count(name) > 1:
+            raise RequestError(f"{shown(name)} is named twice; name each adapter once, with its scale", "lora")
     if len(wanted) > MAX_LORAS:
         raise RequestError(f"lora has {len(wanted)} adapters; at most {MAX_LORAS} are allowed", "lora")
     own = {lora.name: lora.scale for lora in card.loras}
-    loras = (Lora(name=one.name, scale=own[one.name] if one.scale is None else one.scale) for one, _ in wanted)
+    loras = (Lora(name=name, scale=own[name] if scale is None else scale) for name, scale, _ in wanted)
     return tuple(sorted(loras, key=lambda lora: lora.name))
 
 

@@ -81,6 +81,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "a text": ({"lora": [{"name": "ink", "scale": "1"}]}, "lora", "it must be a list such as"),
     "a truth": ({"lora": [{"name": "ink", "scale": True}]}, "lora", "it must be a list such as"),
     "a name alone": ({"lora": "ink"}, "lora", "it must be a list such as"),
+    "one alone": ({"lora": {"name": "ink"}}, "lora", "it must be a list such as"),
     "names alone": ({"lora": ["ink"]}, "lora", "it must be a list such as"),
     "another key": ({"lora": [{"name": "ink", "weight": 1}]}, "lora", "it must be a list such as"),
     "no name": ({"lora": [{"scale": 1}]}, "lora", "it must be a list such as"),
