@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -46,6 +47,7 @@ class Setting:
     strategy: str = "ulysses"
     fast: bool = False
     sliced: bool = False
+    device: str = "cpu"
 
 
 SETTINGS = {
@@ -107,7 +109,7 @@ def painted(
     folder: Path, sources: tuple[LoraSource, ...], requests: list[MediaRequest], setting: Setting
 ) -> list[Tensor]:
     """The latents of ``requests``, a step of each in turns, as a gang that works on all of them makes them."""
-    checkpoint = Checkpoint(folder, loras=sources)
+    checkpoint = Checkpoint(folder, setting.device, torch.float32, loras=sources)
     model = checkpoint.denoiser(sliced=setting.sliced)
     engine = TorchEngine(model, strategy=setting.strategy, fast=setting.fast)
     pipeline = load_pipeline(checkpoint, engine)
@@ -179,6 +181,21 @@ def test_teams_of_all_sizes_see_the_same_weights(strategy: str, served: Callable
         assert all(one.equal(other) for one, other in zip(mixed[rank], expected, strict=True))
         assert relative_difference(apart["alone"][rank][0], apart["together"][rank][0]) <= TOLERANCE
         assert relative_difference(apart["alone"][rank][0], apart["alone"][rank][2]) > 0.05
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fast", [False, True], ids=["blocks", "fast"])
+@pytest.mark.parametrize("model", ["flux", "qwen"])
+def test_captured_steps_follow_the_weights(model: str, fast: bool, served: Callable[[str], Served]) -> None:
+    here = served(model)
+    requests = [request_of(here.folder, loras) for loras in TURNS]
+    on_cpu = painted(here.folder, here.named, requests, Setting())
+    on_gpu = painted(here.folder, here.named, requests, Setting(fast=fast, device="cuda"))
+    assert all(relative_difference(mine, other) < 2e-3 for mine, other in zip(on_gpu, on_cpu, strict=True))
+    plain, one, _, again, one_again, last = on_gpu
+    assert relative_difference(one, plain) > 0.05
+    for mine, other in ((again, plain), (one_again, one), (last, plain)):
+        assert relative_difference(mine, other) < 1e-5, "a step as it comes, and one that is replayed"
 
 
 def without_restoring(*args: Any) -> list[Tensor]:
