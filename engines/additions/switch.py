@@ -70,7 +70,7 @@ class WeightSwitch:
             return
         shares[share].write(mix)
         for key, other in shares.items():
-            # Sums of a part are rounded like those of the whole nearly always; the base is the same in both.
+            # They may be views of what was written, and a part's sums be rounded otherwise; the base is one in all.
             if key != share and not (mix == () == other.mix):
                 other.mix = None
 

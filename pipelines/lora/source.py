@@ -44,9 +44,11 @@ def check_scale(scale: float) -> None:
 
 def named(sources: tuple[LoraSource, ...]) -> tuple[Lora, ...]:
     """Returns the adapters that requests may name, with the scale of those that say none."""
-    return tuple({one.name: Lora(name=one.name, scale=one.scale) for one in reversed(sources) if one.name}.values())[
-        ::-1
-    ]
+    loras: dict[str, Lora] = {}
+    for one in sources:
+        if one.name:
+            loras.setdefault(one.name, Lora(name=one.name, scale=one.scale))
+    return tuple(loras.values())
 
 
 def check_sources(sources: tuple[LoraSource, ...]) -> None:
