@@ -35,6 +35,7 @@ class _Share:
 
     def write(self, mix: Mix) -> None:
         touched = None if self.mix is None else {name for name, _ in (*self.mix, *mix)}
+        self.mix = None  # should one of them fail
         for weight in self._weights:
             if touched is None or not touched.isdisjoint(weight.ones):
                 weight.write(mix)
