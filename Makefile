@@ -62,6 +62,7 @@ serve: $(READY) ## Serve CONFIG (deployments/configs/laptop.yaml) on 127.0.0.1:8
 bench: $(READY) ## Measure on this machine's CPU; the last line of output is one JSON document
 	@$(PY) -m benchmarks.denoise_step fast/1024/w1/bf16
 	@$(PY) -m benchmarks.serving
+	@$(PY) -m benchmarks.load
 
 bench-gpu: $(READY) ## Measure a step on all GPUs of this host, beside its peers, into out/bench-gpu (10 minutes)
 	@$(PY) -m benchmarks.denoise_step.gpu out/bench-gpu

@@ -18,6 +18,7 @@ from deployments.clips.settings import ClipLimits
 from deployments.door.settings import DoorSettings
 from deployments.observability.settings import MetricsSettings
 from deployments.stages.config import STRICT, DataType, DenoiserConfig, StageConfig
+from pipelines.lora.source import LoraSource, check_sources
 
 
 def _model_name(name: str) -> str:
@@ -37,20 +38,24 @@ class _Config(BaseModel):
 class ModelConfig(_Config):
     """One served model. ``path``: a shipped checkpoint's name, a diffusers directory, or a hub id.
 
-    ``aliases`` are further names that requests may give it, for clients with a fixed one ("gpt-image-1").
+    ``aliases`` are further names that requests may give it, for clients with a fixed one ("gpt-image-1"). ``loras`` are
+    its adapters: without a name they are always there, with one for the requests that name them.
     """
 
     name: ModelName
     path: str = ""
     aliases: tuple[ModelName, ...] = ()
     dtype: DataType = "auto"
+    loras: tuple[LoraSource, ...] = ()
     text_encoder: StageConfig = StageConfig()
     denoiser: DenoiserConfig = DenoiserConfig()
     decoder: StageConfig = StageConfig()
 
     @model_validator(mode="after")
-    def _engine_takes_the_dtype(self) -> Self:
-        self.denoiser.check_engine(self.dtype)
+    def _engine_takes_what_is_asked(self) -> Self:
+        check_sources(self.loras)
+        names = [one.name for one in self.loras]
+        self.denoiser.check_engine(self.dtype, merges="" in names, switches=any(names))
         return self
 
     @property

@@ -35,6 +35,7 @@ from deployments.studio.readiness import Readiness
 from deployments.studio.retries import RECOVERY_DEADLINE_S
 from deployments.studio.run import StageHandles
 from pipelines.checkpoint import Checkpoint
+from pipelines.lora.source import named
 
 
 def make_cards(config: AppConfig) -> dict[str, ModelCard]:
@@ -48,6 +49,7 @@ def make_cards(config: AppConfig) -> dict[str, ModelCard]:
             created=int(time.time()),
             defaults=checkpoint.defaults,
             aliases=model.aliases,
+            loras=named(model.loras),
             description=checkpoint.description,
         )
     return cards

@@ -14,6 +14,7 @@ from pipelines.defaults import Defaults, with_own_defaults
 from pipelines.description import Description, read_description
 from pipelines.directory import part_folder
 from pipelines.loading import resolve_configuration, resolve_dtype, resolve_path
+from pipelines.lora.source import LoraSource
 from pipelines.models.registry import architecture_of
 from pipelines.request import MediaRequest
 from pipelines.size import Size
@@ -32,24 +33,36 @@ logger = logging.getLogger(__name__)
 class Checkpoint:
     """Parts are loaded onto ``device`` ("meta": shapes alone) and in ``dtype``, when they are asked for.
 
-    "auto" is bfloat16 on a GPU and float32 on the CPU. Raises ValueError where ``path`` is not a diffusers directory of
-    a known transformer.
+    "auto" is bfloat16 on a GPU and float32 on the CPU. ``loras`` are adapters of its transformers. Raises ValueError
+    where ``path`` is not a diffusers directory of a known transformer.
     """
 
-    def __init__(self, path: Path, device: str | torch.device = "cpu", dtype: str | torch.dtype = "auto") -> None:
-        self.path = path
+    def __init__(
+        self,
+        path: Path,
+        device: str | torch.device = "cpu",
+        dtype: str | torch.dtype = "auto",
+        loras: Iterable[LoraSource] = (),
+    ) -> None:
+        self.path, self.loras = path, tuple(loras)
         self.architecture = architecture_of(path)
         self._device, self._dtype = device, dtype
 
     @classmethod
     def open(
-        cls, source: str, device: str | torch.device = "cpu", dtype: str | torch.dtype = "auto", *, weights: bool = True
+        cls,
+        source: str,
+        device: str | torch.device = "cpu",
+        dtype: str | torch.dtype = "auto",
+        *,
+        weights: bool = True,
+        loras: Iterable[LoraSource] = (),
     ) -> Checkpoint:
         """What ``source`` names: a folder, a shipped checkpoint, or a hub id, downloaded if it is not there.
 
         Without ``weights`` for who reads configurations alone. ValueError says what was tried.
         """
-        return cls(resolve_path(source, weights=weights), device, dtype)
+        return cls(resolve_path(source, weights=weights), device, dtype, loras)
 
     @classmethod
     def of_configuration(
@@ -85,7 +98,7 @@ class Checkpoint:
     def text_encoder(self) -> BlocksEncoder:
         from pipelines.blocks.encoder import BlocksEncoder
 
-        return BlocksEncoder(self._opened, self.defaults.max_tokens)
+        return BlocksEncoder(self._opened, self.defaults.max_tokens, fits_pictures=self.defaults.fits_pictures)
 
     def sampler(self) -> BlocksSampler:
         """The same one at every call."""
@@ -103,6 +116,10 @@ class Checkpoint:
         single device.
         """
         model = self._without_weights() if sliced else self._as_denoiser(self._opened.load_part)
+        if self.loras:
+            from pipelines.lora.model import with_loras
+
+            model = with_loras(model, self.loras, type(self._opened.pipeline))
         if typical is None or self.architecture.blank_conditioning is None:
             return model
         return replace(model, typical_lengths=model.stream_lengths(self.first_step(typical)[0].arguments))

@@ -25,7 +25,8 @@ class Defaults:
     """Sizes in pixels, frames per second, steps, scales, and the limits of sizes, frames and steps.
 
     A request brings ``min_pictures`` to ``max_pictures`` along, with a mask or a strength where the model takes them;
-    ``strength`` is what strength is if it says none.
+    ``strength`` is what strength is if it says none. With ``fits_pictures`` they are cut to the request's size, where
+    the pipeline's own blocks would bring them to sizes that this model does not know.
     ``max_tokens`` of a prompt reach the model (0: as many as its pipeline says).
     Each ``check`` raises ValueError for what the model cannot do; the message says what was given and what is allowed.
     """
@@ -48,6 +49,7 @@ class Defaults:
     takes_mask: bool = False
     takes_strength: bool = False
     strength: float = 1.0
+    fits_pictures: bool = False
     max_tokens: int = 0
     min_steps: int = 1
 

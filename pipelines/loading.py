@@ -106,3 +106,25 @@ def _download(hub_id: str, files: list[str]) -> Path:
             f"the hub refused {hub_id!r} ({error}): check the name; for a gated model accept its terms on its page and "
             "set HF_TOKEN"
         ) from error
+
+
+def resolve_file(source: str, name: str, usual: tuple[str, ...], *, beside: tuple[str, ...] = ()) -> Path:
+    """The safetensors file that ``source`` names: itself, or ``name`` in a folder or a repository of the hub.
+
+    Without a ``name`` it is one of the ``usual`` ones, or the only one there. Files ``beside`` it come along from the
+    hub. ValueError says what was tried.
+    """
+    path = Path(source)
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        if not _HUB_ID.fullmatch(source):
+            raise ValueError(f"no adapter {source!r}: give a safetensors file, a folder, or a hub id like owner/name")
+        path = _download(source, [*((name,) if name else usual), *beside])
+    if name and (path / name).is_file():
+        return path / name
+    here = sorted(file.name for file in path.glob("*.safetensors"))
+    fitting = [one for one in usual if one in here] or here
+    if name or not fitting or (len(fitting) > 1 and fitting[0] not in usual):
+        raise ValueError(f"which file of {source!r} is meant? Say file: NAME; there are: {', '.join(here) or 'none'}")
+    return path / fitting[0]

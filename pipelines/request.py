@@ -9,6 +9,14 @@ MediaKind = Literal["image", "video"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Lora:
+    """An adapter of the model by its name, and how much of it."""
+
+    name: str
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MediaRequest:
     """One picture or one clip. ``width`` and ``height`` in pixels; ``num_frames`` is 1 and ``fps`` 0 for pictures.
 
@@ -17,6 +25,7 @@ class MediaRequest:
     ``preview_steps`` are the steps (1 = after the first) whose latents are wanted as previews.
     ``num_pictures`` come along beside it, and a mask if it ``has_mask`` (``pictures.InputPictures``: the encoder alone
     gets them). ``strength`` in (0, 1] is how much of the picture is painted anew (image-to-image; None: the model's).
+    ``loras`` are the adapters that its weights get, of those that the model is served with.
     """
 
     request_id: str
@@ -36,3 +45,4 @@ class MediaRequest:
     num_pictures: int = 0
     has_mask: bool = False
     strength: float | None = None
+    loras: tuple[Lora, ...] = ()

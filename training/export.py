@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import FluxPipeline, WanPipeline
+from diffusers import FluxKontextPipeline, FluxPipeline, WanPipeline
 from transformers import PreTrainedTokenizerBase
 
 from training import flux_model, wan_model
@@ -24,9 +24,13 @@ def export_flux(
     vae: Any,
     clip_tokenizer: PreTrainedTokenizerBase,
     t5_tokenizer: PreTrainedTokenizerBase,
+    *,
+    edits: bool = False,
 ) -> None:
-    """Writes a directory for `FluxPipeline.from_pretrained`. The model's own weights become float16 on the CPU."""
-    pipeline = FluxPipeline(
+    """Writes a directory for `FluxPipeline.from_pretrained`, or for `FluxKontextPipeline` if the model edits pictures.
+    The model's own weights become float16 on the CPU."""
+    kind: Any = FluxKontextPipeline if edits else FluxPipeline
+    pipeline = kind(
         scheduler=flux_model.build_scheduler(),
         vae=_half(vae),
         text_encoder=_half(model.clip),

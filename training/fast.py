@@ -1,6 +1,7 @@
 """What makes small models train fast on a big GPU: mixed precision, compiled blocks, CUDA graphs."""
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -68,6 +69,13 @@ def _type_preserving(norm: Any) -> Callable[[Tensor], Tensor]:
 
     compiled: Callable[[Tensor], Tensor] = torch.compile(preserving, dynamic=True)
     return compiled
+
+
+def uncompiled(*, on: bool) -> AbstractContextManager[object]:
+    """Returns a context in which compiled blocks run as they are written: for shapes that come too rarely to wait for
+    another compilation."""
+    context: AbstractContextManager[object] = torch.compiler.set_stance("force_eager") if on else nullcontext()
+    return context
 
 
 def undo_speed_up(module: nn.Module) -> None:

@@ -1,6 +1,7 @@
 """What flux-shapes is trained on: latent pools of every picture size, and the captions' tokens and labels."""
 
 import random
+from functools import partial
 
 import torch
 from diffusers import AutoencoderKL
@@ -43,14 +44,19 @@ class PictureDataset:
         self.pools = {size: self._pool(size, pool * n // total, chunk, device, graph) for size, n in SIZES.items()}
 
     def _pool(self, size: Size, rows: int, chunk: int, device: str, graph: bool) -> LatentPool:
-        def encode(row: Tensor) -> Tensor:
-            pixels = draw(self.drawings[row], height=size[0], width=size[1])[:, :, 0]
-            with torch.autocast(device, torch.bfloat16):
-                mean: Tensor = self.vae.encode(pixels).latent_dist.mean
-            scaled: Tensor = (mean.float() - self.vae.config.shift_factor) * self.vae.config.scaling_factor
-            return scaled
+        return LatentPool(
+            partial(self._latents, size), num_rows=self.empty, size=rows, chunk=chunk, device=device, graph=graph
+        )
 
-        return LatentPool(encode, num_rows=self.empty, size=rows, chunk=chunk, device=device, graph=graph)
+    def _latents(self, size: Size, row: Tensor) -> Tensor:
+        """Returns new latents of these rows' drawings."""
+        return self._encoded(draw(self.drawings[row], height=size[0], width=size[1])[:, :, 0])
+
+    def _encoded(self, pixels_NCHW: Tensor) -> Tensor:
+        with torch.autocast(pixels_NCHW.device.type, torch.bfloat16):
+            mean: Tensor = self.vae.encode(pixels_NCHW).latent_dist.mean
+        scaled: Tensor = (mean.float() - self.vae.config.shift_factor) * self.vae.config.scaling_factor
+        return scaled
 
     def next_size(self, progress: float) -> Size:
         """Returns the size of the next step's pictures; now and then it puts new ones in their pool."""

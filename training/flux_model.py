@@ -15,6 +15,7 @@ from training.shapes.scenes import PLACES
 from training.shapes.tokens import MAX_LENGTH
 
 TEXT_DIM, POOLED_DIM = 128, 64
+REFERENCE = 1  # first coordinate of the positions of the picture that is edited
 TEXT_ATTENTION = "eager"  # 48 tokens need no kernel, and T5's position bias needs a gradient
 
 
@@ -112,9 +113,9 @@ def shift_of(num_image_tokens: int) -> float:
 
 
 @cache
-def _positions(height: int, width: int, device: torch.device) -> Tensor:
+def _positions(height: int, width: int, device: torch.device, picture: int = 0) -> Tensor:
     """Returns `image_ids`, kept on the device: a copy to it cannot be part of a CUDA graph."""
-    return image_ids(height, width).to(device)
+    return image_ids(height, width, picture).to(device)
 
 
 def additive(hidden: Tensor) -> Tensor:
@@ -126,11 +127,18 @@ def additive(hidden: Tensor) -> Tensor:
 class FluxModel(nn.Module):
     """Text encoders and transformer, trained together."""
 
-    def __init__(self, clip_tokenizer: PreTrainedTokenizerBase, t5_tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self,
+        clip_tokenizer: PreTrainedTokenizerBase,
+        t5_tokenizer: PreTrainedTokenizerBase,
+        *,
+        transformer: FluxTransformer2DModel | None = None,
+        reader: Reader | None = None,
+    ) -> None:
         super().__init__()
         self.clip, self.t5 = build_clip(clip_tokenizer), build_t5(t5_tokenizer)
-        self.transformer = build_transformer()
-        self.reader = Reader(TEXT_DIM, len(PLACES), STILL_ANSWERS)
+        self.transformer = transformer or build_transformer()
+        self.reader = reader or Reader(TEXT_DIM, len(PLACES), STILL_ANSWERS)
 
     @property
     def clip_layers(self) -> nn.ModuleList:
@@ -140,9 +148,10 @@ class FluxModel(nn.Module):
         return layers
 
     def text(self, clip_ids_BL: Tensor, t5_ids_BL: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns pooled (B, D) and sequence (B, L, D) in float32. Padding is attended to, as in FLUX's pipeline."""
+        """Returns pooled (B, D) and sequence (B, L, D) in float32. Padding is attended to, as in FLUX's pipeline. The
+        two tokenizers may pad to different lengths."""
         length, device = clip_ids_BL.shape[1], clip_ids_BL.device
-        every = torch.zeros(1, 1, 1, length, device=device)
+        every = torch.zeros(1, 1, 1, t5_ids_BL.shape[1], device=device)
         later = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
         with torch.autocast(device.type, torch.bfloat16):
             pooled = self.clip(clip_ids_BL.long(), additive(later)).pooler_output
@@ -150,19 +159,30 @@ class FluxModel(nn.Module):
         return pooled.float(), sequence.float()
 
     def velocity(
-        self, latents_BCHW: Tensor, sigma_B: Tensor, guidance_B: Tensor, text: tuple[Tensor, Tensor]
+        self,
+        latents_BCHW: Tensor,
+        sigma_B: Tensor,
+        guidance_B: Tensor,
+        text: tuple[Tensor, Tensor],
+        reference_BCHW: Tensor | None = None,
     ) -> Tensor:
-        """Returns the predicted velocity, packed (B, S, 4 C)."""
+        """Returns the predicted velocity, packed (B, S, 4 C). An editor sees a reference of that size besides."""
         pooled, sequence = text
         height, width = latents_BCHW.shape[-2:]
+        tokens = pack(latents_BCHW)
+        positions = _positions(height, width, latents_BCHW.device)
+        num_tokens = tokens.shape[1]
+        if reference_BCHW is not None:
+            tokens = torch.cat([tokens, pack(reference_BCHW)], dim=1)
+            positions = torch.cat([positions, _positions(height, width, latents_BCHW.device, REFERENCE)])
         prediction: Tensor = self.transformer(
-            hidden_states=pack(latents_BCHW),
+            hidden_states=tokens,
             encoder_hidden_states=sequence,
             pooled_projections=pooled,
             timestep=sigma_B,
             guidance=guidance_B,
-            img_ids=_positions(height, width, latents_BCHW.device),
+            img_ids=positions,
             txt_ids=torch.zeros(sequence.shape[1], 3, device=latents_BCHW.device),
             return_dict=False,
         )[0]
-        return prediction
+        return prediction[:, :num_tokens]

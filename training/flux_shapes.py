@@ -30,7 +30,8 @@ from training.shapes.tokens import byte_pairs, sentence_pieces
 GUIDANCE = (1.0, 5.0)
 
 
-def _noisy(latents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def noised(latents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns latents at noise levels that suit their size, the velocity there, and the levels (B,)."""
     num_tokens = latents.shape[-1] * latents.shape[-2] // 4
     sigma_B = sample_sigma(len(latents), shift_of(num_tokens), latents.device)
     return *noisy(latents, sigma_B), sigma_B
@@ -39,28 +40,28 @@ def _noisy(latents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def flow_loss(model: FluxModel, data: PictureDataset, size: Size, args: argparse.Namespace) -> Tensor:
     """Returns the squared error of the velocity at guidance 1, and the reader's loss (2,)."""
     latents, row = data.sample(size, args.batch)
-    noised, velocity, sigma_B = _noisy(latents)
+    noisy_latents, velocity, sigma_B = noised(latents)
     text = model.text(data.clip_ids[row], data.t5_ids[row])
-    error = model.velocity(noised, sigma_B, torch.ones_like(sigma_B), text) - pack(velocity)
+    error = model.velocity(noisy_latents, sigma_B, torch.ones_like(sigma_B), text) - pack(velocity)
     return torch.stack((error.square().mean(), args.reading * model.reader.loss(text[1], data.labels[row])))
 
 
 def distillation_loss(model: FluxModel, teacher: FluxModel, data: PictureDataset, size: Size, batch: int) -> Tensor:
     """Returns the squared error to the teacher's guided velocity, at a random guidance scale."""
     latents, row = data.sample(size, batch)
-    noised, _, sigma_B = _noisy(latents)
+    noisy_latents, _, sigma_B = noised(latents)
     guidance_B = torch.empty_like(sigma_B).uniform_(*GUIDANCE)
     with torch.no_grad():
         text = model.text(data.clip_ids[row], data.t5_ids[row])
         empty = row.new_full(row.shape, data.empty)
         empty_text = model.text(data.clip_ids[empty], data.t5_ids[empty])
         one = torch.ones_like(sigma_B)
-        unguided = teacher.velocity(noised, sigma_B, one, empty_text)
-        guided = unguided + guidance_B[:, None, None] * (teacher.velocity(noised, sigma_B, one, text) - unguided)
-    return (model.velocity(noised, sigma_B, guidance_B, text) - guided).square().mean()
+        unguided = teacher.velocity(noisy_latents, sigma_B, one, empty_text)
+        guided = unguided + guidance_B[:, None, None] * (teacher.velocity(noisy_latents, sigma_B, one, text) - unguided)
+    return (model.velocity(noisy_latents, sigma_B, guidance_B, text) - guided).square().mean()
 
 
-def _accelerate(model: FluxModel, device: str) -> FluxModel:
+def accelerate(model: FluxModel, device: str) -> FluxModel:
     """Compiles static shapes of the text and of the first picture size, then dynamic ones of all others together."""
     speed_up([*model.t5.encoder.block, *model.clip_layers], device, dynamic=False)
     speed_up(
@@ -79,7 +80,7 @@ def _step_of_sizes(
 
 def _match_flow(model: FluxModel, data: PictureDataset, args: argparse.Namespace) -> Run:
     device, graph = device_of(args)
-    run = Run(module=_accelerate(model, device), budget=budget_of(args, args.out / "flow"))
+    run = Run(module=accelerate(model, device), budget=budget_of(args, args.out / "flow"))
     step = _step_of_sizes(
         run, data, lambda size: flow_loss(model, data, size, args), all_sizes=bool(args.start), graph=graph
     )
@@ -88,16 +89,15 @@ def _match_flow(model: FluxModel, data: PictureDataset, args: argparse.Namespace
     return run
 
 
-def _frozen(model: FluxModel) -> FluxModel:
-    """Returns a copy of the model as it was before `_accelerate`."""
-    frozen = copy.deepcopy(model).requires_grad_(False)
-    undo_speed_up(frozen)
-    return frozen
+def frozen(model: FluxModel) -> FluxModel:
+    """Returns a copy of the model as it was before `accelerate`."""
+    copied = copy.deepcopy(model).requires_grad_(False)
+    undo_speed_up(copied)
+    return copied
 
 
-def _distil(model: FluxModel, data: PictureDataset, args: argparse.Namespace) -> None:
-    device, graph = device_of(args)
-    teacher = _accelerate(_frozen(model), device)
+def distillation(model: FluxModel, args: argparse.Namespace) -> Run:
+    """Returns a run that trains the transformer alone, for `args.distill_minutes`."""
     model.requires_grad_(False)
     model.transformer.requires_grad_(True)
     budget = replace(
@@ -107,7 +107,13 @@ def _distil(model: FluxModel, data: PictureDataset, args: argparse.Namespace) ->
         learning_rate=args.learning_rate / 2,
         decay_from=0.3,
     )
-    run = Run(module=model, budget=budget)
+    return Run(module=model, budget=budget)
+
+
+def _distil(model: FluxModel, data: PictureDataset, args: argparse.Namespace) -> None:
+    device, graph = device_of(args)
+    teacher = accelerate(frozen(model), device)
+    run = distillation(model, args)
 
     def loss_of(size: Size) -> Tensor:
         return distillation_loss(model, teacher, data, size, args.batch)
@@ -142,10 +148,10 @@ def train(args: argparse.Namespace) -> None:
     model, tokenizers = start(args.start) if args.start else untrained(stills)
     data = PictureDataset(stills, vae, tokenizers, pool=args.pool, chunk=args.chunk, device=device, graph=graph)
     run = _match_flow(model.to(device), data, args)
-    export_flux(args.out / "undistilled", _frozen(model), copy.deepcopy(vae), *tokenizers)
+    export_flux(args.out / "undistilled", frozen(model), copy.deepcopy(vae), *tokenizers)
     if run.progress >= 1 or args.max_steps:
         _distil(model, data, args)
-        export_flux(args.export, _frozen(model), vae, *tokenizers)
+        export_flux(args.export, frozen(model), vae, *tokenizers)
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ def pack(latents_BCHW: Tensor) -> Tensor:
     return patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * PATCH * PATCH)
 
 
-def image_ids(height: int, width: int) -> Tensor:
-    """Positions ``ids_S3`` (0, row, column) of the tokens of a latent; float32, exact in every dtype's stead."""
+def image_ids(height: int, width: int, picture: int = 0) -> Tensor:
+    """Positions ``ids_S3`` (picture, row, column) of the tokens of a latent; float32, exact in every dtype's stead."""
     rows, columns = torch.meshgrid(torch.arange(height // PATCH), torch.arange(width // PATCH), indexing="ij")
-    return torch.stack((torch.zeros_like(rows), rows, columns), dim=-1).reshape(-1, 3).float()
+    return torch.stack((torch.full_like(rows, picture), rows, columns), dim=-1).reshape(-1, 3).float()

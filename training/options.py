@@ -26,12 +26,13 @@ def run_options(description: str | None, *, minutes: float, learning_rate: float
 
 
 def flow_options(
-    description: str | None, *, minutes: float, batch: int, pool: int, chunk: int
+    description: str | None, *, minutes: float, batch: int, pool: int, chunk: int, vae: Path | None = None
 ) -> argparse.ArgumentParser:
-    """Returns a parser with the options of every trainer and what the trainers of transformers need besides."""
+    """Returns a parser with the options of every trainer and what the trainers of transformers need besides. An
+    auto-encoder must be given where there is none to fall back on."""
     parser = run_options(description, minutes=minutes, learning_rate=1e-3)
     parser.set_defaults(batch=batch)
-    parser.add_argument("--vae", type=Path, required=True)
+    parser.add_argument("--vae", type=Path, required=vae is None, default=vae)
     parser.add_argument("--export", type=Path, required=True, help="where the finished pipeline goes")
     parser.add_argument("--captions", type=int, default=400_000)
     parser.add_argument("--pool", type=int, default=pool, help="latents kept")

@@ -101,9 +101,21 @@ def serving(config: ServeConfig) -> Iterator[Application]:
             wait_ready(url, process, folder / "log")
             ready_s = time.perf_counter() - started_s
             yield Application(url=url, ready_s=ready_s, process=psutil.Process(process.pid))
+        except BaseException:
+            print(*errors(folder), sep="\n", file=sys.stderr, flush=True)
+            raise
         finally:
             process.terminate()
             process.wait(STOPPED_WITHIN_S)
+
+
+def errors(folder: Path) -> Iterator[str]:
+    """The end of the server's output, and the errors that its processes logged; all of it goes with the server."""
+    yield (folder / "log").read_text(errors="replace")[-4000:]
+    for file in (folder / "ray").glob("session_2*/logs/**/*.err"):
+        with suppress(FileNotFoundError):
+            lines = file.read_text(errors="replace").splitlines()
+            yield from (line[:4000] for line in lines if '"level": "error"' in line or "Traceback" in line)
 
 
 def wait_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:

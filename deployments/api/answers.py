@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import BaseModel, Field
 
 from deployments.api.streams import Event
 from deployments.clips.records import ClipRecord
+from deployments.requests.loras import BEHIND
 from deployments.requests.quality import SHARES, Quality, quality_steps
 from deployments.studio.interface import ModelCard, StageTimes
 from pipelines.defaults import Defaults
-from pipelines.request import MediaKind
+from pipelines.request import Lora, MediaKind
 
 
 class Model(BaseModel):
@@ -22,6 +24,8 @@ class Model(BaseModel):
     kind: MediaKind = Field(description="image or video; beyond OpenAI")
     family: str = Field(description="beyond OpenAI")
     aliases: tuple[str, ...] = Field(description="Other names that requests may give it; beyond OpenAI.")
+    loras: tuple[Lora, ...] = Field(description="Adapters that requests may name, with their scales; beyond OpenAI.")
+    parent: str | None = Field(default=None, description="The model that this one is, with an adapter; beyond OpenAI.")
     description: str = Field(description="What it draws, if its folder says so; beyond OpenAI.")
     sizes: tuple[str, ...] = Field(description="Good values of size; others within the limits may do. Beyond OpenAI.")
     steps: dict[Quality, int] = Field(description="What each quality means in steps; beyond OpenAI.")
@@ -37,12 +41,22 @@ class Model(BaseModel):
             kind=defaults.kind,
             family=card.family,
             aliases=card.aliases,
+            loras=card.loras,
             description=description.text,
             sizes=description.sizes_within(defaults),
             steps={quality: quality_steps(quality, defaults) for quality in SHARES},
             prompts=description.prompts,
             defaults=defaults,
         )
+
+    @classmethod
+    def all_of(cls, card: ModelCard) -> Iterator[Model]:
+        """Yields the model, and what it is with each of its adapters, by the names that requests may give them."""
+        model = cls.of(card)
+        yield model
+        for lora in card.loras:
+            changes = {"id": f"{card.name}{BEHIND}{lora.name}", "aliases": (), "loras": (), "parent": card.name}
+            yield model.model_copy(update=changes)
 
 
 class ModelList(BaseModel):

@@ -12,6 +12,7 @@ from deployments.api.documents import error_documents
 from deployments.api.drain import Drain, stopping
 from deployments.api.errors import retry_after
 from deployments.names import LIVE
+from deployments.requests.loras import check_name, split_name
 from deployments.requests.rules import find_card
 
 HEALTH_MAX_AGE_S = 1.0
@@ -64,11 +65,16 @@ def model_routes(context: ApiContext) -> APIRouter:
     @router.get("/v1/models", responses=error_documents(401))
     async def list_models() -> ModelList:
         """The models served here."""
-        return ModelList(data=[Model.of(card) for card in context.studio.cards().values()])
+        return ModelList(data=[model for card in context.studio.cards().values() for model in Model.all_of(card)])
 
     @router.get("/v1/models/{model:path}", responses=error_documents(401, 404))
     async def read_model(model: str) -> Model:
         """One model, by its name or an alias: its kind, defaults, limits, and prompts to begin with."""
-        return Model.of(find_card(context.studio.cards(), model))
+        card = find_card(context.studio.cards(), model)
+        lora = split_name(model)[1]
+        if lora is None:
+            return Model.of(card)
+        check_name(lora, card, "model", code="model_not_found")
+        return next(one for one in Model.all_of(card) if split_name(one.id)[1] == lora)
 
     return router

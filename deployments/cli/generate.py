@@ -24,10 +24,12 @@ def generate(
 ) -> None:
     """Asks ``client`` for ``prompt``, shows its progress, writes ``out``. The model's kind decides the route.
 
-    ``images`` and ``mask`` are files that go along.
+    ``images`` and ``mask`` are files that go along; of ``options``, ``lora`` is as it was written (NAME, NAME:SCALE).
     Of several pictures (``n``) each is written to a file of its own, ``out`` with its number at the end of the name.
     """
     files = _read(images, mask)
+    if written := options.get("lora"):
+        options = {**options, "lora": [_asked_lora(one) for one in written]}
     model = _model(client, options.get("model"), len(images))
     body = {"prompt": prompt, **options, "model": model["id"]}
     console.print(f"{model['id']}: {prompt}", highlight=False)
@@ -38,6 +40,17 @@ def generate(
         file = out if num_results == 1 else out.with_stem(f"{out.stem}-{result.index + 1}")
         file.write_bytes(result.data)
         console.print(f"{file}  seed {result.seed}  {timings_line(result)}", highlight=False, soft_wrap=True)
+
+
+def _asked_lora(written: str) -> dict[str, Any]:
+    """Returns an adapter that is written as NAME or NAME:SCALE as the API takes it. ValueError for another scale."""
+    name, colon, scale = written.partition(":")
+    if not colon:
+        return {"name": name}
+    try:
+        return {"name": name, "scale": float(scale)}
+    except ValueError:
+        raise ValueError(f"--lora {written}: {scale!r} is no number; write NAME:SCALE") from None
 
 
 def _read(images: Sequence[Path], mask: Path | None) -> Files:

@@ -31,6 +31,7 @@ KeyOption = Annotated[Path | None, typer.Option("--api-key-file", help="The serv
 OldKeyOption = Annotated[str | None, renamed_option("--api-key", "--api-key-file, or TROUPE_API_KEY outside,")]
 NegativeOption = Annotated[str | None, typer.Option(help="What to keep out; needs a --true-cfg-scale above 1.")]
 ImageOption = Annotated[list[Path] | None, typer.Option(help="A picture to begin with; may be repeated.")]
+LoraOption = Annotated[list[str] | None, typer.Option(help="An adapter, NAME or NAME:SCALE; may be repeated.")]
 RunningOption = Annotated[str, typer.Option("--url", help="A running server; the one that runs here by default.")]
 
 
@@ -57,6 +58,7 @@ def generate(
     negative_prompt: NegativeOption = None,
     guidance_scale: Annotated[float | None, typer.Option(help="Distilled guidance, of models that have it.")] = None,
     true_cfg_scale: Annotated[float | None, typer.Option(help="Classifier-free guidance; 1 turns it off.")] = None,
+    lora: LoraOption = None,
     image: ImageOption = None,
     mask: Annotated[Path | None, typer.Option(help="Where to paint: transparent, or else white.")] = None,
     strength: Annotated[float | None, typer.Option(help="How much of the picture is painted anew, up to 1.")] = None,
@@ -68,18 +70,16 @@ def generate(
     """A picture or a clip from words, or from words and pictures."""
     from deployments.cli.generate import generate as run
 
+    counts = {"num_inference_steps": steps, "seed": seed, "n": n, "num_frames": frames, "fps": fps}
     fields = {
         "model": model,
         "size": size,
-        "num_inference_steps": steps,
-        "seed": seed,
-        "n": n,
-        "num_frames": frames,
-        "fps": fps,
+        **counts,
         "negative_prompt": negative_prompt,
         "guidance_scale": guidance_scale,
         "true_cfg_scale": true_cfg_scale,
         "strength": strength,
+        "lora": lora or None,
     }
     options = {name: value for name, value in fields.items() if value is not None}
     with _client(config, url, api_key_file) as client:

@@ -10,7 +10,7 @@ from sqlalchemy import Float, Integer, String, Text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from deployments.studio.interface import StageTimes
-from pipelines.request import MediaRequest
+from pipelines.request import Lora, MediaRequest
 
 ClipStatus = Literal["queued", "in_progress", "completed", "failed"]
 FILE_GONE = "file_gone"
@@ -99,4 +99,5 @@ def to_json(record: MediaRequest | ClipError | StageTimes) -> str:
 
 def request_from_json(text: str) -> MediaRequest:
     fields: dict[str, Any] = json.loads(text)
-    return MediaRequest(**fields | {"preview_steps": tuple(fields["preview_steps"])})
+    loras = tuple(Lora(**one) for one in fields.get("loras", ()))
+    return MediaRequest(**fields | {"preview_steps": tuple(fields["preview_steps"]), "loras": loras})

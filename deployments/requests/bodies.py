@@ -11,6 +11,7 @@ from deployments.requests.fields import (
     MAX_SEED,
     RANDOM_SEED,
     Count,
+    Loras,
     Name,
     NegativePrompt,
     Off,
@@ -53,7 +54,9 @@ class MediaBody(PeerFields):
 
     prompt: Prompt = Field(description="What to draw, in words.", examples=["a small red circle, white background"])
     model: Name | None = Field(
-        None, description="A name or alias from /v1/models; by default the first of its kind that takes the pictures."
+        None,
+        description="A name or alias from /v1/models, and NAME:ADAPTER with an adapter of it; by default the first of "
+        "its kind that takes the pictures.",
     )
     size: Size | None = Field(None, description="WIDTHxHEIGHT in pixels, or auto.", examples=["128x128"])
     width: Count | None = Field(None, description="Pixels, with height; instead of size.")
@@ -76,6 +79,11 @@ class MediaBody(PeerFields):
     )
     true_cfg_scale: float | None = Field(
         None, ge=1, le=1000, description="Classifier-free guidance; 1 turns it off. Also guidance_scale, where unique."
+    )
+    lora: Loras | None = Field(
+        None,
+        description="Adapters by their names in /v1/models, and how much of each. In a form: the text of the JSON.",
+        examples=[[{"name": "watercolour", "scale": 0.8}]],
     )
     style: Literal["vivid", "natural"] | None = Field(None, description=ACCEPTED)
     background: Literal["opaque", "auto"] | None = Field(None, description="Always opaque.")

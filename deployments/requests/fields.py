@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 from pydantic import AfterValidator, PlainValidator, StringConstraints, WithJsonSchema
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, from_json
 
+from pipelines.lora.source import MAX_SCALE, check_scale
 from pipelines.size import PIXELS
 
 MAX_SEED = 2**53 - 1
@@ -67,6 +68,38 @@ def _pictures(written: object) -> tuple[bytes | str, ...]:
     return tuple(map(_picture, written if isinstance(written, list | tuple) else (written,)))
 
 
+AskedLora: TypeAlias = tuple[str, float | None]
+"""An adapter as a client names it, and how much of it; None: the model's own scale."""
+
+
+def _loras(written: object) -> tuple[AskedLora, ...]:
+    """In a form it is the text of its JSON."""
+    if isinstance(written, str):
+        try:
+            written = from_json(written, allow_inf_nan=False)
+        except ValueError:
+            raise PydanticCustomError("loras", LORA_SENTENCE) from None
+    if not isinstance(written, list | tuple):
+        raise PydanticCustomError("loras", LORA_SENTENCE)
+    return tuple(map(_lora, written))
+
+
+def _lora(written: object) -> AskedLora:
+    if not isinstance(written, Mapping) or not {"name"} <= set(written) <= {"name", "scale"}:
+        raise PydanticCustomError("loras", LORA_SENTENCE)
+    name, scale = written["name"], written.get("scale")
+    if not isinstance(name, str) or isinstance(scale, bool) or not isinstance(scale, int | float | None):
+        raise PydanticCustomError("loras", LORA_SENTENCE)
+    if scale is not None:
+        try:
+            check_scale(scale)
+        except ValueError as error:
+            raise PydanticCustomError("lora_scale", str(error)) from None
+    return name, scale
+
+
+LORA_SENTENCE = 'it must be a list such as [{"name": "watercolour", "scale": 0.8}]; scale may be left out'
+
 Text = Annotated[str, AfterValidator(_without_nul)]
 Prompt = Annotated[
     str,
@@ -103,3 +136,16 @@ Pictures = Annotated[tuple[bytes | str, ...], PlainValidator(_pictures), WithJso
 """One picture, or several in their order."""
 Strength = Annotated[float, WithJsonSchema({"type": "number", "exclusiveMinimum": 0, "maximum": 1})]
 """Looked at together with the model."""
+LORA_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "scale": {"anyOf": [{"type": "number", "minimum": -MAX_SCALE, "maximum": MAX_SCALE}, {"type": "null"}]},
+    },
+    "required": ["name"],
+    "additionalProperties": False,
+}
+Loras = Annotated[
+    tuple[AskedLora, ...], PlainValidator(_loras), WithJsonSchema({"type": "array", "items": LORA_SCHEMA})
+]
+"""Which there are is looked at together with the model."""

@@ -29,7 +29,7 @@ def handle_request(
     served one. RequestError says which value is wrong and what is allowed.
     """
     card = find_card(cards, fields.get("model") or next(iter(cards)))
-    fields = {**fields, "model": card.name}
+    fields = {**fields, "model": fields.get("model") or card.name}
     if card.defaults.kind == "video":
         video = validated(VideoBody, fields)
         clip = clip_request(video, cards, request_id, NUM_PREVIEWS, unpack(brought_along(video, card), limits))

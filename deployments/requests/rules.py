@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from deployments.requests.bodies import EditBody, MediaBody, VideoBody
 from deployments.requests.errors import RequestError, blaming, shown
 from deployments.requests.fields import RANDOM_SEED
+from deployments.requests.loras import choose_loras, split_name
 from deployments.requests.pictures.sources import Sources
 from deployments.requests.quality import MEANINGS, quality_steps
 from deployments.studio.interface import ModelCard
@@ -45,9 +46,10 @@ def takes(defaults: Defaults, num_pictures: int) -> bool:
 
 
 def find_card(cards: Mapping[str, ModelCard], name: object) -> ModelCard:
-    """Returns the card of that name or alias. RequestError lists the names that there are."""
+    """Returns the card of that name or alias, with an adapter's behind it or not. RequestError lists what there is."""
+    model = split_name(name)[0]
     for card in cards.values():
-        if name == card.name or name in card.aliases:
+        if model == card.name or model in card.aliases:
             return card
     message = f"There is no model {shown(name)}; models served: {', '.join(cards) or 'none'}"
     raise RequestError(message, "model", code="model_not_found")
@@ -115,6 +117,7 @@ def media_request(
         num_pictures=len(pictures.pictures),
         has_mask=pictures.mask is not None,
         strength=strength_of(body),
+        loras=choose_loras(body.model, body.lora or (), card),
     )
 
 

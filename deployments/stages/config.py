@@ -143,8 +143,11 @@ class DenoiserConfig(ScaledConfig, GangConfig):
         options: TorchOptions | TensorRTOptions | None = getattr(self, self.engine)
         return options
 
-    def check_engine(self, dtype: DataType) -> None:
-        """ValueError if the engine cannot do what is asked of it, with a model of ``dtype``."""
+    def check_engine(self, dtype: DataType, *, merges: bool = False, switches: bool = False) -> None:
+        """ValueError if the engine cannot do what is asked of it, with a model of ``dtype``.
+
+        ``merges``: adapters are added to its weights at start; ``switches``: or from request to request.
+        """
         choice = EngineChoice(
             strategy=self.strategy,
             precision=self.precision,
@@ -152,5 +155,7 @@ class DenoiserConfig(ScaledConfig, GangConfig):
             num_ranks=self.num_ranks,
             gpus_per_rank=self.gpus_per_rank,
             dtype=dtype,
+            merges=merges,
+            switches=switches,
         )
         check_engine(self.engine, choice)

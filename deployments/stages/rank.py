@@ -11,6 +11,7 @@ from engines.core.model import DenoiserModel
 from engines.core.rank import RankContext
 from engines.gang.config import BuildRank, RankParts
 from pipelines.checkpoint import Checkpoint
+from pipelines.lora.source import named
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +25,7 @@ class LoadRankParts:
 
         configure_logs()
         config = self.model.denoiser
-        checkpoint = Checkpoint.open(self.model.source, context.device, self.model.dtype)
+        checkpoint = Checkpoint.open(self.model.source, context.device, self.model.dtype, loras=self.model.loras)
         denoiser = checkpoint.denoiser(
             sliced=is_sliced(config, checkpoint), typical=checkpoint.defaults.typical_request()
         )
@@ -64,4 +65,5 @@ def is_sliced(config: DenoiserConfig, checkpoint: Checkpoint) -> bool:
         return config.load == "sliced"
     if config.strategy != "auto":
         return ParallelSpec.of(config.strategy, config.num_ranks).divides_weights
-    return checkpoint.weights_bytes() > USABLE * memory_bytes(checkpoint.device)
+    times_held = 2 if named(checkpoint.loras) else 1  # what changes from job to job is kept as it was loaded, too
+    return times_held * checkpoint.weights_bytes() > USABLE * memory_bytes(checkpoint.device)

@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 from pipelines.defaults import Defaults
 from pipelines.description import NO_DESCRIPTION, Description
 from pipelines.pictures import NO_PICTURES, InputPictures
-from pipelines.request import MediaRequest
+from pipelines.request import Lora, MediaRequest
 
 MediaFormat = Literal["png", "jpeg", "webp", "mp4"]
 
@@ -26,7 +26,8 @@ class Output:
 class ModelCard:
     """A served model: its name in the API, its family, its start (Unix seconds), its defaults and limits.
 
-    ``aliases`` are other names that requests may give it. ``description``: what it draws, and examples.
+    ``aliases`` are other names that requests may give it. ``loras`` are adapters that requests may name, each with how
+    much of it is meant without a scale. ``description``: what it draws, and examples.
     """
 
     name: str
@@ -34,6 +35,7 @@ class ModelCard:
     created: int
     defaults: Defaults
     aliases: tuple[str, ...] = ()
+    loras: tuple[Lora, ...] = ()
     description: Description = NO_DESCRIPTION
 
 

@@ -17,7 +17,8 @@ class EngineChoice:
 
     ``strategy`` is "auto" or what ``ParallelSpec.of`` takes; ``precision`` is that of the linears, in the engine's own
     words; ``options`` are the engine's own as well (None: their defaults). ``dtype`` is the model's as a configuration
-    names it: "auto" is decided where it is loaded.
+    names it: "auto" is decided where it is loaded. ``merges``: something is added to its weights as they are loaded;
+    ``switches``: or while it runs (see ``core.additions``).
     """
 
     strategy: str = "auto"
@@ -26,6 +27,8 @@ class EngineChoice:
     num_ranks: int = 1
     gpus_per_rank: float = 0.0
     dtype: str = "auto"
+    merges: bool = False
+    switches: bool = False
 
 
 class Engine(Protocol):

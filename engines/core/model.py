@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from engines.core.additions import Addition, Mix
 from engines.core.fast_model import ArrangeWeights
 from engines.core.kernel import Kernel
 from engines.core.shard_plan import ShardPlan
@@ -40,12 +41,14 @@ class Branch:
 
     ``module`` names the transformer in ``DenoiserModel.modules`` (Wan 2.2 changes between two during a job).
     ``constants`` are arguments that are no tensors (sizes of grids, switches): with others it is another computation.
+    ``additions`` are what its weights are to have added, of those that the model knows.
     """
 
     inputs: ModelInputs
     module: str = "transformer"
     schedule: Schedule | None = None
     constants: Mapping[str, Any] = field(default_factory=dict)
+    additions: Mix = ()
 
     @property
     def arguments(self) -> Arguments:
@@ -86,7 +89,7 @@ class DenoiserModel:
     step). ``fast`` arranges a module's weights for a hand-ordered step that equals its ``forward`` (None: there is
     none). ``typical_lengths`` are the tokens per stream of the steps to come, if that is known: an "auto" strategy is
     chosen for them. With ``weights``, the modules' parameters are on "meta", and every rank reads what it needs of them
-    from these files.
+    from these files. ``additions`` are what branches may have added to the weights, by name.
     """
 
     modules: Mapping[str, nn.Module]
@@ -101,6 +104,7 @@ class DenoiserModel:
     fast: ArrangeWeights | None = None
     typical_lengths: Mapping[str, int] | None = None
     weights: WeightSource | None = None
+    additions: Mapping[str, Addition] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
+from engines.additions.switch import WeightSwitch
 from engines.core.kernel import Kernel
 from engines.core.layout import TokenLayout
 from engines.core.model import Branch, DenoiserModel, dtype_of
@@ -31,6 +32,9 @@ it is divided: compiles blocks, or swaps layers for faster equals."""
 
 class KernelsInModules(WeakKeyDictionary[nn.Module, Kernel]):
     """The kernel that each module has now (setting one walks all submodules): engines may share a module."""
+
+
+_Key = tuple[str | Axis | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +61,14 @@ class ShardedModel:
         self._hooks = {name: TokenHooks(module, model.plan) for name, module in model.modules.items()}
         # Now: layers of the module itself may be swapped later, on some ranks before others.
         self._weights = {name: block_weights(module, model.plan) for name, module in model.modules.items()}
-        self._shares: dict[tuple[str | Axis | None, ...], _Share] = {}
+        self._shares: dict[_Key, _Share] = {}
+        self._switch = WeightSwitch(model.additions)
         self._on_new_module = on_new_module
         self._kernel = lru_cache(maxsize=256)(lambda team, layout: make_kernel(self._local(), team, layout))
 
     def close(self) -> None:
         """Give the model back as it was: no hooks, the local kernel."""
+        self._switch.clear()
         for name, module in self._model.modules.items():
             self._hooks[name].remove()
             self._set_kernel(module, self._local())
@@ -80,6 +86,12 @@ class ShardedModel:
         with self._hooks[branch.module].over(layout, team.context):
             return self._model.forward(module, branch.arguments)
 
+    def set_additions(self, branch: Branch, team: Team) -> None:
+        """Make the weights that the team uses those that ``branch`` asks for: before its forward, or its replay."""
+        if self._model.additions or branch.additions:
+            self._share(branch.module, team)
+            self._switch.set(branch.module, _key(branch.module, team), branch.additions)
+
     def finish(self, prediction: Tensor, branch: Branch, team: Team) -> Tensor:
         """Make a prediction equal on the pipeline axis too, when the forwards that shall overlap are under way."""
         stage = self._share(branch.module, team).stage
@@ -89,7 +101,7 @@ class ShardedModel:
         return TokenLayout.of(self._model.plan.streams, self._model.stream_lengths(branch.arguments), team.context.size)
 
     def _share(self, name: str, team: Team) -> _Share:
-        key = (name, *(axis if axis.size > 1 else None for axis in (team.tensor, team.pipeline)))
+        key = _key(name, team)
         if key not in self._shares:
             self._shares[key] = self._make_share(name, team)
         return self._shares[key]
@@ -98,14 +110,17 @@ class ShardedModel:
         if name not in self._model.modules:
             raise ValueError(f"the model has no module {name!r}; it has {', '.join(self._model.modules)}")
         whole, plan, weights = self._model.modules[name], self._model.plan, self._model.weights
+        self._switch.reset(name)  # what is split off is as it was loaded
         module = whole
+        slices = slices_of(whole, plan, team.tensor) if team.tensor.size > 1 else {}
         if team.tensor.size > 1:
             module = split_weights(whole, plan, team.tensor)  # a copy, which keeps the hooks
         elif team.pipeline.size > 1 or weights is not None:
             module = weight_sharing_copy(whole)
         if weights is not None:
-            slices = slices_of(whole, plan, team.tensor) if team.tensor.size > 1 else {}
             weights.fill(name, module, slices, leave_out=other_stages(module, plan, team, self._weights[name]))
+        if self._model.additions:
+            self._switch.hold(name, _key(name, team), module, slices)
         if self._on_new_module is not None:
             self._on_new_module(name, module, plan)
         return _Share(module, Stage(module, plan, team, self._weights[name]) if team.pipeline.size > 1 else None)
@@ -119,3 +134,7 @@ class ShardedModel:
     def _local(self) -> Kernel:
         some = next(iter(self._model.modules.values()))
         return local_kernel(self._model.device, dtype_of(some))
+
+
+def _key(name: str, team: Team) -> _Key:
+    return (name, *(axis if axis.size > 1 else None for axis in (team.tensor, team.pipeline)))

@@ -38,6 +38,10 @@ def check(choice: EngineChoice) -> None:
     options = choice.options or TensorRTOptions()
     assert isinstance(options, TensorRTOptions)
     check_device(gpus_per_rank=choice.gpus_per_rank)
+    if choice.merges or choice.switches:
+        raise ValueError(
+            "engine: tensorrt takes no loras: its engine files are for weights as published; use engine: torch"
+        )
     check_options(
         strategy=choice.strategy, precision=choice.precision, weights=options.weights, num_ranks=choice.num_ranks
     )

@@ -49,7 +49,8 @@ class TorchEngine:
     ) -> None:
         rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         options = options or TorchOptions()
-        check(EngineChoice(strategy=strategy, precision=precision, options=options, num_ranks=num_ranks))
+        asked: dict[str, Any] = {"strategy": strategy, "precision": precision, "options": options}
+        check(EngineChoice(**asked, num_ranks=num_ranks, switches=bool(model.additions)))
         some = next(iter(model.modules.values()))
         self.device, self.dtype = model.device, dtype_of(some)
         self.config = resolve(
@@ -117,6 +118,7 @@ class TorchEngine:
                 self._sharded.module(name, team)
 
     def _run(self, branch: Branch, team: Team) -> Tensor:
+        self._sharded.set_additions(branch, team)
         prediction = self._steps.run(branch, team)
         self._was_warm = self._was_warm and self._steps.was_warm
         return prediction

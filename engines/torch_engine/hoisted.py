@@ -41,27 +41,33 @@ class HoistedCache:
 
     def module_inputs(self, branch: Branch, module: nn.Module, hoist: HoistInputs) -> ModelInputs:
         """Returns what a module's step is given beside the branch's inputs: ``hoist(module, inputs)``."""
-        return self._get(module, tuple(_lasting(branch).values()), lambda: hoist(module, branch.inputs))
+        sources = tuple(_lasting(branch).values())
+        return self._get((id(module), branch.additions), sources, lambda: hoist(module, branch.inputs))
 
     def step_tensors(self, branch: Branch, weights: FastWeights, fast: FastStep) -> dict[str, Tensor]:
         """Returns everything that this step of ``fast`` reads besides the latents."""
         shared = _lasting(branch)
-        fixed = self._get(fast, tuple(shared.values()), lambda: fast.hoisted(branch.arguments))
+        fixed = self._get((id(fast), branch.additions), tuple(shared.values()), lambda: fast.hoisted(branch.arguments))
         if branch.schedule is None:
             now = weights.scheduled(branch.inputs, branch.inputs[TIMESTEP][None])
             return {**fixed, **{name: stacked[0] for name, stacked in now.items()}}
         timesteps_S, step = branch.schedule.timesteps_S, branch.schedule.step
         sources = (timesteps_S, *shared.values())
-        scheduled = self._get(weights, sources, lambda: weights.scheduled(branch.inputs, timesteps_S[:, None]))
+        scheduled = self._get(
+            (id(weights), branch.additions),
+            sources,
+            lambda: weights.scheduled(branch.inputs, timesteps_S[:, None]),
+        )
         return {**fixed, **{name: stacked[step] for name, stacked in scheduled.items()}}
 
     def clear(self) -> None:
         self._entries.clear()
 
     def _get(
-        self, owner: object, sources: tuple[Tensor, ...], make: Callable[[], Mapping[str, Tensor]]
+        self, owner: Hashable, sources: tuple[Tensor, ...], make: Callable[[], Mapping[str, Tensor]]
     ) -> Mapping[str, Tensor]:
-        key = (id(owner), *((id(tensor), tensor._version) for tensor in sources))
+        """``owner`` stands for what makes it: a module or a step, with what its weights have added."""
+        key = (owner, *((id(tensor), tensor._version) for tensor in sources))
         if key not in self._entries:
             self._entries[key] = _Entry(sources, make())
             self._evict()

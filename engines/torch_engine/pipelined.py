@@ -18,8 +18,13 @@ def predict_pipelined(sharded: ShardedModel, work: Iterable[tuple[Branch, Team]]
     All forwards are started before any prediction is passed round, so that a stage computes one while its neighbours
     compute others; with n forwards on s stages, s - 1 of n + s - 1 turns are idle.
     """
-    started = [(branch, team, sharded.forward(branch, team)) for branch, team in work]
+    started = [(branch, team, _start(sharded, branch, team)) for branch, team in work]
     predictions: list[Tensor] = []
     for branch, team, mine in started:
         predictions.extend(exchange_predictions(sharded.finish(mine, branch, team), team.guidance))
     return tuple(predictions)
+
+
+def _start(sharded: ShardedModel, branch: Branch, team: Team) -> Tensor:
+    sharded.set_additions(branch, team)
+    return sharded.forward(branch, team)

@@ -21,6 +21,9 @@ from pipelines.request import MediaRequest
 
 logger = logging.getLogger(__name__)
 
+RESIZES = "_auto_resize"
+"""The input by which blocks bring pictures to the sizes of the model as published."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conditioning:
@@ -46,10 +49,12 @@ class Conditioning:
 
 class BlocksEncoder:
     """Encodes one request at a time: tokenizers keep the padding of their last call. At most ``max_tokens`` of a prompt
-    are seen (0: as the pipeline's blocks have it)."""
+    are seen (0: as the pipeline's blocks have it). With ``fits_pictures`` (``Defaults``), pictures come in the
+    request's size."""
 
-    def __init__(self, opened: OpenedPipeline, max_tokens: int = 0) -> None:
+    def __init__(self, opened: OpenedPipeline, max_tokens: int = 0, *, fits_pictures: bool = False) -> None:
         self._opened = opened
+        self._cuts_pictures = fits_pictures or opened.architecture.frames_from_pictures
         self._sections = opened.sections.encode
         self._pipeline = opened.load(self._sections)
         self._later = opened.input_names((opened.sections.denoise, *opened.sections.decode))
@@ -73,9 +78,11 @@ class BlocksEncoder:
     def _encoded(self, request: MediaRequest, pictures: InputPictures) -> tuple[PipelineState, NoiseState | None]:
         """The blocks' values, and where the generator stands unless that is where its seed puts it."""
         set_scale(self._pipeline, max(request.true_cfg_scale, 2.0 if self._opened.architecture.needs_negative else 1.0))
-        if self._opened.architecture.frames_from_pictures:
+        if self._cuts_pictures:
             pictures = pictures.cut_to(request.width, request.height)
         inputs = self._opened.inputs_of(request, pictures)
+        if self._cuts_pictures and RESIZES in self._opened.inputs:
+            inputs[RESIZES] = False
         if self.max_tokens and "max_sequence_length" in self._opened.inputs:
             inputs["max_sequence_length"] = self.max_tokens
             self._warn_if_cut(request.prompt)

@@ -14,6 +14,7 @@ import torch
 from diffusers.modular_pipelines.modular_pipeline import BlockState, PipelineState
 from torch import Tensor
 
+from engines.core.additions import normal_mix
 from engines.core.model import Branch, Schedule
 from pipelines.blocks import arguments, tree
 from pipelines.blocks.encoder import Conditioning, on_cpu, on_device
@@ -99,7 +100,8 @@ class BlocksSampler:
         schedule = None if state.timesteps_S is None else Schedule(timesteps_S=state.timesteps_S, step=state.step)
         calls = (call for noted in self._note(state) for call in noted.exchange.calls)
         step = state.steps[state.step]
-        return tuple(replace(self._branch(call, step), schedule=schedule) for call in calls)
+        additions = normal_mix(tuple((lora.name, lora.scale) for lora in state.request.loras))
+        return tuple(replace(self._branch(call, step), schedule=schedule, additions=additions) for call in calls)
 
     def advance(self, state: BlocksState, predictions: tuple[Tensor, ...]) -> BlocksState:
         noted, *negative = self._note(state)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from engines.core.fast_model import Precision
     from engines.core.kernel import Kernel
     from engines.core.model import Arguments
+    from pipelines.request import MediaRequest
 
 TEXT, IMAGE = "text", "image"
 DUAL, SINGLE = "transformer_blocks.*", "single_transformer_blocks.*"
@@ -75,6 +76,14 @@ def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Tensor]:
         "prompt_embeds": torch.zeros(1, num_tokens, config["joint_attention_dim"]),
         "pooled_prompt_embeds": torch.zeros(1, config["pooled_projection_dim"]),
     }
+
+
+def blank_pictures(path: Path, request: MediaRequest) -> Mapping[str, Tensor]:
+    """Of an editor that needs a picture, and takes it in the request's size."""
+    import torch
+
+    scale, channels = vae_scale(path), read_config(path, "transformer")["in_channels"] // PATCH**2
+    return {"image_latents": torch.zeros(1, channels, request.height // scale, request.width // scale)}
 
 
 def adapted(config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -132,6 +141,7 @@ ARCHITECTURE = Architecture(
     stream_lengths=stream_lengths,
     heads=lambda config: (config["num_attention_heads"], config["attention_head_dim"]),
     blank_conditioning=blank_conditioning,
+    blank_pictures=blank_pictures,
     adapted=adapted,
     set_kernel=set_kernel,
     fast=lambda config: fast,

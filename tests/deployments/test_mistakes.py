@@ -57,7 +57,10 @@ CASES: list[tuple[Callable[[dict[str, Any]], Any], list[str]]] = [
     ),
     (
         lambda document: models(document)[0].update(warm=1),
-        ["models.flux-shapes.warm is no key here: known: name, path, aliases, dtype, text_encoder, denoiser, decoder"],
+        [
+            "models.flux-shapes.warm is no key here: known: name, path, aliases, dtype, loras, text_encoder, denoiser, "
+            "decoder"
+        ],
     ),
     (
         lambda document: models(document)[0]["denoiser"].update(num_ranks="two"),

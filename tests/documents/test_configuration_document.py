@@ -15,11 +15,13 @@ from deployments.stages import config as stages
 from engines.parallel.nccl_options import NcclOptions
 from engines.tensorrt_engine.rules import TensorRTOptions
 from engines.torch_engine.options import TorchOptions
+from pipelines.lora.source import LoraSource
 from tests.support.fenced import ROOT
 
 ROWS = dict(re.findall(r"^\| `([\w.]+)` \| ([^|]*) \|", (ROOT / "docs" / "scaling.md").read_text(), re.MULTILINE))
 SECTIONS: dict[str, Any] = {
     "http_options.": config.HttpOptions,
+    "loras.": LoraSource,
     "text_encoder.": stages.StageConfig,
     "autoscaling.": stages.AutoscalingConfig,
     "denoiser.": stages.DenoiserConfig,
@@ -49,10 +51,15 @@ def keys() -> dict[str, Any]:
 
 def defaults_of(section: Any) -> dict[str, Any]:
     if dataclasses.is_dataclass(section):
-        plain: Any = section()
-        return {field.name: getattr(plain, field.name) for field in dataclasses.fields(section)}
+        required = {field.name: ... for field in dataclasses.fields(section) if is_required(field)}
+        plain: Any = section(**dict.fromkeys(required, "given"))
+        return {field.name: getattr(plain, field.name) for field in dataclasses.fields(section)} | required
     fields = section.model_fields.items()
     return {name: ... if field.is_required() else field.default for name, field in fields}
+
+
+def is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def test_every_key_is_there_and_no_other() -> None:

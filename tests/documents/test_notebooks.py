@@ -41,6 +41,7 @@ def outputs(notebook: nbformat.NotebookNode, kind: str) -> list[str]:
 
 
 NOTEBOOK = ROOT / "notebooks" / "01_first_picture.ipynb"
+YOUR_OWN = ROOT / "notebooks" / "02_your_own_model.ipynb"
 
 
 SHARED_START = """
@@ -90,3 +91,14 @@ def test_first_picture_from_start_to_end(tmp_path: Path, monkeypatch: pytest.Mon
     assert_all_is_shown(notebook)
     left = set(psutil.Process().children(recursive=True)) - before
     wait_until(lambda: not alive(process.pid for process in left), "what the notebook started is gone")
+
+
+@pytest.mark.slow
+def test_your_own_model(tmp_path: Path) -> None:
+    """Its last cell of code compares every strategy with diffusers' own picture, and says so by failing."""
+    notebook = read(YOUR_OWN)
+    run(notebook, tmp_path)
+    (plot,) = outputs(notebook, "image/png")
+    assert Image.open(io.BytesIO(b64decode(plot))).size[0] > 400
+    (errors,) = outputs(notebook, "text/plain")[-2:-1]
+    assert "('ring', 4)" in errors

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipelines.blocks.opened import OpenedPipeline
 from pipelines.checkpoint import Checkpoint
 from pipelines.directory import read_config
 from pipelines.loading import published_models, resolve_configuration, shipped_checkpoints
@@ -67,3 +68,15 @@ def test_folders_and_shipped_models_come_first(tmp_path: Path) -> None:
     assert resolve_configuration(str(own)) == own
     for name in shipped_checkpoints():
         assert (resolve_configuration(name) / "model_index.json").is_file()
+
+
+@pytest.mark.parametrize("name", [name for name in published_models() if not name.startswith("Wan")])
+def test_auto_encoders_of_pictures_have_the_scale_that_their_transformers_expect(name: str) -> None:
+    checkpoint = Checkpoint.of_configuration(name, "meta")
+    opened = OpenedPipeline(checkpoint.path, torch.device("meta"), torch.bfloat16)
+    with torch.device("meta"):
+        vae = opened.outline("vae")
+    stages = vae.decoder.up_blocks
+    scale = 2 ** sum(bool(getattr(stage, "upsamplers", None)) for stage in stages)
+    assert scale == 8
+    assert checkpoint.defaults.size_multiple == 2 * scale

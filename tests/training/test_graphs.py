@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from training.fast import WARM_UP_CALLS, graphed
+from training.fast import WARM_UP_CALLS, graphed, uncompiled
 from training.loop import Budget, Run, fit, step_of
 
 NUM_STEPS = WARM_UP_CALLS + 60
@@ -65,3 +65,19 @@ def test_off_means_the_function_itself() -> None:
         return torch.zeros(1)
 
     assert graphed(function, on=False) is function
+
+
+def test_uncompiled_runs_the_function_as_it_is_written() -> None:
+    compiled: list[object] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
+        compiled.append(graph)
+        return graph
+
+    function = torch.compile(lambda x: 2 * x, backend=backend, dynamic=False)
+    with uncompiled(on=True):
+        assert torch.equal(function(torch.ones(3)), torch.full((3,), 2.0))
+    assert not compiled
+    with uncompiled(on=False):
+        assert torch.equal(function(torch.ones(5)), torch.full((5,), 2.0))
+    assert len(compiled) == 1

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,10 +19,24 @@ QUICK = {
     "vae": "--max-steps 1 --batch 1",
     "flux_shapes": "--max-steps 1 --batch 2 --captions 60 --pool 12 --chunk 2",
     "wan_shapes": "--max-steps 1 --batch 1 --captions 60 --pool 2 --chunk 1",
+    "kontext_shapes": "--max-steps 1 --batch 2 --captions 60 --pool 12 --chunk 2 --prompts 4 --eval-steps 1",
     "evaluate": "--prompts 1 --steps 1",
     "seeds": "--prompts 1 --seeds 2",
 }
-WORK = {"vae": "train", "flux_shapes": "train", "wan_shapes": "train", "evaluate": "evaluate", "seeds": "measure"}
+WORK = {
+    "vae": "train",
+    "flux_shapes": "train",
+    "wan_shapes": "train",
+    "kontext_shapes": "train",
+    "evaluate": "evaluate",
+    "seeds": "measure",
+}
+
+
+def _program(module: str) -> ModuleType:
+    """What `python -m` runs: of a package its `__main__`."""
+    imported = import_module(module)
+    return import_module(f"{module}.__main__") if hasattr(imported, "__path__") else imported
 
 
 def _commands() -> list[tuple[str, list[str]]]:
@@ -53,9 +68,9 @@ def test_a_command_of_the_report_is_understood(command: tuple[str, list[str]], m
         called.append(args)
         return []
 
-    monkeypatch.setattr(f"{module}.{WORK[module.rpartition('.')[2]]}", work)
+    monkeypatch.setattr(_program(module), WORK[module.rpartition(".")[2]], work)
     monkeypatch.setattr(sys, "argv", [module, *arguments])
-    import_module(module).main()
+    _program(module).main()
     assert len(called) == 1
 
 
@@ -66,7 +81,7 @@ def test_the_reports_commands_train_export_and_evaluate(tmp_path: Path, monkeypa
     for module, arguments in _commands():
         here = [word.replace("out/", f"{tmp_path}/") for word in arguments]
         monkeypatch.setattr(sys, "argv", [module, *here, *QUICK[module.rpartition(".")[2]].split()])
-        import_module(module).main()
+        _program(module).main()
     for pipeline, model in ((FluxPipeline, "flux-shapes"), (WanPipeline, "wan-shapes")):
         trained = pipeline.from_pretrained(tmp_path / model, torch_dtype=torch.float32)
         weights = torch.nn.utils.parameters_to_vector(trained.transformer.parameters())

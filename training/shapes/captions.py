@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from training.shapes.scenes import Item, MotionScene, Scene
 
-_SIZE_WORDS = {"small": ("small", "small", "little", "tiny"), "large": ("large", "large", "big", "huge")}
+SIZE_WORDS = {"small": ("small", "small", "little", "tiny"), "large": ("large", "large", "big", "huge")}
 _COLOUR_WORDS = {"purple": ("purple", "purple", "purple", "violet"), "grey": ("grey", "gray")}
 _PLACE_PHRASES = {
     "centre": ("in the centre", "in the center", "in the middle", "at the centre"),
@@ -48,18 +48,20 @@ class CaptionParts:
         return cls(size=rng.random() < 0.6, place=rng.random() < 0.8, background=rng.random() < 0.75)
 
 
-def _colour(name: str, rng: random.Random) -> str:
+def colour_word(name: str, rng: random.Random) -> str:
+    """Returns a word for one of `BACKGROUNDS`."""
     return rng.choice(_COLOUR_WORDS.get(name, (name,)))
 
 
-def _article(words: str, rng: random.Random) -> str:
+def with_article(words: str, rng: random.Random) -> str:
+    """Returns the words after "a" or "an", now and then after "one"."""
     article = "an" if words[0] in "aeiou" else "a"
     return f"{'one' if rng.random() < 0.05 else article} {words}"
 
 
 def _item_phrase(item: Item, parts: CaptionParts, rng: random.Random) -> str:
-    size = [rng.choice(_SIZE_WORDS[item.size])] if parts.size and item.size in _SIZE_WORDS else []
-    return _article(" ".join([*size, _colour(item.colour, rng), item.shape]), rng)
+    size = [rng.choice(SIZE_WORDS[item.size])] if parts.size and item.size in SIZE_WORDS else []
+    return with_article(" ".join([*size, colour_word(item.colour, rng), item.shape]), rng)
 
 
 def place_phrase(place: str, rng: random.Random) -> str:
@@ -96,13 +98,13 @@ def _items_phrase(scene: Scene, parts: CaptionParts, rng: random.Random) -> str:
 
 
 def _with_background(body: str, background: str, rng: random.Random) -> str:
-    colour = _colour(background, rng)
-    ground = _article(f"{colour} background", rng).replace("one ", "a ")
+    colour = colour_word(background, rng)
+    ground = with_article(f"{colour} background", rng).replace("one ", "a ")
     patterns = ("{0} on {2}", "{0} on {2}", "{0}, {1} background", "{0} with {2}", "{0} against {2}", "on {2}, {0}")
     return rng.choice(patterns).format(body, colour, ground)
 
 
-def _finish(text: str, rng: random.Random) -> str:
+def finish(text: str, rng: random.Random) -> str:
     if rng.random() < 0.08 and not text.startswith("on "):
         text = f"{rng.choice(('a picture of', 'a drawing of', 'an image of'))} {text}"
     if rng.random() < 0.3:
@@ -114,7 +116,7 @@ def caption(scene: Scene, rng: random.Random, parts: CaptionParts | None = None)
     """Returns a caption of a still picture that names these parts, or parts that are chosen at random."""
     parts = parts or CaptionParts.random(rng)
     body = _items_phrase(scene, parts, rng)
-    return _finish(_with_background(body, scene.background, rng) if parts.background else body, rng)
+    return finish(_with_background(body, scene.background, rng) if parts.background else body, rng)
 
 
 def motion_caption(scene: MotionScene, rng: random.Random, parts: CaptionParts | None = None) -> str:
@@ -122,4 +124,4 @@ def motion_caption(scene: MotionScene, rng: random.Random, parts: CaptionParts |
     parts = parts or CaptionParts.random(rng)
     motion = rng.choice(_MOTION_PHRASES[scene.motion]).format(moves=rng.choice(_MOVES))
     body = f"{_item_phrase(scene.item, parts, rng)} {motion}"
-    return _finish(_with_background(body, scene.background, rng) if parts.background else body, rng)
+    return finish(_with_background(body, scene.background, rng) if parts.background else body, rng)

@@ -27,12 +27,12 @@ PALETTE: dict[str, tuple[float, float, float]] = {
 COLOUR_JITTER = 0.02
 MARGIN = 0.02
 OUTER = 1.25  # outer radius of triangle and star, per radius of the circle of like size
-_RADII = {"small": (0.09, 0.11), "medium": (0.13, 0.16), "large": (0.19, 0.225)}
-_PAIR_RADII = {"small": (0.09, 0.11), "medium": (0.12, 0.14), "large": (0.155, 0.18)}
+RADII = {"small": (0.09, 0.11), "medium": (0.13, 0.16), "large": (0.19, 0.225)}
+PAIR_RADII = {"small": (0.09, 0.11), "medium": (0.12, 0.14), "large": (0.155, 0.18)}
 _MOTION_RADII = {"small": (0.10, 0.12), "medium": (0.14, 0.16), "large": (0.18, 0.20)}
 Range = tuple[float, float]
-_STILL: Range = (0.0, 0.0)
-_ABSENT: tuple[Range, ...] = (_STILL, _STILL, (-1.0, -1.0), *(_STILL,) * 5)
+STILL: Range = (0.0, 0.0)
+ABSENT: tuple[Range, ...] = (STILL, STILL, (-1.0, -1.0), *(STILL,) * 5)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,24 +61,24 @@ class Drawings:
         )
 
 
-def _around(side: int, spread: float) -> Range:
+def around(side: int, spread: float) -> Range:
     return 0.5 + 0.27 * side - spread, 0.5 + 0.27 * side + spread
 
 
-def _still(x: Range, y: Range, radius: Range) -> tuple[Range, ...]:
-    return (x, y, radius, *(_STILL,) * 5)
+def still(x: Range, y: Range, radius: Range) -> tuple[Range, ...]:
+    return (x, y, radius, *(STILL,) * 5)
 
 
 def item_ranges(scene: Scene) -> tuple[tuple[Range, ...], ...]:
     """Returns the ranges of the 8 parameters of each item of a still scene."""
-    radii = _RADII if len(scene.items) == 1 else _PAIR_RADII
+    radii = RADII if len(scene.items) == 1 else PAIR_RADII
     if scene.relation is not None:
         spread: Range = (0.38, 0.62)
-        ends = [(spread, _around(side, 0.03)) for side in (-1, 1)]
+        ends = [(spread, around(side, 0.03)) for side in (-1, 1)]
         ends = [(y, x) for x, y in ends] if scene.relation == "left of" else ends
     else:
-        ends = [tuple(_around(side, 0.03) for side in PLACES[item.place or "centre"]) for item in scene.items]  # type: ignore[misc]
-    return tuple(_still(x, y, radii[item.size]) for (x, y), item in zip(ends, scene.items, strict=True))
+        ends = [tuple(around(side, 0.03) for side in PLACES[item.place or "centre"]) for item in scene.items]  # type: ignore[misc]
+    return tuple(still(x, y, radii[item.size]) for (x, y), item in zip(ends, scene.items, strict=True))
 
 
 def motion_ranges(scene: MotionScene) -> tuple[Range, ...]:
@@ -88,13 +88,13 @@ def motion_ranges(scene: MotionScene) -> tuple[Range, ...]:
     back = (-far[1], -far[0])
     full_turn = (math.radians(80), math.radians(115))
     table: dict[str, tuple[Range, ...]] = {
-        "left": (end, wide, radius, _STILL, back, _STILL, _STILL, _STILL),
-        "right": (start, wide, radius, _STILL, far, _STILL, _STILL, _STILL),
-        "up": (wide, end, radius, _STILL, _STILL, back, _STILL, _STILL),
-        "down": (wide, start, radius, _STILL, _STILL, far, _STILL, _STILL),
-        "grow": (middle, middle, (0.08, 0.10), _STILL, _STILL, _STILL, (0.13, 0.16), _STILL),
-        "shrink": (middle, middle, (0.22, 0.25), _STILL, _STILL, _STILL, (-0.15, -0.12), _STILL),
-        "turn": (middle, middle, _RADII[scene.item.size], (-0.3, 0.3), _STILL, _STILL, _STILL, full_turn),
+        "left": (end, wide, radius, STILL, back, STILL, STILL, STILL),
+        "right": (start, wide, radius, STILL, far, STILL, STILL, STILL),
+        "up": (wide, end, radius, STILL, STILL, back, STILL, STILL),
+        "down": (wide, start, radius, STILL, STILL, far, STILL, STILL),
+        "grow": (middle, middle, (0.08, 0.10), STILL, STILL, STILL, (0.13, 0.16), STILL),
+        "shrink": (middle, middle, (0.22, 0.25), STILL, STILL, STILL, (-0.15, -0.12), STILL),
+        "turn": (middle, middle, RADII[scene.item.size], (-0.3, 0.3), STILL, STILL, STILL, full_turn),
     }
     return table[scene.motion]
 
@@ -105,7 +105,7 @@ def _drawings(
     most = max(len(group) for group in items)
     shape = [[SHAPES.index(item.shape) for item in group] + [0] * (most - len(group)) for group in items]
     colour = [[COLOURS.index(item.colour) for item in group] + [0] * (most - len(group)) for group in items]
-    padded = [[*group, *(_ABSENT,) * (most - len(group))] for group in ranges]
+    padded = [[*group, *(ABSENT,) * (most - len(group))] for group in ranges]
     return Drawings(
         shape_NI=torch.tensor(shape, dtype=torch.int8),
         colour_NI=torch.tensor(colour, dtype=torch.int8),
@@ -161,19 +161,48 @@ def _table(names: tuple[str, ...], device: torch.device) -> Tensor:
     return torch.tensor([PALETTE[name] for name in names], device=device)
 
 
-def _colours(index: Tensor, names: tuple[str, ...], generator: torch.Generator | None) -> Tensor:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chance:
+    """What a drawing leaves open, as numbers in [0, 1): the place of each parameter in its range, and each colour's
+    difference from the palette. Two drawings with the same chance look alike where they say the same."""
+
+    parameters_NIP: Tensor
+    colours_NI3: Tensor
+    background_N3: Tensor
+
+    @classmethod
+    def of(cls, drawings: Drawings, generator: torch.Generator | None = None) -> "Chance":
+        def uniform(*shape: int) -> Tensor:
+            return torch.rand(shape, device=drawings.shape_NI.device, generator=generator)
+
+        items = drawings.shape_NI.shape
+        return cls(
+            parameters_NIP=uniform(*drawings.ranges_NIP2.shape[:-1]),
+            colours_NI3=uniform(*items, 3),
+            background_N3=uniform(items[0], 3),
+        )
+
+
+def _colours(index: Tensor, names: tuple[str, ...], chance: Tensor) -> Tensor:
     rgb = _table(names, index.device)[index.long()]
-    noise = torch.rand(rgb.shape, device=rgb.device, generator=generator)
-    return (rgb + COLOUR_JITTER * (2 * noise - 1)).clamp(0, 1)
+    return (rgb + COLOUR_JITTER * (2 * chance - 1)).clamp(0, 1)
 
 
 def draw(
-    drawings: Drawings, *, height: int, width: int, num_frames: int = 1, generator: torch.Generator | None = None
+    drawings: Drawings,
+    *,
+    height: int,
+    width: int,
+    num_frames: int = 1,
+    generator: torch.Generator | None = None,
+    chance: Chance | None = None,
 ) -> Tensor:
-    """Returns videos (N, 3, frames, height, width) in [-1, 1], on the drawings' device."""
+    """Returns videos (N, 3, frames, height, width) in [-1, 1], on the drawings' device. What drawings leave open is
+    `chance`, or comes from the generator."""
     device, short = drawings.shape_NI.device, min(height, width)
+    chance = chance or Chance.of(drawings, generator)
     low, high = drawings.ranges_NIP2.unbind(-1)
-    values = low + (high - low) * torch.rand(low.shape, device=device, generator=generator)
+    values = low + (high - low) * chance.parameters_NIP
     time_F = torch.linspace(0, 1, num_frames, device=device) if num_frames > 1 else torch.zeros(1, device=device)
     x, y, radius, angle = (values[..., :4, None] + values[..., 4:, None] * time_F).unbind(2)
     x, y = _inside(x, radius, width, short), _inside(y, radius, height, short)
@@ -184,8 +213,8 @@ def draw(
     across, along = angle.cos() * right - angle.sin() * up, angle.sin() * right + angle.cos() * up
     shape = drawings.shape_NI[..., None, None, None]
     cover_NIFHW = (0.5 - _distance(shape, across, along, radius * short)).clamp(0, 1) * (radius > 0)
-    paint = _colours(drawings.colour_NI, COLOURS, generator)
-    canvas = _colours(drawings.background_N, BACKGROUNDS, generator)[:, :, None, None, None]
+    paint = _colours(drawings.colour_NI, COLOURS, chance.colours_NI3)
+    canvas = _colours(drawings.background_N, BACKGROUNDS, chance.background_N3)[:, :, None, None, None]
     for item in range(cover_NIFHW.shape[1]):
         cover = cover_NIFHW[:, item].unsqueeze(1)
         canvas = canvas + (paint[:, item, :, None, None, None] - canvas) * cover

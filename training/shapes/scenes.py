@@ -62,22 +62,23 @@ class MotionScene:
     motion: str
 
 
-def _held_out(*key: str) -> bool:
+def held_out(*key: str) -> bool:
+    """Returns whether a combination of properties is one that training never shows."""
     return zlib.crc32("|".join(key).encode()) % HELD_OUT_ONE_IN == 0
 
 
 def is_held_out(scene: Scene) -> bool:
     """Returns whether the picture shows a combination that training never shows."""
-    placed = any(_held_out(item.shape, item.colour, item.place) for item in scene.items if item.place is not None)
+    placed = any(held_out(item.shape, item.colour, item.place) for item in scene.items if item.place is not None)
     if scene.relation is None:
         return placed
     first, second = scene.items
-    return placed or _held_out(first.shape, first.colour, scene.relation, second.shape, second.colour)
+    return placed or held_out(first.shape, first.colour, scene.relation, second.shape, second.colour)
 
 
 def is_held_out_motion(scene: MotionScene) -> bool:
     """Returns whether the video shows a combination of shape, colour and motion that training never shows."""
-    return _held_out(scene.item.shape, scene.item.colour, scene.motion)
+    return held_out(scene.item.shape, scene.item.colour, scene.motion)
 
 
 def _random_item(rng: random.Random, place: str | None = None) -> Item:
@@ -128,7 +129,8 @@ def random_motion_scene(rng: random.Random) -> MotionScene:
     return MotionScene(item=item, background=_random_background(rng, (item,)), motion=motion)
 
 
-def _draw_until(rng: random.Random, make: Callable[[random.Random], S], keep: Callable[[S], bool]) -> S:
+def draw_until(rng: random.Random, make: Callable[[random.Random], S], keep: Callable[[S], bool]) -> S:
+    """Returns the first that is to be kept."""
     while not keep(scene := make(rng)):
         pass
     return scene
@@ -136,19 +138,19 @@ def _draw_until(rng: random.Random, make: Callable[[random.Random], S], keep: Ca
 
 def training_scene(rng: random.Random) -> Scene:
     """Returns a scene that training may show. Most show two shapes, which are harder to learn than one."""
-    return _draw_until(rng, lambda rng: random_scene(rng, TRAINING_MIX), lambda scene: not is_held_out(scene))
+    return draw_until(rng, lambda rng: random_scene(rng, TRAINING_MIX), lambda scene: not is_held_out(scene))
 
 
 def held_out_scene(rng: random.Random) -> Scene:
     """Returns a scene that training never shows."""
-    return _draw_until(rng, random_scene, is_held_out)
+    return draw_until(rng, random_scene, is_held_out)
 
 
 def training_motion_scene(rng: random.Random) -> MotionScene:
     """Returns a video scene that training may show."""
-    return _draw_until(rng, random_motion_scene, lambda scene: not is_held_out_motion(scene))
+    return draw_until(rng, random_motion_scene, lambda scene: not is_held_out_motion(scene))
 
 
 def held_out_motion_scene(rng: random.Random) -> MotionScene:
     """Returns a video scene that training never shows."""
-    return _draw_until(rng, random_motion_scene, is_held_out_motion)
+    return draw_until(rng, random_motion_scene, is_held_out_motion)

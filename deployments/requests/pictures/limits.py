@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deployments.checks import check_positive
+from deployments.requests.pictures.fetch import ORIGIN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,14 +14,21 @@ class PictureLimits:
 
     There are ``max_input_pictures`` at most, each of ``max_picture_bytes`` as it was sent. All of one request, its mask
     included, have ``max_picture_pixels`` together. No side is longer than ``max_picture_aspect`` times the other.
+    They are fetched from ``picture_origins`` alone, such as "https://images.example.com".
     """
 
     max_input_pictures: int = 16
     max_picture_bytes: int = 20 << 20
     max_picture_pixels: int = 50_000_000
     max_picture_aspect: float = 10.0
+    picture_origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_positive(self, "max_input_pictures", "max_picture_bytes", "max_picture_pixels")
         if self.max_picture_aspect < 1:
             raise ValueError(f"max_picture_aspect is {self.max_picture_aspect:g}; it must be at least 1")
+        for origin in self.picture_origins:
+            if not ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"picture_origins holds {origin!r}; it must be one, such as https://images.example.com"
+                )

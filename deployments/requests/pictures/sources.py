@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from urllib.parse import unquote_to_bytes
 
 from deployments.requests.errors import RequestError, shown
+from deployments.requests.pictures.fetch import fetched, origin_of
+from deployments.requests.pictures.limits import PictureLimits
 
 Source = bytes | str
 """The bytes of a file, or a URL."""
 
 DATA_URL = re.compile(r"data:[^,]{0,200};base64,", re.IGNORECASE)
 EXAMPLE = "data:image/png;base64,…"
+NOWHERE = "are not fetched from elsewhere"
 ELSEWHERE = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
 
@@ -33,17 +36,20 @@ class Sources:
         return (*pictures, *([] if self.mask is None else [("mask", self.mask)]))
 
 
-def bytes_of(source: Source, param: str, max_bytes: int) -> bytes:
-    """Returns the bytes of the file that ``source`` is or holds. RequestError for other URLs, and above ``max_bytes``.
+def bytes_of(source: Source, param: str, limits: PictureLimits) -> bytes:
+    """Returns the bytes of the file that ``source`` is or holds. RequestError for other URLs, and above the limit.
 
-    Nothing is fetched from elsewhere.
+    Nothing is fetched but from the configuration's ``picture_origins``.
     """
+    max_bytes = limits.max_picture_bytes
     if isinstance(source, bytes):
         _check_length(len(source), param, max_bytes)
         return source
     if ELSEWHERE.match(source):
-        message = f"{param} is {shown(source)}: pictures are not fetched from elsewhere; send the file, or {EXAMPLE}"
-        raise RequestError(message, param)
+        if origin_of(source) in limits.picture_origins:
+            return fetched(source, param, max_bytes)
+        where = f"are fetched from {', '.join(limits.picture_origins)} alone" if limits.picture_origins else NOWHERE
+        raise RequestError(f"{param} is {shown(source)}: pictures {where}; send the file, or {EXAMPLE}", param)
     head = DATA_URL.match(source)
     if head is None:
         raise RequestError(f"{param} is {shown(source)}: it must be a file, or a URL that holds one: {EXAMPLE}", param)

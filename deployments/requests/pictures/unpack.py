@@ -36,7 +36,7 @@ def unpack(sources: Sources, limits: PictureLimits) -> InputPictures:
         raise RequestError(message, sources.param)
     if not sources.all:
         return NO_PICTURES
-    files = [(param, bytes_of(source, param, limits.max_picture_bytes)) for param, source in sources.all]
+    files = [(param, bytes_of(source, param, limits)) for param, source in sources.all]
     waiting = deque((param, _opened(data, param)) for param, data in files)
     _check_heads(waiting, limits)
     # One after the other, each out of the queue first: as few as can be are in memory in two forms.

@@ -12,7 +12,7 @@ from deployments.cli.client import Client, RefusedError, Result, root_of
 from deployments.studio.interface import Progress
 from engines.gang.errors import GangBrokenError
 from pipelines.pictures import InputPicture
-from pipelines.request import MediaRequest
+from pipelines.request import Lora, MediaRequest
 from tests.deployments.api.conftest import build, serving
 from tests.deployments.support.commands import assert_one_line, troupe
 from tests.deployments.support.fake_studio import FakeStudio, colour
@@ -90,6 +90,19 @@ def test_pictures_are_sent_as_files(tmp_path: Path) -> None:
     assert pixels_of(out.with_name("out-1.png").read_bytes()).shape == (32, 48, 3)
 
 
+@pytest.mark.parametrize("with_picture", [False, True], ids=["json", "form"])
+def test_adapters_are_sent(tmp_path: Path, with_picture: bool) -> None:
+    model = "fake-edits" if with_picture else "fake-pictures"
+    studio = FakeStudio(takes_pictures=True, loras={model: (Lora(name="ink"), Lora(name="oil", scale=0.3))})
+    (tmp_path / "a.png").write_bytes(file_of(noise(48, 32)))
+    with serving(build(studio, tmp_path)) as url:
+        args = ("--model", f"{model}:oil", "--lora", "ink:0.5", "--out", str(tmp_path / "b.png"), "--url", url)
+        picture = ("--image", str(tmp_path / "a.png")) if with_picture else ()
+        result = troupe("generate", "a red circle", *args, *picture)
+        assert result.exit_code == 0, result.output
+    assert studio.performed[0].loras == (Lora(name="ink", scale=0.5), Lora(name="oil", scale=0.3))
+
+
 def test_a_clip_begins_with_a_picture(tmp_path: Path) -> None:
     studio, picture = FakeStudio(takes_pictures=True), noise(48, 32)
     (tmp_path / "a.png").write_bytes(file_of(picture))
@@ -104,10 +117,12 @@ def test_a_clip_begins_with_a_picture(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (("--image", "nowhere.png"), "nowhere.png cannot be read: No such file or directory"),
+        (("--lora", "ink:much"), "--lora ink:much: 'much' is no number; write NAME:SCALE"),
+        (("--lora", "ink"), "its adapters: none"),
         (("--strength", "0.5"), "--strength is for pictures that go along: --image FILE"),
         (("--model", "fake-pictures", "--image", __file__), "this model takes words alone"),
     ],
-    ids=["no file", "no picture", "words alone"],
+    ids=["no file", "no number", "no adapter", "no picture", "words alone"],
 )
 def test_what_cannot_go_along_is_told(tmp_path: Path, options: tuple[str, ...], message: str) -> None:
     with serving(build(FakeStudio(takes_pictures=True), tmp_path)) as url:

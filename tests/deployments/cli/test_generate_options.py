@@ -56,3 +56,8 @@ def test_pictures_go_along(monkeypatch: pytest.MonkeyPatch) -> None:
         "images": [Path("a.png"), Path("b.jpg")],
         "mask": Path("c.png"),
     }
+
+
+def test_adapters_are_those_that_were_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ("--lora", "watercolour", "--lora", "ink:-0.5")
+    assert asked(monkeypatch, *options) == {"prompt": "a red circle", "lora": ["watercolour", "ink:-0.5"]}

@@ -11,6 +11,7 @@ from deployments.requests.errors import RequestError
 from deployments.requests.handle import handle_request
 from deployments.requests.pictures.limits import PictureLimits
 from pipelines.pictures import NO_PICTURES, InputPicture, InputPictures
+from pipelines.request import Lora
 from tests.deployments.support.fake_studio import FakeStudio
 from tests.deployments.support.files import data_url, file_of, noise
 
@@ -90,3 +91,13 @@ def test_wrong_pictures_are_value_errors(fields: dict[str, Any], param: str, mes
     with pytest.raises(RequestError, match=message) as caught:
         handle_request(WITH_PICTURES, "id", {"prompt": "a", **fields}, limits)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(("model", "short"), [("fake-clips", False), ("fake-pictures", True)])
+def test_adapters_are_named_as_by_http(model: str, short: bool) -> None:
+    cards = FakeStudio(loras={model: (Lora(name="ink", scale=0.5),)}).cards()
+    fields = {"model": f"{model}:ink"} if short else {"model": model, "lora": [{"name": "ink", "scale": 0.5}]}
+    request, *_ = handle_request(cards, "id", {"prompt": "a", **fields})
+    assert (request.model, request.loras) == (model, (Lora(name="ink", scale=0.5),))
+    with pytest.raises(RequestError, match="its adapters: ink"):
+        handle_request(cards, "id", {"prompt": "a", "model": f"{model}:oil"})

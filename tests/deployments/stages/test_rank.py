@@ -13,7 +13,9 @@ from deployments.config import ModelConfig
 from deployments.stages.config import DenoiserConfig
 from deployments.stages.rank import LoadRankParts, is_sliced
 from engines.core.rank import RankContext
+from engines.planner.cost_model import USABLE
 from pipelines.checkpoint import Checkpoint
+from pipelines.lora.source import LoraSource
 from pipelines.size import Size
 from tests.engines.support.gloo import gang
 
@@ -66,6 +68,14 @@ def test_weights_are_read_in_slices_where_the_strategy_divides_them(
 def test_auto_slices_what_does_not_fit(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engines.planner.measure.memory_bytes", lambda device: 1000)
     assert is_sliced(DenoiserConfig(num_ranks=4), Checkpoint(pictures))
+
+
+def test_weights_that_change_from_job_to_job_need_room_twice(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = 1.5 * Checkpoint(pictures).weights_bytes() / USABLE
+    monkeypatch.setattr("engines.planner.measure.memory_bytes", lambda device: room)
+    for name, expected in (("", False), ("ink", True)):
+        checkpoint = Checkpoint(pictures, loras=[LoraSource(path="ink.safetensors", name=name)])
+        assert is_sliced(DenoiserConfig(num_ranks=4), checkpoint) is expected
 
 
 def test_slices_need_ranks_to_share_them(pictures: Path) -> None:

@@ -15,7 +15,7 @@ from PIL import Image
 from deployments.studio.interface import Media, ModelCard, Output, Preview, Progress, StageTimes, StudioEvent
 from pipelines.defaults import Defaults
 from pipelines.pictures import NO_PICTURES, InputPictures
-from pipelines.request import MediaRequest
+from pipelines.request import Lora, MediaRequest
 
 PICTURES = Defaults(
     kind="image",
@@ -66,6 +66,7 @@ class FakeStudio:
     at_step: Callable[[MediaRequest, int], None] = lambda request, step: None
     reasons: dict[str, str] = field(default_factory=dict)
     aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    loras: dict[str, tuple[Lora, ...]] = field(default_factory=dict)
     takes_pictures: bool = False
     performed: list[MediaRequest] = field(default_factory=list)
     inputs: list[InputPictures] = field(default_factory=list)
@@ -78,7 +79,14 @@ class FakeStudio:
         if self.takes_pictures:
             defaults |= {"fake-edits": EDITS, "fake-begun-clips": BEGUN_CLIPS}
         return {
-            name: ModelCard(name=name, family="fake", created=created, defaults=one, aliases=self.aliases.get(name, ()))
+            name: ModelCard(
+                name=name,
+                family="fake",
+                created=created,
+                defaults=one,
+                aliases=self.aliases.get(name, ()),
+                loras=self.loras.get(name, ()),
+            )
             for name, one in defaults.items()
         }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,13 @@ def own_latents(folder: Path, request: MediaRequest) -> Tensor:
     return latents
 
 
-def own_state(folder: Path, request: MediaRequest, **more: Any) -> Any:
-    """``more`` are inputs of the pipeline besides those of the request: pictures."""
+def own_state(
+    folder: Path, request: MediaRequest, *, change: Callable[[Any], None] = lambda pipeline: None, **more: Any
+) -> Any:
+    """``change(pipeline)`` comes before the call; ``more`` are inputs besides those of the request: pictures."""
     pipeline = open_modular(folder)
     pipeline.load_components(dtype=torch.float32)
+    change(pipeline)
     known = {spec.name for spec in pipeline.blocks.inputs}
     for name in ("guider", "guider_2"):
         if (guider := getattr(pipeline, name, None)) is not None:

@@ -1,0 +1,124 @@
+"""Open-loop load over HTTP: requests of several classes that come when they will, and how long each takes.
+
+    python -m benchmarks.load [--mix laptop] [--rate 1.0 | --burst 20 --every-s 10 | --trace FILE] [--duration-s 60]
+    python -m benchmarks.load --url http://host:8000 --metrics http://host:9464/metrics --mix pictures --rate 2 --gpus 2
+
+Without ``--url`` it starts ``--config``. What each class takes alone is measured first; a deadline is ``--scale`` times
+that. A key is read from TROUPE_API_KEY. The last line is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.load.arrivals import Arrival, bursts, poisson, trace
+from benchmarks.load.client import Outcome, lone_times_s, send_all
+from benchmarks.load.mix import Mix, load_mix
+from benchmarks.load.summary import gpu_use, plot, summary
+from benchmarks.serving.application import serving
+from deployments.cli.serving import free_port, load_config
+
+NUM_LONE = 3
+
+
+def main() -> None:
+    arguments = parse()
+    mix = load_mix(arguments.mix)
+    arrivals = arrivals_of(mix, arguments)
+    with server(arguments) as (url, metrics, num_gpus):
+        document = asyncio.run(measured(url, metrics, num_gpus, mix, arrivals, arguments))
+    document |= {"mix": arguments.mix, "seed": arguments.seed, "load_at_end": round(os.getloadavg()[0], 1)}
+    print(json.dumps(document), flush=True)
+
+
+def arrivals_of(mix: Mix, arguments: argparse.Namespace) -> tuple[Arrival, ...]:
+    if arguments.trace:
+        return trace(mix, arguments.trace, arguments.seed)
+    if arguments.burst:
+        return bursts(mix, arguments.burst, arguments.every_s, arguments.duration_s, arguments.seed)
+    return poisson(mix, arguments.rate, arguments.duration_s, arguments.seed)
+
+
+@contextmanager
+def server(arguments: argparse.Namespace) -> Iterator[tuple[str, str, int]]:
+    """The URLs of the API and of its metrics ("" for none), and the number of GPUs (on the CPU: ranks)."""
+    if arguments.url:
+        yield arguments.url.rstrip("/").removesuffix("/v1"), arguments.metrics, arguments.gpus
+        return
+    port = free_port("127.0.0.1")
+    config = load_config(arguments.config).with_metrics(port)
+    num_ranks = sum(model.denoiser.num_ranks * model.denoiser.num_replicas for model in config.app.models)
+    with serving(config) as application:
+        yield application.url, f"http://127.0.0.1:{port}/metrics", num_ranks
+
+
+async def measured(
+    url: str, metrics: str, num_gpus: int, mix: Mix, arrivals: tuple[Arrival, ...], arguments: argparse.Namespace
+) -> dict[str, Any]:
+    key = os.environ.get("TROUPE_API_KEY")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    lone_s = await lone_times_s(url, mix.classes, NUM_LONE, headers)
+    print(f"alone: {lone_s}", file=sys.stderr, flush=True)
+    before = text_of(metrics)
+    outcomes = await send_all(url, arrivals, headers)
+    document = summary(outcomes, lone_s, arguments.scale)
+    if metrics:
+        took_s = max(one.at_s + one.latency_s for one in outcomes)
+        document |= gpu_use(before, text_of(metrics), took_s, num_gpus, document["right"])
+    say(document)
+    if arguments.plot:
+        plot(outcomes, lone_s, arguments.scale, arguments.plot)
+    if arguments.outcomes:
+        write(outcomes, arguments.outcomes)
+    return document
+
+
+def text_of(metrics: str) -> str:
+    return httpx.get(metrics, timeout=30).raise_for_status().text if metrics else ""
+
+
+def say(document: dict[str, Any]) -> None:
+    for name, found in document["classes"].items():
+        latency = found["latency_s"]
+        told = ", ".join(f"{point} {value:.2f}" for point, value in latency.items()) or "none answered"
+        share = f"{100 * found['attainment']:.0f} % within {document['deadline_scale']:g} x {found['lone_s']:.2f} s"
+        print(f"{name:12} {found['right']:4} of {found['requests']:4}  {told}  {share}", file=sys.stderr, flush=True)
+
+
+def write(outcomes: list[Outcome], path: Path) -> None:
+    fields = ("name", "at_s", "late_s", "latency_s", "status", "stages_ms")
+    lines = [json.dumps({field: getattr(one, field) for field in fields}) for one in outcomes]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mix", default="laptop", help="a YAML file of classes, or the name of a known one")
+    parser.add_argument("--rate", type=float, default=1.0, help="requests a second, at random (Poisson)")
+    parser.add_argument("--burst", type=int, default=0, help="so many at once instead")
+    parser.add_argument("--every-s", type=float, default=10.0, help="between two bursts")
+    parser.add_argument("--trace", type=Path, help='lines of {"at_s": 1.5, "class": "small"} instead')
+    parser.add_argument("--duration-s", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=0, help="of arrivals and classes")
+    parser.add_argument("--scale", type=float, default=3.0, help="a deadline, in times the lone time")
+    parser.add_argument("--config", default="laptop", help="what to serve: a config file, or the name of a shipped one")
+    parser.add_argument("--url", default="", help="a server that runs")
+    parser.add_argument("--metrics", default="", help="the URL of its metrics")
+    parser.add_argument("--gpus", type=int, default=1, help="its number of GPUs")
+    parser.add_argument("--plot", type=Path, help="a picture of it")
+    parser.add_argument("--outcomes", type=Path, help="every request, as lines of JSON")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""When requests come: at random, in bursts, or as a file says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from benchmarks.load.mix import Mix, RequestClass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrival:
+    """A request of ``kind``, ``at_s`` after the start."""
+
+    at_s: float
+    kind: RequestClass
+    seed: int
+
+
+def poisson(mix: Mix, rate_per_s: float, duration_s: float, seed: int) -> tuple[Arrival, ...]:
+    """Arrivals that know nothing of each other, ``rate_per_s`` on average."""
+    random = Random(seed)
+
+    def times() -> Iterator[float]:
+        at_s = random.expovariate(rate_per_s)
+        while at_s < duration_s:
+            yield at_s
+            at_s += random.expovariate(rate_per_s)
+
+    return _drawn(mix, tuple(times()), random)
+
+
+def bursts(mix: Mix, size: int, every_s: float, duration_s: float, seed: int) -> tuple[Arrival, ...]:
+    """``size`` at once, again and again, from the start on."""
+    num_bursts = max(1, round(duration_s / every_s))
+    return _drawn(mix, tuple(number * every_s for number in range(num_bursts) for _ in range(size)), Random(seed))
+
+
+def trace(mix: Mix, path: Path, seed: int) -> tuple[Arrival, ...]:
+    """Lines of JSON, ``{"at_s": 1.5, "class": "small"}`` each; without a class it is drawn. ValueError for others."""
+    random, arrivals = Random(seed), []
+    for number, line in enumerate(path.read_text().splitlines()):
+        entry = json.loads(line)
+        unknown = set(entry) - {"at_s", "class"}
+        if unknown or not isinstance(entry.get("at_s"), int | float):
+            raise ValueError(f"{path}, line {number + 1}: {line}; it must be {{'at_s': seconds, 'class': name}}")
+        kind = mix.named(entry["class"]) if "class" in entry else mix.drawn(random)
+        arrivals.append(Arrival(at_s=float(entry["at_s"]), kind=kind, seed=number))
+    return tuple(sorted(arrivals, key=lambda one: one.at_s))
+
+
+def _drawn(mix: Mix, times: tuple[float, ...], random: Random) -> tuple[Arrival, ...]:
+    return tuple(Arrival(at_s=at_s, kind=mix.drawn(random), seed=seed) for seed, at_s in enumerate(times))

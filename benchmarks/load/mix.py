@@ -1,0 +1,63 @@
+"""What is asked for: classes of requests, and how often each comes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from random import Random
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+MIXES = Path(__file__).parent / "mixes"
+
+
+class RequestClass(BaseModel):
+    """``body`` is what every request of the class says beside its seed; ``share`` counts beside those of the others."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    kind: Literal["picture", "clip"] = "picture"
+    share: Annotated[float, Field(gt=0)] = 1.0
+    body: Mapping[str, Any]
+
+    @property
+    def path(self) -> str:
+        return "/v1/images/generations" if self.kind == "picture" else "/v1/videos/sync"
+
+
+class Mix(BaseModel):
+    """Classes by their shares."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    classes: tuple[RequestClass, ...]
+
+    @field_validator("classes")
+    @classmethod
+    def _have_names_of_their_own(cls, classes: tuple[RequestClass, ...]) -> tuple[RequestClass, ...]:
+        names = [one.name for one in classes]
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f"classes are {names}; there must be some, each with a name of its own")
+        return classes
+
+    def drawn(self, random: Random) -> RequestClass:
+        (one,) = random.choices(self.classes, [one.share for one in self.classes])
+        return one
+
+    def named(self, name: str) -> RequestClass:
+        for one in self.classes:
+            if one.name == name:
+                return one
+        raise ValueError(f"there is no class {name!r}; known: {', '.join(one.name for one in self.classes)}")
+
+
+def load_mix(name: str) -> Mix:
+    """Reads a file, or one of those that lie beside this by its bare name. ValueError says what is wrong with it."""
+    path = Path(name) if Path(name).is_file() else MIXES / f"{name}.yaml"
+    if not path.is_file():
+        known = ", ".join(sorted(file.stem for file in MIXES.glob("*.yaml")))
+        raise ValueError(f"{name} is neither a file nor a mix that is known; known: {known}")
+    return Mix.model_validate(yaml.safe_load(path.read_text()))

@@ -1,0 +1,95 @@
+"""What a load came to: by class and in all, as numbers and as a picture."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.load.client import Outcome
+
+STEPS = "troupe_step_seconds"
+
+
+def summary(outcomes: Sequence[Outcome], lone_s: Mapping[str, float], scale: float) -> dict[str, Any]:
+    """Latencies in seconds, from the time of arrival. A deadline is ``scale`` times what the class takes alone; what is
+    not answered right does not meet it."""
+    end_s = max(one.at_s + one.latency_s for one in outcomes)
+    right = [one for one in outcomes if one.is_right]
+    classes = {
+        name: _class([one for one in outcomes if one.name == name], lone_s[name], scale)
+        for name in lone_s
+        if any(one.name == name for one in outcomes)
+    }
+    met = sum(round(found["attainment"] * found["requests"]) for found in classes.values())
+    return {
+        "requests": len(outcomes),
+        "right": len(right),
+        "statuses": dict(Counter(str(one.status) for one in outcomes)),
+        "throughput_per_s": round(len(right) / end_s, 4),
+        "latency_s": _spread([one.latency_s for one in right]),
+        "attainment": round(met / len(outcomes), 4),
+        "deadline_scale": scale,
+        "latest_send_s": round(max(one.late_s for one in outcomes), 4),
+        "classes": classes,
+    }
+
+
+def _class(outcomes: Sequence[Outcome], lone_s: float, scale: float) -> dict[str, Any]:
+    right = [one.latency_s for one in outcomes if one.is_right]
+    return {
+        "requests": len(outcomes),
+        "right": len(right),
+        "lone_s": round(lone_s, 4),
+        "latency_s": _spread(right),
+        "attainment": round(sum(latency_s <= scale * lone_s for latency_s in right) / len(outcomes), 4),
+    }
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    ordered = sorted(values)
+    points = {f"p{percent}": ordered[min(len(ordered) - 1, len(ordered) * percent // 100)] for percent in (50, 95, 99)}
+    return {name: round(value, 4) for name, value in {"mean": statistics.fmean(ordered), **points}.items()}
+
+
+def gpu_use(before: str, after: str, took_s: float, num_gpus: int, num_pictures: int) -> dict[str, float]:
+    """What ``/metrics`` says of the time between: ranks' seconds in steps for a picture, and their share of the time.
+
+    A rank on the CPU counts as a GPU. The metrics count steps of all ranks of a team.
+    """
+    step_s = _rank_seconds(after) - _rank_seconds(before)
+    each = step_s / num_pictures if num_pictures else 0.0
+    return {"rank_s_per_request": round(each, 4), "share_in_steps": round(step_s / (took_s * num_gpus), 4)}
+
+
+def _rank_seconds(text: str) -> float:
+    families = text_string_to_metric_families(text)
+    samples = (sample for family in families if family.name == STEPS for sample in family.samples)
+    return sum(one.value * int(one.labels["num_ranks"]) for one in samples if one.name == f"{STEPS}_sum")
+
+
+def plot(outcomes: Sequence[Outcome], lone_s: Mapping[str, float], scale: float, path: Path) -> None:
+    """Latency against arrival, and the share of each class that was answered within a time. matplotlib is imported."""
+    import matplotlib.pyplot as plt
+
+    figure, (times, shares) = plt.subplots(1, 2, figsize=(11, 4))
+    for name, alone_s in lone_s.items():
+        right = [one for one in outcomes if one.name == name and one.is_right]
+        if not right:
+            continue
+        times.plot([one.at_s for one in right], [one.latency_s for one in right], ".", label=name)
+        ordered = sorted(one.latency_s / alone_s for one in right)
+        shares.step(ordered, [(number + 1) / len(ordered) for number in range(len(ordered))], where="post", label=name)
+    shares.axvline(scale, color="black", linewidth=0.8, linestyle="--")
+    times.set(xlabel="arrival, s", ylabel="latency, s", yscale="log")
+    shares.set(xlabel="latency, in times the lone one", ylabel="share answered", xscale="log")
+    shares.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)

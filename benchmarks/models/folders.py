@@ -1,0 +1,109 @@
+"""Folders of published models at full size, in diffusers' layout, with random weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import string
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.models.making import default_dtype
+from pipelines.directory import read_config, read_index
+from pipelines.loading import resolve_configuration
+
+SEED = 1
+CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+def write_folder(name: str, folder: Path, device: torch.device) -> None:
+    """Writes the published model ``name``, made on ``device`` in bfloat16. ValueError for those that are not known.
+
+    Its tokenizers know letters alone: how long a prompt is, in tokens, is not what the published ones make of it.
+    """
+    if name not in ENCODERS:
+        raise ValueError(f"no text encoders are known for {name}; known: {', '.join(ENCODERS)}")
+    published = resolve_configuration(name)
+    shutil.copytree(published, folder)
+    with torch.device(device), default_dtype(torch.bfloat16):
+        torch.manual_seed(SEED)
+        for part in ("transformer", "vae"):
+            _save(_diffusers_model(published, part), folder / part)
+        for part, make in ENCODERS[name].items():
+            _save(make(), folder / part)
+    for part in read_index(published):
+        if part.startswith("tokenizer"):
+            letters().save_pretrained(folder / part)
+    index = json.loads((folder / "model_index.json").read_text())
+    plain = {part: ["transformers", "PreTrainedTokenizerFast"] for part in index if part.startswith("tokenizer")}
+    (folder / "model_index.json").write_text(json.dumps(index | plain, indent=1))
+
+
+def letters() -> Any:
+    """A tokenizer with one token for each letter."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    known = ["<pad>", *string.printable, "<eos>"]
+    tokens = Tokenizer(models.WordLevel({letter: number for number, letter in enumerate(known)}, unk_token=" "))
+    tokens.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokens.post_processor = processors.TemplateProcessing(
+        single=["$A", "<eos>"], special_tokens=[("<eos>", known.index("<eos>"))]
+    )
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": " "}
+    return PreTrainedTokenizerFast(tokenizer_object=tokens, chat_template=CHAT, model_max_length=512, **special)
+
+
+def _diffusers_model(published: Path, part: str) -> Any:
+    import diffusers
+
+    _, class_name = read_index(published)[part]
+    return getattr(diffusers, class_name).from_config(dict(read_config(published, part)))
+
+
+def _save(model: Any, folder: Path) -> None:
+    model.to(torch.bfloat16).save_pretrained(folder)
+    torch.cuda.empty_cache()
+
+
+def _qwen3(kind: str) -> Any:
+    """Qwen3-4B, as in its published ``config.json``."""
+    import transformers
+
+    config = transformers.Qwen3Config(
+        vocab_size=151936,
+        hidden_size=2560,
+        intermediate_size=9728,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+    )
+    return getattr(transformers, kind)(config)
+
+
+def _clip() -> Any:
+    """The text part of CLIP ViT-L/14."""
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    sizes = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
+    return CLIPTextModel(CLIPTextConfig(**sizes, max_position_embeddings=512, eos_token_id=101))
+
+
+def _t5() -> Any:
+    """The encoder of T5 v1.1 XXL."""
+    from transformers import T5Config, T5EncoderModel
+
+    sizes = {"d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64}
+    return T5EncoderModel(T5Config(**sizes, vocab_size=32128, feed_forward_proj="gated-gelu"))
+
+
+ENCODERS: Mapping[str, Mapping[str, Callable[[], Any]]] = {
+    "FLUX.1-dev": {"text_encoder": _clip, "text_encoder_2": _t5},
+    "FLUX.2-klein-4B": {"text_encoder": lambda: _qwen3("Qwen3ForCausalLM")},
+    "Z-Image-Turbo": {"text_encoder": lambda: _qwen3("Qwen3Model")},
+}
+"""Text encoders by model and part."""

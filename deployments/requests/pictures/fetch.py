@@ -1,0 +1,55 @@
+"""Pictures that lie elsewhere, at an origin that the configuration trusts."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from deployments.requests.errors import RequestError, shown
+
+if TYPE_CHECKING:
+    import httpx
+
+ORIGIN = re.compile(r"https?://[^/\s]+")
+FETCHED_WITHIN_S = 20.0
+
+
+def origin_of(url: str) -> str:
+    """Returns scheme, host and port as the configuration writes them; "" for a URL that cannot be read."""
+    try:
+        parts = urlsplit(url)
+        return f"{parts.scheme.lower()}://{(parts.hostname or '').lower()}" + (f":{parts.port}" if parts.port else "")
+    except ValueError:
+        return ""
+
+
+def fetched(url: str, param: str, max_bytes: int) -> bytes:
+    """Returns the file at ``url``, whose origin was looked at. It takes time: not for an event loop.
+
+    RequestError if it is not there, is larger, takes too long, or lies behind a redirection: that might lead anywhere.
+    """
+    import httpx
+
+    try:
+        with httpx.stream("GET", url, follow_redirects=False, timeout=FETCHED_WITHIN_S, trust_env=False) as answer:
+            if answer.status_code != httpx.codes.OK:
+                raise RequestError(f"{param} is {shown(url)}: its server answered {answer.status_code}", param)
+            return _whole(answer, url, param, max_bytes)
+    except httpx.HTTPError as error:
+        kind = type(error).__name__
+        raise RequestError(f"{param} is {shown(url)}, which could not be fetched ({kind})", param) from error
+
+
+def _whole(answer: httpx.Response, url: str, param: str, max_bytes: int) -> bytes:
+    end_s = time.monotonic() + FETCHED_WITHIN_S
+    data = bytearray()
+    for piece in answer.iter_bytes():
+        data += piece
+        if len(data) > max_bytes:
+            message = f"{param} is {shown(url)}: it has more than {max_bytes} bytes; a picture may not"
+            raise RequestError(message, param, code="picture_too_large")
+        if time.monotonic() > end_s:
+            raise RequestError(f"{param} is {shown(url)}: it came too slowly", param)
+    return bytes(data)

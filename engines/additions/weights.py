@@ -1,0 +1,52 @@
+"""A weight with low-rank products added to it: computed in float32, rounded once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from engines.core.additions import LowRank, LowRanks
+
+Amounts: TypeAlias = Iterable[tuple[float, LowRank]]
+"""Low-rank products of one weight, with how much of each."""
+
+
+def added(base: Tensor, amounts: Amounts) -> Tensor:
+    """Returns ``base`` with what is added, float32, in its shape."""
+    sum_NK = base.to(torch.float32, copy=True).reshape(base.shape[0], -1)
+    for amount, one in amounts:
+        up_NR, down_RK = (x.to(base.device, torch.float32) for x in (one.up_NR, one.down_RK))
+        sum_NK.addmm_(up_NR, down_RK, alpha=amount * one.scale)
+    return sum_NK.view(base.shape)
+
+
+def part_of(one: LowRank, slices: Mapping[str, Any], name: str) -> LowRank:
+    """Returns what a rank's share of a parameter gets. ``slices`` are those of ``parallel.weight_files``."""
+    place = slices.get(name)
+    if place is None or not place.ranges:
+        return one
+    up_NR, down_RK = one.up_NR, one.down_RK
+    if place.dim == 0:
+        up_NR = torch.cat([up_NR[start:stop] for start, stop in place.ranges])
+    else:
+        down_RK = torch.cat([down_RK[:, start:stop] for start, stop in place.ranges], dim=1)
+    return LowRank(up_NR=up_NR, down_RK=down_RK, scale=one.scale)
+
+
+def whole_parameter(slices: Mapping[str, Any], name: str) -> str:
+    """Returns what a parameter, or that which a rank's share is of, is called in the whole module."""
+    return str(slices[name].name) if name in slices else name
+
+
+@torch.no_grad()
+def merge(module: nn.Module, amounts: Iterable[tuple[float, LowRanks]], slices: Mapping[str, Any]) -> None:
+    """Adds to the weights of ``module``, a whole one or a rank's share of it, for good; to those that it has."""
+    every = tuple(amounts)
+    for name, parameter in module.named_parameters():
+        whole = whole_parameter(slices, name)
+        mine = [(amount, part_of(ones[whole], slices, name)) for amount, ones in every if amount and whole in ones]
+        if mine and not parameter.is_meta:
+            parameter.copy_(added(parameter, mine))

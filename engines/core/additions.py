@@ -1,0 +1,37 @@
+"""What may be added to the weights of a model while it runs: low-rank products, by the names of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Mix: TypeAlias = tuple[tuple[str, float], ...]
+"""Names of additions, each with how much of it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LowRank:
+    """``scale * up_NR @ down_RK`` (Hu et al. 2021, arXiv:2106.09685), in the shape of the parameter that gets it.
+
+    A parameter of other than two dims counts as a matrix of its first dim and all others: of a bias, K is 1.
+    """
+
+    up_NR: Tensor
+    down_RK: Tensor
+    scale: float = 1.0
+
+
+LowRanks: TypeAlias = Mapping[str, LowRank]
+"""By the names of one module's parameters."""
+
+Addition: TypeAlias = Mapping[str, LowRanks]
+"""What is added to the modules of a model, by their names."""
+
+
+def normal_mix(mix: Mix) -> Mix:
+    """Returns ``mix`` in the order of names, without what nothing is wanted of: equal ones compare equal."""
+    return tuple(sorted((name, amount) for name, amount in mix if amount))

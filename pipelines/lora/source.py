@@ -1,0 +1,62 @@
+"""Which adapters a model is served with, as a configuration says it. Read without torch."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from pipelines.request import Lora
+
+MAX_SCALE = 10.0
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoraSource:
+    """An adapter. ``path``: a file, a folder, or a hub id, with ``file`` the one in it that is meant.
+
+    Without a ``name`` it is added to the weights when they are loaded, ``scale`` times. With one it is added for the
+    requests that name it, ``scale`` times if they do not say how much. ``part`` is the transformer that it is for,
+    where a pipeline has two; if it is given, what a file has for other parts is left out, else it is an error.
+    Adapters for several parts may share a name.
+    """
+
+    path: str
+    file: str = ""
+    name: str = ""
+    scale: float = 1.0
+    part: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise ValueError("an adapter needs a path: a file, a folder or a hub id")
+        if self.name and not re.fullmatch(NAME, self.name):
+            raise ValueError(f"{self.name!r} is no name for an adapter: letters, digits, points, dashes, underscores")
+        check_scale(self.scale)
+
+
+def check_scale(scale: float) -> None:
+    """Raises ValueError outside the limits: beyond them the picture is noise."""
+    if not (math.isfinite(scale) and abs(scale) <= MAX_SCALE):
+        raise ValueError(f"scale is {scale:g}; it must be from {-MAX_SCALE:g} to {MAX_SCALE:g}")
+
+
+def named(sources: tuple[LoraSource, ...]) -> tuple[Lora, ...]:
+    """Returns the adapters that requests may name, with the scale of those that say none."""
+    loras: dict[str, Lora] = {}
+    for one in sources:
+        if one.name:
+            loras.setdefault(one.name, Lora(name=one.name, scale=one.scale))
+    return tuple(loras.values())
+
+
+def check_sources(sources: tuple[LoraSource, ...]) -> None:
+    """Raises ValueError if a name is given twice for one part, or comes with different scales."""
+    places = [(one.name, one.part) for one in sources if one.name]
+    for name, part in places:
+        if places.count((name, part)) > 1:
+            raise ValueError(f"two adapters are named {name!r}: give each its own name, or its own part")
+    for one in named(sources):
+        if len({source.scale for source in sources if source.name == one.name}) > 1:
+            raise ValueError(f"the adapters named {one.name!r} have different scales: give them one")

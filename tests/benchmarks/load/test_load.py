@@ -1,0 +1,151 @@
+"""Arrivals are those that were asked for, requests do not wait for each other, and the summary is right."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from pydantic import ValidationError
+
+from benchmarks.load.arrivals import bursts, poisson, trace
+from benchmarks.load.client import Outcome, lone_times_s, send_all
+from benchmarks.load.mix import MIXES, Mix, RequestClass, load_mix
+from benchmarks.load.summary import gpu_use, plot, summary
+from tests.support.patience import PATIENCE_S
+
+MIX = Mix(classes=(RequestClass(name="a", share=3, body={"prompt": "a"}), RequestClass(name="b", kind="clip", body={})))
+
+
+def test_poisson_has_the_rate_and_the_shares() -> None:
+    arrivals = poisson(MIX, 50.0, 100.0, seed=1)
+    assert len(arrivals) == pytest.approx(5000, rel=0.05)
+    gaps = np.diff([one.at_s for one in arrivals])
+    assert gaps.std() == pytest.approx(gaps.mean(), rel=0.05), "as exponential gaps are"
+    assert Counter(one.kind.name for one in arrivals)["a"] == pytest.approx(0.75 * len(arrivals), rel=0.05)
+    assert arrivals == poisson(MIX, 50.0, 100.0, seed=1) != poisson(MIX, 50.0, 100.0, seed=2)
+
+
+def test_bursts_come_at_once() -> None:
+    assert [one.at_s for one in bursts(MIX, 2, 5.0, 10.0, seed=0)] == [0.0, 0.0, 5.0, 5.0]
+
+
+def test_a_trace_is_followed(tmp_path: Path) -> None:
+    file = tmp_path / "trace"
+    file.write_text('{"at_s": 2, "class": "b"}\n{"at_s": 1.5}\n')
+    assert [one.at_s for one in trace(MIX, file, seed=0)] == [1.5, 2.0]
+    for wrong in ('{"at": 2}', '{"at_s": "2"}', '{"at_s": 1, "class": "c"}'):
+        file.write_text(wrong)
+        with pytest.raises(ValueError, match=r"must be|there is no class 'c'; known: a, b"):
+            trace(MIX, file, seed=0)
+
+
+@pytest.mark.parametrize("name", [file.stem for file in MIXES.glob("*.yaml")])
+def test_mixes_that_lie_there_are_read(name: str) -> None:
+    assert load_mix(name).classes
+
+
+def test_wrong_mixes_are_refused() -> None:
+    one = {"name": "a", "body": {}}
+    for classes in ([], [one, one], [{**one, "share": 0}], [{**one, "size": "64x64"}]):
+        with pytest.raises(ValidationError):
+            Mix.model_validate({"classes": classes})
+    with pytest.raises(ValueError, match="known: laptop, pictures"):
+        load_mix("nothing")
+
+
+class Server(BaseHTTPRequestHandler):
+    """Answers the first request when the last has come; "b" not at all well."""
+
+    seen: ClassVar[list[tuple[str, dict[str, object]]]] = []
+    all_have_come: ClassVar[threading.Event] = threading.Event()
+    expected: ClassVar[int] = 0
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.seen.append((self.path, body))
+        if len(self.seen) >= self.expected:
+            self.all_have_come.set()
+        assert self.all_have_come.wait(PATIENCE_S)
+        self.send_response(200 if "prompt" in body else 429)
+        self.send_header("Server-Timing", "queue;dur=2.5, total;dur=10")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    Server.seen.clear()
+    Server.all_have_come.clear()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_requests_do_not_wait_for_answers(url: str) -> None:
+    arrivals = bursts(MIX, 4, 0.1, 0.2, seed=1)
+    Server.expected = len(arrivals)
+    outcomes = asyncio.run(send_all(url, arrivals, {}))
+    assert [one.name for one in outcomes] == [one.kind.name for one in arrivals]
+    assert {one.status for one in outcomes if one.name == "a"} == {200}
+    assert {one.status for one in outcomes if one.name == "b"} == {429}
+    assert outcomes[0].stages_ms == {"queue": 2.5, "total": 10.0}
+    paths = Counter(path for path, _ in Server.seen)
+    assert paths["/v1/videos/sync"] == Counter(one.name for one in outcomes)["b"]
+    assert sorted(body["seed"] for _, body in Server.seen) == list(range(len(arrivals)))
+
+
+def test_lone_times_are_of_answers_that_are_right(url: str) -> None:
+    Server.expected = 1
+    assert asyncio.run(lone_times_s(url, MIX.classes[:1], 2, {}))["a"] > 0
+    with pytest.raises(RuntimeError, match="class b alone was answered 429"):
+        asyncio.run(lone_times_s(url, MIX.classes, 1, {}))
+
+
+def test_a_server_that_is_gone_is_an_outcome() -> None:
+    (outcome,) = asyncio.run(send_all("http://127.0.0.1:9", bursts(MIX, 1, 1.0, 1.0, seed=0), {}))
+    assert (outcome.status, outcome.is_right) == (0, False)
+
+
+def outcomes() -> list[Outcome]:
+    slow = [Outcome(name="a", at_s=float(n), late_s=0.0, latency_s=n + 1.0, status=200) for n in range(10)]
+    return [*slow, Outcome(name="b", at_s=0.0, late_s=0.01, latency_s=0.1, status=429)]
+
+
+def test_the_summary_counts_what_is_not_answered_as_late(tmp_path: Path) -> None:
+    found = summary(outcomes(), {"a": 2.0, "b": 1.0, "never": 1.0}, scale=3.0)
+    assert found["classes"]["a"]["attainment"] == 0.6
+    assert found["classes"]["a"]["latency_s"] == {"mean": 5.5, "p50": 6.0, "p95": 10.0, "p99": 10.0}
+    assert found["classes"]["b"] == {"requests": 1, "right": 0, "lone_s": 1.0, "latency_s": {}, "attainment": 0.0}
+    assert set(found["classes"]) == {"a", "b"}
+    assert found["attainment"] == round(6 / 11, 4)
+    assert (found["statuses"], found["throughput_per_s"]) == ({"200": 10, "429": 1}, round(10 / 19, 4))
+    plot(outcomes(), {"a": 2.0, "b": 1.0}, 3.0, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_steps_of_a_team_count_for_all_of_its_ranks() -> None:
+    registry = CollectorRegistry()
+    steps = Histogram("troupe_step_seconds", "", ("model", "num_ranks"), registry=registry)
+
+    def text() -> str:
+        return generate_latest(registry).decode()
+
+    steps.labels("one", 1).observe(5.0)
+    before = text()
+    steps.labels("one", 1).observe(1.0)
+    steps.labels("one", 2).observe(2.0)
+    found = gpu_use(before, text(), took_s=10.0, num_gpus=2, num_pictures=4)
+    assert found == {"rank_s_per_request": 1.25, "share_in_steps": 0.25}

@@ -1,0 +1,64 @@
+"""What a configuration may say of a model's adapters, and what it is told when it is wrong."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import yaml
+
+from deployments.cli.serving import CONFIGS, parse_config
+from deployments.ingress import make_cards
+from pipelines.lora.source import LoraSource
+from pipelines.request import Lora
+
+LAPTOP = yaml.safe_load((CONFIGS / "laptop.yaml").read_text())
+ALWAYS = {"path": "owner/always", "scale": 0.5}
+INK = {"name": "ink", "path": "inks", "file": "a.safetensors", "scale": 0.7}
+INK_2 = {"name": "ink", "path": "b.safetensors", "scale": 0.7, "part": "transformer_2"}
+
+
+def served_with(loras: Any, **denoiser: Any) -> Any:
+    document = copy.deepcopy(LAPTOP)
+    model = document["applications"][0]["args"]["models"][0]
+    model["loras"] = loras
+    model["denoiser"] |= denoiser
+    return parse_config(document).app
+
+
+def test_adapters_with_and_without_a_name() -> None:
+    app = served_with([ALWAYS, INK, INK_2, {"name": "oil", "path": "oil"}])
+    assert app.models[0].loras[:2] == (
+        LoraSource(path="owner/always", scale=0.5),
+        LoraSource(name="ink", path="inks", file="a.safetensors", scale=0.7),
+    )
+    cards = make_cards(app)
+    assert cards["flux-shapes"].loras == (Lora(name="ink", scale=0.7), Lora(name="oil"))
+    assert cards["wan-shapes"].loras == ()
+
+
+@pytest.mark.parametrize(
+    ("loras", "denoiser", "message"),
+    [
+        ([{"name": "ink"}], {}, "loras.0.path is missing"),
+        ([{"path": ""}], {}, "an adapter needs a path"),
+        ([{**INK, "weight": 1}], {}, "loras.0.weight is no key here: known: path, file, name, scale, part"),
+        ([{**INK, "name": "a:b"}], {}, "'a:b' is no name for an adapter"),
+        ([{**INK, "scale": 11}], {}, "scale is 11; it must be from -10 to 10"),
+        ([{**INK, "scale": ".nan"}], {}, "scale"),
+        ([INK, INK], {}, "two adapters are named 'ink'"),
+        ([INK, {**INK_2, "scale": 1}], {}, "the adapters named 'ink' have different scales"),
+        ([INK], {"precision": "fp8"}, "use precision: native, or leave the names out"),
+        ([INK], {"precision": "int8"}, "use precision: native, or leave the names out"),
+        ([INK], {"engine": "tensorrt", "gpus_per_rank": 1}, "engine: tensorrt takes no loras"),
+        ([ALWAYS], {"engine": "tensorrt", "gpus_per_rank": 1}, "engine: tensorrt takes no loras"),
+    ],
+)
+def test_what_cannot_be_is_told_before_anything_starts(loras: Any, denoiser: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        served_with(loras, **denoiser)
+
+
+def test_what_is_always_there_goes_with_every_precision() -> None:
+    assert served_with([ALWAYS], precision="fp8").models[0].loras == (LoraSource(**ALWAYS),)  # type: ignore[arg-type]

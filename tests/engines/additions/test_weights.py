@@ -1,0 +1,124 @@
+"""Sums of weights and low-rank products: how they are rounded, and what shares of a weight get."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engines.additions.switch import WeightSwitch
+from engines.additions.weights import added, merge, part_of
+from engines.core.additions import Addition, LowRank, normal_mix
+from engines.core.engine import EngineChoice
+from engines.parallel.weight_files import Slice
+from engines.registry import check_engine
+
+ROWS, COLUMNS = 12, 10
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def low_rank(rank: int, seed: int, scale: float = 1.5) -> LowRank:
+    return LowRank(up_NR=random(ROWS, rank, seed=seed), down_RK=random(rank, COLUMNS, seed=seed + 1), scale=scale)
+
+
+def linear(dtype: torch.dtype = torch.float32) -> nn.Linear:
+    layer = nn.Linear(COLUMNS, ROWS, dtype=dtype).requires_grad_(False)
+    layer.weight.copy_(random(ROWS, COLUMNS, seed=0))
+    return layer
+
+
+ONE, TWO = low_rank(2, seed=1), low_rank(3, seed=5)
+ADDITIONS: dict[str, Addition] = {"one": {"m": {"weight": ONE}}, "two": {"m": {"weight": TWO}}}
+
+
+def exact(base: Tensor, *amounts: tuple[float, LowRank]) -> Tensor:
+    products = (amount * one.scale * one.up_NR.double() @ one.down_RK.double() for amount, one in amounts)
+    return base.double() + sum(products)
+
+
+def test_two_products_are_rounded_once() -> None:
+    layer = linear(torch.bfloat16)
+    base = layer.weight.clone()
+    merge(layer, [(0.8, {"weight": ONE}), (-0.5, {"weight": TWO}), (0.0, {"bias": ONE})], {})
+    assert layer.weight.equal(exact(base, (0.8, ONE), (-0.5, TWO)).to(torch.bfloat16))
+    assert layer.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("shape", "columns"), [((ROWS, 5, 1, 2), 10), ((ROWS,), 1)], ids=["convolution", "bias"])
+def test_parameters_of_other_shapes(shape: tuple[int, ...], columns: int) -> None:
+    one = LowRank(up_NR=random(ROWS, 2, seed=1), down_RK=random(2, columns, seed=2))
+    total = added(torch.ones(shape), [(2.0, one)])
+    assert torch.allclose(total.flatten(), (1 + 2 * one.up_NR @ one.down_RK).flatten(), atol=1e-5)
+    assert total.shape == shape
+
+
+@pytest.mark.parametrize(("dim", "ranges"), [(0, ((3, 6),)), (1, ((0, 2), (5, 9)))], ids=["rows", "columns"])
+def test_a_share_gets_its_part(dim: int, ranges: tuple[tuple[int, int], ...]) -> None:
+    place = Slice(name="weight", dim=dim, ranges=ranges)
+    mine = part_of(ONE, {"share.weight": place}, "share.weight")
+    whole = added(torch.zeros(ROWS, COLUMNS), [(1.0, ONE)])
+    pieces = [whole.narrow(dim, start, stop - start) for start, stop in ranges]
+    assert torch.allclose(added(torch.zeros_like(torch.cat(pieces, dim)), [(1.0, mine)]), torch.cat(pieces, dim))
+
+
+def switch_of(layer: nn.Module) -> WeightSwitch:
+    switch = WeightSwitch(ADDITIONS)
+    switch.hold("m", "whole", layer, {})
+    return switch
+
+
+def test_weights_change_in_place_and_come_back_bit_for_bit() -> None:
+    layer = linear(torch.bfloat16)
+    base, address = layer.weight.clone(), layer.weight.data_ptr()
+    switch = switch_of(layer)
+    for mix in ((("one", 1.0),), (("two", -3.0), ("one", 0.5)), (("one", 0.0),), ()):
+        switch.set("m", "whole", mix)
+        kinds = {"one": ONE, "two": TWO}
+        assert layer.weight.equal(exact(base, *((amount, kinds[name]) for name, amount in mix)).to(torch.bfloat16))
+    assert layer.weight.equal(base)
+    assert layer.weight.data_ptr() == address
+
+
+def test_what_is_there_already_is_not_written_again() -> None:
+    layer = linear()
+    switch = switch_of(layer)
+    version = layer.weight._version
+    switch.set("m", "whole", (("one", 0.0),))
+    assert layer.weight._version == version
+    switch.set("m", "whole", (("one", 1.0), ("two", 1.0)))
+    version = layer.weight._version
+    switch.set("m", "whole", (("two", 1.0), ("one", 1.0), ("one", 0.0)))
+    assert layer.weight._version == version
+
+
+def test_a_weight_that_moves_is_followed() -> None:
+    """Layers that are stacked become views of the stack, after they were held."""
+    layer = linear()
+    switch = switch_of(layer)
+    base = layer.weight.clone()
+    stacked = torch.cat((layer.weight, torch.zeros(1, COLUMNS)))
+    layer.weight.data = stacked[:ROWS]
+    switch.set("m", "whole", (("one", 1.0),))
+    assert torch.allclose(stacked[:ROWS], exact(base, (1.0, ONE)).float(), atol=1e-5)
+
+
+def test_a_name_that_is_not_known_lists_those_that_are() -> None:
+    with pytest.raises(ValueError, match="nothing is known of three to add to the weights; known: one, two"):
+        switch_of(linear()).set("m", "whole", (("three", 1.0),))
+
+
+def test_equal_mixes_compare_equal() -> None:
+    assert normal_mix((("b", 1.0), ("c", 0.0), ("a", 2.0))) == normal_mix((("a", 2.0), ("b", 1.0)))
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+def test_quantised_weights_take_what_is_merged_alone(precision: str) -> None:
+    asked: dict[str, Any] = {"precision": precision, "num_ranks": 1}
+    check_engine("torch", EngineChoice(**asked, merges=True))
+    with pytest.raises(ValueError, match="use precision: native, or leave the names out"):
+        check_engine("torch", EngineChoice(**asked, switches=True))

@@ -1,0 +1,218 @@
+"""Jobs with adapters, in turns with jobs without, against diffusers' own pipeline with its own adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engines.additions import switch
+from engines.parallel.self_check import relative_difference
+from engines.torch_engine.engine import TorchEngine
+from pipelines.checkpoint import Checkpoint
+from pipelines.lora.source import LoraSource
+from pipelines.request import Lora, MediaRequest
+from pipelines.run import load_pipeline
+from tests.engines.support.gloo import gang
+from tests.pipelines.lora.support.tiny_lora import reference, request_of, write_lora
+from tests.pipelines.support import tiny, tiny_models
+
+TOLERANCE = 1e-4
+"""Relative, in float32: low-rank products are added to weights here, and to activations there."""
+
+NONE: tuple[Lora, ...] = ()
+ONE = (Lora(name="one", scale=0.8),)
+BOTH = (Lora(name="one", scale=0.8), Lora(name="two", scale=-0.5))
+TURNS = (NONE, ONE, BOTH, NONE, ONE, (Lora(name="two", scale=0.0),))
+
+MODELS: dict[str, Callable[[Path], Path]] = {
+    "flux": tiny.flux,
+    "flux2 klein": tiny_models.flux2_klein,
+    "qwen": tiny_models.qwen_image,
+    "wan": tiny.wan,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    num_ranks: int = 1
+    strategy: str = "ulysses"
+    fast: bool = False
+    sliced: bool = False
+    device: str = "cpu"
+
+
+SETTINGS = {
+    "alone": Setting(),
+    "alone, fast": Setting(fast=True),
+    "ulysses": Setting(num_ranks=2),
+    "ulysses, fast": Setting(num_ranks=2, fast=True),
+    "tensor": Setting(num_ranks=2, strategy="tensor"),
+    "tensor, sliced": Setting(num_ranks=2, strategy="tensor", sliced=True),
+    "pipeline": Setting(num_ranks=2, strategy="pipeline"),
+}
+WITHOUT_TENSOR = ("flux2 klein",)
+CASES = [
+    (model, setting)
+    for model in MODELS
+    for setting in SETTINGS
+    if not (model in WITHOUT_TENSOR and setting.startswith(("tensor", "pipeline")))
+    and not (model == "wan" and SETTINGS[setting].fast)
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    folder: Path
+    one: Path
+    two: Path
+
+    @property
+    def named(self) -> tuple[LoraSource, ...]:
+        return (LoraSource(name="one", path=str(self.one)), LoraSource(name="two", path=str(self.two)))
+
+    @property
+    def always(self) -> tuple[LoraSource, ...]:
+        return (LoraSource(path=str(self.one), scale=0.8), LoraSource(path=str(self.two), scale=-0.5))
+
+    def expected(self, request: MediaRequest) -> Tensor:
+        paths = {"one": self.one, "two": self.two}
+        return expected(self.folder, request, tuple((paths[lora.name], lora.scale) for lora in request.loras))
+
+
+@cache
+def expected(folder: Path, request: MediaRequest, adapters: tuple[tuple[Path, float], ...]) -> Tensor:
+    return reference(folder, replace(request, loras=()), dict(adapters))
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Served]:
+    @cache
+    def make(model: str) -> Served:
+        top = tmp_path_factory.mktemp("model")
+        folder = MODELS[model](top / "model")
+        one = write_lora(folder, top / "one", seed=1)
+        return Served(folder=folder, one=one, two=write_lora(folder, top / "two", seed=2, r=2, says_alpha=False))
+
+    return make
+
+
+def painted(
+    folder: Path, sources: tuple[LoraSource, ...], requests: list[MediaRequest], setting: Setting
+) -> list[Tensor]:
+    """The latents of ``requests``, a step of each in turns, as a gang that works on all of them makes them."""
+    checkpoint = Checkpoint(folder, setting.device, torch.float32, loras=sources)
+    model = checkpoint.denoiser(sliced=setting.sliced)
+    engine = TorchEngine(model, strategy=setting.strategy, fast=setting.fast)
+    pipeline = load_pipeline(checkpoint, engine)
+    sampler, ranks = pipeline.sampler, tuple(range(dist.get_world_size() if dist.is_initialized() else 1))
+    conditioning = pipeline.text_encoder.encode(requests[0])
+    states = [sampler.begin(request, conditioning) for request in requests]
+    for _ in range(sampler.num_steps(states[0])):
+        states = [sampler.advance(state, engine.predict(sampler.branches(state), ranks)) for state in states]
+    engine.close()
+    return [sampler.latents(state)["latents"] for state in states]
+
+
+@pytest.mark.parametrize(("model", "name"), CASES)
+def test_jobs_in_turns_equal_diffusers(model: str, name: str, served: Callable[[str], Served]) -> None:
+    here, setting = served(model), SETTINGS[name]
+    requests = [request_of(here.folder, loras) for loras in TURNS]
+    for latents in gang(setting.num_ranks).run(painted, here.folder, here.named, requests, setting):
+        plain, one, both, *rest = latents
+        for mine, request in zip((plain, one, both), requests, strict=False):
+            assert relative_difference(mine, here.expected(request)) <= TOLERANCE, request.loras
+        assert relative_difference(one, plain) > 0.05, "the adapter is there"
+        assert relative_difference(both, one) > 0.05
+        for mine, again in zip(rest, (plain, one, plain), strict=True):
+            assert mine.equal(again), "nothing of other jobs is left"
+
+
+@pytest.mark.parametrize("name", ["alone", "alone, fast", "tensor", "tensor, sliced"])
+def test_what_is_always_there_equals_what_a_request_names(name: str, served: Callable[[str], Served]) -> None:
+    here, setting = served("qwen"), SETTINGS[name]
+    ranks = gang(setting.num_ranks)
+    asked, plain = [request_of(here.folder, BOTH)], [request_of(here.folder)]
+    named = ranks.run(painted, here.folder, here.named, asked, setting)
+    always = ranks.run(painted, here.folder, here.always, plain, setting)
+    assert all(one[0].equal(other[0]) for one, other in zip(named, always, strict=True))
+
+
+TEAMS = ("alone", "together", "alone", "together")
+MIXES = (ONE, BOTH, NONE, ONE)
+
+
+def painted_by_teams(
+    folder: Path, sources: tuple[LoraSource, ...], requests: list[MediaRequest], strategy: str, teams: tuple[str, ...]
+) -> list[Tensor]:
+    """The first prediction for each of ``requests`` by each of ``teams``."""
+    checkpoint = Checkpoint(folder, loras=sources)
+    rank, world = dist.get_rank(), tuple(range(dist.get_world_size()))
+    encoder, sampler = checkpoint.text_encoder(), checkpoint.sampler()
+    conditioning = encoder.encode(requests[0])
+    steps = [sampler.branches(sampler.begin(request, conditioning)) for request in requests]
+    engine = TorchEngine(checkpoint.denoiser(), strategy=strategy)
+    ranks = {"alone": (rank,), "together": world}
+    predictions = [engine.predict(step, ranks[team])[0] for step in steps for team in teams]
+    engine.close()
+    return predictions
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "ulysses"])
+def test_teams_of_all_sizes_see_the_same_weights(strategy: str, served: Callable[[str], Served]) -> None:
+    """Shares of the weights are views of each other in part; some are made while others have something added."""
+    here = served("flux")
+    requests = [request_of(here.folder, loras) for loras in MIXES]
+    apart: dict[str, list[list[Tensor]]] = {
+        team: gang(2).run(painted_by_teams, here.folder, here.named, requests, strategy, (team,))
+        for team in ("alone", "together")
+    }
+    mixed = gang(2).run(painted_by_teams, here.folder, here.named, requests, strategy, TEAMS)
+    for rank in range(2):
+        expected = [apart[team][rank][index] for index in range(len(requests)) for team in TEAMS]
+        assert all(one.equal(other) for one, other in zip(mixed[rank], expected, strict=True))
+        assert relative_difference(apart["alone"][rank][0], apart["together"][rank][0]) <= TOLERANCE
+        assert relative_difference(apart["alone"][rank][0], apart["alone"][rank][2]) > 0.05
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fast", [False, True], ids=["blocks", "fast"])
+@pytest.mark.parametrize("model", ["flux", "qwen"])
+def test_captured_steps_follow_the_weights(model: str, fast: bool, served: Callable[[str], Served]) -> None:
+    here = served(model)
+    requests = [request_of(here.folder, loras) for loras in TURNS]
+    on_cpu = painted(here.folder, here.named, requests, Setting())
+    on_gpu = painted(here.folder, here.named, requests, Setting(fast=fast, device="cuda"))
+    assert all(relative_difference(mine, other) < 2e-3 for mine, other in zip(on_gpu, on_cpu, strict=True))
+    plain, one, _, again, one_again, last = on_gpu
+    assert relative_difference(one, plain) > 0.05
+    for mine, other in ((again, plain), (one_again, one), (last, plain)):
+        assert relative_difference(mine, other) < 1e-5, "a step as it comes, and one that is replayed"
+
+
+def without_restoring(*args: Any) -> list[Tensor]:
+    """What a job left is never taken out again."""
+    write = switch._Weight.write
+
+    def stays(weight: Any, mix: Any) -> None:
+        if mix:
+            write(weight, mix)
+
+    with patch.object(switch._Weight, "write", stays):
+        return painted(*args)
+
+
+def test_without_the_kept_weights_jobs_are_not_their_own(served: Callable[[str], Served]) -> None:
+    here = served("flux")
+    requests = [request_of(here.folder, loras) for loras in TURNS]
+    plain, *_, last = without_restoring(here.folder, here.named, requests, Setting())
+    assert relative_difference(plain, here.expected(requests[0])) > 100 * TOLERANCE
+    assert relative_difference(last, here.expected(requests[0])) > 100 * TOLERANCE

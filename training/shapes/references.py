@@ -1,0 +1,109 @@
+"""Words for one piece among others ("the small red circle on the left"), which fit this piece alone."""
+
+import random
+from dataclasses import dataclass
+from itertools import compress, product
+
+from training.shapes.boards import Board, Piece
+from training.shapes.captions import SIZE_WORDS, colour_word, place_phrase
+from training.shapes.scenes import PLACES, SHAPES
+
+SHAPE_WORDS = {
+    "circle": ("circle",) * 8 + ("disc", "disk", "ball", "dot"),
+    "square": ("square",) * 8 + ("box", "block"),
+    "triangle": ("triangle",),
+    "star": ("star",),
+}
+_ANY_SHAPE = ("shape", "shape", "one", "one", "thing", "object", "figure")
+_COMPARATIVES = {"small": ("smaller", "smallest"), "large": ("bigger", "larger", "biggest", "largest")}
+_OPPOSITE_SIZE = {"small": "large", "large": "small"}
+_PARTS = ("shape", "colour", "size", "place")
+_LIKELY = {"shape": 4.0, "colour": 1.0, "size": 0.35, "place": 0.35}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Said:
+    """What words say of a shape or a background; None where they leave it open."""
+
+    shape: str | None = None
+    colour: str | None = None
+    size: str | None = None
+    place: str | None = None
+
+
+def _lies_at(piece: Piece, place: str) -> bool:
+    column, row = PLACES[place]
+    if place == "centre":
+        return piece.place == "centre"
+    return column in (0, piece.column) and row in (0, piece.row)
+
+
+def fits(piece: Piece, said: Said) -> bool:
+    """Returns whether the words may mean this piece. A size excludes none but the opposite one."""
+    return (
+        said.shape in (None, piece.shape)
+        and said.colour in (None, piece.colour)
+        and (said.size is None or piece.size != _OPPOSITE_SIZE[said.size])
+        and (said.place is None or _lies_at(piece, said.place))
+    )
+
+
+def _place_names(piece: Piece) -> list[str]:
+    """Returns the names of a piece's place: those of a corner are the corner and its two sides."""
+    return [piece.place] if piece.place == "centre" else [name for name in PLACES if _names(piece, name)]
+
+
+def _names(piece: Piece, place: str) -> bool:
+    return place != "centre" and _lies_at(piece, place)
+
+
+def reference(board: Board, piece: Piece, rng: random.Random) -> Said:
+    """Returns some of the piece's properties, which no other piece of the board has together."""
+    whole = Said(
+        shape=piece.shape,
+        colour=piece.colour,
+        size=piece.size if piece.size in _OPPOSITE_SIZE else None,
+        place=rng.choice(_place_names(piece)),
+    )
+    choices, weights = [], []
+    for chosen in product((True, False), repeat=len(_PARTS)):
+        said = Said(**{part: getattr(whole, part) for part in compress(_PARTS, chosen)})
+        if [fits(other, said) for other in board.pieces].count(True) == 1:
+            choices.append(said)
+            weights.append(_likelihood(said))
+    return rng.choices(choices, weights)[0]
+
+
+def _likelihood(said: Said) -> float:
+    likelihood = 1.0
+    for part in _PARTS:
+        likelihood *= 1.0 if getattr(said, part) is None else _LIKELY[part]
+    return likelihood
+
+
+def shape_word(shape: str | None, rng: random.Random) -> str:
+    """Returns a noun for one of `SHAPES`, or for any shape."""
+    assert shape is None or shape in SHAPES
+    return rng.choice(SHAPE_WORDS[shape] if shape else _ANY_SHAPE)
+
+
+def described(said: Said, rng: random.Random, *, compared: bool = False) -> str:
+    """Returns the words without an article, and without the place. `compared` if there are others to compare with."""
+    sizes: tuple[str, ...] = SIZE_WORDS.get(said.size or "", ())
+    if compared and said.size and rng.random() < 0.3:
+        sizes = _COMPARATIVES[said.size]
+    size = [rng.choice(sizes)] if sizes else []
+    colour = [colour_word(said.colour, rng)] if said.colour else []
+    return " ".join([*size, *colour, shape_word(said.shape, rng)])
+
+
+def reference_phrase(said: Said, rng: random.Random, *, compared: bool) -> str:
+    """Returns the words of a reference, with its article."""
+    if said == Said():
+        return rng.choice(("it", "it", "the shape"))
+    words = described(said, rng, compared=compared)
+    if said.place is None:
+        return f"the {words}"
+    if said.place != "centre" and rng.random() < 0.3:
+        return f"the {said.place} {words}"
+    return f"the {words} {place_phrase(said.place, rng)}"
