@@ -12,12 +12,14 @@ from pipelines.defaults import largest_num_frames, nearest_size
 from pipelines.description import Description, read_description
 from pipelines.loading import shipped_checkpoints
 
+COLOURS = ("red", "green", "blue", "yellow", "purple", "orange", "white", "black")
+
 
 @pytest.mark.parametrize("name", shipped_checkpoints())
 def test_shipped_models_say_what_they_draw(name: str) -> None:
     checkpoint = Checkpoint.open(name)
     description, defaults = checkpoint.description, checkpoint.defaults
-    assert "eight colours" in description.text
+    assert "eight colours" in description.text or all(colour in description.text for colour in COLOURS)
     assert len(description.prompts) >= 3
     assert description.sizes_within(defaults)[0] == f"{defaults.width}x{defaults.height}"
 

@@ -19,7 +19,7 @@ from engines.parallel.self_check import relative_difference
 from engines.registry import load_engine
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.exchange.choose import PARTS_FROM_TOKENS, where_even
-from pipelines.fast.flux import FastFlux
+from pipelines.fast.mmdit import FastMMDiT
 from tests.engines.support import models
 from tests.engines.support.gloo import gang
 
@@ -82,7 +82,7 @@ def expected() -> Tensor:
 def predict(strategy: str, broken: bool = False) -> Tensor:
     engine = TorchEngine(model(), strategy=strategy.split()[0], fast=True)
     with no_exchange(broken), in_parts("in parts" in strategy):
-        with patch("pipelines.fast.flux.FastFlux.step", autospec=True, side_effect=FastFlux.step) as step:
+        with patch("pipelines.fast.mmdit.FastMMDiT.step", autospec=True, side_effect=FastMMDiT.step) as step:
             (prediction,) = engine.predict(models.branches("flux", "uneven"), EVERYONE)
         is_even = 6 % engine.division.team(EVERYONE).spec.ulysses == 0
         assert bool(step.call_count) == is_even, "the fast path wants as many heads on every rank"
