@@ -60,8 +60,9 @@ SETTINGS = {
     "pipeline": Setting(num_ranks=2, strategy="pipeline"),
 }
 WITHOUT_TENSOR = ("flux2 klein",)
+QUICK = ("flux", "qwen")
 CASES = [
-    (model, setting)
+    pytest.param(model, setting, marks=[] if model in QUICK else [pytest.mark.slow])
     for model in MODELS
     for setting in SETTINGS
     if not (model in WITHOUT_TENSOR and setting.startswith(("tensor", "pipeline")))

@@ -119,6 +119,7 @@ def test_the_reference_is_the_picture_before(monkeypatch: pytest.MonkeyPatch) ->
         torch.testing.assert_close(latents[:, number], expected)
 
 
+@pytest.mark.slow
 def test_training_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "WARMUP_STEPS", 1)
     torch.manual_seed(0)
@@ -167,6 +168,7 @@ def test_troupe_paints_what_diffusers_does(folder: Path) -> None:
     assert checkpoint.defaults.max_pictures == checkpoint.defaults.min_pictures == 1
 
 
+@pytest.mark.slow
 def test_an_exported_model_is_trained_on(folder: Path) -> None:
     model, tokenizers = trainer.start(argparse.Namespace(start=folder), [])
     shipped = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")

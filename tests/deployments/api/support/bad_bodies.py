@@ -64,7 +64,11 @@ BAD_IMAGES = {
         "enable_teacache",
         "is true: this is not supported",
     ),
-    "field of a peer": ('{"prompt": "a", "lora": {"path": "x"}}', "lora", "Unknown field 'lora'; known fields: prompt"),
+    "field of a peer": (
+        '{"prompt": "a", "lora_path": "x"}',
+        "lora_path",
+        "Unknown field 'lora_path'; known fields: prompt",
+    ),
     "list": ('{"prompt": "a", "seed": [1, 2]}', "seed", "seed is [1, 2]: it must be a whole number"),
     "stream url": ('{"prompt": "a", "stream": true, "response_format": "url"}', "response_format", "b64_json"),
     "partial without stream": ('{"prompt": "a", "partial_images": 1}', "partial_images", "stream"),
