@@ -1,5 +1,6 @@
 """Writes the trained parts as pipelines in diffusers' own directory layout, in float16."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def export_flux(
         tokenizer_2=t5_tokenizer,
         transformer=_half(model.transformer),
     )
-    pipeline.save_pretrained(path, max_shard_size=SHARD_SIZE)
+    _save(pipeline, path)
 
 
 def export_wan(path: Path, model: WanModel, vae: Any, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -51,4 +52,13 @@ def export_wan(path: Path, model: WanModel, vae: Any, tokenizer: PreTrainedToken
         scheduler=wan_model.build_scheduler(),
         transformer=_half(model.transformer),
     )
+    _save(pipeline, path)
+
+
+def _save(pipeline: Any, path: Path) -> None:
+    """Without the place that the auto-encoder was read from."""
     pipeline.save_pretrained(path, max_shard_size=SHARD_SIZE)
+    config = path / "vae" / "config.json"
+    written = json.loads(config.read_text())
+    written.pop("_name_or_path", None)
+    config.write_text(json.dumps(written, indent=2) + "\n")

@@ -147,6 +147,7 @@ def test_the_export_is_small_half_precision_and_says_what_it_is(folder: Path) ->
     card = (folder / "README.md").read_text()
     assert "On 4 held-out edits" in card
     assert "{" not in card
+    assert "_name_or_path" not in (folder / "vae" / "config.json").read_text(), "a place of the machine that trained it"
     scores = json.loads((folder.parent / "scores.json").read_text())
     assert scores["checks"]["done"]["prompts"] == 4
     assert scores["trained"]["steps"] == 1
