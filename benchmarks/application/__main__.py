@@ -27,6 +27,7 @@ from PIL import Image
 
 from benchmarks.models.folders import write_folder
 from benchmarks.serving.application import Application, serving
+from benchmarks.serving.clients import stages_ms
 from benchmarks.spread import Spread
 from deployments.cli.serving import load_config, parse_config
 from deployments.config import ServeConfig
@@ -130,8 +131,7 @@ def data_of(answer: httpx.Response) -> bytes:
 
 def timing(answer: httpx.Response) -> dict[str, float]:
     """Milliseconds by the answer's own ``Server-Timing``."""
-    entries = (entry.strip().split(";dur=") for entry in answer.headers["server-timing"].split(","))
-    return {part: float(value) for part, value in entries}
+    return stages_ms(answer.headers["server-timing"])
 
 
 def medians(timings: list[dict[str, float]]) -> Mapping[str, Any]:

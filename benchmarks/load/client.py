@@ -12,6 +12,7 @@ import httpx
 
 from benchmarks.load.arrivals import Arrival
 from benchmarks.load.mix import RequestClass
+from benchmarks.serving.clients import stages_ms
 
 TIMEOUT_S = 1200.0
 FROM_S = 0.05
@@ -63,8 +64,7 @@ async def answered(client: httpx.AsyncClient, kind: RequestClass, seed: int) -> 
         answer = await client.post(kind.path, json=body)
     except httpx.HTTPError:
         return 0, {}
-    entries = (entry.strip().split(";dur=") for entry in answer.headers.get("server-timing", "").split(",") if entry)
-    return answer.status_code, {stage: float(value) for stage, value in entries}
+    return answer.status_code, stages_ms(answer.headers.get("server-timing", ""))
 
 
 async def lone_times_s(

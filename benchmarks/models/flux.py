@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.models.making import default_dtype
+from benchmarks.models.making import default_dtype, draw_vectors
 
 GUIDANCE = 4.0
 """Times 1000 it is exact in bfloat16: otherwise every bfloat16 answer would be that of another guidance."""
@@ -34,10 +34,7 @@ def build(device: torch.device, dtype: torch.dtype, *, small: bool = False) -> A
     with torch.device(device):
         with default_dtype(dtype):
             module = FluxTransformer2DModel(guidance_embeds=True, **(SMALL if small else {}))
-        for name, parameter in module.named_parameters():
-            if parameter.ndim == 1:
-                noise = torch.randn_like(parameter)
-                parameter.data.copy_(1 + 0.2 * noise if "norm" in name and "weight" in name else 0.05 * noise)
+        draw_vectors(module)
     return module.eval().requires_grad_(False)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.models.making import default_dtype
+from benchmarks.models.making import default_dtype, draw_vectors
 from engines.core.model import Branch, DenoiserModel
 from pipelines.blocks import blank
 from pipelines.blocks.arguments import nested
@@ -66,8 +66,5 @@ def _random(opened: OpenedPipeline, device: torch.device, dtype: torch.dtype) ->
     name = opened.transformers[0]
     with torch.device(device), default_dtype(dtype):
         module = opened.part_class(name).from_config(dict(read_config(opened.path, name)))
-        for key, parameter in module.named_parameters():
-            if parameter.ndim == 1:
-                noise = torch.randn_like(parameter)
-                parameter.data.copy_(1 + 0.2 * noise if "norm" in key and "weight" in key else 0.05 * noise)
+        draw_vectors(module)
     return module.to(dtype).eval().requires_grad_(False)

@@ -60,8 +60,13 @@ def picture(client: httpx.Client, model: str, seed: int) -> Answer:
 
 def stages(header: str) -> dict[str, float]:
     """Seconds by stage of a ``Server-Timing`` header."""
-    entries = (entry.split(";dur=") for entry in header.split(", "))
-    return {name: float(milliseconds) / 1000 for name, milliseconds in entries}
+    return {name: milliseconds / 1000 for name, milliseconds in stages_ms(header).items()}
+
+
+def stages_ms(header: str) -> dict[str, float]:
+    """The same in milliseconds. Nothing of an answer without the header."""
+    entries = (entry.strip().split(";dur=") for entry in header.split(",") if entry)
+    return {name: float(value) for name, value in entries}
 
 
 def clip(url: str, model: str) -> None:

@@ -23,14 +23,6 @@ class FluxWeights(MMDiTWeights):
     def __init__(self, transformer: nn.Module, precision: Precision) -> None:
         super().__init__(transformer, arranged_blocks(transformer, precision))
 
-    def text(self, text_BTD: Tensor) -> Tensor:
-        text_BTC: Tensor = self.module.context_embedder(text_BTD)
-        return text_BTC
-
-    def image(self, latents_SBD: Tensor) -> Tensor:
-        image_SBC: Tensor = self.module.x_embedder(latents_SBD)
-        return image_SBC
-
     def rotations(self, arguments: Arguments) -> tuple[Tensor, Tensor]:
         text, image = (pair_rotation(self.module.pos_embed(arguments[ids])) for ids in ("txt_ids", "img_ids"))
         return text, image

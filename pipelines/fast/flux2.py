@@ -28,14 +28,6 @@ class Flux2Weights(MMDiTWeights):
     def __init__(self, transformer: nn.Module, precision: Precision) -> None:
         super().__init__(transformer, arranged_blocks(transformer, precision))
 
-    def text(self, text_BTD: Tensor) -> Tensor:
-        text_BTC: Tensor = self.module.context_embedder(text_BTD)
-        return text_BTC
-
-    def image(self, latents_SBD: Tensor) -> Tensor:
-        image_SBC: Tensor = self.module.x_embedder(latents_SBD)
-        return image_SBC
-
     def rotations(self, arguments: Arguments) -> tuple[Tensor, Tensor]:
         all_ids = (arguments[name] for name in ("txt_ids", "img_ids"))
         text, image = (self.module.pos_embed(ids[0] if ids.ndim == 3 else ids) for ids in all_ids)

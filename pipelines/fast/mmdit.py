@@ -34,13 +34,15 @@ class MMDiTWeights(ABC):
     def __init__(self, module: Any, blocks: Blocks) -> None:
         self.module, self.blocks = module, blocks
 
-    @abstractmethod
     def text(self, text_BTD: Tensor) -> Tensor:
         """Returns the embedded prompt, ``(B, T, C)``."""
+        text_BTC: Tensor = self.module.context_embedder(text_BTD)
+        return text_BTC
 
-    @abstractmethod
     def image(self, latents_SBD: Tensor) -> Tensor:
         """Returns the embedded latents, ``(S, B, C)``."""
+        image_SBC: Tensor = self.module.x_embedder(latents_SBD)
+        return image_SBC
 
     @abstractmethod
     def rotations(self, arguments: Arguments) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,16 @@ Config = Mapping[str, Any]
 """A transformer's ``config.json``, with the defaults of its class."""
 
 
+def attention_heads(config: Config) -> tuple[int, int]:
+    """Their number and their dim, as most classes write them."""
+    return config["num_attention_heads"], config["attention_head_dim"]
+
+
+def text_and_image(config: Config, arguments: Arguments) -> dict[str, int]:
+    """The tokens of a prompt and of a picture that is called with as tokens."""
+    return {"text": arguments["encoder_hidden_states"].shape[1], "image": arguments["hidden_states"].shape[1]}
+
+
 def first_output(module: nn.Module, call: Mapping[str, Any]) -> Tensor:
     """Calls a diffusers transformer; returns the first tensor of its output."""
     prediction: Tensor = module(**call, return_dict=False)[0]
@@ -98,7 +108,7 @@ class Architecture:
     defaults: Callable[[Path], Defaults]
     shard_plan: Callable[[Config], ShardPlan]
     stream_lengths: Callable[[Config, Arguments], Mapping[str, int]]
-    heads: Callable[[Config], tuple[int, int]]
+    heads: Callable[[Config], tuple[int, int]] = attention_heads
     blank_conditioning: Callable[[Config, int], Mapping[str, Any]] | None
     local_attention: tuple[str, ...] = ()
     adapted: Callable[[Config, Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]] = unchanged

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import Defaults
 from pipelines.directory import read_config, read_index
-from pipelines.models.architecture import Architecture, Config
+from pipelines.models.architecture import Architecture, Config, text_and_image
 from pipelines.models.image_sizes import vae_scale
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from engines.core.fast_model import Precision
     from engines.core.kernel import Kernel
-    from engines.core.model import Arguments
     from pipelines.request import MediaRequest
 
 TEXT, IMAGE = "text", "image"
@@ -65,8 +64,7 @@ SHARD_PLAN = ShardPlan(
 )
 
 
-def stream_lengths(config: Config, arguments: Arguments) -> dict[str, int]:
-    return {TEXT: arguments["encoder_hidden_states"].shape[1], IMAGE: arguments["hidden_states"].shape[1]}
+stream_lengths = text_and_image
 
 
 def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Tensor]:
@@ -139,7 +137,6 @@ ARCHITECTURE = Architecture(
     defaults=defaults,
     shard_plan=lambda config: SHARD_PLAN,
     stream_lengths=stream_lengths,
-    heads=lambda config: (config["num_attention_heads"], config["attention_head_dim"]),
     blank_conditioning=blank_conditioning,
     blank_pictures=blank_pictures,
     adapted=adapted,

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import Defaults
 from pipelines.directory import read_config, read_index
-from pipelines.models.architecture import Architecture, Config
+from pipelines.models.architecture import Architecture, Config, text_and_image
 from pipelines.models.image_sizes import vae_scale
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from engines.core.fast_model import Precision
-    from engines.core.model import Arguments
 
 TEXT, IMAGE = "text", "image"
 PATCH = 2
@@ -55,10 +54,6 @@ def shard_plan(config: Config) -> ShardPlan:
             RowLinear(pattern=f"{SINGLE}.*.attn.to_out", segments=(heads, gated)),
         ),
     )
-
-
-def stream_lengths(config: Config, arguments: Arguments) -> dict[str, int]:
-    return {TEXT: arguments["encoder_hidden_states"].shape[1], IMAGE: arguments["hidden_states"].shape[1]}
 
 
 def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Tensor]:
@@ -110,8 +105,7 @@ ARCHITECTURE = Architecture(
     family="flux2",
     defaults=defaults,
     shard_plan=shard_plan,
-    stream_lengths=stream_lengths,
-    heads=lambda config: (config["num_attention_heads"], config["attention_head_dim"]),
+    stream_lengths=text_and_image,
     blank_conditioning=blank_conditioning,
     fast=lambda config: fast,
 )

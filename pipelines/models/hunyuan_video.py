@@ -153,7 +153,6 @@ ARCHITECTURE = Architecture(
     defaults=defaults,
     shard_plan=shard_plan,
     stream_lengths=stream_lengths,
-    heads=lambda config: (config["num_attention_heads"], config["attention_head_dim"]),
     blank_conditioning=blank_conditioning,
     blank_pictures=blank_pictures,
     frames_from_pictures=True,

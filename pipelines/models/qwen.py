@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import Defaults
 from pipelines.directory import read_config, read_index
-from pipelines.models.architecture import Architecture, Config
+from pipelines.models.architecture import Architecture, Config, text_and_image
 from pipelines.request import MediaRequest
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from engines.core.fast_model import ArrangeWeights, Precision
-    from engines.core.model import Arguments
 
 TEXT, IMAGE = "text", "image"
 BLOCKS = "transformer_blocks"
@@ -46,10 +45,6 @@ SHARD_PLAN = ShardPlan(
     linears=LINEARS,
     carried=("encoder_hidden_states", "hidden_states"),
 )
-
-
-def stream_lengths(config: Config, arguments: Arguments) -> dict[str, int]:
-    return {TEXT: arguments["encoder_hidden_states"].shape[1], IMAGE: arguments["hidden_states"].shape[1]}
 
 
 def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Tensor]:
@@ -131,8 +126,7 @@ ARCHITECTURE = Architecture(
     family="qwen",
     defaults=defaults,
     shard_plan=lambda config: SHARD_PLAN,
-    stream_lengths=stream_lengths,
-    heads=lambda config: (config["num_attention_heads"], config["attention_head_dim"]),
+    stream_lengths=text_and_image,
     blank_conditioning=blank_conditioning,
     blank_pictures=blank_pictures,
     adapted=adapted,

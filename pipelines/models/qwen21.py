@@ -92,7 +92,6 @@ ARCHITECTURE = Architecture(
     defaults=defaults,
     shard_plan=lambda config: SHARD_PLAN,
     stream_lengths=stream_lengths,
-    heads=lambda config: (config["num_attention_heads"], config["attention_head_dim"]),
     blank_conditioning=blank_conditioning,
     adapted=adapted,
     set_kernel=set_kernel,

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines.parallel import strategy as strategies
+from engines.parallel.self_check import relative_difference
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
 from pipelines.request import MediaRequest
@@ -88,10 +89,6 @@ def without_exchange(folder: Path, request: MediaRequest, strategy: str) -> Tens
     """Each rank attends to its own tokens alone."""
     with patch.object(strategies, "ulysses", lambda kernel, axis, **_: kernel):
         return denoised(folder, request, strategy)
-
-
-def relative_difference(one: Tensor, other: Tensor) -> float:
-    return float((one - other).norm() / other.norm())
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])

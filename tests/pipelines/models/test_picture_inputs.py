@@ -19,6 +19,7 @@ from torch import Tensor
 
 from engines.core.packing import joined, pack, unpack
 from engines.parallel import strategy as strategies
+from engines.parallel.self_check import relative_difference
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
 from pipelines.run import Pipeline, load_pipeline
@@ -106,10 +107,6 @@ def pixels_of(images: Any) -> Tensor:
     if isinstance(images, Tensor):
         return images
     return torch.stack([torch.from_numpy(np.array(image)).movedim(-1, 0) / 255 for image in images])
-
-
-def relative_difference(one: Tensor, other: Tensor) -> float:
-    return float((one - other).norm() / other.norm())
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])

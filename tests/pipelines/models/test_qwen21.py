@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engines.parallel.self_check import relative_difference
 from engines.torch_engine.engine import TorchEngine
 from pipelines.blocks.decoder import on_white
 from pipelines.checkpoint import Checkpoint
@@ -57,10 +58,6 @@ def own_latents(folder: Path, scale: float) -> Tensor:
         latents: Tensor = own_state(folder, request(folder, scale)).get("latents")
     assert latents.std() > 0.1
     return latents
-
-
-def relative_difference(one: Tensor, other: Tensor) -> float:
-    return float((one - other).norm() / other.norm())
 
 
 @pytest.mark.parametrize(("num_ranks", "strategy"), [(1, "ulysses"), (2, "tensor"), (4, "tensor")])
