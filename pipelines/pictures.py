@@ -49,7 +49,7 @@ class InputPictures:
     mask: InputPicture | None = None
 
     def cut_to(self, width: int, height: int) -> InputPictures:
-        """In colour and of that size: scaled until they cover it, then cut evenly at the sides that stick out."""
+        """Returns them in colour and of that size: scaled until they cover it, then cut evenly where they stick out."""
         return InputPictures(pictures=tuple(picture.cut_to(width, height) for picture in self.pictures), mask=self.mask)
 
 

@@ -26,7 +26,7 @@ class LowRank:
 
 
 LowRanks: TypeAlias = Mapping[str, LowRank]
-"""By the names of one module's parameters."""
+"""What is added to one module, by the names of its parameters."""
 
 Addition: TypeAlias = Mapping[str, LowRanks]
 """What is added to the modules of a model, by their names."""

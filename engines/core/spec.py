@@ -101,7 +101,8 @@ class ParallelSpec:
         return ParallelSpec(**degrees)
 
     def without_guidance(self, *, keep_weights: bool = False) -> ParallelSpec:
-        """For steps with one branch: the guidance axis goes to the strategy that each half used (ulysses if none).
+        """Returns the division of steps with one branch: the guidance axis goes to the strategy that each half used
+        (ulysses if none).
 
         ``keep_weights``: not to one that would give ranks other shares of the weights.
         """

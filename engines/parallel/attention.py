@@ -132,7 +132,7 @@ def crop_keys(kernel: Kernel, rows: Rows | None) -> Kernel:
 
 
 def take_rows(x_BM: Tensor, rows: Rows) -> Tensor:
-    """Those rows along the second dim of ``x_BM`` or ``x_BMHD``."""
+    """Returns those rows along the second dim of ``x_BM`` or ``x_BMHD``."""
     pieces = [x_BM[:, start:stop] for start, stop in rows]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 

@@ -23,7 +23,7 @@ JOINT = "joint"
 
 @dataclass(kw_only=True, slots=True)
 class StreamCost:
-    """Per token of a stream: ``flops`` of linears that a tensor axis splits, and of those that it does not.
+    """What a token of a stream costs: ``flops`` of linears that a tensor axis splits, and of those that it does not.
 
     ``reduced_features`` leave row-split linears (to be summed over the tensor axis); ``num_norms`` are full-width.
     """

@@ -22,7 +22,7 @@ from engines.tensorrt_engine.rules import (
 
 RingForm = Literal["none", "segments", "native"]
 MIN_FUSED_HEADS = 2
-"""With one head per rank TensorRT builds no fused attention (fp16 fails, bf16 is silently unfused)."""
+"""TensorRT wants two: with one head per rank it builds no fused attention (fp16 fails, bf16 is silently unfused)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

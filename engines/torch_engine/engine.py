@@ -124,7 +124,7 @@ class TorchEngine:
         return prediction
 
     def _prepare_module(self, name: str, module: nn.Module, plan: ShardPlan) -> None:
-        """For modules that run as they are: quantised layers, compiled blocks."""
+        """Quantises the layers and compiles the blocks of a module that runs as it is."""
         if scheme := scheme_of(self.config.precision):
             path = self.config.calibration
             swap_linears(module, plan, scheme, None if path is None else load_calibration(Path(path), name))

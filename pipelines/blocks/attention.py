@@ -57,7 +57,7 @@ def dispatch(
     backend: Any = None,
     parallel_config: Any = None,
 ) -> Tensor:
-    """In place of diffusers' function of that name, in the modules of processors that have a kernel of ours."""
+    """Takes the place of diffusers' function of that name in the modules of processors that have a kernel of ours."""
     if not isinstance(parallel_config, KernelConfig):
         usual: Tensor = dispatch_attention_fn(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, attention_kwargs,

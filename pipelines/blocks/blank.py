@@ -106,7 +106,7 @@ def blank_conditioning(
 
 
 def _has_guiders(opened: OpenedPipeline) -> bool:
-    """By the blocks: a guider that lies in the folder is not loaded yet."""
+    """Asks the blocks: a guider that lies in the folder is not loaded yet."""
     parts = opened.blocks.sub_blocks[opened.sections.denoise].expected_components
     return any(part.name in GUIDERS for part in parts)
 

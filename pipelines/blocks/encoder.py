@@ -42,7 +42,7 @@ class Conditioning:
 
     @property
     def shapes(self) -> Shapes:
-        """Those of the tensors that jobs compute with."""
+        """The shapes of the tensors that jobs compute with."""
         tensors, _ = arguments.split({**self.values, "negative": self.negative})
         return tuple(sorted((name, tuple(x.shape)) for name, x in tensors.items()))
 

@@ -26,7 +26,7 @@ class Exchange:
 
 
 class StandIn:
-    """In place of the component ``name``: it has the configuration and the methods of its class, and no weights.
+    """Takes the place of the component ``name``: it has the configuration and the methods of its class, and no weights.
 
     ``blank(call)`` is what it answers while it notes: something of the form of a prediction. ``parts`` are submodules
     without weights that blocks use.

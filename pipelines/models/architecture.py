@@ -59,7 +59,7 @@ def unchanged(config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) 
 
 
 def num_steps(request: MediaRequest, defaults: Defaults) -> int:
-    """As many as were asked for; where a picture is painted over, the last of them.
+    """Returns as many as were asked for; where a picture is painted over, the last of them.
 
     The arithmetic is that of diffusers' image-to-image blocks, whose rounding decides.
     """

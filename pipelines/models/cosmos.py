@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 TEXT, GENERATED = "text", "generated"
 TYPICAL_TOKENS = 300
-"""Of a prompt with the sentences that the pipeline adds."""
+"""The length of a prompt with the sentences that the pipeline adds."""
 NEVER_A_DIM = 2
 """Inputs that bring the text's length along, and are not cut: they have fewer dims."""
 
@@ -46,7 +46,7 @@ SHARDS = (
 
 
 def shard_plan(config: Config) -> ShardPlan:
-    """In place of text, layers take its keys and values (``und_seq``, see ``attention.cosmos``)."""
+    """Layers take, in place of text, its keys and values (``und_seq``, see ``attention.cosmos``)."""
     into, head = ("gate_proj", "up_proj") if config["hidden_act"] == GATED else ("up_proj",), config["head_dim"]
     return ShardPlan(
         streams=(TEXT, GENERATED),
@@ -141,13 +141,13 @@ def hoisted(module: nn.Module, inputs: ModelInputs) -> ModelInputs:
 
 
 def estimate(loop_state: Any, sigma: float) -> Mapping[str, Tensor] | None:
-    """Of the clip; where its frames are given the velocity is zero."""
+    """Returns the clip's estimate; where its frames are given the velocity is zero."""
     velocity, latents = getattr(loop_state, "velocity_vision", None), loop_state.latents
     return None if velocity is None else {"latents": latents - sigma * velocity}
 
 
 def first_frame(config: Config, latents: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Without its sound."""
+    """Returns the clip's first frame, without sound."""
     return {"latents": latents["latents"][:, :, :1], "sound_latents": None}
 
 

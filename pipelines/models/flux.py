@@ -77,7 +77,7 @@ def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Tensor]:
 
 
 def blank_pictures(path: Path, request: MediaRequest) -> Mapping[str, Tensor]:
-    """Of an editor that needs a picture, and takes it in the request's size."""
+    """Returns the blank picture of an editor that needs one, and takes it in the request's size."""
     import torch
 
     scale, channels = vae_scale(path), read_config(path, "transformer")["in_channels"] // PATCH**2
@@ -119,7 +119,7 @@ def defaults(path: Path) -> Defaults:
 
 
 def set_kernel(module: nn.Module, kernel: Kernel) -> None:
-    """By a processor of ours: TensorRT does not parse what diffusers' own exports to for sizes that vary."""
+    """Sets a processor of ours: TensorRT does not parse what diffusers' own exports to for sizes that vary."""
     from pipelines.models.attention.flux import set_kernel
 
     set_kernel(module, kernel)

@@ -14,7 +14,7 @@ SEEN = "image_embeds"
 
 
 class LatentsBesidePicture(HunyuanVideo15PrepareLatentsStep):  # type: ignore[misc]  # diffusers has no types
-    """In place of a block that puts zeros where an encoder has put what it sees in the picture."""
+    """Takes the place of a block that puts zeros where an encoder has put what it sees in the picture."""
 
     @property
     def inputs(self) -> list[InputParam]:

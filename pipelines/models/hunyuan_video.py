@@ -23,8 +23,8 @@ VIDEO, TEXT = "video", "text"
 PROMPT_TOKENS = 1000
 GLYPH_TOKENS = 256
 PICTURE_TOKENS = 729
-"""As the pipeline has them, whatever is said of tokens: the prompt, words to be written in the clip, and what SigLIP
-makes of a picture (27 x 27 patches)."""
+"""The pipeline's own limits of tokens: the prompt, words to be written in the clip, and what SigLIP makes of a picture
+(27 x 27 patches)."""
 
 SHARDS = (
     TokenShard(module="rope", where="output", key=0, dim=0, stream=VIDEO),

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 VIDEO = "video"
 MAX_TOKENS = 128
-"""As the pipeline has it."""
+"""The pipeline's own limit."""
 
 
 TO_TEXT = "transformer_blocks.*.attn2"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 VIDEO = "video"
 MAX_TOKENS = 1024
-"""As the pipeline has it."""
+"""The pipeline's own limit."""
 OF_SOUND = ("audio_attn1", "audio_attn2", "audio_to_video_attn")
 
 

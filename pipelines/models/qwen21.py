@@ -68,7 +68,7 @@ def set_kernel(module: nn.Module, kernel: Kernel) -> None:
 
 
 def defaults(path: Path) -> Defaults:
-    """As of the pipeline's own arguments in diffusers."""
+    """Returns the pipeline's own arguments in diffusers."""
     halvings = read_config(path, "vae").get("temperal_downsample", (False, True, True, True))
     return Defaults(
         kind="image",

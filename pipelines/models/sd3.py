@@ -61,7 +61,7 @@ def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Tensor]:
 
 
 def set_kernel(module: nn.Module, kernel: Kernel) -> None:
-    """By a processor of ours: diffusers' own does not go through its dispatcher."""
+    """Sets a processor of ours: diffusers' own does not go through its dispatcher."""
     from pipelines.models.attention.sd3 import set_kernel
 
     set_kernel(module, kernel)

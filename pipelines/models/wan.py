@@ -56,7 +56,7 @@ PICTURE_TOKENS = 257
 
 
 def shard_plan(config: Config) -> ShardPlan:
-    """With one timestep a token, the timesteps are cut like the tokens."""
+    """Timesteps are cut like the tokens, where each token has its own."""
     return ShardPlan(
         streams=(VIDEO,),
         blocks=("blocks",),

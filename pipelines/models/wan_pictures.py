@@ -11,7 +11,7 @@ from pipelines.blocks.tree import replace_blocks
 
 
 class LastFrameAsItIs(WanImageCropResizeStep):  # type: ignore[misc]  # diffusers has no types
-    """In place of a block that cuts the last frame with width and height exchanged: it has the clip's size already."""
+    """Takes the place of a block that cuts the last frame with width and height exchanged: it has the right size."""
 
     def __call__(self, components: Any, state: PipelineState) -> tuple[Any, PipelineState]:
         block_state = self.get_block_state(state)

@@ -13,7 +13,7 @@ _ANY_DIRECTION = 4  # cudaMemcpyDefault: the addresses tell
 
 
 def copy_rows(target_RC: Tensor, source_RC: Tensor) -> None:
-    """On the current stream; columns lie side by side in both, rows at any distance.
+    """Copies rows on the current stream; columns lie side by side in both, rows at any distance.
 
     ``Tensor.copy_`` calls a copy engine for whole tensors alone, and starts a kernel for anything with gaps.
     """

@@ -173,7 +173,7 @@ class PeerHeads:
 
 
 class StagingMemory(dict[Hashable, list[Tensor]]):
-    """By dtype and device, each larger than the one before; kept, for captured steps hold their addresses."""
+    """Memory by dtype and device, each larger than the one before; kept, for captured steps hold their addresses."""
 
 
 def _staging(sample: Tensor) -> Tensor:

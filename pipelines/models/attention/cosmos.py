@@ -65,7 +65,7 @@ class GenerationLayer(Cosmos3VLTextMoTDecoderLayer):  # type: ignore[misc]
     """Diffusers' layer without its half for the text, in place of which it takes the text's keys and values."""
 
     def forward(self, und_seq: Tensor, gen_seq: Tensor, rotary_emb: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """As ``GenerationProcessor``."""
+        """Takes and returns what ``GenerationProcessor`` does."""
         no_text, attended = self.self_attn(und_seq, self.input_layernorm_moe_gen(gen_seq), rotary_emb)
         residual = gen_seq + attended
         return no_text, residual + self.mlp_moe_gen(self.post_attention_layernorm_moe_gen(residual))

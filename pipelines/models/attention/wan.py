@@ -12,8 +12,8 @@ from torch.nn import functional
 from engines.core.kernel import Kernel
 
 TEXT_TOKENS = 512
-"""Of a model that also attends to pictures: its text is padded to this, and comes after the pictures (as diffusers has
-it)."""
+"""The length to which a model that also attends to pictures pads its text, which comes after the pictures (as in
+diffusers)."""
 
 
 class WanProcessor:
@@ -78,7 +78,7 @@ def keys_and_values(attn: WanAttention, x_BMC: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cross_keys_and_values(attn: WanAttention, x_BTC: Tensor) -> tuple[Tensor, Tensor]:
-    """Those of pictures and text, each by its own projections, one after the other as they came."""
+    """Returns the keys and values of pictures and text, each by its own projections, in the order that they came in."""
     *pictures, text_BTC = _pictures_and_text(attn, x_BTC, dim=1)
     k_BTC, v_BTC = keys_and_values(attn, text_BTC)
     for x_BPC in pictures:

@@ -44,7 +44,7 @@ def converted(whole: Architecture, module_class: Any) -> Architecture:
 
 
 def set_kernel(module: nn.Module, kernel: Kernel) -> None:
-    """By diffusers' dispatcher, but not where the keys are a text that every rank has whole."""
+    """Sets the kernel through diffusers' dispatcher, but not where the keys are a text that every rank has whole."""
     from pipelines.blocks import attention
 
     attention.set_kernel(module, kernel, local=tuple(_crossing(module)))
