@@ -22,7 +22,7 @@ from benchmarks.peers.step import peer_step
 from benchmarks.timing import Times, measure
 from engines.core.fast_model import FastWeights, Precision, StepTensors
 from engines.core.layout import TokenLayout
-from engines.core.model import Branch, Schedule
+from engines.core.model import LATENTS, Branch, Schedule
 from engines.core.spec import ParallelSpec, aligned_runs
 from engines.fast.graph import CapturedStep, GraphPool
 from engines.parallel.collectives import Axis
@@ -143,9 +143,8 @@ class Bench:
         inputs = self.inputs(case.side, case.batch)
         team = self._team(case)
         layout = TokenLayout.of(SHARD_PLAN.streams, stream_lengths({}, inputs), team.context.size)
-        sample = inputs["hidden_states"]
         weights = self.weights(case.precision)
-        fast = FastStep(weights, SHARD_PLAN, team, layout, sample=sample, peer_memory=case.peer_memory)
+        fast = FastStep(weights, team, layout, latents=inputs[LATENTS], peer_memory=case.peer_memory)
         around = _without_exchange if case.exchange == "none" else nullcontext
 
         def run(latents: Tensor, hoisted: StepTensors) -> Tensor:
@@ -153,7 +152,7 @@ class Bench:
                 return fast(latents, hoisted)
 
         hoisted = HoistedCache().step_tensors(Branch(inputs=inputs), weights, fast)
-        latents = fast.latents(inputs)
+        latents = fast.tokens(inputs[LATENTS])
         if not (case.graph and self.pool):
             return (lambda: run(latents, hoisted)), lambda: None
         named = {"latents": latents, **hoisted}

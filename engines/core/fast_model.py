@@ -28,7 +28,24 @@ class FastModel(Protocol):
 
 
 class FastWeights(Protocol):
-    """A transformer's weights arranged for the fast path, once per module; teams share them."""
+    """A transformer's weights arranged for the fast path, once per module; teams share them.
+
+    ``latents_stream`` is the stream whose tokens a step reads and predicts.
+    """
+
+    latents_stream: str
+
+    def lengths(self, arguments: Mapping[str, Any]) -> Mapping[str, int] | None:
+        """Returns the tokens of each stream, in the order of a step's rows; None: the shard plan's."""
+        ...
+
+    def tokens(self, latents: Tensor) -> Tensor:
+        """Returns ``tokens_BSD`` of whole latents, padding of the stream included."""
+        ...
+
+    def prediction(self, tokens_BSD: Tensor, latents: Tensor) -> Tensor:
+        """Returns the prediction in the form of ``latents`` from its tokens."""
+        ...
 
     def model(self, parts: Any) -> FastModel:
         """Returns the model for one team. ``parts`` is what the engine brings: ``engines.fast.interface.StepParts``."""

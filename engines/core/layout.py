@@ -39,6 +39,10 @@ class TokenLayout:
         """Tokens of all streams that one rank holds, padding included."""
         return sum(self.chunk(stream) for stream, _ in self.lengths)
 
+    def of_stream(self, stream: str) -> TokenLayout:
+        """Returns the layout of one stream's tokens alone."""
+        return TokenLayout(lengths=((stream, self.length(stream)),), num_chunks=self.num_chunks)
+
     def length(self, stream: str) -> int:
         return dict(self.lengths)[stream]
 

@@ -17,6 +17,9 @@ if TYPE_CHECKING:  # processes that only pass these records on do without torch
     from torch import Tensor, nn
 
 
+LATENTS, TIMESTEP = "hidden_states", "timestep"
+"""How most of diffusers' transformers call the inputs that change with every step."""
+
 ModelInputs: TypeAlias = Mapping[str, "Tensor"]
 """Keyword arguments of the transformer's ``forward``, whole (unsplit), batch first where they have a batch."""
 
@@ -89,7 +92,8 @@ class DenoiserModel:
     step). ``fast`` arranges a module's weights for a hand-ordered step that equals its ``forward`` (None: there is
     none). ``typical_lengths`` are the tokens per stream of the steps to come, if that is known: an "auto" strategy is
     chosen for them. With ``weights``, the modules' parameters are on "meta", and every rank reads what it needs of them
-    from these files. ``additions`` are what branches may have added to the weights, by name.
+    from these files. ``additions`` are what branches may have added to the weights, by name. ``latents`` and
+    ``timestep`` are the names of the inputs that change with every step.
     """
 
     modules: Mapping[str, nn.Module]
@@ -105,6 +109,8 @@ class DenoiserModel:
     typical_lengths: Mapping[str, int] | None = None
     weights: WeightSource | None = None
     additions: Mapping[str, Addition] = field(default_factory=dict)
+    latents: str = LATENTS
+    timestep: str = TIMESTEP
 
     @property
     def device(self) -> torch.device:

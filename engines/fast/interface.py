@@ -60,10 +60,12 @@ class HeadExchange(Protocol):
 class StepParts:
     """What an engine gives a fast model: the team's exchange, and side streams for the context and for the MLP.
 
-    ``cut(x, dim, stream)`` gives my rank's tokens of a tensor of all of a stream's.
+    ``exchange_within(stream)`` is one for attention among the tokens of a single stream; all ranks ask for the same
+    ones in the same order. ``cut(x, dim, stream)`` gives my rank's tokens of a tensor of all of a stream's.
     """
 
     exchange: HeadExchange
+    exchange_within: Callable[[str], HeadExchange]
     context_stream: SideStream
     mlp_stream: SideStream
     cut: Callable[[Tensor, int, str], Tensor]

@@ -6,8 +6,7 @@ from torch import Tensor
 
 from engines.core.fast_model import FastWeights, StepTensors
 from engines.core.layout import TokenLayout
-from engines.core.model import Arguments, ModelInputs
-from engines.core.shard_plan import ShardPlan
+from engines.core.model import Arguments
 from engines.fast.interface import HeadExchange, StepParts
 from engines.fast.side_streams import SideStream
 from engines.parallel.attention import local_kernel
@@ -17,9 +16,6 @@ from engines.parallel.strategy import team_kernel
 from engines.torch_engine.exchange.heads import LocalHeads, UlyssesHeads, local_attention, without_lse
 from engines.torch_engine.exchange.peer_heads import PeerHeads
 from engines.torch_engine.exchange.peer_memory import reachable
-
-LATENTS = "hidden_states"
-"""The input that changes with every step and is read inside the step."""
 
 
 def can_run(team: Team, num_heads: int) -> bool:
@@ -34,28 +30,23 @@ def has_whole_weights(team: Team) -> bool:
 
 
 class FastStep:
-    """A fast model for one team and one layout of tokens. Every rank of the team makes the same calls."""
+    """A fast model for one team and one shape of latents. Every rank of the team makes the same calls."""
 
     def __init__(
-        self,
-        weights: FastWeights,
-        plan: ShardPlan,
-        team: Team,
-        layout: TokenLayout,
-        *,
-        sample: Tensor,
-        peer_memory: bool = True,
+        self, weights: FastWeights, team: Team, layout: TokenLayout, *, latents: Tensor, peer_memory: bool = True
     ) -> None:
-        """``sample`` is any activation: it says on which device and in which dtype the step computes.
+        """``latents`` are whole, as a step's will be: they say on which device and in which dtype it computes.
 
         ``peer_memory``: ranks write straight into each other's memory instead of calling NCCL, where that was seen to
         work (one host, GPUs that reach each other; the log says which it is).
         """
-        self._plan, self._team, self._layout = plan, team, layout
+        self._weights, self._team, self._layout = weights, team, layout
+        self._like = latents.new_empty(()).expand(latents.shape)
         parts = StepParts(
-            exchange=make_exchange(team, layout, sample, peer_memory),
-            context_stream=SideStream(sample.device, "stream"),
-            mlp_stream=SideStream(sample.device, "mlp", in_use=team.context.size > 1),
+            exchange=make_exchange(team, layout, latents, peer_memory),
+            exchange_within=lambda stream: make_exchange(team, layout.of_stream(stream), latents, peer_memory),
+            context_stream=SideStream(latents.device, "stream"),
+            mlp_stream=SideStream(latents.device, "mlp", in_use=team.context.size > 1),
             cut=self._cut,
         )
         self._model = weights.model(parts)
@@ -64,22 +55,18 @@ class FastStep:
         """Returns what no step of a job changes, from a whole call."""
         return self._model.hoisted(arguments)
 
-    def latents(self, inputs: ModelInputs) -> Tensor:
-        """Returns my tokens of the latents."""
-        (shard,) = (one for one in self._plan.shards if one.where == "input" and one.key == LATENTS)
-        return self._cut(inputs[LATENTS], shard.dim, shard.stream)
+    def tokens(self, latents: Tensor) -> Tensor:
+        """Returns my tokens of whole latents."""
+        return self._cut(self._weights.tokens(latents), 1, self._weights.latents_stream)
 
-    def __call__(self, latents: Tensor, hoisted: StepTensors) -> Tensor:
+    def __call__(self, tokens_BSD: Tensor, hoisted: StepTensors) -> Tensor:
         """Returns the whole prediction, equal on all ranks of the team."""
-        return self._gathered(self._model.step(latents, hoisted))
+        gathered = all_gather(self._model.step(tokens_BSD, hoisted), self._team.context)
+        predicted_BSD = self._layout.join(gathered, dim=1, stream=self._weights.latents_stream)
+        return self._weights.prediction(predicted_BSD, self._like)
 
     def _cut(self, x: Tensor, dim: int, stream: str) -> Tensor:
         return self._layout.cut(x, dim=dim, stream=stream, index=self._team.context.index)
-
-    def _gathered(self, prediction: Tensor) -> Tensor:
-        (gather,) = self._plan.gathers
-        gathered = all_gather(prediction, self._team.context)
-        return self._layout.join(gathered, dim=gather.dim, stream=gather.stream)
 
 
 def make_exchange(team: Team, layout: TokenLayout, sample: Tensor, peer_memory: bool) -> HeadExchange:

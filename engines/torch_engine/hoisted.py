@@ -9,13 +9,10 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from engines.core.fast_model import FastWeights
-from engines.core.model import Branch, ModelInputs
-from engines.torch_engine.fast_step import LATENTS, FastStep
+from engines.core.model import LATENTS, TIMESTEP, Branch, ModelInputs
+from engines.torch_engine.fast_step import FastStep
 
 HoistInputs = Callable[[nn.Module, ModelInputs], ModelInputs]
-
-TIMESTEP = "timestep"
-"""The input that a schedule gives for all steps at once."""
 
 MAX_ENTRIES, MAX_BYTES = 32, 2**31
 """The most that a cache keeps. What is needed again after it was evicted is computed again, within one step."""
@@ -34,22 +31,26 @@ class _Entry:
 
 
 class HoistedCache:
-    """Results by the identity of the tensors they came from. States of jobs hold the same tensors from step to step."""
+    """Results by the identity of the tensors they came from. States of jobs hold the same tensors from step to step.
 
-    def __init__(self) -> None:
+    ``latents`` and ``timestep`` are the names of the inputs that change with every step.
+    """
+
+    def __init__(self, *, latents: str = LATENTS, timestep: str = TIMESTEP) -> None:
+        self._latents, self._timestep = latents, timestep
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
 
     def module_inputs(self, branch: Branch, module: nn.Module, hoist: HoistInputs) -> ModelInputs:
         """Returns what a module's step is given beside the branch's inputs: ``hoist(module, inputs)``."""
-        sources = tuple(_lasting(branch).values())
+        sources = tuple(self._lasting(branch).values())
         return self._get((id(module), branch.additions), sources, lambda: hoist(module, branch.inputs))
 
     def step_tensors(self, branch: Branch, weights: FastWeights, fast: FastStep) -> dict[str, Tensor]:
         """Returns everything that this step of ``fast`` reads besides the latents."""
-        shared = _lasting(branch)
+        shared = self._lasting(branch)
         fixed = self._get((id(fast), branch.additions), tuple(shared.values()), lambda: fast.hoisted(branch.arguments))
         if branch.schedule is None:
-            now = weights.scheduled(branch.inputs, branch.inputs[TIMESTEP][None])
+            now = weights.scheduled(branch.inputs, branch.inputs[self._timestep][None])
             return {**fixed, **{name: stacked[0] for name, stacked in now.items()}}
         timesteps_S, step = branch.schedule.timesteps_S, branch.schedule.step
         sources = (timesteps_S, *shared.values())
@@ -82,7 +83,6 @@ class HoistedCache:
     def _num_bytes(self) -> int:
         return sum(entry.num_bytes for entry in self._entries.values())
 
-
-def _lasting(branch: Branch) -> dict[str, Tensor]:
-    """Returns the inputs that are the same tensors in all steps of a job."""
-    return {name: x for name, x in branch.inputs.items() if name not in (LATENTS, TIMESTEP)}
+    def _lasting(self, branch: Branch) -> dict[str, Tensor]:
+        """Returns the inputs that are the same tensors in all steps of a job."""
+        return {name: x for name, x in branch.inputs.items() if name not in (self._latents, self._timestep)}

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from engines.core.fast_model import FastWeights, Precision, StepTensors
+from engines.core.layout import TokenLayout
 from engines.core.model import Branch, DenoiserModel
 from engines.fast.graph import CapturedStep, GraphPool
 from engines.parallel.division import shape_of
 from engines.parallel.mesh import Team
 from engines.parallel.sharded import ShardedModel
 from engines.torch_engine.config import TorchChoices
-from engines.torch_engine.fast_step import LATENTS, FastStep, can_run, has_whole_weights
+from engines.torch_engine.fast_step import FastStep, can_run, has_whole_weights
 from engines.torch_engine.hoisted import HoistedCache
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class StepRunner:
     ) -> None:
         self._model, self._sharded, self._config = model, sharded, config
         self._pool = GraphPool(device) if config.capture else None
-        self._hoisted = HoistedCache()
+        self._hoisted = HoistedCache(latents=model.latents, timestep=model.timestep)
         self._weights: dict[str, FastWeights] = {}
         self._steps: dict[Hashable, _Step] = {}
         self._num_graphs: Counter[Hashable] = Counter()
@@ -87,14 +88,17 @@ class StepRunner:
 
     def _fast_step(self, branch: Branch, team: Team) -> _Step:
         weights = self.weights(branch.module)
-        layout = self._sharded.layout(branch, team)
-        sample, peer_memory = branch.inputs[LATENTS], self._config.peer_memory
-        fast = FastStep(weights, self._model.plan, team, layout, sample=sample, peer_memory=peer_memory)
+        lengths, latents = weights.lengths(branch.arguments), self._model.latents
+        if lengths is None:
+            layout = self._sharded.layout(branch, team)
+        else:
+            layout = TokenLayout.of(tuple(lengths), lengths, team.context.size)
+        fast = FastStep(weights, team, layout, latents=branch.inputs[latents], peer_memory=self._config.peer_memory)
 
         def prepare(branch: Branch) -> StepTensors:
-            return {LATENTS: fast.latents(branch.inputs), **self._hoisted.step_tensors(branch, weights, fast)}
+            return {latents: fast.tokens(branch.inputs[latents]), **self._hoisted.step_tensors(branch, weights, fast)}
 
-        return _Step(prepare=prepare, function=lambda tensors: fast(tensors[LATENTS], tensors))
+        return _Step(prepare=prepare, function=lambda tensors: fast(tensors[latents], tensors))
 
     def _module_step(self, like: Branch, team: Team) -> _Step:
         hoist = self._model.hoisted if has_whole_weights(team) else None

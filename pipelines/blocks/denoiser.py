@@ -46,6 +46,8 @@ def as_denoiser(
         probe=probe,
         hoisted=architecture.hoisted,
         fast=architecture.fast(config),
+        latents=architecture.latents,
+        timestep=architecture.timestep,
     )
 
 

@@ -25,8 +25,6 @@ from pipelines.blocks.own_parts import copied, own_parts, with_parts
 from pipelines.blocks.stand_in import Call, Exchange
 from pipelines.request import MediaRequest
 
-TIMESTEP = "timestep"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlocksState:
@@ -187,7 +185,8 @@ class BlocksSampler:
         """What the transformer gets as its timestep in each of the steps."""
         notes = (self._note_one(replace(state, step=step), {}) for step in range(len(state.steps)))
         calls = zip((note.exchange.calls[0] for note in notes), state.steps, strict=True)
-        timesteps = [self._adapted(call, step)[TIMESTEP].flatten()[:1] for call, step in calls]
+        name = self._architecture.timestep
+        timesteps = [self._adapted(call, step)[name].flatten()[:1] for call, step in calls]
         return torch.cat(timesteps).to(self._opened.models_device)
 
     def _adapted(self, call: Call, step: Mapping[str, Any]) -> Mapping[str, Any]:

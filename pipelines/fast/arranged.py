@@ -17,9 +17,9 @@ def gemm(linear: Any, precision: Precision, activation: Activation = "gelu") -> 
     return make_gemm(linear.weight, linear.bias, precision, activation)
 
 
-def stacked(linears: Sequence[Any], precision: Precision) -> Gemm:
+def stacked(linears: Sequence[Any], precision: Precision, activation: Activation = "gelu") -> Gemm:
     """Returns one GEMM for all ``linears``, whose parameters become views of its own."""
-    return make_gemm(*stack(linears), precision)
+    return make_gemm(*stack(linears), precision, activation)
 
 
 def pair(text: Any, image: Any, precision: Precision, activation: Activation = "gelu") -> Pair:

@@ -7,6 +7,7 @@ embedded text do not depend on the latents and are hoisted out of the steps.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,9 +31,19 @@ class MMDiTWeights(ABC):
     """
 
     shares_vectors = False
+    latents_stream = IMAGE
 
     def __init__(self, module: Any, blocks: Blocks) -> None:
         self.module, self.blocks = module, blocks
+
+    def lengths(self, arguments: Arguments) -> Mapping[str, int] | None:
+        return None
+
+    def tokens(self, latents: Tensor) -> Tensor:
+        return latents
+
+    def prediction(self, tokens_BSD: Tensor, latents: Tensor) -> Tensor:
+        return tokens_BSD
 
     def text(self, text_BTD: Tensor) -> Tensor:
         """Returns the embedded prompt, ``(B, T, C)``."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engines.core.model import LATENTS, TIMESTEP
 from engines.core.shard_plan import ShardPlan
 from pipelines.defaults import Defaults
 from pipelines.request import MediaRequest
@@ -86,8 +87,8 @@ class Architecture:
       blocks were called with. ``blank(config, call)`` is what the pipeline may take for the answer before there is one;
       ``forward(module, call)`` makes the call and gives one tensor, and ``answer(config, call, prediction)`` makes of
       that what the pipeline expects.
-    - ``set_kernel``: where diffusers' attention dispatcher does not do. ``hoisted`` as in ``DenoiserModel``;
-      ``fast(config)`` is its ``fast``, None where the transformer has no hand-ordered step.
+    - ``set_kernel``: where diffusers' attention dispatcher does not do. ``hoisted``, ``latents`` and ``timestep`` as in
+      ``DenoiserModel``; ``fast(config)`` is its ``fast``, None where the transformer has no hand-ordered step.
 
     ``used_by_blocks`` are its submodules, without weights, that diffusers' blocks use. ``num_steps(request, defaults)``
     are the steps of a request's schedule, told without torch.
@@ -122,6 +123,8 @@ class Architecture:
     set_kernel: Callable[[nn.Module, Kernel], None] | None = None
     hoisted: Callable[[nn.Module, ModelInputs], ModelInputs] | None = None
     fast: Callable[[Config], ArrangeWeights | None] = lambda config: None
+    latents: str = LATENTS
+    timestep: str = TIMESTEP
     num_steps: Callable[[MediaRequest, Defaults], int] = num_steps
     estimate: Callable[[Any, float], Mapping[str, Tensor] | None] = along_velocity
     first_frame: Callable[[Config, Mapping[str, Any]], Mapping[str, Any]] | None = None

@@ -18,6 +18,7 @@ from pipelines.models.image_sizes import vae_scale
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from engines.core.fast_model import ArrangeWeights, FastWeights, Precision
     from engines.core.kernel import Kernel
     from engines.core.model import Arguments
 
@@ -84,6 +85,17 @@ def set_kernel(module: nn.Module, kernel: Kernel) -> None:
         layer.attention.heads = layer.attention.to_q.out_features // layer.head_dim
 
 
+def fast(config: Config) -> ArrangeWeights | None:
+    """A transformer that sees pictures through SigLIP has no hand-ordered step."""
+    return arranged if config.get("siglip_feat_dim") is None else None
+
+
+def arranged(transformer: nn.Module, precision: Precision) -> FastWeights:
+    from pipelines.fast.z_image import ZImageWeights
+
+    return ZImageWeights(transformer, precision)
+
+
 def defaults(path: Path) -> Defaults:
     """Z-Image-Turbo's, which is what most people have."""
     return Defaults(
@@ -118,4 +130,7 @@ ARCHITECTURE = Architecture(
     forward=forward,
     answer=answer,
     set_kernel=set_kernel,
+    fast=fast,
+    latents="x.0",
+    timestep="t",
 )

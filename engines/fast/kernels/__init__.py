@@ -11,12 +11,14 @@ from engines.fast.kernels.norm import norm_modulate, residual_norm_modulate
 from engines.fast.kernels.quantize import quantize_rows
 from engines.fast.kernels.records import HeadNorms, Modulation
 from engines.fast.kernels.rows import QuantRows, Rows
+from engines.fast.kernels.sandwich import add_normed, scaled_norm
 
 __all__ = [
     "HeadNorms",
     "Modulation",
     "QuantRows",
     "Rows",
+    "add_normed",
     "collected_rows",
     "gated",
     "join_columns",
@@ -25,4 +27,5 @@ __all__ = [
     "norm_modulate",
     "quantize_rows",
     "residual_norm_modulate",
+    "scaled_norm",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engines.fast.kernels.records import EPS, HeadNorms
+from engines.fast.kernels.records import HeadNorms
 
 
 def norm_and_rotate(qkv_R3HD: Tensor, norms: HeadNorms, out_LB3HD: Tensor) -> None:
@@ -30,7 +30,7 @@ def norm_and_rotate(qkv_R3HD: Tensor, norms: HeadNorms, out_LB3HD: Tensor) -> No
         )
     ).unsqueeze(2)
     x_R2HD = qkv_R3HD[:, :2].float()
-    x_R2HD = x_R2HD * torch.rsqrt(x_R2HD.square().mean(-1, keepdim=True) + EPS) * weight_R12D.float()
+    x_R2HD = x_R2HD * torch.rsqrt(x_R2HD.square().mean(-1, keepdim=True) + norms.eps) * weight_R12D.float()
     even, odd = x_R2HD[..., 0::2], x_R2HD[..., 1::2]
     batch = out_LB3HD.shape[1]
     cos, sin = (table_LP.repeat_interleave(batch, 0)[:, None, None] for table_LP in (norms.cos_LP, norms.sin_LP))

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engines.fast.kernels.records import EPS, HeadNorms
+from engines.fast.kernels.records import HeadNorms
 
 
 @triton.jit
@@ -63,7 +63,7 @@ def launch(qkv_R3HD: Tensor, norms: HeadNorms, out_LB3HD: Tensor) -> None:
     token, entry, which, outer, middle, inner, _ = out_LB3HD.stride()
     _norm_rotate[(rows, 2 if in_place else 3)](
         qkv_R3HD, out_LB3HD, *_tables(qkv_R3HD, norms), batch, qkv_R3HD.stride(0), qkv_R3HD.stride(1), num_heads,
-        heads_1, heads_2, 0, token, entry, which, outer, middle, inner, EPS,
+        heads_1, heads_2, 0, token, entry, which, outer, middle, inner, norms.eps,
         TO_PEERS=False, HAS_BIAS=norms.bias_3HD is not None, HEADS=triton.next_power_of_2(num_heads), PAIRS=dim // 2,
         num_warps=_num_warps(num_heads),
     )  # fmt: skip
@@ -94,7 +94,7 @@ def launch_to_peers(qkv_R3HD: Tensor, norms: HeadNorms, batch: int, addresses_W:
     token = batch * 3 * each * dim
     _norm_rotate[(rows, 3)](
         qkv_R3HD, addresses_W, *_tables(qkv_R3HD, norms), batch, qkv_R3HD.stride(0), qkv_R3HD.stride(1), num_heads,
-        addresses_W.shape[0], each, first_token * token, token, 3 * each * dim, each * dim, 0, 0, dim, EPS,
+        addresses_W.shape[0], each, first_token * token, token, 3 * each * dim, each * dim, 0, 0, dim, norms.eps,
         TO_PEERS=True, HAS_BIAS=norms.bias_3HD is not None, HEADS=triton.next_power_of_2(num_heads), PAIRS=dim // 2,
         num_warps=_num_warps(num_heads),
     )  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 EPS = 1e-6
-"""Added to the variance in layer norms, and to the mean square in RMS norms."""
+"""What is added to the variance in layer norms and, where nothing else is said, to the mean square in RMS norms."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,7 @@ class HeadNorms:
     """What is done to q and k per head: RMS norm with ``weight_S2D`` (segment, q or k), then rotation of pairs.
 
     ``cos_LP`` and ``sin_LP`` (float32) turn the pair (2p, 2p + 1) of token l. The first ``first_rows`` rows take
-    segment 0, the others the last one. ``bias_3HD`` is added to every row before that.
+    segment 0, the others the last one. ``bias_3HD`` is added to every row before that; ``eps`` to the mean square.
     """
 
     weight_S2D: Tensor
@@ -48,6 +48,7 @@ class HeadNorms:
     sin_LP: Tensor
     first_rows: int
     bias_3HD: Tensor | None = None
+    eps: float = EPS
 
     def run(self, start: int, stop: int, batch: int) -> HeadNorms:
         """Returns the norms of the rows from ``start`` to ``stop`` alone."""

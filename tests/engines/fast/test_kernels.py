@@ -19,7 +19,16 @@ from diffusers.models.transformers.transformer_flux2 import Flux2SwiGLU
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engines.fast.kernels import HeadNorms, Modulation, gated, norm_and_rotate, norm_modulate, quantize_rows
+from engines.fast.kernels import (
+    HeadNorms,
+    Modulation,
+    add_normed,
+    gated,
+    norm_and_rotate,
+    norm_modulate,
+    quantize_rows,
+    scaled_norm,
+)
 from engines.fast.kernels import residual_norm_modulate as residual
 from engines.fast.kernels.rows import QuantRows
 from tests.support.patience import PATIENCE_S
@@ -69,6 +78,17 @@ def test_gate_with_two_segments_meets_modulation_with_one() -> None:
     gates = torch.cat((gate_SBC[0].repeat(TEXT, 1), gate_SBC[1].repeat(IMAGE, 1)))
     expected = expected_norm(x_RC + gates * y_RC, one_SBC.expand(2, -1, -1), one_SBC.expand(2, -1, -1))
     torch.testing.assert_close(residual(x_RC, (y_RC,), gate_SBC, modulation), expected)
+
+
+def test_a_sandwich_norms_what_is_added_and_the_sum() -> None:
+    x_RC, y_RC, (gate_BC, scale_BC) = torch.randn(ROWS, CHANNELS), torch.randn(ROWS, CHANNELS), vectors()
+    norm = nn.RMSNorm(CHANNELS, eps=1e-3, elementwise_affine=False)
+    gate_RC, scale_RC = (vector_BC.repeat(ROWS // BATCH, 1) for vector_BC in (gate_BC, scale_BC))
+    torch.testing.assert_close(scaled_norm(x_RC, scale_BC, eps=1e-3), norm(x_RC) * scale_RC)
+    sum_RC = x_RC + gate_RC * norm(y_RC)
+    result = add_normed(x_RC, y_RC, gate_BC, scale_BC, eps=1e-3)
+    torch.testing.assert_close(x_RC, sum_RC)
+    torch.testing.assert_close(result, norm(sum_RC) * scale_RC)
 
 
 def test_norm_and_rotate_equals_diffusers() -> None:

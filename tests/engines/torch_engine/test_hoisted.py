@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 
 from engines.core.layout import TokenLayout
-from engines.core.model import Branch, ModelInputs, Schedule
+from engines.core.model import LATENTS, Branch, ModelInputs, Schedule
 from engines.parallel.mesh import team_of_one
 from engines.torch_engine.fast_step import FastStep
 from engines.torch_engine.hoisted import HoistedCache
@@ -24,7 +24,7 @@ def parts() -> tuple[Branch, Any, FastStep]:
     (branch,) = models.branches("flux", "even")
     weights = FluxWeights(models.transformer("flux"), "native")
     layout = TokenLayout.of(SHARD_PLAN.streams, stream_lengths({}, branch.inputs), 1)
-    fast = FastStep(weights, SHARD_PLAN, team_of_one(), layout, sample=branch.inputs["hidden_states"])
+    fast = FastStep(weights, team_of_one(), layout, latents=branch.inputs[LATENTS])
     return branch, weights, fast
 
 
@@ -53,7 +53,7 @@ def test_entries_of_a_batch_may_be_at_different_times() -> None:
     mixed = replace(branch, inputs={**branch.inputs, "timestep": timestep_B})
     expected = models.transformer("flux")(**mixed.inputs)[0]
     torch.testing.assert_close(
-        fast(fast.latents(mixed.inputs), HoistedCache().step_tensors(mixed, weights, fast)), expected
+        fast(fast.tokens(mixed.inputs[LATENTS]), HoistedCache().step_tensors(mixed, weights, fast)), expected
     )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engines.core.fast_model import Precision
 from engines.core.layout import TokenLayout
+from engines.core.model import LATENTS
 from engines.core.spec import ParallelSpec
 from engines.parallel.mesh import Groups, Team, Teams, team_of_one
 from engines.parallel.self_check import relative_difference
@@ -41,9 +42,9 @@ def weights(precision: Precision = "native") -> Any:
 def step(team: Team, length: str, precision: Precision = "native") -> Tensor:
     (branch,) = models.branches("flux", length)
     layout = TokenLayout.of(SHARD_PLAN.streams, stream_lengths({}, branch.inputs), team.context.size)
-    fast = FastStep(weights(precision), SHARD_PLAN, team, layout, sample=branch.inputs["hidden_states"])
+    fast = FastStep(weights(precision), team, layout, latents=branch.inputs[LATENTS])
     with torch.no_grad():
-        return fast(fast.latents(branch.inputs), HoistedCache().step_tensors(branch, weights(precision), fast))
+        return fast(fast.tokens(branch.inputs[LATENTS]), HoistedCache().step_tensors(branch, weights(precision), fast))
 
 
 STRATEGIES = [("ulysses", 2), ("ulysses", 4), ("ring", 2), ("allgather_kv", 4), ("hybrid", 4)]

@@ -1,4 +1,4 @@
-"""Hand-ordered steps of FLUX.2 and Qwen-Image give their module's own answer, alone and on Gloo ranks."""
+"""Hand-ordered steps of FLUX.2, Qwen-Image and Z-Image give their module's own answer, alone and on Gloo ranks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch import Tensor
 from engines.core.model import Branch
 from engines.parallel.self_check import relative_difference
 from engines.torch_engine.engine import TorchEngine
+from engines.torch_engine.fast_step import FastStep
 from pipelines.blocks import blank
 from pipelines.blocks.opened import OpenedPipeline
 from pipelines.checkpoint import Checkpoint
-from pipelines.fast.mmdit import FastMMDiT
 from pipelines.run import PlainEngine
 from pipelines.size import Size
 from tests.engines.support.gloo import gang
@@ -31,6 +31,7 @@ MAKERS = {
     "flux2 klein": tiny_pictures.flux2_klein,
     "qwen": tiny_qwen.qwen,
     "qwen edit": tiny_qwen.qwen_edit,
+    "z image": tiny_pictures.z_image,
 }
 STRATEGIES = [("ulysses", 2), ("ring", 2), ("hybrid", 4)]
 
@@ -56,7 +57,7 @@ def predicted(folder: Path, strategy: str, precision: str = "native") -> tuple[t
     """The answers, and how often a hand-ordered step ran."""
     ranks = tuple(range(torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1))
     engine = TorchEngine(Checkpoint(folder).denoiser(), strategy=strategy, precision=precision, fast=True)
-    with patch.object(FastMMDiT, "step", autospec=True, side_effect=FastMMDiT.step) as step:
+    with patch.object(FastStep, "__call__", autospec=True, side_effect=FastStep.__call__) as step:
         return engine.predict(first_step(folder), ranks), step.call_count
 
 
@@ -73,20 +74,20 @@ def test_one_rank_equals_the_module(name: str, folder_of: Callable[[str], Path])
 
 
 @pytest.mark.parametrize(("strategy", "num_ranks"), STRATEGIES)
-@pytest.mark.parametrize("name", ["flux2 dev", "qwen edit"])
+@pytest.mark.parametrize("name", ["flux2 dev", "qwen edit", "z image"])
 def test_ranks_equal_the_module(name: str, strategy: str, num_ranks: int, folder_of: Callable[[str], Path]) -> None:
     for answers, num_steps in gang(num_ranks).run(predicted, folder_of(name), strategy):
         assert num_steps == len(answers)
         assert max(map(relative_difference, answers, expected(folder_of(name)))) <= BOUND
 
 
-@pytest.mark.parametrize("name", ["flux2 dev", "qwen"])
+@pytest.mark.parametrize("name", ["flux2 dev", "qwen", "z image"])
 def test_a_broken_exchange_shows(name: str, folder_of: Callable[[str], Path]) -> None:
     for answers in gang(2).run(without_exchange, folder_of(name)):
         assert max(map(relative_difference, answers, expected(folder_of(name)))) > 1000 * BOUND
 
 
-@pytest.mark.parametrize("name", ["flux2 dev", "qwen"])
+@pytest.mark.parametrize("name", ["flux2 dev", "qwen", "z image"])
 def test_fp8_is_close(name: str, folder_of: Callable[[str], Path]) -> None:
     answers, num_steps = predicted(folder_of(name), "ulysses", "fp8")
     assert num_steps == len(answers)

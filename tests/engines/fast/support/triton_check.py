@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[4]))
 from engines.fast.kernels import (
     HeadNorms,
     Modulation,
+    add_normed,
     gate_triton,
     gated,
     heads_triton,
@@ -26,6 +27,8 @@ from engines.fast.kernels import (
     push_triton,
     quantize_rows,
     quantize_triton,
+    sandwich_triton,
+    scaled_norm,
 )
 from engines.fast.kernels import residual_norm_modulate as residual
 from engines.fast.kernels.rows import QuantRows
@@ -71,6 +74,18 @@ def check_norm(device: str, *, channels: int, first: int, gates: int, segments: 
             got = norm_triton.launch(x_there, moved_updates, gate.to(device), there, quantize)
             close(got, residual(x_here, updates, gate, modulation, quantize=quantize))
             close(x_there, x_here)
+
+
+def check_sandwich(device: str) -> None:
+    batch, rows, channels, eps = 2, 10, 48, 1e-3
+    x, y, gate, scale = torch.randn(rows, channels), torch.randn(rows, channels), *torch.randn(2, batch, channels)
+    for quantize in (False, True):
+        x_here, x_there = x.clone(), x.clone().to(device)
+        got = sandwich_triton.launch(x_there, None, None, scale.to(device), eps, quantize)
+        close(got, scaled_norm(x_here, scale, eps=eps, quantize=quantize))
+        got = sandwich_triton.launch(x_there, y.to(device), gate.to(device), scale.to(device), eps, quantize)
+        close(got, add_normed(x_here, y, gate, scale, eps=eps, quantize=quantize))
+        close(x_there, x_here)
 
 
 def check_heads(device: str, *, heads: int, dim: int, outer: int, inner: int) -> None:
@@ -173,6 +188,7 @@ def main(device: str) -> None:
     check_norm(device, channels=48, first=4, gates=2, segments=2)
     check_norm(device, channels=96, first=4, gates=2, segments=1)
     check_norm(device, channels=64, first=0, gates=1, segments=1)
+    check_sandwich(device)
     check_heads(device, heads=12, dim=16, outer=2, inner=2)
     check_heads(device, heads=6, dim=8, outer=1, inner=3)
     for gelu in (False, True):
