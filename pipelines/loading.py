@@ -44,7 +44,7 @@ def resolve_configuration(source: str) -> Path:
     A folder, the name of a shipped checkpoint, a published model by its name ("Wan2.1-T2V-14B") or its hub id, or any
     other hub id. ValueError as for ``resolve_path``.
     """
-    name = source.rsplit("/", 1)[-1].removesuffix("-Diffusers")
+    name = source.rsplit("/", 1)[-1].replace("-Diffusers", "")
     if (PUBLISHED / name).is_dir() and not Path(source).is_dir():
         return PUBLISHED / name
     try:

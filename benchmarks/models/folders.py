@@ -16,6 +16,8 @@ from pipelines.directory import read_config, read_index
 from pipelines.loading import resolve_configuration
 
 SEED = 1
+VISION_START = "<|vision_start|>"
+"""Cosmos 3 ends prompts with it."""
 CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
@@ -30,16 +32,16 @@ def write_folder(name: str, folder: Path, device: torch.device) -> None:
     shutil.copytree(published, folder)
     with torch.device(device), default_dtype(torch.bfloat16):
         torch.manual_seed(SEED)
-        for part in ("transformer", "vae"):
-            _save(_diffusers_model(published, part), folder / part)
+        for part in read_index(published):
+            if (folder / part / "config.json").is_file():
+                _save(_diffusers_model(published, part), folder / part)
         for part, make in ENCODERS[name].items():
             _save(make(), folder / part)
-    for part in read_index(published):
-        if part.startswith("tokenizer"):
-            letters().save_pretrained(folder / part)
     index = json.loads((folder / "model_index.json").read_text())
-    plain = {part: ["transformers", "PreTrainedTokenizerFast"] for part in index if part.startswith("tokenizer")}
-    (folder / "model_index.json").write_text(json.dumps(index | plain, indent=1))
+    plain = {part: ["transformers", "PreTrainedTokenizerFast"] for part in index if _is_tokenizer(published, part)}
+    for part in plain:
+        letters().save_pretrained(folder / part)
+    (folder / "model_index.json").write_text(json.dumps(index | plain | UNGUARDED.get(name, {}), indent=1))
 
 
 def letters() -> Any:
@@ -47,14 +49,21 @@ def letters() -> Any:
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    known = ["<pad>", *string.printable, "<eos>"]
+    known = ["<pad>", *string.printable, "<eos>", VISION_START]
     tokens = Tokenizer(models.WordLevel({letter: number for number, letter in enumerate(known)}, unk_token=" "))
     tokens.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokens.post_processor = processors.TemplateProcessing(
         single=["$A", "<eos>"], special_tokens=[("<eos>", known.index("<eos>"))]
     )
-    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": " "}
+    special: dict[str, Any] = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": " "}
+    special["additional_special_tokens"] = [VISION_START]
     return PreTrainedTokenizerFast(tokenizer_object=tokens, chat_template=CHAT, model_max_length=512, **special)
+
+
+def _is_tokenizer(published: Path, part: str) -> bool:
+    """Tokenizers of sound are models of diffusers."""
+    entry = read_index(published)[part]
+    return isinstance(entry, list) and entry[0] == "transformers" and "Tokenizer" in entry[1]
 
 
 def _diffusers_model(published: Path, part: str) -> Any:
@@ -101,9 +110,23 @@ def _t5() -> Any:
     return T5EncoderModel(T5Config(**sizes, vocab_size=32128, feed_forward_proj="gated-gelu"))
 
 
+def _umt5() -> Any:
+    """The encoder of UMT5 XXL."""
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    sizes = {"d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64}
+    return UMT5EncoderModel(UMT5Config(**sizes, vocab_size=256384, feed_forward_proj="gated-gelu"))
+
+
+WAN: Mapping[str, Callable[[], Any]] = {"text_encoder": _umt5}
+
 ENCODERS: Mapping[str, Mapping[str, Callable[[], Any]]] = {
+    "Cosmos3-Nano": {},
     "FLUX.1-dev": {"text_encoder": _clip, "text_encoder_2": _t5},
     "FLUX.2-klein-4B": {"text_encoder": lambda: _qwen3("Qwen3ForCausalLM")},
+    **dict.fromkeys(("Wan2.1-T2V-1.3B", "Wan2.1-T2V-14B", "Wan2.2-I2V-A14B", "Wan2.2-T2V-A14B", "Wan2.2-TI2V-5B"), WAN),
     "Z-Image-Turbo": {"text_encoder": lambda: _qwen3("Qwen3Model")},
 }
 """Text encoders by model and part."""
+UNGUARDED: Mapping[str, Mapping[str, Any]] = {"Cosmos3-Nano": {"enable_safety_checker": False}}
+"""Settings of the pipeline: what a guardrail makes of noise tells nothing."""

@@ -2,55 +2,87 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.models.making import default_dtype, draw_vectors
 from engines.core.model import Branch, DenoiserModel
-from pipelines.blocks import blank
-from pipelines.blocks.arguments import nested
+from pipelines.blocks.blank import blank_conditioning
 from pipelines.blocks.denoiser import as_denoiser
+from pipelines.blocks.encoder import on_device
 from pipelines.blocks.opened import OpenedPipeline
+from pipelines.blocks.sampler import BlocksSampler
 from pipelines.checkpoint import Checkpoint
+from pipelines.defaults import Defaults
 from pipelines.directory import read_config
+from pipelines.size import Size
 
 SEED = 1
+PICTURE, PICTURE_TOKENS = Size(width=1024, height=1024), 512
+ATTENTIONS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+"""Torch's fused kernels, of which its counter of operations does not know all, nor all with grouped heads."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishedModel:
-    """``module`` is the first transformer, equal on all ranks; ``branch`` its first call. Both are on one device."""
+    """``module`` is the first transformer, equal on all ranks. Its first call is ``own_call`` as diffusers' blocks make
+    it, and ``branch`` as engines get it. All are on one device."""
 
     name: str
+    size: Size
+    num_tokens: int
     module: Any
+    own_call: Mapping[str, Any]
     branch: Branch
     opened: OpenedPipeline
 
     @classmethod
     @torch.no_grad()
-    def made(cls, name: str, device: torch.device, dtype: torch.dtype, side: int, num_tokens: int) -> PublishedModel:
-        """For pictures of ``side`` x ``side`` pixels and prompts of ``num_tokens``. ValueError for unknown names."""
+    def made(
+        cls,
+        name: str,
+        device: torch.device,
+        dtype: torch.dtype,
+        size: Size | None = None,
+        num_tokens: int | None = None,
+    ) -> PublishedModel:
+        """``size`` of the picture or clip and tokens of the prompt; unsaid they are ``PICTURE`` and ``PICTURE_TOKENS``,
+        and of a clip the model's own. ValueError for unknown names, and sizes that the model does not make.
+        """
         checkpoint = Checkpoint.of_configuration(name, device, dtype)
         opened = OpenedPipeline(checkpoint.path, device, dtype)
-        request = replace(checkpoint.defaults.request(), width=side, height=side)
-        generator = torch.Generator().manual_seed(SEED)
-        branch, *_ = blank.first_step(opened, request, num_tokens, generator)
-        return cls(name=name, module=_random(opened, device, dtype), branch=branch, opened=opened)
+        request = checkpoint.defaults.typical_request(size or _usual_size(checkpoint.defaults))
+        tokens = num_tokens or _usual_tokens(checkpoint.defaults)
+        conditioning = blank_conditioning(opened, request, tokens, torch.Generator().manual_seed(SEED))
+        sampler = BlocksSampler(opened)
+        state = sampler.begin(request, conditioning)
+        (_, call), *_ = sampler.calls(state)
+        branch = sampler.branches(state)[0]
+        return cls(
+            name=name,
+            size=Size(width=request.width, height=request.height, num_frames=request.num_frames),
+            num_tokens=tokens,
+            module=_random(opened, device, dtype),
+            own_call=_rounded_as(branch, on_device(call, device, {})),
+            branch=branch,
+            opened=opened,
+        )
 
     def call(self) -> Tensor:
-        """A forward of the module as it is now."""
-        answer: Tensor = self.opened.architecture.forward(self.module, nested(self.branch.arguments))
-        return answer
+        """All values that diffusers' module predicts, in a row; not once ``denoiser`` was asked for."""
+        output = self.module(**self.own_call, return_dict=False)
+        return torch.cat([x.flatten() for x in tree_leaves(output) if isinstance(x, Tensor)])
 
     def flop(self) -> int:
-        """Of matrix products and attention in one forward: each weight times the tokens that it sees."""
-        plain = sdpa_kernel(SDPBackend.MATH)  # the counter knows not every fused kernel
-        with plain, FlopCounterMode(display=False) as counter:
+        """Of matrix products and attention in one ``call``: each weight times the tokens that it sees."""
+        operators = (getattr(torch.ops.aten, f"_scaled_dot_product_{name}") for name in ATTENTIONS)
+        with FlopCounterMode(display=False, custom_mapping=dict.fromkeys(operators, _attention_flop)) as counter:
             self.call()
         return int(counter.get_total_flops())
 
@@ -58,6 +90,29 @@ class PublishedModel:
         """The module with the project's plan; its attention is ours from now on."""
         (name, *_), config = self.opened.transformers, self.opened.part_config(self.opened.transformers[0])
         return as_denoiser({name: self.module}, self.opened.architecture, config, probe=tuple)
+
+
+def _usual_size(defaults: Defaults) -> Size:
+    if defaults.kind == "image":
+        return PICTURE
+    return Size(width=defaults.width, height=defaults.height, num_frames=defaults.num_frames)
+
+
+def _usual_tokens(defaults: Defaults) -> int:
+    """0 where a model has a number of its own."""
+    return PICTURE_TOKENS if defaults.kind == "image" else defaults.max_tokens
+
+
+def _rounded_as(branch: Branch, call: Mapping[str, Any]) -> dict[str, Any]:
+    """``call`` with the timestep of ``branch``: some of diffusers' blocks round it to bfloat16, another step."""
+    same = {name: x for name, x in branch.inputs.items() if name in call and call[name].shape == x.shape}
+    return {**call, **same}
+
+
+def _attention_flop(query: torch.Size, key: torch.Size, *_: Any, **__: Any) -> int:
+    """From shapes (B, H, L, D) and (B, G, M, D): products of queries and keys, and of what comes of them and values."""
+    batch, heads, length, dim = query
+    return 4 * batch * heads * length * key[2] * dim
 
 
 def _random(opened: OpenedPipeline, device: torch.device, dtype: torch.dtype) -> Any:

@@ -116,8 +116,9 @@ def _filled(value: Any, generator: torch.Generator | None) -> Any:
 
 
 def _drawn(value: Any, generator: torch.Generator) -> Any:
+    """Random numbers in place of zeros. Masks are ones, and stay."""
     if isinstance(value, list):
         return [_drawn(x, generator) for x in value]
-    if not isinstance(value, Tensor) or not value.is_floating_point():
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.any():
         return value
     return torch.randn(value.shape, generator=generator)

@@ -96,10 +96,14 @@ class BlocksSampler:
 
     def branches(self, state: BlocksState) -> tuple[Branch, ...]:
         schedule = None if state.timesteps_S is None else Schedule(timesteps_S=state.timesteps_S, step=state.step)
-        calls = (call for noted in self._note(state) for call in noted.exchange.calls)
         step = state.steps[state.step]
         additions = normal_mix(tuple((lora.name, lora.scale) for lora in state.request.loras))
-        return tuple(replace(self._branch(call, step), schedule=schedule, additions=additions) for call in calls)
+        branches = (self._branch(call, step) for call in self.calls(state))
+        return tuple(replace(branch, schedule=schedule, additions=additions) for branch in branches)
+
+    def calls(self, state: BlocksState) -> tuple[Call, ...]:
+        """The forwards of the step as the pipeline's blocks ask for them."""
+        return tuple(call for noted in self._note(state) for call in noted.exchange.calls)
 
     def advance(self, state: BlocksState, predictions: tuple[Tensor, ...]) -> BlocksState:
         noted, *negative = self._note(state)
