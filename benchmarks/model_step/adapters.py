@@ -22,6 +22,7 @@ from benchmarks.models.published import PublishedModel
 from benchmarks.timing import measure
 from engines.core.additions import LowRank, Mix
 from engines.torch_engine.engine import TorchEngine
+from pipelines.size import Size
 
 ALONE = (0,)
 
@@ -31,7 +32,7 @@ def main() -> None:
     device = torch.device("cuda", 0)
     hardware = torch.cuda.get_device_name(device)
     document: dict[str, Any] = {"hardware": hardware, "torch": torch.__version__, "model": arguments.model}
-    model = PublishedModel.made(arguments.model, device, torch.bfloat16, arguments.side, arguments.tokens)
+    model = PublishedModel.made(arguments.model, device, torch.bfloat16, arguments.size, arguments.tokens)
     document["results"] = [result_of(model, rank) for rank in arguments.ranks]
     print(json.dumps(document))
 
@@ -73,8 +74,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="FLUX.1-dev")
     parser.add_argument("--ranks-of-adapters", dest="ranks", nargs="+", type=int, default=(16, 64))
-    parser.add_argument("--side", type=int, default=1024)
-    parser.add_argument("--tokens", type=int, default=512, help="of the prompt")
+    parser.add_argument("--size", type=Size.parse, help="of the picture")
+    parser.add_argument("--tokens", type=int, help="of the prompt")
     return parser.parse_args()
 
 
