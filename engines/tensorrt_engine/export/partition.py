@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from engines.tensorrt_engine.export.markers import CUT, JOIN
+from engines.tensorrt_engine.export.real_numbers import write_complex_as_real
 from engines.tensorrt_engine.export.subgraph import extract, input_name, is_size, resolve
 
 _COLLECTIVE_NAMESPACE = "_c10d_functional::"
@@ -48,6 +50,8 @@ class Parts:
 def partition(traced: fx.GraphModule) -> Parts:
     """Cuts ``traced`` (of ``torch.export``, unlifted) at its markers. The core never depends on the rank."""
     _drop_assertions(traced.graph)
+    _refuse_regions(traced)
+    write_complex_as_real(traced.graph)
     _mark_parameters(traced)
     nodes = [node for node in traced.graph.nodes if node.op != "output"]
     prologue = _prologue(nodes)
@@ -79,6 +83,16 @@ def _drop_assertions(graph: fx.Graph) -> None:
         if node.op == "call_function" and not node.users and ("assert" in node.name or "constrain" in node.name):
             graph.erase_node(node)
     graph.eliminate_dead_code()
+
+
+def _refuse_regions(traced: fx.GraphModule) -> None:
+    """ValueError for a part of the forward that is a graph of its own: under another autocast, or a condition."""
+    for node in traced.graph.nodes:
+        if node.op == "get_attr" and isinstance(operator.attrgetter(str(node.target))(traced), nn.Module):
+            raise ValueError(
+                f"the traced forward has a region of its own ({next(iter(node.users)).target}), which no engine "
+                "can hold: use engine: torch"
+            )
 
 
 def _mark_parameters(traced: fx.GraphModule) -> None:

@@ -1,0 +1,108 @@
+"""Models that run through diffusers' blocks as engines: each rank's answer, what the graph holds, what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engines.core.model import Branch, DenoiserModel
+from engines.core.spec import ParallelSpec
+from engines.tensorrt_engine.build.report import read_engine_text
+from engines.tensorrt_engine.export.exported import export, rank_weights
+from engines.tensorrt_engine.export.trace import offline_team
+from pipelines.blocks import blank
+from pipelines.blocks.opened import OpenedPipeline
+from pipelines.checkpoint import Checkpoint
+from pipelines.size import Size
+from tests.engines.tensorrt_engine.conftest import Build
+from tests.engines.tensorrt_engine.support.all_ranks import Case, relative_error
+from tests.pipelines.support import tiny_pictures, tiny_qwen, tiny_video
+
+BOUND = 1e-5
+NUM_TEXT = 11
+MAKERS = {
+    "flux2": tiny_pictures.flux2_dev,
+    "qwen": tiny_qwen.qwen,
+    "wan from a picture": tiny_video.wan_picture,
+    "z image": tiny_pictures.z_image,
+}
+EXPORTED = [(name, strategy) for name in list(MAKERS)[:3] for strategy in ("ulysses", "tensor")]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Model:
+    denoiser: DenoiserModel
+    branch: Branch
+
+    @torch.no_grad()
+    def expected(self) -> Tensor:
+        return self.denoiser.forward(self.denoiser.modules[self.branch.module], self.branch.arguments)
+
+    def case(self, strategy: str) -> Case:
+        name = self.branch.module
+        with offline_team(ParallelSpec.of(strategy, 2)) as team:
+            exported = export(self.denoiser, self.branch, team)
+            teams = [replace(team, tensor=replace(team.tensor, index=index)) for index in range(team.tensor.size)]
+        weights = [rank_weights(self.denoiser, name, each) for each in teams]
+        return Case(exported=exported, weights=tuple(weights * (2 // len(weights))))
+
+
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
+    @cache
+    def model(name: str) -> Model:
+        folder: Path = MAKERS[name](tmp_path_factory.mktemp("model"))
+        checkpoint = Checkpoint(folder)
+        defaults, opened = checkpoint.defaults, OpenedPipeline(folder, torch.device("cpu"), torch.float32)
+        size = Size(width=5 * defaults.size_multiple, height=3 * defaults.size_multiple, num_frames=defaults.num_frames)
+        request = defaults.request(size, num_inference_steps=3, num_pictures=defaults.min_pictures)
+        first, *_ = blank.first_step(opened, request, NUM_TEXT, torch.Generator().manual_seed(3))
+        return Model(denoiser=checkpoint.denoiser(), branch=first)
+
+    return model
+
+
+@pytest.fixture(scope="module")
+def case_of(model_of: Callable[[str], Model]) -> Callable[[str, str], Case]:
+    return cache(lambda name, strategy: model_of(name).case(strategy))
+
+
+@pytest.mark.parametrize(("name", "strategy"), EXPORTED)
+def test_every_rank_predicts_what_one_device_does(
+    name: str, strategy: str, model_of: Callable[[str], Model], case_of: Callable[[str, str], Case]
+) -> None:
+    model = model_of(name)
+    for prediction in case_of(name, strategy).predictions(model.branch.inputs):
+        assert relative_error(prediction, model.expected()) <= BOUND
+
+
+@pytest.mark.parametrize(("name", "strategy"), EXPORTED)
+def test_control_a_broken_exchange_is_seen(
+    name: str, strategy: str, model_of: Callable[[str], Model], case_of: Callable[[str, str], Case]
+) -> None:
+    model, case = model_of(name), case_of(name, strategy)
+    num_exchanges = sum(case.exported.graph.collectives().values()) - 1  # the last one gathers the prediction
+    broken = case.predictions(model.branch.inputs, skip_collectives=range(num_exchanges))[-1]
+    assert not relative_error(broken, model.expected()) <= 1000 * BOUND
+
+
+@pytest.mark.parametrize(("name", "strategy"), EXPORTED)
+def test_the_builder_takes_the_graph(
+    name: str, strategy: str, case_of: Callable[[str, str], Case], build_file: Build
+) -> None:
+    graph = case_of(name, strategy).exported.graph
+    text = read_engine_text(build_file(graph.serialized()))
+    assert text is not None
+    assert text.collectives == graph.collectives()
+
+
+def test_a_forward_with_a_region_of_its_own_is_refused(model_of: Callable[[str], Model]) -> None:
+    """Z-Image turns queries under another autocast."""
+    with pytest.raises(ValueError, match=r"region of its own .*engine: torch"):
+        model_of("z image").case("ulysses")
