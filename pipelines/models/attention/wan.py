@@ -61,10 +61,21 @@ class CrossProcessor:
         is_made = encoder_hidden_states.ndim == 4
         made = encoder_hidden_states.unbind(0) if is_made else cross_keys_and_values(attn, encoder_hidden_states)
         q_BHLD, *made_BHTD = (in_heads(attn, x_BLC).transpose(1, 2) for x_BLC in (queries(attn, hidden_states), *made))
-        parts = zip(*(_pictures_and_text(attn, x_BHTD, dim=2) for x_BHTD in made_BHTD), strict=True)
-        attended = [functional.scaled_dot_product_attention(q_BHLD, k_BHTD, v_BHTD) for k_BHTD, v_BHTD in parts]
-        out_BHLD = attended[0] if len(attended) == 1 else attended[1] + attended[0]
+        *of_pictures, of_text = zip(*(_pictures_and_text(attn, x_BHTD, dim=2) for x_BHTD in made_BHTD), strict=True)
+        out_BHLD = functional.scaled_dot_product_attention(q_BHLD, *of_text)
+        for k_BHPD, v_BHPD in of_pictures:
+            out_BHLD = out_BHLD + _beside_text(q_BHLD, k_BHPD, v_BHPD)
         return project_out(attn, out_BHLD.transpose(1, 2))
+
+
+def _beside_text(q_BHLD: Tensor, k_BHPD: Tensor, v_BHPD: Tensor) -> Tensor:
+    """Returns ``out_BHLD``. In an export each head is an entry of the batch by itself: TensorRT-RTX 1.7 dies of two
+    attentions in one graph that share their queries, and the text's has these.
+    """
+    if not torch.compiler.is_exporting():
+        return functional.scaled_dot_product_attention(q_BHLD, k_BHPD, v_BHPD)
+    q, k, v = (x.flatten(0, 1).unsqueeze(1) for x in (q_BHLD, k_BHPD, v_BHPD))
+    return functional.scaled_dot_product_attention(q, k, v).view_as(q_BHLD)
 
 
 def queries(attn: WanAttention, x_BLC: Tensor) -> Tensor:

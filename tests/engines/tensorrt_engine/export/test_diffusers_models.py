@@ -32,7 +32,11 @@ MAKERS = {
     "wan from a picture": tiny_video.wan_picture,
     "z image": tiny_pictures.z_image,
 }
-EXPORTED = [(name, strategy) for name in list(MAKERS)[:3] for strategy in ("ulysses", "tensor")]
+EXPORTED = [
+    ("qwen", "ulysses"),
+    *(pytest.param(name, "ulysses", marks=pytest.mark.slow) for name in ("flux2", "wan from a picture")),
+    *(pytest.param(name, "tensor", marks=pytest.mark.slow) for name in ("flux2", "qwen", "wan from a picture")),
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
