@@ -15,7 +15,7 @@ from tests.support.fenced import ROOT
 
 __all__ = ["models", "official", "url"]
 
-PICTURES, CLIPS = "flux-shapes", "wan-shapes"
+PICTURES, CLIPS, EDITS = "flux-shapes", "wan-shapes", "kontext-shapes"
 SMALL_CLIP = {"size": "32x32", "num_frames": 9, "num_inference_steps": 6}
 NUM_RUNNING = 3
 NUM_WAITING = 60
@@ -30,7 +30,7 @@ WARM_SIZE = "96x32"
 
 @pytest.fixture(scope="session")
 def models() -> dict[str, Path]:
-    return {name: ROOT / "pipelines" / "checkpoints" / name for name in (PICTURES, CLIPS)}
+    return {name: ROOT / "pipelines" / "checkpoints" / name for name in (PICTURES, CLIPS, EDITS)}
 
 
 @pytest.fixture(scope="package")

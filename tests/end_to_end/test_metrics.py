@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.deployments.support.live import PROMPT, stream_of, wait_until
-from tests.end_to_end.conftest import CLIPS, METRICS_URL, PICTURES
+from tests.end_to_end.conftest import CLIPS, EDITS, METRICS_URL, PICTURES
 
 STAGES = ("queue", "encode", "denoise", "decode", "total")
 MODEL = {"model": PICTURES}
@@ -70,4 +70,4 @@ def test_all_processes_are_told_apart(url: str) -> None:
         for family in text_string_to_metric_families(httpx.get(METRICS_URL).text)
         for sample in family.samples
     }
-    assert replicas == {"Ingress", f"Denoiser-{PICTURES}", f"Denoiser-{CLIPS}"}
+    assert replicas == {"Ingress", *(f"Denoiser-{model}" for model in (PICTURES, CLIPS, EDITS))}

@@ -35,7 +35,7 @@ from tests.deployments.support.live import (
     stream_of,
     wait_until,
 )
-from tests.end_to_end.conftest import CLIPS, NUM_RUNNING, PICTURES, SMALL_CLIP, WARM_SIZE
+from tests.end_to_end.conftest import CLIPS, EDITS, NUM_RUNNING, PICTURES, SMALL_CLIP, WARM_SIZE
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
 
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning"
 def test_health_and_models(url: str, official: openai.OpenAI) -> None:
     assert httpx.get(f"{url}/health").status_code == 200
     kinds = {model.id: model.kind for model in official.models.list().data}
-    assert kinds == {PICTURES: "image", CLIPS: "video"}
+    assert kinds == {PICTURES: "image", CLIPS: "video", EDITS: "image"}
 
 
 def test_a_seed_fixes_the_bytes_and_the_picture_is_that_of_the_bare_pipeline(
@@ -149,7 +149,7 @@ def test_answers_say_whether_the_shape_was_warm(official: openai.OpenAI, url: st
         return str(raw.headers["x-troupe-warm"])
 
     assert headers_say(WARM_SIZE) == "true", "prepared at start"
-    assert [headers_say("32x96") for _ in range(2)] == ["false", "true"], "prepared by the first that came"
+    assert [headers_say("32x80") for _ in range(2)] == ["false", "true"], "prepared by the first that came"
     events = list(
         official.images.generate(prompt=PROMPT, stream=True, extra_body={"size": "32x112", "num_inference_steps": 2})
     )
