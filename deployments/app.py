@@ -11,7 +11,8 @@ from ray import serve
 
 from deployments.config import AppConfig, ModelConfig
 from deployments.ingress import Ingress
-from deployments.names import INGRESS, deployment_name
+from deployments.names import CODEC, INGRESS, deployment_name
+from deployments.stages.codec import Codec
 from deployments.stages.common import StageSpec
 from deployments.stages.config import AutoscalingConfig, DenoiserConfig, StageConfig
 from deployments.stages.denoiser import Denoiser
@@ -40,18 +41,19 @@ def build_app(args: AppConfig) -> serve.Application:
 
 
 def _bind_model(model: ModelConfig) -> dict[str, serve.Application]:
-    return {
-        "text_encoder": _bind_stage("text_encoder", PromptEncoder, model, model.text_encoder),
-        "denoiser": _bind_denoiser(model, model.denoiser),
-        "decoder": _bind_stage("decoder", VaeDecoder, model, model.decoder),
-    }
+    if model.stages == "together":
+        encoder = decoder = _bind_stage(f"{CODEC}-{model.name}", Codec, model, model.text_encoder)
+    else:
+        encoder = _bind_stage(deployment_name("text_encoder", model.name), PromptEncoder, model, model.text_encoder)
+        decoder = _bind_stage(deployment_name("decoder", model.name), VaeDecoder, model, model.decoder)
+    return {"text_encoder": encoder, "denoiser": _bind_denoiser(model, model.denoiser), "decoder": decoder}
 
 
 def _bind_stage(
-    stage: str, stage_class: Callable[..., Any], model: ModelConfig, config: StageConfig
+    name: str, stage_class: Callable[..., Any], model: ModelConfig, config: StageConfig
 ) -> serve.Application:
     deployment = serve.deployment(
-        name=deployment_name(stage, model.name),
+        name=name,
         ray_actor_options={"num_cpus": config.num_cpus, "num_gpus": config.num_gpus},
         max_ongoing_requests=64,
         **_scale(config.num_replicas, config.autoscaling),

@@ -39,7 +39,8 @@ class ModelConfig(_Config):
     """One served model. ``path``: a shipped checkpoint's name, a diffusers directory, or a hub id.
 
     ``aliases`` are further names that requests may give it, for clients with a fixed one ("gpt-image-1"). ``loras`` are
-    its adapters: without a name they are always there, with one for the requests that name them.
+    its adapters: without a name they are always there, with one for the requests that name them. ``stages``: text
+    encoder and decoder are deployments of their own, or "together" one, as the section ``text_encoder`` says.
     """
 
     name: ModelName
@@ -47,6 +48,7 @@ class ModelConfig(_Config):
     aliases: tuple[ModelName, ...] = ()
     dtype: DataType = "auto"
     loras: tuple[LoraSource, ...] = ()
+    stages: Literal["apart", "together"] = "apart"
     text_encoder: StageConfig = StageConfig()
     denoiser: DenoiserConfig = DenoiserConfig()
     decoder: StageConfig = StageConfig()
@@ -56,6 +58,15 @@ class ModelConfig(_Config):
         check_sources(self.loras)
         names = [one.name for one in self.loras]
         self.denoiser.check_engine(self.dtype, merges="" in names, switches=any(names))
+        return self
+
+    @model_validator(mode="after")
+    def _decoder_is_there(self) -> Self:
+        if self.stages == "together" and self.decoder != StageConfig():
+            raise ValueError(
+                "the section decoder has no effect with stages: together, where text_encoder is for both: leave one of "
+                "them out"
+            )
         return self
 
     @property

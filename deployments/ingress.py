@@ -79,13 +79,17 @@ class Ingress:
         prepare_replica()
         self._config, self._settings = config, Settings()
         self._keys = self._settings.key_ring()
-        for handle in (handle for by_stage in stages.values() for handle in by_stage.values()):
+        deployments = {
+            model: {handle.deployment_name: handle for handle in by_stage.values()}
+            for model, by_stage in stages.items()
+        }
+        for handle in (handle for by_name in deployments.values() for handle in by_name.values()):
             # In this loop, where calls are made, and not one thread further.
             handle._init(_run_router_in_separate_loop=False)  # type: ignore[no-untyped-call]
         handles = {model: StageHandles(**by_stage) for model, by_stage in stages.items()}
         cards = make_cards(config)
         patience_s = {model.name: patience_for(model.denoiser) for model in config.models}
-        self._studio = DeployedStudio(cards, handles, Readiness(cards), patience_s)
+        self._studio = DeployedStudio(cards, handles, Readiness(deployments), patience_s)
         self._clips = Clips(self._studio, self._clip_settings())
         self._drain = Drain()
         self._exposition = Exposition(

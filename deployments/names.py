@@ -15,6 +15,8 @@ LIVE = "/live"
 """The path at which the application says that it takes requests."""
 STAGES = {"text_encoder": "TextEncoder", "denoiser": "Denoiser", "decoder": "VaeDecoder"}
 """Stage (the attribute of ``StageHandles``) to how the names of its deployments begin."""
+CODEC = "Codec"
+"""How the name of a deployment begins that is a model's text encoder and its decoder."""
 LOOPBACK_OF = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 """Any-addresses, and where this machine reaches who listens there."""
 

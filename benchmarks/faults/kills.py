@@ -18,6 +18,7 @@ KINDS = {
     "encoder": "ray::ServeReplica:troupe:TextEncoder",
     "denoiser": "ray::ServeReplica:troupe:Denoiser",
     "decoder": "ray::ServeReplica:troupe:VaeDecoder",
+    "codec": "ray::ServeReplica:troupe:Codec",
     "proxy": "ray::ProxyActor",
     "controller": "ray::ServeController",
 }

@@ -1,25 +1,43 @@
-"""``troupe demo``: a picture and a clip from words, through the real HTTP server, with both shipped models."""
+"""``troupe demo``: a picture and a clip from words, and the picture edited by words, through the real HTTP server, with
+the shipped models."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from deployments.cli.client import Client
 from deployments.cli.generate import generate
 from deployments.cli.progress import console, started_for_itself
 from deployments.cli.serving import load_config
 
-PICTURE = ("image", "a small red circle above a large blue square on a white background", "picture.png")
-CLIP = ("video", "a green triangle moves from left to right on a black background", "clip.mp4")
+PICTURE = ("a small red circle above a large blue square on a white background", "picture.png")
+EDIT = ("make the circle green", "edited.png")
+CLIP = ("a green triangle moves from left to right on a black background", "clip.mp4")
 
 
 def demo(out: Path, seed: int = 0) -> None:
-    """Writes ``out/picture.png`` and ``out/clip.mp4``; prints where they are and where the time went."""
+    """Writes ``out/picture.png``, what it is after an edit as ``out/edited.png``, and ``out/clip.mp4``; prints where
+    they are and where the time went."""
     begun_s = time.perf_counter()
     with started_for_itself(load_config("laptop")) as url, Client(url) as client:
         console.print(f"started in {time.perf_counter() - begun_s:.1f} s", highlight=False)
-        models = {model["kind"]: model["id"] for model in client.models()}
-        for kind, prompt, name in (PICTURE, CLIP):
-            generate(client, prompt, out / name, {"model": models[kind], "seed": seed})
+        models, picture = client.models(), out / PICTURE[1]
+        for (prompt, name), model, images in (
+            (PICTURE, _first(models, "image"), []),
+            (EDIT, _first(models, "image", edits=True), [picture]),
+            (CLIP, _first(models, "video"), []),
+        ):
+            generate(client, prompt, out / name, {"model": model, "seed": seed}, images)
     console.print(f"everything took {time.perf_counter() - begun_s:.1f} s", highlight=False)
+
+
+def _first(models: Iterable[Mapping[str, Any]], kind: str, *, edits: bool = False) -> str:
+    """Returns the first model that makes ``kind`` of words alone, or (``edits``) wants a picture."""
+    return next(
+        str(model["id"])
+        for model in models
+        if model["kind"] == kind and bool(model["defaults"].get("min_pictures")) is edits
+    )

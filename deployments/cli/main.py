@@ -201,8 +201,10 @@ def doctor(
 
 
 @app.command()
-def demo(out: Annotated[Path, typer.Option(help="Directory for picture.png and clip.mp4.")] = Path("out")) -> None:
-    """A picture and a clip through the real HTTP server, with the shipped models."""
+def demo(
+    out: Annotated[Path, typer.Option(help="Directory for picture.png, edited.png and clip.mp4.")] = Path("out"),
+) -> None:
+    """A picture, an edit of it and a clip through the real HTTP server, with the shipped models."""
     from deployments.cli.demo import demo as run
 
     with errors():

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deployments.config import ModelConfig
-from deployments.replicas import prepare_replica
 from deployments.stages.config import StageConfig
 from engines.core.parcel import Parcel, Shapes
 from engines.gang.errors import QueueFullError
@@ -53,6 +52,8 @@ class Decoded:
 def load_stage(spec: StageSpec) -> Checkpoint:
     """Sets this process's threads; returns the checkpoint on the device of the stage."""
     import torch
+
+    from deployments.replicas import prepare_replica  # ranks, which read what stages write, do without Ray Serve
 
     prepare_replica()
     torch.set_num_threads(spec.stage.num_threads)

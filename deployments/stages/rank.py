@@ -11,6 +11,7 @@ from engines.core.model import DenoiserModel
 from engines.core.rank import RankContext
 from engines.gang.config import BuildRank, RankParts
 from pipelines.checkpoint import Checkpoint
+from pipelines.libraries import quick_imports
 from pipelines.lora.source import named
 
 
@@ -25,10 +26,11 @@ class LoadRankParts:
 
         configure_logs()
         config = self.model.denoiser
-        checkpoint = Checkpoint.open(self.model.source, context.device, self.model.dtype, loras=self.model.loras)
-        denoiser = checkpoint.denoiser(
-            sliced=is_sliced(config, checkpoint), typical=checkpoint.defaults.typical_request()
-        )
+        with quick_imports():
+            checkpoint = Checkpoint.open(self.model.source, context.device, self.model.dtype, loras=self.model.loras)
+            denoiser = checkpoint.denoiser(
+                sliced=is_sliced(config, checkpoint), typical=checkpoint.defaults.typical_request()
+            )
         return partial(_build, config, context, checkpoint, denoiser)
 
 

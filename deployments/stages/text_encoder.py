@@ -9,6 +9,7 @@ from deployments.observability.logs import request_context
 from deployments.stages.common import Encoded, StageSpec, load_stage
 from deployments.stages.pictures import NO_SENT_PICTURES, SentPictures
 from deployments.stages.workers import Workers
+from pipelines.libraries import quick_imports
 from pipelines.request import MediaRequest
 
 logger = logging.getLogger(__name__)
@@ -19,7 +20,8 @@ class PromptEncoder:
     tokenizer keeps the padding of its last call for the next."""
 
     def __init__(self, spec: StageSpec) -> None:
-        self._encoder = load_stage(spec).text_encoder()
+        with quick_imports():
+            self._encoder = load_stage(spec).text_encoder()
         self._encoding = Workers(1, "encoding")
 
     def encode(self, request: MediaRequest, pictures: SentPictures = NO_SENT_PICTURES) -> Encoded:

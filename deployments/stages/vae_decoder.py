@@ -11,6 +11,7 @@ from deployments.stages.common import Decoded, StageSpec, load_stage
 from deployments.stages.workers import Workers
 from deployments.studio.interface import Output
 from engines.core.parcel import Parcel
+from pipelines.libraries import quick_imports
 from pipelines.media import encode_frames, encode_thumbnail
 from pipelines.request import MediaRequest
 
@@ -29,15 +30,16 @@ class VaeDecoder:
     the module."""
 
     def __init__(self, spec: StageSpec) -> None:
-        self._decoder = load_stage(spec).decoder()
-        self._decoding, self._encoding = Workers(1, "decoding"), Workers(NUM_ENCODINGS, "encoding")
+        with quick_imports():
+            self._decoder = load_stage(spec).decoder()
+        self._decoding, self._writing = Workers(1, "decoding"), Workers(NUM_ENCODINGS, "encoding")
 
     def decode(self, latents: Parcel, request: MediaRequest, output: Output) -> Decoded:
         """Returns the finished bytes."""
         started_s = time.perf_counter()
         with request_context(request.request_id):
             decoded = self._decoding.run(lambda: self._decoder.decode_all(latents.open(), request))
-            data, thumbnail = self._encoding.run(_encode, decoded, request, output)
+            data, thumbnail = self._writing.run(_encode, decoded, request, output)
             decode_s = time.perf_counter() - started_s
             logger.info("latents are decoded", extra={"decode_s": round(decode_s, 4), "num_bytes": len(data)})
         return Decoded(data=data, thumbnail=thumbnail, decode_s=decode_s)
@@ -46,7 +48,7 @@ class VaeDecoder:
         """Returns PNG bytes of the first frame of unfinished ``latents``."""
         with request_context(request.request_id):
             frames = self._decoding.run(lambda: self._decoder.preview(latents.open(), request))
-            return self._encoding.run(encode_frames, frames[:1], "png")
+            return self._writing.run(encode_frames, frames[:1], "png")
 
 
 def _encode(media: DecodedMedia, request: MediaRequest, output: Output) -> tuple[bytes, bytes]:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from ray import serve
 from ray.serve.schema import DeploymentStatusOverview, ServeStatus
 
-from deployments.names import APPLICATION, STAGES, deployment_name
+from deployments.names import APPLICATION
 from deployments.studio.interface import STATUS_MAX_AGE_S
 
 POLL_S = 1.0
@@ -25,7 +25,7 @@ logger = logging.getLogger("troupe.readiness")
 
 
 class Readiness:
-    """Whether ``models`` can take requests, by name.
+    """Whether models can take requests, each of which has the deployments that ``models`` says, by name.
 
     To ask the controller takes some 30 ms of CPU time here and there, and every request wants to know. So while all is
     well the answer is the last known one, renewed behind the requests when it is old or a gang was lost; only while
@@ -33,8 +33,8 @@ class Readiness:
     have changed: replicas serve without it.
     """
 
-    def __init__(self, models: Collection[str]) -> None:
-        self._models = tuple(models)
+    def __init__(self, models: Mapping[str, Collection[str]]) -> None:
+        self._models = dict(models)
         self._reasons: Mapping[str, str] = dict.fromkeys(models, "the application is starting")
         self._missing_since_s = dict.fromkeys(models, time.monotonic())
         self._took_s: dict[str, float] = {}
@@ -84,14 +84,16 @@ class Readiness:
         self._reasons = reasons
 
 
-def find_reasons(status: ServeStatus, models: tuple[str, ...]) -> dict[str, str]:
-    """Returns the models that cannot serve, each with the deployment that takes no requests."""
+def find_reasons(status: ServeStatus, models: Mapping[str, Collection[str]]) -> dict[str, str]:
+    """Returns the models that cannot serve, each with its first deployment that takes no requests.
+
+    ``models`` maps each to the names of its deployments.
+    """
     application = status.applications.get(APPLICATION)
     deployments = application.deployments if application else {}
     reasons: dict[str, str] = {}
-    for model in models:
-        for stage in STAGES:
-            name = deployment_name(stage, model)
+    for model, names in models.items():
+        for name in names:
             if name not in deployments or not takes_requests(deployments[name]):
                 reasons.setdefault(model, f"{name} has no running replica")
     return reasons

@@ -106,6 +106,13 @@ def test_models_need_different_names() -> None:
         AppConfig.model_validate({"models": [{"name": "flux-shapes"}, {"name": "flux-shapes"}]})
 
 
+def test_stages_together_are_one_deployment_and_have_one_section() -> None:
+    (model,) = AppConfig.model_validate({"models": [{"name": "m", "stages": "together"}]}).models
+    assert model.text_encoder == model.decoder
+    with pytest.raises(ValidationError, match="the section decoder has no effect with stages: together"):
+        AppConfig.model_validate({"models": [{"name": "m", "stages": "together", "decoder": {"num_threads": 2}}]})
+
+
 def test_autoscaling_bounds_are_ordered() -> None:
     bounds = {"min_replicas": 3, "max_replicas": 2}
     with pytest.raises(ValidationError, match="max_replicas 2 is below min_replicas 3"):
@@ -129,7 +136,7 @@ def test_local_cluster_has_room_for_all_that_the_config_asks_for() -> None:
         (("api",), {"num_replicas": 41, "num_cpus": 1}),
         (("models", 0, "denoiser"), {"autoscaling": {"max_replicas": 40}, "num_ranks": 2, "cpus_per_rank": 0.5}),
         (("models", 0, "text_encoder"), {"autoscaling": {"max_replicas": 40}, "num_cpus": 1}),
-        (("models", 0, "decoder"), {"num_replicas": 40, "num_cpus": 1}),
+        (("models", 0), {"stages": "apart", "decoder": {"num_replicas": 40, "num_cpus": 1}}),
     ],
 )
 def test_local_cluster_has_room_for_every_replica_that_may_come(where: tuple[Any, ...], more: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ LAPTOP: dict[str, Any] = yaml.safe_load((CONFIGS / "laptop.yaml").read_text())
 
 
 def models(document: dict[str, Any]) -> list[Any]:
-    """The two models of the laptop: flux-shapes and wan-shapes."""
+    """The models of the laptop: flux-shapes, wan-shapes and kontext-shapes."""
     return document["applications"][0]["args"]["models"]
 
 
@@ -38,7 +38,10 @@ def misspelt_section(document: dict[str, Any]) -> None:
 
 
 CASES: list[tuple[Callable[[dict[str, Any]], Any], list[str]]] = [
-    (in_all_models, ["models.{flux-shapes, wan-shapes}.denoiser.num_rank is no key here: did you mean num_ranks?"]),
+    (
+        in_all_models,
+        ["models.{flux-shapes, wan-shapes, kontext-shapes}.denoiser.num_rank is no key here: did you mean num_ranks?"],
+    ),
     (
         in_some_and_elsewhere,
         [
@@ -58,8 +61,8 @@ CASES: list[tuple[Callable[[dict[str, Any]], Any], list[str]]] = [
     (
         lambda document: models(document)[0].update(warm=1),
         [
-            "models.flux-shapes.warm is no key here: known: name, path, aliases, dtype, loras, text_encoder, denoiser, "
-            "decoder"
+            "models.flux-shapes.warm is no key here: known: name, path, aliases, dtype, loras, stages, "
+            "text_encoder, denoiser, decoder"
         ],
     ),
     (

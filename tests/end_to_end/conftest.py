@@ -1,4 +1,4 @@
-"""One running application for all tests of this folder."""
+"""One running application for all tests of this folder: the laptop's, with limits that a test can reach."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.deployments.conftest import clips, models, official, pictures
-from tests.deployments.support.live import config_of, live
+from deployments.cli.serving import load_config, parse_config
+from deployments.config import ServeConfig
+from tests.deployments.conftest import official
+from tests.deployments.support.live import live
+from tests.support.fenced import ROOT
 
-__all__ = ["clips", "models", "official", "pictures", "url"]
+__all__ = ["models", "official", "url"]
 
+PICTURES, CLIPS, EDITS = "flux-shapes", "wan-shapes", "kontext-shapes"
+SMALL_CLIP = {"size": "32x32", "num_frames": 9, "num_inference_steps": 6}
 NUM_RUNNING = 3
 NUM_WAITING = 60
 MAX_BODY_BYTES = 100_000
@@ -23,10 +28,22 @@ WARM_SIZE = "96x32"
 """Prepared at start; only the test of that asks for it."""
 
 
+@pytest.fixture(scope="session")
+def models() -> dict[str, Path]:
+    return {name: ROOT / "pipelines" / "checkpoints" / name for name in (PICTURES, CLIPS, EDITS)}
+
+
 @pytest.fixture(scope="package")
-def url(ray_cluster: None, models: dict[str, Path]) -> Iterator[str]:
-    denoiser = {"max_running_jobs": NUM_RUNNING, "max_waiting_jobs": NUM_WAITING, "step_deadline_s": STEP_DEADLINE_S}
-    api = {"max_body_bytes": MAX_BODY_BYTES}
-    config = config_of(models, api=api, warm_sizes=[WARM_SIZE], **denoiser).with_metrics(METRICS_PORT)
-    with live(config) as url:
+def url(ray_cluster: None) -> Iterator[str]:
+    with live(config()) as url:
         yield url
+
+
+def config() -> ServeConfig:
+    document = load_config("laptop").with_http(port=0).with_metrics(METRICS_PORT).model_dump(mode="json")
+    limits = {"max_running_jobs": NUM_RUNNING, "max_waiting_jobs": NUM_WAITING, "step_deadline_s": STEP_DEADLINE_S}
+    args = document["applications"][0]["args"]
+    args["api"]["max_body_bytes"] = MAX_BODY_BYTES
+    for model in args["models"]:
+        model["denoiser"] |= limits | {"warm_sizes": [WARM_SIZE]}
+    return parse_config(document)

@@ -16,6 +16,7 @@ from ray.serve.exceptions import RequestCancelledError
 from tests.deployments.support.live import (
     IMAGES,
     PROMPT,
+    SMALL,
     TIMEOUT_S,
     log_lines,
     picture,
@@ -24,7 +25,7 @@ from tests.deployments.support.live import (
     streamed,
     wait_until,
 )
-from tests.end_to_end.conftest import NUM_WAITING
+from tests.end_to_end.conftest import NUM_WAITING, PICTURES, SMALL_CLIP
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
 
@@ -74,7 +75,7 @@ def newly_cancelled(before: dict[str, int]) -> str:
 async def test_sixty_streams_half_of_them_dropped_at_random_moments(url: str) -> None:
     rng = random.Random(20)
     references = {seed: picture(url, seed=seed) for seed in range(NUM_SEEDS)}
-    pids = rank_pids("pictures")
+    pids = rank_pids(PICTURES)
     starts_s = [rng.uniform(0, 1.5) for _ in range(NUM_STREAMS)]
     stays_s: dict[int, float | None] = {i: rng.uniform(0, 1.5) for i in range(NUM_STREAMS)}
     leaves_at_step = {i: rng.randint(1, 5) for i in range(0, NUM_STREAMS, 4)}  # however long it takes to get there
@@ -99,7 +100,7 @@ async def test_sixty_streams_half_of_them_dropped_at_random_moments(url: str) ->
 
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits) as client:
         await asyncio.gather(*(keep(client, i) if i % 2 else drop(client, i) for i in range(NUM_STREAMS)))
-    assert rank_pids("pictures") == pids, "the same gang all along"
+    assert rank_pids(PICTURES) == pids, "the same gang all along"
     assert picture(url, seed=0) == references[0]
     wait_until(lambda: not held(), "the ranks have forgotten every job")
     reached_the_ranks = dropped()
@@ -124,7 +125,7 @@ async def test_a_dropped_stream_stops_on_all_ranks_within_two_steps(url: str) ->
 def test_a_client_that_hangs_up_before_its_answer_stops_its_jobs(url: str) -> None:
     before = cancelled()
     connection = HTTPConnection(url.removeprefix("http://"))
-    body, headers = {"prompt": PROMPT, "num_inference_steps": LONGEST}, {"Content-Type": "application/json"}
+    body, headers = {"prompt": PROMPT, **SMALL, "num_inference_steps": LONGEST}, {"Content-Type": "application/json"}
     connection.request("POST", IMAGES, json.dumps(body), headers)
     wait_until(held, "a rank begins the job")
     connection.close()
@@ -133,7 +134,7 @@ def test_a_client_that_hangs_up_before_its_answer_stops_its_jobs(url: str) -> No
 
 async def test_cancelling_a_handle_stops_the_job(url: str) -> None:
     handle, before = serve.get_app_handle("troupe").options(stream=True), cancelled()
-    response = handle.generate.remote(PROMPT, num_inference_steps=LONGEST)
+    response = handle.generate.remote(PROMPT, **SMALL | {"num_inference_steps": LONGEST})
     while (await anext(response)).step < 3:
         pass
     response.cancel()
@@ -146,11 +147,13 @@ async def test_cancelling_a_handle_stops_the_job(url: str) -> None:
 def test_deleting_a_clip_that_runs_stops_it(url: str) -> None:
     before = cancelled()
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S) as official:
-        video = official.videos.create(prompt=PROMPT, extra_body={"num_inference_steps": LONGEST, "num_frames": 33})
+        video = official.videos.create(
+            prompt=PROMPT, extra_body=SMALL_CLIP | {"num_inference_steps": LONGEST, "num_frames": 33}
+        )
         wait_until(lambda: official.videos.retrieve(video.id).progress > 0, "the clip makes progress")
         assert official.videos.retrieve(video.id).status == "in_progress", "too short to be deleted while it runs"
         assert official.videos.delete(video.id).deleted
         assert_dropped_within_two_steps(job_id := newly_cancelled(before))
         assert dropped()[job_id][0] < LONGEST
-        again = official.videos.create_and_poll(prompt=PROMPT, poll_interval_ms=100)
+        again = official.videos.create_and_poll(prompt=PROMPT, poll_interval_ms=100, extra_body=SMALL_CLIP)
         assert again.status == "completed", "the next clip runs unharmed"

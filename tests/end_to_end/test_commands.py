@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from tests.deployments.support.commands import assert_one_line, troupe
+from tests.end_to_end.conftest import CLIPS, EDITS, PICTURES
 
 
 def test_a_picture(url: str, tmp_path: Path) -> None:
@@ -31,16 +32,16 @@ def test_a_picture(url: str, tmp_path: Path) -> None:
 def test_models(url: str) -> None:
     result = troupe("models", "--url", url)
     assert result.exit_code == 0, result.output
-    for cell in ("pictures", "clips", "image", "video", "64x64", "32x32"):
+    for cell in (PICTURES, CLIPS, EDITS, "image", "video", "128x128", "96x96"):
         assert cell in result.output
 
 
 MISTAKES = {
     "size": (["--size", "63x64", "--out", "a.png"], "size is 63x64: width and height must be positive multiples"),
     "steps": (["--steps", "0", "--out", "a.png"], "num_inference_steps is 0"),
-    "model": (["--model", "dall-e", "--out", "a.png"], "no model dall-e; served: pictures, clips"),
-    "ending": (["--out", "a.mp4"], "pictures makes pictures: --out must end in .png, .jpg, .jpeg, .webp"),
-    "clip": (["--model", "clips", "--out", "a.png"], "clips makes clips: --out must end in .mp4"),
+    "model": (["--model", "dall-e", "--out", "a.png"], f"no model dall-e; served: {PICTURES}, {CLIPS}, {EDITS}"),
+    "ending": (["--out", "a.mp4"], f"{PICTURES} makes pictures: --out must end in .png, .jpg, .jpeg, .webp"),
+    "clip": (["--model", CLIPS, "--out", "a.png"], f"{CLIPS} makes clips: --out must end in .mp4"),
 }
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from tests.deployments.support.files import file_of, noise
 from tests.deployments.support.live import PROMPT, TIMEOUT_S, streamed
+from tests.end_to_end.conftest import SMALL_CLIP
 
 LONGEST = 100
 """Steps, as many as the model allows."""
@@ -23,7 +24,7 @@ NUM_WATCHERS = 300
 async def test_idle_watchers_take_no_place_from_work(url: str) -> None:
     no_limit = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=no_limit) as client, AsyncExitStack() as stack:
-        body = {"prompt": PROMPT, "num_inference_steps": LONGEST, "num_frames": 33}
+        body = {"prompt": PROMPT, **SMALL_CLIP, "num_inference_steps": LONGEST, "num_frames": 33}
         ids = [(await client.post("/v1/videos", json=body)).json()["id"] for _ in range(3)]  # the last one waits
 
         async def watch() -> AsyncIterator[str]:

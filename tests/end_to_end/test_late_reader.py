@@ -14,7 +14,7 @@ import pytest
 import ray
 from ray import serve
 
-from deployments.names import APPLICATION, STAGES, deployment_name
+from deployments.names import APPLICATION, CODEC, deployment_name
 from deployments.studio.flow import DeployedStudio
 from deployments.studio.interface import Media, Output, Preview, StudioEvent
 from deployments.studio.readiness import Readiness
@@ -22,11 +22,14 @@ from deployments.studio.run import StageHandles
 from pipelines.request import MediaRequest
 from tests.deployments.support.bare import bare_request
 from tests.deployments.support.live import log_lines, wait_until
+from tests.end_to_end.conftest import PICTURES
 
 
 @pytest.fixture
 def handles(url: str) -> dict[str, Any]:
-    return {stage: serve.get_deployment_handle(deployment_name(stage, "pictures"), APPLICATION) for stage in STAGES}
+    codec = f"{CODEC}-{PICTURES}"
+    names = {"text_encoder": codec, "denoiser": deployment_name("denoiser", PICTURES), "decoder": codec}
+    return {stage: serve.get_deployment_handle(name, APPLICATION) for stage, name in names.items()}
 
 
 def ended(request: MediaRequest) -> bool:
@@ -44,7 +47,7 @@ async def read_late(events: AsyncGenerator[StudioEvent], is_over: Callable[[], b
 
 async def test_latents_that_are_read_late_are_there(handles: dict[str, Any], models: dict[str, Path]) -> None:
     request = replace(bare_request(models, partial_images=3)[0], request_id="late")
-    studio = DeployedStudio({}, {"pictures": StageHandles(**handles)}, Readiness(["pictures"]))
+    studio = DeployedStudio({}, {PICTURES: StageHandles(**handles)}, Readiness({PICTURES: ()}))
     events = await read_late(studio.perform(request, Output(format="png")), lambda: ended(request))
     assert [event.index for event in events if isinstance(event, Preview)] == [0, 1, 2]
     assert isinstance(events[-1], Media)

@@ -10,10 +10,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.deployments.support.live import PROMPT, stream_of, wait_until
-from tests.end_to_end.conftest import METRICS_URL
+from tests.end_to_end.conftest import CLIPS, EDITS, METRICS_URL, PICTURES
 
 STAGES = ("queue", "encode", "denoise", "decode", "total")
-MODEL = {"model": "pictures"}
+MODEL = {"model": PICTURES}
 
 
 def read() -> Counter[tuple[str, frozenset[tuple[str, str]]]]:
@@ -70,4 +70,4 @@ def test_all_processes_are_told_apart(url: str) -> None:
         for family in text_string_to_metric_families(httpx.get(METRICS_URL).text)
         for sample in family.samples
     }
-    assert replicas == {"Ingress", "Denoiser-pictures", "Denoiser-clips"}
+    assert replicas == {"Ingress", *(f"Denoiser-{model}" for model in (PICTURES, CLIPS, EDITS))}

@@ -16,6 +16,7 @@ import pytest
 from tests.deployments.support.live import (
     IMAGES,
     PROMPT,
+    SMALL,
     TIMEOUT_S,
     finished,
     footprint,
@@ -26,6 +27,7 @@ from tests.deployments.support.live import (
     stream_of,
     wait_until,
 )
+from tests.end_to_end.conftest import PICTURES
 from tests.engines.gang.support.helpers import alive, num_placement_groups
 
 NUM_STEPS = 60
@@ -84,10 +86,10 @@ def kill(*pids: int) -> None:
 
 
 BREAKS: dict[str, Callable[[], None]] = {
-    "kill rank 0": lambda: kill(rank_pids("pictures")[0]),
-    "kill rank 1": lambda: kill(rank_pids("pictures")[1]),
-    "kill the replica": lambda: kill(replica_pid("Denoiser-pictures")),
-    "stop rank 1": lambda: os.kill(rank_pids("pictures")[1], signal.SIGSTOP),
+    "kill rank 0": lambda: kill(rank_pids(PICTURES)[0]),
+    "kill rank 1": lambda: kill(rank_pids(PICTURES)[1]),
+    "kill the replica": lambda: kill(replica_pid(f"Denoiser-{PICTURES}")),
+    "stop rank 1": lambda: os.kill(rank_pids(PICTURES)[1], signal.SIGSTOP),
 }
 
 
@@ -104,7 +106,7 @@ async def test_a_request_survives_its_gang(
     url: str, name: str, record_property: Callable[[str, object], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     reference = picture(url, seed=1, num_inference_steps=NUM_STEPS)
-    pids = [*rank_pids("pictures"), replica_pid("Denoiser-pictures")]
+    pids = [*rank_pids(PICTURES), replica_pid(f"Denoiser-{PICTURES}")]
     data, delay_s, statuses = await drawn_in_spite_of(url, BREAKS[name], seed=1)
     assert data == reference
     assert set(statuses) == {200, 503}
@@ -123,10 +125,10 @@ def test_a_request_that_keeps_killing_its_gang_is_given_up_and_its_neighbour_is_
         for line in log_lines("job begins"):
             if line["request_id"].startswith(request_id) and line["rank"] == 1 and line["gang_job_id"] not in killed:
                 killed.add(line["gang_job_id"])
-                kill(rank_pids("pictures")[1])
+                kill(rank_pids(PICTURES)[1])
         return poison.done() and neighbour.done()
 
-    body, headers = {"prompt": PROMPT, "num_inference_steps": NUM_STEPS}, {"x-request-id": request_id}
+    body, headers = {"prompt": PROMPT, **SMALL, "num_inference_steps": NUM_STEPS}, {"x-request-id": request_id}
     with ThreadPoolExecutor() as threads:
         neighbour = threads.submit(picture, url, seed=2, num_inference_steps=NUM_STEPS)
         poison = threads.submit(httpx.post, f"{url}{IMAGES}", json=body, headers=headers, timeout=TIMEOUT_S)

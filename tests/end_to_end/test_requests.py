@@ -12,9 +12,7 @@ import numpy as np
 import openai
 import pytest
 from PIL import Image
-from ray import serve
 
-from deployments.studio.interface import Media, Preview, Progress
 from tests.deployments.support.bare import (
     BAD_BODIES,
     assert_alike,
@@ -28,6 +26,7 @@ from tests.deployments.support.files import file_of, noise
 from tests.deployments.support.live import (
     IMAGES,
     PROMPT,
+    SMALL,
     TIMEOUT_S,
     finished,
     log_lines,
@@ -36,7 +35,7 @@ from tests.deployments.support.live import (
     stream_of,
     wait_until,
 )
-from tests.end_to_end.conftest import NUM_RUNNING, WARM_SIZE
+from tests.end_to_end.conftest import CLIPS, EDITS, NUM_RUNNING, PICTURES, SMALL_CLIP, WARM_SIZE
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
 
@@ -44,14 +43,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning"
 def test_health_and_models(url: str, official: openai.OpenAI) -> None:
     assert httpx.get(f"{url}/health").status_code == 200
     kinds = {model.id: model.kind for model in official.models.list().data}
-    assert kinds == {"pictures": "image", "clips": "video"}
+    assert kinds == {PICTURES: "image", CLIPS: "video", EDITS: "image"}
 
 
 def test_a_seed_fixes_the_bytes_and_the_picture_is_that_of_the_bare_pipeline(
     official: openai.OpenAI, models: dict[str, Path]
 ) -> None:
     def draw(seed: int) -> bytes:
-        answer = official.images.generate(prompt=PROMPT, extra_body={"seed": seed})
+        answer = official.images.generate(prompt=PROMPT, extra_body=SMALL | {"seed": seed})
         assert answer.data[0].seed == seed
         return base64.b64decode(answer.data[0].b64_json)
 
@@ -69,7 +68,7 @@ def test_true_guidance_splits_into_branches_and_equals_the_bare_pipeline(url: st
 
 
 def test_a_picture_made_of_a_picture_equals_the_bare_pipeline(official: openai.OpenAI, models: dict[str, Path]) -> None:
-    file, fields = file_of(noise(64, 64)), {"seed": 4, "strength": 0.6}
+    file, fields = file_of(noise(64, 64)), SMALL | {"seed": 4, "strength": 0.6}
     answer = official.images.edit(image=file, prompt=PROMPT, extra_body=fields)
     edited = pixels_of(base64.b64decode(answer.data[0].b64_json))
     assert_same_picture(edited, bare_frames(models, image=file, **fields)[0])
@@ -77,22 +76,20 @@ def test_a_picture_made_of_a_picture_equals_the_bare_pipeline(official: openai.O
 
 
 def test_streaming_with_previews_and_progress(official: openai.OpenAI, url: str, models: dict[str, Path]) -> None:
-    extra = {"seed": 5, "num_inference_steps": 8, "stream_progress": True}
+    extra = SMALL | {"seed": 5, "stream_progress": True}
     events = list(official.images.generate(prompt=PROMPT, stream=True, partial_images=3, extra_body=extra))
     steps = [(event.step, event.of) for event in events if event.type == "troupe.progress"]
     assert steps == [(step, 8) for step in range(1, 9)]
     partials = [event for event in events if event.type == "image_generation.partial_image"]
     assert [event.partial_image_index for event in partials] == [0, 1, 2]
     assert [event.step for event in partials] == [2, 4, 6]
-    for event, bare_HWC in zip(partials, bare_previews(models, seed=5, num_inference_steps=8), strict=True):
+    for event, bare_HWC in zip(partials, bare_previews(models, seed=5), strict=True):
         assert_same_picture(pixels_of(base64.b64decode(event.b64_json)), bare_HWC)
-    assert base64.b64decode(events[-1].b64_json) == picture(url, seed=5, num_inference_steps=8), (
-        "previews change nothing"
-    )
+    assert base64.b64decode(events[-1].b64_json) == picture(url, seed=5), "previews change nothing"
 
 
 def test_several_pictures_in_one_request(official: openai.OpenAI, url: str) -> None:
-    answer = official.images.generate(prompt=PROMPT, n=2, extra_body={"seed": 6})
+    answer = official.images.generate(prompt=PROMPT, n=2, extra_body=SMALL | {"seed": 6})
     assert [image.seed for image in answer.data] == [6, 7]
     assert [base64.b64decode(image.b64_json) for image in answer.data] == [picture(url, seed=6), picture(url, seed=7)]
 
@@ -100,19 +97,23 @@ def test_several_pictures_in_one_request(official: openai.OpenAI, url: str) -> N
 @pytest.mark.parametrize("image_format", ["png", "jpeg", "webp"])
 def test_formats(official: openai.OpenAI, url: str, image_format: str) -> None:
     quality = {} if image_format == "png" else {"output_compression": 95}
-    answer = official.images.generate(prompt=PROMPT, output_format=image_format, extra_body={"seed": 5}, **quality)
+    answer = official.images.generate(
+        prompt=PROMPT, output_format=image_format, extra_body=SMALL | {"seed": 5}, **quality
+    )
     data = base64.b64decode(answer.data[0].b64_json)
     assert Image.open(io.BytesIO(data)).format == image_format.upper()
     assert_alike(pixels_of(data), pixels_of(picture(url, seed=5)))
 
 
 def test_by_url(official: openai.OpenAI, url: str) -> None:
-    answer = official.images.generate(prompt=PROMPT, response_format="url", extra_body={"seed": 5})
+    answer = official.images.generate(prompt=PROMPT, response_format="url", extra_body=SMALL | {"seed": 5})
     assert httpx.get(answer.data[0].url).content == picture(url, seed=5)
 
 
 def test_server_timing_and_request_id(official: openai.OpenAI) -> None:
-    raw = official.images.with_raw_response.generate(prompt=PROMPT, extra_headers={"x-request-id": "my-id-1"})
+    raw = official.images.with_raw_response.generate(
+        prompt=PROMPT, extra_headers={"x-request-id": "my-id-1"}, extra_body=SMALL
+    )
     assert raw.headers.get_list("x-request-id") == ["my-id-1"]
     timing = dict(entry.split(";dur=") for entry in raw.headers["server-timing"].split(", "))
     milliseconds = {stage: float(value) for stage, value in timing.items()}
@@ -124,14 +125,14 @@ def test_server_timing_and_request_id(official: openai.OpenAI) -> None:
 
 
 def test_every_deployment_and_rank_logs_the_request_that_it_works_for(url: str) -> None:
-    body, headers = {"prompt": "a red circle " * 9, "num_inference_steps": 1}, {"x-request-id": "traced"}
+    body, headers = {"prompt": "a red circle " * 40, **SMALL, "num_inference_steps": 1}, {"x-request-id": "traced"}
     assert httpx.post(f"{url}{IMAGES}", json=body, headers=headers, timeout=TIMEOUT_S).status_code == 200
 
     def logged(message: str) -> list[str]:
         return [line["logger"] for line in log_lines(message) if line.get("request_id", "").startswith("traced")]
 
     by_message = {
-        "the prompt has 118 tokens": ["pipelines.blocks.encoder"],
+        "the prompt has 122 tokens": ["pipelines.blocks.encoder"],
         "text is encoded": ["deployments.stages.text_encoder"],
         "job is queued": ["deployments.stages.denoiser"],
         "job begins": ["engines.gang.rank_jobs"] * 2,
@@ -144,13 +145,13 @@ def test_every_deployment_and_rank_logs_the_request_that_it_works_for(url: str) 
 
 def test_answers_say_whether_the_shape_was_warm(official: openai.OpenAI, url: str) -> None:
     def headers_say(size: str) -> str:
-        raw = official.images.with_raw_response.generate(prompt=PROMPT, extra_body={"size": size, "seed": 1})
+        raw = official.images.with_raw_response.generate(prompt=PROMPT, extra_body=SMALL | {"size": size, "seed": 1})
         return str(raw.headers["x-troupe-warm"])
 
     assert headers_say(WARM_SIZE) == "true", "prepared at start"
-    assert [headers_say("32x88") for _ in range(2)] == ["false", "true"], "prepared by the first that came"
+    assert [headers_say("32x80") for _ in range(2)] == ["false", "true"], "prepared by the first that came"
     events = list(
-        official.images.generate(prompt=PROMPT, stream=True, extra_body={"size": "32x104", "num_inference_steps": 2})
+        official.images.generate(prompt=PROMPT, stream=True, extra_body={"size": "32x112", "num_inference_steps": 2})
     )
     assert events[-1].timings["was_warm"] is False
     video = official.videos.create_and_poll(
@@ -160,11 +161,11 @@ def test_answers_say_whether_the_shape_was_warm(official: openai.OpenAI, url: st
 
 
 def test_clip_from_prompt_to_deletion(official: openai.OpenAI, models: dict[str, Path]) -> None:
-    extra = {"seed": 4, "num_frames": 9, "fps": 8}
+    extra = SMALL_CLIP | {"seed": 4, "fps": 8}
     video = official.videos.create_and_poll(prompt=PROMPT, poll_interval_ms=100, extra_body=extra)
     assert (video.status, video.progress, video.seed) == ("completed", 100, 4)
     frames = frames_of(official.videos.download_content(video.id).read())
-    bare = bare_frames(models, model="clips", **extra)
+    bare = bare_frames(models, model=CLIPS, **extra)
     assert len(frames) == len(bare) == 9
     assert_alike(np.stack(frames), bare)
     thumbnail = official.videos.download_content(video.id, variant="thumbnail").read()
@@ -177,40 +178,11 @@ def test_clip_from_prompt_to_deletion(official: openai.OpenAI, models: dict[str,
 def test_clips_with_one_seed_are_the_same_bytes(official: openai.OpenAI) -> None:
     def film(seed: int) -> bytes:
         video = official.videos.create_and_poll(
-            prompt=PROMPT, poll_interval_ms=100, extra_body={"seed": seed, "num_inference_steps": 3}
+            prompt=PROMPT, poll_interval_ms=100, extra_body=SMALL_CLIP | {"seed": seed, "num_inference_steps": 3}
         )
         return official.videos.download_content(video.id).read()
 
     assert film(1) == film(1) != film(2)
-
-
-async def test_handle_for_a_picture(url: str) -> None:
-    handle = serve.get_app_handle("troupe").options(stream=True)
-    events = [event async for event in handle.generate.remote(PROMPT, seed=5, partial_images=1)]
-    assert [event.step for event in events if isinstance(event, Progress)] == list(range(1, 9))
-    assert sum(isinstance(event, Preview) for event in events) == 1
-    assert isinstance(events[-1], Media)
-    assert events[-1].data == picture(url, seed=5)
-
-
-async def test_handle_for_a_clip(url: str) -> None:
-    handle = serve.get_app_handle("troupe").options(stream=True)
-    events = [event async for event in handle.generate.remote(PROMPT, model="clips", seed=5, num_frames=5)]
-    assert [event.step for event in events if isinstance(event, Progress)] == list(range(1, 7))
-    assert any(isinstance(event, Preview) for event in events)
-    assert isinstance(events[-1], Media)
-    assert len(frames_of(events[-1].data)) == 5
-    assert Image.open(io.BytesIO(events[-1].thumbnail)).format == "WEBP"
-
-
-async def test_handle_with_bad_fields_says_what_is_wrong(url: str) -> None:
-    handle = serve.get_app_handle("troupe").options(stream=True)
-    with pytest.raises(ValueError, match="multiples of"):
-        async for _ in handle.generate.remote(PROMPT, size="63x64"):
-            pass
-    with pytest.raises(ValueError, match="Unknown field 'sed'"):
-        async for _ in handle.generate.remote(PROMPT, sed=1):
-            pass
 
 
 async def test_jobs_in_flight_take_turns_and_each_sees_its_own_progress(url: str) -> None:

@@ -15,6 +15,7 @@ import pytest
 from deployments.cli.serving import free_port
 from tests.deployments.support.commands import Command, assert_one_line, command, config_file, short_folder, troupe
 from tests.deployments.support.live import IMAGES, PROMPT, config_of, picture, wait_until
+from tests.end_to_end.conftest import CLIPS, PICTURES
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]  # two minutes: an application of its own
 
@@ -73,10 +74,11 @@ def end_under_way(serve: Command, client: httpx.Client) -> tuple[str, str]:
 
 
 def test_from_start_to_end(models: dict[str, Path]) -> None:
+    served = {name: models[name] for name in (PICTURES, CLIPS)}
     port = free_port("127.0.0.1")
     url = f"http://127.0.0.1:{port}"
     with short_folder() as folder:
-        config = config_file(config_of(models).with_http(port=port), folder)
+        config = config_file(config_of(served).with_http(port=port), folder)
         with watched(f"{url}/v1/models") as answers, command("serve", config, folder=folder) as serve:
             serve.wait_for("Serving at")
             wait_until(lambda: answers[-1].status_code == 200, "the models are listed")

@@ -66,7 +66,7 @@ def perform(events_of: Callable[[Stages], Any]) -> Callable[[Stages], Any]:
 
 
 def studio_of(stages: Stages, **patience_s: float) -> DeployedStudio:
-    return DeployedStudio({}, {"m": stages}, Readiness(["m"]), patience_s)  # type: ignore[dict-item]
+    return DeployedStudio({}, {"m": stages}, Readiness({"m": ()}), patience_s)  # type: ignore[dict-item]
 
 
 async def test_progress_does_not_wait_for_previews() -> None:

@@ -17,6 +17,8 @@ from deployments.studio.interface import STATUS_MAX_AGE_S
 from deployments.studio.readiness import POLL_S, RETRY_AFTER_S, Readiness, takes_requests
 from tests.support.patience import PATIENCE_S
 
+MODELS = {"m": tuple(deployment_name(stage, "m") for stage in STAGES)}
+
 
 class Controller:
     """Answers ``serve.status`` for one model; counts how often it was asked."""
@@ -36,7 +38,7 @@ class Controller:
             return SimpleNamespace(applications={})
         state = {"RUNNING": 1} if self.is_running else {"STARTING": 1}
         overview = SimpleNamespace(replica_states=state, status="UPDATING")
-        deployments = {deployment_name(stage, "m"): overview for stage in STAGES}
+        deployments = dict.fromkeys(MODELS["m"], overview)
         return SimpleNamespace(applications={APPLICATION: SimpleNamespace(deployments=deployments)})
 
 
@@ -71,7 +73,7 @@ async def settled(models: Readiness) -> dict[str, str]:
 
 
 async def test_requests_do_not_ask_while_all_is_well(controller: Controller, clock: Clock) -> None:
-    models = Readiness(["m"])
+    models = Readiness(MODELS)
     assert await settled(models) == {}
     clock.now_s += STATUS_MAX_AGE_S - 0.1
     for _ in range(100):
@@ -83,7 +85,7 @@ async def test_requests_do_not_ask_while_all_is_well(controller: Controller, clo
 
 
 async def test_a_lost_gang_is_looked_for_at_once(controller: Controller, clock: Clock) -> None:
-    models = Readiness(["m"])
+    models = Readiness(MODELS)
     assert await settled(models) == {}
     controller.is_running = False
     assert await settled(models) == {}, "nobody has noticed"
@@ -111,7 +113,7 @@ async def test_without_a_controller_nothing_has_changed(
         monkeypatch.setattr(readiness, "ANSWER_DEADLINE_S", PATIENCE_S)
         clock.now_s += STATUS_MAX_AGE_S
 
-    models = Readiness(["m"])
+    models = Readiness(MODELS)
     assert await settled(models) == {}
     begins()
     assert await settled(models) == {}
@@ -126,7 +128,7 @@ async def test_without_a_controller_nothing_has_changed(
 
 async def test_how_long_a_model_was_missing_says_when_it_may_be_back(controller: Controller, clock: Clock) -> None:
     controller.is_running = False
-    models = Readiness(["m"])
+    models = Readiness(MODELS)
     assert list(await models.not_ready()) == ["m"]
     assert models.retry_after_s("m") == RETRY_AFTER_S, "nobody knows"
     clock.now_s += 40.0

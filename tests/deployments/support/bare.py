@@ -16,13 +16,13 @@ from pipelines.checkpoint import Checkpoint
 from pipelines.pictures import InputPictures
 from pipelines.request import MediaRequest
 from pipelines.run import load_pipeline
-from tests.deployments.support.live import PROMPT, config_of, log_lines
+from tests.deployments.support.live import PROMPT, SMALL, config_of, log_lines
 from tests.pipelines.support.frames import painted
 
 
 def bare_request(models: dict[str, Path], **fields: Any) -> tuple[MediaRequest, InputPictures]:
     cards = make_cards(config_of(models).app)
-    request, _, pictures = handle_request(cards, "bare", {"prompt": PROMPT, **fields})
+    request, _, pictures = handle_request(cards, "bare", {"prompt": PROMPT, **SMALL, **fields})
     return request, pictures
 
 
@@ -81,7 +81,7 @@ BAD_BODIES = [
     ({"prompt": PROMPT, "n": 5}, 400, "n"),
     ({"prompt": PROMPT, "sed": 1}, 400, "sed"),
     ({"prompt": PROMPT, "negative_prompt": "blue"}, 400, "negative_prompt"),
-    ({"prompt": PROMPT, "model": "clips"}, 400, "model"),
+    ({"prompt": PROMPT, "model": "wan-shapes"}, 400, "model"),
     ({"prompt": PROMPT, "model": "dall-e"}, 404, "model"),
     ({"prompt": PROMPT, "user": "u" * 100_001}, 413, None),
 ]

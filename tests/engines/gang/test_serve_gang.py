@@ -81,6 +81,7 @@ async def test_large_latents_and_conditioning_pass_by_reference(handle: Deployme
     assert result.equal(reference_latents(request, conditioning_L))
 
 
+@pytest.mark.slow  # test_gang.py drops jobs as well, and tests/end_to_end streams of clients
 async def test_dropped_streams_leave_the_others_and_the_ranks_unharmed(handle: DeploymentHandle[Any]) -> None:
     rng = random.Random(1)
     requests = [FakeRequest(seed=i, num_steps=rng.randint(3, 12), step_s=0.002) for i in range(30)]

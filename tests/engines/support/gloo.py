@@ -23,6 +23,8 @@ from tests.support.patience import PATIENCE_S
 
 PRELOAD = ["torch", "torch.distributed", "diffusers.models.transformers.transformer_flux"]
 PRELOAD += ["diffusers.models.transformers.transformer_wan", "tests.engines.support.models"]
+PRELOAD += ["pipelines.blocks.encoder", "pipelines.blocks.sampler", "diffusers.pipelines.auto_pipeline"]
+"""Shared by all ranks, each of which would import it for seconds otherwise."""
 NO_ANSWER = (False, "no answer")
 
 

@@ -21,7 +21,7 @@ from pipelines.request import MediaRequest
 from pipelines.run import load_pipeline
 from pipelines.size import Size
 from tests.engines.support.gloo import gang
-from tests.pipelines.support import tiny_models
+from tests.pipelines.support import tiny_models, tiny_others
 from tests.pipelines.support.own_call import own_latents
 
 TOLERANCE = 1e-4
@@ -57,12 +57,24 @@ CASES = {
     "qwen without guidance": Case(make=tiny_models.qwen_image, changes={"true_cfg_scale": 1.0}),
     "z image": Case(make=tiny_models.z_image, tensor=True, max_tensor=2),
     "z image with guidance": Case(make=tiny_models.z_image, changes={"true_cfg_scale": 3.0}),
+    "krea 2": Case(make=tiny_others.krea2),
+    "ernie": Case(make=tiny_others.ernie_image),
+    "sd 3": Case(make=tiny_others.sd3, tensor=True),
+    "sd 3.5 large": Case(make=tiny_others.sd35_large),
 }
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Path]:
     return cache(lambda make: make(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def own(folders: Callable[[Any], Path]) -> Callable[[str], Tensor]:
+    """The latents of the pipeline's own call."""
+    return cache(
+        lambda name: own_latents(folders(CASES[name].make), request_of(CASES[name], folders(CASES[name].make)))
+    )
 
 
 def request_of(case: Case, folder: Path) -> MediaRequest:
@@ -93,11 +105,12 @@ def without_exchange(folder: Path, request: MediaRequest, strategy: str) -> Tens
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("name", CASES)
-def test_latents_equal_the_pipelines_own(name: str, num_ranks: int, folders: Callable[[Any], Path]) -> None:
+def test_latents_equal_the_pipelines_own(
+    name: str, num_ranks: int, folders: Callable[[Any], Path], own: Callable[[str], Tensor]
+) -> None:
     case = CASES[name]
-    folder = folders(case.make)
+    folder, expected = folders(case.make), own(name)
     request = request_of(case, folder)
-    expected = own_latents(folder, request)
     assert expected.std() > 0.1
     for strategy in case.strategies(num_ranks):
         for latents in gang(num_ranks).run(denoised, folder, request, strategy):
@@ -105,9 +118,9 @@ def test_latents_equal_the_pipelines_own(name: str, num_ranks: int, folders: Cal
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_without_the_exchange_they_do_not(name: str, folders: Callable[[Any], Path]) -> None:
-    case = CASES[name]
-    folder = folders(case.make)
-    request = request_of(case, folder)
-    for latents in gang(2).run(without_exchange, folder, request, "ulysses"):
-        assert relative_difference(latents, own_latents(folder, request)) > 10 * TOLERANCE
+def test_without_the_exchange_they_do_not(
+    name: str, folders: Callable[[Any], Path], own: Callable[[str], Tensor]
+) -> None:
+    folder = folders(CASES[name].make)
+    for latents in gang(2).run(without_exchange, folder, request_of(CASES[name], folder), "ulysses"):
+        assert relative_difference(latents, own(name)) > 10 * TOLERANCE

@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import av
+import numpy as np
 import pytest
 import ray
 import yaml
@@ -90,16 +91,18 @@ def test_command_of_the_readme(command: str, tmp_path: Path) -> None:
     assert {"troupe --help": "generate", "troupe models": "flux-shapes", "troupe doctor": "Python"}[command] in output
 
 
-def test_demo_paints_a_picture_and_a_clip(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_paints_edits_and_films(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of ``make demo`` but the start, which `tests/deployments/cli` sees."""
     monkeypatch.setattr("deployments.cli.demo.started_for_itself", lambda config: nullcontext(url))
     result = troupe("demo", "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
-    for name in ("picture.png", "clip.mp4"):
+    for name in ("picture.png", "edited.png", "clip.mp4"):
         assert_is_media((tmp_path / name).read_bytes())
         (line,) = [line for line in result.output.splitlines() if line.startswith(str(tmp_path / name))]
         assert all(stage in line for stage in ("queue", "encode", "denoise", "decode", "total"))
-    assert "step 20 of 20" in result.output
+    assert result.output.count("step 20 of 20") >= 3
+    before, after = (np.asarray(Image.open(tmp_path / name)).astype(int) for name in ("picture.png", "edited.png"))
+    assert 2 < np.abs(after - before).mean() < 20, "one shape has another colour"
 
 
 def test_make_targets_exist(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def kernels_find_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_first_picture(url: str, tmp_path: Path) -> None:
-    """All but the start, for which the application of this folder's tests stands in."""
+    """All but the start, for which the application of this folder stands in."""
     notebook = read(NOTEBOOK)
     address = ray.get_runtime_context().gcs_address
     notebook.cells.insert(0, nbformat.v4.new_code_cell(SHARED_START.format(address=address, url=url)))

@@ -1,0 +1,45 @@
+"""The running application as Python callers meet it: handles of Serve."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from PIL import Image
+from ray import serve
+
+from deployments.studio.interface import Media, Preview, Progress
+from tests.deployments.support.bare import frames_of
+from tests.deployments.support.live import PROMPT, SMALL, picture
+from tests.end_to_end.conftest import CLIPS, SMALL_CLIP
+
+
+async def test_handle_for_a_picture(url: str) -> None:
+    handle = serve.get_app_handle("troupe").options(stream=True)
+    events = [event async for event in handle.generate.remote(PROMPT, **SMALL, seed=5, partial_images=1)]
+    assert [event.step for event in events if isinstance(event, Progress)] == list(range(1, 9))
+    assert sum(isinstance(event, Preview) for event in events) == 1
+    assert isinstance(events[-1], Media)
+    assert events[-1].data == picture(url, seed=5)
+
+
+async def test_handle_for_a_clip(url: str) -> None:
+    handle = serve.get_app_handle("troupe").options(stream=True)
+    events = [
+        event async for event in handle.generate.remote(PROMPT, model=CLIPS, seed=5, **SMALL_CLIP | {"num_frames": 5})
+    ]
+    assert [event.step for event in events if isinstance(event, Progress)] == list(range(1, 7))
+    assert any(isinstance(event, Preview) for event in events)
+    assert isinstance(events[-1], Media)
+    assert len(frames_of(events[-1].data)) == 5
+    assert Image.open(io.BytesIO(events[-1].thumbnail)).format == "WEBP"
+
+
+async def test_handle_with_bad_fields_says_what_is_wrong(url: str) -> None:
+    handle = serve.get_app_handle("troupe").options(stream=True)
+    with pytest.raises(ValueError, match="multiples of"):
+        async for _ in handle.generate.remote(PROMPT, size="63x64"):
+            pass
+    with pytest.raises(ValueError, match="Unknown field 'sed'"):
+        async for _ in handle.generate.remote(PROMPT, sed=1):
+            pass
