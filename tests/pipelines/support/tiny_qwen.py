@@ -149,10 +149,10 @@ class Qwen3Processor:
         return self.tokenizer(text, **options)
 
 
-def qwen3_vl() -> Any:
+def qwen3_vl(num_layers: int = 2) -> Any:
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": num_layers}
     rope = {"rope_theta": 1e6, "rope_type": "default", "mrope_section": [2, 3, 3]}
     words = {"vocab_size": len(ALPHABET) + len(VISION), "hidden_size": HIDDEN, "intermediate_size": 64}
     eyes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": HIDDEN}
