@@ -30,10 +30,6 @@ class TokenLayout:
             raise ValueError(f"stream_lengths gave {sorted(lengths)}, but the shard plan names {list(streams)}")
         return cls(lengths=tuple((name, int(lengths[name])) for name in streams), num_chunks=num_chunks)
 
-    def alone(self, stream: str) -> TokenLayout:
-        """Returns the layout of one stream, whose chunks are the same."""
-        return TokenLayout(lengths=((stream, self.length(stream)),), num_chunks=self.num_chunks)
-
     @property
     def num_tokens(self) -> int:
         return sum(length for _, length in self.lengths)

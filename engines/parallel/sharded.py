@@ -133,7 +133,7 @@ class ShardedModel:
             return
         self._model.set_kernel(module, kernel)
         for name, stream in self._model.plan.alone:
-            self._model.set_kernel(module.get_submodule(name), self._kernel(team, layout.alone(stream)))
+            self._model.set_kernel(module.get_submodule(name), self._kernel(team, layout.of_stream(stream)))
         kernels[module] = kernel
 
     def _local(self) -> Kernel:

@@ -156,7 +156,8 @@ class BlocksSampler:
         if values is None:
             return None
         dtypes = {encoded: self._opened.dtype}
-        return {name: on_device(value, self._opened.device, dtypes) for name, value in values.items()}
+        here = {name: on_device(value, self._opened.device, dtypes) for name, value in values.items()}
+        return self._architecture.filled(here)
 
     def _note(self, state: BlocksState) -> tuple[_Noted, ...]:
         """The step's calls: those of the pipeline itself, then those for a negative prompt that it does not know."""

@@ -64,9 +64,22 @@ def blank(config: Config, call: Mapping[str, Any]) -> tuple[list[Tensor]]:
     return ([x.new_zeros(()).expand(x.shape) for x in call["x"]],)
 
 
+PROMPTS = ("prompt_embeds", "negative_prompt_embeds")
+
+
+def filled(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The transformer fills prompts up itself; where that is done before, those of up to 32 tokens have one shape."""
+    from pipelines.models.attention.z_image_text import filled
+
+    return {name: [filled(text) for text in value] if name in PROMPTS else value for name, value in values.items()}
+
+
 def forward(module: nn.Module, call: Mapping[str, Any]) -> Tensor:
     """The prediction ``x_CFHW`` of one picture."""
-    (prediction,) = module(**call, return_dict=False)[0]
+    from pipelines.models.attention.z_image_text import filling_replaced
+
+    with filling_replaced(module):
+        (prediction,) = module(**call, return_dict=False)[0]
     picture: Tensor = prediction
     return picture
 
@@ -127,6 +140,7 @@ ARCHITECTURE = Architecture(
     heads=lambda config: (config["n_heads"], config["dim"] // config["n_heads"]),
     blank_conditioning=blank_conditioning,
     blank=blank,
+    filled=filled,
     forward=forward,
     answer=answer,
     set_kernel=set_kernel,

@@ -71,7 +71,7 @@ def without_exchange(folder: Path, name: str) -> Tensor:
 
 def unaware(folder: Path, name: str) -> Tensor:
     """Blocks of one stream take its padding for tokens, as if all streams were there."""
-    with patch("engines.core.layout.TokenLayout.alone", lambda layout, stream: layout):
+    with patch("engines.core.layout.TokenLayout.of_stream", lambda layout, stream: layout):
         return denoised(folder, name, "ulysses")
 
 
