@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
-from pipelines.defaults import Defaults
+from pipelines.defaults import PICTURE, Defaults
 from pipelines.directory import read_config
 from pipelines.models.architecture import Architecture, Config
 from pipelines.models.image_sizes import vae_scale
@@ -96,20 +96,9 @@ def mend(blocks: Any) -> None:
     mend(blocks)
 
 
-BASE = Defaults(
-    kind="image",
-    width=1024,
-    height=1024,
-    num_frames=1,
-    fps=0,
-    num_inference_steps=50,
-    guidance_scale=0.0,
+BASE = replace(
+    PICTURE,
     true_cfg_scale=3.5,
-    size_multiple=16,
-    frame_multiple=1,
-    max_pixels=2048 * 2048,
-    max_frames=1,
-    max_steps=100,
     max_pictures=4,
     max_tokens=MAX_TOKENS,
 )

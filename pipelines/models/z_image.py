@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
-from pipelines.defaults import Defaults
+from pipelines.defaults import PICTURE, Defaults
 from pipelines.models.architecture import Architecture, Config
 from pipelines.models.image_sizes import vae_scale
 
@@ -111,20 +112,10 @@ def arranged(transformer: nn.Module, precision: Precision) -> FastWeights:
 
 def defaults(path: Path) -> Defaults:
     """Z-Image-Turbo's, which is what most people have."""
-    return Defaults(
-        kind="image",
-        width=1024,
-        height=1024,
-        num_frames=1,
-        fps=0,
+    return replace(
+        PICTURE,
         num_inference_steps=9,
-        guidance_scale=0.0,
-        true_cfg_scale=1.0,
         size_multiple=math.lcm(SIZE_MULTIPLE, vae_scale(path) * PATCH),
-        frame_multiple=1,
-        max_pixels=2048 * 2048,
-        max_frames=1,
-        max_steps=100,
         max_pictures=1,
         takes_strength=True,
         strength=0.6,
