@@ -28,6 +28,9 @@ MASK = "encoder_hidden_states_mask"
 SLOT = 4
 """Latent tokens that a place for a picture in the prompt stands for."""
 
+MAX_PICTURES = 3
+"""As many as the editors before it were made for."""
+
 SHARD_PLAN = ShardPlan(
     streams=(TOKENS,),
     blocks=(BLOCKS,),
@@ -74,6 +77,7 @@ def defaults(path: Path) -> Defaults:
         PICTURE,
         num_inference_steps=40,
         size_multiple=2 * clip_vae_scale(path, 4),
+        max_pictures=MAX_PICTURES,
     )
 
 
