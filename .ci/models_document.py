@@ -120,7 +120,7 @@ def num_parameters(config: Any) -> int:
 def proofs(name: str) -> tuple[str, ...]:
     """Tests of models that call a builder of a tiny checkpoint of that class."""
     support, tests = ROOT / "tests" / "pipelines" / "support", ROOT / "tests" / "pipelines" / "models"
-    builders = {builder for file in support.glob("tiny*.py") for builder in builders_of(file, name)}
+    builders = {builder for file in support.glob("**/tiny*.py") for builder in builders_of(file, name)}
     files = (file for file in sorted(tests.glob("test_*.py")) if builders & set(names_in(file)))
     return tuple(f"`{file.relative_to(ROOT / 'tests' / 'pipelines')}`" for file in files)
 

@@ -19,6 +19,7 @@ from deployments.door.settings import DoorSettings
 from deployments.observability.settings import MetricsSettings
 from deployments.stages.config import STRICT, DataType, DenoiserConfig, StageConfig
 from pipelines.lora.source import LoraSource, check_sources
+from pipelines.single_file import with_base
 
 
 def _model_name(name: str) -> str:
@@ -36,7 +37,8 @@ class _Config(BaseModel):
 
 
 class ModelConfig(_Config):
-    """One served model. ``path``: a shipped checkpoint's name, a diffusers directory, or a hub id.
+    """One served model. ``path``: a shipped checkpoint's name, a diffusers directory, or a hub id; or a transformer as
+    one safetensors file, of which ``base`` is all else, named in one of these ways.
 
     ``aliases`` are further names that requests may give it, for clients with a fixed one ("gpt-image-1"). ``loras`` are
     its adapters: without a name they are always there, with one for the requests that name them. ``stages``: text
@@ -45,6 +47,7 @@ class ModelConfig(_Config):
 
     name: ModelName
     path: str = ""
+    base: str = ""
     aliases: tuple[ModelName, ...] = ()
     dtype: DataType = "auto"
     loras: tuple[LoraSource, ...] = ()
@@ -56,6 +59,7 @@ class ModelConfig(_Config):
     @model_validator(mode="after")
     def _engine_takes_what_is_asked(self) -> Self:
         check_sources(self.loras)
+        _ = self.source
         names = [one.name for one in self.loras]
         self.denoiser.check_engine(self.dtype, merges="" in names, switches=any(names))
         return self
@@ -78,7 +82,7 @@ class ModelConfig(_Config):
 
     @property
     def source(self) -> str:
-        return self.path or self.name
+        return with_base(self.path or self.name, self.base)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

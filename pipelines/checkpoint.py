@@ -17,6 +17,7 @@ from pipelines.loading import resolve_configuration, resolve_dtype, resolve_path
 from pipelines.lora.source import LoraSource
 from pipelines.models.registry import architecture_of
 from pipelines.request import MediaRequest
+from pipelines.single_file import split_source
 from pipelines.size import Size
 
 if TYPE_CHECKING:  # who reads defaults alone does without torch
@@ -33,8 +34,9 @@ logger = logging.getLogger(__name__)
 class Checkpoint:
     """Parts are loaded onto ``device`` ("meta": shapes alone) and in ``dtype``, when they are asked for.
 
-    "auto" is bfloat16 on a GPU and float32 on the CPU. ``loras`` are adapters of its transformers. Raises ValueError
-    where ``path`` is not a diffusers directory of a known transformer.
+    "auto" is bfloat16 on a GPU and float32 on the CPU. ``loras`` are adapters of its transformers. The transformer's
+    weights are those of ``file``, if there is one, and not those in ``path``. Raises ValueError where ``path`` is not a
+    diffusers directory of a known transformer.
     """
 
     def __init__(
@@ -43,8 +45,9 @@ class Checkpoint:
         device: str | torch.device = "cpu",
         dtype: str | torch.dtype = "auto",
         loras: Iterable[LoraSource] = (),
+        file: Path | None = None,
     ) -> None:
-        self.path, self.loras = path, tuple(loras)
+        self.path, self.loras, self.file = path, tuple(loras), file
         self.architecture = architecture_of(path)
         self._device, self._dtype = device, dtype
 
@@ -58,11 +61,13 @@ class Checkpoint:
         weights: bool = True,
         loras: Iterable[LoraSource] = (),
     ) -> Checkpoint:
-        """What ``source`` names: a folder, a shipped checkpoint, or a hub id, downloaded if it is not there.
+        """What ``source`` names: a folder, a shipped checkpoint, or a hub id, downloaded if it is not there; or a file
+        with one of these (``FILE.safetensors@BASE``).
 
         Without ``weights`` for who reads configurations alone. ValueError says what was tried.
         """
-        return cls(resolve_path(source, weights=weights), device, dtype, loras)
+        file, _ = split_source(source)
+        return cls(resolve_path(source, weights=weights), device, dtype, loras, file)
 
     @classmethod
     def of_configuration(
@@ -157,7 +162,7 @@ class Checkpoint:
     def _opened(self) -> OpenedPipeline:
         from pipelines.blocks.opened import OpenedPipeline
 
-        return OpenedPipeline(self.path, self.device, self.dtype)
+        return OpenedPipeline(self.path, self.device, self.dtype, self.file)
 
     @cached_property
     def _sampler(self) -> BlocksSampler:
@@ -177,6 +182,8 @@ class Checkpoint:
     def _without_weights(self) -> DenoiserModel:
         from engines.parallel.weight_files import WeightFiles
 
+        if self.file is not None:
+            raise ValueError(f"every rank would read its share of {self.file}, which is read whole: say load: whole")
         empty = self._empty()
         folders = {part: part_folder(self.path, part) for part in empty.modules}
         return replace(empty, weights=WeightFiles(folders=folders, device=self.device))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelines.directory import CLASSIC_INDEX, MODULAR_INDEX, repositories
+from pipelines.single_file import split_source
 
 if TYPE_CHECKING:
     import torch
@@ -27,8 +28,10 @@ def resolve_path(source: str, *, weights: bool = True) -> Path:
     """The diffusers directory that ``source`` names: a folder, the name of a shipped checkpoint, or a hub id.
 
     A hub id is downloaded (or found in the hub cache), its ``weights`` only if they are wanted, and so are parts that a
-    modular index has elsewhere on the hub. ValueError says what was tried and what to change.
+    modular index has elsewhere on the hub; of a single file's name (``single_file``) it is its base. ValueError says
+    what was tried and what to change.
     """
+    _, source = split_source(source)
     if Path(source).is_dir():
         return _with_parts(Path(source), weights=weights)
     if (SHIPPED / source).is_dir():
@@ -44,6 +47,7 @@ def resolve_configuration(source: str) -> Path:
     A folder, the name of a shipped checkpoint, a published model by its name ("Wan2.1-T2V-14B") or its hub id, or any
     other hub id. ValueError as for ``resolve_path``.
     """
+    _, source = split_source(source)
     name = source.rsplit("/", 1)[-1].replace("-Diffusers", "")
     if (PUBLISHED / name).is_dir() and not Path(source).is_dir():
         return PUBLISHED / name

@@ -9,7 +9,8 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerBase, T5Config, T5EncoderModel
 
-from training.latents import image_ids, pack
+from pipelines.models.bare.flux import image_ids
+from training.latents import pack
 from training.shapes.reading import STILL_ANSWERS, Reader
 from training.shapes.scenes import PLACES
 from training.shapes.tokens import MAX_LENGTH

@@ -5,7 +5,6 @@ Dims: B batch, C channels of the latent, H and W its height and width, S image t
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from pipelines.models.flux import PATCH
@@ -16,9 +15,3 @@ def pack(latents_BCHW: Tensor) -> Tensor:
     batch, channels, height, width = latents_BCHW.shape
     patches = latents_BCHW.view(batch, channels, height // PATCH, PATCH, width // PATCH, PATCH)
     return patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * PATCH * PATCH)
-
-
-def image_ids(height: int, width: int, picture: int = 0) -> Tensor:
-    """Positions ``ids_S3`` (picture, row, column) of the tokens of a latent; float32, exact in every dtype's stead."""
-    rows, columns = torch.meshgrid(torch.arange(height // PATCH), torch.arange(width // PATCH), indexing="ij")
-    return torch.stack((torch.full_like(rows, picture), rows, columns), dim=-1).reshape(-1, 3).float()

@@ -32,7 +32,7 @@ class Job:
         ends = [*self.timesteps_S.tolist()[1:], 0.0]
         for step, (start, end) in enumerate(zip(self.timesteps_S.tolist(), ends, strict=True)):
             inputs = {**self.inputs, "hidden_states": latents, "timestep": self.timesteps_S[step : step + 1]}
-            schedule = Schedule(timesteps_S=self.timesteps_S, step=step)
+            schedule = Schedule.of(self.timesteps_S, step)
             (velocity,) = engine.predict((Branch(inputs=inputs, schedule=schedule),), self.ranks)
             latents = latents + (end - start) * velocity
         return latents

@@ -115,7 +115,7 @@ class Bench:
                 rank=self.rank, elastic=case.maker == "elastic8",
             )  # fmt: skip
         timesteps_S = torch.linspace(1, 0.1, 28, device=self.device).to(self.dtype)
-        schedule = Schedule(timesteps_S=timesteps_S, step=14)
+        schedule = Schedule.of(timesteps_S, 14)
         branches = (Branch(inputs={**inputs, "timestep": timesteps_S[14:15]}, schedule=schedule),)
         teams: tuple[tuple[int, ...], ...] = (alone, together) if case.maker == "switch" else (together,)
         for ranks in dict.fromkeys(teams):

@@ -56,7 +56,7 @@ def main() -> None:
     mark(marks, "engine made and checked")
     inputs = flux.inputs(module, arguments.side, text=flux.TEXT_TOKENS if on_gpu else 64)
     timesteps_S = torch.linspace(1, 0.1, 28, device=device).to(dtype)
-    schedule = Schedule(timesteps_S=timesteps_S, step=0)
+    schedule = Schedule.of(timesteps_S, 0)
     branches = (Branch(inputs={**inputs, "timestep": timesteps_S[:1]}, schedule=schedule),)
     engine.predict(branches, tuple(range(world)))
     mark(marks, "first step")

@@ -32,10 +32,19 @@ class Schedule:
     """What is known of a job's other steps: every step's ``timestep`` (one value for all entries), and which is now.
 
     An engine may compute once what depends on these and on inputs that stay the same tensors from step to step.
+    ``find()`` gives the timesteps when they are asked for, in all steps of a job the same tensor.
     """
 
-    timesteps_S: Tensor
+    find: Callable[[], Tensor]
     step: int
+
+    @classmethod
+    def of(cls, timesteps_S: Tensor, step: int) -> Schedule:
+        return cls(find=lambda: timesteps_S, step=step)
+
+    @property
+    def timesteps_S(self) -> Tensor:
+        return self.find()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -106,7 +106,8 @@ class ShardPlan:
 
     ``streams`` is the order in which token sequences are concatenated inside attention. ``blocks`` are the names of the
     ``ModuleList`` of repeated blocks, in running order. ``carried`` are the parameters of a block that it returns
-    updated, in the order of its output (of all blocks alike); a plan without them allows no pipeline.
+    updated, in the order of its output (of all blocks alike); a plan without them allows no pipeline. ``alone`` names
+    modules in which a stream attends to itself, and no other is there.
     """
 
     streams: tuple[str, ...]
@@ -116,6 +117,7 @@ class ShardPlan:
     linears: tuple[ColumnLinear | RowLinear | FullWidthNorm, ...]
     carried: tuple[str, ...] = ()
     tables: tuple[FeatureTable, ...] = ()
+    alone: tuple[tuple[str, str], ...] = ()
 
     def rule_of(self, name: str) -> ColumnLinear | RowLinear | FullWidthNorm | None:
         """The first rule that the layer of that name fits."""

@@ -69,9 +69,11 @@ class ShardedModel:
     def close(self) -> None:
         """Give the model back as it was: no hooks, the local kernel."""
         self._switch.clear()
+        kernels, local = rank_resources().get(KernelsInModules), self._local()
         for name, module in self._model.modules.items():
             self._hooks[name].remove()
-            self._set_kernel(module, self._local())
+            self._model.set_kernel(module, local)
+            kernels[module] = local
         self._shares.clear()
 
     def module(self, name: str, team: Team) -> nn.Module:
@@ -82,7 +84,7 @@ class ShardedModel:
         """The whole prediction, equal on the team's context and tensor axes; with a pipeline ``finish`` makes it so."""
         module = self.module(branch.module, team)
         layout = self.layout(branch, team)
-        self._set_kernel(module, self._kernel(team, layout))
+        self._set_kernel(module, team, layout)
         with self._hooks[branch.module].over(layout, team.context):
             return self._model.forward(module, branch.arguments)
 
@@ -125,11 +127,14 @@ class ShardedModel:
             self._on_new_module(name, module, plan)
         return _Share(module, Stage(module, plan, team, self._weights[name]) if team.pipeline.size > 1 else None)
 
-    def _set_kernel(self, module: nn.Module, kernel: Kernel) -> None:
-        kernels = rank_resources().get(KernelsInModules)
-        if kernels.get(module) is not kernel:
-            self._model.set_kernel(module, kernel)
-            kernels[module] = kernel
+    def _set_kernel(self, module: nn.Module, team: Team, layout: TokenLayout) -> None:
+        kernels, kernel = rank_resources().get(KernelsInModules), self._kernel(team, layout)
+        if kernels.get(module) is kernel:
+            return
+        self._model.set_kernel(module, kernel)
+        for name, stream in self._model.plan.alone:
+            self._model.set_kernel(module.get_submodule(name), self._kernel(team, layout.of_stream(stream)))
+        kernels[module] = kernel
 
     def _local(self) -> Kernel:
         some = next(iter(self._model.modules.values()))

@@ -27,6 +27,7 @@ from pipelines.models.registry import load_architecture
 from pipelines.modular import open_modular
 from pipelines.pictures import NO_PICTURES, InputPictures
 from pipelines.request import MediaRequest
+from pipelines.single_file import load_single_file
 
 TOKENIZERS = ("tokenizer", "tokenizer_2", "tokenizer_3")
 SCALES = ("scale_factor_spatial", "scale_factor_temporal")
@@ -38,11 +39,12 @@ class OpenedPipeline:
     """The blocks of the diffusers folder ``path``. Models are on ``device`` and compute in ``dtype``.
 
     Blocks work there too; where models are on "meta", which has no values to choose by, they work on the CPU.
-    ValueError if diffusers has no blocks for what the folder holds.
+    ``file`` has the weights of its one transformer in place of the folder. ValueError if diffusers has no blocks for
+    what the folder holds.
     """
 
-    def __init__(self, path: Path, device: torch.device, dtype: torch.dtype) -> None:
-        self.path, self.models_device, self.dtype = path, device, dtype
+    def __init__(self, path: Path, device: torch.device, dtype: torch.dtype, file: Path | None = None) -> None:
+        self.path, self.models_device, self.dtype, self._file = path, device, dtype, file
         self.device = torch.device("cpu") if device.type == "meta" else device
         self.pipeline = _placed(open_modular(path), self.device, dtype)
         self.blocks: Any = self.pipeline.blocks
@@ -119,16 +121,27 @@ class OpenedPipeline:
         spec = self.pipeline.get_component_spec(name)
         if not issubclass(spec.type_hint, nn.Module):
             return _loaded(spec)
+        if self._file is not None and name in self.transformers:
+            return self._load_file(name, self._file)
         dtype = torch.float32 if name in self.architecture.float32_parts else self.dtype
         model = spec.load(dtype=dtype, device_map={"": str(self.models_device)})
         return model.eval().requires_grad_(False)
+
+    def _load_file(self, name: str, file: Path) -> Any:
+        if len(self.transformers) > 1:
+            raise ValueError(f"{file} is one transformer, and {self.path} has {', '.join(self.transformers)}")
+        folder = part_folder(self.path, name)
+        return self._as_loaded(load_single_file(self.part_class(name), file, folder, self.models_device))
 
     def outline(self, name: str) -> Any:
         """The model by its configuration alone, its weights' values unset; dtypes are those it would be loaded in.
 
         Under fake tensors, or ``init_empty_weights``, it takes no memory.
         """
-        model = self.part_class(name).from_config(dict(read_config(self.path, name)))
+        return self._as_loaded(self.part_class(name).from_config(dict(read_config(self.path, name))))
+
+    def _as_loaded(self, model: Any) -> Any:
+        """In the dtypes that a folder's model is loaded in."""
         wide = set(model._keep_in_fp32_modules or ())
         for key, parameter in model.named_parameters():
             parameter.data = parameter.data.to(torch.float32 if wide & set(key.split(".")) else self.dtype)

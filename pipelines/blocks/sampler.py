@@ -6,6 +6,7 @@ and, when these forwards were made, with stand-ins that answer. In between the c
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +26,10 @@ from pipelines.blocks.own_parts import copied, own_parts, with_parts
 from pipelines.blocks.stand_in import Call, Exchange
 from pipelines.request import MediaRequest
 
+Steps = tuple[Mapping[str, Any], ...]
+MAX_JOBS = 32
+"""As many as an engine keeps values of."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlocksState:
@@ -41,10 +46,9 @@ class BlocksState:
     parts: Mapping[str, Any]
     loop: tree.Path
     left: tuple[tree.Path, ...]
-    steps: tuple[Mapping[str, Any], ...]
+    steps: Steps
     step: int = 0
     negative: Mapping[str, Any] | None = None
-    timesteps_S: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +70,10 @@ class BlocksSampler:
         self._architecture = opened.architecture
         self._pipeline = opened.for_ranks
         self._decoder_reads = opened.input_names(opened.sections.decode) - {"generator"}
+        self._is_fast = self._architecture.fast(opened.part_config(opened.transformers[0])) is not None
         self._noted: tuple[_Noted, ...] = ()
+        self._known_timesteps: OrderedDict[int, tuple[Steps, Tensor]] = OrderedDict()
+        """By the identity of a job's steps, which are held so that nothing else can have it."""
 
     def begin(self, request: MediaRequest, conditioning: Conditioning) -> BlocksState:
         pipeline = with_parts(self._pipeline, own_parts(self._pipeline))
@@ -78,7 +85,7 @@ class BlocksSampler:
         values.set("timesteps", on_cpu(values.get("timesteps")))  # so that no block waits for the device to read one
         loop_state, steps = tree.rehearse(tree.block_at(self._blocks, loop), pipeline, values)
         values.set("generator", None)
-        state = BlocksState(
+        return BlocksState(
             request=request,
             values=values,
             loop_state=put_away(loop_state),
@@ -88,14 +95,12 @@ class BlocksSampler:
             steps=steps,
             negative=self._here(conditioning.negative, conditioning.dtype),
         )
-        is_fast = self._architecture.fast(self._opened.part_config(self._opened.transformers[0])) is not None
-        return replace(state, timesteps_S=self._timesteps(state)) if is_fast else state
 
     def num_steps(self, state: BlocksState) -> int:
         return len(state.steps)
 
     def branches(self, state: BlocksState) -> tuple[Branch, ...]:
-        schedule = None if state.timesteps_S is None else Schedule(timesteps_S=state.timesteps_S, step=state.step)
+        schedule = Schedule(find=lambda: self._timesteps(state), step=state.step) if self._is_fast else None
         step = state.steps[state.step]
         additions = normal_mix(tuple((lora.name, lora.scale) for lora in state.request.loras))
         branches = (self._branch(call, step) for call in self.calls(state))
@@ -156,7 +161,8 @@ class BlocksSampler:
         if values is None:
             return None
         dtypes = {encoded: self._opened.dtype}
-        return {name: on_device(value, self._opened.device, dtypes) for name, value in values.items()}
+        here = {name: on_device(value, self._opened.device, dtypes) for name, value in values.items()}
+        return self._architecture.filled(here)
 
     def _note(self, state: BlocksState) -> tuple[_Noted, ...]:
         """The step's calls: those of the pipeline itself, then those for a negative prompt that it does not know."""
@@ -186,7 +192,16 @@ class BlocksSampler:
         return Branch(inputs=here, constants=constants, module=name)
 
     def _timesteps(self, state: BlocksState) -> Tensor:
-        """What the transformer gets as its timestep in each of the steps."""
+        """What the transformer gets as its timestep in each of the steps, kept for the jobs last asked for."""
+        steps, known = state.steps, self._known_timesteps
+        if id(steps) not in known:
+            known[id(steps)] = (steps, self._noted_timesteps(state))
+            while len(known) > MAX_JOBS:
+                known.popitem(last=False)
+        known.move_to_end(id(steps))
+        return known[id(steps)][1]
+
+    def _noted_timesteps(self, state: BlocksState) -> Tensor:
         notes = (self._note_one(replace(state, step=step), {}) for step in range(len(state.steps)))
         calls = zip((note.exchange.calls[0] for note in notes), state.steps, strict=True)
         name = self._architecture.timestep

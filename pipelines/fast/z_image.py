@@ -18,13 +18,12 @@ from engines.fast.interface import HeadExchange, StepParts
 from engines.fast.kernels import Modulation, norm_modulate
 from engines.fast.sandwich import SandwichBlock, SandwichStep
 from pipelines.fast.arranged import gemm, norms, stacked
+from pipelines.models.attention.z_image_text import PADDED_TO, filling
 
 IMAGE, TEXT = "image", "text"
 """The streams, in the order of their rows."""
 PICTURE, PROMPT, TIME = "x.0", "cap_feats.0", "t"
 PATCH, FRAME_PATCH = 2, 1
-PADDED_TO = 32
-"""``SEQ_MULTI_OF`` of diffusers' class."""
 
 
 class ZImageWeights:
@@ -86,12 +85,12 @@ class FastZImage:
     def hoisted(self, arguments: Arguments) -> dict[str, Tensor]:
         """Returns my tokens of the refined text, rotary tables, and which tokens of the picture are padding."""
         module, cut = self._weights.module, self._parts.cut
-        _, (text_TD,), _, image_ids, text_ids, (image_pads_S,), text_pads = module.patchify_and_embed(
+        _, (text_TD,), _, image_ids, text_ids, (image_pads_S,), (text_pads_T,) = module.patchify_and_embed(
             [arguments[PICTURE]], [arguments[PROMPT]], PATCH, FRAME_PATCH
         )
         embedded_TC, device = module.cap_embedder(text_TD), text_TD.device
         text_BTC, turns_BTP, mask, *_ = module._prepare_sequence(
-            [embedded_TC], text_ids, text_pads, module.cap_pad_token, None, device
+            [embedded_TC], text_ids, [text_pads_T | filling(text_TD)], module.cap_pad_token, None, device
         )
         for layer in module.context_refiner:
             text_BTC = layer(text_BTC, mask, turns_BTP)

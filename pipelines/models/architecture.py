@@ -101,6 +101,9 @@ class Architecture:
     are float32 whatever the transformer is. ``needs_negative``: its blocks fail without a negative prompt, even where
     no guider looks at it. ``guides_itself``: its blocks know a second prompt without a guider.
 
+    ``filled(values)`` are what the encoders made of a prompt, at a length that other prompts have too: steps of one
+    shape share what is captured for them.
+
     ``inputs(folder, request)`` are the pipeline's inputs that a request decides otherwise than by their names.
     ``complete(pipeline)`` adds parts that are in no folder to a pipeline that encodes or decodes.
     """
@@ -129,6 +132,7 @@ class Architecture:
     estimate: Callable[[Any, float], Mapping[str, Tensor] | None] = along_velocity
     first_frame: Callable[[Config, Mapping[str, Any]], Mapping[str, Any]] | None = None
     float32_parts: tuple[str, ...] = ()
+    filled: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda values: values
     needs_negative: bool = False
     guides_itself: bool = False
     inputs: Callable[[Path, MediaRequest], Mapping[str, Any]] = lambda folder, request: {}

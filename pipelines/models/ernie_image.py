@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
-from pipelines.defaults import Defaults
+from pipelines.defaults import PICTURE, Defaults
 from pipelines.directory import read_config
 from pipelines.models.architecture import Architecture, Config
 
@@ -66,20 +67,10 @@ def unmasked(kernel: Kernel) -> Kernel:
 
 def defaults(path: Path) -> Defaults:
     """What diffusers' blocks say."""
-    return Defaults(
-        kind="image",
-        width=1024,
-        height=1024,
-        num_frames=1,
-        fps=0,
-        num_inference_steps=50,
-        guidance_scale=0.0,
+    return replace(
+        PICTURE,
         true_cfg_scale=4.0,
         size_multiple=2 ** len(read_config(path, "vae")["block_out_channels"]) * _patch(path),
-        frame_multiple=1,
-        max_pixels=2048 * 2048,
-        max_frames=1,
-        max_steps=100,
         max_tokens=MAX_TOKENS,
     )
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
-from pipelines.defaults import Defaults
+from pipelines.defaults import PICTURE, Defaults
 from pipelines.directory import read_config, read_index
 from pipelines.models.architecture import Architecture, Config, text_and_image
 from pipelines.models.image_sizes import vae_scale
@@ -96,20 +96,11 @@ EDITOR: Mapping[str, Any] = {"guidance_scale": 2.5, "takes_strength": False, "st
 def defaults(path: Path) -> Defaults:
     """FLUX.1-dev's if the model takes a guidance scale, else FLUX.1-schnell's."""
     distilled: bool = read_config(path, "transformer")["guidance_embeds"]
-    known = Defaults(
-        kind="image",
-        width=1024,
-        height=1024,
-        num_frames=1,
-        fps=0,
+    known = replace(
+        PICTURE,
         num_inference_steps=28 if distilled else 4,
         guidance_scale=3.5 if distilled else 0.0,
-        true_cfg_scale=1.0,
         size_multiple=vae_scale(path) * PATCH,
-        frame_multiple=1,
-        max_pixels=2048 * 2048,
-        max_frames=1,
-        max_steps=100,
         max_pictures=1,
         takes_strength=True,
         strength=0.6,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
-from pipelines.defaults import Defaults
+from pipelines.defaults import PICTURE, Defaults
 from pipelines.directory import read_config, read_index
 from pipelines.models.architecture import Architecture, Config, text_and_image
 from pipelines.models.image_sizes import vae_scale
@@ -62,20 +62,9 @@ def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Tensor]:
     return {"prompt_embeds": torch.zeros(1, num_tokens, config["joint_attention_dim"])}
 
 
-DEV = Defaults(
-    kind="image",
-    width=1024,
-    height=1024,
-    num_frames=1,
-    fps=0,
-    num_inference_steps=50,
+DEV = replace(
+    PICTURE,
     guidance_scale=4.0,
-    true_cfg_scale=1.0,
-    size_multiple=16,
-    frame_multiple=1,
-    max_pixels=2048 * 2048,
-    max_frames=1,
-    max_steps=100,
     max_pictures=4,
     max_tokens=MAX_TOKENS,
 )

@@ -116,7 +116,7 @@ def forward(module: nn.Module, call: Mapping[str, Any]) -> Tensor:
 
 
 def mend(blocks: Any) -> None:
-    from pipelines.models.hunyuan_pictures import mend
+    from pipelines.models.mended.hunyuan_pictures import mend
 
     mend(blocks)
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
-from pipelines.defaults import Defaults
-from pipelines.directory import read_config, read_index
+from pipelines.defaults import PICTURE, Defaults
+from pipelines.directory import read_index
 from pipelines.models.architecture import Architecture, Config
+from pipelines.models.image_sizes import clip_vae_scale
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,20 +55,10 @@ def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Tensor]:
     return {"prompt_embeds": features, "prompt_embeds_mask": torch.ones(1, num_tokens, dtype=torch.bool)}
 
 
-BASE = Defaults(
-    kind="image",
-    width=1024,
-    height=1024,
-    num_frames=1,
-    fps=0,
+BASE = replace(
+    PICTURE,
     num_inference_steps=28,
-    guidance_scale=0.0,
     true_cfg_scale=4.5,
-    size_multiple=16,
-    frame_multiple=1,
-    max_pixels=2048 * 2048,
-    max_frames=1,
-    max_steps=100,
     max_tokens=MAX_TOKENS,
 )
 """What diffusers' blocks say of the base model, and below of the distilled one."""
@@ -75,9 +66,8 @@ TURBO = replace(BASE, num_inference_steps=8, true_cfg_scale=1.0)
 
 
 def defaults(path: Path) -> Defaults:
-    stages = len(read_config(path, "vae").get("temperal_downsample", (False, True, True)))
     known = TURBO if read_index(path).get("is_distilled") else BASE
-    return replace(known, size_multiple=PATCH * 2**stages)
+    return replace(known, size_multiple=PATCH * clip_vae_scale(path, 3))
 
 
 ARCHITECTURE = Architecture(

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
-from pipelines.defaults import Defaults
+from pipelines.defaults import PICTURE, Defaults
 from pipelines.directory import read_config, read_index
 from pipelines.models.architecture import Architecture, Config, text_and_image
+from pipelines.models.image_sizes import clip_vae_scale
 from pipelines.request import MediaRequest
 
 if TYPE_CHECKING:
@@ -85,21 +86,13 @@ A mask would have to be of the megapixel that the editor brings its picture to, 
 
 def defaults(path: Path) -> Defaults:
     """Qwen-Image's; an editor takes pictures."""
-    vae, name = read_config(path, "vae"), str(read_index(path).get("_class_name"))
-    known = Defaults(
-        kind="image",
+    name = str(read_index(path).get("_class_name"))
+    known = replace(
+        PICTURE,
         width=1328,
         height=1328,
-        num_frames=1,
-        fps=0,
-        num_inference_steps=50,
-        guidance_scale=0.0,
         true_cfg_scale=4.0,
-        size_multiple=2 * 2 ** len(vae.get("temperal_downsample", (False, True, True))),
-        frame_multiple=1,
-        max_pixels=2048 * 2048,
-        max_frames=1,
-        max_steps=100,
+        size_multiple=2 * clip_vae_scale(path, 3),
         max_pictures=1,
         takes_mask=True,
         takes_strength=True,

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan
-from pipelines.defaults import Defaults
-from pipelines.directory import read_config
+from pipelines.defaults import PICTURE, Defaults
 from pipelines.models.architecture import Architecture, Config
+from pipelines.models.image_sizes import clip_vae_scale
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -26,6 +27,9 @@ BLOCKS = "transformer_blocks"
 MASK = "encoder_hidden_states_mask"
 SLOT = 4
 """Latent tokens that a place for a picture in the prompt stands for."""
+
+MAX_PICTURES = 3
+"""As many as the editors before it were made for."""
 
 SHARD_PLAN = ShardPlan(
     streams=(TOKENS,),
@@ -69,21 +73,11 @@ def set_kernel(module: nn.Module, kernel: Kernel) -> None:
 
 def defaults(path: Path) -> Defaults:
     """Returns the pipeline's own arguments in diffusers."""
-    halvings = read_config(path, "vae").get("temperal_downsample", (False, True, True, True))
-    return Defaults(
-        kind="image",
-        width=1024,
-        height=1024,
-        num_frames=1,
-        fps=0,
+    return replace(
+        PICTURE,
         num_inference_steps=40,
-        guidance_scale=0.0,
-        true_cfg_scale=1.0,
-        size_multiple=2 * 2 ** len(halvings),
-        frame_multiple=1,
-        max_pixels=2048 * 2048,
-        max_frames=1,
-        max_steps=100,
+        size_multiple=2 * clip_vae_scale(path, 4),
+        max_pictures=MAX_PICTURES,
     )
 
 

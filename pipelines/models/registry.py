@@ -14,6 +14,7 @@ ARCHITECTURES = {
     "Cosmos3OmniTransformer": "cosmos",
     "ErnieImageTransformer2DModel": "ernie_image",
     "Flux2Transformer2DModel": "flux2",
+    "Flux3Transformer2DModel": "flux3",
     "FluxTransformer2DModel": "flux",
     "HunyuanVideo15Transformer3DModel": "hunyuan_video",
     "Krea2Transformer2DModel": "krea2",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
-from pipelines.defaults import Defaults
+from pipelines.defaults import PICTURE, Defaults
 from pipelines.directory import read_config
 from pipelines.models.architecture import Architecture, Config
 from pipelines.models.image_sizes import vae_scale
@@ -67,20 +67,10 @@ def set_kernel(module: nn.Module, kernel: Kernel) -> None:
     set_kernel(module, kernel)
 
 
-MEDIUM = Defaults(
-    kind="image",
-    width=1024,
-    height=1024,
-    num_frames=1,
-    fps=0,
+MEDIUM = replace(
+    PICTURE,
     num_inference_steps=28,
-    guidance_scale=0.0,
     true_cfg_scale=7.0,
-    size_multiple=16,
-    frame_multiple=1,
-    max_pixels=2048 * 2048,
-    max_frames=1,
-    max_steps=100,
     max_pictures=1,
     takes_strength=True,
     max_tokens=MAX_TOKENS,

@@ -140,7 +140,7 @@ def forward(module: nn.Module, call: Mapping[str, Any]) -> Tensor:
 
 
 def mend(blocks: Any) -> None:
-    from pipelines.models.wan_pictures import mend
+    from pipelines.models.mended.wan_pictures import mend
 
     mend(blocks)
 

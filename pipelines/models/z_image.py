@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
-from pipelines.defaults import Defaults
+from pipelines.defaults import PICTURE, Defaults
 from pipelines.models.architecture import Architecture, Config
 from pipelines.models.image_sizes import vae_scale
 
@@ -64,9 +65,22 @@ def blank(config: Config, call: Mapping[str, Any]) -> tuple[list[Tensor]]:
     return ([x.new_zeros(()).expand(x.shape) for x in call["x"]],)
 
 
+PROMPTS = ("prompt_embeds", "negative_prompt_embeds")
+
+
+def filled(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The transformer fills prompts up itself; where that is done before, those of up to 32 tokens have one shape."""
+    from pipelines.models.attention.z_image_text import filled
+
+    return {name: [filled(text) for text in value] if name in PROMPTS else value for name, value in values.items()}
+
+
 def forward(module: nn.Module, call: Mapping[str, Any]) -> Tensor:
     """The prediction ``x_CFHW`` of one picture."""
-    (prediction,) = module(**call, return_dict=False)[0]
+    from pipelines.models.attention.z_image_text import filling_replaced
+
+    with filling_replaced(module):
+        (prediction,) = module(**call, return_dict=False)[0]
     picture: Tensor = prediction
     return picture
 
@@ -98,20 +112,10 @@ def arranged(transformer: nn.Module, precision: Precision) -> FastWeights:
 
 def defaults(path: Path) -> Defaults:
     """Z-Image-Turbo's, which is what most people have."""
-    return Defaults(
-        kind="image",
-        width=1024,
-        height=1024,
-        num_frames=1,
-        fps=0,
+    return replace(
+        PICTURE,
         num_inference_steps=9,
-        guidance_scale=0.0,
-        true_cfg_scale=1.0,
         size_multiple=math.lcm(SIZE_MULTIPLE, vae_scale(path) * PATCH),
-        frame_multiple=1,
-        max_pixels=2048 * 2048,
-        max_frames=1,
-        max_steps=100,
         max_pictures=1,
         takes_strength=True,
         strength=0.6,
@@ -127,6 +131,7 @@ ARCHITECTURE = Architecture(
     heads=lambda config: (config["n_heads"], config["dim"] // config["n_heads"]),
     blank_conditioning=blank_conditioning,
     blank=blank,
+    filled=filled,
     forward=forward,
     answer=answer,
     set_kernel=set_kernel,

@@ -18,7 +18,13 @@ MAY_IMPORT = {
 }
 HTTP_LIBRARIES = {"aiohttp", "fastapi", "flask", "httpx", "openai", "requests", "starlette", "uvicorn"}
 REGISTRY = "pipelines/models/registry.py"
-OWN_FILES = ("pipelines/models/", "pipelines/models/attention/", "pipelines/models/bare/", "pipelines/fast/")
+OWN_FILES = (
+    "pipelines/models/",
+    "pipelines/models/attention/",
+    "pipelines/models/bare/",
+    "pipelines/models/mended/",
+    "pipelines/fast/",
+)
 """Where a family has files of its own, which begin with its word."""
 WORD = r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])"
 SETTINGS = "deployments/settings.py"

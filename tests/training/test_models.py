@@ -8,10 +8,11 @@ import torch
 from diffusers import FluxPipeline, WanPipeline
 from safetensors.torch import load_file
 
+from pipelines.models.bare.flux import image_ids
 from training import evaluate
 from training.flux_model import POOLED_DIM, TEXT_DIM
 from training.flux_shapes import start as start_flux
-from training.latents import image_ids, pack
+from training.latents import pack
 from training.shapes.captions import caption
 from training.shapes.scenes import training_scene
 from training.shapes.tokens import MAX_LENGTH

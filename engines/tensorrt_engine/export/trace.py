@@ -58,6 +58,11 @@ class _OneRank(nn.Module):
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         arguments = {**self._constants, **inputs}
         lengths = self._model.stream_lengths(arguments)
+        if self._model.plan.alone and self._team.context.size > 1:
+            raise ValueError(
+                "this model has blocks that see one stream of tokens alone, which no TensorRT engine of several ranks "
+                "does: use engine: torch"
+            )
         layout = MarkedLayout.tracing(self._model.plan.streams, lengths, self._team.context.size)
         self._model.set_kernel(self.module, unmasked(_kernel(self._team, layout, self._ring)))
         with self._hooks.over(layout, self._team.context):

@@ -43,7 +43,7 @@ class FluxProbe:
             "encoder_hidden_states": self._randn(generator, PROBE_TEXT, self.config["joint_attention_dim"]),
             "pooled_projections": self._randn(generator, self.config["pooled_projection_dim"]),
             "timestep": torch.full((1,), 0.7, device=self.device, dtype=self.dtype),
-            "img_ids": image_ids(PROBE_HEIGHT // PATCH, PROBE_WIDTH // PATCH).to(self.device),
+            "img_ids": image_ids(PROBE_HEIGHT, PROBE_WIDTH).to(self.device),
             "txt_ids": torch.zeros(PROBE_TEXT, 3).to(self.device),
         }
         if not self.config["guidance_embeds"]:
@@ -54,7 +54,7 @@ class FluxProbe:
         return torch.randn((1, *shape), generator=generator).to(self.device, self.dtype)
 
 
-def image_ids(num_rows: int, num_columns: int) -> Tensor:
-    """Positions ``ids_S3`` (0, row, column) of the tokens of a picture; float32, exact in every dtype's stead."""
-    rows, columns = torch.meshgrid(torch.arange(num_rows), torch.arange(num_columns), indexing="ij")
-    return torch.stack((torch.zeros_like(rows), rows, columns), dim=-1).reshape(-1, 3).float()
+def image_ids(height: int, width: int, picture: int = 0) -> Tensor:
+    """Positions ``ids_S3`` (picture, row, column) of the tokens of a latent; float32, exact in every dtype's stead."""
+    rows, columns = torch.meshgrid(torch.arange(height // PATCH), torch.arange(width // PATCH), indexing="ij")
+    return torch.stack((torch.full_like(rows, picture), rows, columns), dim=-1).reshape(-1, 3).float()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engines.core.model import Branch, DenoiserModel
-from training.latents import image_ids
+from pipelines.models.bare.flux import image_ids
 
 EVEN = {"flux": (16, 8, 12), "wan": (2, 8, 8)}
 """FLUX: text tokens, latent height and width; Wan: frames, latent height and width (patches of 1x2x2)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -134,3 +135,26 @@ def test_one_branch_without_guidance_two_with(pipeline: Pipeline, name: str) -> 
 def test_noise_is_drawn_the_same_everywhere(pipeline: Pipeline, name: str) -> None:
     first, second = begin(pipeline, name), begin(pipeline, name)
     assert torch.equal(latents_of(pipeline, first), latents_of(pipeline, second))
+
+
+def test_a_jobs_timesteps_are_found_when_they_are_asked_for(pipeline: Pipeline, name: str) -> None:
+    """Once a job, and the same ones where the job has moved to; by engines that have no use for them, never."""
+    sampler = pipeline.sampler
+    with patch.object(sampler, "_noted_timesteps", wraps=sampler._noted_timesteps) as noted:
+        state = begin(pipeline, name, num_inference_steps=3)
+        later = step(pipeline, step(pipeline, state))
+        assert noted.call_count == 0
+        schedules = [sampler.branches(one)[0].schedule for one in (state, later)]
+        if name == "wan":  # which has no hand-ordered step
+            assert schedules == [None, None]
+            return
+        first, second = (schedule.timesteps_S for schedule in schedules if schedule is not None)
+        assert first is second
+        assert noted.call_count == 1
+        own_S = torch.cat(
+            [sampler.branches(one)[0].inputs["timestep"] for one in (state, step(pipeline, state), later)]
+        )
+        assert torch.equal(first, own_S)
+        moved = sampler.branches(pickle.loads(pickle.dumps(later)))[0].schedule
+        assert moved is not None
+        assert torch.equal(moved.timesteps_S, first)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
@@ -18,15 +19,16 @@ from engines.torch_engine.engine import TorchEngine
 from pipelines.blocks.decoder import on_white
 from pipelines.checkpoint import Checkpoint
 from pipelines.models.qwen21 import SHARD_PLAN
-from pipelines.request import MediaRequest
 from pipelines.run import load_pipeline
 from tests.engines.support.gloo import gang
 from tests.pipelines.support.own_call import own_state
-from tests.pipelines.support.picture_cases import PictureCase, request_of
+from tests.pipelines.support.picture_cases import PictureCase, images_of, pictures_of, request_of
 from tests.pipelines.support.tiny_qwen import Qwen3Processor, qwen21
 
 TOLERANCE = 1e-4
 LOAD_PROCESSOR = "transformers.Qwen3VLProcessor.from_pretrained"
+SIZES = "diffusers.modular_pipelines.qwenimage21.encoders.calculate_dimensions"
+TWO = ((40, 48), (70, 40))
 
 
 @pytest.fixture(scope="module")
@@ -34,17 +36,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return qwen21(tmp_path_factory.mktemp("qwen21"))
 
 
-def request(folder: Path, scale: float) -> MediaRequest:
-    return request_of(PictureCase(make=qwen21, pictures=(), changes={"true_cfg_scale": scale}), folder)
+def case_of(scale: float, pictures: tuple[tuple[int, int], ...] = ()) -> PictureCase:
+    return PictureCase(make=qwen21, pictures=pictures, changes={"true_cfg_scale": scale})
 
 
-def denoised(folder: Path, scale: float, strategy: str) -> Tensor:
+@contextmanager
+def small_pictures() -> Iterator[None]:
+    """The blocks bring every picture to a megapixel, which takes a CPU long."""
+    with (
+        patch(LOAD_PROCESSOR, lambda *_, **__: Qwen3Processor()),
+        patch(SIZES, lambda area, ratio: (64, 32, None) if ratio > 1 else (32, 64, None)),
+    ):
+        yield
+
+
+def denoised(folder: Path, case: PictureCase, strategy: str) -> Tensor:
     checkpoint = Checkpoint(folder)
     engine = TorchEngine(checkpoint.denoiser(), strategy=strategy)
-    with patch(LOAD_PROCESSOR, lambda *_, **__: Qwen3Processor()):
+    request = request_of(case, folder)
+    with small_pictures():
         pipeline = load_pipeline(checkpoint, engine)
-    sampler, asked = pipeline.sampler, request(folder, scale)
-    state = sampler.begin(asked, pipeline.text_encoder.encode(asked))
+        conditioning = pipeline.text_encoder.encode(request, pictures_of(case))
+    sampler = pipeline.sampler
+    state = sampler.begin(request, conditioning)
     for _ in range(sampler.num_steps(state)):
         state = pickle.loads(pickle.dumps(state))
         state = sampler.advance(state, engine.predict(sampler.branches(state), tuple(range(dist.get_world_size()))))
@@ -53,9 +67,9 @@ def denoised(folder: Path, scale: float, strategy: str) -> Tensor:
     return latents
 
 
-def own_latents(folder: Path, scale: float) -> Tensor:
-    with patch(LOAD_PROCESSOR, lambda *_, **__: Qwen3Processor()):
-        latents: Tensor = own_state(folder, request(folder, scale)).get("latents")
+def own_latents(folder: Path, case: PictureCase) -> Tensor:
+    with small_pictures():
+        latents: Tensor = own_state(folder, request_of(case, folder), image=images_of(case) or None).get("latents")
     assert latents.std() > 0.1
     return latents
 
@@ -63,15 +77,28 @@ def own_latents(folder: Path, scale: float) -> Tensor:
 @pytest.mark.parametrize(("num_ranks", "strategy"), [(1, "ulysses"), (2, "tensor"), (4, "tensor")])
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 def test_latents_equal_the_pipelines_own(folder: Path, num_ranks: int, strategy: str, scale: float) -> None:
-    expected = own_latents(folder, scale)
-    for latents in gang(num_ranks).run(denoised, folder, scale, strategy):
+    case = case_of(scale)
+    expected = own_latents(folder, case)
+    for latents in gang(num_ranks).run(denoised, folder, case, strategy):
+        assert relative_difference(latents, expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("num_ranks", "strategy"), [(1, "ulysses"), (2, "tensor")])
+@pytest.mark.parametrize(("scale", "pictures"), [(1.0, TWO), pytest.param(3.0, TWO[:1], marks=pytest.mark.slow)])
+def test_latents_with_pictures_to_look_at(
+    folder: Path, num_ranks: int, strategy: str, scale: float, pictures: tuple[tuple[int, int], ...]
+) -> None:
+    case = case_of(scale, pictures)
+    expected = own_latents(folder, case)
+    assert relative_difference(own_latents(folder, case_of(scale)), expected) > 10 * TOLERANCE, "they are seen"
+    for latents in gang(num_ranks).run(denoised, folder, case, strategy):
         assert relative_difference(latents, expected) <= TOLERANCE
 
 
 def test_the_picture_has_the_size_asked_for(folder: Path) -> None:
     with patch(LOAD_PROCESSOR, lambda *_, **__: Qwen3Processor()):
         pipeline = load_pipeline(Checkpoint(folder))
-    asked = request(folder, 1.0)
+    asked = request_of(case_of(1.0), folder)
     states = list(pipeline.states(asked))
     for latents in (pipeline.sampler.preview(states[1]), pipeline.sampler.latents(states[-1])):
         frames = pipeline.decoder.decode(latents, asked)

@@ -82,6 +82,8 @@ class QwenProcessor:
         return BatchFeature({**ids, **given})
 
 
+EYE = 16
+"""Pixels a side of what Qwen-Image 2.1's encoder sees at once; four of them take the place of four latent tokens."""
 VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 
 
@@ -137,26 +139,40 @@ def qwen21(path: Path) -> Path:
 
 
 class Qwen3Processor:
-    """What ``Qwen3VLProcessor`` does with words; it needs torchvision even to be made."""
+    """What ``Qwen3VLProcessor`` does, which needs torchvision even to be made."""
 
     def __init__(self) -> None:
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+        self.images = Qwen2VLImageProcessorPil(patch_size=EYE, min_pixels=EYE**2, max_pixels=64 * 64)
         self.tokenizer = vision_tokenizer()
 
     def apply_chat_template(self, messages: Any, **_: Any) -> list[list[int]]:
         return [self.tokenizer.encode(message["content"][0]["text"]) for message in messages]
 
-    def __call__(self, *, text: list[str], **options: Any) -> Any:
-        return self.tokenizer(text, **options)
+    def __call__(self, *, text: list[str], images: Any = None, **options: Any) -> Any:
+        from transformers import BatchFeature
+
+        if images is None:
+            return self.tokenizer(text, **options)
+        seen, pad, (words,) = self.images(images, return_tensors="pt"), VISION[2], text
+        for grid in seen["image_grid_thw"]:
+            words = words.replace(pad, "\0" * (int(grid.prod()) // self.images.merge_size**2), 1)
+        ids = self.tokenizer([words.replace("\0", pad)], **options)
+        kinds = (ids["input_ids"] == self.tokenizer.convert_tokens_to_ids(pad)).long()
+        return BatchFeature({**ids, **seen, "mm_token_type_ids": kinds})
 
 
-def qwen3_vl() -> Any:
+def qwen3_vl(num_layers: int = 2) -> Any:
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": num_layers}
     rope = {"rope_theta": 1e6, "rope_type": "default", "mrope_section": [2, 3, 3]}
     words = {"vocab_size": len(ALPHABET) + len(VISION), "hidden_size": HIDDEN, "intermediate_size": 64}
     eyes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": HIDDEN}
-    vision = {**eyes, "deepstack_visual_indexes": [0], "num_position_embeddings": 16, "patch_size": 4}
+    vision = {**eyes, "deepstack_visual_indexes": [0], "num_position_embeddings": 16, "patch_size": EYE}
+    names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+    ids = dict(zip(names, map(vision_tokenizer().convert_tokens_to_ids, VISION), strict=True))
     torch.manual_seed(0)
-    config = Qwen3VLConfig(text_config={**words, **heads, "rope_parameters": rope}, vision_config=vision)
+    config = Qwen3VLConfig(text_config={**words, **heads, "rope_parameters": rope}, vision_config=vision, **ids)
     return shake(Qwen3VLForConditionalGeneration(config))

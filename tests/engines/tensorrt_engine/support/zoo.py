@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from engines.core.model import Branch, DenoiserModel
 from engines.parallel.attention import plain_attention
 from pipelines.models.bare import flux, wan
-from training.latents import image_ids
+from pipelines.models.bare.flux import image_ids
 
 NUM_HEADS = 8
 Buckets = tuple[dict[str, Tensor], dict[str, Tensor]]

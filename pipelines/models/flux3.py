@@ -1,0 +1,123 @@
+"""FLUX.3 and its distilled form (a flow map, which is told the time that a step leads to).
+
+Text, picture and pictures to look at first attend to themselves alone, each in blocks of its own, then all to all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
+from pipelines.defaults import PICTURE, Defaults
+from pipelines.directory import read_config
+from pipelines.models.architecture import Architecture, Config
+from pipelines.models.image_sizes import vae_scale
+from pipelines.request import MediaRequest
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from engines.core.kernel import Kernel
+    from engines.core.model import Arguments
+
+TEXT, IMAGE, SEEN = "text", "image", "seen"
+PATCH = 2
+"""Latent values along the side of a token."""
+MAX_TOKENS = 8192
+TYPICAL_TOKENS = 80
+"""Prompts are filled up to multiples of it, and what they are filled with is attended to."""
+
+OF_TEXT, OF_IMAGE, OF_SEEN = "txt_mode_blocks", "mode_blocks.image", "mode_blocks.image_cond"
+TOGETHER = "single_transformer_blocks"
+BLOCKS = (OF_TEXT, OF_IMAGE, OF_SEEN, TOGETHER)
+INPUTS = {
+    IMAGE: (("hidden_states", 1), ("img_ids", 0)),
+    TEXT: (("encoder_hidden_states", 1), ("txt_ids", 0)),
+    SEEN: (("image_cond_hidden_states", 1), ("image_cond_ids", 0)),
+}
+GATED = (1, 1)
+"""A gate, and what it gates."""
+
+SHARD_PLAN = ShardPlan(
+    streams=(TEXT, IMAGE, SEEN),
+    blocks=BLOCKS,
+    shards=tuple(
+        TokenShard(module="", where="input", key=key, dim=dim, stream=stream)
+        for stream, keys in INPUTS.items()
+        for key, dim in keys
+    ),
+    gathers=(TokenGather(module="proj_out", dim=1, stream=IMAGE),),
+    linears=(
+        *(ColumnLinear(pattern=f"{block}.*.attn.{name}") for block in BLOCKS for name in ("to_q", "to_k", "to_v")),
+        *(RowLinear(pattern=f"{block}.*.attn.to_out.0") for block in BLOCKS),
+        *(ColumnLinear(pattern=f"{block}.*.ff.linear_in", segments=GATED) for block in BLOCKS),
+        *(RowLinear(pattern=f"{block}.*.ff.linear_out") for block in BLOCKS),
+    ),
+    alone=((OF_TEXT, TEXT), (OF_IMAGE, IMAGE), (OF_SEEN, SEEN)),
+)
+
+
+def stream_lengths(config: Config, arguments: Arguments) -> dict[str, int]:
+    return {stream: arguments[key].shape[1] if key in arguments else 0 for stream, ((key, _), _) in INPUTS.items()}
+
+
+def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Tensor]:
+    import torch
+
+    return {"prompt_embeds": torch.zeros(1, min(num_tokens, TYPICAL_TOKENS), config["joint_attention_dim"])}
+
+
+def blank_pictures(path: Path, request: MediaRequest) -> Mapping[str, Any]:
+    """Pictures to look at, in the request's size."""
+    import torch
+
+    side, channels = vae_scale(path) * PATCH, read_config(path, "transformer").get("cond_in_channels", 128)
+    shape = (1, channels, request.height // side, request.width // side)
+    return {"image_cond_latents": [torch.zeros(shape) for _ in range(request.num_pictures)]}
+
+
+def set_kernel(module: nn.Module, kernel: Kernel) -> None:
+    """Diffusers' processor splits features by the number of heads, of which a tensor-parallel rank holds a share."""
+    from pipelines.blocks import attention
+
+    attention.set_kernel(module, kernel)
+    for inner in module.modules():
+        each: Any = inner
+        if hasattr(each, "to_q"):
+            each.heads = each.to_q.out_features // each.head_dim
+
+
+def mend(blocks: Any) -> None:
+    from pipelines.models.mended.flux3_prompts import mend
+
+    mend(blocks)
+
+
+BASE = replace(
+    PICTURE,
+    true_cfg_scale=3.5,
+    max_pictures=4,
+    max_tokens=MAX_TOKENS,
+)
+"""What diffusers' blocks say of the base model, and below of the distilled one."""
+DISTILLED = replace(BASE, num_inference_steps=16, true_cfg_scale=1.0)
+
+
+def defaults(path: Path) -> Defaults:
+    known = DISTILLED if read_config(path, "transformer").get("flow_map") else BASE
+    return replace(known, size_multiple=vae_scale(path) * PATCH)
+
+
+ARCHITECTURE = Architecture(
+    family="flux3",
+    defaults=defaults,
+    shard_plan=lambda config: SHARD_PLAN,
+    stream_lengths=stream_lengths,
+    blank_conditioning=blank_conditioning,
+    blank_pictures=blank_pictures,
+    mend=mend,
+    set_kernel=set_kernel,
+)

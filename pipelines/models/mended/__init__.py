@@ -1,0 +1,1 @@
+"""Blocks of diffusers that are faulty, and what stands in their place."""

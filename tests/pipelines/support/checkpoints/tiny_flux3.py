@@ -1,0 +1,56 @@
+"""FLUX.3 and its distilled form in small, random weights."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.pipelines.support.tiny import shake
+from tests.pipelines.support.tiny_models import HIDDEN, _flux2_vae
+from tests.pipelines.support.tiny_qwen import Qwen3Processor, qwen3_vl
+
+NUM_LAYERS, NUM_STACKED = 32, 8
+"""Of the text encoder, and of which the states are stacked."""
+LOAD_PROCESSOR = "transformers.AutoProcessor.from_pretrained"
+
+
+class Flux3Processor(Qwen3Processor):
+    """It gives the prompt back as words."""
+
+    def apply_chat_template(self, messages: Any, **_: Any) -> Any:
+        return messages[0]["content"]
+
+
+def flux3(path: Path, *, distilled: bool = False) -> Path:
+    from diffusers import FlowMatchEulerDiscreteScheduler, Flux3Transformer2DModel
+
+    transformer = Flux3Transformer2DModel(
+        in_channels=16,
+        cond_in_channels=16,
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=4,
+        joint_attention_dim=NUM_STACKED * HIDDEN,
+        timestep_channels=32,
+        axes_dims_rope=(4, 4, 4, 4),
+        flow_map=distilled,
+    )
+    parts = {
+        "scheduler": FlowMatchEulerDiscreteScheduler(shift=6.93),
+        "vae": _flux2_vae(),
+        "transformer": shake(transformer),
+        "text_encoder": qwen3_vl(NUM_LAYERS),
+    }
+    for name, part in parts.items():
+        part.save_pretrained(path / name)
+    classes = {name: [type(part).__module__.split(".")[0], type(part).__name__] for name, part in parts.items()}
+    name = "Flux3DistilledPipeline" if distilled else "Flux3Pipeline"
+    index = {"_class_name": name, **classes, "tokenizer": ["transformers", "AutoProcessor"]}
+    (path / "model_index.json").write_text(json.dumps(index))
+    return path
+
+
+flux3_distilled = partial(flux3, distilled=True)
