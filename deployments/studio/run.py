@@ -27,7 +27,7 @@ from deployments.studio.interface import (
     StageTimes,
     StudioEvent,
 )
-from deployments.studio.pace import Pace
+from deployments.studio.time_left import TimeLeft
 from engines.gang.errors import QueueFullError
 from engines.gang.job import JobDone, PreviewReady, StepDone
 from pipelines.pictures import InputPictures
@@ -64,12 +64,12 @@ class Run:
     _previews: asyncio.Queue[PreviewReady | None] = field(default_factory=asyncio.Queue, init=False)
     """Latents to decode in this order; None after the last."""
     _encode_s: float = field(default=0.0, init=False)
-    _pace: Pace = field(init=False)
+    _time_left: TimeLeft = field(init=False)
     _done: JobDone | None = field(default=None, init=False)
     _decoding: asyncio.Task[Decoded] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self._pace = Pace(self.request.cache)
+        self._time_left = TimeLeft(self.request.cache)
 
     async def events(self) -> AsyncGenerator[StudioEvent]:
         """Yields progress and previews, ``Media`` last. Raises what a deployment raised, ModelUnavailableError if none
@@ -103,7 +103,7 @@ class Run:
                         self._encode_s = event.encode_s
                     case StepDone():
                         self.num_steps_seen += 1
-                        yield Progress(step=event.step, num_steps=event.num_steps, eta_s=self._pace.eta_s(event))
+                        yield Progress(step=event.step, num_steps=event.num_steps, eta_s=self._time_left.eta_s(event))
                     case PreviewReady():
                         self._previews.put_nowait(event)
                     case JobDone():

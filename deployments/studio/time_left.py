@@ -6,7 +6,7 @@ from engines.gang.job import StepDone
 from pipelines.caching import CacheMode, computed_steps
 
 
-class Pace:
+class TimeLeft:
     """Of one job, whose steps are told in order; when it begins anew, so does this."""
 
     def __init__(self, cache: CacheMode) -> None:
