@@ -15,6 +15,7 @@ from engines.core.additions import WriteWeight
 from engines.core.fast_model import Precision
 from engines.fast.kernels import QuantRows, Rows, gated, quantize_rows
 from engines.fast.kernels.rows import quantized
+from engines.quantization.scales import weight_scales
 
 Activation = Literal["gelu", "swiglu"]
 """GELU in its tanh form; or SwiGLU, whose GEMM gives gates, then what they let through."""
@@ -133,9 +134,10 @@ class Float8Gemm:
 
     def _write(self, rows: slice, part: WeightPart, weight_NK: Tensor) -> None:
         """In place: steps that were captured see it."""
-        weight = quantized(part.of(weight_NK))
-        self.weight_NK[rows].copy_(weight.values_RC)
-        self.scale_1N[:, rows].copy_(weight.scale_R1.t())
+        part_NK = part.of(weight_NK)
+        scale_N1 = weight_scales(part_NK, "fp8")
+        self.weight_NK[rows].copy_(part_NK / scale_N1)
+        self.scale_1N[:, rows].copy_(scale_N1.t())
 
     def _emulated(self, rows: QuantRows, out: Tensor | None) -> Tensor:
         weight_NK = self.weight_NK.float() * self.scale_1N.t()

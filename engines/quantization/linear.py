@@ -16,13 +16,14 @@ from torch.nn import functional
 from engines.core.precision import Scheme
 from engines.core.shard_plan import ShardPlan
 from engines.quantization.layers import MULTIPLE, replace_linears
-from engines.quantization.scales import FP8, LARGEST, fixed_scale, row_scales
+from engines.quantization.scales import FP8, LARGEST, fixed_scale, row_scales, weight_scales
 
 
 class QuantLinear(nn.Module):
     """Common to both: features, bias, and the activation's ``amax`` (None: measured for every row)."""
 
     scheme: ClassVar[Scheme]
+    dtype: ClassVar[torch.dtype]
     weight_NK: Tensor
     scale_1N: Tensor
 
@@ -31,27 +32,21 @@ class QuantLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
         self.amax = amax
-        values_NK, scale_N1 = self.quantised(linear.weight.detach())
-        self.register_buffer("weight_NK", values_NK)
+        values_NK, scale_N1 = self._scaled(linear.weight.detach())
+        self.register_buffer("weight_NK", values_NK.to(self.dtype))
         self.register_buffer("scale_1N", scale_N1.t().contiguous())
-
-    @classmethod
-    def quantised(cls, weight_NK: Tensor) -> tuple[Tensor, Tensor]:
-        """``values_NK`` and ``scale_N1``, whose product is ``weight_NK``."""
-        wide_NK = weight_NK.float()
-        scale_N1 = row_scales(wide_NK, cls.scheme)
-        return cls.rounded(wide_NK / scale_N1), scale_N1
-
-    @staticmethod
-    def rounded(scaled: Tensor) -> Tensor:
-        """``scaled`` in the few-bit dtype."""
-        raise NotImplementedError
 
     def write_weight(self, weight_NK: Tensor) -> None:
         """Takes another weight, in place: steps that were captured see it."""
-        values_NK, scale_N1 = self.quantised(weight_NK)
+        values_NK, scale_N1 = self._scaled(weight_NK)
         self.weight_NK.copy_(values_NK)
         self.scale_1N.copy_(scale_N1.t())
+
+    def _scaled(self, weight_NK: Tensor) -> tuple[Tensor, Tensor]:
+        """``values_NK``, float32, which become those of the weight in ``dtype``, and ``scale_N1``."""
+        scale_N1 = weight_scales(weight_NK, self.scheme)
+        values_NK = weight_NK / scale_N1
+        return values_NK if self.dtype.is_floating_point else values_NK.round_(), scale_N1
 
     def forward(self, x: Tensor) -> Tensor:
         x_RK = x.reshape(-1, self.in_features)
@@ -70,11 +65,7 @@ class QuantLinear(nn.Module):
 class Float8Linear(QuantLinear):
     """e4m3 on both sides (arXiv:2209.05433). Emulated in float32 where the device has no float8 product."""
 
-    scheme = "fp8"
-
-    @staticmethod
-    def rounded(scaled: Tensor) -> Tensor:
-        return scaled.to(FP8)
+    scheme, dtype = "fp8", FP8
 
     def rows(self, x_RK: Tensor) -> Tensor:
         scale_R1 = self._scales(x_RK)
@@ -91,11 +82,7 @@ class Float8Linear(QuantLinear):
 class Int8Linear(QuantLinear):
     """Symmetric int8 on both sides, accumulated in int32 (arXiv:2208.07339 without the outliers)."""
 
-    scheme = "int8"
-
-    @staticmethod
-    def rounded(scaled: Tensor) -> Tensor:
-        return scaled.round().to(torch.int8)
+    scheme, dtype = "int8", torch.int8
 
     def rows(self, x_RK: Tensor) -> Tensor:
         scale_R1 = self._scales(x_RK)

@@ -30,7 +30,7 @@ SETTINGS = {
     "tensor, sliced": Setting(num_ranks=2, strategy="tensor", sliced=True),
     "pipeline": Setting(num_ranks=2, strategy="pipeline"),
 }
-WITHOUT_TENSOR = ("flux2 klein",)
+WITHOUT_TENSOR = ("flux2 klein", "z image")
 QUICK = ("flux", "qwen")
 CASES = [
     pytest.param(model, setting, marks=[] if model in QUICK else [pytest.mark.slow])

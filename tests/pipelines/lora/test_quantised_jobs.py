@@ -30,7 +30,7 @@ QUANTISED = {
 }
 
 
-CASES = [("flux", name) for name in QUANTISED] + [("flux2 klein", "fp8, alone, fast")]
+CASES = [("flux", name) for name in QUANTISED] + [(model, "fp8, alone, fast") for model in ("flux2 klein", "z image")]
 
 
 @pytest.mark.parametrize(("model", "name"), CASES)

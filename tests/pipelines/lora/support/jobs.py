@@ -32,6 +32,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "flux2 klein": tiny_models.flux2_klein,
     "qwen": tiny_models.qwen_image,
     "wan": tiny.wan,
+    "z image": tiny_models.z_image,
 }
 
 
