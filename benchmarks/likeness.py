@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from statistics import mean
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +15,11 @@ Pixels = NDArray[np.uint8]
 """(height, width, 3), of clips with frames before it."""
 
 
-def psnr_db(given: Pixels, expected: Pixels) -> float:
-    """Returns the peak signal-to-noise ratio of all pixels."""
-    return IDENTICAL_DB if np.array_equal(given, expected) else float(peak_signal_noise_ratio(expected, given))
+def psnr_db(given: NDArray[Any], expected: NDArray[Any], peak: float | None = None) -> float:
+    """Returns the peak signal-to-noise ratio of all pixels; of other values than these, ``peak`` is theirs."""
+    if np.array_equal(given, expected):
+        return IDENTICAL_DB
+    return float(peak_signal_noise_ratio(expected, given, data_range=peak))
 
 
 def ssim(given_FHWC: Pixels, expected_FHWC: Pixels) -> float:
