@@ -19,13 +19,12 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.distributed import start_distributed
+from benchmarks.likeness import Pixels, psnr_db
 from benchmarks.timing import rank_synchronize
 from engines.core.model import Branch
 from engines.core.precision import Scheme
@@ -44,19 +43,13 @@ NUM_PROMPTS = {STILLS: 240, CLIPS: 96}
 BATCH = {STILLS: 24, CLIPS: 8}
 CALIBRATION_SEED, JUDGED_SEED, NUM_CALIBRATION, NUM_TEAM_PROMPTS = 5, 1, 24, 12
 STRATEGIES = ("ulysses", "allgather_kv", "ring")
-IDENTICAL_DB, ALIKE_DB = 99.0, 40.0
-Pixels = NDArray[np.uint8]
+ALIKE_DB = 40.0
 Prompts = list[tuple[Any, str]]
 PRECISIONS: tuple[tuple[str, Scheme, bool], ...] = (
     ("fp8", "fp8", False),
     ("fp8-static", "fp8", True),
     ("int8", "int8", False),
 )
-
-
-def psnr_db(given: Pixels, expected: Pixels) -> float:
-    error = float(np.mean((given.astype(np.float64) - expected.astype(np.float64)) ** 2))
-    return IDENTICAL_DB if error == 0 else 10 * float(np.log10(255**2 / error))
 
 
 def compared(given: list[Pixels], expected: list[Pixels]) -> dict[str, float]:

@@ -98,7 +98,7 @@ class Checkpoint:
 
     def num_steps(self, request: MediaRequest) -> int:
         """How many steps ``request`` takes: a picture to paint over spares some. Told without torch."""
-        return self.architecture.num_steps(request, self.defaults)
+        return self.defaults.num_steps_of(request)
 
     def text_encoder(self) -> BlocksEncoder:
         from pipelines.blocks.encoder import BlocksEncoder

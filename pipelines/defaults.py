@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from pipelines.caching import computed_steps
 from pipelines.request import MediaKind, MediaRequest
 from pipelines.size import Size
 
@@ -90,6 +91,7 @@ class Defaults:
         self.check_num_frames(request.num_frames)
         self.check_num_steps(request.num_inference_steps)
         self.check_pictures(request)
+        self.check_cache(request)
 
     def check_size(self, width: int, height: int) -> None:
         check_sides(width, height, self.size_multiple, self.max_pixels)
@@ -112,6 +114,17 @@ class Defaults:
             few, many = self.min_steps, self.max_steps
             allowed = f"{many}" if few == many else f"from {few} to {many}"
             raise ValueError(f"num_inference_steps is {num_steps}; it must be {allowed}")
+
+    def check_cache(self, request: MediaRequest) -> None:
+        computed_steps(request.cache, self.num_steps_of(request))
+
+    def num_steps_of(self, request: MediaRequest) -> int:
+        """Returns as many as were asked for; where a picture is painted over, the last of them.
+
+        The arithmetic is that of diffusers' image-to-image blocks, whose rounding decides.
+        """
+        asked, strength = request.num_inference_steps, self.strength_of(request)
+        return asked if strength is None else asked - int(max(asked - min(asked * strength, asked), 0))
 
     def strength_of(self, request: MediaRequest) -> float | None:
         """Returns how much of its picture ``request`` paints anew; None where all begins with noise."""

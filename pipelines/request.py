@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from pipelines.caching import CacheMode
+
 MediaKind = Literal["image", "video"]
 
 
@@ -25,7 +27,8 @@ class MediaRequest:
     ``preview_steps`` are the steps (1 = after the first) whose latents are wanted as previews.
     ``num_pictures`` come along beside it, and a mask if it ``has_mask`` (``pictures.InputPictures``: the encoder alone
     gets them). ``strength`` in (0, 1] is how much of the picture is painted anew (image-to-image; None: the model's).
-    ``loras`` are the adapters that its weights get, of those that the model is served with.
+    ``loras`` are the adapters that its weights get, of those that the model is served with. ``cache`` says how many
+    steps take the predictions of the step before them again (``pipelines.caching``).
     """
 
     request_id: str
@@ -46,3 +49,4 @@ class MediaRequest:
     has_mask: bool = False
     strength: float | None = None
     loras: tuple[Lora, ...] = ()
+    cache: CacheMode = "off"

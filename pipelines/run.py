@@ -70,7 +70,8 @@ class Pipeline:
         state = self.sampler.begin(request, self.text_encoder.encode(request, pictures))
         yield state
         for _ in range(self.sampler.num_steps(state)):
-            predictions = self.engine.predict(self.sampler.branches(state), (0,))
+            branches = self.sampler.branches(state)
+            predictions = self.engine.predict(branches, (0,)) if branches else ()
             state = self.sampler.advance(state, predictions)
             yield state
 

@@ -1,6 +1,6 @@
 """What it costs to change adapters between two steps, beside a step: a published model, all linears of its plan.
 
-    python -m benchmarks.model_step.adapters [MODEL] [--ranks-of-adapters 16 64]
+    python -m benchmarks.model_step.adapters [MODEL] [--ranks-of-adapters 16 64] [--precision fp8]
 
 Every second step asks for another adapter, so each of these writes all weights that an adapter touches anew. The last
 line is one JSON document.
@@ -12,6 +12,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -32,17 +33,19 @@ def main() -> None:
     device = torch.device("cuda", 0)
     hardware = torch.cuda.get_device_name(device)
     document: dict[str, Any] = {"hardware": hardware, "torch": torch.__version__, "model": arguments.model}
-    model = PublishedModel.made(arguments.model, device, torch.bfloat16, arguments.size, arguments.tokens)
-    document["results"] = [result_of(model, rank) for rank in arguments.ranks]
+    document |= {"precision": arguments.precision, "results": []}
+    make = partial(PublishedModel.made, arguments.model, device, torch.bfloat16, arguments.size, arguments.tokens)
+    for rank in arguments.ranks:  # what an engine has quantised no other one can take
+        document["results"].append(result_of(make(), rank, arguments.precision))
     print(json.dumps(document))
 
 
 @torch.no_grad()
-def result_of(model: PublishedModel, rank: int) -> dict[str, Any]:
+def result_of(model: PublishedModel, rank: int, precision: str) -> dict[str, Any]:
     """Milliseconds of a step, of a step that changes the adapter, and of one that goes back to none."""
     ranks = dict(low_ranks(model.module, rank))
     additions = {name: {model.branch.module: ranks} for name in ("first", "second")}
-    engine = TorchEngine(replace(model.denoiser(), additions=additions))
+    engine = TorchEngine(replace(model.denoiser(), additions=additions), precision=precision)
     engine.warm_up((model.branch,), ALONE)
     first, second = (("first", 0.8),), (("second", 0.8),)
     orders: dict[str, tuple[Mix, ...]] = {"step": ((),), "to another": (first, second), "to none and back": ((), first)}
@@ -74,6 +77,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="FLUX.1-dev")
     parser.add_argument("--ranks-of-adapters", dest="ranks", nargs="+", type=int, default=(16, 64))
+    parser.add_argument("--precision", default="native")
     parser.add_argument("--size", type=Size.parse, help="of the picture")
     parser.add_argument("--tokens", type=int, help="of the prompt")
     return parser.parse_args()

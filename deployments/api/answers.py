@@ -12,8 +12,11 @@ from deployments.clips.records import ClipRecord
 from deployments.requests.loras import BEHIND
 from deployments.requests.quality import SHARES, Quality, quality_steps
 from deployments.studio.interface import ModelCard, StageTimes
+from pipelines.caching import CacheMode
 from pipelines.defaults import Defaults
 from pipelines.request import Lora, MediaKind
+
+CACHE = "Which steps made no forwards; beyond OpenAI."
 
 
 class Model(BaseModel):
@@ -94,6 +97,7 @@ class ImagesResponse(BaseModel):
     background: Literal["opaque"] = "opaque"
     quality: Quality | None = Field(description="What the steps were chosen by; null if num_inference_steps was given.")
     num_inference_steps: int = Field(description="beyond OpenAI")
+    cache: CacheMode = Field(description=CACHE)
     safety_identifier: str | None = None
     usage: Usage = Usage()
 
@@ -126,6 +130,7 @@ class CompletedPicture(Event):
     background: str = "opaque"
     quality: Quality | Literal["auto"] = "auto"
     num_inference_steps: int = Field(description="beyond OpenAI")
+    cache: CacheMode = Field(description=CACHE)
     usage: Usage = Usage()
     safety_identifier: str | None = None
     image_index: int = Field(description="Which of the n pictures; beyond OpenAI.")
@@ -175,6 +180,7 @@ class Video(BaseModel):
         default=1, description="Clips of the request, as other servers count; beyond OpenAI."
     )
     num_inference_steps: int = Field(description="beyond OpenAI")
+    cache: CacheMode = Field(description=CACHE)
     num_previews: int = Field(description="Previews so far, the last at variant=preview; beyond OpenAI.")
     timings: StageTimes | None = Field(description="beyond OpenAI")
 
@@ -196,6 +202,7 @@ class Video(BaseModel):
             num_frames=request.num_frames,
             fps=request.fps,
             num_inference_steps=request.num_inference_steps,
+            cache=request.cache,
             num_previews=clip.num_previews,
             timings=clip.timings,
         )
@@ -228,10 +235,10 @@ class VideoEvent(Event):
     video: Video | None
 
 
-def measures(timings: list[StageTimes]) -> dict[str, str]:
-    """Returns headers that tell where the time went, and whether the shape of every picture was warm."""
-    is_warm = all(one.was_warm for one in timings)
-    return {"Server-Timing": server_timing(timings), "X-Troupe-Warm": "true" if is_warm else "false"}
+def measures(timings: list[StageTimes], cache: CacheMode) -> dict[str, str]:
+    """Returns headers that tell where the time went, whether the shape of every picture was warm, and the ``cache``."""
+    is_warm = "true" if all(one.was_warm for one in timings) else "false"
+    return {"Server-Timing": server_timing(timings), "X-Troupe-Warm": is_warm, "X-Troupe-Cache": cache}
 
 
 def server_timing(timings: list[StageTimes]) -> str:

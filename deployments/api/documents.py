@@ -76,11 +76,12 @@ HEADERS = {
     "Accept-Ranges": "bytes",
     "Server-Timing": "queue, encode, denoise, decode, total in ms",
     "X-Troupe-Warm": "true or false: whether everything was prepared for the shape",
+    "X-Troupe-Cache": "off, conservative or fast: which steps made no forwards",
     "X-Troupe-Video-Id": "The clip's id",
     "openai-poll-after-ms": "How long to wait before the next look",
 }
 ERROR_HEADERS = {401: "WWW-Authenticate", 405: "Allow", 416: "Content-Range", 429: "Retry-After", 503: "Retry-After"}
-MEASURES = ("Server-Timing", "X-Troupe-Warm")
+MEASURES = ("Server-Timing", "X-Troupe-Warm", "X-Troupe-Cache")
 FILE_HEADERS = ("ETag", "Last-Modified", "Accept-Ranges")
 
 FILES = "multipart/form-data"

@@ -56,9 +56,10 @@ async def draw(context: ApiContext, request: Request, body: ImageBody, inputs: I
         size=pictures.size,
         quality=pictures.quality,
         num_inference_steps=pictures.num_inference_steps,
+        cache=pictures.cache,
         safety_identifier=pictures.safety_identifier,
     )
-    return JSONResponse(answer.model_dump(), headers=measures([one.timings for one in media]))
+    return JSONResponse(answer.model_dump(), headers=measures([one.timings for one in media], pictures.cache))
 
 
 def files_url(context: ApiContext, request: Request) -> str:
@@ -137,6 +138,7 @@ def _completed(pictures: ImageRequest, index: int, media: Media) -> CompletedPic
         size=pictures.size,
         quality=pictures.quality or "auto",
         num_inference_steps=pictures.num_inference_steps,
+        cache=pictures.cache,
         safety_identifier=pictures.safety_identifier,
         image_index=index,
         seed=media.seed,

@@ -77,7 +77,8 @@ def video_routes(context: ApiContext) -> APIRouter:
         path = await context.clips.file(clip.id, "video")
         if path is None:
             raise await not_there(context.clips, end, "video")
-        return clip_file(path, clip.id, "video", measures([end.timings]) | {"X-Troupe-Video-Id": clip.id})
+        told = measures([end.timings], clip.request.cache)
+        return clip_file(path, clip.id, "video", told | {"X-Troupe-Video-Id": clip.id})
 
     @router.get("/v1/videos", responses=error_documents(400, 401, 404))
     async def list_videos(request: Request, query: Annotated[PageQuery, Query()]) -> VideoPage:

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -32,6 +32,9 @@ OldKeyOption = Annotated[str | None, renamed_option("--api-key", "--api-key-file
 NegativeOption = Annotated[str | None, typer.Option(help="What to keep out; needs a --true-cfg-scale above 1.")]
 ImageOption = Annotated[list[Path] | None, typer.Option(help="A picture to begin with; may be repeated.")]
 LoraOption = Annotated[list[str] | None, typer.Option(help="An adapter, NAME or NAME:SCALE; may be repeated.")]
+CacheOption = Annotated[
+    Literal["off", "conservative", "fast"] | None, typer.Option(help="Save time where steps hardly differ.")
+]
 RunningOption = Annotated[str, typer.Option("--url", help="A running server; the one that runs here by default.")]
 
 
@@ -59,6 +62,7 @@ def generate(
     guidance_scale: Annotated[float | None, typer.Option(help="Distilled guidance, of models that have it.")] = None,
     true_cfg_scale: Annotated[float | None, typer.Option(help="Classifier-free guidance; 1 turns it off.")] = None,
     lora: LoraOption = None,
+    cache: CacheOption = None,
     image: ImageOption = None,
     mask: Annotated[Path | None, typer.Option(help="Where to paint: transparent, or else white.")] = None,
     strength: Annotated[float | None, typer.Option(help="How much of the picture is painted anew, up to 1.")] = None,
@@ -80,6 +84,7 @@ def generate(
         "true_cfg_scale": true_cfg_scale,
         "strength": strength,
         "lora": lora or None,
+        "cache": cache,
     }
     options = {name: value for name, value in fields.items() if value is not None}
     with _client(config, url, api_key_file) as client:

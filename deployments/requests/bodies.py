@@ -23,6 +23,7 @@ from deployments.requests.fields import (
     Strength,
 )
 from deployments.requests.quality import WrittenQuality
+from pipelines.caching import CacheMode
 
 ACCEPTED = "Accepted, without effect."
 STRENGTH = "How much of the picture is painted anew, up to 1; for models that take it."
@@ -84,6 +85,9 @@ class MediaBody(PeerFields):
         None,
         description="Adapters by their names in /v1/models, and how much of each. In a form: the text of the JSON.",
         examples=[[{"name": "watercolour", "scale": 0.8}]],
+    )
+    cache: CacheMode | None = Field(
+        None, description="Steps that take the predictions of the step before them: some, half of them, or none (off)."
     )
     style: Literal["vivid", "natural"] | None = Field(None, description=ACCEPTED)
     background: Literal["opaque", "auto"] | None = Field(None, description="Always opaque.")

@@ -11,6 +11,7 @@ from deployments.requests.fields import MAX_SEED
 from deployments.requests.quality import MEANINGS, Quality
 from deployments.requests.rules import choose_card, media_request
 from deployments.studio.interface import ModelCard, Output
+from pipelines.caching import CacheMode
 from pipelines.pictures import NO_PICTURES, InputPictures
 from pipelines.request import MediaRequest
 
@@ -39,6 +40,10 @@ class ImageRequest:
     @property
     def num_inference_steps(self) -> int:
         return self.requests[0].num_inference_steps
+
+    @property
+    def cache(self) -> CacheMode:
+        return self.requests[0].cache
 
     @property
     def num_input_bytes(self) -> int:

@@ -98,7 +98,7 @@ def media_request(
     num_steps = choose_steps(body, card.defaults)
     guidance_scale, true_cfg_scale = choose_scales(body, card)
     check_negative_prompt(body.negative_prompt, true_cfg_scale)
-    return MediaRequest(
+    request = MediaRequest(
         # Clients may send one id twice; in the gang each job needs its own.
         request_id=f"{request_id}-{secrets.token_hex(4)}",
         model=card.name,
@@ -118,7 +118,11 @@ def media_request(
         has_mask=pictures.mask is not None,
         strength=strength_of(body),
         loras=choose_loras(body.model, body.lora or (), card),
+        cache=body.cache or "off",
     )
+    with blaming("cache"):
+        card.defaults.check_cache(request)
+    return request
 
 
 def choose_size(body: MediaBody, defaults: Defaults, first: InputPicture | None = None) -> tuple[int, int]:

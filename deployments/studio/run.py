@@ -27,6 +27,7 @@ from deployments.studio.interface import (
     StageTimes,
     StudioEvent,
 )
+from deployments.studio.time_left import TimeLeft
 from engines.gang.errors import QueueFullError
 from engines.gang.job import JobDone, PreviewReady, StepDone
 from pipelines.pictures import InputPictures
@@ -63,8 +64,12 @@ class Run:
     _previews: asyncio.Queue[PreviewReady | None] = field(default_factory=asyncio.Queue, init=False)
     """Latents to decode in this order; None after the last."""
     _encode_s: float = field(default=0.0, init=False)
+    _time_left: TimeLeft = field(init=False)
     _done: JobDone | None = field(default=None, init=False)
     _decoding: asyncio.Task[Decoded] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._time_left = TimeLeft(self.request.cache)
 
     async def events(self) -> AsyncGenerator[StudioEvent]:
         """Yields progress and previews, ``Media`` last. Raises what a deployment raised, ModelUnavailableError if none
@@ -98,8 +103,7 @@ class Run:
                         self._encode_s = event.encode_s
                     case StepDone():
                         self.num_steps_seen += 1
-                        eta_s = event.step_ms / 1e3 * (event.num_steps - event.step)
-                        yield Progress(step=event.step, num_steps=event.num_steps, eta_s=eta_s)
+                        yield Progress(step=event.step, num_steps=event.num_steps, eta_s=self._time_left.eta_s(event))
                     case PreviewReady():
                         self._previews.put_nowait(event)
                     case JobDone():

@@ -1,29 +1,42 @@
-"""Weights whose additions change from job to job, in place: captured graphs and views of weights stay valid."""
+"""Weights whose additions change from job to job, in place: captured graphs and views of weights stay valid.
+
+Where layers have them quantised, they are quantised anew, as if they had been loaded with what is added.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from engines.additions.weights import added, part_of, whole_parameter
-from engines.core.additions import Addition, LowRank, Mix, normal_mix
+from engines.core.additions import Addition, LowRank, Mix, Writers, WriteWeight, normal_mix
+
+NOBODY: Writers = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Weight:
-    """A parameter that some addition touches; ``base`` is what it was loaded as, ``ones`` are by addition."""
+    """A parameter that some addition touches; ``base`` is what it was loaded as, ``ones`` are by addition.
 
-    parameter: nn.Parameter
+    ``writers`` take its new values, float32 or, if it ``rounds`` them, in its own dtype.
+    """
+
     base: Tensor
+    writers: tuple[WriteWeight, ...]
+    rounds: bool
     ones: Mapping[str, LowRank]
 
     def write(self, mix: Mix) -> None:
         amounts = [(amount, self.ones[name]) for name, amount in mix if name in self.ones]
-        self.parameter.copy_(added(self.base, amounts) if amounts else self.base)
+        value = added(self.base, amounts) if amounts else self.base
+        value = value.to(self.base.dtype) if self.rounds else value
+        for write in self.writers:
+            write(value)
 
 
 class _Share:
@@ -53,12 +66,28 @@ class WeightSwitch:
         self._additions = additions
         self._shares: dict[str, dict[Hashable, _Share]] = {}
 
-    def hold(self, name: str, share: Hashable, module: nn.Module, slices: Mapping[str, Any]) -> None:
+    def hold(
+        self,
+        name: str,
+        share: Hashable,
+        module: nn.Module,
+        slices: Mapping[str, Any],
+        *,
+        loaded: Mapping[str, nn.Parameter],
+        writers: Writers = NOBODY,
+    ) -> None:
         """Keeps the weights of ``module``, one of the shares of the module ``name``, which has no additions now.
 
-        ``slices`` say which parts of the whole module's parameters its own are.
+        ``slices`` say which parts of the whole module's parameters its own are. ``loaded`` are these, by name, as they
+        were before layers were replaced: those that are gone went to the ``write_weight`` of the layer that is there.
+        Of parameters in ``writers``, all that counts is what these hold.
         """
-        self._shares.setdefault(name, {})[share] = _Share(self._weights(name, module, slices))
+        weights = (
+            _weight(parameter, ones, writers.get(parameter) or _of_layer(module, own, parameter))
+            for own, parameter in loaded.items()
+            if not parameter.is_meta and (ones := self._ones(name, own, slices))
+        )
+        self._shares.setdefault(name, {})[share] = _Share(weights)
 
     @torch.no_grad()
     def set(self, name: str, share: Hashable, mix: Mix) -> None:
@@ -88,14 +117,30 @@ class WeightSwitch:
             self.reset(name)
         self._shares.clear()
 
-    def _weights(self, name: str, module: nn.Module, slices: Mapping[str, Any]) -> Iterable[_Weight]:
+    def _ones(self, name: str, own: str, slices: Mapping[str, Any]) -> dict[str, LowRank]:
+        """What the parameter ``own`` of a share may have added, by addition."""
+        whole = whole_parameter(slices, own)
         modules = {key: addition.get(name, {}) for key, addition in self._additions.items()}
-        for own, parameter in module.named_parameters():
-            whole = whole_parameter(slices, own)
-            ones = {key: part_of(ranks[whole], slices, own) for key, ranks in modules.items() if whole in ranks}
-            if ones and not parameter.is_meta:
-                base = parameter.detach().clone(memory_format=torch.contiguous_format)
-                yield _Weight(parameter=parameter, base=base, ones={k: _at(x, base.device) for k, x in ones.items()})
+        return {key: part_of(ranks[whole], slices, own) for key, ranks in modules.items() if whole in ranks}
+
+
+def _weight(parameter: nn.Parameter, ones: Mapping[str, LowRank], writers: tuple[WriteWeight, ...]) -> _Weight:
+    """Without ``writers`` the parameter itself is written to, and its values are kept; else it keeps them itself.
+
+    What is quantised is rounded first, as weights are that were merged when they were loaded.
+    """
+    here = {key: _at(one, parameter.device) for key, one in ones.items()}
+    if writers:
+        return _Weight(base=parameter.detach(), writers=writers, rounds=True, ones=here)
+    base = parameter.detach().clone(memory_format=torch.contiguous_format)
+    return _Weight(base=base, writers=(parameter.copy_,), rounds=False, ones=here)
+
+
+def _of_layer(module: nn.Module, name: str, parameter: nn.Parameter) -> tuple[WriteWeight, ...]:
+    """The layer that has the parameter in another form; none if it is one of ``module`` still."""
+    owner, _, leaf = name.rpartition(".")
+    layer: Any = module.get_submodule(owner)
+    return () if getattr(layer, leaf, None) is parameter else (layer.write_weight,)
 
 
 def _at(one: LowRank, device: torch.device) -> LowRank:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 Mix: TypeAlias = tuple[tuple[str, float], ...]
 """Names of additions, each with how much of it."""
@@ -30,6 +30,12 @@ LowRanks: TypeAlias = Mapping[str, LowRank]
 
 Addition: TypeAlias = Mapping[str, LowRanks]
 """What is added to the modules of a model, by their names."""
+
+WriteWeight: TypeAlias = Callable[["Tensor"], object]
+"""Takes the new value of a parameter, in its shape and dtype."""
+
+Writers: TypeAlias = Mapping["nn.Parameter", tuple[WriteWeight, ...]]
+"""Who holds what of parameters in another form, such as quantised; the parameters themselves stay as they are."""
 
 
 def normal_mix(mix: Mix) -> Mix:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
+from engines.core.additions import Writers
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -56,6 +58,10 @@ class FastWeights(Protocol):
 
         ``inputs`` are whole; their own timestep is not read. ``timesteps_SB`` may have one column for all entries.
         """
+        ...
+
+    def writers(self) -> Writers:
+        """Returns what must be told when a parameter of the module gets another value; none that is a view of it."""
         ...
 
 

@@ -25,7 +25,7 @@ class Sampler(Protocol[State]):
     def num_steps(self, state: State) -> int: ...
 
     def branches(self, state: State) -> tuple[Branch, ...]:
-        """The forwards that the next step needs (one, or two with true guidance)."""
+        """The forwards that the next step needs: one, two with true guidance, none where what it has will do."""
         ...
 
     def advance(self, state: State, predictions: tuple[Tensor, ...]) -> State:

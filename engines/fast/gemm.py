@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from engines.core.additions import WriteWeight
 from engines.core.fast_model import Precision
 from engines.fast.kernels import QuantRows, Rows, gated, quantize_rows
 from engines.fast.kernels.rows import quantized
+from engines.quantization.scales import weight_scales
 
 Activation = Literal["gelu", "swiglu"]
 """GELU in its tanh form; or SwiGLU, whose GEMM gives gates, then what they let through."""
+
+ALL = slice(None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightPart:
+    """Some rows and columns of a layer's weight."""
+
+    parameter: nn.Parameter
+    rows: slice = field(default_factory=lambda: ALL)
+    columns: slice = field(default_factory=lambda: ALL)
+
+    def of(self, weight_NK: Tensor) -> Tensor:
+        return weight_NK[self.rows, self.columns]
 
 
 class Gemm(Protocol):
@@ -69,11 +87,20 @@ class NativeGemm:
 
 
 class Float8Gemm:
-    """Row-wise float8: one scale per output feature, fixed, and one per row of activations, measured as they come."""
+    """Row-wise float8: one scale per output feature, fixed, and one per row of activations, measured as they come.
 
-    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None, activation: Activation = "gelu") -> None:
+    ``parts`` are what ``weight_NK`` was made of, one under the other.
+    """
+
+    def __init__(
+        self,
+        weight_NK: Tensor,
+        bias_N: Tensor | None,
+        activation: Activation = "gelu",
+        parts: Sequence[WeightPart] = (),
+    ) -> None:
         weight = quantized(weight_NK)
-        self._activation = activation
+        self._activation, self._parts = activation, tuple(parts)
         self.weight_NK, self.scale_1N, self.bias_N = weight.values_RC, weight.scale_R1.t().contiguous(), bias_N
 
     def __call__(self, x: Rows, out: Tensor | None = None) -> Tensor:
@@ -97,6 +124,21 @@ class Float8Gemm:
     def add(self, update_RN: Tensor, x: Rows) -> tuple[Tensor, ...]:
         return update_RN, self(x)
 
+    def writers(self) -> Iterator[tuple[nn.Parameter, WriteWeight]]:
+        """Yields the parameters of its parts, each with what takes its new value."""
+        start = 0
+        for part in self._parts:
+            stop = start + part.of(part.parameter).shape[0]
+            yield part.parameter, partial(self._write, slice(start, stop), part)
+            start = stop
+
+    def _write(self, rows: slice, part: WeightPart, weight_NK: Tensor) -> None:
+        """In place: steps that were captured see it."""
+        part_NK = part.of(weight_NK)
+        scale_N1 = weight_scales(part_NK, "fp8")
+        self.weight_NK[rows].copy_(part_NK / scale_N1)
+        self.scale_1N[:, rows].copy_(scale_N1.t())
+
     def _emulated(self, rows: QuantRows, out: Tensor | None) -> Tensor:
         weight_NK = self.weight_NK.float() * self.scale_1N.t()
         result = functional.linear(rows.dequantized(), weight_NK)
@@ -104,9 +146,18 @@ class Float8Gemm:
         return result if out is None else out.copy_(result)
 
 
-def make_gemm(weight_NK: Tensor, bias_N: Tensor | None, precision: Precision, activation: Activation = "gelu") -> Gemm:
-    kind = NativeGemm if precision == "native" else Float8Gemm
-    return kind(weight_NK, bias_N, activation)
+def make_gemm(
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    precision: Precision,
+    activation: Activation = "gelu",
+    *,
+    parts: Sequence[WeightPart] = (),
+) -> Gemm:
+    """``parts`` are what ``weight_NK`` was made of, one under the other: for weights that change later."""
+    if precision == "native":
+        return NativeGemm(weight_NK, bias_N, activation)
+    return Float8Gemm(weight_NK, bias_N, activation, parts)
 
 
 def stack(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:

@@ -49,7 +49,7 @@ class RankJobs:
         self._pace = Pace(self._device)
         self._residents: dict[str, ResidentJob] = {}
         self._failures: list[JobFailure] = []
-        self._was_warm = True
+        self._was_warm, self._predicted = True, False
 
     @property
     def job_ids(self) -> tuple[str, ...]:
@@ -64,7 +64,7 @@ class RankJobs:
         """The report, and one entry per ``plan.emits_of(rank)``: latents on the CPU, or None for a failed job."""
         started_s = time.perf_counter()
         self._failures = []
-        self._was_warm = True
+        self._was_warm, self._predicted = True, False
         for job_id in plan.drops:
             self._drop(job_id)
         for move in plan.moves:
@@ -96,6 +96,7 @@ class RankJobs:
             sequence=plan.sequence,
             step_ms=step_ms,
             was_warm=self._was_warm,
+            predicted=self._predicted,
             failures=tuple(self._failures),
         )
 
@@ -124,7 +125,8 @@ class RankJobs:
         for job_step in work.job_steps:
             if job_step.step == 1:
                 self._begin(self._residents[job_step.job_id])
-        forwards = [(resident, branches) for resident in self._alive(work) if (branches := self._branches(resident))]
+        noted = ((resident, self._branches(resident)) for resident in self._alive(work))
+        forwards = [(resident, branches) for resident, branches in noted if branches is not None]
         for resident, predictions in self._predict(forwards, work.ranks):
             with self._blame(resident):
                 resident.state = self._sampler.advance(resident.state, predictions)
@@ -143,25 +145,30 @@ class RankJobs:
                 raise ValueError(f"the job says {resident.job.num_steps} steps and its schedule has {num_steps}")
             logger.info("job begins", extra=self._log_fields(resident.job))
 
-    def _branches(self, resident: ResidentJob) -> tuple[Branch, ...]:
+    def _branches(self, resident: ResidentJob) -> tuple[Branch, ...] | None:
+        """None if there is no telling them, which fails the job."""
         with self._blame(resident):
             return self._sampler.branches(resident.state)
-        return ()
+        return None
 
     def _predict(
         self, forwards: list[tuple[ResidentJob, tuple[Branch, ...]]], ranks: tuple[int, ...]
     ) -> list[tuple[ResidentJob, tuple[Tensor, ...]]]:
-        """One forward for all jobs of the work, split again by job; nothing for any of them if it fails."""
-        if not forwards:
-            return []
+        """One forward for all jobs of the work, split again by job; nothing for those that need it if it fails."""
+        branches = tuple(branch for _, of_job in forwards for branch in of_job)
+        without: list[tuple[ResidentJob, tuple[Tensor, ...]]] = [(job, ()) for job, of_job in forwards if not of_job]
+        if not branches:
+            return without
+        self._predicted = True
         try:
-            predictions = iter(self._engine.predict(tuple(b for _, branches in forwards for b in branches), ranks))
+            predictions = iter(self._engine.predict(branches, ranks))
             self._was_warm = self._engine.was_warm
         except ValueError as error:
-            for resident, _ in forwards:
-                self._fail(resident, error)
-            return []
-        return [(resident, tuple(islice(predictions, len(branches)))) for resident, branches in forwards]
+            for resident, of_job in forwards:
+                if of_job:
+                    self._fail(resident, error)
+            return without
+        return [(resident, tuple(islice(predictions, len(of_job)))) for resident, of_job in forwards]
 
     def _emit(self, job_step: JobStep) -> Any:
         resident = self._residents[job_step.job_id]

@@ -79,11 +79,13 @@ class JobFailure:
 class StepReport:
     """A rank's answer to a plan. On a GPU ``step_ms`` is the pace of the queue: see ``runner.Pace``.
 
-    ``was_warm``: the engine found everything ready for what it predicted (true of a rank without work).
+    ``was_warm``: the engine found everything ready for what it predicted (true of a rank without work). ``predicted``:
+    it made a forward; of a step without any, nothing is learned about what is ready.
     """
 
     rank: int
     sequence: int
     step_ms: float
     was_warm: bool = True
+    predicted: bool = True
     failures: tuple[JobFailure, ...] = ()

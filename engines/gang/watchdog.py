@@ -56,6 +56,8 @@ class Watchdog:
         deadline_s = self._config.start_deadline_s if self.is_cold else self._config.step_deadline_s
         reports = await self._answers(flight, deadline_s)
         for work in works:
+            if not any(reports[rank].predicted for rank in work.ranks):
+                continue
             found_ready = all(reports[rank].was_warm for rank in work.ranks)
             note = self._warm.update if found_ready else self._warm.difference_update
             note(_warmth_keys(work, jobs))

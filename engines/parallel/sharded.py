@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from engines.additions.switch import WeightSwitch
+from engines.core.fast_model import FastWeights
 from engines.core.kernel import Kernel
 from engines.core.layout import TokenLayout
 from engines.core.model import Branch, DenoiserModel, dtype_of
@@ -35,6 +36,8 @@ class KernelsInModules(WeakKeyDictionary[nn.Module, Kernel]):
 
 
 _Key = tuple[str | Axis | None, ...]
+FAST: _Key = ("fast",)
+"""The share of teams whose weights are arranged for hand-ordered steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,7 @@ class ShardedModel:
         self._weights = {name: block_weights(module, model.plan) for name, module in model.modules.items()}
         self._shares: dict[_Key, _Share] = {}
         self._switch = WeightSwitch(model.additions)
+        self._held_fast: set[str] = set()
         self._on_new_module = on_new_module
         self._kernel = lru_cache(maxsize=256)(lambda team, layout: make_kernel(self._local(), team, layout))
 
@@ -75,6 +79,7 @@ class ShardedModel:
             self._model.set_kernel(module, local)
             kernels[module] = local
         self._shares.clear()
+        self._held_fast.clear()
 
     def module(self, name: str, team: Team) -> nn.Module:
         """The module of that name with a team's share of weights and blocks, made at first use."""
@@ -88,11 +93,19 @@ class ShardedModel:
         with self._hooks[branch.module].over(layout, team.context):
             return self._model.forward(module, branch.arguments)
 
-    def set_additions(self, branch: Branch, team: Team) -> None:
-        """Make the weights that the team uses those that ``branch`` asks for: before its forward, or its replay."""
-        if self._model.additions or branch.additions:
+    def set_additions(self, branch: Branch, team: Team, fast: FastWeights | None = None) -> None:
+        """Make the weights that the team uses those that ``branch`` asks for: before its forward, or its replay.
+
+        If the weights that it uses are ``fast``, all teams that do share them.
+        """
+        if not (self._model.additions or branch.additions):
+            return
+        if fast is None:
             self._share(branch.module, team)
-            self._switch.set(branch.module, _key(branch.module, team), branch.additions)
+        elif branch.module not in self._held_fast:
+            self._hold_fast(branch.module, fast)
+        key = _key(branch.module, team) if fast is None else FAST
+        self._switch.set(branch.module, key, branch.additions)
 
     def finish(self, prediction: Tensor, branch: Branch, team: Team) -> Tensor:
         """Make a prediction equal on the pipeline axis too, when the forwards that shall overlap are under way."""
@@ -121,11 +134,18 @@ class ShardedModel:
             module = weight_sharing_copy(whole)
         if weights is not None:
             weights.fill(name, module, slices, leave_out=other_stages(module, plan, team, self._weights[name]))
-        if self._model.additions:
-            self._switch.hold(name, _key(name, team), module, slices)
+        loaded = dict(module.named_parameters())
         if self._on_new_module is not None:
             self._on_new_module(name, module, plan)
+        if self._model.additions:
+            self._switch.hold(name, _key(name, team), module, slices, loaded=loaded)
         return _Share(module, Stage(module, plan, team, self._weights[name]) if team.pipeline.size > 1 else None)
+
+    def _hold_fast(self, name: str, fast: FastWeights) -> None:
+        self._switch.reset(name)
+        module = self._model.modules[name]
+        self._switch.hold(name, FAST, module, {}, loaded=dict(module.named_parameters()), writers=fast.writers())
+        self._held_fast.add(name)
 
     def _set_kernel(self, module: nn.Module, team: Team, layout: TokenLayout) -> None:
         kernels, kernel = rank_resources().get(KernelsInModules), self._kernel(team, layout)

@@ -7,6 +7,7 @@ from a calibration. Plain PyTorch: Inductor fuses the quantisation into what com
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,20 +16,37 @@ from torch.nn import functional
 from engines.core.precision import Scheme
 from engines.core.shard_plan import ShardPlan
 from engines.quantization.layers import MULTIPLE, replace_linears
-from engines.quantization.scales import FP8, LARGEST, fixed_scale, row_scales
+from engines.quantization.scales import FP8, LARGEST, fixed_scale, row_scales, weight_scales
 
 
 class QuantLinear(nn.Module):
     """Common to both: features, bias, and the activation's ``amax`` (None: measured for every row)."""
 
+    scheme: ClassVar[Scheme]
+    dtype: ClassVar[torch.dtype]
     weight_NK: Tensor
     scale_1N: Tensor
 
-    def __init__(self, linear: nn.Linear, amax: float | None) -> None:
+    def __init__(self, linear: nn.Linear, amax: float | None = None) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
         self.amax = amax
+        values_NK, scale_N1 = self._scaled(linear.weight.detach())
+        self.register_buffer("weight_NK", values_NK.to(self.dtype))
+        self.register_buffer("scale_1N", scale_N1.t().contiguous())
+
+    def write_weight(self, weight_NK: Tensor) -> None:
+        """Takes another weight, in place: steps that were captured see it."""
+        values_NK, scale_N1 = self._scaled(weight_NK)
+        self.weight_NK.copy_(values_NK)
+        self.scale_1N.copy_(scale_N1.t())
+
+    def _scaled(self, weight_NK: Tensor) -> tuple[Tensor, Tensor]:
+        """``values_NK``, float32, which become those of the weight in ``dtype``, and ``scale_N1``."""
+        scale_N1 = weight_scales(weight_NK, self.scheme)
+        values_NK = weight_NK / scale_N1
+        return values_NK if self.dtype.is_floating_point else values_NK.round_(), scale_N1
 
     def forward(self, x: Tensor) -> Tensor:
         x_RK = x.reshape(-1, self.in_features)
@@ -37,25 +55,20 @@ class QuantLinear(nn.Module):
     def rows(self, x_RK: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def _scales(self, x_RK: Tensor, scheme: Scheme) -> Tensor:
+    def _scales(self, x_RK: Tensor) -> Tensor:
         """``scale_R1``, float32."""
         if self.amax is not None:
-            return x_RK.new_full((x_RK.shape[0], 1), fixed_scale(self.amax, scheme), dtype=torch.float32)
-        return row_scales(x_RK, scheme)
+            return x_RK.new_full((x_RK.shape[0], 1), fixed_scale(self.amax, self.scheme), dtype=torch.float32)
+        return row_scales(x_RK, self.scheme)
 
 
 class Float8Linear(QuantLinear):
     """e4m3 on both sides (arXiv:2209.05433). Emulated in float32 where the device has no float8 product."""
 
-    def __init__(self, linear: nn.Linear, amax: float | None = None) -> None:
-        super().__init__(linear, amax)
-        weight_NK = linear.weight.detach().float()
-        scale_N1 = row_scales(weight_NK, "fp8")
-        self.register_buffer("weight_NK", (weight_NK / scale_N1).to(FP8))
-        self.register_buffer("scale_1N", scale_N1.t().contiguous())
+    scheme, dtype = "fp8", FP8
 
     def rows(self, x_RK: Tensor) -> Tensor:
-        scale_R1 = self._scales(x_RK, "fp8")
+        scale_R1 = self._scales(x_RK)
         values_RK = (x_RK.float() / scale_R1).clamp(-LARGEST["fp8"], LARGEST["fp8"]).to(FP8)
         if x_RK.is_cuda:
             return torch._scaled_mm(
@@ -69,15 +82,10 @@ class Float8Linear(QuantLinear):
 class Int8Linear(QuantLinear):
     """Symmetric int8 on both sides, accumulated in int32 (arXiv:2208.07339 without the outliers)."""
 
-    def __init__(self, linear: nn.Linear, amax: float | None = None) -> None:
-        super().__init__(linear, amax)
-        weight_NK = linear.weight.detach().float()
-        scale_N1 = row_scales(weight_NK, "int8")
-        self.register_buffer("weight_NK", (weight_NK / scale_N1).round().to(torch.int8))
-        self.register_buffer("scale_1N", scale_N1.t().contiguous())
+    scheme, dtype = "int8", torch.int8
 
     def rows(self, x_RK: Tensor) -> Tensor:
-        scale_R1 = self._scales(x_RK, "int8")
+        scale_R1 = self._scales(x_RK)
         values_RK = (x_RK.float() / scale_R1).round().clamp(-LARGEST["int8"], LARGEST["int8"]).to(torch.int8)
         num_rows = values_RK.shape[0]
         if x_RK.is_cuda and num_rows <= MULTIPLE:  # the product wants more rows than that

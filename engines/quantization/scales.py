@@ -18,6 +18,12 @@ def row_scales(x_RC: Tensor, scheme: Scheme) -> Tensor:
     return x_RC.abs().amax(-1, keepdim=True).float().clamp(min=SMALLEST_AMAX) / LARGEST[scheme]
 
 
+def weight_scales(weight_NK: Tensor, scheme: Scheme) -> Tensor:
+    """``row_scales`` in one pass over ``weight_NK`` and without a copy of it, for weights that change between steps."""
+    lowest_N1, highest_N1 = weight_NK.aminmax(dim=-1, keepdim=True)
+    return torch.maximum(-lowest_N1, highest_N1).float().clamp(min=SMALLEST_AMAX) / LARGEST[scheme]
+
+
 def fixed_scale(amax: float, scheme: Scheme) -> float:
     """One for a whole tensor whose largest magnitude was ``amax``."""
     return max(amax, SMALLEST_AMAX) / LARGEST[scheme]

@@ -118,7 +118,7 @@ class TorchEngine:
                 self._sharded.module(name, team)
 
     def _run(self, branch: Branch, team: Team) -> Tensor:
-        self._sharded.set_additions(branch, team)
+        self._sharded.set_additions(branch, team, self._steps.quantised_weights(branch.module, team))
         prediction = self._steps.run(branch, team)
         self._was_warm = self._was_warm and self._steps.was_warm
         return prediction

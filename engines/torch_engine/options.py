@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engines.core.engine import EngineChoice
-from engines.core.precision import PRECISIONS, check_known, is_static, scheme_of
+from engines.core.precision import PRECISIONS, check_known, is_static
 from engines.core.spec import ParallelSpec
 
 
@@ -29,12 +29,6 @@ def check(choice: EngineChoice) -> None:
         raise ValueError(
             f"precision is {choice.precision!r} and torch.calibration {str(options.calibration)!r}: fp8-static and "
             "int8-static need a file that `troupe calibrate` wrote, and nothing else takes one"
-        )
-    if choice.switches and scheme_of(choice.precision):
-        raise ValueError(
-            f"precision is {choice.precision!r}, and requests may choose what is added to the weights (loras with a "
-            "name), which quantised ones cannot follow: use precision: native, or leave the names out, so that it is "
-            "added for good before the weights are quantised"
         )
     if choice.strategy != "auto":
         ParallelSpec.of(choice.strategy, choice.num_ranks)

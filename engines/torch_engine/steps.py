@@ -82,12 +82,13 @@ class StepRunner:
     def _step(self, branch: Branch, team: Team) -> _Step:
         key = (team.ranks, team.spec, shape_of(branch))
         if key not in self._steps:
-            is_fast = self._config.fast and can_run(team, self._model.num_heads)
-            self._steps[key] = self._fast_step(branch, team) if is_fast else self._module_step(branch, team)
+            weights = self._fast_weights(branch.module, team)
+            self._steps[key] = (
+                self._module_step(branch, team) if weights is None else self._fast_step(branch, team, weights)
+            )
         return self._steps[key]
 
-    def _fast_step(self, branch: Branch, team: Team) -> _Step:
-        weights = self.weights(branch.module)
+    def _fast_step(self, branch: Branch, team: Team, weights: FastWeights) -> _Step:
         lengths, latents = weights.lengths(branch.arguments), self._model.latents
         if lengths is None:
             layout = self._sharded.layout(branch, team)
@@ -113,6 +114,15 @@ class StepRunner:
             return self._sharded.forward(Branch(inputs=tensors, module=module, constants=constants), team)
 
         return _Step(prepare=prepare, function=function)
+
+    def _fast_weights(self, module: str, team: Team) -> FastWeights | None:
+        """Returns what the team's steps read; None where the module itself runs."""
+        is_fast = self._config.fast and can_run(team, self._model.num_heads)
+        return self.weights(module) if is_fast else None
+
+    def quantised_weights(self, module: str, team: Team) -> FastWeights | None:
+        """Returns what the team's steps read, if it holds weights in another form than the module does."""
+        return None if self._config.precision == "native" else self._fast_weights(module, team)
 
     def weights(self, module: str) -> FastWeights:
         """Returns the fast weights of a module, arranged at first use (at start, by the self-check)."""

@@ -23,7 +23,9 @@ from pipelines.blocks.guidance import guided, set_scale
 from pipelines.blocks.noise import put_away, taken_out
 from pipelines.blocks.opened import OpenedPipeline
 from pipelines.blocks.own_parts import copied, own_parts, with_parts
+from pipelines.blocks.reuse import KeptPredictions
 from pipelines.blocks.stand_in import Call, Exchange
+from pipelines.caching import computed_steps
 from pipelines.request import MediaRequest
 
 Steps = tuple[Mapping[str, Any], ...]
@@ -38,6 +40,7 @@ class BlocksState:
 
     ``loop`` and ``left`` are where the loop is among the blocks, and what comes after it on a rank. ``steps`` are what
     each step's blocks are called with. ``negative`` replaces values of the loop's for a second prompt.
+    ``computed`` says which steps make forwards; ``kept`` is what the next one takes instead, if it makes none.
     """
 
     request: MediaRequest
@@ -49,6 +52,8 @@ class BlocksState:
     steps: Steps
     step: int = 0
     negative: Mapping[str, Any] | None = None
+    computed: tuple[bool, ...]
+    kept: KeptPredictions | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,23 +99,26 @@ class BlocksSampler:
             left=left,
             steps=steps,
             negative=self._here(conditioning.negative, conditioning.dtype),
+            computed=computed_steps(request.cache, len(steps)),
         )
 
     def num_steps(self, state: BlocksState) -> int:
         return len(state.steps)
 
     def branches(self, state: BlocksState) -> tuple[Branch, ...]:
-        schedule = Schedule(find=lambda: self._timesteps(state), step=state.step) if self._is_fast else None
-        step = state.steps[state.step]
-        additions = normal_mix(tuple((lora.name, lora.scale) for lora in state.request.loras))
-        branches = (self._branch(call, step) for call in self.calls(state))
-        return tuple(replace(branch, schedule=schedule, additions=additions) for branch in branches)
+        branches = self._branches(state)
+        takes_kept = state.kept is not None and state.kept.suit(branches)
+        return () if takes_kept else branches
 
     def calls(self, state: BlocksState) -> tuple[Call, ...]:
         """The forwards of the step as the pipeline's blocks ask for them."""
         return tuple(call for noted in self._note(state) for call in noted.exchange.calls)
 
     def advance(self, state: BlocksState, predictions: tuple[Tensor, ...]) -> BlocksState:
+        kept = self._kept(state, predictions)
+        if not predictions:
+            assert state.kept is not None
+            predictions = state.kept.predictions
         noted, *negative = self._note(state)
         self._noted = ()
         if negative:
@@ -124,7 +132,9 @@ class BlocksSampler:
         loop_state, step = noted.loop_state, state.steps[state.step]
         for block in list(tree.block_at(self._blocks, state.loop).sub_blocks.values())[noted.caller :]:
             _, loop_state = block(noted.pipeline, loop_state, **step)
-        return replace(state, loop_state=put_away(loop_state), parts=own_parts(noted.pipeline), step=state.step + 1)
+        return replace(
+            state, loop_state=put_away(loop_state), parts=own_parts(noted.pipeline), step=state.step + 1, kept=kept
+        )
 
     def latents(self, state: BlocksState) -> Mapping[str, Any]:
         """What the decoding blocks read, on the CPU."""
@@ -184,6 +194,20 @@ class BlocksSampler:
             if exchange.calls:
                 return _Noted(state=state, pipeline=pipeline, loop_state=loop_state, exchange=exchange, caller=place)
         raise AssertionError("no block of the loop calls a transformer")
+
+    def _branches(self, state: BlocksState) -> tuple[Branch, ...]:
+        schedule = Schedule(find=lambda: self._timesteps(state), step=state.step) if self._is_fast else None
+        step = state.steps[state.step]
+        additions = normal_mix(tuple((lora.name, lora.scale) for lora in state.request.loras))
+        branches = (self._branch(call, step) for call in self.calls(state))
+        return tuple(replace(branch, schedule=schedule, additions=additions) for branch in branches)
+
+    def _kept(self, state: BlocksState, predictions: tuple[Tensor, ...]) -> KeptPredictions | None:
+        """What the step after this one takes, if it makes no forwards."""
+        after = state.step + 1
+        if after == len(state.steps) or state.computed[after]:
+            return None
+        return KeptPredictions.of(self._branches(state), predictions) if predictions else state.kept
 
     def _branch(self, call: Call, step: Mapping[str, Any]) -> Branch:
         name, _ = call

@@ -10,16 +10,31 @@ from torch import Tensor
 
 from engines.core.fast_model import Precision
 from engines.fast.blocks import Pair
-from engines.fast.gemm import Activation, Gemm, make_gemm, stack
+from engines.fast.gemm import ALL, Activation, Gemm, WeightPart, make_gemm, stack
 
 
 def gemm(linear: Any, precision: Precision, activation: Activation = "gelu") -> Gemm:
-    return make_gemm(linear.weight, linear.bias, precision, activation)
+    return make_gemm(linear.weight, linear.bias, precision, activation, parts=(WeightPart(parameter=linear.weight),))
+
+
+def part_gemm(
+    linear: Any,
+    precision: Precision,
+    activation: Activation = "gelu",
+    *,
+    rows: slice = ALL,
+    columns: slice = ALL,
+    bias_N: Tensor | None = None,
+) -> Gemm:
+    """Returns one for some outputs or some inputs of ``linear``, with the bias that is given."""
+    part = WeightPart(parameter=linear.weight, rows=rows, columns=columns)
+    return make_gemm(part.of(linear.weight), bias_N, precision, activation, parts=(part,))
 
 
 def stacked(linears: Sequence[Any], precision: Precision, activation: Activation = "gelu") -> Gemm:
     """Returns one GEMM for all ``linears``, whose parameters become views of its own."""
-    return make_gemm(*stack(linears), precision, activation)
+    parts = [WeightPart(parameter=linear.weight) for linear in linears]
+    return make_gemm(*stack(linears), precision, activation, parts=parts)
 
 
 def pair(text: Any, image: Any, precision: Precision, activation: Activation = "gelu") -> Pair:

@@ -11,8 +11,7 @@ from torch.nn import functional
 from engines.core.fast_model import Precision
 from engines.core.model import Arguments, ModelInputs
 from engines.fast.blocks import Blocks, DualBlock, SingleBlock
-from engines.fast.gemm import make_gemm
-from pipelines.fast.arranged import gemm, joint_norms, joint_projections, norms, pair, stacked
+from pipelines.fast.arranged import gemm, joint_norms, joint_projections, norms, pair, part_gemm, stacked
 from pipelines.fast.mmdit import MMDiTWeights, pair_rotation
 from pipelines.fast.vectors import dual_vectors, vectors_of
 
@@ -73,7 +72,7 @@ def _single(block: Any, precision: Precision) -> SingleBlock:
     return SingleBlock(
         qkv=stacked((attn.to_q, attn.to_k, attn.to_v), precision),
         up=gemm(block.proj_mlp, precision),
-        out_mlp=make_gemm(out.weight[:, channels:], out.bias, precision),
-        out_attention=make_gemm(out.weight[:, :channels], None, precision),
+        out_mlp=part_gemm(out, precision, columns=slice(channels, None), bias_N=out.bias),
+        out_attention=part_gemm(out, precision, columns=slice(channels)),
         head_norms_S2D=norms(attn.norm_q, attn.norm_k)[None],
     )

@@ -14,8 +14,7 @@ from torch.nn import functional
 from engines.core.fast_model import Precision
 from engines.core.model import Arguments, ModelInputs
 from engines.fast.blocks import Blocks, DualBlock, SingleBlock
-from engines.fast.gemm import make_gemm
-from pipelines.fast.arranged import joint_norms, joint_projections, norms, pair
+from pipelines.fast.arranged import joint_norms, joint_projections, norms, pair, part_gemm
 from pipelines.fast.mmdit import MMDiTWeights, pair_rotation
 from pipelines.fast.vectors import dual_vectors, vectors_of
 
@@ -71,12 +70,12 @@ def _dual(block: Any, precision: Precision) -> DualBlock:
 
 
 def _single(attn: Any, precision: Precision) -> SingleBlock:
-    into, out = attn.to_qkv_mlp_proj.weight, attn.to_out.weight
+    into, out = attn.to_qkv_mlp_proj, attn.to_out
     num_qkv, channels = 3 * attn.inner_dim, attn.inner_dim
     return SingleBlock(
-        qkv=make_gemm(into[:num_qkv], None, precision),
-        up=make_gemm(into[num_qkv:], None, precision, "swiglu"),
-        out_mlp=make_gemm(out[:, channels:], None, precision),
-        out_attention=make_gemm(out[:, :channels], None, precision),
+        qkv=part_gemm(into, precision, rows=slice(num_qkv)),
+        up=part_gemm(into, precision, "swiglu", rows=slice(num_qkv, None)),
+        out_mlp=part_gemm(out, precision, columns=slice(channels, None)),
+        out_attention=part_gemm(out, precision, columns=slice(channels)),
         head_norms_S2D=norms(attn.norm_q, attn.norm_k)[None],
     )

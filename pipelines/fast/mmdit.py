@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engines.core.additions import Writers
 from engines.core.fast_model import StepTensors
 from engines.core.model import Arguments, ModelInputs
 from engines.fast.blocks import Blocks
 from engines.fast.blocks_step import BlocksStep
 from engines.fast.interface import StepParts
+from engines.fast.writers import writers_of
 from pipelines.fast.vectors import BlockVectors
 
 TEXT, IMAGE = "text", "image"
@@ -70,6 +72,9 @@ class MMDiTWeights(ABC):
         Any number of rows goes: those of a whole schedule give the vectors of all its steps, with the weights read
         once.
         """
+
+    def writers(self) -> Writers:
+        return writers_of((*self.blocks.duals, *self.blocks.singles))
 
     def model(self, parts: StepParts) -> FastMMDiT:
         return FastMMDiT(self, parts)

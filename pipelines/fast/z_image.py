@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from engines.core.additions import Writers
 from engines.core.fast_model import Precision, StepTensors
 from engines.core.model import Arguments
 from engines.fast.interface import HeadExchange, StepParts
 from engines.fast.kernels import Modulation, norm_modulate
 from engines.fast.sandwich import SandwichBlock, SandwichStep
+from engines.fast.writers import writers_of
 from pipelines.fast.arranged import gemm, norms, stacked
 from pipelines.models.attention.z_image_text import PADDED_TO, filling
 
@@ -70,6 +72,9 @@ class ZImageWeights:
         vectors_VSC = torch.cat([_vectors(block, time_SE) for block in blocks])
         scale_SC = self.final.adaLN_modulation(time_SE)
         return {"vectors_VBC": vectors_VSC.transpose(0, 1)[:, :, None].contiguous(), "scale_BC": scale_SC[:, None]}
+
+    def writers(self) -> Writers:
+        return writers_of((*self.refiners, *self.layers))
 
     def model(self, parts: StepParts) -> FastZImage:
         return FastZImage(self, parts)

@@ -59,15 +59,6 @@ def unchanged(config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) 
     return call
 
 
-def num_steps(request: MediaRequest, defaults: Defaults) -> int:
-    """Returns as many as were asked for; where a picture is painted over, the last of them.
-
-    The arithmetic is that of diffusers' image-to-image blocks, whose rounding decides.
-    """
-    asked, strength = request.num_inference_steps, defaults.strength_of(request)
-    return asked if strength is None else asked - int(max(asked - min(asked * strength, asked), 0))
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Architecture:
     """One transformer class, of the models that people know as ``family``.
@@ -90,8 +81,7 @@ class Architecture:
     - ``set_kernel``: where diffusers' attention dispatcher does not do. ``hoisted``, ``latents`` and ``timestep`` as in
       ``DenoiserModel``; ``fast(config)`` is its ``fast``, None where the transformer has no hand-ordered step.
 
-    ``used_by_blocks`` are its submodules, without weights, that diffusers' blocks use. ``num_steps(request, defaults)``
-    are the steps of a request's schedule, told without torch.
+    ``used_by_blocks`` are its submodules, without weights, that diffusers' blocks use.
     ``blank_pictures(folder, request)`` are values in the shapes of what the encoders make of a request's pictures.
     With ``frames_from_pictures``, these are frames of the clip, and cut to its size. ``mend(blocks)`` replaces blocks
     of diffusers' that are faulty.
@@ -128,7 +118,6 @@ class Architecture:
     fast: Callable[[Config], ArrangeWeights | None] = lambda config: None
     latents: str = LATENTS
     timestep: str = TIMESTEP
-    num_steps: Callable[[MediaRequest, Defaults], int] = num_steps
     estimate: Callable[[Any, float], Mapping[str, Tensor] | None] = along_velocity
     first_frame: Callable[[Config, Mapping[str, Any]], Mapping[str, Any]] | None = None
     float32_parts: tuple[str, ...] = ()

@@ -49,8 +49,6 @@ def test_adapters_with_and_without_a_name() -> None:
         ([{**INK, "scale": ".nan"}], {}, "scale"),
         ([INK, INK], {}, "two adapters are named 'ink'"),
         ([INK, {**INK_2, "scale": 1}], {}, "the adapters named 'ink' have different scales"),
-        ([INK], {"precision": "fp8"}, "use precision: native, or leave the names out"),
-        ([INK], {"precision": "int8"}, "use precision: native, or leave the names out"),
         ([INK], {"engine": "tensorrt", "gpus_per_rank": 1}, "engine: tensorrt takes no loras"),
         ([ALWAYS], {"engine": "tensorrt", "gpus_per_rank": 1}, "engine: tensorrt takes no loras"),
     ],
@@ -60,5 +58,7 @@ def test_what_cannot_be_is_told_before_anything_starts(loras: Any, denoiser: dic
         served_with(loras, **denoiser)
 
 
-def test_what_is_always_there_goes_with_every_precision() -> None:
-    assert served_with([ALWAYS], precision="fp8").models[0].loras == (LoraSource(**ALWAYS),)  # type: ignore[arg-type]
+@pytest.mark.parametrize("precision", ["native", "fp8", "int8"])
+def test_adapters_go_with_every_precision(precision: str) -> None:
+    loras = (LoraSource(**ALWAYS), LoraSource(**INK))  # type: ignore[arg-type]
+    assert served_with([ALWAYS, INK], precision=precision).models[0].loras == loras

@@ -60,11 +60,12 @@ def test_a_seed_fixes_the_bytes_and_the_picture_is_that_of_the_bare_pipeline(
     assert_same_picture(pixels_of(first), bare_frames(models, seed=1)[0])
 
 
-def test_true_guidance_splits_into_branches_and_equals_the_bare_pipeline(url: str, models: dict[str, Path]) -> None:
-    guided = {"seed": 3, "true_cfg_scale": 4.0, "negative_prompt": "blue"}
-    data = picture(url, **guided)
-    assert_same_picture(pixels_of(data), bare_frames(models, **guided)[0])
-    assert data != picture(url, seed=3)
+@pytest.mark.parametrize("changes", [{"true_cfg_scale": 4.0, "negative_prompt": "blue"}, {"cache": "fast"}], ids=str)
+def test_more_and_fewer_forwards_equal_the_bare_pipeline(url: str, models: dict[str, Path], changes: dict) -> None:
+    plain = {"seed": 3, "num_inference_steps": 10}
+    data = picture(url, **plain, **changes)
+    assert_same_picture(pixels_of(data), bare_frames(models, **plain, **changes)[0])
+    assert data != picture(url, **plain)
 
 
 def test_a_picture_made_of_a_picture_equals_the_bare_pipeline(official: openai.OpenAI, models: dict[str, Path]) -> None:

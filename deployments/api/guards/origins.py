@@ -20,7 +20,14 @@ from deployments.api.settings import ApiSettings
 from deployments.requests.errors import shown
 
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
-READABLE_HEADERS = ("Content-Range", "Retry-After", "Server-Timing", "X-Request-Id", "X-Troupe-Warm")
+READABLE_HEADERS = (
+    "Content-Range",
+    "Retry-After",
+    "Server-Timing",
+    "X-Request-Id",
+    "X-Troupe-Cache",
+    "X-Troupe-Warm",
+)
 
 
 class OriginCheck:

@@ -61,3 +61,7 @@ def test_pictures_go_along(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_adapters_are_those_that_were_written(monkeypatch: pytest.MonkeyPatch) -> None:
     options = ("--lora", "watercolour", "--lora", "ink:-0.5")
     assert asked(monkeypatch, *options) == {"prompt": "a red circle", "lora": ["watercolour", "ink:-0.5"]}
+
+
+def test_fewer_forwards_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert asked(monkeypatch, "--cache", "fast") == {"prompt": "a red circle", "cache": "fast"}

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 from engines.additions.switch import WeightSwitch
 from engines.additions.weights import added, merge, part_of
-from engines.core.additions import Addition, LowRank, normal_mix
+from engines.core.additions import Addition, LowRank, Mix, normal_mix
 from engines.core.engine import EngineChoice
+from engines.core.precision import Scheme
+from engines.fast.gemm import Float8Gemm, WeightPart
 from engines.parallel.weight_files import Slice
+from engines.quantization.linear import LAYERS
 from engines.registry import check_engine
 
 ROWS, COLUMNS = 12, 10
@@ -68,7 +69,7 @@ def test_a_share_gets_its_part(dim: int, ranges: tuple[tuple[int, int], ...]) ->
 
 def switch_of(layer: nn.Module) -> WeightSwitch:
     switch = WeightSwitch(ADDITIONS)
-    switch.hold("m", "whole", layer, {})
+    switch.hold("m", "whole", layer, {}, loaded=dict(layer.named_parameters()))
     return switch
 
 
@@ -116,9 +117,66 @@ def test_equal_mixes_compare_equal() -> None:
     assert normal_mix((("b", 1.0), ("c", 0.0), ("a", 2.0))) == normal_mix((("a", 2.0), ("b", 1.0)))
 
 
-@pytest.mark.parametrize("precision", ["fp8", "int8"])
-def test_quantised_weights_take_what_is_merged_alone(precision: str) -> None:
-    asked: dict[str, Any] = {"precision": precision, "num_ranks": 1}
-    check_engine("torch", EngineChoice(**asked, merges=True))
-    with pytest.raises(ValueError, match="use precision: native, or leave the names out"):
-        check_engine("torch", EngineChoice(**asked, switches=True))
+MIXES: tuple[Mix, ...] = ((("one", 1.0),), (("two", -3.0), ("one", 0.5)), ())
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_quantised_layer_is_as_if_it_had_been_loaded_so(kind: Scheme) -> None:
+    holder = nn.Sequential(linear(torch.bfloat16))
+    loaded = dict(holder.named_parameters())
+    holder[0] = layer = LAYERS[kind](linear(torch.bfloat16))
+    before, address = (layer.weight_NK.clone(), layer.scale_1N.clone()), layer.weight_NK.data_ptr()
+    additions: dict[str, Addition] = {name: {"m": {"0.weight": one["m"]["weight"]}} for name, one in ADDITIONS.items()}
+    switch = WeightSwitch(additions)
+    switch.hold("m", "whole", holder, {}, loaded=loaded)
+    kinds = {"one": ONE, "two": TWO}
+    for mix in MIXES:
+        switch.set("m", "whole", mix)
+        merged = linear(torch.bfloat16)
+        merge(merged, [(amount, {"weight": kinds[name]}) for name, amount in mix], {})
+        expected = LAYERS[kind](merged)
+        assert layer.weight_NK.float().equal(expected.weight_NK.float())
+        assert layer.scale_1N.equal(expected.scale_1N)
+    assert loaded["0.weight"].equal(linear(torch.bfloat16).weight), "what was loaded stays"
+    assert layer.weight_NK.float().equal(before[0].float())
+    assert layer.scale_1N.equal(before[1])
+    assert layer.weight_NK.data_ptr() == address
+
+
+PARTS = {
+    "stacked": lambda weight: (WeightPart(parameter=other(1)), WeightPart(parameter=weight)),
+    "rows": lambda weight: (WeightPart(parameter=weight, rows=slice(3, 9)),),
+    "columns": lambda weight: (
+        WeightPart(parameter=weight, columns=slice(4)),
+        WeightPart(parameter=other(2), columns=slice(4)),
+    ),
+}
+
+
+def other(seed: int) -> nn.Parameter:
+    return nn.Parameter(random(ROWS, COLUMNS, seed=seed).bfloat16(), requires_grad=False)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_float8_gemm_takes_new_values_of_its_parts(name: str) -> None:
+    weight = other(0)
+    parts = PARTS[name](weight)
+
+    def stack() -> Tensor:
+        return torch.cat([part.of(part.parameter) for part in parts])
+
+    gemm = Float8Gemm(stack(), None, parts=parts)
+    address = gemm.weight_NK.data_ptr()
+    (write,) = (write for parameter, write in gemm.writers() if parameter is weight)
+    new = other(7)
+    write(new.data)
+    weight.data.copy_(new)
+    expected = Float8Gemm(stack(), None)
+    assert gemm.weight_NK.float().equal(expected.weight_NK.float())
+    assert gemm.scale_1N.equal(expected.scale_1N)
+    assert gemm.weight_NK.data_ptr() == address
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8", "native"])
+def test_every_precision_takes_what_is_merged_and_what_is_switched(precision: str) -> None:
+    check_engine("torch", EngineChoice(precision=precision, merges=True, switches=True))

@@ -15,6 +15,7 @@ from engines.gang.config import RankParts
 from engines.gang.rank_jobs import RankJobs
 from engines.gang.step_plan import Emit, JobStep, StepPlan, Work
 from tests.engines.gang.support.fakes import (
+    CONDITIONING_L,
     FakeRequest,
     FakeSampler,
     FakeState,
@@ -56,6 +57,21 @@ class TwoBranchSampler(FakeSampler):
         return branch, replace(branch, inputs={name: -tensor for name, tensor in branch.inputs.items()})
 
 
+class SparingSampler(FakeSampler):
+    """Every second step takes what the step before it predicted."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, tuple[Tensor, ...]] = {}
+
+    def branches(self, state: FakeState) -> tuple[Branch, ...]:
+        return () if state.step % 2 else super().branches(state)
+
+    def advance(self, state: FakeState, predictions: tuple[Tensor, ...]) -> FakeState:
+        seed = state.request.seed
+        self._last[seed] = predictions or self._last[seed]
+        return super().advance(state, self._last[seed])
+
+
 def runner_with(engine: OneRankEngine, sampler: FakeSampler | None = None, rank: int = 0) -> RankJobs:
     parts = RankParts(engine=engine, sampler=sampler or FakeSampler())
     return RankJobs(parts, RankContext(rank=rank, num_ranks=2, device="cpu"))
@@ -79,6 +95,31 @@ def test_one_forward_serves_several_jobs() -> None:
         assert latents is not None
         torch.testing.assert_close(latents, reference_latents(request), rtol=0, atol=0)
     assert runner.job_ids == ()
+
+
+def test_a_step_without_branches_advances_without_a_forward() -> None:
+    engine = OneRankEngine()
+    runner = runner_with(engine, SparingSampler())
+    request = FakeRequest(seed=1, num_steps=4)
+    runner.admit(fake_job("a", request))
+    plans = [plan(("a", step, "final" if step == 4 else None)) for step in range(1, 5)]
+    reports, (*_, emitted) = zip(*map(runner.execute, plans), strict=True)
+    assert engine.num_branches == [1, 1]
+    assert [report.predicted for report in reports] == [True, False, True, False]
+    x_L = torch.randn(CONDITIONING_L.shape, generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        x_L = x_L - 2 * 0.1 * predict_whole(x_L, CONDITIONING_L)
+    torch.testing.assert_close(emitted[0], x_L)
+
+
+def test_a_failed_forward_is_not_the_failure_of_a_job_beside_it_that_needs_none() -> None:
+    runner = runner_with(OneRankEngine(), SparingSampler())
+    runner.admit(fake_job("sparing", FakeRequest(seed=1, num_steps=2)))
+    runner.execute(plan(("sparing", 1, None)))
+    runner.admit(fake_job("bad", FakeRequest(seed=2, num_steps=2, fault="value_error")))
+    report, emitted = runner.execute(plan(("sparing", 2, "final"), ("bad", 1, None)))
+    assert [failure.job_id for failure in report.failures] == ["bad"]
+    assert emitted[0] is not None
 
 
 def test_only_the_lead_rank_emits_and_all_forget() -> None:

@@ -30,7 +30,14 @@ class Steps:
         self._watchdog = Watchdog(CONFIG, SetRanks(CONFIG.num_ranks, self._clock).actors, self._clock)
 
     async def has_time(
-        self, ranks: tuple[int, ...], *, was_warm: bool, job: Job = SHAPED, step: int = 2, step_s: float = SLOW_S
+        self,
+        ranks: tuple[int, ...],
+        *,
+        was_warm: bool,
+        job: Job = SHAPED,
+        step: int = 2,
+        step_s: float = SLOW_S,
+        predicted: bool = True,
     ) -> bool:
         """Whether the deadline lets such a step pass, after which all of ``ranks`` report ``was_warm``."""
         work = Work(job_steps=(JobStep(job_id=job.job_id, step=step),), ranks=ranks)
@@ -42,7 +49,9 @@ class Steps:
         if not watching.done():
             for rank, report in enumerate(reports):
                 warmth = was_warm or rank not in ranks
-                report.set_result(StepReport(rank=rank, sequence=0, step_ms=1e3 * step_s, was_warm=warmth))
+                report.set_result(
+                    StepReport(rank=rank, sequence=0, step_ms=1e3 * step_s, was_warm=warmth, predicted=predicted)
+                )
         try:
             await watching
         except GangBrokenError:
@@ -80,3 +89,13 @@ async def test_of_jobs_without_a_shape_the_first_step_is_cold() -> None:
     steps = Steps()
     assert await steps.has_time(LEFT, was_warm=True, job=OTHER, step=1)
     assert not await steps.has_time(LEFT, was_warm=True, job=OTHER, step=2)
+
+
+async def test_a_step_without_a_forward_says_nothing_of_what_is_ready() -> None:
+    """A job may come to other ranks at a step that takes what the step before it predicted."""
+    steps = Steps()
+    assert await steps.has_time(LEFT, was_warm=True, predicted=False)
+    assert await steps.has_time(LEFT, was_warm=False), "the first forward compiles"
+    assert await steps.has_time(LEFT, was_warm=True)
+    assert await steps.has_time(LEFT, was_warm=True, predicted=False, step_s=0.0)
+    assert not await steps.has_time(LEFT, was_warm=True), "they are as warm as before it"

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -19,36 +16,10 @@ from engines.parallel.self_check import relative_difference
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
 from pipelines.lora.source import LoraSource
-from pipelines.request import Lora, MediaRequest
-from pipelines.run import load_pipeline
+from pipelines.request import MediaRequest
 from tests.engines.support.gloo import gang
-from tests.pipelines.lora.support.tiny_lora import reference, request_of, write_lora
-from tests.pipelines.support import tiny, tiny_models
-
-TOLERANCE = 1e-4
-"""Relative, in float32: low-rank products are added to weights here, and to activations there."""
-
-NONE: tuple[Lora, ...] = ()
-ONE = (Lora(name="one", scale=0.8),)
-BOTH = (Lora(name="one", scale=0.8), Lora(name="two", scale=-0.5))
-TURNS = (NONE, ONE, BOTH, NONE, ONE, (Lora(name="two", scale=0.0),))
-
-MODELS: dict[str, Callable[[Path], Path]] = {
-    "flux": tiny.flux,
-    "flux2 klein": tiny_models.flux2_klein,
-    "qwen": tiny_models.qwen_image,
-    "wan": tiny.wan,
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    num_ranks: int = 1
-    strategy: str = "ulysses"
-    fast: bool = False
-    sliced: bool = False
-    device: str = "cpu"
-
+from tests.pipelines.lora.support.jobs import BOTH, MODELS, NONE, ONE, TOLERANCE, TURNS, Served, Setting, painted
+from tests.pipelines.lora.support.tiny_lora import request_of
 
 SETTINGS = {
     "alone": Setting(),
@@ -59,7 +30,7 @@ SETTINGS = {
     "tensor, sliced": Setting(num_ranks=2, strategy="tensor", sliced=True),
     "pipeline": Setting(num_ranks=2, strategy="pipeline"),
 }
-WITHOUT_TENSOR = ("flux2 klein",)
+WITHOUT_TENSOR = ("flux2 klein", "z image")
 QUICK = ("flux", "qwen")
 CASES = [
     pytest.param(model, setting, marks=[] if model in QUICK else [pytest.mark.slow])
@@ -68,59 +39,6 @@ CASES = [
     if not (model in WITHOUT_TENSOR and setting.startswith(("tensor", "pipeline")))
     and not (model == "wan" and SETTINGS[setting].fast)
 ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Served:
-    folder: Path
-    one: Path
-    two: Path
-
-    @property
-    def named(self) -> tuple[LoraSource, ...]:
-        return (LoraSource(name="one", path=str(self.one)), LoraSource(name="two", path=str(self.two)))
-
-    @property
-    def always(self) -> tuple[LoraSource, ...]:
-        return (LoraSource(path=str(self.one), scale=0.8), LoraSource(path=str(self.two), scale=-0.5))
-
-    def expected(self, request: MediaRequest) -> Tensor:
-        paths = {"one": self.one, "two": self.two}
-        return expected(self.folder, request, tuple((paths[lora.name], lora.scale) for lora in request.loras))
-
-
-@cache
-def expected(folder: Path, request: MediaRequest, adapters: tuple[tuple[Path, float], ...]) -> Tensor:
-    return reference(folder, replace(request, loras=()), dict(adapters))
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Served]:
-    @cache
-    def make(model: str) -> Served:
-        top = tmp_path_factory.mktemp("model")
-        folder = MODELS[model](top / "model")
-        one = write_lora(folder, top / "one", seed=1)
-        return Served(folder=folder, one=one, two=write_lora(folder, top / "two", seed=2, r=2, says_alpha=False))
-
-    return make
-
-
-def painted(
-    folder: Path, sources: tuple[LoraSource, ...], requests: list[MediaRequest], setting: Setting
-) -> list[Tensor]:
-    """The latents of ``requests``, a step of each in turns, as a gang that works on all of them makes them."""
-    checkpoint = Checkpoint(folder, setting.device, torch.float32, loras=sources)
-    model = checkpoint.denoiser(sliced=setting.sliced)
-    engine = TorchEngine(model, strategy=setting.strategy, fast=setting.fast)
-    pipeline = load_pipeline(checkpoint, engine)
-    sampler, ranks = pipeline.sampler, tuple(range(dist.get_world_size() if dist.is_initialized() else 1))
-    conditioning = pipeline.text_encoder.encode(requests[0])
-    states = [sampler.begin(request, conditioning) for request in requests]
-    for _ in range(sampler.num_steps(states[0])):
-        states = [sampler.advance(state, engine.predict(sampler.branches(state), ranks)) for state in states]
-    engine.close()
-    return [sampler.latents(state)["latents"] for state in states]
 
 
 @pytest.mark.parametrize(("model", "name"), CASES)

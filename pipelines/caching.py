@@ -1,0 +1,51 @@
+"""Steps of a job that make no forward: which they are, by the number of steps alone.
+
+Predictions change much in a job's first steps, when the picture is laid out, and little from step to step later
+(``benchmarks/step_cache.py`` measures it). A step may then take what the step before it predicted: with a fixed pattern
+as in FORA (Selvaraju et al. 2024, arXiv:2407.01425), and of the last layer alone, as TaylorSeer's lite form (Liu et al.
+2025, arXiv:2503.06923) does at order 0. Since nothing but numbers decides, all ranks of a gang decide alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+CacheMode = Literal["off", "conservative", "fast"]
+
+MIN_STEPS = 10
+"""With fewer steps, each of them differs too much from the one before it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CachePattern:
+    """``first_share`` of the steps are computed, and the last one. In between, one is after each ``num_skipped``."""
+
+    first_share: float
+    num_skipped: int
+
+    def computes(self, step: int, num_steps: int) -> bool:
+        """Returns whether ``step``, counted from 0, makes forwards."""
+        after_first = step - math.ceil(self.first_share * num_steps)
+        is_in_turn = after_first % (self.num_skipped + 1) == self.num_skipped
+        return after_first < 0 or is_in_turn or step == num_steps - 1
+
+
+PATTERNS: Mapping[CacheMode, CachePattern] = {
+    "conservative": CachePattern(first_share=0.4, num_skipped=1),
+    "fast": CachePattern(first_share=0.3, num_skipped=3),
+}
+
+
+def computed_steps(mode: CacheMode, num_steps: int) -> tuple[bool, ...]:
+    """Returns, for each of ``num_steps``, whether it makes forwards. ValueError for too few steps."""
+    if mode == "off":
+        return (True,) * num_steps
+    if num_steps < MIN_STEPS:
+        raise ValueError(
+            f"cache is {mode!r}, and there are {num_steps} steps, each of which matters: it needs {MIN_STEPS} or more; "
+            "ask for more steps, or set cache to off"
+        )
+    return tuple(PATTERNS[mode].computes(step, num_steps) for step in range(num_steps))
