@@ -15,6 +15,7 @@ from deployments.replicas import is_on_loopback, prepare_replica
 from deployments.settings import process_environment
 from deployments.stages.common import Encoded, EncodingDone, StageEvent
 from deployments.stages.rank import LoadRankParts
+from deployments.stages.step_times import rough_estimate_s, step_times_of
 from engines.gang.errors import QueueFullError
 from engines.gang.gang import Gang
 from engines.gang.job import Job
@@ -53,6 +54,7 @@ class Denoiser:
             LoadRankParts(model=model),
             model=model.name,
             environment=partial(node_environment, model.denoiser.engine),
+            step_times=partial(step_times_of, model),
         )
 
     async def denoise(
@@ -73,6 +75,7 @@ class Denoiser:
             num_steps=self._checkpoint.num_steps(request),
             preview_steps=frozenset(request.preview_steps),
             shape=(request.width, request.height, request.num_frames, request.true_cfg_scale > 1, encoding.shapes),
+            estimates_s={1: rough_estimate_s(request, encoding.shapes)},
             exclusive=exclusive,
             request_id=request.request_id,
         )

@@ -20,6 +20,7 @@ from engines.gang.errors import GangBrokenError
 from engines.gang.job import Job, JobDone, JobEvent, StepDone
 from engines.gang.metrics import observe_start
 from engines.gang.placement import current_group
+from engines.gang.predictions.step_times import StepTimes
 from engines.gang.rank import RankInfo, kill_ranks, spawn_ranks
 from engines.gang.start import Start, rank_environments
 
@@ -40,12 +41,13 @@ class Gang:
         team_sizes: tuple[int, ...],
         model: str,
         clock: Clock,
+        step_times: StepTimes | None = None,
     ) -> None:
         self.config = config
         self.infos = tuple(infos)
         self._ranks = ranks
         self._clock = clock
-        self._driver = Driver(config, ranks, team_sizes, model, clock)
+        self._driver = Driver(config, ranks, team_sizes, model, clock, step_times)
         self._driver.start()
 
     @classmethod
@@ -57,12 +59,13 @@ class Gang:
         model: str = "unnamed",
         environment: Callable[[], Environment] | None = None,
         placement_group: PlacementGroup | None = None,
+        step_times: Callable[[Sequence[RankInfo]], StepTimes] | None = None,
         clock: Clock | None = None,
     ) -> Gang:
         """Spawn the ranks in the replica's own placement group, connect them, run ``load`` on each and what it returns.
 
         ``model`` names what the gang serves, in logs and metrics. ``environment`` is asked on each node for variables
-        that its ranks must be started with.
+        that its ranks must be started with. ``step_times`` gives what is known of the times of steps on such ranks.
 
         All or nothing: on an error, on a deadline of the start (``GangBrokenError``) and on cancellation, what was
         started is killed. An exception of ``load`` or of what it returns comes out as it was raised on the rank.
@@ -77,7 +80,8 @@ class Gang:
             raise
         observe_start(model, clock.now_s() - begun_s)
         logger.info("gang is ready", extra={"model": model, "pids": [info.pid for info in infos]})
-        return cls(config, ranks, infos, team_sizes, model, clock)
+        known = step_times(infos) if step_times is not None else None
+        return cls(config, ranks, infos, team_sizes, model, clock, known)
 
     @property
     def broken(self) -> GangBrokenError | None:

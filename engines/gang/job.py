@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from engines.core.parcel import Parcel
@@ -19,6 +19,10 @@ class Job:
     their ranks have found everything ready for it (None: the first step of each job). ``exclusive`` keeps other jobs
     from running: if the gang breaks, it is clear under which job.
     ``request_id`` is for the logs.
+
+    For the scheduler's policy: ``estimates_s`` are what the cost model says that a step takes, by team size; a job of
+    ``priority`` 4 counts as if it took a quarter of its time; ``deadline_s`` after it came it should be done; ``key``
+    is whose it is.
     """
 
     job_id: str
@@ -29,6 +33,10 @@ class Job:
     shape: Hashable | None = None
     exclusive: bool = False
     request_id: str = ""
+    estimates_s: Mapping[int, float] = field(default_factory=dict)
+    priority: float = 1.0
+    deadline_s: float | None = None
+    key: str = ""
 
     @property
     def log_fields(self) -> dict[str, object]:
