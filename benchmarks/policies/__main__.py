@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 from statistics import fmean, median
 from typing import Any
@@ -30,7 +31,7 @@ def main() -> None:
         for elastic in (False, True):
             gang = SimulatedGang(steps=STEPS, num_ranks=arguments.gpus, elastic=elastic)
             simulation = Simulation(gang=gang, policy=make_policy(policy))
-            simulation.run(arrivals)
+            simulation.run(with_deadlines(arrivals, lone_s, arguments.scale) if policy == "deadline" else arrivals)
             row = {"policy": policy, "elastic": elastic, **summary(simulation, arrivals, lone_s, arguments.scale)}
             print(line(row), file=sys.stderr, flush=True)
             rows.append(row)
@@ -46,6 +47,10 @@ def poisson(num: int, load: float, lone_s: dict[str, float], seed: int) -> list[
         (shape,) = random.choices(list(SHARES), list(SHARES.values()))
         arrivals.append(Arrival(at_s=at_s, shape=shape, num_steps=NUM_STEPS))
     return arrivals
+
+
+def with_deadlines(arrivals: Sequence[Arrival], lone_s: dict[str, float], scale: float) -> list[Arrival]:
+    return [replace(one, fields={**one.fields, "deadline_s": scale * lone_s[one.shape]}) for one in arrivals]
 
 
 def summary(

@@ -22,7 +22,7 @@ class Job:
 
     For the scheduler's policy: ``estimates_s`` are what the cost model says that a step takes, by team size; a job of
     ``priority`` 4 counts as if it took a quarter of its time; ``deadline_s`` after it came it should be done; ``key``
-    is whose it is.
+    is whose it is, and ``weight`` how much that one may have beside others.
     """
 
     job_id: str
@@ -37,6 +37,7 @@ class Job:
     priority: float = 1.0
     deadline_s: float | None = None
     key: str = ""
+    weight: float = 1.0
 
     @property
     def log_fields(self) -> dict[str, object]:

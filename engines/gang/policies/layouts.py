@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 
 from engines.gang.policies.candidate import Candidate, GangShape, Ranks
@@ -32,7 +32,7 @@ def placed(wanted: Sequence[tuple[Candidate, int]], gang: GangShape) -> dict[str
     return _placed(wanted, gang, keeps=True) or _placed(wanted, gang, keeps=False)
 
 
-def num_moves(teams: dict[str, Ranks], candidates: Sequence[Candidate]) -> int:
+def num_moves(teams: Mapping[str, Ranks], candidates: Sequence[Candidate]) -> int:
     """Returns for how many jobs a state has to go to ranks that do not have it."""
     begun = (candidate for candidate in candidates if candidate.has_begun and candidate.id in teams)
     return sum(not set(teams[candidate.id]) <= set(candidate.holders) for candidate in begun)

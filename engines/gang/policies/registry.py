@@ -9,6 +9,8 @@ from engines.gang.policies.policy import Policy
 
 POLICIES = {
     "shortest": "engines.gang.policies.shortest:Shortest",
+    "deadline": "engines.gang.policies.deadline:Deadline",
+    "fair": "engines.gang.policies.fair:Fair",
     "arrival": "engines.gang.policies.arrival:Arrival",
 }
 

@@ -33,15 +33,15 @@ class Shortest:
 
     def teams(self, ordered: Sequence[Candidate], gang: GangShape, now_s: float) -> Teams:
         """See ``Policy.teams``."""
-        return quickest_teams(ordered, gang, sum(map(self._is_old, ordered)))
+        return quickest_teams(ordered, gang, sum(map(self.is_old, ordered)))
 
     def note(self, served: Candidate, gang_s: float, waiting: Sequence[Candidate]) -> bool:
         """See ``Policy.note``."""
         num_old = 0
         for candidate in waiting:
-            if candidate.number < served.number and not self._is_old(candidate):
+            if candidate.number < served.number and not self.is_old(candidate):
                 self._overtaken_s[candidate.id] += gang_s
-                num_old += self._is_old(candidate)
+                num_old += self.is_old(candidate)
         return num_old > 0
 
     def forget(self, job_id: str) -> None:
@@ -53,10 +53,11 @@ class Shortest:
         return self._overtaken_s.get(job_id, 0.0)
 
     def _urgency(self, candidate: Candidate) -> tuple[int, float, int]:
-        if self._is_old(candidate):
+        if self.is_old(candidate):
             return 0, 0.0, candidate.number
         return 1, candidate.shortest_left_s / candidate.job.priority, candidate.number
 
-    def _is_old(self, candidate: Candidate) -> bool:
+    def is_old(self, candidate: Candidate) -> bool:
+        """Returns whether it goes before all that came after it."""
         limit_s = self._max_overtaken * candidate.whole_s / candidate.job.priority
         return self.overtaken_s(candidate.id) >= limit_s

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from engines.gang.policies.candidate import Candidate, GangShape, Ranks, Teams
 from engines.gang.policies.forecast import finish_times_s
 from engines.gang.policies.layouts import Sizes, divisions, num_moves, placed
+
+NO_LIMITS: Mapping[str, float] = MappingProxyType({})
 
 MOVE_S = 0.002
 """What a change of a job's team costs every job: 0.9 and 1.2 ms were measured on H200s (512 x 512 pixels)."""
@@ -25,21 +28,26 @@ MAX_LOOKED_AT = 24
 """So many jobs are gone through when divisions are compared: those that wait behind them wait in all cases."""
 
 
-def quickest_teams(ordered: Sequence[Candidate], gang: GangShape, num_first: int = 0) -> Teams:
+def quickest_teams(
+    ordered: Sequence[Candidate], gang: GangShape, num_first: int = 0, limits_s: Mapping[str, float] = NO_LIMITS
+) -> Teams:
     """Returns teams for the first of ``ordered``: the division of the gang by which all of them wait least.
 
     Each division is gone through to the end (``forecast``), with the most urgent jobs on its teams, and with jobs that
     run already in the place of the last of these: narrowed, where to pause them would gain little. Who is seated on a
     team that is wider than it can use gets fewer ranks. At least one of ``ordered`` may run; the first ``num_first``
-    give their places to no other.
+    give their places to no other. Before all else, as few jobs as can be are done later than their ``limits_s`` say, in
+    seconds from now.
     """
     near = [*ordered[:MAX_LOOKED_AT], *(one for one in ordered[MAX_LOOKED_AT:] if one.ranks or one.has_begun)]
     options = []
     for number, seated in enumerate(_seatings(near, gang, num_first)):
         teams = placed(seated, gang)
         if teams is not None:
-            options.append((_cost_s(seated, teams, near, gang), number, teams))
-    _, _, best = min(options, key=lambda option: option[:2])
+            times_s = finish_times_s(seated, [one for one in near if one.id not in teams], gang)
+            num_late = sum(times_s[job_id] > limit_s for job_id, limit_s in limits_s.items() if job_id in times_s)
+            options.append((num_late, _cost_s(times_s, teams, near), number, teams))
+    *_, best = min(options, key=lambda option: option[:3])
     return best
 
 
@@ -70,12 +78,8 @@ def _seated(jobs: Sequence[Candidate], sizes: Sizes) -> list[tuple[Candidate, in
     return [(one, one.useful_size(size)) for one, size in zip(jobs, sizes, strict=True)]
 
 
-def _cost_s(
-    seated: Sequence[tuple[Candidate, int]], teams: dict[str, Ranks], ordered: Sequence[Candidate], gang: GangShape
-) -> float:
+def _cost_s(times_s: Mapping[str, float], teams: Mapping[str, Ranks], ordered: Sequence[Candidate]) -> float:
     """Returns the sum of predicted waits, and what speaks for leaving things as they are."""
-    waiting = [one for one in ordered if one.id not in teams]
-    times_s = finish_times_s(seated, waiting, gang)
     sum_s = (
         sum(times_s.values()) + NUM_TO_COME * max(times_s.values()) + MOVE_S * num_moves(teams, ordered) * len(ordered)
     )
