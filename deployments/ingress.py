@@ -99,8 +99,8 @@ class Ingress:
     async def generate(self, prompt: str, **fields: Any) -> AsyncGenerator[StudioEvent]:
         """Serves Python handles: ``handle.options(stream=True).generate.remote("a red circle", seed=1)``.
 
-        Yields ``Progress`` for every step, ``Preview`` if asked for (``partial_images``; clips always have some),
-        and at last ``Media`` with the bytes. ``fields`` are those of the HTTP API; ValueError names a wrong one.
+        Yields ``Queued``, ``Progress`` for every step, ``Preview`` if asked for (``partial_images``; clips always have
+        some), and at last ``Media`` with the bytes. ``fields`` are those of the HTTP API; ValueError names a wrong one.
         Pictures (``image``, ``mask``, ``input_reference``) are the bytes of their files.
         Cancelling the response stops the job on all ranks.
         """

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 MediaKind = Literal["image", "video"]
+ServiceTier = Literal["flex", "default", "priority"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +27,8 @@ class MediaRequest:
     ``num_pictures`` come along beside it, and a mask if it ``has_mask`` (``pictures.InputPictures``: the encoder alone
     gets them). ``strength`` in (0, 1] is how much of the picture is painted anew (image-to-image; None: the model's).
     ``loras`` are the adapters that its weights get, of those that the model is served with.
+    ``service_tier`` says how urgent it is beside others, and ``deadline_s`` how long its client waits, in seconds from
+    when it came (None: as long as it takes). ``key`` is whose it is: the hash of an API key, empty for everybody.
     """
 
     request_id: str
@@ -46,3 +49,6 @@ class MediaRequest:
     has_mask: bool = False
     strength: float | None = None
     loras: tuple[Lora, ...] = ()
+    service_tier: ServiceTier = "default"
+    deadline_s: float | None = None
+    key: str = ""

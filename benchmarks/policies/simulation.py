@@ -107,9 +107,10 @@ class Simulation:
             shape=arrival.shape,
             **arrival.fields,  # type: ignore[arg-type]
         )
+        under_way_s = max(0.0, max(self._ready_s) - self._now_s)
+        times_s = scheduler.finish_times_s(self._now_s, beside=(job,))
+        self.predicted_s[number] = self.gang.encode_s + under_way_s + times_s[job.job_id] + self.gang.decode_s
         scheduler.add(job, now_s=self._now_s)
-        at_once_s = max(0.0, max(self._ready_s) - self._now_s)
-        self.predicted_s[number] = at_once_s + scheduler.finish_times_s(self._now_s)[job.job_id]
 
     def _send(self, plan: StepPlan, arrivals: Sequence[Arrival]) -> None:
         if plan.moves:

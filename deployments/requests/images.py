@@ -32,6 +32,10 @@ class ImageRequest:
     quality: Quality | None
     safety_identifier: str | None
 
+    def of_key(self, key: str) -> ImageRequest:
+        """Returns the same, asked for with the API key of that hash."""
+        return replace(self, requests=tuple(replace(request, key=key) for request in self.requests))
+
     @property
     def model(self) -> str:
         return self.requests[0].model

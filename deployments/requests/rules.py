@@ -16,10 +16,12 @@ from deployments.requests.quality import MEANINGS, quality_steps
 from deployments.studio.interface import ModelCard
 from pipelines.defaults import Defaults
 from pipelines.pictures import NO_PICTURES, InputPicture, InputPictures
-from pipelines.request import MediaKind, MediaRequest
+from pipelines.request import MediaKind, MediaRequest, ServiceTier
 from pipelines.size import PIXELS, Size
 
 RANDOM_SEED_BITS = 32
+TIERS: Mapping[str, ServiceTier] = {"auto": "default", "default": "default", "flex": "flex", "priority": "priority"}
+"""What clients may write, as OpenAI has it, and what it means."""
 
 
 def choose_card(cards: Mapping[str, ModelCard], name: str | None, kind: MediaKind, num_pictures: int = 0) -> ModelCard:
@@ -118,6 +120,8 @@ def media_request(
         has_mask=pictures.mask is not None,
         strength=strength_of(body),
         loras=choose_loras(body.model, body.lora or (), card),
+        service_tier=TIERS[body.service_tier or "auto"],
+        deadline_s=body.deadline_s,
     )
 
 

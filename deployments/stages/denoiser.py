@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from functools import partial
@@ -21,13 +22,16 @@ from engines.gang.gang import Gang
 from engines.gang.job import Job
 from engines.registry import rank_environment
 from pipelines.checkpoint import Checkpoint
-from pipelines.request import MediaRequest
+from pipelines.request import MediaRequest, ServiceTier
 
 logger = logging.getLogger(__name__)
 
 EVENTS_EVERY_S = 0.1
 """Progress for people: no faster than they can see."""
 
+
+PRIORITIES: Mapping[ServiceTier, float] = {"flex": 0.25, "default": 1.0, "priority": 4.0}
+"""Jobs count as if they took so many times less."""
 
 LOOPBACK = {"NCCL_SOCKET_IFNAME": "lo"}
 
@@ -67,7 +71,9 @@ class Denoiser:
         to the caller, which keeps it until the job has ended, whatever becomes of the encoder.
         ``exclusive``: beside no other job, as a request runs whose gang broke under it.
         """
+        came_s = time.monotonic()
         encoding = await encoded[0]
+        waited_s = time.monotonic() - came_s
         job = Job(
             job_id=job_id,
             request=request,
@@ -78,6 +84,9 @@ class Denoiser:
             estimates_s={1: rough_estimate_s(request, encoding.shapes)},
             exclusive=exclusive,
             request_id=request.request_id,
+            priority=PRIORITIES[request.service_tier],
+            deadline_s=None if request.deadline_s is None else request.deadline_s - waited_s,
+            key=request.key,
         )
         first: tuple[StageEvent, ...] = (EncodingDone(encode_s=encoding.encode_s),)
         logger.info("job is queued", extra=job.log_fields)

@@ -25,7 +25,8 @@ class GangConfig:
 
     ``plans_ahead`` step plans are submitted before the first result is awaited. ``policy`` names who goes first; if the
     gang is ``elastic``, it chooses the jobs' teams too, else all ranks work on one job at a time. At most
-    ``max_running_jobs`` have begun at a time: paused ones keep their states on the ranks. Up to ``max_batch`` jobs of
+    ``max_running_jobs`` have begun at a time: paused ones keep their states on the ranks. A job that would wait for
+    others longer than ``max_wait_s``, by prediction, is refused. Up to ``max_batch`` jobs of
     one shape on one team are advanced together. ``nccl`` goes to every process group between GPUs.
     """
 
@@ -45,6 +46,7 @@ class GangConfig:
     max_running_jobs: int = 4
     max_waiting_jobs: int = 32
     policy: str = "shortest"
+    max_wait_s: float | None = None
     elastic: bool = False
     max_batch: int = 1
     nccl: NcclOptions = DEFAULT_OPTIONS
@@ -53,7 +55,7 @@ class GangConfig:
         for name in ("num_ranks", "threads_per_rank", "num_nodes", "plans_ahead", "max_running_jobs", "max_batch"):
             _check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         find_policy(self.policy)
-        for name in DEADLINES:
+        for name in ("max_wait_s", *DEADLINES):
             _check(
                 getattr(self, name) is None or getattr(self, name) > 0, name, getattr(self, name), "a time above 0 s"
             )

@@ -12,10 +12,11 @@ from typing import Any
 from engines.gang.clock import Clock
 from engines.gang.config import GangConfig
 from engines.gang.errors import GangBrokenError
-from engines.gang.job import Job
+from engines.gang.job import Job, JobQueued
 from engines.gang.job_table import JobTable, OpenJob
 from engines.gang.metrics import GangMetrics
 from engines.gang.policies.registry import make_policy
+from engines.gang.predictions.outlook import Outlook
 from engines.gang.predictions.step_times import StepTimes
 from engines.gang.publisher import Publisher
 from engines.gang.rank import kill_ranks
@@ -58,9 +59,10 @@ class Driver:
             elastic=config.elastic,
             max_batch=config.max_batch,
         )
-        self._publisher = Publisher(self._table, self._metrics, self._step_times, clock)
-        self._submitted: deque[OpenJob] = deque()
         self._traffic = Traffic(config.num_ranks)
+        self._outlook = Outlook(self._scheduler, self._table, self._traffic, clock, config.max_wait_s)
+        self._publisher = Publisher(self._table, self._metrics, self._step_times, self._outlook, clock)
+        self._submitted: deque[OpenJob] = deque()
         self._wake_schedule = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self.broken: GangBrokenError | None = None
@@ -79,7 +81,10 @@ class Driver:
     def open(self, job: Job) -> OpenJob:
         if self.broken is not None:
             raise GangBrokenError(self.broken.reason, self.broken.cause)
-        open_job = self._table.open(job, self._retry_after_s())
+        self._table.check(job)
+        eta_s = self._outlook.admit(job)
+        open_job = self._table.open(job, max(1.0, self._outlook.next_end_s()))
+        self._table.publish(job.job_id, JobQueued(job_id=job.job_id, eta_s=eta_s))
         self._submitted.append(open_job)
         self._wake_schedule.set()
         return open_job
@@ -168,7 +173,7 @@ class Driver:
         if failure is not None:
             self._table.fail(open_job, failure.error)
         if open_job.outcome is None:
-            self._scheduler.add(open_job.job)
+            self._scheduler.add(open_job.job, now_s=self._clock.now_s())
         else:
             self._drop(open_job)
         self._wake_schedule.set()
@@ -198,10 +203,6 @@ class Driver:
         if open_job.is_scheduled:
             self._scheduler.drop(open_job.job.job_id)
             self._wake_schedule.set()
-
-    def _retry_after_s(self) -> float:
-        """Until a job is predicted to end, and so there is room for another."""
-        return max(1.0, min(self._scheduler.finish_times_s(self._clock.now_s()).values(), default=0.0))
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine, context=contextvars.Context())

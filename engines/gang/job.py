@@ -46,12 +46,23 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class JobQueued:
+    """The gang has taken a job, and will have done its steps in ``eta_s``, by prediction."""
+
+    job_id: str
+    eta_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepDone:
+    """``eta_s`` is the prediction for the steps that are left, those of other jobs before them included."""
+
     job_id: str
     step: int
     num_steps: int
     step_ms: float
     num_ranks: int
+    eta_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +76,8 @@ class PreviewReady:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobDone:
-    """Finished latents. ``queue_s`` is the wait for the first step, ``denoise_s`` the rest.
+    """Finished latents. ``queue_s`` is the wait for the first step, ``denoise_s`` the rest; in its steps ranks were at
+    work for ``gpu_s``, all of them added up.
 
     ``was_warm``: no step had to wait for something that an earlier job of its shape would have left ready.
     """
@@ -75,6 +87,7 @@ class JobDone:
     queue_s: float
     denoise_s: float
     was_warm: bool
+    gpu_s: float = 0.0
 
 
-JobEvent = StepDone | PreviewReady | JobDone
+JobEvent = JobQueued | StepDone | PreviewReady | JobDone

@@ -9,6 +9,7 @@ from engines.gang.errors import GangBrokenError
 from engines.gang.job import JobDone, PreviewReady, StepDone
 from engines.gang.job_table import JobTable, OpenJob
 from engines.gang.metrics import GangMetrics
+from engines.gang.predictions.outlook import Outlook
 from engines.gang.predictions.step_times import StepTimes
 from engines.gang.step_plan import JobFailure, JobStep, StepReport, Work
 from engines.gang.watchdog import Flight
@@ -17,8 +18,11 @@ from engines.gang.watchdog import Flight
 class Publisher:
     """Tells the jobs of ``table`` how they get on, and ``step_times`` what their steps took."""
 
-    def __init__(self, table: JobTable, metrics: GangMetrics, step_times: StepTimes, clock: Clock) -> None:
-        self._table, self._metrics, self._step_times, self._clock = table, metrics, step_times, clock
+    def __init__(
+        self, table: JobTable, metrics: GangMetrics, step_times: StepTimes, outlook: Outlook, clock: Clock
+    ) -> None:
+        self._table, self._metrics, self._step_times, self._outlook = table, metrics, step_times, outlook
+        self._clock = clock
         self._last: dict[int, tuple[Work, float]] = {}
         """What each rank did last, and when it ended."""
 
@@ -32,6 +36,7 @@ class Publisher:
             open_job = self._table.get(job_step.job_id)
             if job_step.step == 1:
                 open_job.started_s = started_s
+            open_job.gpu_s += step_ms / 1e3 * work.num_ranks / len(work.job_steps)
             open_job.was_warm = open_job.was_warm and all(report.was_warm for report in reports)
             failure = agreed_failure(job_step.job_id, reports)
             if open_job.outcome is None and failure is not None:
@@ -56,9 +61,11 @@ class Publisher:
     def _publish_step(self, open_job: OpenJob, done: JobStep, step_ms: float, num_ranks: int, flight: Flight) -> None:
         job_id, num_steps = done.job_id, open_job.job.num_steps
         open_job.num_steps_done = done.step
-        self._table.publish(
-            job_id, StepDone(job_id=job_id, step=done.step, num_steps=num_steps, step_ms=step_ms, num_ranks=num_ranks)
-        )
+        eta_s = self._outlook.eta_s(job_id)
+        if eta_s is None:
+            eta_s = step_ms / 1e3 * (num_steps - done.step)
+        step = {"step": done.step, "num_steps": num_steps, "step_ms": step_ms, "num_ranks": num_ranks, "eta_s": eta_s}
+        self._table.publish(job_id, StepDone(job_id=job_id, **step))  # type: ignore[arg-type]
         if done.emit == "preview":
             self._table.publish(job_id, PreviewReady(job_id=job_id, step=done.step, latents=flight.latents[job_id]))
         if done.emit == "final":
@@ -72,6 +79,7 @@ class Publisher:
                     queue_s=open_job.started_s - open_job.submitted_s,
                     denoise_s=self._clock.now_s() - open_job.started_s,
                     was_warm=open_job.was_warm,
+                    gpu_s=open_job.gpu_s,
                 ),
             )
 

@@ -117,17 +117,27 @@ class Scheduler:
         is_for_all = bool(drops or moves or leaves) or any(work.ends_a_job for work in works)
         return StepPlan(sequence=next(self._sequences), works=works, drops=drops, moves=moves, is_for_all=is_for_all)
 
-    def finish_times_s(self, now_s: float = 0.0, *, beside: Job | None = None) -> dict[str, float]:
+    @property
+    def prediction(self) -> StepPrediction:
+        return self._prediction
+
+    def lone_s(self, job: Job) -> float:
+        """Returns what the steps of ``job`` are predicted to take by themselves."""
+        return job.num_steps * min(self._prediction.by_size(job, self._gang.team_sizes).values())
+
+    def finish_times_s(self, now_s: float = 0.0, *, beside: Sequence[Job] = ()) -> dict[str, float]:
         """Returns when each job is predicted to have done its steps, in seconds from now, if no other comes.
 
-        ``beside``: as if this one came now.
+        ``beside``: as if these came now. Steps that were planned already do not count.
         """
         entries = list(self._entries.values())
-        if beside is not None:
-            number = max((entry.number for entry in entries), default=0) + 1
-            entries.append(self._entry(beside, number, now_s))
+        number = max((entry.number for entry in entries), default=0) + 1
+        entries += [self._entry(job, number + i, now_s) for i, job in enumerate(beside)]
         ordered = self._within_room(self._policy.order([_candidate(entry) for entry in entries], now_s))
-        teams = self._teams_of(ordered, now_s)
+        is_known = self._is_settled and not beside
+        teams = {one.id: one.ranks for one in ordered if one.ranks} if is_known else self._teams_of(ordered, now_s)
+        for job in beside:
+            self._policy.forget(job.job_id)
         seated = [(one, len(teams[one.id])) for one in ordered if one.id in teams]
         return finish_times_s(seated, [one for one in ordered if one.id not in teams], self._gang)
 

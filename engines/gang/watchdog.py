@@ -34,10 +34,6 @@ class Flight:
     latents: Mapping[str, Any]
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
-    @property
-    def job_ids(self) -> tuple[str, ...]:
-        return tuple(job_id for work in self.works for job_id in work.job_ids)
-
 
 class Traffic:
     """The flights under way of a gang with so many ranks. A rank takes what it is sent in order."""
@@ -53,9 +49,14 @@ class Traffic:
         return not self.job_ids
 
     @property
+    def works(self) -> list[Work]:
+        """What is under way, in the order in which it was sent."""
+        return [work for flight in self._under_way for work in flight.works]
+
+    @property
     def job_ids(self) -> list[str]:
         """The jobs that have a step under way."""
-        return [job_id for flight in self._under_way for job_id in flight.job_ids]
+        return [job_id for work in self.works for job_id in work.job_ids]
 
     def free_ranks(self, plans_ahead: int) -> set[int]:
         """Returns the ranks that have fewer steps before them."""
