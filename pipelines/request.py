@@ -28,7 +28,8 @@ class MediaRequest:
     gets them). ``strength`` in (0, 1] is how much of the picture is painted anew (image-to-image; None: the model's).
     ``loras`` are the adapters that its weights get, of those that the model is served with.
     ``service_tier`` says how urgent it is beside others, and ``deadline_s`` how long its client waits, in seconds from
-    when it came (None: as long as it takes). ``key`` is whose it is: the hash of an API key, empty for everybody.
+    when it came (None: as long as it takes). ``key`` is whose it is: the hash of an API key, empty for everybody;
+    ``weight`` is that one's share beside others.
     """
 
     request_id: str
@@ -52,3 +53,4 @@ class MediaRequest:
     service_tier: ServiceTier = "default"
     deadline_s: float | None = None
     key: str = ""
+    weight: float = 1.0

@@ -29,6 +29,7 @@ from deployments.api.guards.hosts import base_url
 from deployments.api.measures import measures, seconds
 from deployments.api.streams import Event, start_stream, until_disconnect
 from deployments.asyncio_tools import merge
+from deployments.quotas import Quotas
 from deployments.requests.bodies import ImageBody
 from deployments.requests.images import ImageRequest, image_request
 from deployments.studio.interface import Media, Preview, Progress, Queued, Studio, StudioEvent
@@ -42,11 +43,13 @@ async def draw(context: ApiContext, request: Request, body: ImageBody, inputs: I
     """Returns what ``body`` asks for, made from ``inputs``: one JSON object, or a stream of events."""
     settings, cards = context.settings, context.studio.cards()
     pictures = image_request(body, cards, request.state.request_id, settings.max_images_per_request, inputs)
-    pictures = pictures.of_key(request.state.key_hash)
+    key = request.state.key_hash
+    pictures = pictures.of_key(key, context.quotas.limits_of(key).weight)
     await context.check_ready(pictures.model)
     num = len(pictures.requests)
     drawn = perform_all(context.studio, pictures)
-    events = context.admission.pictures(pictures.model, num, drawn, pictures.num_input_bytes)
+    admitted = context.admission.pictures(pictures.model, num, drawn, pictures.num_input_bytes)
+    events = within_quota(context.quotas, key, num, admitted)
     if body.stream:
         headers: dict[str, str] = {}
         return await start_stream(image_events(pictures, events, headers), request.receive, settings, headers)
@@ -61,6 +64,16 @@ async def draw(context: ApiContext, request: Request, body: ImageBody, inputs: I
         safety_identifier=pictures.safety_identifier,
     )
     return JSONResponse(answer.model_dump(), headers=measures([one.timings for one in media]))
+
+
+async def within_quota(
+    quotas: Quotas, key: str, num: int, events: AsyncGenerator[Indexed]
+) -> AsyncGenerator[Indexed, None]:
+    """Yields ``events``, which make ``num`` pictures, if the key may have them. Else LimitReachedError."""
+    async with aclosing(events):
+        with quotas.taken(key, num):
+            async for event in events:
+                yield event
 
 
 def files_url(context: ApiContext, request: Request) -> str:

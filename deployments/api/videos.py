@@ -140,7 +140,9 @@ async def submit_clip(context: ApiContext, request: Request) -> ClipRecord:
     num_previews = context.settings.num_clip_previews
     clip = clip_request(body, context.studio.cards(), request.state.request_id, num_previews, inputs)
     await context.check_ready(clip.request.model)
-    asked = replace(clip.request, key=request.state.key_hash)
+    key = request.state.key_hash
+    context.quotas.check(key)
+    asked = replace(clip.request, key=key, weight=context.quotas.limits_of(key).weight)
     return await context.clips.submit(asked, clip.seconds, request.state.key_hash, inputs)
 
 

@@ -87,6 +87,7 @@ class Denoiser:
             priority=PRIORITIES[request.service_tier],
             deadline_s=None if request.deadline_s is None else request.deadline_s - waited_s,
             key=request.key,
+            weight=request.weight,
         )
         first: tuple[StageEvent, ...] = (EncodingDone(encode_s=encoding.encode_s),)
         logger.info("job is queued", extra=job.log_fields)
