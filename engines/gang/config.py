@@ -26,8 +26,7 @@ class GangConfig:
     ``plans_ahead`` step plans are submitted before the first result is awaited. ``policy`` names who goes first; if the
     gang is ``elastic``, it chooses the jobs' teams too, else all ranks work on one job at a time. At most
     ``max_running_jobs`` have begun at a time: paused ones keep their states on the ranks. A job that would wait for
-    others longer than ``max_wait_s``, by prediction, is refused. Up to ``max_batch`` jobs of
-    one shape on one team are advanced together. ``nccl`` goes to every process group between GPUs.
+    others longer than ``max_wait_s``, by prediction, is refused. ``nccl`` goes to every process group between GPUs.
     """
 
     num_ranks: int = 2
@@ -48,11 +47,10 @@ class GangConfig:
     policy: str = "shortest"
     max_wait_s: float | None = None
     elastic: bool = False
-    max_batch: int = 1
     nccl: NcclOptions = DEFAULT_OPTIONS
 
     def __post_init__(self) -> None:
-        for name in ("num_ranks", "threads_per_rank", "num_nodes", "plans_ahead", "max_running_jobs", "max_batch"):
+        for name in ("num_ranks", "threads_per_rank", "num_nodes", "plans_ahead", "max_running_jobs"):
             _check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         find_policy(self.policy)
         for name in ("max_wait_s", *DEADLINES):
@@ -69,6 +67,11 @@ class GangConfig:
             self.num_nodes,
             f"a divisor of num_ranks={self.num_ranks}",
         )
+
+    @property
+    def max_batch(self) -> int:
+        """How many jobs of one shape a team advances together: more than one only where that is faster."""
+        return 1
 
     @property
     def ranks_per_node(self) -> int:
