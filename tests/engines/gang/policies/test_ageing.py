@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.gang.job import Job
@@ -80,6 +80,7 @@ def job_of(job_id: str, come: Come) -> Job:
     )
 
 
+@settings(deadline=None)
 @given(
     comes=st.lists(COMES, min_size=1, max_size=24),
     num_ranks=st.sampled_from([1, 2, 4]),
