@@ -144,8 +144,9 @@ class Scheduler:
     # Who runs where.
 
     def _choose_teams(self, is_idle: bool, now_s: float) -> None:
-        self._is_settled = True
-        ordered = self._policy.order([_candidate(entry) for entry in self._allowed(is_idle)], now_s)
+        allowed = self._allowed(is_idle)
+        self._is_settled = bool(allowed)  # an exclusive job may wait for the gang to be idle
+        ordered = self._policy.order([_candidate(entry) for entry in allowed], now_s)
         ordered = self._within_room(ordered)
         teams = self._teams_of(ordered, now_s)
         self._may_run = [self._entries[candidate.id] for candidate in ordered if candidate.may_run]

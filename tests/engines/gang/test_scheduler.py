@@ -6,6 +6,8 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import pytest
+
 from engines.gang.step_plan import StepPlan
 from tests.engines.gang.support.plans import all_plans, job, scheduler
 
@@ -40,8 +42,9 @@ def test_an_exclusive_job_begins_when_the_others_have_ended_and_ends_before_the_
     assert ["".join(served(plan)) for plan in all_plans(alone)] == list("aabbCCdd")
 
 
-def test_an_exclusive_job_waits_for_the_plans_under_way() -> None:
-    alone = scheduler()
+@pytest.mark.parametrize("elastic", [False, True])
+def test_an_exclusive_job_waits_for_the_plans_under_way(elastic: bool) -> None:
+    alone = scheduler(elastic=elastic)
     alone.add(replace(job("a", num_steps=1), exclusive=True))
     assert alone.next_plan(is_idle=False) is None
     assert list(served(alone.next_plan(is_idle=True))) == ["a"]
