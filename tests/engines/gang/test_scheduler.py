@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from engines.gang.step_plan import StepPlan
+from engines.gang.step_plan import Move, StepPlan
 from tests.engines.gang.support.plans import all_plans, job, scheduler
 
 
@@ -99,13 +99,18 @@ def test_an_elastic_gang_is_shared_out_anew_when_a_job_begins_or_ends() -> None:
         if name == "a":
             assert served(elastic.next_plan()) == {"a": (0, 1, 2, 3)}
     plans = all_plans(elastic)
-    assert [{job_id: len(ranks) for job_id, ranks in served(plan).items()} for plan in plans] == [
-        {"a": 2, "b": 1, "c": 1},
-        {"a": 2, "b": 1, "c": 1},
-        {"a": 2, "c": 2},
-        {"a": 4},
+    assert [served(plan) for plan in plans] == [
+        {"a": (0, 1), "b": (2,), "c": (3,)},
+        {"a": (0, 1), "b": (2,), "c": (3,)},
+        {"a": (0, 1), "c": (2, 3)},
+        {"a": (0, 1, 2, 3)},
     ]
-    assert [len(plan.moves) for plan in plans] == [0, 0, 1, 1]
+    assert [plan.moves for plan in plans] == [
+        (),
+        (),
+        (Move(job_id="c", source=3, ranks=(2,)),),
+        (Move(job_id="a", source=0, ranks=(2, 3)),),
+    ]
 
 
 def test_plans_are_for_the_teams_that_are_free() -> None:
