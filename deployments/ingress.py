@@ -25,12 +25,14 @@ from deployments.clips.clips import Clips
 from deployments.clips.settings import ClipLimits, ClipSettings
 from deployments.config import AppConfig
 from deployments.observability.exposition import Counted, Exposition, counted_here
+from deployments.quotas import Quotas
 from deployments.replicas import prepare_replica
 from deployments.requests.handle import handle_request
 from deployments.settings import Settings
 from deployments.stages.config import DenoiserConfig
 from deployments.studio.flow import DeployedStudio
 from deployments.studio.interface import ModelCard, StudioEvent
+from deployments.studio.metered import MeteredStudio
 from deployments.studio.readiness import Readiness
 from deployments.studio.retries import RECOVERY_DEADLINE_S
 from deployments.studio.run import StageHandles
@@ -89,7 +91,9 @@ class Ingress:
         handles = {model: StageHandles(**by_stage) for model, by_stage in stages.items()}
         cards = make_cards(config)
         patience_s = {model.name: patience_for(model.denoiser) for model in config.models}
-        self._studio = DeployedStudio(cards, handles, Readiness(deployments), patience_s)
+        self._quotas = Quotas(config.api.key_limits)
+        deployed = DeployedStudio(cards, handles, Readiness(deployments), patience_s)
+        self._studio = MeteredStudio(deployed, self._quotas)
         self._clips = Clips(self._studio, self._clip_settings())
         self._drain = Drain()
         self._exposition = Exposition(
@@ -99,8 +103,8 @@ class Ingress:
     async def generate(self, prompt: str, **fields: Any) -> AsyncGenerator[StudioEvent]:
         """Serves Python handles: ``handle.options(stream=True).generate.remote("a red circle", seed=1)``.
 
-        Yields ``Progress`` for every step, ``Preview`` if asked for (``partial_images``; clips always have some),
-        and at last ``Media`` with the bytes. ``fields`` are those of the HTTP API; ValueError names a wrong one.
+        Yields ``Queued``, ``Progress`` for every step, ``Preview`` if asked for (``partial_images``; clips always have
+        some), and at last ``Media`` with the bytes. ``fields`` are those of the HTTP API; ValueError names a wrong one.
         Pictures (``image``, ``mask``, ``input_reference``) are the bytes of their files.
         Cancelling the response stops the job on all ranks.
         """
@@ -124,7 +128,7 @@ class Ingress:
         await draining
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_api(self._studio, self._api_settings(), self._clips, self._drain)
+        return create_api(self._studio, self._api_settings(), self._clips, self._drain, self._quotas)
 
     def _api_settings(self) -> ApiSettings:
         return ApiSettings(

@@ -8,6 +8,7 @@ from typing import Literal
 from pipelines.caching import CacheMode
 
 MediaKind = Literal["image", "video"]
+ServiceTier = Literal["flex", "default", "priority"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +30,9 @@ class MediaRequest:
     gets them). ``strength`` in (0, 1] is how much of the picture is painted anew (image-to-image; None: the model's).
     ``loras`` are the adapters that its weights get, of those that the model is served with. ``cache`` says how many
     steps take the predictions of the step before them again (``pipelines.caching``).
+    ``service_tier`` says how urgent it is beside others, and ``deadline_s`` how long its client waits, in seconds from
+    when it came (None: as long as it takes). ``key`` is whose it is: the hash of an API key, empty for everybody;
+    ``weight`` is that one's share beside others.
     """
 
     request_id: str
@@ -50,3 +54,7 @@ class MediaRequest:
     strength: float | None = None
     loras: tuple[Lora, ...] = ()
     cache: CacheMode = "off"
+    service_tier: ServiceTier = "default"
+    deadline_s: float | None = None
+    key: str = ""
+    weight: float = 1.0

@@ -233,16 +233,3 @@ class VideoEvent(Event):
 
     type: Literal["video.progress", "video.completed", "video.failed", "video.deleted"]
     video: Video | None
-
-
-def measures(timings: list[StageTimes], cache: CacheMode) -> dict[str, str]:
-    """Returns headers that tell where the time went, whether the shape of every picture was warm, and the ``cache``."""
-    is_warm = "true" if all(one.was_warm for one in timings) else "false"
-    return {"Server-Timing": server_timing(timings), "X-Troupe-Warm": is_warm, "X-Troupe-Cache": cache}
-
-
-def server_timing(timings: list[StageTimes]) -> str:
-    """Returns a ``Server-Timing`` header in milliseconds, each stage's slowest of pictures that ran side by side."""
-    stages = ("queue", "encode", "denoise", "decode", "total")
-    slowest = {stage: max(getattr(one, f"{stage}_s") for one in timings) for stage in stages}
-    return ", ".join(f"{stage};dur={1000 * seconds:.1f}" for stage, seconds in slowest.items())

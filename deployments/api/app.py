@@ -22,6 +22,7 @@ from deployments.api.guards.origins import Cors, OriginCheck
 from deployments.api.health import Liveness, health_routes, model_routes
 from deployments.api.images import image_routes
 from deployments.api.lookout import Lookout
+from deployments.api.measures import usage_routes
 from deployments.api.middleware import CLIENT_GONE, RequestLog
 from deployments.api.page import page_routes
 from deployments.api.partial import HeadAsGet
@@ -30,6 +31,7 @@ from deployments.api.streams import ClientGoneError
 from deployments.api.videos import video_routes
 from deployments.clips.clips import Clips
 from deployments.names import own_version
+from deployments.quotas import Quotas
 from deployments.studio.interface import Studio
 from pipelines.request import MediaKind
 
@@ -39,7 +41,7 @@ UPLOADS: dict[MediaKind, tuple[str, ...]] = {
     "image": ("/v1/images/edits",),
     "video": ("/v1/videos", "/v1/videos/sync"),
 }
-ROUTES = (health_routes, model_routes, image_routes, video_routes, page_routes)
+ROUTES = (health_routes, model_routes, usage_routes, image_routes, video_routes, page_routes)
 DESCRIPTION = (
     "Text to image and text to video. Works with OpenAI's clients; what goes beyond them is marked so. HEAD is there "
     "wherever GET is. The door before the server refuses what is no request (`bad_request`), and heads that are too "
@@ -48,10 +50,12 @@ DESCRIPTION = (
 )
 
 
-def create_api(studio: Studio, settings: ApiSettings, clips: Clips, drain: Drain | None = None) -> FastAPI:
+def create_api(
+    studio: Studio, settings: ApiSettings, clips: Clips, drain: Drain | None = None, quotas: Quotas | None = None
+) -> FastAPI:
     """Returns the HTTP application. Its lifespan starts ``clips`` and stops them at its end.
 
-    ``drain`` is for who wants to end it with care.
+    ``drain`` is for who wants to end it with care; ``quotas`` are what ``studio`` keeps account in.
     """
     context = ApiContext(
         studio=studio,
@@ -61,6 +65,7 @@ def create_api(studio: Studio, settings: ApiSettings, clips: Clips, drain: Drain
         admission=Admission(settings),
         lookout=Lookout(clips, settings.video_poll_s),
         unpacking=ThreadPoolExecutor(NUM_UNPACKINGS, "unpacking"),
+        quotas=quotas or Quotas(settings.key_limits),
     )
 
     @asynccontextmanager

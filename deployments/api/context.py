@@ -18,6 +18,7 @@ from deployments.api.lookout import Lookout
 from deployments.api.settings import ApiSettings
 from deployments.clips.clips import Clips
 from deployments.keys import KeyRing
+from deployments.quotas import Quotas
 from deployments.requests.bodies import MediaBody
 from deployments.requests.pictures.unpack import unpack
 from deployments.requests.rules import brought_along, choose_card, sources_of
@@ -40,6 +41,7 @@ class ApiContext:
     admission: Admission
     lookout: Lookout
     unpacking: Executor
+    quotas: Quotas
 
     async def authorize(self, request: Request, credentials: Credentials) -> None:
         """Raises ApiError 401 without a known key: a dependency of every route behind one."""

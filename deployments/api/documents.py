@@ -40,7 +40,7 @@ ERRORS = {
     413: "The body is too large, or a picture in it",
     415: "The content type is not supported",
     416: "The range lies beyond the file",
-    429: "The queue is full, or too many watch; `Retry-After` says when to come back",
+    429: "There is too much to do, for the server or for the key; `Retry-After` says when to come back",
     500: "A defect; the log has more under the request id",
     502: "The ranks that worked on the request failed, twice",
     503: "The model is not ready, the server is full, or clips' records are away; `Retry-After` says when to come back",
@@ -58,7 +58,7 @@ CODES = {
     413: ("body_too_large", "picture_too_large"),
     415: ("unsupported_content_type", "unsupported_content_encoding"),
     416: ("range_not_satisfiable",),
-    429: ("queue_full", "too_many_watchers"),
+    429: ("queue_full", "too_late", "key_limit", "too_many_watchers"),
     500: ("internal", "gave_up"),
     502: ("gang_broken",),
     503: ("model_not_ready", "server_full", "server_stopping", "storage_unavailable"),
@@ -77,11 +77,13 @@ HEADERS = {
     "Server-Timing": "queue, encode, denoise, decode, total in ms",
     "X-Troupe-Warm": "true or false: whether everything was prepared for the shape",
     "X-Troupe-Cache": "off, conservative or fast: which steps made no forwards",
+    "X-Troupe-Gpu-Seconds": "How long ranks were at work in the steps, all of them added up",
+    "X-Troupe-Eta": "Seconds in which it was predicted to be done, when it came to the gang",
     "X-Troupe-Video-Id": "The clip's id",
     "openai-poll-after-ms": "How long to wait before the next look",
 }
 ERROR_HEADERS = {401: "WWW-Authenticate", 405: "Allow", 416: "Content-Range", 429: "Retry-After", 503: "Retry-After"}
-MEASURES = ("Server-Timing", "X-Troupe-Warm", "X-Troupe-Cache")
+MEASURES = ("Server-Timing", "X-Troupe-Warm", "X-Troupe-Cache", "X-Troupe-Gpu-Seconds", "X-Troupe-Eta")
 FILE_HEADERS = ("ETag", "Last-Modified", "Accept-Ranges")
 
 FILES = "multipart/form-data"

@@ -22,16 +22,17 @@ from deployments.api.answers import (
     PartialImage,
     PartialPicture,
     StepProgress,
-    measures,
 )
 from deployments.api.context import ApiContext
 from deployments.api.errors import from_failure
 from deployments.api.guards.hosts import base_url
+from deployments.api.measures import measures, seconds
 from deployments.api.streams import Event, start_stream, until_disconnect
 from deployments.asyncio_tools import merge
+from deployments.quotas import Quotas
 from deployments.requests.bodies import ImageBody
 from deployments.requests.images import ImageRequest, image_request
-from deployments.studio.interface import Media, Preview, Studio, StudioEvent
+from deployments.studio.interface import Media, Preview, Progress, Queued, Studio, StudioEvent
 from pipelines.pictures import NO_PICTURES, InputPictures
 
 Indexed = tuple[int, StudioEvent]
@@ -42,12 +43,16 @@ async def draw(context: ApiContext, request: Request, body: ImageBody, inputs: I
     """Returns what ``body`` asks for, made from ``inputs``: one JSON object, or a stream of events."""
     settings, cards = context.settings, context.studio.cards()
     pictures = image_request(body, cards, request.state.request_id, settings.max_images_per_request, inputs)
+    key = request.state.key_hash
+    pictures = pictures.of_key(key, context.quotas.limits_of(key).weight)
     await context.check_ready(pictures.model)
     num = len(pictures.requests)
     drawn = perform_all(context.studio, pictures)
-    events = context.admission.pictures(pictures.model, num, drawn, pictures.num_input_bytes)
+    admitted = context.admission.pictures(pictures.model, num, drawn, pictures.num_input_bytes)
+    events = within_quota(context.quotas, key, num, admitted)
     if body.stream:
-        return await start_stream(image_events(pictures, events), request.receive, settings)
+        headers: dict[str, str] = {}
+        return await start_stream(image_events(pictures, events, headers), request.receive, settings, headers)
     media = await until_disconnect(request.receive, collect(events, num))
     answer = ImagesResponse(
         created=int(time.time()),
@@ -60,6 +65,16 @@ async def draw(context: ApiContext, request: Request, body: ImageBody, inputs: I
         safety_identifier=pictures.safety_identifier,
     )
     return JSONResponse(answer.model_dump(), headers=measures([one.timings for one in media], pictures.cache))
+
+
+async def within_quota(
+    quotas: Quotas, key: str, num: int, events: AsyncGenerator[Indexed]
+) -> AsyncGenerator[Indexed, None]:
+    """Yields ``events``, which make ``num`` pictures, if the key may have them. Else LimitReachedError."""
+    async with aclosing(events):
+        with quotas.taken(key, num):
+            async for event in events:
+                yield event
 
 
 def files_url(context: ApiContext, request: Request) -> str:
@@ -110,10 +125,19 @@ async def collect(events: AsyncGenerator[Indexed], num_media: int) -> list[Media
     return [media[index] for index in range(num_media)]
 
 
-async def image_events(pictures: ImageRequest, events: AsyncGenerator[Indexed]) -> AsyncGenerator[Event, None]:
-    """Yields what the client is told: previews, finished pictures and, if asked for, every step."""
+async def image_events(
+    pictures: ImageRequest, events: AsyncGenerator[Indexed], headers: dict[str, str]
+) -> AsyncGenerator[Event, None]:
+    """Yields what the client is told: previews, finished pictures and, if asked for, every step.
+
+    What is predicted for them goes into ``headers``, which are sent with the first event.
+    """
+    longest_s = 0.0
     async with aclosing(events):
         async for index, event in events:
+            if isinstance(event, Queued):
+                longest_s = max(longest_s, event.eta_s)
+                headers["X-Troupe-Eta"] = seconds(longest_s)
             if news := translate(pictures, index, event):
                 yield news
 
@@ -124,7 +148,7 @@ def translate(pictures: ImageRequest, index: int, event: StudioEvent) -> Event |
             return _completed(pictures, index, event)
         case Preview():
             return _partial(pictures, index, event)
-        case _ if pictures.stream_progress:
+        case Progress() if pictures.stream_progress:
             return StepProgress(image_index=index, step=event.step, of=event.num_steps, eta_s=event.eta_s)
     return None
 

@@ -17,13 +17,15 @@ from starlette.requests import Request
 from starlette.routing import compile_path
 
 from deployments.clips.storage import StorageFullError, StorageLostError, is_full
+from deployments.quotas import LimitReachedError
 from deployments.requests.errors import RequestError, field_error, shown
 from deployments.studio.interface import ModelUnavailableError
-from engines.gang.errors import GangBrokenError, QueueFullError
+from engines.gang.errors import GangBrokenError, QueueFullError, TooLateError
 
 FAILURES: tuple[type[Exception], ...] = (
     RequestError,
     QueueFullError,
+    LimitReachedError,
     GangBrokenError,
     ModelUnavailableError,
     StorageFullError,
@@ -102,6 +104,10 @@ def from_failure(failure: Exception) -> ApiError | None:
             return failure
         case RequestError():
             return ApiError(STATUSES.get(failure.code, 400), failure.message, param=failure.param, code=failure.code)
+        case LimitReachedError():
+            return ApiError(429, str(failure), code="key_limit", headers=retry_after(failure.retry_after_s))
+        case TooLateError():
+            return ApiError(429, str(failure), code="too_late", headers=retry_after(failure.retry_after_s))
         case QueueFullError():
             return ApiError(429, str(failure), code="queue_full", headers=retry_after(failure.retry_after_s))
         case ModelUnavailableError():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from deployments.checks import check_positive
 from deployments.keys import KeyRing
+from deployments.quotas import KeyLimits
 from deployments.requests.pictures.limits import PictureLimits
 
 HOST = re.compile(r"\*|(\*\.)?[\w.-]+")
@@ -29,6 +30,8 @@ class ApiLimits(PictureLimits):
     ``allowed_hosts`` are names that clients may call the server by, beside its own; pages of ``allowed_origins`` may
     give it orders, beside its own; what ``trusted_proxies`` (addresses or networks) say of a client's host is believed.
 
+    ``key_limits`` say what keys may use, in each replica.
+
     What was made with one key is there for no other, unless ``share_between_keys`` says so.
     """
 
@@ -44,6 +47,7 @@ class ApiLimits(PictureLimits):
     share_between_keys: bool = False
     max_open_requests: int = 2048
     max_watchers: int = 1000
+    key_limits: tuple[KeyLimits, ...] = ()
 
     def __post_init__(self) -> None:
         PictureLimits.__post_init__(self)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import aclosing
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from fastapi.sse import EventSourceResponse, format_sse_event
@@ -24,6 +25,7 @@ logger = logging.getLogger("troupe.api")
 T = TypeVar("T")
 
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 KEEPALIVE = format_sse_event(comment="nothing new")
 
 
@@ -42,24 +44,29 @@ class EventStream(EventSourceResponse):
     It holds jobs in a gang: they are not to run until somebody collects garbage.
     """
 
-    def __init__(self, first: Event | None, rest: AsyncGenerator[Event | None]) -> None:
+    def __init__(
+        self, first: Event | None, rest: AsyncGenerator[Event | None], headers: Mapping[str, str] = NO_HEADERS
+    ) -> None:
         self._chunks, self._rest = _chunks(first, rest), rest
-        super().__init__(self._chunks, headers=STREAM_HEADERS)
+        super().__init__(self._chunks, headers={**STREAM_HEADERS, **headers})
 
     async def stream_response(self, send: Send) -> None:
         async with aclosing(self._rest), aclosing(self._chunks):
             await super().stream_response(send)
 
 
-async def start_stream(events: AsyncGenerator[Event], receive: Receive, settings: ApiSettings) -> EventStream:
-    """Returns a response with ``events``, once the first is there or ``first_event_wait_s`` over.
+async def start_stream(
+    events: AsyncGenerator[Event], receive: Receive, settings: ApiSettings, headers: Mapping[str, str] = NO_HEADERS
+) -> EventStream:
+    """Returns a response with ``events``, once the first is there or ``first_event_wait_s`` over, and with what is then
+    in ``headers``.
 
     What ``events`` raises until then is raised here, so that it gets its own HTTP status; later it becomes an event
     named error. A comment is sent whenever nothing happened for ``keepalive_s``.
     """
     beats = with_idle(events, settings.first_event_wait_s, settings.keepalive_s)
     first = await until_disconnect(receive, next_or_none(beats))
-    return EventStream(first, beats)
+    return EventStream(first, beats, headers)
 
 
 async def _chunks(first: Event | None, rest: AsyncGenerator[Event | None]) -> AsyncGenerator[bytes]:

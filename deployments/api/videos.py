@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncGenerator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,7 +15,7 @@ from fastapi.sse import EventSourceResponse
 from starlette.requests import Request
 from starlette.responses import Response
 
-from deployments.api.answers import Video, VideoDeleted, VideoEvent, VideoPage, measures
+from deployments.api.answers import Video, VideoDeleted, VideoEvent, VideoPage
 from deployments.api.context import ApiContext
 from deployments.api.documents import (
     body_document,
@@ -26,6 +27,7 @@ from deployments.api.documents import (
 )
 from deployments.api.errors import ApiError
 from deployments.api.lookout import Lookout
+from deployments.api.measures import measures
 from deployments.api.partial import RangedFile, is_head
 from deployments.api.reading.body import FORMS, JSON
 from deployments.api.reading.uploads import read_upload
@@ -41,7 +43,7 @@ from deployments.requests.errors import shown
 VIDEO_ID = re.compile(r"video_[0-9a-f]{32}")
 EventName = Literal["video.progress", "video.completed", "video.failed"]
 ENDS: dict[str, EventName] = {"completed": "video.completed", "failed": "video.failed"}
-STATUS_OF_FAILURES = {"invalid_value": 400, "gang_broken": 502}
+STATUS_OF_FAILURES = {"invalid_value": 400, "too_late": 429, "gang_broken": 502}
 POLL_MS = 500
 """What clients that poll are told to wait between two looks."""
 
@@ -139,7 +141,10 @@ async def submit_clip(context: ApiContext, request: Request) -> ClipRecord:
     num_previews = context.settings.num_clip_previews
     clip = clip_request(body, context.studio.cards(), request.state.request_id, num_previews, inputs)
     await context.check_ready(clip.request.model)
-    return await context.clips.submit(clip.request, clip.seconds, request.state.key_hash, inputs)
+    key = request.state.key_hash
+    context.quotas.check(key)
+    asked = replace(clip.request, key=key, weight=context.quotas.limits_of(key).weight)
+    return await context.clips.submit(asked, clip.seconds, request.state.key_hash, inputs)
 
 
 async def wait_for_end(context: ApiContext, request: Request, video_id: str) -> ClipRecord:

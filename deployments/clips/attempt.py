@@ -17,7 +17,7 @@ from deployments.clips.records import ClipError
 from deployments.clips.settings import ClipSettings
 from deployments.clips.storage import StorageFullError, is_full
 from deployments.studio.interface import Media, ModelUnavailableError, Output, Preview, Progress, Studio
-from engines.gang.errors import GangBrokenError, QueueFullError
+from engines.gang.errors import GangBrokenError, QueueFullError, TooLateError
 from pipelines.pictures import NO_PICTURES, InputPictures
 
 logger = logging.getLogger("troupe.clips")
@@ -118,11 +118,11 @@ class Attempt:
 
     async def _after(self, failure: Exception) -> None:
         clip = self.claim.clip
-        if isinstance(failure, QueueFullError | ModelUnavailableError):  # neither says anything of the clip
+        error = final_error(failure)
+        if error is None and isinstance(failure, QueueFullError | ModelUnavailableError):  # it says nothing of the clip
             await self.claims.give_back(self.claim, wait_s=failure.retry_after_s, counts=False)
             return
         logger.warning("clip %s failed, attempt %d", clip.id, clip.attempts, exc_info=failure)
-        error = final_error(failure)
         if error is None and clip.attempts >= self.settings.max_attempts:
             error = _last_error(failure, clip.attempts)
         if error is not None:
@@ -136,6 +136,8 @@ def final_error(failure: Exception) -> ClipError | None:
     match failure:
         case GangBrokenError():  # raised only after the clip was run on a second gang
             return ClipError(code="gang_broken", message=f"The ranks that worked on this clip failed: {failure}")
+        case TooLateError(limit="deadline_s"):
+            return ClipError(code="too_late", message=f"The clip is not made: {failure}")
         case ValueError():
             return ClipError(code="invalid_value", message=str(failure))
     return None

@@ -25,6 +25,10 @@ CLIP_WAITS = Histogram(
 )
 HTTP_REQUESTS = Counter("troupe_http_requests", "Answers of the HTTP API", ("method", "route", "status"))
 
+GPU_SECONDS = Counter(
+    "troupe_gpu_seconds", "Seconds of ranks in the steps of finished requests, by whose they were", ("model", "key")
+)
+
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 """Clients may send any word, and each would be a series."""
 
@@ -49,6 +53,11 @@ def observe_clip_wait(model: str, seconds: float) -> None:
 def observe_answer(method: str, route: str, status: int) -> None:
     """Counts an answer; ``route`` is the path as it is declared, or empty where there is no such route."""
     HTTP_REQUESTS.labels(method if method in METHODS else "other", route, status).inc()
+
+
+def observe_gpu_seconds(model: str, key: str, seconds: float) -> None:
+    """Counts ``seconds`` of ranks for a finished request; ``key`` is how the hash of its API key begins."""
+    GPU_SECONDS.labels(model, key).inc(seconds)
 
 
 def own_families() -> Families:

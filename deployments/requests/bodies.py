@@ -89,6 +89,15 @@ class MediaBody(PeerFields):
     cache: CacheMode | None = Field(
         None, description="Steps that take the predictions of the step before them: some, half of them, or none (off)."
     )
+    service_tier: Literal["auto", "default", "flex", "priority"] | None = Field(
+        None, description="How urgent it is beside others: flex waits longer, priority less. auto is default."
+    )
+    deadline_s: float | None = Field(
+        None,
+        ge=0.001,
+        le=10**6,
+        description="Seconds within which it must be done: refused with 429 at once if it will not be.",
+    )
     style: Literal["vivid", "natural"] | None = Field(None, description=ACCEPTED)
     background: Literal["opaque", "auto"] | None = Field(None, description="Always opaque.")
     moderation: Literal["low", "auto"] | None = Field(None, description="Accepted; there is no moderation.")

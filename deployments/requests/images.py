@@ -33,6 +33,10 @@ class ImageRequest:
     quality: Quality | None
     safety_identifier: str | None
 
+    def of_key(self, key: str, weight: float) -> ImageRequest:
+        """Returns the same, asked for with the API key of that hash, which has that weight."""
+        return replace(self, requests=tuple(replace(request, key=key, weight=weight) for request in self.requests))
+
     @property
     def model(self) -> str:
         return self.requests[0].model

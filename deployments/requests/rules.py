@@ -16,10 +16,12 @@ from deployments.requests.quality import MEANINGS, quality_steps
 from deployments.studio.interface import ModelCard
 from pipelines.defaults import Defaults
 from pipelines.pictures import NO_PICTURES, InputPicture, InputPictures
-from pipelines.request import MediaKind, MediaRequest
+from pipelines.request import MediaKind, MediaRequest, ServiceTier
 from pipelines.size import PIXELS, Size
 
 RANDOM_SEED_BITS = 32
+TIERS: Mapping[str, ServiceTier] = {"auto": "default", "default": "default", "flex": "flex", "priority": "priority"}
+"""What clients may write, as OpenAI has it, and what it means."""
 
 
 def choose_card(cards: Mapping[str, ModelCard], name: str | None, kind: MediaKind, num_pictures: int = 0) -> ModelCard:
@@ -112,17 +114,29 @@ def media_request(
         num_inference_steps=num_steps,
         guidance_scale=guidance_scale,
         true_cfg_scale=true_cfg_scale,
-        seed=secrets.randbits(RANDOM_SEED_BITS) if body.seed in (None, RANDOM_SEED) else body.seed,
+        seed=seed_of(body),
         preview_steps=preview_steps(num_steps, num_previews),
         num_pictures=len(pictures.pictures),
         has_mask=pictures.mask is not None,
         strength=strength_of(body),
         loras=choose_loras(body.model, body.lora or (), card),
         cache=body.cache or "off",
+        service_tier=TIERS[body.service_tier or "auto"],
+        deadline_s=body.deadline_s,
     )
+    return with_fitting_cache(request, card)
+
+
+def with_fitting_cache(request: MediaRequest, card: ModelCard) -> MediaRequest:
+    """Returns the request. RequestError if it has too few steps for its ``cache``."""
     with blaming("cache"):
         card.defaults.check_cache(request)
     return request
+
+
+def seed_of(body: MediaBody) -> int:
+    """Returns the seed that was asked for, or one of chance."""
+    return secrets.randbits(RANDOM_SEED_BITS) if body.seed in (None, RANDOM_SEED) else body.seed
 
 
 def choose_size(body: MediaBody, defaults: Defaults, first: InputPicture | None = None) -> tuple[int, int]:

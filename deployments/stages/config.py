@@ -24,6 +24,7 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 
 from engines.core.engine import EngineChoice
+from engines.core.spec import ParallelSpec
 from engines.gang.config import GangConfig
 from engines.registry import ENGINES, check_engine, find_engine
 from engines.tensorrt_engine.rules import TensorRTOptions
@@ -136,6 +137,12 @@ class DenoiserConfig(ScaledConfig, GangConfig):
                     "or change the other"
                 )
         self.check_engine("auto")
+
+    @property
+    def max_batch(self) -> int:
+        """As many as a pipeline has stages, which work on several at a time. Elsewhere forwards of one shape run one
+        after the other, so that to bring them together gains nothing."""
+        return 1 if self.strategy == "auto" else ParallelSpec.of(self.strategy, self.num_ranks).pipeline
 
     @property
     def engine_options(self) -> TorchOptions | TensorRTOptions | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from functools import partial
@@ -15,18 +16,23 @@ from deployments.replicas import is_on_loopback, prepare_replica
 from deployments.settings import process_environment
 from deployments.stages.common import Encoded, EncodingDone, StageEvent
 from deployments.stages.rank import LoadRankParts
+from deployments.stages.step_times import rough_estimate_s, step_times_of
 from engines.gang.errors import QueueFullError
 from engines.gang.gang import Gang
 from engines.gang.job import Job
 from engines.registry import rank_environment
+from pipelines.caching import computed_steps
 from pipelines.checkpoint import Checkpoint
-from pipelines.request import MediaRequest
+from pipelines.request import MediaRequest, ServiceTier
 
 logger = logging.getLogger(__name__)
 
 EVENTS_EVERY_S = 0.1
 """Progress for people: no faster than they can see."""
 
+
+PRIORITIES: Mapping[ServiceTier, float] = {"flex": 0.25, "default": 1.0, "priority": 4.0}
+"""Jobs count as if they took so many times less."""
 
 LOOPBACK = {"NCCL_SOCKET_IFNAME": "lo"}
 
@@ -53,6 +59,7 @@ class Denoiser:
             LoadRankParts(model=model),
             model=model.name,
             environment=partial(node_environment, model.denoiser.engine),
+            step_times=partial(step_times_of, model),
         )
 
     async def denoise(
@@ -65,16 +72,26 @@ class Denoiser:
         to the caller, which keeps it until the job has ended, whatever becomes of the encoder.
         ``exclusive``: beside no other job, as a request runs whose gang broke under it.
         """
+        came_s = time.monotonic()
         encoding = await encoded[0]
+        waited_s = time.monotonic() - came_s
+        num_steps = self._checkpoint.num_steps(request)
+        computed = computed_steps(request.cache, num_steps)
         job = Job(
             job_id=job_id,
             request=request,
             conditioning=encoded[0],
-            num_steps=self._checkpoint.num_steps(request),
+            num_steps=num_steps,
+            idle_steps=frozenset(step for step, makes_forwards in enumerate(computed, 1) if not makes_forwards),
             preview_steps=frozenset(request.preview_steps),
             shape=(request.width, request.height, request.num_frames, request.true_cfg_scale > 1, encoding.shapes),
+            estimates_s={1: rough_estimate_s(request, encoding.shapes)},
             exclusive=exclusive,
             request_id=request.request_id,
+            priority=PRIORITIES[request.service_tier],
+            deadline_s=None if request.deadline_s is None else request.deadline_s - waited_s,
+            key=request.key,
+            weight=request.weight,
         )
         first: tuple[StageEvent, ...] = (EncodingDone(encode_s=encoding.encode_s),)
         logger.info("job is queued", extra=job.log_fields)

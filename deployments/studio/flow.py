@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Hashable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from types import MappingProxyType
 
@@ -36,6 +37,7 @@ class DeployedStudio:
         patience_s: Mapping[str, float] = NO_PATIENCE,
     ) -> None:
         self._cards, self._stages, self._readiness, self._patience_s = cards, stages, readiness, patience_s
+        self._decode_times_s: defaultdict[str, dict[Hashable, float]] = defaultdict(dict)
 
     def cards(self) -> Mapping[str, ModelCard]:
         return self._cards
@@ -62,6 +64,7 @@ class DeployedStudio:
                 pictures=pictures,
                 exclusive=retries.exclusive,
                 wait_s=retries.wait_s,
+                decode_times_s=self._decode_times_s[request.model],
             )
             try:
                 with _unwrapped():

@@ -44,6 +44,8 @@ class StageTimes:
     """Where the time of a request went, in seconds; ``total_s`` is wall-clock from start to end.
 
     ``was_warm``: its denoising found everything ready for its shape, so that nothing of it was preparation.
+    ``gpu_s``: how long ranks were at work in its steps, all of them added up. ``eta_s``: what ``total_s`` was predicted
+    to be when it came to the gang.
     """
 
     queue_s: float
@@ -52,6 +54,15 @@ class StageTimes:
     decode_s: float
     total_s: float
     was_warm: bool
+    gpu_s: float = 0.0
+    eta_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Queued:
+    """A gang has taken the request, and all of it is predicted to take ``eta_s`` from when it came."""
+
+    eta_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +94,7 @@ class Media:
     thumbnail: bytes = b""
 
 
-StudioEvent = Progress | Preview | Media
+StudioEvent = Queued | Progress | Preview | Media
 
 
 class ModelUnavailableError(Exception):
@@ -123,8 +134,8 @@ class Studio(Protocol):
     def perform(
         self, request: MediaRequest, output: Output, pictures: InputPictures = NO_PICTURES
     ) -> AsyncGenerator[StudioEvent]:
-        """Runs one request with the ``pictures`` that it says come along: yields progress and previews, then exactly
-        one ``Media``.
+        """Runs one request with the ``pictures`` that it says come along: yields ``Queued``, progress and previews,
+        then exactly one ``Media``.
 
         A gang that breaks under the job is rebuilt and the job run again (its progress starts over); after two broken
         gangs ``GangBrokenError`` is raised. ``QueueFullError`` if too many jobs wait, ``ModelUnavailableError`` if a

@@ -6,9 +6,9 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Hashable
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ray.exceptions import RayActorError
@@ -24,17 +24,20 @@ from deployments.studio.interface import (
     Output,
     Preview,
     Progress,
+    Queued,
     StageTimes,
     StudioEvent,
 )
-from deployments.studio.time_left import TimeLeft
 from engines.gang.errors import QueueFullError
-from engines.gang.job import JobDone, PreviewReady, StepDone
+from engines.gang.job import JobDone, JobQueued, PreviewReady, StepDone
 from pipelines.pictures import InputPictures
 from pipelines.request import MediaRequest
 
 NUM_DECODINGS = 2
 """The latents are here: if the decoder dies over them, another one gets them."""
+
+MIN_DEADLINE_S = 0.001
+"""Of a request whose time is over before a gang has it: it is refused there, with the others."""
 
 logger = logging.getLogger("troupe.flow")
 
@@ -51,7 +54,7 @@ class StageHandles:
 @dataclass(kw_only=True, slots=True)
 class Run:
     """``pictures`` are for the encoder alone. ``exclusive``: beside no other job of its gang. Each deployment has
-    ``wait_s`` to take the request."""
+    ``wait_s`` to take the request. ``decode_times_s`` are what runs like it took to decode, and learn from it."""
 
     stages: StageHandles
     request: MediaRequest
@@ -59,17 +62,15 @@ class Run:
     pictures: InputPictures
     exclusive: bool
     wait_s: float
+    decode_times_s: dict[Hashable, float] = field(default_factory=dict)
     num_steps_seen: int = field(default=0, init=False)
     _started_s: float = field(default_factory=time.perf_counter, init=False)
     _previews: asyncio.Queue[PreviewReady | None] = field(default_factory=asyncio.Queue, init=False)
     """Latents to decode in this order; None after the last."""
     _encode_s: float = field(default=0.0, init=False)
-    _time_left: TimeLeft = field(init=False)
+    _eta_s: float = field(default=0.0, init=False)
     _done: JobDone | None = field(default=None, init=False)
     _decoding: asyncio.Task[Decoded] | None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        self._time_left = TimeLeft(self.request.cache)
 
     async def events(self) -> AsyncGenerator[StudioEvent]:
         """Yields progress and previews, ``Media`` last. Raises what a deployment raised, ModelUnavailableError if none
@@ -84,6 +85,7 @@ class Run:
         finally:
             if self._decoding is not None:
                 await cancel(self._decoding)
+        self.decode_times_s[self._decoded_like] = decoded.decode_s
         timings = self._timings(self._done, decoded)
         _observe(self.request.model, timings)
         yield Media(
@@ -101,9 +103,13 @@ class Run:
                 match event:
                     case EncodingDone():
                         self._encode_s = event.encode_s
+                    case JobQueued():
+                        decode_s = self.decode_times_s.get(self._decoded_like, 0.0)
+                        self._eta_s = self._elapsed_s + event.eta_s + decode_s
+                        yield Queued(eta_s=self._eta_s)
                     case StepDone():
                         self.num_steps_seen += 1
-                        yield Progress(step=event.step, num_steps=event.num_steps, eta_s=self._time_left.eta_s(event))
+                        yield Progress(step=event.step, num_steps=event.num_steps, eta_s=event.eta_s)
                     case PreviewReady():
                         self._previews.put_nowait(event)
                     case JobDone():
@@ -124,7 +130,7 @@ class Run:
         try:
             encoded = [await self._taken(responses[0]._to_object_ref(), "text encoder")]
             denoise = self.stages.denoiser.options(stream=True).denoise
-            stream: Any = denoise.remote(job_id, self.request, encoded, self.exclusive)
+            stream: Any = denoise.remote(job_id, self._with_time_left(), encoded, self.exclusive)
             responses.append(stream)
             await self._taken(stream._to_object_ref_gen(), "denoiser")
             async for group in stream:
@@ -184,9 +190,25 @@ class Run:
             encode_s=self._encode_s,
             denoise_s=done.denoise_s,
             decode_s=decoded.decode_s,
-            total_s=time.perf_counter() - self._started_s,
+            total_s=self._elapsed_s,
             was_warm=done.was_warm,
+            gpu_s=done.gpu_s,
+            eta_s=self._eta_s,
         )
+
+    @property
+    def _elapsed_s(self) -> float:
+        return time.perf_counter() - self._started_s
+
+    @property
+    def _decoded_like(self) -> Hashable:
+        request = self.request
+        return request.width, request.height, request.num_frames, self.output.format
+
+    def _with_time_left(self) -> MediaRequest:
+        if self.request.deadline_s is None:
+            return self.request
+        return replace(self.request, deadline_s=max(MIN_DEADLINE_S, self.request.deadline_s - self._elapsed_s))
 
 
 def _observe(model: str, timings: StageTimes) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from engines.core.engine import Engine
 from engines.core.rank import RankContext
 from engines.core.sampler import Sampler
+from engines.gang.policies.registry import find_policy
 from engines.parallel.nccl_options import DEFAULT_OPTIONS, NcclOptions
 
 
@@ -22,9 +23,10 @@ class GangConfig:
     for their communicator, ``load_deadline_s`` for weights and ``build_deadline_s`` for compiling and the self-check
     (None: what is left of the start), and may answer no ping for ``silence_deadline_s``.
 
-    ``plans_ahead`` step plans are submitted before the first result is awaited. If the gang is ``elastic``, jobs are
-    given smaller teams the more of them run, else all take turns on all ranks; up to ``max_batch`` jobs of one shape on
-    one team are advanced together. ``nccl`` goes to every process group between GPUs.
+    ``plans_ahead`` step plans are submitted before the first result is awaited. ``policy`` names who goes first; if the
+    gang is ``elastic``, it chooses the jobs' teams too, else all ranks work on one job at a time. At most
+    ``max_running_jobs`` have begun at a time: paused ones keep their states on the ranks. A job that would wait for
+    others longer than ``max_wait_s``, by prediction, is refused. ``nccl`` goes to every process group between GPUs.
     """
 
     num_ranks: int = 2
@@ -42,14 +44,16 @@ class GangConfig:
     plans_ahead: int = 2
     max_running_jobs: int = 4
     max_waiting_jobs: int = 32
+    policy: str = "shortest"
+    max_wait_s: float | None = None
     elastic: bool = False
-    max_batch: int = 1
     nccl: NcclOptions = DEFAULT_OPTIONS
 
     def __post_init__(self) -> None:
-        for name in ("num_ranks", "threads_per_rank", "num_nodes", "plans_ahead", "max_running_jobs", "max_batch"):
+        for name in ("num_ranks", "threads_per_rank", "num_nodes", "plans_ahead", "max_running_jobs"):
             _check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        for name in DEADLINES:
+        find_policy(self.policy)
+        for name in ("max_wait_s", *DEADLINES):
             _check(
                 getattr(self, name) is None or getattr(self, name) > 0, name, getattr(self, name), "a time above 0 s"
             )
@@ -63,6 +67,11 @@ class GangConfig:
             self.num_nodes,
             f"a divisor of num_ranks={self.num_ranks}",
         )
+
+    @property
+    def max_batch(self) -> int:
+        """How many jobs of one shape a team advances together: more than one only where that is faster."""
+        return 1
 
     @property
     def ranks_per_node(self) -> int:

@@ -1,4 +1,4 @@
-"""The scheduler task of a gang, which alone calls the ranks, and the task that collects what they answer."""
+"""The scheduler task of a gang, which alone calls the ranks, and the tasks that collect what they answer."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from typing import Any
 from engines.gang.clock import Clock
 from engines.gang.config import GangConfig
 from engines.gang.errors import GangBrokenError
-from engines.gang.job import Job, JobDone, PreviewReady, StepDone
+from engines.gang.job import Job, JobQueued
 from engines.gang.job_table import JobTable, OpenJob
 from engines.gang.metrics import GangMetrics
+from engines.gang.policies.registry import make_policy
+from engines.gang.predictions.outlook import Outlook
+from engines.gang.predictions.step_times import StepTimes
+from engines.gang.publisher import Publisher
 from engines.gang.rank import kill_ranks
 from engines.gang.scheduler import Scheduler
-from engines.gang.step_plan import JobFailure, JobStep, StepPlan, StepReport, Work
-from engines.gang.watchdog import Flight, Watchdog, answer_of
+from engines.gang.step_plan import JobFailure, StepPlan
+from engines.gang.watchdog import Flight, Traffic, Watchdog, answer_of
 
 logger = logging.getLogger(__name__)
 
@@ -31,33 +35,42 @@ class Driver:
     """
 
     def __init__(
-        self, config: GangConfig, ranks: Sequence[Any], team_sizes: tuple[int, ...], model: str, clock: Clock
+        self,
+        config: GangConfig,
+        ranks: Sequence[Any],
+        team_sizes: tuple[int, ...],
+        model: str,
+        clock: Clock,
+        step_times: StepTimes | None = None,
     ) -> None:
         self._config, self._model = config, model
         self._clock = clock
         self._ranks = ranks
         self._metrics = GangMetrics(model)
         self._table = JobTable(config, self._metrics, clock)
+        self._step_times = step_times or StepTimes()
         self._watchdog = Watchdog(config, ranks, clock)
         self._scheduler = Scheduler(
             num_ranks=config.num_ranks,
             max_running_jobs=config.max_running_jobs,
+            policy=make_policy(config.policy),
+            prediction=self._step_times.prediction(),
             team_sizes=team_sizes,
             elastic=config.elastic,
             max_batch=config.max_batch,
         )
+        self._traffic = Traffic(config.num_ranks)
+        self._outlook = Outlook(self._scheduler, self._table, self._traffic, clock, config.max_wait_s)
+        self._publisher = Publisher(self._table, self._metrics, self._step_times, self._outlook, clock)
         self._submitted: deque[OpenJob] = deque()
-        self._flights: deque[Flight] = deque()
         self._wake_schedule = asyncio.Event()
-        self._wake_collect = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._mean_step_s = 0.0
         self.broken: GangBrokenError | None = None
 
     # What the gang calls, from requests and health checks.
 
     def start(self) -> None:
-        for coroutine in (self._schedule(), self._collect(), self._watchdog.watch()):
+        for coroutine in (self._schedule(), self._watchdog.watch()):
             self._spawn(coroutine)
         self._metrics.takes_jobs()
 
@@ -68,7 +81,10 @@ class Driver:
     def open(self, job: Job) -> OpenJob:
         if self.broken is not None:
             raise GangBrokenError(self.broken.reason, self.broken.cause)
-        open_job = self._table.open(job, self._retry_after_s())
+        self._table.check(job)
+        eta_s = self._outlook.admit(job)
+        open_job = self._table.open(job, max(1.0, self._outlook.next_end_s()))
+        self._table.publish(job.job_id, JobQueued(job_id=job.job_id, eta_s=eta_s))
         self._submitted.append(open_job)
         self._wake_schedule.set()
         return open_job
@@ -86,8 +102,7 @@ class Driver:
         if self.broken is None:
             self.broken = error
             self._metrics.takes_none()
-            in_flight = [job_id for flight in self._flights for work in flight.plan.works for job_id in work.job_ids]
-            self._table.fail_all(error, in_flight)
+            self._table.fail_all(error, self._traffic.job_ids)
             self._watchdog.close()
             for task in self._tasks:
                 task.cancel()
@@ -104,8 +119,11 @@ class Driver:
     async def _schedule(self) -> None:
         while True:
             self._admit_submitted()
-            has_room = len(self._flights) < self._config.plans_ahead
-            plan = self._scheduler.next_plan(is_idle=not self._flights) if has_room else None
+            plan = self._scheduler.next_plan(
+                free=self._traffic.free_ranks(self._config.plans_ahead),
+                is_idle=self._traffic.is_idle,
+                now_s=self._clock.now_s(),
+            )
             if plan is None:
                 await self._wake_schedule.wait()
                 self._wake_schedule.clear()
@@ -122,15 +140,29 @@ class Driver:
                 self._table.forget([open_job.job.job_id])
 
     def _send(self, plan: StepPlan) -> None:
-        reports, latents = [], {}
-        for index, rank in enumerate(self._ranks):
-            emits = plan.emits_of(index)
-            returned = rank.execute.options(num_returns=1 + len(emits)).remote(plan)
+        """Each team is a flight of its own, so that none waits for the longer step of another."""
+        ranks = range(self._config.num_ranks) if plan.is_for_all else plan.working_ranks
+        reports, latents = {}, {}
+        for rank in ranks:
+            emits = plan.emits_of(rank)
+            returned = self._ranks[rank].execute.options(num_returns=1 + len(emits)).remote(plan)
             report, *emitted = returned if emits else [returned]
-            reports.append(report)
+            reports[rank] = report
             latents.update({emit.job_id: ref for emit, ref in zip(emits, emitted, strict=True)})
-        self._flights.append(Flight(plan=plan, reports=tuple(reports), latents=latents))
-        self._wake_collect.set()
+        beside = [rank for rank in ranks if rank not in plan.working_ranks]
+        parts = [((work,), work.ranks) for work in plan.works] + ([((), tuple(beside))] if beside else [])
+        before = self._traffic.ends(ranks)
+        flights = [
+            Flight(works=works, reports={rank: reports[rank] for rank in team}, latents=latents)
+            for works, team in parts
+        ]
+        for flight in flights:
+            # Moves are made by all ranks together, so that each waits for what any of them does before.
+            self._spawn(self._follow(flight, before if plan.moves else self._traffic.ends(flight.reports)))
+        for flight in flights:
+            self._traffic.begin(flight)
+        if plan.drops:
+            self._spawn(self._forget(plan.drops, flights))
 
     # The tasks that wait for ranks.
 
@@ -141,77 +173,36 @@ class Driver:
         if failure is not None:
             self._table.fail(open_job, failure.error)
         if open_job.outcome is None:
-            self._scheduler.add(open_job.job)
+            self._scheduler.add(open_job.job, now_s=self._clock.now_s())
         else:
             self._drop(open_job)
         self._wake_schedule.set()
 
-    async def _collect(self) -> None:
-        while True:
-            while not self._flights:
-                self._wake_collect.clear()
-                await self._wake_collect.wait()
-            started_s = self._clock.now_s()
-            reports = await self._watchdog.reports(self._flights[0], self._table.jobs)
-            flight = self._flights.popleft()
-            self._wake_schedule.set()
-            for work in flight.plan.works:
-                self._publish_work(work, [reports[rank] for rank in work.ranks], flight, started_s)
-            self._table.forget(flight.plan.drops)
+    async def _follow(self, flight: Flight, before: Sequence[asyncio.Event]) -> None:
+        """Collects the reports of a flight, from when those ``before`` have ended: then its deadline begins."""
+        for end in before:
+            await end.wait()
+        started_s = self._clock.now_s()
+        reports = await self._watchdog.reports(flight, self._table.jobs)
+        self._traffic.end(flight)
+        self._wake_schedule.set()
+        for work in flight.works:
+            for failed in self._publisher.publish(work, [reports[rank] for rank in work.ranks], flight, started_s):
+                self._drop(failed)
+        if any(work.ends_a_job for work in flight.works) and self._step_times.changed():
+            self._scheduler.learn(self._step_times.prediction())
+            await asyncio.to_thread(self._step_times.save)
 
-    # What reports become.
-
-    def _publish_work(self, work: Work, reports: list[StepReport], flight: Flight, started_s: float) -> None:
-        step_ms = max(report.step_ms for report in reports)
-        self._mean_step_s = 0.9 * self._mean_step_s + 0.1 * step_ms / 1e3 if self._mean_step_s else step_ms / 1e3
-        self._metrics.step_done(step_ms / 1e3, work.num_ranks)
-        for job_step in work.job_steps:
-            open_job = self._table.get(job_step.job_id)
-            if job_step.step == 1:
-                open_job.started_s = started_s
-            open_job.was_warm = open_job.was_warm and all(report.was_warm for report in reports)
-            failure = agreed_failure(job_step.job_id, reports)
-            if open_job.outcome is None and failure is not None:
-                self._table.fail(open_job, failure.error)
-                self._drop(open_job)
-            else:
-                self._publish_step(open_job, job_step, step_ms, work.num_ranks, flight)
-
-    def _publish_step(self, open_job: OpenJob, done: JobStep, step_ms: float, num_ranks: int, flight: Flight) -> None:
-        job_id, num_steps = done.job_id, open_job.job.num_steps
-        open_job.num_steps_done = done.step
-        self._table.publish(
-            job_id, StepDone(job_id=job_id, step=done.step, num_steps=num_steps, step_ms=step_ms, num_ranks=num_ranks)
-        )
-        if done.emit == "preview":
-            self._table.publish(job_id, PreviewReady(job_id=job_id, step=done.step, latents=flight.latents[job_id]))
-        if done.emit == "final":
-            queue_s = open_job.started_s - open_job.submitted_s
-            denoise_s = self._clock.now_s() - open_job.started_s
-            latents = flight.latents[job_id]
-            if open_job.outcome is None and not open_job.was_warm:
-                self._metrics.job_was_cold()
-            self._table.publish(
-                job_id,
-                JobDone(
-                    job_id=job_id,
-                    latents=latents,
-                    queue_s=queue_s,
-                    denoise_s=denoise_s,
-                    was_warm=open_job.was_warm,
-                ),
-            )
+    async def _forget(self, job_ids: Sequence[str], flights: Sequence[Flight]) -> None:
+        for flight in flights:
+            await flight.ended.wait()
+        self._table.forget(job_ids)
 
     def _drop(self, open_job: OpenJob) -> None:
         # Before it is scheduled the job's admission is under way, and does this when it is through.
         if open_job.is_scheduled:
             self._scheduler.drop(open_job.job.job_id)
             self._wake_schedule.set()
-
-    def _retry_after_s(self) -> float:
-        """Until the next running job ends, if all of them take turns."""
-        steps_left = self._scheduler.num_steps_left.values()
-        return max(1.0, min(steps_left, default=0) * len(steps_left) * self._mean_step_s)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine, context=contextvars.Context())
@@ -225,13 +216,3 @@ class Driver:
                 logger.error("the scheduler failed", exc_info=error)
                 error = GangBrokenError(f"the scheduler failed: {error!r}")
             self.break_gang(error)
-
-
-def agreed_failure(job_id: str, reports: Sequence[StepReport]) -> JobFailure | None:
-    """How a job failed, if it did. Ranks that disagree on that no longer hold the same state: ``GangBrokenError``."""
-    failures = [failure for report in reports for failure in report.failures if failure.job_id == job_id]
-    shared = [failure for failure in failures if failure.shared]
-    if shared and (len(shared) < len(reports) or len({type(failure.error) for failure in shared}) > 1):
-        told = "; ".join(f"{type(failure.error).__name__}: {failure.error}" for failure in shared)
-        raise GangBrokenError(f"{len(shared)} of {len(reports)} ranks failed job {job_id}: {told}")
-    return failures[0] if failures else None

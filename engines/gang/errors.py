@@ -37,6 +37,24 @@ class QueueFullError(RuntimeError):
         return f"{self.num_waiting} jobs are waiting already; try again in about {self.retry_after_s:.0f} s"
 
 
+class TooLateError(QueueFullError):
+    """The job would be done too late, by prediction: ``limit`` says by what (``deadline_s`` …), and how long that is.
+
+    ``retry_after_s`` is when it would no longer be, if nothing else comes.
+    """
+
+    def __init__(self, num_waiting: int, retry_after_s: float, predicted_s: float, limit: str, limit_s: float) -> None:
+        super().__init__(num_waiting, retry_after_s)
+        self.args = (num_waiting, retry_after_s, predicted_s, limit, limit_s)
+        self.predicted_s, self.limit, self.limit_s = predicted_s, limit, limit_s
+
+    def __str__(self) -> str:
+        return (
+            f"it would take about {self.predicted_s:.1f} s, and {self.limit} is {self.limit_s:g}; "
+            f"try again in about {self.retry_after_s:.0f} s"
+        )
+
+
 def portable(error: Exception) -> Exception:
     """``error`` itself if it survives pickling, else a RuntimeError that tells its type and text."""
     try:

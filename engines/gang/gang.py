@@ -17,9 +17,10 @@ from engines.gang.clock import Clock
 from engines.gang.config import Environment, GangConfig, LoadRank
 from engines.gang.driver import Driver
 from engines.gang.errors import GangBrokenError
-from engines.gang.job import Job, JobDone, JobEvent, StepDone
+from engines.gang.job import Job, JobDone, JobEvent, JobQueued, StepDone
 from engines.gang.metrics import observe_start
 from engines.gang.placement import current_group
+from engines.gang.predictions.step_times import StepTimes
 from engines.gang.rank import RankInfo, kill_ranks, spawn_ranks
 from engines.gang.start import Start, rank_environments
 
@@ -40,12 +41,13 @@ class Gang:
         team_sizes: tuple[int, ...],
         model: str,
         clock: Clock,
+        step_times: StepTimes | None = None,
     ) -> None:
         self.config = config
         self.infos = tuple(infos)
         self._ranks = ranks
         self._clock = clock
-        self._driver = Driver(config, ranks, team_sizes, model, clock)
+        self._driver = Driver(config, ranks, team_sizes, model, clock, step_times)
         self._driver.start()
 
     @classmethod
@@ -57,12 +59,13 @@ class Gang:
         model: str = "unnamed",
         environment: Callable[[], Environment] | None = None,
         placement_group: PlacementGroup | None = None,
+        step_times: Callable[[Sequence[RankInfo]], StepTimes] | None = None,
         clock: Clock | None = None,
     ) -> Gang:
         """Spawn the ranks in the replica's own placement group, connect them, run ``load`` on each and what it returns.
 
         ``model`` names what the gang serves, in logs and metrics. ``environment`` is asked on each node for variables
-        that its ranks must be started with.
+        that its ranks must be started with. ``step_times`` gives what is known of the times of steps on such ranks.
 
         All or nothing: on an error, on a deadline of the start (``GangBrokenError``) and on cancellation, what was
         started is killed. An exception of ``load`` or of what it returns comes out as it was raised on the rank.
@@ -77,7 +80,8 @@ class Gang:
             raise
         observe_start(model, clock.now_s() - begun_s)
         logger.info("gang is ready", extra={"model": model, "pids": [info.pid for info in infos]})
-        return cls(config, ranks, infos, team_sizes, model, clock)
+        known = step_times(infos) if step_times is not None else None
+        return cls(config, ranks, infos, team_sizes, model, clock, known)
 
     @property
     def broken(self) -> GangBrokenError | None:
@@ -87,21 +91,23 @@ class Gang:
     async def submit(self, job: Job) -> AsyncGenerator[JobEvent, None]:
         """The events of a job, ``JobDone`` last. Closing or cancelling the iterator stops the job on all ranks.
 
-        Raises ``QueueFullError`` and ``ValueError`` before the first event, ``GangBrokenError`` if the gang breaks, and
-        what the job's own sampler or conditioning raised.
+        It is ``submit_grouped`` without ``JobQueued``. Raises ``QueueFullError`` and ``ValueError`` before the first
+        event, ``GangBrokenError`` if the gang breaks, and what the job's own sampler or conditioning raised.
         """
         async with aclosing(self.submit_grouped(job, every_s=0.0)) as groups:
             async for group in groups:
                 for event in group:
-                    yield event
+                    if not isinstance(event, JobQueued):
+                        yield event
 
     async def submit_grouped(self, job: Job, *, every_s: float) -> AsyncGenerator[tuple[JobEvent, ...], None]:
-        """Gives events as ``submit`` does; steps that end within ``every_s`` of the last group come together."""
+        """Gives events as ``submit`` does, and ``JobQueued`` before all others, at once; steps that end within
+        ``every_s`` of the last group come together."""
         open_job, told_s = self._driver.open(job), -math.inf
         try:
             while True:
                 group = await open_job.next_events(until_s=told_s + every_s)
-                told_s = self._clock.now_s()
+                told_s = told_s if isinstance(group[0], JobQueued) else self._clock.now_s()
                 if events := [e for event in group if not isinstance(event, Exception) if (e := await _fetched(event))]:
                     yield tuple(events)
                 if isinstance(group[-1], Exception):
@@ -164,7 +170,7 @@ class Gang:
 
 async def _fetched(event: JobEvent) -> JobEvent | None:
     """The event with its latents, of which a rank left a reference there; None for a preview that is lost."""
-    if isinstance(event, StepDone):
+    if isinstance(event, StepDone | JobQueued):
         return event
     left: Any = event.latents
     try:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from engines.core.parcel import Parcel
@@ -19,6 +19,11 @@ class Job:
     their ranks have found everything ready for it (None: the first step of each job). ``exclusive`` keeps other jobs
     from running: if the gang breaks, it is clear under which job.
     ``request_id`` is for the logs.
+
+    For the scheduler's policy: ``estimates_s`` are what the cost model says that a step takes, by team size; a job of
+    ``priority`` 4 counts as if it took a quarter of its time; ``deadline_s`` after it came it should be done; ``key``
+    is whose it is, and ``weight`` how much that one may have beside others. ``idle_steps`` (counted from 1) make no
+    forwards, and take next to no time.
     """
 
     job_id: str
@@ -29,6 +34,16 @@ class Job:
     shape: Hashable | None = None
     exclusive: bool = False
     request_id: str = ""
+    estimates_s: Mapping[int, float] = field(default_factory=dict)
+    priority: float = 1.0
+    deadline_s: float | None = None
+    key: str = ""
+    weight: float = 1.0
+    idle_steps: frozenset[int] = frozenset()
+
+    def num_forwards_after(self, step: int) -> int:
+        """Returns how many of the steps after this one (0: of all) take the time of a step."""
+        return self.num_steps - step - sum(idle > step for idle in self.idle_steps)
 
     @property
     def log_fields(self) -> dict[str, object]:
@@ -37,12 +52,23 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class JobQueued:
+    """The gang has taken a job, and will have done its steps in ``eta_s``, by prediction."""
+
+    job_id: str
+    eta_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepDone:
+    """``eta_s`` is the prediction for the steps that are left, those of other jobs before them included."""
+
     job_id: str
     step: int
     num_steps: int
     step_ms: float
     num_ranks: int
+    eta_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +82,8 @@ class PreviewReady:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobDone:
-    """Finished latents. ``queue_s`` is the wait for the first step, ``denoise_s`` the rest.
+    """Finished latents. ``queue_s`` is the wait for the first step, ``denoise_s`` the rest; in its steps ranks were at
+    work for ``gpu_s``, all of them added up.
 
     ``was_warm``: no step had to wait for something that an earlier job of its shape would have left ready.
     """
@@ -66,6 +93,7 @@ class JobDone:
     queue_s: float
     denoise_s: float
     was_warm: bool
+    gpu_s: float = 0.0
 
 
-JobEvent = StepDone | PreviewReady | JobDone
+JobEvent = JobQueued | StepDone | PreviewReady | JobDone

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from engines.gang.clock import Clock
 from engines.gang.config import GangConfig
@@ -25,6 +26,7 @@ class OpenJob:
     is_scheduled: bool = False
     num_steps_done: int = 0
     was_warm: bool = True
+    gpu_s: float = 0.0
     outcome: Outcome | None = None
 
     async def next_events(self, until_s: float) -> list[JobEvent | Exception]:
@@ -53,6 +55,12 @@ class JobTable:
         return {job_id: open_job.job for job_id, open_job in self._jobs.items()}
 
     @property
+    def coming(self) -> list[Job]:
+        """Jobs that the scheduler does not know of yet."""
+        jobs = self._jobs.values()
+        return [open_job.job for open_job in jobs if open_job.outcome is None and not open_job.is_scheduled]
+
+    @property
     def num_open(self) -> int:
         return sum(open_job.outcome is None for open_job in self._jobs.values())
 
@@ -65,15 +73,18 @@ class JobTable:
 
     def open(self, job: Job, retry_after_s: float) -> OpenJob:
         """``ValueError`` for a job that this gang cannot take, ``QueueFullError`` if too many wait."""
-        self._check(job)
+        self.check(job)
         num_waiting = self.num_waiting
         if self.num_open >= self._config.max_running_jobs + self._config.max_waiting_jobs:
-            self._metrics.job_ended("rejected")
-            raise QueueFullError(num_waiting, retry_after_s)
+            self.refuse(QueueFullError(num_waiting, retry_after_s))
         open_job = OpenJob(job=job, clock=self._clock, submitted_s=self._clock.now_s())
         self._jobs[job.job_id] = open_job
         self._tell_open()
         return open_job
+
+    def refuse(self, refusal: QueueFullError) -> NoReturn:
+        self._metrics.job_ended("rejected")
+        raise refusal
 
     def publish(self, job_id: str, event: JobEvent) -> None:
         open_job = self._jobs[job_id]
@@ -107,7 +118,8 @@ class JobTable:
     def _tell_open(self) -> None:
         self._metrics.open_jobs(self.num_open - self.num_waiting, self.num_waiting)
 
-    def _check(self, job: Job) -> None:
+    def check(self, job: Job) -> None:
+        """``ValueError`` for a job that no gang can take, or not beside those that are open."""
         if job.num_steps < 1:
             raise ValueError(f"a job has at least 1 step, not {job.num_steps}")
         if job.job_id in self._jobs:

@@ -24,8 +24,8 @@ FAILURES = Counter("troupe_gang_failures", "Gangs that broke, by cause", ("model
 GANGS = Gauge("troupe_gangs", "Gangs that take jobs", ("model",))
 JOBS = Counter("troupe_jobs", "Jobs by how they ended", ("model", "outcome"))
 COLD_JOBS = Counter("troupe_cold_jobs", "Finished jobs of a shape that had to be prepared first", ("model",))
-RUNNING = Gauge("troupe_jobs_running", "Jobs that take turns", ("model",))
-WAITING = Gauge("troupe_jobs_waiting", "Jobs that wait for one of these to end", ("model",))
+RUNNING = Gauge("troupe_jobs_running", "Jobs that may have begun", ("model",))
+WAITING = Gauge("troupe_jobs_waiting", "Jobs beyond these", ("model",))
 
 Outcome = Literal["done", "failed", "cancelled", "broken", "rejected"]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -42,6 +43,7 @@ class RankInfo:
     pid: int
     node_id: str
     device: str
+    device_name: str = ""
 
 
 class Rank:
@@ -81,7 +83,13 @@ class Rank:
 
             start_early(torch.device(self._context.device))
         node_id = ray.get_runtime_context().get_node_id()
-        return RankInfo(rank=self._context.rank, pid=os.getpid(), node_id=node_id, device=self._context.device)
+        return RankInfo(
+            rank=self._context.rank,
+            pid=os.getpid(),
+            node_id=node_id,
+            device=self._context.device,
+            device_name=_device_name(self._context.device),
+        )
 
     def load(self, load: LoadRank) -> None:
         self._build = load(self._context)
@@ -162,6 +170,15 @@ def kill_ranks(ranks: Sequence[Any]) -> None:
 
 def _node_ip() -> str:
     return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+
+
+def _device_name(device: str) -> str:
+    """What kind of device it is: steps take as long on others of its kind."""
+    import torch
+
+    if device == "cpu":
+        return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    return torch.cuda.get_device_name(device)
 
 
 def _here(conditioning: Any) -> Any:

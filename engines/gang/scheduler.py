@@ -1,52 +1,55 @@
-"""Which ranks work on which jobs in the next step. Pure: no Ray, no clock, no results of steps."""
+"""Makes the plans of a gang: the mechanism, which asks a policy who goes first. Pure: no Ray, no clock, no results."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 
 from engines.core.spec import tiling_sizes
-from engines.gang.assignment import share_out
 from engines.gang.job import Job
+from engines.gang.policies.candidate import Candidate, GangShape, Ranks, Teams
+from engines.gang.policies.forecast import finish_times_s
+from engines.gang.policies.policy import Policy
+from engines.gang.policies.shortest import Shortest
+from engines.gang.predictions.prediction import StepPrediction
 from engines.gang.step_plan import Emit, JobStep, Move, StepPlan, Work
 
 
-@dataclass(slots=True)
-class _RunningJob:
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """A job that has steps to plan; see ``Candidate`` for what is not said here."""
+
     job: Job
-    ranks: tuple[int, ...]
-    turn: int  # taken when it joins and anew whenever it is served: the lowest is next
+    number: int
+    due_s: float | None
+    step_s: Mapping[int, float]
     num_planned: int = 0
-    holders: tuple[int, ...] = ()  # the ranks with its newest state, once it has begun
-
-    def plan_step(self, next_turn: int) -> JobStep:
-        self.turn = next_turn
-        self.num_planned += 1
-        return JobStep(job_id=self.job.job_id, step=self.num_planned, emit=self._emit())
-
-    def _emit(self) -> Emit | None:
-        if self.num_planned == self.job.num_steps:
-            return "final"
-        return "preview" if self.num_planned in self.job.preview_steps else None
+    ranks: Ranks = ()
+    holders: Ranks = ()
 
     @property
     def num_left(self) -> int:
         return self.job.num_steps - self.num_planned
 
+    def plan_step(self) -> JobStep:
+        self.num_planned += 1
+        return JobStep(job_id=self.job.job_id, step=self.num_planned, emit=self._emit())
+
+    def _emit(self) -> Emit | None:
+        if not self.num_left:
+            return "final"
+        return "preview" if self.num_planned in self.job.preview_steps else None
+
 
 class Scheduler:
-    """Round robin at step granularity over at most ``max_running_jobs`` jobs.
+    """Plans the steps of jobs in the order of its ``policy``, on all ranks or, if the gang is ``elastic``, on teams of
+    ``team_sizes`` (by default all that tile the gang), which the policy chooses by the ``prediction`` of their steps.
 
-    Jobs take turns on all ranks. If the gang is ``elastic``, they are given teams anew whenever one begins or ends, the
-    smaller the more jobs run, of ``team_sizes`` (by default all that tile the gang). A job's state goes before it to
-    ranks that do not hold it.
-
-    Each plan serves the job that has waited longest and fills the ranks that it leaves free with the next ones, so a
-    job waits at most ``max_running_jobs - 1`` plans between two steps. Up to ``max_batch`` jobs of one shape on one
-    team are served together. An exclusive job begins when all before it have ended, and the others wait for
-    its end.
+    A job may be paused after any step for a more urgent one. At most ``max_running_jobs`` have begun at a time, since
+    the ranks keep their states; while as many have, the most urgent of these goes on. A job's state goes before it to
+    ranks that do not hold it. Up to ``max_batch`` jobs of one shape on one team are served together. An exclusive job
+    begins when all before it have ended, and the others wait for its end.
     """
 
     def __init__(
@@ -54,99 +57,183 @@ class Scheduler:
         *,
         num_ranks: int,
         max_running_jobs: int,
+        policy: Policy | None = None,
+        prediction: StepPrediction | None = None,
         team_sizes: tuple[int, ...] | None = None,
         elastic: bool = False,
         max_batch: int = 1,
     ) -> None:
-        self._all_ranks = tuple(range(num_ranks))
+        known_sizes = team_sizes or tiling_sizes(num_ranks)
+        self._gang = GangShape(num_ranks=num_ranks, team_sizes=known_sizes if elastic else (num_ranks,))
         self._max_running_jobs = max_running_jobs
-        self._team_sizes = team_sizes or tiling_sizes(num_ranks)
-        self._elastic = elastic
+        self._policy: Policy = policy or Shortest()
+        self._prediction = prediction or StepPrediction()
         self._max_batch = max_batch
-        self._waiting: deque[Job] = deque()
-        self._running: dict[str, _RunningJob] = {}
-        self._shared_among: tuple[str, ...] = ()
+        self._entries: dict[str, _Entry] = {}
+        self._may_run: list[_Entry] = []
+        self._is_settled = False
         self._drops: list[str] = []
-        self._sequences = count()
-        self._turns = count()
+        self._numbers, self._sequences = count(), count()
 
     @property
     def num_steps_left(self) -> dict[str, int]:
-        """Steps not yet planned, per running job."""
-        return {job_id: running.num_left for job_id, running in self._running.items()}
+        """Steps not yet planned, per job."""
+        return {job_id: entry.num_left for job_id, entry in self._entries.items()}
 
-    def add(self, job: Job) -> None:
-        """Take a job that the ranks know of."""
-        assert job.job_id not in self._running
-        self._waiting.append(job)
+    def add(self, job: Job, *, now_s: float = 0.0) -> None:
+        """Take a job that the ranks know of, ``now_s`` by the clock of who calls."""
+        assert job.job_id not in self._entries
+        self._entries[job.job_id] = self._entry(job, next(self._numbers), now_s)
+        self._is_settled = False
+
+    def learn(self, prediction: StepPrediction) -> None:
+        """Go by this one from now on."""
+        self._prediction = prediction
+        for entry in self._entries.values():
+            entry.step_s = prediction.by_size(entry.job, self._gang.team_sizes)
+        self._is_settled = False
 
     def drop(self, job_id: str) -> None:
         """Plan no more steps of a job that the ranks know of, and have them forget it."""
-        self._running.pop(job_id, None)
-        self._waiting = deque(job for job in self._waiting if job.job_id != job_id)
+        if self._entries.pop(job_id, None) is not None:
+            self._end(job_id)
         self._drops.append(job_id)
 
-    def next_plan(self, *, is_idle: bool = True) -> StepPlan | None:
-        """The next step of the gang, or None when there is nothing to do. ``is_idle``: no earlier plan is under way."""
-        self._start_waiting(is_idle)
-        if not (self._running or self._drops):
+    def next_plan(
+        self, *, free: Collection[int] | None = None, is_idle: bool = True, now_s: float = 0.0
+    ) -> StepPlan | None:
+        """The next step of teams whose ranks are all ``free`` to be sent one (None: all are), or None when there is
+        nothing to do. ``is_idle``: no earlier plan is under way."""
+        free = self._gang.ranks if free is None else free
+        if not self._is_settled or not self._gang.is_elastic:
+            self._choose_teams(is_idle, now_s)
+        due = [(ranks, jobs) for ranks, jobs in self._served() if set(ranks).issubset(free)]
+        if not (due or self._drops):
             return None
-        if self._elastic:
-            self._share_out()
-        served = list(self._choose_served())
-        moves = tuple(move for jobs in served for running in jobs if (move := _move_of(running)))
-        works = tuple(self._plan_work(jobs) for jobs in served)
+        moves = tuple(move for ranks, jobs in due for entry in jobs if (move := _move_of(entry, ranks)))
+        leaves = any(set(entry.holders) - set(ranks) for ranks, jobs in due for entry in jobs)
+        works = tuple(self._plan_work(ranks, jobs) for ranks, jobs in due)
         drops, self._drops = tuple(self._drops), []
-        return StepPlan(sequence=next(self._sequences), works=works, drops=drops, moves=moves)
+        is_for_all = bool(drops or moves or leaves) or any(work.ends_a_job for work in works)
+        return StepPlan(sequence=next(self._sequences), works=works, drops=drops, moves=moves, is_for_all=is_for_all)
 
-    def _start_waiting(self, is_idle: bool) -> None:
-        while self._waiting and self._may_start(self._waiting[0], is_idle):
-            job = self._waiting.popleft()
-            self._running[job.job_id] = _RunningJob(job, self._all_ranks, next(self._turns))
+    @property
+    def prediction(self) -> StepPrediction:
+        return self._prediction
 
-    def _may_start(self, job: Job, is_idle: bool) -> bool:
-        if job.exclusive:
-            return is_idle and not self._running
-        is_free = not any(running.job.exclusive for running in self._running.values())
-        return is_free and len(self._running) < self._max_running_jobs
+    def lone_s(self, job: Job) -> float:
+        """Returns what the steps of ``job`` are predicted to take by themselves."""
+        return job.num_forwards_after(0) * min(self._prediction.by_size(job, self._gang.team_sizes).values())
 
-    def _share_out(self) -> None:
-        """New teams, if other jobs run than those that the gang was shared among last."""
-        if tuple(self._running) != self._shared_among:
-            self._shared_among = tuple(self._running)
-            homes = {job_id: min(running.holders, default=None) for job_id, running in self._running.items()}
-            for job_id, ranks in share_out(self._all_ranks, homes, self._team_sizes).items():
-                self._running[job_id].ranks = ranks
+    def finish_times_s(self, now_s: float = 0.0, *, beside: Sequence[Job] = ()) -> dict[str, float]:
+        """Returns when each job is predicted to have done its steps, in seconds from now, if no other comes.
 
-    def _choose_served(self) -> Iterator[list[_RunningJob]]:
-        """The jobs of each work: whose turn it is, and those of its shape that can come along."""
-        busy: set[int] = set()
-        in_turn = sorted(self._running.values(), key=lambda running: running.turn)
-        for running in in_turn:
-            if busy.isdisjoint(running.ranks):
-                busy.update(running.ranks)
-                alike = [other for other in in_turn if _go_together(running, other)]
-                yield [running, *alike][: self._max_batch]
+        ``beside``: as if these came now. Steps that were planned already do not count.
+        """
+        entries = list(self._entries.values())
+        number = max((entry.number for entry in entries), default=0) + 1
+        entries += [self._entry(job, number + i, now_s) for i, job in enumerate(beside)]
+        ordered = self._within_room(self._policy.order([_candidate(entry) for entry in entries], now_s))
+        is_known = self._is_settled and not beside
+        teams = {one.id: one.ranks for one in ordered if one.ranks} if is_known else self._teams_of(ordered, now_s)
+        for job in beside:
+            self._policy.forget(job.job_id)
+        seated = [(one, len(teams[one.id])) for one in ordered if one.id in teams]
+        return finish_times_s(seated, [one for one in ordered if one.id not in teams], self._gang)
 
-    def _plan_work(self, jobs: list[_RunningJob]) -> Work:
-        ranks = jobs[0].ranks
-        steps = tuple(running.plan_step(next(self._turns)) for running in jobs)
-        for running in jobs:
-            running.holders = ranks
-            if running.num_left == 0:
-                del self._running[running.job.job_id]
+    # Who runs where.
+
+    def _choose_teams(self, is_idle: bool, now_s: float) -> None:
+        allowed = self._allowed(is_idle)
+        self._is_settled = bool(allowed)  # an exclusive job may wait for the gang to be idle
+        ordered = self._policy.order([_candidate(entry) for entry in allowed], now_s)
+        ordered = self._within_room(ordered)
+        teams = self._teams_of(ordered, now_s)
+        self._may_run = [self._entries[candidate.id] for candidate in ordered if candidate.may_run]
+        for entry in self._entries.values():
+            entry.ranks = teams.get(entry.job.job_id, ())
+
+    def _teams_of(self, ordered: Sequence[Candidate], now_s: float) -> Teams:
+        first = next((candidate for candidate in ordered if candidate.may_run), None)
+        if first is None:
+            return {}
+        if self._gang.is_elastic:
+            return self._policy.teams(ordered, self._gang, now_s)
+        return {first.id: self._gang.ranks}
+
+    def _allowed(self, is_idle: bool) -> list[_Entry]:
+        """The jobs that no exclusive one keeps from running."""
+        entries = list(self._entries.values())
+        begun = [entry for entry in entries if entry.holders]
+        alone = next((entry for entry in entries if entry.job.exclusive), None)
+        if alone is None:
+            return entries
+        if alone.holders:
+            return [alone]
+        before = [entry for entry in entries if entry.holders or entry.number < alone.number]
+        return before or ([alone] if is_idle and not begun else [])
+
+    def _within_room(self, ordered: Sequence[Candidate]) -> list[Candidate]:
+        """The same; those that have begun may run, and the most urgent others that there is room for."""
+        room = self._max_running_jobs - sum(bool(entry.holders) for entry in self._entries.values())
+        starting = {candidate.id for candidate in [one for one in ordered if not one.has_begun][: max(0, room)]}
+        return [replace(one, may_run=one.has_begun or one.id in starting) for one in ordered]
+
+    def _entry(self, job: Job, number: int, now_s: float) -> _Entry:
+        due_s = None if job.deadline_s is None else now_s + job.deadline_s
+        return _Entry(job, number, due_s, self._prediction.by_size(job, self._gang.team_sizes))
+
+    # What becomes of it.
+
+    def _served(self) -> Iterator[tuple[Ranks, list[_Entry]]]:
+        """Each team and its jobs: the one that it was given to, and those of its shape that can come along."""
+        taken: set[str] = set()
+        for entry in [entry for entry in self._entries.values() if entry.ranks]:
+            alike = [other for other in self._may_run if _are_alike(other, entry) and other.job.job_id not in taken]
+            jobs = [entry, *alike[: self._max_batch - 1]]
+            taken.update(other.job.job_id for other in jobs)
+            yield entry.ranks, jobs
+
+    def _plan_work(self, ranks: Ranks, jobs: list[_Entry]) -> Work:
+        waiting = [_candidate(entry) for entry in self._entries.values() if not entry.ranks and entry not in jobs]
+        for entry in jobs:
+            gang_s = entry.step_s[len(ranks)] * len(ranks) / self._gang.num_ranks
+            if self._policy.note(_candidate(entry), gang_s, waiting):
+                self._is_settled = False
+        steps = tuple(entry.plan_step() for entry in jobs)
+        for entry in jobs:
+            entry.holders = ranks
+            if not entry.num_left:
+                del self._entries[entry.job.job_id]
+                self._end(entry.job.job_id)
         return Work(job_steps=steps, ranks=ranks)
 
+    def _end(self, job_id: str) -> None:
+        self._policy.forget(job_id)
+        self._is_settled = False
 
-def _go_together(running: _RunningJob, other: _RunningJob) -> bool:
-    alike = running.job.shape is not None and running.job.shape == other.job.shape
-    return alike and other is not running and other.ranks == running.ranks
+
+def _candidate(entry: _Entry) -> Candidate:
+    return Candidate(
+        job=entry.job,
+        number=entry.number,
+        num_left=entry.job.num_forwards_after(entry.num_planned),
+        step_s=entry.step_s,
+        ranks=entry.ranks,
+        holders=entry.holders,
+        due_s=entry.due_s,
+    )
 
 
-def _move_of(running: _RunningJob) -> Move | None:
-    """What brings the state of a job to ranks of its team that do not hold it; None if all do, or none needs to."""
-    missing = tuple(rank for rank in running.ranks if rank not in running.holders)
-    if not running.holders or not missing:
+def _are_alike(other: _Entry, entry: _Entry) -> bool:
+    is_alike = entry.job.shape is not None and other.job.shape == entry.job.shape
+    return is_alike and other is not entry and other.num_left > 0 and not other.ranks
+
+
+def _move_of(entry: _Entry, ranks: Ranks) -> Move | None:
+    """What brings the state of a job to those of ``ranks`` that do not hold it; None if all do, or none needs to."""
+    missing = tuple(rank for rank in ranks if rank not in entry.holders)
+    if not entry.holders or not missing:
         return None
-    source = next((rank for rank in running.ranks if rank in running.holders), running.holders[0])
-    return Move(job_id=running.job.job_id, source=source, ranks=missing)
+    source = next((rank for rank in ranks if rank in entry.holders), entry.holders[0])
+    return Move(job_id=entry.job.job_id, source=source, ranks=missing)

@@ -39,6 +39,10 @@ class Work:
     def emits(self) -> tuple[JobStep, ...]:
         return tuple(job_step for job_step in self.job_steps if job_step.emit)
 
+    @property
+    def ends_a_job(self) -> bool:
+        return any(job_step.emit == "final" for job_step in self.job_steps)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Move:
@@ -51,12 +55,20 @@ class Move:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
-    """One step of the gang: first ``drops`` are forgotten, then ``moves`` made. The teams in ``works`` are disjoint."""
+    """One step of the gang: first ``drops`` are forgotten, then ``moves`` made. The teams in ``works`` are disjoint.
+
+    Unless it ``is_for_all``, only ranks of ``works`` are sent it: jobs begin, end and change ranks in plans that are.
+    """
 
     sequence: int
     works: tuple[Work, ...] = ()
     drops: tuple[str, ...] = ()
     moves: tuple[Move, ...] = ()
+    is_for_all: bool = True
+
+    @property
+    def working_ranks(self) -> tuple[int, ...]:
+        return tuple(rank for work in self.works for rank in work.ranks)
 
     def work_of(self, rank: int) -> Work | None:
         return next((work for work in self.works if rank in work.ranks), None)

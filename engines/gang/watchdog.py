@@ -1,12 +1,13 @@
-"""Watches the ranks: a deadline for each step while it is in flight, and a call to each that ends when it dies."""
+"""What is under way, and who watches it: a deadline for each step, and a call to each rank that ends when it dies."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ray.exceptions import RayActorError
@@ -15,7 +16,7 @@ from engines.gang.clock import Clock
 from engines.gang.config import GangConfig
 from engines.gang.errors import GangBrokenError
 from engines.gang.job import Job
-from engines.gang.step_plan import StepPlan, StepReport, Work
+from engines.gang.step_plan import StepReport, Work
 
 logger = logging.getLogger(__name__)
 
@@ -23,13 +24,59 @@ DEATH_NOTICE_S = 0.5
 """How long news of a dead rank may take. Its peers see a failed exchange first, and that is the lesser explanation."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Flight:
-    """A plan that was sent: one report per rank to come, and the latents that it emits, by job."""
+    """What was sent to the ranks of a team, or to those beside the teams in a plan that is for all: a report of each to
+    come, by rank, and the latents that are emitted, by job. ``ended`` is set when all reports are there."""
 
-    plan: StepPlan
-    reports: tuple[Any, ...]
+    works: tuple[Work, ...]
+    reports: Mapping[int, Any]
     latents: Mapping[str, Any]
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Traffic:
+    """The flights under way of a gang with so many ranks. A rank takes what it is sent in order."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._under_way: dict[Flight, None] = {}
+        self._last: dict[int, Flight] = {}
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no step is under way."""
+        return not self.job_ids
+
+    @property
+    def works(self) -> list[Work]:
+        """What is under way, in the order in which it was sent."""
+        return [work for flight in self._under_way for work in flight.works]
+
+    @property
+    def job_ids(self) -> list[str]:
+        """The jobs that have a step under way."""
+        return [job_id for work in self.works for job_id in work.job_ids]
+
+    def free_ranks(self, plans_ahead: int) -> set[int]:
+        """Returns the ranks that have fewer steps before them."""
+        depths = Counter(rank for flight in self._under_way if flight.works for rank in flight.reports)
+        return {rank for rank in range(self._num_ranks) if depths[rank] < plans_ahead}
+
+    def ends(self, ranks: Iterable[int]) -> list[asyncio.Event]:
+        """Returns what is set when these ranks have done what they were sent so far."""
+        lasts = {self._last[rank]: None for rank in ranks if rank in self._last}
+        return [flight.ended for flight in lasts]
+
+    def begin(self, flight: Flight) -> None:
+        """Takes note of a flight that was sent."""
+        self._under_way[flight] = None
+        self._last.update(dict.fromkeys(flight.reports, flight))
+
+    def end(self, flight: Flight) -> None:
+        """Takes note of a flight whose reports are all there."""
+        flight.ended.set()
+        del self._under_way[flight]
 
 
 class Watchdog:
@@ -41,44 +88,50 @@ class Watchdog:
         self._warm: set[Hashable] = set()
         """Shapes, each with the ranks that found everything ready when they last worked on it."""
         self._watches = [asyncio.ensure_future(answer_of(i, rank.watch.remote())) for i, rank in enumerate(ranks)]
-        self.is_cold = False
-        """Whether the step in flight may compile or capture, which can keep a rank from answering a ping."""
+        self._num_cold = 0
+
+    @property
+    def is_cold(self) -> bool:
+        """Whether a step in flight may compile or capture, which can keep a rank from answering a ping."""
+        return self._num_cold > 0
 
     async def watch(self) -> None:
         """Returns never; raises ``GangBrokenError`` when a rank dies, also between steps."""
         await asyncio.wait(self._watches, return_when=asyncio.FIRST_COMPLETED)
         raise next(error for error in _errors(self._watches))
 
-    async def reports(self, flight: Flight, jobs: Mapping[str, Job]) -> list[StepReport]:
-        """All ranks' reports, by rank. ``GangBrokenError`` if one fails or outlasts the deadline, which starts now."""
-        works = flight.plan.works
-        self.is_cold = not all(self._is_warm(work, jobs) for work in works)
-        deadline_s = self._config.start_deadline_s if self.is_cold else self._config.step_deadline_s
-        reports = await self._answers(flight, deadline_s)
-        for work in works:
+    async def reports(self, flight: Flight, jobs: Mapping[str, Job]) -> dict[int, StepReport]:
+        """Its reports, by rank. ``GangBrokenError`` if a rank fails or outlasts the deadline, which starts now."""
+        is_cold = not all(self._is_warm(work, jobs) for work in flight.works)
+        deadline_s = self._config.start_deadline_s if is_cold else self._config.step_deadline_s
+        self._num_cold += is_cold
+        try:
+            reports = await self._answers(flight, deadline_s)
+        finally:
+            self._num_cold -= is_cold
+        for work in flight.works:
             if not any(reports[rank].predicted for rank in work.ranks):
                 continue
             found_ready = all(reports[rank].was_warm for rank in work.ranks)
             note = self._warm.update if found_ready else self._warm.difference_update
             note(_warmth_keys(work, jobs))
-        self.is_cold = False
         return reports
 
     def close(self) -> None:
         for watch in self._watches:
             watch.cancel()
 
-    async def _answers(self, flight: Flight, deadline_s: float) -> list[StepReport]:
-        answers = [asyncio.ensure_future(answer_of(rank, ref)) for rank, ref in enumerate(flight.reports)]
+    async def _answers(self, flight: Flight, deadline_s: float) -> dict[int, StepReport]:
+        answers = {rank: asyncio.ensure_future(answer_of(rank, ref)) for rank, ref in flight.reports.items()}
         try:
-            await self._wait(answers, deadline_s, asyncio.FIRST_EXCEPTION)
-            for error in _errors(answers):
+            await self._wait(tuple(answers.values()), deadline_s, asyncio.FIRST_EXCEPTION)
+            for error in _errors(answers.values()):
                 raise await self._explain(error)
-            if not all(answer.done() for answer in answers):
-                raise GangBrokenError(_describe_late(answers, flight.plan, deadline_s), "deadline")
-            return [answer.result() for answer in answers]
+            if not all(answer.done() for answer in answers.values()):
+                raise GangBrokenError(_describe_late(answers, flight.works, deadline_s), "deadline")
+            return {rank: answer.result() for rank, answer in answers.items()}
         finally:
-            for answer in answers:
+            for answer in answers.values():
                 answer.cancel()
 
     def _is_warm(self, work: Work, jobs: Mapping[str, Job]) -> bool:
@@ -118,9 +171,9 @@ def _errors(tasks: Iterable[asyncio.Task[Any]]) -> Iterator[BaseException]:
             yield error
 
 
-def _describe_late(answers: Sequence[asyncio.Task[Any]], plan: StepPlan, deadline_s: float) -> str:
-    late = [rank for rank, answer in enumerate(answers) if not answer.done()]
-    steps = ", ".join(f"{s.step} of job {s.job_id}" for work in plan.works for s in work.job_steps) or "no job"
+def _describe_late(answers: Mapping[int, asyncio.Task[Any]], works: Iterable[Work], deadline_s: float) -> str:
+    late = [rank for rank, answer in answers.items() if not answer.done()]
+    steps = ", ".join(f"{s.step} of job {s.job_id}" for work in works for s in work.job_steps) or "no job"
     return f"ranks {late} did not finish a step ({steps}) within {deadline_s:g} s"
 
 

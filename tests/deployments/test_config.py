@@ -226,3 +226,11 @@ def test_a_server_is_waited_for_as_long_as_its_gangs_may_take() -> None:
     assert ready_deadline_s(parse_config(laptop())) == READY_DEADLINE_S
     slow = parse_config(changed(("models", 1, "denoiser"), {"start_deadline_s": 5000}))
     assert ready_deadline_s(slow) > 5000
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks", "expected"),
+    [("auto", 4, 1), ("ulysses", 4, 1), ("pipeline", 4, 4), ("pipeline2xulysses2", 4, 2), ("pipeline", 1, 1)],
+)
+def test_as_many_jobs_advance_together_as_a_pipeline_has_stages(strategy: str, num_ranks: int, expected: int) -> None:
+    assert DenoiserConfig(strategy=strategy, num_ranks=num_ranks).max_batch == expected

@@ -11,6 +11,7 @@ import pytest
 from deployments import config
 from deployments.door.settings import DoorSettings
 from deployments.observability.settings import MetricsSettings
+from deployments.quotas import KeyLimits
 from deployments.stages import config as stages
 from engines.parallel.nccl_options import NcclOptions
 from engines.tensorrt_engine.rules import TensorRTOptions
@@ -22,6 +23,7 @@ ROWS = dict(re.findall(r"^\| `([\w.]+)` \| ([^|]*) \|", (ROOT / "docs" / "scalin
 SECTIONS: dict[str, Any] = {
     "http_options.": config.HttpOptions,
     "loras.": LoraSource,
+    "key_limits.": KeyLimits,
     "text_encoder.": stages.StageConfig,
     "autoscaling.": stages.AutoscalingConfig,
     "denoiser.": stages.DenoiserConfig,

@@ -12,11 +12,13 @@ import av
 import numpy as np
 from PIL import Image
 
-from deployments.studio.interface import Media, ModelCard, Output, Preview, Progress, StageTimes, StudioEvent
+from deployments.studio.interface import Media, ModelCard, Output, Preview, Progress, Queued, StageTimes, StudioEvent
 from pipelines.defaults import Defaults
 from pipelines.pictures import NO_PICTURES, InputPictures
 from pipelines.request import Lora, MediaRequest
 
+ETA_S = 20.0
+GPU_S = 1.5
 PICTURES = Defaults(
     kind="image",
     width=64,
@@ -111,6 +113,7 @@ class FakeStudio:
 
     async def _perform(self, request: MediaRequest, output: Output) -> AsyncGenerator[StudioEvent, None]:
         self.before(request)
+        yield Queued(eta_s=ETA_S + request.seed % 10)
         start_s = time.perf_counter()
         num_previews = 0
         for step in range(1, request.num_inference_steps + 1):
@@ -124,7 +127,7 @@ class FakeStudio:
                 num_previews += 1
         total_s = time.perf_counter() - start_s
         seconds = {"queue_s": 0.001, "encode_s": 0.002, "denoise_s": total_s, "decode_s": 0.003, "total_s": total_s}
-        timings = StageTimes(**seconds, was_warm=False)
+        timings = StageTimes(**seconds, was_warm=False, gpu_s=GPU_S, eta_s=ETA_S + request.seed % 10)
         data = clip(request) if request.kind == "video" else picture(request, output)
         thumbnail = picture(request, Output(format="webp")) if request.kind == "video" else b""
         yield Media(data=data, format=output.format, seed=request.seed, timings=timings, thumbnail=thumbnail)

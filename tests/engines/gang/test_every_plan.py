@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.gang.step_plan import StepPlan
 from tests.engines.gang.support.plans import all_plans, job, scheduler
 
 
+@settings(deadline=None)
 @given(
     num_ranks=st.sampled_from([1, 2, 4, 6, 8]),
     max_running=st.integers(1, 6),
     jobs=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 3)), max_size=12),
 )
-def test_every_plan_is_sound_and_no_job_starves(num_ranks: int, max_running: int, jobs: list[tuple[int, int]]) -> None:
+def test_every_plan_is_sound(num_ranks: int, max_running: int, jobs: list[tuple[int, int]]) -> None:
     subject = scheduler(num_ranks=num_ranks, max_running_jobs=max_running)
     plans: list[StepPlan] = []
     for i, (num_steps, num_plans_before) in enumerate(jobs):
@@ -27,11 +27,15 @@ def test_every_plan_is_sound_and_no_job_starves(num_ranks: int, max_running: int
     for plan in plans:
         assert [work.ranks for work in plan.works] == [tuple(range(num_ranks))], "all ranks work on one job"
     for i, (num_steps, _) in enumerate(jobs):
-        mine = [(plan.sequence, work) for plan in plans for work in plan.works if work.job_ids == (str(i),)]
-        assert [work.job_steps[0].step for _, work in mine] == list(range(1, num_steps + 1))
-        assert all(after - before <= max_running for (before, _), (after, _) in pairwise(mine))
+        mine = [work for plan in plans for work in plan.works if work.job_ids == (str(i),)]
+        assert [work.job_steps[0].step for work in mine] == list(range(1, num_steps + 1))
+    begun: set[str] = set()
+    for step in (step for plan in plans for work in plan.works for step in work.job_steps):
+        begun = begun - {step.job_id} if step.emit == "final" else begun | {step.job_id}
+        assert len(begun) <= max_running, "the ranks keep the states of as many"
 
 
+@settings(deadline=None)
 @given(
     num_ranks=st.sampled_from([1, 2, 4, 6, 8]),
     max_running=st.integers(1, 9),

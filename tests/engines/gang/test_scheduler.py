@@ -1,4 +1,4 @@
-"""The scheduler's policy, without ranks: plans are made one after the other as if all steps took the same time."""
+"""The scheduler's mechanism, without ranks: plans are made one after the other, and nothing is known of their times."""
 
 from __future__ import annotations
 
@@ -28,58 +28,59 @@ def test_a_job_alone_takes_all_ranks_and_ends_with_its_last_step() -> None:
     assert not alone.num_steps_left
 
 
-def test_jobs_take_turns() -> None:
+def test_jobs_that_are_alike_run_one_after_the_other() -> None:
     turns = scheduler()
     for name in "abc":
         turns.add(job(name, num_steps=2))
-    assert ["".join(served(plan)) for plan in all_plans(turns)] == list("abcabc")
+    assert ["".join(served(plan)) for plan in all_plans(turns)] == list("aabbcc")
 
 
 def test_an_exclusive_job_begins_when_the_others_have_ended_and_ends_before_the_next_begin() -> None:
     alone = scheduler()
     for name in "abCd":
         alone.add(replace(job(name, num_steps=2), exclusive=name.isupper()))
-    assert ["".join(served(plan)) for plan in all_plans(alone)] == list("ababCCdd")
+    assert ["".join(served(plan)) for plan in all_plans(alone)] == list("aabbCCdd")
 
 
-def test_an_exclusive_job_waits_for_the_plans_under_way() -> None:
-    alone = scheduler()
+@pytest.mark.parametrize("elastic", [False, True])
+def test_an_exclusive_job_waits_for_the_plans_under_way(elastic: bool) -> None:
+    alone = scheduler(elastic=elastic)
     alone.add(replace(job("a", num_steps=1), exclusive=True))
     assert alone.next_plan(is_idle=False) is None
     assert list(served(alone.next_plan(is_idle=True))) == ["a"]
 
 
-def test_a_late_job_joins_at_the_back_of_the_round() -> None:
+def test_a_short_job_pauses_a_long_one_at_the_next_step() -> None:
     turns = scheduler()
-    turns.add(job("a", num_steps=9))
-    turns.add(job("b", num_steps=9))
-    assert list(served(turns.next_plan())) == ["a"]
-    turns.add(job("c", num_steps=9))
-    assert ["".join(served(turns.next_plan())) for _ in range(4)] == list("bacb")
+    turns.add(job("long", num_steps=9))
+    assert list(served(turns.next_plan())) == ["long"]
+    turns.add(job("short", num_steps=2))
+    assert [list(served(turns.next_plan())) for _ in range(3)] == [["short"], ["short"], ["long"]]
 
 
-def test_jobs_wait_while_enough_run() -> None:
-    single = scheduler(max_running_jobs=1)
-    single.add(job("a", num_steps=2))
-    single.add(job("b", num_steps=1))
-    assert ["".join(served(plan)) for plan in all_plans(single)] == list("aab")
+def test_no_job_begins_while_as_many_have_begun_as_may() -> None:
+    """Their states are on the ranks: the shortest of these goes on, and the next one begins when it has ended."""
+    full = scheduler(max_running_jobs=2)
+    for name, num_steps in (("a", 9), ("b", 4), ("c", 1)):
+        full.add(job(name, num_steps=num_steps))
+        if name != "c":
+            full.next_plan()
+    assert ["".join(served(plan)) for plan in all_plans(full)] == list("bbbc") + 8 * ["a"]
 
 
-@pytest.mark.parametrize(
-    "teams",
-    [
-        [(0, 1, 2, 3)],
-        [(0, 1), (2, 3)],
-        [(0, 1), (2,), (3,)],
-        [(0,), (2,), (3,), (1,)],
-    ],
-)
-def test_jobs_of_an_elastic_gang_run_side_by_side(teams: list[tuple[int, ...]]) -> None:
-    side_by_side = scheduler(elastic=True)
-    for i in range(len(teams)):
-        side_by_side.add(job(str(i), num_steps=5))
-    for plan in all_plans(side_by_side):
-        assert served(plan) == {str(i): team for i, team in enumerate(teams)}
+def test_jobs_of_an_elastic_gang_run_side_by_side_where_that_makes_them_wait_less() -> None:
+    """Two ranks are 1.1 times as fast as one: two jobs side by side wait less than one after the other."""
+    for speedup, expected in ((1.1, {"a": (0,), "b": (1,)}), (1.9, {"a": (0, 1)})):
+        elastic = scheduler(num_ranks=2, elastic=True)
+        for name in "ab":
+            elastic.add(replace(job(name, num_steps=5), estimates_s={1: 1.0, 2: 1 / speedup}))
+        assert served(elastic.next_plan()) == expected
+
+
+def test_a_job_gets_no_more_ranks_than_make_it_faster() -> None:
+    elastic = scheduler(elastic=True)
+    elastic.add(replace(job("small"), estimates_s={1: 1.0, 2: 0.7, 4: 0.8}))
+    assert served(elastic.next_plan()) == {"small": (0, 1)}
 
 
 def test_a_gang_that_is_not_elastic_never_changes_a_team() -> None:
@@ -91,9 +92,10 @@ def test_a_gang_that_is_not_elastic_never_changes_a_team() -> None:
 
 
 def test_an_elastic_gang_is_shared_out_anew_when_a_job_begins_or_ends() -> None:
+    """Wider teams are hardly faster here, so that every job begins at once, and those that are left spread."""
     elastic = scheduler(elastic=True)
     for name, num_steps in (("a", 5), ("b", 2), ("c", 3)):
-        elastic.add(job(name, num_steps=num_steps))
+        elastic.add(replace(job(name, num_steps=num_steps), estimates_s={1: 1.0, 2: 0.95, 4: 0.94}))
         if name == "a":
             assert served(elastic.next_plan()) == {"a": (0, 1, 2, 3)}
     plans = all_plans(elastic)
@@ -111,11 +113,27 @@ def test_an_elastic_gang_is_shared_out_anew_when_a_job_begins_or_ends() -> None:
     ]
 
 
+def test_plans_are_for_the_teams_that_are_free() -> None:
+    """A team with short steps does not wait for one with long ones."""
+    elastic = scheduler(num_ranks=2, elastic=True)
+    for name, step_s in (("slow", 7.0), ("quick", 1.0)):
+        elastic.add(replace(job(name, num_steps=9), estimates_s={1: step_s, 2: 0.99 * step_s}))
+    first = elastic.next_plan()
+    assert set(served(first)) == {"slow", "quick"}
+    (rank,) = served(first)["quick"]
+    assert elastic.next_plan(free=()) is None
+    plan = elastic.next_plan(free={rank})
+    assert (served(plan), plan.is_for_all) == ({"quick": (rank,)}, False)
+    elastic.drop("slow")
+    told = elastic.next_plan(free=())
+    assert (told.drops, told.works, told.is_for_all) == (("slow",), (), True)
+
+
 def test_team_sizes_that_the_engine_does_not_know_are_left_out() -> None:
     elastic = scheduler(elastic=True, team_sizes=(1, 4))
     for name in "ab":
-        elastic.add(job(name))
-    assert ["".join(served(plan)) for plan in all_plans(elastic)] == list("ababab"), "two jobs would leave ranks idle"
+        elastic.add(replace(job(name), estimates_s={1: 1.0, 4: 0.9}))
+    assert {len(ranks) for plan in all_plans(elastic) for ranks in served(plan).values()} <= {1, 4}
 
 
 def test_jobs_of_one_shape_on_one_team_are_served_together() -> None:
@@ -123,7 +141,7 @@ def test_jobs_of_one_shape_on_one_team_are_served_together() -> None:
     for name, shape in (("a", "square"), ("b", "wide"), ("c", "square"), ("d", "square")):
         together.add(replace(job(name, num_steps=2), shape=shape))
     jobs = [work.job_ids for plan in all_plans(together) for work in plan.works]
-    assert jobs == [("a", "c"), ("b",), ("d", "a"), ("c", "d"), ("b",)]
+    assert jobs == [("a", "c"), ("a", "c"), ("b",), ("b",), ("d",), ("d",)]
 
 
 def test_jobs_without_a_shape_are_served_one_by_one() -> None:
@@ -136,8 +154,8 @@ def test_jobs_without_a_shape_are_served_one_by_one() -> None:
 def test_a_dropped_job_is_planned_no_more_and_the_ranks_are_told_once() -> None:
     dropping = scheduler()
     dropping.add(job("a", num_steps=9))
-    dropping.add(job("b", num_steps=2))
     dropping.next_plan()
+    dropping.add(job("b", num_steps=2))
     dropping.drop("a")
     plan = dropping.next_plan()
     assert plan.drops == ("a",)

@@ -9,7 +9,7 @@ import pytest
 from engines.gang.config import GangConfig
 from engines.gang.errors import GangBrokenError
 from engines.gang.job import Job
-from engines.gang.step_plan import JobStep, StepPlan, StepReport, Work
+from engines.gang.step_plan import JobStep, StepReport, Work
 from engines.gang.watchdog import Flight, Watchdog
 from tests.engines.gang.support.set_clock import SetClock, SetRanks, settled
 
@@ -42,7 +42,7 @@ class Steps:
         """Whether the deadline lets such a step pass, after which all of ``ranks`` report ``was_warm``."""
         work = Work(job_steps=(JobStep(job_id=job.job_id, step=step),), ranks=ranks)
         reports = [asyncio.get_running_loop().create_future() for _ in range(CONFIG.num_ranks)]
-        flight = Flight(plan=StepPlan(sequence=0, works=(work,)), reports=tuple(reports), latents={})
+        flight = Flight(works=(work,), reports=dict(enumerate(reports)), latents={})
         watching = asyncio.ensure_future(self._watchdog.reports(flight, {job.job_id: job}))
         await settled()
         await self._clock.advance(step_s)

@@ -1,0 +1,1 @@
+"""Policies of a gang's scheduler, compared by going through its plans without ranks."""

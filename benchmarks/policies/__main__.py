@@ -1,0 +1,98 @@
+"""Random arrivals through each policy, without GPUs: how long pictures wait, and how many are done in time.
+
+    python -m benchmarks.policies [--gpus 2] [--load 0.75] [--num 3000] [--policies shortest,arrival] [--seed 1]
+
+Steps last as long as was measured on H200s; the load is the share of the time in which one gang of all GPUs would be
+busy. A picture is in time within ``--scale`` times what it takes alone. The last line is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+from statistics import fmean, median
+from typing import Any
+
+from benchmarks.policies.h200 import NUM_STEPS, SHARES, STEPS
+from benchmarks.policies.simulation import Arrival, SimulatedGang, Simulation
+from engines.gang.policies.registry import POLICIES, make_policy
+
+
+def main() -> None:
+    arguments = parse()
+    lone_s = {shape: NUM_STEPS * by_size[arguments.gpus] for shape, by_size in STEPS.items()}
+    arrivals = poisson(arguments.num, arguments.load, lone_s, arguments.seed)
+    rows = []
+    for policy in arguments.policies.split(","):
+        for elastic in (False, True):
+            gang = SimulatedGang(steps=STEPS, num_ranks=arguments.gpus, elastic=elastic)
+            simulation = Simulation(gang=gang, policy=make_policy(policy))
+            simulation.run(with_deadlines(arrivals, lone_s, arguments.scale) if policy == "deadline" else arrivals)
+            row = {"policy": policy, "elastic": elastic, **summary(simulation, arrivals, lone_s, arguments.scale)}
+            print(line(row), file=sys.stderr, flush=True)
+            rows.append(row)
+    print(json.dumps({"gpus": arguments.gpus, "load": arguments.load, "seed": arguments.seed, "rows": rows}))
+
+
+def poisson(num: int, load: float, lone_s: dict[str, float], seed: int) -> list[Arrival]:
+    """Arrivals that know nothing of each other, in the usual shares."""
+    random, at_s, arrivals = Random(seed), 0.0, []
+    mean_s = sum(share * lone_s[shape] for shape, share in SHARES.items()) / sum(SHARES.values())
+    for _ in range(num):
+        at_s += random.expovariate(load / mean_s)
+        (shape,) = random.choices(list(SHARES), list(SHARES.values()))
+        arrivals.append(Arrival(at_s=at_s, shape=shape, num_steps=NUM_STEPS))
+    return arrivals
+
+
+def with_deadlines(arrivals: Sequence[Arrival], lone_s: dict[str, float], scale: float) -> list[Arrival]:
+    return [replace(one, fields={**one.fields, "deadline_s": scale * lone_s[one.shape]}) for one in arrivals]
+
+
+def summary(
+    simulation: Simulation, arrivals: Sequence[Arrival], lone_s: dict[str, float], scale: float
+) -> dict[str, Any]:
+    """Seconds, and shares; ``eta_error`` is the median by which the finish that was predicted at arrival was wrong."""
+    latencies_s = [simulation.latencies_s[i] for i in range(len(arrivals))]
+    in_time = [scale * lone_s[one.shape] >= latency_s for one, latency_s in zip(arrivals, latencies_s, strict=True)]
+    errors = [abs(simulation.predicted_s[i] - latency_s) / latency_s for i, latency_s in enumerate(latencies_s)]
+    ordered = sorted(latencies_s)
+    by_shape = {
+        shape: fmean(s for one, s in zip(arrivals, latencies_s, strict=True) if one.shape == shape)
+        for shape in SHARES
+        if any(one.shape == shape for one in arrivals)
+    }
+    return {
+        "attainment": round(fmean(in_time), 4),
+        "mean_s": round(fmean(ordered), 2),
+        "p95_s": round(ordered[len(ordered) * 95 // 100], 2),
+        "longest_s": round(ordered[-1], 2),
+        "mean_s_by_shape": {shape: round(mean_s, 2) for shape, mean_s in by_shape.items()},
+        "moves": simulation.num_moves,
+        "eta_error": round(median(errors), 4),
+    }
+
+
+def line(row: dict[str, Any]) -> str:
+    kind = "elastic" if row["elastic"] else "one team"
+    share = f"{100 * row['attainment']:.1f} % in time"
+    return f"{row['policy']:10} {kind:9} {share}, mean {row['mean_s']} s, p95 {row['p95_s']}, {row['mean_s_by_shape']}"
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, default=2, choices=(1, 2, 4))
+    parser.add_argument("--load", type=float, default=0.75)
+    parser.add_argument("--num", type=int, default=3000, help="of pictures")
+    parser.add_argument("--policies", default=",".join(POLICIES))
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--scale", type=float, default=3.0, help="a deadline, in times the lone time")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""A gang by discrete events: the real scheduler and policies, on ranks whose steps last as long as a table says.
+
+Ranks do what they are sent in order, a step begins when all ranks of its team are free, and each has at most so many
+plans before it. That is the whole model: no time passes between the end of a step and the next plan.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from engines.gang.job import Job
+from engines.gang.policies.policy import Policy
+from engines.gang.predictions.prediction import StepPrediction, shape_name
+from engines.gang.scheduler import Scheduler
+from engines.gang.step_plan import StepPlan, Work
+
+StepTable = Mapping[str, Mapping[int, float]]
+"""Seconds of a step, by the name of a shape and the size of a team."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrival:
+    """A picture of ``shape`` that comes ``at_s``."""
+
+    at_s: float
+    shape: str
+    num_steps: int
+    fields: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimulatedGang:
+    """``encode_s`` and ``decode_s`` are added to each picture, beside all others."""
+
+    steps: StepTable
+    num_ranks: int
+    elastic: bool = False
+    team_sizes: tuple[int, ...] | None = None
+    max_running_jobs: int = 4
+    plans_ahead: int = 2
+    move_s: float = 0.0012
+    encode_s: float = 0.0
+    decode_s: float = 0.0
+
+    def prediction(self) -> StepPrediction:
+        """Returns one that knows the table."""
+        pairs = ((name, size, s) for name, by_size in self.steps.items() for size, s in by_size.items())
+        return StepPrediction(measured={(shape_name(name), size): s for name, size, s in pairs})
+
+
+@dataclass(slots=True)
+class Simulation:
+    """One run. ``latencies_s`` and ``predicted_s`` (when it came) are by the number of the arrival."""
+
+    gang: SimulatedGang
+    policy: Policy
+    prediction: StepPrediction | None = None
+    latencies_s: dict[int, float] = field(default_factory=dict)
+    predicted_s: dict[int, float] = field(default_factory=dict)
+    num_moves: int = 0
+    _now_s: float = 0.0
+    _num_under_way: int = 0
+    _ready_s: list[float] = field(default_factory=list)
+    _depths: list[int] = field(default_factory=list)
+    _events: list[tuple[float, int, Arrival | Work, int]] = field(default_factory=list)
+    _ties: Iterator[int] = field(default_factory=count)
+
+    def run(self, arrivals: Sequence[Arrival]) -> dict[int, float]:
+        """Returns the seconds from arrival to the picture, by the number of the arrival."""
+        gang = self.gang
+        scheduler = Scheduler(
+            num_ranks=gang.num_ranks,
+            max_running_jobs=gang.max_running_jobs,
+            policy=self.policy,
+            prediction=self.prediction or gang.prediction(),
+            team_sizes=gang.team_sizes,
+            elastic=gang.elastic,
+        )
+        self._ready_s = [0.0] * gang.num_ranks
+        self._depths = [0] * gang.num_ranks
+        self._events = [
+            (one.at_s + gang.encode_s, next(self._ties), one, number) for number, one in enumerate(arrivals)
+        ]
+        heapq.heapify(self._events)
+        while self._events:
+            self._now_s, _, event, number = heapq.heappop(self._events)
+            if isinstance(event, Arrival):
+                self._arrive(scheduler, event, number)
+            else:
+                self._end_step(event, arrivals)
+            while plan := scheduler.next_plan(free=self._free(), is_idle=not self._num_under_way, now_s=self._now_s):
+                self._send(plan, arrivals)
+        return self.latencies_s
+
+    def _free(self) -> set[int]:
+        return {rank for rank, depth in enumerate(self._depths) if depth < self.gang.plans_ahead}
+
+    def _arrive(self, scheduler: Scheduler, arrival: Arrival, number: int) -> None:
+        job = Job(
+            job_id=str(number),
+            request=None,
+            conditioning=None,
+            num_steps=arrival.num_steps,
+            shape=arrival.shape,
+            **arrival.fields,  # type: ignore[arg-type]
+        )
+        under_way_s = max(0.0, max(self._ready_s) - self._now_s)
+        times_s = scheduler.finish_times_s(self._now_s, beside=(job,))
+        self.predicted_s[number] = self.gang.encode_s + under_way_s + times_s[job.job_id] + self.gang.decode_s
+        scheduler.add(job, now_s=self._now_s)
+
+    def _send(self, plan: StepPlan, arrivals: Sequence[Arrival]) -> None:
+        if plan.moves:
+            self.num_moves += len(plan.moves)
+            begin_s = max(self._now_s, *self._ready_s)
+            self._ready_s = [begin_s + self.gang.move_s * len(plan.moves)] * self.gang.num_ranks
+        for work in plan.works:
+            begin_s = max(self._now_s, *(self._ready_s[rank] for rank in work.ranks))
+            lengths = (arrivals[int(job_id)].shape for job_id in work.job_ids)
+            end_s = begin_s + sum(self.gang.steps[shape][work.num_ranks] for shape in lengths)
+            for rank in work.ranks:
+                self._ready_s[rank] = end_s
+                self._depths[rank] += 1
+            self._num_under_way += 1
+            heapq.heappush(self._events, (end_s, next(self._ties), work, 0))
+
+    def _end_step(self, work: Work, arrivals: Sequence[Arrival]) -> None:
+        self._num_under_way -= 1
+        for rank in work.ranks:
+            self._depths[rank] -= 1
+        for step in work.emits:
+            if step.emit == "final":
+                number = int(step.job_id)
+                self.latencies_s[number] = self._now_s + self.gang.decode_s - arrivals[number].at_s

@@ -1,0 +1,70 @@
+"""What things took: headers of answers, and GET /v1/usage."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from fastapi import APIRouter, Depends
+from pydantic import BaseModel, Field
+from starlette.requests import Request
+
+from deployments.api.context import ApiContext
+from deployments.api.documents import error_documents
+from deployments.studio.interface import StageTimes
+from pipelines.caching import CacheMode
+
+
+class KeyUsage(BaseModel):
+    object: Literal["usage"] = "usage"
+    started_at: int = Field(description="Since when is counted: the start of this replica, in Unix seconds.")
+    num_requests: int = Field(description="Finished pictures and clips.")
+    gpu_seconds: float = Field(description="How long ranks were at work in their steps, all of them added up.")
+    gpu_seconds_last_minute: float
+    gpu_seconds_per_minute: float | None = Field(description="How many may be; null: any.")
+    max_concurrent: int | None = Field(description="Pictures that may be under way; null: any.")
+    weight: float = Field(description="The share beside other keys, where these take turns.")
+
+
+def usage_routes(context: ApiContext) -> APIRouter:
+    router = APIRouter(tags=["usage"], dependencies=[Depends(context.authorize)])
+
+    @router.get("/v1/usage", responses=error_documents(401))
+    async def read_usage(request: Request) -> KeyUsage:
+        """What the key of the request has used, and may use; without keys, everybody together. Beyond OpenAI."""
+        key, quotas = request.state.key_hash, context.quotas
+        limits, (num_requests, gpu_s, last_s) = quotas.limits_of(key), quotas.used(key)
+        return KeyUsage(
+            started_at=quotas.started_at,
+            num_requests=num_requests,
+            gpu_seconds=round(gpu_s, 3),
+            gpu_seconds_last_minute=round(last_s, 3),
+            gpu_seconds_per_minute=limits.gpu_seconds_per_minute,
+            max_concurrent=limits.max_concurrent,
+            weight=limits.weight,
+        )
+
+    return router
+
+
+def measures(timings: list[StageTimes], cache: CacheMode) -> dict[str, str]:
+    """Returns headers: where the time went, what was predicted, whether all shapes were warm, and the ``cache``."""
+    is_warm = all(one.was_warm for one in timings)
+    return {
+        "Server-Timing": server_timing(timings),
+        "X-Troupe-Warm": "true" if is_warm else "false",
+        "X-Troupe-Cache": cache,
+        "X-Troupe-Gpu-Seconds": seconds(sum(one.gpu_s for one in timings)),
+        "X-Troupe-Eta": seconds(max(one.eta_s for one in timings)),
+    }
+
+
+def seconds(value: float) -> str:
+    """Returns seconds as headers have them."""
+    return f"{value:.3f}"
+
+
+def server_timing(timings: list[StageTimes]) -> str:
+    """Returns a ``Server-Timing`` header in milliseconds, each stage's slowest of pictures that ran side by side."""
+    stages = ("queue", "encode", "denoise", "decode", "total")
+    slowest = {stage: max(getattr(one, f"{stage}_s") for one in timings) for stage in stages}
+    return ", ".join(f"{stage};dur={1000 * seconds:.1f}" for stage, seconds in slowest.items())

@@ -1,0 +1,130 @@
+"""What each API key has used, and how much it may have."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from deployments.observability.metrics import observe_gpu_seconds
+
+EVERYBODY = "*"
+SHOWN_DIGITS = 8
+"""Of a key's hash, in metrics."""
+MINUTE_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyLimits:
+    """``key`` is the SHA-256 of an API key in hexadecimal digits, or eight or more at its beginning; "*" is every key
+    that has no entry of its own, each by itself. ``weight``: its share beside others with the policy ``fair``.
+
+    ``max_concurrent`` pictures may be under way, and no more begin in a minute after ``gpu_seconds_per_minute`` were
+    used in it. ValueError for what cannot be.
+    """
+
+    key: str = EVERYBODY
+    weight: float = 1.0
+    max_concurrent: int | None = None
+    gpu_seconds_per_minute: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.key != EVERYBODY and not re.fullmatch(r"[0-9a-f]{8,64}", self.key):
+            allowed = "8 to 64 digits at the beginning of the key's SHA-256 (printf %s KEY | sha256sum), or *"
+            raise ValueError(f"key is {self.key!r}; it must be {allowed}")
+        for name in ("weight", "max_concurrent", "gpu_seconds_per_minute"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} is {value}; it must be above 0")
+
+
+NO_LIMITS = KeyLimits()
+
+
+class LimitReachedError(Exception):
+    """A key has as much under way, or has used as much, as it may. ``retry_after_s`` is when that may be otherwise."""
+
+    def __init__(self, reason: str, retry_after_s: float) -> None:
+        super().__init__(reason, retry_after_s)
+        self.reason, self.retry_after_s = reason, retry_after_s
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+@dataclass(slots=True)
+class _Account:
+    num_requests: int = 0
+    gpu_s: float = 0.0
+    num_open: int = 0
+    latest: deque[tuple[float, float]] = field(default_factory=deque)
+    """When, and how many GPU-seconds; of the last minute."""
+
+
+class Quotas:
+    """Accounts by the hash of a key ("" where none is asked for), since ``started_at``. ``clock`` gives seconds."""
+
+    def __init__(self, limits: Iterable[KeyLimits] = (), clock: Callable[[], float] = time.monotonic) -> None:
+        self._limits = tuple(limits)
+        self._clock = clock
+        self._accounts: defaultdict[str, _Account] = defaultdict(_Account)
+        self.started_at = int(time.time())
+
+    def limits_of(self, key: str) -> KeyLimits:
+        own = [one for one in self._limits if one.key != EVERYBODY and key.startswith(one.key)]
+        others = [one for one in self._limits if one.key == EVERYBODY]
+        return next(iter([*own, *others]), NO_LIMITS)
+
+    def note(self, key: str, model: str, gpu_s: float) -> None:
+        """Counts a finished picture or clip."""
+        account = self._accounts[key]
+        account.num_requests += 1
+        account.gpu_s += gpu_s
+        account.latest.append((self._clock(), gpu_s))
+        observe_gpu_seconds(model, key[:SHOWN_DIGITS], gpu_s)
+
+    def used(self, key: str) -> tuple[int, float, float]:
+        """Returns how many pictures and clips were finished, their GPU-seconds, and those of the last minute."""
+        account = self._accounts[key]
+        self._forget_old(account)
+        return account.num_requests, account.gpu_s, sum(gpu_s for _, gpu_s in account.latest)
+
+    def check(self, key: str, num: int = 1) -> None:
+        """Raises LimitReachedError if the key may not have ``num`` more under way now."""
+        limits, account = self.limits_of(key), self._accounts[key]
+        if limits.max_concurrent is not None and account.num_open + num > limits.max_concurrent:
+            message = f"{account.num_open} pictures of this key are under way, and {limits.max_concurrent} may be"
+            raise LimitReachedError(message, 1.0)
+        allowed_s = limits.gpu_seconds_per_minute
+        self._forget_old(account)
+        used_s = sum(gpu_s for _, gpu_s in account.latest)
+        if allowed_s is not None and used_s >= allowed_s:
+            message = f"this key has used {used_s:.1f} GPU-seconds in the last minute, and {allowed_s:g} may be"
+            raise LimitReachedError(message, self._until_free_s(account, allowed_s))
+
+    @contextmanager
+    def taken(self, key: str, num: int) -> Iterator[None]:
+        """Holds ``num`` under way for the key inside the block. LimitReachedError as ``check``."""
+        self.check(key, num)
+        account = self._accounts[key]
+        account.num_open += num
+        try:
+            yield
+        finally:
+            account.num_open -= num
+
+    def _until_free_s(self, account: _Account, allowed_s: float) -> float:
+        """Until enough of the last minute's use is older than that."""
+        left_s = sum(gpu_s for _, gpu_s in account.latest)
+        for at_s, gpu_s in account.latest:
+            left_s -= gpu_s
+            if left_s < allowed_s:
+                return max(0.0, at_s + MINUTE_S - self._clock())
+        return MINUTE_S
+
+    def _forget_old(self, account: _Account) -> None:
+        while account.latest and account.latest[0][0] <= self._clock() - MINUTE_S:
+            account.latest.popleft()

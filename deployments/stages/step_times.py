@@ -1,0 +1,55 @@
+"""Where a model's measured times of steps are kept, and what a step is taken to last before there are any."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from importlib.metadata import version
+
+from deployments.config import ModelConfig
+from deployments.names import own_version
+from deployments.settings import Settings
+from engines.core.parcel import Shapes
+from engines.gang.predictions.rough import rough_step_s
+from engines.gang.predictions.step_times import StepTimes
+from engines.gang.rank import RankInfo
+from pipelines.request import MediaRequest
+
+FOLDER = "step_times"
+PIXELS_PER_TOKEN = 16 * 16
+FRAMES_PER_TOKEN = 4
+"""As most of this year's transformers see pictures and clips; the first frame counts by itself."""
+TIMED = ("engine", "strategy", "precision", "num_ranks", "num_nodes", "threads_per_rank", "torch", "tensorrt", "nccl")
+"""Of a denoiser's configuration, what changes how long its steps take."""
+
+
+def step_times_of(model: ModelConfig, infos: Sequence[RankInfo]) -> StepTimes:
+    """Returns what is known of the steps of ``model`` on such ranks, from a file in the data directory.
+
+    Its name has a digest of the machine (the ranks' devices), the model as it is configured, and the software.
+    """
+    facts = {
+        "devices": [info.device_name for info in infos],
+        "model": [model.source, model.dtype, [repr(lora) for lora in model.loras]],
+        "denoiser": {name: repr(getattr(model.denoiser, name)) for name in TIMED},
+        "software": [own_version(), *(version(name) for name in ("torch", "diffusers"))],
+    }
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    return StepTimes(Settings().data_dir / FOLDER / f"{model.name}_{digest}.json")
+
+
+def rough_estimate_s(request: MediaRequest, encoded: Shapes) -> float:
+    """Returns what a step of ``request`` lasts on one rank, beside others of its model."""
+    frames = 1 + (request.num_frames - 1) / FRAMES_PER_TOKEN
+    num_tokens = frames * request.width * request.height / PIXELS_PER_TOKEN + num_text_tokens(encoded)
+    return rough_step_s(num_tokens, 2 if request.true_cfg_scale > 1 else 1)
+
+
+def num_text_tokens(encoded: Shapes) -> int:
+    """Returns the length of the longest sequence among what was encoded."""
+    return max(_lengths(shape for _, shape in encoded), default=0)
+
+
+def _lengths(shapes: Iterable[tuple[int, ...]]) -> Iterable[int]:
+    return (shape[1] for shape in shapes if len(shape) == 3)

@@ -1,0 +1,27 @@
+"""First come, first served."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engines.gang.policies.candidate import Candidate, GangShape, Teams
+from engines.gang.policies.teams import quickest_teams
+
+
+class Arrival:
+    """Jobs begin as they came. In an elastic gang the first of them share it, if that makes all wait less."""
+
+    def order(self, candidates: Sequence[Candidate], now_s: float) -> list[Candidate]:
+        """See ``Policy.order``."""
+        return sorted(candidates, key=lambda candidate: candidate.number)
+
+    def teams(self, ordered: Sequence[Candidate], gang: GangShape, now_s: float) -> Teams:
+        """See ``Policy.teams``."""
+        return quickest_teams(ordered, gang)
+
+    def note(self, served: Candidate, gang_s: float, waiting: Sequence[Candidate]) -> bool:
+        """See ``Policy.note``."""
+        return False
+
+    def forget(self, job_id: str) -> None:
+        """See ``Policy.forget``."""

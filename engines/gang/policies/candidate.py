@@ -1,0 +1,72 @@
+"""What a policy knows of a job, and of the gang."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from engines.gang.job import Job
+
+Ranks = tuple[int, ...]
+Teams = Mapping[str, Ranks]
+"""The ranks that work on each job, by the job's id. Those of two jobs have none in common."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A job that has steps left, of which ``num_left`` make forwards. ``number`` counts jobs as they came; ``step_s``
+    has what a step of it is predicted to take, in seconds by team size. ``ranks`` work on it now (() while it waits),
+    ``holders`` have its newest state (() before its first step). ``due_s`` is when it must be done, by the clock of who
+    calls the scheduler; None: any time. Who ``may_run`` can be given a team now; there is no room yet for the states of others.
+    """
+
+    job: Job
+    number: int
+    num_left: int
+    step_s: Mapping[int, float]
+    ranks: Ranks = ()
+    holders: Ranks = ()
+    due_s: float | None = None
+    may_run: bool = True
+
+    @property
+    def id(self) -> str:
+        return self.job.job_id
+
+    @property
+    def has_begun(self) -> bool:
+        return bool(self.holders)
+
+    def left_s(self, team_size: int) -> float:
+        """What all steps that are left take on such a team."""
+        return self.num_left * self.step_s[team_size]
+
+    @property
+    def shortest_left_s(self) -> float:
+        """The same on the team that is fastest."""
+        return self.num_left * min(self.step_s.values())
+
+    @property
+    def whole_s(self) -> float:
+        """What all steps of the job take on the team that is fastest, those that are done included."""
+        return self.job.num_forwards_after(0) * min(self.step_s.values())
+
+    def useful_size(self, team_size: int) -> int:
+        """The size up to ``team_size`` on which a step is fastest: more ranks may take longer."""
+        return min((size for size in self.step_s if size <= team_size), key=lambda size: (self.step_s[size], size))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GangShape:
+    """``num_ranks`` ranks that form teams of ``team_sizes``, the whole gang alone if it is not elastic."""
+
+    num_ranks: int
+    team_sizes: tuple[int, ...]
+
+    @property
+    def ranks(self) -> Ranks:
+        return tuple(range(self.num_ranks))
+
+    @property
+    def is_elastic(self) -> bool:
+        return self.team_sizes != (self.num_ranks,)

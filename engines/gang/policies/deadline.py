@@ -1,0 +1,54 @@
+"""Whose deadline comes first, as long as it can be met; who is too late goes last."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engines.gang.policies.candidate import Candidate, GangShape, Teams
+from engines.gang.policies.shortest import Shortest
+from engines.gang.policies.teams import quickest_teams
+
+USUAL_STRETCH = 3.0
+"""A job that says no deadline is to be done in so many times what it takes by itself, from when it came."""
+
+
+class Deadline:
+    """The earliest deadline that can still be met goes first (EDF; Liu & Layland 1973). Behind these, those that cannot
+    be met go by the least predicted work left, and as with ``Shortest`` nobody is overtaken for ever.
+
+    In an elastic gang teams are such that as few jobs as can be are late, by prediction; so each has as few ranks as do
+    for that, and those that are over go where all wait least.
+    """
+
+    def __init__(self) -> None:
+        self._late = Shortest()
+        self._soft_due_s: dict[str, float] = {}
+
+    def order(self, candidates: Sequence[Candidate], now_s: float) -> list[Candidate]:
+        """See ``Policy.order``."""
+        old = [one for one in self._late.order(candidates, now_s) if self._late.is_old(one)]
+        others = [one for one in candidates if not self._late.is_old(one)]
+        in_time = [one for one in others if self._due_s(one, now_s) - now_s >= one.shortest_left_s]
+        late = [one for one in others if self._due_s(one, now_s) - now_s < one.shortest_left_s]
+        in_time.sort(key=lambda one: (self._due_s(one, now_s), one.number))
+        return [*old, *in_time, *self._late.order(late, now_s)]
+
+    def teams(self, ordered: Sequence[Candidate], gang: GangShape, now_s: float) -> Teams:
+        """See ``Policy.teams``."""
+        limits_s = {one.id: self._due_s(one, now_s) - now_s for one in ordered}
+        return quickest_teams(ordered, gang, sum(map(self._late.is_old, ordered)), limits_s)
+
+    def note(self, served: Candidate, gang_s: float, waiting: Sequence[Candidate]) -> bool:
+        """See ``Policy.note``."""
+        return self._late.note(served, gang_s, waiting)
+
+    def forget(self, job_id: str) -> None:
+        """See ``Policy.forget``."""
+        self._late.forget(job_id)
+        self._soft_due_s.pop(job_id, None)
+
+    def _due_s(self, candidate: Candidate, now_s: float) -> float:
+        if candidate.due_s is not None:
+            return candidate.due_s
+        soft_s = now_s + USUAL_STRETCH * candidate.whole_s / candidate.job.priority
+        return self._soft_due_s.setdefault(candidate.id, soft_s)

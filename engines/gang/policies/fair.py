@@ -1,0 +1,62 @@
+"""The same for every key, or as their weights say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engines.gang.policies.candidate import Candidate, GangShape, Teams
+from engines.gang.policies.shortest import Shortest
+from engines.gang.policies.teams import quickest_teams
+
+QUANTUM_S = 2.0
+"""Gang-seconds of a turn, for a weight of 1: long enough for most pictures, short beside what people wait for."""
+
+
+class Fair:
+    """Keys take turns, each of ``quantum_s`` predicted gang-seconds times its weight, which its jobs may use up in any
+    number (deficit round robin; Shreedhar & Varghese 1996, "Efficient fair queuing using deficit round-robin"). Steps
+    are not divided, so that a turn may last a step too long, which the key's next turn is shorter by. A key without
+    jobs saves nothing. Jobs of one key go among each other as with ``Shortest``.
+    """
+
+    def __init__(self, quantum_s: float = QUANTUM_S) -> None:
+        self._quantum_s = quantum_s
+        self._within = Shortest()
+        self._left_s: dict[str, float] = {}
+        """Keys in the order of their turns, the first has its own; and what each has left of its turn, or owes."""
+        self._weights: dict[str, float] = {}
+
+    def order(self, candidates: Sequence[Candidate], now_s: float) -> list[Candidate]:
+        """See ``Policy.order``."""
+        self._weights = {one.job.key: one.job.weight for one in candidates}
+        kept = {key: left_s for key, left_s in self._left_s.items() if key in self._weights}
+        self._left_s = kept | {key: self._turn_s(key) for key in self._weights if key not in kept}
+        self._take_turns()
+        turns = {key: turn for turn, key in enumerate(self._left_s)}
+        return sorted(self._within.order(candidates, now_s), key=lambda one: turns[one.job.key])
+
+    def teams(self, ordered: Sequence[Candidate], gang: GangShape, now_s: float) -> Teams:
+        """See ``Policy.teams``."""
+        return quickest_teams(ordered, gang)
+
+    def note(self, served: Candidate, gang_s: float, waiting: Sequence[Candidate]) -> bool:
+        """See ``Policy.note``."""
+        key = served.job.key
+        self._left_s[key] -= gang_s
+        has_aged = self._within.note(served, gang_s, [one for one in waiting if one.job.key == key])
+        return has_aged or self._left_s[key] <= 0
+
+    def forget(self, job_id: str) -> None:
+        """See ``Policy.forget``."""
+        self._within.forget(job_id)
+
+    def _take_turns(self) -> None:
+        """Ends the turns of keys that have used them up, until one has something left."""
+        while self._left_s:
+            key = next(iter(self._left_s))
+            if self._left_s[key] > 0:
+                return
+            self._left_s[key] = self._left_s.pop(key) + self._turn_s(key)
+
+    def _turn_s(self, key: str) -> float:
+        return self._quantum_s * self._weights[key]

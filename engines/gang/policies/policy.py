@@ -1,0 +1,31 @@
+"""What a scheduler asks of a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from engines.gang.policies.candidate import Candidate, GangShape, Teams
+
+
+class Policy(Protocol):
+    """Who goes first. It may keep what it was told of the plans (``note``), in predicted seconds, and nothing else."""
+
+    def order(self, candidates: Sequence[Candidate], now_s: float) -> list[Candidate]:
+        """Returns all of ``candidates`` (in order of arrival), the most urgent first. Ties go to who came first."""
+        ...
+
+    def teams(self, ordered: Sequence[Candidate], gang: GangShape, now_s: float) -> Teams:
+        """Returns the teams of some of ``ordered`` in an elastic gang. At least one of those that may run gets one."""
+        ...
+
+    def note(self, served: Candidate, gang_s: float, waiting: Sequence[Candidate]) -> bool:
+        """Hears of a step of ``served``, of so many predicted gang-seconds, while no rank works on ``waiting``.
+
+        Returns whether that may change the order.
+        """
+        ...
+
+    def forget(self, job_id: str) -> None:
+        """Hears that a job has ended."""
+        ...

@@ -1,0 +1,63 @@
+"""Least remaining predicted work first, and nobody is overtaken for ever."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from engines.gang.policies.candidate import Candidate, GangShape, Teams
+from engines.gang.policies.teams import quickest_teams
+
+MAX_OVERTAKEN = 6.0
+"""In times of what a job takes by itself."""
+
+
+class Shortest:
+    """The job with the least predicted work left goes first, from step to step (SRPT: the least mean latency there is
+    on one server; Schrage 1968, "A proof of the optimality of the shortest remaining processing time discipline").
+
+    Ageing: a job that later ones have overtaken for ``max_overtaken`` times what it takes by itself goes before all
+    that came after it. So the gang-seconds that it waits for later ones are at most ``max_overtaken`` times its own
+    predicted time, and a step; beside them it waits for those that came before it alone. Two things add to that: jobs
+    that have begun keep their places where as many have begun as may, and a priority counts as what it says. A job
+    of priority p counts as if it took 1/p of its time, both for its turn and for its age.
+    """
+
+    def __init__(self, max_overtaken: float = MAX_OVERTAKEN) -> None:
+        self._max_overtaken = max_overtaken
+        self._overtaken_s: defaultdict[str, float] = defaultdict(float)
+
+    def order(self, candidates: Sequence[Candidate], now_s: float) -> list[Candidate]:
+        """See ``Policy.order``."""
+        return sorted(candidates, key=self._urgency)
+
+    def teams(self, ordered: Sequence[Candidate], gang: GangShape, now_s: float) -> Teams:
+        """See ``Policy.teams``."""
+        return quickest_teams(ordered, gang, sum(map(self.is_old, ordered)))
+
+    def note(self, served: Candidate, gang_s: float, waiting: Sequence[Candidate]) -> bool:
+        """See ``Policy.note``."""
+        num_old = 0
+        for candidate in waiting:
+            if candidate.number < served.number and not self.is_old(candidate):
+                self._overtaken_s[candidate.id] += gang_s
+                num_old += self.is_old(candidate)
+        return num_old > 0
+
+    def forget(self, job_id: str) -> None:
+        """See ``Policy.forget``."""
+        self._overtaken_s.pop(job_id, None)
+
+    def overtaken_s(self, job_id: str) -> float:
+        """Returns the gang-seconds that later jobs were served before this one."""
+        return self._overtaken_s.get(job_id, 0.0)
+
+    def _urgency(self, candidate: Candidate) -> tuple[int, float, int]:
+        if self.is_old(candidate):
+            return 0, 0.0, candidate.number
+        return 1, candidate.shortest_left_s / candidate.job.priority, candidate.number
+
+    def is_old(self, candidate: Candidate) -> bool:
+        """Returns whether it goes before all that came after it."""
+        limit_s = self._max_overtaken * candidate.whole_s / candidate.job.priority
+        return self.overtaken_s(candidate.id) >= limit_s

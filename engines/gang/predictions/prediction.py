@@ -1,0 +1,73 @@
+"""What a step is predicted to take: as it was measured, or as the cost model estimates it until then."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+
+from engines.gang.job import Job
+
+SPEEDUP_EXPONENT = 0.8
+"""A team of w takes w ** -0.8 of one rank's time, where neither a measurement nor an estimate says: from 0.72
+(512 x 512 pixels) to 0.87 (2048 x 2048) were measured on two H200s."""
+
+StepKey = tuple[str, int]
+"""A shape as ``shape_name`` writes it, and the size of a team."""
+
+
+def shape_name(shape: Hashable) -> str:
+    """Returns how a shape is named where it is kept."""
+    return repr(shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepPrediction:
+    """A value: whoever learns more makes another one. ``measured`` has the seconds of a step; what is estimated is
+    multiplied by ``scale``, by which measured steps differ from their estimates. A step of which nothing is known takes
+    ``usual_s`` on one rank, so that the number of steps decides.
+    """
+
+    measured: Mapping[StepKey, float] = field(default_factory=dict)
+    scale: float = 1.0
+    usual_s: float = 1.0
+
+    def step_s(self, job: Job, team_size: int) -> float:
+        """Returns the predicted seconds of a step of ``job`` on so many ranks."""
+        measured_s = self.measured.get((shape_name(job.shape), team_size)) if job.shape is not None else None
+        return self._derived_s(job, team_size) if measured_s is None else measured_s
+
+    def by_size(self, job: Job, team_sizes: Iterable[int]) -> dict[int, float]:
+        return {team_size: self.step_s(job, team_size) for team_size in team_sizes}
+
+    def is_measured(self, job: Job, team_size: int) -> bool:
+        return job.shape is not None and (shape_name(job.shape), team_size) in self.measured
+
+    def _derived_s(self, job: Job, team_size: int) -> float:
+        """From the nearest team size on which the shape was measured, as the estimates go; or from these alone."""
+        name = shape_name(job.shape)
+        sizes = [size for known, size in self.measured if known == name] if job.shape is not None else []
+        estimate_s = self._estimate_s(job, team_size)
+        if not sizes:
+            return estimate_s
+        nearest = min(sizes, key=lambda size: (abs(size - team_size), size))
+        return self.measured[name, nearest] * estimate_s / self._estimate_s(job, nearest)
+
+    def _estimate_s(self, job: Job, team_size: int) -> float:
+        if not job.estimates_s:
+            return self.usual_s / speedup(team_size)
+        if team_size in job.estimates_s:
+            return self.scale * job.estimates_s[team_size]
+        nearest = min(job.estimates_s, key=lambda size: (abs(size - team_size), size))
+        return self.scale * job.estimates_s[nearest] * speedup(nearest) / speedup(team_size)
+
+
+def speedup(team_size: int) -> float:
+    """Returns by how much a team is taken to be faster than one rank, where nothing says."""
+    return float(team_size**SPEEDUP_EXPONENT)
+
+
+def scale_of(measured_and_estimated: Iterable[tuple[float, float]]) -> float:
+    """Returns the median by which measured steps exceed their estimates; 1 if there is none."""
+    ratios = [measured_s / estimate_s for measured_s, estimate_s in measured_and_estimated]
+    return median(ratios) if ratios else 1.0

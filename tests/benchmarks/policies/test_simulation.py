@@ -1,0 +1,102 @@
+"""The simulated gang against queues that are gone through by hand, and what policies were made for."""
+
+from __future__ import annotations
+
+import math
+import random
+from statistics import fmean
+
+import pytest
+
+from benchmarks.policies.h200 import STEPS
+from benchmarks.policies.simulation import Arrival, SimulatedGang, Simulation
+from engines.gang.policies.arrival import Arrival as ArrivalPolicy
+from engines.gang.policies.policy import Policy
+from engines.gang.policies.registry import make_policy
+from engines.gang.policies.shortest import Shortest
+
+NUM_STEPS = 28
+
+
+def mixed(num: int, rate_per_s: float, seed: int = 1) -> list[Arrival]:
+    drawn, at_s, arrivals = random.Random(seed), 0.0, []
+    for _ in range(num):
+        at_s += drawn.expovariate(rate_per_s)
+        (shape,) = drawn.choices(["512x512", "1024x1024", "2048x2048"], [70, 25, 5])
+        arrivals.append(Arrival(at_s=at_s, shape=shape, num_steps=NUM_STEPS))
+    return arrivals
+
+
+def by_hand(arrivals: list[Arrival], num_ranks: int, *, shortest: bool) -> list[float]:
+    """One server that takes a step at a time: latencies, in order."""
+    left = [one.num_steps for one in arrivals]
+    ends = [math.inf] * len(arrivals)
+    now_s, num_done = 0.0, 0
+    while num_done < len(arrivals):
+        here = [i for i, one in enumerate(arrivals) if one.at_s <= now_s and left[i]]
+        if not here:
+            now_s = min(one.at_s for i, one in enumerate(arrivals) if left[i])
+            continue
+        lengths = {i: STEPS[arrivals[i].shape][num_ranks] for i in here}
+        first = min(here, key=lambda i: (left[i] * lengths[i] if shortest else 0.0, i))
+        now_s += lengths[first]
+        left[first] -= 1
+        if not left[first]:
+            ends[first] = now_s
+            num_done += 1
+    return [end_s - one.at_s for end_s, one in zip(ends, arrivals, strict=True)]
+
+
+@pytest.mark.parametrize(("policy", "shortest"), [(ArrivalPolicy(), False), (Shortest(math.inf), True)])
+def test_one_team_of_all_ranks_is_one_server(policy: Policy, shortest: bool) -> None:
+    arrivals = mixed(120, 0.9)
+    gang = SimulatedGang(steps=STEPS, num_ranks=2, plans_ahead=1, max_running_jobs=1000)
+    latencies_s = Simulation(gang=gang, policy=policy).run(arrivals)
+    expected = by_hand(arrivals, 2, shortest=shortest)
+    assert [latencies_s[i] for i in range(len(arrivals))] == pytest.approx(expected)
+
+
+ELASTIC = SimulatedGang(steps=STEPS, num_ranks=2, elastic=True, encode_s=0.1, decode_s=0.25)
+
+
+def test_small_pictures_do_not_wait_for_large_ones() -> None:
+    """12 of 512 x 512 pixels that come behind two of 2048 x 2048, on two H200s."""
+    arrivals = [Arrival(at_s=0.0, shape="2048x2048", num_steps=NUM_STEPS)] * 2
+    arrivals += [Arrival(at_s=0.1, shape="512x512", num_steps=NUM_STEPS)] * 12
+    latencies_s = Simulation(gang=ELASTIC, policy=make_policy("shortest")).run(arrivals)
+    assert fmean(latencies_s[i] for i in range(2, 14)) <= 5.0
+    assert max(latencies_s.values()) <= 30.5
+    in_turn = Simulation(gang=ELASTIC, policy=make_policy("arrival")).run(arrivals)
+    assert fmean(in_turn[i] for i in range(2, 14)) > 15.0
+
+
+def test_pictures_of_one_size_wait_little_and_are_many() -> None:
+    """8 of 1024 x 1024 pixels at once, on two H200s."""
+    latencies_s = Simulation(gang=ELASTIC, policy=make_policy("shortest")).run(
+        [Arrival(at_s=0.0, shape="1024x1024", num_steps=NUM_STEPS)] * 8
+    )
+    assert fmean(latencies_s.values()) <= 9.2
+    assert len(latencies_s) / max(latencies_s.values()) >= 0.53
+
+
+def test_under_load_nearly_all_are_done_in_three_times_their_lone_time() -> None:
+    """At a load of 0.75; first come, first served does that for half of them."""
+    lone_s = {shape: NUM_STEPS * by_size[2] for shape, by_size in STEPS.items()}
+    arrivals = mixed(600, 0.75 / (0.70 * lone_s["512x512"] + 0.25 * lone_s["1024x1024"] + 0.05 * lone_s["2048x2048"]))
+    shares = {}
+    for name in ("shortest", "arrival"):
+        latencies_s = Simulation(gang=SimulatedGang(steps=STEPS, num_ranks=2), policy=make_policy(name)).run(arrivals)
+        shares[name] = fmean(latencies_s[i] <= 3 * lone_s[one.shape] for i, one in enumerate(arrivals))
+    assert shares["shortest"] >= 0.93
+    assert shares["arrival"] < 0.7
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_finish_times_are_predicted(elastic: bool) -> None:
+    """To a tenth, for the median picture of a loaded gang: what comes later may change them."""
+    gang = SimulatedGang(steps=STEPS, num_ranks=2, elastic=elastic)
+    simulation = Simulation(gang=gang, policy=make_policy("shortest"))
+    latencies_s = simulation.run(mixed(300, 0.5))
+    errors = sorted(abs(simulation.predicted_s[i] - latency_s) / latency_s for i, latency_s in latencies_s.items())
+    assert errors[len(errors) // 2] <= 0.1
+    assert errors[-1] > 0.1, "who comes later is not known"

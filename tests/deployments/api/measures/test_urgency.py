@@ -1,0 +1,75 @@
+"""How urgent a request is, when it will be done, and what it took: fields in, headers out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from engines.gang.errors import TooLateError
+from pipelines.request import MediaRequest
+from tests.deployments.api.test_images import IMAGES
+from tests.deployments.api.test_videos import finished, make
+from tests.deployments.support.fake_studio import ETA_S, GPU_S, FakeStudio
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({}, ("default", None)),
+        ({"service_tier": "auto"}, ("default", None)),
+        ({"service_tier": "flex", "deadline_s": 90}, ("flex", 90.0)),
+        ({"service_tier": "priority", "deadline_s": 2.5}, ("priority", 2.5)),
+    ],
+)
+async def test_what_the_studio_hears(
+    client: httpx.AsyncClient, studio: FakeStudio, body: dict[str, Any], expected: tuple[str, float | None]
+) -> None:
+    assert (await client.post(IMAGES, json={"prompt": "a", **body})).status_code == 200
+    (request,) = studio.performed
+    assert (request.service_tier, request.deadline_s, request.key) == (*expected, "")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("service_tier", "scale"), ("deadline_s", 0), ("deadline_s", -1), ("deadline_s", "soon")]
+)
+async def test_what_is_no_urgency(client: httpx.AsyncClient, name: str, value: object) -> None:
+    answer = await client.post(IMAGES, json={"prompt": "a", name: value})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+
+
+async def test_headers_tell_what_was_predicted_and_what_it_took(client: httpx.AsyncClient) -> None:
+    """Of two pictures the later end, and the work of both."""
+    answer = await client.post(IMAGES, json={"prompt": "a", "n": 2, "seed": 1})
+    assert answer.headers["X-Troupe-Eta"] == f"{ETA_S + 2:.3f}"
+    assert answer.headers["X-Troupe-Gpu-Seconds"] == f"{2 * GPU_S:.3f}"
+
+
+async def test_a_stream_tells_at_its_start_what_is_predicted(client: httpx.AsyncClient) -> None:
+    answer = await client.post(IMAGES, json={"prompt": "a", "seed": 3, "stream": True, "stream_progress": True})
+    assert answer.headers["X-Troupe-Eta"] == f"{ETA_S + 3:.3f}"
+    assert "troupe.progress" in answer.text
+
+
+def refuse(request: MediaRequest) -> None:
+    raise TooLateError(3, 7.2, 16.2, "deadline_s", 9.0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_would_be_late_is_refused(client: httpx.AsyncClient, studio: FakeStudio, stream: bool) -> None:
+    studio.before = refuse
+    answer = await client.post(IMAGES, json={"prompt": "a", "deadline_s": 9, "stream": stream})
+    assert (answer.status_code, answer.headers["Retry-After"]) == (429, "8")
+    error = answer.json()["error"]
+    assert (error["code"], error["type"]) == ("too_late", "rate_limit_error")
+    assert "16.2 s" in error["message"]
+
+
+async def test_a_clip_that_would_be_late_fails_and_is_not_tried_again(
+    client: httpx.AsyncClient, studio: FakeStudio
+) -> None:
+    studio.before = refuse
+    clip = await finished(client, (await make(client, deadline_s=9))["id"])
+    assert (clip["status"], clip["error"]["code"]) == ("failed", "too_late")
+    assert len(studio.performed) == 1

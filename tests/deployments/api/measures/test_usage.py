@@ -1,0 +1,64 @@
+"""What keys use, and what they are refused, over HTTP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+
+from deployments.api.app import create_api
+from deployments.api.settings import ApiSettings
+from deployments.clips.clips import Clips
+from deployments.clips.settings import ClipSettings
+from deployments.keys import KeyRing, hash_of
+from deployments.quotas import KeyLimits, Quotas
+from deployments.studio.metered import MeteredStudio
+from tests.deployments.api.conftest import client_of
+from tests.deployments.api.test_images import IMAGES
+from tests.deployments.api.test_videos import finished
+from tests.deployments.support.fake_studio import GPU_S, FakeStudio
+
+LIMITS = (
+    KeyLimits(gpu_seconds_per_minute=2 * GPU_S, max_concurrent=2),
+    KeyLimits(key=hash_of("large")[:10], weight=3),
+)
+
+
+def metered(studio: FakeStudio, folder: Path) -> FastAPI:
+    """The API as an ingress has it: clips and pictures in one account."""
+    quotas = Quotas(LIMITS)
+    counted = MeteredStudio(studio, quotas)
+    settings = ApiSettings(data_dir=folder, keys=KeyRing(["small", "large"]), key_limits=LIMITS)
+    clips = Clips(counted, ClipSettings(data_dir=folder, progress_s=0.02, poll_s=0.1))
+    return create_api(counted, settings, clips, quotas=quotas)
+
+
+def of(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+async def used(client: httpx.AsyncClient, key: str) -> dict[str, Any]:
+    usage: dict[str, Any] = (await client.get("/v1/usage", headers=of(key))).json()
+    return usage
+
+
+async def test_keys_have_accounts_and_limits_of_their_own(studio: FakeStudio, tmp_path: Path) -> None:
+    async with client_of(metered(studio, tmp_path)) as client:
+        for num, status in ((3, 429), (2, 200), (1, 429)):
+            answer = await client.post(IMAGES, json={"prompt": "a", "n": num}, headers=of("small"))
+            assert answer.status_code == status, answer.text
+        assert answer.json()["error"]["code"] == "key_limit"
+        assert 50 <= int(answer.headers["Retry-After"]) <= 60
+        answer = await client.post("/v1/videos", json={"prompt": "a"}, headers=of("small"))
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "key_limit")
+        small, large = await used(client, "small"), await used(client, "large")
+        assert (small["num_requests"], small["gpu_seconds"], small["gpu_seconds_last_minute"]) == (2, 3.0, 3.0)
+        assert (small["weight"], small["max_concurrent"], small["gpu_seconds_per_minute"]) == (1.0, 2, 3.0)
+        assert (large["num_requests"], large["weight"], large["max_concurrent"]) == (0, 3.0, None)
+        clip = await client.post("/v1/videos", json={"prompt": "a"}, headers=of("large"))
+        client.headers.update(of("large"))
+        await finished(client, clip.json()["id"])
+        assert (await used(client, "large"))["gpu_seconds"] == GPU_S
+        assert {(one.key, one.weight) for one in studio.performed} == {(hash_of("small"), 1.0), (hash_of("large"), 3.0)}

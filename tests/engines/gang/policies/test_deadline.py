@@ -1,0 +1,66 @@
+"""Deadlines that can be met come before those that cannot, and small teams do where they meet them."""
+
+from __future__ import annotations
+
+from engines.gang.job import Job
+from engines.gang.policies.deadline import Deadline
+from engines.gang.scheduler import Scheduler
+from tests.engines.gang.support.plans import scheduler
+
+HALF = {1: 1.0, 2: 0.6}
+"""Seconds of a step by team size: two ranks are 1.67 times as fast as one."""
+
+
+def due(job_id: str, deadline_s: float | None, num_steps: int = 4, **fields: object) -> Job:
+    own = {"request": None, "conditioning": None, "estimates_s": HALF, **fields}
+    return Job(job_id=job_id, num_steps=num_steps, deadline_s=deadline_s, **own)  # type: ignore[arg-type]
+
+
+def order_of(subject: Scheduler, now_s: float = 0.0) -> list[str]:
+    """Each job once, in the order of their ends; time goes on as predicted."""
+    ends = []
+    while plan := subject.next_plan(now_s=now_s):
+        now_s += max(HALF[work.num_ranks] for work in plan.works)
+        ends += [step.job_id for work in plan.works for step in work.job_steps if step.emit == "final"]
+    return ends
+
+
+def test_the_earliest_deadline_goes_first() -> None:
+    subject = scheduler(num_ranks=2, policy=Deadline())
+    for name, deadline_s in (("late", 30.0), ("soon", 5.0), ("between", 10.0)):
+        subject.add(due(name, deadline_s))
+    assert order_of(subject) == ["soon", "between", "late"]
+
+
+def test_who_cannot_be_in_time_any_more_goes_last() -> None:
+    subject = scheduler(num_ranks=2, policy=Deadline())
+    for name, deadline_s in (("hopeless", 1.0), ("possible", 9.0)):
+        subject.add(due(name, deadline_s))
+    assert order_of(subject) == ["possible", "hopeless"]
+
+
+def test_a_deadline_counts_from_when_the_job_came() -> None:
+    subject = scheduler(num_ranks=2, policy=Deadline())
+    subject.add(due("early", 20.0), now_s=100.0)
+    subject.add(due("late", 11.0), now_s=110.0)
+    assert order_of(subject, now_s=110.0) == ["early", "late"]
+
+
+def test_a_job_without_a_deadline_is_to_be_done_in_three_times_its_own_time() -> None:
+    """Its 4 steps take 2.4 s, so that it is due after 7.2."""
+    for deadline_s, expected in ((7.0, ["said", "silent"]), (7.4, ["silent", "said"])):
+        subject = scheduler(num_ranks=2, policy=Deadline())
+        subject.add(due("silent", None))
+        subject.add(due("said", deadline_s))
+        assert order_of(subject) == expected
+
+
+def test_teams_are_as_small_as_deadlines_allow() -> None:
+    """One rank is enough for both where there is time for that; else the one that is due first gets both."""
+    for deadline_s, expected in ((4.5, {"a": (0,), "b": (1,)}), (3.0, {"a": (0, 1)})):
+        subject = scheduler(num_ranks=2, elastic=True, policy=Deadline())
+        subject.add(due("a", deadline_s))
+        subject.add(due("b", 4.5))
+        plan = subject.next_plan()
+        assert plan is not None
+        assert {work.job_ids[0]: work.ranks for work in plan.works} == expected

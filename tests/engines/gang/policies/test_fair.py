@@ -1,0 +1,78 @@
+"""Keys get the same while they have jobs, or as their weights say; by the plans alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engines.gang.job import Job
+from engines.gang.policies.fair import Fair
+from engines.gang.scheduler import Scheduler
+from tests.engines.gang.support.plans import scheduler
+
+QUANTUM_S = 4.0
+
+
+def add(
+    subject: Scheduler, name: str, key: str, *, step_s: float = 1.0, num_steps: int = 3, weight: float = 1.0
+) -> None:
+    own = {"request": None, "conditioning": None, "estimates_s": {1: step_s}}
+    subject.add(Job(job_id=name, num_steps=num_steps, key=key, weight=weight, **own))  # type: ignore[arg-type]
+
+
+def served_s(subject: Scheduler, lengths: dict[str, float], num_plans: int) -> Counter[str]:
+    """Seconds by key, in so many plans. Jobs are named by their key."""
+    seconds: Counter[str] = Counter()
+    for _ in range(num_plans):
+        plan = subject.next_plan()
+        assert plan is not None
+        (work,) = plan.works
+        key = work.job_ids[0][0]
+        seconds[key] += lengths[key]  # type: ignore[assignment]
+    return seconds
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    step_s=st.tuples(*[st.sampled_from([0.5, 1.0, 3.0, 7.0])] * 3),
+    weights=st.tuples(*[st.sampled_from([1.0, 2.0, 5.0])] * 3),
+    num_steps=st.integers(1, 9),
+)
+def test_shares_are_as_weights_say(
+    step_s: tuple[float, float, float], weights: tuple[float, float, float], num_steps: int
+) -> None:
+    """However long their steps are and however many they have; up to a turn and a step of each."""
+    subject = scheduler(num_ranks=1, max_running_jobs=10_000, policy=Fair(QUANTUM_S))
+    lengths = dict(zip("abc", step_s, strict=True))
+    for key, weight in zip("abc", weights, strict=True):
+        for i in range(80 // num_steps + 1):
+            add(subject, f"{key}{i}", key, step_s=lengths[key], num_steps=num_steps, weight=weight)
+    seconds = served_s(subject, lengths, 80)
+    rounds = [seconds[key] / (QUANTUM_S * weight) for key, weight in zip("abc", weights, strict=True)]
+    slack = 1 + max(step / QUANTUM_S for step in step_s)
+    assert max(rounds) - min(rounds) <= 2 * slack
+
+
+def test_who_asks_for_much_does_not_hold_up_who_asks_for_little() -> None:
+    subject = scheduler(num_ranks=1, policy=Fair(QUANTUM_S))
+    for i in range(20):
+        add(subject, f"m{i}", "much")
+    subject.next_plan()
+    add(subject, "l", "little")
+    order = [work.job_ids[0] for plan in iter(subject.next_plan, None) for work in plan.works]
+    assert order.index("l") <= QUANTUM_S
+
+
+def test_a_key_without_jobs_saves_nothing() -> None:
+    """It comes back after long, and gets no more than its turn."""
+    subject = scheduler(num_ranks=1, max_running_jobs=100, policy=Fair(QUANTUM_S))
+    add(subject, "b0", "b", num_steps=1)
+    for i in range(40):
+        add(subject, f"a{i}", "a")
+    served_s(subject, {"a": 1.0, "b": 1.0}, 60)
+    for i in range(20):
+        add(subject, f"b{i + 1}", "b")
+    seconds = served_s(subject, {"a": 1.0, "b": 1.0}, 16)
+    assert abs(seconds["a"] - seconds["b"]) <= QUANTUM_S

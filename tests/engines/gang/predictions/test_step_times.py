@@ -1,0 +1,105 @@
+"""What is predicted of a step: what was measured, kept and found again; and what follows from it for others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engines.gang.job import Job
+from engines.gang.predictions.prediction import StepPrediction
+from engines.gang.predictions.rough import rough_step_s
+from engines.gang.predictions.step_times import StepTimes
+
+SHAPE = (1024, 1024, 1, False, (("prompt_embeds", (1, 512, 4096)),))
+
+
+def job(shape: object = SHAPE, **estimates_s: float) -> Job:
+    sizes = {int(name.removeprefix("on_")): s for name, s in estimates_s.items()}
+    return Job(job_id="a", request=None, conditioning=None, num_steps=28, shape=shape, estimates_s=sizes)
+
+
+def heard(times: StepTimes, one: Job, team_size: int, *step_s: float) -> bool:
+    for each in step_s:
+        times.note(one, team_size, each)
+    return times.changed()
+
+
+def test_the_median_is_kept_and_found_again_by_the_next_gang(tmp_path: Path) -> None:
+    file = tmp_path / "times" / "model.json"
+    times = StepTimes(file)
+    assert heard(times, job(), 2, 0.066, 0.068, 0.9)
+    times.save()
+    again = StepTimes(file).prediction()
+    assert again.step_s(job(), 2) == times.prediction().step_s(job(), 2) == 0.068
+    assert again.is_measured(job(), 2)
+    assert not again.is_measured(job(), 1)
+
+
+def test_what_is_known_stays_until_it_is_wrong_by_a_tenth() -> None:
+    times = StepTimes()
+    heard(times, job(), 2, 0.100, 0.100)
+    assert not heard(times, job(), 2, *[0.105] * 20)
+    assert times.prediction().step_s(job(), 2) == 0.1
+    assert heard(times, job(), 2, *[0.12] * 32)
+    assert times.prediction().step_s(job(), 2) == 0.12
+
+
+def test_two_gangs_keep_what_both_measured(tmp_path: Path) -> None:
+    file = tmp_path / "model.json"
+    one, other = StepTimes(file), StepTimes(file)
+    heard(one, job(), 1, 0.12, 0.12)
+    heard(other, job(), 2, 0.07, 0.07)
+    one.save()
+    other.save()
+    both = StepTimes(file).prediction()
+    assert (both.step_s(job(), 1), both.step_s(job(), 2)) == (0.12, 0.07)
+
+
+@pytest.mark.parametrize("text", ["no JSON", "[1, 2]", '{"shape": 3}', '{"shape": {"two": 1.0}}'])
+def test_a_file_that_cannot_be_read_is_measured_anew(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "model.json"
+    file.write_text(text)
+    times = StepTimes(file)
+    assert not times.prediction().measured
+    heard(times, job(), 2, 0.07, 0.07)
+    times.save()
+    assert StepTimes(file).prediction().step_s(job(), 2) == 0.07
+
+
+def test_a_folder_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    times = StepTimes(tmp_path / "file" / "model.json")
+    heard(times, job(), 2, 0.07, 0.07)
+    times.save()
+    assert times.prediction().step_s(job(), 2) == 0.07
+
+
+def test_estimates_are_corrected_by_what_was_measured() -> None:
+    """Steps take half as long here as the estimates say."""
+    times = StepTimes()
+    heard(times, job("small", on_1=0.2), 1, 0.1, 0.1)
+    prediction = times.prediction()
+    assert prediction.step_s(job("large", on_1=1.6), 1) == pytest.approx(0.8)
+    assert prediction.step_s(job("large", on_1=1.6), 2) == pytest.approx(0.8 / 2**0.8)
+
+
+def test_another_team_of_a_measured_shape_goes_by_the_estimates() -> None:
+    prediction = StepPrediction(measured={(repr(SHAPE), 2): 0.07})
+    assert prediction.step_s(job(on_1=1.0, on_2=0.5), 1) == pytest.approx(0.14)
+    assert prediction.step_s(job(), 1) == pytest.approx(0.07 * 2**0.8)
+
+
+def test_a_job_of_which_nothing_is_known_takes_the_usual_time() -> None:
+    times = StepTimes()
+    assert times.prediction().step_s(job(None), 1) == 1.0
+    heard(times, job(), 1, 0.03, 0.03)
+    assert times.prediction().step_s(job(None), 1) == pytest.approx(0.03)
+
+
+def test_rough_estimates_grow_as_steps_do() -> None:
+    """Steps of FLUX.1-dev on one H200, in milliseconds, with 512 tokens of text."""
+    measured_ms = {32 * 32: 35.4, 64 * 64: 121.0, 128 * 128: 730.0}
+    estimates = [rough_step_s(tokens + 512) for tokens in measured_ms]
+    ratios = [ms / estimate for ms, estimate in zip(measured_ms.values(), estimates, strict=True)]
+    assert max(ratios) / min(ratios) < 1.1
