@@ -53,15 +53,18 @@ def _commands() -> list[tuple[str, list[str]]]:
 
 
 @pytest.fixture
-def torch_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Trainers set what is global to the process; other tests need it as it was."""
+def torch_as_before() -> Iterator[None]:
+    """Trainers set what is global to the process; other tests need it as it was.
+
+    A patch of pytest's does not do for the compiler's options: undoing it deletes the option.
+    """
     precision = torch.get_float32_matmul_precision()
-    cudnn = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", torch._dynamo.config.recompile_limit)
+    sdp = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    cudnn, limit = torch.backends.cudnn.benchmark, torch._dynamo.config.recompile_limit
     yield
     torch.set_float32_matmul_precision(precision)
-    torch.backends.cuda.enable_cudnn_sdp(cudnn)
+    torch.backends.cuda.enable_cudnn_sdp(sdp)
+    torch.backends.cudnn.benchmark, torch._dynamo.config.recompile_limit = cudnn, limit
 
 
 @pytest.mark.parametrize("command", _commands(), ids=lambda command: command[0])
