@@ -1,8 +1,8 @@
 """How the small shipped models were trained, and how they are judged.
 
-`shapes` has what can be drawn and what is held out (`scenes`), draws it (`draw`), names it (`captions`), makes
-tokenizers of the captions (`tokens`) and asks what they say (`reading`). `vae`, `flux_shapes` and `wan_shapes` are the
-trainers; `loop`, `fast`, `optimizers` and `options` are what they share. `evaluate` scores held-out prompts by `judge`,
-`seeds` compares seeds, `pictures` draws for the report. Commands, times and scores:
-`benchmarks/reports/shipped-models_*.md`.
+`shapes` has what can be drawn and what is held out (`scenes`), draws it (`draw`), names it plainly (`captions`) or in
+free wording (`wording`, which keeps some templates for evaluation), makes tokenizers of the captions (`tokens`) and
+asks what they say (`reading`). `vae`, `flux_shapes` and `wan_shapes` are the trainers; `loop`, `fast`, `optimizers` and
+`options` are what they share. `evaluate` scores held-out prompts by `judge`, `seeds` compares seeds, `pictures` draws
+for the report. Commands, times and scores: `benchmarks/reports/shipped-models_*.md`.
 """

@@ -9,6 +9,8 @@ import json
 import random
 import time
 from collections import Counter
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,26 +24,30 @@ from training.judge import Picture, SeenShape, look_at, motion_of, place_of
 from training.shapes.captions import CaptionParts, caption, motion_caption
 from training.shapes.scenes import PLACES, Item, MotionScene, Scene, held_out_motion_scene, held_out_scene
 from training.shapes.tokens import MAX_LENGTH
+from training.shapes.wording.phrases import NEW, SHOWN, free_caption, free_motion_caption
 from training.wan_model import NUM_FRAMES
 
 CHECKPOINTS = Path(__file__).parents[1] / "pipelines" / "checkpoints"
+WORDINGS = {"plain": None, "free": SHOWN, "unseen": NEW}  # "unseen" templates are in no training caption
 SETTINGS = ("model", "prompts", "height", "width", "steps", "guidance", "device", "dtype", "seed")
 EVERYTHING = CaptionParts(size=True, place=True, background=True)
 Checks = dict[str, bool]
 
 
-def held_out_prompts(count: int, seed: int) -> list[tuple[Scene, str]]:
-    """Returns still scenes that training never showed, with captions that say everything."""
-    rng = random.Random(seed)
+def held_out_prompts(count: int, seed: int, wording: str = "plain") -> list[tuple[Scene, str]]:
+    """Returns still scenes that training never showed, with captions that say everything, in one of `WORDINGS`."""
+    rng, words = random.Random(seed), WORDINGS[wording]
     scenes = [held_out_scene(rng) for _ in range(count)]
-    return [(scene, caption(scene, rng, EVERYTHING)) for scene in scenes]
+    say = partial(free_caption, wording=words) if words else caption
+    return [(scene, say(scene, rng, EVERYTHING)) for scene in scenes]
 
 
-def held_out_motion_prompts(count: int, seed: int) -> list[tuple[MotionScene, str]]:
-    """Returns video scenes that training never showed, with captions that say everything."""
-    rng = random.Random(seed)
+def held_out_motion_prompts(count: int, seed: int, wording: str = "plain") -> list[tuple[MotionScene, str]]:
+    """Returns video scenes that training never showed, with captions that say everything, in one of `WORDINGS`."""
+    rng, words = random.Random(seed), WORDINGS[wording]
     scenes = [held_out_motion_scene(rng) for _ in range(count)]
-    return [(scene, motion_caption(scene, rng, EVERYTHING)) for scene in scenes]
+    say = partial(free_motion_caption, wording=words) if words else motion_caption
+    return [(scene, say(scene, rng, EVERYTHING)) for scene in scenes]
 
 
 def _looks_like(item: Item, seen: SeenShape) -> bool:
@@ -108,6 +114,7 @@ def with_shipped_settings(args: argparse.Namespace, model: str) -> argparse.Name
         "width": shipped.width,
         "steps": shipped.num_inference_steps,
         "guidance": guidance,
+        "tokens": MAX_LENGTH,
     }
     overrides = {name: value for name, value in vars(args).items() if value is not None}
     return argparse.Namespace(**(vars(args) | settings | overrides))
@@ -126,7 +133,7 @@ def paint_stills(pipeline: Any, prompts: list[str], args: argparse.Namespace, se
         width=args.width,
         num_inference_steps=args.steps,
         guidance_scale=args.guidance,
-        max_sequence_length=MAX_LENGTH,
+        max_sequence_length=args.tokens,
         generator=_generators(seed, len(prompts)),
         output_type="np",
     ).images
@@ -143,7 +150,7 @@ def paint_videos(pipeline: Any, prompts: list[str], args: argparse.Namespace, se
         num_frames=NUM_FRAMES,
         num_inference_steps=args.steps,
         guidance_scale=args.guidance,
-        max_sequence_length=MAX_LENGTH,
+        max_sequence_length=args.tokens,
         generator=_generators(seed, len(prompts)),
         output_type="np",
     ).frames
@@ -154,23 +161,25 @@ def _batches(prompts: list[Any], size: int) -> list[list[Any]]:
     return [prompts[start : start + size] for start in range(0, len(prompts), size)]
 
 
-def _score_stills(pipeline: Any, args: argparse.Namespace) -> list[tuple[str, Checks]]:
-    scored = []
-    for number, batch in enumerate(_batches(held_out_prompts(args.prompts, args.seed), args.batch)):
-        images = paint_stills(pipeline, [text for _, text in batch], args, number * args.batch)
-        scored += [
-            (text, check_still(scene, look_at(image))) for (scene, text), image in zip(batch, images, strict=True)
-        ]
-    return scored
+def _paint(pipeline: Any, prompts: list[str], args: argparse.Namespace) -> list[judge.Pixels]:
+    paint = paint_stills if args.model == "flux-shapes" else paint_videos
+    batches = enumerate(_batches(prompts, args.batch))
+    return [one for number, batch in batches for one in paint(pipeline, batch, args, number * args.batch)]
 
 
-def _score_videos(pipeline: Any, args: argparse.Namespace) -> list[tuple[str, Checks]]:
-    scored = []
-    for number, batch in enumerate(_batches(held_out_motion_prompts(args.prompts, args.seed), args.batch)):
-        videos = paint_videos(pipeline, [text for _, text in batch], args, number * args.batch)
-        for (scene, text), video in zip(batch, videos, strict=True):
-            scored.append((text, check_motion(scene, [look_at(frame) for frame in video])))
-    return scored
+def _score_stills(pipeline: Any, args: argparse.Namespace, wording: str) -> list[tuple[str, Checks]]:
+    prompts = held_out_prompts(args.prompts, args.seed, wording)
+    images = _paint(pipeline, [text for _, text in prompts], args)
+    return [(text, check_still(scene, look_at(image))) for (scene, text), image in zip(prompts, images, strict=True)]
+
+
+def _score_videos(pipeline: Any, args: argparse.Namespace, wording: str) -> list[tuple[str, Checks]]:
+    prompts = held_out_motion_prompts(args.prompts, args.seed, wording)
+    videos = _paint(pipeline, [text for _, text in prompts], args)
+    return [
+        (text, check_motion(scene, [look_at(frame) for frame in video]))
+        for (scene, text), video in zip(prompts, videos, strict=True)
+    ]
 
 
 def summary(scored: list[tuple[str, Checks]]) -> dict[str, dict[str, float]]:
@@ -188,18 +197,28 @@ def load(model: str, checkpoint: Path | None = None, dtype: torch.dtype = torch.
     return pipeline
 
 
-def evaluate(args: argparse.Namespace) -> dict[str, Any]:
-    """Paints and judges the held-out prompts, prints those that failed if asked to, and returns settings and shares."""
-    args = with_shipped_settings(args, args.model)
-    pipeline = load(args.model, args.checkpoint, getattr(torch, args.dtype)).to(args.device)
-    start_s = time.monotonic()
-    scored = (_score_stills if args.model == "flux-shapes" else _score_videos)(pipeline, args)
+def _score(pipeline: Any, args: argparse.Namespace, wording: str) -> list[tuple[str, Checks]]:
+    """Returns each prompt and what its picture shows, with "all" of it as one more check."""
+    scored = (_score_stills if args.model == "flux-shapes" else _score_videos)(pipeline, args, wording)
+    scored = [(text, {"all": all(checks.values())} | checks) for text, checks in scored]
     for text, checks in scored:
-        wrong = [name for name, passed in checks.items() if not passed and "(" not in name]
+        wrong = [name for name, passed in checks.items() if not passed and name != "all" and "(" not in name]
         if wrong and args.verbose:
             print(f"{', '.join(wrong)}: {text}")
+    return scored
+
+
+def evaluate(args: argparse.Namespace) -> dict[str, Any]:
+    """Paints and judges the held-out prompts, prints those that failed if asked to, and returns settings and shares:
+    those of the first wording and length as "checks", and of each further one under its name."""
+    args = with_shipped_settings(args, args.model)
+    pipeline = load(args.model, args.checkpoint, getattr(torch, args.dtype)).to(args.device)
+    start_s, names, shares = time.monotonic(), iter(["checks"]), {}
+    for wording, tokens in product(args.wordings, args.lengths):
+        name = next(names, f"checks ({wording} wording, {tokens} tokens)")
+        shares[name] = summary(_score(pipeline, argparse.Namespace(**vars(args) | {"tokens": tokens}), wording))
     settings = {name: getattr(args, name) for name in SETTINGS}
-    return {**settings, "wall_s": round(time.monotonic() - start_s, 1), "checks": summary(scored)}
+    return {**settings, "wall_s": round(time.monotonic() - start_s, 1), **shares}
 
 
 def main() -> None:
@@ -210,6 +229,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=24)
     for name, kind in (("--height", int), ("--width", int), ("--steps", int), ("--guidance", float)):
         parser.add_argument(name, type=kind, help="default: the shipped model's")
+    parser.add_argument("--wordings", nargs="+", choices=tuple(WORDINGS), default=["plain"])
+    parser.add_argument("--lengths", nargs="+", type=int, default=[MAX_LENGTH], help="of prompts, in tokens")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")

@@ -1,26 +1,50 @@
 """What flux-shapes is trained on: latent pools of every picture size, and the captions' tokens and labels."""
 
 import random
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from diffusers import AutoencoderKL
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedTokenizerBase
 
 from training.pool import CaptionedDrawings, LatentPool, token_ids, with_dropout
 from training.shapes.draw import draw
+from training.shapes.tokens import MAX_LENGTH
 
 MAIN_SIZE = (128, 128)
 SIZES = {MAIN_SIZE: 11, (96, 96): 2, (96, 128): 2, (128, 96): 2, (64, 64): 1, (160, 160): 2}
 OTHERS_FROM = 0.4  # progress from which the other sizes are shown too
 REFRESH_EVERY = 8
+LONG_LENGTH = 512  # tokens that diffusers pads a prompt to unless it is told otherwise
+LONG_SHARE = 4  # a step with long prompts has so much smaller a batch
 Size = tuple[int, int]
 Tokenizers = tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shown:
+    """What a step shows: pictures of one size, and prompts padded to one length."""
+
+    size: Size
+    num_tokens: int = MAX_LENGTH
+
+    @property
+    def is_long(self) -> bool:
+        return self.num_tokens > MAX_LENGTH
+
+    def batch(self, usual: int) -> int:
+        """Returns how many pictures the step shows."""
+        return max(usual // LONG_SHARE, 1) if self.is_long else usual
+
+
 class PictureDataset:
-    """Latents and captions, all on the device."""
+    """Latents and captions, all on the device. One step in `long_every` has prompts of the next of `long_lengths`."""
+
+    long_every = 8
+    long_lengths: tuple[int, ...] = (LONG_LENGTH, 128, LONG_LENGTH, 256)
 
     def __init__(
         self,
@@ -66,6 +90,27 @@ class PictureDataset:
         if self.steps % REFRESH_EVERY == 0:
             self.pools[size].refresh()
         return size
+
+    @property
+    def kinds(self) -> tuple[Shown, ...]:
+        """Returns all that steps may show."""
+        return (
+            *(Shown(size=size) for size in SIZES),
+            *(Shown(size=MAIN_SIZE, num_tokens=length) for length in dict.fromkeys(self.long_lengths)),
+        )
+
+    def next_shown(self, progress: float) -> Shown:
+        """Returns what the next step shows; now and then it puts new pictures in a pool."""
+        size, (rounds, rest) = self.next_size(progress), divmod(self.steps, self.long_every)
+        if rest == 1 and progress >= OTHERS_FROM:
+            return Shown(size=MAIN_SIZE, num_tokens=self.long_lengths[rounds % len(self.long_lengths)])
+        return Shown(size=size)
+
+    def words(self, row_B: Tensor, num_tokens: int = MAX_LENGTH) -> tuple[Tensor, Tensor]:
+        """Returns the token ids (B, 48) for CLIP and (B, `num_tokens`) for T5."""
+        padding = num_tokens - MAX_LENGTH
+        t5_ids = functional.pad(self.t5_ids[row_B], (0, padding), value=self.t5_tokenizer.pad_token_id)
+        return self.clip_ids[row_B], t5_ids
 
     def sample(self, size: Size, batch: int) -> tuple[Tensor, Tensor]:
         """Returns latents of this size and the rows of their captions, some of them the empty prompt's."""

@@ -17,17 +17,18 @@ from diffusers import AutoencoderKL, FluxPipeline
 from torch import Tensor
 
 from training.export import export_flux
-from training.fast import TensorFunction, prepare, speed_up, undo_speed_up
+from training.fast import TensorFunction, prepare, speed_up, uncompiled, undo_speed_up
 from training.flow import noisy, sample_sigma
-from training.flux_data import SIZES, PictureDataset, Size, Tokenizers
+from training.flux_data import PictureDataset, Shown, Tokenizers
 from training.flux_model import FluxModel, shift_of
 from training.latents import pack
 from training.loop import Run, fit, step_of
 from training.options import budget_of, device_of, flow_options
-from training.pool import CaptionedDrawings, captioned_stills
-from training.shapes.tokens import byte_pairs, sentence_pieces
+from training.pool import captioned_stills
+from training.shapes.tokens import byte_pairs, load_for_tokens, sentence_pieces
 
 GUIDANCE = (1.0, 5.0)
+NUM_MERGES = 1000  # freely worded captions have a few hundred words
 
 
 def noised(latents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -37,27 +38,31 @@ def noised(latents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return *noisy(latents, sigma_B), sigma_B
 
 
-def flow_loss(model: FluxModel, data: PictureDataset, size: Size, args: argparse.Namespace) -> Tensor:
+def flow_loss(model: FluxModel, data: PictureDataset, args: argparse.Namespace, shown: Shown) -> Tensor:
     """Returns the squared error of the velocity at guidance 1, and the reader's loss (2,)."""
-    latents, row = data.sample(size, args.batch)
+    latents, row = data.sample(shown.size, shown.batch(args.batch))
     noisy_latents, velocity, sigma_B = noised(latents)
-    text = model.text(data.clip_ids[row], data.t5_ids[row])
+    text = model.text(*data.words(row, shown.num_tokens))
     error = model.velocity(noisy_latents, sigma_B, torch.ones_like(sigma_B), text) - pack(velocity)
     return torch.stack((error.square().mean(), args.reading * model.reader.loss(text[1], data.labels[row])))
 
 
-def distillation_loss(model: FluxModel, teacher: FluxModel, data: PictureDataset, size: Size, batch: int) -> Tensor:
-    """Returns the squared error to the teacher's guided velocity, at a random guidance scale."""
-    latents, row = data.sample(size, batch)
+def distillation_loss(
+    model: FluxModel, teacher: FluxModel, data: PictureDataset, args: argparse.Namespace, shown: Shown
+) -> Tensor:
+    """Returns the squared error to the teacher's guided velocity, at a random guidance scale. The teacher reads short
+    prompts, whatever the model reads."""
+    latents, row = data.sample(shown.size, shown.batch(args.batch))
     noisy_latents, _, sigma_B = noised(latents)
     guidance_B = torch.empty_like(sigma_B).uniform_(*GUIDANCE)
+
+    def taught(rows: Tensor) -> Tensor:
+        return teacher.velocity(noisy_latents, sigma_B, torch.ones_like(sigma_B), model.text(*data.words(rows)))
+
     with torch.no_grad():
-        text = model.text(data.clip_ids[row], data.t5_ids[row])
-        empty = row.new_full(row.shape, data.empty)
-        empty_text = model.text(data.clip_ids[empty], data.t5_ids[empty])
-        one = torch.ones_like(sigma_B)
-        unguided = teacher.velocity(noisy_latents, sigma_B, one, empty_text)
-        guided = unguided + guidance_B[:, None, None] * (teacher.velocity(noisy_latents, sigma_B, one, text) - unguided)
+        unguided = taught(row.new_full(row.shape, data.empty))
+        guided = unguided + guidance_B[:, None, None] * (taught(row) - unguided)
+        text = model.text(*data.words(row, shown.num_tokens))
     return (model.velocity(noisy_latents, sigma_B, guidance_B, text) - guided).square().mean()
 
 
@@ -70,21 +75,24 @@ def accelerate(model: FluxModel, device: str) -> FluxModel:
     return model
 
 
-def _step_of_sizes(
-    run: Run, data: PictureDataset, loss_of: Callable[[Size], Tensor], *, all_sizes: bool, graph: bool
+def step_of_kinds(
+    run: Run, data: PictureDataset, loss_of: Callable[[Shown], Tensor], *, everything: bool, graph: bool
 ) -> TensorFunction:
-    """Returns a step that takes pictures of one size after the other, each size a graph of its own."""
-    steps = {size: step_of(run, partial(loss_of, size), graph=graph) for size in SIZES}
-    return lambda: steps[data.next_size(1.0 if all_sizes else run.progress)]()
+    """Returns a step that shows one size or length after the other, each a graph of its own."""
+
+    def loss(shown: Shown) -> Tensor:
+        with uncompiled(on=shown.is_long):
+            return loss_of(shown)
+
+    steps = {shown: step_of(run, partial(loss, shown), graph=graph) for shown in data.kinds}
+    return lambda: steps[data.next_shown(1.0 if everything else run.progress)]()
 
 
 def _match_flow(model: FluxModel, data: PictureDataset, args: argparse.Namespace) -> Run:
     device, graph = device_of(args)
     run = Run(module=accelerate(model, device), budget=budget_of(args, args.out / "flow"))
-    step = _step_of_sizes(
-        run, data, lambda size: flow_loss(model, data, size, args), all_sizes=bool(args.start), graph=graph
-    )
-    fit(run, step, args.max_steps)
+    loss_of = partial(flow_loss, model, data, args)
+    fit(run, step_of_kinds(run, data, loss_of, everything=bool(args.start), graph=graph), args.max_steps)
     run.use_average()
     return run
 
@@ -114,29 +122,28 @@ def _distil(model: FluxModel, data: PictureDataset, args: argparse.Namespace) ->
     device, graph = device_of(args)
     teacher = accelerate(frozen(model), device)
     run = distillation(model, args)
-
-    def loss_of(size: Size) -> Tensor:
-        return distillation_loss(model, teacher, data, size, args.batch)
-
-    fit(run, _step_of_sizes(run, data, loss_of, all_sizes=True, graph=graph), args.max_steps)
+    loss_of = partial(distillation_loss, model, teacher, data, args)
+    fit(run, step_of_kinds(run, data, loss_of, everything=True, graph=graph), args.max_steps)
     run.use_average()
 
 
-def untrained(stills: CaptionedDrawings) -> tuple[FluxModel, Tokenizers]:
-    """Returns a new model, and tokenizers made from the captions."""
-    tokenizers = byte_pairs(stills.captions[:20_000]), sentence_pieces(stills.captions[:50_000])
-    return FluxModel(*tokenizers), tokenizers
+def tokenizers_of(captions: list[str]) -> Tokenizers:
+    """Returns CLIP's and T5's tokenizers, made from captions."""
+    pieces = sentence_pieces(captions[:50_000], ignore_case=True)
+    return byte_pairs(captions[:20_000], num_merges=NUM_MERGES), pieces
 
 
-def start(path: Path) -> tuple[FluxModel, Tokenizers]:
-    """Returns an exported pipeline's model and tokenizers, to train on from there."""
+def start(path: Path, tokenizers: Tokenizers | None = None) -> tuple[FluxModel, Tokenizers]:
+    """Returns an exported pipeline's model, to train on from there, and its tokenizers. With other tokenizers, tokens
+    that it had keep their embeddings."""
     pipeline: Any = FluxPipeline.from_pretrained(path, torch_dtype=torch.float32)
-    tokenizers = pipeline.tokenizer, pipeline.tokenizer_2
-    model = FluxModel(*tokenizers)
-    model.clip.load_state_dict(pipeline.text_encoder.state_dict())
-    model.t5.load_state_dict(pipeline.text_encoder_2.state_dict())
+    olds = pipeline.tokenizer, pipeline.tokenizer_2
+    news = tokenizers or olds
+    model = FluxModel(*news)
+    load_for_tokens(model.clip, pipeline.text_encoder, olds[0], news[0])
+    load_for_tokens(model.t5, pipeline.text_encoder_2, olds[1], news[1])
     model.transformer.load_state_dict(pipeline.transformer.state_dict())
-    return model, tokenizers
+    return model, news
 
 
 def train(args: argparse.Namespace) -> None:
@@ -145,7 +152,8 @@ def train(args: argparse.Namespace) -> None:
     device, graph = device_of(args)
     vae = AutoencoderKL.from_pretrained(args.vae).to(device).requires_grad_(False)
     stills = captioned_stills(args.captions, args.seed)
-    model, tokenizers = start(args.start) if args.start else untrained(stills)
+    tokenizers = tokenizers_of(stills.captions)
+    model = start(args.start, tokenizers)[0] if args.start else FluxModel(*tokenizers)
     data = PictureDataset(stills, vae, tokenizers, pool=args.pool, chunk=args.chunk, device=device, graph=graph)
     run = _match_flow(model.to(device), data, args)
     export_flux(args.out / "undistilled", frozen(model), copy.deepcopy(vae), *tokenizers)

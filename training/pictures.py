@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from training.evaluate import (
+    WORDINGS,
     held_out_motion_prompts,
     held_out_prompts,
     load,
@@ -45,8 +46,8 @@ def _rows(tiles: NDArray[np.uint8], columns: int) -> NDArray[np.uint8]:
 def contact_sheet(args: argparse.Namespace) -> None:
     """Paints held-out prompts on one sheet: stills in two rows, then one row of frames for each video."""
     flux, wan = load("flux-shapes"), load("wan-shapes")
-    stills = [text for _, text in held_out_prompts(NUM_STILLS, args.seed)]
-    motions = [text for _, text in held_out_motion_prompts(NUM_VIDEOS, args.seed)]
+    stills = [text for _, text in held_out_prompts(NUM_STILLS, args.seed, args.wording)]
+    motions = [text for _, text in held_out_motion_prompts(NUM_VIDEOS, args.seed, args.wording)]
     print("\n".join([*stills, *motions]))
     top = _rows(np.stack(paint_stills(flux, stills, args, args.seed)), NUM_STILLS // 2)
     videos = np.stack(paint_videos(wan, motions, args, args.seed))[:, FRAMES]
@@ -62,6 +63,7 @@ def main() -> None:
     parser.add_argument("--losses", nargs="*", default=[], metavar="NAME=PATH")
     parser.add_argument("--curve", type=Path)
     parser.add_argument("--sheet", type=Path)
+    parser.add_argument("--wording", choices=tuple(WORDINGS), default="plain")
     parser.add_argument("--seed", type=int, default=3)
     args = parser.parse_args()
     if args.curve:

@@ -14,8 +14,10 @@ from training.shapes.draw import Drawings, motion_drawings, still_drawings
 from training.shapes.reading import label_rows, motion_labels, still_labels
 from training.shapes.scenes import training_motion_scene, training_scene
 from training.shapes.tokens import MAX_LENGTH
+from training.shapes.wording.phrases import free_caption, free_motion_caption
 
 PROMPT_DROPOUT = 0.1
+FREE_SHARE = 0.65  # of the captions, that are worded freely
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +35,7 @@ def captioned_stills(count: int, seed: int) -> CaptionedDrawings:
     scenes = [training_scene(rng) for _ in range(count)]
     return CaptionedDrawings(
         drawings=still_drawings(scenes),
-        captions=[caption(scene, rng) for scene in scenes],
+        captions=[(free_caption if rng.random() < FREE_SHARE else caption)(scene, rng) for scene in scenes],
         labels=label_rows([still_labels(scene) for scene in scenes]),
     )
 
@@ -44,7 +46,9 @@ def captioned_motions(count: int, seed: int) -> CaptionedDrawings:
     scenes = [training_motion_scene(rng) for _ in range(count)]
     return CaptionedDrawings(
         drawings=motion_drawings(scenes),
-        captions=[motion_caption(scene, rng) for scene in scenes],
+        captions=[
+            (free_motion_caption if rng.random() < FREE_SHARE else motion_caption)(scene, rng) for scene in scenes
+        ],
         labels=label_rows([motion_labels(scene) for scene in scenes]),
     )
 

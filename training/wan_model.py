@@ -3,6 +3,7 @@
 import torch
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanTransformer3DModel
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedTokenizerBase, UMT5Config, UMT5EncoderModel
 
 from training.flux_model import TEXT_DIM, additive, t5_config
@@ -58,14 +59,15 @@ class WanModel(nn.Module):
         self.transformer = build_transformer()
         self.reader = Reader(TEXT_DIM, 1, MOTION_ANSWERS)
 
-    def text(self, ids_BL: Tensor) -> Tensor:
-        """Returns the sequence (B, L, D) in float32. Padding is not attended to, and its places are zero, as in Wan's
-        pipeline."""
+    def text(self, ids_BL: Tensor, num_tokens: int = 0) -> Tensor:
+        """Returns the sequence (B, L, D) in float32, L at least `num_tokens`. Padding is not attended to, and its
+        places are zero, as in Wan's pipeline."""
         ids = ids_BL.long()
         padding = ids == self.pad_id
         with torch.autocast(ids.device.type, torch.bfloat16):
             sequence: Tensor = self.umt5(ids, additive(padding[:, None, None])).last_hidden_state
-        return sequence.float() * ~padding[..., None]
+        length = max(num_tokens, ids.shape[1])
+        return functional.pad(sequence.float() * ~padding[..., None], (0, 0, 0, length - ids.shape[1]))
 
     def velocity(self, latents_BCFHW: Tensor, sigma_B: Tensor, sequence: Tensor) -> Tensor:
         """Returns the predicted velocity, shaped like the latents."""

@@ -4,6 +4,7 @@ Flow matching with dropped prompts, so that classifier-free guidance with an emp
 """
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,19 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from training.export import export_wan
-from training.fast import TensorFunction, prepare, speed_up, undo_speed_up
+from training.fast import TensorFunction, prepare, speed_up, uncompiled, undo_speed_up
 from training.flow import noisy, sample_sigma
 from training.loop import Run, fit, step_of
 from training.options import budget_of, device_of, flow_options
 from training.pool import CaptionedDrawings, LatentPool, captioned_motions, token_ids, with_dropout
 from training.shapes.draw import draw
-from training.shapes.tokens import sentence_pieces
+from training.shapes.tokens import MAX_LENGTH, load_for_tokens, sentence_pieces
 from training.wan_model import FLOW_SHIFT, NUM_FRAMES, SIDE_PX, WanModel
 
 REFRESH_EVERY = 8
+LONG_EVERY = 8  # one step in so many has longer prompts, and a smaller batch
+LONG_LENGTHS = (512, 128, 512, 256)
+LONG_SHARE = 2
 
 
 class VideoDataset:
@@ -53,11 +57,13 @@ class VideoDataset:
             mean: Tensor = self.vae.encode(pixels).latent_dist.mean
         return (mean.float() - self.mean) / self.std
 
-    def refresh(self) -> None:
-        """Draws new videos now and then. Trainers call it before every step."""
+    def next_length(self) -> int:
+        """Returns how many tokens the next step's prompts are padded to; now and then it draws new videos."""
         self.steps += 1
         if self.steps % REFRESH_EVERY == 0:
             self.pool.refresh()
+        rounds, rest = divmod(self.steps, LONG_EVERY)
+        return LONG_LENGTHS[rounds % len(LONG_LENGTHS)] if rest == 1 else MAX_LENGTH
 
     def sample(self, batch: int) -> tuple[Tensor, Tensor]:
         """Returns latents and the rows of their captions, some of them the empty prompt's."""
@@ -65,41 +71,40 @@ class VideoDataset:
         return latents, with_dropout(row, self.empty)
 
 
-def flow_loss(model: WanModel, data: VideoDataset, args: argparse.Namespace) -> Tensor:
+def flow_loss(model: WanModel, data: VideoDataset, args: argparse.Namespace, num_tokens: int = MAX_LENGTH) -> Tensor:
     """Returns the squared error of the velocity, and the reader's loss (2,)."""
-    latents, row = data.sample(args.batch)
-    sigma_B = sample_sigma(args.batch, FLOW_SHIFT, latents.device)
+    batch = args.batch if num_tokens == MAX_LENGTH else max(args.batch // LONG_SHARE, 1)
+    latents, row = data.sample(batch)
+    sigma_B = sample_sigma(batch, FLOW_SHIFT, latents.device)
     noised, velocity = noisy(latents, sigma_B)
-    text = model.text(data.ids[row])
+    text = model.text(data.ids[row], num_tokens)
     error = model.velocity(noised, sigma_B, text) - velocity
-    return torch.stack((error.square().mean(), args.reading * model.reader.loss(text, data.labels[row])))
+    read = model.reader.loss(text[:, :MAX_LENGTH], data.labels[row])
+    return torch.stack((error.square().mean(), args.reading * read))
 
 
-def _refreshing_step(
+def _step_of_lengths(
     run: Run, model: WanModel, data: VideoDataset, args: argparse.Namespace, graph: bool
 ) -> TensorFunction:
-    flow_step = step_of(run, lambda: flow_loss(model, data, args), graph=graph)
+    """Returns a step that shows prompts of one length after the other, each a graph of its own."""
 
-    def step() -> Tensor:
-        data.refresh()
-        return flow_step()
+    def loss(num_tokens: int) -> Tensor:
+        with uncompiled(on=num_tokens > MAX_LENGTH):
+            return flow_loss(model, data, args, num_tokens)
 
-    return step
-
-
-def untrained(motions: CaptionedDrawings) -> tuple[WanModel, PreTrainedTokenizerBase]:
-    """Returns a new model, and a tokenizer made from the captions."""
-    tokenizer = sentence_pieces(motions.captions[:50_000])
-    return WanModel(tokenizer), tokenizer
+    steps = {length: step_of(run, partial(loss, length), graph=graph) for length in {MAX_LENGTH, *LONG_LENGTHS}}
+    return lambda: steps[data.next_length()]()
 
 
-def start(path: Path) -> tuple[WanModel, PreTrainedTokenizerBase]:
-    """Returns an exported pipeline's model and tokenizer, to train on from there."""
+def start(path: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> tuple[WanModel, PreTrainedTokenizerBase]:
+    """Returns an exported pipeline's model, to train on from there, and its tokenizer. With another tokenizer, tokens
+    that it had keep their embeddings."""
     pipeline: Any = WanPipeline.from_pretrained(path, torch_dtype=torch.float32)
-    model = WanModel(pipeline.tokenizer)
-    model.umt5.load_state_dict(pipeline.text_encoder.state_dict())
+    tokenizer = tokenizer or pipeline.tokenizer
+    model = WanModel(tokenizer)
+    load_for_tokens(model.umt5, pipeline.text_encoder, pipeline.tokenizer, tokenizer)
     model.transformer.load_state_dict(pipeline.transformer.state_dict())
-    return model, pipeline.tokenizer
+    return model, tokenizer
 
 
 def train(args: argparse.Namespace) -> None:
@@ -108,12 +113,13 @@ def train(args: argparse.Namespace) -> None:
     device, graph = device_of(args)
     vae = AutoencoderKLWan.from_pretrained(args.vae).to(device).requires_grad_(False)
     motions = captioned_motions(args.captions, args.seed)
-    model, tokenizer = start(args.start) if args.start else untrained(motions)
+    tokenizer = sentence_pieces(motions.captions[:50_000], ignore_case=True)
+    model = start(args.start, tokenizer)[0] if args.start else WanModel(tokenizer)
     data = VideoDataset(motions, vae, tokenizer, pool=args.pool, chunk=args.chunk, device=device, graph=graph)
     model.to(device)
     speed_up([*model.transformer.blocks, *model.umt5.encoder.block], device, dynamic=False)
     run = Run(module=model, budget=budget_of(args, args.out))
-    fit(run, _refreshing_step(run, model, data, args, graph), args.max_steps)
+    fit(run, _step_of_lengths(run, model, data, args, graph), args.max_steps)
     run.use_average()
     undo_speed_up(model)
     export_wan(args.export, model, vae, tokenizer)

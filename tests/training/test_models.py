@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from pipelines.models.bare.flux import image_ids
 from training import evaluate
+from training.flux_data import LONG_LENGTH
 from training.flux_model import POOLED_DIM, TEXT_DIM
 from training.flux_shapes import start as start_flux
 from training.latents import pack
@@ -47,6 +48,19 @@ def test_flux_text_equals_the_pipeline() -> None:
     assert _error(ours[1], sequence) < 0.02
 
 
+def test_flux_text_of_diffusers_own_length_equals_the_pipeline() -> None:
+    model, tokenizers = start_flux(FLUX)
+    pipeline = FluxPipeline.from_pretrained(FLUX, torch_dtype=torch.float32)
+    texts = _captions()
+    ids = [_ids(tokenizer, texts) for tokenizer in tokenizers]
+    padding = torch.full((len(texts), LONG_LENGTH - MAX_LENGTH), tokenizers[1].pad_token_id)
+    with torch.no_grad():
+        sequence, _, _ = pipeline.encode_prompt(texts, None)
+        ours = model.text(ids[0], torch.cat([ids[1], padding], 1))[1]
+    assert ours.shape == sequence.shape
+    assert _error(ours, sequence) < 0.02
+
+
 def test_flux_packing_equals_the_pipeline() -> None:
     latents = torch.randn(2, 16, 12, 8)
     torch.testing.assert_close(pack(latents), FluxPipeline._pack_latents(latents, 2, 16, 12, 8))
@@ -77,9 +91,13 @@ def test_wan_text_equals_the_pipeline() -> None:
     pipeline = WanPipeline.from_pretrained(WAN, torch_dtype=torch.float32)
     texts = _captions()
     sequence, _ = pipeline.encode_prompt(texts, do_classifier_free_guidance=False, max_sequence_length=MAX_LENGTH)
+    longer, _ = pipeline.encode_prompt(texts, do_classifier_free_guidance=False, max_sequence_length=LONG_LENGTH)
     with torch.no_grad():
         ours = model.text(_ids(tokenizer, texts))
+        ours_longer = model.text(_ids(tokenizer, texts), LONG_LENGTH)
     assert _error(ours, sequence) < 0.02
+    assert ours_longer.shape == longer.shape == (len(texts), LONG_LENGTH, TEXT_DIM)
+    assert _error(ours_longer, longer) < 0.02
 
 
 def test_both_checkpoints_together_are_small() -> None:

@@ -1,18 +1,23 @@
 """The report's commands run as written with today's trainers, each cut to one step, and what they export loads."""
 
+import random
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from diffusers import FluxPipeline, WanPipeline
 
 from training import vae
+from training.flux_data import MAIN_SIZE, PictureDataset
+from training.wan_shapes import REFRESH_EVERY, VideoDataset
 
 REPORTS = Path(__file__).parents[2] / "benchmarks" / "reports"
 QUICK = {
@@ -48,15 +53,18 @@ def _commands() -> list[tuple[str, list[str]]]:
 
 
 @pytest.fixture
-def torch_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Trainers set what is global to the process; other tests need it as it was."""
+def torch_as_before() -> Iterator[None]:
+    """Trainers set what is global to the process; other tests need it as it was.
+
+    A patch of pytest's does not do for the compiler's options: undoing it deletes the option.
+    """
     precision = torch.get_float32_matmul_precision()
-    cudnn = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", torch._dynamo.config.recompile_limit)
+    sdp = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    cudnn, limit = torch.backends.cudnn.benchmark, torch._dynamo.config.recompile_limit
     yield
     torch.set_float32_matmul_precision(precision)
-    torch.backends.cuda.enable_cudnn_sdp(cudnn)
+    torch.backends.cuda.enable_cudnn_sdp(sdp)
+    torch.backends.cudnn.benchmark, torch._dynamo.config.recompile_limit = cudnn, limit
 
 
 @pytest.mark.parametrize("command", _commands(), ids=lambda command: command[0])
@@ -86,3 +94,18 @@ def test_the_reports_commands_train_export_and_evaluate(tmp_path: Path, monkeypa
         trained = pipeline.from_pretrained(tmp_path / model, torch_dtype=torch.float32)
         weights = torch.nn.utils.parameters_to_vector(trained.transformer.parameters())
         assert weights.isfinite().all()
+
+
+def test_long_prompts_come_now_and_then() -> None:
+    """Every eighth step has prompts of another length than 48: those that diffusers pads to by itself, and others."""
+    data = object.__new__(PictureDataset)
+    data.rng, data.steps, data.pools = random.Random(0), 0, MagicMock()
+    assert not any(data.next_shown(0.0).is_long for _ in range(40))
+    shown = [data.next_shown(1.0) for _ in range(320)]
+    assert Counter(one.num_tokens for one in shown) == {48: 280, 512: 20, 128: 10, 256: 10}
+    assert {one.size for one in shown if one.is_long} == {MAIN_SIZE}
+    assert set(shown) == set(data.kinds)
+    videos = object.__new__(VideoDataset)
+    videos.steps, videos.pool = 0, MagicMock()
+    assert Counter(videos.next_length() for _ in range(320)) == {48: 280, 512: 20, 128: 10, 256: 10}
+    assert videos.pool.refresh.call_count == 320 // REFRESH_EVERY

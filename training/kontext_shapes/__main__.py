@@ -7,7 +7,6 @@ one JSON object. The auto-encoder is flux-shapes' unless another is given.
 
 import argparse
 import json
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,22 +16,21 @@ from torch import Tensor
 
 from training.evaluate import CHECKPOINTS
 from training.export import export_flux
-from training.fast import TensorFunction, prepare, uncompiled
-from training.flux_data import SIZES, Tokenizers
+from training.fast import prepare
+from training.flux_data import Shown, Tokenizers
 from training.flux_model import FluxModel
-from training.flux_shapes import GUIDANCE, accelerate, distillation, frozen, noised
+from training.flux_shapes import GUIDANCE, accelerate, distillation, frozen, noised, step_of_kinds
 from training.kontext_shapes.card import write_card
-from training.kontext_shapes.data import LONG, EditDataset, Shown, training_edits
+from training.kontext_shapes.data import EditDataset, training_edits
 from training.kontext_shapes.evaluate import evaluate, evaluation_options
 from training.kontext_shapes.model import build_model, build_tokenizers
 from training.latents import pack
-from training.loop import Run, fit, step_of
+from training.loop import Run, fit
 from training.options import budget_of, device_of, flow_options
 
 REFERENCE_NOISE = 0.1  # largest; a picture that was painted or edited before is not as clean as a drawing
 CHANGE_WEIGHT = 3.0  # further weight of what an edit changes, which is little of the picture
 CHANGED = 0.1
-ShownLoss = Callable[[Shown], Tensor]
 
 
 def _roughened(latents_BCHW: Tensor) -> Tensor:
@@ -80,24 +78,12 @@ def distillation_loss(
     return error.square().mean()
 
 
-def _step_of_kinds(run: Run, data: EditDataset, loss_of: ShownLoss, *, everything: bool, graph: bool) -> TensorFunction:
-    """Returns a step that shows one size or length after the other, each a graph of its own."""
-    kinds = [*(Shown(size=size) for size in SIZES), LONG]
-
-    def loss(shown: Shown) -> Tensor:
-        with uncompiled(on=shown == LONG):
-            return loss_of(shown)
-
-    steps = {shown: step_of(run, partial(loss, shown), graph=graph) for shown in kinds}
-    return lambda: steps[data.next_shown(1.0 if everything else run.progress)]()
-
-
 def match_flow(model: FluxModel, data: EditDataset, args: argparse.Namespace) -> Run:
     """Trains all of the model, and leaves the averaged weights in it."""
     device, graph = device_of(args)
     run = Run(module=accelerate(model, device), budget=budget_of(args, args.out / "flow"))
     loss_of = partial(flow_loss, model, data, args)
-    fit(run, _step_of_kinds(run, data, loss_of, everything=bool(args.start), graph=graph), args.max_steps)
+    fit(run, step_of_kinds(run, data, loss_of, everything=bool(args.start), graph=graph), args.max_steps)
     run.use_average()
     return run
 
@@ -108,7 +94,7 @@ def distil(model: FluxModel, data: EditDataset, args: argparse.Namespace) -> Non
     teacher = accelerate(frozen(model), device)
     run = distillation(model, args)
     loss_of = partial(distillation_loss, model, teacher, data, args)
-    fit(run, _step_of_kinds(run, data, loss_of, everything=True, graph=graph), args.max_steps)
+    fit(run, step_of_kinds(run, data, loss_of, everything=True, graph=graph), args.max_steps)
     run.use_average()
 
 

@@ -20,13 +20,15 @@ from pipelines.pictures import InputPicture, InputPictures
 from pipelines.run import load_pipeline
 from training import flux_data, loop
 from training.evaluate import CHECKPOINTS
+from training.flux_data import LONG_LENGTH, Shown
 from training.flux_model import POOLED_DIM, TEXT_DIM
 from training.kontext_shapes import __main__ as trainer
-from training.kontext_shapes.data import LONG, LONG_EVERY, LONG_LENGTH, EditDataset, Shown, draw_pair, training_edits
+from training.kontext_shapes.data import EditDataset, draw_pair, training_edits
 from training.kontext_shapes.model import build_model, build_tokenizers
 from training.loop import Budget, Run, fit, step_of
 
 MOST_BYTES = 14_000_000
+SMALL = (64, 64)
 VAE = CHECKPOINTS / "flux-shapes" / "vae"
 QUICK = "--max-steps 1 --batch 2 --captions 60 --pool 12 --chunk 2 --prompts 4 --eval-steps 2"
 
@@ -51,9 +53,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def quick_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """One small size of pictures, and float32, which CPUs without bfloat16 take a hundredth of the time for."""
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.ExitStack())
-    for module in (flux_data, trainer):
-        monkeypatch.setattr(module, "SIZES", {(64, 64): 1})
-    monkeypatch.setattr(flux_data, "MAIN_SIZE", (64, 64))
+    monkeypatch.setattr(flux_data, "SIZES", {SMALL: 1})
+    monkeypatch.setattr(flux_data, "MAIN_SIZE", SMALL)
 
 
 def _dataset(count: int = 12) -> EditDataset:
@@ -91,12 +92,12 @@ def test_the_velocity_is_what_the_pipeline_asks_its_transformer_for() -> None:
 
 
 def test_long_prompts_come_now_and_then_once_other_sizes_do() -> None:
-    data = _dataset()
+    data, long = _dataset(), Shown(size=SMALL, num_tokens=LONG_LENGTH)
     early = [data.next_shown(0.0) for _ in range(40)]
-    assert LONG not in early
-    late = [data.next_shown(1.0) for _ in range(10 * LONG_EVERY)]
-    assert late.count(LONG) == 10
-    assert LONG.batch(512) == 128
+    assert long not in early
+    late = [data.next_shown(1.0) for _ in range(10 * EditDataset.long_every)]
+    assert late.count(long) == 10
+    assert long.batch(512) == 128
     row = torch.tensor([0, 3])
     (clip_ids, t5_ids), (short_clip, short_t5) = data.words(row, LONG_LENGTH), data.words(row)
     assert t5_ids.shape == (2, LONG_LENGTH)

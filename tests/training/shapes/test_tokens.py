@@ -4,11 +4,13 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoTokenizer, CLIPTokenizer, PreTrainedTokenizerFast
 
+from training.flux_model import build_t5
 from training.shapes.captions import caption
 from training.shapes.scenes import training_scene
-from training.shapes.tokens import MAX_LENGTH, byte_pairs, sentence_pieces
+from training.shapes.tokens import MAX_LENGTH, byte_pairs, load_for_tokens, sentence_pieces
 
 ODD = ["", "Ein grünes Dreieck", "红色的圆", "🔴 above 🟦", "tabs\tand\nlines", "<pad> </s>", "x" * 500]
 
@@ -46,3 +48,27 @@ def test_saved_tokenizers_load_alike(captions: list[str], tmp_path: Path) -> Non
             assert loader.from_pretrained(tmp_path / "t5")(text)["input_ids"] == pieces(text)["input_ids"]
         assert CLIPTokenizer.from_pretrained(tmp_path / "clip")(text)["input_ids"] == pairs(text)["input_ids"]
     assert AutoTokenizer.from_pretrained(tmp_path / "t5").model_max_length == MAX_LENGTH
+
+
+def test_pieces_that_ignore_case_take_any_text_in_lower_case(captions: list[str], tmp_path: Path) -> None:
+    pieces = sentence_pieces(captions, ignore_case=True)
+    pieces.save_pretrained(tmp_path)
+    for text in [*captions[:50], *ODD]:
+        ids = pieces(text)["input_ids"]
+        assert pieces.unk_token_id not in ids
+        assert ids == pieces(text.upper())["input_ids"] or "ü" in text or "<" in text
+        assert AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"] == ids
+        plain = pieces.decode(ids, skip_special_tokens=True)
+        assert "<" in text or plain.split() == text.lower().split()
+
+
+def test_tokens_of_both_vocabularies_keep_their_embeddings(captions: list[str]) -> None:
+    old, new = sentence_pieces(captions[:20]), sentence_pieces([*captions, "a vermilion circle"])
+    trained, encoder = build_t5(old), build_t5(new)
+    load_for_tokens(encoder, trained, old, new)
+    short, long = old("a red circle", return_tensors="pt"), new("a red circle", return_tensors="pt")
+    assert not torch.equal(short["input_ids"], long["input_ids"])
+    torch.testing.assert_close(encoder(**long).last_hidden_state, trained(**short).last_hidden_state)
+    assert "▁vermilion" in new.get_vocab()
+    load_for_tokens(trained, trained, old, old)
+    torch.testing.assert_close(encoder(**long).last_hidden_state, trained(**short).last_hidden_state)

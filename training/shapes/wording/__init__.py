@@ -1,0 +1,1 @@
+"""Free wording of scenes and clips: templates and synonyms as data, and the split that keeps some templates unseen."""

@@ -1,0 +1,108 @@
+"""Synonyms. A word that is in one table has no other meaning in any other."""
+
+SHAPE_WORDS = {
+    "circle": "(circle|circle|circle|circle|circle|disc|disk|dot|ball|round shape|circular shape)",
+    "square": "(square|square|square|square|square|box|block|tile|square shape)",
+    "triangle": "(triangle|triangle|triangle|triangle|triangle|pyramid|triangular shape|three-sided shape)",
+    "star": "(star|star|star|star|star|star shape|five-pointed star|pentagram)",
+}
+SIZE_WORDS = {
+    "small": "(small|small|small|little|tiny|mini|miniature)",
+    "medium": "(medium|medium-sized|mid-sized)",
+    "large": "(large|large|large|big|huge|giant|enormous)",
+}
+COLOUR_WORDS = {"purple": "(purple|purple|violet)", "grey": "(grey|gray)"}
+THINGS = (  # an item; every second one is in the plainest order
+    *("@ [{size} ]{colour} {shape}",) * 8,
+    "@ {colour} [{size} ]{shape}",
+    "@ [{size} ]{shape} in {colour}",
+    "@ [{size} ]{shape}, {colour},",
+    "@ [{size} ]{colour} coloured {shape}",
+    "@ [{size} ]{shape} (that|which) is {colour}",
+    "@ {colour} {shape}[ (that|which) is {size}]",
+    "@ [{size} ]{shape} coloured {colour}",
+    "@ {shape}[, {size}], {colour},",
+    "@ [{size}, ]{colour} {shape}",
+)
+HELD_OUT_THINGS = (
+    *("@ [{size} ]{colour} {shape}",) * 4,
+    "@ {colour} {shape}[, {size},]",
+    "@ {shape} coloured {colour}[ which is {size}]",
+    "@ {shape}[ that is {size}], in {colour},",
+    "@ {shape}[, {size},] which is {colour}",
+)
+_MIDDLE = "(centre|center|middle)"
+_OF_IT = "(||| of the picture| of the image)"
+PLACES_AT = {
+    "centre": (
+        f"(in|at) the (||very |exact ){_MIDDLE}{_OF_IT}",
+        f"in the {_MIDDLE}",
+        "(centred|centered)",
+        f"(placed|put) in the {_MIDDLE}",
+    ),
+    "left": (
+        "(on|at|to) the left(|| side| edge| of the picture)",
+        "on the (far left|left-hand side)",
+        "at left",
+        "over to the left",
+    ),
+    "right": (
+        "(on|at|to) the right(|| side| edge| of the picture)",
+        "on the (far right|right-hand side)",
+        "at right",
+        "over to the right",
+    ),
+    "top": (
+        f"(at|near|by|on) the top{_OF_IT}",
+        "(at|near) the (upper|top) (edge|side)",
+        "(up at|up near) the top",
+        "up top",
+    ),
+    "bottom": (
+        f"(at|near|by|on) the bottom{_OF_IT}",
+        "(at|near) the (lower|bottom) (edge|side)",
+        "(down at|down near) the bottom",
+        "at bottom",
+    ),
+}
+HELD_OUT_PLACES_AT = {
+    "centre": (f"near the exact {_MIDDLE}", f"put at the very {_MIDDLE}", f"over in the {_MIDDLE}"),
+    "left": ("by the left edge", "near the left side", "over on the far left"),
+    "right": ("by the right edge", "near the right side", "over on the far right"),
+    "top": ("up by the upper edge", "on the upper side", "up at the very top"),
+    "bottom": ("down by the lower edge", "on the lower side", "down at the very bottom"),
+}
+CORNERS_AT = (
+    "(at|in) the {row} {column}(| corner)",
+    "in the {row}-{column} corner",
+    "(at|in) the {column} {row} corner",
+    "in the corner at the {row} {column}",
+    "{row} {column}(| corner)",
+    "{row}-{column}",
+    "at the {end}, on the {column}",
+)
+HELD_OUT_CORNERS_AT = (
+    "near the {row} {column} corner",
+    "at the {row}-{column}",
+    "on the {column}, at the {end}",
+    "{row} edge, {column} side",
+)
+ROW_WORDS = {"top": "(top|top|upper)", "bottom": "(bottom|bottom|lower)"}
+SIDES = {  # a place as a name
+    "centre": f"(|the ){_MIDDLE}",
+    "left": "(|the )left(| side)",
+    "right": "(|the )right(| side)",
+    "top": "(|the )(top|upper edge)",
+    "bottom": "(|the )(bottom|lower edge)",
+}
+CORNER_SIDES = "(|the ){row}(-| ){column}(| corner)"
+RELATION_WORDS = {  # of the first item to the second, and of the second to the first
+    "above": (
+        "(above|over|on top of|higher than|just above|placed above)",
+        "(below|under|beneath|underneath|lower than|just below|placed below)",
+    ),
+    "left of": (
+        "(left of|to the left of|on the left of|on the left side of|just left of)",
+        "(right of|to the right of|on the right of|on the right side of|just right of)",
+    ),
+}
