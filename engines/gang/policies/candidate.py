@@ -14,7 +14,7 @@ Teams = Mapping[str, Ranks]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A job that has steps left, of which ``num_left`` make forwards. ``number`` counts jobs as they came; ``step_s`` is
+    """A job that has steps left, of which ``num_left`` make forwards. ``number`` counts jobs in order; ``step_s`` is
     what a step of it is predicted to take, in seconds by team size. ``ranks`` work on it now (() while it waits),
     ``holders`` have its newest state (() before its first step). ``due_s`` is when it must be done, by the clock of who
     calls the scheduler; None: any time. Who ``may_run`` can be given a team now; for the states of others there is no
