@@ -11,7 +11,6 @@ from torch import Tensor
 
 from benchmarks.models import flux
 from engines.core.model import Branch, ModelInputs, Schedule
-from engines.gang.assignment import share_out
 from engines.torch_engine.engine import TorchEngine
 
 NUM_JOBS = 8
@@ -45,11 +44,9 @@ def pictures(
 
     The teams' graphs are there already; what a job's first step computes is not.
     """
-    names = [f"job {number}" for number in range(NUM_JOBS)]
-    teams = dict.fromkeys(names, ranks)
-    if elastic:
-        teams = share_out(ranks, dict.fromkeys(names), engine.team_sizes)
-    mine = [team for team in teams.values() if rank in team]
+    size = engine.team_sizes[0] if elastic else len(ranks)
+    teams = [ranks[first : first + size] for first in range(0, len(ranks), size)]
+    mine = [team for number in range(NUM_JOBS) if rank in (team := teams[number % len(teams)])]
     for team in dict.fromkeys(mine):
         branch = Branch(inputs=flux.inputs(module, side, text=text))
         engine.warm_up((branch,), team)

@@ -53,7 +53,9 @@ class PublishedModel:
         num_tokens: int | None = None,
     ) -> PublishedModel:
         """``size`` of the picture or clip and tokens of the prompt; unsaid they are ``PICTURE`` and ``PICTURE_TOKENS``,
-        and of a clip the model's own. ValueError for unknown names, and sizes that the model does not make.
+        and of a clip the model's own. Where jobs fill prompts up (``Architecture.filled``), ``num_tokens`` is to be a
+        length that needs no filling, or the two calls differ. ValueError for unknown names, and sizes that the model
+        does not make.
         """
         checkpoint = Checkpoint.of_configuration(name, device, dtype)
         opened = OpenedPipeline(checkpoint.path, device, dtype)

@@ -61,7 +61,7 @@ CASES: list[tuple[Callable[[dict[str, Any]], Any], list[str]]] = [
     (
         lambda document: models(document)[0].update(warm=1),
         [
-            "models.flux-shapes.warm is no key here: known: name, path, aliases, dtype, loras, stages, "
+            "models.flux-shapes.warm is no key here: known: name, path, base, aliases, dtype, loras, stages, "
             "text_encoder, denoiser, decoder"
         ],
     ),

@@ -13,6 +13,7 @@ import pytest
 from ray import serve
 from ray.serve.exceptions import RequestCancelledError
 
+from deployments.studio.interface import Queued
 from tests.deployments.support.live import (
     IMAGES,
     PROMPT,
@@ -135,6 +136,7 @@ def test_a_client_that_hangs_up_before_its_answer_stops_its_jobs(url: str) -> No
 async def test_cancelling_a_handle_stops_the_job(url: str) -> None:
     handle, before = serve.get_app_handle("troupe").options(stream=True), cancelled()
     response = handle.generate.remote(PROMPT, **SMALL | {"num_inference_steps": LONGEST})
+    assert isinstance(await anext(response), Queued)
     while (await anext(response)).step < 3:
         pass
     response.cancel()

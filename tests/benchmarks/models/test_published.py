@@ -31,7 +31,7 @@ OTHERS = {"wan from a picture": (tiny_video.wan_picture_two_experts, CLIP), "ltx
 @torch.no_grad()
 def test_its_step(name: str, tmp_path: Path) -> None:
     make, size = {**SOME, **OTHERS}[name]
-    model = PublishedModel.made(str(make(tmp_path)), CPU, torch.float32, size, num_tokens=20)
+    model = PublishedModel.made(str(make(tmp_path)), CPU, torch.float32, size, num_tokens=32)
     expected, num_products = counted(model)
     assert num_products < model.flop() < 2 * num_products, "attention is the rest"
     engine = TorchEngine(model.denoiser(), strategy="ulysses")

@@ -28,7 +28,7 @@ async def paths_of(client: httpx.AsyncClient) -> list[str]:
 
 async def test_head_has_the_headers_of_get(client: httpx.AsyncClient) -> None:
     paths = await paths_of(client)
-    assert len(paths) == 8
+    assert len(paths) == 9
     for path in (*paths, "/", "/docs", "/openapi.json", "/v1/videos/video_none", "/nothing"):
         head, got = await client.head(path), await client.get(path)
         assert (head.status_code, head.content) == (got.status_code, b""), path

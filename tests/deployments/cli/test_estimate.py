@@ -87,7 +87,7 @@ def test_a_folder(pictures: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--model", "nonsense"], "or the name of a published model: FLUX.1-dev"),
+        (["--model", "nonsense"], "or the name of a published model: Cosmos3-Nano"),
         (["--model", "FLUX.1-dev", "--size", "big"], "size 'big': write it as WIDTHxHEIGHT"),
         (["--model", "FLUX.1-dev", "--size", "1000x1024"], "positive multiples of 16"),
         (["--model", "FLUX.1-dev", "--ranks", "0"], "--ranks is 0; it must be at least 1"),

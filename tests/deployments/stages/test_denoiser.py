@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,6 @@ from deployments.stages.common import Encoded, EncodingDone
 from deployments.stages.denoiser import Denoiser
 from engines.gang.errors import QueueFullError
 from engines.gang.job import Job, StepDone
-from pipelines.models.architecture import num_steps
 from pipelines.request import MediaRequest
 from tests.deployments.support.fake_studio import PICTURES
 
@@ -43,7 +41,7 @@ async def submitted(
     denoiser = object.__new__(Denoiser)
     denoiser._gang = SimpleNamespace(submit_grouped=submit_grouped)  # type: ignore[assignment]
     denoiser._checkpoint = SimpleNamespace(  # type: ignore[assignment]
-        num_steps=partial(num_steps, defaults=replace(PICTURES, max_pictures=1, takes_strength=True, strength=0.6))
+        num_steps=replace(PICTURES, max_pictures=1, takes_strength=True, strength=0.6).num_steps_of
     )
     encoded: asyncio.Future[Encoded] = asyncio.get_running_loop().create_future()
     encoded.set_result(encoding)

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from engines.gang.driver import agreed_failure
 from engines.gang.errors import GangBrokenError, QueueFullError, portable
+from engines.gang.publisher import agreed_failure
 from engines.gang.step_plan import JobFailure, StepReport
 
 

@@ -41,6 +41,7 @@ def jobs_of(folder: Path) -> list[Job]:
             request=request,
             conditioning=encoder.encode(request),
             num_steps=request.num_inference_steps,
+            estimates_s={1: 1.0, 2: 0.95, 4: 0.9},
         )
         for number, request in enumerate(requests_of(folder))
     ]
