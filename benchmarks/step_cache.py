@@ -12,7 +12,6 @@ document.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ import torch
 from PIL import Image
 
 from benchmarks.likeness import Pixels, psnr_db, ssim
+from benchmarks.results import tell
 from benchmarks.spread import Spread
 from pipelines.caching import PATTERNS, CacheMode, computed_steps
 from pipelines.checkpoint import Checkpoint
@@ -164,14 +164,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args(namespace=Arguments())
     torch.set_num_threads(arguments.threads)
-    document: dict[str, Any] = {"torch": torch.__version__, "threads": arguments.threads, "results": []}
-    for model in arguments.models:
-        for result in results_of(model, arguments.prompts or NUM_PROMPTS[model], arguments.steps):
-            print(json.dumps(result), flush=True)
-            document["results"].append(result)
-            if arguments.out:
-                arguments.out.write_text(json.dumps(document))
-    print(json.dumps(document), flush=True)
+    results = (
+        result
+        for model in arguments.models
+        for result in results_of(model, arguments.prompts or NUM_PROMPTS[model], arguments.steps)
+    )
+    tell({"torch": torch.__version__, "threads": arguments.threads}, results, arguments.out)
 
 
 if __name__ == "__main__":

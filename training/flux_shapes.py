@@ -88,10 +88,12 @@ def step_of_kinds(
     return lambda: steps[data.next_shown(1.0 if everything else run.progress)]()
 
 
-def _match_flow(model: FluxModel, data: PictureDataset, args: argparse.Namespace) -> Run:
+def match_flow(
+    model: FluxModel, data: PictureDataset, args: argparse.Namespace, loss_of: Callable[[Shown], Tensor]
+) -> Run:
+    """Trains all of the model, and leaves the averaged weights in it."""
     device, graph = device_of(args)
     run = Run(module=accelerate(model, device), budget=budget_of(args, args.out / "flow"))
-    loss_of = partial(flow_loss, model, data, args)
     fit(run, step_of_kinds(run, data, loss_of, everything=bool(args.start), graph=graph), args.max_steps)
     run.use_average()
     return run
@@ -155,7 +157,7 @@ def train(args: argparse.Namespace) -> None:
     tokenizers = tokenizers_of(stills.captions)
     model = start(args.start, tokenizers)[0] if args.start else FluxModel(*tokenizers)
     data = PictureDataset(stills, vae, tokenizers, pool=args.pool, chunk=args.chunk, device=device, graph=graph)
-    run = _match_flow(model.to(device), data, args)
+    run = match_flow(model.to(device), data, args, partial(flow_loss, model, data, args))
     export_flux(args.out / "undistilled", frozen(model), copy.deepcopy(vae), *tokenizers)
     if run.progress >= 1 or args.max_steps:
         _distil(model, data, args)

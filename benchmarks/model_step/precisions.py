@@ -12,7 +12,6 @@ of the shipped models (``benchmarks.precision_quality``). The last line is one J
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from benchmarks.likeness import psnr_db
 from benchmarks.models.published import SEED, PublishedModel
+from benchmarks.results import tell
 from engines.parallel.self_check import relative_difference
 from engines.torch_engine.engine import TorchEngine
 from pipelines.blocks.blank import blank_conditioning
@@ -111,14 +111,8 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     device, dtype = (torch.device("cuda", 0), torch.bfloat16) if on_gpu else (torch.device("cpu"), torch.float32)
     hardware = torch.cuda.get_device_name(device) if on_gpu else "CPU"
-    document: dict[str, Any] = {"hardware": hardware, "torch": torch.__version__, "results": []}
-    for name in arguments.models:
-        for result in results_of(name, arguments, device, dtype):
-            print(json.dumps(result), flush=True)
-            document["results"].append(result)
-            if arguments.out:
-                arguments.out.write_text(json.dumps(document))
-    print(json.dumps(document), flush=True)
+    results = (result for name in arguments.models for result in results_of(name, arguments, device, dtype))
+    tell({"hardware": hardware, "torch": torch.__version__}, results, arguments.out)
 
 
 if __name__ == "__main__":

@@ -10,21 +10,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from engines.core.additions import Writers
 from engines.core.fast_model import Precision, StepTensors
 from engines.core.model import Arguments
 from engines.fast.interface import HeadExchange, StepParts
 from engines.fast.kernels import Modulation, norm_modulate
-from engines.fast.sandwich import SandwichBlock, SandwichStep
+from engines.fast.sandwich import NUM_VECTORS, SandwichBlock, SandwichStep
 from engines.fast.writers import writers_of
 from pipelines.fast.arranged import gemm, norms, stacked
-from pipelines.models.attention.z_image_text import PADDED_TO, filling
+from pipelines.models.attention.z_image_text import filled, filling, padded_length
 
 IMAGE, TEXT = "image", "text"
 """The streams, in the order of their rows."""
-PICTURE, PROMPT, TIME = "x.0", "cap_feats.0", "t"
+PICTURE, PROMPT = "x.0", "cap_feats.0"
 PATCH, FRAME_PATCH = 2, 1
 
 
@@ -52,11 +51,11 @@ class ZImageWeights:
     def lengths(self, arguments: Arguments) -> Mapping[str, int]:
         _, frames, height, width = arguments[PICTURE].shape
         num_image = (frames // FRAME_PATCH) * (height // PATCH) * (width // PATCH)
-        return {IMAGE: _padded(num_image), TEXT: _padded(arguments[PROMPT].shape[0])}
+        return {IMAGE: padded_length(num_image), TEXT: padded_length(arguments[PROMPT].shape[0])}
 
     def tokens(self, latents: Tensor) -> Tensor:
         patches_SE, *_ = self.module._patchify_image(latents, PATCH, FRAME_PATCH)
-        return functional.pad(patches_SE, (0, 0, 0, -patches_SE.shape[0] % PADDED_TO))[None]
+        return filled(patches_SE)[None]
 
     def prediction(self, tokens_BSD: Tensor, latents: Tensor) -> Tensor:
         size = tuple(latents.shape[1:])
@@ -112,7 +111,7 @@ class FastZImage:
         """Returns ``velocity_BSD`` of my image tokens from ``latents_BSD``; B is 1."""
         weights, module, text_RC = self._weights, self._weights.module, hoisted["text_RC"]
         image_RC = torch.where(hoisted["pads_S1"], module.x_pad_token, weights.embedder(latents[0]))
-        num_image, num_vectors = image_RC.shape[0], 4 * len(weights.refiners)
+        num_image, num_vectors = image_RC.shape[0], NUM_VECTORS * len(weights.refiners)
         tables = hoisted["cos_LP"], hoisted["sin_LP"]
         vectors_VBC = hoisted["vectors_VBC"]
         refined_RC = self._run(
@@ -167,7 +166,3 @@ def _vectors(block: Any, time_SE: Tensor) -> Tensor:
         block.ffn_norm1.weight * (1 + mlp_scale_SC),
         block.ffn_norm2.weight * mlp_gate_SC.tanh(),
     ))  # fmt: skip
-
-
-def _padded(num_tokens: int) -> int:
-    return num_tokens + -num_tokens % PADDED_TO

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import PICTURE, Defaults
 from pipelines.models.architecture import Architecture, Config
+from pipelines.models.attention.z_image_text import padded_length
 from pipelines.models.image_sizes import vae_scale
 
 if TYPE_CHECKING:
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 
 TOKENS = "tokens"
 PATCH = 2
-PADDED_TO = 32
-"""``SEQ_MULTI_OF`` of diffusers' class."""
 MAX_TOKENS = 512
 SIZE_MULTIPLE = 16
 """Diffusers' blocks refuse other sizes, whatever the auto-encoder."""
@@ -52,7 +51,7 @@ REFINERS = ("noise_refiner.*.attention", "context_refiner.*.attention")
 def stream_lengths(config: Config, arguments: Arguments) -> dict[str, int]:
     _, _, height, width = arguments["x.0"].shape
     num_image, num_text = (height // PATCH) * (width // PATCH), arguments["cap_feats.0"].shape[0]
-    return {TOKENS: sum(math.ceil(number / PADDED_TO) * PADDED_TO for number in (num_image, num_text))}
+    return {TOKENS: padded_length(num_image) + padded_length(num_text)}
 
 
 def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Any]:

@@ -19,14 +19,14 @@ from training.export import export_flux
 from training.fast import prepare
 from training.flux_data import Shown, Tokenizers
 from training.flux_model import FluxModel
-from training.flux_shapes import GUIDANCE, accelerate, distillation, frozen, noised, step_of_kinds
+from training.flux_shapes import GUIDANCE, accelerate, distillation, frozen, match_flow, noised, step_of_kinds
 from training.kontext_shapes.card import write_card
 from training.kontext_shapes.data import EditDataset, training_edits
 from training.kontext_shapes.evaluate import evaluate, evaluation_options
 from training.kontext_shapes.model import build_model, build_tokenizers
 from training.latents import pack
-from training.loop import Run, fit
-from training.options import budget_of, device_of, flow_options
+from training.loop import fit
+from training.options import device_of, flow_options
 
 REFERENCE_NOISE = 0.1  # largest; a picture that was painted or edited before is not as clean as a drawing
 CHANGE_WEIGHT = 3.0  # further weight of what an edit changes, which is little of the picture
@@ -78,16 +78,6 @@ def distillation_loss(
     return error.square().mean()
 
 
-def match_flow(model: FluxModel, data: EditDataset, args: argparse.Namespace) -> Run:
-    """Trains all of the model, and leaves the averaged weights in it."""
-    device, graph = device_of(args)
-    run = Run(module=accelerate(model, device), budget=budget_of(args, args.out / "flow"))
-    loss_of = partial(flow_loss, model, data, args)
-    fit(run, step_of_kinds(run, data, loss_of, everything=bool(args.start), graph=graph), args.max_steps)
-    run.use_average()
-    return run
-
-
 def distil(model: FluxModel, data: EditDataset, args: argparse.Namespace) -> None:
     """Trains the transformer to be guided by its scale alone."""
     device, graph = device_of(args)
@@ -120,7 +110,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     edits = training_edits(args.captions, args.seed)
     model, tokenizers = start(args, edits.before.captions)
     data = EditDataset(edits, vae, tokenizers, pool=args.pool, chunk=args.chunk, device=device, graph=graph)
-    run = match_flow(model.to(device), data, args)
+    run = match_flow(model.to(device), data, args, partial(flow_loss, model, data, args))
     if args.distill_minutes and (run.progress >= 1 or args.max_steps):
         distil(model, data, args)
     export_flux(args.export, frozen(model), vae, *tokenizers, edits=True)

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
-from torch.nn import functional
+if TYPE_CHECKING:  # who only counts tokens does without torch
+    from torch import Tensor, nn
 
 PADDED_TO = 32
 """``SEQ_MULTI_OF`` of diffusers' class."""
 
 
+def padded_length(num_tokens: int) -> int:
+    """Returns the next multiple of ``PADDED_TO``."""
+    return num_tokens + -num_tokens % PADDED_TO
+
+
 def filled(text_TD: Tensor) -> Tensor:
-    """Returns the text with zeros up to a multiple of ``PADDED_TO``: no encoder gives a token of zeros."""
+    """Returns the tokens with zeros up to ``padded_length``: no encoder gives a token of zeros."""
+    from torch.nn import functional
+
     return functional.pad(text_TD, (0, 0, 0, -text_TD.shape[0] % PADDED_TO))
 
 
