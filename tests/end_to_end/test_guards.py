@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
 
@@ -45,6 +46,7 @@ async def test_idle_watchers_take_no_place_from_work(url: str) -> None:
     ("method", "path", "status"), [("GET", "/health", 413), ("POST", "/v1/nothing", 404), ("PUT", "/v1/videos", 405)]
 )
 def test_a_gibibyte_that_nobody_wants_is_not_read(url: str, method: str, path: str, status: int) -> None:
+    """Sent slowly: between this client and who closes the connection lies a proxy that reads as fast as it can."""
     host, _, port = url.removeprefix("http://").partition(":")
     num_bytes = 0
     with socket.create_connection((host, int(port)), TIMEOUT_S) as connection:
@@ -53,7 +55,8 @@ def test_a_gibibyte_that_nobody_wants_is_not_read(url: str, method: str, path: s
         with suppress(ConnectionError):
             while num_bytes < 1 << 30:
                 num_bytes += connection.send(b"x" * 65536)
-    assert num_bytes < 1 << 28, "the connection was closed"
+                time.sleep(0.001)
+    assert num_bytes < 1 << 30, "the connection was closed"
 
 
 def test_the_server_knows_its_names(url: str) -> None:
