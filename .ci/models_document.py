@@ -63,6 +63,8 @@ def row(pipeline: str) -> tuple[str, ...] | None:
     kinds = [spec.type_hint for spec in denoise.expected_components if is_denoiser(spec.name)]
     kind = kinds[0]
     architecture, name = load_architecture(kind.__name__), kind.__name__
+    if architecture.mend is not None:
+        architecture.mend(blocks)
     hoisted = architecture.hoisted
     once = (inspect.getdoc(hoisted) or "yes").splitlines()[0].rstrip(".") if hoisted is not None else "—"
     return (

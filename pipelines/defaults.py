@@ -26,8 +26,9 @@ class Defaults:
     """Sizes in pixels, frames per second, steps, scales, and the limits of sizes, frames and steps.
 
     A request brings ``min_pictures`` to ``max_pictures`` along, with a mask or a strength where the model takes them;
-    ``strength`` is what strength is if it says none. With ``fits_pictures`` they are cut to the request's size, where
-    the pipeline's own blocks would bring them to sizes that this model does not know.
+    ``strength`` is what strength is if it says none; with ``strength_needs_mask`` there is none without a mask. With
+    ``fits_pictures`` they are cut to the request's size, where the pipeline's own blocks would bring them to sizes that
+    this model does not know.
     ``max_tokens`` of a prompt reach the model (0: as many as its pipeline says).
     Each ``check`` raises ValueError for what the model cannot do; the message says what was given and what is allowed.
     """
@@ -50,6 +51,7 @@ class Defaults:
     takes_mask: bool = False
     takes_strength: bool = False
     strength: float = 1.0
+    strength_needs_mask: bool = False
     fits_pictures: bool = False
     max_tokens: int = 0
     min_steps: int = 1
@@ -128,7 +130,7 @@ class Defaults:
 
     def strength_of(self, request: MediaRequest) -> float | None:
         """Returns how much of its picture ``request`` paints anew; None where all begins with noise."""
-        if not (self.takes_strength and request.num_pictures):
+        if not self._may_have_strength(request):
             return None
         return self.strength if request.strength is None else request.strength
 
@@ -138,10 +140,15 @@ class Defaults:
             raise ValueError(f"{number} pictures came along; this model takes {self._pictures_taken()}")
         if request.has_mask and not (self.takes_mask and number):
             raise ValueError(f"this model takes a mask {self._beside_pictures(self.takes_mask)}")
-        if request.strength is not None and not (self.takes_strength and number):
-            raise ValueError(f"this model takes strength {self._beside_pictures(self.takes_strength)}")
+        if request.strength is not None and not self._may_have_strength(request):
+            needed = " and a mask" if self.takes_strength and self.strength_needs_mask else ""
+            raise ValueError(f"this model takes strength {self._beside_pictures(self.takes_strength)}{needed}")
         if request.strength is not None and not 0 < request.strength <= 1:
             raise ValueError(f"strength is {request.strength}; it must be above 0 and at most 1")
+
+    def _may_have_strength(self, request: MediaRequest) -> bool:
+        has_what_it_needs = request.has_mask or not self.strength_needs_mask
+        return self.takes_strength and request.num_pictures > 0 and has_what_it_needs
 
     def _beside_pictures(self, may_be: bool) -> str:
         return "with a picture" if may_be else "never"

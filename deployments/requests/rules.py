@@ -64,10 +64,11 @@ def brought_along(body: MediaBody, card: ModelCard) -> Sources:
         raise RequestError(f"{card.name} changes pictures: send them along, to POST /v1/images/edits", "model")
     with blaming(sources.param):
         card.defaults.request(num_pictures=number)
+    has_mask = sources.mask is not None
     with blaming("mask"):
-        card.defaults.request(num_pictures=number, has_mask=sources.mask is not None)
+        card.defaults.request(num_pictures=number, has_mask=has_mask)
     with blaming("strength"):
-        card.defaults.request(num_pictures=number, strength=strength_of(body))
+        card.defaults.request(num_pictures=number, has_mask=has_mask, strength=strength_of(body))
     return sources
 
 

@@ -69,6 +69,15 @@ def replace_blocks(blocks: Any, kind: type[Any], make: Callable[[], Any]) -> Non
             replace_blocks(block, kind, make)
 
 
+def insert_after(blocks: Any, kind: type[Any], name: str, make: Callable[[], Any]) -> None:
+    """Puts a new block called ``name`` after each of the class ``kind`` itself, wherever it is among ``blocks``."""
+    for place, block in reversed(list(enumerate(blocks.sub_blocks.values()))):
+        if type(block) is kind:
+            blocks.sub_blocks.insert(name, make(), place + 1)
+        else:
+            insert_after(block, kind, name, make)
+
+
 def run(blocks: Any, paths: Iterable[Path], pipeline: Any, state: PipelineState) -> None:
     """Runs these blocks, which hold no denoising loop, in order; ``state`` takes what they make."""
     for path in paths:

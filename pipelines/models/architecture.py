@@ -84,7 +84,7 @@ class Architecture:
     ``used_by_blocks`` are its submodules, without weights, that diffusers' blocks use.
     ``blank_pictures(folder, request)`` are values in the shapes of what the encoders make of a request's pictures.
     With ``frames_from_pictures``, these are frames of the clip, and cut to its size. ``mend(blocks)`` replaces blocks
-    of diffusers' that are faulty.
+    of diffusers' that are faulty, and adds what they lack.
 
     ``first_frame(config, latents)`` are the latents that a clip's first frame needs. ``estimate(loop_state, sigma)``
     are the finished latents as a step's values tell them, None before there are any. ``float32_parts`` of the pipeline

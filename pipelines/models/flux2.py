@@ -69,8 +69,15 @@ DEV = replace(
     max_tokens=MAX_TOKENS,
 )
 """The others differ in a few values (each from its model card on the hub)."""
-KLEIN = replace(DEV, num_inference_steps=4, guidance_scale=0.0)
-KLEIN_BASE = replace(DEV, guidance_scale=0.0, true_cfg_scale=4.0)
+INPAINTING: Mapping[str, Any] = {
+    "takes_mask": True,
+    "takes_strength": True,
+    "strength": 0.8,
+    "strength_needs_mask": True,
+}
+"""diffusers paints inside masks with klein alone; the strength is its own."""
+KLEIN = replace(DEV, num_inference_steps=4, guidance_scale=0.0, **INPAINTING)
+KLEIN_BASE = replace(DEV, guidance_scale=0.0, true_cfg_scale=4.0, **INPAINTING)
 
 
 def defaults(path: Path) -> Defaults:
@@ -81,6 +88,12 @@ def _known_defaults(path: Path) -> Defaults:
     if read_config(path, "transformer").get("guidance_embeds", True):
         return DEV
     return KLEIN if read_index(path).get("is_distilled") else KLEIN_BASE
+
+
+def mend(blocks: Any) -> None:
+    from pipelines.models.mended.flux2_masks import mend
+
+    mend(blocks)
 
 
 def fast(transformer: nn.Module, precision: Precision) -> Any:
@@ -96,5 +109,6 @@ ARCHITECTURE = Architecture(
     shard_plan=shard_plan,
     stream_lengths=text_and_image,
     blank_conditioning=blank_conditioning,
+    mend=mend,
     fast=lambda config: fast,
 )

@@ -1,1 +1,1 @@
-"""Blocks of diffusers that are faulty, and what stands in their place."""
+"""Blocks of diffusers that are faulty, and what stands in their place; blocks that it lacks."""

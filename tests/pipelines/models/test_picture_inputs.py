@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -14,7 +13,6 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from engines.core.packing import joined, pack, unpack
@@ -22,13 +20,14 @@ from engines.parallel import strategy as strategies
 from engines.parallel.self_check import relative_difference
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
-from pipelines.run import Pipeline, load_pipeline
+from pipelines.run import load_pipeline
 from tests.engines.support.gloo import gang
 from tests.pipelines.support import tiny_pictures, tiny_qwen
 from tests.pipelines.support.picture_cases import (
     PictureCase,
     own,
     pictures_of,
+    ran,
     request_of,
     small_pictures,
 )
@@ -75,19 +74,7 @@ def denoised(folder: Path, name: str, strategy: str) -> Tensor:
     case, checkpoint = CASES[name], Checkpoint(folder)
     engine = TorchEngine(checkpoint.denoiser(), strategy=strategy)
     with small_pictures():
-        return ran(load_pipeline(checkpoint, engine), checkpoint, case)
-
-
-def ran(pipeline: Pipeline, checkpoint: Checkpoint, case: PictureCase) -> Tensor:
-    engine, sampler, request = pipeline.engine, pipeline.sampler, request_of(case, checkpoint.path)
-    conditioning = pipeline.text_encoder.encode(request, pictures_of(case))
-    state = sampler.begin(request, pickle.loads(pickle.dumps(conditioning)))
-    assert sampler.num_steps(state) == checkpoint.num_steps(request)
-    for _ in range(sampler.num_steps(state)):
-        state = sampler.advance(state, engine.predict(sampler.branches(state), tuple(range(dist.get_world_size()))))
-    engine.close()
-    latents: Tensor = sampler.latents(state)["latents"]
-    return latents
+        return ran(load_pipeline(checkpoint, engine), checkpoint, case)["latents"]
 
 
 def without_exchange(folder: Path, name: str, strategy: str) -> Tensor:
@@ -144,7 +131,7 @@ def fast_denoised(folder: Path, name: str) -> Tensor:
     case, checkpoint = CASES[name], Checkpoint(folder)
     engine = TorchEngine(checkpoint.denoiser(), fast=True, strategy="ulysses")
     with small_pictures():
-        return ran(load_pipeline(checkpoint, engine), checkpoint, case)
+        return ran(load_pipeline(checkpoint, engine), checkpoint, case)["latents"]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

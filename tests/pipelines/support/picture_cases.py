@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -11,11 +12,13 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import torch.distributed as dist
 from PIL import Image
 
 from pipelines.checkpoint import Checkpoint
 from pipelines.pictures import InputPicture, InputPictures
 from pipelines.request import MediaRequest
+from pipelines.run import Pipeline
 from pipelines.size import Size
 from tests.pipelines.support.own_call import own_state
 from tests.pipelines.support.tiny_qwen import QwenProcessor
@@ -72,6 +75,19 @@ def request_of(case: PictureCase, folder: Path) -> MediaRequest:
     return defaults.request(
         Size(width=width, height=height), **{"prompt": "a red circle", **steps, **fixed, **case.changes}
     )
+
+
+def ran(pipeline: Pipeline, checkpoint: Checkpoint, case: PictureCase) -> Mapping[str, Any]:
+    """The finished latents, by all ranks there are, and what the decoder reads besides."""
+    engine, sampler, request = pipeline.engine, pipeline.sampler, request_of(case, checkpoint.path)
+    conditioning = pipeline.text_encoder.encode(request, pictures_of(case))
+    state = sampler.begin(request, pickle.loads(pickle.dumps(conditioning)))
+    assert sampler.num_steps(state) == checkpoint.num_steps(request)
+    for _ in range(sampler.num_steps(state)):
+        state = sampler.advance(state, engine.predict(sampler.branches(state), tuple(range(dist.get_world_size()))))
+    engine.close()
+    latents: Mapping[str, Any] = sampler.latents(state)
+    return latents
 
 
 @contextmanager

@@ -1,0 +1,109 @@
+"""FLUX.2 klein painting inside a mask, against diffusers' ``Flux2KleinInpaintPipeline``, which has no blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL.Image import Image
+from torch import Tensor
+
+from engines.parallel.self_check import relative_difference
+from engines.torch_engine.engine import TorchEngine
+from pipelines.checkpoint import Checkpoint
+from pipelines.request import MediaRequest
+from pipelines.run import load_pipeline
+from tests.engines.support.gloo import gang
+from tests.pipelines.support import tiny_pictures
+from tests.pipelines.support.picture_cases import PictureCase, images_of, mask_of, pictures_of, ran, request_of
+
+TOLERANCE = 1e-4
+"""Relative, in float32: sums are made in another order."""
+SIZE = (80, 64)
+"""What is painted over has the size of the result, as diffusers' pipeline will have it."""
+MASKED = PictureCase(make=tiny_pictures.flux2_klein, sides=(4, 5), pictures=(SIZE,), has_mask=True, num_steps=4)
+CASES = {
+    "distilled": replace(MASKED, changes={"strength": 0.7}),
+    "with the strength of its own": MASKED,
+    "with a picture to look at": replace(MASKED, pictures=(SIZE, (70, 85))),
+    "base": replace(MASKED, make=tiny_pictures.flux2_klein_base, num_steps=3),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], Path]:
+    return cache(lambda make: make(tmp_path_factory.mktemp("model")))
+
+
+def expected_of(case: PictureCase, folder: Path, mask: Image) -> Tensor:
+    """The pixels of diffusers' own pipeline, in [0, 1]."""
+    from diffusers import Flux2KleinInpaintPipeline, Flux2KleinPipeline
+
+    request, (image, *others) = request_of(case, folder), images_of(case)
+    parts = Flux2KleinPipeline.from_pretrained(folder).components
+    pipeline = Flux2KleinInpaintPipeline(**parts, is_distilled=case.make is tiny_pictures.flux2_klein)
+    pipeline.set_progress_bar_config(disable=True)
+    said = {} if request.strength is None else {"strength": request.strength}
+    images: Tensor = pipeline(
+        prompt=request.prompt,
+        image=image,
+        mask_image=mask,
+        image_reference=others[0] if others else None,
+        num_inference_steps=request.num_inference_steps,
+        guidance_scale=request.true_cfg_scale,
+        max_sequence_length=Checkpoint(folder).text_encoder().max_tokens,
+        generator=torch.Generator().manual_seed(request.seed),
+        output_type="pt",
+        **said,
+    ).images
+    return images
+
+
+def painted(folder: Path, case: PictureCase) -> Tensor:
+    checkpoint = Checkpoint(folder)
+    pipeline = load_pipeline(checkpoint, TorchEngine(checkpoint.denoiser(), strategy="ulysses"))
+    return pipeline.decoder.pixels(ran(pipeline, checkpoint, case))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_paints_what_diffusers_own_pipeline_does(name: str, folders: Callable[[Any], Path]) -> None:
+    case, folder = CASES[name], folders(CASES[name].make)
+    (pixels,) = gang(1).run(painted, folder, case)
+    assert relative_difference(pixels, expected_of(case, folder, mask_of(*SIZE))) <= TOLERANCE
+    everything = expected_of(case, folder, mask_of(2 * SIZE[0], SIZE[1]).crop((0, 0, *SIZE)))
+    assert relative_difference(pixels, everything) > 10 * TOLERANCE, "the mask matters"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_gang_paints_the_same(num_ranks: int, folders: Callable[[Any], Path]) -> None:
+    case = CASES["distilled"]
+    folder = folders(case.make)
+    for pixels in gang(num_ranks).run(painted, folder, case):
+        assert relative_difference(pixels, expected_of(case, folder, mask_of(*SIZE))) <= TOLERANCE
+
+
+def test_steps_are_counted_as_the_schedule_does(folders: Callable[[Any], Path]) -> None:
+    folder = folders(tiny_pictures.flux2_klein)
+    checkpoint, case = Checkpoint(folder), CASES["distilled"]
+    conditioning, sampler = checkpoint.text_encoder().encode(request_of(case, folder), pictures_of(case)), None
+    for num_steps, strength in ((1, 1.0), (7, 0.3), (10, 0.58), (10, None), (50, 0.01)):
+        request = replace(request_of(case, folder), num_inference_steps=num_steps, strength=strength)
+        sampler = sampler or checkpoint.sampler()
+        assert checkpoint.num_steps(request) == sampler.num_steps(sampler.begin(request, conditioning)), request
+
+
+def test_strength_needs_a_mask(folders: Callable[[Any], Path]) -> None:
+    defaults = Checkpoint(folders(tiny_pictures.flux2_klein)).defaults
+
+    def asked(**changes: Any) -> MediaRequest:
+        return defaults.request(num_pictures=1, **changes)
+
+    assert asked(strength=0.5, has_mask=True).strength == 0.5
+    with pytest.raises(ValueError, match="takes strength with a picture and a mask"):
+        asked(strength=0.5)
