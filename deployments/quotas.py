@@ -22,8 +22,8 @@ class KeyLimits:
     """``key`` is the SHA-256 of an API key in hexadecimal digits, or eight or more at its beginning; "*" is every key
     that has no entry of its own, each by itself. ``weight``: its share beside others with the policy ``fair``.
 
-    ``max_concurrent`` pictures may be under way, and no more begin in a minute after ``gpu_seconds_per_minute`` were
-    used in it. ValueError for what cannot be.
+    ``max_concurrent`` pictures and clips may be under way, and no more begin in a minute after
+    ``gpu_seconds_per_minute`` were used in it. ValueError for what cannot be.
     """
 
     key: str = EVERYBODY
@@ -92,11 +92,12 @@ class Quotas:
         self._forget_old(account)
         return account.num_requests, account.gpu_s, sum(gpu_s for _, gpu_s in account.latest)
 
-    def check(self, key: str, num: int = 1) -> None:
-        """Raises LimitReachedError if the key may not have ``num`` more under way now."""
+    def check(self, key: str, num: int = 1, num_clips: int = 0) -> None:
+        """Raises LimitReachedError if the key may not have ``num`` more under way now, beside ``num_clips``."""
         limits, account = self.limits_of(key), self._accounts[key]
-        if limits.max_concurrent is not None and account.num_open + num > limits.max_concurrent:
-            message = f"{account.num_open} pictures of this key are under way, and {limits.max_concurrent} may be"
+        num_open = account.num_open + num_clips
+        if limits.max_concurrent is not None and num_open + num > limits.max_concurrent:
+            message = f"{num_open} pictures and clips of this key are under way, and {limits.max_concurrent} may be"
             raise LimitReachedError(message, 1.0)
         allowed_s = limits.gpu_seconds_per_minute
         self._forget_old(account)
@@ -106,9 +107,9 @@ class Quotas:
             raise LimitReachedError(message, self._until_free_s(account, allowed_s))
 
     @contextmanager
-    def taken(self, key: str, num: int) -> Iterator[None]:
+    def taken(self, key: str, num: int, num_clips: int = 0) -> Iterator[None]:
         """Holds ``num`` under way for the key inside the block. LimitReachedError as ``check``."""
-        self.check(key, num)
+        self.check(key, num, num_clips)
         account = self._accounts[key]
         account.num_open += num
         try:

@@ -31,8 +31,8 @@ class MediaRequest:
     ``loras`` are the adapters that its weights get, of those that the model is served with. ``cache`` says how many
     steps take the predictions of the step before them again (``pipelines.caching``).
     ``service_tier`` says how urgent it is beside others, and ``deadline_s`` how long its client waits, in seconds from
-    when it came (None: as long as it takes). ``key`` is whose it is: the hash of an API key, empty for everybody;
-    ``weight`` is that one's share beside others.
+    when it came (None: as long as it takes), ``waited_s`` of which are over as it is handed on. ``key`` is whose it is:
+    the hash of an API key, empty for everybody; ``weight`` is that one's share beside others.
     """
 
     request_id: str
@@ -56,5 +56,6 @@ class MediaRequest:
     cache: CacheMode = "off"
     service_tier: ServiceTier = "default"
     deadline_s: float | None = None
+    waited_s: float = 0.0
     key: str = ""
     weight: float = 1.0

@@ -151,7 +151,7 @@ class StepProgress(Event):
     image_index: int
     step: int
     of: int
-    eta_s: float
+    eta_s: float | None = Field(description="Seconds; null as long as nothing like it was measured.")
 
 
 class VideoError(BaseModel):

@@ -18,6 +18,7 @@ from deployments.api.files import FileShelf
 from deployments.api.guards.admission import Admission, OpenRequests
 from deployments.api.guards.body_limit import BodyLimit
 from deployments.api.guards.hosts import HostCheck
+from deployments.api.guards.key_limits import KeyLimitGuard
 from deployments.api.guards.origins import Cors, OriginCheck
 from deployments.api.health import Liveness, health_routes, model_routes
 from deployments.api.images import image_routes
@@ -57,6 +58,7 @@ def create_api(
 
     ``drain`` is for who wants to end it with care; ``quotas`` are what ``studio`` keeps account in.
     """
+    quotas = quotas or Quotas(settings.key_limits)
     context = ApiContext(
         studio=studio,
         settings=settings,
@@ -65,7 +67,8 @@ def create_api(
         admission=Admission(settings),
         lookout=Lookout(clips, settings.video_poll_s),
         unpacking=ThreadPoolExecutor(NUM_UNPACKINGS, "unpacking"),
-        quotas=quotas or Quotas(settings.key_limits),
+        quotas=quotas,
+        key_limits=KeyLimitGuard(quotas, clips),
     )
 
     @asynccontextmanager

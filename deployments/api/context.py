@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Annotated
@@ -14,6 +15,7 @@ from starlette.requests import Request
 from deployments.api.errors import ApiError, retry_after
 from deployments.api.files import FileShelf
 from deployments.api.guards.admission import Admission
+from deployments.api.guards.key_limits import KeyLimitGuard
 from deployments.api.lookout import Lookout
 from deployments.api.settings import ApiSettings
 from deployments.clips.clips import Clips
@@ -42,6 +44,7 @@ class ApiContext:
     lookout: Lookout
     unpacking: Executor
     quotas: Quotas
+    key_limits: KeyLimitGuard
 
     async def authorize(self, request: Request, credentials: Credentials) -> None:
         """Raises ApiError 401 without a known key: a dependency of every route behind one."""
@@ -78,6 +81,11 @@ class ApiContext:
             message = f"{model} is not ready: {reason}"
             headers = retry_after(self.studio.retry_after_s(model))
             raise ApiError(503, message, code="model_not_ready", headers=headers)
+
+
+def waited_s(request: Request) -> float:
+    """Returns how long ago the request arrived: what it sends along may have taken a while."""
+    return time.monotonic() - float(request.state.came_s)
 
 
 def check_key(keys: KeyRing, key: str) -> str:

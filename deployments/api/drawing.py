@@ -23,13 +23,12 @@ from deployments.api.answers import (
     PartialPicture,
     StepProgress,
 )
-from deployments.api.context import ApiContext
+from deployments.api.context import ApiContext, waited_s
 from deployments.api.errors import from_failure
 from deployments.api.guards.hosts import base_url
-from deployments.api.measures import measures, seconds
+from deployments.api.measures import ETA_HEADER, eta_header, measures
 from deployments.api.streams import Event, start_stream, until_disconnect
 from deployments.asyncio_tools import merge
-from deployments.quotas import Quotas
 from deployments.requests.bodies import ImageBody
 from deployments.requests.images import ImageRequest, image_request
 from deployments.studio.interface import Media, Preview, Progress, Queued, Studio, StudioEvent
@@ -44,12 +43,12 @@ async def draw(context: ApiContext, request: Request, body: ImageBody, inputs: I
     settings, cards = context.settings, context.studio.cards()
     pictures = image_request(body, cards, request.state.request_id, settings.max_images_per_request, inputs)
     key = request.state.key_hash
-    pictures = pictures.of_key(key, context.quotas.limits_of(key).weight)
+    pictures = pictures.of_key(key, context.quotas.limits_of(key).weight, waited_s(request))
     await context.check_ready(pictures.model)
     num = len(pictures.requests)
     drawn = perform_all(context.studio, pictures)
     admitted = context.admission.pictures(pictures.model, num, drawn, pictures.num_input_bytes)
-    events = within_quota(context.quotas, key, num, admitted)
+    events = context.key_limits.pictures(key, num, admitted)
     if body.stream:
         headers: dict[str, str] = {}
         return await start_stream(image_events(pictures, events, headers), request.receive, settings, headers)
@@ -65,16 +64,6 @@ async def draw(context: ApiContext, request: Request, body: ImageBody, inputs: I
         safety_identifier=pictures.safety_identifier,
     )
     return JSONResponse(answer.model_dump(), headers=measures([one.timings for one in media], pictures.cache))
-
-
-async def within_quota(
-    quotas: Quotas, key: str, num: int, events: AsyncGenerator[Indexed]
-) -> AsyncGenerator[Indexed, None]:
-    """Yields ``events``, which make ``num`` pictures, if the key may have them. Else LimitReachedError."""
-    async with aclosing(events):
-        with quotas.taken(key, num):
-            async for event in events:
-                yield event
 
 
 def files_url(context: ApiContext, request: Request) -> str:
@@ -130,14 +119,15 @@ async def image_events(
 ) -> AsyncGenerator[Event, None]:
     """Yields what the client is told: previews, finished pictures and, if asked for, every step.
 
-    What is predicted for them goes into ``headers``, which are sent with the first event.
+    What is predicted for them, if it is for all, goes into ``headers``, which are sent with the first event.
     """
-    longest_s = 0.0
+    etas_s: list[float | None] = []
     async with aclosing(events):
         async for index, event in events:
             if isinstance(event, Queued):
-                longest_s = max(longest_s, event.eta_s)
-                headers["X-Troupe-Eta"] = seconds(longest_s)
+                etas_s.append(event.eta_s)
+                headers.pop(ETA_HEADER, None)
+                headers.update(eta_header(etas_s))
             if news := translate(pictures, index, event):
                 yield news
 

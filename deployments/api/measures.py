@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from fastapi import APIRouter, Depends
@@ -13,6 +14,8 @@ from deployments.api.documents import error_documents
 from deployments.studio.interface import StageTimes
 from pipelines.caching import CacheMode
 
+ETA_HEADER = "X-Troupe-Eta"
+
 
 class KeyUsage(BaseModel):
     object: Literal["usage"] = "usage"
@@ -21,7 +24,7 @@ class KeyUsage(BaseModel):
     gpu_seconds: float = Field(description="How long ranks were at work in their steps, all of them added up.")
     gpu_seconds_last_minute: float
     gpu_seconds_per_minute: float | None = Field(description="How many may be; null: any.")
-    max_concurrent: int | None = Field(description="Pictures that may be under way; null: any.")
+    max_concurrent: int | None = Field(description="Pictures and clips that may be under way; null: any.")
     weight: float = Field(description="The share beside other keys, where these take turns.")
 
 
@@ -54,8 +57,14 @@ def measures(timings: list[StageTimes], cache: CacheMode) -> dict[str, str]:
         "X-Troupe-Warm": "true" if is_warm else "false",
         "X-Troupe-Cache": cache,
         "X-Troupe-Gpu-Seconds": seconds(sum(one.gpu_s for one in timings)),
-        "X-Troupe-Eta": seconds(max(one.eta_s for one in timings)),
+        **eta_header([one.eta_s for one in timings]),
     }
+
+
+def eta_header(etas_s: Sequence[float | None]) -> dict[str, str]:
+    """Returns the header with the longest of predictions; none if one of them was not made."""
+    known_s = [eta_s for eta_s in etas_s if eta_s is not None]
+    return {ETA_HEADER: seconds(max(known_s))} if len(known_s) == len(etas_s) > 0 else {}
 
 
 def seconds(value: float) -> str:

@@ -26,7 +26,8 @@ logger = logging.getLogger("troupe.api")
 
 
 class RequestLog:
-    """Gives each request an id (the client's own ``X-Request-Id`` if it is sane), answers with it, logs one line.
+    """Gives each request an id (the client's own ``X-Request-Id`` if it is sane), answers with it, logs one line. Notes
+    when it came.
 
     Without ``sends_request_id`` a proxy answers with the client's own whatever it is: then that one is logged, escaped
     and cut, and only where it is empty is one sent. An exception that nobody handled becomes a 500 in OpenAI's shape,
@@ -45,7 +46,7 @@ class RequestLog:
             return
         client_id = Headers(scope=scope).get("x-request-id")
         request_id = choose_request_id(client_id, keeps_any=not self.sends_request_id)
-        scope.setdefault("state", {})["request_id"] = request_id
+        scope.setdefault("state", {}).update(request_id=request_id, came_s=time.monotonic())
         with request_context(request_id):
             await self._run(scope, receive, send, request_id, sends_id=self.sends_request_id or client_id == "")
 

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from deployments.api.answers import Video, VideoDeleted, VideoEvent, VideoPage
-from deployments.api.context import ApiContext
+from deployments.api.context import ApiContext, waited_s
 from deployments.api.documents import (
     body_document,
     error_documents,
@@ -142,9 +142,10 @@ async def submit_clip(context: ApiContext, request: Request) -> ClipRecord:
     clip = clip_request(body, context.studio.cards(), request.state.request_id, num_previews, inputs)
     await context.check_ready(clip.request.model)
     key = request.state.key_hash
-    context.quotas.check(key)
-    asked = replace(clip.request, key=key, weight=context.quotas.limits_of(key).weight)
-    return await context.clips.submit(asked, clip.seconds, request.state.key_hash, inputs)
+    weight = context.quotas.limits_of(key).weight
+    async with context.key_limits.clip(key):
+        asked = replace(clip.request, key=key, weight=weight, waited_s=waited_s(request))
+        return await context.clips.submit(asked, clip.seconds, key, inputs)
 
 
 async def wait_for_end(context: ApiContext, request: Request, video_id: str) -> ClipRecord:

@@ -34,8 +34,12 @@ def follow(title: str, events: Iterator[Progress | Result], num_results: int = 1
                     continue
                 bar.update(task, eta="done")
                 return results
-            bar.update(task, completed=event.step, total=event.num_steps, eta=f"ETA {event.eta_s:.1f} s")
+            bar.update(task, completed=event.step, total=event.num_steps, eta=_eta(event))
     raise RuntimeError("the server ended the stream before its end")
+
+
+def _eta(event: Progress) -> str:
+    return "" if event.eta_s is None else f"ETA {event.eta_s:.1f} s"
 
 
 @contextmanager

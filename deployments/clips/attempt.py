@@ -17,6 +17,7 @@ from deployments.clips.records import ClipError
 from deployments.clips.settings import ClipSettings
 from deployments.clips.storage import StorageFullError, is_full
 from deployments.studio.interface import Media, ModelUnavailableError, Output, Preview, Progress, Studio
+from engines.gang import errors
 from engines.gang.errors import GangBrokenError, QueueFullError, TooLateError
 from pipelines.pictures import NO_PICTURES, InputPictures
 
@@ -56,7 +57,11 @@ class Attempt:
 
     async def _perform(self) -> Media:
         clip, owner = self.claim.clip, self.claim.owner
-        request = replace(clip.request, request_id=f"{clip.request.request_id}-{owner[:8]}")
+        request = replace(
+            clip.request,
+            request_id=f"{clip.request.request_id}-{owner[:8]}",
+            waited_s=clip.request.waited_s + max(0.0, time.time() - clip.created_at_s),
+        )
         pictures = await self._inputs()
         async with aclosing(self.studio.perform(request, Output(format="mp4"), pictures)) as events:
             async for event in events:
@@ -136,7 +141,7 @@ def final_error(failure: Exception) -> ClipError | None:
     match failure:
         case GangBrokenError():  # raised only after the clip was run on a second gang
             return ClipError(code="gang_broken", message=f"The ranks that worked on this clip failed: {failure}")
-        case TooLateError(limit="deadline_s"):
+        case TooLateError(limit=errors.DEADLINE):
             return ClipError(code="too_late", message=f"The clip is not made: {failure}")
         case ValueError():
             return ClipError(code="invalid_value", message=str(failure))

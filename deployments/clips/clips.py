@@ -109,6 +109,10 @@ class Clips:
         clips = await self._store.page(after=after, limit=limit + 1, ascending=ascending, key_hash=key_hash)
         return clips[:limit], len(clips) > limit
 
+    async def num_open(self, key_hash: str) -> int:
+        """Returns how many clips of a key wait or are made, in whichever process."""
+        return await self._store.num_open(key_hash)
+
     async def delete(self, clip_id: str) -> bool:
         """Stops the clip and deletes all of it. Returns whether there was one.
 

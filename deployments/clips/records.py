@@ -27,7 +27,8 @@ class ClipError:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipRecord:
-    """A clip somebody asked for. ``number`` orders clips by creation; times are Unix seconds; ``progress`` is 0–100.
+    """A clip somebody asked for. ``number`` orders clips by creation; times are Unix seconds, ``created_at_s`` to the
+    fraction; ``progress`` is 0–100.
 
     ``key_hash`` is that of the API key that asked for it, empty where none was needed.
     """
@@ -40,11 +41,15 @@ class ClipRecord:
     progress: int
     num_previews: int
     attempts: int
-    created_at: int
+    created_at_s: float
     completed_at: int | None
     error: ClipError | None
     timings: StageTimes | None
     key_hash: str = ""
+
+    @property
+    def created_at(self) -> int:
+        return int(self.created_at_s)
 
 
 class Base(DeclarativeBase):
@@ -85,7 +90,7 @@ def record_of(row: ClipRow) -> ClipRecord:
         progress=row.progress,
         num_previews=row.num_previews,
         attempts=row.attempts,
-        created_at=int(row.created_at_s),
+        created_at_s=row.created_at_s,
         completed_at=None if row.completed_at_s is None else int(row.completed_at_s),
         error=None if row.error_json is None else ClipError(**json.loads(row.error_json)),
         timings=None if row.timings_json is None else StageTimes(**json.loads(row.timings_json)),

@@ -92,6 +92,13 @@ class ClipStore:
         async with self.session() as session:
             return await session.scalar(query) or 0
 
+    async def num_open(self, key_hash: str) -> int:
+        """Returns how many clips of a key wait or are made."""
+        is_open = (ClipRow.key_hash == key_hash, ClipRow.status.in_(("queued", "in_progress")))
+        query = select(func.count()).select_from(ClipRow).where(*is_open)
+        async with self.session() as session:
+            return await session.scalar(query) or 0
+
     async def finished_before(self, time_s: float) -> list[str]:
         """Returns the ids of the clips that were completed or failed before ``time_s``."""
         async with self.session() as session:

@@ -33,9 +33,10 @@ class ImageRequest:
     quality: Quality | None
     safety_identifier: str | None
 
-    def of_key(self, key: str, weight: float) -> ImageRequest:
-        """Returns the same, asked for with the API key of that hash, which has that weight."""
-        return replace(self, requests=tuple(replace(request, key=key, weight=weight) for request in self.requests))
+    def of_key(self, key: str, weight: float, waited_s: float) -> ImageRequest:
+        """Returns the same, asked for ``waited_s`` ago with the API key of that hash, which has that weight."""
+        asked = (replace(request, key=key, weight=weight, waited_s=waited_s) for request in self.requests)
+        return replace(self, requests=tuple(asked))
 
     @property
     def model(self) -> str:

@@ -89,7 +89,8 @@ class Denoiser:
             exclusive=exclusive,
             request_id=request.request_id,
             priority=PRIORITIES[request.service_tier],
-            deadline_s=None if request.deadline_s is None else request.deadline_s - waited_s,
+            deadline_s=request.deadline_s,
+            waited_s=request.waited_s + waited_s,
             key=request.key,
             weight=request.weight,
         )

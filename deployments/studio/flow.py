@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Hashable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from types import MappingProxyType
 
@@ -14,7 +14,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from deployments.studio.interface import STATUS_MAX_AGE_S, ModelCard, ModelUnavailableError, Output, StudioEvent
 from deployments.studio.readiness import Readiness
 from deployments.studio.retries import RECOVERY_DEADLINE_S, RETRYABLE, Retries
-from deployments.studio.run import Run, StageHandles
+from deployments.studio.run import DecodeTimes, Run, StageHandles
 from engines.gang.errors import QueueFullError
 from pipelines.pictures import NO_PICTURES, InputPictures
 from pipelines.request import MediaRequest
@@ -37,7 +37,7 @@ class DeployedStudio:
         patience_s: Mapping[str, float] = NO_PATIENCE,
     ) -> None:
         self._cards, self._stages, self._readiness, self._patience_s = cards, stages, readiness, patience_s
-        self._decode_times_s: defaultdict[str, dict[Hashable, float]] = defaultdict(dict)
+        self._decode_times_s: defaultdict[str, DecodeTimes] = defaultdict(dict)
 
     def cards(self) -> Mapping[str, ModelCard]:
         return self._cards
@@ -64,6 +64,7 @@ class DeployedStudio:
                 pictures=pictures,
                 exclusive=retries.exclusive,
                 wait_s=retries.wait_s,
+                waited_s=retries.waited_s,
                 decode_times_s=self._decode_times_s[request.model],
             )
             try:

@@ -45,7 +45,7 @@ class StageTimes:
 
     ``was_warm``: its denoising found everything ready for its shape, so that nothing of it was preparation.
     ``gpu_s``: how long ranks were at work in its steps, all of them added up. ``eta_s``: what ``total_s`` was predicted
-    to be when it came to the gang.
+    to be when it came to the gang; None if that would have been a guess.
     """
 
     queue_s: float
@@ -55,23 +55,24 @@ class StageTimes:
     total_s: float
     was_warm: bool
     gpu_s: float = 0.0
-    eta_s: float = 0.0
+    eta_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Queued:
-    """A gang has taken the request, and all of it is predicted to take ``eta_s`` from when it came."""
+    """A gang has taken the request, and all of it is predicted to take ``eta_s`` from when it came; None as long as
+    nothing like it was measured."""
 
-    eta_s: float
+    eta_s: float | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """After ``step`` of ``num_steps``; ``eta_s`` is the estimate for the rest of the denoising."""
+    """After ``step`` of ``num_steps``; ``eta_s`` is the prediction for the rest of the denoising, None as above."""
 
     step: int
     num_steps: int
-    eta_s: float
+    eta_s: float | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from ray import exceptions as ray_errors
 from deployments.observability.metrics import observe_failure
 from deployments.studio.interface import ModelUnavailableError
 from deployments.studio.readiness import Readiness
-from engines.gang.errors import GangBrokenError, QueueFullError
+from engines.gang.errors import DEADLINE, GangBrokenError, QueueFullError, TooLateError
 from pipelines.request import MediaRequest
 
 MAX_BROKEN_GANGS = 2
@@ -29,6 +29,7 @@ class Retries:
 
     def __init__(self, request: MediaRequest, readiness: Readiness, patience_s: float = RECOVERY_DEADLINE_S) -> None:
         self._request, self._readiness, self._patience_s = request, readiness, patience_s
+        self._came_s = time.monotonic()
         self._give_up_s: float | None = None
         self._num_broken = self._num_lost = 0
 
@@ -38,6 +39,11 @@ class Retries:
         return self._num_broken > 0
 
     @property
+    def waited_s(self) -> float:
+        """How long ago it came."""
+        return time.monotonic() - self._came_s
+
+    @property
     def wait_s(self) -> float:
         """How long it may wait for a replica from now on."""
         if self._give_up_s is None:
@@ -45,8 +51,10 @@ class Retries:
         return max(0.0, min(self._patience_s, self._give_up_s - time.monotonic()))
 
     def after_refusal(self, refusal: QueueFullError) -> None:
-        """Raises it, unless the gang that the request lost had room for it: then it waits for room in the new one."""
-        if self._give_up_s is None or time.monotonic() > self._give_up_s:
+        """Raises it, unless the gang that the request lost had room for it: then it waits for room in the new one.
+        What its deadline does not allow is not waited for."""
+        is_final = isinstance(refusal, TooLateError) and refusal.limit == DEADLINE
+        if is_final or self._give_up_s is None or time.monotonic() > self._give_up_s:
             raise refusal
 
     def after(self, error: Exception, num_steps_seen: int) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Hashable
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,6 +20,7 @@ from deployments.stages.common import Decoded, EncodingDone, StageEvent
 from deployments.stages.pictures import SentPictures
 from deployments.studio.interface import (
     Media,
+    MediaFormat,
     ModelUnavailableError,
     Output,
     Preview,
@@ -36,8 +37,9 @@ from pipelines.request import MediaRequest
 NUM_DECODINGS = 2
 """The latents are here: if the decoder dies over them, another one gets them."""
 
-MIN_DEADLINE_S = 0.001
-"""Of a request whose time is over before a gang has it: it is refused there, with the others."""
+DecodedLike = tuple[int, MediaFormat]
+"""Pixels of all frames, and the format that they are written in."""
+DecodeTimes = dict[DecodedLike, float]
 
 logger = logging.getLogger("troupe.flow")
 
@@ -54,7 +56,8 @@ class StageHandles:
 @dataclass(kw_only=True, slots=True)
 class Run:
     """``pictures`` are for the encoder alone. ``exclusive``: beside no other job of its gang. Each deployment has
-    ``wait_s`` to take the request. ``decode_times_s`` are what runs like it took to decode, and learn from it."""
+    ``wait_s`` to take the request, which waits for ``waited_s`` already. ``decode_times_s`` are what runs like it took
+    to decode, and learn from it."""
 
     stages: StageHandles
     request: MediaRequest
@@ -62,13 +65,14 @@ class Run:
     pictures: InputPictures
     exclusive: bool
     wait_s: float
-    decode_times_s: dict[Hashable, float] = field(default_factory=dict)
+    waited_s: float = 0.0
+    decode_times_s: DecodeTimes = field(default_factory=dict)
     num_steps_seen: int = field(default=0, init=False)
-    _started_s: float = field(default_factory=time.perf_counter, init=False)
+    _started_s: float = field(default_factory=lambda: time.perf_counter(), init=False)
     _previews: asyncio.Queue[PreviewReady | None] = field(default_factory=asyncio.Queue, init=False)
     """Latents to decode in this order; None after the last."""
     _encode_s: float = field(default=0.0, init=False)
-    _eta_s: float = field(default=0.0, init=False)
+    _eta_s: float | None = field(default=None, init=False)
     _done: JobDone | None = field(default=None, init=False)
     _decoding: asyncio.Task[Decoded] | None = field(default=None, init=False)
 
@@ -104,8 +108,9 @@ class Run:
                     case EncodingDone():
                         self._encode_s = event.encode_s
                     case JobQueued():
-                        decode_s = self.decode_times_s.get(self._decoded_like, 0.0)
-                        self._eta_s = self._elapsed_s + event.eta_s + decode_s
+                        decode_s = predicted_decode_s(self.decode_times_s, self._decoded_like)
+                        if event.eta_s is not None and decode_s is not None:
+                            self._eta_s = self._elapsed_s + event.eta_s + decode_s
                         yield Queued(eta_s=self._eta_s)
                     case StepDone():
                         self.num_steps_seen += 1
@@ -130,7 +135,7 @@ class Run:
         try:
             encoded = [await self._taken(responses[0]._to_object_ref(), "text encoder")]
             denoise = self.stages.denoiser.options(stream=True).denoise
-            stream: Any = denoise.remote(job_id, self._with_time_left(), encoded, self.exclusive)
+            stream: Any = denoise.remote(job_id, self._with_time_waited(), encoded, self.exclusive)
             responses.append(stream)
             await self._taken(stream._to_object_ref_gen(), "denoiser")
             async for group in stream:
@@ -201,14 +206,26 @@ class Run:
         return time.perf_counter() - self._started_s
 
     @property
-    def _decoded_like(self) -> Hashable:
+    def _decoded_like(self) -> DecodedLike:
         request = self.request
-        return request.width, request.height, request.num_frames, self.output.format
+        return request.width * request.height * request.num_frames, self.output.format
 
-    def _with_time_left(self) -> MediaRequest:
+    def _with_time_waited(self) -> MediaRequest:
+        """Its deadline counts from when it came, whatever it waited for and however often it began anew."""
         if self.request.deadline_s is None:
             return self.request
-        return replace(self.request, deadline_s=max(MIN_DEADLINE_S, self.request.deadline_s - self._elapsed_s))
+        return replace(self.request, waited_s=self.request.waited_s + self.waited_s + self._elapsed_s)
+
+
+def predicted_decode_s(times_s: DecodeTimes, like: DecodedLike) -> float | None:
+    """Returns what decoding took; of a size that was not decoded yet, by its pixels beside the nearest; None before
+    anything of the format was."""
+    num_pixels, output_format = like
+    known = {pixels: time_s for (pixels, other), time_s in times_s.items() if other == output_format}
+    if not known:
+        return None
+    nearest = min(known, key=lambda pixels: abs(pixels - num_pixels))
+    return known[nearest] * num_pixels / nearest
 
 
 def _observe(model: str, timings: StageTimes) -> None:

@@ -83,7 +83,7 @@ class Driver:
             raise GangBrokenError(self.broken.reason, self.broken.cause)
         self._table.check(job)
         eta_s = self._outlook.admit(job)
-        open_job = self._table.open(job, max(1.0, self._outlook.next_end_s()))
+        open_job = self._table.open(job, max(1.0, self._outlook.next_end_s() or 0.0))
         self._table.publish(job.job_id, JobQueued(job_id=job.job_id, eta_s=eta_s))
         self._submitted.append(open_job)
         self._wake_schedule.set()

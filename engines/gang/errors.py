@@ -37,8 +37,12 @@ class QueueFullError(RuntimeError):
         return f"{self.num_waiting} jobs are waiting already; try again in about {self.retry_after_s:.0f} s"
 
 
+DEADLINE = "deadline_s"
+"""The limit that a request sets itself."""
+
+
 class TooLateError(QueueFullError):
-    """The job would be done too late, by prediction: ``limit`` says by what (``deadline_s`` …), and how long that is.
+    """The job would be done too late, by prediction: ``limit`` says by what (DEADLINE …), and how long that is.
 
     ``retry_after_s`` is when it would no longer be, if nothing else comes.
     """

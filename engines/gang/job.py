@@ -21,9 +21,9 @@ class Job:
     ``request_id`` is for the logs.
 
     For the scheduler's policy: ``estimates_s`` are what the cost model says that a step takes, by team size; a job of
-    ``priority`` 4 counts as if it took a quarter of its time; ``deadline_s`` after it came it should be done; ``key``
-    is whose it is, and ``weight`` how much that one may have beside others. ``idle_steps`` (counted from 1) make no
-    forwards, and take next to no time.
+    ``priority`` 4 counts as if it took a quarter of its time; ``deadline_s`` after its request arrived it should be
+    done, ``waited_s`` of which were over when it came here; ``key`` is whose it is, and ``weight`` how much that one
+    may have beside others. ``idle_steps`` (counted from 1) make no forwards, and take next to no time.
     """
 
     job_id: str
@@ -37,6 +37,7 @@ class Job:
     estimates_s: Mapping[int, float] = field(default_factory=dict)
     priority: float = 1.0
     deadline_s: float | None = None
+    waited_s: float = 0.0
     key: str = ""
     weight: float = 1.0
     idle_steps: frozenset[int] = frozenset()
@@ -46,6 +47,11 @@ class Job:
         return self.num_steps - step - sum(idle > step for idle in self.idle_steps)
 
     @property
+    def left_s(self) -> float | None:
+        """What is left of its deadline as it comes to a gang; None without one."""
+        return None if self.deadline_s is None else self.deadline_s - self.waited_s
+
+    @property
     def log_fields(self) -> dict[str, object]:
         """Fields for ``extra``. Not ``job_id``: Ray's JSON logs write the id of their own job over that field."""
         return {"gang_job_id": self.job_id, "request_id": self.request_id}
@@ -53,22 +59,24 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobQueued:
-    """The gang has taken a job, and will have done its steps in ``eta_s``, by prediction."""
+    """The gang has taken a job, and will have done its steps in ``eta_s``, by prediction; None while that would be a
+    guess (see ``StepPrediction.knows``)."""
 
     job_id: str
-    eta_s: float
+    eta_s: float | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepDone:
-    """``eta_s`` is the prediction for the steps that are left, those of other jobs before them included."""
+    """``eta_s`` is the prediction for the steps that are left, those of other jobs before them included; None while
+    that would be a guess."""
 
     job_id: str
     step: int
     num_steps: int
     step_ms: float
     num_ranks: int
-    eta_s: float = 0.0
+    eta_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -61,6 +61,11 @@ class JobTable:
         return [open_job.job for open_job in jobs if open_job.outcome is None and not open_job.is_scheduled]
 
     @property
+    def open_jobs(self) -> list[Job]:
+        """Those that have not ended."""
+        return [open_job.job for open_job in self._jobs.values() if open_job.outcome is None]
+
+    @property
     def num_open(self) -> int:
         return sum(open_job.outcome is None for open_job in self._jobs.values())
 

@@ -43,7 +43,9 @@ class Publisher:
                 self._table.fail(open_job, failure.error)
                 failed.append(open_job)
             else:
-                self._publish_step(open_job, job_step, step_ms, work.num_ranks, flight)
+                was_warm = all(report.was_warm for report in reports)
+                eta_s = self._outlook.eta_s(open_job, job_step.step, step_ms / 1e3, was_warm=was_warm)
+                self._publish_step(open_job, job_step, step_ms, work.num_ranks, flight, eta_s)
         return failed
 
     def _note_time(self, work: Work, reports: Sequence[StepReport]) -> None:
@@ -60,12 +62,11 @@ class Publisher:
         if not job.idle_steps:  # a GPU runs a step behind its reports: none of these tells which kind its time was
             self._step_times.note(job, work.num_ranks, now_s - last[1])
 
-    def _publish_step(self, open_job: OpenJob, done: JobStep, step_ms: float, num_ranks: int, flight: Flight) -> None:
+    def _publish_step(
+        self, open_job: OpenJob, done: JobStep, step_ms: float, num_ranks: int, flight: Flight, eta_s: float | None
+    ) -> None:
         job_id, num_steps = done.job_id, open_job.job.num_steps
         open_job.num_steps_done = done.step
-        eta_s = self._outlook.eta_s(job_id)
-        if eta_s is None:
-            eta_s = step_ms / 1e3 * open_job.job.num_forwards_after(done.step)
         step = {"step": done.step, "num_steps": num_steps, "step_ms": step_ms, "num_ranks": num_ranks, "eta_s": eta_s}
         self._table.publish(job_id, StepDone(job_id=job_id, **step))  # type: ignore[arg-type]
         if done.emit == "preview":

@@ -180,7 +180,7 @@ class Scheduler:
         return [replace(one, may_run=one.has_begun or one.id in starting) for one in ordered]
 
     def _entry(self, job: Job, number: int, now_s: float) -> _Entry:
-        due_s = None if job.deadline_s is None else now_s + job.deadline_s
+        due_s = None if job.left_s is None else now_s + job.left_s
         return _Entry(job, number, due_s, self._prediction.by_size(job, self._gang.team_sizes))
 
     # What becomes of it.

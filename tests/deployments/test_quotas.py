@@ -45,10 +45,12 @@ def test_a_minute_of_use_is_freed_as_it_grows_old(clock: SetTime) -> None:
 def test_so_many_are_under_way_and_no_more(clock: SetTime) -> None:
     quotas = quotas_of(clock, KeyLimits(max_concurrent=3))
     with quotas.taken(MINE, 2):
-        with pytest.raises(LimitReachedError, match="2 pictures of this key are under way, and 3 may be"):
+        with pytest.raises(LimitReachedError, match="2 pictures and clips of this key are under way, and 3 may be"):
             quotas.check(MINE, 2)
         with quotas.taken(MINE, 1), quotas.taken(OTHER, 3), pytest.raises(LimitReachedError):
             quotas.check(MINE)
+        with pytest.raises(LimitReachedError, match="3 pictures and clips"):
+            quotas.check(MINE, 1, num_clips=1)
     quotas.check(MINE, 3)
 
 

@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 from engines.gang.clock import Clock
-from engines.gang.errors import TooLateError
+from engines.gang.errors import DEADLINE, TooLateError
 from engines.gang.job import Job
-from engines.gang.job_table import JobTable
+from engines.gang.job_table import JobTable, OpenJob
+from engines.gang.predictions.prediction import StepPrediction
 from engines.gang.scheduler import Scheduler
 from engines.gang.watchdog import Traffic
 
@@ -18,52 +19,73 @@ RENEW_EVERY_S = 0.1
 
 class Outlook:
     """By what the scheduler predicts, and what is under way. ``max_wait_s`` is the longest that a job may wait for
-    others."""
+    others. Nothing is said, and nobody refused, where a prediction would be a guess."""
 
     def __init__(
         self, scheduler: Scheduler, table: JobTable, traffic: Traffic, clock: Clock, max_wait_s: float | None
     ) -> None:
         self._scheduler, self._table, self._traffic, self._clock = scheduler, table, traffic, clock
         self._max_wait_s = max_wait_s
-        self._times_s: dict[str, float] = {}
+        self._times_s: dict[str, float] | None = {}
         self._renewed_s = -RENEW_EVERY_S
+        self._renewed_by: StepPrediction | None = None
 
-    def admit(self, job: Job) -> float:
-        """Returns in how many seconds ``job`` will be done. Refuses (``TooLateError``) what would be done after its
-        deadline, or would wait for too long; ``ValueError`` for a deadline that could never be met.
-
-        Before anything was measured nobody knows, and all are taken.
+    def admit(self, job: Job) -> float | None:
+        """Returns in how many seconds ``job`` will be done; None if nobody knows. Refuses (``TooLateError``) what would
+        be done after its deadline, or would wait for too long; ``ValueError`` for a deadline that could never be met.
         """
-        beside = [*self._table.coming, job]
-        now_s, lone_s = self._clock.now_s(), self._scheduler.lone_s(job)
+        knows_it = self._scheduler.prediction.knows(job)
+        lone_s = self._scheduler.lone_s(job) if knows_it else 0.0
+        if job.deadline_s is not None and lone_s > job.deadline_s:
+            raise ValueError(
+                f"deadline_s is {job.deadline_s:.3g}, and the steps alone take {lone_s:.3g} s: allow more time, or "
+                "ask for fewer steps or a smaller size"
+            )
+        self._check_deadline(job, lone_s)
+        if not (knows_it and self._knows_all()):
+            return None
+        beside, now_s = [*self._table.coming, job], self._clock.now_s()
         predicted_s = self._scheduler.finish_times_s(now_s, beside=beside)[job.job_id] + self._under_way_s()
-        if not self._scheduler.prediction.measured:
-            return predicted_s
-        if job.deadline_s is not None:
-            if lone_s > job.deadline_s:
-                raise ValueError(
-                    f"deadline_s is {job.deadline_s:.3g}, and the steps alone take {lone_s:.3g} s: allow more time, or "
-                    "ask for fewer steps or a smaller size"
-                )
-            self._check(predicted_s, "deadline_s", job.deadline_s, predicted_s - job.deadline_s)
+        self._check_deadline(job, predicted_s)
         if self._max_wait_s is not None:
             late_s = predicted_s - lone_s - self._max_wait_s
             self._check(predicted_s, "the longest wait, max_wait_s,", self._max_wait_s, late_s)
         return predicted_s
 
-    def eta_s(self, job_id: str) -> float | None:
-        """Returns in how many seconds an open job will be done; None if its last step is under way."""
+    def eta_s(self, open_job: OpenJob, step: int, step_s: float, *, was_warm: bool) -> float | None:
+        """Returns in how many seconds an open job will be done, after its ``step``, which took ``step_s``; None if
+        nobody knows. Where its shape is new, its own steps tell, if they were warm and no other job comes between."""
+        own_s = step_s * open_job.job.num_forwards_after(step)
         now_s = self._clock.now_s()
-        if now_s - self._renewed_s >= RENEW_EVERY_S:
-            under_way_s, self._renewed_s = self._under_way_s(), now_s
+        if now_s - self._renewed_s >= RENEW_EVERY_S or self._renewed_by is not self._scheduler.prediction:
+            self._renew(now_s)
+        if self._times_s is None:
+            return own_s if not own_s or (was_warm and self._table.num_open == 1) else None
+        known_s = self._times_s.get(open_job.job.job_id)  # not there if its last step is under way
+        return own_s if known_s is None else max(0.0, known_s - (now_s - self._renewed_s))
+
+    def next_end_s(self) -> float | None:
+        """Returns when the first of all jobs will be done; None if there is none, or nobody knows."""
+        if not self._knows_all():
+            return None
+        return min(self._scheduler.finish_times_s(self._clock.now_s()).values(), default=None)
+
+    def _renew(self, now_s: float) -> None:
+        self._renewed_s, self._renewed_by, self._times_s = now_s, self._scheduler.prediction, None
+        if self._knows_all():
+            under_way_s = self._under_way_s()
             times_s = self._scheduler.finish_times_s(now_s, beside=self._table.coming)
             self._times_s = {known: time_s + under_way_s for known, time_s in times_s.items()}
-        known_s = self._times_s.get(job_id)
-        return None if known_s is None else max(0.0, known_s - (now_s - self._renewed_s))
 
-    def next_end_s(self) -> float:
-        """Returns when the first of all jobs will be done; 0 if there is none."""
-        return min(self._scheduler.finish_times_s(self._clock.now_s()).values(), default=0.0)
+    def _knows_all(self) -> bool:
+        """Returns whether no step of an open job is a guess: each may come before any other's."""
+        return all(map(self._scheduler.prediction.knows, self._table.open_jobs))
+
+    def _check_deadline(self, job: Job, at_least_s: float) -> None:
+        """Refuses what would be late if it took ``at_least_s`` from now. Its deadline counts from its arrival."""
+        if job.deadline_s is not None:
+            predicted_s = job.waited_s + at_least_s
+            self._check(predicted_s, DEADLINE, job.deadline_s, predicted_s - job.deadline_s)
 
     def _check(self, predicted_s: float, limit: str, limit_s: float, late_s: float) -> None:
         if late_s > 0:

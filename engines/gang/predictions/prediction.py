@@ -12,6 +12,10 @@ SPEEDUP_EXPONENT = 0.8
 """A team of w takes w ** -0.8 of one rank's time, where neither a measurement nor an estimate says: from 0.72
 (512 x 512 pixels) to 0.87 (2048 x 2048) were measured on two H200s."""
 
+NEAR = 8.0
+"""Steps whose estimates differ by no more than so many times are near enough for one to say what the other takes, once
+it was measured: of 512 x 512 and 2048 x 2048 pixels, each beside 1024 x 1024, that was within 7 % on H200s."""
+
 StepKey = tuple[str, int]
 """A shape as ``shape_name`` writes it, and the size of a team."""
 
@@ -23,12 +27,13 @@ def shape_name(shape: Hashable) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPrediction:
-    """A value: whoever learns more makes another one. ``measured`` has the seconds of a step; what is estimated is
-    multiplied by ``scale``, by which measured steps differ from their estimates. A step of which nothing is known takes
-    ``usual_s`` on one rank, so that the number of steps decides.
+    """A value: whoever learns more makes another one. ``measured`` has the seconds of a step, ``estimated`` what the
+    cost model says of the same ones; what is estimated is multiplied by ``scale``, by which measured steps differ from
+    their estimates. A step of which nothing is known takes ``usual_s`` on one rank: the number of steps decides.
     """
 
     measured: Mapping[StepKey, float] = field(default_factory=dict)
+    estimated: Mapping[StepKey, float] = field(default_factory=dict)
     scale: float = 1.0
     usual_s: float = 1.0
 
@@ -39,6 +44,18 @@ class StepPrediction:
 
     def by_size(self, job: Job, team_sizes: Iterable[int]) -> dict[int, float]:
         return {team_size: self.step_s(job, team_size) for team_size in team_sizes}
+
+    def knows(self, job: Job) -> bool:
+        """Returns whether what is predicted of ``job`` goes back to measured steps, of its shape or of one near enough.
+        Anything else is a guess, good for an order and for nothing that is said or promised."""
+        name = shape_name(job.shape)
+        if job.shape is not None and any(known == name for known, _ in self.measured):
+            return True
+        for (_, team_size), near_s in self.estimated.items():
+            estimate_s = estimated_s(job, team_size)
+            if estimate_s is not None and 1 / NEAR <= estimate_s / near_s <= NEAR:
+                return True
+        return False
 
     def is_measured(self, job: Job, team_size: int) -> bool:
         return job.shape is not None and (shape_name(job.shape), team_size) in self.measured
@@ -54,12 +71,16 @@ class StepPrediction:
         return self.measured[name, nearest] * estimate_s / self._estimate_s(job, nearest)
 
     def _estimate_s(self, job: Job, team_size: int) -> float:
-        if not job.estimates_s:
-            return self.usual_s / speedup(team_size)
-        if team_size in job.estimates_s:
-            return self.scale * job.estimates_s[team_size]
-        nearest = min(job.estimates_s, key=lambda size: (abs(size - team_size), size))
-        return self.scale * job.estimates_s[nearest] * speedup(nearest) / speedup(team_size)
+        estimate_s = estimated_s(job, team_size)
+        return self.usual_s / speedup(team_size) if estimate_s is None else self.scale * estimate_s
+
+
+def estimated_s(job: Job, team_size: int) -> float | None:
+    """Returns what the cost model says that a step of ``job`` takes on so many ranks; None if it says nothing."""
+    if not job.estimates_s:
+        return None
+    nearest = min(job.estimates_s, key=lambda size: (abs(size - team_size), size))
+    return job.estimates_s[nearest] * speedup(nearest) / speedup(team_size)
 
 
 def speedup(team_size: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +14,19 @@ from ray.exceptions import ActorDiedError, ReferenceCountingAssertionError
 from deployments.stages.pictures import SentPicture, SentPictures
 from deployments.studio import flow, retries, run
 from deployments.studio.flow import DeployedStudio
-from deployments.studio.interface import Media, ModelUnavailableError, Output, Preview, Progress, StudioEvent
+from deployments.studio.interface import (
+    Media,
+    ModelUnavailableError,
+    Output,
+    Preview,
+    Progress,
+    Queued,
+    StudioEvent,
+)
 from deployments.studio.readiness import Readiness
 from deployments.studio.retries import MAX_LOSSES, RECOVERY_DEADLINE_S
-from engines.gang.errors import GangBrokenError, QueueFullError
-from engines.gang.job import JobDone, PreviewReady, StepDone
+from engines.gang.errors import DEADLINE, GangBrokenError, QueueFullError, TooLateError
+from engines.gang.job import JobDone, JobQueued, PreviewReady, StepDone
 from pipelines.pictures import InputPicture, InputPictures
 from tests.deployments.studio.support.set_stages import Stages
 from tests.deployments.support.fake_studio import EDITS, PICTURES
@@ -41,14 +50,14 @@ def no_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def events_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Stages], Any]:
+def events_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Runs a request through ``Stages``, by their clock; all that comes."""
 
-    async def run_all(stages: Stages) -> list[StudioEvent]:
+    async def run_all(stages: Stages, **fields: Any) -> list[StudioEvent]:
         clock = SimpleNamespace(monotonic=lambda: stages.now_s, perf_counter=lambda: stages.now_s)
         for module in (retries, run):
             monkeypatch.setattr(module, "time", clock)
-        request = PICTURES.request(model="m", prompt="a red circle")
+        request = replace(PICTURES.request(model="m", prompt="a red circle"), **fields)
         async with asyncio.timeout(PATIENCE_S):
             return [event async for event in studio_of(stages).perform(request, Output(format="png"))]
 
@@ -56,7 +65,7 @@ def events_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Stages], Any]:
 
 
 @pytest.fixture
-def perform(events_of: Callable[[Stages], Any]) -> Callable[[Stages], Any]:
+def perform(events_of: Callable[..., Any]) -> Callable[[Stages], Any]:
     """What comes at the end."""
 
     async def run_to_end(stages: Stages) -> Any:
@@ -100,6 +109,40 @@ async def test_a_request_that_ran_for_long_waits_for_room_in_the_next_gang(perfo
     assert stages.num_attempts == 3
 
 
+async def test_a_deadline_goes_on_while_a_gang_is_rebuilt(events_of: Callable[..., Any]) -> None:
+    """The first gang is told that nothing is over, the second what passed on the first."""
+    stages = Stages([STEP, 7.0, BROKEN], [STEP, DONE])
+    await events_of(stages, deadline_s=60.0)
+    requests = [args[1] for args in stages.all_sent["denoise"]]
+    assert [(one.deadline_s, one.waited_s) for one in requests] == [(60.0, 0.0), (60.0, 7.0)]
+
+
+async def test_what_came_too_late_for_its_deadline_is_not_tried_on(events_of: Callable[..., Any]) -> None:
+    late = TooLateError(0, 3.0, 63.0, DEADLINE, 60.0)
+    stages = Stages([STEP, BROKEN], [late], [STEP, DONE])
+    with pytest.raises(TooLateError):
+        await events_of(stages, deadline_s=60.0)
+    assert stages.num_attempts == 2
+
+
+async def test_a_whole_time_is_predicted_when_all_its_parts_are_known(perform: Callable[[Stages], Any]) -> None:
+    """Of the steps by the gang, of the decoding by the last one: 0.1 s for as many pixels."""
+    guessed, known = JobQueued(job_id="j", eta_s=None), JobQueued(job_id="j", eta_s=2.0)
+    assert (await perform(Stages([known, STEP, DONE]))).timings.eta_s is None
+    request, output = PICTURES.request(model="m", prompt="a"), Output(format="png")
+    studio = studio_of(Stages([known, STEP, DONE], [guessed, STEP, DONE], [known, STEP, DONE]))
+    told = [
+        [event async for event in studio.perform(replace(request, width=width), output)]
+        for width in (request.width, request.width, 2 * request.width)
+    ]
+    firsts = [events[0] for events in told]
+    assert [first.eta_s if isinstance(first, Queued) else 0.0 for first in firsts] == [
+        None,
+        None,
+        pytest.approx(2.2, abs=0.1),
+    ]
+
+
 async def test_two_broken_gangs_are_enough(perform: Callable[[Stages], Any]) -> None:
     stages = Stages([STEP, BROKEN])
     with pytest.raises(GangBrokenError, match="given up after 2 broken gangs; the last: rank 1 died"):
@@ -137,7 +180,7 @@ async def test_a_request_that_loses_objects_again_and_again_is_given_up(perform:
 
 
 @pytest.mark.parametrize("failure", [LOST, DIED, RuntimeError("out of memory")])
-async def test_a_preview_that_fails_costs_a_preview(events_of: Callable[[Stages], Any], failure: Exception) -> None:
+async def test_a_preview_that_fails_costs_a_preview(events_of: Callable[..., Any], failure: Exception) -> None:
     stages = Stages([STEP, FIRST, STEP, SECOND, STEP, DONE])
     stages.bad_previews.append(failure)
     stages.previews_may_go_on.set()

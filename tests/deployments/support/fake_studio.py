@@ -58,8 +58,9 @@ class FakeStudio:
     """``step_s`` is how long a step takes; where there are ``permits``, a step waits for one as well. ``before`` runs
     first in each request, ``at_step`` in each step.
 
-    Both may raise. ``performed`` are the requests that came, ``inputs`` what came along with each, ``closed`` the ids
-    of those closed before their end. ``takes_pictures``: two more models do.
+    Both may raise. Without ``knows_times`` nothing was measured yet. ``performed`` are the requests that came,
+    ``inputs`` what came along with each, ``closed`` the ids of those closed before their end. ``takes_pictures``: two
+    more models do.
     """
 
     step_s: float = 0.005
@@ -69,6 +70,7 @@ class FakeStudio:
     reasons: dict[str, str] = field(default_factory=dict)
     aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
     loras: dict[str, tuple[Lora, ...]] = field(default_factory=dict)
+    knows_times: bool = True
     takes_pictures: bool = False
     performed: list[MediaRequest] = field(default_factory=list)
     inputs: list[InputPictures] = field(default_factory=list)
@@ -113,7 +115,8 @@ class FakeStudio:
 
     async def _perform(self, request: MediaRequest, output: Output) -> AsyncGenerator[StudioEvent, None]:
         self.before(request)
-        yield Queued(eta_s=ETA_S + request.seed % 10)
+        eta_s = ETA_S + request.seed % 10 if self.knows_times else None
+        yield Queued(eta_s=eta_s)
         start_s = time.perf_counter()
         num_previews = 0
         for step in range(1, request.num_inference_steps + 1):
@@ -121,13 +124,13 @@ class FakeStudio:
             if self.permits is not None:
                 await self.permits.acquire()
             self.at_step(request, step)
-            yield Progress(step=step, num_steps=request.num_inference_steps, eta_s=0.1)
+            yield Progress(step=step, num_steps=request.num_inference_steps, eta_s=0.1 if self.knows_times else None)
             if step in request.preview_steps:
                 yield Preview(index=num_previews, step=step, data=picture(request, Output(format="png")))
                 num_previews += 1
         total_s = time.perf_counter() - start_s
         seconds = {"queue_s": 0.001, "encode_s": 0.002, "denoise_s": total_s, "decode_s": 0.003, "total_s": total_s}
-        timings = StageTimes(**seconds, was_warm=False, gpu_s=GPU_S, eta_s=ETA_S + request.seed % 10)
+        timings = StageTimes(**seconds, was_warm=False, gpu_s=GPU_S, eta_s=eta_s)
         data = clip(request) if request.kind == "video" else picture(request, output)
         thumbnail = picture(request, Output(format="webp")) if request.kind == "video" else b""
         yield Media(data=data, format=output.format, seed=request.seed, timings=timings, thumbnail=thumbnail)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -87,7 +88,7 @@ NUM_STEPS = 10
 
 
 def shaped_job(name: str, **fields: object) -> Job:
-    return fake_job(name, FakeRequest(seed=1, num_steps=NUM_STEPS), shape="square", **fields)
+    return fake_job(name, FakeRequest(seed=1, num_steps=NUM_STEPS), **{"shape": "square"} | fields)
 
 
 async def measured(gang: Gang, ranks: SetRanks) -> None:
@@ -99,7 +100,7 @@ async def measured(gang: Gang, ranks: SetRanks) -> None:
     await running
 
 
-async def opened(gang: Gang, job: Job) -> tuple[float, AsyncGenerator[tuple[JobEvent, ...]]]:
+async def opened(gang: Gang, job: Job) -> tuple[float | None, AsyncGenerator[tuple[JobEvent, ...]]]:
     """What a job is told when it comes, and what it will be told."""
     stream = gang.submit_grouped(job, every_s=0.0)
     (queued,) = await anext(stream)
@@ -140,9 +141,66 @@ async def test_what_cannot_be_done_in_time_is_refused_at_once(gang: Gang, ranks:
     assert [type(end) for end in ends] == [JobDone, JobDone]
 
 
-async def test_while_nothing_was_measured_nothing_is_refused(gang: Gang, ranks: SetRanks) -> None:
-    running = asyncio.ensure_future(run(gang, shaped_job("first", deadline_s=0.01)))
+async def test_while_nothing_was_measured_nothing_is_said_nor_refused(gang: Gang, ranks: SetRanks) -> None:
+    """The second of two is told once the first has shown how long a step takes."""
+    jobs = [await opened(gang, shaped_job(name, deadline_s=0.01)) for name in ("first", "second")]
+    assert [eta_s for eta_s, _ in jobs] == [None, None]
+    await settled()
+    for _ in range(2 * NUM_STEPS):
+        await ranks.finish_step(STEP_S)
+    first, second = [
+        [event.eta_s async for group in stream for event in group if isinstance(event, StepDone)] for _, stream in jobs
+    ]
+    assert first == [*[None] * (NUM_STEPS - 1), 0.0]
+    assert second == pytest.approx([STEP_S * (NUM_STEPS - step) for step in range(1, NUM_STEPS + 1)], abs=STEP_S)
+
+
+async def test_a_first_job_that_is_alone_is_told_by_its_own_steps(gang: Gang, ranks: SetRanks) -> None:
+    """But not by a cold one."""
+    eta_s, stream = await opened(gang, shaped_job("first"))
+    assert eta_s is None
+    await settled()
+    await ranks.finish_step(20 * STEP_S, was_warm=False)
+    for _ in range(NUM_STEPS - 1):
+        await ranks.finish_step(STEP_S)
+    steps = [event.eta_s async for group in stream for event in group if isinstance(event, StepDone)]
+    assert steps[0] is None
+    assert steps[1:] == pytest.approx([STEP_S * (NUM_STEPS - step) for step in range(2, NUM_STEPS + 1)])
+
+
+def guess(estimate_s: float) -> dict[str, Any]:
+    """Fields of a job of another shape, of which the cost model says this much."""
+    return {"shape": f"of {estimate_s}", "estimates_s": {1: estimate_s}}
+
+
+async def test_a_guess_is_neither_said_nor_held_against_anybody(gang: Gang, ranks: SetRanks) -> None:
+    """Of a shape whose step is estimated to take a hundred times as long as what was measured, nobody knows; nor when
+    those behind it will be done. One that is four times as long is near enough."""
+    running = asyncio.ensure_future(run(gang, shaped_job("measured", estimates_s={1: 0.001})))
     await settled()
     for _ in range(NUM_STEPS):
         await ranks.finish_step(STEP_S)
-    assert isinstance((await running)[-1], JobDone)
+    await running
+    near_s, near = await opened(gang, shaped_job("near", **guess(0.004)))
+    assert near_s == pytest.approx(4 * NUM_STEPS * STEP_S)
+    with pytest.raises(ValueError, match=r"deadline_s is 1, and the steps alone take 2 s"):
+        await opened(gang, shaped_job("never", **guess(0.004), deadline_s=1.0))
+    far_s, far = await opened(gang, shaped_job("far", **guess(0.1), deadline_s=0.01))
+    known_s, known = await opened(gang, shaped_job("known", deadline_s=NUM_STEPS * STEP_S + 0.01))
+    assert (far_s, known_s) == (None, None)
+    for stream in (near, far, known):
+        await stream.aclose()
+    await settled()
+
+
+async def test_a_deadline_counts_from_when_the_request_came(gang: Gang, ranks: SetRanks) -> None:
+    """A job takes 0.5 s: what waited 0.6 of 1.0 s elsewhere is late; what waited longer is, whatever is known."""
+    with pytest.raises(TooLateError, match=r"about 1\.2 s, and deadline_s is 1"):
+        await opened(gang, shaped_job("over", deadline_s=1.0, waited_s=1.2))
+    await measured(gang, ranks)
+    with pytest.raises(TooLateError, match=r"about 1\.1 s, and deadline_s is 1"):
+        await opened(gang, shaped_job("late", deadline_s=1.0, waited_s=0.6))
+    eta_s, stream = await opened(gang, shaped_job("in time", deadline_s=1.0, waited_s=0.4))
+    assert eta_s == pytest.approx(0.5)
+    await stream.aclose()
+    await settled()

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from engines.gang.errors import TooLateError
+from engines.gang.errors import QueueFullError, TooLateError
 from pipelines.request import MediaRequest
 from tests.deployments.api.test_images import IMAGES
 from tests.deployments.api.test_videos import finished, make
@@ -50,6 +50,36 @@ async def test_a_stream_tells_at_its_start_what_is_predicted(client: httpx.Async
     answer = await client.post(IMAGES, json={"prompt": "a", "seed": 3, "stream": True, "stream_progress": True})
     assert answer.headers["X-Troupe-Eta"] == f"{ETA_S + 3:.3f}"
     assert "troupe.progress" in answer.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_nothing_is_predicted_before_anything_was_measured(
+    client: httpx.AsyncClient, studio: FakeStudio, stream: bool
+) -> None:
+    studio.knows_times = False
+    body = {"stream": True, "stream_progress": True} if stream else {}
+    answer = await client.post(IMAGES, json={"prompt": "a", **body})
+    assert answer.status_code == 200
+    assert "X-Troupe-Eta" not in answer.headers
+    assert not stream or '"eta_s":null' in answer.text.replace(" ", "")
+
+
+async def test_a_deadline_counts_from_when_the_request_came(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+    """Of a clip from when it was asked for, however long it lies there."""
+    assert (await client.post(IMAGES, json={"prompt": "a", "deadline_s": 9})).status_code == 200
+    (picture,) = studio.performed
+    assert (picture.deadline_s, picture.waited_s > 0) == (9, True)
+    refusals = [QueueFullError(1, retry_after_s=0.05)]
+
+    def refuse_once(request: MediaRequest) -> None:
+        if refusals:
+            raise refusals.pop()
+
+    studio.before = refuse_once
+    await finished(client, (await make(client, deadline_s=9))["id"])
+    _, refused, taken = studio.performed
+    assert taken.deadline_s == refused.deadline_s == 9
+    assert taken.waited_s - refused.waited_s > 0.05
 
 
 def refuse(request: MediaRequest) -> None:

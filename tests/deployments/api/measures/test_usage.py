@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,24 @@ def of(key: str) -> dict[str, str]:
 async def used(client: httpx.AsyncClient, key: str) -> dict[str, Any]:
     usage: dict[str, Any] = (await client.get("/v1/usage", headers=of(key))).json()
     return usage
+
+
+async def test_clips_are_under_way_as_pictures_are(studio: FakeStudio, tmp_path: Path) -> None:
+    """From their request to their end, queued or made: two may be, and of three that come at once two are taken."""
+    studio.permits = asyncio.Semaphore(0)
+    async with client_of(metered(studio, tmp_path)) as client:
+        client.headers.update(of("small"))
+        posts = [client.post("/v1/videos", json={"prompt": "a"}) for _ in range(3)]
+        answers = await asyncio.gather(*posts)
+        assert sorted(answer.status_code for answer in answers) == [200, 200, 429]
+        picture = await client.post(IMAGES, json={"prompt": "a"})
+        assert (picture.status_code, picture.json()["error"]["code"]) == (429, "key_limit")
+        assert "2 pictures and clips of this key are under way, and 2 may be" in picture.text
+        clip, other = (answer.json()["id"] for answer in answers if answer.status_code == 200)
+        await client.delete(f"/v1/videos/{clip}")
+        await client.delete(f"/v1/videos/{other}")
+        studio.permits = None
+        assert (await client.post(IMAGES, json={"prompt": "a", "n": 2})).status_code == 200
 
 
 async def test_keys_have_accounts_and_limits_of_their_own(studio: FakeStudio, tmp_path: Path) -> None:

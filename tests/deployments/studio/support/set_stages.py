@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from functools import partial
 from types import SimpleNamespace
@@ -61,6 +62,8 @@ class Stages:
         self._taken = {stage: never if stage == absent else None for stage in ("encoder", "denoiser", "decoder")}
         self.sent: dict[str, tuple[object, ...]] = {}
         """What each method was called with the last time."""
+        self.all_sent: defaultdict[str, list[tuple[Any, ...]]] = defaultdict(list)
+        """And every time."""
         self.text_encoder = SimpleNamespace(encode=self._remote("encode", lambda: self._answer("encoder", never.wait)))
         self.denoiser = SimpleNamespace(
             options=lambda **_: SimpleNamespace(denoise=self._remote("denoise", self._denoise))
@@ -74,6 +77,7 @@ class Stages:
     def _remote(self, method: str, answer: Callable[[], Any]) -> SimpleNamespace:
         def call(*args: object) -> Any:
             self.sent[method] = args
+            self.all_sent[method].append(args)
             return answer()
 
         return remote(call)

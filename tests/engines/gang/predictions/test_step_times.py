@@ -56,7 +56,9 @@ def test_two_gangs_keep_what_both_measured(tmp_path: Path) -> None:
     assert (both.step_s(job(), 1), both.step_s(job(), 2)) == (0.12, 0.07)
 
 
-@pytest.mark.parametrize("text", ["no JSON", "[1, 2]", '{"shape": 3}', '{"shape": {"two": 1.0}}'])
+@pytest.mark.parametrize(
+    "text", ["no JSON", "[1, 2]", '{"shape": 3}', '{"shape": {"two": [1.0, null]}}', '{"shape": {"2": 1.0}}']
+)
 def test_a_file_that_cannot_be_read_is_measured_anew(tmp_path: Path, text: str) -> None:
     file = tmp_path / "model.json"
     file.write_text(text)
@@ -82,6 +84,29 @@ def test_estimates_are_corrected_by_what_was_measured() -> None:
     prediction = times.prediction()
     assert prediction.step_s(job("large", on_1=1.6), 1) == pytest.approx(0.8)
     assert prediction.step_s(job("large", on_1=1.6), 2) == pytest.approx(0.8 / 2**0.8)
+
+
+def test_what_estimates_were_wrong_by_is_kept(tmp_path: Path) -> None:
+    """The gang that is rebuilt scales the estimates of shapes that it never saw as the one before it did."""
+    times = StepTimes(tmp_path / "model.json")
+    heard(times, job("small", on_1=0.2), 2, 0.1, 0.1)
+    times.save()
+    large, before, after = job("large", on_1=1.6), times.prediction(), StepTimes(tmp_path / "model.json").prediction()
+    assert before.step_s(large, 2) == after.step_s(large, 2) == pytest.approx(0.8)
+    assert after.knows(large)
+
+
+def test_what_is_a_guess() -> None:
+    times = StepTimes()
+    assert not times.prediction().knows(job())
+    assert not times.prediction().knows(job(on_1=0.2))
+    heard(times, job("seen", on_1=0.2), 2, 0.1, 0.1)
+    prediction = times.prediction()
+    assert prediction.knows(job("seen")), "its shape, whatever is estimated"
+    assert [prediction.knows(job("other", on_1=0.2 * factor)) for factor in (0.1, 0.2, 1, 7, 9)] == [
+        False, True, True, True, False
+    ]  # fmt: skip
+    assert not prediction.knows(job("other"))
 
 
 def test_another_team_of_a_measured_shape_goes_by_the_estimates() -> None:

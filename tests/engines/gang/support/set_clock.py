@@ -76,12 +76,13 @@ class SetRanks:
         self._at_work[rank].append((plan, refs))
         return refs if num_returns > 1 else refs[0]
 
-    async def finish_step(self, step_s: float) -> None:
+    async def finish_step(self, step_s: float, *, was_warm: bool = True) -> None:
         """The oldest step ends on all ranks, ``step_s`` from now."""
         await self._clock.advance(step_s)
         for rank, plans in enumerate(self._at_work):
             plan, (report, *latents) = plans.popleft()
-            report.set_result(StepReport(rank=rank, sequence=plan.sequence, step_ms=1e3 * step_s))
+            done = StepReport(rank=rank, sequence=plan.sequence, step_ms=1e3 * step_s, was_warm=was_warm)
+            report.set_result(done)
             for each in latents:
                 each.set_result(None)
         await settled()

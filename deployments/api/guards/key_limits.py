@@ -1,0 +1,61 @@
+"""Limits of keys on what is under way: pictures, which the replica counts, and clips, which the database does."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AbstractAsyncContextManager, ExitStack, aclosing, asynccontextmanager, nullcontext
+from typing import TypeVar
+
+from sqlalchemy.exc import DBAPIError
+
+from deployments.clips.clips import Clips
+from deployments.clips.storage import StorageFullError, StorageLostError
+from deployments.quotas import Quotas
+
+T = TypeVar("T")
+
+logger = logging.getLogger("troupe.api")
+
+
+class KeyLimitGuard:
+    """Lets in what a key may have under way, and refuses the rest with LimitReachedError.
+
+    A clip counts from its request to its end, whichever replica makes it. Requests of one key are looked at one after
+    the other, so that of two that come at once the second finds the first counted.
+    """
+
+    def __init__(self, quotas: Quotas, clips: Clips) -> None:
+        self._quotas, self._clips = quotas, clips
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    async def pictures(self, key: str, num: int, events: AsyncGenerator[T]) -> AsyncGenerator[T, None]:
+        """Yields ``events``, which make ``num`` pictures, if the key may have them."""
+        async with aclosing(events):
+            with ExitStack() as stack:
+                async with self._turn(key):
+                    stack.enter_context(self._quotas.taken(key, num, await self._num_clips(key)))
+                async for event in events:
+                    yield event
+
+    @asynccontextmanager
+    async def clip(self, key: str) -> AsyncIterator[None]:
+        """Inside the block the key may queue a clip."""
+        async with self._turn(key):
+            self._quotas.check(key, 1, await self._num_clips(key))
+            yield
+
+    def _turn(self, key: str) -> AbstractAsyncContextManager[object]:
+        return nullcontext() if self._quotas.limits_of(key).max_concurrent is None else self._turns[key]
+
+    async def _num_clips(self, key: str) -> int:
+        """Returns how many clips of the key wait or are made. Without the database none are, and pictures go on."""
+        if self._quotas.limits_of(key).max_concurrent is None:
+            return 0
+        try:
+            return await self._clips.num_open(key)
+        except (DBAPIError, StorageFullError, StorageLostError) as error:
+            logger.warning("clips cannot be counted, and do not count: %s", error)
+            return 0
