@@ -25,11 +25,10 @@ OUT = ROOT / "docs" / "models.md"
 CONTEXT = ("ulysses", "ring", "allgather_kv", "hybrid")
 HEAD = """# Models
 
-A pipeline is served if diffusers has *modular blocks* for it and they have one denoising loop. This table is written by
+A pipeline is served if diffusers has *modular blocks* for it and they have one denoising loop, which may be over chunks
+of a clip that are denoised one after the other (Helios). This table is written by
 `python .ci/models_document.py` from what diffusers and the files in `pipelines/models/` say. Licences differ from model
 to model, and between sizes of one model: read the one on the model's page before you serve it.
-
-Not served are pipelines with a loop over chunks of a clip around the denoising loop (Helios, Wan Animate 2).
 
 - *Workflows* are those that the blocks declare (— : they declare none, and have one).
 - *Strategies* divide a step over the ranks of a gang. "one rank" serves one picture at a time on one GPU; more gangs

@@ -30,6 +30,8 @@ class Defaults:
     ``fits_pictures`` they are cut to the request's size, where the pipeline's own blocks would bring them to sizes that
     this model does not know.
     ``max_tokens`` of a prompt reach the model (0: as many as its pipeline says).
+    Clips are made in chunks of ``frames_per_chunk`` (0: as a whole), with all steps for each, and ``first_chunk_steps``
+    times as many for the first.
     Each ``check`` raises ValueError for what the model cannot do; the message says what was given and what is allowed.
     """
 
@@ -55,6 +57,8 @@ class Defaults:
     fits_pictures: bool = False
     max_tokens: int = 0
     min_steps: int = 1
+    frames_per_chunk: int = 0
+    first_chunk_steps: int = 1
 
     def request(self, size: Size | None = None, **changes: Any) -> MediaRequest:
         """The request of somebody who says no more than ``size`` and ``changes`` (fields of ``MediaRequest``), and
@@ -118,14 +122,18 @@ class Defaults:
             raise ValueError(f"num_inference_steps is {num_steps}; it must be {allowed}")
 
     def check_cache(self, request: MediaRequest) -> None:
+        if self.frames_per_chunk and request.cache != "off":
+            raise ValueError(f"cache is {request.cache!r}; this model makes clips in chunks, with which it must be off")
         computed_steps(request.cache, self.num_steps_of(request))
 
     def num_steps_of(self, request: MediaRequest) -> int:
-        """Returns as many as were asked for; where a picture is painted over, the last of them.
+        """Returns as many as were asked for, for each chunk; where a picture is painted over, the last of them.
 
         The arithmetic is that of diffusers' image-to-image blocks, whose rounding decides.
         """
         asked, strength = request.num_inference_steps, self.strength_of(request)
+        if self.frames_per_chunk:
+            return asked * (-(-request.num_frames // self.frames_per_chunk) - 1 + self.first_chunk_steps)
         return asked if strength is None else asked - int(max(asked - min(asked * strength, asked), 0))
 
     def strength_of(self, request: MediaRequest) -> float | None:

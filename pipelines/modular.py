@@ -17,10 +17,10 @@ def open_modular(path: Path) -> Any:
     name = str(read_index(path).get("_class_name"))
     try:
         pipeline = diffusers.ModularPipeline.from_pretrained(str(path))
-        if not pipeline.blocks.sub_blocks and (same := _modular_class(name)) is not None:
+        if not pipeline.blocks.sub_blocks and (same := _modular_class(path, name)) is not None:
             pipeline = same(pretrained_model_name_or_path=str(path))
     except (OSError, AttributeError, ValueError, TypeError) as error:
-        if (same := _modular_class(name)) is None:
+        if (same := _modular_class(path, name)) is None:
             raise ValueError(f"{_refusal(path, name)} ({error})") from error
         pipeline = same(pretrained_model_name_or_path=str(path))
     if not pipeline.blocks.sub_blocks:
@@ -35,12 +35,14 @@ def pipelines_with_blocks() -> tuple[str, ...]:
     return tuple(sorted({make() for make in MODULAR_PIPELINE_MAPPING.values()}))
 
 
-def _modular_class(name: str) -> Any:
-    """Diffusers' own search knows only what its ``AutoPipeline`` knows: here it goes by the name."""
+def _modular_class(path: Path, name: str) -> Any:
+    """Diffusers' own search knows only what its ``AutoPipeline`` knows: here it goes by the name and the settings."""
     import diffusers
+    from diffusers.modular_pipelines.modular_pipeline import MODULAR_PIPELINE_MAPPING
 
     modular = name if name.endswith(MODULAR) else name.removesuffix(CLASSIC).removesuffix(FROM_PICTURE) + MODULAR
-    return getattr(diffusers, modular, None) if modular != MODULAR else None
+    special = (make(read_index(path)) for make in MODULAR_PIPELINE_MAPPING.values() if make() == modular)
+    return getattr(diffusers, next(special, modular), None) if modular != MODULAR else None
 
 
 def _refusal(path: Path, name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -73,6 +74,14 @@ class TokenLayout:
             return piece.contiguous()
         after = x.ndim - 1 - (dim % x.ndim)
         return functional.pad(piece, [0, 0] * after + [0, chunk - (stop - start)])
+
+    def cut_streams(self, x: Tensor, *, dim: int, streams: tuple[str, ...], index: int) -> Tensor:
+        """Chunk ``index`` of each of ``streams``, which are one after another along dim ``dim`` of ``x``."""
+        if len(streams) == 1:
+            return self.cut(x, dim=dim, stream=streams[0], index=index)
+        lengths = [self.length(stream) for stream in streams]
+        parts = zip(torch.split(x, lengths, dim), streams, strict=True)
+        return torch.cat([self.cut(part, dim=dim, stream=stream, index=index) for part, stream in parts], dim)
 
     def join(self, gathered: Tensor, *, dim: int, stream: str) -> Tensor:
         """The whole stream from its chunks, stacked along a new first dim; ``dim`` is the token dim of one chunk."""

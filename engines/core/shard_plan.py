@@ -19,13 +19,20 @@ class TokenShard:
     the tensor enters it or leaves it; ``key`` is its parameter name, or its position in an output tuple (0 for a single
     output). ``stream`` names the token sequence it belongs to (for FLUX "text" and "image"), whose true length decides
     the padding. A tensor that comes without the dim, or with one row for all tokens, stays whole.
+
+    A tensor of several streams, one after another, names them all; each is cut, as attention has them. Of a whole
+    number, that of the stream's tokens, each rank is told how many it holds, padding included.
     """
 
     module: str
     where: Literal["input", "output"]
     key: str | int
     dim: int
-    stream: str
+    stream: str | tuple[str, ...]
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        return (self.stream,) if isinstance(self.stream, str) else self.stream
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

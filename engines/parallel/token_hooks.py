@@ -50,11 +50,16 @@ class TokenHooks:
         """Also of a list: each of its tensors."""
         if isinstance(x, list | tuple):
             return type(x)(self._cut(inner, shard) for inner in x)
-        if x is None or self._layout is None or self._axis is None or self._axis.size == 1 or x.ndim <= shard.dim:
+        if x is None or self._layout is None or self._axis is None or self._axis.size == 1:
             return x
-        if x.shape[shard.dim] == 1 != self._layout.length(shard.stream):  # one row for all tokens
+        if isinstance(x, int):
+            assert x == sum(map(self._layout.length, shard.streams)), f"{x} is not the number of {shard.stream} tokens"
+            return sum(map(self._layout.chunk, shard.streams))
+        if x.ndim <= shard.dim:
             return x
-        return self._layout.cut(x, dim=shard.dim, stream=shard.stream, index=self._axis.index)
+        if x.shape[shard.dim] == 1 != sum(map(self._layout.length, shard.streams)):  # one row for all tokens
+            return x
+        return self._layout.cut_streams(x, dim=shard.dim, streams=shard.streams, index=self._axis.index)
 
     def _register_shard(self, target: nn.Module, shard: TokenShard) -> None:
         if shard.where == "output":

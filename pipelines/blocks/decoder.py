@@ -49,11 +49,11 @@ class BlocksDecoder:
     def decode_all(self, latents: Mapping[str, Any], request: MediaRequest) -> DecodedMedia:
         """Everything that the blocks make of what ``BlocksSampler.latents`` gives."""
         values = self._run(latents)
-        return DecodedMedia(frames_FHWC=_to_frames(_pixels(values)), sound=self._sound(values))
+        return DecodedMedia(frames_FHWC=_to_frames(_asked(_pixels(values), request)), sound=self._sound(values))
 
     def decode(self, latents: Mapping[str, Any], request: MediaRequest) -> NDArray[np.uint8]:
         """All frames, uint8 (frames, height, width, 3), from what ``BlocksSampler.latents`` gives."""
-        return _to_frames(self.pixels(latents))
+        return _to_frames(_asked(self.pixels(latents), request))
 
     def preview(self, latents: Mapping[str, Any], request: MediaRequest) -> NDArray[np.uint8]:
         first = self._opened.architecture.first_frame
@@ -94,6 +94,11 @@ def _pixels(values: PipelineState) -> Tensor:
     output = next(values.get(name) for name in OUTPUTS if values.get(name) is not None)
     pixels = torch.as_tensor(output) if not isinstance(output, list) else torch.stack(output)
     return pixels[0] if pixels.ndim == 5 else pixels
+
+
+def _asked(pixels_FCHW: Tensor, request: MediaRequest) -> Tensor:
+    """A clip that is made in chunks may be longer than was asked for."""
+    return pixels_FCHW[: request.num_frames] if request.kind == "video" else pixels_FCHW
 
 
 def _to_frames(pixels_FCHW: Tensor) -> NDArray[np.uint8]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,54 +18,21 @@ from torch import Tensor
 
 from engines.core.additions import normal_mix
 from engines.core.model import Branch, Schedule
-from pipelines.blocks import arguments, tree
+from pipelines.blocks import arguments, passes, tree
 from pipelines.blocks.encoder import Conditioning, on_cpu, on_device
 from pipelines.blocks.guidance import guided, set_scale
 from pipelines.blocks.noise import put_away, taken_out
 from pipelines.blocks.opened import OpenedPipeline
 from pipelines.blocks.own_parts import copied, own_parts, with_parts
+from pipelines.blocks.passes import Noted
 from pipelines.blocks.reuse import KeptPredictions
-from pipelines.blocks.stand_in import Call, Exchange
+from pipelines.blocks.stand_in import Call
+from pipelines.blocks.state import BlocksState, Steps
 from pipelines.caching import computed_steps
 from pipelines.request import MediaRequest
 
-Steps = tuple[Mapping[str, Any], ...]
 MAX_JOBS = 32
 """As many as an engine keeps values of."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BlocksState:
-    """A job before its step number ``step``. ``values`` are the pipeline's, as they were when the loop began;
-    ``loop_state`` is the loop's own, ``parts`` are the job's own schedulers and guiders.
-
-    ``loop`` and ``left`` are where the loop is among the blocks, and what comes after it on a rank. ``steps`` are what
-    each step's blocks are called with. ``negative`` replaces values of the loop's for a second prompt.
-    ``computed`` says which steps make forwards; ``kept`` is what the next one takes instead, if it makes none.
-    """
-
-    request: MediaRequest
-    values: PipelineState
-    loop_state: BlockState
-    parts: Mapping[str, Any]
-    loop: tree.Path
-    left: tuple[tree.Path, ...]
-    steps: Steps
-    step: int = 0
-    negative: Mapping[str, Any] | None = None
-    computed: tuple[bool, ...]
-    kept: KeptPredictions | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Noted:
-    """A step whose calls are known: the pipeline and the loop's state at the block that called, and its place."""
-
-    state: BlocksState
-    pipeline: Any
-    loop_state: BlockState
-    exchange: Exchange
-    caller: int
 
 
 class BlocksSampler:
@@ -76,7 +44,7 @@ class BlocksSampler:
         self._pipeline = opened.for_ranks
         self._decoder_reads = opened.input_names(opened.sections.decode) - {"generator"}
         self._is_fast = self._architecture.fast(opened.part_config(opened.transformers[0])) is not None
-        self._noted: tuple[_Noted, ...] = ()
+        self._noted: tuple[Noted, ...] = ()
         self._known_timesteps: OrderedDict[int, tuple[Steps, Tensor]] = OrderedDict()
         """By the identity of a job's steps, which are held so that nothing else can have it."""
 
@@ -88,16 +56,21 @@ class BlocksSampler:
         assert reached is not None, "a pipeline without a loop was opened"
         loop, left = reached
         values.set("timesteps", on_cpu(values.get("timesteps")))  # so that no block waits for the device to read one
-        loop_state, steps = tree.rehearse(tree.block_at(self._blocks, loop), pipeline, values)
+        block = tree.block_at(self._blocks, loop)
+        loop_state, steps = tree.rehearse(block, pipeline, values)
+        loop_state, is_over_rounds = put_away(loop_state), tree.is_over_rounds(block)
+        if is_over_rounds:
+            steps = passes.steps_of_rounds(block, pipeline, taken_out(copied(loop_state)), steps)
         values.set("generator", None)
         return BlocksState(
             request=request,
             values=values,
-            loop_state=put_away(loop_state),
+            loop_state=loop_state,
             parts=own_parts(pipeline),
             loop=loop,
             left=left,
             steps=steps,
+            is_over_rounds=is_over_rounds,
             negative=self._here(conditioning.negative, conditioning.dtype),
             computed=computed_steps(request.cache, len(steps)),
         )
@@ -124,17 +97,10 @@ class BlocksSampler:
         if negative:
             predictions = (guided(predictions, state.request.true_cfg_scale),)
         config = self._opened.part_config(self._opened.transformers[0])
-        calls = noted.exchange.calls
-        noted.exchange.answers = [
-            self._architecture.answer(config, call, prediction)
-            for (_, call), prediction in zip(calls, predictions, strict=True)
-        ]
-        loop_state, step = noted.loop_state, state.steps[state.step]
-        for block in list(tree.block_at(self._blocks, state.loop).sub_blocks.values())[noted.caller :]:
-            _, loop_state = block(noted.pipeline, loop_state, **step)
-        return replace(
-            state, loop_state=put_away(loop_state), parts=own_parts(noted.pipeline), step=state.step + 1, kept=kept
-        )
+        answered = zip(noted.exchange.calls, predictions, strict=True)
+        answers = tuple(self._architecture.answer(config, call, prediction) for (_, call), prediction in answered)
+        changes = passes.finish(tree.block_at(self._blocks, state.loop), self._pipeline, noted, answers)
+        return replace(state, **changes, step=state.step + 1, kept=kept)
 
     def latents(self, state: BlocksState) -> Mapping[str, Any]:
         """What the decoding blocks read, on the CPU."""
@@ -143,16 +109,17 @@ class BlocksSampler:
     def preview(self, state: BlocksState) -> Mapping[str, Any]:
         """The same from a running job, as its last step makes one expect them.
 
-        Where the solver knows no sigmas, or nothing was predicted yet, the latents are what they are.
+        Where the solver knows no sigmas, or nothing was predicted yet, the latents are what they are. So they are in
+        a round of several steps.
         """
+        if state.is_over_rounds and state.step < len(state.steps):
+            noted, *_ = self._note(state)
+            return self._finished(state, noted.loop_state, self._architecture.in_round(noted.loop_state, noted.call))
         sigmas = getattr(state.parts.get("scheduler"), "sigmas", None)
         if sigmas is None:
             return self.latents(state)
         expected = self._architecture.estimate(state.loop_state, float(sigmas[min(state.step, len(sigmas) - 1)]))
-        loop_state = copied(state.loop_state)
-        for name, value in (expected or {}).items():
-            setattr(loop_state, name, value)
-        return self._finished(state, loop_state)
+        return self._finished(state, state.loop_state, expected or {})
 
     def _values(self, request: MediaRequest, conditioning: Conditioning) -> PipelineState:
         inputs = self._opened.inputs_of(request)
@@ -174,26 +141,15 @@ class BlocksSampler:
         here = {name: on_device(value, self._opened.device, dtypes) for name, value in values.items()}
         return self._architecture.filled(here)
 
-    def _note(self, state: BlocksState) -> tuple[_Noted, ...]:
+    def _note(self, state: BlocksState) -> tuple[Noted, ...]:
         """The step's calls: those of the pipeline itself, then those for a negative prompt that it does not know."""
         if not self._noted or self._noted[0].state is not state:
             replaced = ({}, state.negative) if state.negative is not None else ({},)
             self._noted = tuple(self._note_one(state, values) for values in replaced)
         return self._noted
 
-    def _note_one(self, state: BlocksState, replaced: Mapping[str, Any]) -> _Noted:
-        pipeline = with_parts(self._pipeline, state.parts)
-        exchange = Exchange()
-        for name in self._opened.transformers:
-            getattr(pipeline, name).exchange = exchange
-        loop_state = taken_out(copied(state.loop_state))
-        for name, value in replaced.items():
-            setattr(loop_state, name, value)
-        for place, block in enumerate(tree.block_at(self._blocks, state.loop).sub_blocks.values()):
-            _, loop_state = block(pipeline, loop_state, **state.steps[state.step])
-            if exchange.calls:
-                return _Noted(state=state, pipeline=pipeline, loop_state=loop_state, exchange=exchange, caller=place)
-        raise AssertionError("no block of the loop calls a transformer")
+    def _note_one(self, state: BlocksState, replaced: Mapping[str, Any]) -> Noted:
+        return passes.note(tree.block_at(self._blocks, state.loop), self._pipeline, state, replaced)
 
     def _branches(self, state: BlocksState) -> tuple[Branch, ...]:
         schedule = Schedule(find=lambda: self._timesteps(state), step=state.step) if self._is_fast else None
@@ -236,7 +192,12 @@ class BlocksSampler:
         name, inputs = call
         return self._architecture.adapted(self._opened.part_config(name), inputs, step)
 
-    def _finished(self, state: BlocksState, loop_state: BlockState) -> Mapping[str, Any]:
+    def _finished(
+        self, state: BlocksState, loop_state: BlockState, expected: Mapping[str, Any] = MappingProxyType({})
+    ) -> Mapping[str, Any]:
+        loop_state = copied(loop_state)
+        for name, value in expected.items():
+            setattr(loop_state, name, value)
         values = PipelineState(dict(state.values.values), state.values.kwargs_mapping)
         tree.block_at(self._blocks, state.loop).set_block_state(values, loop_state)
         tree.run(self._blocks, state.left, with_parts(self._pipeline, state.parts), values)

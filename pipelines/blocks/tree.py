@@ -29,13 +29,11 @@ class Sections:
 
     @classmethod
     def of(cls, blocks: Any) -> Sections:
-        """ValueError if none of them, or more than one, holds the denoising loop, or if it is not one over steps."""
+        """ValueError if none of them, or more than one, holds the denoising loop."""
         names = list(blocks.sub_blocks)
         loops = [name for name in names if _has_loop(blocks.sub_blocks[name])]
         if len(loops) != 1:
             raise ValueError(f"{type(blocks).__name__} has {len(loops)} blocks with a denoising loop; one is needed")
-        if _has_other_loop(blocks):
-            raise ValueError(f"{type(blocks).__name__} has a loop over chunks around its denoising loop: not served")
         place = names.index(loops[0])
         return cls(encode=tuple(names[:place]), denoise=loops[0], decode=tuple(names[place + 1 :]))
 
@@ -44,12 +42,9 @@ def _has_loop(block: Any) -> bool:
     return isinstance(block, LoopSequentialPipelineBlocks) or any(map(_has_loop, block.sub_blocks.values()))
 
 
-def _has_other_loop(block: Any) -> bool:
-    """Whether a loop inside is over something else than steps: its blocks are not called with a step's number."""
-    inner = block.sub_blocks.values()
-    if not isinstance(block, LoopSequentialPipelineBlocks):
-        return any(map(_has_other_loop, inner))
-    signatures = (inspect.signature(one.__call__).parameters.values() for one in inner)
+def is_over_rounds(loop: Any) -> bool:
+    """Whether each round of ``loop`` takes several steps, as over chunks of a clip: its blocks are not told a step."""
+    signatures = (inspect.signature(one.__call__).parameters.values() for one in loop.sub_blocks.values())
     names = [{one.name for one in signature} | {one.kind.name for one in signature} for signature in signatures]
     return not any({"i", "VAR_KEYWORD"} & each for each in names)
 
@@ -116,7 +111,7 @@ def _chosen(block: Any, state: PipelineState) -> str | None:
 
 
 def rehearse(loop: Any, pipeline: Any, state: PipelineState) -> tuple[BlockState, tuple[Mapping[str, Any], ...]]:
-    """Returns the loop's own state before its first step, and what each of its steps will be called with."""
+    """Returns the loop's own state before its first round, and what the blocks will be called with in each."""
     steps: list[Mapping[str, Any]] = []
     begun: list[BlockState] = []
 

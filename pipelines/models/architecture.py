@@ -87,7 +87,8 @@ class Architecture:
     of diffusers' that are faulty, and adds what they lack.
 
     ``first_frame(config, latents)`` are the latents that a clip's first frame needs. ``estimate(loop_state, sigma)``
-    are the finished latents as a step's values tell them, None before there are any. ``float32_parts`` of the pipeline
+    are the finished latents as a step's values tell them, None before there are any; ``in_round(loop_state, call)``
+    are values that show how far a loop of several steps a round has come. ``float32_parts`` of the pipeline
     are float32 whatever the transformer is. ``needs_negative``: its blocks fail without a negative prompt, even where
     no guider looks at it. ``guides_itself``: its blocks know a second prompt without a guider.
 
@@ -119,6 +120,7 @@ class Architecture:
     latents: str = LATENTS
     timestep: str = TIMESTEP
     estimate: Callable[[Any, float], Mapping[str, Tensor] | None] = along_velocity
+    in_round: Callable[[Any, Mapping[str, Any]], Mapping[str, Any]] = lambda loop_state, call: {}
     first_frame: Callable[[Config, Mapping[str, Any]], Mapping[str, Any]] | None = None
     float32_parts: tuple[str, ...] = ()
     filled: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda values: values

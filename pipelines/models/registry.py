@@ -16,6 +16,7 @@ ARCHITECTURES = {
     "Flux2Transformer2DModel": "flux2",
     "Flux3Transformer2DModel": "flux3",
     "FluxTransformer2DModel": "flux",
+    "HeliosTransformer3DModel": "helios",
     "HunyuanVideo15Transformer3DModel": "hunyuan_video",
     "Krea2Transformer2DModel": "krea2",
     "LTX2VideoTransformer3DModel": "ltx2",

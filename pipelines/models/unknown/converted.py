@@ -131,8 +131,9 @@ def _seen_lengths(module: nn.Module, plan: ShardPlan, arguments: Arguments) -> M
     lengths: dict[str, int] = {}
 
     def note(shard: TokenShard, x: Tensor | None) -> None:
+        (stream,) = shard.streams
         if x is not None and x.ndim > shard.dim and x.shape[shard.dim] > 1:
-            lengths.setdefault(shard.stream, x.shape[shard.dim])
+            lengths.setdefault(stream, x.shape[shard.dim])
         if len(lengths) == len(plan.streams):
             raise _AllSeen
 

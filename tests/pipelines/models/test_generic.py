@@ -12,7 +12,6 @@ from unittest.mock import patch
 import pytest
 from torch import Tensor
 
-from pipelines.blocks.tree import Sections
 from pipelines.checkpoint import Checkpoint
 from pipelines.models import registry
 from pipelines.request import MediaRequest
@@ -147,14 +146,6 @@ def test_pixels_come_out(make: Any, folders: Callable[[Any], Path]) -> None:
     request = request_of(case, folder)
     frames = load_pipeline(Checkpoint(folder)).run(request)
     assert frames.shape == (request.num_frames, request.height, request.width, 3)
-
-
-def test_a_loop_inside_a_loop_is_an_error() -> None:
-    """Helios denoises a clip in chunks: its steps would be noted as one."""
-    from diffusers import HeliosModularPipeline
-
-    with pytest.raises(ValueError, match="a loop over chunks around its denoising loop"):
-        Sections.of(HeliosModularPipeline().blocks)
 
 
 def test_a_pipeline_without_blocks_is_an_error_that_lists_others(tmp_path: Path) -> None:

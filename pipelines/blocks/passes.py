@@ -1,0 +1,129 @@
+"""A step's blocks run as far as the transformer, and on from there.
+
+Most loops call their blocks once a step, and one of these calls the transformer. A loop over chunks of a clip calls
+them once a chunk, and one of them loops over steps: it can neither be left in the middle nor entered there. It is run
+from its beginning at every step, with the answers of the steps before, up to where its solver would take the step whose
+forwards are not made yet. That repeats what solvers do, which is little beside a forward, and needs no line about any
+model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from diffusers.modular_pipelines.modular_pipeline import BlockState
+from diffusers.schedulers.scheduling_utils import SchedulerMixin
+
+from pipelines.blocks.noise import put_away, taken_out
+from pipelines.blocks.own_parts import copied, own_parts, with_parts
+from pipelines.blocks.stand_in import Exchange, StandIn
+from pipelines.blocks.state import BlocksState, Steps
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Noted:
+    """A step whose calls are known: the pipeline and the loop's state at the block that called, and its place."""
+
+    state: BlocksState
+    pipeline: Any
+    loop_state: BlockState
+    exchange: Exchange
+    caller: int
+
+    @property
+    def call(self) -> Mapping[str, Any]:
+        """The first forward's arguments."""
+        return self.exchange.calls[0][1]
+
+
+class _SolverReached(Exception):
+    """A solver would take a step whose forwards are not made yet."""
+
+
+def note(loop: Any, pipeline: Any, state: BlocksState, replaced: Mapping[str, Any]) -> Noted:
+    """The calls of the next step, with the values ``replaced`` in place of the loop's own."""
+    pipeline, exchange = _own(pipeline, state)
+    exchange.earlier.extend(state.answers)
+    loop_state = taken_out(copied(state.loop_state))
+    for name, value in replaced.items():
+        setattr(loop_state, name, value)
+    if state.is_over_rounds:
+        _replace_solvers(pipeline, lambda step: _stopping(step, exchange))
+    place = 0
+    with suppress(_SolverReached):
+        for place, block in enumerate(loop.sub_blocks.values()):  # noqa: B007  # read after the loop
+            _, loop_state = block(pipeline, loop_state, **state.steps[state.step])
+            if exchange.calls:
+                break
+    assert exchange.calls, "no block of the loop calls a transformer"
+    return Noted(state=state, pipeline=pipeline, loop_state=loop_state, exchange=exchange, caller=place)
+
+
+def finish(loop: Any, pipeline: Any, noted: Noted, answers: tuple[Any, ...]) -> Mapping[str, Any]:
+    """What the step changes in its job's state, when the transformer gave ``answers`` to the calls of ``noted``."""
+    state, blocks = noted.state, list(loop.sub_blocks.values())
+    if not state.is_over_rounds:
+        noted.exchange.answers = list(answers)
+        return _after(blocks[noted.caller :], noted.pipeline, noted.loop_state, state)
+    if not state.ends_round:
+        return {"answers": (*state.answers, *answers)}
+    pipeline, exchange = _own(pipeline, state)
+    exchange.answers = [*state.answers, *answers]
+    return {**_after(blocks, pipeline, taken_out(copied(state.loop_state)), state), "answers": ()}
+
+
+def steps_of_rounds(loop: Any, pipeline: Any, begun: BlockState, rounds: Steps) -> Steps:
+    """What each step belongs to, once a step: solvers are counted in a rehearsal with blank predictions."""
+    pipeline = with_parts(pipeline, own_parts(pipeline))
+    loop_state, steps = copied(begun), list[Mapping[str, Any]]()
+    for one in rounds:
+        _replace_solvers(pipeline, lambda _: _counting(partial(steps.append, one)))  # noqa: B023  # called at once
+        for block in loop.sub_blocks.values():
+            _, loop_state = block(pipeline, loop_state, **one)
+    return tuple(steps)
+
+
+def _own(pipeline: Any, state: BlocksState) -> tuple[Any, Exchange]:
+    own, exchange = with_parts(pipeline, state.parts), Exchange()
+    for part in vars(own).values():
+        if isinstance(part, StandIn):
+            part.exchange = exchange
+    return own, exchange
+
+
+def _after(blocks: list[Any], pipeline: Any, loop_state: BlockState, state: BlocksState) -> Mapping[str, Any]:
+    for block in blocks:
+        _, loop_state = block(pipeline, loop_state, **state.steps[state.step])
+    return {"loop_state": put_away(loop_state), "parts": own_parts(pipeline)}
+
+
+def _replace_solvers(pipeline: Any, make: Callable[[Any], Any]) -> None:
+    for solver in _solvers(pipeline):
+        solver.step = make(solver.step)
+
+
+def _solvers(pipeline: Any) -> Iterator[Any]:
+    return (part for part in own_parts(pipeline).values() if isinstance(part, SchedulerMixin))
+
+
+def _stopping(step: Any, exchange: Exchange) -> Any:
+    def stop_or_step(*args: Any, **kwargs: Any) -> Any:
+        if exchange.calls:
+            raise _SolverReached
+        return step(*args, **kwargs)
+
+    return stop_or_step
+
+
+def _counting(count: Callable[[], None]) -> Any:
+    """Nothing is computed: a step's sample is as good as what it would become."""
+
+    def count_step(prediction: Any, timestep: Any, sample: Any, **_: Any) -> tuple[Any]:
+        count()
+        return (sample,)
+
+    return count_step

@@ -1,0 +1,195 @@
+"""Helios: long clips in chunks of frames, each denoised with the ones before it as history.
+
+Tokens of the history come before those of the chunk, and are a stream of their own: a prompt speaks to the chunk alone.
+Of the three models that are published, two begin each chunk small, and double its sides twice on the way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engines.core.shard_plan import ColumnLinear, FullWidthNorm, RowLinear, ShardPlan, TokenGather, TokenShard
+from pipelines.defaults import Defaults
+from pipelines.directory import read_config, read_index
+from pipelines.models.architecture import Architecture, Config
+from pipelines.request import MediaRequest
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from engines.core.kernel import Kernel
+    from engines.core.model import Arguments
+
+HISTORY, CHUNK = "history", "chunk"
+TOKENS = (HISTORY, CHUNK)
+ATTENTIONS = ("blocks.*.attn1", "blocks.*.attn2")
+COARSENESS = {"latents_history_short": 1, "latents_history_mid": 2, "latents_history_long": 4}
+"""The older the history, the larger its patches, in those of the chunk."""
+MAX_TOKENS = 512
+CHUNK_LATENTS = 9
+"""Latent frames of a chunk: what diffusers' blocks have as their default, and the models were trained with."""
+NUM_STAGES = 3
+
+LINEARS: tuple[ColumnLinear | RowLinear | FullWidthNorm, ...] = (
+    *(ColumnLinear(pattern=f"{attn}.{name}") for attn in ATTENTIONS for name in ("to_q", "to_k", "to_v")),
+    *(FullWidthNorm(pattern=f"{attn}.{name}") for attn in ATTENTIONS for name in ("norm_q", "norm_k")),
+    *(RowLinear(pattern=f"{attn}.to_out.0") for attn in ATTENTIONS),
+    ColumnLinear(pattern="blocks.*.ffn.net.0.proj"),
+    RowLinear(pattern="blocks.*.ffn.net.2"),
+)
+
+
+def shard_plan(config: Config) -> ShardPlan:
+    """Weights of heads that have a scale each for keys of the history stay whole."""
+    has_scales = config["is_amplify_history"] and config["history_scale_mode"] == "per_head"
+    return ShardPlan(
+        streams=TOKENS,
+        blocks=("blocks",),
+        shards=(
+            TokenShard(module="blocks.0", where="input", key="hidden_states", dim=1, stream=TOKENS),
+            *(
+                TokenShard(module="blocks.*", where="input", key=key, dim=1, stream=TOKENS)
+                for key in ("temb", "rotary_emb")
+            ),
+            TokenShard(module="norm_out", where="input", key="temb", dim=1, stream=TOKENS),
+            *(
+                TokenShard(module=module, where="input", key="original_context_length", dim=0, stream=CHUNK)
+                for module in ("blocks.*", "norm_out")
+            ),
+        ),
+        gathers=(TokenGather(module="proj_out", dim=1, stream=CHUNK),),
+        linears=() if has_scales else LINEARS,
+        carried=("hidden_states",),
+    )
+
+
+def stream_lengths(config: Config, arguments: Arguments) -> dict[str, int]:
+    """Patches of (frames, rows, columns); what is left at an edge is a patch as well, in the history."""
+    history = ((arguments[name].shape[2:], size) for name, size in COARSENESS.items() if name in arguments)
+    return {
+        HISTORY: sum(_num_patches(sizes, [size * side for side in config["patch_size"]]) for sizes, size in history),
+        CHUNK: _num_patches(arguments["hidden_states"].shape[2:], config["patch_size"]),
+    }
+
+
+def _num_patches(sizes: Any, patch: Any) -> int:
+    return math.prod(-(-size // side) for size, side in zip(sizes, patch, strict=True))
+
+
+def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Tensor]:
+    """Prompts are filled up to as many tokens as may reach the model, and what they are filled with is attended to."""
+    import torch
+
+    return {"prompt_embeds": torch.zeros(1, num_tokens, config["text_dim"])}
+
+
+def blank_pictures(path: Path, request: MediaRequest) -> Mapping[str, Tensor]:
+    """The clip's first frame, and a frame of history that looks like it."""
+    import torch
+
+    spatial, channels = read_config(path, "vae").get("scale_factor_spatial", 8), read_config(path, "vae")["z_dim"]
+    shape = (1, channels, 1, request.height // spatial, request.width // spatial)
+    return {name: torch.zeros(shape) for name in ("image_latents", "fake_image_latents")}
+
+
+def set_kernel(module: nn.Module, kernel: Kernel) -> None:
+    """Diffusers' processor splits features by the number of heads, of which a tensor-parallel rank holds a share."""
+    from pipelines.blocks import attention
+
+    attention.set_kernel(module, kernel, local=("blocks.*.attn2",))
+    for inner in module.modules():
+        each: Any = inner
+        if hasattr(each, "to_q"):
+            each.head_dim = getattr(each, "head_dim", None) or each.inner_dim // each.heads
+            each.heads = each.to_q.out_features // each.head_dim
+
+
+def inputs(path: Path, request: MediaRequest) -> Mapping[str, Any]:
+    """Steps are those of a chunk: its stages share them, the first ones have those that are left over."""
+    if not is_pyramid(path):
+        return {}
+    each, more = divmod(request.num_inference_steps, NUM_STAGES)
+    return {"pyramid_num_inference_steps_list": [each + (stage < more) for stage in range(NUM_STAGES)]}
+
+
+def in_round(loop_state: Any, call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The chunk as it is now, in its full size."""
+    from torch.nn.functional import interpolate
+
+    latents, sides = call["hidden_states"], loop_state.latent_shape[-2:]
+    chunk = interpolate(latents.float(), size=(latents.shape[2], *sides)) if latents.shape[-2:] != sides else latents
+    return {"latent_chunks": [*loop_state.latent_chunks, chunk]}
+
+
+def first_frame(config: Config, latents: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of the last chunk that there is."""
+    return {"latent_chunks": [latents["latent_chunks"][-1][:, :, :1]]}
+
+
+def mend(blocks: Any) -> None:
+    from pipelines.models.mended.helios_chunks import mend
+
+    mend(blocks)
+
+
+BASE = Defaults(
+    kind="video",
+    width=640,
+    height=384,
+    num_frames=129,
+    fps=24,
+    num_inference_steps=50,
+    guidance_scale=0.0,
+    true_cfg_scale=5.0,
+    size_multiple=16,
+    frame_multiple=4,
+    max_pixels=1280 * 720,
+    max_frames=1449,
+    max_steps=100,
+    max_pictures=1,
+    max_tokens=MAX_TOKENS,
+)
+"""What diffusers' blocks say of the three models. The longest clip takes a minute, which is what they were made for."""
+PYRAMID = replace(BASE, num_inference_steps=30, min_steps=NUM_STAGES)
+DISTILLED = replace(PYRAMID, num_inference_steps=6, true_cfg_scale=1.0, first_chunk_steps=2)
+
+
+def is_pyramid(path: Path) -> bool:
+    return "Pyramid" in str(read_index(path).get("_class_name"))
+
+
+def defaults(path: Path) -> Defaults:
+    """A chunk that is made small first must have sides that can be halved twice."""
+    vae, patch = read_config(path, "vae"), read_config(path, "transformer").get("patch_size", (1, 2, 2))
+    spatial, temporal = vae.get("scale_factor_spatial", 8), vae.get("scale_factor_temporal", 4)
+    known = BASE
+    if is_pyramid(path):
+        index = read_index(path)
+        is_distilled = index.get("is_distilled") or "Distilled" in index["_class_name"]
+        known, spatial = DISTILLED if is_distilled else PYRAMID, spatial << NUM_STAGES - 1
+    return replace(
+        known,
+        size_multiple=spatial * patch[-1],
+        frame_multiple=temporal,
+        frames_per_chunk=1 + (CHUNK_LATENTS - 1) * temporal,
+    )
+
+
+ARCHITECTURE = Architecture(
+    family="helios",
+    defaults=defaults,
+    shard_plan=shard_plan,
+    stream_lengths=stream_lengths,
+    blank_conditioning=blank_conditioning,
+    blank_pictures=blank_pictures,
+    frames_from_pictures=True,
+    set_kernel=set_kernel,
+    inputs=inputs,
+    in_round=in_round,
+    first_frame=first_frame,
+    mend=mend,
+)
