@@ -17,7 +17,7 @@ from deployments.api.settings import ApiLimits
 from deployments.clips.settings import ClipLimits
 from deployments.door.settings import DoorSettings
 from deployments.observability.settings import MetricsSettings
-from deployments.stages.config import STRICT, DataType, DenoiserConfig, StageConfig
+from deployments.stages.config import STRICT, DataType, DenoiserConfig, EncoderConfig, StageConfig
 from pipelines.lora.source import LoraSource, check_sources
 from pipelines.single_file import with_base
 
@@ -52,7 +52,7 @@ class ModelConfig(_Config):
     dtype: DataType = "auto"
     loras: tuple[LoraSource, ...] = ()
     stages: Literal["apart", "together"] = "apart"
-    text_encoder: StageConfig = StageConfig()
+    text_encoder: EncoderConfig = EncoderConfig()
     denoiser: DenoiserConfig = DenoiserConfig()
     decoder: StageConfig = StageConfig()
 

@@ -86,7 +86,9 @@ def measurements(application: Application, side: int) -> Any:
         yield {"steps": defaults["num_inference_steps"], "first": timing(painted(client))}
         pictures = [painted(client) for _ in range(NUM_REPEATS)]
         reference = data_of(pictures[0])
-        yield {"picture": medians([timing(one) for one in pictures])}
+        yield {"picture": medians([timing(one) for one in pictures])}  # the encoder kept what it made of the prompt
+        others = [painted(client, prompt=f"{PROMPT}, number {number}") for number in range(NUM_REPEATS)]
+        yield {"new_prompt": medians([timing(one) for one in others])}
         yield {"same_bytes": all(data_of(one) == reference for one in pictures)}
         small = [painted(client, size=f"{side // 2}x{side // 2}") for _ in range(NUM_REPEATS)]
         yield {"half_side": medians([timing(one) for one in small[1:]])}

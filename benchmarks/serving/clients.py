@@ -37,7 +37,7 @@ class Load:
 
 
 def ask(url: str, model: str, *, num_clients: int, num_each: int, first_seed: int) -> Load:
-    """Every request has a seed of its own, from ``first_seed`` on."""
+    """Each request has a seed and a prompt of its own, from ``first_seed`` on: encoders keep what they made of one."""
 
     def one_client(index: int) -> list[Answer]:
         first = first_seed + index * num_each
@@ -52,7 +52,8 @@ def ask(url: str, model: str, *, num_clients: int, num_each: int, first_seed: in
 
 def picture(client: httpx.Client, model: str, seed: int) -> Answer:
     started_s = time.perf_counter()
-    response = client.post("/v1/images/generations", json={"model": model, "prompt": PROMPT, "seed": seed})
+    body = {"model": model, "prompt": f"{PROMPT}, number {seed}", "seed": seed}
+    response = client.post("/v1/images/generations", json=body)
     latency_s = time.perf_counter() - started_s
     response.raise_for_status()
     return Answer(latency_s=latency_s, stages_s=stages(response.headers["server-timing"]))

@@ -25,6 +25,9 @@ CLIP_WAITS = Histogram(
 )
 HTTP_REQUESTS = Counter("troupe_http_requests", "Answers of the HTTP API", ("method", "route", "status"))
 
+ENCODINGS = Counter(
+    "troupe_encodings", "Conditionings that jobs got: encoded, or kept from a request before", ("model", "source")
+)
 GPU_SECONDS = Counter(
     "troupe_gpu_seconds", "Seconds of ranks in the steps of finished requests, by whose they were", ("model", "key")
 )
@@ -38,6 +41,11 @@ Families = list[Metric]
 def observe_stage(stage: str, model: str, seconds: float) -> None:
     """Counts ``seconds`` in a stage: queue (waiting), encode, denoise, decode or total."""
     STAGES.labels(stage, model).observe(seconds)
+
+
+def observe_encoding(model: str, *, was_kept: bool) -> None:
+    """Counts a job's conditioning, by whether an encoder made it for this job."""
+    ENCODINGS.labels(model, "kept" if was_kept else "encoded").inc()
 
 
 def observe_failure(model: str, cause: str) -> None:

@@ -23,17 +23,19 @@ class StageSpec:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Encoded(Parcel):
     """Conditioning, the seconds it took a text encoder, and the ``shapes`` of its tensors by name: jobs of a size whose
-    prompts and pictures are as long share compiled programs."""
+    prompts and pictures are as long share compiled programs. ``was_kept``: from a request before that said the same."""
 
     encode_s: float
     shapes: Shapes
+    was_kept: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodingDone:
-    """The first event of a job: its conditioning is there, and took ``encode_s``."""
+    """The first event of a job: its conditioning is there, and took ``encode_s``; or it ``was_kept``."""
 
     encode_s: float
+    was_kept: bool = False
 
 
 StageEvent = EncodingDone | JobEvent | QueueFullError

@@ -86,6 +86,13 @@ class StageConfig(ScaledConfig):
     num_threads: PositiveInt = 1
 
 
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class EncoderConfig(StageConfig):
+    """A text encoder, which keeps up to ``conditionings_mib`` of conditionings for requests that say the same."""
+
+    conditionings_mib: int = Field(default=64, ge=0)
+
+
 def _size(written: object) -> Size:
     return written if isinstance(written, Size) else Size.parse(str(written))
 

@@ -94,7 +94,7 @@ class Denoiser:
             key=request.key,
             weight=request.weight,
         )
-        first: tuple[StageEvent, ...] = (EncodingDone(encode_s=encoding.encode_s),)
+        first: tuple[StageEvent, ...] = (EncodingDone(encode_s=encoding.encode_s, was_kept=encoding.was_kept),)
         logger.info("job is queued", extra=job.log_fields)
         async with aclosing(self._gang.submit_grouped(job, every_s=EVENTS_EVERY_S)) as groups:
             try:

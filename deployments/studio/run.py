@@ -15,7 +15,7 @@ from ray.exceptions import RayActorError
 from ray.serve.handle import DeploymentHandle
 
 from deployments.asyncio_tools import cancel, merge
-from deployments.observability.metrics import observe_stage
+from deployments.observability.metrics import observe_encoding, observe_stage
 from deployments.stages.common import Decoded, EncodingDone, StageEvent
 from deployments.stages.pictures import SentPictures
 from deployments.studio.interface import (
@@ -107,6 +107,7 @@ class Run:
                 match event:
                     case EncodingDone():
                         self._encode_s = event.encode_s
+                        observe_encoding(self.request.model, was_kept=event.was_kept)
                     case JobQueued():
                         decode_s = predicted_decode_s(self.decode_times_s, self._decoded_like)
                         if event.eta_s is not None and decode_s is not None:

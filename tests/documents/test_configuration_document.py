@@ -24,7 +24,7 @@ SECTIONS: dict[str, Any] = {
     "http_options.": config.HttpOptions,
     "loras.": LoraSource,
     "key_limits.": KeyLimits,
-    "text_encoder.": stages.StageConfig,
+    "text_encoder.": stages.EncoderConfig,
     "autoscaling.": stages.AutoscalingConfig,
     "denoiser.": stages.DenoiserConfig,
     "denoiser.torch.": TorchOptions,

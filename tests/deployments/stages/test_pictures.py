@@ -14,6 +14,7 @@ from ray import serve
 from ray.serve.config import ProxyLocation
 from ray.serve.handle import DeploymentHandle
 
+from deployments.stages.conditionings import Conditionings
 from deployments.stages.pictures import SentPictures
 from deployments.stages.text_encoder import PromptEncoder
 from deployments.stages.workers import Workers
@@ -48,6 +49,8 @@ def test_packing_copies_nothing() -> None:
 class Seen(list[torch.Tensor]):
     """Pictures in place of conditioning."""
 
+    noise = None
+
     @property
     def shapes(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         return tuple((str(number), tuple(x.shape)) for number, x in enumerate(self))
@@ -64,7 +67,7 @@ class Looker:
 
 class LookingEncoder(PromptEncoder):
     def __init__(self) -> None:
-        self._encoder, self._encoding = Looker(), Workers(1, "encoding")
+        self._encoder, self._encoding, self._kept = Looker(), Workers(1, "encoding"), Conditionings(0)
 
 
 @pytest.fixture

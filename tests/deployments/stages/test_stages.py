@@ -16,7 +16,7 @@ from deployments.config import ModelConfig
 from deployments.ingress import make_cards
 from deployments.requests.handle import handle_request
 from deployments.stages.common import StageSpec
-from deployments.stages.config import StageConfig
+from deployments.stages.config import EncoderConfig
 from deployments.stages.text_encoder import PromptEncoder
 from deployments.stages.vae_decoder import VaeDecoder
 from deployments.studio.interface import Output
@@ -38,8 +38,9 @@ def threads() -> Iterator[ThreadPoolExecutor]:
     sys.setswitchinterval(interval_s)
 
 
-def spec_of(path: Path) -> StageSpec:
-    return StageSpec(model=ModelConfig(name="m", path=str(path)), stage=StageConfig())
+def spec_of(path: Path, **encoder: Any) -> StageSpec:
+    model = ModelConfig(name="m", path=str(path), text_encoder=EncoderConfig(**encoder))
+    return StageSpec(model=model, stage=model.text_encoder)
 
 
 def request_of(path: Path, prompt: str) -> MediaRequest:
@@ -51,7 +52,7 @@ def test_prompts_encoded_at_the_same_time_do_not_mix(
     kind: str, request: pytest.FixtureRequest, threads: ThreadPoolExecutor
 ):
     path: Path = request.getfixturevalue(kind)
-    encoder = PromptEncoder(spec_of(path))
+    encoder = PromptEncoder(spec_of(path, conditionings_mib=0))
     requests = [request_of(path, PROMPTS[i % len(PROMPTS)]) for i in range(NUM_CALLS)]
     alone = [encoder.encode(one).open() for one in requests[: len(PROMPTS)]]
     together = [encoded.open() for encoded in threads.map(encoder.encode, requests)]
