@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # who reads defaults alone does without torch
     from pipelines.blocks.decoder import BlocksDecoder
     from pipelines.blocks.encoder import BlocksEncoder
     from pipelines.blocks.opened import OpenedPipeline
-    from pipelines.blocks.sampler import BlocksSampler
+    from pipelines.blocks.sampler import BlocksSampler, BlocksState
 
 logger = logging.getLogger(__name__)
 
@@ -140,11 +140,11 @@ class Checkpoint:
 
     def first_step(self, request: MediaRequest) -> tuple[Branch, ...]:
         """The branches of the first step of ``request``, with blank prompts. ValueError outside the model's limits."""
-        from pipelines.blocks.blank import blank_conditioning
+        return self._sampler.branches(self._begun(request))
 
-        self.defaults.check(request)
-        blank = blank_conditioning(self._opened, request, self._opened.max_tokens(self.defaults.max_tokens))
-        return self._sampler.branches(self._sampler.begin(request, blank))
+    def first_latents(self, request: MediaRequest) -> Mapping[str, Any]:
+        """What a decoder would get of ``request`` before its first step. ValueError outside the model's limits."""
+        return self._sampler.latents(self._begun(request))
 
     def first_steps(self, sizes: Iterable[Size], modules: Iterable[str]) -> tuple[tuple[Branch, ...], ...]:
         """A step of each size, with the model's usual number of branches, for each of its ``modules``, in order.
@@ -157,6 +157,14 @@ class Checkpoint:
         names = tuple(modules)
         steps = [self.first_step(self.defaults.typical_request(size)) for size in sizes]
         return tuple(tuple(replace(branch, module=name) for branch in step) for step in steps for name in names)
+
+    def _begun(self, request: MediaRequest) -> BlocksState:
+        """``request`` before its first step, with blank prompts."""
+        from pipelines.blocks.blank import blank_conditioning
+
+        self.defaults.check(request)
+        blank = blank_conditioning(self._opened, request, self._opened.max_tokens(self.defaults.max_tokens))
+        return self._sampler.begin(request, blank)
 
     @cached_property
     def _opened(self) -> OpenedPipeline:

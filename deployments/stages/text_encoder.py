@@ -10,6 +10,7 @@ from deployments.observability.logs import request_context
 from deployments.stages.common import Encoded, StageSpec, load_stage
 from deployments.stages.conditionings import MIB, Conditionings, Names
 from deployments.stages.pictures import NO_SENT_PICTURES, SentPictures
+from deployments.stages.warm_up import warm_encoder
 from deployments.stages.workers import Workers
 from pipelines.libraries import quick_imports
 from pipelines.request import MediaRequest
@@ -23,8 +24,10 @@ class PromptEncoder:
 
     def __init__(self, spec: StageSpec) -> None:
         with quick_imports():
-            self._encoder = load_stage(spec).text_encoder()
+            checkpoint = load_stage(spec)
+            self._encoder = checkpoint.text_encoder()
         self._encoding = Workers(1, "encoding")
+        self._encoding.run(warm_encoder, self._encoder, spec, checkpoint)
         self._kept = Conditionings(spec.model.text_encoder.conditionings_mib * MIB)
 
     def encode(self, request: MediaRequest, pictures: SentPictures = NO_SENT_PICTURES) -> Encoded:

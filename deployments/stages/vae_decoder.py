@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from deployments.observability.logs import request_context
 from deployments.stages.common import Decoded, StageSpec, load_stage
+from deployments.stages.warm_up import outputs, warm_decoder
 from deployments.stages.workers import Workers
 from deployments.studio.interface import Output
 from engines.core.parcel import Parcel
 from pipelines.libraries import quick_imports
-from pipelines.media import encode_frames, encode_thumbnail
+from pipelines.media import Sound, encode_frames, encode_thumbnail
 from pipelines.request import MediaRequest
-
-if TYPE_CHECKING:
-    from pipelines.blocks.decoder import DecodedMedia
 
 logger = logging.getLogger(__name__)
 
@@ -31,15 +32,19 @@ class VaeDecoder:
 
     def __init__(self, spec: StageSpec) -> None:
         with quick_imports():
-            self._decoder = load_stage(spec).decoder()
+            checkpoint = load_stage(spec)
+            self._decoder = checkpoint.decoder()
         self._decoding, self._writing = Workers(1, "decoding"), Workers(NUM_ENCODINGS, "encoding")
+        frames_FHWC = self._decoding.run(warm_decoder, self._decoder, spec, checkpoint)
+        for request, output in outputs(checkpoint.defaults):
+            self._writing.run(_encode, frames_FHWC, None, request, output)
 
     def decode(self, latents: Parcel, request: MediaRequest, output: Output) -> Decoded:
         """Returns the finished bytes."""
         started_s = time.perf_counter()
         with request_context(request.request_id):
             decoded = self._decoding.run(lambda: self._decoder.decode_all(latents.open(), request))
-            data, thumbnail = self._writing.run(_encode, decoded, request, output)
+            data, thumbnail = self._writing.run(_encode, decoded.frames_FHWC, decoded.sound, request, output)
             decode_s = time.perf_counter() - started_s
             logger.info("latents are decoded", extra={"decode_s": round(decode_s, 4), "num_bytes": len(data)})
         return Decoded(data=data, thumbnail=thumbnail, decode_s=decode_s)
@@ -51,7 +56,9 @@ class VaeDecoder:
             return self._writing.run(encode_frames, frames[:1], "png")
 
 
-def _encode(media: DecodedMedia, request: MediaRequest, output: Output) -> tuple[bytes, bytes]:
-    options: dict[str, Any] = {"compression": output.compression, "fps": request.fps, "sound": media.sound}
-    data = encode_frames(media.frames_FHWC, output.format, **options)
-    return data, encode_thumbnail(media.frames_FHWC[0]) if request.kind == "video" else b""
+def _encode(
+    frames_FHWC: NDArray[np.uint8], sound: Sound | None, request: MediaRequest, output: Output
+) -> tuple[bytes, bytes]:
+    options: dict[str, Any] = {"compression": output.compression, "fps": request.fps, "sound": sound}
+    data = encode_frames(frames_FHWC, output.format, **options)
+    return data, encode_thumbnail(frames_FHWC[0]) if request.kind == "video" else b""

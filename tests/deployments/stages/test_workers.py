@@ -36,7 +36,9 @@ def test_many_callers_share_few_threads(monkeypatch: pytest.MonkeyPatch) -> None
         return b""
 
     monkeypatch.setattr(vae_decoder, "encode_frames", encode)
-    monkeypatch.setattr(vae_decoder, "load_stage", lambda spec: SimpleNamespace(decoder=lambda: decoder))
+    checkpoint = SimpleNamespace(decoder=lambda: decoder, defaults=CLIPS)
+    monkeypatch.setattr(vae_decoder, "load_stage", lambda spec: checkpoint)
+    monkeypatch.setattr(vae_decoder, "warm_decoder", lambda *_: decode())
     decoder = SimpleNamespace(decode_all=decode_all, preview=decode)
     stage, latents = VaeDecoder(SimpleNamespace()), SimpleNamespace(open=lambda: None)  # type: ignore[arg-type]
     request = CLIPS.request(model="m", prompt="a")

@@ -1,0 +1,69 @@
+"""What stages do before anybody asks, so that the first picture takes them no longer than others."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deployments.stages.common import StageSpec
+from deployments.studio.interface import MediaFormat, Output
+from pipelines.checkpoint import Checkpoint
+from pipelines.defaults import Defaults
+from pipelines.pictures import NO_PICTURES, InputPicture, InputPictures
+from pipelines.request import MediaRequest
+from pipelines.size import Size
+
+if TYPE_CHECKING:
+    from pipelines.blocks.decoder import BlocksDecoder
+    from pipelines.blocks.encoder import BlocksEncoder
+
+logger = logging.getLogger(__name__)
+
+PROMPT = "a red circle"
+GREY = b"\x80\x80\x80"
+
+
+def typical_requests(defaults: Defaults, sizes: tuple[Size, ...]) -> Iterator[tuple[MediaRequest, InputPictures]]:
+    """One of words, unless the model wants pictures beside them; and where it takes some, with one of each size."""
+    if not defaults.min_pictures:
+        yield defaults.request(prompt=PROMPT), NO_PICTURES
+    if defaults.max_pictures:
+        for size in sizes or (None,):
+            request = defaults.request(size, prompt=PROMPT, num_pictures=max(1, defaults.min_pictures))
+            yield request, InputPictures(pictures=(_grey(request),) * request.num_pictures)
+
+
+def _grey(request: MediaRequest) -> InputPicture:
+    data = GREY * (request.width * request.height)
+    return InputPicture(width=request.width, height=request.height, mode="RGB", data=data)
+
+
+def warm_encoder(encoder: BlocksEncoder, spec: StageSpec, checkpoint: Checkpoint) -> None:
+    """Encodes what is typical of the model."""
+    for request, pictures in typical_requests(checkpoint.defaults, spec.model.denoiser.warm_sizes):
+        encoder.encode(request, pictures)
+
+
+def warm_decoder(decoder: BlocksDecoder, spec: StageSpec, checkpoint: Checkpoint) -> NDArray[np.uint8]:
+    """Decodes each size that the gang prepares, and a preview; returns a frame, for what makes bytes of frames.
+
+    Without such sizes it is a preview of the model's own: all frames of a clip take a CPU longer than they spare.
+    """
+    defaults, sizes = checkpoint.defaults, spec.model.denoiser.warm_sizes
+    if checkpoint.architecture.blank_conditioning is None:
+        logger.info("nothing is decoded before the first request: %s is not known here", checkpoint.architecture.family)
+        return np.zeros((1, defaults.height, defaults.width, 3), np.uint8)
+    for request in map(defaults.typical_request, sizes):
+        decoder.decode_all(checkpoint.first_latents(request), request)
+    request = defaults.typical_request(sizes[0] if sizes else None)
+    return decoder.preview(checkpoint.first_latents(request), request)[:1]
+
+
+def outputs(defaults: Defaults) -> tuple[tuple[MediaRequest, Output], ...]:
+    """One in each format that clients may ask for."""
+    formats: tuple[MediaFormat, ...] = ("mp4",) if defaults.kind == "video" else ("png", "jpeg", "webp")
+    return tuple((defaults.typical_request(), Output(format=format)) for format in formats)

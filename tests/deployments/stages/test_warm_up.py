@@ -1,0 +1,94 @@
+"""What stages do before their first request: what it will do, where it will be done, and nothing that lasts."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deployments.config import ModelConfig
+from deployments.stages import vae_decoder
+from deployments.stages.common import StageSpec
+from deployments.stages.config import DenoiserConfig
+from deployments.stages.text_encoder import PromptEncoder
+from deployments.stages.vae_decoder import VaeDecoder
+from deployments.studio.interface import Output
+from engines.core.parcel import Parcel
+from pipelines.blocks.decoder import BlocksDecoder
+from pipelines.blocks.encoder import BlocksEncoder
+from pipelines.checkpoint import Checkpoint
+from pipelines.loading import resolve_path
+from pipelines.media import encode_frames
+from pipelines.size import Size
+
+Calls = list[tuple[Any, ...]]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """What was encoded and decoded, as what, and in which thread."""
+    seen: Calls = []
+
+    def watch(owner: Any, name: str, facts: Any) -> None:
+        real = getattr(owner, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            seen.append((name, *facts(*args), threading.current_thread().name[:8]))
+            return real(*args, **options)
+
+        monkeypatch.setattr(owner, name, call)
+
+    for name in ("decode_all", "preview"):
+        watch(BlocksDecoder, name, lambda decoder, latents, request: [request.width, request.height])
+    watch(vae_decoder, "encode_frames", lambda frames, format: [format])
+    watch(BlocksEncoder, "encode", lambda encoder, request, pictures: [len(pictures.pictures), request.width])
+    return seen
+
+
+def spec_of(path: Path, *sizes: str) -> StageSpec:
+    denoiser = DenoiserConfig(warm_sizes=tuple(map(Size.parse, sizes)))
+    model = ModelConfig(name="m", path=str(path), denoiser=denoiser)
+    return StageSpec(model=model, stage=model.decoder)
+
+
+def test_a_decoder_does_each_size_a_preview_and_each_format(pictures: Path, calls: Calls) -> None:
+    decoder = VaeDecoder(spec_of(pictures, "64x48", "32x32"))
+    formats = [("encode_frames", format, "encoding") for format in ("png", "jpeg", "webp")]
+    sizes = [("decode_all", 64, 48, "decoding"), ("decode_all", 32, 32, "decoding"), ("preview", 64, 48, "decoding")]
+    assert calls == [*sizes, *formats]
+    checkpoint, num_calls = Checkpoint(pictures), len(calls)
+    request = checkpoint.defaults.request(Size.parse("64x48"))
+    decoder.decode(Parcel.of(checkpoint.first_latents(request)), request, Output(format="png"))
+    assert calls[num_calls:] == [sizes[0], formats[0]], "a request does nothing that was not done before"
+
+
+def test_a_clip_is_decoded_whole_for_those_who_prepare_sizes_and_its_bytes_stay(clips: Path, calls: Calls) -> None:
+    VaeDecoder(spec_of(clips, "32x32x9"))
+    names = [call[0] for call in calls]
+    assert names == ["decode_all", "preview", "encode_frames"]
+    calls.clear()
+    decoder = VaeDecoder(spec_of(clips))
+    assert [call[0] for call in calls] == ["preview", "encode_frames"]
+    checkpoint = Checkpoint(clips)
+    request = checkpoint.defaults.request(seed=3)
+    latents = checkpoint.first_latents(request)
+    cold = encode_frames(Checkpoint(clips).decoder().decode(latents, request), "mp4", fps=request.fps)
+    assert decoder.decode(Parcel.of(latents), request, Output(format="mp4")).data == cold
+
+
+def test_an_encoder_sees_words_and_pictures(pictures: Path, calls: Calls) -> None:
+    PromptEncoder(spec_of(pictures, "64x48"))
+    assert calls == [("encode", 0, 64, "encoding"), ("encode", 1, 64, "encoding")]
+    calls.clear()
+    PromptEncoder(spec_of(resolve_path("kontext-shapes"), "96x96"))
+    assert calls == [("encode", 1, 96, "encoding")]
+
+
+def test_nothing_is_decoded_of_what_nobody_knows(pictures: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    unknown = replace(Checkpoint(pictures).architecture, blank_conditioning=None)
+    monkeypatch.setattr("pipelines.checkpoint.architecture_of", lambda path: unknown)
+    VaeDecoder(spec_of(pictures, "64x48"))
+    assert [call[0] for call in calls] == ["encode_frames"] * 3
