@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections import Counter
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -41,13 +42,16 @@ def processes_of(server: psutil.Process) -> dict[str, list[psutil.Process]]:
 
 @dataclass(kw_only=True, slots=True)
 class Killer:
-    """Ends a process every ``every_s`` on average, of a kind that is drawn first. Now and then the next one follows at
-    once, and strikes what starts in the other's place."""
+    """Ends a process every ``every_s`` on average, of one of ``kinds``, which is drawn first. Now and then the next one
+    follows at once, and strikes what starts in the other's place. ``struck`` is when it struck what kind, by
+    ``time.monotonic``."""
 
     server: psutil.Process
     every_s: float
     rng: random.Random
+    kinds: Collection[str] = tuple(KINDS)
     kills: Counter[str] = field(default_factory=Counter)
+    struck: list[tuple[float, str]] = field(default_factory=list)
     _stopped: list[tuple[float, psutil.Process]] = field(default_factory=list)
 
     def go_on(self, until: threading.Event) -> None:
@@ -57,7 +61,7 @@ class Killer:
         self._wake(all_of_them=True)
 
     def strike(self) -> None:
-        candidates = {kind: found for kind, found in processes_of(self.server).items() if found}
+        candidates = {kind: found for kind, found in processes_of(self.server).items() if found and kind in self.kinds}
         if not candidates:
             return
         kind = self.rng.choice(sorted(candidates))
@@ -65,6 +69,7 @@ class Killer:
         number = self.rng.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP))
         with suppress(psutil.Error):
             victim.send_signal(number)
+            self.struck.append((time.monotonic(), kind))
             self.kills[f"{number.name} {kind}"] += 1
             print(f"{time.strftime('%H:%M:%S')} {number.name} {kind} {victim.pid}", flush=True)
             if number == signal.SIGSTOP:

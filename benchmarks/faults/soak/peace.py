@@ -1,0 +1,98 @@
+"""What must be so when the storm is over, without anybody's help."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+import httpx
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.faults.kills import processes_of
+from benchmarks.faults.soak.clients import Clients
+from benchmarks.faults.soak.storm import IN_PEACE
+from benchmarks.faults.soak.visits import BODIES, Visit
+
+WITHIN_S = 300.0
+POLL_S = 0.5
+OPEN_JOBS = ("troupe_jobs_running", "troupe_jobs_waiting")
+
+Processes = Mapping[str, int]
+
+
+def num_processes(server: psutil.Process) -> Processes:
+    """How many processes of each kind there are."""
+    return {kind: len(found) for kind, found in processes_of(server).items()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peace:
+    """``metrics_url`` is where the application counts; ``before`` are its processes before the storm."""
+
+    clients: Clients
+    metrics_url: str
+    server: psutil.Process
+    before: Processes
+
+    async def broken(self) -> list[str]:
+        """Waits until all is as it should be; returns what is not in time."""
+        looks: dict[str, Callable[[], Awaitable[str]]] = {
+            "health": self._unhealthy,
+            "processes": self._other_processes,
+            "clips": self._unfinished_clips,
+            "jobs": self._open_jobs,
+        }
+        broken = [f"{name}: {last}" for name, look in looks.items() if (last := await _last_word(look))]
+        return [*broken, *[line async for line in self._not_right()]]
+
+    async def _unhealthy(self) -> str:
+        response = await self.clients.http.get("/health")
+        return "" if response.status_code == httpx.codes.OK else response.text
+
+    async def _other_processes(self) -> str:
+        now = await asyncio.to_thread(num_processes, self.server)
+        return "" if now == self.before else f"{now}, and {self.before} before"
+
+    async def _unfinished_clips(self) -> str:
+        """Also of those whose client lost the connection before it heard of the id."""
+        unfinished = []
+        for key in range(len(self.clients.keys)):
+            headers = self.clients.headers(key)
+            page = (await self.clients.http.get("/v1/videos", params={"limit": 100}, headers=headers)).json()
+            unfinished += [one["id"] for one in page["data"] if one["status"] in ("queued", "in_progress")]
+        return ", ".join(unfinished)
+
+    async def _open_jobs(self) -> str:
+        async with httpx.AsyncClient() as http:
+            text = (await http.get(self.metrics_url)).text
+        num = {
+            (sample.name, sample.labels["model"]): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name in OPEN_JOBS and sample.value
+        }
+        return str(num) if num else ""
+
+    async def _not_right(self) -> AsyncIterator[str]:
+        """Yields what is not made as before the storm."""
+        for kind in IN_PEACE:
+            for number in range(len(BODIES[kind])):
+                outcome = await self.clients.visit(Visit(kind=kind, number=number, key=0))
+                if outcome.end != "right":
+                    yield f"{kind} {number} after the storm: {outcome.end} {outcome.code} {outcome.note}"
+
+
+async def _last_word(look: Callable[[], Awaitable[str]]) -> str:
+    """Returns "" as soon as ``look`` does, else what it says when the time is over."""
+    end_s, word = time.monotonic() + WITHIN_S, "no answer"
+    while word and time.monotonic() < end_s:
+        try:
+            word = await look()
+        except (httpx.TransportError, KeyError, ValueError) as error:
+            word = repr(error)
+        if word:
+            await asyncio.sleep(POLL_S)
+    return word
