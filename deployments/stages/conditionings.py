@@ -30,7 +30,8 @@ class Names:
 
     @classmethod
     def of(cls, request: MediaRequest, pictures: SentPictures) -> Self:
-        told = replace(request, request_id="", preview_steps=(), service_tier="default", deadline_s=None, weight=1.0)
+        told = replace(request, request_id="", preview_steps=())
+        told = replace(told, service_tier="default", deadline_s=None, waited_s=0.0, weight=1.0)
         shown = _digest(pictures)
         texts = (repr(replace(told, seed=0)), repr(told))
         unseeded, seeded = (hashlib.sha256(text.encode() + shown).digest() for text in texts)

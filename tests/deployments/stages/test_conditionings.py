@@ -37,6 +37,7 @@ MATTERS_NOT = {
     "preview_steps": (1, 2),
     "service_tier": "flex",
     "deadline_s": 3.0,
+    "waited_s": 2.0,
     "weight": 2.0,
     "seed": 7,
 }
