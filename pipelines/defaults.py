@@ -57,6 +57,7 @@ class Defaults:
     fits_pictures: bool = False
     max_tokens: int = 0
     min_steps: int = 1
+    min_frames: int = 1
     frames_per_chunk: int = 0
     first_chunk_steps: int = 1
 
@@ -113,6 +114,8 @@ class Defaults:
         if num_frames > self.max_frames:
             largest = largest_num_frames(self.max_frames, self.frame_multiple)
             raise ValueError(f"num_frames is {num_frames}; it must be at most {largest}")
+        if num_frames < self.min_frames:
+            raise ValueError(f"num_frames is {num_frames}; it must be at least {self.min_frames}")
         check_frames(num_frames, self.frame_multiple, self.max_frames)
 
     def check_num_steps(self, num_steps: int) -> None:

@@ -61,8 +61,9 @@ def clip_length(seconds: float | None, num_frames: int | None, fps: int | None, 
         return check_num_frames(defaults.num_frames if num_frames is None else num_frames, defaults), rate
     length = seconds * rate
     frames = 1 + max(0, round((length - 1) / defaults.frame_multiple)) * defaults.frame_multiple
-    if length <= 0 or frames > defaults.max_frames:
-        message = f"seconds is {seconds:g}; at {rate} fps it must be above 0 and at most {longest(rate, defaults)}"
+    if length <= 0 or not defaults.min_frames <= frames <= defaults.max_frames:
+        least = "above 0" if defaults.min_frames == 1 else f"at least {decimal(defaults.min_frames / rate)}"
+        message = f"seconds is {seconds:g}; at {rate} fps it must be {least} and at most {longest(rate, defaults)}"
         raise RequestError(message, "seconds")
     return frames, rate
 

@@ -39,7 +39,8 @@ class BlocksProbe:
     def __call__(self) -> tuple[Branch, ...]:
         if self.opened.architecture.blank_conditioning is None:
             return ()
-        multiple, temporal = self.defaults.size_multiple, self.defaults.frame_multiple
+        multiple = self.defaults.size_multiple
+        frames = 1 + PROBE_FRAMES * self.defaults.frame_multiple if self.defaults.kind == "video" else 1
         request = MediaRequest(
             request_id="probe",
             model="probe",
@@ -47,7 +48,7 @@ class BlocksProbe:
             prompt="",
             height=PROBE_SIZE[0] * multiple,
             width=PROBE_SIZE[1] * multiple,
-            num_frames=1 + PROBE_FRAMES * temporal if self.defaults.kind == "video" else 1,
+            num_frames=max(frames, self.defaults.min_frames),
             fps=self.defaults.fps,
             num_inference_steps=max(2, self.defaults.min_steps),
             guidance_scale=self.defaults.guidance_scale,

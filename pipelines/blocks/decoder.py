@@ -49,7 +49,10 @@ class BlocksDecoder:
     def decode_all(self, latents: Mapping[str, Any], request: MediaRequest) -> DecodedMedia:
         """Everything that the blocks make of what ``BlocksSampler.latents`` gives."""
         values = self._run(latents)
-        return DecodedMedia(frames_FHWC=_to_frames(_asked(_pixels(values), request)), sound=self._sound(values))
+        pixels_FCHW = _pixels(values)
+        asked_FCHW = _asked(pixels_FCHW, request)
+        sound = self._sound(values, len(asked_FCHW) / len(pixels_FCHW))
+        return DecodedMedia(frames_FHWC=_to_frames(asked_FCHW), sound=sound)
 
     def decode(self, latents: Mapping[str, Any], request: MediaRequest) -> NDArray[np.uint8]:
         """All frames, uint8 (frames, height, width, 3), from what ``BlocksSampler.latents`` gives."""
@@ -74,13 +77,15 @@ class BlocksDecoder:
         tree.run(self._opened.blocks, [(name,) for name in self._opened.sections.decode], self._pipeline, values)
         return values
 
-    def _sound(self, values: PipelineState) -> Sound | None:
+    def _sound(self, values: PipelineState, share: float) -> Sound | None:
+        """The first ``share`` of the samples that the blocks made."""
         samples = next((x for name in SOUNDS if (x := values.get(name)) is not None), None)
         if samples is None:
             return None
         rate = values.get(RATE) or self._pipeline.vocoder.config.output_sampling_rate
         samples_CT = samples[0] if samples.ndim == 3 else samples
-        return Sound(samples_CT=samples_CT.float().cpu().numpy(), rate=int(rate))
+        asked_CT = samples_CT[:, : round(share * samples_CT.shape[1])]
+        return Sound(samples_CT=asked_CT.float().cpu().numpy(), rate=int(rate))
 
     def _here(self, name: str, value: Any) -> Any:
         vae = getattr(self._pipeline, "vae", None)
@@ -97,7 +102,7 @@ def _pixels(values: PipelineState) -> Tensor:
 
 
 def _asked(pixels_FCHW: Tensor, request: MediaRequest) -> Tensor:
-    """A clip that is made in chunks may be longer than was asked for."""
+    """Some models make clips of certain lengths alone, which may be more than was asked for."""
     return pixels_FCHW[: request.num_frames] if request.kind == "video" else pixels_FCHW
 
 

@@ -18,7 +18,7 @@ from diffusers.configuration_utils import FrozenDict
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
 from torch import nn
 
-from pipelines.blocks.requests import inputs_of
+from pipelines.blocks.requests import PICTURES, inputs_of
 from pipelines.blocks.stand_in import StandIn
 from pipelines.blocks.tree import Sections
 from pipelines.directory import part_class, part_folder, read_config, read_index
@@ -60,8 +60,8 @@ class OpenedPipeline:
 
     def inputs_of(self, request: MediaRequest, pictures: InputPictures = NO_PICTURES) -> dict[str, Any]:
         """The inputs that ``request`` decides; ``pictures`` are the encoder's alone."""
-        own = self.architecture.inputs(self.path, request)
-        return {**inputs_of(request, self.inputs, pictures), **own}
+        named, own = inputs_of(request, self.inputs, pictures), self.architecture.inputs(self.path, request)
+        return {**named, **own, **{name: named[name] for name in PICTURES if name in named}}
 
     def input_names(self, sections: Iterable[str]) -> frozenset[str]:
         """The values that the outermost blocks of these names read."""
@@ -78,12 +78,16 @@ class OpenedPipeline:
     @cached_property
     def transformers(self) -> tuple[str, ...]:
         """The parts whose forwards a gang makes: those of diffusers' classes that have weights and are looped over."""
-        parts = self._parts((self.sections.denoise,))
-        return tuple(name for name in parts if {"transformer", "unet"} & set(name.split("_")))
+        return tuple(name for name in self._denoisers if name not in self.architecture.idle_parts)
 
     @cached_property
     def architecture(self) -> Architecture:
-        return load_architecture(self.part_class(self.transformers[0]).__name__)
+        return load_architecture(self.part_class(self._denoisers[0]).__name__)
+
+    @cached_property
+    def _denoisers(self) -> tuple[str, ...]:
+        parts = self._parts((self.sections.denoise,))
+        return tuple(name for name in parts if {"transformer", "unet"} & set(name.split("_")))
 
     def max_tokens(self, limit: int) -> int:
         """``limit``, or fewer where no tokenizer gives so many."""
@@ -169,7 +173,7 @@ class OpenedPipeline:
     def _with_parts(self, make: Any) -> Any:
         pipeline = copy.copy(self.pipeline)
         for name in self._parts(self.blocks.sub_blocks):
-            setattr(pipeline, name, make(name))
+            setattr(pipeline, name, None if name in self.architecture.idle_parts else make(name))
         return pipeline
 
     def _outline(self, name: str) -> Any:

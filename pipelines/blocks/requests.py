@@ -13,6 +13,7 @@ from pipelines.request import MediaRequest
 
 FRAME_RATES = ("frame_rate", "fps")
 LAST = "last_image"
+PICTURES = ("image", LAST)
 
 
 def inputs_of(request: MediaRequest, known: Collection[str], pictures: InputPictures = NO_PICTURES) -> dict[str, Any]:

@@ -96,6 +96,7 @@ class Architecture:
     shape share what is captured for them.
 
     ``inputs(folder, request)`` are the pipeline's inputs that a request decides otherwise than by their names.
+    ``idle_parts`` are transformers of the folder that no request needs, and nobody loads.
     ``complete(pipeline)`` adds parts that are in no folder to a pipeline that encodes or decodes.
     """
 
@@ -127,4 +128,5 @@ class Architecture:
     needs_negative: bool = False
     guides_itself: bool = False
     inputs: Callable[[Path, MediaRequest], Mapping[str, Any]] = lambda folder, request: {}
+    idle_parts: tuple[str, ...] = ()
     complete: Callable[[Any], None] = lambda pipeline: None

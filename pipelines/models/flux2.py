@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import PICTURE, Defaults
 from pipelines.directory import read_config, read_index
+from pipelines.image_sizes import vae_scale
 from pipelines.models.architecture import Architecture, Config, text_and_image
-from pipelines.models.image_sizes import vae_scale
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

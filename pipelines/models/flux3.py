@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import PICTURE, Defaults
 from pipelines.directory import read_config
+from pipelines.image_sizes import vae_scale
 from pipelines.models.architecture import Architecture, Config
-from pipelines.models.image_sizes import vae_scale
 from pipelines.request import MediaRequest
 
 if TYPE_CHECKING:

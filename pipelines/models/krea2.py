@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import PICTURE, Defaults
 from pipelines.directory import read_index
+from pipelines.image_sizes import clip_vae_scale
 from pipelines.models.architecture import Architecture, Config
-from pipelines.models.image_sizes import clip_vae_scale
 
 if TYPE_CHECKING:
     from torch import Tensor

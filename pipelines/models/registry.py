@@ -21,6 +21,7 @@ ARCHITECTURES = {
     "Krea2Transformer2DModel": "krea2",
     "LTX2VideoTransformer3DModel": "ltx2",
     "LTXVideoTransformer3DModel": "ltx",
+    "MiniMaxH3Transformer3DModel": "mini_max_h3",
     "QwenImage21Transformer2DModel": "qwen21",
     "QwenImageTransformer2DModel": "qwen",
     "SD3Transformer2DModel": "sd3",

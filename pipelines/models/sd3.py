@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import PICTURE, Defaults
 from pipelines.directory import read_config
+from pipelines.image_sizes import vae_scale
 from pipelines.models.architecture import Architecture, Config
-from pipelines.models.image_sizes import vae_scale
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

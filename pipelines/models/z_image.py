@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import PICTURE, Defaults
+from pipelines.image_sizes import vae_scale
 from pipelines.models.architecture import Architecture, Config
 from pipelines.models.attention.z_image_text import padded_length
-from pipelines.models.image_sizes import vae_scale
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

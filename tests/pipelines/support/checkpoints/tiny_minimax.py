@@ -1,0 +1,117 @@
+"""MiniMax-H3 in small, random weights: a folder with a modular index, as it is published."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.pipelines.support.tiny import shake
+from tests.pipelines.support.tiny_models import HIDDEN
+from tests.pipelines.support.tiny_qwen import Qwen3Processor, qwen3_vl, vision_tokenizer
+
+NUM_LAYERS = 51
+"""Of the text encoder, whose state after the fiftieth is used."""
+LOAD_PROCESSOR = "transformers.Qwen3VLProcessor.from_pretrained"
+
+
+class MiniMaxProcessor(Qwen3Processor):
+    """What ``Qwen3VLProcessor`` does, which needs torchvision even to be made."""
+
+    @property
+    def image_processor(self) -> Any:
+        return self.images
+
+    def create_mm_token_type_ids(self, ids: list[list[int]]) -> list[list[int]]:
+        pad = self.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+        return [[int(one == pad) for one in row] for row in ids]
+
+
+def minimax_h3(path: Path) -> Path:
+    """With the transformer for references, which has no weights here: nobody may load it."""
+    import diffusers
+
+    parts = {
+        "transformer": shake(_transformer()),
+        "vae": shake(_vae()),
+        "audio_vae": _audio_vae(),
+        "scheduler": diffusers.MiniMaxH3Scheduler(shift=12.0),
+        "audio_scheduler": diffusers.MiniMaxH3Scheduler(shift=3.0),
+        "text_encoder": qwen3_vl(NUM_LAYERS),
+        "tokenizer": vision_tokenizer(),
+    }
+    for name, part in parts.items():
+        part.save_pretrained(path / name)
+    classes = {name: [type(part).__module__.split(".")[0], type(part).__name__] for name, part in parts.items()}
+    classes["processor"] = ["transformers", "Qwen3VLProcessor"]
+    classes["transformer_ref"] = classes["transformer"]
+    entries = {
+        name: [*kind, {"pretrained_model_name_or_path": str(path), "subfolder": name, "type_hint": kind}]
+        for name, kind in classes.items()
+    }
+    index = {"_class_name": "MiniMaxH3ModularPipeline", "_blocks_class_name": "MiniMaxH3Blocks", **entries}
+    (path / "modular_model_index.json").write_text(json.dumps(index))
+    return path
+
+
+def _transformer() -> Any:
+    from diffusers import MiniMaxH3Transformer3DModel
+
+    return MiniMaxH3Transformer3DModel(
+        num_attention_heads=4,
+        attention_head_dim=16,
+        hidden_size=48,
+        num_layers=2,
+        num_refiner_layers=1,
+        ffn_dim=64,
+        in_channels=4,
+        audio_in_channels=4,
+        text_dim=HIDDEN,
+        freq_dim=32,
+        time_embed_hidden_dim=48,
+        time_embed_dim=24,
+        rope_freq_dim=2,
+    )
+
+
+def _vae() -> Any:
+    from diffusers import AutoencoderKLMiniMaxH3
+
+    return AutoencoderKLMiniMaxH3(
+        latent_channels=4,
+        block_out_channels=(8, 8, 8, 8),
+        layers_per_block=1,
+        spatial_downsample_factors=(2, 2, 2, 2),
+        temporal_downsample_factors=(1, 2, 2, 1),
+        norm_num_groups=4,
+        decoder_num_layers=1,
+        decoder_num_attention_heads=2,
+        decoder_attention_head_dim=8,
+        decoder_num_register_tokens=2,
+        decoder_ffn_mult=2,
+        latents_mean=(0.1, -0.2, 0.3, 0.0),
+        latents_std=(1.5, 2.0, 1.1, 0.7),
+    )
+
+
+def _audio_vae() -> Any:
+    from diffusers import AutoencoderKLMiniMaxH3Audio
+
+    torch.manual_seed(0)
+    return AutoencoderKLMiniMaxH3Audio(
+        encoder_dim=4,
+        encoder_rates=(2, 4),
+        latent_dim=16,
+        latent_channels=4,
+        num_attention_heads=2,
+        decoder_dim=16,
+        decoder_rates=(4, 2),
+        decoder_kernel_sizes=(8, 4),
+        resblock_kernel_sizes=(3,),
+        resblock_dilation_sizes=((1, 3, 5),),
+        sampling_rate=320,
+        latents_mean=[0.1, 0.0, -0.1, 0.2],
+        latents_std=[1.0, 1.2, 0.9, 1.1],
+    ).eval()
