@@ -72,16 +72,14 @@ def adapted(config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) ->
     return {name: value for name, value in call.items() if name != MASK}
 
 
-EDITOR: Mapping[str, Any] = {"min_pictures": 1, "takes_mask": False, "takes_strength": False, "strength": 1.0}
+EDITOR: Mapping[str, Any] = {"min_pictures": 1, "strength_of_masks": True}
+WORDS_ALONE: Mapping[str, Any] = {"min_pictures": 1, "takes_mask": False, "takes_strength": False, "strength": 1.0}
 EDITORS: Mapping[str, Mapping[str, Any]] = {
     "QwenImageEditPipeline": EDITOR,
     "QwenImageEditInpaintPipeline": EDITOR,
-    "QwenImageEditPlusPipeline": {**EDITOR, "max_pictures": 3, "num_inference_steps": 40},
+    "QwenImageEditPlusPipeline": {**WORDS_ALONE, "max_pictures": 3, "num_inference_steps": 40},
 }
-"""What differs where a picture is edited by words. Three pictures are what Edit-Plus was made for (its card).
-
-A mask would have to be of the megapixel that the editor brings its picture to, and the result of that size.
-"""
+"""What differs where a picture is edited by words. Three pictures are what Edit-Plus was made for (its card)."""
 
 
 def defaults(path: Path) -> Defaults:
@@ -100,6 +98,12 @@ def defaults(path: Path) -> Defaults:
         max_tokens=MAX_TOKENS,
     )
     return replace(known, **EDITORS[name]) if name in EDITORS else known
+
+
+def mend(blocks: Any) -> None:
+    from pipelines.models.mended.qwen_masks import mend
+
+    mend(blocks)
 
 
 def fast(config: Config) -> ArrangeWeights | None:
@@ -123,5 +127,6 @@ ARCHITECTURE = Architecture(
     blank_conditioning=blank_conditioning,
     blank_pictures=blank_pictures,
     adapted=adapted,
+    mend=mend,
     fast=fast,
 )

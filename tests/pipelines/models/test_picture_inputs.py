@@ -58,6 +58,15 @@ CASES = {
         make=tiny_qwen.qwen, has_mask=True, num_steps=4, changes={"strength": 0.7}, own={"output_type": "pil"}
     ),
     "qwen edit": PictureCase(make=tiny_qwen.qwen_edit),
+    "qwen edit, a mask": PictureCase(
+        make=tiny_qwen.qwen_edit,
+        sides=(3, 2),
+        pictures=((40, 60),),
+        has_mask=True,
+        num_steps=4,
+        changes={"strength": 0.7},
+        own={"output_type": "pil"},
+    ),
     "qwen edit plus, one picture": PictureCase(make=tiny_qwen.qwen_edit_plus),
     "qwen edit plus, two pictures": PictureCase(make=tiny_qwen.qwen_edit_plus, tensor=True, pictures=TWO),
     "z image": PictureCase(make=tiny_pictures.z_image, num_steps=4, changes={"strength": 0.7}),
@@ -124,6 +133,20 @@ def test_steps_are_counted_as_the_schedule_does(name: str, folders: Callable[[An
     for num, strength in itertools.product((1, 7, 10, 50), (None, 0.01, 0.3, 0.58, 0.7, 1.0)):
         changed = replace(request, num_inference_steps=num, strength=strength)
         assert checkpoint.num_steps(changed) == sampler.num_steps(sampler.begin(changed, conditioning)), changed
+
+
+def test_an_editor_paints_inside_a_mask_in_the_size_asked_for(folders: Callable[[Any], Path]) -> None:
+    """Which need not be the megapixel that it looks at pictures in. Words alone edit in all steps."""
+    case = replace(CASES["qwen edit, a mask"], sides=(4, 5))
+    checkpoint = Checkpoint(folders(case.make))
+    request = request_of(case, checkpoint.path)
+    with small_pictures():
+        frames = load_pipeline(checkpoint).run(request, pictures_of(case))
+    assert frames.shape == (1, request.height, request.width, 3)
+    assert checkpoint.num_steps(request) == 3
+    assert checkpoint.num_steps(replace(request, has_mask=False)) == 4
+    with pytest.raises(ValueError, match="takes strength beside a mask"):
+        checkpoint.defaults.check(replace(request, has_mask=False))
 
 
 def fast_denoised(folder: Path, name: str) -> Tensor:
