@@ -141,30 +141,40 @@ class Checkpoint:
 
     def first_step(self, request: MediaRequest) -> tuple[Branch, ...]:
         """The branches of the first step of ``request``, with blank prompts. ValueError outside the model's limits."""
-        return self._sampler.branches(self._begun(request))
+        return self._sampler.branches(self._begun(request, self.defaults.max_tokens))
+
+    def largest_step(self, request: MediaRequest) -> tuple[Branch, ...]:
+        """The same of its last step, where steps grow on the way."""
+        return self._sampler.kinds(self._begun(request, self.defaults.max_tokens))[-1]
 
     def first_latents(self, request: MediaRequest) -> Mapping[str, Any]:
-        """What a decoder would get of ``request`` before its first step. ValueError outside the model's limits."""
-        return self._sampler.latents(self._begun(request))
+        """What a decoder would get of ``request`` before its first step; of a clip that is made in chunks, the first.
+
+        ValueError outside the model's limits.
+        """
+        return self._sampler.preview(self._begun(request, self.defaults.max_tokens))
 
     def first_steps(self, sizes: Iterable[Size], modules: Iterable[str]) -> tuple[tuple[Branch, ...], ...]:
         """A step of each size, with the model's usual number of branches, for each of its ``modules``, in order.
 
-        None where a step cannot be known before a request (``Architecture.blank_conditioning``).
+        Where steps grow on the way, one of each kind; where prompts have windows, one of a short prompt as well. None
+        where a step cannot be known before a request (``Architecture.blank_conditioning``).
         """
         if self.architecture.blank_conditioning is None:
             logger.info("nothing is prepared before the first request: %s is not known here", self.architecture.family)
             return ()
-        names = tuple(modules)
-        steps = [self.first_step(self.defaults.typical_request(size)) for size in sizes]
+        names, prompts = tuple(modules), (self.defaults.max_tokens, *self.architecture.short_prompts)
+        requests = [self.defaults.typical_request(size) for size in sizes]
+        states = (self._begun(request, num_tokens) for request in requests for num_tokens in prompts)
+        steps = [step for state in states for step in self._sampler.kinds(state)]
         return tuple(tuple(replace(branch, module=name) for branch in step) for step in steps for name in names)
 
-    def _begun(self, request: MediaRequest) -> BlocksState:
-        """``request`` before its first step, with blank prompts."""
+    def _begun(self, request: MediaRequest, num_tokens: int) -> BlocksState:
+        """``request`` before its first step, with blank prompts of as many tokens."""
         from pipelines.blocks.blank import blank_conditioning
 
         self.defaults.check(request)
-        blank = blank_conditioning(self._opened, request, self._opened.max_tokens(self.defaults.max_tokens))
+        blank = blank_conditioning(self._opened, request, self._opened.max_tokens(num_tokens))
         return self._sampler.begin(request, blank)
 
     @cached_property

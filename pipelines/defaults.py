@@ -189,6 +189,11 @@ PICTURE = Defaults(
 """What most models of pictures have in common; each says what it does otherwise."""
 
 
+def distilled(base: Defaults, num_inference_steps: int) -> Defaults:
+    """Those of a model that does in so few steps, and without a second prompt, what ``base`` does."""
+    return replace(base, num_inference_steps=num_inference_steps, true_cfg_scale=1.0)
+
+
 def check_sides(width: int, height: int, multiple: int, max_pixels: float = math.inf) -> None:
     """ValueError unless both are positive multiples of ``multiple``. What it suggests has ``max_pixels`` at most."""
     if min(width, height) <= 0 or width % multiple or height % multiple:

@@ -83,7 +83,7 @@ def make_estimate(options: EstimateOptions) -> Estimate:
         outline = checkpoint.outline()
     counted = profile(outline)
     machine, origin = find_machine(options, counted)
-    work = workload(outline, checkpoint.first_step(request))
+    work = workload(outline, checkpoint.largest_step(request))
     return Estimate(
         request=request,
         dtype=dtype,

@@ -9,7 +9,7 @@ model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
 from pipelines.blocks.noise import put_away, taken_out
 from pipelines.blocks.own_parts import copied, own_parts, with_parts
-from pipelines.blocks.stand_in import Exchange, StandIn
+from pipelines.blocks.stand_in import Call, Exchange, StandIn
 from pipelines.blocks.state import BlocksState, Steps
 
 
@@ -52,7 +52,8 @@ def note(loop: Any, pipeline: Any, state: BlocksState, replaced: Mapping[str, An
     for name, value in replaced.items():
         setattr(loop_state, name, value)
     if state.is_over_rounds:
-        _replace_solvers(pipeline, lambda step: _stopping(step, exchange))
+        for solver in _solvers(pipeline):
+            solver.step = _stopping(solver.step, exchange)
     place = 0
     with suppress(_SolverReached):
         for place, block in enumerate(loop.sub_blocks.values()):  # noqa: B007  # read after the loop
@@ -76,34 +77,46 @@ def finish(loop: Any, pipeline: Any, noted: Noted, answers: tuple[Any, ...]) -> 
     return {**_after(blocks, pipeline, taken_out(copied(state.loop_state)), state), "answers": ()}
 
 
-def steps_of_rounds(loop: Any, pipeline: Any, begun: BlockState, rounds: Steps) -> Steps:
-    """What each step belongs to, once a step: solvers are counted in a rehearsal with blank predictions."""
-    pipeline = with_parts(pipeline, own_parts(pipeline))
-    loop_state, steps = copied(begun), list[Mapping[str, Any]]()
+def rehearse_rounds(
+    loop: Any, pipeline: Any, begun: BlockState, rounds: Steps
+) -> tuple[tuple[Mapping[str, Any], tuple[Call, ...]], ...]:
+    """The steps of these rounds: what each one's blocks are called with, and its forwards if predictions were blank.
+
+    No solver computes anything: a step's sample is as good as what it would become.
+    """
+    own, exchange = _with_exchange(with_parts(pipeline, own_parts(pipeline)))
+    steps: list[tuple[Mapping[str, Any], tuple[Call, ...]]] = []
+
+    def note_step(of: Mapping[str, Any], _prediction: Any, _timestep: Any, sample: Any, **_: Any) -> tuple[Any]:
+        steps.append((of, tuple(exchange.calls)))
+        exchange.calls.clear()
+        return (sample,)
+
+    loop_state = copied(begun)
     for one in rounds:
-        _replace_solvers(pipeline, lambda _: _counting(partial(steps.append, one)))  # noqa: B023  # called at once
+        for solver in _solvers(own):
+            solver.step = partial(note_step, one)
         for block in loop.sub_blocks.values():
-            _, loop_state = block(pipeline, loop_state, **one)
+            _, loop_state = block(own, loop_state, **one)
     return tuple(steps)
 
 
 def _own(pipeline: Any, state: BlocksState) -> tuple[Any, Exchange]:
-    own, exchange = with_parts(pipeline, state.parts), Exchange()
-    for part in vars(own).values():
+    return _with_exchange(with_parts(pipeline, state.parts))
+
+
+def _with_exchange(pipeline: Any) -> tuple[Any, Exchange]:
+    exchange = Exchange()
+    for part in vars(pipeline).values():
         if isinstance(part, StandIn):
             part.exchange = exchange
-    return own, exchange
+    return pipeline, exchange
 
 
 def _after(blocks: list[Any], pipeline: Any, loop_state: BlockState, state: BlocksState) -> Mapping[str, Any]:
     for block in blocks:
         _, loop_state = block(pipeline, loop_state, **state.steps[state.step])
     return {"loop_state": put_away(loop_state), "parts": own_parts(pipeline)}
-
-
-def _replace_solvers(pipeline: Any, make: Callable[[Any], Any]) -> None:
-    for solver in _solvers(pipeline):
-        solver.step = make(solver.step)
 
 
 def _solvers(pipeline: Any) -> Iterator[Any]:
@@ -117,13 +130,3 @@ def _stopping(step: Any, exchange: Exchange) -> Any:
         return step(*args, **kwargs)
 
     return stop_or_step
-
-
-def _counting(count: Callable[[], None]) -> Any:
-    """Nothing is computed: a step's sample is as good as what it would become."""
-
-    def count_step(prediction: Any, timestep: Any, sample: Any, **_: Any) -> tuple[Any]:
-        count()
-        return (sample,)
-
-    return count_step

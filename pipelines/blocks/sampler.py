@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engines.core.additions import normal_mix
 from engines.core.model import Branch, Schedule
+from engines.parallel.division import shape_of
 from pipelines.blocks import arguments, passes, tree
 from pipelines.blocks.encoder import Conditioning, on_cpu, on_device
 from pipelines.blocks.guidance import guided, set_scale
@@ -60,7 +61,8 @@ class BlocksSampler:
         loop_state, steps = tree.rehearse(block, pipeline, values)
         loop_state, is_over_rounds = put_away(loop_state), tree.is_over_rounds(block)
         if is_over_rounds:
-            steps = passes.steps_of_rounds(block, pipeline, taken_out(copied(loop_state)), steps)
+            rehearsed = passes.rehearse_rounds(block, pipeline, taken_out(copied(loop_state)), steps)
+            steps = tuple(step for step, _ in rehearsed)
         values.set("generator", None)
         return BlocksState(
             request=request,
@@ -82,6 +84,16 @@ class BlocksSampler:
         branches = self._branches(state)
         takes_kept = state.kept is not None and state.kept.suit(branches)
         return () if takes_kept else branches
+
+    def kinds(self, state: BlocksState) -> tuple[tuple[Branch, ...], ...]:
+        """One step of each shape that the job's steps have, in order, as far as that is known at its begin."""
+        if not state.is_over_rounds:
+            return (self.branches(state),)
+        loop, pipeline = tree.block_at(self._blocks, state.loop), with_parts(self._pipeline, state.parts)
+        begun = taken_out(copied(state.loop_state))
+        rehearsed = passes.rehearse_rounds(loop, pipeline, begun, state.steps[:1])
+        steps = (tuple(self._branch(call, step) for call in calls) for step, calls in rehearsed)
+        return tuple({tuple(map(shape_of, branches)): branches for branches in steps}.values())
 
     def calls(self, state: BlocksState) -> tuple[Call, ...]:
         """The forwards of the step as the pipeline's blocks ask for them."""

@@ -93,7 +93,7 @@ class Architecture:
     no guider looks at it. ``guides_itself``: its blocks know a second prompt without a guider.
 
     ``filled(values)`` are what the encoders made of a prompt, at a length that other prompts have too: steps of one
-    shape share what is captured for them.
+    shape share what is captured for them. ``short_prompts`` are such lengths that a gang prepares beside the longest.
 
     ``inputs(folder, request)`` are the pipeline's inputs that a request decides otherwise than by their names.
     ``idle_parts`` are transformers of the folder that no request needs, and nobody loads.
@@ -125,6 +125,7 @@ class Architecture:
     first_frame: Callable[[Config, Mapping[str, Any]], Mapping[str, Any]] | None = None
     float32_parts: tuple[str, ...] = ()
     filled: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda values: values
+    short_prompts: tuple[int, ...] = ()
     needs_negative: bool = False
     guides_itself: bool = False
     inputs: Callable[[Path, MediaRequest], Mapping[str, Any]] = lambda folder, request: {}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
-from pipelines.defaults import PICTURE, Defaults
+from pipelines.defaults import PICTURE, Defaults, distilled
 from pipelines.directory import read_config
 from pipelines.image_sizes import vae_scale
 from pipelines.models.architecture import Architecture, Config
@@ -96,14 +96,9 @@ def mend(blocks: Any) -> None:
     mend(blocks)
 
 
-BASE = replace(
-    PICTURE,
-    true_cfg_scale=3.5,
-    max_pictures=4,
-    max_tokens=MAX_TOKENS,
-)
+BASE = replace(PICTURE, true_cfg_scale=3.5, max_pictures=4, max_tokens=MAX_TOKENS)
 """What diffusers' blocks say of the base model, and below of the distilled one."""
-DISTILLED = replace(BASE, num_inference_steps=16, true_cfg_scale=1.0)
+DISTILLED = distilled(BASE, 16)
 
 
 def defaults(path: Path) -> Defaults:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engines.core.shard_plan import ColumnLinear, FullWidthNorm, RowLinear, ShardPlan, TokenGather, TokenShard
-from pipelines.defaults import Defaults
+from pipelines.defaults import Defaults, distilled
 from pipelines.directory import read_config, read_index
 from pipelines.models.architecture import Architecture, Config
 from pipelines.request import MediaRequest
@@ -155,7 +155,7 @@ BASE = Defaults(
 )
 """What diffusers' blocks say of the three models. The longest clip takes a minute, which is what they were made for."""
 PYRAMID = replace(BASE, num_inference_steps=30, min_steps=NUM_STAGES)
-DISTILLED = replace(PYRAMID, num_inference_steps=6, true_cfg_scale=1.0, first_chunk_steps=2)
+DISTILLED = replace(distilled(PYRAMID, 6), first_chunk_steps=2)
 
 
 def is_pyramid(path: Path) -> bool:

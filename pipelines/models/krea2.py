@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
-from pipelines.defaults import PICTURE, Defaults
+from pipelines.defaults import PICTURE, Defaults, distilled
 from pipelines.directory import read_index
 from pipelines.image_sizes import clip_vae_scale
 from pipelines.models.architecture import Architecture, Config
@@ -55,14 +55,9 @@ def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Tensor]:
     return {"prompt_embeds": features, "prompt_embeds_mask": torch.ones(1, num_tokens, dtype=torch.bool)}
 
 
-BASE = replace(
-    PICTURE,
-    num_inference_steps=28,
-    true_cfg_scale=4.5,
-    max_tokens=MAX_TOKENS,
-)
+BASE = replace(PICTURE, num_inference_steps=28, true_cfg_scale=4.5, max_tokens=MAX_TOKENS)
 """What diffusers' blocks say of the base model, and below of the distilled one."""
-TURBO = replace(BASE, num_inference_steps=8, true_cfg_scale=1.0)
+TURBO = distilled(BASE, 8)
 
 
 def defaults(path: Path) -> Defaults:

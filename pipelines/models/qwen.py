@@ -72,7 +72,7 @@ def adapted(config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) ->
     return {name: value for name, value in call.items() if name != MASK}
 
 
-EDITOR: Mapping[str, Any] = {"min_pictures": 1, "strength_of_masks": True}
+EDITOR: Mapping[str, Any] = {"min_pictures": 1, "strength_needs_mask": True}
 WORDS_ALONE: Mapping[str, Any] = {"min_pictures": 1, "takes_mask": False, "takes_strength": False, "strength": 1.0}
 EDITORS: Mapping[str, Mapping[str, Any]] = {
     "QwenImageEditPipeline": EDITOR,

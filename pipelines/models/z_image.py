@@ -15,7 +15,7 @@ from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGat
 from pipelines.defaults import PICTURE, Defaults
 from pipelines.image_sizes import vae_scale
 from pipelines.models.architecture import Architecture, Config
-from pipelines.models.attention.z_image_text import padded_length
+from pipelines.models.attention.z_image_text import PADDED_TO, padded_length
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -131,6 +131,7 @@ ARCHITECTURE = Architecture(
     blank_conditioning=blank_conditioning,
     blank=blank,
     filled=filled,
+    short_prompts=(2 * PADDED_TO,),
     forward=forward,
     answer=answer,
     set_kernel=set_kernel,

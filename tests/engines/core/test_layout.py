@@ -24,6 +24,18 @@ def test_join_undoes_cut(given_lengths: list[int], num_chunks: int, dim: int) ->
         assert torch.equal(layout.join(chunks, dim=dim, stream=stream), x)
 
 
+@given(lengths, st.integers(1, 8))
+def test_streams_that_are_one_tensor_are_cut_one_by_one(given_lengths: list[int], num_chunks: int) -> None:
+    layout = make(given_lengths, num_chunks)
+    names = tuple(name for name, _ in layout.lengths)
+    parts = [torch.randn(2, length) for length in given_lengths]
+    for index in range(num_chunks):
+        chunk = layout.cut_streams(torch.cat(parts, dim=1), dim=1, streams=names, index=index)
+        apart = [layout.cut(x, dim=1, stream=name, index=index) for x, name in zip(parts, names, strict=True)]
+        assert torch.equal(chunk, torch.cat(apart, dim=1))
+        assert chunk.shape[1] == layout.chunk_length
+
+
 @given(lengths, st.integers(1, 8), st.data())
 def test_valid_rows_are_the_tokens_and_nothing_else(
     given_lengths: list[int], num_chunks: int, data: st.DataObject

@@ -12,20 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.core.model import Branch
 from engines.parallel.self_check import relative_difference
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.fast_step import FastStep
-from pipelines.blocks import blank
-from pipelines.blocks.opened import OpenedPipeline
 from pipelines.checkpoint import Checkpoint
 from pipelines.run import PlainEngine
-from pipelines.size import Size
 from tests.engines.support.gloo import gang
 from tests.pipelines.support import tiny_pictures, tiny_qwen
+from tests.pipelines.support.checkpoints.first_steps import first_step
 
 BOUND = 1e-5
-NUM_TEXT = 11
 MAKERS = {
     "flux2 dev": tiny_pictures.flux2_dev,
     "flux2 klein": tiny_pictures.flux2_klein,
@@ -39,14 +35,6 @@ STRATEGIES = [("ulysses", 2), ("ring", 2), ("hybrid", 4)]
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return cache(lambda name: MAKERS[name](tmp_path_factory.mktemp("model")))
-
-
-def first_step(folder: Path) -> tuple[Branch, ...]:
-    """Token counts that several ranks must pad; drawn prompts; two branches with guidance."""
-    defaults, opened = Checkpoint(folder).defaults, OpenedPipeline(folder, torch.device("cpu"), torch.float32)
-    size = Size(width=5 * defaults.size_multiple, height=3 * defaults.size_multiple)
-    request = defaults.request(size, num_inference_steps=3, num_pictures=defaults.min_pictures)
-    return blank.first_step(opened, request, NUM_TEXT, torch.Generator().manual_seed(3))
 
 
 def expected(folder: Path) -> tuple[Tensor, ...]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from engines.core.packing import pack
 from engines.core.shard_plan import named_like
 from engines.parallel import strategy as strategies
+from engines.parallel.division import shape_of
 from engines.parallel.self_check import relative_difference
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
@@ -149,6 +150,21 @@ def test_a_gang_prepares_with_blank_steps(name: str, folders: Callable[[Any], Pa
     probe = model.probe()
     assert len(probe) == 2
     assert any(number % 8 for number in model.stream_lengths(probe[0].arguments).values())
+
+
+def test_a_gang_prepares_every_stage(folders: Callable[[Any], Path]) -> None:
+    """In the shapes that a job's steps turn out to have. An estimate is of the largest."""
+    folder = folders(CASES[SOME].make)
+    checkpoint, request = Checkpoint(folder), CASES[SOME].request(folder)
+    pipeline = load_pipeline(checkpoint)
+    state = pipeline.sampler.begin(request, pipeline.text_encoder.encode(request))
+    reached = [state, *states(pipeline, SOME, request)][:-1]
+    shapes = dict.fromkeys(shape_of(pipeline.sampler.branches(one)[0]) for one in reached)
+    size = Size(width=request.width, height=request.height, num_frames=request.num_frames)
+    prepared = checkpoint.first_steps([size], ["transformer"])
+    assert [shape_of(branch) for branch, *_ in prepared] == list(shapes)
+    assert len(shapes) == 3
+    assert shape_of(checkpoint.largest_step(request)[0]) == list(shapes)[-1]
 
 
 def test_a_cache_of_predictions_is_refused(folders: Callable[[Any], Path]) -> None:

@@ -145,7 +145,7 @@ def test_an_editor_paints_inside_a_mask_in_the_size_asked_for(folders: Callable[
     assert frames.shape == (1, request.height, request.width, 3)
     assert checkpoint.num_steps(request) == 3
     assert checkpoint.num_steps(replace(request, has_mask=False)) == 4
-    with pytest.raises(ValueError, match="takes strength beside a mask"):
+    with pytest.raises(ValueError, match="takes strength with a picture and a mask"):
         checkpoint.defaults.check(replace(request, has_mask=False))
 
 

@@ -18,6 +18,7 @@ from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
 from pipelines.models.z_image import ARCHITECTURE
 from pipelines.run import load_pipeline
+from pipelines.size import Size
 from tests.pipelines.models.test_gangs import TOLERANCE, Case, request_of
 from tests.pipelines.support import tiny_models
 from tests.pipelines.support.own_call import own_latents
@@ -69,6 +70,12 @@ def test_prompts_within_a_window_have_steps_of_one_shape(folder: Path) -> None:
         return shape_of(sampler.branches(sampler.begin(request, encoder.encode(request)))[0])
 
     assert shape(1) == shape(20) == shape(MOST) != shape(MOST + 1)
+
+
+def test_a_gang_prepares_a_short_prompt_beside_the_longest(folder: Path) -> None:
+    checkpoint, size = Checkpoint(folder), Size(width=48, height=32)
+    longest, short = (branches[0].inputs["cap_feats.0"] for branches in checkpoint.first_steps([size], ["transformer"]))
+    assert longest.shape[0] > short.shape[0] == 2 * WINDOW
 
 
 def test_it_is_done_once_a_job(folder: Path) -> None:

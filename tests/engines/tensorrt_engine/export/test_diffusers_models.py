@@ -16,16 +16,13 @@ from engines.core.spec import ParallelSpec
 from engines.tensorrt_engine.build.report import read_engine_text
 from engines.tensorrt_engine.export.exported import export, rank_weights
 from engines.tensorrt_engine.export.trace import offline_team
-from pipelines.blocks import blank
-from pipelines.blocks.opened import OpenedPipeline
 from pipelines.checkpoint import Checkpoint
-from pipelines.size import Size
 from tests.engines.tensorrt_engine.conftest import Build
 from tests.engines.tensorrt_engine.support.all_ranks import Case, relative_error
 from tests.pipelines.support import tiny_pictures, tiny_qwen, tiny_video
+from tests.pipelines.support.checkpoints.first_steps import first_step
 
 BOUND = 1e-5
-NUM_TEXT = 11
 MAKERS = {
     "flux2": tiny_pictures.flux2_dev,
     "qwen": tiny_qwen.qwen,
@@ -62,12 +59,7 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]
     @cache
     def model(name: str) -> Model:
         folder: Path = MAKERS[name](tmp_path_factory.mktemp("model"))
-        checkpoint = Checkpoint(folder)
-        defaults, opened = checkpoint.defaults, OpenedPipeline(folder, torch.device("cpu"), torch.float32)
-        size = Size(width=5 * defaults.size_multiple, height=3 * defaults.size_multiple, num_frames=defaults.num_frames)
-        request = defaults.request(size, num_inference_steps=3, num_pictures=defaults.min_pictures)
-        first, *_ = blank.first_step(opened, request, NUM_TEXT, torch.Generator().manual_seed(3))
-        return Model(denoiser=checkpoint.denoiser(), branch=first)
+        return Model(denoiser=Checkpoint(folder).denoiser(), branch=first_step(folder)[0])
 
     return model
 
