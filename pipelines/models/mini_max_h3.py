@@ -26,6 +26,8 @@ BLOCKS = "transformer_blocks"
 REFINERS = "token_refiner.refiner_blocks.*.attn"
 GATED = (1, 1)
 """What is gated, and its gate."""
+TYPICAL_TOKENS = 300
+"""Of a prompt, which may have any number."""
 PREVIEW_LATENTS = 7
 """Latent frames: of fewer the auto-encoder makes nothing."""
 
@@ -57,6 +59,7 @@ def stream_lengths(config: Config, arguments: Arguments) -> dict[str, int]:
 def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Tensor]:
     import torch
 
+    num_tokens = num_tokens or TYPICAL_TOKENS
     tags = torch.ones(num_tokens, dtype=torch.long)
     return {"prompt_embeds": torch.zeros(1, num_tokens, config["text_dim"]), "text_token_tags": tags}
 
