@@ -11,6 +11,7 @@ from engines.core.engine import Engine, EngineChoice
 from engines.core.model import Branch, DenoiserModel
 
 if TYPE_CHECKING:
+    from engines.core.choosing import Choosing
     from engines.core.rank import RankContext
 
 
@@ -18,9 +19,10 @@ if TYPE_CHECKING:
 class EngineRow:
     """Where an engine's parts are, as "module:name"; all but ``load`` do without torch.
 
-    ``load`` makes one: ``(model, context, *, strategy, precision, options, expected) -> Engine``. ``options`` is the
-    class of its own options, ``check`` raises ValueError for an ``EngineChoice`` that it cannot do, ``environment``
-    gives the variables that its ranks must be started with, from a node's own: ``(variables) -> variables``.
+    ``load`` makes one: ``(model, context, *, strategy, precision, options, expected, choosing) -> Engine``. ``options``
+    is the class of its own options, ``check`` raises ValueError for an ``EngineChoice`` that it cannot do,
+    ``environment`` gives the variables that its ranks must be started with, from a node's own: ``(variables) ->
+    variables``.
     """
 
     load: str
@@ -53,18 +55,19 @@ def load_engine(
     precision: str = "auto",
     options: object | None = None,
     expected: Sequence[tuple[Branch, ...]] = (),
+    choosing: Choosing | None = None,
 ) -> Engine:
     """The engine of that name, compared with one rank on every team. All ranks of a gang make the call together.
 
     ``options`` are those of that engine alone (None: its defaults), ``expected`` steps in the sizes that will come.
+    ``choosing`` says how what is "auto" is decided, and where that is kept (None: by prediction, at each start).
     Raises ``ValueError`` for an unknown name and for what the engine or the model does not allow.
     """
     row = find_engine(name)
     options = options or _named(row.options)()
     load = _named(row.load)
-    return cast(
-        Engine, load(model, context, strategy=strategy, precision=precision, options=options, expected=expected)
-    )
+    asked = {"strategy": strategy, "precision": precision, "options": options}
+    return cast(Engine, load(model, context, **asked, expected=expected, choosing=choosing))
 
 
 def check_engine(name: str, choice: EngineChoice) -> None:

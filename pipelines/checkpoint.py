@@ -154,6 +154,12 @@ class Checkpoint:
         """
         return self._sampler.preview(self._begun(request, self.defaults.max_tokens))
 
+    def typical_step(self) -> tuple[Branch, ...]:
+        """The branches of a step of the model's default request; none where ``first_steps`` are not known."""
+        if self.architecture.blank_conditioning is None:
+            return ()
+        return self.first_step(self.defaults.typical_request())
+
     def first_steps(self, sizes: Iterable[Size], modules: Iterable[str]) -> tuple[tuple[Branch, ...], ...]:
         """A step of each size, with the model's usual number of branches, for each of its ``modules``, in order.
 

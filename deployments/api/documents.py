@@ -77,13 +77,21 @@ HEADERS = {
     "Server-Timing": "queue, encode, denoise, decode, total in ms",
     "X-Troupe-Warm": "true or false: whether everything was prepared for the shape",
     "X-Troupe-Cache": "off, conservative or fast: which steps made no forwards",
+    "X-Troupe-Same-Bytes": "true or false: whether the seed gives these bytes again; else the same picture",
     "X-Troupe-Gpu-Seconds": "How long ranks were at work in the steps, all of them added up",
-    "X-Troupe-Eta": "Seconds in which it was predicted to be done, when it came to the gang",
+    "X-Troupe-Eta": "Seconds in which it was predicted to be done, when it came to the gang; absent if nobody knew",
     "X-Troupe-Video-Id": "The clip's id",
     "openai-poll-after-ms": "How long to wait before the next look",
 }
 ERROR_HEADERS = {401: "WWW-Authenticate", 405: "Allow", 416: "Content-Range", 429: "Retry-After", 503: "Retry-After"}
-MEASURES = ("Server-Timing", "X-Troupe-Warm", "X-Troupe-Cache", "X-Troupe-Gpu-Seconds", "X-Troupe-Eta")
+MEASURES = (
+    "Server-Timing",
+    "X-Troupe-Warm",
+    "X-Troupe-Cache",
+    "X-Troupe-Same-Bytes",
+    "X-Troupe-Gpu-Seconds",
+    "X-Troupe-Eta",
+)
 FILE_HEADERS = ("ETag", "Last-Modified", "Accept-Ranges")
 
 FILES = "multipart/form-data"

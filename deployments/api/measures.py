@@ -56,6 +56,7 @@ def measures(timings: list[StageTimes], cache: CacheMode) -> dict[str, str]:
         "Server-Timing": server_timing(timings),
         "X-Troupe-Warm": "true" if is_warm else "false",
         "X-Troupe-Cache": cache,
+        "X-Troupe-Same-Bytes": "true" if all(one.same_bytes for one in timings) else "false",
         "X-Troupe-Gpu-Seconds": seconds(sum(one.gpu_s for one in timings)),
         **eta_header([one.eta_s for one in timings]),
     }

@@ -6,13 +6,18 @@ from dataclasses import dataclass
 from functools import partial
 
 from deployments.config import ModelConfig
+from deployments.settings import Settings
 from deployments.stages.config import DenoiserConfig
+from deployments.stages.facts import model_facts, software_facts
+from engines.core.choosing import Choosing
 from engines.core.model import DenoiserModel
 from engines.core.rank import RankContext
 from engines.gang.config import BuildRank, RankParts
 from pipelines.checkpoint import Checkpoint
 from pipelines.libraries import quick_imports
 from pipelines.lora.source import named
+
+FOLDER = "strategies"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,13 +36,14 @@ class LoadRankParts:
             denoiser = checkpoint.denoiser(
                 sliced=is_sliced(config, checkpoint), typical=checkpoint.defaults.typical_request()
             )
-        return partial(_build, config, context, checkpoint, denoiser)
+        return partial(_build, self.model, context, checkpoint, denoiser)
 
 
-def _build(config: DenoiserConfig, context: RankContext, checkpoint: Checkpoint, denoiser: DenoiserModel) -> RankParts:
+def _build(model: ModelConfig, context: RankContext, checkpoint: Checkpoint, denoiser: DenoiserModel) -> RankParts:
     from engines.registry import load_engine
     from engines.warm_up import warm_up
 
+    config = model.denoiser
     steps = checkpoint.first_steps(config.warm_sizes, denoiser.modules)
     engine = load_engine(
         config.engine,
@@ -47,9 +53,22 @@ def _build(config: DenoiserConfig, context: RankContext, checkpoint: Checkpoint,
         precision=config.precision,
         options=config.engine_options,
         expected=steps,
+        choosing=choosing_of(model, checkpoint),
     )
     warm_up(engine, steps, context, engine.team_sizes if config.elastic else engine.team_sizes[-1:])
     return RankParts(engine=engine, sampler=checkpoint.sampler())
+
+
+def choosing_of(model: ModelConfig, checkpoint: Checkpoint) -> Choosing:
+    """What is "auto" is decided on a step of the model's default request, and kept in the data directory of the node of
+    rank 0, for the model as it is configured and for the software."""
+    return Choosing(
+        typical_step=checkpoint.typical_step,
+        folder=Settings().data_dir / FOLDER,
+        name=model.name,
+        facts={**model_facts(model), **software_facts()},
+        every_team=model.denoiser.elastic,
+    )
 
 
 def is_sliced(config: DenoiserConfig, checkpoint: Checkpoint) -> bool:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from importlib.metadata import version
 
 from deployments.config import ModelConfig
-from deployments.names import own_version
 from deployments.settings import Settings
+from deployments.stages.facts import model_facts, software_facts
 from engines.core.parcel import Shapes
 from engines.gang.predictions.rough import rough_step_s
 from engines.gang.predictions.step_times import StepTimes
@@ -31,9 +30,9 @@ def step_times_of(model: ModelConfig, infos: Sequence[RankInfo]) -> StepTimes:
     """
     facts = {
         "devices": [info.device_name for info in infos],
-        "model": [model.source, model.dtype, [repr(lora) for lora in model.loras]],
+        **model_facts(model),
         "denoiser": {name: repr(getattr(model.denoiser, name)) for name in TIMED},
-        "software": [own_version(), *(version(name) for name in ("torch", "diffusers"))],
+        **software_facts(),
     }
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
     return StepTimes(Settings().data_dir / FOLDER / f"{model.name}_{digest}.json")

@@ -45,7 +45,8 @@ class StageTimes:
 
     ``was_warm``: its denoising found everything ready for its shape, so that nothing of it was preparation.
     ``gpu_s``: how long ranks were at work in its steps, all of them added up. ``eta_s``: what ``total_s`` was predicted
-    to be when it came to the gang; None if that would have been a guess.
+    to be when it came to the gang; None if that would have been a guess. ``same_bytes``: the request gives the very
+    bytes whenever it comes; False of an elastic gang, where it gives the same picture.
     """
 
     queue_s: float
@@ -56,6 +57,7 @@ class StageTimes:
     was_warm: bool
     gpu_s: float = 0.0
     eta_s: float | None = None
+    same_bytes: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

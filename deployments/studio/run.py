@@ -200,6 +200,7 @@ class Run:
             was_warm=done.was_warm,
             gpu_s=done.gpu_s,
             eta_s=self._eta_s,
+            same_bytes=done.same_bytes,
         )
 
     @property

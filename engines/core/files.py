@@ -23,3 +23,18 @@ def write_atomically(path: Path, data: bytes) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def write_once(path: Path, data: bytes) -> bool:
+    """Writes ``data`` to ``path`` as ``write_atomically`` does, if there is no such file. Returns whether it did: of
+    several processes that try at the same moment, one does."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    write_atomically(whole, data)
+    try:
+        os.link(whole, path)
+    except FileExistsError:
+        return False
+    finally:
+        whole.unlink(missing_ok=True)
+    return True

@@ -61,7 +61,10 @@ class Driver:
         )
         self._traffic = Traffic(config.num_ranks)
         self._outlook = Outlook(self._scheduler, self._table, self._traffic, clock, config.max_wait_s)
-        self._publisher = Publisher(self._table, self._metrics, self._step_times, self._outlook, clock)
+        same_bytes = not (config.elastic and len(team_sizes) > 1)
+        self._publisher = Publisher(
+            self._table, self._metrics, self._step_times, self._outlook, clock, same_bytes=same_bytes
+        )
         self._submitted: deque[OpenJob] = deque()
         self._wake_schedule = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()

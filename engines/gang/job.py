@@ -94,6 +94,8 @@ class JobDone:
     work for ``gpu_s``, all of them added up.
 
     ``was_warm``: no step had to wait for something that an earlier job of its shape would have left ready.
+    ``same_bytes``: its request gives these very latents whenever it comes. Not in an elastic gang, where others decide
+    how many ranks it gets, and sums over other numbers of ranks round differently.
     """
 
     job_id: str
@@ -102,6 +104,7 @@ class JobDone:
     denoise_s: float
     was_warm: bool
     gpu_s: float = 0.0
+    same_bytes: bool = True
 
 
 JobEvent = JobQueued | StepDone | PreviewReady | JobDone

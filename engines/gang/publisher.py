@@ -16,13 +16,21 @@ from engines.gang.watchdog import Flight
 
 
 class Publisher:
-    """Tells the jobs of ``table`` how they get on, and ``step_times`` what their steps took."""
+    """Tells the jobs of ``table`` how they get on, and ``step_times`` what their steps took. ``same_bytes``: what it
+    says of all jobs (see ``JobDone``)."""
 
     def __init__(
-        self, table: JobTable, metrics: GangMetrics, step_times: StepTimes, outlook: Outlook, clock: Clock
+        self,
+        table: JobTable,
+        metrics: GangMetrics,
+        step_times: StepTimes,
+        outlook: Outlook,
+        clock: Clock,
+        *,
+        same_bytes: bool,
     ) -> None:
         self._table, self._metrics, self._step_times, self._outlook = table, metrics, step_times, outlook
-        self._clock = clock
+        self._clock, self._same_bytes = clock, same_bytes
         self._last: dict[int, tuple[Work, float]] = {}
         """What each rank did last, and when it ended."""
 
@@ -83,6 +91,7 @@ class Publisher:
                     denoise_s=self._clock.now_s() - open_job.started_s,
                     was_warm=open_job.was_warm,
                     gpu_s=open_job.gpu_s,
+                    same_bytes=self._same_bytes,
                 ),
             )
 

@@ -47,12 +47,39 @@ class TeamSpecs:
 
 
 class Division:
-    """The teams of a gang with one model. Made on every rank at the same time (it makes process groups)."""
+    """The teams of a gang with one model. Made on every rank at the same time (it makes process groups).
 
-    def __init__(self, specs: TeamSpecs, plan: ShardPlan, *, rank: int, num_ranks: int, groups: Groups) -> None:
+    ``others`` are further divisions for which teams are formed, to be used in the place of ``specs``.
+    """
+
+    def __init__(
+        self,
+        specs: TeamSpecs,
+        plan: ShardPlan,
+        *,
+        rank: int,
+        num_ranks: int,
+        groups: Groups,
+        others: Iterable[ParallelSpec] = (),
+    ) -> None:
         self.specs = specs
-        self.teams = Teams(rank=rank, num_ranks=num_ranks, specs=specs.every(), groups=groups)
+        self._formed = frozenset((*specs.every(), *others))
+        self.teams = Teams(rank=rank, num_ranks=num_ranks, specs=self._formed, groups=groups)
         self._plan = plan
+
+    def knows(self, specs: TeamSpecs) -> bool:
+        """Whether there are teams for all of these divisions."""
+        return self._formed.issuperset(specs.every())
+
+    def use(self, specs: TeamSpecs) -> None:
+        """Divide so from now on. All ranks make the call between the same two steps."""
+        assert self.knows(specs), "teams are formed at start"
+        self.specs = specs
+
+    def teams_in_use(self) -> tuple[Team, ...]:
+        """The caller's teams, narrow ones first, without those for divisions that others replaced."""
+        used = self.specs.every()
+        return tuple(team for team in self.teams.all() if team.spec in used)
 
     @property
     def team_sizes(self) -> tuple[int, ...]:
@@ -65,7 +92,7 @@ class Division:
 
     def checked_teams(self) -> tuple[Team, ...]:
         """The caller's teams of more than one rank, as they divide all the branches that they can, small ones first."""
-        members = dict.fromkeys(team.ranks for team in self.teams.all() if len(team.ranks) > 1)
+        members = dict.fromkeys(team.ranks for team in self.teams_in_use() if len(team.ranks) > 1)
         return tuple(self.team(ranks, len(self.specs.of(len(ranks)))) for ranks in members)
 
     def forwards(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> Iterator[tuple[Branch, Team]]:

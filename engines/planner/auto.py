@@ -1,4 +1,4 @@
-"""What strategy "auto" means on this machine: measured once at start, then the same for every step."""
+"""What strategy "auto" means by prediction, on this machine as it is measured at start."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engines.core.spec import ParallelSpec, tiling_sizes
 from engines.parallel.division import TeamSpecs
 from engines.parallel.mesh import Groups, Teams
 from engines.planner.cost_model import Workload
-from engines.planner.forecast import forecast
+from engines.planner.forecast import StepForecast, forecast
 from engines.planner.measure import measure
 from engines.planner.profile import profile
 
@@ -35,19 +35,33 @@ def choose_specs(
     groups: Groups,
     precision: str,
 ) -> TeamSpecs:
-    """The fastest divisions of one branch, and of two. All ranks make the call and get the same answer.
-
-    It is the choice that ``forecast`` prints for the same machine and step; the figures and the table are logged.
-    """
+    """The fastest divisions of one branch, and of two, by ``forecasts``."""
     if num_ranks == 1:
         return TeamSpecs(by_size={1: (ParallelSpec(), ParallelSpec())})
+    plans = forecasts(model, rank=rank, num_ranks=num_ranks, device=device, groups=groups, precision=precision)
+    return TeamSpecs(by_size={size: tuple(plan.chosen.spec for plan in both) for size, both in plans.items()})
+
+
+def forecasts(
+    model: DenoiserModel,
+    *,
+    rank: int,
+    num_ranks: int,
+    device: torch.device,
+    groups: Groups,
+    precision: str,
+) -> dict[int, tuple[StepForecast, StepForecast]]:
+    """What dividing one branch costs, and two, by size of team. All ranks make the call and get the same answer.
+
+    It is what ``forecast`` prints for the same machine and step; the figures and the table are logged.
+    """
     counted = profile(model)
     lines = [ParallelSpec(ulysses=team_size) for team_size in tiling_sizes(num_ranks)]
     machine = measure(counted, Teams(rank=rank, num_ranks=num_ranks, specs=lines, groups=groups), device)
-    lengths = typical_lengths(model, TYPICAL_TOKENS.get(device.type, 4096))
+    lengths = lengths_of_choice(model, device)
     if rank == 0:
         logger.info("this machine:\n%s", machine.describe(), extra={"machine": machine.to_json()})
-    by_size: dict[int, tuple[ParallelSpec, ...]] = {}
+    by_size: dict[int, tuple[StepForecast, StepForecast]] = {}
     for team_size in possible_team_sizes(model, num_ranks):
         # Memory decides for the whole gang alone: smaller teams are there for smaller steps.
         here = machine if team_size == num_ranks else replace(machine, memory_bytes=UNLIMITED)
@@ -56,13 +70,18 @@ def choose_specs(
         plans = (single, forecast(counted, two, team_size, here, precision, same_weights=single.chosen.spec))
         for plan in plans if rank == 0 else ():
             logger.info("auto strategy for a step of %s:\n%s", dict(lengths), plan.table(), extra=plan.log_fields)
-        by_size[team_size] = (plans[0].chosen.spec, plans[1].chosen.spec)
-    return TeamSpecs(by_size=by_size)
+        by_size[team_size] = plans
+    return by_size
 
 
 def possible_team_sizes(model: DenoiserModel, num_ranks: int) -> tuple[int, ...]:
     """All that tile the gang; but ranks that read only their share of the weights work together or not at all."""
     return tiling_sizes(num_ranks) if model.weights is None else (num_ranks,)
+
+
+def lengths_of_choice(model: DenoiserModel, device: torch.device) -> tuple[tuple[str, int], ...]:
+    """Returns the tokens of the step for which a choice is made."""
+    return typical_lengths(model, TYPICAL_TOKENS.get(device.type, 4096))
 
 
 def typical_lengths(model: DenoiserModel, num_tokens: int) -> tuple[tuple[str, int], ...]:

@@ -10,6 +10,9 @@ from engines.planner.cost_model import USABLE, Cost, Workload, candidates, choos
 from engines.planner.machine import Machine
 from engines.planner.profile import ModelProfile
 
+WORTH_A_TRIAL, MAX_TRIED = 0.15, 3
+"""So much slower than the best a way may be predicted to be timed as well, and so many ways are."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepForecast:
@@ -26,13 +29,26 @@ class StepForecast:
         name, fastest = self.chosen.spec.name, self.costs[0]
         if self.chosen is fastest:
             return f"{name}: the fastest of {len(self.costs)}"
-        if fastest.memory_bytes > USABLE * self.machine.memory_bytes:
+        if not self._fits(fastest):
             usable = f"{USABLE:.0%} of {self.machine.memory_bytes / 2**30:.1f} GiB"
             return f"{name}: the fastest that fits {usable}"
         gap = f"{self.chosen.total_ms / fastest.total_ms - 1:.1%} slower than {fastest.spec.name}"
         if fastest.spec.divides_weights and not self.chosen.spec.divides_weights:
             return f"{name}: {gap}, and every rank holds whole weights, so that teams of any size can form"
         return f"{name}: {gap}, and simpler or smaller"
+
+    def shortlist(self) -> tuple[ParallelSpec, ...]:
+        """The ways that are worth a trial, the chosen one first: nearly as fast as the best, and with the weights whole
+        on every rank. The chosen one alone if it divides them."""
+        if self.chosen.spec.divides_weights:
+            return (self.chosen.spec,)
+        fitting = [cost for cost in self.costs if not cost.spec.divides_weights and self._fits(cost)]
+        limit_ms = (1 + WORTH_A_TRIAL) * fitting[0].total_ms
+        near = [cost.spec for cost in fitting if cost.total_ms <= limit_ms and cost is not self.chosen]
+        return (self.chosen.spec, *near)[:MAX_TRIED]
+
+    def _fits(self, cost: Cost) -> bool:
+        return cost.memory_bytes <= USABLE * self.machine.memory_bytes
 
     @property
     def log_fields(self) -> dict[str, object]:

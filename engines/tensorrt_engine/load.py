@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from engines.core.choosing import Choosing
 from engines.core.fingerprint import fingerprint
 from engines.core.model import Branch, DenoiserModel
 from engines.core.rank import RankContext
@@ -46,12 +47,13 @@ def load_tensorrt_engine(
     precision: str = "auto",
     options: TensorRTOptions | None = None,
     expected: Sequence[tuple[Branch, ...]] = (),
+    choosing: Choosing | None = None,
 ) -> TensorRTEngine:
     """Made, checked on every team. Every rank of the gang makes this call at the same time.
 
     ``expected`` are steps in the sizes that will come: they share an engine file, prepared before this returns, and are
-    used for the check. Raises ValueError for what TensorRT cannot do, PreflightError, EngineRejectedError,
-    WrongAnswerError.
+    used for the check. What "auto" means goes by rules, so ``choosing`` decides nothing. Raises ValueError for what
+    TensorRT cannot do, PreflightError, EngineRejectedError, WrongAnswerError.
     """
     config = TensorRTConfig(strategy=strategy, precision=precision, options=options or TensorRTOptions())
     buckets = tuple(branches[0] for branches in expected)

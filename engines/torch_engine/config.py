@@ -69,7 +69,7 @@ def resolve(
 
 def divide(
     model: DenoiserModel,
-    strategy: str,
+    strategy: str | TeamSpecs,
     *,
     rank: int,
     num_ranks: int,
@@ -79,8 +79,19 @@ def divide(
 ) -> TeamSpecs:
     """The divisions of a model's steps over a gang; all ranks make the call. ``ValueError`` if there are none.
 
-    ``precision`` is a concrete one: an "auto" strategy is chosen for it.
+    ``precision`` is a concrete one: an "auto" strategy is chosen for it, by prediction.
     """
+    if isinstance(strategy, TeamSpecs):
+        return strategy
+    check_divisible(model, strategy, num_ranks)
+    if strategy != "auto":
+        return TeamSpecs.of_sizes(possible_team_sizes(model, num_ranks), lambda size: _named(model, strategy, size))
+    scheme = scheme_of(precision) or "native"  # as machines are measured
+    return choose_specs(model, rank=rank, num_ranks=num_ranks, device=device, groups=groups, precision=scheme)
+
+
+def check_divisible(model: DenoiserModel, strategy: str, num_ranks: int) -> None:
+    """``ValueError`` for a model that cannot be divided over so many ranks, or for whose steps none can choose how."""
     if num_ranks > 1 and not model.plan.shards and not model.plan.linears:
         kinds = ", ".join(dict.fromkeys(type(module).__name__ for module in model.modules.values()))
         raise ValueError(
@@ -89,23 +100,24 @@ def divide(
         )
     if num_ranks > 1 and strategy == "auto" and not model.probe():
         raise ValueError("strategy 'auto' needs a step to choose by, and none is known: name one, such as 'ulysses'")
-    if strategy != "auto":
-        return TeamSpecs.of_sizes(possible_team_sizes(model, num_ranks), lambda size: _named(model, strategy, size))
-    scheme = scheme_of(precision) or "native"  # as machines are measured
-    return choose_specs(model, rank=rank, num_ranks=num_ranks, device=device, groups=groups, precision=scheme)
 
 
 def _named(model: DenoiserModel, strategy: str, team_size: int) -> tuple[ParallelSpec, ...]:
     paired = ParallelSpec.of(strategy, team_size)
     single = paired.without_guidance(keep_weights=model.weights is not None)
     for spec in (paired, single):
-        spec.check(
-            num_heads=model.num_heads,
-            has_tensor_plan=bool(model.plan.linears),
-            num_blocks=min(len(pipeline_blocks(module, model.plan)) for module in model.modules.values()),
-            features=split_features(next(iter(model.modules.values())), model.plan),
-        )
+        check_spec(model, spec)
     return single, paired
+
+
+def check_spec(model: DenoiserModel, spec: ParallelSpec) -> None:
+    """``ValueError``, with the numbers, if the model cannot be divided so."""
+    spec.check(
+        num_heads=model.num_heads,
+        has_tensor_plan=bool(model.plan.linears),
+        num_blocks=min(len(pipeline_blocks(module, model.plan)) for module in model.modules.values()),
+        features=split_features(next(iter(model.modules.values())), model.plan),
+    )
 
 
 def _check_capability(precision: str, device: torch.device) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from engines.core.engine import EngineChoice
 from engines.core.model import Branch, DenoiserModel, dtype_of
 from engines.core.precision import scheme_of
 from engines.core.shard_plan import ShardPlan
-from engines.parallel.division import Division, shape_of
+from engines.core.spec import ParallelSpec
+from engines.parallel.division import Division, TeamSpecs, shape_of
 from engines.parallel.early_start import gang_groups
 from engines.parallel.mesh import Team
 from engines.parallel.sharded import ShardedModel
@@ -31,7 +32,8 @@ from engines.torch_engine.steps import RUNS_BEFORE_CAPTURE, StepRunner
 class TorchEngine:
     """An ``Engine``, made on every rank at the same time, after ``torch.distributed`` is initialised (alone: without).
 
-    ``strategy`` is "auto", or what ``ParallelSpec.of`` takes. What follows ``options`` is chosen by the device, and
+    ``strategy`` is "auto" (by prediction), what ``ParallelSpec.of`` takes, or the very divisions; ``others`` are ready
+    for ``division.use`` as well. What follows ``options`` is chosen by the device, and
     is there for tests and comparisons: see ``config.resolve``. Raises ``ValueError`` if the engine cannot do what is
     asked, or the model cannot be divided over the gang so.
     """
@@ -40,7 +42,8 @@ class TorchEngine:
         self,
         model: DenoiserModel,
         *,
-        strategy: str = "auto",
+        strategy: str | TeamSpecs = "auto",
+        others: Iterable[ParallelSpec] = (),
         precision: str = "auto",
         options: TorchOptions | None = None,
         compiled: bool | None = None,
@@ -49,7 +52,8 @@ class TorchEngine:
     ) -> None:
         rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         options = options or TorchOptions()
-        asked: dict[str, Any] = {"strategy": strategy, "precision": precision, "options": options}
+        named = strategy if isinstance(strategy, str) else "auto"
+        asked: dict[str, Any] = {"strategy": named, "precision": precision, "options": options}
         check(EngineChoice(**asked, num_ranks=num_ranks, switches=bool(model.additions)))
         some = next(iter(model.modules.values()))
         self.device, self.dtype = model.device, dtype_of(some)
@@ -64,7 +68,7 @@ class TorchEngine:
         )
         gang: dict[str, Any] = {"rank": rank, "num_ranks": num_ranks, "groups": gang_groups()}
         specs = divide(model, strategy, device=self.device, precision=self.config.precision, **gang)
-        self.division = Division(specs, model.plan, **gang)
+        self.division = Division(specs, model.plan, others=others, **gang)
         self._model = model
         self._was_warm = False
         self._pipelined: set[Hashable] = set()
@@ -105,6 +109,11 @@ class TorchEngine:
         """Compile and capture for the shapes of ``branches``. Every rank of ``ranks`` makes the call."""
         for _ in range(RUNS_BEFORE_CAPTURE + 1):
             self.predict(branches, ranks)
+
+    def release_steps(self) -> None:
+        """Let go of what was captured, and of what steps keep; weights stay. Shapes are new after it."""
+        self._steps.release()
+        self._pipelined.clear()
 
     def load_weights(self) -> None:
         """Make all modules of the whole gang's team now; of a model in files, this reads the caller's share."""

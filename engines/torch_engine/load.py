@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from engines.core.choosing import Choosing
 from engines.core.model import Branch, DenoiserModel
 from engines.parallel.self_check import check_attention, self_check
 from engines.torch_engine.checks import QUANTISED_TOLERANCE, check_fast_path, check_sliced
+from engines.torch_engine.decide import decided_engine
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.exchange.choose import module_kernels
 from engines.torch_engine.options import TorchOptions
@@ -30,19 +32,25 @@ def load_torch_engine(
     precision: str = "auto",
     options: TorchOptions | None = None,
     expected: Sequence[tuple[Branch, ...]] = (),
+    choosing: Choosing | None = None,
 ) -> TorchEngine:
     """Made and self-checked. Every rank of the gang makes this call at the same time.
 
-    Nothing that is made here depends on the ``expected`` steps: ``TorchEngine.warm_up`` prepares shapes.
+    Nothing that is made here depends on the ``expected`` steps: ``TorchEngine.warm_up`` prepares shapes. A strategy
+    "auto" is decided by ``choosing``; without that, by prediction.
     """
+    options = options or TorchOptions()
     make = partial(TorchEngine, precision=precision, options=options)
-    engine = make(model, strategy=strategy)
-    if engine.config.capture:
+    if model.device.type == "cuda":
         keep_for_good()
+    if strategy == "auto" and choosing is not None and context.num_ranks > 1:
+        engine = decided_engine(model, context, choosing, precision=precision, options=options)
+    else:
+        engine = make(model, strategy=strategy)
     check_fast_path(engine, model, rank=context.rank)
     kernels = module_kernels(engine.config.peer_memory, engine.device, engine.dtype)
     attention: dict[str, Any] = {"num_heads": model.num_heads, "head_dim": model.head_dim}
-    for team in engine.division.teams.all():
+    for team in engine.division.teams_in_use():
         for make_kernel in kernels[: 2 if team.ulysses.size > 1 else 1]:
             check_attention(team, **attention, device=engine.device, dtype=engine.dtype, make_kernel=make_kernel)
     branches = model.probe()

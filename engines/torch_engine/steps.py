@@ -70,13 +70,20 @@ class StepRunner:
             return step.function(tensors)
         return step.captured(tensors).clone()
 
-    def close(self) -> None:
-        """Releases graphs first: they hold the communicator's kernels."""
+    def release(self) -> None:
+        """Lets go of all steps and their graphs; weights stay."""
         for step in self._steps.values():
             if step.captured is not None:
                 step.captured.close()
         self._steps.clear()
+        self._num_graphs.clear()
         self._hoisted.clear()
+        if self._pool is not None:
+            self._pool = GraphPool(self._pool.device)  # one whose graphs are gone may take no new ones
+
+    def close(self) -> None:
+        """Releases graphs first: they hold the communicator's kernels."""
+        self.release()
         self._weights.clear()
 
     def _step(self, branch: Branch, team: Team) -> _Step:

@@ -58,9 +58,9 @@ class FakeStudio:
     """``step_s`` is how long a step takes; where there are ``permits``, a step waits for one as well. ``before`` runs
     first in each request, ``at_step`` in each step.
 
-    Both may raise. Without ``knows_times`` nothing was measured yet. ``performed`` are the requests that came,
-    ``inputs`` what came along with each, ``closed`` the ids of those closed before their end. ``takes_pictures``: two
-    more models do.
+    Both may raise. Without ``knows_times`` nothing was measured yet, without ``same_bytes`` gangs are elastic.
+    ``performed`` are the requests that came, ``inputs`` what came along with each, ``closed`` the ids of those closed
+    before their end. ``takes_pictures``: two more models do.
     """
 
     step_s: float = 0.005
@@ -71,6 +71,7 @@ class FakeStudio:
     aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
     loras: dict[str, tuple[Lora, ...]] = field(default_factory=dict)
     knows_times: bool = True
+    same_bytes: bool = True
     takes_pictures: bool = False
     performed: list[MediaRequest] = field(default_factory=list)
     inputs: list[InputPictures] = field(default_factory=list)
@@ -130,7 +131,7 @@ class FakeStudio:
                 num_previews += 1
         total_s = time.perf_counter() - start_s
         seconds = {"queue_s": 0.001, "encode_s": 0.002, "denoise_s": total_s, "decode_s": 0.003, "total_s": total_s}
-        timings = StageTimes(**seconds, was_warm=False, gpu_s=GPU_S, eta_s=eta_s)
+        timings = StageTimes(**seconds, was_warm=False, gpu_s=GPU_S, eta_s=eta_s, same_bytes=self.same_bytes)
         data = clip(request) if request.kind == "video" else picture(request, output)
         thumbnail = picture(request, Output(format="webp")) if request.kind == "video" else b""
         yield Media(data=data, format=output.format, seed=request.seed, timings=timings, thumbnail=thumbnail)

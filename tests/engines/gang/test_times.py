@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -81,6 +82,23 @@ async def test_times_are_told_apart(gang: Gang, ranks: SetRanks) -> None:
     assert isinstance(second, JobDone)
     assert (first.queue_s, first.denoise_s) == pytest.approx((0.0, 0.5))
     assert (second.queue_s, second.denoise_s) == pytest.approx((0.5, 0.5))
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+async def test_an_elastic_gang_says_what_it_cannot_promise(
+    clock: SetClock, ranks: SetRanks, monkeypatch: pytest.MonkeyPatch, elastic: bool
+) -> None:
+    """Nor can it of a job that ran on all its ranks: the next time others may come between."""
+    monkeypatch.setattr(gang_module, "kill_ranks", lambda _: None)
+    config = replace(CONFIG, elastic=elastic)
+    gang = Gang(config, ranks.actors, infos=(), team_sizes=(1, CONFIG.num_ranks), model="timed", clock=clock)
+    running = asyncio.ensure_future(run(gang, fake_job("a", FakeRequest(seed=1, num_steps=1))))
+    await settled()
+    await ranks.finish_step(0.1)
+    done = (await running)[-1]
+    await gang.close()
+    assert isinstance(done, JobDone)
+    assert done.same_bytes is not elastic
 
 
 STEP_S = 0.05

@@ -52,6 +52,17 @@ async def test_a_stream_tells_at_its_start_what_is_predicted(client: httpx.Async
     assert "troupe.progress" in answer.text
 
 
+@pytest.mark.parametrize("promised", [False, True])
+async def test_what_an_elastic_gang_cannot_promise_is_said(
+    client: httpx.AsyncClient, studio: FakeStudio, promised: bool
+) -> None:
+    studio.same_bytes = promised
+    answer = await client.post(IMAGES, json={"prompt": "a"})
+    assert answer.headers["X-Troupe-Same-Bytes"] == str(promised).lower()
+    clip = await finished(client, (await make(client))["id"])
+    assert clip["timings"]["same_bytes"] is promised
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_nothing_is_predicted_before_anything_was_measured(
     client: httpx.AsyncClient, studio: FakeStudio, stream: bool

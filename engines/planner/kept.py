@@ -1,0 +1,76 @@
+"""What "auto" decided once, in files: a gang that is rebuilt, and another of the model, divide their steps alike."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from engines.core.files import write_atomically, write_once
+from engines.core.spec import ParallelSpec
+from engines.parallel.division import TeamSpecs
+
+NUM_BRANCHES = 2
+"""One alone, and two at once: a division for each."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeptDecision:
+    """The decision for ``facts``: what is served, on which machine, by which software. It lies in ``folder``, in a file
+    whose name begins with ``name`` and has a digest of the facts."""
+
+    folder: Path
+    name: str
+    facts: Mapping[str, str]
+
+    def about(self, facts: Mapping[str, str]) -> KeptDecision:
+        """Returns the decision for these facts as well."""
+        return replace(self, facts={**self.facts, **facts})
+
+    @property
+    def file(self) -> Path:
+        digest = hashlib.sha256(json.dumps(dict(self.facts), sort_keys=True).encode()).hexdigest()[:16]
+        return self.folder / f"{self.name}_{digest}.json"
+
+    def find(self, sizes: tuple[int, ...]) -> TeamSpecs | None:
+        """Returns what was decided for teams of ``sizes``; None where nothing was, or the file is no use, which the log
+        says."""
+        if not self.file.is_file():
+            return None
+        try:
+            kept = json.loads(self.file.read_text())
+            if kept["facts"] != dict(self.facts):
+                raise ValueError("it belongs to another machine, model or software")
+            names = {int(size): named for size, named in kept["strategies"].items()}
+            if tuple(sorted(names)) != sizes:
+                raise ValueError(f"it has teams of {sorted(names)} ranks, and those here are of {list(sizes)}")
+            return TeamSpecs(by_size={size: _specs(names[size], size) for size in sizes})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            logger.warning("%s holds no decision (%s): it is made anew", self.file, error)
+            return None
+
+    def keep(self, specs: TeamSpecs, times_ms: Mapping[str, float]) -> TeamSpecs:
+        """Writes the decision, unless another gang was first. Returns the one that counts."""
+        strategies = {str(size): [spec.name for spec in specs.of(size)] for size in specs.sizes}
+        kept = {"facts": dict(self.facts), "strategies": strategies, "times_ms": dict(times_ms)}
+        data = json.dumps(kept, indent=1).encode()
+        try:
+            if not write_once(self.file, data):
+                if first := self.find(specs.sizes):
+                    return first
+                write_atomically(self.file, data)
+        except OSError as error:  # the next start decides again, and may decide otherwise
+            logger.warning("what was decided cannot be kept in %s: %s", self.file, error)
+        return specs
+
+
+def _specs(names: list[str], size: int) -> tuple[ParallelSpec, ...]:
+    specs = tuple(ParallelSpec.of(name, size) if size > 1 else ParallelSpec() for name in names)
+    if len(specs) != NUM_BRANCHES or any(spec.num_ranks != size for spec in specs):
+        raise ValueError(f"{names} do not divide steps over {size} ranks")
+    return specs
