@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
-from engines.core.model import DenoiserModel
+from engines.core.model import DenoiserModel, dtype_of
 from engines.core.precision import scheme_of
 from engines.core.spec import ParallelSpec
 from engines.parallel.division import TeamSpecs
@@ -15,6 +16,8 @@ from engines.parallel.mesh import Groups
 from engines.parallel.pipeline import pipeline_blocks
 from engines.parallel.tensor import split_features
 from engines.planner.auto import choose_specs, possible_team_sizes
+from engines.planner.measure import memory_bytes
+from engines.planner.memory import MemoryFloor
 from engines.torch_engine.options import TorchOptions
 
 FP8_CAPABILITY = (8, 9)
@@ -117,6 +120,22 @@ def check_spec(model: DenoiserModel, spec: ParallelSpec) -> None:
         has_tensor_plan=bool(model.plan.linears),
         num_blocks=min(len(pipeline_blocks(module, model.plan)) for module in model.modules.values()),
         features=split_features(next(iter(model.modules.values())), model.plan),
+    )
+
+
+def memory_floor(model: DenoiserModel, precision: str) -> MemoryFloor:
+    """What steps of the model need at least, and what the rank that has least has: all ranks make the call, and say of
+    a step the same. Weights that are quantised take a byte each."""
+    available = torch.tensor(memory_bytes(model.device), device=model.device)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(available, op=dist.ReduceOp.MIN)
+    modules = model.modules.values()
+    dtype_bytes = dtype_of(next(iter(modules))).itemsize
+    weight_bytes = sum(weight.nbytes for module in modules for weight in module.parameters())
+    return MemoryFloor(
+        available_bytes=int(available),
+        weight_bytes=weight_bytes if precision == "native" else weight_bytes // dtype_bytes,
+        token_bytes=model.num_heads * model.head_dim * dtype_bytes,
     )
 
 

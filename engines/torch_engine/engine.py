@@ -22,7 +22,7 @@ from engines.parallel.sharded import ShardedModel
 from engines.quantization.calibration import load_calibration
 from engines.quantization.linear import swap_linears
 from engines.torch_engine.compiler import compile_blocks, release_blocks
-from engines.torch_engine.config import divide, resolve
+from engines.torch_engine.config import divide, memory_floor, resolve
 from engines.torch_engine.exchange.choose import kernel_by_length
 from engines.torch_engine.options import TorchOptions, check
 from engines.torch_engine.pipelined import predict_pipelined
@@ -70,6 +70,8 @@ class TorchEngine:
         specs = divide(model, strategy, device=self.device, precision=self.config.precision, **gang)
         self.division = Division(specs, model.plan, others=others, **gang)
         self._model = model
+        self._memory = memory_floor(model, self.config.precision)
+        self._checked: set[Hashable] = set()
         self._was_warm = False
         self._pipelined: set[Hashable] = set()
         make_kernel = kernel_by_length(self.config.peer_memory, self.device, self.dtype)
@@ -80,7 +82,11 @@ class TorchEngine:
 
     @torch.no_grad()
     def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """See ``Engine.predict``. Two neighbouring branches of equal shape may run at the same time (guidance)."""
+        """See ``Engine.predict``. Two neighbouring branches of equal shape may run at the same time (guidance).
+
+        ``ValueError``, on all ranks and before any exchange, for a step that certainly does not fit their memory.
+        """
+        self._check_memory(branches, ranks)
         if self.division.team(ranks).pipeline.size > 1:
             shapes = (ranks, *map(shape_of, branches))
             self._was_warm = shapes in self._pipelined
@@ -114,11 +120,20 @@ class TorchEngine:
         """Let go of what was captured, and of what steps keep; weights stay. Shapes are new after it."""
         self._steps.release()
         self._pipelined.clear()
+        self._checked.clear()
 
     def load_weights(self) -> None:
         """Make all modules of the whole gang's team now; of a model in files, this reads the caller's share."""
         for name in self._model.modules:
             self._sharded.module(name, self.division.team(tuple(range(self.team_sizes[-1]))))
+
+    def _check_memory(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> None:
+        for branch in branches:
+            key = (len(ranks), shape_of(branch))
+            if key not in self._checked:
+                num_tokens = sum(self._model.stream_lengths(branch.arguments).values())
+                self._memory.check(num_tokens, self.division.team(ranks).spec)
+                self._checked.add(key)
 
     def _split_weights_first(self) -> None:
         """Layers are split as they were loaded: teams with whole weights get quantised ones in the module itself."""

@@ -1,0 +1,74 @@
+"""What certainly does not fit is refused with figures, on every rank; what may fit is not."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from engines.core.spec import ParallelSpec
+from engines.planner.memory import MemoryFloor
+from engines.torch_engine.engine import TorchEngine
+from tests.engines.support import models
+from tests.engines.support.gloo import gang
+
+GIB = 2**30
+
+
+def test_the_figures_are_those_of_the_step() -> None:
+    """A model of 24 GiB on a rank of 32: 8 GiB are 2**20 tokens of 8 KiB, of which five copies are alive."""
+    floor = MemoryFloor(available_bytes=32 * GIB, weight_bytes=24 * GIB, token_bytes=8192)
+    fits = 2**20 // 5
+    floor.check(fits, ParallelSpec())
+    floor.check(2 * fits, ParallelSpec(ulysses=2))
+    floor.check(5 * fits, ParallelSpec(tensor=2))  # 12 GiB of weights, and half of the features
+    with pytest.raises(ValueError, match=r"needs 40\.0 GiB .* 24\.0 of them for weights, and a rank has 32\.0 GiB"):
+        floor.check(2 * fits, ParallelSpec())
+    with pytest.raises(ValueError, match="a smaller size or fewer frames, or serve the model with more ranks"):
+        floor.check(2 * fits, ParallelSpec(guidance=2))
+
+
+def test_no_step_takes_less_than_it_is_said_to() -> None:
+    """Counted by what an eager block allocates at once: a refusal is no guess."""
+    hidden, num_tokens = 64, 512
+    widen, narrow = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+    x_LD = torch.randn(num_tokens, hidden)
+    wide = widen(x_LD)
+    alive = x_LD.nbytes + wide.nbytes
+    assert narrow(wide).shape == x_LD.shape
+    floor = MemoryFloor(available_bytes=GIB, weight_bytes=0, token_bytes=4 * hidden)
+    assert floor.needed_bytes(num_tokens, ParallelSpec()) <= alive
+
+
+def refused(family: str) -> tuple[str, bool]:
+    """A gang whose second rank has less memory than a step needs: both refuse it, and go on with a smaller one."""
+    few = 2**20 if dist.get_rank() == 0 else 2**18
+    model = models.model(family)
+    weights = sum(weight.nbytes for module in model.modules.values() for weight in module.parameters())
+    small, large = models.branches(family, "even"), models.branches(family, "uneven")
+    tokens = [sum(model.stream_lengths(branch.arguments).values()) for (branch,) in (small, large)]
+    row = model.num_heads * model.head_dim * 4
+    between = weights + 5 * row * (min(tokens) + max(tokens)) // 4
+    available = between if dist.get_rank() else 10 * between + few
+    with (
+        patch("engines.torch_engine.config.memory_bytes", lambda _: available),
+        closing(TorchEngine(model, strategy="ulysses")) as engine,
+    ):
+        smaller, larger = (small, large) if tokens[0] < tokens[1] else (large, small)
+        text = ""
+        try:
+            engine.predict(larger, (0, 1))
+        except ValueError as error:
+            text = str(error)
+        return text, bool(engine.predict(smaller, (0, 1))[0].isfinite().all())
+
+
+def test_all_ranks_refuse_a_step_together_and_go_on() -> None:
+    (text, goes_on), other = gang(2).run(refused, "wan")
+    assert (text, goes_on) == other
+    assert "GiB on each rank at least" in text
+    assert goes_on
