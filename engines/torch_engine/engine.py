@@ -52,8 +52,7 @@ class TorchEngine:
     ) -> None:
         rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         options = options or TorchOptions()
-        named = strategy if isinstance(strategy, str) else "auto"
-        asked: dict[str, Any] = {"strategy": named, "precision": precision, "options": options}
+        asked: dict[str, Any] = {"strategy": _name(strategy), "precision": precision, "options": options}
         check(EngineChoice(**asked, num_ranks=num_ranks, switches=bool(model.additions)))
         some = next(iter(model.modules.values()))
         self.device, self.dtype = model.device, dtype_of(some)
@@ -154,3 +153,8 @@ class TorchEngine:
             swap_linears(module, plan, scheme, None if path is None else load_calibration(Path(path), name))
         if self.config.compile_blocks:
             compile_blocks(module, plan)
+
+
+def _name(strategy: str | TeamSpecs) -> str:
+    """As configurations say it: divisions that were decided come of "auto"."""
+    return strategy if isinstance(strategy, str) else "auto"
