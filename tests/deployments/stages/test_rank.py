@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -44,6 +47,34 @@ def build(folder: Path, options: dict[str, Any]) -> tuple[tuple[int, ...], bool]
     engine.predict(checkpoint.first_step(request), (0, 1))
     engine.close()
     return engine.team_sizes, engine.was_warm
+
+
+def test_auto_is_decided_once_by_steps_of_the_models_default_size(pictures: Path, tmp_path: Path) -> None:
+    """And found by the gang that is built next: with what the first one kept it times nothing."""
+    (first, again), other = gang(2).run(build_twice, pictures, tmp_path)
+    assert (first, again) == other
+    strategy, file = first
+    assert again == (strategy, "nothing is timed")
+    kept = json.loads((tmp_path / "strategies" / file).read_text())
+    assert kept["strategies"]["2"][0] == strategy
+    assert kept["times_ms"]
+
+
+def build_twice(folder: Path, data_dir: Path) -> tuple[tuple[str, str], tuple[str, str]]:
+    config = DenoiserConfig(num_ranks=2, strategy="auto")
+    make = LoadRankParts(model=ModelConfig(name="pictures", path=str(folder), denoiser=config))
+    context = RankContext(rank=dist.get_rank(), num_ranks=2, device="cpu")
+
+    def strategy() -> str:
+        engine: Any = make(context)().engine
+        engine.close()
+        return str(engine.division.team((0, 1)).spec.name)
+
+    with patch.dict(os.environ, {"TROUPE_DATA_DIR": str(data_dir)}):
+        first = strategy()
+        (file,) = (data_dir / "strategies").iterdir()
+        with patch("engines.torch_engine.decide.forecasts", side_effect=AssertionError("it is decided anew")):
+            return (first, file.name), (strategy(), "nothing is timed")
 
 
 @pytest.mark.parametrize(
