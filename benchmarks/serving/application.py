@@ -28,11 +28,12 @@ POLL_S = 0.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Application:
-    """``ready_s`` is the time from the command to the first 200 of ``GET /health``."""
+    """``ready_s`` is the time from the command to the first 200 of ``GET /health``. ``logs`` is the Ray session's."""
 
     url: str
     ready_s: float
     process: psutil.Process
+    logs: Path
 
     def processes(self) -> list[psutil.Process]:
         return [self.process, *self.process.children(recursive=True)]
@@ -100,7 +101,9 @@ def serving(config: ServeConfig) -> Iterator[Application]:
             url = f"http://127.0.0.1:{port}"
             wait_ready(url, process, folder / "log")
             ready_s = time.perf_counter() - started_s
-            yield Application(url=url, ready_s=ready_s, process=psutil.Process(process.pid))
+            (session,) = (folder / "ray").glob("session_2*")
+            server = psutil.Process(process.pid)
+            yield Application(url=url, ready_s=ready_s, process=server, logs=session / "logs")
         except BaseException:
             print(*errors(folder), sep="\n", file=sys.stderr, flush=True)
             raise

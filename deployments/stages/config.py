@@ -16,6 +16,7 @@ from pydantic import (
     ConfigDict,
     Field,
     NonNegativeFloat,
+    NonNegativeInt,
     PlainSerializer,
     PositiveFloat,
     PositiveInt,
@@ -124,8 +125,12 @@ class DenoiserConfig(ScaledConfig, GangConfig):
     ``load``: "whole" gives every rank all weights, so that teams of any size can form; "sliced" lets each rank read
     its share alone, for a model that fits no single device (with the engine torch, and a strategy that divides weights:
     tensor, pipeline). "auto" is "sliced" if the strategy says so, or is "auto" and whole weights would not fit.
+
+    ``num_spares`` processes that have imported what ranks do stand by on the gang's node, for any gang there that
+    starts with the same variables; by default one for each rank. A gang over several nodes has none.
     """
 
+    num_spares: NonNegativeInt | None = None
     engine: Annotated[str, AfterValidator(_engine)] = "torch"
     strategy: str = "auto"
     precision: str = "auto"
@@ -144,6 +149,13 @@ class DenoiserConfig(ScaledConfig, GangConfig):
                     "or change the other"
                 )
         self.check_engine("auto")
+
+    @property
+    def num_spares_kept(self) -> int:
+        """What ``num_spares`` means."""
+        if self.num_nodes > 1:
+            return 0
+        return self.num_ranks if self.num_spares is None else self.num_spares
 
     @property
     def max_batch(self) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from functools import partial
 
+import psutil
 import ray
 
 from deployments.config import ModelConfig
@@ -16,10 +18,13 @@ from deployments.replicas import is_on_loopback, prepare_replica
 from deployments.settings import process_environment
 from deployments.stages.common import Encoded, EncodingDone, StageEvent
 from deployments.stages.rank import LoadRankParts
+from deployments.stages.spares import keep_spares, spare_environment
 from deployments.stages.step_times import rough_estimate_s, step_times_of
+from engines.core.phases import log_phase
 from engines.gang.errors import QueueFullError
 from engines.gang.gang import Gang
 from engines.gang.job import Job
+from engines.gang.rank import own_runtime_env
 from engines.registry import rank_environment
 from pipelines.caching import computed_steps
 from pipelines.checkpoint import Checkpoint
@@ -34,18 +39,23 @@ EVENTS_EVERY_S = 0.1
 PRIORITIES: Mapping[ServiceTier, float] = {"flex": 0.25, "default": 1.0, "priority": 4.0}
 """Jobs count as if they took so many times less."""
 
+WATCHED_S = 0.8
+"""Of the second from one health check to the next."""
+
 LOOPBACK = {"NCCL_SOCKET_IFNAME": "lo"}
 
 
-def node_environment(engine: str) -> Mapping[str, str]:
+def node_environment(engine: str, *, spares: bool = False) -> Mapping[str, str]:
     """Returns the variables to start ranks with on the node where it is called, from that node's own.
 
-    NCCL's own sockets, which go to the address of the machine by default, stay on a cluster's loopback.
+    NCCL's own sockets, which go to the address of the machine by default, stay on a cluster's loopback. ``spares``:
+    processes that stand by can become ranks.
     """
     environment = process_environment()
     local = LOOPBACK if is_on_loopback() else {}
     own = {name: value for name, value in local.items() if name not in environment}
-    return {**own, **rank_environment(engine, environment)}
+    prepared = spare_environment(environment) if spares else {}
+    return {**own, **prepared, **rank_environment(engine, environment)}
 
 
 class Denoiser:
@@ -53,14 +63,20 @@ class Denoiser:
 
     async def __init__(self, model: ModelConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         prepare_replica()
+        log_phase("replica: process", time.time() - psutil.Process().create_time(), model=model.name)
+        num_spares = model.denoiser.num_spares_kept
         self._checkpoint = Checkpoint.open(model.source, weights=False)
         self._gang = await Gang.start(
             model.denoiser,
             LoadRankParts(model=model),
             model=model.name,
-            environment=partial(node_environment, model.denoiser.engine),
+            environment=partial(node_environment, model.denoiser.engine, spares=num_spares > 0),
             step_times=partial(step_times_of, model),
         )
+        self._is_watched = False
+        if num_spares:
+            wanted = {self._gang.infos[0].runtime_env: num_spares, own_runtime_env(): 1}  # ranks, a replica
+            self._spares = asyncio.create_task(keep_spares(wanted, lambda: self._gang.is_idle))
 
     async def denoise(
         self, job_id: str, request: MediaRequest, encoded: list[ray.ObjectRef[Encoded]], exclusive: bool = False
@@ -109,10 +125,18 @@ class Denoiser:
         return counted_here()
 
     async def check_health(self) -> None:
+        """See ``Gang.check_health``. All but the first, for which Serve waits, go on until it is almost time for the
+        next: Serve, which looks ten times a second whether a check has ended, hears of a broken gang at once.
+        """
         await self._gang.check_health()
+        if self._is_watched and await self._gang.breaks_within(WATCHED_S):
+            await self._gang.check_health()
+        self._is_watched = True
 
     async def __del__(self) -> None:
         """Serve awaits it when a replica is stopped: engines are released before communicators, then ranks end."""
-        gang = getattr(self, "_gang", None)
+        spares, gang = getattr(self, "_spares", None), getattr(self, "_gang", None)
+        if spares is not None:
+            spares.cancel()
         if gang is not None:
             await gang.close()

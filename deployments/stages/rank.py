@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 
 from deployments.config import ModelConfig
 from deployments.settings import Settings
@@ -11,6 +13,7 @@ from deployments.stages.config import DenoiserConfig
 from deployments.stages.facts import model_facts, software_facts
 from engines.core.choosing import Choosing
 from engines.core.model import DenoiserModel
+from engines.core.phases import log_phase, timed
 from engines.core.rank import RankContext
 from engines.gang.config import BuildRank, RankParts
 from pipelines.checkpoint import Checkpoint
@@ -28,10 +31,14 @@ class LoadRankParts:
 
     def __call__(self, context: RankContext) -> BuildRank:
         from deployments.observability.logs import configure_logs
+        from deployments.stages.spares import wait_until_prepared
 
         configure_logs()
         config = self.model.denoiser
-        with quick_imports():
+        with timed("rank: libraries", rank=context.rank), quick_imports():
+            wait_until_prepared()
+            import_module("diffusers.pipelines.auto_pipeline")
+        with timed("rank: weights", rank=context.rank), quick_imports():
             checkpoint = Checkpoint.open(self.model.source, context.device, self.model.dtype, loras=self.model.loras)
             denoiser = checkpoint.denoiser(
                 sliced=is_sliced(config, checkpoint), typical=checkpoint.defaults.typical_request()
@@ -44,6 +51,7 @@ def _build(model: ModelConfig, context: RankContext, checkpoint: Checkpoint, den
     from engines.warm_up import warm_up
 
     config = model.denoiser
+    begun_s = time.monotonic()
     steps = checkpoint.first_steps(config.warm_sizes, denoiser.modules)
     engine = load_engine(
         config.engine,
@@ -55,7 +63,9 @@ def _build(model: ModelConfig, context: RankContext, checkpoint: Checkpoint, den
         expected=steps,
         choosing=choosing_of(model, checkpoint),
     )
-    warm_up(engine, steps, context, engine.team_sizes if config.elastic else engine.team_sizes[-1:])
+    log_phase("rank: engine", time.monotonic() - begun_s, rank=context.rank)
+    with timed("rank: warm up", rank=context.rank):
+        warm_up(engine, steps, context, engine.team_sizes if config.elastic else engine.team_sizes[-1:])
     return RankParts(engine=engine, sampler=checkpoint.sampler())
 
 

@@ -69,6 +69,8 @@ class Driver:
         self._wake_schedule = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self.broken: GangBrokenError | None = None
+        self.ended = asyncio.Event()
+        """Set when the gang is broken, or closed."""
 
     # What the gang calls, from requests and health checks.
 
@@ -80,6 +82,11 @@ class Driver:
     @property
     def is_cold(self) -> bool:
         return self._watchdog.is_cold
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no job is open."""
+        return self._table.num_open == 0
 
     def open(self, job: Job) -> OpenJob:
         if self.broken is not None:
@@ -104,6 +111,7 @@ class Driver:
         """End all tasks and fail all jobs."""
         if self.broken is None:
             self.broken = error
+            self.ended.set()
             self._metrics.takes_none()
             self._table.fail_all(error, self._traffic.job_ids)
             self._watchdog.close()

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -74,12 +74,14 @@ class Gang:
         begun_s = clock.now_s()
         ranks = spawn_ranks(config, group, await rank_environments(config, group, environment))
         try:
-            infos, team_sizes = await Start(config, ranks, clock).run(load)
+            infos, team_sizes = await Start(config, ranks, clock, model).run(load)
         except BaseException:
             kill_ranks(ranks)
             raise
-        observe_start(model, clock.now_s() - begun_s)
-        logger.info("gang is ready", extra={"model": model, "pids": [info.pid for info in infos]})
+        start_s = clock.now_s() - begun_s
+        observe_start(model, start_s)
+        fields = {"pids": [info.pid for info in infos], "ages_s": [round(info.process_age_s, 1) for info in infos]}
+        logger.info("gang is ready", extra={"model": model, "start_s": round(start_s, 3), **fields})
         known = step_times(infos) if step_times is not None else None
         return cls(config, ranks, infos, team_sizes, model, clock, known)
 
@@ -87,6 +89,11 @@ class Gang:
     def broken(self) -> GangBrokenError | None:
         """Why the gang takes no more jobs, if so."""
         return self._driver.broken
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no job is open."""
+        return self._driver.is_idle
 
     async def submit(self, job: Job) -> AsyncGenerator[JobEvent, None]:
         """The events of a job, ``JobDone`` last. Closing or cancelling the iterator stops the job on all ranks.
@@ -127,6 +134,13 @@ class Gang:
             await self._check_answers()
         if self._is_broken:  # perhaps since the ranks were asked
             await self._await_death()
+
+    async def breaks_within(self, seconds: float) -> bool:
+        """Returns whether the gang is broken, as soon as it is, or False when ``seconds`` are over."""
+        with suppress(TimeoutError):
+            async with self._clock.timeout(seconds):
+                await self._driver.ended.wait()
+        return self._is_broken
 
     async def close(self) -> None:
         """Fail the jobs that are open, release engines, then communicators, then end the rank processes."""

@@ -20,6 +20,12 @@ STARTS = Histogram(
     ("model",),
     buckets=START_BUCKETS_S,
 )
+PHASES = Histogram(
+    "troupe_gang_start_phase_seconds",
+    "Seconds of a gang's start in one of its phases",
+    ("model", "phase"),
+    buckets=STEP_BUCKETS_S,
+)
 FAILURES = Counter("troupe_gang_failures", "Gangs that broke, by cause", ("model", "cause"))
 GANGS = Gauge("troupe_gangs", "Gangs that take jobs", ("model",))
 JOBS = Counter("troupe_jobs", "Jobs by how they ended", ("model", "outcome"))
@@ -32,6 +38,10 @@ Outcome = Literal["done", "failed", "cancelled", "broken", "rejected"]
 
 def observe_start(model: str, start_s: float) -> None:
     STARTS.labels(model).observe(start_s)
+
+
+def observe_phase(model: str, phase: str, phase_s: float) -> None:
+    PHASES.labels(model, phase).observe(phase_s)
 
 
 class GangMetrics:

@@ -9,14 +9,17 @@ import logging
 import os
 import platform
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import ray
 from ray.util.placement_group import PlacementGroup
 
 from engines.core.parcel import Parcel
+from engines.core.phases import log_phase
 from engines.core.rank import RankContext
 from engines.core.resources import open_rank_resources
 from engines.gang.config import BuildRank, GangConfig, LoadRank, StoreAddress
@@ -44,21 +47,29 @@ class RankInfo:
     node_id: str
     device: str
     device_name: str = ""
+    process_age_s: float = 0.0
+    """How long its process ran before it was a rank's."""
+    runtime_env: str = ""
+    """What its process was started with, as Ray writes it."""
 
 
 class Rank:
     """Called by the gang alone: ``open_store`` (rank 0), ``join``, ``load``, ``build`` in this order, then others."""
 
     def __init__(self, config: GangConfig, rank: int) -> None:
+        begun_s = time.monotonic()
+        self._process_age_s = time.time() - psutil.Process().create_time()
         import torch
 
         from engines.gang.communicator import Communicator
 
+        self._torch_s = time.monotonic() - begun_s
         torch.set_num_threads(config.threads_per_rank)
         self._resources = open_rank_resources()
         device = "cuda:0" if config.gpus_per_rank else "cpu"  # Ray shows a rank its own GPU only
         if config.gpus_per_rank:
             torch.cuda.set_device(device)
+            _assert_sees_its_own()
         self._context = RankContext(rank=rank, num_ranks=config.num_ranks, device=device)
         self._communicator = Communicator(
             rank=rank,
@@ -89,10 +100,14 @@ class Rank:
             node_id=node_id,
             device=self._context.device,
             device_name=_device_name(self._context.device),
+            process_age_s=self._process_age_s,
+            runtime_env=own_runtime_env(),
         )
 
     def load(self, load: LoadRank) -> None:
         self._build = load(self._context)
+        rank = self._context.rank
+        log_phase("rank: torch", self._torch_s, rank=rank)
 
     def build(self) -> tuple[int, ...]:
         """The sizes of teams that the engine knows."""
@@ -170,6 +185,23 @@ def kill_ranks(ranks: Sequence[Any]) -> None:
 
 def _node_ip() -> str:
     return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+
+
+def _assert_sees_its_own() -> None:
+    """What asks for a GPU in a process that stands by, before Ray gave it one, has it see all GPUs from then on."""
+    import torch
+
+    num_seen = torch._C._cuda_getDeviceCount()
+    own = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+    assert num_seen == len(own), (
+        f"this process sees {num_seen} GPUs, and has {own}: something that it imported asked for GPUs too early; "
+        "denoiser.num_spares: 0 does without processes that stand by"
+    )
+
+
+def own_runtime_env() -> str:
+    """Returns what this process was started with, as Ray writes it."""
+    return str(ray.get_runtime_context().get_runtime_env_string())  # type: ignore[no-untyped-call]
 
 
 def _device_name(device: str) -> str:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup
 
+from engines.core.phases import log_phase
 from engines.gang.clock import Clock
 from engines.gang.config import Environment, GangConfig, LoadRank
 from engines.gang.errors import GangBrokenError
+from engines.gang.metrics import observe_phase
 from engines.gang.placement import rank_strategy
 from engines.gang.rank import RankInfo
 
@@ -27,8 +29,8 @@ class Start:
     that are late, or answer no ping: a process that is stopped would hold up the others until the phase's deadline.
     """
 
-    def __init__(self, config: GangConfig, ranks: Sequence[Any], clock: Clock) -> None:
-        self._config, self._ranks, self._clock = config, ranks, clock
+    def __init__(self, config: GangConfig, ranks: Sequence[Any], clock: Clock, model: str = "unnamed") -> None:
+        self._config, self._ranks, self._clock, self._model = config, ranks, clock, model
         self._end_s = clock.now_s() + config.start_deadline_s
         self._pings: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -36,16 +38,30 @@ class Start:
         """The ranks' infos, and the sizes of teams that their engines know."""
         config, ranks = self._config, self._ranks
         try:
-            await self._phase("start their processes", config.process_deadline_s, lambda rank: rank.ping.remote())
+            with self._timed("processes"):
+                await self._phase("start their processes", config.process_deadline_s, lambda rank: rank.ping.remote())
             self._pings = asyncio.ensure_future(self._ping())
-            infos = await self._connect()
-            await self._phase("load their weights", config.load_deadline_s, lambda rank: rank.load.remote(load))
-            sizes = await self._phase("build their engines", config.build_deadline_s, lambda rank: rank.build.remote())
+            with self._timed("connect"):
+                infos = await self._connect()
+            with self._timed("load"):
+                await self._phase("load their weights", config.load_deadline_s, lambda rank: rank.load.remote(load))
+            with self._timed("build"):
+                build_s = config.build_deadline_s
+                sizes = await self._phase("build their engines", build_s, lambda rank: rank.build.remote())
         finally:
             self._pings.cancel()
             await asyncio.gather(self._pings, return_exceptions=True)
         assert len(sizes) == len(ranks)
         return infos, sizes[0]
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        """Takes note of how long the block lasts, if nothing is raised in it."""
+        begun_s = self._clock.now_s()
+        yield
+        took_s = self._clock.now_s() - begun_s
+        observe_phase(self._model, phase, took_s)
+        log_phase(f"gang: {phase}", took_s, model=self._model)
 
     async def _connect(self) -> list[RankInfo]:
         started_s, deadline_s = self._clock.now_s(), self._config.connect_deadline_s

@@ -13,6 +13,7 @@ from tests.deployments.support.live import PROMPT, stream_of, wait_until
 from tests.end_to_end.conftest import CLIPS, EDITS, METRICS_URL, PICTURES
 
 STAGES = ("queue", "encode", "denoise", "decode", "total")
+PHASES = ("processes", "connect", "load", "build")
 MODEL = {"model": PICTURES}
 
 
@@ -60,7 +61,11 @@ async def test_sums_are_those_of_the_timings_in_the_answers(url: str) -> None:
     route = {"method": "POST", "route": "/v1/images/generations"}
     assert grown[named("troupe_http_requests_total", **route, status="200")] == 3
     assert grown[named("troupe_http_requests_total", **route, status="400")] == 1
-    assert after[named("troupe_gang_start_seconds_sum", **MODEL)] > 1
+    phases = [named("troupe_gang_start_phase_seconds_sum", **MODEL, phase=phase) for phase in PHASES]
+    start_s = after[named("troupe_gang_start_seconds_sum", **MODEL)]
+    assert min(after[phase] for phase in phases) > 0
+    assert sum(after[phase] for phase in phases) <= start_s
+    assert start_s > 0.1, "with processes that stood by; else it takes seconds"
     assert after[named("troupe_jobs_running", **MODEL)] == after[named("troupe_jobs_waiting", **MODEL)] == 0
 
 

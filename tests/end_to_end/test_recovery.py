@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -11,8 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 import httpx
+import psutil
 import pytest
 
+from deployments.stages.spares import spare_environment, spares_of
 from tests.deployments.support.live import (
     IMAGES,
     PROMPT,
@@ -85,6 +88,14 @@ def kill(*pids: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+def spares() -> list[psutil.Process]:
+    """The processes that stand by for ranks, in the node of the application."""
+    raylet = psutil.Process(rank_pids(PICTURES)[0]).parent()
+    assert raylet is not None
+    hook = {name: value for name, value in spare_environment({}).items() if name != "PYTHONPATH"}
+    return [one for one in spares_of(raylet, json.dumps({"env_vars": hook})) if one.cmdline()[0] == "ray::IDLE"]
+
+
 BREAKS: dict[str, Callable[[], None]] = {
     "kill rank 0": lambda: kill(rank_pids(PICTURES)[0]),
     "kill rank 1": lambda: kill(rank_pids(PICTURES)[1]),
@@ -107,10 +118,13 @@ async def test_a_request_survives_its_gang(
 ) -> None:
     reference = picture(url, seed=1, num_inference_steps=NUM_STEPS)
     pids = [*rank_pids(PICTURES), replica_pid(f"Denoiser-{PICTURES}")]
+    wait_until(lambda: len(spares()) >= 2, "processes stand by")
+    standing_by = {one.pid for one in spares()}
     data, delay_s, statuses = await drawn_in_spite_of(url, BREAKS[name], seed=1)
     assert data == reference
     assert set(statuses) == {200, 503}
     wait_until(lambda: not alive(pids), "the old gang is gone")
+    assert standing_by.issuperset(rank_pids(PICTURES)), "they are the new gang's ranks"
     record_property("delay_s", round(delay_s, 2))
     with capsys.disabled():
         print(f"{name}: the client waited {delay_s:.2f} s")

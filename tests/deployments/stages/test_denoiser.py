@@ -9,10 +9,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
+from deployments.app import HEALTH
+from deployments.stages import denoiser as stage
 from deployments.stages.common import Encoded, EncodingDone
-from deployments.stages.denoiser import Denoiser
-from engines.gang.errors import QueueFullError
+from deployments.stages.config import DenoiserConfig
+from deployments.stages.denoiser import Denoiser, node_environment
+from deployments.stages.spares import spare_environment
+from engines.gang.errors import GangBrokenError, QueueFullError
 from engines.gang.job import Job, StepDone
 from pipelines.request import MediaRequest
 from tests.deployments.support.fake_studio import PICTURES
@@ -73,3 +78,40 @@ async def test_a_refusal_is_told_and_not_raised() -> None:
     ((refusal,),) = await events_of(QueueFullError(4, 1.5))
     assert isinstance(refusal, QueueFullError)
     assert (refusal.num_waiting, refusal.retry_after_s) == (4, 1.5)
+
+
+class Breaking:
+    """A gang that is well, and breaks once it is waited for."""
+
+    def __init__(self) -> None:
+        self.is_broken = False
+
+    async def check_health(self) -> None:
+        if self.is_broken:
+            raise GangBrokenError("a rank died", "death")
+
+    async def breaks_within(self, seconds: float) -> bool:
+        assert 0 < seconds < HEALTH["health_check_period_s"], "the next check is due then"
+        self.is_broken = True
+        return True
+
+
+async def test_a_health_check_under_way_fails_as_soon_as_the_gang_breaks() -> None:
+    denoiser = object.__new__(Denoiser)
+    denoiser._gang, denoiser._is_watched = Breaking(), False  # type: ignore[assignment]
+    await denoiser.check_health()  # Serve waits for the first one before it lets requests in
+    with pytest.raises(GangBrokenError):
+        await denoiser.check_health()
+
+
+def test_spares_are_one_a_rank_unless_told_and_none_over_several_nodes() -> None:
+    assert DenoiserConfig(num_ranks=4).num_spares_kept == 4
+    assert DenoiserConfig(num_ranks=4, num_spares=1).num_spares_kept == 1
+    assert DenoiserConfig(num_ranks=4, num_spares=0).num_spares_kept == 0
+    assert DenoiserConfig(num_ranks=4, num_nodes=2).num_spares_kept == 0
+
+
+def test_ranks_without_spares_start_with_the_variables_of_their_engine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage, "is_on_loopback", lambda: False)
+    assert node_environment("torch") == {}
+    assert node_environment("torch", spares=True).keys() == spare_environment({}).keys()

@@ -79,9 +79,13 @@ async def test_kill_9_of_a_rank_is_known_to_all_jobs_before_any_deadline(victim:
 
 
 async def test_kill_9_of_an_idle_rank_is_known_without_a_health_check() -> None:
-    async with gang_of(CONFIG) as gang:
+    async with gang_of(CONFIG, clock := SetClock()) as gang:
+        breaks, waits = asyncio.ensure_future(gang.breaks_within(60.0)), asyncio.ensure_future(gang.breaks_within(1.0))
+        await settled()
+        await clock.advance(1.0)
+        assert not await waits
         os.kill(gang.infos[1].pid, signal.SIGKILL)
-        await eventually(lambda: gang.broken is not None)
+        assert await breaks
         assert gang.broken is not None
         assert gang.broken.cause == "death"
 

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from engines.core import phases
 from engines.core.rank import RankContext
 from engines.gang.config import BuildRank, GangConfig
 from engines.gang.errors import GangBrokenError
@@ -117,6 +118,16 @@ async def test_silent_ranks_are_found_before_the_deadline_of_their_phase(phase: 
         await starting
 
 
+async def test_each_phase_leaves_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    ranks = HangingRanks("none of them")
+    await Start(DEADLINES, ranks.actors, SetClock(), "fake").run(load_fake)
+    lines = [record.__dict__ for record in caplog.records if record.message == phases.MESSAGE]
+    assert [line["phase"] for line in lines] == [f"gang: {name}" for name in ("processes", "connect", "load", "build")]
+    assert {line["model"] for line in lines} == {"fake"}
+    assert {line["took_s"] for line in lines} == {0.0}, "by the clock of the gang"
+
+
 def load_stopped(pid_file: Path, context: RankContext) -> BuildRank:
     """Rank 1 is stopped while it loads."""
     if context.rank == 1:
@@ -129,14 +140,15 @@ async def test_a_process_that_is_stopped_while_it_loads_ends_the_start(ray_clust
     clock, pid_file = SetClock(), tmp_path / "pid"
     with group_for(CONFIG) as group:
         load = partial(load_stopped, pid_file)
-        starting = asyncio.create_task(Gang.start(CONFIG, load, placement_group=group, clock=clock))
+        config = replace(CONFIG, silence_deadline_s=5.0)
+        starting = asyncio.create_task(Gang.start(config, load, placement_group=group, clock=clock))
         await eventually(lambda: pid_file.exists() and pid_file.read_text())
         pid = int(pid_file.read_text())
         await eventually(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
         while not starting.done():
             await clock.advance(PING_EVERY_S)
             await asyncio.sleep(0.05)
-        with pytest.raises(GangBrokenError, match=r"ranks \[1\] answered no ping for 60 s"):
+        with pytest.raises(GangBrokenError, match=r"ranks \[1\] answered no ping for 5 s"):
             await starting
         await eventually(lambda: not alive([pid]))
         gang = await Gang.start(CONFIG, load_fake, placement_group=group, clock=SetClock())  # the bundles are free

@@ -1,0 +1,100 @@
+"""Where the seconds of a recovery go, from the log lines that the application writes of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from engines.core import phases
+
+Record = Mapping[str, Any]
+"""A log line."""
+
+GANG_PHASES = ("processes", "connect", "load", "build")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """A part of a recovery, from and until so many seconds after the fault."""
+
+    what: str
+    from_s: float
+    until_s: float
+
+    @property
+    def took_s(self) -> float:
+        return self.until_s - self.from_s
+
+    def __str__(self) -> str:
+        return f"{self.what:<58} {self.from_s:7.2f} {self.until_s:7.2f} {self.took_s:7.2f}"
+
+
+def records_of(logs: Path) -> list[Record]:
+    """Returns the structured lines that all processes of a Ray session wrote to its folder ``logs``, by time."""
+    found = []
+    for file in logs.rglob("worker-*.err"):
+        for line in file.read_text(errors="replace").splitlines():
+            if line.startswith("{") and line.endswith("}"):
+                found.append(json.loads(line))
+    return sorted(found, key=seconds)
+
+
+def seconds(record: Record) -> float:
+    """Returns when a line was written, in seconds of Unix time."""
+    return datetime.fromisoformat(record["time"]).timestamp()
+
+
+def spans(records: Iterable[Record], model: str, fault_s: float, first_step_s: float, end_s: float) -> list[Span]:
+    """Returns the parts of the recovery of ``model``'s gang, one after the other: from ``fault_s`` until the request's
+    ``first_step_s`` in the new gang, and ``end_s``, when it was answered. All are Unix times.
+
+    ``records`` are sorted. ValueError where one that each recovery has is missing.
+    """
+    after = [record for record in records if fault_s < seconds(record) < end_s]
+    ends: dict[str, float] = {
+        "until the request knows that its gang is lost": _time_of(
+            after, lambda record: "lost its gang" in record["message"]
+        )
+    }
+    ends["until Serve has another replica, with its imports"] = seconds(_phase(after, "replica: process", model))
+    for phase in GANG_PHASES:
+        ends[f"gang: {phase}"] = seconds(_phase(after, f"gang: {phase}", model))
+    ends["until the request's first step is seen again"] = first_step_s
+    ends["all other steps, and the decoding"] = end_s
+    return list(_one_after_the_other(ends, fault_s))
+
+
+def inside(records: Iterable[Record], fault_s: float, end_s: float) -> dict[str, float]:
+    """Returns how long the phases of ranks took that are part of the gang's, the slowest rank's of each."""
+    slowest: dict[str, float] = {}
+    for record in records:
+        if record["message"] == phases.MESSAGE and fault_s < seconds(record) < end_s and "rank" in record:
+            slowest[record["phase"]] = max(record["took_s"], slowest.get(record["phase"], 0.0))
+    return slowest
+
+
+def _one_after_the_other(ends: Mapping[str, float], fault_s: float) -> Iterator[Span]:
+    from_s = 0.0
+    for what, end_s in ends.items():
+        until_s = max(from_s, end_s - fault_s)
+        yield Span(what=what, from_s=from_s, until_s=until_s)
+        from_s = until_s
+
+
+def _phase(records: Iterable[Record], phase: str, model: str) -> Record:
+    return _first(records, lambda one: (one.get("phase"), one.get("model")) == (phase, model), f"the phase {phase}")
+
+
+def _time_of(records: Iterable[Record], holds: Callable[[Record], bool]) -> float:
+    return seconds(_first(records, holds, "a request that lost its gang"))
+
+
+def _first(records: Iterable[Record], holds: Callable[[Record], bool], what: str) -> Record:
+    for record in records:
+        if holds(record):
+            return record
+    raise ValueError(f"the log says nothing of {what} after the fault")
