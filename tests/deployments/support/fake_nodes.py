@@ -39,6 +39,7 @@ ENVIRONMENT = {
     "RAY_FAKE_CLUSTER": "1",
     "RAY_OVERRIDE_NODE_ID_FOR_TESTING": FAKE_HEAD_NODE_ID,
     "RAY_enable_autoscaler_v2": "1",  # as `ray up` has it
+    "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",  # else ten: who scales sees what was
     "RAY_prestart_worker_first_driver": "0",  # a process for each logical CPU
 }
 

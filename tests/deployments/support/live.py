@@ -33,8 +33,11 @@ SMALL = {"size": "64x64", "num_inference_steps": 8}
 
 
 def config_of(models: Mapping[str, Path], *, api: Mapping[str, Any] | None = None, **denoiser: Any) -> ServeConfig:
-    """``models`` (name to folder), each with two CPU ranks; ``denoiser`` goes to all of their gangs."""
-    gang = {"num_ranks": 2, "cpus_per_rank": 0.1, "strategy": "ulysses", "engine": "torch"} | denoiser
+    """``models`` (name to folder), each with two CPU ranks; ``denoiser`` goes to all of their gangs.
+
+    Nothing stands by for a gang that breaks: these applications end before one could.
+    """
+    gang = {"num_ranks": 2, "cpus_per_rank": 0.1, "strategy": "ulysses", "engine": "torch", "num_spares": 0} | denoiser
     args = {
         "models": [{"name": name, "path": str(path), "denoiser": gang} for name, path in models.items()],
         "api": dict(api or {}),
