@@ -35,9 +35,10 @@ class LoadRankParts:
 
         configure_logs()
         config = self.model.denoiser
-        with timed("rank: libraries", rank=context.rank), quick_imports():
-            wait_until_prepared()
-            import_module("diffusers.pipelines.auto_pipeline")
+        with timed("rank: libraries", rank=context.rank):
+            wait_until_prepared()  # before anything is imported here
+            with quick_imports():
+                import_module("diffusers.pipelines.auto_pipeline")
         with timed("rank: weights", rank=context.rank), quick_imports():
             checkpoint = Checkpoint.open(self.model.source, context.device, self.model.dtype, loras=self.model.loras)
             denoiser = checkpoint.denoiser(
