@@ -9,9 +9,10 @@ from typing import Any
 
 from ray import serve
 
+from deployments.accounts.deployment import AccountsReplica
 from deployments.config import AppConfig, ModelConfig
 from deployments.ingress import Ingress
-from deployments.names import CODEC, INGRESS, deployment_name
+from deployments.names import ACCOUNTS, CODEC, INGRESS, deployment_name
 from deployments.stages.codec import Codec
 from deployments.stages.common import StageSpec
 from deployments.stages.config import AutoscalingConfig, DenoiserConfig, StageConfig
@@ -29,7 +30,8 @@ REPLICA_CPUS = 0.1
 
 
 def build_app(args: AppConfig) -> serve.Application:
-    """Bind one ingress and, for each model, a text encoder, a denoiser (a gang a replica) and a decoder."""
+    """Bind one ingress and, for each model, a text encoder, a denoiser (a gang a replica) and a decoder; and who keeps
+    account, if keys have limits."""
     ingress = serve.deployment(
         name=INGRESS,
         num_replicas=args.api.num_replicas,
@@ -37,7 +39,19 @@ def build_app(args: AppConfig) -> serve.Application:
         max_ongoing_requests=args.api.max_ongoing_requests,
         **HEALTH,
     )(Ingress)
-    return ingress.bind(args, {model.name: _bind_model(model) for model in args.models})
+    return ingress.bind(args, {model.name: _bind_model(model) for model in args.models}, _bind_accounts(args))
+
+
+def _bind_accounts(args: AppConfig) -> serve.Application | None:
+    if not any(limits.is_limited for limits in args.api.key_limits):
+        return None
+    deployment = serve.deployment(
+        name=ACCOUNTS,
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=args.api.num_replicas * args.api.max_ongoing_requests,
+        **HEALTH,
+    )(AccountsReplica)
+    return deployment.bind(args.api.key_limits)
 
 
 def _bind_model(model: ModelConfig) -> dict[str, serve.Application]:

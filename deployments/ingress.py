@@ -18,6 +18,10 @@ from ray import serve
 from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 
+from deployments.accounts.deployment import DeployedKeeper
+from deployments.accounts.interface import Accounts
+from deployments.accounts.own import OwnAccounts
+from deployments.accounts.shared import SharedAccounts
 from deployments.api.app import create_api
 from deployments.api.drain import Drain
 from deployments.api.settings import ApiLimits, ApiSettings
@@ -25,7 +29,6 @@ from deployments.clips.clips import Clips
 from deployments.clips.settings import ClipLimits, ClipSettings
 from deployments.config import AppConfig
 from deployments.observability.exposition import Counted, Exposition, counted_here
-from deployments.quotas import Quotas
 from deployments.replicas import prepare_replica
 from deployments.requests.handle import handle_request
 from deployments.settings import Settings
@@ -73,11 +76,25 @@ def patience_for(config: DenoiserConfig) -> float:
     return max(RECOVERY_DEADLINE_S, config.start_deadline_s) if starts_on_demand else RECOVERY_DEADLINE_S
 
 
+def make_accounts(config: AppConfig, keeper: DeploymentHandle[Any] | None) -> Accounts:
+    """Returns the accounts of keys: of this replica alone, unless there is a keeper for all."""
+    if keeper is None:
+        return OwnAccounts(config.api.key_limits)
+    holder = serve.get_replica_context().replica_id.unique_id
+    return SharedAccounts(config.api.key_limits, DeployedKeeper(keeper), holder)
+
+
 @serve.ingress()
 class Ingress:
-    """``stages`` maps model to stage to handle (Serve turns bound deployments into handles)."""
+    """``stages`` maps model to stage to handle (Serve turns bound deployments into handles); ``keeper`` keeps account,
+    where keys have limits."""
 
-    def __init__(self, config: AppConfig, stages: Mapping[str, Mapping[str, DeploymentHandle[Any]]]) -> None:
+    def __init__(
+        self,
+        config: AppConfig,
+        stages: Mapping[str, Mapping[str, DeploymentHandle[Any]]],
+        keeper: DeploymentHandle[Any] | None = None,
+    ) -> None:
         prepare_replica()
         self._config, self._settings = config, Settings()
         self._keys = self._settings.key_ring()
@@ -85,15 +102,16 @@ class Ingress:
             model: {handle.deployment_name: handle for handle in by_stage.values()}
             for model, by_stage in stages.items()
         }
-        for handle in (handle for by_name in deployments.values() for handle in by_name.values()):
+        handles_of_stages = [handle for by_name in deployments.values() for handle in by_name.values()]
+        for handle in [*handles_of_stages, *([] if keeper is None else [keeper])]:
             # In this loop, where calls are made, and not one thread further.
             handle._init(_run_router_in_separate_loop=False)  # type: ignore[no-untyped-call]
         handles = {model: StageHandles(**by_stage) for model, by_stage in stages.items()}
         cards = make_cards(config)
         patience_s = {model.name: patience_for(model.denoiser) for model in config.models}
-        self._quotas = Quotas(config.api.key_limits)
+        self._accounts = make_accounts(config, keeper)
         deployed = DeployedStudio(cards, handles, Readiness(deployments), patience_s)
-        self._studio = MeteredStudio(deployed, self._quotas)
+        self._studio = MeteredStudio(deployed, self._accounts)
         self._clips = Clips(self._studio, self._clip_settings())
         self._drain = Drain()
         self._exposition = Exposition(
@@ -128,7 +146,7 @@ class Ingress:
         await draining
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_api(self._studio, self._api_settings(), self._clips, self._drain, self._quotas)
+        return create_api(self._studio, self._api_settings(), self._clips, self._drain, self._accounts)
 
     def _api_settings(self) -> ApiSettings:
         return ApiSettings(

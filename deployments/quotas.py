@@ -5,28 +5,29 @@ from __future__ import annotations
 import re
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from deployments.observability.metrics import observe_gpu_seconds
-
 EVERYBODY = "*"
-SHOWN_DIGITS = 8
-"""Of a key's hash, in metrics."""
 MINUTE_S = 60.0
+
+Use = tuple[float, float]
+"""How many seconds ago, and how many GPU-seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeyLimits:
     """``key`` is the SHA-256 of an API key in hexadecimal digits, or eight or more at its beginning; "*" is every key
-    that has no entry of its own, each by itself. ``weight``: its share beside others with the policy ``fair``.
+    that has no entry of its own, each by itself. ``weight``: its share beside others with the policy ``fair``. ``name``
+    is what metrics call it.
 
     ``max_concurrent`` pictures and clips may be under way, and no more begin in a minute after
     ``gpu_seconds_per_minute`` were used in it. ValueError for what cannot be.
     """
 
     key: str = EVERYBODY
+    name: str = ""
     weight: float = 1.0
     max_concurrent: int | None = None
     gpu_seconds_per_minute: float | None = None
@@ -39,6 +40,13 @@ class KeyLimits:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} is {value}; it must be above 0")
+        if self.name and self.key == EVERYBODY:
+            raise ValueError(f"name is {self.name!r}; * is many keys, so leave the name out")
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether anything is ever refused."""
+        return self.max_concurrent is not None or self.gpu_seconds_per_minute is not None
 
 
 NO_LIMITS = KeyLimits()
@@ -78,13 +86,31 @@ class Quotas:
         others = [one for one in self._limits if one.key == EVERYBODY]
         return next(iter([*own, *others]), NO_LIMITS)
 
-    def note(self, key: str, model: str, gpu_s: float) -> None:
+    def note(self, key: str, gpu_s: float) -> None:
         """Counts a finished picture or clip."""
         account = self._accounts[key]
         account.num_requests += 1
         account.gpu_s += gpu_s
         account.latest.append((self._clock(), gpu_s))
-        observe_gpu_seconds(model, key[:SHOWN_DIGITS], gpu_s)
+
+    def latest(self) -> dict[str, list[Use]]:
+        """Returns what was noted in the last minute, by key, the oldest first."""
+        now_s = self._clock()
+        for account in self._accounts.values():
+            self._forget_old(account)
+        return {
+            key: [(now_s - at_s, gpu_s) for at_s, gpu_s in account.latest]
+            for key, account in self._accounts.items()
+            if account.latest
+        }
+
+    def restore(self, key: str, uses: Sequence[Use]) -> None:
+        """Counts what was noted elsewhere, some time ago."""
+        account, now_s = self._accounts[key], self._clock()
+        account.num_requests += len(uses)
+        account.gpu_s += sum(gpu_s for _, gpu_s in uses)
+        entries = [*account.latest, *((now_s - ago_s, gpu_s) for ago_s, gpu_s in uses)]
+        account.latest = deque(sorted(entries))
 
     def used(self, key: str) -> tuple[int, float, float]:
         """Returns how many pictures and clips were finished, their GPU-seconds, and those of the last minute."""
@@ -94,28 +120,39 @@ class Quotas:
 
     def check(self, key: str, num: int = 1, num_clips: int = 0) -> None:
         """Raises LimitReachedError if the key may not have ``num`` more under way now, beside ``num_clips``."""
+        self.check_open(key, num, num_clips)
+        self.check_minute(key)
+
+    def check_open(self, key: str, num: int, num_clips: int = 0) -> None:
+        """The same, by what is under way alone."""
         limits, account = self.limits_of(key), self._accounts[key]
         num_open = account.num_open + num_clips
         if limits.max_concurrent is not None and num_open + num > limits.max_concurrent:
             message = f"{num_open} pictures and clips of this key are under way, and {limits.max_concurrent} may be"
             raise LimitReachedError(message, 1.0)
-        allowed_s = limits.gpu_seconds_per_minute
+
+    def check_minute(self, key: str) -> None:
+        """The same, by what was used in the last minute alone."""
+        account, allowed_s = self._accounts[key], self.limits_of(key).gpu_seconds_per_minute
         self._forget_old(account)
         used_s = sum(gpu_s for _, gpu_s in account.latest)
         if allowed_s is not None and used_s >= allowed_s:
             message = f"this key has used {used_s:.1f} GPU-seconds in the last minute, and {allowed_s:g} may be"
             raise LimitReachedError(message, self._until_free_s(account, allowed_s))
 
+    def add_open(self, key: str, num: int) -> None:
+        """Counts ``num`` more under way, or fewer where it is below 0; what was checked has to be counted at once."""
+        self._accounts[key].num_open += num
+
     @contextmanager
     def taken(self, key: str, num: int, num_clips: int = 0) -> Iterator[None]:
         """Holds ``num`` under way for the key inside the block. LimitReachedError as ``check``."""
         self.check(key, num, num_clips)
-        account = self._accounts[key]
-        account.num_open += num
+        self.add_open(key, num)
         try:
             yield
         finally:
-            account.num_open -= num
+            self.add_open(key, -num)
 
     def _until_free_s(self, account: _Account, allowed_s: float) -> float:
         """Until enough of the last minute's use is older than that."""

@@ -10,6 +10,8 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
+from deployments.accounts.interface import Accounts
+from deployments.accounts.own import OwnAccounts
 from deployments.api.context import ApiContext
 from deployments.api.documents import add_document
 from deployments.api.drain import Drain, Draining
@@ -32,7 +34,6 @@ from deployments.api.streams import ClientGoneError
 from deployments.api.videos import video_routes
 from deployments.clips.clips import Clips
 from deployments.names import own_version
-from deployments.quotas import Quotas
 from deployments.studio.interface import Studio
 from pipelines.request import MediaKind
 
@@ -52,13 +53,13 @@ DESCRIPTION = (
 
 
 def create_api(
-    studio: Studio, settings: ApiSettings, clips: Clips, drain: Drain | None = None, quotas: Quotas | None = None
+    studio: Studio, settings: ApiSettings, clips: Clips, drain: Drain | None = None, accounts: Accounts | None = None
 ) -> FastAPI:
     """Returns the HTTP application. Its lifespan starts ``clips`` and stops them at its end.
 
-    ``drain`` is for who wants to end it with care; ``quotas`` are what ``studio`` keeps account in.
+    ``drain`` is for who wants to end it with care; ``accounts`` are what ``studio`` keeps account in.
     """
-    quotas = quotas or Quotas(settings.key_limits)
+    accounts = accounts or OwnAccounts(settings.key_limits)
     context = ApiContext(
         studio=studio,
         settings=settings,
@@ -67,8 +68,8 @@ def create_api(
         admission=Admission(settings),
         lookout=Lookout(clips, settings.video_poll_s),
         unpacking=ThreadPoolExecutor(NUM_UNPACKINGS, "unpacking"),
-        quotas=quotas,
-        key_limits=KeyLimitGuard(quotas, clips),
+        accounts=accounts,
+        key_limits=KeyLimitGuard(accounts, clips),
     )
 
     @asynccontextmanager

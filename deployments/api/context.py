@@ -12,6 +12,7 @@ from fastapi import Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.requests import Request
 
+from deployments.accounts.interface import Accounts
 from deployments.api.errors import ApiError, retry_after
 from deployments.api.files import FileShelf
 from deployments.api.guards.admission import Admission
@@ -20,7 +21,6 @@ from deployments.api.lookout import Lookout
 from deployments.api.settings import ApiSettings
 from deployments.clips.clips import Clips
 from deployments.keys import KeyRing
-from deployments.quotas import Quotas
 from deployments.requests.bodies import MediaBody
 from deployments.requests.pictures.unpack import unpack
 from deployments.requests.rules import brought_along, choose_card, sources_of
@@ -43,7 +43,7 @@ class ApiContext:
     admission: Admission
     lookout: Lookout
     unpacking: Executor
-    quotas: Quotas
+    accounts: Accounts
     key_limits: KeyLimitGuard
 
     async def authorize(self, request: Request, credentials: Credentials) -> None:

@@ -61,7 +61,7 @@ CODES = {
     429: ("queue_full", "too_late", "key_limit", "too_many_watchers"),
     500: ("internal", "gave_up"),
     502: ("gang_broken",),
-    503: ("model_not_ready", "server_full", "server_stopping", "storage_unavailable"),
+    503: ("model_not_ready", "server_full", "server_stopping", "storage_unavailable", "accounts_unavailable"),
     507: ("storage_full",),
 }
 EVERYWHERE = (405, 500)

@@ -43,7 +43,7 @@ async def draw(context: ApiContext, request: Request, body: ImageBody, inputs: I
     settings, cards = context.settings, context.studio.cards()
     pictures = image_request(body, cards, request.state.request_id, settings.max_images_per_request, inputs)
     key = request.state.key_hash
-    pictures = pictures.of_key(key, context.quotas.limits_of(key).weight, waited_s(request))
+    pictures = pictures.of_key(key, context.accounts.limits_of(key).weight, waited_s(request))
     await context.check_ready(pictures.model)
     num = len(pictures.requests)
     drawn = perform_all(context.studio, pictures)

@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.routing import compile_path
 
+from deployments.accounts.interface import AccountsUnavailableError
 from deployments.clips.storage import StorageFullError, StorageLostError, is_full
 from deployments.quotas import LimitReachedError
 from deployments.requests.errors import RequestError, field_error, shown
@@ -26,6 +27,7 @@ FAILURES: tuple[type[Exception], ...] = (
     RequestError,
     QueueFullError,
     LimitReachedError,
+    AccountsUnavailableError,
     GangBrokenError,
     ModelUnavailableError,
     StorageFullError,
@@ -106,6 +108,9 @@ def from_failure(failure: Exception) -> ApiError | None:
             return ApiError(STATUSES.get(failure.code, 400), failure.message, param=failure.param, code=failure.code)
         case LimitReachedError():
             return ApiError(429, str(failure), code="key_limit", headers=retry_after(failure.retry_after_s))
+        case AccountsUnavailableError():
+            headers = retry_after(failure.retry_after_s)
+            return ApiError(503, str(failure), code="accounts_unavailable", headers=headers)
         case TooLateError():
             return ApiError(429, str(failure), code="too_late", headers=retry_after(failure.retry_after_s))
         case QueueFullError():

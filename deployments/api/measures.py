@@ -19,7 +19,7 @@ ETA_HEADER = "X-Troupe-Eta"
 
 class KeyUsage(BaseModel):
     object: Literal["usage"] = "usage"
-    started_at: int = Field(description="Since when is counted: the start of this replica, in Unix seconds.")
+    started_at: int = Field(description="Since when is counted, in Unix seconds.")
     num_requests: int = Field(description="Finished pictures and clips.")
     gpu_seconds: float = Field(description="How long ranks were at work in their steps, all of them added up.")
     gpu_seconds_last_minute: float
@@ -31,16 +31,16 @@ class KeyUsage(BaseModel):
 def usage_routes(context: ApiContext) -> APIRouter:
     router = APIRouter(tags=["usage"], dependencies=[Depends(context.authorize)])
 
-    @router.get("/v1/usage", responses=error_documents(401))
+    @router.get("/v1/usage", responses=error_documents(401, 503))
     async def read_usage(request: Request) -> KeyUsage:
         """What the key of the request has used, and may use; without keys, everybody together. Beyond OpenAI."""
-        key, quotas = request.state.key_hash, context.quotas
-        limits, (num_requests, gpu_s, last_s) = quotas.limits_of(key), quotas.used(key)
+        key = request.state.key_hash
+        limits, usage = context.accounts.limits_of(key), await context.accounts.used(key)
         return KeyUsage(
-            started_at=quotas.started_at,
-            num_requests=num_requests,
-            gpu_seconds=round(gpu_s, 3),
-            gpu_seconds_last_minute=round(last_s, 3),
+            started_at=usage.since,
+            num_requests=usage.num_requests,
+            gpu_seconds=round(usage.gpu_s, 3),
+            gpu_seconds_last_minute=round(usage.last_minute_s, 3),
             gpu_seconds_per_minute=limits.gpu_seconds_per_minute,
             max_concurrent=limits.max_concurrent,
             weight=limits.weight,

@@ -30,7 +30,7 @@ class ApiLimits(PictureLimits):
     ``allowed_hosts`` are names that clients may call the server by, beside its own; pages of ``allowed_origins`` may
     give it orders, beside its own; what ``trusted_proxies`` (addresses or networks) say of a client's host is believed.
 
-    ``key_limits`` say what keys may use, in each replica.
+    ``key_limits`` say what keys may use, of all replicas together.
 
     What was made with one key is there for no other, unless ``share_between_keys`` says so.
     """

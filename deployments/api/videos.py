@@ -142,7 +142,7 @@ async def submit_clip(context: ApiContext, request: Request) -> ClipRecord:
     clip = clip_request(body, context.studio.cards(), request.state.request_id, num_previews, inputs)
     await context.check_ready(clip.request.model)
     key = request.state.key_hash
-    weight = context.quotas.limits_of(key).weight
+    weight = context.accounts.limits_of(key).weight
     async with context.key_limits.clip(key):
         asked = replace(clip.request, key=key, weight=weight, waited_s=waited_s(request))
         return await context.clips.submit(asked, clip.seconds, key, inputs)

@@ -8,13 +8,16 @@ a replica ends, and Prometheus would take that for a restart of everything.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Literal
 
-from prometheus_client import REGISTRY, Counter, Histogram, Metric, disable_created_metrics
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram, Metric, disable_created_metrics
 from prometheus_client.registry import Collector
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+RATIO_BUCKETS = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 8.0)
 OWN = ("troupe_", "process_")
 """How the names begin that are shown; Ray and its libraries count in the same processes."""
 
@@ -32,10 +35,23 @@ GPU_SECONDS = Counter(
     "troupe_gpu_seconds", "Seconds of ranks in the steps of finished requests, by whose they were", ("model", "key")
 )
 
+QUEUES = Histogram(
+    "troupe_queue_seconds", "Seconds finished requests waited for their turn", ("model", "tier"), buckets=BUCKETS_S
+)
+OPEN = Gauge("troupe_requests_open", "Requests for pictures and clips under way", ("model", "tier"))
+PREDICTED = Histogram(
+    "troupe_predicted_seconds", "Seconds finished requests were predicted to take", ("model",), buckets=BUCKETS_S
+)
+RATIOS = Histogram(
+    "troupe_prediction_ratio", "What requests took, in times what was predicted", ("model",), buckets=RATIO_BUCKETS
+)
+DEADLINES = Counter("troupe_deadlines", "Requests with a deadline, by what became of it", ("model", "outcome"))
+
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 """Clients may send any word, and each would be a series."""
 
 Families = list[Metric]
+DeadlineOutcome = Literal["met", "missed", "refused", "failed"]
 
 
 def observe_stage(stage: str, model: str, seconds: float) -> None:
@@ -64,8 +80,28 @@ def observe_answer(method: str, route: str, status: int) -> None:
 
 
 def observe_gpu_seconds(model: str, key: str, seconds: float) -> None:
-    """Counts ``seconds`` of ranks for a finished request; ``key`` is how the hash of its API key begins."""
+    """Counts ``seconds`` of ranks for a finished request; ``key`` is what ``KeyNames`` calls its API key."""
     GPU_SECONDS.labels(model, key).inc(seconds)
+
+
+@contextmanager
+def observe_open(model: str, tier: str) -> Iterator[None]:
+    """Counts a request as under way inside the block; ``tier`` is how urgent it is."""
+    with OPEN.labels(model, tier).track_inprogress():
+        yield
+
+
+def observe_turn(model: str, tier: str, queue_s: float, predicted_s: float | None, total_s: float) -> None:
+    """Counts how long a finished request waited, and what it took beside what was predicted, if anything was."""
+    QUEUES.labels(model, tier).observe(queue_s)
+    if predicted_s:
+        PREDICTED.labels(model).observe(predicted_s)
+        RATIOS.labels(model).observe(total_s / predicted_s)
+
+
+def observe_deadline(model: str, outcome: DeadlineOutcome) -> None:
+    """Counts a request with a deadline that has ended; one whose client went away does not count."""
+    DEADLINES.labels(model, outcome).inc()
 
 
 def own_families() -> Families:

@@ -30,7 +30,7 @@ def test_a_minute_of_use_is_freed_as_it_grows_old(clock: SetTime) -> None:
     quotas = quotas_of(clock, KeyLimits(gpu_seconds_per_minute=10))
     for gpu_s in (4.0, 5.0, 3.0):
         quotas.check(MINE)
-        quotas.note(MINE, "m", gpu_s)
+        quotas.note(MINE, gpu_s)
         clock.now_s += 10
     with pytest.raises(LimitReachedError, match=r"12\.0 GPU-seconds in the last minute, and 10 may be") as caught:
         quotas.check(MINE)
@@ -40,6 +40,21 @@ def test_a_minute_of_use_is_freed_as_it_grows_old(clock: SetTime) -> None:
     quotas.check(MINE)
     assert quotas.used(MINE) == (3, 12.0, 8.0)
     assert quotas.used(OTHER) == (0, 0.0, 0.0)
+
+
+def test_what_was_used_elsewhere_counts_by_its_age(clock: SetTime) -> None:
+    first, second = (quotas_of(clock, KeyLimits(gpu_seconds_per_minute=10)) for _ in range(2))
+    first.note(MINE, 4.0)
+    clock.now_s += 20
+    second.note(MINE, 5.0)
+    clock.now_s += 30
+    assert first.latest() == {MINE: [(50.0, 4.0)]}
+    for key, uses in first.latest().items():
+        second.restore(key, uses)
+    assert second.used(MINE) == (2, 9.0, 9.0)
+    clock.now_s += 11
+    assert second.used(MINE) == (2, 9.0, 5.0)
+    assert first.latest() == {}
 
 
 def test_so_many_are_under_way_and_no_more(clock: SetTime) -> None:
@@ -61,7 +76,15 @@ def test_an_entry_of_its_own_wins(clock: SetTime) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"key": "mine"}, {"key": MINE[:7]}, {"weight": 0}, {"max_concurrent": -1}, {"gpu_seconds_per_minute": 0}]
+    "fields",
+    [
+        {"key": "mine"},
+        {"key": MINE[:7]},
+        {"name": "all"},
+        {"weight": 0},
+        {"max_concurrent": -1},
+        {"gpu_seconds_per_minute": 0},
+    ],
 )
 def test_limits_that_cannot_be(fields: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(fields))):

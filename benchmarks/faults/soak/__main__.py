@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
+import math
 import os
 import random
 import sys
@@ -85,7 +87,8 @@ async def soak(
         killing.start()
         began_s = time.monotonic()
         try:
-            outcomes = await ride_out(clients, turns, arguments.at_once, lambda line: print(line, flush=True))
+            say = functools.partial(print, flush=True)
+            outcomes = await ride_out(clients, turns, arguments.at_once, say, arguments.within_s)
         finally:
             over.set()
             await asyncio.to_thread(killing.join)
@@ -111,6 +114,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kill-every-s", type=float, default=20.0, help="on average")
     parser.add_argument("--kinds", help=f"what is killed; by default {','.join(RANKS_AND_REPLICAS)}")
     parser.add_argument("--hang-s", type=float, default=300.0, help="a request that takes longer hangs")
+    parser.add_argument("--within-s", type=float, default=math.inf, help="no request begins after that")
     parser.add_argument("--api-replicas", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1, help="of requests, and of what is killed when")
     parser.add_argument("--config", default="laptop", help="a config file, or the name of a shipped one")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from statistics import median
@@ -33,12 +36,15 @@ async def draw_references(clients: Clients) -> None:
 
 
 async def ride_out(
-    clients: Clients, turns: Iterable[Turn], num_at_once: int, say: Callable[[str], None]
+    clients: Clients, turns: Iterable[Turn], num_at_once: int, say: Callable[[str], None], within_s: float = math.inf
 ) -> list[Outcome]:
-    """Returns how every visit ended, ``num_at_once`` turns going on at a time. Who is refused waits before its next
-    turn as long as it was told, up to ``LONGEST_PAUSE_S``."""
+    """Returns how every visit ended, ``num_at_once`` turns going on at a time; none begins after ``within_s``.
+
+    Who is refused waits before its next turn as long as it was told, up to ``LONGEST_PAUSE_S``.
+    """
     outcomes: list[Outcome] = []
-    waiting = iter(turns)
+    last_s = time.monotonic() + within_s
+    waiting = itertools.takewhile(lambda turn: time.monotonic() < last_s, turns)
 
     async def take_turns() -> None:
         for turn in waiting:

@@ -1,4 +1,4 @@
-"""Limits of keys on what is under way: pictures, which the replica counts, and clips, which the database does."""
+"""Limits of keys on what is under way: pictures, which have accounts, and clips, which the database does."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AbstractAsyncContextManager, ExitStack, aclosing, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager, nullcontext
 from typing import TypeVar
 
 from sqlalchemy.exc import DBAPIError
 
+from deployments.accounts.interface import Accounts
 from deployments.clips.clips import Clips
 from deployments.clips.storage import StorageFullError, StorageLostError
-from deployments.quotas import Quotas
 
 T = TypeVar("T")
 
@@ -24,35 +24,34 @@ class KeyLimitGuard:
     """Lets in what a key may have under way, and refuses the rest with LimitReachedError.
 
     A clip counts from its request to its end, whichever replica makes it. Requests of one key are looked at one after
-    the other, so that of two that come at once the second finds the first counted.
+    the other, so that of two that come at once the second finds the first counted; where replicas share the accounts,
+    who keeps them does that for pictures.
     """
 
-    def __init__(self, quotas: Quotas, clips: Clips) -> None:
-        self._quotas, self._clips = quotas, clips
+    def __init__(self, accounts: Accounts, clips: Clips) -> None:
+        self._accounts, self._clips = accounts, clips
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def pictures(self, key: str, num: int, events: AsyncGenerator[T]) -> AsyncGenerator[T, None]:
         """Yields ``events``, which make ``num`` pictures, if the key may have them."""
-        async with aclosing(events):
-            with ExitStack() as stack:
-                async with self._turn(key):
-                    stack.enter_context(self._quotas.taken(key, num, await self._num_clips(key)))
-                async for event in events:
-                    yield event
+        async with aclosing(events), AsyncExitStack() as stack:
+            async with nullcontext() if self._accounts.is_shared else self._turn(key):
+                await stack.enter_async_context(self._accounts.taken(key, num, await self._num_clips(key)))
+            async for event in events:
+                yield event
 
     @asynccontextmanager
     async def clip(self, key: str) -> AsyncIterator[None]:
-        """Inside the block the key may queue a clip."""
-        async with self._turn(key):
-            self._quotas.check(key, 1, await self._num_clips(key))
+        """Inside the block the key may queue a clip, which counts as a picture until the database has it."""
+        async with self._turn(key), self._accounts.taken(key, 1, await self._num_clips(key)):
             yield
 
     def _turn(self, key: str) -> AbstractAsyncContextManager[object]:
-        return nullcontext() if self._quotas.limits_of(key).max_concurrent is None else self._turns[key]
+        return nullcontext() if self._accounts.limits_of(key).max_concurrent is None else self._turns[key]
 
     async def _num_clips(self, key: str) -> int:
         """Returns how many clips of the key wait or are made. Without the database none are, and pictures go on."""
-        if self._quotas.limits_of(key).max_concurrent is None:
+        if self._accounts.limits_of(key).max_concurrent is None:
             return 0
         try:
             return await self._clips.num_open(key)

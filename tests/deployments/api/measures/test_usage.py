@@ -9,12 +9,13 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 
+from deployments.accounts.own import OwnAccounts
 from deployments.api.app import create_api
 from deployments.api.settings import ApiSettings
 from deployments.clips.clips import Clips
 from deployments.clips.settings import ClipSettings
 from deployments.keys import KeyRing, hash_of
-from deployments.quotas import KeyLimits, Quotas
+from deployments.quotas import KeyLimits
 from deployments.studio.metered import MeteredStudio
 from tests.deployments.api.conftest import client_of
 from tests.deployments.api.test_images import IMAGES
@@ -29,11 +30,11 @@ LIMITS = (
 
 def metered(studio: FakeStudio, folder: Path) -> FastAPI:
     """The API as an ingress has it: clips and pictures in one account."""
-    quotas = Quotas(LIMITS)
-    counted = MeteredStudio(studio, quotas)
+    accounts = OwnAccounts(LIMITS)
+    counted = MeteredStudio(studio, accounts)
     settings = ApiSettings(data_dir=folder, keys=KeyRing(["small", "large"]), key_limits=LIMITS)
     clips = Clips(counted, ClipSettings(data_dir=folder, progress_s=0.02, poll_s=0.1))
-    return create_api(counted, settings, clips, quotas=quotas)
+    return create_api(counted, settings, clips, accounts=accounts)
 
 
 def of(key: str) -> dict[str, str]:

@@ -1,0 +1,1 @@
+"""What API keys have under way and have used, counted for the whole application."""

@@ -1,0 +1,19 @@
+"""What metrics call keys: the configuration's names, digits, and of too many no more than that there are others."""
+
+from __future__ import annotations
+
+from deployments.keys import hash_of
+from deployments.observability.keys import MAX_UNNAMED, OTHERS, KeyNames
+from deployments.quotas import KeyLimits, Quotas
+
+NAMED, PLAIN = hash_of("named"), hash_of("plain")
+
+
+def test_names_are_few() -> None:
+    limits = (KeyLimits(key=NAMED[:8], name="studio"), KeyLimits(key=PLAIN[:8]), KeyLimits(weight=2))
+    names = KeyNames(Quotas(limits).limits_of)
+    assert (names.name_of(NAMED), names.name_of(PLAIN), names.name_of("")) == ("studio", PLAIN[:8], "")
+    several = {names.name_of(hash_of(str(number))) for number in range(3 * MAX_UNNAMED)}
+    assert len(several) == MAX_UNNAMED - 2 + 1
+    assert OTHERS in several
+    assert names.name_of(PLAIN) == PLAIN[:8], "the first ones stay"
