@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 
@@ -9,12 +10,15 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.deployments.support.live import PROMPT, stream_of, wait_until
+from tests.deployments.support.live import PROMPT, TIMEOUT_S, stream_of, wait_until
 from tests.end_to_end.conftest import CLIPS, EDITS, METRICS_URL, PICTURES
+from tests.support.fenced import ROOT
 
 STAGES = ("queue", "encode", "denoise", "decode", "total")
 PHASES = ("processes", "connect", "load", "build")
 MODEL = {"model": PICTURES}
+ENDS = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
+"""What a type adds to the name of its family."""
 
 
 def read() -> Counter[tuple[str, frozenset[tuple[str, str]]]]:
@@ -33,7 +37,8 @@ def named(name: str, **labels: str) -> tuple[str, frozenset[tuple[str, str]]]:
 
 async def paint(client: httpx.AsyncClient, seed: int) -> Mapping[str, float]:
     """The timings that the answer tells."""
-    async with stream_of(client, {"prompt": PROMPT, "seed": seed, "num_inference_steps": 4}) as events:
+    body = {"prompt": PROMPT, "seed": seed, "num_inference_steps": 4, "deadline_s": TIMEOUT_S, "service_tier": "flex"}
+    async with stream_of(client, body) as events:
         *_, last = [event async for event in events]
     timings: Mapping[str, float] = last["timings"]
     return timings
@@ -53,6 +58,13 @@ async def test_sums_are_those_of_the_timings_in_the_answers(url: str) -> None:
         assert grown[named("troupe_stage_seconds_sum", **labels)] == pytest.approx(told_s, rel=1e-6)
         assert grown[named("troupe_stage_seconds_count", **labels)] == 3
         assert grown[named("troupe_stage_seconds_bucket", **labels, le="+Inf")] == 3
+    tier = MODEL | {"tier": "flex"}
+    assert grown[named("troupe_queue_seconds_sum", **tier)] == pytest.approx(sum(each["queue_s"] for each in timings))
+    assert grown[named("troupe_predicted_seconds_sum", **MODEL)] == pytest.approx(sum(e["eta_s"] for e in timings))
+    ratios = sum(each["total_s"] / each["eta_s"] for each in timings)
+    assert grown[named("troupe_prediction_ratio_sum", **MODEL)] == pytest.approx(ratios)
+    assert grown[named("troupe_deadlines_total", **MODEL, outcome="met")] == 3
+    assert after[named("troupe_requests_open", **tier)] == 0
     steps = MODEL | {"num_ranks": "2"}
     assert grown[named("troupe_step_seconds_count", **steps)] == 12
     assert 0 < grown[named("troupe_step_seconds_sum", **steps)] <= sum(each["total_s"] for each in timings)
@@ -67,6 +79,14 @@ async def test_sums_are_those_of_the_timings_in_the_answers(url: str) -> None:
     assert sum(after[phase] for phase in phases) <= start_s
     assert start_s > 0.1, "with processes that stood by; else it takes seconds"
     assert after[named("troupe_jobs_running", **MODEL)] == after[named("troupe_jobs_waiting", **MODEL)] == 0
+
+
+def test_what_the_dashboard_names_is_there(url: str) -> None:
+    families = {family.name: family.type for family in text_string_to_metric_families(httpx.get(METRICS_URL).text)}
+    series = {name + end for name, kind in families.items() for end in ENDS.get(kind, ("",))}
+    named = set(re.findall(r"troupe_\w+", (ROOT / "deployments" / "observability" / "grafana.json").read_text()))
+    assert len(named) > 10
+    assert named - series == set()
 
 
 def test_all_processes_are_told_apart(url: str) -> None:

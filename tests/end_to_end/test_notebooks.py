@@ -15,6 +15,7 @@ import ray
 from nbclient import NotebookClient
 from PIL import Image
 
+from engines.gang.policies.registry import POLICIES
 from tests.deployments.support.live import wait_until
 from tests.engines.gang.support.helpers import alive
 from tests.support.fenced import ROOT
@@ -42,6 +43,7 @@ def outputs(notebook: nbformat.NotebookNode, kind: str) -> list[str]:
 
 NOTEBOOK = ROOT / "notebooks" / "01_first_picture.ipynb"
 YOUR_OWN = ROOT / "notebooks" / "02_your_own_model.ipynb"
+UNDER_LOAD = ROOT / "notebooks" / "03_under_load.ipynb"
 
 
 SHARED_START = """
@@ -102,3 +104,19 @@ def test_your_own_model(tmp_path: Path) -> None:
     assert Image.open(io.BytesIO(b64decode(plot))).size[0] > 400
     (errors,) = outputs(notebook, "text/plain")[-2:-1]
     assert "('ring', 4)" in errors
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_under_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every policy answers all requests, and both plots are there."""
+    monkeypatch.setenv("TROUPE_DATA_DIR", str(tmp_path))
+    notebook = read(UNDER_LOAD)
+    run(notebook, tmp_path)
+    printed = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
+    assert [line for line in printed.splitlines() if " answered " in line] == [
+        f"{policy} answered 7" for policy in POLICIES
+    ]
+    for plot in outputs(notebook, "image/png"):
+        assert np.ptp(np.asarray(Image.open(io.BytesIO(b64decode(plot))).convert("RGB"))) > 100
+    assert len(outputs(notebook, "image/png")) == 2
