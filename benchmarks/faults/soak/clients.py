@@ -29,7 +29,7 @@ PATHS: Mapping[Kind, str] = {
     "clip": "/v1/videos",
     "sync": "/v1/videos/sync",
 }
-LONGEST_PAUSE_S = 5.0
+LONGEST_PAUSE_S = 20.0
 POLL_S = 0.5
 
 

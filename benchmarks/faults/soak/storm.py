@@ -40,13 +40,15 @@ async def ride_out(
 ) -> list[Outcome]:
     """Returns how every visit ended, ``num_at_once`` turns going on at a time; none begins after ``within_s``.
 
-    Who is refused waits before its next turn as long as it was told, up to ``LONGEST_PAUSE_S``.
+    Who is refused waits before its next turn as long as it was told; each time in a row twice as long as the time
+    before, up to ``LONGEST_PAUSE_S``.
     """
     outcomes: list[Outcome] = []
     last_s = time.monotonic() + within_s
     waiting = itertools.takewhile(lambda turn: time.monotonic() < last_s, turns)
 
     async def take_turns() -> None:
+        num_refused = 0
         for turn in waiting:
             ended = await asyncio.gather(*(clients.visit(visit) for visit in turn))
             for outcome in ended:
@@ -54,7 +56,10 @@ async def ride_out(
                 if len(outcomes) % SAY_EVERY == 0:
                     say(f"{len(outcomes)} ended: {dict(Counter(one.end for one in outcomes))}")
             if len(ended) == 1 and ended[0].end == "refused":
-                await asyncio.sleep(min(ended[0].retry_s, LONGEST_PAUSE_S))
+                await asyncio.sleep(min(ended[0].retry_s * 2**num_refused, LONGEST_PAUSE_S))
+                num_refused += 1
+            else:
+                num_refused = 0
 
     await asyncio.gather(*(take_turns() for _ in range(num_at_once)))
     return outcomes
