@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -134,10 +136,25 @@ def end_application(entrance: Entrance, drain_s: float) -> None:
     if entrance.door is not None:
         entrance.door.drain()
     with suppress(RayServeException, RayError, TimeoutError):  # there is no Serve any more, or no ingress
-        ingress = serve.get_deployment_handle(INGRESS, APPLICATION)
-        ingress.broadcast("drain", drain_s).results(timeout_s=drain_s + DRAIN_MARGIN_S)
+        outside_loops(lambda: _drain(drain_s))
     with suppress(RayServeException):
         serve.delete(APPLICATION)
+
+
+def _drain(drain_s: float) -> None:
+    ingress = serve.get_deployment_handle(INGRESS, APPLICATION)
+    ingress.broadcast("drain", drain_s).results(timeout_s=drain_s + DRAIN_MARGIN_S)
+
+
+def outside_loops(work: Callable[[], None]) -> None:
+    """Does ``work``, which blocks, where no event loop runs: Serve refuses to in one, such as a notebook's."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        work()
+    else:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(work).result()
 
 
 def ready_deadline_s(config: ServeConfig) -> float:
