@@ -77,10 +77,16 @@ class Peace:
         return str(num) if num else ""
 
     async def _not_right(self) -> AsyncIterator[str]:
-        """Yields what is not made as before the storm."""
+        """Yields what is not made as before the storm. A refusal is asked again: the last kill may be a moment ago, and
+        its replacement be there without being ready."""
+        end_s = time.monotonic() + WITHIN_S
         for kind in IN_PEACE:
             for number in range(len(BODIES[kind])):
-                outcome = await self.clients.visit(Visit(kind=kind, number=number, key=0))
+                visit = Visit(kind=kind, number=number, key=0)
+                outcome = await self.clients.visit(visit)
+                while outcome.end == "refused" and time.monotonic() < end_s:
+                    await asyncio.sleep(POLL_S)
+                    outcome = await self.clients.visit(visit)
                 if outcome.end != "right":
                     yield f"{kind} {number} after the storm: {outcome.end} {outcome.code} {outcome.note}"
 
