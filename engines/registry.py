@@ -11,7 +11,7 @@ from engines.core.engine import Engine, EngineChoice
 from engines.core.model import Branch, DenoiserModel
 
 if TYPE_CHECKING:
-    from engines.core.choosing import Choosing
+    from engines.core.engine import Choosing
     from engines.core.rank import RankContext
 
 

@@ -11,7 +11,7 @@ from deployments.config import ModelConfig
 from deployments.settings import Settings
 from deployments.stages.config import DenoiserConfig
 from deployments.stages.facts import model_facts, software_facts
-from engines.core.choosing import Choosing
+from engines.core.engine import Choosing
 from engines.core.model import DenoiserModel
 from engines.core.phases import log_phase, timed
 from engines.core.rank import RankContext

@@ -1,8 +1,10 @@
-"""The engine interface: what is asked of an engine, and a compiled denoiser that answers ``predict``."""
+"""The engine interface: what is asked of an engine, what its choices are for, and a compiled denoiser that answers ``predict``."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from engines.core.model import Branch
@@ -29,6 +31,20 @@ class EngineChoice:
     dtype: str = "auto"
     merges: bool = False
     switches: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choosing:
+    """``typical_step()`` gives the branches that most steps are like (none: not known before a request). Decisions are
+    kept in ``folder``, under ``name``, for these ``facts`` about the model and its software. ``every_team``: teams of
+    all sizes will work, not the whole gang alone.
+    """
+
+    typical_step: Callable[[], tuple[Branch, ...]]
+    folder: Path
+    name: str
+    facts: Mapping[str, str]
+    every_team: bool = False
 
 
 class Engine(Protocol):

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from engines.core.choosing import Choosing
+from engines.core.engine import Choosing
 from engines.core.model import Branch, DenoiserModel
 from engines.core.precision import scheme_of
 from engines.core.rank import RankContext

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from engines.core.choosing import Choosing
+from engines.core.engine import Choosing
 from engines.core.model import Branch, DenoiserModel
 from engines.parallel.self_check import check_attention, self_check
 from engines.torch_engine.checks import QUANTISED_TOLERANCE, check_fast_path, check_sliced

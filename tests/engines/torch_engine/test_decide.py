@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from engines.core.choosing import Choosing
+from engines.core.engine import Choosing
 from engines.core.rank import RankContext
 from engines.planner.kept import KeptDecision
 from engines.planner.machine import Machine
