@@ -1,4 +1,4 @@
-"""The engine interface: what is asked of an engine, what its choices are for, and a compiled denoiser that answers ``predict``."""
+"""The engine interface: what is asked of an engine, what its choices are for, and what a compiled denoiser answers."""
 
 from __future__ import annotations
 
