@@ -17,7 +17,7 @@ from deployments.api.settings import ApiLimits
 from deployments.clips.settings import ClipLimits
 from deployments.door.settings import DoorSettings
 from deployments.observability.settings import MetricsSettings
-from deployments.stages.config import STRICT, DataType, DenoiserConfig, EncoderConfig, StageConfig
+from deployments.stages.config import STRICT, DataType, DecoderConfig, DenoiserConfig, EncoderConfig
 from pipelines.lora.source import LoraSource, check_sources
 from pipelines.single_file import with_base
 
@@ -54,7 +54,7 @@ class ModelConfig(_Config):
     stages: Literal["apart", "together"] = "apart"
     text_encoder: EncoderConfig = EncoderConfig()
     denoiser: DenoiserConfig = DenoiserConfig()
-    decoder: StageConfig = StageConfig()
+    decoder: DecoderConfig = DecoderConfig()
 
     @model_validator(mode="after")
     def _engine_takes_what_is_asked(self) -> Self:
@@ -66,7 +66,7 @@ class ModelConfig(_Config):
 
     @model_validator(mode="after")
     def _decoder_is_there(self) -> Self:
-        if self.stages == "together" and self.decoder != StageConfig():
+        if self.stages == "together" and self.decoder != DecoderConfig():
             raise ValueError(
                 "the section decoder has no effect with stages: together, where text_encoder is for both: leave one of "
                 "them out"

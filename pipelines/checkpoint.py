@@ -101,19 +101,21 @@ class Checkpoint:
         """How many steps ``request`` takes: a picture to paint over spares some. Told without torch."""
         return self.defaults.num_steps_of(request)
 
-    def text_encoder(self) -> BlocksEncoder:
+    def text_encoder(self, *, compiled: bool = False) -> BlocksEncoder:
         from pipelines.blocks.encoder import BlocksEncoder
 
-        return BlocksEncoder(self._opened, self.defaults.max_tokens, fits_pictures=self.defaults.fits_pictures)
+        defaults = self.defaults
+        return BlocksEncoder(self._opened, defaults.max_tokens, fits_pictures=defaults.fits_pictures, compiled=compiled)
 
     def sampler(self) -> BlocksSampler:
         """The same one at every call."""
         return self._sampler
 
-    def decoder(self) -> BlocksDecoder:
+    def decoder(self, *, compiled: bool = False, memory_bytes: int | None = None) -> BlocksDecoder:
+        """ValueError if this model's cannot be compiled, or kept within ``memory_bytes``."""
         from pipelines.blocks.decoder import BlocksDecoder
 
-        return BlocksDecoder(self._opened)
+        return BlocksDecoder(self._opened, compiled=compiled, memory_bytes=memory_bytes)
 
     def denoiser(self, *, sliced: bool = False, typical: MediaRequest | None = None) -> DenoiserModel:
         """The transformers. ``typical`` says what most steps will be like: an "auto" strategy is chosen for it.

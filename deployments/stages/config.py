@@ -80,11 +80,15 @@ class ScaledConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class StageConfig(ScaledConfig):
-    """One text encoder or decoder deployment. CPUs are Ray's logical ones; ``num_threads`` is what torch uses."""
+    """One text encoder or decoder deployment. CPUs are Ray's logical ones; ``num_threads`` is what torch uses.
+
+    ``compile``: what the start does once (``denoiser.warm_sizes``, a prompt) is compiled for, all else runs as it is.
+    """
 
     num_cpus: float = Field(default=0.2, ge=0)
     num_gpus: float = Field(default=0.0, ge=0)
     num_threads: PositiveInt = 1
+    compile: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -92,6 +96,18 @@ class EncoderConfig(StageConfig):
     """A text encoder, which keeps up to ``conditionings_mib`` of conditionings for requests that say the same."""
 
     conditionings_mib: int = Field(default=64, ge=0)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class DecoderConfig(StageConfig):
+    """A decoder. ``memory_gib`` is what it may take of a GPU beside its weights (None: as it comes): larger pictures
+    are decoded in rows, with the same pixels, and what is held for nobody is given back."""
+
+    memory_gib: PositiveFloat | None = None
+
+    @property
+    def memory_bytes(self) -> int | None:
+        return None if self.memory_gib is None else int(self.memory_gib * 2**30)
 
 
 def _size(written: object) -> Size:

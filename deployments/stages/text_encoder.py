@@ -25,7 +25,7 @@ class PromptEncoder:
     def __init__(self, spec: StageSpec) -> None:
         with quick_imports():
             checkpoint = load_stage(spec)
-            self._encoder = checkpoint.text_encoder()
+            self._encoder = checkpoint.text_encoder(compiled=spec.model.text_encoder.compile)
         self._encoding = Workers(1, "encoding")
         self._encoding.run(warm_encoder, self._encoder, spec, checkpoint)
         self._kept = Conditionings(spec.model.text_encoder.conditionings_mib * MIB)

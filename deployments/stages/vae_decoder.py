@@ -33,7 +33,8 @@ class VaeDecoder:
     def __init__(self, spec: StageSpec) -> None:
         with quick_imports():
             checkpoint = load_stage(spec)
-            self._decoder = checkpoint.decoder()
+            options = spec.model.decoder
+            self._decoder = checkpoint.decoder(compiled=options.compile, memory_bytes=options.memory_bytes)
         self._decoding, self._writing = Workers(1, "decoding"), Workers(NUM_ENCODINGS, "encoding")
         frames_FHWC = self._decoding.run(warm_decoder, self._decoder, spec, checkpoint)
         for request, output in outputs(checkpoint.defaults):

@@ -44,8 +44,9 @@ def _grey(request: MediaRequest) -> InputPicture:
 
 def warm_encoder(encoder: BlocksEncoder, spec: StageSpec, checkpoint: Checkpoint) -> None:
     """Encodes what is typical of the model."""
-    for request, pictures in typical_requests(checkpoint.defaults, spec.model.denoiser.warm_sizes):
-        encoder.encode(request, pictures)
+    with encoder.preparing():
+        for request, pictures in typical_requests(checkpoint.defaults, spec.model.denoiser.warm_sizes):
+            encoder.encode(request, pictures)
 
 
 def warm_decoder(decoder: BlocksDecoder, spec: StageSpec, checkpoint: Checkpoint) -> NDArray[np.uint8]:
@@ -57,8 +58,9 @@ def warm_decoder(decoder: BlocksDecoder, spec: StageSpec, checkpoint: Checkpoint
     if checkpoint.architecture.blank_conditioning is None:
         logger.info("nothing is decoded before the first request: %s is not known here", checkpoint.architecture.family)
         return np.zeros((1, defaults.height, defaults.width, 3), np.uint8)
-    for request in map(defaults.typical_request, sizes):
-        decoder.decode_all(checkpoint.first_latents(request), request)
+    with decoder.preparing():
+        for request in map(defaults.typical_request, sizes):
+            decoder.decode_all(checkpoint.first_latents(request), request)
     request = defaults.typical_request(sizes[0] if sizes else None)
     return decoder.preview(checkpoint.first_latents(request), request)[:1]
 

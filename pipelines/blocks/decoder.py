@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipelines.blocks import tree
+from pipelines.blocks.compiled import compile_decoder, preparing
 from pipelines.blocks.encoder import on_device
 from pipelines.blocks.opened import OpenedPipeline
+from pipelines.blocks.rows import give_back, limit_memory
 from pipelines.media.sound import Sound
 from pipelines.request import MediaRequest
 
@@ -40,23 +43,34 @@ def on_white(unit_FHWC: Tensor) -> Tensor:
 
 
 class BlocksDecoder:
-    """Decodes one job at a time: auto-encoders of clips keep the frames before."""
+    """Decodes one job at a time: auto-encoders of clips keep the frames before.
 
-    def __init__(self, opened: OpenedPipeline) -> None:
-        self._opened = opened
+    ``compiled``: sizes that are decoded inside ``preparing`` are compiled for. ``memory_bytes``: what a decode may take
+    beside the weights; larger pictures are decoded in rows, and the device gets back what is held for nobody.
+    """
+
+    def __init__(self, opened: OpenedPipeline, *, compiled: bool = False, memory_bytes: int | None = None) -> None:
+        self._opened, self._memory_bytes = opened, memory_bytes
         self._pipeline = opened.load(opened.sections.decode)
+        self._prepared = (compile_decoder(self._pipeline.vae),) if compiled else ()
+        if memory_bytes is not None:
+            limit_memory(self._pipeline.vae, memory_bytes)
+
+    def preparing(self) -> AbstractContextManager[None]:
+        """Sizes that are decoded inside are those to be expected."""
+        return preparing(self._prepared)
 
     def decode_all(self, latents: Mapping[str, Any], request: MediaRequest) -> DecodedMedia:
         """Everything that the blocks make of what ``BlocksSampler.latents`` gives."""
-        values = self._run(latents)
-        pixels_FCHW = _pixels(values)
-        asked_FCHW = _asked(pixels_FCHW, request)
-        sound = self._sound(values, len(asked_FCHW) / len(pixels_FCHW))
-        return DecodedMedia(frames_FHWC=_to_frames(asked_FCHW), sound=sound)
+        media = self._media(self._run(latents), request)
+        self._give_back()
+        return media
 
     def decode(self, latents: Mapping[str, Any], request: MediaRequest) -> NDArray[np.uint8]:
         """All frames, uint8 (frames, height, width, 3), from what ``BlocksSampler.latents`` gives."""
-        return _to_frames(_asked(self.pixels(latents), request))
+        frames_FHWC = _to_frames(_asked(self.pixels(latents), request))
+        self._give_back()
+        return frames_FHWC
 
     def preview(self, latents: Mapping[str, Any], request: MediaRequest) -> NDArray[np.uint8]:
         first = self._opened.architecture.first_frame
@@ -76,6 +90,16 @@ class BlocksDecoder:
             values.set(name, self._here(name, value))
         tree.run(self._opened.blocks, [(name,) for name in self._opened.sections.decode], self._pipeline, values)
         return values
+
+    def _media(self, values: PipelineState, request: MediaRequest) -> DecodedMedia:
+        pixels_FCHW = _pixels(values)
+        asked_FCHW = _asked(pixels_FCHW, request)
+        sound = self._sound(values, len(asked_FCHW) / len(pixels_FCHW))
+        return DecodedMedia(frames_FHWC=_to_frames(asked_FCHW), sound=sound)
+
+    def _give_back(self) -> None:
+        if self._memory_bytes is not None:
+            give_back(self._opened.device, self._memory_bytes)
 
     def _sound(self, values: PipelineState, share: float) -> Sound | None:
         """The first ``share`` of the samples that the blocks made."""
@@ -107,6 +131,9 @@ def _asked(pixels_FCHW: Tensor, request: MediaRequest) -> Tensor:
 
 
 def _to_frames(pixels_FCHW: Tensor) -> NDArray[np.uint8]:
-    unit_FHWC = on_white(pixels_FCHW.movedim(-3, -1).float())
-    frames: NDArray[np.uint8] = (unit_FHWC * 255).round().to(torch.uint8).cpu().numpy()
-    return frames
+    """Frame by frame, since what lies between is float32; turned where the pixels are, which is quicker than here."""
+    frames_FHWC = np.empty((len(pixels_FCHW), *pixels_FCHW.shape[-2:], 3), np.uint8)
+    for frame_HWC, pixels_CHW in zip(torch.from_numpy(frames_FHWC), pixels_FCHW, strict=True):
+        unit_HWC = on_white(pixels_CHW.movedim(-3, -1).float())
+        frame_HWC.copy_((unit_HWC * 255).round_().to(torch.uint8).contiguous())
+    return frames_FHWC

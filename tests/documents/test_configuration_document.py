@@ -25,6 +25,7 @@ SECTIONS: dict[str, Any] = {
     "loras.": LoraSource,
     "key_limits.": KeyLimits,
     "text_encoder.": stages.EncoderConfig,
+    "decoder.": stages.DecoderConfig,
     "autoscaling.": stages.AutoscalingConfig,
     "denoiser.": stages.DenoiserConfig,
     "denoiser.torch.": TorchOptions,
@@ -38,6 +39,8 @@ UNNAMED = (config.ServeConfig, config.ApplicationConfig, config.ModelConfig)
 SAID_ELSEWHERE = {"applications", "args", "import_path", "route_prefix", "text_encoder", "denoiser", "decoder"}
 SAID_ELSEWHERE |= {"http_options", "autoscaling", "torch", "tensorrt", "nccl"}
 """Sections, which have keys of their own, and what is the same in every file."""
+OF_BOTH = {field.name for field in dataclasses.fields(stages.StageConfig)}
+"""The rows of a text encoder say them of a decoder, too."""
 
 
 def keys() -> dict[str, Any]:
@@ -47,7 +50,7 @@ def keys() -> dict[str, Any]:
         f"{prefix}{name}": default
         for prefix, section in sections
         for name, default in defaults_of(section).items()
-        if name not in SAID_ELSEWHERE
+        if name not in SAID_ELSEWHERE and not (prefix == "decoder." and name in OF_BOTH)
     }
 
 

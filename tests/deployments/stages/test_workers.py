@@ -10,14 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from deployments.config import ModelConfig
 from deployments.observability.logs import request_context, request_id_var
 from deployments.stages import vae_decoder
+from deployments.stages.common import StageSpec
 from deployments.stages.vae_decoder import NUM_ENCODINGS, VaeDecoder
 from deployments.stages.workers import Workers
 from deployments.studio.interface import Output
 from tests.deployments.support.fake_studio import CLIPS
 
 NUM_CALLS = 40
+MODEL = ModelConfig(name="m")
+SPEC = StageSpec(model=MODEL, stage=MODEL.decoder)
 
 
 def test_many_callers_share_few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,11 +40,11 @@ def test_many_callers_share_few_threads(monkeypatch: pytest.MonkeyPatch) -> None
         return b""
 
     monkeypatch.setattr(vae_decoder, "encode_frames", encode)
-    checkpoint = SimpleNamespace(decoder=lambda: decoder, defaults=CLIPS)
+    checkpoint = SimpleNamespace(decoder=lambda **_: decoder, defaults=CLIPS)
     monkeypatch.setattr(vae_decoder, "load_stage", lambda spec: checkpoint)
     monkeypatch.setattr(vae_decoder, "warm_decoder", lambda *_: decode())
     decoder = SimpleNamespace(decode_all=decode_all, preview=decode)
-    stage, latents = VaeDecoder(SimpleNamespace()), SimpleNamespace(open=lambda: None)  # type: ignore[arg-type]
+    stage, latents = VaeDecoder(SPEC), SimpleNamespace(open=lambda: None)
     request = CLIPS.request(model="m", prompt="a")
     with ThreadPoolExecutor(NUM_CALLS) as callers:
         at_once = threading.Barrier(NUM_CALLS)
