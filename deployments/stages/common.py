@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deployments.config import ModelConfig
+from deployments.settings import set_defaults
 from deployments.stages.config import StageConfig
 from engines.core.parcel import Parcel, Shapes
 from engines.gang.errors import QueueFullError
@@ -51,12 +52,20 @@ class Decoded:
     decode_s: float
 
 
+GIVES_WAY = {"CUDA_MPS_CLIENT_PRIORITY": "1"}
+"""Below the normal one, 0, which ranks have. CUDA reads it when a process begins to use a GPU, and obeys it under MPS
+alone: priorities of streams end at a process, and without MPS the processes that share a GPU take turns on it."""
+
+
 def load_stage(spec: StageSpec) -> Checkpoint:
-    """Sets this process's threads; returns the checkpoint on the device of the stage."""
+    """Sets this process's threads and its place among those that share its GPU; returns the checkpoint on the device of
+    the stage."""
     import torch
 
     from deployments.replicas import prepare_replica  # ranks, which read what stages write, do without Ray Serve
 
     prepare_replica()
+    if spec.stage.gives_way:
+        set_defaults(GIVES_WAY)
     torch.set_num_threads(spec.stage.num_threads)
     return Checkpoint.open(spec.model.source, "cuda" if spec.stage.num_gpus else "cpu", spec.model.dtype)

@@ -83,12 +83,14 @@ class StageConfig(ScaledConfig):
     """One text encoder or decoder deployment. CPUs are Ray's logical ones; ``num_threads`` is what torch uses.
 
     ``compile``: what the start does once (``denoiser.warm_sizes``, a prompt) is compiled for, all else runs as it is.
+    ``gives_way``: to ranks on the same GPU, where NVIDIA's Multi-Process Service shares it out.
     """
 
     num_cpus: float = Field(default=0.2, ge=0)
     num_gpus: float = Field(default=0.0, ge=0)
     num_threads: PositiveInt = 1
     compile: bool = False
+    gives_way: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ import torch
 from deployments.config import ModelConfig
 from deployments.ingress import make_cards
 from deployments.requests.handle import handle_request
-from deployments.stages.common import StageSpec
+from deployments.stages.common import StageSpec, load_stage
 from deployments.stages.config import EncoderConfig
 from deployments.stages.text_encoder import PromptEncoder
 from deployments.stages.vae_decoder import VaeDecoder
@@ -26,6 +27,7 @@ from pipelines.request import MediaRequest
 from tests.deployments.support.live import config_of
 
 NUM_CALLS = 120
+PRIORITY = "CUDA_MPS_CLIENT_PRIORITY"
 PROMPTS = ("a", "a red circle", "a small blue square at the top")
 
 
@@ -84,3 +86,13 @@ def test_clips_decoded_at_the_same_time_do_not_mix(clips: Path, threads: ThreadP
     alone = [decode(i) for i in range(len(parcels))]
     assert len(set(alone)) == len(parcels)
     assert list(threads.map(decode, range(12))) == [alone[i % len(parcels)] for i in range(12)]
+
+
+@pytest.mark.parametrize(("gives_way", "expected"), [(False, None), (True, "1")])
+def test_stages_give_way_to_ranks_if_they_are_told_to(
+    pictures: Path, gives_way: bool, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PRIORITY, "")
+    monkeypatch.delenv(PRIORITY)
+    load_stage(spec_of(pictures, gives_way=gives_way))
+    assert os.environ.get(PRIORITY) == expected
