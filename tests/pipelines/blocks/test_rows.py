@@ -17,7 +17,7 @@ from pipelines.blocks import rows
 from pipelines.checkpoint import Checkpoint
 from pipelines.loading import resolve_path
 from tests.deployments.support.files import noise
-from tests.pipelines.support.live_bytes import LiveBytes
+from tests.pipelines.blocks.support.live_bytes import LiveBytes
 
 EXACT_DB = 100.0
 
