@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipelines.blocks import tree
-from pipelines.blocks.compiled import compile_decoder, preparing
 from pipelines.blocks.encoder import on_device
 from pipelines.blocks.opened import OpenedPipeline
-from pipelines.blocks.rows import give_back, limit_memory
 from pipelines.media.sound import Sound
+from pipelines.parts.compiled import compile_decoder, preparing
+from pipelines.parts.rows import give_back, limit_memory
 from pipelines.request import MediaRequest
 
 OUTPUTS = ("images", "videos")

@@ -13,11 +13,11 @@ import torch
 from diffusers import AutoencoderKL
 from torch import Tensor
 
-from pipelines.blocks import rows
 from pipelines.checkpoint import Checkpoint
 from pipelines.loading import resolve_path
+from pipelines.parts import rows
 from tests.deployments.support.files import noise
-from tests.pipelines.blocks.support.live_bytes import LiveBytes
+from tests.pipelines.parts.support.live_bytes import LiveBytes
 
 EXACT_DB = 100.0
 

@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
-from pipelines.blocks import compiled, decoder, encoder
-from pipelines.blocks.compiled import Prepared, preparing
+from pipelines.blocks import decoder, encoder
 from pipelines.checkpoint import Checkpoint
+from pipelines.parts import compiled
+from pipelines.parts.compiled import Prepared, preparing
 
 
 @pytest.fixture

@@ -1,0 +1,1 @@
+"""A pipeline's models, made quicker or smaller where they are: compiled, or decoding in rows."""
