@@ -65,6 +65,9 @@ async def test_sums_are_those_of_the_timings_in_the_answers(url: str) -> None:
     assert grown[named("troupe_prediction_ratio_sum", **MODEL)] == pytest.approx(ratios)
     assert grown[named("troupe_deadlines_total", **MODEL, outcome="met")] == 3
     assert after[named("troupe_requests_open", **tier)] == 0
+    encodings = [grown[named("troupe_encodings_total", **MODEL, source=source)] for source in ("kept", "encoded")]
+    assert sum(encodings) == 3
+    assert encodings[0] >= 2, "all said the same"
     steps = MODEL | {"num_ranks": "2"}
     assert grown[named("troupe_step_seconds_count", **steps)] == 12
     assert 0 < grown[named("troupe_step_seconds_sum", **steps)] <= sum(each["total_s"] for each in timings)
