@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +14,10 @@ import pytest
 from deployments.config import ModelConfig
 from deployments.stages import vae_decoder
 from deployments.stages.common import StageSpec
-from deployments.stages.config import DenoiserConfig
+from deployments.stages.config import DenoiserConfig, EncoderConfig
 from deployments.stages.text_encoder import PromptEncoder
 from deployments.stages.vae_decoder import VaeDecoder
+from deployments.stages.warm_up import PROMPT, warm_encoder
 from deployments.studio.interface import Output
 from engines.core.parcel import Parcel
 from pipelines.blocks.decoder import BlocksDecoder
@@ -92,3 +95,13 @@ def test_nothing_is_decoded_of_what_nobody_knows(pictures: Path, calls: Calls, m
     monkeypatch.setattr("pipelines.checkpoint.architecture_of", lambda path: unknown)
     VaeDecoder(spec_of(pictures, "64x48"))
     assert [call[0] for call in calls] == ["encode_frames"] * 3
+
+
+@pytest.mark.parametrize(("compiles", "num_runs"), [(False, 1), (True, 3)])
+def test_what_is_captured_has_been_replayed(pictures: Path, compiles: bool, num_runs: int) -> None:
+    prompts: list[str] = []
+    spec, checkpoint = spec_of(pictures), Checkpoint(pictures)
+    model = spec.model.model_copy(update={"text_encoder": EncoderConfig(compile=compiles)})
+    encoder: Any = SimpleNamespace(preparing=nullcontext, encode=lambda request, _: prompts.append(request.prompt))
+    warm_encoder(encoder, replace(spec, model=model), checkpoint)
+    assert prompts == [PROMPT] * 2 * num_runs, "of words alone, and with a picture"
