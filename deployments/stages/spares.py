@@ -94,6 +94,19 @@ def wait_until_prepared() -> None:
     """
     for thread in _PREPARATION:
         thread.join()
+        _assert_sees_its_own()
+
+
+def _assert_sees_its_own() -> None:
+    """What asks for a GPU in a process that stands by, before Ray gave it one, has it see all GPUs from then on."""
+    import torch
+
+    if own := ray.get_runtime_context().get_accelerator_ids()["GPU"]:
+        num_seen = torch._C._cuda_getDeviceCount()
+        assert num_seen == len(own), (
+            f"this process sees {num_seen} GPUs, and has {own}: something that it imported asked for GPUs too early; "
+            "denoiser.num_spares: 0 does without processes that stand by"
+        )
 
 
 _PREPARATION: list[Thread] = []

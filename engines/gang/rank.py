@@ -69,7 +69,6 @@ class Rank:
         device = "cuda:0" if config.gpus_per_rank else "cpu"  # Ray shows a rank its own GPU only
         if config.gpus_per_rank:
             torch.cuda.set_device(device)
-            _assert_sees_its_own()
         self._context = RankContext(rank=rank, num_ranks=config.num_ranks, device=device)
         self._communicator = Communicator(
             rank=rank,
@@ -185,18 +184,6 @@ def kill_ranks(ranks: Sequence[Any]) -> None:
 
 def _node_ip() -> str:
     return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
-
-
-def _assert_sees_its_own() -> None:
-    """What asks for a GPU in a process that stands by, before Ray gave it one, has it see all GPUs from then on."""
-    import torch
-
-    num_seen = torch._C._cuda_getDeviceCount()
-    own = ray.get_runtime_context().get_accelerator_ids()["GPU"]
-    assert num_seen == len(own), (
-        f"this process sees {num_seen} GPUs, and has {own}: something that it imported asked for GPUs too early; "
-        "denoiser.num_spares: 0 does without processes that stand by"
-    )
 
 
 def own_runtime_env() -> str:
