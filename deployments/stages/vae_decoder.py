@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deployments.observability.logs import request_context
+from deployments.stages.clip_finishing import ClipFinisher
 from deployments.stages.common import Decoded, StageSpec, load_stage
 from deployments.stages.warm_up import outputs, warm_decoder
 from deployments.stages.workers import Workers
 from deployments.studio.interface import Output
 from engines.core.parcel import Parcel
 from pipelines.libraries import quick_imports
-from pipelines.media import Sound, encode_frames, encode_thumbnail
+from pipelines.media import encode_frames, encode_thumbnail
 from pipelines.request import MediaRequest
 
 logger = logging.getLogger(__name__)
 
 
 NUM_ENCODINGS = 4
-"""Pictures and clips that are encoded side by side, beside one decoding."""
+"""Pictures that are encoded, and clips that are put together, side by side, beside one decoding."""
 
 
 class VaeDecoder:
@@ -36,16 +36,16 @@ class VaeDecoder:
             options = spec.model.decoder
             self._decoder = checkpoint.decoder(compiled=options.compile, memory_bytes=options.memory_bytes)
         self._decoding, self._writing = Workers(1, "decoding"), Workers(NUM_ENCODINGS, "encoding")
+        self._clips = ClipFinisher(self._decoder, self._decoding, self._writing)
         frames_FHWC = self._decoding.run(warm_decoder, self._decoder, spec, checkpoint)
         for request, output in outputs(checkpoint.defaults):
-            self._writing.run(_encode, frames_FHWC, None, request, output)
+            self._writing.run(_encode, frames_FHWC, request, output)
 
     def decode(self, latents: Parcel, request: MediaRequest, output: Output) -> Decoded:
         """Returns the finished bytes."""
         started_s = time.perf_counter()
         with request_context(request.request_id):
-            decoded = self._decoding.run(lambda: self._decoder.decode_all(latents.open(), request))
-            data, thumbnail = self._writing.run(_encode, decoded.frames_FHWC, decoded.sound, request, output)
+            data, thumbnail = self._finish(latents, request, output)
             decode_s = time.perf_counter() - started_s
             logger.info("latents are decoded", extra={"decode_s": round(decode_s, 4), "num_bytes": len(data)})
         return Decoded(data=data, thumbnail=thumbnail, decode_s=decode_s)
@@ -56,10 +56,13 @@ class VaeDecoder:
             frames = self._decoding.run(lambda: self._decoder.preview(latents.open(), request))
             return self._writing.run(encode_frames, frames[:1], "png")
 
+    def _finish(self, latents: Parcel, request: MediaRequest, output: Output) -> tuple[bytes, bytes]:
+        if output.format == "mp4":
+            return self._clips.finish(latents, request)
+        media = self._decoding.run(lambda: self._decoder.decode_all(latents.open(), request))
+        return self._writing.run(_encode, media.frames_FHWC, request, output)
 
-def _encode(
-    frames_FHWC: NDArray[np.uint8], sound: Sound | None, request: MediaRequest, output: Output
-) -> tuple[bytes, bytes]:
-    options: dict[str, Any] = {"compression": output.compression, "fps": request.fps, "sound": sound}
-    data = encode_frames(frames_FHWC, output.format, **options)
+
+def _encode(frames_FHWC: NDArray[np.uint8], request: MediaRequest, output: Output) -> tuple[bytes, bytes]:
+    data = encode_frames(frames_FHWC, output.format, compression=output.compression, fps=request.fps)
     return data, encode_thumbnail(frames_FHWC[0]) if request.kind == "video" else b""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,8 @@ from torch import Tensor
 from pipelines.blocks import tree
 from pipelines.blocks.encoder import on_device
 from pipelines.blocks.opened import OpenedPipeline
+from pipelines.blocks.pieces.bands import WHOLE, Share
+from pipelines.blocks.pieces.chunks import PiecewiseVae, decodes_in_chunks
 from pipelines.media.sound import Sound
 from pipelines.parts.compiled import compile_decoder, preparing
 from pipelines.parts.rows import give_back, limit_memory
@@ -66,6 +70,34 @@ class BlocksDecoder:
         self._give_back()
         return media
 
+    def decode_chunks(
+        self, latents: Mapping[str, Any], request: MediaRequest, share: Share = WHOLE
+    ) -> Iterator[DecodedMedia]:
+        """Yields the same frames as ``decode_all``, as they are decoded; sound comes with the last of them.
+
+        They come all at once where ``comes_in_chunks`` is not true. Else it can be a ``share`` of their rows alone.
+        """
+        if not self.comes_in_chunks:
+            assert share.count == 1, "decoded at once, and by one"
+            yield self.decode_all(latents, request)
+            return
+        values, pipeline, num_frames = self._values(latents), copy.copy(self._pipeline), 0
+        pipeline.vae = vae = PiecewiseVae(self._pipeline.vae, share)
+        for path in tree.leaves(self._opened.blocks, self._opened.sections.decode, values):
+            before = dict(values.values)
+            self._run_blocks([path], pipeline, values)
+            while vae.num_left:
+                pixels_FCHW = _pixels(values)
+                yield DecodedMedia(frames_FHWC=_to_frames(_asked(pixels_FCHW, request, num_frames)))
+                num_frames += len(pixels_FCHW)
+                values.values = dict(before)
+                self._run_blocks([path], pipeline, values)
+        pixels_FCHW = _pixels(values)
+        sound = self._sound(values, min(1.0, request.num_frames / (num_frames + len(pixels_FCHW))))
+        media = DecodedMedia(frames_FHWC=_to_frames(_asked(pixels_FCHW, request, num_frames)), sound=sound)
+        self._give_back()
+        yield media
+
     def decode(self, latents: Mapping[str, Any], request: MediaRequest) -> NDArray[np.uint8]:
         """All frames, uint8 (frames, height, width, 3), from what ``BlocksSampler.latents`` gives."""
         frames_FHWC = _to_frames(_asked(self.pixels(latents), request))
@@ -83,12 +115,26 @@ class BlocksDecoder:
         """``pixels_FCHW`` in [0, 1], some models' with opacity, in the auto-encoder's dtype, on the device."""
         return _pixels(self._run(latents))
 
-    @torch.no_grad()
+    @cached_property
+    def comes_in_chunks(self) -> bool:
+        """Whether the auto-encoder decodes a clip piece by piece, and nothing looks at all of it: a guardrail would."""
+        vae = getattr(self._pipeline, "vae", None)
+        is_judged = getattr(self._pipeline, "requires_safety_checker", False)
+        return self._opened.architecture.frames_apart and not is_judged and vae is not None and decodes_in_chunks(vae)
+
     def _run(self, latents: Mapping[str, Any]) -> PipelineState:
+        values = self._values(latents)
+        self._run_blocks([(name,) for name in self._opened.sections.decode], self._pipeline, values)
+        return values
+
+    @torch.no_grad()
+    def _run_blocks(self, paths: Iterable[tree.Path], pipeline: Any, values: PipelineState) -> None:
+        tree.run(self._opened.blocks, paths, pipeline, values)
+
+    def _values(self, latents: Mapping[str, Any]) -> PipelineState:
         values = self._opened.state({})
         for name, value in latents.items():
             values.set(name, self._here(name, value))
-        tree.run(self._opened.blocks, [(name,) for name in self._opened.sections.decode], self._pipeline, values)
         return values
 
     def _media(self, values: PipelineState, request: MediaRequest) -> DecodedMedia:
@@ -125,9 +171,9 @@ def _pixels(values: PipelineState) -> Tensor:
     return pixels[0] if pixels.ndim == 5 else pixels
 
 
-def _asked(pixels_FCHW: Tensor, request: MediaRequest) -> Tensor:
+def _asked(pixels_FCHW: Tensor, request: MediaRequest, num_before: int = 0) -> Tensor:
     """Some models make clips of certain lengths alone, which may be more than was asked for."""
-    return pixels_FCHW[: request.num_frames] if request.kind == "video" else pixels_FCHW
+    return pixels_FCHW[: max(0, request.num_frames - num_before)] if request.kind == "video" else pixels_FCHW
 
 
 def _to_frames(pixels_FCHW: Tensor) -> NDArray[np.uint8]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +77,20 @@ def run(blocks: Any, paths: Iterable[Path], pipeline: Any, state: PipelineState)
     """Runs these blocks, which hold no denoising loop, in order; ``state`` takes what they make."""
     for path in paths:
         block_at(blocks, path)(pipeline, state)
+
+
+def leaves(blocks: Any, names: Iterable[str], state: PipelineState, outer: Path = ()) -> Iterator[Path]:
+    """Yields the innermost blocks that a run of these would call, each when those before it have run."""
+    for name in names:
+        path = (*outer, name)
+        block = block_at(blocks, path)
+        inner: Iterable[str] = block.sub_blocks
+        if isinstance(block, ConditionalPipelineBlocks):
+            chosen = _chosen(block, state)
+            inner = () if chosen is None else (chosen,)
+        elif not block.sub_blocks:
+            yield path
+        yield from leaves(blocks, inner, state, path)
 
 
 def run_until_loop(

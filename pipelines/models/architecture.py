@@ -89,7 +89,8 @@ class Architecture:
     ``first_frame(config, latents)`` are the latents that a clip's first frame needs. ``estimate(loop_state, sigma)``
     are the finished latents as a step's values tell them, None before there are any; ``in_round(loop_state, call)``
     are values that show how far a loop of several steps a round has come. ``float32_parts`` of the pipeline
-    are float32 whatever the transformer is. ``needs_negative``: its blocks fail without a negative prompt, even where
+    are float32 whatever the transformer is. ``frames_apart``: its decoding blocks do with a frame what they would do
+    with it alone, after the auto-encoder. ``needs_negative``: its blocks fail without a negative prompt, even where
     no guider looks at it. ``guides_itself``: its blocks know a second prompt without a guider.
 
     ``filled(values)`` are what the encoders made of a prompt, at a length that other prompts have too: steps of one
@@ -128,6 +129,7 @@ class Architecture:
     short_prompts: tuple[int, ...] = ()
     needs_negative: bool = False
     guides_itself: bool = False
+    frames_apart: bool = False
     inputs: Callable[[Path, MediaRequest], Mapping[str, Any]] = lambda folder, request: {}
     idle_parts: tuple[str, ...] = ()
     complete: Callable[[Any], None] = lambda pipeline: None

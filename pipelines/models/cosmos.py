@@ -191,5 +191,6 @@ ARCHITECTURE = Architecture(
     first_frame=first_frame,
     inputs=inputs,
     guides_itself=True,
+    frames_apart=True,
     complete=complete,
 )

@@ -239,4 +239,5 @@ ARCHITECTURE = Architecture(
     first_frame=lambda _, latents: {"latents": latents["latents"][:, :, :1]},
     float32_parts=("vae", "image_encoder"),
     needs_negative=True,
+    frames_apart=True,
 )

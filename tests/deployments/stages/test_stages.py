@@ -23,6 +23,7 @@ from deployments.stages.vae_decoder import VaeDecoder
 from deployments.studio.interface import Output
 from engines.core.parcel import Parcel
 from pipelines.checkpoint import Checkpoint
+from pipelines.media import encode_frames
 from pipelines.request import MediaRequest
 from tests.deployments.support.live import config_of
 
@@ -85,6 +86,8 @@ def test_clips_decoded_at_the_same_time_do_not_mix(clips: Path, threads: ThreadP
 
     alone = [decode(i) for i in range(len(parcels))]
     assert len(set(alone)) == len(parcels)
+    frames_FHWC = Checkpoint(clips).decoder().decode(latents, request)
+    assert alone[1] == encode_frames(frames_FHWC, "mp4", fps=request.fps)
     assert list(threads.map(decode, range(12))) == [alone[i % len(parcels)] for i in range(12)]
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +14,13 @@ import pytest
 
 from deployments.config import ModelConfig
 from deployments.observability.logs import request_context, request_id_var
-from deployments.stages import vae_decoder
+from deployments.stages import clip_finishing, vae_decoder
+from deployments.stages.clip_finishing import MAX_THREADS
 from deployments.stages.common import StageSpec
 from deployments.stages.vae_decoder import NUM_ENCODINGS, VaeDecoder
 from deployments.stages.workers import Workers
 from deployments.studio.interface import Output
+from pipelines.media import clip
 from tests.deployments.support.fake_studio import CLIPS
 
 NUM_CALLS = 40
@@ -26,24 +30,26 @@ SPEC = StageSpec(model=MODEL, stage=MODEL.decoder)
 
 def test_many_callers_share_few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else each of Serve's threads would keep the memory of its decodings."""
-    decodings, encodings = set(), set()
+    decodings, encodings, groups = set[int](), set[int](), set[int]()
 
     def decode(*_: Any) -> Any:
         decodings.add(threading.get_ident())
         return np.zeros((1, 16, 16, 3), np.uint8)
 
-    def decode_all(*_: Any) -> Any:
-        return SimpleNamespace(frames_FHWC=decode(), sound=None)
+    def decode_chunks(*_: Any) -> Iterator[Any]:
+        yield SimpleNamespace(frames_FHWC=decode(), sound=None)
 
     def encode(*_: Any, **__: Any) -> bytes:
         encodings.add(threading.get_ident())
         return b""
 
     monkeypatch.setattr(vae_decoder, "encode_frames", encode)
+    monkeypatch.setattr(clip_finishing, "encode_thumbnail", encode)
+    monkeypatch.setattr(clip, "encode_group", partial(counted, groups, clip.encode_group))
     checkpoint = SimpleNamespace(decoder=lambda **_: decoder, defaults=CLIPS)
     monkeypatch.setattr(vae_decoder, "load_stage", lambda spec: checkpoint)
     monkeypatch.setattr(vae_decoder, "warm_decoder", lambda *_: decode())
-    decoder = SimpleNamespace(decode_all=decode_all, preview=decode)
+    decoder = SimpleNamespace(decode_chunks=decode_chunks, decode=decode, preview=decode)
     stage, latents = VaeDecoder(SPEC), SimpleNamespace(open=lambda: None)
     request = CLIPS.request(model="m", prompt="a")
     with ThreadPoolExecutor(NUM_CALLS) as callers:
@@ -59,6 +65,12 @@ def test_many_callers_share_few_threads(monkeypatch: pytest.MonkeyPatch) -> None
         list(callers.map(call, range(NUM_CALLS)))
     assert len(decodings) == 1
     assert len(encodings) <= NUM_ENCODINGS
+    assert len(groups) <= MAX_THREADS
+
+
+def counted(threads: set[int], work: Callable[..., Any], *args: Any) -> Any:
+    threads.add(threading.get_ident())
+    return work(*args)
 
 
 def test_failures_and_request_ids_cross_threads() -> None:

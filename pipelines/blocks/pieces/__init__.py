@@ -1,0 +1,1 @@
+"""Clips decoded in pieces: of their frames, and of their rows."""

@@ -1,0 +1,77 @@
+"""From latents to a clip: what is encoded when, and the same bytes as from all frames at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deployments.stages.clip_finishing import ClipFinisher
+from deployments.stages.workers import Workers
+from engines.core.parcel import Parcel
+from pipelines.blocks.decoder import DecodedMedia
+from pipelines.media import Sound, clip, encode_frames, encode_thumbnail
+from pipelines.media.groups import group_length
+from tests.deployments.support.fake_studio import CLIPS
+from tests.support.patience import PATIENCE_S
+
+REQUEST = CLIPS.request(model="m", prompt="a")
+FRAMES = np.random.default_rng(0).integers(0, 256, (REQUEST.num_frames, 32, 48, 3), dtype=np.uint8)
+SOUND = Sound(samples_CT=np.zeros((1, 8000), np.float32), rate=8000)
+LATENTS = Parcel.of({})
+
+
+class Decoder:
+    """Decodes ``FRAMES`` one by one, and waits before those of ``waits`` until something is encoded."""
+
+    def __init__(self, waits: tuple[int, ...] = ()) -> None:
+        self.waits, self.encoded, self.waited = waits, threading.Event(), list[bool]()
+
+    def decode_chunks(self, latents: Mapping[str, Any], request: Any) -> Iterator[DecodedMedia]:
+        last = len(FRAMES) - 1
+        for index, frame_HWC in enumerate(FRAMES):
+            if index in self.waits:
+                self.waited.append(self.encoded.wait(PATIENCE_S))
+            yield DecodedMedia(frames_FHWC=frame_HWC[None], sound=SOUND if index == last else None)
+
+
+def finished(decoder: Any) -> tuple[bytes, bytes]:
+    return ClipFinisher(decoder, Workers(1, "decoding"), Workers(1, "writing")).finish(LATENTS, REQUEST)
+
+
+def test_a_group_is_encoded_while_later_frames_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = Decoder(waits=(group_length(len(FRAMES)),))
+    encode_group = clip.encode_group
+
+    def encode(*group: Any) -> Any:
+        packets = encode_group(*group)
+        decoder.encoded.set()
+        return packets
+
+    monkeypatch.setattr(clip, "encode_group", encode)
+    data, thumbnail = finished(decoder)
+    assert decoder.waited == [True]
+    assert data == encode_frames(FRAMES, "mp4", fps=REQUEST.fps, sound=SOUND)
+    assert thumbnail == encode_thumbnail(FRAMES[0])
+
+
+def test_clips_wait_for_their_groups_without_taking_their_threads() -> None:
+    """Many at once, in one process: each gets its own."""
+    stage = ClipFinisher(Decoder(), Workers(1, "decoding"), Workers(2, "writing"))  # type: ignore[arg-type]
+    with ThreadPoolExecutor(8) as callers:
+        clips = list(callers.map(lambda _: stage.finish(LATENTS, REQUEST), range(8)))
+    assert len(set(clips)) == 1
+
+
+def test_a_decoding_that_fails_ends_the_clip() -> None:
+    class Failing(Decoder):
+        def decode_chunks(self, latents: Mapping[str, Any], request: Any) -> Iterator[DecodedMedia]:
+            yield DecodedMedia(frames_FHWC=FRAMES[:1])
+            raise MemoryError("no room for the second frame")
+
+    with pytest.raises(MemoryError, match="second frame"):
+        finished(Failing())
