@@ -25,8 +25,8 @@ WITHOUT_NOTES = "filter_units=remove_types=6"
 
 MIN_GROUP, MAX_GROUP = 4, 12
 NUM_GROUPS = 8
-"""As many groups as a machine may have threads for, within what key frames cost: in a moving picture of 832x480 they
-make a clip 18 % larger every 12 frames and 35 % every 8."""
+"""As many groups as a machine may have threads for, within what key frames cost: a moving picture of 832x480 with 81
+frames takes 500 kB as one group, 631 in groups of 12 and 724 in groups of 8."""
 
 
 def group_length(num_frames: int) -> int:
