@@ -114,7 +114,7 @@ class Defaults:
         if num_frames > self.max_frames:
             largest = largest_num_frames(self.max_frames, self.frame_multiple)
             raise ValueError(f"num_frames is {num_frames}; it must be at most {largest}")
-        if num_frames < self.min_frames:
+        if 0 < num_frames < self.min_frames:
             raise ValueError(f"num_frames is {num_frames}; it must be at least {self.min_frames}")
         check_frames(num_frames, self.frame_multiple, self.max_frames)
 

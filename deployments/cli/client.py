@@ -131,7 +131,7 @@ def _content(body: Mapping[str, Any], files: Files) -> dict[str, Any]:
 
 
 def _seconds(timings: Mapping[str, Any] | None) -> dict[str, float]:
-    return {name: value for name, value in (timings or {}).items() if name.endswith("_s")}
+    return {name: value for name, value in (timings or {}).items() if name.endswith("_s") and value is not None}
 
 
 def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:

@@ -32,7 +32,7 @@ EFFECTLESS = {
     "vae_use_slicing": False,
     "vae_use_tiling": False,
 }
-RANDOM = {"request_id", "seed"}
+RANDOM = {"request_id", "seed", "waited_s"}
 
 
 def comparable(request: MediaRequest) -> dict[str, Any]:

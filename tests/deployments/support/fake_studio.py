@@ -153,6 +153,7 @@ def clip(request: MediaRequest) -> bytes:
     with av.open(file, "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=request.fps)
         stream.width, stream.height, stream.pix_fmt = request.width, request.height, "yuv420p"
+        stream.options, stream.codec_context.thread_count = {"x264-params": "cpu-independent=1"}, 1  # else bytes vary
         frame_HWC = np.full((request.height, request.width, 3), colour(request.seed), np.uint8)
         for _ in range(request.num_frames):
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame_HWC, format="rgb24")))
