@@ -159,6 +159,13 @@ class ServeConfig(_Config):
         document["applications"][0]["args"]["metrics"]["port"] = port
         return self.model_validate(document)
 
+    def without_spares(self) -> Self:
+        """The same without processes that stand by for gangs that break."""
+        document = self.model_dump()
+        for model in document["applications"][0]["args"]["models"]:
+            model["denoiser"]["num_spares"] = 0
+        return self.model_validate(document)
+
     def with_http(self, **options: Any) -> Self:
         """The same with other ``http_options``; ``port=0`` takes any free port."""
         return self.model_validate(self.model_dump() | {"http_options": self.http_options.model_dump() | options})

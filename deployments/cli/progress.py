@@ -59,15 +59,16 @@ def started(config: ServeConfig) -> Iterator[str]:
 def started_for_itself(config: ServeConfig) -> Iterator[str]:
     """Starts the application for one command alone; yields its URL.
 
-    It has any free port, no metrics, a data directory that goes with it, and none of what the environment says to
-    servers (keys, a database).
+    It has any free port, no metrics, nothing that stands by, a data directory that goes with it, and none of what the
+    environment says to servers (keys, a database).
     """
     from deployments.settings import settings_unset
 
     with ExitStack() as stack:
         stack.enter_context(settings_unset())
         data_dir = Path(stack.enter_context(TemporaryDirectory(prefix="troupe_")))
-        yield stack.enter_context(started(config.with_http(port=0).with_data_dir(data_dir).with_metrics(None)))
+        own = config.with_http(port=0).with_data_dir(data_dir).with_metrics(None).without_spares()
+        yield stack.enter_context(started(own))
 
 
 def timings_line(result: Result) -> str:
