@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Sequence
 
 from deployments.config import ModelConfig
 from deployments.settings import Settings
 from deployments.stages.facts import model_facts, software_facts
+from engines.core.files import file_about
 from engines.core.parcel import Shapes
 from engines.gang.predictions.rough import rough_step_s
 from engines.gang.predictions.step_times import StepTimes
@@ -34,8 +33,7 @@ def step_times_of(model: ModelConfig, infos: Sequence[RankInfo]) -> StepTimes:
         "denoiser": {name: repr(getattr(model.denoiser, name)) for name in TIMED},
         **software_facts(),
     }
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-    return StepTimes(Settings().data_dir / FOLDER / f"{model.name}_{digest}.json")
+    return StepTimes(file_about(Settings().data_dir / FOLDER, model.name, facts))
 
 
 def rough_estimate_s(request: MediaRequest, encoded: Shapes) -> float:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 
 
@@ -38,3 +41,10 @@ def write_once(path: Path, data: bytes) -> bool:
     finally:
         whole.unlink(missing_ok=True)
     return True
+
+
+def file_about(folder: Path, name: str, facts: Mapping[str, object]) -> Path:
+    """Returns the JSON file in ``folder`` for what holds for ``facts`` alone: its name begins with ``name`` and has a
+    digest of them, as JSON writes them."""
+    digest = hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).hexdigest()[:16]
+    return folder / f"{name}_{digest}.json"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engines.core.files import write_atomically, write_once
+from engines.core.files import file_about, write_atomically, write_once
 from engines.core.spec import ParallelSpec
 from engines.parallel.division import TeamSpecs
 
@@ -34,8 +33,7 @@ class KeptDecision:
 
     @property
     def file(self) -> Path:
-        digest = hashlib.sha256(json.dumps(dict(self.facts), sort_keys=True).encode()).hexdigest()[:16]
-        return self.folder / f"{self.name}_{digest}.json"
+        return file_about(self.folder, self.name, self.facts)
 
     def find(self, sizes: tuple[int, ...]) -> TeamSpecs | None:
         """Returns what was decided for teams of ``sizes``; None where nothing was, or the file is no use, which the log
