@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import json
 import os
-import signal
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -60,7 +59,6 @@ class GangLimits:
 
 def main() -> None:
     arguments = parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the server, too
     mix = load_mix(arguments.mix)
     arrivals = poisson(mix, arguments.rate, arguments.duration_s, arguments.seed)
     rows = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -83,8 +84,10 @@ def cpu_s(processes: Sequence[psutil.Process]) -> float:
 
 @contextmanager
 def serving(config: ServeConfig) -> Iterator[Application]:
-    """``troupe serve`` with ``config``, ready; ended by SIGTERM (background jobs hear no Ctrl-C) with all of it."""
-    with tempfile.TemporaryDirectory(prefix="troupe_bench_", dir="/tmp", ignore_cleanup_errors=True) as name:
+    """``troupe serve`` with ``config``, ready; ended by SIGTERM (background jobs hear no Ctrl-C) with all of it, also
+    when this program gets one."""
+    files = tempfile.TemporaryDirectory(prefix="troupe_bench_", dir="/tmp", ignore_cleanup_errors=True)
+    with _exit_on_sigterm(), files as name:
         folder, port = Path(name), free_port("127.0.0.1")
         file = folder / "config.yaml"
         file.write_text(json.dumps(config.model_dump(mode="json")))  # JSON is YAML
@@ -110,6 +113,15 @@ def serving(config: ServeConfig) -> Iterator[Application]:
         finally:
             process.terminate()
             process.wait(STOPPED_WITHIN_S)
+
+
+@contextmanager
+def _exit_on_sigterm() -> Iterator[None]:
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def errors(folder: Path) -> Iterator[str]:

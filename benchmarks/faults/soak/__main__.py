@@ -19,7 +19,6 @@ import json
 import math
 import os
 import random
-import signal
 import sys
 import threading
 import time
@@ -44,7 +43,6 @@ RANKS_AND_REPLICAS = tuple(kind for kind in KINDS if kind not in ("proxy", "cont
 
 def main() -> None:
     arguments = parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the server, too
     port = free_port("127.0.0.1")
     config = with_policy(load_config(arguments.config).with_metrics(port), arguments.policy, arguments.api_replicas)
     os.environ["TROUPE_API_KEYS"] = ",".join(KEYS)
