@@ -72,8 +72,15 @@ def own_names() -> tuple[str, ...]:
 
 def patience_for(config: DenoiserConfig) -> float:
     """Returns how long a request waits for a gang: for one that may not be there yet, as long as a start may take."""
-    starts_on_demand = config.autoscaling is not None and config.autoscaling.min_replicas == 0
-    return max(RECOVERY_DEADLINE_S, config.start_deadline_s) if starts_on_demand else RECOVERY_DEADLINE_S
+    return max(RECOVERY_DEADLINE_S, config.start_deadline_s) if config.starts_on_demand else RECOVERY_DEADLINE_S
+
+
+def names_on_demand(config: AppConfig, stages: Mapping[str, Mapping[str, DeploymentHandle[Any]]]) -> frozenset[str]:
+    """Returns the names of the deployments that may have no replica until a request asks for one."""
+    scaled = ((model, stage, handle) for model in config.models for stage, handle in stages[model.name].items())
+    return frozenset(
+        handle.deployment_name for model, stage, handle in scaled if getattr(model, stage).starts_on_demand
+    )
 
 
 def make_accounts(config: AppConfig, keeper: DeploymentHandle[Any] | None) -> Accounts:
@@ -110,7 +117,8 @@ class Ingress:
         cards = make_cards(config)
         patience_s = {model.name: patience_for(model.denoiser) for model in config.models}
         self._accounts = make_accounts(config, keeper)
-        deployed = DeployedStudio(cards, handles, Readiness(deployments), patience_s)
+        readiness = Readiness(deployments, names_on_demand(config, stages))
+        deployed = DeployedStudio(cards, handles, readiness, patience_s)
         self._studio = MeteredStudio(deployed, self._accounts)
         self._clips = Clips(self._studio, self._clip_settings())
         self._drain = Drain()

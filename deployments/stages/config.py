@@ -74,6 +74,11 @@ class ScaledConfig:
             )
 
     @property
+    def starts_on_demand(self) -> bool:
+        """Whether there may be no replica until a request asks for one."""
+        return self.autoscaling is not None and self.autoscaling.min_replicas == 0
+
+    @property
     def max_num_replicas(self) -> int:
         return self.autoscaling.max_replicas if self.autoscaling else self.num_replicas
 

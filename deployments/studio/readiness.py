@@ -25,7 +25,8 @@ logger = logging.getLogger("troupe.readiness")
 
 
 class Readiness:
-    """Whether models can take requests, each of which has the deployments that ``models`` says, by name.
+    """Whether models can take requests, each of which has the deployments that ``models`` says, by name. Those
+    ``on_demand`` may have no replica until a request asks for one.
 
     To ask the controller takes some 30 ms of CPU time here and there, and every request wants to know. So while all is
     well the answer is the last known one, renewed behind the requests when it is old or a gang was lost; only while
@@ -33,8 +34,8 @@ class Readiness:
     have changed: replicas serve without it.
     """
 
-    def __init__(self, models: Mapping[str, Collection[str]]) -> None:
-        self._models = dict(models)
+    def __init__(self, models: Mapping[str, Collection[str]], on_demand: Collection[str] = ()) -> None:
+        self._models, self._on_demand = dict(models), frozenset(on_demand)
         self._reasons: Mapping[str, str] = dict.fromkeys(models, "the application is starting")
         self._missing_since_s = dict.fromkeys(models, time.monotonic())
         self._took_s: dict[str, float] = {}
@@ -67,7 +68,7 @@ class Readiness:
             async with asyncio.timeout(ANSWER_DEADLINE_S):
                 status = await asyncio.to_thread(serve.status)
             if APPLICATION in status.applications:  # else Serve found no controller
-                self._note(find_reasons(status, self._models))
+                self._note(find_reasons(status, self._models, self._on_demand))
         except Exception as error:  # of Ray, Serve or its schema: whatever an actor that is gone looks like
             logger.warning("Serve's controller gives no answer: %r", error)
         finally:
@@ -84,26 +85,36 @@ class Readiness:
         self._reasons = reasons
 
 
-def find_reasons(status: ServeStatus, models: Mapping[str, Collection[str]]) -> dict[str, str]:
+def find_reasons(
+    status: ServeStatus, models: Mapping[str, Collection[str]], on_demand: Collection[str]
+) -> dict[str, str]:
     """Returns the models that cannot serve, each with its first deployment that takes no requests.
 
-    ``models`` maps each to the names of its deployments.
+    ``models`` maps each to the names of its deployments; those ``on_demand`` may have no replica until asked for one.
     """
     application = status.applications.get(APPLICATION)
     deployments = application.deployments if application else {}
     reasons: dict[str, str] = {}
     for model, names in models.items():
         for name in names:
-            if name not in deployments or not takes_requests(deployments[name]):
+            if name not in deployments or not takes_requests(deployments[name], on_demand=name in on_demand):
                 reasons.setdefault(model, f"{name} has no running replica")
     return reasons
 
 
-def takes_requests(deployment: DeploymentStatusOverview) -> bool:
-    """Returns whether a replica runs, or the next request starts one: scaled down to none, or on the way up again."""
+def takes_requests(deployment: DeploymentStatusOverview, *, on_demand: bool = False) -> bool:
+    """Returns whether a replica runs, or the next request starts one: scaled down to none, or on the way up again.
+
+    One that may have none (``on_demand``) takes requests also while its last one goes, or was lost and is replaced:
+    they wait as they do for the first. Not before it was deployed, nor when its replicas fail to start.
+    """
     if num_running(deployment) or deployment.status == "UPSCALING":
         return True
-    return deployment.status == "HEALTHY" and not sum(deployment.replica_states.values())
+    if on_demand and deployment.status == "UNHEALTHY":
+        return deployment.status_trigger == "HEALTH_CHECK_FAILED"
+    return deployment.status in ("HEALTHY", "DOWNSCALING") and (
+        on_demand or not sum(deployment.replica_states.values())
+    )
 
 
 def num_running(deployment: DeploymentStatusOverview) -> int:

@@ -25,6 +25,7 @@ class Controller:
 
     def __init__(self) -> None:
         self.num_asked, self.is_running = 0, True
+        self.deployment_status = "UPDATING"
         self.fault: str | None = None
         self.may_answer = threading.Event()
 
@@ -37,7 +38,7 @@ class Controller:
         if self.fault == "is nowhere":
             return SimpleNamespace(applications={})
         state = {"RUNNING": 1} if self.is_running else {"STARTING": 1}
-        overview = SimpleNamespace(replica_states=state, status="UPDATING")
+        overview = SimpleNamespace(replica_states=state, status=self.deployment_status)
         deployments = dict.fromkeys(MODELS["m"], overview)
         return SimpleNamespace(applications={APPLICATION: SimpleNamespace(deployments=deployments)})
 
@@ -162,3 +163,30 @@ async def test_how_long_a_model_was_missing_says_when_it_may_be_back(controller:
 def test_which_deployments_take_requests(status: str, states: dict[str, int], takes: bool) -> None:
     overview = DeploymentStatusOverview(status=status, status_trigger="UNSPECIFIED", replica_states=states, message="")
     assert takes_requests(overview) == takes
+
+
+@pytest.mark.parametrize(
+    ("status", "trigger", "takes"),
+    [
+        ("HEALTHY", "UNSPECIFIED", True),  # the one that was lost is being replaced
+        ("UNHEALTHY", "HEALTH_CHECK_FAILED", True),
+        ("UNHEALTHY", "REPLICA_STARTUP_FAILED", False),
+        ("DOWNSCALING", "AUTOSCALING", True),  # a request that comes now gets one again
+        ("UPDATING", "CONFIG_UPDATE_STARTED", False),
+        ("DEPLOY_FAILED", "REPLICA_STARTUP_FAILED", False),
+    ],
+)
+def test_where_there_may_be_no_replica_requests_wait_for_one_that_is_replaced(
+    status: str, trigger: str, takes: bool
+) -> None:
+    states = {"STARTING": 1, "STOPPING": 1}
+    overview = DeploymentStatusOverview(status=status, status_trigger=trigger, replica_states=states, message="")
+    assert takes_requests(overview, on_demand=True) == takes
+    assert not takes_requests(overview), "where one should be there, requests are refused"
+
+
+async def test_which_deployments_may_have_no_replica_is_known_by_name(controller: Controller) -> None:
+    controller.is_running, controller.deployment_status = False, "HEALTHY"
+    assert list(await settled(Readiness(MODELS))) == ["m"]
+    assert list(await settled(Readiness(MODELS, on_demand=MODELS["m"][:1]))) == ["m"]
+    assert await settled(Readiness(MODELS, on_demand=MODELS["m"])) == {}
