@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pipelines.models.flux import PATCH
+from pipelines.models.pictures.flux import PATCH
 
 
 def pack(latents_BCHW: Tensor) -> Tensor:

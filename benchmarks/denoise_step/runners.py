@@ -33,7 +33,7 @@ from engines.torch_engine.hoisted import HoistedCache
 from engines.torch_engine.options import TorchOptions
 from pipelines.fast.flux import FluxWeights
 from pipelines.models.bare.flux import as_denoiser
-from pipelines.models.flux import SHARD_PLAN, stream_lengths
+from pipelines.models.pictures.flux import SHARD_PLAN, stream_lengths
 
 SMALL_SIDE = 128
 STRATEGIES = ("ulysses", "allgather_kv", "ring", "hybrid")

@@ -22,16 +22,16 @@ from deployments.api.guards.body_limit import BodyLimit
 from deployments.api.guards.hosts import HostCheck
 from deployments.api.guards.key_limits import KeyLimitGuard
 from deployments.api.guards.origins import Cors, OriginCheck
-from deployments.api.health import Liveness, health_routes, model_routes
-from deployments.api.images import image_routes
 from deployments.api.lookout import Lookout
 from deployments.api.measures import usage_routes
 from deployments.api.middleware import CLIENT_GONE, RequestLog
-from deployments.api.page import page_routes
 from deployments.api.partial import HeadAsGet
+from deployments.api.routes.health import Liveness, health_routes, model_routes
+from deployments.api.routes.images import image_routes
+from deployments.api.routes.page import page_routes
+from deployments.api.routes.videos import video_routes
 from deployments.api.settings import ApiSettings
 from deployments.api.streams import ClientGoneError
-from deployments.api.videos import video_routes
 from deployments.clips.clips import Clips
 from deployments.names import own_version
 from deployments.studio.interface import Studio

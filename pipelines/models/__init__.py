@@ -1,1 +1,1 @@
-"""What the project knows of each transformer class that diffusers' blocks call: mostly data, one file a class."""
+"""What the project knows of each transformer class that diffusers' blocks call: mostly data, a file a class."""

@@ -1,4 +1,4 @@
-"""What the project must know of a transformer class to divide it: the form that every file beside this one fills in."""
+"""What the project must know of a transformer class to divide it: the form that every file of a class fills in."""
 
 from __future__ import annotations
 

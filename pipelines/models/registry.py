@@ -11,24 +11,24 @@ from pipelines.directory import DENOISERS, part_class, read_index
 from pipelines.models.architecture import Architecture
 
 ARCHITECTURES = {
-    "Cosmos3OmniTransformer": "cosmos",
-    "ErnieImageTransformer2DModel": "ernie_image",
-    "Flux2Transformer2DModel": "flux2",
-    "Flux3Transformer2DModel": "flux3",
-    "FluxTransformer2DModel": "flux",
-    "HeliosTransformer3DModel": "helios",
-    "HunyuanVideo15Transformer3DModel": "hunyuan_video",
-    "Krea2Transformer2DModel": "krea2",
-    "LTX2VideoTransformer3DModel": "ltx2",
-    "LTXVideoTransformer3DModel": "ltx",
-    "MiniMaxH3Transformer3DModel": "mini_max_h3",
-    "QwenImage21Transformer2DModel": "qwen21",
-    "QwenImageTransformer2DModel": "qwen",
-    "SD3Transformer2DModel": "sd3",
-    "WanTransformer3DModel": "wan",
-    "ZImageTransformer2DModel": "z_image",
+    "Cosmos3OmniTransformer": "clips.cosmos",
+    "ErnieImageTransformer2DModel": "pictures.ernie_image",
+    "Flux2Transformer2DModel": "pictures.flux2",
+    "Flux3Transformer2DModel": "pictures.flux3",
+    "FluxTransformer2DModel": "pictures.flux",
+    "HeliosTransformer3DModel": "clips.helios",
+    "HunyuanVideo15Transformer3DModel": "clips.hunyuan_video",
+    "Krea2Transformer2DModel": "pictures.krea2",
+    "LTX2VideoTransformer3DModel": "clips.ltx2",
+    "LTXVideoTransformer3DModel": "clips.ltx",
+    "MiniMaxH3Transformer3DModel": "clips.mini_max_h3",
+    "QwenImage21Transformer2DModel": "pictures.qwen21",
+    "QwenImageTransformer2DModel": "pictures.qwen",
+    "SD3Transformer2DModel": "pictures.sd3",
+    "WanTransformer3DModel": "clips.wan",
+    "ZImageTransformer2DModel": "pictures.z_image",
 }
-"""Class name to the file beside this one whose ``ARCHITECTURE`` it is."""
+"""Class name to the file below this folder whose ``ARCHITECTURE`` it is."""
 
 
 def architecture_of(path: Path) -> Architecture:

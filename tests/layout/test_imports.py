@@ -19,10 +19,11 @@ MAY_IMPORT = {
 HTTP_LIBRARIES = {"aiohttp", "fastapi", "flask", "httpx", "openai", "requests", "starlette", "uvicorn"}
 REGISTRY = "pipelines/models/registry.py"
 OWN_FILES = (
-    "pipelines/models/",
     "pipelines/models/attention/",
     "pipelines/models/bare/",
+    "pipelines/models/clips/",
     "pipelines/models/mended/",
+    "pipelines/models/pictures/",
     "pipelines/fast/",
 )
 """Where a family has files of its own, which begin with its word."""
@@ -126,7 +127,7 @@ def may_name_family(name: str, line: int, family: str) -> bool:
         ("pipelines/fast/flux.py", True),
         ("pipelines/fast/wan.py", False),
         ("pipelines/fast/__init__.py", False),
-        ("pipelines/models/flux.py", True),
+        ("pipelines/models/pictures/flux.py", True),
         ("pipelines/models/bare/flux.py", True),
         ("pipelines/models/attention/wan_text.py", False),
         ("pipelines/blocks/flux.py", False),

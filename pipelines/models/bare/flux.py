@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engines.core.model import Branch, DenoiserModel
 from pipelines.blocks import denoiser
-from pipelines.models.flux import ARCHITECTURE, PATCH
+from pipelines.models.pictures.flux import ARCHITECTURE, PATCH
 
 PROBE_SEED = 20240801
 PROBE_TEXT, PROBE_HEIGHT, PROBE_WIDTH = 22, 12, 20

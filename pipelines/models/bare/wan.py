@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engines.core.model import Branch, DenoiserModel
 from pipelines.blocks import denoiser
-from pipelines.models.wan import ARCHITECTURE
+from pipelines.models.clips.wan import ARCHITECTURE
 
 PROBE_SEED = 20250225
 PROBE_TEXT = 22

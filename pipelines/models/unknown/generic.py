@@ -1,4 +1,4 @@
-"""What holds of a transformer class that no file beside this one knows: it runs as its pipeline calls it.
+"""What holds of a transformer class that no file of its own knows: it runs as its pipeline calls it.
 
 A class with diffusers' ``_cp_plan`` is divided by it (see ``converted``); any other runs whole, on one rank a gang, by
 attention of its own. Sizes, steps and guidance come from the pipeline's blocks, and a folder's ``troupe.json`` may say

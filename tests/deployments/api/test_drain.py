@@ -17,8 +17,8 @@ from deployments.api.settings import ApiSettings
 from deployments.clips.clips import Clips
 from deployments.clips.settings import ClipSettings
 from tests.deployments.api.conftest import client_of
+from tests.deployments.api.routes.test_images import sse
 from tests.deployments.api.test_disconnect import until
-from tests.deployments.api.test_images import sse
 from tests.deployments.support.fake_studio import FakeStudio
 
 IMAGES = "/v1/images/generations"

@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from pipelines.request import MediaRequest
-from tests.deployments.api.test_images import IMAGES, sse
-from tests.deployments.api.test_videos import finished, make
+from tests.deployments.api.routes.test_images import IMAGES, sse
+from tests.deployments.api.routes.test_videos import finished, make
 from tests.deployments.support.fake_studio import FakeStudio
 
 EFFECTLESS = {

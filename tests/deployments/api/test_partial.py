@@ -10,8 +10,8 @@ import pytest
 
 from deployments.api.files import FileShelf
 from tests.deployments.api.conftest import build, serving
-from tests.deployments.api.test_images import IMAGES
-from tests.deployments.api.test_videos import finished, make
+from tests.deployments.api.routes.test_images import IMAGES
+from tests.deployments.api.routes.test_videos import finished, make
 from tests.deployments.support.fake_studio import FakeStudio
 
 VARYING = {"x-request-id", "date", "server"}

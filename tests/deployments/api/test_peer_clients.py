@@ -17,8 +17,8 @@ import openai
 import pytest
 
 from tests.deployments.api.conftest import build, client_of, serving
-from tests.deployments.api.test_images import IMAGES
-from tests.deployments.api.test_videos import finished
+from tests.deployments.api.routes.test_images import IMAGES
+from tests.deployments.api.routes.test_videos import finished
 from tests.deployments.support.fake_studio import FakeStudio
 
 PROMPT = "Random prompt 0 for benchmarking diffusion models"

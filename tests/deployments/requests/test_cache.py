@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from tests.deployments.api.conftest import build, client_of
-from tests.deployments.api.test_images import IMAGES
-from tests.deployments.api.test_videos import finished
+from tests.deployments.api.routes.test_images import IMAGES
+from tests.deployments.api.routes.test_videos import finished
 from tests.deployments.support.fake_studio import FakeStudio
 
 ENOUGH = {"num_inference_steps": 12}

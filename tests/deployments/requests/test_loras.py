@@ -13,8 +13,8 @@ import pytest
 
 from pipelines.request import Lora
 from tests.deployments.api.conftest import build, client_of, serving
-from tests.deployments.api.test_images import IMAGES
-from tests.deployments.api.test_videos import finished
+from tests.deployments.api.routes.test_images import IMAGES
+from tests.deployments.api.routes.test_videos import finished
 from tests.deployments.support.fake_studio import FakeStudio
 
 WATERCOLOUR, INK = Lora(name="watercolour", scale=0.7), Lora(name="ink")

@@ -90,7 +90,7 @@ def test_features_that_do_not_divide(family: str, message: str) -> None:
     """Wan 2.1: the 12 heads of 1.3B allow three ranks and the 40 heads of 14B five, their MLPs do not."""
     from diffusers import WanTransformer3DModel
 
-    from pipelines.models.wan import shard_plan
+    from pipelines.models.clips.wan import shard_plan
 
     heads, features, layers = {"small": (12, 8960, 1), "large": (40, 13824, 1)}[family]
     with torch.device("meta"):

@@ -14,7 +14,7 @@ from engines.parallel.mesh import team_of_one
 from engines.torch_engine.fast_step import FastStep
 from engines.torch_engine.hoisted import HoistedCache
 from pipelines.fast.flux import FluxWeights
-from pipelines.models.flux import SHARD_PLAN, stream_lengths
+from pipelines.models.pictures.flux import SHARD_PLAN, stream_lengths
 from tests.engines.support import models
 
 TIMESTEPS_S = torch.tensor([0.9, 0.6, 0.2])

@@ -20,7 +20,7 @@ from engines.parallel.self_check import relative_difference
 from engines.torch_engine.fast_step import FastStep
 from engines.torch_engine.hoisted import HoistedCache
 from pipelines.fast.flux import FluxWeights
-from pipelines.models.flux import SHARD_PLAN, stream_lengths
+from pipelines.models.pictures.flux import SHARD_PLAN, stream_lengths
 from tests.engines.support import models
 from tests.engines.support.gloo import gang
 

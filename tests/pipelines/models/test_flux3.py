@@ -20,7 +20,7 @@ from engines.parallel import strategy as strategies
 from engines.parallel.self_check import relative_difference
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
-from pipelines.models.flux3 import SHARD_PLAN
+from pipelines.models.pictures.flux3 import SHARD_PLAN
 from pipelines.run import Pipeline, load_pipeline
 from tests.engines.support.gloo import gang
 from tests.pipelines.models.test_gangs import CONTEXT, TOLERANCE

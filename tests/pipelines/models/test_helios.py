@@ -22,7 +22,7 @@ from engines.parallel.division import shape_of
 from engines.parallel.self_check import relative_difference
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
-from pipelines.models.helios import inputs, shard_plan, stream_lengths
+from pipelines.models.clips.helios import inputs, shard_plan, stream_lengths
 from pipelines.models.mended.helios_chunks import block_noise_BCFHW
 from pipelines.request import MediaRequest
 from pipelines.run import Pipeline, load_pipeline

@@ -19,7 +19,7 @@ from engines.parallel import strategy as strategies
 from engines.parallel.self_check import relative_difference
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
-from pipelines.models.mini_max_h3 import SHARD_PLAN
+from pipelines.models.clips.mini_max_h3 import SHARD_PLAN
 from pipelines.request import MediaRequest
 from pipelines.run import Pipeline, load_pipeline
 from tests.engines.support.gloo import gang

@@ -16,7 +16,7 @@ from engines.parallel.division import shape_of
 from engines.parallel.self_check import relative_difference
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
-from pipelines.models.z_image import ARCHITECTURE
+from pipelines.models.pictures.z_image import ARCHITECTURE
 from pipelines.run import load_pipeline
 from pipelines.size import Size
 from tests.pipelines.models.test_gangs import TOLERANCE, Case, request_of

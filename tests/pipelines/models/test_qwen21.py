@@ -18,7 +18,7 @@ from engines.parallel.self_check import relative_difference
 from engines.torch_engine.engine import TorchEngine
 from pipelines.blocks.decoder import on_white
 from pipelines.checkpoint import Checkpoint
-from pipelines.models.qwen21 import SHARD_PLAN
+from pipelines.models.pictures.qwen21 import SHARD_PLAN
 from pipelines.run import load_pipeline
 from tests.engines.support.gloo import gang
 from tests.pipelines.support.own_call import own_state

@@ -9,8 +9,8 @@ import pytest
 
 from engines.gang.errors import QueueFullError, TooLateError
 from pipelines.request import MediaRequest
-from tests.deployments.api.test_images import IMAGES
-from tests.deployments.api.test_videos import finished, make
+from tests.deployments.api.routes.test_images import IMAGES
+from tests.deployments.api.routes.test_videos import finished, make
 from tests.deployments.support.fake_studio import ETA_S, GPU_S, FakeStudio
 
 

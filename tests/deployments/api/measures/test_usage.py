@@ -18,8 +18,8 @@ from deployments.keys import KeyRing, hash_of
 from deployments.quotas import KeyLimits
 from deployments.studio.metered import MeteredStudio
 from tests.deployments.api.conftest import client_of
-from tests.deployments.api.test_images import IMAGES
-from tests.deployments.api.test_videos import finished
+from tests.deployments.api.routes.test_images import IMAGES
+from tests.deployments.api.routes.test_videos import finished
 from tests.deployments.support.fake_studio import GPU_S, FakeStudio
 
 LIMITS = (

@@ -12,8 +12,8 @@ import pytest
 
 from pipelines.pictures import InputPicture, InputPictures
 from tests.deployments.api.conftest import build, client_of, serving
+from tests.deployments.api.routes.test_videos import finished
 from tests.deployments.api.test_errors import error_of
-from tests.deployments.api.test_videos import finished
 from tests.deployments.support.fake_studio import FakeStudio
 from tests.deployments.support.files import data_url, file_of, noise
 

@@ -18,11 +18,11 @@ from deployments.api.documents import (
     file_answers,
     image_answers,
 )
-from deployments.api.drawing import draw
 from deployments.api.errors import ApiError
 from deployments.api.partial import RangedFile
 from deployments.api.reading.body import FORMS, JSON, read_json
 from deployments.api.reading.uploads import read_upload
+from deployments.api.routes.drawing import draw
 from deployments.requests.bodies import EditBody, ImageBody
 from deployments.requests.errors import RequestError, shown
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import Defaults
 from pipelines.models.architecture import Architecture, Config
-from pipelines.models.ltx import blank_pictures, stream_lengths, vae_scales
+from pipelines.models.clips.ltx import blank_pictures, stream_lengths, vae_scales
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

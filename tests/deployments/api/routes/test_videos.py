@@ -15,8 +15,8 @@ from deployments.requests.clips import clip_length
 from engines.gang.errors import GangBrokenError
 from pipelines.request import MediaRequest
 from tests.deployments.api.conftest import build, client_of
+from tests.deployments.api.routes.test_images import sse
 from tests.deployments.api.test_disconnect import until
-from tests.deployments.api.test_images import sse
 from tests.deployments.support.fake_studio import CLIPS, FakeStudio
 
 

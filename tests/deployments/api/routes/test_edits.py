@@ -16,8 +16,8 @@ from PIL import Image
 
 from pipelines.pictures import InputPicture, InputPictures
 from tests.deployments.api.conftest import build, client_of
+from tests.deployments.api.routes.test_images import sse
 from tests.deployments.api.test_errors import error_of
-from tests.deployments.api.test_images import sse
 from tests.deployments.support.fake_studio import FakeStudio, colour
 from tests.deployments.support.files import data_url, file_of, noise
 
