@@ -125,7 +125,8 @@ class Gang:
             self._driver.close(open_job)
 
     async def check_health(self) -> None:
-        """Ping all ranks. ``ActorDiedError`` escapes as it is, upon which Serve replaces the replica at once.
+        """Ping all ranks. ``RayActorError`` escapes as it is (a rank died, or is unavailable, where news is late),
+        upon which Serve replaces the replica at once.
 
         A rank that does not answer in time breaks the gang, except while it may be compiling (the step's deadline
         counts then). The check of a broken gang never passes: see ``_await_death``.
@@ -169,7 +170,7 @@ class Gang:
             self._driver.break_gang(GangBrokenError(reason, "deadline"))
 
     async def _await_death(self) -> None:
-        """Raise the ``ActorDiedError`` of a broken gang's rank; ``GangBrokenError`` if none shows in time.
+        """Raise the ``RayActorError`` of a broken gang's rank; ``GangBrokenError`` if none shows in time.
 
         Pings prove nothing here: ranks that hang in an exchange answer them until they are dead, which is a moment
         after they were killed. Serve replaces a replica upon the third other error in a row only.

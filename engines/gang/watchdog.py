@@ -20,8 +20,8 @@ from engines.gang.step_plan import StepReport, Work
 
 logger = logging.getLogger(__name__)
 
-DEATH_NOTICE_S = 0.5
-"""How long news of a dead rank may take. Its peers see a failed exchange first, and that is the lesser explanation."""
+DEATH_NOTICE_S = 5.0
+"""How long news of a dead rank may take, and a rank that is alive to say so."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -84,6 +84,7 @@ class Watchdog:
 
     def __init__(self, config: GangConfig, ranks: Sequence[Any], clock: Clock) -> None:
         self._config = config
+        self._ranks = ranks
         self._clock = clock
         self._warm: set[Hashable] = set()
         """Shapes, each with the ranks that found everything ready when they last worked on it."""
@@ -139,10 +140,17 @@ class Watchdog:
         return not any(first_steps) and self._warm.issuperset(_warmth_keys(work, jobs))
 
     async def _explain(self, error: BaseException) -> BaseException:
-        await self._wait(self._watches, DEATH_NOTICE_S, asyncio.FIRST_COMPLETED)
-        return next(_errors(self._watches), error)
+        """Returns the death of a rank, if one has died: its peers see a failed exchange before there is news of it, and
+        that is the lesser explanation. Ranks that all answer a ping are alive, and nothing is waited for."""
+        pings = [asyncio.ensure_future(answer_of(i, rank.ping.remote())) for i, rank in enumerate(self._ranks)]
+        alive = asyncio.gather(*pings, return_exceptions=True)
+        try:
+            await self._wait((*self._watches, alive), DEATH_NOTICE_S, asyncio.FIRST_COMPLETED)
+        finally:
+            alive.cancel()
+        return next(_errors((*self._watches, *pings)), error)
 
-    async def _wait(self, tasks: Sequence[asyncio.Task[Any]], at_most_s: float, return_when: str) -> None:
+    async def _wait(self, tasks: Sequence[asyncio.Future[Any]], at_most_s: float, return_when: str) -> None:
         """Waits as ``asyncio.wait`` does, by the gang's clock: the tasks go on in any case."""
         with suppress(TimeoutError):
             async with self._clock.timeout(at_most_s):

@@ -16,14 +16,13 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from ray.exceptions import ActorDiedError
+from ray.exceptions import RayActorError
 
 from engines.gang import driver
 from engines.gang.config import GangConfig
 from engines.gang.errors import GangBrokenError
 from engines.gang.gang import PING_DEADLINE_S, Gang
 from engines.gang.rank import kill_ranks
-from engines.gang.watchdog import DEATH_NOTICE_S
 from tests.engines.gang.support.checks import assert_breaks_for_everyone, jobs_in_flight, warm_up
 from tests.engines.gang.support.fakes import (
     FakeRequest,
@@ -57,9 +56,10 @@ def clock() -> SetClock:
 
 @pytest_asyncio.fixture(autouse=True, loop_scope="module")
 async def leaves_nothing(ray_cluster: None) -> AsyncIterator[None]:
-    before = num_placement_groups(), num_free_cpus()
+    """Each test holds no more at its end than at its beginning, when something may yet be on its way back."""
+    num_groups, num_cpus = num_placement_groups(), num_free_cpus()
     yield
-    await eventually(lambda: (num_placement_groups(), num_free_cpus()) == before)
+    await eventually(lambda: num_placement_groups() <= num_groups and num_free_cpus() >= num_cpus)
 
 
 async def pass_until_broken(gang: Gang, clock: SetClock) -> None:
@@ -111,7 +111,7 @@ async def test_a_stopped_process_is_found_by_a_ping(clock: SetClock) -> None:
         check = asyncio.ensure_future(gang.check_health())
         await settled()
         await clock.advance(PING_DEADLINE_S)
-        with pytest.raises(ActorDiedError):
+        with pytest.raises(RayActorError):
             await check
         assert gang.broken is not None
         await eventually(lambda: not alive(info.pid for info in gang.infos))
@@ -136,7 +136,7 @@ async def test_a_broken_gang_is_unhealthy_while_its_ranks_still_answer(
     monkeypatch.setattr(driver, "kill_ranks", kill_later)
     async with gang_of(CONFIG, clock) as gang:
         await break_by_hanging(gang, clock)
-        with pytest.raises(ActorDiedError):
+        with pytest.raises(RayActorError):
             await gang.check_health()
 
 
@@ -148,7 +148,7 @@ async def test_a_health_check_under_way_does_not_pass_when_the_gang_breaks(monke
         await asyncio.sleep(0.1)
         gang._driver.break_gang(GangBrokenError("the ranks disagree"))
         os.kill(gang.infos[1].pid, signal.SIGCONT)  # answers the ping now
-        with pytest.raises(ActorDiedError):
+        with pytest.raises(RayActorError):
             await check
 
 
@@ -169,15 +169,12 @@ async def test_a_broken_gang_whose_ranks_do_not_die_says_why_it_broke(
         kill_ranks(gang._ranks)
 
 
-async def test_an_engine_that_raises_breaks_the_gang(clock: SetClock, caplog: pytest.LogCaptureFixture) -> None:
-    async with gang_of(CONFIG, clock) as gang:
+async def test_an_engine_that_raises_breaks_the_gang_before_any_deadline() -> None:
+    async with gang_of(CONFIG) as gang:
         request = FakeRequest(seed=1, num_steps=9, fault="error", fault_step=2, fault_rank=1)
         tasks = await jobs_in_flight(gang, request, after_step=1)
-        await eventually(lambda: "rank 1 failed" in caplog.text)
-        await settled()
-        assert gang.broken is None, "it might be for the death of another rank"
-        await clock.advance(DEATH_NOTICE_S)
         reason = await assert_breaks_for_everyone(gang, tasks)
+        assert gang.broken is not None
         assert gang.broken.cause == "error"
         assert reason == "rank 1 failed: RuntimeError: the engine is broken"
 

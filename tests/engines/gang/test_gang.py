@@ -56,17 +56,23 @@ async def test_a_job_gives_its_steps_previews_and_latents(gang: Gang) -> None:
     assert_equal(done.latents.open(), reference_latents(request))
 
 
-async def test_jobs_take_turns_and_each_gets_its_own_progress(gang: Gang) -> None:
+async def test_jobs_take_turns_and_each_gets_its_own_progress(gang: Gang, tmp_path: Path) -> None:
+    """No step is done before the ranks hold all three."""
     order: list[str] = []
+    gate = tmp_path / "gate"
 
     async def follow(name: str, num_steps: int) -> torch.Tensor:
-        async for event in gang.submit(fake_job(name, FakeRequest(seed=len(name), num_steps=num_steps, step_s=0.01))):
+        request = FakeRequest(seed=len(name), num_steps=num_steps, gate=str(gate))
+        async for event in gang.submit(fake_job(name, request)):
             order.append(name)
             last = event
         assert isinstance(last, JobDone)
         return last.latents.open()
 
-    results = await asyncio.gather(follow("long", 30), follow("short", 5), follow("other", 5))
+    jobs = [asyncio.ensure_future(follow(name, num)) for name, num in (("long", 30), ("short", 5), ("other", 5))]
+    await eventually(lambda: gang._driver._scheduler.num_steps_left.keys() == {"long", "short", "other"})
+    gate.touch()
+    results = await asyncio.gather(*jobs)
     assert_equal(results[0], reference_latents(FakeRequest(seed=4, num_steps=30)))
     assert Counter(order) == {"long": 31, "short": 6, "other": 6}
     assert order[:17].count("long") <= 7, "the long job does not hold up the short ones"

@@ -35,7 +35,7 @@ def handle(ray_cluster: None) -> Iterator[DeploymentHandle[Any]]:
     yield handle
     serve.delete("gang")
     asyncio.run(eventually(lambda: not alive(pids)))
-    asyncio.run(eventually(lambda: num_placement_groups() == num_before))
+    asyncio.run(eventually(lambda: num_placement_groups() <= num_before))
     serve.shutdown()
 
 
@@ -117,4 +117,4 @@ async def test_serve_replaces_a_broken_gang(handle: DeploymentHandle[Any], victi
     assert victim == "replica" or f"{victim} died" in str(error), "and no deadline passed"
     await assert_serves_again(handle, f"again after {victim}")
     await eventually(lambda: not alive(pids.values()))
-    await eventually(lambda: num_placement_groups() == num_before)
+    await eventually(lambda: num_placement_groups() <= num_before)

@@ -8,19 +8,24 @@ import os
 import shutil
 import signal
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
+from ray.exceptions import RayActorError
 
 from engines.core import phases
 from engines.core.rank import RankContext
+from engines.gang import gang as gang_module
 from engines.gang.config import BuildRank, GangConfig
 from engines.gang.errors import GangBrokenError
 from engines.gang.gang import Gang
+from engines.gang.rank import spawn_ranks
 from engines.gang.start import PING_EVERY_S, Start
 from tests.engines.gang.support.fakes import FakeRequest, fake_job, load_fake, reference_latents
 from tests.engines.gang.support.helpers import alive, eventually, group_for, latents
@@ -136,8 +141,17 @@ def load_stopped(pid_file: Path, context: RankContext) -> BuildRank:
     return load_fake(context)
 
 
-async def test_a_process_that_is_stopped_while_it_loads_ends_the_start(ray_cluster: None, tmp_path: Path) -> None:
-    clock, pid_file = SetClock(), tmp_path / "pid"
+async def test_a_process_that_is_stopped_while_it_loads_ends_the_start(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No time passes before the other rank has answered its pings, which it does in their order."""
+    clock, pid_file, ranks = SetClock(), tmp_path / "pid", list[Any]()
+
+    def spawned(*args: Any) -> list[Any]:
+        ranks.extend(spawn_ranks(*args))
+        return ranks
+
+    monkeypatch.setattr(gang_module, "spawn_ranks", spawned)
     with group_for(CONFIG) as group:
         load = partial(load_stopped, pid_file)
         config = replace(CONFIG, silence_deadline_s=5.0)
@@ -147,10 +161,13 @@ async def test_a_process_that_is_stopped_while_it_loads_ends_the_start(ray_clust
         await eventually(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
         while not starting.done():
             await clock.advance(PING_EVERY_S)
-            await asyncio.sleep(0.05)
+            with suppress(RayActorError):  # it was ended
+                await ranks[0].ping.remote()
+            await settled()
         with pytest.raises(GangBrokenError, match=r"ranks \[1\] answered no ping for 5 s"):
             await starting
         await eventually(lambda: not alive([pid]))
+        monkeypatch.undo()
         gang = await Gang.start(CONFIG, load_fake, placement_group=group, clock=SetClock())  # the bundles are free
         await gang.close()
 

@@ -1,17 +1,19 @@
-"""Which deadline a step gets: the long one as long as its own ranks have something to prepare."""
+"""Which deadline a step gets: the long one as long as its own ranks have something to prepare. And what is said of a
+step that failed."""
 
 from __future__ import annotations
 
 import asyncio
 
 import pytest
+from ray.exceptions import ActorDiedError
 
 from engines.gang.config import GangConfig
 from engines.gang.errors import GangBrokenError
 from engines.gang.job import Job
 from engines.gang.step_plan import JobStep, StepReport, Work
-from engines.gang.watchdog import Flight, Watchdog
-from tests.engines.gang.support.set_clock import SetClock, SetRanks, settled
+from engines.gang.watchdog import DEATH_NOTICE_S, Flight, Watchdog
+from tests.engines.gang.support.set_clock import SetClock, SetRanks, answered, remote, settled
 
 pytestmark = pytest.mark.asyncio
 
@@ -99,3 +101,49 @@ async def test_a_step_without_a_forward_says_nothing_of_what_is_ready() -> None:
     assert await steps.has_time(LEFT, was_warm=True)
     assert await steps.has_time(LEFT, was_warm=True, predicted=False, step_s=0.0)
     assert not await steps.has_time(LEFT, was_warm=True), "they are as warm as before it"
+
+
+class Failing:
+    """A step that fails on rank 0 of two, under a watchdog. ``death`` is where news of the other's end comes."""
+
+    def __init__(self, *, is_alive: bool) -> None:
+        self.clock = SetClock()
+        actors = SetRanks(2, self.clock).actors
+        self.death: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        actors[1].watch = remote(lambda: self.death)
+        actors[1].ping = remote(lambda: answered(1) if is_alive else self.death)
+        watchdog = Watchdog(CONFIG, actors, self.clock)
+        reports = [asyncio.get_running_loop().create_future() for _ in actors]
+        reports[0].set_exception(RuntimeError("the exchange failed"))
+        flight = Flight(works=(), reports=dict(enumerate(reports)), latents={})
+        self.watching = asyncio.ensure_future(watchdog.reports(flight, {}))
+
+    async def explanation(self) -> tuple[str, str]:
+        with pytest.raises(GangBrokenError) as caught:
+            await self.watching
+        return caught.value.cause, caught.value.reason
+
+
+FAILED = ("error", "rank 0 failed: the exchange failed")
+
+
+async def test_an_exchange_that_failed_waits_for_news_of_a_death_however_late() -> None:
+    step = Failing(is_alive=False)
+    await settled()
+    await step.clock.advance(0.9 * DEATH_NOTICE_S)
+    assert not step.watching.done()
+    step.death.set_exception(ActorDiedError())
+    cause, reason = await step.explanation()
+    assert cause == "death"
+    assert reason.startswith("rank 1 died: The actor died")
+
+
+async def test_where_all_ranks_are_alive_nothing_is_waited_for() -> None:
+    assert await Failing(is_alive=True).explanation() == FAILED
+
+
+async def test_a_rank_that_neither_answers_nor_dies_is_not_waited_for_longer_than_that() -> None:
+    step = Failing(is_alive=False)
+    await settled()
+    await step.clock.advance(DEATH_NOTICE_S)
+    assert await step.explanation() == FAILED

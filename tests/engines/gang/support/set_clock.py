@@ -67,6 +67,7 @@ class SetRanks:
         return SimpleNamespace(
             admit=at_once,
             close=at_once,
+            ping=at_once,
             watch=never,
             execute=SimpleNamespace(options=lambda num_returns: execute(num_returns)),
         )
