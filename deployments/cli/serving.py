@@ -123,9 +123,10 @@ class Entrance:
             )
             yield cls(url=url, backend=(host, port), door=None)
             return
-        backend = (LOOPBACK, free_port(LOOPBACK))
-        with Door(listener, backend, config.app.door, config.app.api.trusted_proxies, Lane.of(config.app)) as door:
-            yield cls(url=url, backend=backend, door=door)
+        with held_port(LOOPBACK) as own_port:
+            backend = (LOOPBACK, own_port)
+            with Door(listener, backend, config.app.door, config.app.api.trusted_proxies, Lane.of(config.app)) as door:
+                yield cls(url=url, backend=backend, door=door)
 
 
 def end_application(entrance: Entrance, drain_s: float) -> None:
@@ -178,8 +179,21 @@ def behind_door(app: AppConfig) -> AppConfig:
     return app.model_copy(update={"api": replace(app.api, trusted_proxies=ANY_NETWORK)})
 
 
+@contextmanager
+def held_port(host: str) -> Iterator[int]:
+    """Yields a port for Serve's proxies, which cannot be asked which one they took: until the block ends, nobody else
+    is given it as any free one, as many processes of a cluster that starts would be.
+
+    Proxies bind it all the same, with SO_REUSEPORT as the socket here, which listens to nothing.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind((host, 0))
+        yield int(holder.getsockname()[1])
+
+
 def free_port(host: str) -> int:
-    """Returns a port that was free a moment ago (Serve cannot be asked which port it took)."""
+    """Returns a port that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])

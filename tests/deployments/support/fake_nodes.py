@@ -39,6 +39,7 @@ ENVIRONMENT = {
     "RAY_FAKE_CLUSTER": "1",
     "RAY_OVERRIDE_NODE_ID_FOR_TESTING": FAKE_HEAD_NODE_ID,
     "RAY_enable_autoscaler_v2": "1",  # as `ray up` has it
+    "RAY_health_check_period_ms": "500",  # else three seconds, of which five in a row make a node dead
     "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",  # else ten: who scales sees what was
     "RAY_prestart_worker_first_driver": "0",  # a process for each logical CPU
 }
@@ -80,10 +81,11 @@ class FakeNodes:
         """The processes of each gang that was ready once, by rank; the newest gang is last."""
         return [line["pids"] for line in log_lines("gang is ready", self._logs) if line["model"] == model]
 
-    def busy_pids(self) -> set[int]:
-        """The processes of ranks that have begun a job."""
+    def busy_nodes(self) -> set[str]:
+        """The worker nodes that have ranks which have begun a job."""
         names = [name for name, text in log_texts(self._logs).items() if '"job begins"' in text]
-        return {int(name.rsplit("-", 1)[1]) for name in names}
+        raylets = {_parent(int(name.rsplit("-", 1)[1])) for name in names}
+        return {node.node_id for node in self.workers() if node.raylet.pid in raylets}
 
     def lost_requests(self) -> list[dict[str, Any]]:
         """The log lines of requests that were run again, or given up, since their gang was lost."""
@@ -100,8 +102,18 @@ class FakeNodes:
             environment = process.environ()
         except psutil.Error:  # it has just ended
             return None
+        if not environment:  # it is about to
+            return None
         node_type = environment.get("RAY_NODE_TYPE_NAME", FAKE_HEAD_NODE_TYPE)
         return Node(node_id=environment["RAY_CLOUD_INSTANCE_ID"], node_type=node_type, raylet=process)
+
+
+def _parent(pid: int) -> int | None:
+    """None where there is no such process any more."""
+    try:
+        return psutil.Process(pid).ppid()
+    except psutil.Error:
+        return None
 
 
 @contextmanager
