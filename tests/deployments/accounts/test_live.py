@@ -50,20 +50,23 @@ def test_limits_hold_for_both_replicas_together(url: str) -> None:
     assert codes == {200: MAX_CONCURRENT, "key_limit": NUM_AT_ONCE - MAX_CONCURRENT}
     for seed in range(6):
         assert ask(url, seed=seed, n=MAX_CONCURRENT).status_code == 200, "one after the other, whoever answers"
-    told = {(one["num_requests"], one["gpu_seconds"]) for one in [httpx.get(f"{url}/v1/usage").json()] * 4}
+    told = {
+        (one["num_requests"], one["gpu_seconds"])
+        for one in [httpx.get(f"{url}/v1/usage", timeout=TIMEOUT_S).json()] * 4
+    }
     assert len(told) == 1
     assert told.pop()[0] == MAX_CONCURRENT + 6 * MAX_CONCURRENT
 
 
 def test_limits_survive_their_keeper_and_a_replica(url: str) -> None:
-    before = httpx.get(f"{url}/v1/usage").json()["gpu_seconds_last_minute"]
+    before = httpx.get(f"{url}/v1/usage", timeout=TIMEOUT_S).json()["gpu_seconds_last_minute"]
     ask(url, seed=0)
     for name in NUM_REPLICAS:
         os.kill(replica_pid(name), signal.SIGKILL)
         wait_until(lambda name=name: footprint()[name] == NUM_REPLICAS[name], f"another {name}")  # type: ignore[misc]
         wait_until(lambda: httpx.get(f"{url}/health", timeout=TIMEOUT_S).status_code == 200, "healthy")
         wait_until(lambda: ask(url, seed=0, n=MAX_CONCURRENT).status_code == 200, "there is room for all that may be")
-    assert httpx.get(f"{url}/v1/usage").json()["gpu_seconds_last_minute"] > before >= 0
+    assert httpx.get(f"{url}/v1/usage", timeout=TIMEOUT_S).json()["gpu_seconds_last_minute"] > before >= 0
     with ThreadPoolExecutor(NUM_AT_ONCE) as threads:
         statuses = Counter(threads.map(lambda seed: ask(url, seed=seed, **LONG).status_code, range(NUM_AT_ONCE)))
     assert statuses == {200: MAX_CONCURRENT, 429: NUM_AT_ONCE - MAX_CONCURRENT}

@@ -8,8 +8,10 @@ import pwd
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from sqlalchemy.engine import make_url
@@ -48,7 +50,16 @@ def program(name: str) -> str | None:
 def run(*command: object) -> None:
     user = {"user": USER} if os.getuid() == 0 else {}
     words = [str(word) for word in command]
-    subprocess.run(words, check=True, cwd="/", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=60, **user)
+    subprocess.run(words, check=True, cwd="/", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **user)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What claims, and who deletes old clips, think the time is, in ``now_s``."""
+    clock = SimpleNamespace(now_s=time.time())
+    for module in ("claims", "clips"):
+        monkeypatch.setattr(f"deployments.clips.{module}.time", SimpleNamespace(time=lambda: clock.now_s))
+    return clock
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

@@ -81,14 +81,6 @@ async def test_many_takers_never_share_a_clip(store: ClipStore, database_url: st
         await other.engine.dispose()
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What the claims think the time is, in ``now_s``."""
-    clock = SimpleNamespace(now_s=time.time())
-    monkeypatch.setattr("deployments.clips.claims.time", SimpleNamespace(time=lambda: clock.now_s))
-    return clock
-
-
 async def test_a_claim_that_ran_out_is_taken_over(store: ClipStore, clock: SimpleNamespace) -> None:
     await store.create(REQUEST, "1")
     claims = Claims(store=store, lease_s=10)

@@ -122,7 +122,7 @@ async def test_variants(client: httpx.AsyncClient, studio: FakeStudio) -> None:
 
 
 async def test_delete_stops_the_clip(client: httpx.AsyncClient, studio: FakeStudio, tmp_path: Path) -> None:
-    studio.step_s = 0.05
+    studio.permits = asyncio.Semaphore(40)
     video = await make(client, num_inference_steps=100)
     watching = asyncio.create_task(client.get(f"/v1/videos/{video['id']}/events"))
     while (await client.get(f"/v1/videos/{video['id']}/content?variant=preview")).status_code != 200:
@@ -134,6 +134,7 @@ async def test_delete_stops_the_clip(client: httpx.AsyncClient, studio: FakeStud
     assert sse((await watching).text)[-1][0] == "video.deleted"
     for method in ("GET", "DELETE"):
         assert (await client.request(method, f"/v1/videos/{video['id']}")).status_code == 404
+    studio.permits = None
     assert (await finished(client, (await make(client))["id"]))["status"] == "completed"
 
 
@@ -152,7 +153,7 @@ async def test_failed_clip(client: httpx.AsyncClient, studio: FakeStudio) -> Non
 
 
 async def test_full_queue(studio: FakeStudio, tmp_path: Path) -> None:
-    studio.step_s = 1
+    studio.step_s = 1000
     limits = {"max_concurrent_videos": 1, "max_waiting_videos": 1}
     async with client_of(build(studio, tmp_path, clips=limits)) as client:
         await make(client)
