@@ -32,8 +32,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning"
 
 NUM_STREAMS = NUM_WAITING
 NUM_SEEDS = 5
-LONGEST = 100
-"""Steps: long enough that none of these jobs ends by itself while a test looks at it."""
+LONG = SMALL | {"size": "256x256", "num_inference_steps": 100}
+"""As large a picture and as many steps as may be: none of these jobs ends by itself while a test looks at it."""
+LONGEST = LONG["num_inference_steps"]
 
 
 def cancelled() -> dict[str, int]:
@@ -90,7 +91,7 @@ async def test_sixty_streams_half_of_them_dropped_at_random_moments(url: str) ->
     async def drop(client: httpx.AsyncClient, i: int) -> None:
         await asyncio.sleep(starts_s[i])
         try:
-            async with asyncio.timeout(stays_s[i]), stream_of(client, {"num_inference_steps": LONGEST}) as events:
+            async with asyncio.timeout(stays_s[i]), stream_of(client, LONG) as events:
                 async for event in events:
                     assert event["type"] == "troupe.progress", "it is too long to end"
                     if event["step"] == leaves_at_step.get(i):
@@ -114,7 +115,7 @@ async def test_a_dropped_stream_stops_on_all_ranks_within_two_steps(url: str) ->
     before = cancelled()
     async with (
         httpx.AsyncClient(base_url=url) as client,
-        stream_of(client, {"num_inference_steps": LONGEST}) as events,
+        stream_of(client, LONG) as events,
     ):
         async for event in events:
             if event["step"] == 5:
@@ -126,7 +127,7 @@ async def test_a_dropped_stream_stops_on_all_ranks_within_two_steps(url: str) ->
 def test_a_client_that_hangs_up_before_its_answer_stops_its_jobs(url: str) -> None:
     before = cancelled()
     connection = HTTPConnection(url.removeprefix("http://"))
-    body, headers = {"prompt": PROMPT, **SMALL, "num_inference_steps": LONGEST}, {"Content-Type": "application/json"}
+    body, headers = {"prompt": PROMPT, **LONG}, {"Content-Type": "application/json"}
     connection.request("POST", IMAGES, json.dumps(body), headers)
     wait_until(held, "a rank begins the job")
     connection.close()
@@ -135,7 +136,7 @@ def test_a_client_that_hangs_up_before_its_answer_stops_its_jobs(url: str) -> No
 
 async def test_cancelling_a_handle_stops_the_job(url: str) -> None:
     handle, before = serve.get_app_handle("troupe").options(stream=True), cancelled()
-    response = handle.generate.remote(PROMPT, **SMALL | {"num_inference_steps": LONGEST})
+    response = handle.generate.remote(PROMPT, **LONG)
     assert isinstance(await anext(response), Queued)
     while (await anext(response)).step < 3:
         pass

@@ -18,6 +18,8 @@ from tests.end_to_end.conftest import SMALL_CLIP
 
 LONGEST = 100
 """Steps, as many as the model allows."""
+NUM_CLIPS = 10
+"""Of which two are made at a time: the last one waits for as long as watchers take to come."""
 NUM_WATCHERS = 300
 """More than 256, which is what a replica of the door once took of all requests together."""
 
@@ -26,7 +28,7 @@ async def test_idle_watchers_take_no_place_from_work(url: str) -> None:
     no_limit = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=no_limit) as client, AsyncExitStack() as stack:
         body = {"prompt": PROMPT, **SMALL_CLIP, "num_inference_steps": LONGEST, "num_frames": 33}
-        ids = [(await client.post("/v1/videos", json=body)).json()["id"] for _ in range(3)]  # the last one waits
+        ids = [(await client.post("/v1/videos", json=body)).json()["id"] for _ in range(NUM_CLIPS)]
 
         async def watch() -> AsyncIterator[str]:
             answer = await stack.enter_async_context(client.stream("GET", f"/v1/videos/{ids[-1]}/events"))
@@ -38,7 +40,7 @@ async def test_idle_watchers_take_no_place_from_work(url: str) -> None:
         assert len(watching) == NUM_WATCHERS
         assert (await client.get("/health")).status_code == 200
         assert await streamed(client, seed=1, num_inference_steps=2)
-        for clip_id in ids:
+        for clip_id in reversed(ids):
             assert (await client.delete(f"/v1/videos/{clip_id}")).status_code == 200
 
 
@@ -61,7 +63,7 @@ def test_a_gibibyte_that_nobody_wants_is_not_read(url: str, method: str, path: s
 
 def test_the_server_knows_its_names(url: str) -> None:
     for host, status in (("localhost", 200), (socket.gethostname(), 200), ("[::1]", 200), ("evil.example", 403)):
-        answer = httpx.get(f"{url}/health", headers={"Host": host})
+        answer = httpx.get(f"{url}/health", headers={"Host": host}, timeout=TIMEOUT_S)
         assert answer.status_code == status, host
 
 

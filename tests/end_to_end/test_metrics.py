@@ -17,21 +17,35 @@ from tests.support.fenced import ROOT
 STAGES = ("queue", "encode", "denoise", "decode", "total")
 PHASES = ("processes", "connect", "load", "build")
 MODEL = {"model": PICTURES}
+ROUTE = {"method": "POST", "route": "/v1/images/generations"}
 ENDS = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
 """What a type adds to the name of its family."""
 
 
-def read() -> Counter[tuple[str, frozenset[tuple[str, str]]]]:
+Sample = tuple[str, frozenset[tuple[str, str]]]
+"""A name, and labels."""
+
+
+def page() -> str:
+    return httpx.get(METRICS_URL, timeout=TIMEOUT_S).text
+
+
+def read() -> Counter[Sample]:
     """Every sample, added up over replicas; as Prometheus would, it comes from another port than the API."""
-    samples: Counter[tuple[str, frozenset[tuple[str, str]]]] = Counter()
-    for family in text_string_to_metric_families(httpx.get(METRICS_URL).text):
+    samples: Counter[Sample] = Counter()
+    for family in text_string_to_metric_families(page()):
         for sample in family.samples:
             labels = frozenset((name, value) for name, value in sample.labels.items() if name != "replica")
             samples[sample.name, labels] += sample.value
     return samples
 
 
-def named(name: str, **labels: str) -> tuple[str, frozenset[tuple[str, str]]]:
+def num_grown(before: Counter[Sample], *keys: Sample) -> float:
+    now = read()
+    return sum(now[key] - before[key] for key in keys)
+
+
+def named(name: str, **labels: str) -> Sample:
     return name, frozenset(labels.items())
 
 
@@ -47,9 +61,11 @@ async def paint(client: httpx.AsyncClient, seed: int) -> Mapping[str, float]:
 async def test_sums_are_those_of_the_timings_in_the_answers(url: str) -> None:
     wait_until(lambda: read()[named("troupe_gangs", **MODEL)] == 1, "the gang's own are there")
     before = read()
-    async with httpx.AsyncClient(base_url=url) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as client:
         timings = [await paint(client, seed) for seed in range(3)]
         assert (await client.post("/v1/images/generations", json={"prompt": PROMPT, "size": "1x1"})).status_code == 400
+    answers = {status: named("troupe_http_requests_total", **ROUTE, status=status) for status in ("200", "400")}
+    wait_until(lambda: num_grown(before, *answers.values()) == 4, "the end of each answer is counted")
     after = read()
     grown = {key: after[key] - before[key] for key in after}
     for stage in STAGES:
@@ -73,9 +89,7 @@ async def test_sums_are_those_of_the_timings_in_the_answers(url: str) -> None:
     assert 0 < grown[named("troupe_step_seconds_sum", **steps)] <= sum(each["total_s"] for each in timings)
     assert grown[named("troupe_jobs_total", **MODEL, outcome="done")] == 3
     assert grown[named("troupe_cold_jobs_total", **MODEL)] == sum(not each["was_warm"] for each in timings)
-    route = {"method": "POST", "route": "/v1/images/generations"}
-    assert grown[named("troupe_http_requests_total", **route, status="200")] == 3
-    assert grown[named("troupe_http_requests_total", **route, status="400")] == 1
+    assert [grown[answers[status]] for status in ("200", "400")] == [3, 1]
     phases = [named("troupe_gang_start_phase_seconds_sum", **MODEL, phase=phase) for phase in PHASES]
     start_s = after[named("troupe_gang_start_seconds_sum", **MODEL)]
     assert min(after[phase] for phase in phases) > 0
@@ -85,7 +99,7 @@ async def test_sums_are_those_of_the_timings_in_the_answers(url: str) -> None:
 
 
 def test_what_the_dashboard_names_is_there(url: str) -> None:
-    families = {family.name: family.type for family in text_string_to_metric_families(httpx.get(METRICS_URL).text)}
+    families = {family.name: family.type for family in text_string_to_metric_families(page())}
     series = {name + end for name, kind in families.items() for end in ENDS.get(kind, ("",))}
     named = set(re.findall(r"troupe_\w+", (ROOT / "deployments" / "observability" / "grafana.json").read_text()))
     assert len(named) > 10
@@ -95,7 +109,7 @@ def test_what_the_dashboard_names_is_there(url: str) -> None:
 def test_all_processes_are_told_apart(url: str) -> None:
     replicas = {
         sample.labels["replica"].partition("#")[0]
-        for family in text_string_to_metric_families(httpx.get(METRICS_URL).text)
+        for family in text_string_to_metric_families(page())
         for sample in family.samples
     }
     assert replicas == {"Ingress", *(f"Denoiser-{model}" for model in (PICTURES, CLIPS, EDITS))}

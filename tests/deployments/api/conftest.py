@@ -21,6 +21,7 @@ from deployments.clips.clips import Clips
 from deployments.clips.settings import ClipSettings
 from deployments.keys import KeyRing
 from tests.deployments.support.fake_studio import FakeStudio
+from tests.support.patience import PATIENCE_S
 
 
 def build(
@@ -57,7 +58,7 @@ def serving(app: FastAPI) -> Iterator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(PATIENCE_S)
         listener.close()
         assert not thread.is_alive()
 

@@ -47,7 +47,7 @@ async def test_client_that_hangs_up(url: str, studio: FakeStudio, body: dict[str
     writer.close()
     await until(lambda: len(studio.closed) == num_jobs)
     assert studio.finished == []
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
         studio.step_s = 0.001
         assert (await client.post(url + IMAGES, json={"prompt": "b"})).status_code == 200
 

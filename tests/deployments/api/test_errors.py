@@ -18,6 +18,7 @@ from pipelines.request import MediaRequest
 from tests.deployments.api.conftest import build, client_of, serving
 from tests.deployments.api.support.bad_bodies import BAD_IMAGES, BAD_VIDEOS
 from tests.deployments.support.fake_studio import FakeStudio
+from tests.support.patience import PATIENCE_S
 
 IMAGES = "/v1/images/generations"
 PYTHON = re.compile(r"\^|\[0-9\]|\b(True|False|None|str|int|dict|string|integer|Input|pattern|parse)\b")
@@ -129,7 +130,9 @@ def test_endless_body_is_cut_off(studio: FakeStudio, tmp_path: Path) -> None:
             yield b" " * 10_000
 
     with serving(build(studio, tmp_path, max_body_bytes=20_000)) as url:
-        answer = httpx.post(url + IMAGES, content=endless(), headers={"Content-Type": "application/json"})
+        answer = httpx.post(
+            url + IMAGES, content=endless(), headers={"Content-Type": "application/json"}, timeout=PATIENCE_S
+        )
     assert answer.status_code == 413
     assert num_sent < 10_000
 

@@ -16,6 +16,7 @@ from PIL import Image
 from pipelines.request import MediaRequest
 from tests.deployments.api.conftest import build, serving
 from tests.deployments.support.fake_studio import FakeStudio, colour
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
 
@@ -57,7 +58,7 @@ def test_image_by_url(official: openai.OpenAI) -> None:
     first, second = answer.data
     assert second.seed == first.seed + 1
     assert first.url.startswith(str(official.base_url))
-    got = httpx.get(first.url)
+    got = httpx.get(first.url, timeout=PATIENCE_S)
     assert got.headers["content-type"] == "image/webp"
     assert pixels(got.content)[:2] == ("WEBP", (64, 64))
 

@@ -16,6 +16,7 @@ from schemathesis.checks import positive_data_acceptance
 
 from tests.deployments.api.conftest import build, serving
 from tests.deployments.support.fake_studio import FakeStudio
+from tests.support.patience import PATIENCE_S
 
 KEY = "key"
 DOCUMENT = build(FakeStudio(), Path("unused")).openapi()
@@ -38,7 +39,7 @@ def test_no_answer_surprises(case: schemathesis.Case, server: str) -> None:
         headers={"Authorization": f"Bearer {KEY}"},
         # Sizes and steps depend on the model: what suits the document may still be refused, with a 400 that says why.
         excluded_checks=[positive_data_acceptance],
-        timeout=10,
+        timeout=PATIENCE_S,
     )
 
 
@@ -91,4 +92,4 @@ def test_every_code_in_the_source_is_described() -> None:
 
 
 def test_document_over_http(server: str) -> None:
-    assert httpx.get(f"{server}/openapi.json").json() == DOCUMENT
+    assert httpx.get(f"{server}/openapi.json", timeout=PATIENCE_S).json() == DOCUMENT

@@ -123,7 +123,7 @@ def test_it_is_found_and_looked_at(server: Command, url: str, monkeypatch: pytes
 
 
 def test_it_listens_on_this_machine_alone(url: str):
-    assert httpx.get(f"{url}/health").status_code == 200
+    assert httpx.get(f"{url}/health", timeout=TIMEOUT_S).status_code == 200
     port = httpx.URL(url).port
     listening = [one.laddr for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
     assert {address.ip for address in listening if address.port == port} == {"127.0.0.1"}

@@ -17,6 +17,7 @@ from deployments.observability.metrics import (
     own_families,
 )
 from deployments.observability.settings import MetricsSettings
+from tests.support.patience import PATIENCE_S
 
 MODEL = "observed"
 SECONDS = (0.0625, 0.375, 7.0, 95.0)
@@ -87,7 +88,7 @@ def test_the_page_is_served_where_settings_say() -> None:
     assert settings.port is not None
     server, thread = start_http_server(settings.port, settings.host, registry)
     try:
-        answer = httpx.get(settings.url)
+        answer = httpx.get(settings.url, timeout=PATIENCE_S)
     finally:
         server.shutdown()
         server.server_close()

@@ -26,6 +26,15 @@ ENCODED = Encoded(skeleton=b"", message=np.zeros(0, np.uint8), encode_s=0.5, sha
 STEPS = [StepDone(job_id="j", step=step, num_steps=2, step_ms=1.0, num_ranks=2) for step in (1, 2)]
 
 
+class Unstarted(Denoiser):
+    """Has ``parts`` in place of what a start makes, and nothing to end: nobody awaits the end of what is forgotten."""
+
+    def __init__(self, **parts: Any) -> None:
+        vars(self).update(parts)
+
+    def __del__(self) -> None: ...
+
+
 async def events_of(*acts: StepDone | Exception) -> list[tuple[Any, ...]]:
     return (await submitted(PICTURES.request(model="m", prompt="a"), ENCODED, *acts))[1]
 
@@ -43,10 +52,9 @@ async def submitted(
                 raise act
             yield (act,)
 
-    denoiser = object.__new__(Denoiser)
-    denoiser._gang = SimpleNamespace(submit_grouped=submit_grouped)  # type: ignore[assignment]
-    denoiser._checkpoint = SimpleNamespace(  # type: ignore[assignment]
-        num_steps=replace(PICTURES, max_pictures=1, takes_strength=True, strength=0.6).num_steps_of
+    num_steps = replace(PICTURES, max_pictures=1, takes_strength=True, strength=0.6).num_steps_of
+    denoiser = Unstarted(
+        _gang=SimpleNamespace(submit_grouped=submit_grouped), _checkpoint=SimpleNamespace(num_steps=num_steps)
     )
     encoded: asyncio.Future[Encoded] = asyncio.get_running_loop().create_future()
     encoded.set_result(encoding)
@@ -97,8 +105,7 @@ class Breaking:
 
 
 async def test_a_health_check_under_way_fails_as_soon_as_the_gang_breaks() -> None:
-    denoiser = object.__new__(Denoiser)
-    denoiser._gang, denoiser._is_watched = Breaking(), False  # type: ignore[assignment]
+    denoiser = Unstarted(_gang=Breaking(), _is_watched=False)
     await denoiser.check_health()  # Serve waits for the first one before it lets requests in
     with pytest.raises(GangBrokenError):
         await denoiser.check_health()

@@ -16,6 +16,7 @@ from deployments.stages import spares
 from deployments.stages.spares import HOOK, spare_environment, spares_of
 from engines.gang.rank import own_runtime_env
 from tests.deployments.support.live import wait_until
+from tests.deployments.support.spares import is_idle
 from tests.support.fenced import ROOT
 from tests.support.patience import PATIENCE_S
 
@@ -101,7 +102,7 @@ def test_a_spare_is_ordered_once_and_becomes_the_next_that_starts_like_it(ray_cl
     assert not spares_of(raylet, runtime_env)
     for _ in range(2):  # the second time it is there, or about to be
         ray.get(replica.order.remote({runtime_env: 1}))
-    wait_until(lambda: "ray::IDLE" in [one.cmdline()[0] for one in spares_of(raylet, runtime_env)], "a spare")
+    wait_until(lambda: any(is_idle(one) for one in spares_of(raylet, runtime_env)), "a spare")
     (spare,) = spares_of(raylet, runtime_env)
     other: Any = Process.remote()
     assert ray.get(other.pid.remote()) != spare.pid, "its variables are others"

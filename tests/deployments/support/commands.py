@@ -84,7 +84,7 @@ class Command:
     def wait(self) -> int:
         """The exit code of a command that ends by itself, once all its processes are gone."""
         code = self._process.wait(PATIENCE_S)
-        assert (left := self.processes()) == [], f"left behind: {left}"
+        wait_until(lambda: not self.processes(), "all that it started is gone")
         return code
 
     def interrupt(self, *, again_after_s: float | None = None) -> int:

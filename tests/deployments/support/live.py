@@ -53,7 +53,7 @@ def live(config: ServeConfig) -> Iterator[str]:
     before = num_placement_groups()
     with running(config) as url:
         yield url
-    wait_until(lambda: not footprint() and num_placement_groups() == before, "the application is gone")
+    wait_until(lambda: not footprint() and num_placement_groups() <= before, "the application is gone")
 
 
 # What clients see.
@@ -110,7 +110,7 @@ def footprint() -> Counter[str]:
     found: Counter[str] = Counter()
     for process in psutil.Process().children(recursive=True):
         try:
-            title = (process.cmdline() or [""])[0]
+            title = title_of(process)
             if title.startswith("ray::Rank"):
                 found["Rank"] += 1
                 found["ports"] += sum(one.status == psutil.CONN_LISTEN for one in process.net_connections("tcp"))
@@ -123,12 +123,16 @@ def footprint() -> Counter[str]:
 
 def replica_pid(deployment: str) -> int:
     """Of the newest replica of ``deployment``."""
-    titles = {
-        process.pid: (process.cmdline() or [""])[0]
-        for process in psutil.Process().children(recursive=True)
-        if process.status() != psutil.STATUS_ZOMBIE
-    }
-    return max(pid for pid, title in titles.items() if title.startswith(f"ray::ServeReplica:troupe:{deployment}"))
+    title = f"ray::ServeReplica:troupe:{deployment}"
+    return max(one.pid for one in psutil.Process().children(recursive=True) if title_of(one).startswith(title))
+
+
+def title_of(process: psutil.Process) -> str:
+    """What a process calls itself; empty for one that has ended, or is about to."""
+    try:
+        return (process.cmdline() or [""])[0]
+    except psutil.Error:
+        return ""
 
 
 def log_lines(message: str, logs: Path | None = None) -> list[dict[str, Any]]:

@@ -32,8 +32,14 @@ def hangs(rank: int, answer: Connection) -> None:
 
 
 def spawned() -> list[psutil.Process]:
-    children = psutil.Process().children(recursive=True)
-    return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+    return [child for child in psutil.Process().children(recursive=True) if is_spawned(child)]
+
+
+def is_spawned(process: psutil.Process) -> bool:
+    try:
+        return "spawn_main" in " ".join(process.cmdline())
+    except psutil.Error:  # it has just ended
+        return False
 
 
 @pytest.mark.slow

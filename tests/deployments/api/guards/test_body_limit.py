@@ -20,6 +20,7 @@ from tests.support.patience import PATIENCE_S
 
 IMAGES = "/v1/images/generations"
 GIB = 1 << 30
+BODY = {"prompt": "a"}
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +72,7 @@ async def test_a_gibibyte_that_nobody_wants_is_not_read(url: str, method: str, p
 
 
 async def test_a_small_body_where_none_belongs_does_no_harm(url: str) -> None:
-    async with httpx.AsyncClient(base_url=url) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
         for path in ("/health", "/v1/models", "/v1/videos"):
             assert (await client.request("GET", path, json={})).status_code == 200
 
@@ -84,19 +85,21 @@ async def test_a_body_that_comes_too_slowly_is_refused(studio: FakeStudio, tmp_p
                 code, headers, body = await answer_of(reader)
                 assert (code, headers["connection"]) == (408, "close")
                 assert json.loads(body)["error"]["code"] == "body_timeout"
-        async with httpx.AsyncClient(base_url=url) as client:
-            studio.permits = asyncio.Semaphore(0)
-            drawing = asyncio.create_task(client.post(IMAGES, json={"prompt": "a"}))
+        async with connection(url) as (reader, writer):
+            studio.permits, sent = asyncio.Semaphore(0), json.dumps(BODY).encode()
+            lines = ("Content-Type: application/json", f"Content-Length: {len(sent)}")
+            writer.write(head("POST", IMAGES, *lines) + sent)  # at once: between two pieces this process may be paused
+            drawing = asyncio.create_task(answer_of(reader))
             done, _ = await asyncio.wait((drawing,), timeout=0.5)
             assert not done, "the deadline is that of the body, not of the picture"
             for _ in range(4):
                 studio.permits.release()
-            assert (await drawing).status_code == 200
+            assert (await drawing)[0] == 200
 
 
 async def test_an_endless_body_keeps_no_stream_of_events_open(url: str, studio: FakeStudio) -> None:
     studio.permits = asyncio.Semaphore(0)
-    async with httpx.AsyncClient(base_url=url) as client, connection(url) as (reader, writer):
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client, connection(url) as (reader, writer):
         video = (await client.post("/v1/videos", json={"prompt": "a"})).json()
         writer.write(head("GET", f"/v1/videos/{video['id']}/events", "Transfer-Encoding: chunked"))
         await reader.readuntil(b"event: video.progress")
@@ -104,9 +107,6 @@ async def test_an_endless_body_keeps_no_stream_of_events_open(url: str, studio: 
         with suppress(ConnectionResetError):
             await reader.read()  # returns when the server has closed the connection
         await client.delete(f"/v1/videos/{video['id']}")
-
-
-BODY = {"prompt": "a"}
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from deployments.config import AppConfig
 from tests.deployments.api.conftest import build, client_of, serving
 from tests.deployments.api.test_errors import error_of
 from tests.deployments.support.fake_studio import FakeStudio
+from tests.support.patience import PATIENCE_S
 
 IMAGES = "/v1/images/generations"
 EVIL = "https://evil.example"
@@ -194,7 +195,7 @@ async def test_a_proxy_on_the_same_machine_is_trusted_like_others(
     """The real server's own belief in its neighbours changes nothing."""
     headers = FORWARDED | {"X-Forwarded-For": "203.0.113.9"}
     with serving(build(studio, tmp_path, trusted_proxies=proxies)) as own_url:
-        async with httpx.AsyncClient(base_url=own_url) as client:
+        async with httpx.AsyncClient(base_url=own_url, timeout=PATIENCE_S) as client:
             assert (await url_of(client, **headers)).startswith(url)
 
 

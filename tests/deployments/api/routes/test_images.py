@@ -13,6 +13,7 @@ import httpx
 from deployments.requests.rules import preview_steps
 from tests.deployments.api.conftest import build, client_of
 from tests.deployments.support.fake_studio import FakeStudio
+from tests.support.patience import PATIENCE_S
 
 IMAGES = "/v1/images/generations"
 
@@ -149,6 +150,6 @@ async def test_page_and_documents(client: httpx.AsyncClient) -> None:
 
 
 def test_health_over_a_real_server(url: str) -> None:
-    answer = httpx.get(f"{url}/health")
+    answer = httpx.get(f"{url}/health", timeout=PATIENCE_S)
     models = {"fake-pictures": "ready", "fake-clips": "ready"}
     assert answer.json() == {"status": "ready", "models": models, "storage": "ok"}

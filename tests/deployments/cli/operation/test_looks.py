@@ -13,7 +13,7 @@ from deployments.cli.operation.status import counts_of
 from tests.deployments.api.conftest import build, serving
 from tests.deployments.support.commands import assert_one_line, troupe
 from tests.deployments.support.fake_studio import FakeStudio
-from tests.deployments.support.live import wait_until
+from tests.deployments.support.live import TIMEOUT_S, wait_until
 
 KEY = "a-key"
 PAGE = """
@@ -97,7 +97,7 @@ def test_gangs_and_jobs_are_those_of_all_replicas() -> None:
 
 def test_clips_are_listed_fetched_and_deleted(url: str, tmp_path: Path) -> None:
     root = url.partition("/v1")[0]
-    with httpx.Client(base_url=root, headers={"Authorization": f"Bearer {KEY}"}) as client:
+    with httpx.Client(base_url=root, headers={"Authorization": f"Bearer {KEY}"}, timeout=TIMEOUT_S) as client:
         posted = [client.post("/v1/videos", json={"prompt": f"[bold] {i} {'x' * 50}"}).json()["id"] for i in range(2)]
         wait_until(lambda: client.get("/v1/videos").text.count('"completed"') == 2, "both clips")
         content = client.get(f"/v1/videos/{posted[0]}/content").content

@@ -15,6 +15,7 @@ from engines.tensorrt_engine.build.bindings import Bindings, load_bindings
 from engines.tensorrt_engine.build.builder import BuildOptions, Built, Profile
 from engines.tensorrt_engine.build.engine_cache import EngineCache, EngineKey
 from engines.tensorrt_engine.build.targets import Target
+from tests.support.patience import PATIENCE_S
 
 OPTIONS = BuildOptions(target=Target.parse("sm89"))
 
@@ -131,6 +132,6 @@ def test_two_processes_build_once(tmp_path: Path) -> None:
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join(PATIENCE_S)
     assert [process.exitcode for process in processes] == [0, 0]
     assert len(log.read_text().splitlines()) == 1
