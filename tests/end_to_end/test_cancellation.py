@@ -91,7 +91,7 @@ async def test_sixty_streams_half_of_them_dropped_at_random_moments(url: str) ->
     async def drop(client: httpx.AsyncClient, i: int) -> None:
         await asyncio.sleep(starts_s[i])
         try:
-            async with asyncio.timeout(stays_s[i]), stream_of(client, LONG) as events:
+            async with asyncio.timeout(stays_s[i]), stream_of(client, LONG | {"size": "128x128"}) as events:
                 async for event in events:
                     assert event["type"] == "troupe.progress", "it is too long to end"
                     if event["step"] == leaves_at_step.get(i):

@@ -59,7 +59,10 @@ def test_a_spare_has_imported_all_but_the_model_and_asked_for_no_gpu() -> None:
     assert len(seen["later"]) < 40, seen["later"]
 
 
-def test_what_cannot_be_imported_leaves_the_process_to_say_so_when_it_matters(monkeypatch: Any, capfd: Any) -> None:
+def test_what_cannot_be_imported_leaves_the_process_to_say_so_when_it_matters(
+    ray_cluster: None, monkeypatch: Any, capfd: Any
+) -> None:
+    """Ray is asked which GPUs are this process's: without a cluster it would start one."""
     monkeypatch.setattr(spares, "LOADING", ("no_such_library",))
     monkeypatch.setattr(spares, "_PREPARATION", [])
     spares.prepare()
