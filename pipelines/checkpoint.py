@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -111,11 +111,17 @@ class Checkpoint:
         """The same one at every call."""
         return self._sampler
 
-    def decoder(self, *, compiled: bool = False, memory_bytes: int | None = None) -> BlocksDecoder:
-        """ValueError if this model's cannot be compiled, or kept within ``memory_bytes``."""
+    def decoder(
+        self, *, compiled: bool = False, memory_bytes: int | None = None, others: Sequence[str] = ()
+    ) -> BlocksDecoder:
+        """ValueError if this model's cannot be compiled, kept within ``memory_bytes``, or divided with ``others``,
+        which are further devices."""
+        import torch
+
         from pipelines.blocks.decoder import BlocksDecoder
 
-        return BlocksDecoder(self._opened, compiled=compiled, memory_bytes=memory_bytes)
+        devices = tuple(map(torch.device, others))
+        return BlocksDecoder(self._opened, compiled=compiled, memory_bytes=memory_bytes, others=devices)
 
     def denoiser(self, *, sliced: bool = False, typical: MediaRequest | None = None) -> DenoiserModel:
         """The transformers. ``typical`` says what most steps will be like: an "auto" strategy is chosen for it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,8 +18,8 @@ from torch import Tensor
 from pipelines.blocks import tree
 from pipelines.blocks.encoder import on_device
 from pipelines.blocks.opened import OpenedPipeline
-from pipelines.blocks.pieces.bands import WHOLE, Share
 from pipelines.blocks.pieces.chunks import PiecewiseVae, decodes_in_chunks
+from pipelines.blocks.pieces.devices import spread
 from pipelines.media.sound import Sound
 from pipelines.parts.compiled import compile_decoder, preparing
 from pipelines.parts.rows import give_back, limit_memory
@@ -51,14 +51,24 @@ class BlocksDecoder:
 
     ``compiled``: sizes that are decoded inside ``preparing`` are compiled for. ``memory_bytes``: what a decode may take
     beside the weights; larger pictures are decoded in rows, and the device gets back what is held for nobody.
+    ``others`` are devices that decode large pictures and clips together with the pipeline's own.
     """
 
-    def __init__(self, opened: OpenedPipeline, *, compiled: bool = False, memory_bytes: int | None = None) -> None:
-        self._opened, self._memory_bytes = opened, memory_bytes
+    def __init__(
+        self,
+        opened: OpenedPipeline,
+        *,
+        compiled: bool = False,
+        memory_bytes: int | None = None,
+        others: Sequence[torch.device] = (),
+    ) -> None:
+        assert not (compiled and others), "what is compiled is on one device"
+        self._opened, self._memory_bytes, self._others = opened, memory_bytes, others
         self._pipeline = opened.load(opened.sections.decode)
         self._prepared = (compile_decoder(self._pipeline.vae),) if compiled else ()
         if memory_bytes is not None:
             limit_memory(self._pipeline.vae, memory_bytes)
+        self._decoders = spread(self._pipeline.vae, others, memory_bytes) if others else ()
 
     def preparing(self) -> AbstractContextManager[None]:
         """Sizes that are decoded inside are those to be expected."""
@@ -70,19 +80,16 @@ class BlocksDecoder:
         self._give_back()
         return media
 
-    def decode_chunks(
-        self, latents: Mapping[str, Any], request: MediaRequest, share: Share = WHOLE
-    ) -> Iterator[DecodedMedia]:
+    def decode_chunks(self, latents: Mapping[str, Any], request: MediaRequest) -> Iterator[DecodedMedia]:
         """Yields the same frames as ``decode_all``, as they are decoded; sound comes with the last of them.
 
-        They come all at once where ``comes_in_chunks`` is not true. Else it can be a ``share`` of their rows alone.
+        They come all at once where ``comes_in_chunks`` is not true.
         """
         if not self.comes_in_chunks:
-            assert share.count == 1, "decoded at once, and by one"
             yield self.decode_all(latents, request)
             return
         values, pipeline, num_frames = self._values(latents), copy.copy(self._pipeline), 0
-        pipeline.vae = vae = PiecewiseVae(self._pipeline.vae, share)
+        pipeline.vae = vae = PiecewiseVae(self._pipeline.vae, self._decoders)
         for path in tree.leaves(self._opened.blocks, self._opened.sections.decode, values):
             before = dict(values.values)
             self._run_blocks([path], pipeline, values)
@@ -145,7 +152,8 @@ class BlocksDecoder:
 
     def _give_back(self) -> None:
         if self._memory_bytes is not None:
-            give_back(self._opened.device, self._memory_bytes)
+            for device in (self._opened.device, *self._others):
+                give_back(device, self._memory_bytes)
 
     def _sound(self, values: PipelineState, share: float) -> Sound | None:
         """The first ``share`` of the samples that the blocks made."""

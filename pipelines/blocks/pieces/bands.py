@@ -1,7 +1,7 @@
-"""Frames decoded by several processes, each a band of their rows, without a word in between.
+"""Frames decoded on several devices, on each a band of their rows, without a word in between.
 
-Attention in the middle of a decoder sees the whole picture, which is small there: everybody computes that part, a few
-percent of the work. After it each has its band and as many rows around it as the convolutions to come reach, fewer
+Attention in the middle of a decoder sees the whole picture, which is small there: all compute that part, a few percent
+of the work. After it each has its band and as many rows around it as the convolutions to come reach, fewer
 after each block: the rows of the band are those of the whole, up to rounding.
 """
 
@@ -31,9 +31,6 @@ class Share:
         """Returns the first row, and the first one after."""
         assert self.count <= num_rows, f"{self.count} bands of {num_rows} rows"
         return num_rows * self.index // self.count, num_rows * (self.index + 1) // self.count
-
-
-WHOLE = Share()
 
 
 @contextmanager

@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import copy
+from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from pipelines.blocks.pieces import bands
-from pipelines.blocks.pieces.bands import Share, margins
-from pipelines.blocks.pieces.chunks import decode_chunks
-from tests.pipelines.blocks.test_chunks import VAES, painted
+from pipelines.blocks.pieces import bands, chunks
+from pipelines.blocks.pieces.bands import margins
+from pipelines.blocks.pieces.chunks import decode_bands, decode_chunks
+from tests.pipelines.blocks.test_chunks import VAES
 
-NUM_ROWS = 32
-"""Of latents: enough that a band is cut on both of its sides."""
+NUM_ROWS = 31
+"""Of latents: enough that a band is cut on both of its sides, and uneven ones."""
 
 
 def latents() -> Tensor:
     return torch.randn(1, 4, 2, NUM_ROWS, 3, generator=torch.Generator().manual_seed(1))
 
 
+def copies(vae: Any, count: int) -> list[Any]:
+    return [vae.decoder, *(copy.deepcopy(vae.decoder) for _ in range(1, count))]
+
+
 @torch.no_grad()
-def joined(vae: torch.nn.Module, count: int) -> Tensor:
-    return torch.cat(
-        [torch.cat(list(decode_chunks(vae, latents(), Share(index=index, count=count))), 2) for index in range(count)],
-        3,
-    )
+def joined(vae: Any, count: int) -> Tensor:
+    return torch.cat(list(decode_bands(vae, latents(), copies(vae, count))), 2)
 
 
 def noise_ratio_db(pixels: Tensor, whole: Tensor) -> float:
@@ -61,13 +62,18 @@ def test_a_decoder_is_the_same_after_a_band() -> None:
     vae = VAES["wan 2.1"]()
     with torch.no_grad():
         whole = vae.decode(latents(), return_dict=False)[0]
-        next(decode_chunks(vae, latents(), Share(index=1, count=2)))
+        next(decode_bands(vae, latents(), copies(vae, 2)))
         assert torch.equal(vae.decode(latents(), return_dict=False)[0], whole)
 
 
-def test_frames_of_a_job_come_in_bands(tiny_wan: Path) -> None:
-    decoder, latents, request = painted(tiny_wan)
-    whole = decoder.decode(latents, request)
-    shares = [decoder.decode_chunks(latents, request, Share(index=index, count=2)) for index in range(2)]
-    rows = [np.concatenate([chunk.frames_FHWC for chunk in chunks]) for chunks in shares]
-    np.testing.assert_allclose(np.concatenate(rows, 1).astype(int), whole.astype(int), atol=1)
+@torch.no_grad()
+def test_the_rows_say_how_many_devices_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+    monkeypatch.setattr(chunks, "decode_bands", lambda vae, latents, decoders: counts.append(len(decoders)) or iter(()))
+    vae = VAES["wan 2.1"]()
+    for num_rows in (14, 15, 29, 30, 44, 45, 90):
+        latents = torch.zeros(1, 4, 2, num_rows, 3)
+        list(decode_chunks(vae, latents, copies(vae, 3)))
+        list(decode_chunks(vae, latents))
+    assert counts[::2] == [1, 1, 1, 2, 2, 3, 3]
+    assert set(counts[1::2]) == {1}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipelines.checkpoint import Checkpoint
 from pipelines.loading import resolve_path
-from pipelines.parts import rows
+from pipelines.parts import layers, rows
 from tests.deployments.support.files import noise
 from tests.pipelines.parts.support.live_bytes import LiveBytes
 
@@ -48,19 +48,20 @@ def test_strips_of_any_height_are_the_whole(strip_bytes: int, size: tuple[int, i
     assert decibels(in_rows, decoder(latents_BCHW)) > EXACT_DB
 
 
-def seams(strip: Callable[..., Any]) -> Callable[..., Any]:
-    """Strips that are normalized by their own statistics, and know nothing of each other."""
+def seams(convolved: Callable[..., Any]) -> Callable[..., Any]:
+    """Strips that know nothing of each other."""
 
-    def apart(x_BCHW: Tensor, conv: Any, prepare: Any, strip_bytes: int, scale: int = 1) -> Tensor:
-        parts = x_BCHW.split(4, dim=2)
-        return torch.cat([strip(part, conv, prepare, strip_bytes, scale) for part in parts], dim=2)
+    def apart(convs: Any, bands: Any, *others: Any, **options: Any) -> list[Tensor]:
+        parts = [convolved(convs, [part], *others, **options)[0] for part in bands[0].split(4, dim=2)]
+        return [torch.cat(parts, dim=2)]
 
     return apart
 
 
 def test_strips_that_know_nothing_of_each_other_show(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, latents_BCHW = tiny_vae().decoder, torch.randn(1, 4, 13, 9)
-    monkeypatch.setattr(rows, "_by_rows", seams(rows._by_rows))
+    for module in (rows, layers):
+        monkeypatch.setattr(module, "convolved", seams(layers.convolved))
     assert decibels(rows.decode_in_rows(decoder, latents_BCHW), decoder(latents_BCHW)) < 45
 
 
