@@ -17,6 +17,7 @@ from deployments.stages.codec import Codec
 from deployments.stages.common import StageSpec
 from deployments.stages.config import AutoscalingConfig, DenoiserConfig, StageConfig
 from deployments.stages.denoiser import Denoiser
+from deployments.stages.devices import ALL_GPUS
 from deployments.stages.text_encoder import PromptEncoder
 from deployments.stages.vae_decoder import VaeDecoder
 from engines.gang.placement import gang_bundles, gang_strategy
@@ -66,9 +67,12 @@ def _bind_model(model: ModelConfig) -> dict[str, serve.Application]:
 def _bind_stage(
     name: str, stage_class: Callable[..., Any], model: ModelConfig, config: StageConfig
 ) -> serve.Application:
+    options: dict[str, Any] = {"num_cpus": config.num_cpus, "num_gpus": config.num_gpus}
+    if config.sees_all_gpus:
+        options["runtime_env"] = {"env_vars": dict(ALL_GPUS)}
     deployment = serve.deployment(
         name=name,
-        ray_actor_options={"num_cpus": config.num_cpus, "num_gpus": config.num_gpus},
+        ray_actor_options=options,
         max_ongoing_requests=64,
         **_scale(config.num_replicas, config.autoscaling),
         **HEALTH,

@@ -30,16 +30,18 @@ def problems(config: ServeConfig) -> Iterator[str]:
 def num_gpus_needed(config: ServeConfig) -> int:
     """Returns the GPUs that the application starts with: no two ranks share one, encoders and decoders may.
 
-    Replicas that autoscaling adds later are not among them.
+    Replicas that autoscaling adds later are not among them. A decoder may compute on GPUs of which it has no share.
     """
-    num_ranks, shares = 0, 0.0
+    num_ranks, shares, num_seen = 0, 0.0, 0
     for model in config.app.models:
         gang = model.denoiser
         if gang.gpus_per_rank:
             num_ranks += _num_at_start(gang) * gang.num_ranks
         shares += _num_at_start(gang) * gang.num_ranks * gang.gpus_per_rank
         shares += sum(_num_at_start(stage) * stage.num_gpus for stage in (model.text_encoder, model.decoder))
-    return max(num_ranks, math.ceil(shares))
+        if model.decoder.sees_all_gpus:
+            num_seen = max(num_seen, model.decoder.num_devices)
+    return max(num_ranks, math.ceil(shares), num_seen)
 
 
 def _num_at_start(scaled: ScaledConfig) -> int:
@@ -91,5 +93,5 @@ def _gpus(config: ServeConfig) -> Iterator[str]:
     if needed > available:
         yield (
             f"the configuration asks for {needed} GPUs and this machine has {available}: take one for fewer "
-            "(gpu1, gpu2, laptop), or lower num_ranks, gpus_per_rank and num_gpus"
+            "(gpu1, gpu2, laptop), or lower num_ranks, gpus_per_rank, num_gpus and num_devices"
         )

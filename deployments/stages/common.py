@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from deployments.config import ModelConfig
 from deployments.settings import set_defaults
 from deployments.stages.config import StageConfig
+from deployments.stages.devices import stage_devices
 from engines.core.parcel import Parcel, Shapes
 from engines.gang.errors import QueueFullError
 from engines.gang.job import JobEvent
@@ -68,4 +69,4 @@ def load_stage(spec: StageSpec) -> Checkpoint:
     if spec.stage.gives_way:
         set_defaults(GIVES_WAY)
     torch.set_num_threads(spec.stage.num_threads)
-    return Checkpoint.open(spec.model.source, "cuda" if spec.stage.num_gpus else "cpu", spec.model.dtype)
+    return Checkpoint.open(spec.model.source, stage_devices(spec.stage)[0], spec.model.dtype)

@@ -97,6 +97,15 @@ class StageConfig(ScaledConfig):
     compile: bool = False
     gives_way: bool = False
 
+    @property
+    def num_devices_used(self) -> int:
+        """How many GPUs of its node a replica computes on, if it has a share of one."""
+        return 1
+
+    @property
+    def sees_all_gpus(self) -> bool:
+        return self.num_gpus > 0 and self.num_devices_used > 1
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class EncoderConfig(StageConfig):
@@ -108,9 +117,26 @@ class EncoderConfig(StageConfig):
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DecoderConfig(StageConfig):
     """A decoder. ``memory_gib`` is what it may take of a GPU beside its weights (None: as it comes): larger pictures
-    are decoded in rows, with the same pixels, and what is held for nobody is given back."""
+    are decoded in rows, with the same pixels, and what is held for nobody is given back.
+
+    ``num_devices``: its own GPU and others of its node, whoever has them, decode large pictures and clips together. On
+    CPUs the one counts so many times.
+    """
 
     memory_gib: PositiveFloat | None = None
+    num_devices: PositiveInt = 1
+
+    def __post_init__(self) -> None:
+        ScaledConfig.__post_init__(self)
+        if self.compile and self.num_devices > 1:
+            raise ValueError(
+                f"compile and num_devices: {self.num_devices} exclude each other, as what is compiled is on one GPU: "
+                "leave one of them out"
+            )
+
+    @property
+    def num_devices_used(self) -> int:
+        return self.num_devices
 
     @property
     def memory_bytes(self) -> int | None:

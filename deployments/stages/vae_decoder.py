@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from deployments.observability.logs import request_context
 from deployments.stages.clip_finishing import ClipFinisher
 from deployments.stages.common import Decoded, StageSpec, load_stage
+from deployments.stages.devices import stage_devices
 from deployments.stages.warm_up import outputs, warm_decoder
 from deployments.stages.workers import Workers
 from deployments.studio.interface import Output
@@ -34,7 +35,10 @@ class VaeDecoder:
         with quick_imports():
             checkpoint = load_stage(spec)
             options = spec.model.decoder
-            self._decoder = checkpoint.decoder(compiled=options.compile, memory_bytes=options.memory_bytes)
+            _, *others = stage_devices(spec.stage)
+            self._decoder = checkpoint.decoder(
+                compiled=options.compile, memory_bytes=options.memory_bytes, others=others
+            )
         self._decoding, self._writing = Workers(1, "decoding"), Workers(NUM_ENCODINGS, "encoding")
         self._clips = ClipFinisher(self._decoder, self._decoding, self._writing)
         frames_FHWC = self._decoding.run(warm_decoder, self._decoder, spec, checkpoint)

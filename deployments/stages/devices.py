@@ -1,0 +1,43 @@
+"""Which devices a stage computes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import ray
+
+from deployments.settings import process_environment
+from deployments.stages.config import StageConfig
+
+ALL_GPUS: Mapping[str, str] = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+"""With it Ray 2.60 leaves a process the GPUs that its node sees (``set_current_process_visible_accelerator_ids`` of its
+``NvidiaGPUAcceleratorManager``), and shows it its own alone without."""
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def stage_devices(stage: StageConfig) -> tuple[str, ...]:
+    """Returns names of torch's devices: for a stage on GPUs first the one that Ray gave this process, and then as many
+    of the node's others as it computes on, in order from there. ValueError if the node has fewer.
+    """
+    num_devices = stage.num_devices_used
+    if not stage.num_gpus:
+        return ("cpu",) * num_devices
+    if num_devices == 1:
+        return ("cuda",)
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    if num_devices > num_gpus:
+        raise ValueError(
+            f"decoder.num_devices is {num_devices}, and this node has {num_gpus} GPUs: lower it, or leave it out"
+        )
+    own = own_gpu(ray.get_runtime_context().get_accelerator_ids()["GPU"], process_environment().get(VISIBLE))
+    return tuple(f"cuda:{(own + index) % num_gpus}" for index in range(num_devices))
+
+
+def own_gpu(ids: list[str], visible: str | None) -> int:
+    """Returns which of the GPUs that this process sees is the first of its own: Ray names them as ``visible`` does, if
+    that says which there are, and else counts them."""
+    assert ids, "Ray gave this process no GPU"
+    names = None if visible is None else visible.split(",")
+    return min(int(one) if names is None else names.index(one) for one in ids)
