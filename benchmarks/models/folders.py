@@ -44,6 +44,16 @@ def write_folder(name: str, folder: Path, device: torch.device) -> None:
     (folder / "model_index.json").write_text(json.dumps(index | plain | UNGUARDED.get(name, {}), indent=1))
 
 
+def write_vae(name: str, folder: Path, device: torch.device) -> None:
+    """Writes what a decoder reads of the published model ``name``: configurations, and an auto-encoder made on
+    ``device`` in bfloat16."""
+    published = resolve_configuration(name)
+    shutil.copytree(published, folder)
+    with torch.device(device), default_dtype(torch.bfloat16):
+        torch.manual_seed(SEED)
+        _save(_diffusers_model(published, "vae"), folder / "vae")
+
+
 def letters() -> Any:
     """A tokenizer with one token for each letter."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors

@@ -1,0 +1,1 @@
+"""What a decoder alone takes, on one device and on several."""
