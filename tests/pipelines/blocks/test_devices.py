@@ -16,7 +16,7 @@ from pipelines.checkpoint import Checkpoint
 from pipelines.parts import layers, rows
 from tests.pipelines.blocks.test_chunks import VAES, painted
 from tests.pipelines.parts.test_divided import no_edges, own_statistics
-from tests.pipelines.parts.test_rows import tiny_vae
+from tests.pipelines.parts.test_rows import decibels, tiny_vae
 from tests.pipelines.support import tiny_ltx
 
 CPU = torch.device("cpu")
@@ -61,6 +61,30 @@ def test_a_clip_is_that_of_one_device(tiny_wan: Path, few_rows: None) -> None:
 @pytest.mark.parametrize("make", [tiny_vae, VAES["wan 2.2"]])
 def test_a_start_with_devices_that_work_is_no_error(make: Any, dtype: torch.dtype) -> None:
     spread(make().to(dtype), [CPU, CPU])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("make", [tiny_vae, VAES["wan 2.1"]])
+def test_two_gpus_decode_what_the_cpu_does(make: Any, few_rows: None) -> None:
+    assert_decode_what_the_cpu_does(make, "cuda:1", "cuda:0", num_times=50)
+
+
+@torch.no_grad()
+def assert_decode_what_the_cpu_does(make: Any, own: str, other: str, num_times: int) -> None:
+    """Again and again: copies that do not wait for what they copy would show now and then."""
+    vae, divided = make(), make().to(own)
+    shape = (1, 4, 2, 24, 4) if chunks.decodes_in_chunks(vae) else (1, 4, 24, 4)
+    latents = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    whole = vae.decode(latents, return_dict=False)[0]
+    spread(divided, [torch.device(other)])
+    for _ in range(num_times):
+        assert decibels(divided.decode(latents.to(own), return_dict=False)[0].cpu(), whole) > 45
+
+
+@pytest.mark.parametrize("make", [tiny_vae, VAES["wan 2.1"]])
+def test_two_times_the_cpu_decodes_what_it_does_once(make: Any, few_rows: None) -> None:
+    assert_decode_what_the_cpu_does(make, "cpu", "cpu", num_times=1)
 
 
 def unlike(vae: Any) -> None:
