@@ -45,6 +45,10 @@ class VaeDecoder:
         for request, output in outputs(checkpoint.defaults):
             self._writing.run(_encode, frames_FHWC, request, output)
 
+    def check(self, request: MediaRequest) -> None:
+        """``ValueError`` for what certainly cannot be decoded here. It waits for no decoding."""
+        self._decoder.check_fits(request)
+
     def decode(self, latents: Parcel, request: MediaRequest, output: Output) -> Decoded:
         """Returns the finished bytes."""
         started_s = time.perf_counter()

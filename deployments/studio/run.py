@@ -46,11 +46,12 @@ logger = logging.getLogger("troupe.flow")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageHandles:
-    """The three deployments of one model."""
+    """The three deployments of one model. With ``decodes_on_gpu`` the decoder is asked first whether a size fits."""
 
     text_encoder: DeploymentHandle[Any]
     denoiser: DeploymentHandle[Any]
     decoder: DeploymentHandle[Any]
+    decodes_on_gpu: bool = False
 
 
 @dataclass(kw_only=True, slots=True)
@@ -129,12 +130,17 @@ class Run:
         """Yields the denoiser's stream. Closed early (the client went away), it is cancelled: the job stops everywhere.
 
         The encoding may be under way when it begins: the denoiser waits for it, so that the way there takes no time of
-        its own, and what the encoder raised is raised here. It is held here until the end: what is not, is lost.
+        its own, and what the encoder raised is raised here. It is held here until the end: what is not, is lost. A size
+        that was decoded before fits; of another one the decoder says so while the encoder is at work.
         """
         job_id = f"{self.request.request_id}-{uuid.uuid4().hex[:8]}"
         responses: list[Any] = [self.stages.text_encoder.encode.remote(self.request, SentPictures.of(self.pictures))]
+        if is_new := self.stages.decodes_on_gpu and self._decoded_like not in self.decode_times_s:
+            responses.append(self.stages.decoder.check.remote(self.request))
         try:
             encoded = [await self._taken(responses[0]._to_object_ref(), "text encoder")]
+            if is_new:
+                await self._answer(responses[1])
             denoise = self.stages.denoiser.options(stream=True).denoise
             stream: Any = denoise.remote(job_id, self._with_time_waited(), encoded, self.exclusive)
             responses.append(stream)

@@ -22,6 +22,7 @@ from pipelines.blocks.pieces.chunks import PiecewiseVae, decodes_in_chunks
 from pipelines.blocks.pieces.devices import spread
 from pipelines.media.sound import Sound
 from pipelines.parts.compiled import compile_decoder, preparing
+from pipelines.parts.floor import check_fits
 from pipelines.parts.rows import give_back, limit_memory
 from pipelines.request import MediaRequest
 
@@ -73,6 +74,15 @@ class BlocksDecoder:
     def preparing(self) -> AbstractContextManager[None]:
         """Sizes that are decoded inside are those to be expected."""
         return preparing(self._prepared)
+
+    def check_fits(self, request: MediaRequest) -> None:
+        """``ValueError`` for a picture whose decode certainly does not fit the GPU. What goes in rows, or over several
+        GPUs, takes less, and is not refused."""
+        vae, device = getattr(self._pipeline, "vae", None), self._opened.device
+        is_whole = self._memory_bytes is None and not self._others
+        if device.type == "cuda" and is_whole and vae is not None:
+            available_bytes = int(torch.cuda.get_device_properties(device).total_memory)
+            check_fits(vae, request.width, request.height, available_bytes)
 
     def decode_all(self, latents: Mapping[str, Any], request: MediaRequest) -> DecodedMedia:
         """Everything that the blocks make of what ``BlocksSampler.latents`` gives."""

@@ -74,6 +74,11 @@ def give_back(device: torch.device, limit_bytes: int) -> None:
 
 def whole_bytes(decoder: Any, latents_BCHW: Tensor) -> int:
     """What a decode that is not in rows takes of memory, about."""
+    return NUM_HELD * largest_bytes(decoder, latents_BCHW)
+
+
+def largest_bytes(decoder: Any, latents_BCHW: Tensor) -> int:
+    """The largest activation of a decode that is not in rows."""
     batch, _, height, width = latents_BCHW.shape
     largest, scale = 0, 1
     for block in decoder.up_blocks:
@@ -81,7 +86,7 @@ def whole_bytes(decoder: Any, latents_BCHW: Tensor) -> int:
             scale *= 2
         channels = max(block.resnets[-1].out_channels, 0 if block.upsamplers else block.resnets[0].in_channels)
         largest = max(largest, channels * scale * scale)
-    return NUM_HELD * largest * batch * height * width * latents_BCHW.element_size()
+    return int(largest * batch * height * width * latents_BCHW.element_size())
 
 
 def decode_in_rows(decoder: Any, latents_BCHW: Tensor, strip_bytes: int = STRIP_BYTES) -> Tensor:

@@ -226,3 +226,25 @@ async def test_pictures_go_to_the_encoder_alone() -> None:
     assert set(stages.sent) == {"denoise", "decode"}
     for args in stages.sent.values():
         assert not any(isinstance(one, InputPictures | SentPictures | SentPicture) for one in args)
+
+
+async def test_what_cannot_be_decoded_is_not_painted(events_of: Callable[..., Any]) -> None:
+    stages = Stages([STEP, DONE])
+    stages.decodes_on_gpu, stages.bad_size = True, ValueError("takes 99.0 GiB at least")
+    with pytest.raises(ValueError, match=r"99\.0 GiB"):
+        await events_of(stages)
+    assert stages.num_attempts == 0
+    assert [answer.was_cancelled for answer in stages.answers] == [True, True], "the encoding, and the question"
+
+
+async def test_the_decoder_is_asked_about_new_sizes_alone() -> None:
+    """And only if it has a GPU."""
+    stages = Stages([STEP, DONE])
+    studio = studio_of(stages)
+    for width in (16, 64, 64, 32):
+        stages.decodes_on_gpu = width > 16
+        request = replace(PICTURES.request(model="m", prompt="a red circle"), width=width)
+        async with asyncio.timeout(PATIENCE_S):
+            events = [event async for event in studio.perform(request, Output(format="png"))]
+        assert isinstance(events[-1], Media)
+    assert [request.width for (request,) in stages.all_sent["check"]] == [64, 32]

@@ -49,7 +49,8 @@ class Stages:
     """The three deployments of a model. The gang of each attempt does what ``attempts`` say, the last one for ever.
 
     The first preview or decoding fails with what ``bad_previews`` and ``bad_decodings`` hold, one each, until there are
-    no more. Of the stage ``absent`` there is no replica.
+    no more. Of the stage ``absent`` there is no replica. With ``decodes_on_gpu`` sizes are too
+    large for the decoder if there is a ``bad_size``.
     """
 
     def __init__(self, *attempts: list[Act], absent: str = "") -> None:
@@ -57,6 +58,8 @@ class Stages:
         self.num_attempts, self.num_decodings, self.now_s = 0, 0, 1000.0
         self.bad_previews: list[Exception] = []
         self.bad_decodings: list[Exception] = []
+        self.decodes_on_gpu = False
+        self.bad_size: Exception | None = None
         self.answers: list[Answer] = []
         never = asyncio.Event()
         self._taken = {stage: never if stage == absent else None for stage in ("encoder", "denoiser", "decoder")}
@@ -70,6 +73,7 @@ class Stages:
         )
         self.decoder = SimpleNamespace(
             decode=self._remote("decode", lambda: self._answer("decoder", self._decode)),
+            check=self._remote("check", lambda: self._answer("decoder", self._check)),
             preview=remote(lambda latents, _: self._answer("decoder", partial(self._preview, latents))),
         )
         self.previews_may_go_on = asyncio.Event()
@@ -91,6 +95,10 @@ class Stages:
         if self.bad_decodings:
             raise self.bad_decodings.pop(0)
         return Decoded(data=b"png", thumbnail=b"", decode_s=0.1)
+
+    async def _check(self) -> None:
+        if self.bad_size is not None:
+            raise self.bad_size
 
     async def _preview(self, latents: Any) -> bytes:
         await self.previews_may_go_on.wait()
