@@ -68,7 +68,12 @@ class ShardedModel:
         self._switch = WeightSwitch(model.additions)
         self._held_fast: set[str] = set()
         self._on_new_module = on_new_module
-        self._kernel = lru_cache(maxsize=256)(lambda team, layout: make_kernel(self._local(), team, layout))
+        self._make_kernel = make_kernel
+        self._kernel_of = lru_cache(maxsize=256)(lambda make, team, layout: make(self._local(), team, layout))
+
+    def use(self, make_kernel: MakeKernel) -> None:
+        """Attend with kernels that ``make_kernel`` makes, from the next forward on."""
+        self._make_kernel = make_kernel
 
     def close(self) -> None:
         """Give the model back as it was: no hooks, the local kernel."""
@@ -155,6 +160,10 @@ class ShardedModel:
         for name, stream in self._model.plan.alone:
             self._model.set_kernel(module.get_submodule(name), self._kernel(team, layout.of_stream(stream)))
         kernels[module] = kernel
+
+    def _kernel(self, team: Team, layout: TokenLayout) -> Kernel:
+        kernel: Kernel = self._kernel_of(self._make_kernel, team, layout)
+        return kernel
 
     def _local(self) -> Kernel:
         some = next(iter(self._model.modules.values()))

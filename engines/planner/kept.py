@@ -5,17 +5,28 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from engines.core.files import file_about, write_atomically, write_once
 from engines.core.spec import ParallelSpec
 from engines.parallel.division import TeamSpecs
+from engines.planner.exchange_rules import ExchangeRules
 
 NUM_BRANCHES = 2
 """One alone, and two at once: a division for each."""
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """How teams divide a step, and by which rules they exchange heads (None: as is usual; older files do not
+    say)."""
+
+    specs: TeamSpecs
+    exchange: ExchangeRules | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +46,7 @@ class KeptDecision:
     def file(self) -> Path:
         return file_about(self.folder, self.name, self.facts)
 
-    def find(self, sizes: tuple[int, ...]) -> TeamSpecs | None:
+    def find(self, sizes: tuple[int, ...]) -> Decision | None:
         """Returns what was decided for teams of ``sizes``; None where nothing was, or the file is no use, which the log
         says."""
         if not self.file.is_file():
@@ -47,15 +58,21 @@ class KeptDecision:
             names = {int(size): named for size, named in kept["strategies"].items()}
             if tuple(sorted(names)) != sizes:
                 raise ValueError(f"it has teams of {sorted(names)} ranks, and those here are of {list(sizes)}")
-            return TeamSpecs(by_size={size: _specs(names[size], size) for size in sizes})
+            specs = TeamSpecs(by_size={size: _specs(names[size], size) for size in sizes})
+            return Decision(specs=specs, exchange=_exchange(kept.get("exchange")))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             logger.warning("%s holds no decision (%s): it is made anew", self.file, error)
             return None
 
-    def keep(self, specs: TeamSpecs, times_ms: Mapping[str, float]) -> TeamSpecs:
+    def keep(self, decision: Decision, times_ms: Mapping[str, float]) -> Decision:
         """Writes the decision, unless another gang was first. Returns the one that counts."""
-        strategies = {str(size): [spec.name for spec in specs.of(size)] for size in specs.sizes}
-        kept = {"facts": dict(self.facts), "strategies": strategies, "times_ms": dict(times_ms)}
+        specs, exchange = decision.specs, decision.exchange
+        kept = {
+            "facts": dict(self.facts),
+            "strategies": {str(size): [spec.name for spec in specs.of(size)] for size in specs.sizes},
+            "exchange": None if exchange is None else asdict(exchange),
+            "times_ms": dict(times_ms),
+        }
         data = json.dumps(kept, indent=1).encode()
         try:
             if not write_once(self.file, data):
@@ -64,7 +81,11 @@ class KeptDecision:
                 write_atomically(self.file, data)
         except OSError as error:  # the next start decides again, and may decide otherwise
             logger.warning("what was decided cannot be kept in %s: %s", self.file, error)
-        return specs
+        return decision
+
+
+def _exchange(written: dict[str, Any] | None) -> ExchangeRules | None:
+    return None if written is None else ExchangeRules(**written)
 
 
 def _specs(names: list[str], size: int) -> tuple[ParallelSpec, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from engines.parallel.mesh import Groups
 from engines.parallel.pipeline import pipeline_blocks
 from engines.parallel.tensor import split_features
 from engines.planner.auto import choose_specs, possible_team_sizes
+from engines.planner.exchange_rules import ExchangeRules
 from engines.planner.measure import memory_bytes
 from engines.planner.memory import MemoryFloor
 from engines.torch_engine.options import TorchOptions
@@ -30,6 +31,7 @@ class TorchChoices:
     ``precision`` is that of the linears (see ``engines.core.precision``), with static scales from the file
     ``calibration``. ``fast`` runs the family's hand-ordered step wherever a team allows it, else the module runs, its
     blocks compiled if ``compile_blocks``. ``capture`` records each shape in a CUDA graph at its second step.
+    ``exchange`` is what is usual, until steps were timed.
     """
 
     precision: str = "native"
@@ -37,7 +39,7 @@ class TorchChoices:
     compile_blocks: bool = False
     fast: bool = False
     capture: bool = False
-    peer_memory: bool = True
+    exchange: ExchangeRules = field(default_factory=ExchangeRules)
 
 
 def resolve(
@@ -66,8 +68,13 @@ def resolve(
         compile_blocks=on_gpu if compiled is None else compiled,
         fast=has_fast and wants_fast,
         capture=capture and on_gpu,
-        peer_memory=options.peer_memory,
+        exchange=usual_exchange(options),
     )
+
+
+def usual_exchange(options: TorchOptions) -> ExchangeRules:
+    """How ranks exchange heads where no steps were timed."""
+    return ExchangeRules(peer_memory=options.peer_memory is not False)
 
 
 def divide(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from engines.parallel.division import Division, TeamSpecs, shape_of
 from engines.parallel.early_start import gang_groups
 from engines.parallel.mesh import Team
 from engines.parallel.sharded import ShardedModel
+from engines.planner.exchange_rules import ExchangeRules
 from engines.quantization.calibration import load_calibration
 from engines.quantization.linear import swap_linears
 from engines.torch_engine.compiler import compile_blocks, release_blocks
@@ -73,7 +75,7 @@ class TorchEngine:
         self._checked: set[Hashable] = set()
         self._was_warm = False
         self._pipelined: set[Hashable] = set()
-        make_kernel = kernel_by_length(self.config.peer_memory, self.device, self.dtype)
+        make_kernel = kernel_by_length(self.config.exchange, self.device, self.dtype)
         self._sharded = ShardedModel(model, self._prepare_module, make_kernel=make_kernel)
         self._steps = StepRunner(model, self._sharded, config=self.config, device=self.device)
         if self.config.precision != "native" and model.weights is None:
@@ -120,6 +122,14 @@ class TorchEngine:
         self._steps.release()
         self._pipelined.clear()
         self._checked.clear()
+
+    def use(self, rules: ExchangeRules) -> None:
+        """Exchange heads by ``rules`` from now on. All ranks make the call between the same two steps; shapes are new
+        after it."""
+        self.config = replace(self.config, exchange=rules)
+        self.release_steps()
+        self._steps.rules = rules
+        self._sharded.use(kernel_by_length(rules, self.device, self.dtype))
 
     def load_weights(self) -> None:
         """Make all modules of the whole gang's team now; of a model in files, this reads the caller's share."""

@@ -33,20 +33,29 @@ class FastStep:
     """A fast model for one team and one shape of latents. Every rank of the team makes the same calls."""
 
     def __init__(
-        self, weights: FastWeights, team: Team, layout: TokenLayout, *, latents: Tensor, peer_memory: bool = True
+        self,
+        weights: FastWeights,
+        team: Team,
+        layout: TokenLayout,
+        *,
+        latents: Tensor,
+        peer_memory: bool = True,
+        side_streams: bool = True,
     ) -> None:
         """``latents`` are whole, as a step's will be: they say on which device and in which dtype it computes.
 
         ``peer_memory``: ranks write straight into each other's memory instead of calling NCCL, where that was seen to
-        work (one host, GPUs that reach each other; the log says which it is).
+        work (one host, GPUs that reach each other; the log says which it is). ``side_streams``: ranks of a team
+        compute beside their exchanges; it means nothing to one rank.
         """
+        is_alone = team.context.size == 1
         self._weights, self._team, self._layout = weights, team, layout
         self._like = latents.new_empty(()).expand(latents.shape)
         parts = StepParts(
             exchange=make_exchange(team, layout, latents, peer_memory),
             exchange_within=lambda stream: make_exchange(team, layout.of_stream(stream), latents, peer_memory),
-            context_stream=SideStream(latents.device, "stream"),
-            mlp_stream=SideStream(latents.device, "mlp", in_use=team.context.size > 1),
+            context_stream=SideStream(latents.device, "stream", in_use=side_streams or is_alone),
+            mlp_stream=SideStream(latents.device, "mlp", in_use=side_streams and not is_alone),
             cut=self._cut,
         )
         self._model = weights.model(parts)

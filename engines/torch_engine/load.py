@@ -48,7 +48,7 @@ def load_torch_engine(
     else:
         engine = make(model, strategy=strategy)
     check_fast_path(engine, model, rank=context.rank)
-    kernels = module_kernels(engine.config.peer_memory, engine.device, engine.dtype)
+    kernels = module_kernels(engine.config.exchange.peer_memory, engine.device, engine.dtype)
     attention: dict[str, Any] = {"num_heads": model.num_heads, "head_dim": model.head_dim}
     for team in engine.division.teams_in_use():
         for make_kernel in kernels[: 2 if team.ulysses.size > 1 else 1]:

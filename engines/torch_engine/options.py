@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from engines.core.engine import EngineChoice
 from engines.core.precision import PRECISIONS, check_known, is_static
@@ -12,12 +13,13 @@ from engines.core.spec import ParallelSpec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TorchOptions:
-    """``calibration``: what ``troupe calibrate`` wrote, for static scales. Without ``peer_memory`` ranks exchange
-    through NCCL alone.
+    """``calibration``: what ``troupe calibrate`` wrote, for static scales. ``peer_memory``: ranks write into each
+    other's memory where that works, or never do and exchange through NCCL alone; "auto" is the former, unless a
+    strategy "auto" has timed steps that say otherwise.
     """
 
     calibration: Path | None = None
-    peer_memory: bool = True
+    peer_memory: bool | Literal["auto"] = "auto"
 
 
 def check(choice: EngineChoice) -> None:

@@ -49,6 +49,8 @@ class StepRunner:
         self, model: DenoiserModel, sharded: ShardedModel, *, config: TorchChoices, device: torch.device
     ) -> None:
         self._model, self._sharded, self._config = model, sharded, config
+        self.rules = config.exchange
+        """By these, steps that are made from now on exchange heads."""
         self._pool = GraphPool(device) if config.capture else None
         self._hoisted = HoistedCache(latents=model.latents, timestep=model.timestep)
         self._weights: dict[str, FastWeights] = {}
@@ -101,7 +103,8 @@ class StepRunner:
             layout = self._sharded.layout(branch, team)
         else:
             layout = TokenLayout.of(tuple(lengths), lengths, team.context.size)
-        fast = FastStep(weights, team, layout, latents=branch.inputs[latents], peer_memory=self._config.peer_memory)
+        ways = {"peer_memory": self.rules.peer_memory, "side_streams": self.rules.side_streams}
+        fast = FastStep(weights, team, layout, latents=branch.inputs[latents], **ways)
 
         def prepare(branch: Branch) -> StepTensors:
             return {latents: fast.tokens(branch.inputs[latents]), **self._hoisted.step_tensors(branch, weights, fast)}

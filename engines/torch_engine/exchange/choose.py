@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from engines.core.kernel import Kernel
 from engines.core.layout import TokenLayout
 from engines.parallel.mesh import Team
 from engines.parallel.strategy import MakeKernel, team_kernel
+from engines.planner.exchange_rules import ExchangeRules
 from engines.torch_engine.exchange.heads import local_attention
 from engines.torch_engine.exchange.peer_attention import peer_ulysses
 from engines.torch_engine.exchange.peer_memory import reachable
@@ -27,17 +28,23 @@ def module_kernels(peer_memory: bool, device: torch.device, dtype: torch.dtype) 
     return team_kernel, partial(_in_parts, peer_memory=peer_memory, device=device, dtype=dtype)
 
 
-def kernel_by_length(peer_memory: bool, device: torch.device, dtype: torch.dtype) -> MakeKernel:
-    """Heads are exchanged in parts from ``PARTS_FROM_TOKENS`` on. All ranks of a team get the same kind of kernel.
-
-    ``peer_memory``: long steps write into other ranks' memory where that works.
+@cache
+def kernel_by_length(rules: ExchangeRules, device: torch.device, dtype: torch.dtype) -> MakeKernel:
+    """Long steps exchange heads in parts, and through each other's memory where that works. All ranks of a team get the
+    same kind of kernel, and the same one whenever the rules are the same: compiled blocks know it.
     """
-    short, long = module_kernels(peer_memory, device, dtype)
+    short, long = module_kernels(rules.peer_memory, device, dtype)
 
     def make(local: Kernel, team: Team, layout: TokenLayout) -> Kernel:
-        return (long if layout.num_tokens >= PARTS_FROM_TOKENS else short)(local, team, layout)
+        return (long if goes_in_parts(rules, layout.num_tokens) else short)(local, team, layout)
 
     return make
+
+
+def goes_in_parts(rules: ExchangeRules, num_tokens: int) -> bool:
+    """Whether a step of so many tokens exchanges heads in parts."""
+    from_tokens = PARTS_FROM_TOKENS if rules.parts_from_tokens is None else rules.parts_from_tokens
+    return num_tokens >= from_tokens
 
 
 def _in_parts(

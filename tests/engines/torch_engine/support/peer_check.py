@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
-from unittest.mock import patch
 
 if "hidden" in sys.argv:  # before anything asks for a GPU
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["LOCAL_RANK"]
@@ -21,14 +20,20 @@ import torch.distributed as dist
 
 from engines.core.model import Branch
 from engines.parallel.self_check import relative_difference
+from engines.planner.exchange_rules import ExchangeRules
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.exchange.peer_memory import reachable
-from engines.torch_engine.options import TorchOptions
 from pipelines.models.bare.flux import as_denoiser
 from tests.engines.support import models
 
-PATHS: dict[str, tuple[bool | None, bool]] = {"fast": (None, True), "NCCL": (None, False), "module": (False, True)}
-"""Whether the fast path, and whether ranks write into each other's memory."""
+PATHS: dict[str, tuple[bool | None, ExchangeRules]] = {
+    "fast": (None, ExchangeRules()),
+    "NCCL": (None, ExchangeRules(peer_memory=False)),
+    "in line": (None, ExchangeRules(side_streams=False)),
+    "module": (False, ExchangeRules(parts_from_tokens=1)),
+    "module, NCCL": (False, ExchangeRules(peer_memory=False, parts_from_tokens=1)),
+}
+"""Whether the fast path, and how ranks exchange heads."""
 NUM_RUNS = 4
 """As it comes, captured, and two replays: the second finds what the first left in the others' memory."""
 BOUND = 1e-4
@@ -40,7 +45,6 @@ def branch_of(length: str, device: torch.device) -> Branch:
 
 
 @torch.no_grad()
-@patch("engines.torch_engine.exchange.choose.PARTS_FROM_TOKENS", 1)
 def main() -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", 0 if "hidden" in sys.argv else rank)
@@ -48,11 +52,11 @@ def main() -> None:
     dist.init_process_group("nccl", device_id=device)
     model = as_denoiser(models.transformer("flux").to(device))
     everyone, wrong = tuple(range(world)), []
-    for label, (fast, peer_memory) in PATHS.items():
-        options = TorchOptions(peer_memory=peer_memory)
-        engine = TorchEngine(model, strategy="ulysses", compiled=False, fast=fast, options=options)
+    for label, (fast, rules) in PATHS.items():
+        engine = TorchEngine(model, strategy="ulysses", compiled=False, fast=fast)
+        engine.use(rules)
         axis = engine.division.team(everyone).ulysses
-        shared = peer_memory and reachable(axis, device, torch.float32)
+        shared = rules.peer_memory and reachable(axis, device, torch.float32)
         branches = (branch_of("even", device), branch_of("uneven", device))
         worst = 0.0
         if world == 4:  # pairs first, with other shapes on either: what ranks share need not have come in one order
@@ -63,7 +67,7 @@ def main() -> None:
             (expected,) = engine.predict((branch,), (rank,))
             answers = [engine.predict((branch,), everyone)[0] for _ in range(NUM_RUNS)]
             worst = max(worst, *(relative_difference(answer, expected) for answer in answers))
-        wrong += [label] if worst > BOUND or shared != peer_memory else []
+        wrong += [label] if worst > BOUND or shared != rules.peer_memory else []
         print(f"rank {rank}, {label}: shared memory {shared}, difference {worst:.1e}", flush=True)
         engine.close()
     print(f"rank {rank}: {'wrong: ' + ', '.join(wrong) if wrong else 'all agree'}", flush=True)

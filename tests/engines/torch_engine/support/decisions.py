@@ -1,0 +1,101 @@
+"""Gangs of two Gloo ranks that decide what "auto" means by times that a test says, give or take what noise does."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import torch.distributed as dist
+
+from engines.core.engine import Choosing
+from engines.core.rank import RankContext
+from engines.planner.exchange_rules import ExchangeRules
+from engines.planner.machine import Machine
+from engines.registry import load_engine
+from engines.torch_engine.engine import TorchEngine
+from engines.torch_engine.options import TorchOptions
+from tests.engines.planner.test_cost_model import machine
+from tests.engines.support import models
+
+JITTER = 0.03
+EVERYONE = (0, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Times:
+    """What a step is said to take, however the tiny model's really go: by the strategy, and so many times that by what
+    is unusual about the exchange."""
+
+    strategies_ms: Mapping[str, float]
+    exchange: Mapping[str, float] = field(default_factory=dict)
+
+    def of(self, engine: TorchEngine, branches: tuple[object, ...], ranks: tuple[int, ...]) -> float:
+        usual_ms = self.strategies_ms[engine.division.team(ranks, len(branches)).spec.name]
+        return usual_ms / 1e3 * self.exchange.get(engine.config.exchange.describe(), 1.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Started:
+    """How a gang divides a step and exchanges heads, a digest of what it predicts, and how many steps it timed."""
+
+    strategy: str
+    exchange: ExchangeRules
+    picture: str
+    num_timed: int
+
+
+def jittered(seed: int) -> Machine:
+    """A machine on which ring and all-gather cost the same, give or take what a measurement does."""
+    noise, whole = random.Random(seed), machine()
+    lines = {
+        kind: replace(line, latency_s=line.latency_s * noise.uniform(1 - JITTER, 1 + JITTER))
+        for kind, line in whole.exchanges.items()
+    }
+    return replace(whole, exchanges=lines)
+
+
+def choosing(folder: Path, **fields: object) -> Choosing:
+    named = {"folder": folder, "name": "tiny", "facts": {"model": "tiny"}, **fields}
+    return Choosing(typical_step=lambda: models.branches("flux", "even", num=1), **named)  # type: ignore[arg-type]
+
+
+def start(how: Choosing, seed: int, times: Times, options: TorchOptions | None = None) -> Started:
+    """A gang that starts now."""
+    num_timed = 0
+    noise = random.Random(100 * seed + dist.get_rank())
+
+    def timed_s(engine: TorchEngine, branches: tuple[object, ...], ranks: tuple[int, ...]) -> float:
+        nonlocal num_timed
+        num_timed += 1
+        return times.of(engine, branches, ranks) * noise.uniform(1 - JITTER, 1 + JITTER)
+
+    context = RankContext(rank=dist.get_rank(), num_ranks=2, device="cpu")
+    with (
+        patch("engines.planner.auto.measure", lambda *_: jittered(seed)),
+        patch("engines.torch_engine.trial._timed_s", timed_s),
+        closing(load_engine("torch", models.model("flux"), context, options=options, choosing=how)) as engine,
+    ):
+        assert isinstance(engine, TorchEngine)
+        (predicted,) = engine.predict(models.branches("flux", "uneven"), EVERYONE)
+        picture = hashlib.sha256(predicted.numpy().tobytes()).hexdigest()
+        spec = engine.division.team(EVERYONE).spec
+        return Started(strategy=spec.name, exchange=engine.config.exchange, picture=picture, num_timed=num_timed)
+
+
+@contextmanager
+def choice_of_exchange(*, fast: bool) -> Iterator[None]:
+    """As on GPUs: ranks have a choice of how they exchange heads, in hand-ordered steps or in a module's. That they do
+    exchange heads is by far the cheapest."""
+    with ExitStack() as stack:
+        stack.enter_context(patch(f"{__name__}.machine", partial(machine, all_to_all=0.1)))
+        where = "engines.torch_engine.exchange.alternatives"
+        stack.enter_context(patch(f"{where}.runs_beside", lambda device: True))
+        stack.enter_context(patch(f"{where}.reachable", lambda axis, device, dtype: True))
+        stack.enter_context(patch("engines.torch_engine.decide.TorchEngine", partial(TorchEngine, fast=fast)))
+        yield
