@@ -64,7 +64,7 @@ def decoder_on(kind: str, decoder: BlocksDecoder, monkeypatch: pytest.MonkeyPatc
     return decoder
 
 
-def test_only_a_gpu_without_rows_refuses(tiny_flux: Path, tiny_wan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_decodes_on_gpus_are_refused(tiny_flux: Path, tiny_wan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint, clips = Checkpoint(tiny_flux), Checkpoint(tiny_wan)
     small, large = (checkpoint.defaults.request(width=side, height=side) for side in (32, 1024))
     on_gpu = decoder_on("cuda", checkpoint.decoder(), monkeypatch)
@@ -73,4 +73,6 @@ def test_only_a_gpu_without_rows_refuses(tiny_flux: Path, tiny_wan: Path, monkey
         on_gpu.check_fits(large)
     for decoder in (checkpoint.decoder(memory_bytes=1), clips.decoder()):
         decoder_on("cuda", decoder, monkeypatch).check_fits(large)
+    monkeypatch.setattr(on_gpu, "_others", (torch.device("cuda:1"),))
+    on_gpu.check_fits(large)
     decoder_on("cpu", checkpoint.decoder(), monkeypatch).check_fits(large)
