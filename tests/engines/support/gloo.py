@@ -7,6 +7,7 @@ pickled (by value: torch's sharing of tensors between processes is not used), so
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing as mp
 import pickle
 import traceback
@@ -24,6 +25,7 @@ from tests.support.patience import PATIENCE_S
 PRELOAD = ["torch", "torch.distributed", "diffusers.models.transformers.transformer_flux"]
 PRELOAD += ["diffusers.models.transformers.transformer_wan", "tests.engines.support.models"]
 PRELOAD += ["pipelines.blocks.encoder", "pipelines.blocks.sampler", "diffusers.pipelines.auto_pipeline"]
+PRELOAD += ["engines.torch_engine.engine", "pytest"]
 """Shared by all ranks, each of which would import it for seconds otherwise."""
 NO_ANSWER = (False, "no answer")
 
@@ -71,6 +73,7 @@ def gang(num_ranks: int) -> Gang:
 
 
 def _serve(pipe: Connection, rank: int, num_ranks: int, port: int) -> None:
+    gc.freeze()  # what was preloaded stays: a search for garbage would copy its pages besides
     torch.set_num_threads(1)
     patience = timedelta(seconds=PATIENCE_S)
     store = dist.TCPStore("127.0.0.1", port, num_ranks, timeout=patience)

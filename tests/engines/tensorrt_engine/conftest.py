@@ -7,9 +7,14 @@ import hashlib
 from collections.abc import Callable
 
 import pytest
+import torch
 
+from engines.core.model import Branch, DenoiserModel
+from engines.core.spec import ParallelSpec
 from engines.tensorrt_engine.build.builder import BuildError, BuildOptions, build
 from engines.tensorrt_engine.build.targets import Target
+from engines.tensorrt_engine.export.exported import Exported, export_segments
+from engines.tensorrt_engine.export.trace import offline_team
 from tests.engines.tensorrt_engine.support.all_ranks import Case, export_case
 from tests.engines.tensorrt_engine.support.cases import DTYPES, Key
 from tests.engines.tensorrt_engine.support.zoo import SPECIMENS, cast
@@ -53,3 +58,18 @@ def exports() -> Exports:
         return export_case(model, cast(specimen, specimen.inputs(), dtype), key.spec)
 
     return case_of
+
+
+Ring = tuple[DenoiserModel, Exported]
+
+
+@pytest.fixture(scope="session")
+def ring() -> Ring:
+    """Four blocks of Wan in half precision, exported for a ring of two ranks: in segments."""
+    specimen = SPECIMENS["wan"]
+    model = specimen.model()
+    transformer = model.modules["transformer"]
+    transformer.blocks.extend([type(transformer).from_config(transformer.config).blocks[0] for _ in range(2)])  # type: ignore[operator, union-attr, attr-defined]
+    transformer.to(torch.float16)
+    with offline_team(ParallelSpec.of("ring", 2)) as team:
+        return model, export_segments(model, Branch(inputs=cast(specimen, specimen.inputs(), torch.float16)), team)

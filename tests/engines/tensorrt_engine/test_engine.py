@@ -30,13 +30,13 @@ from tests.engines.tensorrt_engine.support.zoo import SPECIMENS, flux_inputs, re
         pytest.param("flux", "tensor", 1, marks=pytest.mark.slow),
     ],
 )
-def test_both_ranks_predict_what_one_device_does(family: str, strategy: str, num_engines: int) -> None:
+def test_both_ranks_predict_what_one_device_does(tmp_path: Path, family: str, strategy: str, num_engines: int) -> None:
     model = SPECIMENS[family].model()
     (module,) = model.modules.values()
     model.set_kernel(module, plain_attention)
     with torch.no_grad():
         expected = [model.forward(module, branch.inputs) for branch in model.probe()]
-    for predictions, made in gang(2).run(predict_on_team, family, strategy, (0, 1)):
+    for predictions, made in gang(2).run(predict_on_team, tmp_path, family, strategy, (0, 1)):
         assert made == num_engines  # two branches, two steps, one shape
         assert len(predictions) == 4
         for prediction, whole in zip(predictions, expected * 2, strict=True):

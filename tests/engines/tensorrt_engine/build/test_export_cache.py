@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import threading
 from dataclasses import replace
@@ -16,23 +17,24 @@ from engines.quantization.onnx import Quantization
 from engines.tensorrt_engine.build.export_cache import ExportCache
 from engines.tensorrt_engine.export import exporter as exporter_module
 from engines.tensorrt_engine.export.archive import read_export, write_export
-from engines.tensorrt_engine.export.exported import Exported, export, export_segments, rank_weights
+from engines.tensorrt_engine.export.exported import Exported, export, rank_weights
 from engines.tensorrt_engine.export.exporter import Exporter
 from engines.tensorrt_engine.export.trace import offline_team
+from tests.engines.tensorrt_engine.conftest import Exports, Ring
 from tests.engines.tensorrt_engine.support.all_ranks import Case, relative_error
+from tests.engines.tensorrt_engine.support.cases import Key
 from tests.engines.tensorrt_engine.support.zoo import SPECIMENS, reference
 
 CPU = torch.device("cpu")
-ULYSSES = ParallelSpec.of("ulysses", 2)
+WAN = Key(family="wan", strategy="ulysses", num_ranks=2, dtype="fp32")
+"""The export of most tests, which is made once: none changes it."""
 
 
 @pytest.mark.parametrize("family", [pytest.param("flux", marks=pytest.mark.slow), "wan"])
-def test_what_is_read_again_predicts_the_same(family: str) -> None:
-    specimen = SPECIMENS[family]
+def test_what_is_read_again_predicts_the_same(exports: Exports, family: str) -> None:
+    specimen, case = SPECIMENS[family], exports(replace(WAN, family=family))
     model, inputs = specimen.model(), specimen.inputs()
-    with offline_team(ULYSSES) as team:
-        made = export(model, Branch(inputs=inputs), team)
-        weights = rank_weights(model, "transformer", team)
+    made, weights = case.exported, case.weights[0]
     data = write_export(made)
     again = read_export(data, weights, CPU)
     assert again.graph.serialized() == made.graph.serialized()
@@ -46,51 +48,50 @@ def test_what_is_read_again_predicts_the_same(family: str) -> None:
         assert relative_error(prediction, reference(model, inputs)) <= 1e-4
 
 
-def test_weights_stay_out_of_the_file_and_are_bound_when_it_is_read() -> None:
+def test_weights_stay_out_of_the_file_and_are_bound_when_it_is_read(exports: Exports) -> None:
     """Another checkpoint's weights go into what runs in torch, too (the patch embedding of this model)."""
     specimen = SPECIMENS["wan"]
     model, inputs = specimen.model(), specimen.inputs()
-    with offline_team(ULYSSES) as team:
-        data = write_export(export(model, Branch(inputs=inputs), team))
-        with torch.no_grad():
-            model.modules["transformer"].get_parameter("patch_embedding.weight").mul_(2)
+    data = write_export(exports(WAN).exported)
+    with torch.no_grad():
+        model.modules["transformer"].get_parameter("patch_embedding.weight").mul_(2)
+    with offline_team(WAN.spec) as team:
         weights = rank_weights(model, "transformer", team)
     case = Case(exported=read_export(data, weights, CPU), weights=(weights,) * 2)
     assert relative_error(case.predictions(inputs)[1], reference(model, inputs)) <= 1e-4
 
 
-def test_segments_of_a_ring_are_kept_too() -> None:
-    specimen = SPECIMENS["flux"]
-    model = specimen.model()
+def test_segments_of_a_ring_are_kept_too(ring: Ring) -> None:
+    model, made = ring
     with offline_team(ParallelSpec.of("ring", 2)) as team:
-        made = export_segments(model, Branch(inputs=specimen.inputs()), team)
-        again = read_export(write_export(made), rank_weights(model, "transformer", team), CPU)
+        weights = rank_weights(model, "transformer", team)
+    again = read_export(write_export(made), weights, CPU)
     assert again.segments == made.segments
     assert [graph.serialized() for graph in again.graphs] == [graph.serialized() for graph in made.graphs]
 
 
 class Counted:
-    """``Exporter`` over one model, with the exports that were really made counted and not traced twice."""
+    """``Exporter`` over one model, with the exports that it asks for counted and not traced: each is ``made``."""
 
-    def __init__(self, model: DenoiserModel, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, model: DenoiserModel, made: Exported, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_exports, self.folder = 0, folder
         self.exporter = Exporter(model=model, cache=ExportCache(folder))
-        self._made: Exported | None = None
+        self._made = made
         monkeypatch.setattr(exporter_module, "export", self._count)
 
     def _count(self, *args: object, **options: object) -> Exported:
+        inspect.signature(export).bind(*args, **options)
         self.num_exports += 1
-        self._made = self._made or export(*args, **options)  # type: ignore[arg-type]
         return self._made
 
-    def export(self, branch: Branch, spec: ParallelSpec = ULYSSES, **changes: object) -> Exported:
+    def export(self, branch: Branch, spec: ParallelSpec = WAN.spec, **changes: object) -> Exported:
         with offline_team(spec) as team:
             return replace(self.exporter, **changes).export((branch,), team)  # type: ignore[arg-type]
 
 
 @pytest.fixture
-def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counted:
-    return Counted(SPECIMENS["wan"].model(), tmp_path, monkeypatch)
+def counted(exports: Exports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counted:
+    return Counted(SPECIMENS["wan"].model(), exports(WAN).exported, tmp_path, monkeypatch)
 
 
 def test_the_key_holds_all_that_decides_an_export(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,26 +143,21 @@ def test_a_damaged_file_is_made_again(counted: Counted, caplog: pytest.LogCaptur
     assert counted.num_exports == 4
 
 
-def test_of_two_that_ask_at_once_one_exports(tmp_path: Path) -> None:
-    specimen = SPECIMENS["wan"]
-    model = specimen.model()
-    with offline_team(ULYSSES) as team:
-        made = export(model, Branch(inputs=specimen.inputs()), team)
-        weights = rank_weights(model, "transformer", team)
-    exports, entered = [], threading.Event()
+def test_of_two_that_ask_at_once_one_exports(exports: Exports, tmp_path: Path) -> None:
+    case = exports(WAN)
+    exporters: list[str] = []
 
     def slow() -> Exported:
-        exports.append(threading.current_thread().name)
-        entered.set()
+        exporters.append(threading.current_thread().name)
         threading.Event().wait(0.3)
-        return made
+        return case.exported
 
     def ask() -> None:
-        ExportCache(tmp_path).get_or_export("key", weights, CPU, slow)
+        ExportCache(tmp_path).get_or_export("key", case.weights[0], CPU, slow)
 
     askers = [threading.Thread(target=ask) for _ in range(3)]
     for asker in askers:
         asker.start()
     for asker in askers:
         asker.join()
-    assert len(exports) == 1
+    assert len(exporters) == 1

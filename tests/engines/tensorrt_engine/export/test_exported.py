@@ -8,16 +8,21 @@ from dataclasses import replace
 import onnx_ir as ir
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.fx import GraphModule
 
+from engines.core.model import Branch
 from engines.core.spec import ParallelSpec
+from engines.parallel.collectives import Axis, all_to_all
 from engines.tensorrt_engine.build.builder import BuildError
 from engines.tensorrt_engine.build.report import read_engine_text
 from engines.tensorrt_engine.export.buckets import profile_over, varying_dims
-from engines.tensorrt_engine.export.onnx_graph import EngineGraph
+from engines.tensorrt_engine.export.exported import export
+from engines.tensorrt_engine.export.onnx_graph import EngineGraph, export_graph
+from engines.tensorrt_engine.export.trace import offline_team
 from tests.engines.tensorrt_engine.conftest import Build, Exports
 from tests.engines.tensorrt_engine.support.all_ranks import export_case, relative_error
-from tests.engines.tensorrt_engine.support.cases import ATTENTIONS, DTYPES, TOLERANCE, Key, params
+from tests.engines.tensorrt_engine.support.cases import ATTENTIONS, DTYPES, TOLERANCE, Key, for_targets, params
 from tests.engines.tensorrt_engine.support.engine_file import num_ranks_of
 from tests.engines.tensorrt_engine.support.zoo import SPECIMENS, cast, reference
 
@@ -97,8 +102,7 @@ def test_bfloat16_has_the_graph_of_float16(exports: Exports, key: Key) -> None:
     assert nodes(half) == nodes(brain)
 
 
-@pytest.mark.parametrize("target", ["sm89", "sm120"])
-@pytest.mark.parametrize("key", params())
+@pytest.mark.parametrize(("key", "target"), for_targets())
 def test_builds_with_its_collectives_and_fused_attention(
     exports: Exports, build_file: Build, key: Key, target: str
 ) -> None:
@@ -128,6 +132,7 @@ def test_dynamic_batch_and_sequence(build_file: Build, family: str, strategy: st
         assert build_file(case.exported.graph.serialized(), "sm89", profiles=profiles)
 
 
+@pytest.mark.slow  # quantized weights are constants in every run
 def test_weights_as_constants() -> None:
     specimen = SPECIMENS["flux"]
     model, inputs = specimen.model(), specimen.inputs()
@@ -142,22 +147,36 @@ def test_constants_and_tensor_parallelism_exclude_each_other() -> None:
         export_case(specimen.model(), specimen.inputs(), ParallelSpec.of("tensor", 2), weights_as_inputs=False)
 
 
-def test_the_graph_is_the_same_on_every_rank() -> None:
-    """No rank in it: exports made as rank 0 and as rank 1 are equal byte for byte."""
-    from engines.core.model import Branch
-    from engines.tensorrt_engine.export.exported import export
-    from engines.tensorrt_engine.export.trace import offline_team
-
-    specimen, spec = SPECIMENS["wan"], ParallelSpec.of("ulysses", 2)
-    model, graphs = specimen.model(), []
-    for rank in range(2):
-        with offline_team(spec, rank) as team:
-            graphs.append(export(model, Branch(inputs=specimen.inputs()), team).graph.serialized())
-    assert graphs[0] == graphs[1]
+def test_the_graph_is_the_same_on_every_rank(exports: Exports) -> None:
+    """No rank in it: exports made as rank 0 and as rank 3 are equal byte for byte."""
+    key = Key(family="flux", strategy="ulysses", num_ranks=4, dtype="fp32")
+    specimen = SPECIMENS["flux"]
+    with offline_team(key.spec, rank=3) as team:
+        last = export(specimen.model(), Branch(inputs=specimen.inputs()), team).graph.serialized()
+    assert last == exports(key).exported.graph.serialized()
 
 
-def test_groups_cannot_be_exported() -> None:
+def test_an_exchange_within_a_group_cannot_be_exported() -> None:
     """Ulysses inside tensor parallelism needs two communicators; TensorRT would silently use one."""
+    with offline_team(ParallelSpec(ulysses=2, tensor=2)) as team, pytest.raises(Exception, match="ignores groups"):
+        export_graph(exchanging(team.context), ("x",), ("y",), num_ranks=4)
+
+
+def exchanging(axis: Axis) -> GraphModule:
+    """One exchange, traced as ``trace`` traces a model."""
+
+    class Exchange(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return all_to_all(x, axis)
+
+    with torch.no_grad():
+        traced = torch.export.export(Exchange(), (torch.zeros(axis.size, 8),), strict=False).module(check_guards=False)
+    assert isinstance(traced, GraphModule)
+    return traced
+
+
+@pytest.mark.slow  # the same for a whole model
+def test_groups_cannot_be_exported() -> None:
     specimen = SPECIMENS["flux"]
     with pytest.raises(Exception, match="TensorRT ignores groups"):
         export_case(specimen.model(), specimen.inputs(), ParallelSpec(ulysses=2, tensor=2))

@@ -8,23 +8,17 @@ import torch
 from engines.core.model import Branch
 from engines.core.spec import ParallelSpec
 from engines.tensorrt_engine.build.builder import BuildError
-from engines.tensorrt_engine.export.exported import export, export_segments
+from engines.tensorrt_engine.export.exported import export
 from engines.tensorrt_engine.export.trace import offline_team
-from tests.engines.tensorrt_engine.conftest import Build
+from tests.engines.tensorrt_engine.conftest import Build, Ring
 from tests.engines.tensorrt_engine.support.zoo import SPECIMENS, cast, flux_inputs
 
 RING = ParallelSpec.of("ring", 2)
 
 
-def test_blocks_of_one_type_share_an_engine_file(build_file: Build) -> None:
+def test_blocks_of_one_type_share_an_engine_file(build_file: Build, ring: Ring) -> None:
     """Four blocks of Wan: the start, three segments of one kind, the end."""
-    specimen = SPECIMENS["wan"]
-    model = specimen.model()
-    transformer = model.modules["transformer"]
-    transformer.blocks.extend([type(transformer).from_config(transformer.config).blocks[0] for _ in range(2)])  # type: ignore[operator, union-attr, attr-defined]
-    transformer.to(torch.float16)
-    with offline_team(RING) as team:
-        exported = export_segments(model, Branch(inputs=cast(specimen, specimen.inputs(), torch.float16)), team)
+    _, exported = ring
     assert [segment.kind for segment in exported.segments] == [0, 1, 1, 1, 2]
     assert [segment.attention is None for segment in exported.segments] == [False] * 4 + [True]
     first, second = exported.segments[1].weights, exported.segments[2].weights

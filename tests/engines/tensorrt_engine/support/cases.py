@@ -66,3 +66,13 @@ assert {str(key) for key in KEYS} >= _EVERY_RUN
 def params(*, dtypes: tuple[str, ...] = tuple(DTYPES)) -> list[Any]:
     marks = {key: () if str(key) in _EVERY_RUN else (pytest.mark.slow,) for key in KEYS}
     return [pytest.param(key, id=str(key), marks=marks[key]) for key in KEYS if key.dtype in dtypes]
+
+
+def for_targets() -> list[Any]:
+    """Each key with both targets; in every run with one of them, so that each precision and family meets both."""
+    sm120 = {"flux-allgather_kv2-fp16", "wan-hybrid4-fp32"}
+    cases = []
+    for key, target in itertools.product(KEYS, ("sm89", "sm120")):
+        in_every_run = str(key) in _EVERY_RUN and (target == "sm120") == (str(key) in sm120)
+        cases.append(pytest.param(key, target, id=f"{key}-{target}", marks=() if in_every_run else (pytest.mark.slow,)))
+    return cases

@@ -55,8 +55,9 @@ class GlooRunner:
         return collective.apply([tensor.numpy() for tensor in sent])[group.rank()]
 
 
-def predict_on_team(family: str, strategy: str, ranks: tuple[int, ...]) -> tuple[list[Tensor], int]:
-    """Two steps with other numbers in the same shapes, and the number of engines that were made for them."""
+def predict_on_team(folder: Path, family: str, strategy: str, ranks: tuple[int, ...]) -> tuple[list[Tensor], int]:
+    """Two steps with other numbers in the same shapes, and the number of engines that were made for them. Exports are
+    kept in ``folder``: one rank makes each for both."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     spec = ParallelSpec.of(strategy, len(ranks))
     model, made = SPECIMENS[family].model(), []
@@ -67,7 +68,8 @@ def predict_on_team(family: str, strategy: str, ranks: tuple[int, ...]) -> tuple
         made.append(GlooRunner(graph, weights, team))
         return made[-1]
 
-    engine = TensorRTEngine(model, division=division, make_runner=make, capture=False)
+    exporter = Exporter(model=model, cache=ExportCache(folder))
+    engine = TensorRTEngine(model, division=division, make_runner=make, exporter=exporter, capture=False)
     predictions = []
     for _ in range(2):
         if rank in ranks:
