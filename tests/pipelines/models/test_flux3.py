@@ -45,20 +45,28 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], Path]:
     return cache(lambda make: make(tmp_path_factory.mktemp("flux3")))
 
 
-def loaded(folder: Path, strategy: str = "ulysses") -> Pipeline:
+def loaded(folder: Path) -> Pipeline:
     checkpoint = Checkpoint(folder)
     with patch(LOAD_PROCESSOR, lambda *_, **__: Flux3Processor()):
-        return load_pipeline(checkpoint, TorchEngine(checkpoint.denoiser(), strategy=strategy))
+        return load_pipeline(checkpoint, TorchEngine(checkpoint.denoiser(), strategy="ulysses"))
+
+
+@cache
+def encoded(folder: Path, name: str) -> bytes:
+    """The conditioning as it travels, made once in a process: what strategies differ in comes after it."""
+    pictures, request = pictures_of(CASES[name]), request_of(CASES[name], folder)
+    with patch(LOAD_PROCESSOR, lambda *_, **__: Flux3Processor()):
+        return pickle.dumps(Checkpoint(folder).text_encoder().encode(request, pictures))
 
 
 def denoised(folder: Path, name: str, strategy: str) -> Tensor:
-    pipeline, request = loaded(folder, strategy), request_of(CASES[name], folder)
-    sampler, ranks = pipeline.sampler, tuple(range(dist.get_world_size()))
-    state = sampler.begin(request, pipeline.text_encoder.encode(request, pictures_of(CASES[name])))
+    checkpoint, ranks = Checkpoint(folder), tuple(range(dist.get_world_size()))
+    engine, sampler = TorchEngine(checkpoint.denoiser(), strategy=strategy), checkpoint.sampler()
+    state = sampler.begin(request_of(CASES[name], folder), pickle.loads(encoded(folder, name)))
     for _ in range(sampler.num_steps(state)):
         state = pickle.loads(pickle.dumps(state))
-        state = sampler.advance(state, pipeline.engine.predict(sampler.branches(state), ranks))
-    pipeline.engine.close()
+        state = sampler.advance(state, engine.predict(sampler.branches(state), ranks))
+    engine.close()
     latents: Tensor = sampler.latents(state)["latents"]
     return latents
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -18,7 +19,6 @@ from engines.parallel.self_check import relative_difference
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
 from pipelines.request import MediaRequest
-from pipelines.run import load_pipeline
 from pipelines.size import Size
 from tests.engines.support.gloo import gang
 from tests.pipelines.support import tiny_models, tiny_others
@@ -84,12 +84,17 @@ def request_of(case: Case, folder: Path) -> MediaRequest:
     return defaults.request(size, prompt="a red circle", num_inference_steps=2, seed=5, **case.changes)
 
 
+@cache
+def encoded(folder: Path, request: MediaRequest) -> bytes:
+    """The conditioning as it travels, made once in a process: what strategies differ in comes after it."""
+    return pickle.dumps(Checkpoint(folder).text_encoder().encode(request))
+
+
 def denoised(folder: Path, request: MediaRequest, strategy: str) -> Tensor:
     checkpoint = Checkpoint(folder)
     engine = TorchEngine(checkpoint.denoiser(), strategy=strategy)
-    pipeline = load_pipeline(checkpoint, engine)
-    sampler = pipeline.sampler
-    state = sampler.begin(request, pipeline.text_encoder.encode(request))
+    sampler = checkpoint.sampler()
+    state = sampler.begin(request, pickle.loads(encoded(folder, request)))
     for _ in range(sampler.num_steps(state)):
         state = sampler.advance(state, engine.predict(sampler.branches(state), tuple(range(dist.get_world_size()))))
     engine.close()

@@ -67,23 +67,32 @@ def expected(folder: Path) -> Callable[[str], Latents]:
     return cache(of)
 
 
-def loaded(folder: Path, strategy: str) -> Pipeline:
+def loaded(folder: Path) -> Pipeline:
     checkpoint = Checkpoint(folder)
     with patch(LOAD_PROCESSOR, lambda *_, **__: MiniMaxProcessor()):
-        return load_pipeline(checkpoint, TorchEngine(checkpoint.denoiser(), strategy=strategy))
+        return load_pipeline(checkpoint, TorchEngine(checkpoint.denoiser(), strategy="ulysses"))
+
+
+@cache
+def encoded(folder: Path, name: str) -> bytes:
+    """The conditioning as it travels, made once in a process: what strategies differ in comes after it."""
+    request = CASES[name].request(folder)
+    with patch(LOAD_PROCESSOR, lambda *_, **__: MiniMaxProcessor()):
+        conditioning = Checkpoint(folder).text_encoder().encode(request, pictures_of(CASES[name].images(request)))
+    pack(conditioning, torch.device("cpu"))
+    return pickle.dumps(conditioning)
 
 
 def denoised(folder: Path, name: str, strategy: str) -> dict[str, Any]:
     """The state is sent before each step."""
-    pipeline, request = loaded(folder, strategy), CASES[name].request(folder)
-    sampler, ranks = pipeline.sampler, tuple(range(dist.get_world_size()))
-    encoded = pipeline.text_encoder.encode(request, pictures_of(CASES[name].images(request)))
-    state = sampler.begin(request, pickle.loads(pickle.dumps(encoded)))
-    pack((encoded, state), torch.device("cpu"))
+    checkpoint, ranks = Checkpoint(folder), tuple(range(dist.get_world_size()))
+    engine, sampler = TorchEngine(checkpoint.denoiser(), strategy=strategy), checkpoint.sampler()
+    state = sampler.begin(CASES[name].request(folder), pickle.loads(encoded(folder, name)))
+    pack(state, torch.device("cpu"))
     for _ in range(sampler.num_steps(state)):
         state = pickle.loads(pickle.dumps(state))
-        state = sampler.advance(state, pipeline.engine.predict(sampler.branches(state), ranks))
-    pipeline.engine.close()
+        state = sampler.advance(state, engine.predict(sampler.branches(state), ranks))
+    engine.close()
     return dict(sampler.latents(state))
 
 
@@ -113,7 +122,7 @@ def test_without_the_exchange_they_do_not(folder: Path, expected: Callable[[str]
 
 def test_frames_and_sound_last_as_long_as_was_asked_for(folder: Path) -> None:
     """The model makes 124 frames; of a preview few are decoded."""
-    pipeline, request = loaded(folder, "ulysses"), CASES[STEADY].request(folder)
+    pipeline, request = loaded(folder), CASES[STEADY].request(folder)
     *_, middle, last = pipeline.states(request, pictures_of(CASES[STEADY].images(request)))
     media = pipeline.decoder.decode_all(pipeline.sampler.latents(last), request)
     assert media.frames_FHWC.shape == (120, request.height, request.width, 3)
@@ -124,7 +133,7 @@ def test_frames_and_sound_last_as_long_as_was_asked_for(folder: Path) -> None:
 
 
 def test_a_step_leaves_its_state_as_it_was(folder: Path) -> None:
-    pipeline, request = loaded(folder, "ulysses"), CASES["words"].request(folder)
+    pipeline, request = loaded(folder), CASES["words"].request(folder)
     state = pipeline.sampler.begin(request, pipeline.text_encoder.encode(request))
     before = state.loop_state.latents.clone()
     pipeline.sampler.advance(state, pipeline.engine.predict(pipeline.sampler.branches(state), (0,)))
@@ -138,7 +147,7 @@ def test_a_gang_prepares_with_blank_steps(name: str, folder: Path) -> None:
     assert list(checkpoint.denoiser().modules) == ["transformer"]
     assert checkpoint.num_steps(request) == request.num_inference_steps
     (blank,) = checkpoint.first_step(request)
-    pipeline = loaded(folder, "ulysses")
+    pipeline = loaded(folder)
     encoded = pipeline.text_encoder.encode(request, pictures_of(CASES[name].images(request)))
     (real,) = pipeline.sampler.branches(pipeline.sampler.begin(request, encoded))
     assert {key: x.dtype for key, x in blank.inputs.items()} == {key: x.dtype for key, x in real.inputs.items()}
