@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -15,7 +16,6 @@ from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
 from pipelines.lora.source import LoraSource
 from pipelines.request import Lora, MediaRequest
-from pipelines.run import load_pipeline
 from tests.pipelines.lora.support.tiny_lora import reference
 from tests.pipelines.support import tiny, tiny_models
 
@@ -71,6 +71,12 @@ def expected(folder: Path, request: MediaRequest, adapters: tuple[tuple[Path, fl
     return reference(folder, replace(request, loras=()), dict(adapters))
 
 
+@cache
+def encoded(folder: Path, request: MediaRequest, device: str, dtype: torch.dtype) -> bytes:
+    """The conditioning as it travels, made once in a process: no adapter changes an encoder."""
+    return pickle.dumps(Checkpoint(folder, device, dtype).text_encoder().encode(request))
+
+
 def painted(
     folder: Path, sources: tuple[LoraSource, ...], requests: list[MediaRequest], setting: Setting
 ) -> list[Tensor]:
@@ -78,9 +84,8 @@ def painted(
     checkpoint = Checkpoint(folder, setting.device, setting.dtype, loras=sources)
     model = checkpoint.denoiser(sliced=setting.sliced)
     engine = TorchEngine(model, strategy=setting.strategy, precision=setting.precision, fast=setting.fast)
-    pipeline = load_pipeline(checkpoint, engine)
-    sampler, ranks = pipeline.sampler, tuple(range(dist.get_world_size() if dist.is_initialized() else 1))
-    conditioning = pipeline.text_encoder.encode(requests[0])
+    sampler, ranks = checkpoint.sampler(), tuple(range(dist.get_world_size() if dist.is_initialized() else 1))
+    conditioning = pickle.loads(encoded(folder, requests[0], setting.device, setting.dtype))
     states = [sampler.begin(request, conditioning) for request in requests]
     for _ in range(sampler.num_steps(states[0])):
         states = [sampler.advance(state, engine.predict(sampler.branches(state), ranks)) for state in states]
