@@ -101,10 +101,12 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """With ``-n`` the process with the tests of Ray has the cores first: the other takes what it leaves."""
+    """With ``-n`` the process with the tests of Ray has the cores first: the other takes what it leaves. When both have
+    tests of models, each has one core: threads of two processes would wait for each other."""
     first = item.session.stash.setdefault(FIRST, item)
-    if "PYTEST_XDIST_WORKER" in os.environ and first is item and not is_of_ray(item.location[0]):
+    if "PYTEST_XDIST_WORKER" in os.environ and not is_of_ray(item.location[0]):
         import torch
 
-        os.nice(LOWEST_PRIORITY)
         torch.set_num_threads(1)
+        if first is item:
+            os.nice(LOWEST_PRIORITY)

@@ -1,10 +1,11 @@
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.core.layout import TokenLayout
 from engines.parallel.attention import take_rows
+from tests.support.unhurried import UNHURRIED
 
 lengths = st.lists(st.integers(0, 23), min_size=1, max_size=3)
 
@@ -14,6 +15,7 @@ def make(given_lengths: list[int], num_chunks: int) -> TokenLayout:
     return TokenLayout(lengths=names, num_chunks=num_chunks)
 
 
+@settings(**UNHURRIED)
 @given(lengths, st.integers(1, 8), st.integers(-2, 1))
 def test_join_undoes_cut(given_lengths: list[int], num_chunks: int, dim: int) -> None:
     layout = make(given_lengths, num_chunks)
@@ -24,6 +26,7 @@ def test_join_undoes_cut(given_lengths: list[int], num_chunks: int, dim: int) ->
         assert torch.equal(layout.join(chunks, dim=dim, stream=stream), x)
 
 
+@settings(**UNHURRIED)
 @given(lengths, st.integers(1, 8))
 def test_streams_that_are_one_tensor_are_cut_one_by_one(given_lengths: list[int], num_chunks: int) -> None:
     layout = make(given_lengths, num_chunks)
@@ -36,6 +39,7 @@ def test_streams_that_are_one_tensor_are_cut_one_by_one(given_lengths: list[int]
         assert chunk.shape[1] == layout.chunk_length
 
 
+@settings(**UNHURRIED)
 @given(lengths, st.integers(1, 8), st.data())
 def test_valid_rows_are_the_tokens_and_nothing_else(
     given_lengths: list[int], num_chunks: int, data: st.DataObject

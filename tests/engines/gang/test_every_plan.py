@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from engines.gang.step_plan import StepPlan
 from tests.engines.gang.support.plans import all_plans, job, scheduler
+from tests.support.unhurried import UNHURRIED
 
 
-@settings(deadline=None)
+@settings(**UNHURRIED)
 @given(
     num_ranks=st.sampled_from([1, 2, 4, 6, 8]),
     max_running=st.integers(1, 6),
@@ -35,7 +36,7 @@ def test_every_plan_is_sound(num_ranks: int, max_running: int, jobs: list[tuple[
         assert len(begun) <= max_running, "the ranks keep the states of as many"
 
 
-@settings(deadline=None)
+@settings(**UNHURRIED)
 @given(
     num_ranks=st.sampled_from([1, 2, 4, 6, 8]),
     max_running=st.integers(1, 9),

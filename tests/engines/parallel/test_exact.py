@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -20,6 +21,7 @@ from tests.engines.support import models
 from tests.engines.support.gloo import gang
 
 BOUND = 1e-5
+FAMILIES, LENGTHS, SLOW = ("flux", "wan"), ("even", "uneven"), (pytest.mark.slow,)
 STRATEGIES = ["ulysses", "ring", "allgather_kv", "tensor", "guidance"]
 CASES = [
     *((strategy, num_ranks) for strategy, num_ranks in itertools.product(STRATEGIES, (1, 2, 4))),
@@ -39,9 +41,17 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("length", ["even", "uneven"])
-@pytest.mark.parametrize("family", ["flux", "wan"])
-@pytest.mark.parametrize(("strategy", "num_ranks"), CASES)
+def with_models(cases: list[Any], lengths: tuple[str, ...]) -> list[Any]:
+    """Each case with both models and every length, of which every run has each case with both models in uneven lengths,
+    and with one of them, in turn, in even ones."""
+    turns = itertools.product(enumerate(cases), enumerate(FAMILIES), lengths)
+    return [
+        pytest.param(*case, family, length, marks=SLOW if length == "even" and (number + place) % 2 else ())
+        for (number, case), (place, family), length in turns
+    ]
+
+
+@pytest.mark.parametrize(("strategy", "num_ranks", "family", "length"), with_models(CASES, LENGTHS))
 def test_equals_unsharded_module(strategy: str, num_ranks: int, family: str, length: str) -> None:
     answers = gang(4).run(predict, strategy, num_ranks, family, length, None)[:num_ranks]
     errors = [relative_difference(x, y) for x, y in zip(answers[0], reference(family, length), strict=True)]
@@ -50,9 +60,10 @@ def test_equals_unsharded_module(strategy: str, num_ranks: int, family: str, len
         assert all(torch.equal(x, y) for x, y in zip(answer, answers[0], strict=True)), "ranks differ"
 
 
-@pytest.mark.parametrize("length", ["even", "uneven"])
-@pytest.mark.parametrize("family", ["flux", "wan"])
-@pytest.mark.parametrize(("strategy", "num_ranks"), [("ulysses", 2), ("ulysses", 4), ("hybrid", 4)])
+IN_PARTS = [("ulysses", 2), ("ulysses", 4), ("hybrid", 4)]
+
+
+@pytest.mark.parametrize(("strategy", "num_ranks", "family", "length"), with_models(IN_PARTS, LENGTHS))
 def test_heads_in_parts_too(strategy: str, num_ranks: int, family: str, length: str) -> None:
     test_equals_unsharded_module(f"{strategy} in parts", num_ranks, family, length)
 
@@ -96,8 +107,14 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize("family", ["flux", "wan"])
-@pytest.mark.parametrize(("strategy", "exchange"), BROKEN)
+CONTROLS = [
+    pytest.param(*broken, family, marks=SLOW if (number + place) % 2 else ())
+    for (number, broken), (place, family) in itertools.product(enumerate(BROKEN), enumerate(FAMILIES))
+]
+"""Each with one of the models, in turn, in every run."""
+
+
+@pytest.mark.parametrize(("strategy", "exchange", "family"), CONTROLS)
 def test_control_with_an_exchange_left_out_fails(strategy: str, exchange: str, family: str) -> None:
     answers = gang(4).run(predict, strategy, 4, family, "uneven", exchange)
     errors = [relative_difference(x, y) for x, y in zip(answers[0], reference(family, "uneven"), strict=True)]

@@ -13,6 +13,7 @@ from engines.gang.job import Job
 from engines.gang.policies.shortest import Shortest
 from engines.gang.step_plan import StepPlan
 from tests.engines.gang.support.plans import job, scheduler
+from tests.support.unhurried import UNHURRIED
 
 MAX_OVERTAKEN = 3.0
 STEP_S = {"short": 1.0, "usual": 3.5, "long": 20.0}
@@ -80,7 +81,7 @@ def job_of(job_id: str, come: Come) -> Job:
     )
 
 
-@settings(deadline=None)
+@settings(**UNHURRIED)
 @given(
     comes=st.lists(COMES, min_size=1, max_size=24),
     num_ranks=st.sampled_from([1, 2, 4]),

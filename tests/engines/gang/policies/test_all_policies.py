@@ -12,6 +12,7 @@ from engines.gang.job import Job
 from engines.gang.policies.registry import POLICIES, find_policy, make_policy
 from engines.gang.step_plan import StepPlan
 from tests.engines.gang.support.plans import scheduler
+from tests.support.unhurried import UNHURRIED
 
 COMES = st.lists(
     st.tuples(st.integers(1, 5), st.sampled_from([0.5, 1.0, 9.0]), st.sampled_from("ab"), st.integers(0, 4)),
@@ -43,7 +44,7 @@ def plans_of(policy: str, comes: list[tuple[int, float, str, int]], *, elastic: 
 
 @pytest.mark.parametrize("elastic", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(deadline=None)
+@settings(**UNHURRIED)
 @given(comes=COMES)
 def test_every_job_ends_and_plans_are_made_again(
     policy: str, elastic: bool, comes: list[tuple[int, float, str, int]]

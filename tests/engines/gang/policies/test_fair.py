@@ -11,6 +11,7 @@ from engines.gang.job import Job
 from engines.gang.policies.fair import Fair
 from engines.gang.scheduler import Scheduler
 from tests.engines.gang.support.plans import scheduler
+from tests.support.unhurried import UNHURRIED
 
 QUANTUM_S = 4.0
 
@@ -34,7 +35,7 @@ def served_s(subject: Scheduler, lengths: dict[str, float], num_plans: int) -> C
     return seconds
 
 
-@settings(deadline=None, max_examples=30)
+@settings(**UNHURRIED, max_examples=30)
 @given(
     step_s=st.tuples(*[st.sampled_from([0.5, 1.0, 3.0, 7.0])] * 3),
     weights=st.tuples(*[st.sampled_from([1.0, 2.0, 5.0])] * 3),

@@ -1,0 +1,9 @@
+"""Settings of hypothesis that read no clock: a process of low priority may wait long for a core, drawing or testing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import HealthCheck
+
+UNHURRIED: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
