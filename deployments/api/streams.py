@@ -18,7 +18,7 @@ from starlette.types import Receive, Send
 
 from deployments.api.errors import ApiError, from_failure
 from deployments.api.settings import ApiSettings
-from deployments.asyncio_tools import EndedError, next_or_none, unless, with_idle
+from deployments.asyncio_tools import EndedError, next_or_none, to_the_end, unless, with_idle
 
 logger = logging.getLogger("troupe.api")
 
@@ -65,7 +65,11 @@ async def start_stream(
     named error. A comment is sent whenever nothing happened for ``keepalive_s``.
     """
     beats = with_idle(events, settings.first_event_wait_s, settings.keepalive_s)
-    first = await until_disconnect(receive, next_or_none(beats))
+    try:
+        first = await until_disconnect(receive, next_or_none(beats))
+    except BaseException:  # a cancellation that comes together with the first event, too
+        await to_the_end(beats.aclose())
+        raise
     return EventStream(first, beats, headers)
 
 

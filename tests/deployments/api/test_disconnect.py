@@ -15,7 +15,8 @@ import pytest
 from fastapi import FastAPI
 from starlette.types import Message
 
-from deployments.api.streams import Event, EventStream
+from deployments.api.settings import ApiSettings
+from deployments.api.streams import Event, EventStream, start_stream
 from tests.deployments.api.conftest import build, serving
 from tests.deployments.support.fake_studio import FakeStudio
 from tests.support.patience import PATIENCE_S
@@ -103,3 +104,45 @@ async def test_a_client_that_is_gone_before_the_first_byte() -> None:
     with pytest.raises(ConnectionResetError):
         await response.stream_response(fail)
     assert is_closed
+
+
+class Endless:
+    """Events without an end; whether the first has begun, and whether all is over."""
+
+    has_begun = is_closed = False
+
+    async def events(self) -> AsyncGenerator[Event]:
+        self.has_begun = True
+        try:
+            while True:
+                await asyncio.sleep(0)
+                yield Event(type="a")
+        finally:
+            self.is_closed = True
+
+
+async def test_a_stream_that_is_cancelled_at_whatever_moment_is_over_with_its_request(tmp_path: Path) -> None:
+    """As when a server ends: one more turn of the event loop each time, from before the first event to after it."""
+    settings, num_begun = ApiSettings(data_dir=tmp_path), 0
+
+    async def receive() -> Message:
+        return await asyncio.get_running_loop().create_future()
+
+    async def send(message: Message) -> None:
+        await asyncio.sleep(0)
+
+    async def answer(events: AsyncGenerator[Event]) -> None:
+        await (await start_stream(events, receive, settings))({"type": "http"}, receive, send)
+
+    for num_turns in range(40):
+        source = Endless()
+        events = source.events()  # held here: nobody collects it as garbage
+        request = asyncio.create_task(answer(events))
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        request.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await request
+        assert source.is_closed == source.has_begun, f"{num_turns} turns"
+        num_begun += source.has_begun
+    assert num_begun > 30

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from starlette.types import Message
 
 from deployments.api.app import create_api
-from deployments.api.drain import Drain
+from deployments.api.drain import Drain, _Answer
 from deployments.api.settings import ApiSettings
 from deployments.clips.clips import Clips
 from deployments.clips.settings import ClipSettings
@@ -32,6 +33,20 @@ def studio() -> FakeStudio:
 @pytest.fixture
 def clips(studio: FakeStudio, tmp_path: Path) -> Clips:
     return Clips(studio, ClipSettings(data_dir=tmp_path, progress_s=0.02, poll_s=0.1))
+
+
+@pytest.fixture
+def first_bytes(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Set once some of an answer was sent."""
+    sent, send = asyncio.Event(), _Answer.send
+
+    async def noted(answer: _Answer, message: Message) -> None:
+        await send(answer, message)
+        if message["type"] == "http.response.body":
+            sent.set()
+
+    monkeypatch.setattr(_Answer, "send", noted)
+    return sent
 
 
 @asynccontextmanager
@@ -65,12 +80,14 @@ async def test_what_is_under_way_ends_and_what_comes_is_refused(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_takes_too_long_is_told(studio: FakeStudio, clips: Clips, tmp_path: Path, stream: bool) -> None:
+async def test_what_takes_too_long_is_told(
+    studio: FakeStudio, clips: Clips, tmp_path: Path, first_bytes: asyncio.Event, stream: bool
+) -> None:
     async with draining(studio, clips, tmp_path) as (client, drain):
         body = {"prompt": "a"} | ({"stream": True, "stream_progress": True} if stream else {})
         picture = asyncio.create_task(client.post(IMAGES, json=body))
         studio.permits.release()
-        await until(lambda: studio.performed and studio.permits.locked())
+        await until(lambda: first_bytes.is_set() if stream else studio.performed)
         await drain.finish(grace_s=0.0)
         answer = await picture
     if stream:
