@@ -94,7 +94,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported and collected stays to the end, a million objects: no search for garbage goes over it again,
+    """What was imported and collected stays, most of a million objects: no search for garbage goes over it again,
     which would be a quarter of what tracing and exporting a model takes."""
     gc.collect()
     gc.freeze()
