@@ -168,16 +168,20 @@ class Checkpoint:
             return ()
         return self.first_step(self.defaults.typical_request())
 
-    def first_steps(self, sizes: Iterable[Size], modules: Iterable[str]) -> tuple[tuple[Branch, ...], ...]:
+    def first_steps(
+        self, sizes: Iterable[Size], modules: Iterable[str], *, fills_prompts: bool = False
+    ) -> tuple[tuple[Branch, ...], ...]:
         """A step of each size, with the model's usual number of branches, for each of its ``modules``, in order.
 
-        Where steps grow on the way, one of each kind; where prompts have windows, one of a short prompt as well. None
-        where a step cannot be known before a request (``Architecture.blank_conditioning``).
+        Where steps grow on the way, one of each kind; where prompts have windows, of short prompts as well, as where
+        the engine ``fills_prompts`` up. None where a step cannot be known before a request
+        (``Architecture.blank_conditioning``).
         """
         if self.architecture.blank_conditioning is None:
             logger.info("nothing is prepared before the first request: %s is not known here", self.architecture.family)
             return ()
-        names, prompts = tuple(modules), (self.defaults.max_tokens, *self.architecture.short_prompts)
+        short = (*self.architecture.short_prompts, *(self.architecture.windowed_prompts if fills_prompts else ()))
+        names, prompts = tuple(modules), (self.defaults.max_tokens, *short)
         requests = [self.defaults.typical_request(size) for size in sizes]
         states = (self._begun(request, num_tokens) for request in requests for num_tokens in prompts)
         steps = [step for state in states for step in self._sampler.kinds(state)]

@@ -31,6 +31,7 @@ from benchmarks.models.published import PublishedModel
 from benchmarks.timing import Times, measure, rank_synchronize
 from engines.parallel.self_check import relative_difference
 from engines.torch_engine.engine import TorchEngine
+from engines.torch_engine.options import TorchOptions
 from pipelines.size import Size
 
 MODELS = ("Z-Image-Turbo", "Qwen-Image", "FLUX.2-klein-4B", "FLUX.2-dev")
@@ -83,6 +84,7 @@ def results_of(model: PublishedModel, arguments: Arguments, world: int) -> Any:
         "diffusers": ("diffusers compiled", lambda: diffusers(model, reference, world, arguments.repeats)),
         "ours compiled": (f"ours compiled, {arguments.strategy}", lambda: own(False)),
         "ours": (f"ours, {arguments.strategy}", lambda: own(None)),
+        "ours filled": (f"ours, prompts filled up, {arguments.strategy}", lambda: own(None, prompt_windows=True)),
     }
     for name, (maker, run) in runs.items():
         if name in arguments.makers:
@@ -118,10 +120,11 @@ def diffusers(model: PublishedModel, reference: Tensor, world: int, repeats: int
 
 
 def ours(
-    model: PublishedModel, reference: Tensor, arguments: Arguments, world: int, fast: bool | None
+    model: PublishedModel, reference: Tensor, arguments: Arguments, world: int, fast: bool | None, **options: bool
 ) -> dict[str, Any]:
     """Hand-ordered where there is such a step, unless ``fast`` is False: then the module, its blocks compiled."""
-    engine = TorchEngine(model.denoiser(), strategy=arguments.strategy, precision=arguments.precision, fast=fast)
+    asked: dict[str, Any] = {"strategy": arguments.strategy, "precision": arguments.precision, "fast": fast}
+    engine = TorchEngine(model.denoiser(), options=TorchOptions(**options), **asked)
     ranks = tuple(range(world))
     engine.warm_up((model.branch,), ranks)
 

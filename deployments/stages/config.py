@@ -216,6 +216,11 @@ class DenoiserConfig(ScaledConfig, GangConfig):
         return 1 if self.strategy == "auto" else ParallelSpec.of(self.strategy, self.num_ranks).pipeline
 
     @property
+    def fills_prompts(self) -> bool:
+        """Whether steps of prompts of many lengths are of one shape, where the model can (``TorchOptions``)."""
+        return self.torch is not None and self.torch.prompt_windows
+
+    @property
     def engine_options(self) -> TorchOptions | TensorRTOptions | None:
         """The section of the chosen engine; None for its defaults."""
         options: TorchOptions | TensorRTOptions | None = getattr(self, self.engine)

@@ -53,7 +53,7 @@ def _build(model: ModelConfig, context: RankContext, checkpoint: Checkpoint, den
 
     config = model.denoiser
     begun_s = time.monotonic()
-    steps = checkpoint.first_steps(config.warm_sizes, denoiser.modules)
+    steps = checkpoint.first_steps(config.warm_sizes, denoiser.modules, fills_prompts=config.fills_prompts)
     engine = load_engine(
         config.engine,
         denoiser,

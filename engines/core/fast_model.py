@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 Precision = Literal["native", "fp8"]
 """What the GEMMs of a hand-ordered step compute in."""
 
+KEPT = "kept"
+"""What ``hoisted`` says of the keys where a prompt is filled up: True for those that are attended, ``(tokens,)`` of all
+streams, in the order of a step's rows."""
+
 StepTensors: TypeAlias = Mapping[str, "Tensor"]
 """Everything that one step reads, by name. A captured step keeps buffers of these shapes."""
 
@@ -39,6 +43,10 @@ class FastWeights(Protocol):
 
     def lengths(self, arguments: Mapping[str, Any]) -> Mapping[str, int] | None:
         """Returns the tokens of each stream, in the order of a step's rows; None: the shard plan's."""
+        ...
+
+    def filled_lengths(self, arguments: Mapping[str, Any]) -> Mapping[str, int] | None:
+        """Returns the same where a prompt is filled up to a length that other prompts have too; None: it cannot be."""
         ...
 
     def tokens(self, latents: Tensor) -> Tensor:

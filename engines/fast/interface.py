@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -62,6 +62,7 @@ class StepParts:
 
     ``exchange_within(stream)`` is one for attention among the tokens of a single stream; all ranks ask for the same
     ones in the same order. ``cut(x, dim, stream)`` gives my rank's tokens of a tensor of all of a stream's.
+    ``filled`` are the tokens of each stream, where a prompt is filled up; None where all are as long as they come.
     """
 
     exchange: HeadExchange
@@ -69,3 +70,4 @@ class StepParts:
     context_stream: SideStream
     mlp_stream: SideStream
     cut: Callable[[Tensor, int, str], Tensor]
+    filled: Mapping[str, int] | None = None

@@ -31,7 +31,8 @@ class TorchChoices:
     ``precision`` is that of the linears (see ``engines.core.precision``), with static scales from the file
     ``calibration``. ``fast`` runs the family's hand-ordered step wherever a team allows it, else the module runs, its
     blocks compiled if ``compile_blocks``. ``capture`` records each shape in a CUDA graph at its second step.
-    ``exchange`` is what is usual, until steps were timed.
+    ``exchange`` is what is usual, until steps were timed. ``prompt_windows`` lets prompts of many lengths be of one
+    shape.
     """
 
     precision: str = "native"
@@ -40,6 +41,7 @@ class TorchChoices:
     fast: bool = False
     capture: bool = False
     exchange: ExchangeRules = field(default_factory=ExchangeRules)
+    prompt_windows: bool = False
 
 
 def resolve(
@@ -69,6 +71,7 @@ def resolve(
         fast=has_fast and wants_fast,
         capture=capture and on_gpu,
         exchange=usual_exchange(options),
+        prompt_windows=options.prompt_windows,
     )
 
 

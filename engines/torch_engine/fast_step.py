@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from engines.core.fast_model import FastWeights, StepTensors
+from engines.core.fast_model import KEPT, FastWeights, StepTensors
 from engines.core.layout import TokenLayout
 from engines.core.model import Arguments
 from engines.fast.interface import HeadExchange, StepParts
@@ -13,7 +13,8 @@ from engines.parallel.attention import local_kernel
 from engines.parallel.collectives import all_gather
 from engines.parallel.mesh import Team
 from engines.parallel.strategy import team_kernel
-from engines.torch_engine.exchange.heads import LocalHeads, UlyssesHeads, local_attention, without_lse
+from engines.torch_engine.exchange.heads import Attend, LocalHeads, UlyssesHeads, local_attention, without_lse
+from engines.torch_engine.exchange.kept_keys import KeptKeys, whole_kernel
 from engines.torch_engine.exchange.peer_heads import PeerHeads
 from engines.torch_engine.exchange.peer_memory import reachable
 
@@ -41,28 +42,33 @@ class FastStep:
         latents: Tensor,
         peer_memory: bool = True,
         side_streams: bool = True,
+        fills_prompts: bool = False,
     ) -> None:
         """``latents`` are whole, as a step's will be: they say on which device and in which dtype it computes.
 
         ``peer_memory``: ranks write straight into each other's memory instead of calling NCCL, where that was seen to
         work (one host, GPUs that reach each other; the log says which it is). ``side_streams``: ranks of a team
-        compute beside their exchanges; it means nothing to one rank.
+        compute beside their exchanges; it means nothing to one rank. ``fills_prompts``: the layout's lengths are
+        ``FastWeights.filled_lengths``.
         """
         is_alone = team.context.size == 1
         self._weights, self._team, self._layout = weights, team, layout
         self._like = latents.new_empty(()).expand(latents.shape)
+        self._keys = KeptKeys(layout, _chunks_attended(team)) if fills_prompts else None
         parts = StepParts(
-            exchange=make_exchange(team, layout, latents, peer_memory),
+            exchange=make_exchange(team, layout, latents, peer_memory, self._keys),
             exchange_within=lambda stream: make_exchange(team, layout.of_stream(stream), latents, peer_memory),
             context_stream=SideStream(latents.device, "stream", in_use=side_streams or is_alone),
             mlp_stream=SideStream(latents.device, "mlp", in_use=side_streams and not is_alone),
             cut=self._cut,
+            filled=dict(layout.lengths) if fills_prompts else None,
         )
         self._model = weights.model(parts)
 
     def hoisted(self, arguments: Arguments) -> dict[str, Tensor]:
         """Returns what no step of a job changes, from a whole call."""
-        return self._model.hoisted(arguments)
+        hoisted = self._model.hoisted(arguments)
+        return hoisted if self._keys is None else {**hoisted, KEPT: self._keys.in_order(hoisted[KEPT])}
 
     def tokens(self, latents: Tensor) -> Tensor:
         """Returns my tokens of whole latents."""
@@ -70,6 +76,8 @@ class FastStep:
 
     def __call__(self, tokens_BSD: Tensor, hoisted: StepTensors) -> Tensor:
         """Returns the whole prediction, equal on all ranks of the team."""
+        if self._keys is not None:
+            self._keys.mask_M = hoisted[KEPT]
         gathered = all_gather(self._model.step(tokens_BSD, hoisted), self._team.context)
         predicted_BSD = self._layout.join(gathered, dim=1, stream=self._weights.latents_stream)
         return self._weights.prediction(predicted_BSD, self._like)
@@ -78,13 +86,34 @@ class FastStep:
         return self._layout.cut(x, dim=dim, stream=stream, index=self._team.context.index)
 
 
-def make_exchange(team: Team, layout: TokenLayout, sample: Tensor, peer_memory: bool) -> HeadExchange:
-    """Returns Ulysses in moments that overlap with other work; the other strategies inside attention's moment."""
-    if team.context.size != team.ulysses.size:
-        return LocalHeads(without_lse(team_kernel(local_kernel(sample.device, sample.dtype), team, layout)))
-    attend = local_attention(sample.device, sample.dtype, layout.valid_rows(0, layout.num_chunks))
+def make_exchange(
+    team: Team, layout: TokenLayout, sample: Tensor, peer_memory: bool, keys: KeptKeys | None = None
+) -> HeadExchange:
+    """Returns Ulysses in moments that overlap with other work; the other strategies inside attention's moment.
+
+    ``keys`` says which are attended, of all that ``_chunks_attended`` has; None: all are.
+    """
+    if not _splits_heads_alone(team):
+        kernel = team_kernel(local_kernel(sample.device, sample.dtype), team, layout)
+        return LocalHeads(without_lse(kernel) if keys is None else keys.attend(kernel))
+    attend = _attention_to_all(layout, sample) if keys is None else keys.attend(whole_kernel(layout, sample))
     if team.ulysses.size == 1:
         return LocalHeads(attend)
     if peer_memory and reachable(team.ulysses, sample.device, sample.dtype):
         return PeerHeads(attend, team.ulysses, sample.device)
     return UlyssesHeads(attend, team.ulysses)
+
+
+def _attention_to_all(layout: TokenLayout, sample: Tensor) -> Attend:
+    return local_attention(sample.device, sample.dtype, layout.valid_rows(0, layout.num_chunks))
+
+
+def _splits_heads_alone(team: Team) -> bool:
+    """Says whether a rank attends to the keys of the whole team at once, and does nothing else inside attention."""
+    return team.context.size == team.ulysses.size
+
+
+def _chunks_attended(team: Team) -> range:
+    """Returns the ranks whose keys a rank has when it asks for attention: masks are of these."""
+    index = team.context.index
+    return range(team.context.size) if _splits_heads_alone(team) else range(index, index + 1)

@@ -15,11 +15,13 @@ from engines.core.spec import ParallelSpec
 class TorchOptions:
     """``calibration``: what ``troupe calibrate`` wrote, for static scales. ``peer_memory``: ranks write into each
     other's memory where that works, or never do and exchange through NCCL alone; "auto" is the former, unless a
-    strategy "auto" has timed steps that say otherwise.
+    strategy "auto" has timed steps that say otherwise. With ``prompt_windows`` hand-ordered steps fill prompts up,
+    where the model can, so that prompts of many lengths share a captured step; attention then has a mask.
     """
 
     calibration: Path | None = None
     peer_memory: bool | Literal["auto"] = "auto"
+    prompt_windows: bool = False
 
 
 def check(choice: EngineChoice) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -89,21 +89,34 @@ class StepRunner:
         self._weights.clear()
 
     def _step(self, branch: Branch, team: Team) -> _Step:
-        key = (team.ranks, team.spec, shape_of(branch))
+        weights = self._fast_weights(branch.module, team)
+        filled = self._filled_lengths(branch, weights)
+        key = (team.ranks, team.spec, shape_of(branch) if filled is None else self._filled_shape(branch, filled))
         if key not in self._steps:
-            weights = self._fast_weights(branch.module, team)
             self._steps[key] = (
-                self._module_step(branch, team) if weights is None else self._fast_step(branch, team, weights)
+                self._module_step(branch, team) if weights is None else self._fast_step(branch, team, weights, filled)
             )
         return self._steps[key]
 
-    def _fast_step(self, branch: Branch, team: Team, weights: FastWeights) -> _Step:
-        lengths, latents = weights.lengths(branch.arguments), self._model.latents
+    def _filled_lengths(self, branch: Branch, weights: FastWeights | None) -> Mapping[str, int] | None:
+        """Returns what the prompt is filled up to; None where it stays as long as it is."""
+        if weights is None or not self._config.prompt_windows:
+            return None
+        return weights.filled_lengths(branch.arguments)
+
+    def _filled_shape(self, branch: Branch, lengths: Mapping[str, int]) -> Hashable:
+        """What such steps have in common, of inputs that were filled up to ``lengths``."""
+        name = self._model.latents
+        return shape_of(replace(branch, inputs={name: branch.inputs[name]})), tuple(lengths.items())
+
+    def _fast_step(self, branch: Branch, team: Team, weights: FastWeights, filled: Mapping[str, int] | None) -> _Step:
+        lengths, latents = filled or weights.lengths(branch.arguments), self._model.latents
         if lengths is None:
             layout = self._sharded.layout(branch, team)
         else:
             layout = TokenLayout.of(tuple(lengths), lengths, team.context.size)
         ways = {"peer_memory": self.rules.peer_memory, "side_streams": self.rules.side_streams}
+        ways |= {"fills_prompts": filled is not None}
         fast = FastStep(weights, team, layout, latents=branch.inputs[latents], **ways)
 
         def prepare(branch: Branch) -> StepTensors:

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from engines.core.additions import Writers
-from engines.core.fast_model import StepTensors
-from engines.core.model import Arguments, ModelInputs
+from engines.core.fast_model import KEPT, StepTensors
+from engines.core.model import LATENTS, Arguments, ModelInputs
 from engines.fast.blocks import Blocks
 from engines.fast.blocks_step import BlocksStep
 from engines.fast.interface import StepParts
@@ -24,15 +25,18 @@ from pipelines.fast.vectors import BlockVectors
 
 TEXT, IMAGE = "text", "image"
 """The streams of the shard plans, in the order of their rows."""
+PROMPT = "encoder_hidden_states"
 
 
 class MMDiTWeights(ABC):
     """A transformer arranged for ``FastMMDiT``; the module keeps working. Implements ``FastWeights``.
 
-    ``shares_vectors``: all blocks of a kind have the same modulation.
+    ``shares_vectors``: all blocks of a kind have the same modulation. ``window``: prompts may be filled up to the next
+    multiple of so many tokens; None where all have one length.
     """
 
     shares_vectors = False
+    window: int | None = None
     latents_stream = IMAGE
 
     def __init__(self, module: Any, blocks: Blocks) -> None:
@@ -40,6 +44,12 @@ class MMDiTWeights(ABC):
 
     def lengths(self, arguments: Arguments) -> Mapping[str, int] | None:
         return None
+
+    def filled_lengths(self, arguments: Arguments) -> Mapping[str, int] | None:
+        if self.window is None:
+            return None
+        num_text, num_image = (arguments[name].shape[1] for name in (PROMPT, LATENTS))
+        return {TEXT: num_text + -num_text % self.window, IMAGE: num_image}
 
     def tokens(self, latents: Tensor) -> Tensor:
         return latents
@@ -95,13 +105,18 @@ class FastMMDiT:
 
     def hoisted(self, arguments: Arguments) -> dict[str, Tensor]:
         cut = self._parts.cut
-        text_BTC = self._weights.text(cut(arguments["encoder_hidden_states"], 1, TEXT))
+        kept = {}
+        if self._parts.filled is not None:
+            kept = {KEPT: _kept(arguments, self._parts.filled)}
+            arguments = {**arguments, PROMPT: _filled(arguments[PROMPT], self._parts.filled[TEXT])}
+        text_BTC = self._weights.text(cut(arguments[PROMPT], 1, TEXT))
         text_2TP, image_2SP = self._weights.rotations(arguments)
         cos_LP, sin_LP = torch.cat((cut(text_2TP, 1, TEXT), cut(image_2SP, 1, IMAGE)), dim=1)
         return {
             "text_TBC": text_BTC.transpose(0, 1).contiguous(),
             "cos_LP": cos_LP.contiguous(),
             "sin_LP": sin_LP.contiguous(),
+            **kept,
         }
 
     def step(self, latents: Tensor, hoisted: StepTensors) -> Tensor:
@@ -129,6 +144,19 @@ class FastMMDiT:
             sin_LP=hoisted["sin_LP"],
             batch=batch,
         )
+
+
+def _filled(text_BTD: Tensor, num_tokens: int) -> Tensor:
+    """Returns the prompt with zeros after it, which nothing attends to."""
+    return functional.pad(text_BTD, (0, 0, 0, num_tokens - text_BTD.shape[1]))
+
+
+def _kept(arguments: Arguments, filled: Mapping[str, int]) -> Tensor:
+    """Returns which tokens of all streams were there before the prompt was filled up, text first."""
+    text_BTD = arguments[PROMPT]
+    places_N = torch.arange(sum(filled.values()), device=text_BTD.device)
+    kept_N: Tensor = (places_N < text_BTD.shape[1]) | (places_N >= filled[TEXT])
+    return kept_N
 
 
 def pair_rotation(tables: tuple[Tensor, Tensor]) -> Tensor:

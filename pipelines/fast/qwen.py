@@ -22,8 +22,9 @@ UNKNOWN = ("zero_cond_t", "use_additional_t_cond", "use_layer3d_rope", "guidance
 class QwenWeights(MMDiTWeights):
     """A ``QwenImageTransformer2DModel`` with none of ``UNKNOWN``."""
 
-    def __init__(self, transformer: nn.Module, precision: Precision) -> None:
+    def __init__(self, transformer: nn.Module, precision: Precision, window: int) -> None:
         super().__init__(transformer, arranged_blocks(transformer, precision))
+        self.window = window
 
     def text(self, text_BTD: Tensor) -> Tensor:
         text_BTC: Tensor = self.module.txt_in(self.module.txt_norm(text_BTD))

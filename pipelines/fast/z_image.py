@@ -53,6 +53,9 @@ class ZImageWeights:
         num_image = (frames // FRAME_PATCH) * (height // PATCH) * (width // PATCH)
         return {IMAGE: padded_length(num_image), TEXT: padded_length(arguments[PROMPT].shape[0])}
 
+    def filled_lengths(self, arguments: Arguments) -> None:
+        """Jobs fill prompts up themselves (``Architecture.filled``), as the module would."""
+
     def tokens(self, latents: Tensor) -> Tensor:
         patches_SE, *_ = self.module._patchify_image(latents, PATCH, FRAME_PATCH)
         return filled(patches_SE)[None]

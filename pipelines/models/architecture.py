@@ -94,7 +94,8 @@ class Architecture:
     no guider looks at it. ``guides_itself``: its blocks know a second prompt without a guider.
 
     ``filled(values)`` are what the encoders made of a prompt, at a length that other prompts have too: steps of one
-    shape share what is captured for them. ``short_prompts`` are such lengths that a gang prepares beside the longest.
+    shape share what is captured for them. ``short_prompts`` are such lengths that a gang prepares beside the longest;
+    ``windowed_prompts`` those that it prepares where its engine fills prompts up.
 
     ``inputs(folder, request)`` are the pipeline's inputs that a request decides otherwise than by their names.
     ``idle_parts`` are transformers of the folder that no request needs, and nobody loads.
@@ -127,6 +128,7 @@ class Architecture:
     float32_parts: tuple[str, ...] = ()
     filled: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda values: values
     short_prompts: tuple[int, ...] = ()
+    windowed_prompts: tuple[int, ...] = ()
     needs_negative: bool = False
     guides_itself: bool = False
     frames_apart: bool = False

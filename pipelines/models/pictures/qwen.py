@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 TEXT, IMAGE = "text", "image"
 BLOCKS = "transformer_blocks"
 MAX_TOKENS = 1024
+PROMPT_WINDOW = 64
+"""Prompts that are filled up have a multiple of so many tokens."""
 MASK = "encoder_hidden_states_mask"
 
 LINEARS: tuple[ColumnLinear | RowLinear, ...] = (
@@ -116,7 +118,7 @@ def arranged(transformer: nn.Module, precision: Precision) -> Any:
     """The weights, arranged for a hand-ordered step."""
     from pipelines.fast.qwen import QwenWeights
 
-    return QwenWeights(transformer, precision)
+    return QwenWeights(transformer, precision, PROMPT_WINDOW)
 
 
 ARCHITECTURE = Architecture(
@@ -129,4 +131,5 @@ ARCHITECTURE = Architecture(
     adapted=adapted,
     mend=mend,
     fast=fast,
+    windowed_prompts=(PROMPT_WINDOW, 2 * PROMPT_WINDOW),
 )
