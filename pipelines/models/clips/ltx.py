@@ -6,7 +6,7 @@ token, of which the picture's are 0; others have one for all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from engines.core.shard_plan import (
     ShardPlan,
     TokenGather,
     TokenShard,
+    named_like,
 )
 from pipelines.defaults import Defaults
 from pipelines.directory import read_config
@@ -101,13 +102,17 @@ def adapted(config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) ->
 
 
 def set_kernel(module: nn.Module, kernel: Kernel) -> None:
-    """Diffusers' processor splits features by the number of heads, of which a tensor-parallel rank holds a share."""
     from pipelines.blocks import attention
 
     attention.set_kernel(module, kernel, local=(TO_TEXT,))
-    blocks: Any = module.get_submodule("transformer_blocks")
-    for block in blocks:
-        for each in (block.attn1, block.attn2):
+    count_heads(module, ATTENTIONS)
+
+
+def count_heads(module: nn.Module, patterns: Iterable[str]) -> None:
+    """Diffusers' processor splits features by the number of heads, of which a tensor-parallel rank holds a share."""
+    for pattern in patterns:
+        attentions: Any = named_like(module, pattern)
+        for each in attentions:
             each.heads = each.to_q.out_features // each.head_dim
 
 

@@ -10,26 +10,61 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
+from engines.core.shard_plan import (
+    ColumnLinear,
+    FeatureTable,
+    FullWidthNorm,
+    RowLinear,
+    ShardPlan,
+    TokenGather,
+    TokenShard,
+)
 from pipelines.defaults import Defaults
 from pipelines.models.architecture import Architecture, Config
-from pipelines.models.clips.ltx import blank_pictures, stream_lengths, vae_scales
+from pipelines.models.clips.ltx import blank_pictures, count_heads, stream_lengths, vae_scales
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from engines.core.kernel import Kernel
+
 VIDEO = "video"
 MAX_TOKENS = 1024
 """The pipeline's own limit."""
-OF_SOUND = ("audio_attn1", "audio_attn2", "audio_to_video_attn")
+BLOCKS = "transformer_blocks"
+TO_WHOLE = tuple(f"{BLOCKS}.*.{name}" for name in ("attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn"))
+"""Attentions to text and to sound."""
+TO_CLIP = tuple(f"{BLOCKS}.*.{name}" for name in ("attn1", "video_to_audio_attn"))
+ATTENTIONS = (*TO_CLIP, *TO_WHOLE)
+POSITIONS = ("rope", "audio_rope", "cross_attn_rope", "cross_attn_audio_rope")
+
+LINEARS: tuple[ColumnLinear | RowLinear | FullWidthNorm, ...] = (
+    *(ColumnLinear(pattern=f"{attn}.to_{name}") for attn in ATTENTIONS for name in "qkv"),
+    *(FullWidthNorm(pattern=f"{attn}.norm_{name}") for attn in ATTENTIONS for name in "qk"),
+    *(RowLinear(pattern=f"{attn}.to_out.0") for attn in ATTENTIONS),
+    *(ColumnLinear(pattern=f"{BLOCKS}.*.{name}.net.0.proj") for name in ("ff", "audio_ff")),
+    *(RowLinear(pattern=f"{BLOCKS}.*.{name}.net.2") for name in ("ff", "audio_ff")),
+)
+GATED = {
+    "gated_attn": ("attn1", "attn2", "audio_to_video_attn"),
+    "audio_gated_attn": ("audio_attn1", "audio_attn2", "video_to_audio_attn"),
+}
+"""Attentions that may have a gate for each head, by the setting that says so: that of their queries."""
+
+
+def gates(config: Config) -> tuple[ColumnLinear, ...]:
+    """What gives each head its gate, where attentions have one (LTX-2.3)."""
+    named = [name for setting, names in GATED.items() if config.get(setting) for name in names]
+    return tuple(ColumnLinear(pattern=f"{BLOCKS}.*.{name}.to_gate_logits") for name in named)
 
 
 def shard_plan(config: Config) -> ShardPlan:
-    """No tensor parallelism: norms and positions take features of all heads together."""
-    token_dim = 2 if config["rope_type"] == "split" else 1
+    """Norms and positions take the features of all heads together."""
+    by_head = config["rope_type"] == "split"
+    token_dim = 2 if by_head else 1
     return ShardPlan(
         streams=(VIDEO,),
-        blocks=("transformer_blocks",),
+        blocks=(BLOCKS,),
         shards=(
             TokenShard(module="", where="input", key="hidden_states", dim=1, stream=VIDEO),
             TokenShard(module="", where="input", key="timestep", dim=1, stream=VIDEO),
@@ -40,7 +75,9 @@ def shard_plan(config: Config) -> ShardPlan:
             ),
         ),
         gathers=(TokenGather(module="proj_out", dim=1, stream=VIDEO),),
-        linears=(),
+        linears=(*LINEARS, *gates(config)),
+        carried=("hidden_states", "audio_hidden_states"),
+        tables=tuple(FeatureTable(pattern=name, dim=1 if by_head else 2) for name in POSITIONS),
     )
 
 
@@ -83,6 +120,13 @@ def answer(config: Config, call: Mapping[str, Any], prediction: Tensor) -> tuple
     forms = [x.shape for x in blank(config, call)]
     parts = torch.split(prediction, [form.numel() for form in forms], dim=1)
     return tuple(part.reshape(form) for part, form in zip(parts, forms, strict=True))
+
+
+def set_kernel(module: nn.Module, kernel: Kernel) -> None:
+    from pipelines.blocks import attention
+
+    attention.set_kernel(module, kernel, local=TO_WHOLE)
+    count_heads(module, ATTENTIONS)
 
 
 def estimate(loop_state: Any, sigma: float) -> Mapping[str, Tensor] | None:
@@ -131,7 +175,7 @@ ARCHITECTURE = Architecture(
     blank_conditioning=blank_conditioning,
     blank_pictures=blank_pictures,
     frames_from_pictures=True,
-    local_attention=tuple(f"transformer_blocks.*.{name}" for name in ("attn2", *OF_SOUND)),
+    set_kernel=set_kernel,
     used_by_blocks=("rope", "audio_rope"),
     adapted=adapted,
     blank=blank,

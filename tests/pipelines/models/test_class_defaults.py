@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import cache
 from typing import Any
 
 import diffusers
@@ -18,6 +19,7 @@ from pipelines.models.registry import load_architecture
 
 DEGREES = {
     "Flux2Transformer2DModel": (2, 4, 8),
+    "LTX2VideoTransformer3DModel": (2, 4, 8),
     "LTXVideoTransformer3DModel": (2, 4, 8),
     "QwenImageTransformer2DModel": (2, 4, 8),
     "ZImageTransformer2DModel": (2,),
@@ -25,6 +27,7 @@ DEGREES = {
 """Of a tensor axis; Z-Image has 30 heads."""
 
 
+@cache
 def published(name: str) -> Any:
     with torch.device("meta"):
         return getattr(diffusers, name)()

@@ -49,9 +49,17 @@ CLIPS = {
         make=tiny_ltx.ltx, reference=video_reference.ltx_pipeline, changes={"true_cfg_scale": 1.0}
     ),
     "ltx from a picture": Clip(make=tiny_ltx.ltx, reference=video_reference.timed_blocks, num_pictures=1),
-    "ltx 2 from words, all passes": Clip(make=tiny_ltx.ltx2, reference=video_reference.sounding_blocks),
+    "ltx 2 from words, all passes": Clip(
+        make=tiny_ltx.ltx2, reference=video_reference.sounding_blocks, strategies=("pipeline", "tensor")
+    ),
     "ltx 2 from words without guidance": Clip(
         make=tiny_ltx.ltx2_few_layers, reference=video_reference.sounding_blocks, changes={"true_cfg_scale": 1.0}
+    ),
+    "ltx 2, gated and turned as a whole": Clip(
+        make=tiny_ltx.ltx2_gated,
+        reference=video_reference.sounding_blocks,
+        strategies=("tensor", "tensor2xulysses"),
+        changes={"true_cfg_scale": 1.0},
     ),
     "ltx 2 from a picture": Clip(
         make=tiny_ltx.ltx2_few_layers, reference=video_reference.sounding_blocks, num_pictures=1

@@ -51,10 +51,10 @@ def ltx(path: Path) -> Path:
     return path
 
 
-def ltx2(path: Path, *, num_layers: int = 29) -> Path:
+def ltx2(path: Path, *, num_layers: int = 29, **changes: Any) -> Path:
     """LTX-2.3 in small; one latent value is 32x32 pixels (the blocks know no others) and 2 frames.
 
-    With 29 layers it has the one that guidance by a perturbed layer skips.
+    With 29 layers it has the one that guidance by a perturbed layer skips. ``changes`` are those of the transformer.
     """
     import diffusers
 
@@ -68,13 +68,17 @@ def ltx2(path: Path, *, num_layers: int = 29) -> Path:
         text_encoder=tiny_models._qwen3(num_layers=2).model,
         tokenizer=letters,
         connectors=shake(_ltx2_connectors()),
-        transformer=shake(_ltx2_transformer(num_layers)),
+        transformer=shake(_ltx2_transformer(num_layers, **changes)),
         vocoder=shake(_ltx2_vocoder(audio_vae)),
     ).save_pretrained(path)
     return path
 
 
 ltx2_few_layers = partial(ltx2, num_layers=2)
+ltx2_gated = partial(
+    ltx2, num_layers=2, gated_attn=True, audio_gated_attn=True, rope_type="interleaved", cross_attn_mod=True
+)
+"""With a gate a head, and all features of a token turned alike (the class' defaults), not head by head."""
 
 
 def _flow() -> Any:
@@ -142,7 +146,7 @@ def _ltx2_connectors() -> Any:
     )
 
 
-def _ltx2_transformer(num_layers: int) -> Any:
+def _ltx2_transformer(num_layers: int, **changes: Any) -> Any:
     import diffusers
 
     return diffusers.LTX2VideoTransformer3DModel(
@@ -160,8 +164,8 @@ def _ltx2_transformer(num_layers: int) -> Any:
         num_layers=num_layers,
         caption_channels=32,
         rope_double_precision=False,
-        rope_type="split",
         perturbed_attn=True,
+        **{"rope_type": "split", **changes},
     )
 
 
