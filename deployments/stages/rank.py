@@ -32,6 +32,7 @@ class LoadRankParts:
     def __call__(self, context: RankContext) -> BuildRank:
         from deployments.observability.logs import configure_logs
         from deployments.stages.spares import wait_until_prepared
+        from engines.parallel.early_start import wait_for_early_start
 
         configure_logs()
         config = self.model.denoiser
@@ -39,6 +40,8 @@ class LoadRankParts:
             wait_until_prepared()  # before anything is imported here
             with quick_imports():
                 import_module("diffusers.pipelines.auto_pipeline")
+        with timed("rank: first exchanges", rank=context.rank):
+            wait_for_early_start()  # weights are copied to where its exchanges may be under way
         with timed("rank: weights", rank=context.rank), quick_imports():
             checkpoint = Checkpoint.open(self.model.source, context.device, self.model.dtype, loras=self.model.loras)
             denoiser = checkpoint.denoiser(

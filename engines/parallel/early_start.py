@@ -2,7 +2,9 @@
 
 A library connects ranks, loads kernels and makes its handles at the first call that needs them: seconds altogether. All
 of that happens below Python, with the interpreter's lock released, so a thread does it while the main thread imports
-the model's library and loads weights.
+the model's library. Weights come after it: a copy to the GPU waits for what is under way there, with the driver's lock
+held, and what is under way may be an exchange that waits for another rank, whose thread waits for that lock in turn.
+One of two ranks was seen to stop in the midst of its weights; that this was why was not proved.
 
 The thread imports nothing, which could wait for a module that the main thread is importing: keep it so. It draws no
 random numbers.

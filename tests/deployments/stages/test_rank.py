@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from deployments.config import ModelConfig
 from deployments.stages.config import DenoiserConfig
 from deployments.stages.rank import LoadRankParts, is_sliced
 from engines.core.rank import RankContext
+from engines.core.resources import separate_rank_resources
+from engines.parallel.early_start import EarlyStart
 from engines.planner.cost_model import USABLE
 from pipelines.checkpoint import Checkpoint
 from pipelines.lora.source import LoraSource
@@ -76,6 +79,18 @@ def build_twice(folder: Path, data_dir: Path) -> tuple[tuple[str, str], tuple[st
         (file,) = (data_dir / "strategies").iterdir()
         with patch("engines.torch_engine.decide.forecasts", side_effect=AssertionError("it is decided anew")):
             return (first, file.name), (strategy(), "nothing is timed")
+
+
+def test_weights_wait_for_the_first_exchanges(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU each would wait for the other, on different ranks."""
+    config = DenoiserConfig(num_ranks=1)
+    make = LoadRankParts(model=ModelConfig(name="pictures", path=str(pictures), denoiser=config))
+    with separate_rank_resources() as resources:
+        resources.get(EarlyStart).future = exchanges = Future()
+        exchanges.set_exception(RuntimeError("an exchange failed"))
+        monkeypatch.setattr(Checkpoint, "open", Mock(side_effect=AssertionError("weights are read")))
+        with pytest.raises(RuntimeError, match="an exchange failed"):
+            make(RankContext(rank=0, num_ranks=1, device="cpu"))
 
 
 @pytest.mark.parametrize(
