@@ -25,6 +25,7 @@ import psutil
 import torch
 from PIL import Image
 
+from benchmarks.application.memory import peak_memory
 from benchmarks.models.folders import write_folder
 from benchmarks.serving.application import Application, serving
 from benchmarks.serving.clients import stages_ms
@@ -35,7 +36,7 @@ from deployments.config import ServeConfig
 IMAGES, EDITS = "/v1/images/generations", "/v1/images/edits"
 PROMPT = "a small red circle above a large blue square on a white background"
 TIMEOUT_S = 300.0
-NUM_REPEATS, NUM_AT_ONCE = 5, 8
+NUM_REPEATS, NUM_LARGE, NUM_AT_ONCE = 5, 3, 8
 PARTS = ("total", "queue", "encode", "denoise", "decode")
 
 
@@ -90,8 +91,12 @@ def measurements(application: Application, side: int) -> Any:
         others = [painted(client, prompt=f"{PROMPT}, number {number}") for number in range(NUM_REPEATS)]
         yield {"new_prompt": medians([timing(one) for one in others])}
         yield {"same_bytes": all(data_of(one) == reference for one in pictures)}
+        yield {"jpeg": medians([timing(painted(client, output_format="jpeg")) for _ in range(NUM_REPEATS)])}
         small = [painted(client, size=f"{side // 2}x{side // 2}") for _ in range(NUM_REPEATS)]
         yield {"half_side": medians([timing(one) for one in small[1:]])}
+        with peak_memory() as peak:
+            large = [painted(client, size=f"{2 * side}x{2 * side}") for _ in range(NUM_LARGE)]
+        yield {"double_side": medians([timing(one) for one in large[1:]]), "gpu_gib": peak.rounded()}
         if defaults.get("max_pictures"):
             yield {"edit": medians([timing(edited(client)) for _ in range(NUM_REPEATS)][1:])}
         yield at_once(client)

@@ -22,7 +22,18 @@ from benchmarks.load.mix import MIXES, Mix, RequestClass, load_mix
 from benchmarks.load.summary import gpu_use, plot, summary
 from tests.support.patience import PATIENCE_S
 
+TRACES = MIXES.parent / "traces"
 MIX = Mix(classes=(RequestClass(name="a", share=3, body={"prompt": "a"}), RequestClass(name="b", kind="clip", body={})))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("twelve_small_behind_two_large", {"large": 2, "small": 12}), ("eight_at_once", {"usual": 8})],
+)
+def test_the_traces_that_lie_beside_are_of_the_pictures(name: str, expected: dict[str, int]) -> None:
+    arrivals = trace(load_mix("pictures"), TRACES / f"{name}.jsonl", seed=0)
+    assert Counter(one.kind.name for one in arrivals) == expected
+    assert [one.kind.name for one in arrivals] == sorted((one.kind.name for one in arrivals)), "large ones first"
 
 
 def test_poisson_has_the_rate_and_the_shares() -> None:
