@@ -33,7 +33,7 @@ MIX = Mix(classes=(RequestClass(name="a", share=3, body={"prompt": "a"}), Reques
 def test_the_traces_that_lie_beside_are_of_the_pictures(name: str, expected: dict[str, int]) -> None:
     arrivals = trace(load_mix("pictures"), TRACES / f"{name}.jsonl", seed=0)
     assert Counter(one.kind.name for one in arrivals) == expected
-    assert [one.kind.name for one in arrivals] == sorted((one.kind.name for one in arrivals)), "large ones first"
+    assert [one.kind.name for one in arrivals] == sorted(one.kind.name for one in arrivals), "large ones first"
 
 
 def test_poisson_has_the_rate_and_the_shares() -> None:
