@@ -12,6 +12,8 @@ INGRESS = "Ingress"
 ACCOUNTS = "Accounts"
 FULL_HEADER = "X-Troupe-Full"
 """Of a refusal because no picture has a place, whatever it asks for: seconds until all under way will be finished."""
+HEALTH = "/health"
+"""The path at which the application says which models can take requests."""
 LIVE = "/live"
 """The path at which the application says that it takes requests."""
 STAGES = {"text_encoder": "TextEncoder", "denoiser": "Denoiser", "decoder": "VaeDecoder"}

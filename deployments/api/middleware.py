@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.api.errors import ApiError
+from deployments.names import HEALTH
 from deployments.observability.logs import request_context
 from deployments.observability.metrics import observe_answer
 
@@ -21,13 +22,15 @@ CLIENT_GONE = 499
 MAX_ID_CHARS = 128
 SANE_REQUEST_ID = re.compile(rf"[A-Za-z0-9._:\-]{{1,{MAX_ID_CHARS}}}")
 
+HEALTH_ANSWERS = (200, 503)
+
 access_logger = logging.getLogger("troupe.access")
 logger = logging.getLogger("troupe.api")
 
 
 class RequestLog:
     """Gives each request an id (the client's own ``X-Request-Id`` if it is sane), answers with it, logs one line. Notes
-    when it came.
+    when it came. Of ``GET /health``, which is asked again and again, those have a line that are not answered as before.
 
     Without ``sends_request_id`` a proxy answers with the client's own whatever it is: then that one is logged, escaped
     and cut, and only where it is empty is one sent. An exception that nobody handled becomes a 500 in OpenAI's shape,
@@ -39,6 +42,7 @@ class RequestLog:
     def __init__(self, app: ASGIApp, *, sends_request_id: bool) -> None:
         self.app = app
         self.sends_request_id = sends_request_id
+        self._last_health: int | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -73,8 +77,15 @@ class RequestLog:
             error = ApiError(500, f"Internal error; the log has more under request id {request_id}", code="internal")
             await error.response()(scope, receive, send_with_id)
         finally:
-            _log_access(scope, status, time.perf_counter() - start_s)
+            if not self._repeats_itself(scope, status):
+                _log_access(scope, status, time.perf_counter() - start_s)
             observe_answer(scope["method"], getattr(scope.get("route"), "path", ""), status or CLIENT_GONE)
+
+    def _repeats_itself(self, scope: Scope, status: int) -> bool:
+        if (scope["method"], scope["path"]) != ("GET", HEALTH) or status not in HEALTH_ANSWERS:
+            return False
+        before, self._last_health = self._last_health, status
+        return status == before
 
 
 def until_lost(receive: Receive) -> Receive:

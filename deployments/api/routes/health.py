@@ -11,7 +11,7 @@ from deployments.api.context import ApiContext
 from deployments.api.documents import error_documents
 from deployments.api.drain import Drain, stopping
 from deployments.api.errors import retry_after
-from deployments.names import LIVE
+from deployments.names import HEALTH, LIVE
 from deployments.requests.loras import check_name, split_name
 from deployments.requests.rules import find_card
 
@@ -22,7 +22,7 @@ def health_routes(context: ApiContext) -> APIRouter:
     router = APIRouter(tags=["health"])
 
     @router.get(
-        "/health",
+        HEALTH,
         response_model=Health,
         responses={503: {"model": Health, "description": "Not every model is ready; the reasons"}},
     )

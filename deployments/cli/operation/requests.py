@@ -73,8 +73,8 @@ class Follower:
 
 
 def format_line(line: str, log_format: LogFormat) -> str:
-    """Returns what to show of a line of log; nothing for a good answer of ``GET /health``, which the door asks for
-    every second."""
+    """Returns what to show of a line of log; nothing for a good answer of ``GET /health``, for which nobody
+    looks at a console."""
     try:
         record: dict[str, Any] = json.loads(line)
     except json.JSONDecodeError:  # two processes wrote at once

@@ -87,3 +87,20 @@ async def test_access_log(lines: Lines, tmp_path: Path) -> None:
     assert (error["request_id"], error["level"]) == ("bad", "error")
     assert "RuntimeError: broken" in error["exception"]
     assert (access["request_id"], access["status"], access["method"]) == ("bad", 500, "POST")
+
+
+async def test_health_is_logged_when_the_answer_changes(lines: Lines, tmp_path: Path) -> None:
+    studio = FakeStudio(reasons={"fake-pictures": "starting"})
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(build(studio, tmp_path)), base_url="http://localhost"
+    ) as client:
+        for reasons in ({"fake-pictures": "starting"}, {}, {"fake-pictures": "lost"}):
+            studio.reasons = reasons
+            for _ in range(3):
+                await client.get("/health")
+                await client.get("/v1/models")
+        await client.get("/health", headers={"Host": "elsewhere.example"})
+        await client.get("/health", headers={"Host": "elsewhere.example"})
+    said = [line["status"] for line in lines() if line["path"] == "/health"]
+    assert said == [503, 200, 503, 403, 403]
+    assert sum(line["path"] == "/v1/models" for line in lines()) == 9
