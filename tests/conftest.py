@@ -33,26 +33,27 @@ def ray_cluster() -> Iterator[None]:
     """A cluster of this session alone, ended with it. Serve applications in it belong to their test modules."""
     import ray
 
-    from deployments.cli.cluster import SERVE_ENVIRONMENT
+    from deployments.cli.cluster import LOCAL_ENVIRONMENT, LOCAL_SYSTEM, SERVE_ENVIRONMENT, only_servers_that_are_asked
 
     with (
         tempfile.TemporaryDirectory(prefix="troupe_ray_", dir="/tmp", ignore_cleanup_errors=True) as temp_dir,
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setenv("TROUPE_DATA_DIR", f"{temp_dir}/data")  # workers inherit the environment of this moment
-        for name, value in SERVE_ENVIRONMENT.items():
+        for name, value in (SERVE_ENVIRONMENT | LOCAL_ENVIRONMENT).items():
             patch.setenv(name, value)
-        ray.init(
-            address="local",
-            num_cpus=NUM_CLUSTER_CPUS,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-            configure_logging=True,
-            object_store_memory=200 * 2**20,
-            _system_config={"metrics_report_interval_ms": 1000},
-            _temp_dir=temp_dir,
-        )
+        with only_servers_that_are_asked():
+            ray.init(
+                address="local",
+                num_cpus=NUM_CLUSTER_CPUS,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+                configure_logging=True,
+                object_store_memory=200 * 2**20,
+                _system_config=dict(LOCAL_SYSTEM),
+                _temp_dir=temp_dir,
+            )
         try:
             yield
         finally:
