@@ -171,29 +171,6 @@ class Defaults:
         return f"exactly {many}" if few == many else f"from {few} to {many}"
 
 
-PICTURE = Defaults(
-    kind="image",
-    width=1024,
-    height=1024,
-    num_frames=1,
-    fps=0,
-    num_inference_steps=50,
-    guidance_scale=0.0,
-    true_cfg_scale=1.0,
-    size_multiple=16,
-    frame_multiple=1,
-    max_pixels=2048 * 2048,
-    max_frames=1,
-    max_steps=100,
-)
-"""What most models of pictures have in common; each says what it does otherwise."""
-
-
-def distilled(base: Defaults, num_inference_steps: int) -> Defaults:
-    """Those of a model that does in so few steps, and without a second prompt, what ``base`` does."""
-    return replace(base, num_inference_steps=num_inference_steps, true_cfg_scale=1.0)
-
-
 def check_sides(width: int, height: int, multiple: int, max_pixels: float = math.inf) -> None:
     """ValueError unless both are positive multiples of ``multiple``. What it suggests has ``max_pixels`` at most."""
     if min(width, height) <= 0 or width % multiple or height % multiple:

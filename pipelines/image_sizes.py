@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipelines.directory import read_config
+from pipelines.request import MediaRequest
 
 
 def vae_scale(path: Path) -> int:
@@ -17,3 +18,15 @@ def clip_vae_scale(path: Path, num_halvings: int) -> int:
     """The same for auto-encoders of clips, which halve as often as they say; ``num_halvings`` where they do not."""
     said = read_config(path, "vae").get("temperal_downsample")
     return 1 << (num_halvings if said is None else len(said))
+
+
+def space_time_scales(path: Path) -> tuple[int, int]:
+    """Pixels a side, and frames, of one latent value, as auto-encoders say that fold frames as well."""
+    vae = read_config(path, "vae")
+    return vae.get("scale_factor_spatial", 8), vae.get("scale_factor_temporal", 4)
+
+
+def latent_sizes(request: MediaRequest, scales: tuple[int, int]) -> tuple[int, int, int]:
+    """Latent frames, rows and columns of a clip; ``scales`` are pixels a side, and frames, of one latent value."""
+    spatial, temporal = scales
+    return 1 + (request.num_frames - 1) // temporal, request.height // spatial, request.width // spatial

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from engines.core.model import LATENTS, TIMESTEP
 from engines.core.shard_plan import ShardPlan
 from pipelines.defaults import Defaults
+from pipelines.models.predictions import first_output, like_latents, whole
 from pipelines.request import MediaRequest
 
 if TYPE_CHECKING:
@@ -33,16 +35,9 @@ def text_and_image(config: Config, arguments: Arguments) -> dict[str, int]:
     return {"text": arguments["encoder_hidden_states"].shape[1], "image": arguments["hidden_states"].shape[1]}
 
 
-def first_output(module: nn.Module, call: Mapping[str, Any]) -> Tensor:
-    """Calls a diffusers transformer; returns the first tensor of its output."""
-    prediction: Tensor = module(**call, return_dict=False)[0]
-    return prediction
-
-
-def like_latents(config: Config, call: Mapping[str, Any]) -> tuple[Tensor]:
-    """A blank prediction of the form of ``hidden_states``."""
-    latents = call["hidden_states"]
-    return (latents.new_zeros(()).expand(latents.shape),)
+def num_patches(sizes: Iterable[int], patch: Iterable[int]) -> int:
+    """The tokens of latents of these sizes, such as (frames, rows, columns), each of which is a ``patch`` of them."""
+    return math.prod(size // side for size, side in zip(sizes, patch, strict=True))
 
 
 def along_velocity(loop_state: Any, sigma: float) -> Mapping[str, Tensor] | None:
@@ -51,12 +46,18 @@ def along_velocity(loop_state: Any, sigma: float) -> Mapping[str, Tensor] | None
     return None if velocity is None else {"latents": (latents.float() - sigma * velocity.float()).to(latents.dtype)}
 
 
-def whole(config: Config, call: Mapping[str, Any], prediction: Tensor) -> tuple[Tensor, ...]:
-    return (prediction,)
-
-
 def unchanged(config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> Mapping[str, Any]:
     return call
+
+
+def without_prompt_mask(config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> Mapping[str, Any]:
+    """One prompt is as long as it is: its mask, which masks nothing, would only forbid the fastest attention."""
+    return {name: value for name, value in call.items() if name != "encoder_hidden_states_mask"}
+
+
+def first_latent_frame(config: Config, latents: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of ``latents_BCTHW``, the part that a causal auto-encoder decodes to one frame."""
+    return {"latents": latents["latents"][:, :, :1]}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

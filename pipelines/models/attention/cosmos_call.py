@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pipelines.models.architecture import Config
+from pipelines.models.predictions import blank_like
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,7 +46,7 @@ def latents_of(call: Mapping[str, Any]) -> tuple[Tensor, ...]:
 
 
 def blank(config: Config, call: Mapping[str, Any]) -> tuple[Any, ...]:
-    return _as_output([x.new_zeros(()).expand(x.shape) for x in latents_of(call)])
+    return _as_output([blank_like(x) for x in latents_of(call)])
 
 
 def answer(config: Config, call: Mapping[str, Any], prediction: Tensor) -> tuple[Any, ...]:

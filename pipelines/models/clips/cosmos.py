@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import Defaults
 from pipelines.directory import part_class, read_config, read_index
+from pipelines.image_sizes import latent_sizes, space_time_scales
 from pipelines.models.architecture import Architecture, Config
 from pipelines.models.attention.cosmos_call import POSITIONS, TEXT_IDS, adapted, answer, blank, grid, num_sound_tokens
+from pipelines.models.usual_defaults import CLIP
 from pipelines.request import MediaRequest
 
 if TYPE_CHECKING:
@@ -78,18 +81,8 @@ def blank_pictures(path: Path, request: MediaRequest) -> Mapping[str, Any]:
     """The clip as the auto-encoder has it, of which the first frame is given."""
     import torch
 
-    vae, (spatial, temporal) = read_config(path, "vae"), vae_scales(path)
-    frames, sides = 1 + (request.num_frames - 1) // temporal, (request.height // spatial, request.width // spatial)
-    return {
-        "x0_tokens_vision": torch.zeros(1, vae["z_dim"], frames, *sides),
-        "vision_condition_frames": [0],
-    }
-
-
-def vae_scales(path: Path) -> tuple[int, int]:
-    """Pixels a side, and frames, of one latent value."""
-    vae = read_config(path, "vae")
-    return vae.get("scale_factor_spatial", 8), vae.get("scale_factor_temporal", 4)
+    channels, sizes = read_config(path, "vae")["z_dim"], latent_sizes(request, space_time_scales(path))
+    return {"x0_tokens_vision": torch.zeros(1, channels, *sizes), "vision_condition_frames": [0]}
 
 
 def inputs(path: Path, request: MediaRequest) -> Mapping[str, Any]:
@@ -153,19 +146,14 @@ def first_frame(config: Config, latents: Mapping[str, Any]) -> Mapping[str, Any]
 
 def defaults(path: Path) -> Defaults:
     """From the pipeline's arguments in diffusers, as on its page. Distilled models have a schedule of their own."""
-    (spatial, temporal), sigmas = vae_scales(path), read_index(path).get("distilled_sigmas")
-    return Defaults(
-        kind="video",
-        width=1280,
-        height=720,
+    (spatial, temporal), sigmas = space_time_scales(path), read_index(path).get("distilled_sigmas")
+    return replace(
+        CLIP,
         num_frames=189,
-        fps=24,
         num_inference_steps=len(sigmas) if sigmas else 35,
-        guidance_scale=0.0,
         true_cfg_scale=1.0 if sigmas else 6.0,
         size_multiple=spatial,
         frame_multiple=temporal,
-        max_pixels=1280 * 720,
         max_frames=189,
         min_steps=len(sigmas) if sigmas else 1,
         max_steps=len(sigmas) if sigmas else 100,

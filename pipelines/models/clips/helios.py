@@ -12,10 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engines.core.shard_plan import ColumnLinear, FullWidthNorm, RowLinear, ShardPlan, TokenGather, TokenShard
-from pipelines.defaults import Defaults, distilled
+from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
+from pipelines.defaults import Defaults
 from pipelines.directory import read_config, read_index
+from pipelines.image_sizes import space_time_scales
 from pipelines.models.architecture import Architecture, Config
+from pipelines.models.linears import attention_linears, mlp_linears, query_key_norms
+from pipelines.models.usual_defaults import CLIP, distilled
 from pipelines.request import MediaRequest
 
 if TYPE_CHECKING:
@@ -34,13 +37,7 @@ CHUNK_LATENTS = 9
 """Latent frames of a chunk: what diffusers' blocks have as their default, and the models were trained with."""
 NUM_STAGES = 3
 
-LINEARS: tuple[ColumnLinear | RowLinear | FullWidthNorm, ...] = (
-    *(ColumnLinear(pattern=f"{attn}.{name}") for attn in ATTENTIONS for name in ("to_q", "to_k", "to_v")),
-    *(FullWidthNorm(pattern=f"{attn}.{name}") for attn in ATTENTIONS for name in ("norm_q", "norm_k")),
-    *(RowLinear(pattern=f"{attn}.to_out.0") for attn in ATTENTIONS),
-    ColumnLinear(pattern="blocks.*.ffn.net.0.proj"),
-    RowLinear(pattern="blocks.*.ffn.net.2"),
-)
+LINEARS = (*attention_linears(*ATTENTIONS), *query_key_norms(*ATTENTIONS), *mlp_linears("blocks.*.ffn"))
 
 
 def shard_plan(config: Config) -> ShardPlan:
@@ -91,21 +88,17 @@ def blank_pictures(path: Path, request: MediaRequest) -> Mapping[str, Tensor]:
     """The clip's first frame, and a frame of history that looks like it."""
     import torch
 
-    spatial, channels = read_config(path, "vae").get("scale_factor_spatial", 8), read_config(path, "vae")["z_dim"]
+    (spatial, _), channels = space_time_scales(path), read_config(path, "vae")["z_dim"]
     shape = (1, channels, 1, request.height // spatial, request.width // spatial)
     return {name: torch.zeros(shape) for name in ("image_latents", "fake_image_latents")}
 
 
 def set_kernel(module: nn.Module, kernel: Kernel) -> None:
-    """Diffusers' processor splits features by the number of heads, of which a tensor-parallel rank holds a share."""
     from pipelines.blocks import attention
+    from pipelines.models.attention.heads import count_heads
 
     attention.set_kernel(module, kernel, local=("blocks.*.attn2",))
-    for inner in module.modules():
-        each: Any = inner
-        if hasattr(each, "to_q"):
-            each.head_dim = getattr(each, "head_dim", None) or each.inner_dim // each.heads
-            each.heads = each.to_q.out_features // each.head_dim
+    count_heads(module)
 
 
 def inputs(path: Path, request: MediaRequest) -> Mapping[str, Any]:
@@ -136,20 +129,12 @@ def mend(blocks: Any) -> None:
     mend(blocks)
 
 
-BASE = Defaults(
-    kind="video",
+BASE = replace(
+    CLIP,
     width=640,
     height=384,
     num_frames=129,
-    fps=24,
-    num_inference_steps=50,
-    guidance_scale=0.0,
-    true_cfg_scale=5.0,
-    size_multiple=16,
-    frame_multiple=4,
-    max_pixels=1280 * 720,
     max_frames=1449,
-    max_steps=100,
     max_pictures=1,
     max_tokens=MAX_TOKENS,
 )
@@ -164,9 +149,8 @@ def is_pyramid(path: Path) -> bool:
 
 def defaults(path: Path) -> Defaults:
     """A chunk that is made small first must have sides that can be halved twice."""
-    vae, patch = read_config(path, "vae"), read_config(path, "transformer").get("patch_size", (1, 2, 2))
-    spatial, temporal = vae.get("scale_factor_spatial", 8), vae.get("scale_factor_temporal", 4)
-    known = BASE
+    (spatial, temporal), known = space_time_scales(path), BASE
+    patch = read_config(path, "transformer").get("patch_size", (1, 2, 2))
     if is_pyramid(path):
         index = read_index(path)
         is_distilled = index.get("is_distilled") or "Distilled" in index["_class_name"]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
+from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import Defaults
 from pipelines.directory import read_config
-from pipelines.models.architecture import Architecture, Config
+from pipelines.models.architecture import Architecture, Config, first_latent_frame, num_patches
+from pipelines.models.linears import joint_attention_linears, mlp_linears
+from pipelines.models.predictions import of_fewer_channels
+from pipelines.models.usual_defaults import CLIP
 from pipelines.request import MediaRequest
 
 if TYPE_CHECKING:
@@ -34,13 +37,7 @@ SHARDS = (
     TokenShard(module="transformer_blocks.*", where="input", key="attention_mask", dim=1, stream=TEXT),
 )
 BLOCK = "transformer_blocks.*"
-COLUMNS = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
-LINEARS: tuple[ColumnLinear | RowLinear, ...] = (
-    *(ColumnLinear(pattern=f"{BLOCK}.attn.{name}") for name in COLUMNS),
-    *(RowLinear(pattern=f"{BLOCK}.attn.{name}") for name in ("to_out.0", "to_add_out")),
-    *(ColumnLinear(pattern=f"{BLOCK}.{name}.net.0.proj") for name in ("ff", "ff_context")),
-    *(RowLinear(pattern=f"{BLOCK}.{name}.net.2") for name in ("ff", "ff_context")),
-)
+LINEARS = (*joint_attention_linears(f"{BLOCK}.attn"), *mlp_linears(f"{BLOCK}.ff", f"{BLOCK}.ff_context"))
 
 
 def shard_plan(config: Config) -> ShardPlan:
@@ -56,10 +53,9 @@ def shard_plan(config: Config) -> ShardPlan:
 
 def stream_lengths(config: Config, arguments: Arguments) -> Mapping[str, int]:
     patch = (config["patch_size_t"], config["patch_size"], config["patch_size"])
-    sizes = zip(arguments["hidden_states"].shape[2:], patch, strict=True)
     text = ("encoder_hidden_states", "encoder_hidden_states_2", "image_embeds")
     return {
-        VIDEO: math.prod(size // side for size, side in sizes),
+        VIDEO: num_patches(arguments["hidden_states"].shape[2:], patch),
         TEXT: sum(int(arguments[name].shape[1]) for name in text if name in arguments),
     }
 
@@ -97,12 +93,6 @@ def begins_with_picture(config: Config) -> bool:
     return bool(config["task_type"] == "i2v")
 
 
-def blank(config: Config, call: Mapping[str, Any]) -> tuple[Tensor]:
-    """Beside latents it takes those of a picture, and which of them are known."""
-    latents = call["hidden_states"]
-    return (latents.new_zeros(()).expand(latents.shape[0], config["out_channels"], *latents.shape[2:]),)
-
-
 def set_kernel(module: nn.Module, kernel: Kernel) -> None:
     from pipelines.models.attention.hunyuan_video import set_kernel
 
@@ -126,20 +116,13 @@ def defaults(path: Path) -> Defaults:
     vae, config = read_config(path, "vae"), read_config(path, "transformer")
     width, height = (1280, 720) if config["target_size"] > LOW else (848, 480)
     num_pictures = int(begins_with_picture(config))
-    return Defaults(
-        kind="video",
+    return replace(
+        CLIP,
         width=width,
         height=height,
-        num_frames=121,
-        fps=24,
-        num_inference_steps=50,
-        guidance_scale=0.0,
         true_cfg_scale=6.0,
         size_multiple=vae["spatial_compression_ratio"] * config["patch_size"],
         frame_multiple=vae["temporal_compression_ratio"],
-        max_pixels=1280 * 720,
-        max_frames=121,
-        max_steps=100,
         min_pictures=num_pictures,
         max_pictures=num_pictures,
     )
@@ -159,8 +142,8 @@ ARCHITECTURE = Architecture(
     mend=mend,
     needs_negative=True,
     adapted=adapted,
-    blank=blank,
+    blank=of_fewer_channels,
     forward=forward,
     set_kernel=set_kernel,
-    first_frame=lambda _, latents: {"latents": latents["latents"][:, :, :1]},
+    first_frame=first_latent_frame,
 )

@@ -6,23 +6,17 @@ token, of which the picture's are 0; others have one for all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engines.core.shard_plan import (
-    ColumnLinear,
-    FeatureTable,
-    FullWidthNorm,
-    RowLinear,
-    ShardPlan,
-    TokenGather,
-    TokenShard,
-    named_like,
-)
+from engines.core.shard_plan import FeatureTable, ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import Defaults
 from pipelines.directory import read_config
-from pipelines.models.architecture import Architecture, Config, along_velocity
+from pipelines.models.architecture import Architecture, Config, along_velocity, first_latent_frame
+from pipelines.models.linears import attention_linears, mlp_linears, query_key_norms
+from pipelines.models.usual_defaults import CLIP
 from pipelines.request import MediaRequest
 
 if TYPE_CHECKING:
@@ -35,16 +29,9 @@ VIDEO = "video"
 MAX_TOKENS = 128
 """The pipeline's own limit."""
 
-
 TO_TEXT = "transformer_blocks.*.attn2"
 ATTENTIONS = ("transformer_blocks.*.attn1", TO_TEXT)
-LINEARS: tuple[ColumnLinear | RowLinear | FullWidthNorm, ...] = (
-    *(ColumnLinear(pattern=f"{attn}.to_{name}") for attn in ATTENTIONS for name in "qkv"),
-    *(FullWidthNorm(pattern=f"{attn}.norm_{name}") for attn in ATTENTIONS for name in "qk"),
-    *(RowLinear(pattern=f"{attn}.to_out.0") for attn in ATTENTIONS),
-    ColumnLinear(pattern="transformer_blocks.*.ff.net.0.proj"),
-    RowLinear(pattern="transformer_blocks.*.ff.net.2"),
-)
+LINEARS = (*attention_linears(*ATTENTIONS), *query_key_norms(*ATTENTIONS), *mlp_linears("transformer_blocks.*.ff"))
 
 
 def shard_plan(config: Config) -> ShardPlan:
@@ -103,17 +90,10 @@ def adapted(config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) ->
 
 def set_kernel(module: nn.Module, kernel: Kernel) -> None:
     from pipelines.blocks import attention
+    from pipelines.models.attention.heads import count_heads
 
     attention.set_kernel(module, kernel, local=(TO_TEXT,))
-    count_heads(module, ATTENTIONS)
-
-
-def count_heads(module: nn.Module, patterns: Iterable[str]) -> None:
-    """Diffusers' processor splits features by the number of heads, of which a tensor-parallel rank holds a share."""
-    for pattern in patterns:
-        attentions: Any = named_like(module, pattern)
-        for each in attentions:
-            each.heads = each.to_q.out_features // each.head_dim
+    count_heads(module)
 
 
 def estimate(loop_state: Any, sigma: float) -> Mapping[str, Tensor] | None:
@@ -127,20 +107,16 @@ def estimate(loop_state: Any, sigma: float) -> Mapping[str, Tensor] | None:
 def defaults(path: Path) -> Defaults:
     """From the model card (Lightricks/LTX-Video): sizes under 1280 x 720 and fewer than 257 frames work best."""
     spatial, temporal = vae_scales(path)
-    return Defaults(
-        kind="video",
+    return replace(
+        CLIP,
         width=704,
         height=512,
         num_frames=161,
         fps=25,
-        num_inference_steps=50,
-        guidance_scale=0.0,
         true_cfg_scale=3.0,
         size_multiple=spatial,
         frame_multiple=temporal,
-        max_pixels=1280 * 720,
         max_frames=257,
-        max_steps=100,
         max_pictures=1,
         max_tokens=MAX_TOKENS,
     )
@@ -158,5 +134,5 @@ ARCHITECTURE = Architecture(
     needs_negative=True,
     adapted=adapted,
     estimate=estimate,
-    first_frame=lambda _, latents: {"latents": latents["latents"][:, :, :1]},
+    first_frame=first_latent_frame,
 )

@@ -7,21 +7,17 @@ which are split; what the ranks make of them is the same.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engines.core.shard_plan import (
-    ColumnLinear,
-    FeatureTable,
-    FullWidthNorm,
-    RowLinear,
-    ShardPlan,
-    TokenGather,
-    TokenShard,
-)
+from engines.core.shard_plan import ColumnLinear, FeatureTable, ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import Defaults
 from pipelines.models.architecture import Architecture, Config
-from pipelines.models.clips.ltx import blank_pictures, count_heads, stream_lengths, vae_scales
+from pipelines.models.clips.ltx import adapted, blank_pictures, stream_lengths, vae_scales
+from pipelines.models.linears import attention_linears, mlp_linears, query_key_norms
+from pipelines.models.predictions import all_outputs, blank_like, parted
+from pipelines.models.usual_defaults import CLIP
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -38,12 +34,10 @@ TO_CLIP = tuple(f"{BLOCKS}.*.{name}" for name in ("attn1", "video_to_audio_attn"
 ATTENTIONS = (*TO_CLIP, *TO_WHOLE)
 POSITIONS = ("rope", "audio_rope", "cross_attn_rope", "cross_attn_audio_rope")
 
-LINEARS: tuple[ColumnLinear | RowLinear | FullWidthNorm, ...] = (
-    *(ColumnLinear(pattern=f"{attn}.to_{name}") for attn in ATTENTIONS for name in "qkv"),
-    *(FullWidthNorm(pattern=f"{attn}.norm_{name}") for attn in ATTENTIONS for name in "qk"),
-    *(RowLinear(pattern=f"{attn}.to_out.0") for attn in ATTENTIONS),
-    *(ColumnLinear(pattern=f"{BLOCKS}.*.{name}.net.0.proj") for name in ("ff", "audio_ff")),
-    *(RowLinear(pattern=f"{BLOCKS}.*.{name}.net.2") for name in ("ff", "audio_ff")),
+LINEARS = (
+    *attention_linears(*ATTENTIONS),
+    *query_key_norms(*ATTENTIONS),
+    *mlp_linears(f"{BLOCKS}.*.ff", f"{BLOCKS}.*.audio_ff"),
 )
 GATED = {
     "gated_attn": ("attn1", "attn2", "audio_to_video_attn"),
@@ -94,39 +88,22 @@ def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Tensor]:
     }
 
 
-def adapted(config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> Mapping[str, Any]:
-    """One timestep for all tokens is a row of one."""
-    timestep = call["timestep"]
-    return {**call, "timestep": timestep[:, None]} if timestep.ndim == 1 else call
-
-
 def blank(config: Config, call: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     clip, sound = (call[name] for name in ("hidden_states", "audio_hidden_states"))
     channels = (config["out_channels"], config["audio_out_channels"])
-    zeros = (x.new_zeros(()).expand(*x.shape[:2], num) for x, num in zip((clip, sound), channels, strict=True))
-    return (next(zeros), next(zeros))
-
-
-def forward(module: nn.Module, call: Mapping[str, Any]) -> Tensor:
-    """The velocities of clip and sound, one after the other, (B, all values)."""
-    import torch
-
-    return torch.cat([velocity.flatten(1) for velocity in module(**call, return_dict=False)], dim=1)
+    return blank_like(clip, (*clip.shape[:2], channels[0])), blank_like(sound, (*sound.shape[:2], channels[1]))
 
 
 def answer(config: Config, call: Mapping[str, Any], prediction: Tensor) -> tuple[Tensor, ...]:
-    import torch
-
-    forms = [x.shape for x in blank(config, call)]
-    parts = torch.split(prediction, [form.numel() for form in forms], dim=1)
-    return tuple(part.reshape(form) for part, form in zip(parts, forms, strict=True))
+    return parted(prediction, blank(config, call))
 
 
 def set_kernel(module: nn.Module, kernel: Kernel) -> None:
     from pipelines.blocks import attention
+    from pipelines.models.attention.heads import count_heads
 
     attention.set_kernel(module, kernel, local=TO_WHOLE)
-    count_heads(module, ATTENTIONS)
+    count_heads(module)
 
 
 def estimate(loop_state: Any, sigma: float) -> Mapping[str, Tensor] | None:
@@ -148,20 +125,16 @@ def first_frame(config: Config, latents: Mapping[str, Any]) -> Mapping[str, Any]
 def defaults(path: Path) -> Defaults:
     """What diffusers' pipeline does by default, which is from the model card (Lightricks/LTX-2)."""
     spatial, temporal = vae_scales(path)
-    return Defaults(
-        kind="video",
+    return replace(
+        CLIP,
         width=768,
         height=512,
-        num_frames=121,
-        fps=24,
         num_inference_steps=30,
-        guidance_scale=0.0,
         true_cfg_scale=3.0,
         size_multiple=spatial,
         frame_multiple=temporal,
         max_pixels=1920 * 1088,
         max_frames=257,
-        max_steps=100,
         max_pictures=1,
         max_tokens=MAX_TOKENS,
     )
@@ -179,7 +152,7 @@ ARCHITECTURE = Architecture(
     used_by_blocks=("rope", "audio_rope"),
     adapted=adapted,
     blank=blank,
-    forward=forward,
+    forward=all_outputs,
     answer=answer,
     estimate=estimate,
     first_frame=first_frame,

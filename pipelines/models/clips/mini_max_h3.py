@@ -5,14 +5,19 @@ It guides itself. Of its two transformers the one that looks at references is no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
+from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import Defaults
 from pipelines.directory import read_config
 from pipelines.models.architecture import Architecture, Config
+from pipelines.models.linears import GATED, attention_linears, mlp_linears
+from pipelines.models.predictions import all_outputs, blank_like, parted
+from pipelines.models.usual_defaults import CLIP
 from pipelines.request import MediaRequest
 
 if TYPE_CHECKING:
@@ -24,8 +29,6 @@ if TYPE_CHECKING:
 TOKENS = "tokens"
 BLOCKS = "transformer_blocks"
 REFINERS = "token_refiner.refiner_blocks.*.attn"
-GATED = (1, 1)
-"""What is gated, and its gate."""
 TYPICAL_TOKENS = 300
 """Of a prompt, which may have any number."""
 PREVIEW_LATENTS = 7
@@ -42,12 +45,7 @@ SHARD_PLAN = ShardPlan(
         TokenShard(module="rope", where="output", key=1, dim=0, stream=TOKENS),
     ),
     gathers=tuple(TokenGather(module=name, dim=1, stream=TOKENS) for name in ("proj_out", "audio_proj_out")),
-    linears=(
-        *(ColumnLinear(pattern=f"{BLOCKS}.*.attn.{name}") for name in ("to_q", "to_k", "to_v")),
-        RowLinear(pattern=f"{BLOCKS}.*.attn.to_out.0"),
-        ColumnLinear(pattern=f"{BLOCKS}.*.ff.net.0.proj", segments=GATED),
-        RowLinear(pattern=f"{BLOCKS}.*.ff.net.2"),
-    ),
+    linears=(*attention_linears(f"{BLOCKS}.*.attn"), *mlp_linears(f"{BLOCKS}.*.ff", segments=GATED)),
     carried=("hidden_states",),
 )
 
@@ -65,34 +63,19 @@ def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Tensor]:
 
 
 def blank(config: Config, call: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    clip, sound = (call[name] for name in ("hidden_states", "audio_hidden_states"))
-    return clip.new_zeros(()).expand(clip.shape), sound.new_zeros(()).expand(sound.shape)
-
-
-def forward(module: nn.Module, call: Mapping[str, Any]) -> Tensor:
-    """The velocities of clip and sound, one after the other, (B, all values)."""
-    import torch
-
-    return torch.cat([velocity.flatten(1) for velocity in module(**call, return_dict=False)], dim=1)
+    return blank_like(call["hidden_states"]), blank_like(call["audio_hidden_states"])
 
 
 def answer(config: Config, call: Mapping[str, Any], prediction: Tensor) -> tuple[Tensor, ...]:
-    import torch
-
-    forms = [x.shape for x in blank(config, call)]
-    parts = torch.split(prediction, [form.numel() for form in forms], dim=1)
-    return tuple(part.reshape(form) for part, form in zip(parts, forms, strict=True))
+    return parted(prediction, blank(config, call))
 
 
 def set_kernel(module: nn.Module, kernel: Kernel) -> None:
-    """Diffusers' processor splits features by the number of heads, of which a tensor-parallel rank holds a share."""
     from pipelines.blocks import attention
+    from pipelines.models.attention.heads import count_heads
 
     attention.set_kernel(module, kernel, local=(REFINERS,))
-    for inner in module.modules():
-        each: Any = inner
-        if hasattr(each, "to_q"):
-            each.heads = each.to_q.out_features // each.head_dim
+    count_heads(module)
 
 
 def estimate(loop_state: Any, sigma: float) -> Mapping[str, Tensor] | None:
@@ -128,29 +111,24 @@ def mend(blocks: Any) -> None:
 
 
 def vae_scale(path: Path) -> int:
-    import math
-
     return math.prod(read_config(path, "vae").get("spatial_downsample_factors", (2, 2, 2, 2)))
 
 
 def defaults(path: Path) -> Defaults:
     """What diffusers' blocks say. They make 5 + 17 n frames, of which a request may want fewer."""
     patch = read_config(path, "transformer").get("patch_size", (1, 2, 2))
-    return Defaults(
-        kind="video",
+    return replace(
+        CLIP,
         width=1344,
         height=768,
         num_frames=124,
-        fps=24,
         num_inference_steps=49,
-        guidance_scale=0.0,
         true_cfg_scale=1.0,
         size_multiple=vae_scale(path) * patch[-1],
         frame_multiple=1,
         min_frames=120,
         max_pixels=1344 * 768,
         max_frames=345,
-        max_steps=100,
         max_pictures=2,
     )
 
@@ -164,7 +142,7 @@ ARCHITECTURE = Architecture(
     blank_pictures=blank_pictures,
     frames_from_pictures=True,
     blank=blank,
-    forward=forward,
+    forward=all_outputs,
     answer=answer,
     set_kernel=set_kernel,
     estimate=estimate,

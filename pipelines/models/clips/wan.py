@@ -11,10 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engines.core.shard_plan import ColumnLinear, FullWidthNorm, RowLinear, ShardPlan, TokenGather, TokenShard
+from engines.core.shard_plan import ColumnLinear, FullWidthNorm, ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import Defaults
 from pipelines.directory import read_config, read_index
-from pipelines.models.architecture import Architecture, Config
+from pipelines.image_sizes import latent_sizes, space_time_scales
+from pipelines.models.architecture import Architecture, Config, first_latent_frame, num_patches
+from pipelines.models.linears import attention_linears, mlp_linears, query_key_norms
+from pipelines.models.predictions import of_fewer_channels
+from pipelines.models.usual_defaults import CLIP
 from pipelines.request import MediaRequest
 
 if TYPE_CHECKING:
@@ -37,15 +41,7 @@ SHARDS = (
 )
 TIMESTEP_SHARD = TokenShard(module="", where="input", key="timestep", dim=1, stream=VIDEO)
 
-LINEARS: tuple[ColumnLinear | RowLinear | FullWidthNorm, ...] = (
-    *(ColumnLinear(pattern=f"{attn}.{name}") for attn in ATTENTIONS for name in ("to_q", "to_k", "to_v")),
-    *(FullWidthNorm(pattern=f"{attn}.{name}") for attn in ATTENTIONS for name in ("norm_q", "norm_k")),
-    *(RowLinear(pattern=f"{attn}.to_out.0") for attn in ATTENTIONS),
-    ColumnLinear(pattern="blocks.*.ffn.net.0.proj"),
-    RowLinear(pattern="blocks.*.ffn.net.2"),
-)
-
-
+LINEARS = (*attention_linears(*ATTENTIONS), *query_key_norms(*ATTENTIONS), *mlp_linears("blocks.*.ffn"))
 PICTURE_LINEARS: tuple[ColumnLinear | FullWidthNorm, ...] = (
     ColumnLinear(pattern="blocks.*.attn2.add_k_proj"),
     ColumnLinear(pattern="blocks.*.attn2.add_v_proj"),
@@ -78,9 +74,7 @@ def attends_to_pictures(config: Config) -> bool:
 
 
 def stream_lengths(config: Config, arguments: Arguments) -> dict[str, int]:
-    """Patches of (frames, rows, columns)."""
-    sizes = zip(arguments["hidden_states"].shape[2:], config["patch_size"], strict=True)
-    return {VIDEO: math.prod(size // patch for size, patch in sizes)}
+    return {VIDEO: num_patches(arguments["hidden_states"].shape[2:], config["patch_size"])}
 
 
 def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Tensor]:
@@ -94,29 +88,12 @@ def blank_pictures(path: Path, request: MediaRequest) -> Mapping[str, Tensor]:
     """Frames as the auto-encoder has them with a mask of which are known, and what CLIP sees in each picture."""
     import torch
 
-    config, (spatial, temporal) = read_config(path, "transformer"), vae_scales(path)
-    frames, height, width = (
-        1 + (request.num_frames - 1) // temporal,
-        request.height // spatial,
-        request.width // spatial,
-    )
+    config, sizes = read_config(path, "transformer"), latent_sizes(request, space_time_scales(path))
     channels = config["in_channels"] - config["out_channels"]
-    values = {"image_condition_latents": torch.zeros(1, channels, frames, height, width)}
+    values = {"image_condition_latents": torch.zeros(1, channels, *sizes)}
     if attends_to_pictures(config):
         values["image_embeds"] = torch.zeros(request.num_pictures, PICTURE_TOKENS, config["image_dim"])
     return values
-
-
-def vae_scales(path: Path) -> tuple[int, int]:
-    """Pixels a side, and frames, of one latent value."""
-    vae = read_config(path, "vae")
-    return vae.get("scale_factor_spatial", 8), vae.get("scale_factor_temporal", 4)
-
-
-def blank(config: Config, call: Mapping[str, Any]) -> tuple[Tensor]:
-    """A model that begins with a picture takes more channels than it predicts."""
-    latents = call["hidden_states"]
-    return (latents.new_zeros(()).expand(latents.shape[0], config["out_channels"], *latents.shape[2:]),)
 
 
 def adapted(config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -152,22 +129,7 @@ def hoisted(module: nn.Module, inputs: ModelInputs) -> ModelInputs:
     return hoisted_text(module, inputs)
 
 
-LARGE = Defaults(
-    kind="video",
-    width=1280,
-    height=720,
-    num_frames=81,
-    fps=16,
-    num_inference_steps=50,
-    guidance_scale=0.0,
-    true_cfg_scale=5.0,
-    size_multiple=16,
-    frame_multiple=4,
-    max_pixels=1280 * 720,
-    max_frames=81,
-    max_steps=100,
-    max_tokens=MAX_TOKENS,
-)
+LARGE = replace(CLIP, num_frames=81, fps=16, max_frames=81, max_tokens=MAX_TOKENS)
 """Wan 2.1 14B; the others differ in a few values (each from its model card on the hub)."""
 
 SMALL_SIZE: dict[str, Any] = {"width": 832, "height": 480}
@@ -182,7 +144,7 @@ PER_TOKEN_TIME = replace(LARGE, height=704, num_frames=121, fps=24, max_frames=1
 
 def defaults(path: Path) -> Defaults:
     """The defaults of the published model that the folder resembles, with its own grid."""
-    (spatial, temporal), patch = vae_scales(path), read_config(path, "transformer")["patch_size"]
+    (spatial, temporal), patch = space_time_scales(path), read_config(path, "transformer")["patch_size"]
     return replace(
         _from_pictures(path) if begins_with_pictures(path) else _known_defaults(path),
         size_multiple=math.lcm(SIZE_MULTIPLE, spatial * patch[1], spatial * patch[2]),
@@ -228,7 +190,7 @@ ARCHITECTURE = Architecture(
     shard_plan=shard_plan,
     stream_lengths=stream_lengths,
     blank_conditioning=blank_conditioning,
-    blank=blank,
+    blank=of_fewer_channels,
     adapted=adapted,
     forward=forward,
     set_kernel=set_kernel,
@@ -236,7 +198,7 @@ ARCHITECTURE = Architecture(
     frames_from_pictures=True,
     mend=mend,
     hoisted=hoisted,
-    first_frame=lambda _, latents: {"latents": latents["latents"][:, :, :1]},
+    first_frame=first_latent_frame,
     float32_parts=("vae", "image_encoder"),
     needs_negative=True,
     frames_apart=True,

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
-from pipelines.defaults import PICTURE, Defaults
+from pipelines.defaults import Defaults
 from pipelines.directory import read_config
-from pipelines.models.architecture import Architecture, Config
+from pipelines.models.architecture import Architecture, Config, num_patches
+from pipelines.models.usual_defaults import PICTURE
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -37,8 +38,7 @@ SHARD_PLAN = ShardPlan(
 
 
 def stream_lengths(config: Config, arguments: Arguments) -> dict[str, int]:
-    _, _, height, width = arguments["hidden_states"].shape
-    num_image = (height // config["patch_size"]) * (width // config["patch_size"])
+    num_image = num_patches(arguments["hidden_states"].shape[2:], (config["patch_size"],) * 2)
     return {TOKENS: num_image + arguments["text_bth"].shape[1]}
 
 

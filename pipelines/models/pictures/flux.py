@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
-from pipelines.defaults import PICTURE, Defaults
+from pipelines.defaults import Defaults
 from pipelines.directory import read_config, read_index
 from pipelines.image_sizes import vae_scale
 from pipelines.models.architecture import Architecture, Config, text_and_image
+from pipelines.models.linears import QUERY_KEY_VALUE, Linears, joint_attention_linears, mlp_linears
+from pipelines.models.usual_defaults import PICTURE
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -37,19 +39,9 @@ SHARDS = (
     TokenShard(module="", where="input", key="txt_ids", dim=0, stream=TEXT),
 )
 
-DUAL_LINEARS: tuple[ColumnLinear | RowLinear, ...] = (
-    *(ColumnLinear(pattern=f"{DUAL}.attn.{name}") for name in ("to_q", "to_k", "to_v")),
-    *(ColumnLinear(pattern=f"{DUAL}.attn.{name}") for name in ("add_q_proj", "add_k_proj", "add_v_proj")),
-    RowLinear(pattern=f"{DUAL}.attn.to_out.0"),
-    RowLinear(pattern=f"{DUAL}.attn.to_add_out"),
-    ColumnLinear(pattern=f"{DUAL}.ff.net.0.proj"),
-    RowLinear(pattern=f"{DUAL}.ff.net.2"),
-    ColumnLinear(pattern=f"{DUAL}.ff_context.net.0.proj"),
-    RowLinear(pattern=f"{DUAL}.ff_context.net.2"),
-)
-
-SINGLE_LINEARS: tuple[ColumnLinear | RowLinear, ...] = (
-    *(ColumnLinear(pattern=f"{SINGLE}.attn.{name}") for name in ("to_q", "to_k", "to_v")),
+DUAL_LINEARS = (*joint_attention_linears(f"{DUAL}.attn"), *mlp_linears(f"{DUAL}.ff", f"{DUAL}.ff_context"))
+SINGLE_LINEARS: Linears = (
+    *(ColumnLinear(pattern=f"{SINGLE}.attn.{name}") for name in QUERY_KEY_VALUE),
     ColumnLinear(pattern=f"{SINGLE}.proj_mlp"),
     RowLinear(pattern=f"{SINGLE}.proj_out", segments=(1, MLP_RATIO)),
 )

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
-from pipelines.defaults import PICTURE, Defaults
+from pipelines.defaults import Defaults
 from pipelines.directory import read_config, read_index
 from pipelines.image_sizes import vae_scale
 from pipelines.models.architecture import Architecture, Config, text_and_image
+from pipelines.models.linears import GATED, joint_attention_linears
+from pipelines.models.usual_defaults import PICTURE
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -30,10 +32,7 @@ SHARDS = (
     TokenShard(module="", where="input", key="txt_ids", dim=1, stream=TEXT),
 )
 DOUBLE, SINGLE = "transformer_blocks", "single_transformer_blocks"
-INTO_HEADS = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
 MLPS = ("ff", "ff_context")
-GATED = (1, 1)
-"""A gate, and what it gates."""
 
 
 def shard_plan(config: Config) -> ShardPlan:
@@ -46,8 +45,7 @@ def shard_plan(config: Config) -> ShardPlan:
         shards=SHARDS,
         gathers=(TokenGather(module="proj_out", dim=1, stream=IMAGE),),
         linears=(
-            *(ColumnLinear(pattern=f"{DOUBLE}.*.attn.{name}") for name in INTO_HEADS),
-            *(RowLinear(pattern=f"{DOUBLE}.*.attn.{name}") for name in ("to_out.0", "to_add_out")),
+            *joint_attention_linears(f"{DOUBLE}.*.attn"),
             *(ColumnLinear(pattern=f"{DOUBLE}.*.{mlp}.linear_in", segments=GATED) for mlp in MLPS),
             *(RowLinear(pattern=f"{DOUBLE}.*.{mlp}.linear_out") for mlp in MLPS),
             ColumnLinear(pattern=f"{SINGLE}.*.attn.to_qkv_mlp_proj", segments=(heads, heads, heads, gated, gated)),

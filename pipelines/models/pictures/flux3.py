@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
-from pipelines.defaults import PICTURE, Defaults, distilled
+from pipelines.defaults import Defaults
 from pipelines.directory import read_config
 from pipelines.image_sizes import vae_scale
 from pipelines.models.architecture import Architecture, Config
+from pipelines.models.linears import GATED, attention_linears
+from pipelines.models.usual_defaults import PICTURE, distilled
 from pipelines.request import MediaRequest
 
 if TYPE_CHECKING:
@@ -38,8 +40,6 @@ INPUTS = {
     TEXT: (("encoder_hidden_states", 1), ("txt_ids", 0)),
     SEEN: (("image_cond_hidden_states", 1), ("image_cond_ids", 0)),
 }
-GATED = (1, 1)
-"""A gate, and what it gates."""
 
 SHARD_PLAN = ShardPlan(
     streams=(TEXT, IMAGE, SEEN),
@@ -51,8 +51,7 @@ SHARD_PLAN = ShardPlan(
     ),
     gathers=(TokenGather(module="proj_out", dim=1, stream=IMAGE),),
     linears=(
-        *(ColumnLinear(pattern=f"{block}.*.attn.{name}") for block in BLOCKS for name in ("to_q", "to_k", "to_v")),
-        *(RowLinear(pattern=f"{block}.*.attn.to_out.0") for block in BLOCKS),
+        *attention_linears(*(f"{block}.*.attn" for block in BLOCKS)),
         *(ColumnLinear(pattern=f"{block}.*.ff.linear_in", segments=GATED) for block in BLOCKS),
         *(RowLinear(pattern=f"{block}.*.ff.linear_out") for block in BLOCKS),
     ),
@@ -80,14 +79,11 @@ def blank_pictures(path: Path, request: MediaRequest) -> Mapping[str, Any]:
 
 
 def set_kernel(module: nn.Module, kernel: Kernel) -> None:
-    """Diffusers' processor splits features by the number of heads, of which a tensor-parallel rank holds a share."""
     from pipelines.blocks import attention
+    from pipelines.models.attention.heads import count_heads
 
     attention.set_kernel(module, kernel)
-    for inner in module.modules():
-        each: Any = inner
-        if hasattr(each, "to_q"):
-            each.heads = each.to_q.out_features // each.head_dim
+    count_heads(module)
 
 
 def mend(blocks: Any) -> None:

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
-from pipelines.defaults import PICTURE, Defaults, distilled
+from pipelines.defaults import Defaults
 from pipelines.directory import read_index
 from pipelines.image_sizes import clip_vae_scale
 from pipelines.models.architecture import Architecture, Config
+from pipelines.models.usual_defaults import PICTURE, distilled
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,11 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
-from pipelines.defaults import PICTURE, Defaults
+from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
+from pipelines.defaults import Defaults
 from pipelines.directory import read_config, read_index
 from pipelines.image_sizes import clip_vae_scale
-from pipelines.models.architecture import Architecture, Config, text_and_image
+from pipelines.models.architecture import Architecture, Config, text_and_image, without_prompt_mask
+from pipelines.models.linears import joint_attention_linears, mlp_linears
+from pipelines.models.usual_defaults import PICTURE
 from pipelines.request import MediaRequest
 
 if TYPE_CHECKING:
@@ -24,14 +26,10 @@ BLOCKS = "transformer_blocks"
 MAX_TOKENS = 1024
 PROMPT_WINDOW = 64
 """Prompts that are filled up have a multiple of so many tokens."""
-MASK = "encoder_hidden_states_mask"
 
-LINEARS: tuple[ColumnLinear | RowLinear, ...] = (
-    *(ColumnLinear(pattern=f"{BLOCKS}.*.attn.{name}") for name in ("to_q", "to_k", "to_v")),
-    *(ColumnLinear(pattern=f"{BLOCKS}.*.attn.{name}") for name in ("add_q_proj", "add_k_proj", "add_v_proj")),
-    *(RowLinear(pattern=f"{BLOCKS}.*.attn.{name}") for name in ("to_out.0", "to_add_out")),
-    *(ColumnLinear(pattern=f"{BLOCKS}.*.{name}.net.0.proj") for name in ("img_mlp", "txt_mlp")),
-    *(RowLinear(pattern=f"{BLOCKS}.*.{name}.net.2") for name in ("img_mlp", "txt_mlp")),
+LINEARS = (
+    *joint_attention_linears(f"{BLOCKS}.*.attn"),
+    *mlp_linears(f"{BLOCKS}.*.img_mlp", f"{BLOCKS}.*.txt_mlp"),
 )
 
 SHARD_PLAN = ShardPlan(
@@ -67,11 +65,6 @@ def blank_pictures(path: Path, request: MediaRequest) -> Mapping[str, Any]:
     shape = (1, channels, 1, request.height // unit, request.width // unit)
     pictures = [torch.zeros(shape) for _ in range(request.num_pictures)]
     return {"image_latents": pictures if "Plus" in read_index(path)["_class_name"] else pictures[0]}
-
-
-def adapted(config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> Mapping[str, Any]:
-    """One prompt is as long as it is: its mask, which masks nothing, would only forbid the fastest attention."""
-    return {name: value for name, value in call.items() if name != MASK}
 
 
 EDITOR: Mapping[str, Any] = {"min_pictures": 1, "strength_needs_mask": True}
@@ -128,7 +121,7 @@ ARCHITECTURE = Architecture(
     stream_lengths=text_and_image,
     blank_conditioning=blank_conditioning,
     blank_pictures=blank_pictures,
-    adapted=adapted,
+    adapted=without_prompt_mask,
     mend=mend,
     fast=fast,
     windowed_prompts=(PROMPT_WINDOW, 2 * PROMPT_WINDOW),

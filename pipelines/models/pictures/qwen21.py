@@ -9,12 +9,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan
-from pipelines.defaults import PICTURE, Defaults
+from pipelines.defaults import Defaults
 from pipelines.image_sizes import clip_vae_scale
-from pipelines.models.architecture import Architecture, Config
+from pipelines.models.architecture import Architecture, Config, without_prompt_mask
+from pipelines.models.linears import attention_linears
+from pipelines.models.usual_defaults import PICTURE
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
 
 TOKENS = "tokens"
 BLOCKS = "transformer_blocks"
-MASK = "encoder_hidden_states_mask"
 SLOT = 4
 """Latent tokens that a place for a picture in the prompt stands for."""
 
@@ -37,8 +38,7 @@ SHARD_PLAN = ShardPlan(
     shards=(),
     gathers=(),
     linears=(
-        *(ColumnLinear(pattern=f"{BLOCKS}.*.attn.{name}") for name in ("to_q", "to_k", "to_v")),
-        RowLinear(pattern=f"{BLOCKS}.*.attn.to_out.0"),
+        *attention_linears(f"{BLOCKS}.*.attn"),
         *(ColumnLinear(pattern=f"{BLOCKS}.*.img_mlp.{name}") for name in ("proj", "gate_layer")),
         RowLinear(pattern=f"{BLOCKS}.*.img_mlp.out"),
     ),
@@ -62,11 +62,6 @@ def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Tensor]:
     }
 
 
-def adapted(config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> Mapping[str, Any]:
-    """One prompt is as long as it is: its mask masks nothing."""
-    return {name: value for name, value in call.items() if name != MASK}
-
-
 def set_kernel(module: nn.Module, kernel: Kernel) -> None:
     """Nothing: our kernels know no causal attention, and every rank has all tokens."""
 
@@ -87,6 +82,6 @@ ARCHITECTURE = Architecture(
     shard_plan=lambda config: SHARD_PLAN,
     stream_lengths=stream_lengths,
     blank_conditioning=blank_conditioning,
-    adapted=adapted,
+    adapted=without_prompt_mask,
     set_kernel=set_kernel,
 )

@@ -7,11 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
-from pipelines.defaults import PICTURE, Defaults
+from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
+from pipelines.defaults import Defaults
 from pipelines.directory import read_config
 from pipelines.image_sizes import vae_scale
-from pipelines.models.architecture import Architecture, Config
+from pipelines.models.architecture import Architecture, Config, num_patches
+from pipelines.models.linears import joint_attention_linears, mlp_linears
+from pipelines.models.usual_defaults import PICTURE
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -29,12 +31,9 @@ SHARDS = (
     TokenShard(module="pos_embed", where="output", key=0, dim=1, stream=IMAGE),
     TokenShard(module="context_embedder", where="output", key=0, dim=1, stream=TEXT),
 )
-LINEARS: tuple[ColumnLinear | RowLinear, ...] = (
-    *(ColumnLinear(pattern=f"{BLOCKS}.*.attn.{name}") for name in ("to_q", "to_k", "to_v")),
-    *(ColumnLinear(pattern=f"{BLOCKS}.*.attn.{name}") for name in ("add_q_proj", "add_k_proj", "add_v_proj")),
-    *(RowLinear(pattern=f"{BLOCKS}.*.attn.{name}") for name in ("to_out.0", "to_add_out")),
-    *(ColumnLinear(pattern=f"{BLOCKS}.*.{name}.net.0.proj") for name in ("ff", "ff_context")),
-    *(RowLinear(pattern=f"{BLOCKS}.*.{name}.net.2") for name in ("ff", "ff_context")),
+LINEARS = (
+    *joint_attention_linears(f"{BLOCKS}.*.attn"),
+    *mlp_linears(f"{BLOCKS}.*.ff", f"{BLOCKS}.*.ff_context"),
 )
 
 
@@ -46,9 +45,8 @@ def shard_plan(config: Config) -> ShardPlan:
 
 
 def stream_lengths(config: Config, arguments: Arguments) -> dict[str, int]:
-    _, _, height, width = arguments["hidden_states"].shape
-    patch = config["patch_size"]
-    return {IMAGE: (height // patch) * (width // patch), TEXT: arguments["encoder_hidden_states"].shape[1]}
+    num_image = num_patches(arguments["hidden_states"].shape[2:], (config["patch_size"],) * 2)
+    return {IMAGE: num_image, TEXT: arguments["encoder_hidden_states"].shape[1]}
 
 
 def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Tensor]:

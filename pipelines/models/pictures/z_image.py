@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
-from pipelines.defaults import PICTURE, Defaults
+from pipelines.defaults import Defaults
 from pipelines.image_sizes import vae_scale
-from pipelines.models.architecture import Architecture, Config
+from pipelines.models.architecture import Architecture, Config, num_patches
 from pipelines.models.attention.z_image_text import PADDED_TO, padded_length
+from pipelines.models.linears import attention_linears
+from pipelines.models.predictions import blank_like
+from pipelines.models.usual_defaults import PICTURE
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -39,8 +42,7 @@ SHARD_PLAN = ShardPlan(
     ),
     gathers=(TokenGather(module=f"all_final_layer.{PATCH}-1", dim=1, stream=TOKENS),),
     linears=(
-        *(ColumnLinear(pattern=f"layers.*.attention.to_{name}") for name in "qkv"),
-        RowLinear(pattern="layers.*.attention.to_out.0"),
+        *attention_linears("layers.*.attention"),
         *(ColumnLinear(pattern=f"layers.*.feed_forward.{name}") for name in ("w1", "w3")),
         RowLinear(pattern="layers.*.feed_forward.w2"),
     ),
@@ -49,8 +51,8 @@ REFINERS = ("noise_refiner.*.attention", "context_refiner.*.attention")
 
 
 def stream_lengths(config: Config, arguments: Arguments) -> dict[str, int]:
-    _, _, height, width = arguments["x.0"].shape
-    num_image, num_text = (height // PATCH) * (width // PATCH), arguments["cap_feats.0"].shape[0]
+    num_image = num_patches(arguments["x.0"].shape[2:], (PATCH, PATCH))
+    num_text = arguments["cap_feats.0"].shape[0]
     return {TOKENS: padded_length(num_image) + padded_length(num_text)}
 
 
@@ -61,7 +63,7 @@ def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Any]:
 
 
 def blank(config: Config, call: Mapping[str, Any]) -> tuple[list[Tensor]]:
-    return ([x.new_zeros(()).expand(x.shape) for x in call["x"]],)
+    return ([blank_like(x) for x in call["x"]],)
 
 
 PROMPTS = ("prompt_embeds", "negative_prompt_embeds")
@@ -89,13 +91,11 @@ def answer(config: Config, call: Mapping[str, Any], prediction: Tensor) -> tuple
 
 
 def set_kernel(module: nn.Module, kernel: Kernel) -> None:
-    """Diffusers' processor splits features by the number of heads, of which a tensor-parallel rank holds a share."""
     from pipelines.blocks import attention
+    from pipelines.models.attention.heads import count_heads
 
     attention.set_kernel(module, kernel, local=REFINERS)
-    layers: Any = module.get_submodule("layers")
-    for layer in layers:
-        layer.attention.heads = layer.attention.to_q.out_features // layer.head_dim
+    count_heads(module)
 
 
 def fast(config: Config) -> ArrangeWeights | None:

@@ -20,6 +20,7 @@ from engines.core.shard_plan import ShardPlan
 from pipelines.defaults import Defaults
 from pipelines.directory import DENOISERS, part_class, read_config
 from pipelines.models.architecture import Architecture, Config
+from pipelines.models.predictions import blank_like
 from pipelines.models.unknown.outline import empty, repeated_blocks
 from pipelines.modular import open_modular
 
@@ -110,12 +111,12 @@ def blank(config: Config, call: Mapping[str, Any]) -> Prediction:
     """Zeros in the form of the latents, with fewer channels where more go in than come out."""
     name = next(name for name in LATENTS if name in call)
     if isinstance(call[name], list | tuple):
-        return Prediction(([x.new_zeros(()).expand(x.shape) for x in call[name]],))
+        return Prediction(([blank_like(x) for x in call[name]],))
     latents, num_channels = call[name], config.get("out_channels")
     shape = list(latents.shape)
     if latents.ndim >= 4 and isinstance(num_channels, int):
         shape[1] = min(shape[1], num_channels)
-    return Prediction((latents.new_zeros(()).expand(shape),))
+    return Prediction((blank_like(latents, shape),))
 
 
 def forward(module: nn.Module, call: Mapping[str, Any]) -> Tensor:
