@@ -25,7 +25,7 @@ from training.shapes.captions import CaptionParts, caption, motion_caption
 from training.shapes.scenes import PLACES, Item, MotionScene, Scene, held_out_motion_scene, held_out_scene
 from training.shapes.tokens import MAX_LENGTH
 from training.shapes.wording.phrases import NEW, SHOWN, free_caption, free_motion_caption
-from training.wan_model import NUM_FRAMES
+from training.wan_shapes.model import NUM_FRAMES
 
 CHECKPOINTS = Path(__file__).parents[1] / "pipelines" / "checkpoints"
 WORDINGS = {"plain": None, "free": SHOWN, "unseen": NEW}  # "unseen" templates are in no training caption

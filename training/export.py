@@ -8,9 +8,10 @@ import torch
 from diffusers import FluxKontextPipeline, FluxPipeline, WanPipeline
 from transformers import PreTrainedTokenizerBase
 
-from training import flux_model, wan_model
-from training.flux_model import FluxModel
-from training.wan_model import WanModel
+from training.flux_shapes import model as flux_model
+from training.flux_shapes.model import FluxModel
+from training.wan_shapes import model as wan_model
+from training.wan_shapes.model import WanModel
 
 SHARD_SIZE = "1GB"
 

@@ -14,13 +14,14 @@ from diffusers import AutoencoderKLWan
 from torch import Tensor, nn
 from torch.nn import functional
 
-from training import flux_model, wan_model
 from training.fast import channels_last, prepare, speed_up_norms, undo_speed_up
+from training.flux_shapes import model as flux_model
 from training.loop import Budget, Run, fit, step_of
 from training.options import budget_of, device_of, run_options
 from training.pool import CaptionedDrawings, captioned_motions, captioned_stills
 from training.shapes.draw import Drawings, draw
 from training.shapes.scenes import SHAPES
+from training.wan_shapes import model as wan_model
 
 PICTURE_PX = 96
 NUM_SCENES = 100_000

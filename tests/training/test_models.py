@@ -10,14 +10,14 @@ from safetensors.torch import load_file
 
 from pipelines.models.bare.flux import image_ids
 from training import evaluate
-from training.flux_data import LONG_LENGTH
-from training.flux_model import POOLED_DIM, TEXT_DIM
-from training.flux_shapes import start as start_flux
+from training.flux_shapes.data import LONG_LENGTH
+from training.flux_shapes.model import POOLED_DIM, TEXT_DIM
+from training.flux_shapes.train import start as start_flux
 from training.latents import pack
 from training.shapes.captions import caption
 from training.shapes.scenes import training_scene
 from training.shapes.tokens import MAX_LENGTH
-from training.wan_shapes import start as start_wan
+from training.wan_shapes.train import start as start_wan
 
 FLUX, WAN = evaluate.CHECKPOINTS / "flux-shapes", evaluate.CHECKPOINTS / "wan-shapes"
 

@@ -16,8 +16,8 @@ import torch
 from diffusers import FluxPipeline, WanPipeline
 
 from training import vae
-from training.flux_data import MAIN_SIZE, PictureDataset
-from training.wan_shapes import REFRESH_EVERY, VideoDataset
+from training.flux_shapes.data import MAIN_SIZE, PictureDataset
+from training.wan_shapes.train import REFRESH_EVERY, VideoDataset
 
 REPORTS = Path(__file__).parents[2] / "benchmarks" / "reports"
 QUICK = {

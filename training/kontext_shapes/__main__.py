@@ -17,9 +17,9 @@ from torch import Tensor
 from training.evaluate import CHECKPOINTS
 from training.export import export_flux
 from training.fast import prepare
-from training.flux_data import Shown, Tokenizers
-from training.flux_model import FluxModel
-from training.flux_shapes import GUIDANCE, accelerate, distillation, frozen, match_flow, noised, step_of_kinds
+from training.flux_shapes.data import Shown, Tokenizers
+from training.flux_shapes.model import FluxModel
+from training.flux_shapes.train import GUIDANCE, accelerate, distillation, frozen, match_flow, noised, step_of_kinds
 from training.kontext_shapes.card import write_card
 from training.kontext_shapes.data import EditDataset, training_edits
 from training.kontext_shapes.evaluate import evaluate, evaluation_options

@@ -7,7 +7,7 @@ import torch
 from diffusers import AutoencoderKL
 from torch import Tensor
 
-from training.flux_data import LONG_LENGTH, PictureDataset, Size, Tokenizers
+from training.flux_shapes.data import LONG_LENGTH, PictureDataset, Size, Tokenizers
 from training.pool import CaptionedDrawings
 from training.shapes.boards import board_drawings
 from training.shapes.draw import Chance, Drawings, draw

@@ -18,7 +18,7 @@ from diffusers import FluxKontextPipeline
 from PIL import Image
 
 from training.evaluate import CHECKPOINTS, summary
-from training.flux_data import LONG_LENGTH
+from training.flux_shapes.data import LONG_LENGTH
 from training.judge import Pixels, look_at
 from training.kontext_shapes.data import draw_pair
 from training.kontext_shapes.judge import Judged, check_edit

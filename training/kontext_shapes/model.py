@@ -2,8 +2,8 @@
 
 from diffusers import FluxTransformer2DModel
 
-from training.flux_data import Tokenizers
-from training.flux_model import POOLED_DIM, TEXT_DIM, FluxModel
+from training.flux_shapes.data import Tokenizers
+from training.flux_shapes.model import POOLED_DIM, TEXT_DIM, FluxModel
 from training.shapes.instructions import EDIT_ANSWERS
 from training.shapes.reading import Reader
 from training.shapes.tokens import byte_pairs, sentence_pieces

@@ -18,10 +18,11 @@ from safetensors.torch import load_file
 from pipelines.checkpoint import Checkpoint
 from pipelines.pictures import InputPicture, InputPictures
 from pipelines.run import load_pipeline
-from training import flux_data, loop
+from training import loop
 from training.evaluate import CHECKPOINTS
-from training.flux_data import LONG_LENGTH, Shown
-from training.flux_model import POOLED_DIM, TEXT_DIM
+from training.flux_shapes import data as flux_data
+from training.flux_shapes.data import LONG_LENGTH, Shown
+from training.flux_shapes.model import POOLED_DIM, TEXT_DIM
 from training.kontext_shapes import __main__ as trainer
 from training.kontext_shapes.data import EditDataset, draw_pair, training_edits
 from training.kontext_shapes.model import build_model, build_tokenizers

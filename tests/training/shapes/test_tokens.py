@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, CLIPTokenizer, PreTrainedTokenizerFast
 
-from training.flux_model import build_t5
+from training.flux_shapes.model import build_t5
 from training.shapes.captions import caption
 from training.shapes.scenes import training_scene
 from training.shapes.tokens import MAX_LENGTH, byte_pairs, load_for_tokens, sentence_pieces

@@ -8,7 +8,7 @@ from dataclasses import fields
 import pytest
 
 from tests.training.shapes.support.read_back import ReadItem, ReadScene, read_motion, read_still
-from training.flux_shapes import tokenizers_of
+from training.flux_shapes.train import tokenizers_of
 from training.pool import captioned_motions, captioned_stills
 from training.shapes.captions import CaptionParts
 from training.shapes.scenes import PLACES, Item, MotionScene, Scene, random_motion_scene, random_scene

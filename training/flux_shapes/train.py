@@ -1,8 +1,4 @@
-"""Trains flux-shapes: `python -m training.flux_shapes --vae DIR/vae --out DIR --export DIR --minutes 8`.
-
-Two stages, each resumable: flow matching with dropped prompts, then guidance distillation (Meng et al., arXiv
-2210.03142), after which the embedded guidance scale acts like classifier-free guidance.
-"""
+"""Flow matching from noise to pictures, then guidance distillation."""
 
 import argparse
 import copy
@@ -19,11 +15,11 @@ from torch import Tensor
 from training.export import export_flux
 from training.fast import TensorFunction, prepare, speed_up, uncompiled, undo_speed_up
 from training.flow import noisy, sample_sigma
-from training.flux_data import PictureDataset, Shown, Tokenizers
-from training.flux_model import FluxModel, shift_of
+from training.flux_shapes.data import PictureDataset, Shown, Tokenizers
+from training.flux_shapes.model import FluxModel, shift_of
 from training.latents import pack
 from training.loop import Run, fit, step_of
-from training.options import budget_of, device_of, flow_options
+from training.options import budget_of, device_of
 from training.pool import captioned_stills
 from training.shapes.tokens import byte_pairs, load_for_tokens, sentence_pieces
 
@@ -162,13 +158,3 @@ def train(args: argparse.Namespace) -> None:
     if run.progress >= 1 or args.max_steps:
         _distil(model, data, args)
         export_flux(args.export, frozen(model), vae, *tokenizers)
-
-
-def main() -> None:
-    parser = flow_options(__doc__, minutes=11.0, batch=512, pool=200_000, chunk=512)
-    parser.add_argument("--distill-minutes", type=float, default=3.0)
-    train(parser.parse_args())
-
-
-if __name__ == "__main__":
-    main()

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedTokenizerBase, UMT5Config, UMT5EncoderModel
 
-from training.flux_model import TEXT_DIM, additive, t5_config
+from training.flux_shapes.model import TEXT_DIM, additive, t5_config
 from training.shapes.reading import MOTION_ANSWERS, Reader
 
 NUM_FRAMES, SIDE_PX, FPS = 17, 96, 16

@@ -1,7 +1,4 @@
-"""Trains wan-shapes: `python -m training.wan_shapes --vae DIR/vae --out DIR --export DIR --minutes 8`.
-
-Flow matching with dropped prompts, so that classifier-free guidance with an empty negative prompt works.
-"""
+"""Flow matching from noise to clips."""
 
 import argparse
 from functools import partial
@@ -17,11 +14,11 @@ from training.export import export_wan
 from training.fast import TensorFunction, prepare, speed_up, uncompiled, undo_speed_up
 from training.flow import noisy, sample_sigma
 from training.loop import Run, fit, step_of
-from training.options import budget_of, device_of, flow_options
+from training.options import budget_of, device_of
 from training.pool import CaptionedDrawings, LatentPool, captioned_motions, token_ids, with_dropout
 from training.shapes.draw import draw
 from training.shapes.tokens import MAX_LENGTH, load_for_tokens, sentence_pieces
-from training.wan_model import FLOW_SHIFT, NUM_FRAMES, SIDE_PX, WanModel
+from training.wan_shapes.model import FLOW_SHIFT, NUM_FRAMES, SIDE_PX, WanModel
 
 REFRESH_EVERY = 8
 LONG_EVERY = 8  # one step in so many has longer prompts, and a smaller batch
@@ -123,11 +120,3 @@ def train(args: argparse.Namespace) -> None:
     run.use_average()
     undo_speed_up(model)
     export_wan(args.export, model, vae, tokenizer)
-
-
-def main() -> None:
-    train(flow_options(__doc__, minutes=14.0, batch=256, pool=20_000, chunk=32).parse_args())
-
-
-if __name__ == "__main__":
-    main()
