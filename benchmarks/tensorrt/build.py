@@ -46,7 +46,7 @@ class Case:
 def measure(case: Case) -> dict[str, Any]:
     import torch
 
-    from deployments.cli.build_engine import Order, engine_reports
+    from deployments.cli.engines.build import Order, engine_reports
 
     torch.set_num_threads(1)
     options: dict[str, Any] = {name: value for name, value in asdict(case).items() if name != "flag"}

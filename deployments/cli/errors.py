@@ -37,7 +37,7 @@ def explain(error: Exception) -> str | None:
     import httpx
     from pydantic import ValidationError
 
-    from deployments.cli.extras import hint_for
+    from deployments.cli.checks.extras import hint_for
 
     match error:
         case ValidationError():

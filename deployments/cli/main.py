@@ -198,7 +198,7 @@ def doctor(
     ] = None,
 ) -> None:
     """What is installed, which devices and which NCCL there are, what can run here and what cannot and why."""
-    from deployments.cli.doctor import first_model, print_proofs, print_report
+    from deployments.cli.checks.doctor import first_model, print_proofs, print_report
 
     with errors():
         fine = print_proofs(model or first_model(config or "laptop")) if tensorrt else print_report(config)

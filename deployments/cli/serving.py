@@ -23,8 +23,8 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 
 from deployments.app import build_app
+from deployments.cli.checks.preflight import check
 from deployments.cli.cluster import local_cluster
-from deployments.cli.preflight import check
 from deployments.config import AppConfig, ServeConfig
 from deployments.door.door import Door, listen
 from deployments.door.haproxy import find_binary

@@ -34,7 +34,7 @@ def build_engine(
     width: Annotated[str | None, renamed_option("--width", "--ranks")] = None,
 ) -> None:
     """TensorRT engine files ahead of time; says what they hold."""
-    from deployments.cli.build_engine import Order, build
+    from deployments.cli.engines.build import Order, build
 
     with errors():
         build(
@@ -64,7 +64,7 @@ def calibrate(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
 ) -> None:
     """Fixed scales for the torch engine's fp8-static and int8-static, from all steps of some prompts."""
-    from deployments.cli.calibrate import calibrate as run
+    from deployments.cli.engines.calibrate import calibrate as run
 
     with errors():
         run(model, out, prompts, size, dtype)
@@ -86,7 +86,7 @@ def estimate(
     gpus: Annotated[str | None, renamed_option("--gpus", "--ranks")] = None,
 ) -> None:
     """Each way to divide a step over some ranks, with predicted time and memory, and which is chosen and why."""
-    from deployments.cli.estimate import EstimateOptions, print_estimate
+    from deployments.cli.engines.estimate import EstimateOptions, print_estimate
 
     with errors():
         options = EstimateOptions(

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from deployments.app import _bind_stage
-from deployments.cli.preflight import num_gpus_needed, problems
+from deployments.cli.checks.preflight import num_gpus_needed, problems
 from deployments.config import ModelConfig
 from deployments.stages import devices
 from deployments.stages.common import StageSpec
@@ -26,7 +26,7 @@ from engines.core.parcel import Parcel
 from pipelines.blocks.pieces import chunks
 from pipelines.checkpoint import Checkpoint
 from pipelines.parts import rows
-from tests.deployments.cli.test_preflight import with_model
+from tests.deployments.cli.checks.test_preflight import with_model
 
 
 def spec_of(path: str | Path, **decoder: Any) -> StageSpec:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from deployments.cli import doctor
+from deployments.cli.checks import doctor
 
 EVERYTHING = (*doctor.PACKAGES, *doctor.EXPORT_PACKAGES, doctor.NCCL_PACKAGES[0])
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from deployments.cli.calibrate import find_device, model_over, read_prompts
+from deployments.cli.engines.calibrate import find_device, model_over, read_prompts
 from deployments.cli.progress import console
 from engines.core.precision import is_static
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from deployments.cli.preflight import check, num_gpus_needed, problems
+from deployments.cli.checks.preflight import check, num_gpus_needed, problems
 from deployments.cli.serving import load_config, parse_config
 from deployments.config import ServeConfig
 from deployments.door.door import listen
@@ -81,7 +81,7 @@ def test_a_port_that_is_taken_is_told_once_and_tried_once(monkeypatch: pytest.Mo
         tried.append(port)
         return listen(host, port)
 
-    monkeypatch.setattr("deployments.cli.preflight.listen", listen_once)
+    monkeypatch.setattr("deployments.cli.checks.preflight.listen", listen_once)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         config = config_of({"pictures": Path("flux-shapes")}).with_http(port=port)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.table import Table
 
-from deployments.cli.extras import install_hint
+from deployments.cli.checks.extras import install_hint
 from deployments.cli.progress import console
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def _engines() -> list[Finding]:
 
 def _configuration(name: str) -> list[Finding]:
     """Returns what keeps a configuration from running here, or that nothing does. ValueError if it is none."""
-    from deployments.cli.preflight import problems
+    from deployments.cli.checks.preflight import problems
     from deployments.cli.serving import load_config
 
     config = load_config(name)

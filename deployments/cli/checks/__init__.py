@@ -1,0 +1,1 @@
+"""What this machine can do, and what keeps a configuration from running on it."""
