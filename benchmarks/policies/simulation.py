@@ -1,7 +1,8 @@
 """A gang by discrete events: the real scheduler and policies, on ranks whose steps last as long as a table says.
 
 Ranks do what they are sent in order, a step begins when all ranks of its team are free, and each has at most so many
-plans before it. That is the whole model: no time passes between the end of a step and the next plan.
+plans before it, the next one shortly before the last one ends. That is the whole model: no time passes between the end
+of a step and the next plan.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from itertools import count
 
 from engines.gang.job import Job
 from engines.gang.policies.policy import Policy
+from engines.gang.predictions.lead import lead_s
 from engines.gang.predictions.prediction import StepPrediction, shape_name
 from engines.gang.scheduler import Scheduler
 from engines.gang.step_plan import StepPlan, Work
@@ -64,8 +66,9 @@ class Simulation:
     _now_s: float = 0.0
     _num_under_way: int = 0
     _ready_s: list[float] = field(default_factory=list)
+    _leads_s: list[float] = field(default_factory=list)
     _depths: list[int] = field(default_factory=list)
-    _events: list[tuple[float, int, Arrival | Work, int]] = field(default_factory=list)
+    _events: list[tuple[float, int, Arrival | Work | None, int]] = field(default_factory=list)
     _ties: Iterator[int] = field(default_factory=count)
 
     def run(self, arrivals: Sequence[Arrival]) -> dict[int, float]:
@@ -80,6 +83,7 @@ class Simulation:
             elastic=gang.elastic,
         )
         self._ready_s = [0.0] * gang.num_ranks
+        self._leads_s = [0.0] * gang.num_ranks
         self._depths = [0] * gang.num_ranks
         self._events = [
             (one.at_s + gang.encode_s, next(self._ties), one, number) for number, one in enumerate(arrivals)
@@ -89,14 +93,18 @@ class Simulation:
             self._now_s, _, event, number = heapq.heappop(self._events)
             if isinstance(event, Arrival):
                 self._arrive(scheduler, event, number)
-            else:
+            elif event is not None:
                 self._end_step(event, arrivals)
             while plan := scheduler.next_plan(free=self._free(), is_idle=not self._num_under_way, now_s=self._now_s):
                 self._send(plan, arrivals)
         return self.latencies_s
 
     def _free(self) -> set[int]:
-        return {rank for rank, depth in enumerate(self._depths) if depth < self.gang.plans_ahead}
+        return {rank for rank in range(self.gang.num_ranks) if self._is_free(rank)}
+
+    def _is_free(self, rank: int) -> bool:
+        is_soon = self._now_s >= self._ready_s[rank] - self._leads_s[rank]
+        return not self._depths[rank] or (self._depths[rank] < self.gang.plans_ahead and is_soon)
 
     def _arrive(self, scheduler: Scheduler, arrival: Arrival, number: int) -> None:
         job = Job(
@@ -121,9 +129,12 @@ class Simulation:
             begin_s = max(self._now_s, *(self._ready_s[rank] for rank in work.ranks))
             lengths = (arrivals[int(job_id)].shape for job_id in work.job_ids)
             end_s = begin_s + sum(self.gang.steps[shape][work.num_ranks] for shape in lengths)
+            lead = lead_s(end_s - begin_s)
             for rank in work.ranks:
                 self._ready_s[rank] = end_s
+                self._leads_s[rank] = lead
                 self._depths[rank] += 1
+            heapq.heappush(self._events, (max(self._now_s, end_s - lead), next(self._ties), None, 0))
             self._num_under_way += 1
             heapq.heappush(self._events, (end_s, next(self._ties), work, 0))
 

@@ -13,6 +13,6 @@ class Clock:
         """Seconds since a moment that stays the same."""
         return time.monotonic()
 
-    def timeout(self, delay_s: float) -> asyncio.Timeout:
-        """A context that raises TimeoutError if it lasts longer than ``delay_s``."""
+    def timeout(self, delay_s: float | None) -> asyncio.Timeout:
+        """A context that raises TimeoutError if it lasts longer than ``delay_s``; None: never."""
         return asyncio.timeout(delay_s)

@@ -23,8 +23,8 @@ class GangConfig:
     for their communicator, ``load_deadline_s`` for weights and ``build_deadline_s`` for compiling and the self-check
     (None: what is left of the start), and may answer no ping for ``silence_deadline_s``.
 
-    ``plans_ahead`` step plans are submitted before the first result is awaited. ``policy`` names who goes first; if the
-    gang is ``elastic``, it chooses the jobs' teams too, else all ranks work on one job at a time. At most
+    At most ``plans_ahead`` step plans are submitted before the first result is awaited. ``policy`` names who goes
+    first; if the gang is ``elastic``, it chooses the jobs' teams too, else all ranks work on one job at a time. At most
     ``max_running_jobs`` have begun at a time: paused ones keep their states on the ranks. A job that would wait for
     others longer than ``max_wait_s``, by prediction, is refused. ``nccl`` goes to every process group between GPUs.
     """

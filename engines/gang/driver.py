@@ -7,6 +7,7 @@ import contextvars
 import logging
 from collections import deque
 from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from typing import Any
 
 from engines.gang.clock import Clock
@@ -21,7 +22,7 @@ from engines.gang.predictions.step_times import StepTimes
 from engines.gang.publisher import Publisher
 from engines.gang.rank import kill_ranks
 from engines.gang.scheduler import Scheduler
-from engines.gang.step_plan import JobFailure, StepPlan
+from engines.gang.step_plan import JobFailure, StepPlan, Work
 from engines.gang.watchdog import Flight, Traffic, Watchdog, answer_of
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ class Driver:
             elastic=config.elastic,
             max_batch=config.max_batch,
         )
-        self._traffic = Traffic(config.num_ranks)
+        self._traffic = Traffic(config.num_ranks, reports_early=config.gpus_per_rank > 0)
         self._outlook = Outlook(self._scheduler, self._table, self._traffic, clock, config.max_wait_s)
         same_bytes = not (config.elastic and len(team_sizes) > 1)
         self._publisher = Publisher(
@@ -131,15 +132,22 @@ class Driver:
         while True:
             self._admit_submitted()
             plan = self._scheduler.next_plan(
-                free=self._traffic.free_ranks(self._config.plans_ahead),
+                free=self._traffic.free_ranks(self._config.plans_ahead, self._clock.now_s()),
                 is_idle=self._traffic.is_idle,
                 now_s=self._clock.now_s(),
             )
             if plan is None:
-                await self._wake_schedule.wait()
-                self._wake_schedule.clear()
+                await self._wait()
             else:
                 self._send(plan)
+
+    async def _wait(self) -> None:
+        """Returns when there is news, or a rank may be sent a step by the clock alone."""
+        within_s = self._traffic.next_free_in_s(self._config.plans_ahead, self._clock.now_s())
+        with suppress(TimeoutError):
+            async with self._clock.timeout(within_s):
+                await self._wake_schedule.wait()
+        self._wake_schedule.clear()
 
     def _admit_submitted(self) -> None:
         while self._submitted:
@@ -164,7 +172,12 @@ class Driver:
         parts = [((work,), work.ranks) for work in plan.works] + ([((), tuple(beside))] if beside else [])
         before = self._traffic.ends(ranks)
         flights = [
-            Flight(works=works, reports={rank: reports[rank] for rank in team}, latents=latents)
+            Flight(
+                works=works,
+                reports={rank: reports[rank] for rank in team},
+                latents=latents,
+                predicted_s=sum(map(self._measured_s, works)),
+            )
             for works, team in parts
         ]
         for flight in flights:
@@ -174,6 +187,13 @@ class Driver:
             self._traffic.begin(flight)
         if plan.drops:
             self._spawn(self._forget(plan.drops, flights))
+
+    def _measured_s(self, work: Work) -> float:
+        """What a step of ``work`` takes, as measured before; 0 where that is not known of one of its jobs."""
+        prediction, jobs = self._scheduler.prediction, self._table.jobs
+        busy = [jobs[step.job_id] for step in work.job_steps if step.step not in jobs[step.job_id].idle_steps]
+        are_measured = all(prediction.is_measured(job, work.num_ranks) for job in busy)
+        return sum(prediction.step_s(job, work.num_ranks) for job in busy) if are_measured else 0.0
 
     # The tasks that wait for ranks.
 
@@ -194,8 +214,9 @@ class Driver:
         for end in before:
             await end.wait()
         started_s = self._clock.now_s()
+        self._traffic.start(flight, started_s)
         reports = await self._watchdog.reports(flight, self._table.jobs)
-        self._traffic.end(flight)
+        self._traffic.end(flight, self._clock.now_s())
         self._wake_schedule.set()
         for work in flight.works:
             for failed in self._publisher.publish(work, [reports[rank] for rank in work.ranks], flight, started_s):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
+import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,6 +16,7 @@ from engines.gang.clock import Clock
 from engines.gang.config import GangConfig
 from engines.gang.errors import GangBrokenError
 from engines.gang.job import Job
+from engines.gang.predictions.lead import lead_s
 from engines.gang.step_plan import StepReport, Work
 
 logger = logging.getLogger(__name__)
@@ -27,21 +28,28 @@ DEATH_NOTICE_S = 5.0
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Flight:
     """What was sent to the ranks of a team, or to those beside the teams in a plan that is for all: a report of each to
-    come, by rank, and the latents that are emitted, by job. ``ended`` is set when all reports are there."""
+    come, by rank, and the latents that are emitted, by job. ``predicted_s`` is 0 where nothing was measured that says.
+    ``ended`` is set when all reports are there."""
 
     works: tuple[Work, ...]
     reports: Mapping[int, Any]
     latents: Mapping[str, Any]
+    predicted_s: float = 0.0
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Traffic:
-    """The flights under way of a gang with so many ranks. A rank takes what it is sent in order."""
+    """The flights under way of a gang with so many ranks. A rank takes what it is sent in order.
 
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
+    ``reports_early``: a rank reports of a step, as one with a GPU does, when it begins, the one before it having ended.
+    """
+
+    def __init__(self, num_ranks: int, *, reports_early: bool = False) -> None:
+        self._num_ranks, self._reports_early = num_ranks, reports_early
         self._under_way: dict[Flight, None] = {}
         self._last: dict[int, Flight] = {}
+        self._started_s: dict[Flight, float] = {}
+        self._busy_until_s: dict[int, float] = {}
 
     @property
     def is_idle(self) -> bool:
@@ -58,10 +66,26 @@ class Traffic:
         """The jobs that have a step under way."""
         return [job_id for work in self.works for job_id in work.job_ids]
 
-    def free_ranks(self, plans_ahead: int) -> set[int]:
-        """Returns the ranks that have fewer steps before them."""
-        depths = Counter(rank for flight in self._under_way if flight.works for rank in flight.reports)
-        return {rank for rank in range(self._num_ranks) if depths[rank] < plans_ahead}
+    def free_ranks(self, plans_ahead: int, now_s: float) -> set[int]:
+        """Returns the ranks that may be sent a step: they have fewer before them, which end soon (``lead_s``)."""
+        return {rank for rank in range(self._num_ranks) if self._free_in_s(rank, plans_ahead, now_s) == 0}
+
+    def next_free_in_s(self, plans_ahead: int, now_s: float) -> float | None:
+        """Returns when that will be true of another rank, though no report comes; None if it will not."""
+        waits_s = (self._free_in_s(rank, plans_ahead, now_s) for rank in range(self._num_ranks))
+        return min((wait_s for wait_s in waits_s if 0 < wait_s < math.inf), default=None)
+
+    def _free_in_s(self, rank: int, plans_ahead: int, now_s: float) -> float:
+        before = [flight for flight in self._under_way if flight.works and rank in flight.reports]
+        if len(before) >= plans_ahead:
+            return math.inf
+        reported_s = max(0.0, self._busy_until_s.get(rank, now_s) - now_s)
+        left_s = reported_s + sum(self._left_s(flight, now_s) for flight in before)
+        last_s = self._last[rank].predicted_s if rank in self._last else 0.0
+        return max(0.0, left_s - lead_s(last_s))
+
+    def _left_s(self, flight: Flight, now_s: float) -> float:
+        return max(0.0, flight.predicted_s - (now_s - self._started_s.get(flight, now_s)))
 
     def ends(self, ranks: Iterable[int]) -> list[asyncio.Event]:
         """Returns what is set when these ranks have done what they were sent so far."""
@@ -73,10 +97,18 @@ class Traffic:
         self._under_way[flight] = None
         self._last.update(dict.fromkeys(flight.reports, flight))
 
-    def end(self, flight: Flight) -> None:
+    def start(self, flight: Flight, now_s: float) -> None:
+        """Takes note of a flight before which all others of its ranks were reported of."""
+        if not self._reports_early:
+            self._started_s[flight] = now_s
+
+    def end(self, flight: Flight, now_s: float) -> None:
         """Takes note of a flight whose reports are all there."""
         flight.ended.set()
         del self._under_way[flight]
+        self._started_s.pop(flight, None)
+        if self._reports_early and flight.works:
+            self._busy_until_s.update(dict.fromkeys(flight.reports, now_s + flight.predicted_s))
 
 
 class Watchdog:

@@ -222,3 +222,23 @@ async def test_a_deadline_counts_from_when_the_request_came(gang: Gang, ranks: S
     assert eta_s == pytest.approx(0.5)
     await stream.aclose()
     await settled()
+
+
+async def test_the_next_of_long_steps_is_sent_shortly_before_its_turn(
+    gang: Gang, clock: SetClock, ranks: SetRanks
+) -> None:
+    """Who comes while a step of four seconds is under way waits for that one alone."""
+    for name, most in (("first", 2), ("second", 1)):
+        running = asyncio.ensure_future(run(gang, fake_job(name, FakeRequest(seed=1, num_steps=5), shape=("long",))))
+        await settled()
+        for step in range(1, 6):
+            assert ranks.num_sent == (most if step < 5 else 1), f"{name}, step {step}: steps are not known at first"
+            if most == 1 and step < 5:
+                await clock.advance(2.9)
+                assert ranks.num_sent == 1
+                await clock.advance(0.2)
+                assert ranks.num_sent == 2
+                await ranks.finish_step(0.9)
+            else:
+                await ranks.finish_step(4.0)
+        await running

@@ -26,9 +26,9 @@ class SetClock(Clock):
     def now_s(self) -> float:
         return self._now_s
 
-    def timeout(self, delay_s: float) -> asyncio.Timeout:
-        timeout = asyncio.timeout(0 if delay_s <= 0 else None)
-        if delay_s > 0:
+    def timeout(self, delay_s: float | None) -> asyncio.Timeout:
+        timeout = asyncio.timeout(None if delay_s is None or delay_s > 0 else 0)
+        if delay_s is not None and delay_s > 0:
             self._timeouts.append((self._now_s + delay_s, timeout))
         return timeout
 
@@ -71,6 +71,11 @@ class SetRanks:
             watch=never,
             execute=SimpleNamespace(options=lambda num_returns: execute(num_returns)),
         )
+
+    @property
+    def num_sent(self) -> int:
+        """The steps that rank 0 has before it, the one that it works on among them."""
+        return len(self._at_work[0])
 
     def _begin(self, rank: int, plan: StepPlan, num_returns: int) -> Any:
         refs: list[asyncio.Future[Any]] = [asyncio.get_running_loop().create_future() for _ in range(num_returns)]
