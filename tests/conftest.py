@@ -16,6 +16,7 @@ from typing import Any
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["RAY_AUTH_MODE"] = "disabled"  # read when Ray is imported
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+os.environ.setdefault("RAY_worker_niceness", "0")  # else 15, hardly before tests of LOWEST_PRIORITY
 
 import pytest
 

@@ -94,13 +94,28 @@ HANGING = FakeRequest(seed=1, num_steps=9, fault="hang", fault_step=3, fault_ran
 """Leaves rank 0 alone in the exchange of step 3."""
 
 
-async def test_a_hanging_rank_is_found_by_the_step_deadline(clock: SetClock) -> None:
+async def test_a_hanging_rank_is_found_by_the_step_deadline_and_the_gang_is_unhealthy_whether_its_ranks_die_or_not(
+    clock: SetClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ranks stay in a step of the engine, and answer pings, until somebody ends them."""
+    monkeypatch.setattr(driver, "kill_ranks", lambda ranks: None)
     async with gang_of(CONFIG, clock) as gang:
         await warm_up(gang)
         tasks = await jobs_in_flight(gang, HANGING, after_step=2)
         await clock.advance(CONFIG.step_deadline_s / 2)
         assert gang.broken is None
         await pass_until_broken(gang, clock)
+
+        check = asyncio.ensure_future(gang.check_health())
+        await settled()
+        await clock.advance(PING_DEADLINE_S / 2)
+        assert not check.done()
+        await clock.advance(PING_DEADLINE_S)
+        with pytest.raises(GangBrokenError, match="did not finish a step") as caught:  # why it broke, if no rank dies
+            await check
+        assert caught.value.cause == "deadline"
+
+        kill_later(gang._ranks)
         reason = await assert_breaks_for_everyone(gang, tasks)
         assert re.fullmatch(r"ranks \[0, 1\] did not finish a step \(3 of job job.\) within 1 s", reason), reason
 
@@ -117,27 +132,9 @@ async def test_a_stopped_process_is_found_by_a_ping(clock: SetClock) -> None:
         await eventually(lambda: not alive(info.pid for info in gang.infos))
 
 
-async def break_by_hanging(gang: Gang, clock: SetClock) -> None:
-    """Both ranks stay in a step of the engine, and answer pings."""
-    await warm_up(gang)
-    tasks = await jobs_in_flight(gang, HANGING, after_step=2)
-    await pass_until_broken(gang, clock)
-    await asyncio.gather(*tasks)
-
-
 def kill_later(ranks: Sequence[Any]) -> None:
     """As slow as the news of a death can be."""
     asyncio.get_running_loop().call_later(0.5, kill_ranks, ranks)
-
-
-async def test_a_broken_gang_is_unhealthy_while_its_ranks_still_answer(
-    clock: SetClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(driver, "kill_ranks", kill_later)
-    async with gang_of(CONFIG, clock) as gang:
-        await break_by_hanging(gang, clock)
-        with pytest.raises(RayActorError):
-            await gang.check_health()
 
 
 async def test_a_health_check_under_way_does_not_pass_when_the_gang_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,23 +149,6 @@ async def test_a_health_check_under_way_does_not_pass_when_the_gang_breaks(monke
             await check
 
 
-async def test_a_broken_gang_whose_ranks_do_not_die_says_why_it_broke(
-    clock: SetClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(driver, "kill_ranks", lambda ranks: None)
-    async with gang_of(CONFIG, clock) as gang:
-        await break_by_hanging(gang, clock)
-        check = asyncio.ensure_future(gang.check_health())
-        await settled()
-        await clock.advance(PING_DEADLINE_S / 2)
-        assert not check.done()
-        await clock.advance(PING_DEADLINE_S)
-        with pytest.raises(GangBrokenError, match="did not finish a step") as caught:
-            await check
-        assert caught.value.cause == "deadline"
-        kill_ranks(gang._ranks)
-
-
 async def test_an_engine_that_raises_breaks_the_gang_before_any_deadline() -> None:
     async with gang_of(CONFIG) as gang:
         request = FakeRequest(seed=1, num_steps=9, fault="error", fault_step=2, fault_rank=1)
@@ -179,47 +159,41 @@ async def test_an_engine_that_raises_breaks_the_gang_before_any_deadline() -> No
         assert reason == "rank 1 failed: RuntimeError: the engine is broken"
 
 
-async def test_a_failure_on_one_rank_only_is_no_failure_of_the_job(clock: SetClock) -> None:
+async def test_a_shape_has_the_start_deadline_until_a_step_found_it_warm_and_then_a_failure_of_one_rank_is_found(
+    clock: SetClock, tmp_path: Path
+) -> None:
+    """A failure on one rank only is no failure of its job: rank 0 waits for rank 1."""
     async with gang_of(CONFIG, clock) as gang:
-        request = FakeRequest(seed=1, num_steps=9, fault="value_error", fault_step=2, fault_rank=1)
-        await warm_up(gang)
-        running = asyncio.ensure_future(run(gang, fake_job("half", request, shape="shape")))
-        await pass_until_broken(gang, clock)  # rank 0 waits for rank 1
-        with pytest.raises(GangBrokenError):
-            await running
-
-
-async def test_a_shape_has_the_start_deadline_until_a_step_found_it_warm(clock: SetClock, tmp_path: Path) -> None:
-    async with gang_of(CONFIG, clock) as gang:
-        cold, warm = (FakeRequest(seed=1, num_steps=2, gate=str(tmp_path / name)) for name in ("cold", "warm"))
+        cold = FakeRequest(seed=1, num_steps=2, gate=str(tmp_path / "cold"))
         running = asyncio.ensure_future(run(gang, fake_job("cold", cold, shape="new")))
         await eventually(awaited(tmp_path / "cold").exists)
         await clock.advance(CONFIG.start_deadline_s / 2)
         (tmp_path / "cold").touch()
         await running
-        running = asyncio.ensure_future(run(gang, fake_job("warm", warm, shape="new")))
+        half = FakeRequest(seed=1, num_steps=9, fault="value_error", fault_step=2, fault_rank=1)
+        running = asyncio.ensure_future(run(gang, fake_job("half", half, shape="new")))
         await pass_until_broken(gang, clock)
         with pytest.raises(GangBrokenError, match="within 1 s"):
             await running
 
 
-async def test_closing_fails_open_jobs_and_releases_in_order(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="engines.gang"):
-        async with gang_of(CONFIG) as gang:
-            tasks = await jobs_in_flight(gang, FakeRequest(seed=1, num_steps=1000, step_s=0.01), after_step=1)
-    assert {str(error) for error in await asyncio.gather(*tasks)} == {"the gang is closed"}
-    assert [record for record in caplog.records if record.name.startswith("engines.gang")] == []
-
-
-async def test_a_half_start_is_undone() -> None:
+async def test_a_half_start_is_undone_and_closing_fails_open_jobs_and_releases_in_order(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """No deadline passes: rank 0, which is stuck, is not waited for."""
     request = FakeRequest(seed=1, num_steps=2)
     with group_for(CONFIG) as group:
         with pytest.raises(ValueError, match="no such checkpoint"):
             await Gang.start(CONFIG, load_fake_failing_on_rank_1, placement_group=group, clock=SetClock())
-        gang = await Gang.start(CONFIG, load_fake, placement_group=group)  # its bundles are free again
+        gang = await Gang.start(CONFIG, load_fake, placement_group=group, clock=SetClock())  # its bundles are free
         assert (await latents(gang, fake_job("after", request))).equal(reference_latents(request))
-        await gang.close()
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="engines.gang"):
+            tasks = await jobs_in_flight(gang, FakeRequest(seed=1, num_steps=1000, step_s=0.01), after_step=1)
+            await gang.close()
+        await eventually(lambda: not alive(info.pid for info in gang.infos))
+    assert {str(error) for error in await asyncio.gather(*tasks)} == {"the gang is closed"}
+    assert [record for record in caplog.records if record.name.startswith("engines.gang")] == []
 
 
 async def test_a_gang_without_a_placement_group_says_so() -> None:
