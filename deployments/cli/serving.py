@@ -31,6 +31,7 @@ from deployments.door.haproxy import find_binary
 from deployments.door.lane import Lane
 from deployments.mistakes import mistakes
 from deployments.names import APPLICATION, INGRESS, url_at
+from deployments.serve_status import application_status
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 READY_DEADLINE_S = 900.0
@@ -241,7 +242,7 @@ def _reason(response: httpx.Response) -> str:
 
 def _raise_if_failed() -> None:
     """Raises RuntimeError with Serve's own message if it has given up on a deployment."""
-    application = serve.status().applications.get(APPLICATION)
+    application = application_status()
     if application is None or application.status != ApplicationStatus.DEPLOY_FAILED:
         return
     reasons = [f"{name}: {one.message}" for name, one in application.deployments.items() if one.message]

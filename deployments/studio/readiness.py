@@ -8,10 +8,9 @@ import math
 import time
 from collections.abc import Collection, Mapping
 
-from ray import serve
-from ray.serve.schema import DeploymentStatusOverview, ServeStatus
+from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview
 
-from deployments.names import APPLICATION
+from deployments.serve_status import application_status
 from deployments.studio.interface import STATUS_MAX_AGE_S
 
 POLL_S = 1.0
@@ -28,7 +27,7 @@ class Readiness:
     """Whether models can take requests, each of which has the deployments that ``models`` says, by name. Those
     ``on_demand`` may have no replica until a request asks for one.
 
-    To ask the controller takes some 30 ms of CPU time here and there, and every request wants to know. So while all is
+    To ask the controller takes CPU time here and there, and every request wants to know. So while all is
     well the answer is the last known one, renewed behind the requests when it is old or a gang was lost; only while
     something is missing do requests wait for a fresh one. While the controller does not answer, nothing is known to
     have changed: replicas serve without it.
@@ -66,8 +65,8 @@ class Readiness:
     async def _ask(self) -> None:
         try:
             async with asyncio.timeout(ANSWER_DEADLINE_S):
-                status = await asyncio.to_thread(serve.status)
-            if APPLICATION in status.applications:  # else Serve found no controller
+                status = await asyncio.to_thread(application_status)
+            if status is not None:  # else Serve found no controller
                 self._note(find_reasons(status, self._models, self._on_demand))
         except Exception as error:  # of Ray, Serve or its schema: whatever an actor that is gone looks like
             logger.warning("Serve's controller gives no answer: %r", error)
@@ -86,14 +85,13 @@ class Readiness:
 
 
 def find_reasons(
-    status: ServeStatus, models: Mapping[str, Collection[str]], on_demand: Collection[str]
+    status: ApplicationStatusOverview, models: Mapping[str, Collection[str]], on_demand: Collection[str]
 ) -> dict[str, str]:
     """Returns the models that cannot serve, each with its first deployment that takes no requests.
 
     ``models`` maps each to the names of its deployments; those ``on_demand`` may have no replica until asked for one.
     """
-    application = status.applications.get(APPLICATION)
-    deployments = application.deployments if application else {}
+    deployments = status.deployments
     reasons: dict[str, str] = {}
     for model, names in models.items():
         for name in names:

@@ -8,9 +8,10 @@ import pytest
 from PIL import Image
 from ray import serve
 
+from deployments.serve_status import application_status
 from deployments.studio.interface import Media, Preview, Progress
 from tests.deployments.support.bare import frames_of
-from tests.deployments.support.live import PROMPT, SMALL, picture
+from tests.deployments.support.live import PROMPT, SMALL, picture, wait_until
 from tests.end_to_end.conftest import CLIPS, SMALL_CLIP
 
 
@@ -43,3 +44,13 @@ async def test_handle_with_bad_fields_says_what_is_wrong(url: str) -> None:
     with pytest.raises(ValueError, match="Unknown field 'sed'"):
         async for _ in handle.generate.remote(PROMPT, sed=1):
             pass
+
+
+def test_the_status_is_what_serve_says(url: str) -> None:
+    def are_equal() -> bool:
+        """Not if a replica is lost between the two."""
+        status = serve.status().applications["troupe"]
+        assert {"Ingress", f"Denoiser-{CLIPS}"} < set(status.deployments)
+        return application_status() == status
+
+    wait_until(are_equal, "the two are one")

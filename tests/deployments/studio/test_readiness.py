@@ -11,7 +11,7 @@ import pytest
 from ray.exceptions import ActorDiedError
 from ray.serve.schema import DeploymentStatusOverview
 
-from deployments.names import APPLICATION, STAGES, deployment_name
+from deployments.names import STAGES, deployment_name
 from deployments.studio import readiness
 from deployments.studio.interface import STATUS_MAX_AGE_S
 from deployments.studio.readiness import POLL_S, RETRY_AFTER_S, Readiness, takes_requests
@@ -21,7 +21,7 @@ MODELS = {"m": tuple(deployment_name(stage, "m") for stage in STAGES)}
 
 
 class Controller:
-    """Answers ``serve.status`` for one model; counts how often it was asked."""
+    """Answers for one model; counts how often it was asked."""
 
     def __init__(self) -> None:
         self.num_asked, self.is_running = 0, True
@@ -36,11 +36,11 @@ class Controller:
         if self.fault == "hangs":
             self.may_answer.wait(PATIENCE_S)
         if self.fault == "is nowhere":
-            return SimpleNamespace(applications={})
+            return None
         state = {"RUNNING": 1} if self.is_running else {"STARTING": 1}
         overview = SimpleNamespace(replica_states=state, status=self.deployment_status)
         deployments = dict.fromkeys(MODELS["m"], overview)
-        return SimpleNamespace(applications={APPLICATION: SimpleNamespace(deployments=deployments)})
+        return SimpleNamespace(deployments=deployments)
 
 
 class Clock:
@@ -54,7 +54,7 @@ class Clock:
 @pytest.fixture
 def controller(monkeypatch: pytest.MonkeyPatch) -> Controller:
     controller = Controller()
-    monkeypatch.setattr(readiness.serve, "status", controller.status)
+    monkeypatch.setattr(readiness, "application_status", controller.status)
     return controller
 
 
