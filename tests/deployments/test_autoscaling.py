@@ -23,8 +23,9 @@ pytestmark = pytest.mark.ray
 
 MODELS = dict.fromkeys(("pictures", "wide"), ROOT / "pipelines" / "checkpoints" / "flux-shapes")
 GANGS = "Denoiser-pictures"
-CPUS_PER_RANK = 20
-"""Two such ranks find room on a node of the type gpu4, and on no smaller one."""
+ON_ONE_NODE = {"num_ranks": 1, "cpus_per_rank": 40}
+"""Finds room on a node of the type gpu4, and on no smaller one."""
+ON_TWO_NODES = {"num_ranks": 2, "cpus_per_rank": 20, "num_nodes": 2}
 SCALING = {
     "min_replicas": 0,
     "max_replicas": 2,
@@ -46,8 +47,11 @@ def cluster() -> Iterator[FakeNodes]:
 
 @pytest.fixture(scope="module")
 def url(cluster: FakeNodes) -> Iterator[str]:
-    document = config_of(MODELS, cpus_per_rank=CPUS_PER_RANK, autoscaling=SCALING).model_dump(mode="json")
-    document["applications"][0]["args"]["models"][1]["denoiser"]["num_nodes"] = 2
+    document = config_of(MODELS, autoscaling=SCALING).model_dump(mode="json")
+    pictures, wide = document["applications"][0]["args"]["models"]
+    pictures["denoiser"] |= ON_ONE_NODE
+    wide["denoiser"] |= ON_TWO_NODES
+    wide["stages"] = "together"
     with held_port(HOST) as port:
         cluster.deploy(parse_config(document).with_http(port=port))
         url = f"http://{HOST}:{port}"

@@ -131,6 +131,7 @@ def fake_nodes(folder: Path, *, idle_timeout_s: float) -> Iterator[FakeNodes]:
         "port": port,
         "dashboard-port": dashboard_port,
         "dashboard-agent-listen-port": 0,
+        "include-log-monitor": False,
         "autoscaling-config": autoscaling,
         "num-cpus": cluster["available_node_types"][cluster["head_node_type"]]["resources"]["CPU"],
         "object-store-memory": OBJECT_STORE_BYTES,
