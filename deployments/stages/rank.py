@@ -32,7 +32,7 @@ class LoadRankParts:
     def __call__(self, context: RankContext) -> BuildRank:
         from deployments.observability.logs import configure_logs
         from deployments.stages.spares import wait_until_prepared
-        from engines.parallel.early_start import wait_for_early_start
+        from engines.parallel.communication.early_start import wait_for_early_start
 
         configure_logs()
         config = self.model.denoiser

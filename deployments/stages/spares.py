@@ -39,7 +39,7 @@ CONNECTING = (
     "torch",
     "engines.gang.communicator",
     "engines.gang.rank",
-    "engines.parallel.early_start",
+    "engines.parallel.communication.early_start",
     "deployments.stages.rank",
 )
 """What ranks import before they load anything."""

@@ -10,7 +10,7 @@ from engines.core.engine import Engine
 from engines.core.rank import RankContext
 from engines.core.sampler import Sampler
 from engines.gang.policies.registry import find_policy
-from engines.parallel.nccl_options import DEFAULT_OPTIONS, NcclOptions
+from engines.parallel.communication.nccl_options import DEFAULT_OPTIONS, NcclOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,6 +111,7 @@ BuildRank = Callable[[], RankParts]
 LoadRank = Callable[[RankContext], BuildRank]
 """Runs on each rank at start (pickled by Ray): loads weights, and returns what goes on when all ranks have theirs.
 
-While it imports and loads, a thread may be exchanging with the other ranks (``engines.parallel.early_start``): who uses
-``torch.distributed`` other than through an engine, or computes attention, calls ``wait_for_early_start`` before.
+While it imports and loads, a thread may be exchanging with the other ranks
+(``engines.parallel.communication.early_start``): who uses ``torch.distributed`` other than through an engine, or
+computes attention, calls ``wait_for_early_start`` before.
 """

@@ -89,7 +89,7 @@ class Rank:
         if self._context.device != "cpu":  # Gloo connects ranks at once: nothing to gain
             import torch
 
-            from engines.parallel.early_start import start_early
+            from engines.parallel.communication.early_start import start_early
 
             start_early(torch.device(self._context.device))
         node_id = ray.get_runtime_context().get_node_id()
@@ -111,7 +111,7 @@ class Rank:
     def build(self) -> tuple[int, ...]:
         """The sizes of teams that the engine knows."""
         from engines.gang.rank_jobs import RankJobs
-        from engines.parallel.early_start import wait_for_early_start
+        from engines.parallel.communication.early_start import wait_for_early_start
 
         assert self._build is not None
         parts = self._build()

@@ -1,1 +1,1 @@
-"""Strategies that split one denoising step over several ranks. Each takes a kernel and returns a kernel."""
+"""What splits one denoising step over several ranks: attention, weights, blocks and branches of guidance."""

@@ -11,8 +11,8 @@ from torch import Tensor
 from engines.core.model import Branch
 from engines.core.shard_plan import ShardPlan
 from engines.core.spec import ParallelSpec
+from engines.parallel.communication.mesh import Groups, Team, Teams
 from engines.parallel.guidance import exchange_predictions, may_pair
-from engines.parallel.mesh import Groups, Team, Teams
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

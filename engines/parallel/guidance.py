@@ -6,7 +6,7 @@ from torch import Tensor
 
 from engines.core.model import Branch
 from engines.core.shard_plan import ShardPlan
-from engines.parallel.collectives import Axis, all_gather
+from engines.parallel.communication.collectives import Axis, all_gather
 
 
 def exchange_predictions(mine: Tensor, axis: Axis) -> tuple[Tensor, ...]:

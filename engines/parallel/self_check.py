@@ -15,9 +15,9 @@ from torch import Tensor
 from engines.core.engine import Engine
 from engines.core.layout import Rows, TokenLayout
 from engines.core.model import Branch
-from engines.parallel.attention import local_kernel, take_rows
-from engines.parallel.mesh import Team
-from engines.parallel.strategy import MakeKernel, team_kernel
+from engines.parallel.attention.local import local_kernel, take_rows
+from engines.parallel.attention.strategy import MakeKernel, team_kernel
+from engines.parallel.communication.mesh import Team
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan
-from engines.parallel.collectives import Axis
+from engines.parallel.communication.collectives import Axis
 from engines.parallel.tensor import matching, share, shares
 
 NAME = "diffusion_pytorch_model.safetensors"

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from engines.core.spec import ParallelSpec
-from engines.parallel.attention import local_kernel
-from engines.parallel.collectives import EXCHANGES, Axis, Exchange
-from engines.parallel.mesh import Teams
+from engines.parallel.attention.local import local_kernel
+from engines.parallel.communication.collectives import EXCHANGES, Axis, Exchange
+from engines.parallel.communication.mesh import Teams
 from engines.planner.machine import Line, Machine, Rates
 from engines.planner.profile import ModelProfile
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from engines.core.spec import ParallelSpec, tiling_sizes
-from engines.parallel.mesh import Groups, Teams
+from engines.parallel.communication.mesh import Groups, Teams
 from engines.planner.local_ranks import local_ranks
 from engines.planner.machine import Machine
 from engines.planner.measure import measure

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from engines.core.model import Branch, DenoiserModel
 from engines.fast.graph import CapturedStep, GraphPool
+from engines.parallel.communication.mesh import Team
 from engines.parallel.division import Division, shape_of
-from engines.parallel.mesh import Team
 from engines.tensorrt_engine.export.buckets import divides, lies_between
 from engines.tensorrt_engine.export.exported import Exported
 from engines.tensorrt_engine.export.exporter import Exporter

@@ -12,9 +12,9 @@ from engines.core.fingerprint import fingerprint
 from engines.core.model import Branch, DenoiserModel
 from engines.core.rank import RankContext
 from engines.core.spec import tiling_sizes
+from engines.parallel.communication.early_start import gang_groups
+from engines.parallel.communication.mesh import Team
 from engines.parallel.division import Division, TeamSpecs
-from engines.parallel.early_start import gang_groups
-from engines.parallel.mesh import Team
 from engines.parallel.self_check import self_check
 from engines.tensorrt_engine.build.bindings import load_bindings
 from engines.tensorrt_engine.build.builder import BuildOptions

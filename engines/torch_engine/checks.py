@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from engines.core.model import Branch, DenoiserModel
+from engines.parallel.communication.mesh import team_of_one
 from engines.parallel.copies import truncated
-from engines.parallel.mesh import team_of_one
 from engines.parallel.self_check import TOLERANCE, WrongAnswerError, relative_difference
 from engines.parallel.sharded import ShardedModel
 from engines.torch_engine.engine import TorchEngine

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from engines.core.model import DenoiserModel, dtype_of
 from engines.core.precision import scheme_of
 from engines.core.spec import ParallelSpec
+from engines.parallel.communication.mesh import Groups
 from engines.parallel.division import TeamSpecs
-from engines.parallel.mesh import Groups
 from engines.parallel.pipeline import pipeline_blocks
 from engines.parallel.tensor import split_features
 from engines.planner.auto import choose_specs, possible_team_sizes

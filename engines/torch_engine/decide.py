@@ -21,8 +21,8 @@ from engines.core.engine import Choosing
 from engines.core.model import DenoiserModel
 from engines.core.precision import scheme_of
 from engines.core.rank import RankContext
+from engines.parallel.communication.early_start import gang_groups
 from engines.parallel.division import TeamSpecs
-from engines.parallel.early_start import gang_groups
 from engines.planner.auto import forecasts, lengths_of_choice, possible_team_sizes
 from engines.planner.exchange_rules import ExchangeRules
 from engines.planner.kept import Decision, KeptDecision

@@ -16,9 +16,9 @@ from engines.core.model import Branch, DenoiserModel, dtype_of
 from engines.core.precision import scheme_of
 from engines.core.shard_plan import ShardPlan
 from engines.core.spec import ParallelSpec
+from engines.parallel.communication.early_start import gang_groups
+from engines.parallel.communication.mesh import Team
 from engines.parallel.division import Division, TeamSpecs, shape_of
-from engines.parallel.early_start import gang_groups
-from engines.parallel.mesh import Team
 from engines.parallel.sharded import ShardedModel
 from engines.planner.exchange_rules import ExchangeRules
 from engines.quantization.calibration import load_calibration

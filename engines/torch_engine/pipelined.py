@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from engines.core.model import Branch
+from engines.parallel.communication.mesh import Team
 from engines.parallel.guidance import exchange_predictions
-from engines.parallel.mesh import Team
 from engines.parallel.sharded import ShardedModel
 
 

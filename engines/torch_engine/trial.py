@@ -15,8 +15,8 @@ from engines.core.layout import TokenLayout
 from engines.core.model import Branch, DenoiserModel
 from engines.core.rank import RankContext
 from engines.core.spec import ParallelSpec
+from engines.parallel.communication.mesh import Team
 from engines.parallel.division import TeamSpecs
-from engines.parallel.mesh import Team
 from engines.planner.exchange_rules import ExchangeRules
 from engines.planner.forecast import StepForecast
 from engines.torch_engine.engine import TorchEngine

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from engines.core.kernel import Kernel
 from engines.core.model import Arguments, DenoiserModel, dtype_of
-from engines.parallel.attention import local_kernel
+from engines.parallel.attention.local import local_kernel
 from pipelines.blocks import attention
 from pipelines.blocks.arguments import nested
 from pipelines.models.architecture import Architecture

@@ -13,7 +13,7 @@ from deployments.door.settings import DoorSettings
 from deployments.observability.settings import MetricsSettings
 from deployments.quotas import KeyLimits
 from deployments.stages import config as stages
-from engines.parallel.nccl_options import NcclOptions
+from engines.parallel.communication.nccl_options import NcclOptions
 from engines.tensorrt_engine.rules import TensorRTOptions
 from engines.torch_engine.options import TorchOptions
 from pipelines.lora.source import LoraSource

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engines.core.files import write_atomically
 from engines.core.model import Branch, DenoiserModel
-from engines.parallel.mesh import Team
+from engines.parallel.communication.mesh import Team
 from engines.tensorrt_engine.build.cache import get_or_make
 from engines.tensorrt_engine.export.archive import read_export, write_export
 from engines.tensorrt_engine.export.exported import Exported

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from engines.core.model import Branch, DenoiserModel
-from engines.parallel.mesh import Team
+from engines.parallel.communication.mesh import Team
 from engines.tensorrt_engine.build.builder import BuildOptions, Shape, check_target
 from engines.tensorrt_engine.build.engine_cache import CachedEngine, EngineCache, cached_engine
 from engines.tensorrt_engine.build.progress import spinner

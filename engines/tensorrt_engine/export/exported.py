@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from engines.core.model import Branch, DenoiserModel, ModelInputs
-from engines.parallel.mesh import Team
+from engines.parallel.communication.mesh import Team
 from engines.parallel.tensor import split_weights
 from engines.tensorrt_engine.config import RingForm
 from engines.tensorrt_engine.export.onnx_graph import EngineGraph, export_core

@@ -10,7 +10,7 @@ from pathlib import Path
 from engines.core.fingerprint import fingerprint
 from engines.core.model import Branch, DenoiserModel
 from engines.core.precision import scheme_of
-from engines.parallel.mesh import Team
+from engines.parallel.communication.mesh import Team
 from engines.quantization.onnx import Quantization, quantization
 from engines.tensorrt_engine.build.export_cache import ExportCache, export_key
 from engines.tensorrt_engine.config import RingForm

@@ -14,10 +14,10 @@ from torch.nn import functional
 from engines.core.heads import share_heads
 from engines.core.kernel import Kernel
 from engines.core.layout import TokenLayout
-from engines.parallel.attention import crop_keys
-from engines.parallel.collectives import Axis, all_to_all
-from engines.parallel.mesh import Team
-from engines.parallel.ulysses import first, spread_heads
+from engines.parallel.attention.local import crop_keys
+from engines.parallel.attention.ulysses import first, spread_heads
+from engines.parallel.communication.collectives import Axis, all_to_all
+from engines.parallel.communication.mesh import Team
 
 
 def group_free_kernel(local: Kernel, team: Team, layout: TokenLayout) -> Kernel:

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from engines.core.kernel import Kernel
 from engines.core.layout import TokenLayout
-from engines.parallel.attention import as_many_as
-from engines.parallel.mesh import Team
+from engines.parallel.attention.local import as_many_as
+from engines.parallel.communication.mesh import Team
 
 
 @torch.library.custom_op("troupe::ring_attention", mutates_args=())

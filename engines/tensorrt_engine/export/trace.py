@@ -15,10 +15,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from engines.core.kernel import Kernel
 from engines.core.model import Branch, DenoiserModel, ModelInputs
 from engines.core.spec import ParallelSpec
-from engines.parallel.attention import as_many_as
+from engines.parallel.attention.local import as_many_as
+from engines.parallel.attention.strategy import team_kernel
+from engines.parallel.communication.mesh import Groups, Team, Teams
 from engines.parallel.copies import weight_sharing_copy
-from engines.parallel.mesh import Groups, Team, Teams
-from engines.parallel.strategy import team_kernel
 from engines.parallel.tensor import split_weights
 from engines.parallel.token_hooks import TokenHooks
 from engines.tensorrt_engine.config import RingForm

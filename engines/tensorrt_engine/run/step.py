@@ -11,9 +11,9 @@ from torch import Tensor
 from engines.core.kernel import Kernel
 from engines.core.layout import TokenLayout
 from engines.core.model import Branch, DenoiserModel, ModelInputs
-from engines.parallel.attention import local_kernel
-from engines.parallel.mesh import Team
-from engines.parallel.strategy import team_kernel
+from engines.parallel.attention.local import local_kernel
+from engines.parallel.attention.strategy import team_kernel
+from engines.parallel.communication.mesh import Team
 from engines.tensorrt_engine.export.exported import Exported, rank_weights
 from engines.tensorrt_engine.export.onnx_graph import EngineGraph
 from engines.tensorrt_engine.export.segments import Segment

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from engines.parallel.mesh import Team
+from engines.parallel.communication.mesh import Team
 from engines.planner.exchange_rules import ExchangeRules
 from engines.torch_engine.exchange.choose import goes_in_parts
 from engines.torch_engine.exchange.peer_memory import reachable

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from engines.core.kernel import Kernel
 from engines.core.layout import TokenLayout
-from engines.parallel.mesh import Team
-from engines.parallel.strategy import MakeKernel, team_kernel
+from engines.parallel.attention.strategy import MakeKernel, team_kernel
+from engines.parallel.communication.mesh import Team
 from engines.planner.exchange_rules import ExchangeRules
 from engines.torch_engine.exchange.heads import local_attention
 from engines.torch_engine.exchange.peer_attention import peer_ulysses

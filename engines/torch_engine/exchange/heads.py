@@ -14,8 +14,8 @@ from torch import Tensor
 from engines.core.kernel import Kernel
 from engines.core.layout import Rows as TokenRows
 from engines.fast.kernels import HeadNorms, norm_and_rotate
-from engines.parallel.attention import cudnn_flash, local_kernel, take_rows
-from engines.parallel.collectives import Axis, start_all_to_all, wait
+from engines.parallel.attention.local import cudnn_flash, local_kernel, take_rows
+from engines.parallel.communication.collectives import Axis, start_all_to_all, wait
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``(q_BLHD, k_BMHD, v_BMHD) -> out_BLHD``."""

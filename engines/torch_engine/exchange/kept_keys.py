@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engines.core.kernel import Kernel
 from engines.core.layout import TokenLayout
-from engines.parallel.attention import crop_keys, local_kernel
+from engines.parallel.attention.local import crop_keys, local_kernel
 from engines.torch_engine.exchange.heads import Attend
 
 

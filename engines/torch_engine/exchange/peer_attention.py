@@ -22,7 +22,7 @@ from torch import Tensor
 from engines.core.kernel import Kernel
 from engines.core.resources import rank_resources
 from engines.fast.side_streams import SideStream, wait_for
-from engines.parallel.collectives import Axis
+from engines.parallel.communication.collectives import Axis
 from engines.torch_engine.exchange.copy_rows import copy_rows
 from engines.torch_engine.exchange.heads import Attend
 from engines.torch_engine.exchange.peer_memory import PeerMemory

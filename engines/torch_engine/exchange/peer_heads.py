@@ -21,7 +21,7 @@ from torch import Tensor
 from engines.core.resources import rank_resources
 from engines.fast.kernels import HeadNorms
 from engines.fast.side_streams import SideStream, wait_for
-from engines.parallel.collectives import Axis
+from engines.parallel.communication.collectives import Axis
 from engines.torch_engine.exchange.heads import Attend, attend_tokens_first
 from engines.torch_engine.exchange.peer_memory import PeerMemory, addresses_of
 

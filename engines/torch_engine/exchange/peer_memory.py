@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engines.core.resources import rank_resources
-from engines.parallel.collectives import Axis, all_gather
+from engines.parallel.communication.collectives import Axis, all_gather
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from deployments.stages.config import DenoiserConfig
 from deployments.stages.rank import LoadRankParts, is_sliced
 from engines.core.rank import RankContext
 from engines.core.resources import separate_rank_resources
-from engines.parallel.early_start import EarlyStart
+from engines.parallel.communication.early_start import EarlyStart
 from engines.planner.cost_model import USABLE
 from pipelines.checkpoint import Checkpoint
 from pipelines.lora.source import LoraSource

@@ -17,7 +17,7 @@ from deployments.stages.denoiser import node_environment
 from deployments.stages.rank import LoadRankParts
 from engines.core.model import Branch, ModelInputs
 from engines.core.rank import RankContext
-from engines.parallel.mesh import Team
+from engines.parallel.communication.mesh import Team
 from engines.tensorrt_engine import engine as engine_module
 from engines.tensorrt_engine import load
 from engines.tensorrt_engine.build.builder import BuildOptions

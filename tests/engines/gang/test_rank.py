@@ -12,7 +12,7 @@ from engines.core.rank import RankContext
 from engines.core.resources import separate_rank_resources
 from engines.gang.config import BuildRank, GangConfig
 from engines.gang.rank import Rank
-from engines.parallel.early_start import start_early
+from engines.parallel.communication.early_start import start_early
 from tests.engines.gang.support.fakes import load_fake
 
 
@@ -27,7 +27,7 @@ def test_a_rank_is_not_built_before_its_early_start_is_over() -> None:
         start_early(torch.device("cpu"))
         return load_fake(context)  # whose engine waits for nothing
 
-    with separate_rank_resources(), patch("engines.parallel.early_start._compute", work):
+    with separate_rank_resources(), patch("engines.parallel.communication.early_start._compute", work):
         rank = Rank(GangConfig(num_ranks=1, cpus_per_rank=1), 0)
         rank.load(load)
         assert rank.build() == (1,)
@@ -39,7 +39,7 @@ def test_an_early_start_that_failed_fails_the_build() -> None:
         start_early(torch.device("cpu"))
         return load_fake(context)
 
-    broken = patch("engines.parallel.early_start._compute", side_effect=ZeroDivisionError)
+    broken = patch("engines.parallel.communication.early_start._compute", side_effect=ZeroDivisionError)
     with separate_rank_resources(), broken:
         rank = Rank(GangConfig(num_ranks=1, cpus_per_rank=1), 0)
         rank.load(load)

@@ -69,10 +69,10 @@ def test_heads_in_parts_too(strategy: str, num_ranks: int, family: str, length: 
 
 
 EXCHANGES = {
-    "ulysses.all_to_all": lambda x, axis: x,
-    "ulysses.start_all_to_all": lambda x, axis: x.clone(),
-    "ring.start_rotation": lambda x, axis: x.clone(),
-    "allgather_kv.all_gather": lambda x, axis: torch.stack([x] * axis.size),
+    "attention.ulysses.all_to_all": lambda x, axis: x,
+    "attention.ulysses.start_all_to_all": lambda x, axis: x.clone(),
+    "attention.ring.start_rotation": lambda x, axis: x.clone(),
+    "attention.allgather_kv.all_gather": lambda x, axis: torch.stack([x] * axis.size),
     "tensor.all_reduce_sum": lambda x, axis: x,
     "guidance.all_gather": lambda x, axis: torch.stack([x] * axis.size),
     "token_hooks.all_gather": lambda x, axis: torch.stack([x] * axis.size),
@@ -83,24 +83,24 @@ EXCHANGES = {
 """Each exchange, by where it is called, made a silent no-op of the right shape: ranks keep what they had."""
 
 BROKEN = [
-    ("ulysses", "ulysses.all_to_all"),
-    ("ulysses in parts", "ulysses.start_all_to_all"),
+    ("ulysses", "attention.ulysses.all_to_all"),
+    ("ulysses in parts", "attention.ulysses.start_all_to_all"),
     ("ulysses", "token_hooks.all_gather"),
-    ("ring", "ring.start_rotation"),
-    ("allgather_kv", "allgather_kv.all_gather"),
+    ("ring", "attention.ring.start_rotation"),
+    ("allgather_kv", "attention.allgather_kv.all_gather"),
     ("tensor", "tensor.all_reduce_sum"),
     ("guidance", "guidance.all_gather"),
-    ("guidance", "ulysses.all_to_all"),
-    ("hybrid", "ulysses.all_to_all"),
-    ("hybrid", "ring.start_rotation"),
-    ("ulysses2xtensor2", "ulysses.all_to_all"),
+    ("guidance", "attention.ulysses.all_to_all"),
+    ("hybrid", "attention.ulysses.all_to_all"),
+    ("hybrid", "attention.ring.start_rotation"),
+    ("ulysses2xtensor2", "attention.ulysses.all_to_all"),
     ("ulysses2xtensor2", "tensor.all_reduce_sum"),
-    ("guidance2xring2", "ring.start_rotation"),
+    ("guidance2xring2", "attention.ring.start_rotation"),
     ("guidance2xtensor2", "tensor.all_reduce_sum"),
     ("guidance2xpipeline2", "guidance.all_gather"),
-    ("ring2xtensor2", "ring.start_rotation"),
-    ("allgather_kv2xulysses2", "allgather_kv.all_gather"),
-    ("allgather_kv2xulysses2", "ulysses.all_to_all"),
+    ("ring2xtensor2", "attention.ring.start_rotation"),
+    ("allgather_kv2xulysses2", "attention.allgather_kv.all_gather"),
+    ("allgather_kv2xulysses2", "attention.ulysses.all_to_all"),
     ("pipeline", "pipeline.broadcast"),
     ("pipeline2xulysses2", "pipeline.broadcast"),
     ("pipeline2xulysses2", "pipeline.receive+start_send"),
@@ -149,7 +149,7 @@ def predict(strategy: str, num_ranks: int, family: str, length: str, broken: str
 def left_out(exchange: str | None) -> Iterator[None]:
     """``exchange`` is "file.function", or both functions of one: "file.one+other"."""
     with ExitStack() as stack:
-        file, _, functions = (exchange or "").partition(".")
+        file, _, functions = (exchange or "").rpartition(".")
         for function in functions.split("+") if exchange else ():
             stack.enter_context(patch(f"engines.parallel.{file}.{function}", EXCHANGES[f"{file}.{function}"]))
         yield

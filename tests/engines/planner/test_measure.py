@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from engines.core.spec import ParallelSpec
-from engines.parallel.collectives import EXCHANGES
-from engines.parallel.mesh import Groups, Teams
+from engines.parallel.communication.collectives import EXCHANGES
+from engines.parallel.communication.mesh import Groups, Teams
 from engines.planner.machine import Machine
 from engines.planner.measure import measure
 from engines.planner.measure_here import measure_here

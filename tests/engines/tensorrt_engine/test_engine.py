@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engines.parallel.attention import plain_attention
+from engines.parallel.attention.local import plain_attention
 from tests.engines.support.gloo import gang
 from tests.engines.tensorrt_engine.support.all_ranks import relative_error
 from tests.engines.tensorrt_engine.support.gloo_runner import (

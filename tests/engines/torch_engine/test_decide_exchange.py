@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engines.parallel.mesh import Axis, team_of_one
-from engines.parallel.ulysses import ulysses_in_parts
+from engines.parallel.attention.ulysses import ulysses_in_parts
+from engines.parallel.communication.mesh import Axis, team_of_one
 from engines.planner.exchange_rules import ExchangeRules
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.exchange.alternatives import DividedForward, alternatives
@@ -159,7 +159,7 @@ def kernels_of(rules: ExchangeRules) -> list[int]:
 
     counts = []
     with (
-        patch("engines.parallel.strategy.ulysses_in_parts", counted),
+        patch("engines.parallel.attention.strategy.ulysses_in_parts", counted),
         closing(TorchEngine(models.model("flux"), strategy="ulysses")) as engine,
     ):
         for each in (rules, USUAL):

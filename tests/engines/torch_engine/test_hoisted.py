@@ -10,7 +10,7 @@ import torch
 
 from engines.core.layout import TokenLayout
 from engines.core.model import LATENTS, Branch, ModelInputs, Schedule
-from engines.parallel.mesh import team_of_one
+from engines.parallel.communication.mesh import team_of_one
 from engines.torch_engine.fast_step import FastStep
 from engines.torch_engine.hoisted import HoistedCache
 from pipelines.fast.flux import FluxWeights

@@ -13,7 +13,7 @@ from torch import Tensor
 from engines.core.fast_model import StepTensors
 from engines.core.model import Branch
 from engines.core.spec import ParallelSpec
-from engines.parallel.mesh import Team, team_of_one
+from engines.parallel.communication.mesh import Team, team_of_one
 from engines.parallel.sharded import ShardedModel
 from engines.torch_engine import steps
 from engines.torch_engine.config import TorchChoices

@@ -100,7 +100,7 @@ def no_exchange(broken: bool) -> Iterator[None]:
     if not broken:
         yield
         return
-    with patch("engines.parallel.ulysses.all_to_all", lambda x, axis: x):
+    with patch("engines.parallel.attention.ulysses.all_to_all", lambda x, axis: x):
         yield
 
 

@@ -15,7 +15,7 @@ from engines.core.fast_model import Precision
 from engines.core.layout import TokenLayout
 from engines.core.model import LATENTS
 from engines.core.spec import ParallelSpec
-from engines.parallel.mesh import Groups, Team, Teams, team_of_one
+from engines.parallel.communication.mesh import Groups, Team, Teams, team_of_one
 from engines.parallel.self_check import relative_difference
 from engines.torch_engine.fast_step import FastStep
 from engines.torch_engine.hoisted import HoistedCache

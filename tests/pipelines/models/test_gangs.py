@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from engines.parallel import strategy as strategies
+from engines.parallel.attention import strategy as strategies
 from engines.parallel.self_check import relative_difference
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint

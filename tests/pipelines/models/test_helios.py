@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engines.core.packing import pack
 from engines.core.shard_plan import named_like
-from engines.parallel import strategy as strategies
+from engines.parallel.attention import strategy as strategies
 from engines.parallel.division import shape_of
 from engines.parallel.self_check import relative_difference
 from engines.torch_engine.engine import TorchEngine

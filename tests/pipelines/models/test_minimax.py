@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from engines.core.packing import pack
 from engines.core.shard_plan import named_like
-from engines.parallel import strategy as strategies
+from engines.parallel.attention import strategy as strategies
 from engines.parallel.self_check import relative_difference
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint

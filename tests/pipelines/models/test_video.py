@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from engines.core.packing import pack
-from engines.parallel import strategy as strategies
+from engines.parallel.attention import strategy as strategies
 from pipelines.checkpoint import Checkpoint
 from pipelines.request import MediaRequest
 from pipelines.run import Pipeline, load_pipeline

@@ -32,7 +32,7 @@ from engines.fast.kernels import (
 )
 from engines.fast.kernels import residual_norm_modulate as residual
 from engines.fast.kernels.rows import QuantRows
-from engines.parallel.collectives import Axis
+from engines.parallel.communication.collectives import Axis
 from engines.torch_engine.exchange.heads import attend_tokens_first, local_attention
 from engines.torch_engine.exchange.peer_heads import PeerHeads
 from engines.torch_engine.exchange.peer_memory import addresses_of

@@ -15,13 +15,13 @@ from torch import Tensor
 from engines.core.kernel import Kernel
 from engines.core.layout import TokenLayout
 from engines.core.spec import ParallelSpec
-from engines.parallel import allgather_kv as gat
-from engines.parallel import ring as rin
-from engines.parallel import ulysses as uly
-from engines.parallel.attention import cpu_flash, take_rows
-from engines.parallel.collectives import Axis, Exchange
-from engines.parallel.mesh import Groups, Team, Teams
-from engines.parallel.strategy import team_kernel
+from engines.parallel.attention import allgather_kv as gat
+from engines.parallel.attention import ring as rin
+from engines.parallel.attention import ulysses as uly
+from engines.parallel.attention.local import cpu_flash, take_rows
+from engines.parallel.attention.strategy import team_kernel
+from engines.parallel.communication.collectives import Axis, Exchange
+from engines.parallel.communication.mesh import Groups, Team, Teams
 
 BATCH, DIM = 2, 16
 LENGTHS = (("text", 7), ("image", 22))
@@ -69,14 +69,14 @@ def mask_of(case: Case) -> Tensor | None:
 
 
 EXCHANGES = {
-    "ulysses": ("ulysses.all_to_all", lambda x, axis: x),
-    "ulysses in parts": ("ulysses.start_all_to_all", lambda x, axis: x.clone()),
-    "ring": ("ring.start_rotation", lambda x, axis: x.clone()),
-    "allgather_kv": ("allgather_kv.all_gather", lambda x, axis: torch.stack([x] * axis.size)),
-    "hybrid": ("ulysses.all_to_all", lambda x, axis: x),
-    "allgather_kv2xulysses2": ("allgather_kv.all_gather", lambda x, axis: torch.stack([x] * axis.size)),
+    "ulysses": ("attention.ulysses.all_to_all", lambda x, axis: x),
+    "ulysses in parts": ("attention.ulysses.start_all_to_all", lambda x, axis: x.clone()),
+    "ring": ("attention.ring.start_rotation", lambda x, axis: x.clone()),
+    "allgather_kv": ("attention.allgather_kv.all_gather", lambda x, axis: torch.stack([x] * axis.size)),
+    "hybrid": ("attention.ulysses.all_to_all", lambda x, axis: x),
+    "allgather_kv2xulysses2": ("attention.allgather_kv.all_gather", lambda x, axis: torch.stack([x] * axis.size)),
 }
-MASKS = ("collectives.all_gather", lambda x, axis: torch.stack([x] * axis.size))
+MASKS = ("communication.collectives.all_gather", lambda x, axis: torch.stack([x] * axis.size))
 
 
 def every_answer(num_ranks: int, broken: str) -> dict[tuple[str, str], tuple[Tensor, Tensor]]:

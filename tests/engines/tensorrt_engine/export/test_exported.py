@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 from engines.core.model import Branch
 from engines.core.spec import ParallelSpec
-from engines.parallel.collectives import Axis, all_to_all
+from engines.parallel.communication.collectives import Axis, all_to_all
 from engines.tensorrt_engine.build.builder import BuildError
 from engines.tensorrt_engine.build.report import read_engine_text
 from engines.tensorrt_engine.export.buckets import profile_over, varying_dims

@@ -15,8 +15,8 @@ from engines.core.model import Branch
 from engines.core.rank import RankContext
 from engines.core.spec import ParallelSpec
 from engines.gang.config import BuildRank, RankParts
+from engines.parallel.communication.mesh import Groups, Team
 from engines.parallel.division import Division, TeamSpecs
-from engines.parallel.mesh import Groups, Team
 from engines.tensorrt_engine.build.export_cache import ExportCache
 from engines.tensorrt_engine.engine import TensorRTEngine
 from engines.tensorrt_engine.export.exporter import Exporter

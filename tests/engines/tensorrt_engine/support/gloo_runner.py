@@ -14,8 +14,8 @@ from torch import Tensor
 
 from engines.core.model import Branch
 from engines.core.spec import ParallelSpec
+from engines.parallel.communication.mesh import Groups, Team
 from engines.parallel.division import Division, TeamSpecs
-from engines.parallel.mesh import Groups, Team
 from engines.tensorrt_engine.build.export_cache import ExportCache
 from engines.tensorrt_engine.engine import TensorRTEngine
 from engines.tensorrt_engine.export.collectives import Collective

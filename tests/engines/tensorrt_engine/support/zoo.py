@@ -13,7 +13,7 @@ from diffusers import FluxTransformer2DModel, WanTransformer3DModel
 from torch import Tensor, nn
 
 from engines.core.model import Branch, DenoiserModel
-from engines.parallel.attention import plain_attention
+from engines.parallel.attention.local import plain_attention
 from pipelines.models.bare import flux, wan
 from pipelines.models.bare.flux import image_ids
 

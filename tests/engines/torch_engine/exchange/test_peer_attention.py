@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from engines.core.kernel import Kernel
-from engines.parallel.attention import plain_attention
-from engines.parallel.collectives import Axis
+from engines.parallel.attention.local import plain_attention
+from engines.parallel.communication.collectives import Axis
 from engines.torch_engine.exchange.copy_rows import copy_rows
 from engines.torch_engine.exchange.heads import without_lse
 from engines.torch_engine.exchange.peer_attention import parts_of, peer_ulysses

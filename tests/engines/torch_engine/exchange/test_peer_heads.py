@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from engines.core.resources import separate_rank_resources
-from engines.parallel.attention import plain_attention
-from engines.parallel.collectives import Axis
+from engines.parallel.attention.local import plain_attention
+from engines.parallel.communication.collectives import Axis
 from engines.torch_engine.exchange import peer_heads as peer_exchange
 from engines.torch_engine.exchange.heads import without_lse
 from engines.torch_engine.exchange.peer_heads import PeerHeads

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engines.core.resources import separate_rank_resources
-from engines.parallel.collectives import Axis
+from engines.parallel.communication.collectives import Axis
 from engines.torch_engine.exchange.peer_memory import PeerMemory, addresses_of
 
 PAIR, OTHER_PAIR = (Axis(ranks=ranks, index=0) for ranks in ((0, 1), (2, 3)))

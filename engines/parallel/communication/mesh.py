@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from engines.core.resources import rank_resources
 from engines.core.spec import AXES, ParallelSpec, aligned_runs
-from engines.parallel.collectives import Axis
-from engines.parallel.nccl_options import inherited_options
+from engines.parallel.communication.collectives import Axis
+from engines.parallel.communication.nccl_options import inherited_options
 
 ALONE = Axis(ranks=(0,), index=0)
 _CONTEXT = ("ring", "allgather_kv", "ulysses")
@@ -54,7 +54,7 @@ class Groups:
     def of_gang() -> Groups:
         """The groups that all in this process share, for as long as the default process group lives.
 
-        Call ``engines.parallel.early_start.gang_groups``, which waits for those that are being made.
+        Call ``engines.parallel.communication.early_start.gang_groups``, which waits for those that are being made.
         """
         if not dist.is_initialized():
             return Groups(1)

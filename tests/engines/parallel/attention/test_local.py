@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from engines.parallel.attention import (
+from engines.parallel.attention.local import (
     cpu_flash,
     crop_keys,
     cuda_efficient,
@@ -10,7 +10,7 @@ from engines.parallel.attention import (
     local_kernel,
     plain_attention,
 )
-from engines.parallel.ring import merge
+from engines.parallel.attention.ring import merge
 
 
 def qkv(

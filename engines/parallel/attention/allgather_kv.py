@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from engines.core.kernel import Kernel
-from engines.parallel.collectives import Axis, all_gather, join_masks
+from engines.parallel.communication.collectives import Axis, all_gather, join_masks
 
 
 def allgather_kv(kernel: Kernel, axis: Axis) -> Kernel:

@@ -1,5 +1,5 @@
 from engines.core.spec import ParallelSpec
-from engines.parallel.mesh import Groups, Teams, lines
+from engines.parallel.communication.mesh import Groups, Teams, lines
 
 
 def test_lines_of_a_mesh() -> None:

@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from engines.core.resources import rank_resources
 from engines.core.spec import aligned_runs, tiling_sizes
-from engines.parallel.attention import local_kernel
-from engines.parallel.collectives import EXCHANGES, Axis
-from engines.parallel.mesh import Groups
+from engines.parallel.attention.local import local_kernel
+from engines.parallel.communication.collectives import EXCHANGES, Axis
+from engines.parallel.communication.mesh import Groups
 
 
 class EarlyStart:

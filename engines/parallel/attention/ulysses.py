@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from engines.core.heads import HeadShare, share_heads
 from engines.core.kernel import Kernel
-from engines.parallel.attention import repeat_heads
-from engines.parallel.collectives import Axis, all_to_all, join_masks, start_all_to_all, wait
+from engines.parallel.attention.local import repeat_heads
+from engines.parallel.communication.collectives import Axis, all_to_all, join_masks, start_all_to_all, wait
 
 
 def ulysses(kernel: Kernel, axis: Axis, *, with_lse: bool = False) -> Kernel:

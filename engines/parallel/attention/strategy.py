@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from engines.core.kernel import Kernel
 from engines.core.layout import TokenLayout
-from engines.parallel.allgather_kv import allgather_kv
-from engines.parallel.attention import crop_keys
-from engines.parallel.mesh import Team
-from engines.parallel.ring import ring
-from engines.parallel.ulysses import ulysses, ulysses_in_parts
+from engines.parallel.attention.allgather_kv import allgather_kv
+from engines.parallel.attention.local import crop_keys
+from engines.parallel.attention.ring import ring
+from engines.parallel.attention.ulysses import ulysses, ulysses_in_parts
+from engines.parallel.communication.mesh import Team
 
 MakeKernel = Callable[[Kernel, Team, TokenLayout], Kernel]
 """Attention over the tokens of a team, from attention on one device."""

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from engines.core.resources import separate_rank_resources
 from engines.core.spec import ParallelSpec
-from engines.parallel import early_start
-from engines.parallel.collectives import EXCHANGES, Axis
-from engines.parallel.early_start import gang_groups, start_early, wait_for_early_start
-from engines.parallel.mesh import Teams
+from engines.parallel.communication import early_start
+from engines.parallel.communication.collectives import EXCHANGES, Axis
+from engines.parallel.communication.early_start import gang_groups, start_early, wait_for_early_start
+from engines.parallel.communication.mesh import Teams
 from engines.parallel.self_check import relative_difference
 from engines.torch_engine.engine import TorchEngine
 from tests.engines.support import models
@@ -29,7 +29,7 @@ from tests.engines.support.gloo import gang
 from tests.support.patience import PATIENCE_S
 
 CPU = torch.device("cpu")
-WORK = "engines.parallel.early_start._compute"
+WORK = "engines.parallel.communication.early_start._compute"
 """What the thread does last."""
 Seen = list[tuple[str, tuple[int, ...]]]
 
@@ -74,7 +74,7 @@ def teams_without_new_groups() -> bool:
         start_early(CPU)
         groups = gang_groups()
         specs = [ParallelSpec(ulysses=num_ranks) for num_ranks in (1, 2, 4)]
-        with patch("engines.parallel.mesh.new_group", side_effect=AssertionError("made again")):
+        with patch("engines.parallel.communication.mesh.new_group", side_effect=AssertionError("made again")):
             teams = Teams(rank=dist.get_rank(), num_ranks=4, specs=specs, groups=groups)
         names = {team.ranks: team.ulysses.group for team in teams.all() if len(team.ranks) > 1}
         return gang_groups() is groups and len(set(names.values())) == 2
@@ -147,7 +147,7 @@ def test_a_process_ends_though_its_early_start_hangs() -> None:
 
 IMPORTS = """
 import sys, torch, torch.distributed as dist
-from engines.parallel.early_start import start_early, wait_for_early_start
+from engines.parallel.communication.early_start import start_early, wait_for_early_start
 heavy = {"torch._dynamo", "torch._inductor", "sympy", "diffusers", "transformers"} & set(sys.modules)
 assert not heavy, heavy
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=int(sys.argv[2]), world_size=2)

@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines.core.kernel import Kernel
-from engines.parallel.allgather_kv import allgather_kv
-from engines.parallel.attention import cpu_flash, plain_attention
-from engines.parallel.collectives import Axis
-from engines.parallel.mesh import Groups
-from engines.parallel.ring import ring
-from engines.parallel.ulysses import _even_parts, ulysses, ulysses_in_parts
+from engines.parallel.attention.allgather_kv import allgather_kv
+from engines.parallel.attention.local import cpu_flash, plain_attention
+from engines.parallel.attention.ring import ring
+from engines.parallel.attention.ulysses import _even_parts, ulysses, ulysses_in_parts
+from engines.parallel.communication.collectives import Axis
+from engines.parallel.communication.mesh import Groups
 from tests.engines.support.gloo import gang
 
 TOKENS = 5

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from engines.core.kernel import Kernel
 from engines.core.layout import Rows
-from engines.parallel.attention import crop_keys, finite
-from engines.parallel.collectives import Axis, gather_masks, start_rotation, wait
+from engines.parallel.attention.local import crop_keys, finite
+from engines.parallel.communication.collectives import Axis, gather_masks, start_rotation, wait
 
 
 def ring(kernel: Kernel, axis: Axis, rows: tuple[Rows | None, ...]) -> Kernel:
