@@ -18,7 +18,7 @@ from benchmarks.spread import Spread
 from deployments.stages.clip_finishing import ClipFinisher
 from deployments.stages.vae_decoder import NUM_ENCODINGS
 from deployments.stages.workers import Workers
-from engines.core.parcel import Parcel
+from engines.core.transport.parcel import Parcel
 from pipelines.blocks.decoder import BlocksDecoder
 from pipelines.checkpoint import Checkpoint
 from pipelines.media import encode_frames

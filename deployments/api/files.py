@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from engines.core.files import write_atomically
+from engines.core.storage.files import write_atomically
 
 NAME = re.compile(r"[0-9a-f]{32}\.(png|jpeg|webp)")
 OWN = re.compile(rf"{NAME.pattern}|\.{NAME.pattern}\.[0-9a-f]{{8}}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from deployments.clips.storage import StorageLostError
-from engines.core.files import write_atomically
+from engines.core.storage.files import write_atomically
 from pipelines.pictures import InputPicture, InputPictures
 
 Variant = Literal["video", "thumbnail", "preview"]

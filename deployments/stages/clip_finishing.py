@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deployments.stages.workers import Workers
-from engines.core.parcel import Parcel
+from engines.core.transport.parcel import Parcel
 from pipelines.media import Sound, encode_thumbnail
 from pipelines.request import MediaRequest
 

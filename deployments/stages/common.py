@@ -8,7 +8,7 @@ from deployments.config import ModelConfig
 from deployments.settings import set_defaults
 from deployments.stages.config import StageConfig
 from deployments.stages.devices import stage_devices
-from engines.core.parcel import Parcel, Shapes
+from engines.core.transport.parcel import Parcel, Shapes
 from engines.gang.errors import QueueFullError
 from engines.gang.job import JobEvent
 from pipelines.checkpoint import Checkpoint

@@ -31,7 +31,7 @@ class SentPicture:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SentPictures:
-    """The pictures of a request. They travel as values, to the encoder alone (see ``engines.core.parcel``)."""
+    """The pictures of a request. They travel as values, to the encoder alone (``engines.core.transport.parcel``)."""
 
     pictures: tuple[SentPicture, ...] = ()
     mask: SentPicture | None = None

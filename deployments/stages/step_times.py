@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from deployments.config import ModelConfig
 from deployments.settings import Settings
 from deployments.stages.facts import model_facts, software_facts
-from engines.core.files import file_about
-from engines.core.parcel import Shapes
+from engines.core.storage.files import file_about
+from engines.core.transport.parcel import Shapes
 from engines.gang.predictions.rough import rough_step_s
 from engines.gang.predictions.step_times import StepTimes
 from engines.gang.rank import RankInfo

@@ -15,7 +15,7 @@ from deployments.stages.devices import stage_devices
 from deployments.stages.warm_up import outputs, warm_decoder
 from deployments.stages.workers import Workers
 from deployments.studio.interface import Output
-from engines.core.parcel import Parcel
+from engines.core.transport.parcel import Parcel
 from pipelines.libraries import quick_imports
 from pipelines.media import encode_frames, encode_thumbnail
 from pipelines.request import MediaRequest

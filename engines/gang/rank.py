@@ -18,10 +18,10 @@ import psutil
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from engines.core.parcel import Parcel
 from engines.core.phases import log_phase
 from engines.core.rank import RankContext
 from engines.core.resources import open_rank_resources
+from engines.core.transport.parcel import Parcel
 from engines.gang.config import BuildRank, GangConfig, LoadRank, StoreAddress
 from engines.gang.errors import portable
 from engines.gang.job import Job

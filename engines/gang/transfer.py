@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engines.core.packing import empty, joined, message_bytes, pack, unpack
+from engines.core.transport.packing import empty, joined, message_bytes, pack, unpack
 from engines.gang.errors import portable
 
 

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from engines.core.files import file_about, write_atomically, write_once
 from engines.core.spec import ParallelSpec
+from engines.core.storage.files import file_about, write_atomically, write_once
 from engines.parallel.division import TeamSpecs
 from engines.planner.exchange_rules import ExchangeRules
 

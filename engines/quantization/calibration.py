@@ -9,10 +9,10 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from engines.core.files import write_atomically
-from engines.core.fingerprint import fingerprint
 from engines.core.model import DenoiserModel
 from engines.core.shard_plan import ShardPlan
+from engines.core.storage.files import write_atomically
+from engines.core.storage.fingerprint import fingerprint
 from engines.quantization.layers import quantizable
 
 Amax = Mapping[str, float]

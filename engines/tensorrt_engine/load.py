@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from engines.core.engine import Choosing
-from engines.core.fingerprint import fingerprint
 from engines.core.model import Branch, DenoiserModel
 from engines.core.rank import RankContext
 from engines.core.spec import tiling_sizes
+from engines.core.storage.fingerprint import fingerprint
 from engines.parallel.communication.early_start import gang_groups
 from engines.parallel.communication.mesh import Team
 from engines.parallel.division import Division, TeamSpecs

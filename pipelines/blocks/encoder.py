@@ -12,7 +12,7 @@ import torch
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
 from torch import Tensor
 
-from engines.core.parcel import Shapes
+from engines.core.transport.parcel import Shapes
 from pipelines.blocks import arguments, tree
 from pipelines.blocks.guidance import guiders_of, set_scale
 from pipelines.blocks.noise import NoiseState

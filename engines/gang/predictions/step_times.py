@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 from pathlib import Path
 from statistics import median
 
-from engines.core.files import write_atomically
+from engines.core.storage.files import write_atomically
 from engines.gang.job import Job
 from engines.gang.predictions.prediction import StepKey, StepPrediction, estimated_s, scale_of, shape_name, speedup
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from engines.core.files import write_atomically
+from engines.core.storage.files import write_atomically
 from engines.tensorrt_engine.build.bindings import load_bindings
 from engines.tensorrt_engine.build.builder import BuildOptions, Built, build
 from engines.tensorrt_engine.build.cache import get_or_make

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engines.core.files import write_atomically
 from engines.core.model import Branch, DenoiserModel
+from engines.core.storage.files import write_atomically
 from engines.parallel.communication.mesh import Team
 from engines.tensorrt_engine.build.cache import get_or_make
 from engines.tensorrt_engine.export.archive import read_export, write_export

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from engines.core.files import write_atomically
+from engines.core.storage.files import write_atomically
 from engines.tensorrt_engine.build.bindings import load_bindings
 from engines.tensorrt_engine.build.cache import locked
 from engines.tensorrt_engine.build.targets import Target

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from engines.core.fingerprint import fingerprint
 from engines.core.model import Branch, DenoiserModel
 from engines.core.precision import scheme_of
+from engines.core.storage.fingerprint import fingerprint
 from engines.parallel.communication.mesh import Team
 from engines.quantization.onnx import Quantization, quantization
 from engines.tensorrt_engine.build.export_cache import ExportCache, export_key

@@ -12,7 +12,7 @@ import pytest
 
 from deployments.stages.clip_finishing import ClipFinisher
 from deployments.stages.workers import Workers
-from engines.core.parcel import Parcel
+from engines.core.transport.parcel import Parcel
 from pipelines.blocks.decoder import DecodedMedia
 from pipelines.media import Sound, clip, encode_frames, encode_thumbnail
 from pipelines.media.groups import group_length

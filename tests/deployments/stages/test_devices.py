@@ -22,7 +22,7 @@ from deployments.stages.common import StageSpec
 from deployments.stages.devices import ALL_GPUS, VISIBLE, own_gpu, stage_devices
 from deployments.stages.vae_decoder import VaeDecoder
 from deployments.studio.interface import Output
-from engines.core.parcel import Parcel
+from engines.core.transport.parcel import Parcel
 from pipelines.blocks.pieces import chunks
 from pipelines.checkpoint import Checkpoint
 from pipelines.parts import rows

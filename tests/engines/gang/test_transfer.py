@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engines.core.packing import ALIGNMENT
 from engines.core.rank import RankContext
+from engines.core.transport.packing import ALIGNMENT
 from engines.gang.config import RankParts
 from engines.gang.job import Job
 from engines.gang.rank_jobs import RankJobs

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from engines.core.fingerprint import fingerprint
 from engines.core.spec import ParallelSpec
+from engines.core.storage.fingerprint import fingerprint
 from engines.quantization.calibration import calibration_of, recording, save_calibration
 from engines.quantization.layers import quantizable
 from engines.quantization.onnx import QUANTIZE_DEQUANTIZE, QuantizedLinear, quantization, quantize

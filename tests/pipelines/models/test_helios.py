@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engines.core.packing import pack
 from engines.core.shard_plan import named_like
+from engines.core.transport.packing import pack
 from engines.parallel.attention import strategy as strategies
 from engines.parallel.division import shape_of
 from engines.parallel.self_check import relative_difference

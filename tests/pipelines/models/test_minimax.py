@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engines.core.packing import pack
 from engines.core.shard_plan import named_like
+from engines.core.transport.packing import pack
 from engines.parallel.attention import strategy as strategies
 from engines.parallel.self_check import relative_difference
 from engines.torch_engine.engine import TorchEngine

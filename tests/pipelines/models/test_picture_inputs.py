@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.core.packing import joined, pack, unpack
+from engines.core.transport.packing import joined, pack, unpack
 from engines.parallel.attention import strategy as strategies
 from engines.parallel.self_check import relative_difference
 from engines.torch_engine.engine import TorchEngine

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from engines.core.packing import pack
+from engines.core.transport.packing import pack
 from engines.parallel.attention import strategy as strategies
 from pipelines.checkpoint import Checkpoint
 from pipelines.request import MediaRequest

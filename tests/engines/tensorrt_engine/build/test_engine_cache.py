@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.core import files
+from engines.core.storage import files
 from engines.tensorrt_engine.build.bindings import Bindings, load_bindings
 from engines.tensorrt_engine.build.builder import BuildOptions, Built, Profile
 from engines.tensorrt_engine.build.engine_cache import EngineCache, EngineKey

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import pytest
 
-from engines.core.files import write_atomically
+from engines.core.storage.files import write_atomically
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from engines.core.parcel import Parcel
+from engines.core.transport.parcel import Parcel
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def test_who_passes_one_on_needs_no_torch(tmp_path: Path) -> None:
     (tmp_path / "parcel").write_bytes(pickle.dumps(Parcel.of(torch.ones(4))))
     code = f"""
         import pathlib, pickle, sys
-        sys.path.insert(0, {str(Path(__file__).parents[3])!r})
+        sys.path.insert(0, {str(Path(__file__).parents[4])!r})
         parcel = pickle.loads(pathlib.Path({str(tmp_path / "parcel")!r}).read_bytes())
         assert len(pickle.dumps(parcel)) > 16
         assert "torch" not in sys.modules

@@ -28,7 +28,7 @@ class Parcel:
         """Packs ``value``, whose tensors lie on the CPU; ``fields`` are those that a subclass has besides."""
         import torch
 
-        from engines.core.packing import joined, pack
+        from engines.core.transport.packing import joined, pack
 
         cpu = torch.device("cpu")
         skeleton, tensors = pack(value, cpu)
@@ -38,6 +38,6 @@ class Parcel:
         """Returns the value; its tensors share one copy of the bytes, since those in the object store are read-only."""
         import torch
 
-        from engines.core.packing import unpack
+        from engines.core.transport.packing import unpack
 
         return unpack(self.skeleton, torch.from_numpy(self.message.copy()))

@@ -1,0 +1,1 @@
+"""Values with tensors on their way from process to process."""
