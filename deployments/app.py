@@ -20,7 +20,7 @@ from deployments.stages.denoiser import Denoiser
 from deployments.stages.devices import ALL_GPUS
 from deployments.stages.text_encoder import PromptEncoder
 from deployments.stages.vae_decoder import VaeDecoder
-from engines.gang.placement import gang_bundles, gang_strategy
+from engines.gang.ranks.placement import gang_bundles, gang_strategy
 
 HEALTH: dict[str, Any] = {
     "health_check_period_s": 1.0,

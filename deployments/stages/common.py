@@ -10,7 +10,7 @@ from deployments.stages.config import StageConfig
 from deployments.stages.devices import stage_devices
 from engines.core.transport.parcel import Parcel, Shapes
 from engines.gang.errors import QueueFullError
-from engines.gang.job import JobEvent
+from engines.gang.jobs.job import JobEvent
 from pipelines.checkpoint import Checkpoint
 
 

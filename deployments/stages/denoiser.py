@@ -23,8 +23,8 @@ from deployments.stages.step_times import rough_estimate_s, step_times_of
 from engines.core.phases import log_phase
 from engines.gang.errors import QueueFullError
 from engines.gang.gang import Gang
-from engines.gang.job import Job
-from engines.gang.rank import own_runtime_env
+from engines.gang.jobs.job import Job
+from engines.gang.ranks.rank import own_runtime_env
 from engines.registry import rank_environment
 from pipelines.caching import computed_steps
 from pipelines.checkpoint import Checkpoint

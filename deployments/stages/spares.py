@@ -37,14 +37,14 @@ ROOT = Path(__file__).parents[2]
 HOOK = ray_constants.WORKER_PROCESS_SETUP_HOOK_ENV_VAR
 CONNECTING = (
     "torch",
-    "engines.gang.communicator",
-    "engines.gang.rank",
+    "engines.gang.ranks.communicator",
+    "engines.gang.ranks.rank",
     "engines.parallel.communication.early_start",
     "deployments.stages.rank",
 )
 """What ranks import before they load anything."""
 LOADING = (
-    "engines.gang.rank_jobs",
+    "engines.gang.jobs.rank_jobs",
     "engines.registry",
     "engines.torch_engine.load",
     "engines.warm_up",

@@ -11,7 +11,7 @@ from engines.core.storage.files import file_about
 from engines.core.transport.parcel import Shapes
 from engines.gang.predictions.rough import rough_step_s
 from engines.gang.predictions.step_times import StepTimes
-from engines.gang.rank import RankInfo
+from engines.gang.ranks.rank import RankInfo
 from pipelines.request import MediaRequest
 
 FOLDER = "step_times"

@@ -30,7 +30,7 @@ from deployments.studio.interface import (
     StudioEvent,
 )
 from engines.gang.errors import QueueFullError
-from engines.gang.job import JobDone, JobQueued, PreviewReady, StepDone
+from engines.gang.jobs.job import JobDone, JobQueued, PreviewReady, StepDone
 from pipelines.pictures import InputPictures
 from pipelines.request import MediaRequest
 

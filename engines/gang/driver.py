@@ -13,17 +13,18 @@ from typing import Any
 from engines.gang.clock import Clock
 from engines.gang.config import GangConfig
 from engines.gang.errors import GangBrokenError
-from engines.gang.job import Job, JobQueued
-from engines.gang.job_table import JobTable, OpenJob
+from engines.gang.jobs.job import Job, JobQueued
+from engines.gang.jobs.job_table import JobTable, OpenJob
+from engines.gang.jobs.scheduler import Scheduler
+from engines.gang.jobs.step_plan import JobFailure, StepPlan, Work
 from engines.gang.metrics import GangMetrics
 from engines.gang.policies.registry import make_policy
 from engines.gang.predictions.outlook import Outlook
 from engines.gang.predictions.step_times import StepTimes
 from engines.gang.publisher import Publisher
-from engines.gang.rank import kill_ranks
-from engines.gang.scheduler import Scheduler
-from engines.gang.step_plan import JobFailure, StepPlan, Work
-from engines.gang.watchdog import Flight, Traffic, Watchdog, answer_of
+from engines.gang.ranks.rank import kill_ranks
+from engines.gang.ranks.traffic import Flight, Traffic
+from engines.gang.ranks.watchdog import Watchdog, answer_of
 
 logger = logging.getLogger(__name__)
 
@@ -189,11 +190,9 @@ class Driver:
             self._spawn(self._forget(plan.drops, flights))
 
     def _measured_s(self, work: Work) -> float:
-        """What a step of ``work`` takes, as measured before; 0 where that is not known of one of its jobs."""
-        prediction, jobs = self._scheduler.prediction, self._table.jobs
-        busy = [jobs[step.job_id] for step in work.job_steps if step.step not in jobs[step.job_id].idle_steps]
-        are_measured = all(prediction.is_measured(job, work.num_ranks) for job in busy)
-        return sum(prediction.step_s(job, work.num_ranks) for job in busy) if are_measured else 0.0
+        steps = [(self._table.jobs[step.job_id], step.step) for step in work.job_steps]
+        busy = [job for job, step in steps if step not in job.idle_steps]
+        return self._scheduler.prediction.measured_s(busy, work.num_ranks)
 
     # The tasks that wait for ranks.
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from engines.gang.clock import Clock
 from engines.gang.errors import GangBrokenError
-from engines.gang.job import JobDone, PreviewReady, StepDone
-from engines.gang.job_table import JobTable, OpenJob
+from engines.gang.jobs.job import JobDone, PreviewReady, StepDone
+from engines.gang.jobs.job_table import JobTable, OpenJob
+from engines.gang.jobs.step_plan import JobFailure, JobStep, StepReport, Work
 from engines.gang.metrics import GangMetrics
 from engines.gang.predictions.outlook import Outlook
 from engines.gang.predictions.step_times import StepTimes
-from engines.gang.step_plan import JobFailure, JobStep, StepReport, Work
-from engines.gang.watchdog import Flight
+from engines.gang.ranks.traffic import Flight
 
 
 class Publisher:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from engines.gang.job import Job
+from engines.gang.jobs.job import Job
 
 Ranks = tuple[int, ...]
 Teams = Mapping[str, Ranks]

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from engines.gang.clock import Clock
 from engines.gang.errors import DEADLINE, TooLateError
-from engines.gang.job import Job
-from engines.gang.job_table import JobTable, OpenJob
+from engines.gang.jobs.job import Job
+from engines.gang.jobs.job_table import JobTable, OpenJob
+from engines.gang.jobs.scheduler import Scheduler
 from engines.gang.predictions.prediction import StepPrediction
-from engines.gang.scheduler import Scheduler
-from engines.gang.watchdog import Traffic
+from engines.gang.ranks.traffic import Traffic
 
 RENEW_EVERY_S = 0.1
 """Predictions for running jobs are as old as this at most."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from engines.gang.job import Job
+from engines.gang.jobs.job import Job
 
 SPEEDUP_EXPONENT = 0.8
 """A team of w takes w ** -0.8 of one rank's time, where neither a measurement nor an estimate says: from 0.72
@@ -59,6 +59,11 @@ class StepPrediction:
 
     def is_measured(self, job: Job, team_size: int) -> bool:
         return job.shape is not None and (shape_name(job.shape), team_size) in self.measured
+
+    def measured_s(self, jobs: Sequence[Job], team_size: int) -> float:
+        """Returns the seconds of a step of each of ``jobs``; 0 where one of them was not measured on so many ranks."""
+        are_measured = all(self.is_measured(job, team_size) for job in jobs)
+        return sum(self.step_s(job, team_size) for job in jobs) if are_measured else 0.0
 
     def _derived_s(self, job: Job, team_size: int) -> float:
         """From the nearest team size on which the shape was measured, as the estimates go; or from these alone."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 
 from engines.core.storage.files import write_atomically
-from engines.gang.job import Job
+from engines.gang.jobs.job import Job
 from engines.gang.predictions.prediction import StepKey, StepPrediction, estimated_s, scale_of, shape_name, speedup
 
 logger = logging.getLogger(__name__)

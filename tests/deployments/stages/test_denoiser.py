@@ -19,7 +19,7 @@ from deployments.stages.config import DenoiserConfig
 from deployments.stages.denoiser import Denoiser, node_environment
 from deployments.stages.spares import spare_environment
 from engines.gang.errors import GangBrokenError, QueueFullError
-from engines.gang.job import Job, StepDone
+from engines.gang.jobs.job import Job, StepDone
 from pipelines.request import MediaRequest
 from tests.deployments.support.fake_studio import PICTURES
 

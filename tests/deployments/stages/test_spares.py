@@ -14,7 +14,7 @@ import ray
 
 from deployments.stages import spares
 from deployments.stages.spares import HOOK, spare_environment, spares_of
-from engines.gang.rank import own_runtime_env
+from engines.gang.ranks.rank import own_runtime_env
 from tests.deployments.support.live import wait_until
 from tests.deployments.support.spares import is_idle
 from tests.support.fenced import ROOT

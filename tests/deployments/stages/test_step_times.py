@@ -10,8 +10,8 @@ import pytest
 from deployments.config import ModelConfig
 from deployments.stages.config import DenoiserConfig
 from deployments.stages.step_times import num_text_tokens, rough_estimate_s, step_times_of
-from engines.gang.job import Job
-from engines.gang.rank import RankInfo
+from engines.gang.jobs.job import Job
+from engines.gang.ranks.rank import RankInfo
 from tests.deployments.support.fake_studio import PICTURES
 
 JOB = Job(job_id="a", request=None, conditioning=None, num_steps=4, shape="shape")

@@ -26,7 +26,7 @@ from deployments.studio.interface import (
 from deployments.studio.readiness import Readiness
 from deployments.studio.retries import MAX_LOSSES, RECOVERY_DEADLINE_S
 from engines.gang.errors import DEADLINE, GangBrokenError, QueueFullError, TooLateError
-from engines.gang.job import JobDone, JobQueued, PreviewReady, StepDone
+from engines.gang.jobs.job import JobDone, JobQueued, PreviewReady, StepDone
 from pipelines.pictures import InputPicture, InputPictures
 from tests.deployments.studio.support.set_stages import Stages
 from tests.deployments.support.fake_studio import EDITS, PICTURES

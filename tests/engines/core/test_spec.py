@@ -113,5 +113,5 @@ def test_aligned_runs_of_one_size_fill_the_gang() -> None:
 
 
 def test_a_scheduler_needs_no_torch() -> None:
-    code = "import sys, engines.gang.scheduler; sys.exit('torch' in sys.modules)"
+    code = "import sys, engines.gang.jobs.scheduler; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -11,7 +11,7 @@ import torch
 
 from engines.gang.config import GangConfig
 from engines.gang.gang import Gang
-from engines.gang.job import JobDone, StepDone
+from engines.gang.jobs.job import JobDone, StepDone
 from tests.engines.gang.support.checks import assert_equal
 from tests.engines.gang.support.fakes import FakeRequest, fake_job, reference_latents
 from tests.engines.gang.support.helpers import gang_of, run

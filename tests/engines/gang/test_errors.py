@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from engines.gang.errors import GangBrokenError, QueueFullError, portable
+from engines.gang.jobs.step_plan import JobFailure, StepReport
 from engines.gang.publisher import agreed_failure
-from engines.gang.step_plan import JobFailure, StepReport
 
 
 @pytest.mark.parametrize("error", [GangBrokenError("rank 1 died", "death", True), QueueFullError(32, 4.6)])

@@ -18,8 +18,8 @@ from engines.gang.clock import Clock
 from engines.gang.config import GangConfig
 from engines.gang.errors import QueueFullError
 from engines.gang.gang import Gang
-from engines.gang.job import JobDone, PreviewReady, StepDone
-from engines.gang.job_table import JobTable
+from engines.gang.jobs.job import JobDone, PreviewReady, StepDone
+from engines.gang.jobs.job_table import JobTable
 from engines.gang.metrics import GangMetrics
 from tests.engines.gang.support.checks import assert_equal, assert_unharmed, metric
 from tests.engines.gang.support.fakes import (

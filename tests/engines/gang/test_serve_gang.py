@@ -17,7 +17,7 @@ from ray.serve.config import ProxyLocation
 from ray.serve.handle import DeploymentHandle
 
 from engines.gang.errors import GangBrokenError
-from engines.gang.job import Job, JobDone, StepDone
+from engines.gang.jobs.job import Job, JobDone, StepDone
 from tests.engines.gang.support.fakes import FakeRequest, fake_job, reference_latents
 from tests.engines.gang.support.helpers import alive, eventually, num_placement_groups
 from tests.engines.gang.support.serve_app import gang_app

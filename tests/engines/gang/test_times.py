@@ -14,7 +14,7 @@ from engines.gang import gang as gang_module
 from engines.gang.config import GangConfig
 from engines.gang.errors import TooLateError
 from engines.gang.gang import Gang
-from engines.gang.job import Job, JobDone, JobEvent, JobQueued, PreviewReady, StepDone
+from engines.gang.jobs.job import Job, JobDone, JobEvent, JobQueued, PreviewReady, StepDone
 from tests.engines.gang.support.fakes import FakeRequest, fake_job
 from tests.engines.gang.support.helpers import run
 from tests.engines.gang.support.set_clock import SetClock, SetRanks, settled

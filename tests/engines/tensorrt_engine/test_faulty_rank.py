@@ -12,7 +12,7 @@ import torch
 from engines.gang.config import GangConfig
 from engines.gang.errors import GangBrokenError
 from engines.gang.gang import Gang
-from engines.gang.job import Job, JobDone
+from engines.gang.jobs.job import Job, JobDone
 from tests.engines.gang.support.checks import outcome_of
 from tests.engines.gang.support.helpers import alive, eventually, group_for
 from tests.engines.gang.support.set_clock import SetClock

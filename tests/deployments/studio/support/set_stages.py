@@ -11,7 +11,7 @@ from typing import Any
 
 from deployments.stages.common import Decoded, EncodingDone
 from engines.gang.errors import QueueFullError
-from engines.gang.job import JobEvent
+from engines.gang.jobs.job import JobEvent
 
 Act = JobEvent | Exception | float
 """What happens in an attempt: an event, the error it ends with, or seconds that pass."""

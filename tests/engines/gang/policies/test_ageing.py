@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.gang.job import Job
+from engines.gang.jobs.job import Job
+from engines.gang.jobs.step_plan import StepPlan
 from engines.gang.policies.shortest import Shortest
-from engines.gang.step_plan import StepPlan
 from tests.engines.gang.support.plans import job, scheduler
 from tests.support.unhurried import UNHURRIED
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.gang.job import Job
+from engines.gang.jobs.job import Job
+from engines.gang.jobs.step_plan import StepPlan
 from engines.gang.policies.registry import POLICIES, find_policy, make_policy
-from engines.gang.step_plan import StepPlan
 from tests.engines.gang.support.plans import scheduler
 from tests.support.unhurried import UNHURRIED
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from engines.gang.job import Job
+from engines.gang.jobs.job import Job
+from engines.gang.jobs.scheduler import Scheduler
 from engines.gang.policies.deadline import Deadline
-from engines.gang.scheduler import Scheduler
 from tests.engines.gang.support.plans import scheduler
 
 HALF = {1: 1.0, 2: 0.6}

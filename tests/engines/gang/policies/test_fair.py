@@ -7,9 +7,9 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.gang.job import Job
+from engines.gang.jobs.job import Job
+from engines.gang.jobs.scheduler import Scheduler
 from engines.gang.policies.fair import Fair
-from engines.gang.scheduler import Scheduler
 from tests.engines.gang.support.plans import scheduler
 from tests.support.unhurried import UNHURRIED
 

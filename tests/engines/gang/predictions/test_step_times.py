@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.gang.job import Job
+from engines.gang.jobs.job import Job
 from engines.gang.predictions.prediction import StepPrediction
 from engines.gang.predictions.rough import rough_step_s
 from engines.gang.predictions.step_times import StepTimes

@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError
 
 from engines.gang.errors import GangBrokenError
 from engines.gang.gang import Gang
-from engines.gang.job import Job, StepDone
+from engines.gang.jobs.job import Job, StepDone
 from tests.engines.gang.support.fakes import FakeRequest, fake_job, reference_latents
 from tests.engines.gang.support.helpers import alive, eventually, latents, run
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from engines.core.model import Branch
 from engines.core.rank import RankContext
 from engines.gang.config import BuildRank, RankParts
-from engines.gang.job import Job
+from engines.gang.jobs.job import Job
 
 Fault = Literal["exit", "hang", "error", "value_error"]
 

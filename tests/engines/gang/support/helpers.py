@@ -16,8 +16,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from engines.gang.clock import Clock
 from engines.gang.config import GangConfig
 from engines.gang.gang import Gang
-from engines.gang.job import Job, JobDone, JobEvent
-from engines.gang.placement import gang_bundles, gang_strategy
+from engines.gang.jobs.job import Job, JobDone, JobEvent
+from engines.gang.ranks.placement import gang_bundles, gang_strategy
 from tests.engines.gang.support.fakes import load_fake
 from tests.engines.gang.support.set_clock import SetClock
 from tests.support.patience import PATIENCE_S

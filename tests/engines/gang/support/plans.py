@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from engines.gang.job import Job
-from engines.gang.scheduler import Scheduler
-from engines.gang.step_plan import StepPlan
+from engines.gang.jobs.job import Job
+from engines.gang.jobs.scheduler import Scheduler
+from engines.gang.jobs.step_plan import StepPlan
 
 
 def job(job_id: str, num_steps: int = 3, previews: tuple[int, ...] = ()) -> Job:

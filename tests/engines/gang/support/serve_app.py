@@ -13,8 +13,8 @@ from ray import serve
 from engines.gang import gang as gang_module
 from engines.gang.config import GangConfig
 from engines.gang.gang import Gang
-from engines.gang.job import Job, JobEvent
-from engines.gang.placement import gang_bundles, gang_strategy
+from engines.gang.jobs.job import Job, JobEvent
+from engines.gang.ranks.placement import gang_bundles, gang_strategy
 from tests.engines.gang.support.fakes import load_fake
 from tests.support.patience import PATIENCE_S
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from engines.gang.clock import Clock
-from engines.gang.step_plan import StepPlan, StepReport
+from engines.gang.jobs.step_plan import StepPlan, StepReport
 
 NUM_TURNS = 20
 """Of the event loop: more than a message within a gang passes through."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engines.gang.communicator import Communicator
+from engines.gang.ranks.communicator import Communicator
 from engines.parallel.communication.mesh import new_group
 from engines.parallel.communication.nccl_options import NcclOptions, inherited_options
 from tests.engines.support.gloo import gang
@@ -44,7 +44,7 @@ def test_options_as_torch_takes_them(nccl: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_gangs_group_gets_them_on_gpus_only(nccl: pytest.MonkeyPatch, device: str) -> None:
     made = MagicMock()
-    nccl.setattr("engines.gang.communicator.dist.init_process_group", made)
+    nccl.setattr("engines.gang.ranks.communicator.dist.init_process_group", made)
     nccl.setattr(Communicator, "_prove", lambda self: None)
     member = Communicator(rank=0, num_ranks=1, device=torch.device(device), timeout_s=5, nccl=NcclOptions(min_ctas=4))
     member.join(member.open_store("127.0.0.1"))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from engines.gang.jobs.step_plan import JobStep, Work
 from engines.gang.predictions.lead import LEAD_S, LEAD_SHARE
-from engines.gang.step_plan import JobStep, Work
-from engines.gang.watchdog import Flight, Traffic
+from engines.gang.ranks.traffic import Flight, Traffic
 
 LONG_S, SHORT_S = 4.0, 0.02
 LEAD_OF_LONG_S = LEAD_SHARE * LONG_S

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from engines.gang.step_plan import Move, StepPlan
+from engines.gang.jobs.step_plan import Move, StepPlan
 from tests.engines.gang.support.plans import all_plans, job, scheduler
 
 
@@ -175,5 +175,5 @@ def test_plans_are_numbered() -> None:
 
 
 def test_the_scheduler_does_not_import_ray() -> None:
-    check = "import sys, engines.gang.scheduler; sys.exit('ray' in sys.modules)"
+    check = "import sys, engines.gang.jobs.scheduler; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0

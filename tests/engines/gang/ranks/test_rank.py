@@ -11,7 +11,7 @@ import torch
 from engines.core.rank import RankContext
 from engines.core.resources import separate_rank_resources
 from engines.gang.config import BuildRank, GangConfig
-from engines.gang.rank import Rank
+from engines.gang.ranks.rank import Rank
 from engines.parallel.communication.early_start import start_early
 from tests.engines.gang.support.fakes import load_fake
 

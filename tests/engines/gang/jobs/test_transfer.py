@@ -14,10 +14,10 @@ from torch import Tensor
 from engines.core.rank import RankContext
 from engines.core.transport.packing import ALIGNMENT
 from engines.gang.config import RankParts
-from engines.gang.job import Job
-from engines.gang.rank_jobs import RankJobs
-from engines.gang.scheduler import Scheduler
-from engines.gang.transfer import transfer
+from engines.gang.jobs.job import Job
+from engines.gang.jobs.rank_jobs import RankJobs
+from engines.gang.jobs.scheduler import Scheduler
+from engines.gang.jobs.transfer import transfer
 from engines.parallel.self_check import relative_difference
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint

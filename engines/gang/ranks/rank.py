@@ -24,12 +24,12 @@ from engines.core.resources import open_rank_resources
 from engines.core.transport.parcel import Parcel
 from engines.gang.config import BuildRank, GangConfig, LoadRank, StoreAddress
 from engines.gang.errors import portable
-from engines.gang.job import Job
-from engines.gang.placement import rank_strategy
-from engines.gang.step_plan import JobFailure, StepPlan
+from engines.gang.jobs.job import Job
+from engines.gang.jobs.step_plan import JobFailure, StepPlan
+from engines.gang.ranks.placement import rank_strategy
 
 if TYPE_CHECKING:
-    from engines.gang.rank_jobs import RankJobs
+    from engines.gang.jobs.rank_jobs import RankJobs
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Rank:
         self._process_age_s = time.time() - psutil.Process().create_time()
         import torch
 
-        from engines.gang.communicator import Communicator
+        from engines.gang.ranks.communicator import Communicator
 
         self._torch_s = time.monotonic() - begun_s
         torch.set_num_threads(config.threads_per_rank)
@@ -110,7 +110,7 @@ class Rank:
 
     def build(self) -> tuple[int, ...]:
         """The sizes of teams that the engine knows."""
-        from engines.gang.rank_jobs import RankJobs
+        from engines.gang.jobs.rank_jobs import RankJobs
         from engines.parallel.communication.early_start import wait_for_early_start
 
         assert self._build is not None

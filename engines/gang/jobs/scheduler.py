@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from engines.core.spec import tiling_sizes
-from engines.gang.job import Job
+from engines.gang.jobs.job import Job
+from engines.gang.jobs.step_plan import Emit, JobStep, Move, StepPlan, Work
 from engines.gang.policies.candidate import Candidate, GangShape, Ranks, Teams
 from engines.gang.policies.forecast import finish_times_s
 from engines.gang.policies.policy import Policy
 from engines.gang.policies.shortest import Shortest
 from engines.gang.predictions.prediction import StepPrediction
-from engines.gang.step_plan import Emit, JobStep, Move, StepPlan, Work
 
 
 @dataclass(slots=True, eq=False)

@@ -17,9 +17,9 @@ from engines.core.model import Branch
 from engines.core.rank import RankContext
 from engines.gang.config import RankParts
 from engines.gang.errors import portable
-from engines.gang.job import Job
-from engines.gang.step_plan import JobFailure, JobStep, Move, StepPlan, StepReport, Work
-from engines.gang.transfer import transfer
+from engines.gang.jobs.job import Job
+from engines.gang.jobs.step_plan import JobFailure, JobStep, Move, StepPlan, StepReport, Work
+from engines.gang.jobs.transfer import transfer
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import NoReturn
 from engines.gang.clock import Clock
 from engines.gang.config import GangConfig
 from engines.gang.errors import GangBrokenError, QueueFullError
-from engines.gang.job import Job, JobDone, JobEvent, StepDone
+from engines.gang.jobs.job import Job, JobDone, JobEvent, StepDone
 from engines.gang.metrics import GangMetrics, Outcome
 
 

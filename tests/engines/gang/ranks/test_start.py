@@ -25,8 +25,8 @@ from engines.gang import gang as gang_module
 from engines.gang.config import BuildRank, GangConfig
 from engines.gang.errors import GangBrokenError
 from engines.gang.gang import Gang
-from engines.gang.rank import spawn_ranks
-from engines.gang.start import PING_EVERY_S, Start
+from engines.gang.ranks.rank import spawn_ranks
+from engines.gang.ranks.start import PING_EVERY_S, Start
 from tests.engines.gang.support.fakes import FakeRequest, fake_job, load_fake, reference_latents
 from tests.engines.gang.support.helpers import alive, eventually, group_for, latents
 from tests.engines.gang.support.set_clock import SetClock, answered, remote, settled

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.gang.step_plan import StepPlan
+from engines.gang.jobs.step_plan import StepPlan
 from tests.engines.gang.support.plans import all_plans, job, scheduler
 from tests.support.unhurried import UNHURRIED
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engines.gang.config import GangConfig
-from engines.gang.placement import gang_bundles, gang_strategy, rank_bundle_index
+from engines.gang.ranks.placement import gang_bundles, gang_strategy, rank_bundle_index
 
 
 def test_a_gang_on_one_node_has_a_bundle_per_rank_behind_the_replica() -> None:

@@ -11,10 +11,10 @@ from torch import Tensor, multiprocessing
 
 from engines.core.model import Branch
 from engines.core.rank import RankContext
-from engines.gang.communicator import Communicator
 from engines.gang.config import RankParts
-from engines.gang.rank_jobs import RankJobs
-from engines.gang.step_plan import JobStep, StepPlan, Work
+from engines.gang.jobs.rank_jobs import RankJobs
+from engines.gang.jobs.step_plan import JobStep, StepPlan, Work
+from engines.gang.ranks.communicator import Communicator
 from tests.engines.gang.support.fakes import FakeRequest, FakeSampler, fake_job
 
 pytestmark = pytest.mark.gpu

@@ -10,9 +10,10 @@ from ray.exceptions import ActorDiedError
 
 from engines.gang.config import GangConfig
 from engines.gang.errors import GangBrokenError
-from engines.gang.job import Job
-from engines.gang.step_plan import JobStep, StepReport, Work
-from engines.gang.watchdog import DEATH_NOTICE_S, Flight, Watchdog
+from engines.gang.jobs.job import Job
+from engines.gang.jobs.step_plan import JobStep, StepReport, Work
+from engines.gang.ranks.traffic import Flight
+from engines.gang.ranks.watchdog import DEATH_NOTICE_S, Watchdog
 from tests.engines.gang.support.set_clock import SetClock, SetRanks, answered, remote, settled
 
 pytestmark = pytest.mark.asyncio

@@ -12,8 +12,8 @@ from torch import Tensor
 from engines.core.model import Branch
 from engines.core.rank import RankContext
 from engines.gang.config import RankParts
-from engines.gang.rank_jobs import RankJobs
-from engines.gang.step_plan import Emit, JobStep, StepPlan, Work
+from engines.gang.jobs.rank_jobs import RankJobs
+from engines.gang.jobs.step_plan import Emit, JobStep, StepPlan, Work
 from tests.engines.gang.support.fakes import (
     CONDITIONING_L,
     FakeRequest,

@@ -16,8 +16,8 @@ from engines.gang.clock import Clock
 from engines.gang.config import Environment, GangConfig, LoadRank
 from engines.gang.errors import GangBrokenError
 from engines.gang.metrics import observe_phase
-from engines.gang.placement import rank_strategy
-from engines.gang.rank import RankInfo
+from engines.gang.ranks.placement import rank_strategy
+from engines.gang.ranks.rank import RankInfo
 
 PING_EVERY_S = 1.0
 

@@ -1,0 +1,1 @@
+"""Jobs and plans: what is to be done, which ranks do what next, and a rank's part of it."""
