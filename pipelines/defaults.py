@@ -7,14 +7,13 @@ A directory may have its own: an optional ``troupe.json`` over what its family k
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from pipelines.caching import computed_steps
 from pipelines.request import MediaKind, MediaRequest
-from pipelines.size import Size
+from pipelines.size import Size, check_sides, nearest_size
 
 FILE_NAME = "troupe.json"
 CARD = "card"
@@ -28,7 +27,9 @@ class Defaults:
     A request brings ``min_pictures`` to ``max_pictures`` along, with a mask or a strength where the model takes them;
     ``strength`` is what strength is if it says none; with ``strength_needs_mask`` there is none without a mask. With
     ``fits_pictures`` they are cut to the request's size, where the pipeline's own blocks would bring them to sizes that
-    this model does not know.
+    this model does not know; with ``enlarges_pictures`` a small one asks for as many pixels as a large one. With
+    ``describes_pictures`` a prompt may be empty: the model makes its own from the picture.
+    A picture is taken apart into ``num_layers`` with opacity, at most ``max_layers`` (0: it is opaque and whole).
     ``max_tokens`` of a prompt reach the model (0: as many as its pipeline says).
     Clips are made in chunks of ``frames_per_chunk`` (0: as a whole), with all steps for each, and ``first_chunk_steps``
     times as many for the first.
@@ -55,6 +56,10 @@ class Defaults:
     strength: float = 1.0
     strength_needs_mask: bool = False
     fits_pictures: bool = False
+    enlarges_pictures: bool = False
+    describes_pictures: bool = False
+    num_layers: int = 0
+    max_layers: int = 0
     max_tokens: int = 0
     min_steps: int = 1
     min_frames: int = 1
@@ -82,6 +87,7 @@ class Defaults:
             "true_cfg_scale": self.true_cfg_scale,
             "seed": 0,
             "num_pictures": self.min_pictures,
+            "num_layers": self.num_layers,
         }
         request = MediaRequest(**(unsaid | changes))
         self.check(request)
@@ -98,6 +104,7 @@ class Defaults:
         self.check_num_frames(request.num_frames)
         self.check_num_steps(request.num_inference_steps)
         self.check_pictures(request)
+        self.check_layers(request.num_layers)
         self.check_cache(request)
 
     def check_size(self, width: int, height: int) -> None:
@@ -123,6 +130,12 @@ class Defaults:
             few, many = self.min_steps, self.max_steps
             allowed = f"{many}" if few == many else f"from {few} to {many}"
             raise ValueError(f"num_inference_steps is {num_steps}; it must be {allowed}")
+
+    def check_layers(self, num_layers: int) -> None:
+        few = min(1, self.max_layers)
+        if not few <= num_layers <= self.max_layers:
+            allowed = f"it must be from {few} to {self.max_layers}" if few else "this model makes whole pictures alone"
+            raise ValueError(f"layers is {num_layers}; {allowed}")
 
     def check_cache(self, request: MediaRequest) -> None:
         if self.frames_per_chunk and request.cache != "off":
@@ -169,29 +182,6 @@ class Defaults:
             return "words alone"
         few, many = self.min_pictures, self.max_pictures
         return f"exactly {many}" if few == many else f"from {few} to {many}"
-
-
-def check_sides(width: int, height: int, multiple: int, max_pixels: float = math.inf) -> None:
-    """ValueError unless both are positive multiples of ``multiple``. What it suggests has ``max_pixels`` at most."""
-    if min(width, height) <= 0 or width % multiple or height % multiple:
-        near = nearest_size(width, height, multiple, max_pixels)
-        raise ValueError(
-            f"size is {width}x{height}: width and height must be positive multiples of {multiple}, such as {near}"
-        )
-
-
-def nearest_size(width: float, height: float, multiple: int, max_pixels: float) -> Size:
-    """Returns the nearest multiples; where these have too many pixels, smaller ones of about the same shape."""
-    sides = [max(1, round(side / multiple)) * multiple for side in (width, height)]
-    if sides[0] * sides[1] > max_pixels:
-        short, long = sorted((0, 1), key=lambda index: sides[index])
-        sides[short] = _floor(math.sqrt(max_pixels * sides[short] / sides[long]), multiple)
-        sides[long] = _floor(max_pixels / sides[short], multiple)
-    return Size(width=sides[0], height=sides[1])
-
-
-def _floor(side: float, multiple: int) -> int:
-    return max(1, int(side) // multiple) * multiple
 
 
 def check_frames(num_frames: int, multiple: int, max_frames: int | None = None) -> None:

@@ -28,6 +28,7 @@ class MediaRequest:
     ``preview_steps`` are the steps (1 = after the first) whose latents are wanted as previews.
     ``num_pictures`` come along beside it, and a mask if it ``has_mask`` (``pictures.InputPictures``: the encoder alone
     gets them). ``strength`` in (0, 1] is how much of the picture is painted anew (image-to-image; None: the model's).
+    The picture comes out as ``num_layers`` with opacity, from the lowest to the highest (0: as one, which is opaque).
     ``loras`` are the adapters that its weights get, of those that the model is served with. ``cache`` says how many
     steps take the predictions of the step before them again (``pipelines.caching``).
     ``service_tier`` says how urgent it is beside others, and ``deadline_s`` how long its client waits, in seconds from
@@ -52,6 +53,7 @@ class MediaRequest:
     num_pictures: int = 0
     has_mask: bool = False
     strength: float | None = None
+    num_layers: int = 0
     loras: tuple[Lora, ...] = ()
     cache: CacheMode = "off"
     service_tier: ServiceTier = "default"

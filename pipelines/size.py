@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -32,3 +33,26 @@ class Size:
     def __str__(self) -> str:
         numbers = (self.width, self.height, self.num_frames)
         return "x".join(str(number) for number in numbers if number is not None)
+
+
+def check_sides(width: int, height: int, multiple: int, max_pixels: float = math.inf) -> None:
+    """ValueError unless both are positive multiples of ``multiple``. What it suggests has ``max_pixels`` at most."""
+    if min(width, height) <= 0 or width % multiple or height % multiple:
+        near = nearest_size(width, height, multiple, max_pixels)
+        raise ValueError(
+            f"size is {width}x{height}: width and height must be positive multiples of {multiple}, such as {near}"
+        )
+
+
+def nearest_size(width: float, height: float, multiple: int, max_pixels: float) -> Size:
+    """Returns the nearest multiples; where these have too many pixels, smaller ones of about the same shape."""
+    sides = [max(1, round(side / multiple)) * multiple for side in (width, height)]
+    if sides[0] * sides[1] > max_pixels:
+        short, long = sorted((0, 1), key=lambda index: sides[index])
+        sides[short] = _floor(math.sqrt(max_pixels * sides[short] / sides[long]), multiple)
+        sides[long] = _floor(max_pixels / sides[short], multiple)
+    return Size(width=sides[0], height=sides[1])
+
+
+def _floor(side: float, multiple: int) -> int:
+    return max(1, int(side) // multiple) * multiple

@@ -55,6 +55,7 @@ class BlocksProbe:
             true_cfg_scale=2.0 if self._knows_guidance() else 1.0,
             seed=PROBE_SEED,
             num_pictures=self.defaults.min_pictures,
+            num_layers=self.defaults.num_layers,
         )
         branches = first_step(self.opened, request, PROBE_TOKENS, torch.Generator().manual_seed(PROBE_SEED))
         both = branches if len(branches) > 1 else branches * 2

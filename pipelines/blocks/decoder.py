@@ -20,6 +20,7 @@ from pipelines.blocks.encoder import on_device
 from pipelines.blocks.opened import OpenedPipeline
 from pipelines.blocks.pieces.chunks import PiecewiseVae, decodes_in_chunks
 from pipelines.blocks.pieces.devices import spread
+from pipelines.media.picture import laid_over_white
 from pipelines.media.sound import Sound
 from pipelines.parts.compiled import compile_decoder, preparing
 from pipelines.parts.floor import check_fits
@@ -33,7 +34,8 @@ RATE = "sampling_rate"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodedMedia:
-    """``frames_FHWC`` are uint8 (frames, height, width, 3). Clips of some models have a sound."""
+    """``frames_FHWC`` are uint8 (frames, height, width, 3), or a picture's layers (layers, height, width, 4). Clips of
+    some models have a sound."""
 
     frames_FHWC: NDArray[np.uint8]
     sound: Sound | None = None
@@ -116,17 +118,20 @@ class BlocksDecoder:
         yield media
 
     def decode(self, latents: Mapping[str, Any], request: MediaRequest) -> NDArray[np.uint8]:
-        """All frames, uint8 (frames, height, width, 3), from what ``BlocksSampler.latents`` gives."""
-        frames_FHWC = _to_frames(_asked(self.pixels(latents), request))
+        """All frames, uint8 (frames, height, width, 3), from what ``BlocksSampler.latents`` gives; layers as in
+        ``DecodedMedia``."""
+        frames_FHWC = _to_frames(_asked(self.pixels(latents), request), has_opacity=request.num_layers > 0)
         self._give_back()
         return frames_FHWC
 
     def preview(self, latents: Mapping[str, Any], request: MediaRequest) -> NDArray[np.uint8]:
+        """Opaque frames from unfinished latents: of layers, what they show together."""
         first = self._opened.architecture.first_frame
         if first is not None:
             config = self._opened.part_config(self._opened.transformers[0])
             latents = {**latents, **first(config, latents)}
-        return self.decode(latents, request)
+        frames_FHWC = self.decode(latents, request)
+        return laid_over_white(frames_FHWC)[None] if request.num_layers else frames_FHWC
 
     def pixels(self, latents: Mapping[str, Any]) -> Tensor:
         """``pixels_FCHW`` in [0, 1], some models' with opacity, in the auto-encoder's dtype, on the device."""
@@ -158,7 +163,8 @@ class BlocksDecoder:
         pixels_FCHW = _pixels(values)
         asked_FCHW = _asked(pixels_FCHW, request)
         sound = self._sound(values, len(asked_FCHW) / len(pixels_FCHW))
-        return DecodedMedia(frames_FHWC=_to_frames(asked_FCHW), sound=sound)
+        frames_FHWC = _to_frames(asked_FCHW, has_opacity=request.num_layers > 0)
+        return DecodedMedia(frames_FHWC=frames_FHWC, sound=sound)
 
     def _give_back(self) -> None:
         if self._memory_bytes is not None:
@@ -194,10 +200,11 @@ def _asked(pixels_FCHW: Tensor, request: MediaRequest, num_before: int = 0) -> T
     return pixels_FCHW[: max(0, request.num_frames - num_before)] if request.kind == "video" else pixels_FCHW
 
 
-def _to_frames(pixels_FCHW: Tensor) -> NDArray[np.uint8]:
+def _to_frames(pixels_FCHW: Tensor, *, has_opacity: bool = False) -> NDArray[np.uint8]:
     """Frame by frame, since what lies between is float32; turned where the pixels are, which is quicker than here."""
-    frames_FHWC = np.empty((len(pixels_FCHW), *pixels_FCHW.shape[-2:], 3), np.uint8)
+    frames_FHWC = np.empty((len(pixels_FCHW), *pixels_FCHW.shape[-2:], 4 if has_opacity else 3), np.uint8)
     for frame_HWC, pixels_CHW in zip(torch.from_numpy(frames_FHWC), pixels_FCHW, strict=True):
-        unit_HWC = on_white(pixels_CHW.movedim(-3, -1).float())
+        unit_HWC = pixels_CHW.movedim(-3, -1).float()
+        unit_HWC = unit_HWC if has_opacity else on_white(unit_HWC)
         frame_HWC.copy_((unit_HWC * 255).round_().to(torch.uint8).contiguous())
     return frames_FHWC

@@ -28,6 +28,7 @@ def inputs_of(request: MediaRequest, known: Collection[str], pictures: InputPict
         "num_inference_steps": request.num_inference_steps,
         "guidance_scale": request.guidance_scale,
         "strength": request.strength,
+        "layers": request.num_layers or None,
         "generator": torch.Generator().manual_seed(request.seed),
         "output_type": "pt",
         "use_kv_cache": False,  # it would be in the hands of whoever stands in for the transformer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Literal
 
 import numpy as np
@@ -23,13 +24,15 @@ def encode_frames(
     fps: int = 0,
     sound: Sound | None = None,
 ) -> bytes:
-    """Bytes of a picture (one frame) or a clip, from uint8 frames (frames, height, width, 3).
+    """Bytes of a picture (one frame) or a clip, from uint8 frames (frames, height, width, 3). A PNG or WebP may have a
+    fourth channel, its opacity.
 
     ``compression`` is 0–100 as in OpenAI's API: what is left of the quality of a JPEG or WebP; PNG is lossless.
     Clips may have ``sound``.
-    ValueError for a picture format with several frames, for ``fps`` below 1 with mp4, and for unknown formats.
+    ValueError for a picture format with several frames, for JPEG with opacity, for ``fps`` below 1 with mp4, and for
+    unknown formats.
     """
-    check_frames(frames_FHWC)
+    check_frames(frames_FHWC, num_channels=(3,) if format == "mp4" else (3, 4))
     if format == "mp4":
         from pipelines.media.clip import encode_clip
 
@@ -46,8 +49,8 @@ def encode_thumbnail(frame_HWC: Frames) -> bytes:
     return encode_picture(shrink(frame_HWC, THUMBNAIL_SIDE), "webp", THUMBNAIL_COMPRESSION)
 
 
-def check_frames(frames_FHWC: Frames) -> None:
+def check_frames(frames_FHWC: Frames, num_channels: Collection[int] = (3,)) -> None:
     assert frames_FHWC.dtype == np.uint8, frames_FHWC.dtype
     assert frames_FHWC.ndim == 4, frames_FHWC.shape
     assert frames_FHWC.shape[0] > 0, "no frames"
-    assert frames_FHWC.shape[3] == 3, frames_FHWC.shape
+    assert frames_FHWC.shape[3] in num_channels, frames_FHWC.shape

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from pipelines.checkpoint import Checkpoint
-from pipelines.defaults import largest_num_frames, nearest_size
+from pipelines.defaults import largest_num_frames
 from pipelines.description import Description, read_description
 from pipelines.loading import shipped_checkpoints
+from pipelines.size import nearest_size
 
 COLOURS = ("red", "green", "blue", "yellow", "purple", "orange", "white", "black")
 

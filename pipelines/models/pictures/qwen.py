@@ -58,21 +58,34 @@ def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Tensor]:
 
 
 def blank_pictures(path: Path, request: MediaRequest) -> Mapping[str, Any]:
-    """Editors of several pictures take a list."""
+    """Editors of several pictures take a list. Where there are layers, these are the frames."""
     import torch
 
-    unit, channels = defaults(path).size_multiple // 2, read_config(path, "transformer").get("out_channels", 16)
+    unit, channels = clip_vae_scale(path, 3), read_config(path, "transformer").get("out_channels", 16)
     shape = (1, channels, 1, request.height // unit, request.width // unit)
-    pictures = [torch.zeros(shape) for _ in range(request.num_pictures)]
+    pictures = [torch.zeros(shape).movedim(2, 1 if request.num_layers else 2) for _ in range(request.num_pictures)]
     return {"image_latents": pictures if "Plus" in read_index(path)["_class_name"] else pictures[0]}
 
 
 EDITOR: Mapping[str, Any] = {"min_pictures": 1, "strength_needs_mask": True}
 WORDS_ALONE: Mapping[str, Any] = {"min_pictures": 1, "takes_mask": False, "takes_strength": False, "strength": 1.0}
+LAYERED: Mapping[str, Any] = {
+    **WORDS_ALONE,
+    "width": 640,
+    "height": 640,
+    "size_multiple": 32,
+    "max_pixels": 1024 * 1088,
+    "enlarges_pictures": True,
+    "describes_pictures": True,
+    "num_layers": 4,
+    "max_layers": 10,
+}
+"""It was made for as many pixels as 640 x 640 and 1024 x 1024 have, in any shape whose sides are multiples of 32."""
 EDITORS: Mapping[str, Mapping[str, Any]] = {
     "QwenImageEditPipeline": EDITOR,
     "QwenImageEditInpaintPipeline": EDITOR,
     "QwenImageEditPlusPipeline": {**WORDS_ALONE, "max_pictures": 3, "num_inference_steps": 40},
+    "QwenImageLayeredPipeline": LAYERED,
 }
 """What differs where a picture is edited by words. Three pictures are what Edit-Plus was made for (its card)."""
 
@@ -95,10 +108,16 @@ def defaults(path: Path) -> Defaults:
     return replace(known, **EDITORS[name]) if name in EDITORS else known
 
 
-def mend(blocks: Any) -> None:
-    from pipelines.models.mended.qwen_masks import mend
+def inputs(path: Path, request: MediaRequest) -> Mapping[str, Any]:
+    """A model that describes pictures does so in English, as its card has it, and not in Chinese."""
+    return {"use_en_prompt": True} if request.num_layers else {}
 
-    mend(blocks)
+
+def mend(blocks: Any) -> None:
+    from pipelines.models.mended import qwen_layers, qwen_masks
+
+    qwen_masks.mend(blocks)
+    qwen_layers.mend(blocks)
 
 
 def fast(config: Config) -> ArrangeWeights | None:
@@ -123,6 +142,7 @@ ARCHITECTURE = Architecture(
     blank_pictures=blank_pictures,
     adapted=without_prompt_mask,
     mend=mend,
+    inputs=inputs,
     fast=fast,
     windowed_prompts=(PROMPT_WINDOW, 2 * PROMPT_WINDOW),
 )

@@ -46,6 +46,20 @@ def test_png_is_lossless() -> None:
     np.testing.assert_array_equal(pixels, frames[0])
 
 
+@pytest.mark.parametrize(("format", "is_lossless"), [("png", True), ("webp", False)])
+def test_opacity_is_kept(format: str, is_lossless: bool) -> None:
+    frames = np.concatenate([gradient(1, 33, 47), gradient(1, 33, 47)[..., :1]], axis=-1)
+    with Image.open(io.BytesIO(encode_frames(frames, format))) as picture:
+        pixels = np.asarray(picture)
+    np.testing.assert_array_equal(pixels[..., 3], frames[0, ..., 3])
+    assert np.array_equal(pixels, frames[0]) is is_lossless
+
+
+def test_jpeg_has_no_opacity() -> None:
+    with pytest.raises(ValueError, match="jpeg has no opacity; use png or webp"):
+        encode_frames(np.zeros((1, 8, 8, 4), np.uint8), "jpeg")
+
+
 @pytest.mark.parametrize("format", ["jpeg", "webp"])
 def test_compression_is_the_quality_kept(format: str) -> None:
     frames = gradient(1, 64, 96)

@@ -69,6 +69,9 @@ CASES = {
     ),
     "qwen edit plus, one picture": PictureCase(make=tiny_qwen.qwen_edit_plus),
     "qwen edit plus, two pictures": PictureCase(make=tiny_qwen.qwen_edit_plus, tensor=True, pictures=TWO),
+    "qwen layered": PictureCase(
+        make=tiny_qwen.qwen_layered, tensor=True, sides=(1, 2), pictures=((60, 31),), changes={"num_layers": 3}
+    ),
     "z image": PictureCase(make=tiny_pictures.z_image, num_steps=4, changes={"strength": 0.7}),
     "z image, the strength of its own": PictureCase(make=tiny_pictures.z_image, num_steps=4),
 }
@@ -102,6 +105,8 @@ def pixels_of(images: Any) -> Tensor:
     """In [0, 1]. Diffusers' blocks that paint inside a mask give 8-bit pictures alone."""
     if isinstance(images, Tensor):
         return images
+    if isinstance(images[0], Tensor):
+        return images[0]
     return torch.stack([torch.from_numpy(np.array(image)).movedim(-1, 0) / 255 for image in images])
 
 
@@ -175,10 +180,12 @@ def test_pictures_come_out_and_jobs_move(name: str, folders: Callable[[Any], Pat
         pipeline = load_pipeline(checkpoint)
         states = list(pipeline.states(request, pictures_of(case)))
     sampler, decoder = pipeline.sampler, pipeline.decoder
-    shape = (1, request.height, request.width, 3)
-    for latents, take in ((sampler.preview(states[1]), decoder.preview), (sampler.latents(states[-1]), decoder.decode)):
-        frames = take(latents, request)
-        assert (frames.shape, frames.dtype) == (shape, np.uint8)
+    sides = (request.height, request.width)
+    preview = decoder.preview(sampler.preview(states[1]), request)
+    assert (preview.shape, preview.dtype) == ((1, *sides, 3), np.uint8)
+    frames = decoder.decode(sampler.latents(states[-1]), request)
+    shape = (request.num_layers, *sides, 4) if request.num_layers else (1, *sides, 3)
+    assert (frames.shape, frames.dtype) == (shape, np.uint8)
     cpu = torch.device("cpu")
     skeleton, tensors = pack(states[1], cpu)
     state = unpack(skeleton, joined(tensors, cpu))
@@ -187,5 +194,5 @@ def test_pictures_come_out_and_jobs_move(name: str, folders: Callable[[Any], Pat
     assert torch.equal(sampler.latents(state)["latents"], sampler.latents(states[-1])["latents"])
     expected = own(name, CASES.__getitem__, folder).get("images")
     pixels = decoder.pixels(sampler.latents(states[-1]))
-    rounding = 0 if isinstance(expected, Tensor) else 0.5 / 255
+    rounding = 0 if isinstance(expected, Tensor) or isinstance(expected[0], Tensor) else 0.5 / 255
     torch.testing.assert_close(pixels, pixels_of(expected), rtol=0, atol=1e-3 + rounding)

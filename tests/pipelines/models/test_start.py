@@ -20,10 +20,12 @@ MODELS = {
     "qwen": tiny_qwen.qwen,
     "qwen edit": tiny_qwen.qwen_edit,
     "qwen edit plus": tiny_qwen.qwen_edit_plus,
+    "qwen layered": tiny_qwen.qwen_layered,
     "qwen 2.1": tiny_qwen.qwen21,
     "z image": tiny_pictures.z_image,
 }
-WITH_PICTURES = {"qwen edit", "qwen edit plus"}
+WITH_PICTURES = {"qwen edit": 2 * 15, "qwen edit plus": 2 * 15, "qwen layered": (1 + 4 + 1) * 4 * 15}
+"""How many tokens the pictures have: one and what comes of it, which may be layers and what they show together."""
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -35,7 +37,7 @@ def test_a_gang_can_begin(name: str, tmp_path: Path) -> None:
     model = checkpoint.denoiser(typical=typical)
     assert model.typical_lengths is not None
     if name in WITH_PICTURES:
-        assert model.typical_lengths["image"] == 2 * 15
+        assert model.typical_lengths["image"] == WITH_PICTURES[name]
     engine = PlainEngine(model=model)
     for branches in (checkpoint.first_step(typical), model.probe()):
         for prediction in engine.predict(branches):

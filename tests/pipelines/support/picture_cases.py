@@ -95,9 +95,15 @@ def small_pictures() -> Iterator[None]:
     """Some editors bring every picture to a megapixel, which takes a CPU long."""
     with ExitStack() as stack:
         stack.enter_context(patch(KONTEXT_SIZES, [(48, 32), (32, 48), (48, 48)]))
-        stack.enter_context(patch(QWEN_SIZES, lambda area, ratio: (48, 32, None) if ratio > 1 else (32, 48, None)))
+        stack.enter_context(patch(QWEN_SIZES, _small_sides))
         stack.enter_context(patch("transformers.Qwen2VLProcessor.from_pretrained", lambda *_, **__: QwenProcessor()))
         yield
+
+
+def _small_sides(area: int, ratio: float) -> tuple[int, int, None]:
+    """A picture that is taken apart has sides of its model's multiple."""
+    long = 48 if area == 1024 * 1024 else 64
+    return (long, 32, None) if ratio > 1 else (32, long, None)
 
 
 @cache
@@ -105,10 +111,13 @@ def own(case_name: str, make_case: Callable[[str], PictureCase], folder: Path) -
     """The state that the pipeline's own call ends with."""
     case = make_case(case_name)
     images, request = images_of(case), request_of(case, folder)
+    if request.num_layers:
+        images = [image.convert("RGBA") for image in images]
     given: dict[str, Any] = {"image": images[0] if len(images) == 1 else images or None}
     if case.has_mask:
         given["mask_image"] = mask_of(*case.pictures[0])
     if request.strength is not None:
         given["strength"] = request.strength
     with small_pictures():
-        return own_state(folder, request, **given, max_area=request.width * request.height, **case.own)
+        given |= {"max_area": request.width * request.height, "layers": request.num_layers}
+        return own_state(folder, request, **given, **case.own)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import string
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +14,28 @@ from tests.pipelines.support.tiny_models import HIDDEN
 from tests.pipelines.support.tiny_pictures import chat_tokenizer, flow
 
 
-def qwen_auto_encoder() -> Any:
+def qwen_auto_encoder(z_dim: int = 4, num_channels: int = 3) -> Any:
     from diffusers import AutoencoderKLQwenImage
 
     torch.manual_seed(0)
-    sizes = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 1, 2, 2], "num_res_blocks": 1}
-    scales = {"latents_mean": [0.0] * 4, "latents_std": [1.0] * 4}  # the decoding blocks scale the latents in place
+    sizes = {"base_dim": 8, "z_dim": z_dim, "dim_mult": [1, 1, 2, 2], "num_res_blocks": 1}
+    sizes["input_channels"] = num_channels
+    scales = {
+        "latents_mean": [0.0] * z_dim,
+        "latents_std": [1.0] * z_dim,
+    }  # the decoding blocks scale the latents in place
     return shake(AutoencoderKLQwenImage(**sizes, **scales, temperal_downsample=[False, True, True]))
 
 
-def qwen(path: Path, kind: str = "QwenImagePipeline", **changes: Any) -> Path:
+def qwen(path: Path, kind: str = "QwenImagePipeline", vae: Any = None, **changes: Any) -> Path:
     import diffusers
+
+    vae = vae or qwen_auto_encoder()
 
     transformer = diffusers.QwenImageTransformer2DModel(
         patch_size=2,
-        in_channels=16,
-        out_channels=4,
+        in_channels=4 * vae.config.z_dim,
+        out_channels=vae.config.z_dim,
         num_layers=2,
         attention_head_dim=16,
         num_attention_heads=4,
@@ -40,7 +47,7 @@ def qwen(path: Path, kind: str = "QwenImagePipeline", **changes: Any) -> Path:
     parts: dict[str, Any] = {"processor": None} if is_editor else {}
     getattr(diffusers, kind)(
         scheduler=flow(),
-        vae=qwen_auto_encoder(),
+        vae=vae,
         text_encoder=qwen_vl(),
         tokenizer=vision_tokenizer(),
         transformer=shake(transformer),
@@ -62,6 +69,12 @@ def qwen_edit_plus(path: Path) -> Path:
     return qwen(path, "QwenImageEditPlusPipeline", zero_cond_t=True)
 
 
+def qwen_layered(path: Path) -> Path:
+    """Latents have more channels than pixels: what has as many is taken for latents by the classic pipeline."""
+    settings = {"use_additional_t_cond": True, "use_layer3d_rope": True}
+    return qwen(path, "QwenImageLayeredPipeline", qwen_auto_encoder(z_dim=6, num_channels=4), **settings)
+
+
 class QwenProcessor:
     """What ``Qwen2VLProcessor`` does, which needs torchvision even to be made."""
 
@@ -71,11 +84,13 @@ class QwenProcessor:
         self.images = Qwen2VLImageProcessorPil(patch_size=4, min_pixels=64, max_pixels=64 * 64)
         self.tokenizer = vision_tokenizer()
 
-    def __call__(self, *, text: list[str], images: Any, padding: bool, return_tensors: str) -> Any:
+        self.batch_decode = self.tokenizer.batch_decode
+
+    def __call__(self, *, text: str | list[str], images: Any, padding: bool, return_tensors: str) -> Any:
         from transformers import BatchFeature
 
         given = self.images(images, return_tensors=return_tensors)
-        pad, (words,) = VISION[2], text
+        pad, (words,) = VISION[2], [text] if isinstance(text, str) else text
         for grid in given["image_grid_thw"]:
             words = words.replace(pad, "\0" * (int(grid.prod()) // self.images.merge_size**2), 1)
         ids = self.tokenizer([words.replace("\0", pad)], padding=padding, return_tensors=return_tensors)
@@ -91,6 +106,10 @@ def vision_tokenizer() -> Any:
     letters = chat_tokenizer()
     letters.add_special_tokens({"additional_special_tokens": list(VISION)})
     return letters
+
+
+TALKS_UNTIL = string.ascii_uppercase
+"""What ends the description of a picture, so that it is a few words."""
 
 
 def qwen_vl() -> Any:
@@ -111,7 +130,9 @@ def qwen_vl() -> Any:
     ids = {"vision_start_token_id": start, "vision_end_token_id": end, "image_token_id": image, "video_token_id": video}
     config = Qwen2_5_VLConfig(text_config=text, vision_config={**vision, "patch_size": 4, "window_size": 16}, **ids)
     torch.manual_seed(0)
-    return shake(Qwen2_5_VLForConditionalGeneration(config))
+    model = shake(Qwen2_5_VLForConditionalGeneration(config))
+    model.generation_config.eos_token_id = [ALPHABET.index(letter) for letter in TALKS_UNTIL]
+    return model
 
 
 def qwen21(path: Path) -> Path:
