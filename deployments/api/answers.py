@@ -16,6 +16,8 @@ from pipelines.caching import CacheMode
 from pipelines.defaults import Defaults
 from pipelines.request import Lora, MediaKind
 
+Background = Literal["opaque", "transparent"]
+LAYER = "Which layer of its picture, 0 the lowest; null of a picture without layers. Beyond OpenAI."
 CACHE = "Which steps made no forwards; beyond OpenAI."
 
 
@@ -87,6 +89,7 @@ class Image(BaseModel):
     url: str | None = None
     revised_prompt: str | None = None
     seed: int = Field(description="The seed that draws this picture again; beyond OpenAI.")
+    layer: int | None = Field(default=None, description=LAYER)
 
 
 class ImagesResponse(BaseModel):
@@ -94,7 +97,7 @@ class ImagesResponse(BaseModel):
     data: list[Image]
     output_format: str
     size: str
-    background: Literal["opaque"] = "opaque"
+    background: Background = "opaque"
     quality: Quality | None = Field(description="What the steps were chosen by; null if num_inference_steps was given.")
     num_inference_steps: int = Field(description="beyond OpenAI")
     cache: CacheMode = Field(description=CACHE)
@@ -127,13 +130,14 @@ class CompletedPicture(Event):
     created_at: int
     output_format: str
     size: str
-    background: str = "opaque"
+    background: Background = "opaque"
     quality: Quality | Literal["auto"] = "auto"
     num_inference_steps: int = Field(description="beyond OpenAI")
     cache: CacheMode = Field(description=CACHE)
     usage: Usage = Usage()
     safety_identifier: str | None = None
     image_index: int = Field(description="Which of the n pictures; beyond OpenAI.")
+    layer: int | None = Field(default=None, description=LAYER)
     seed: int = Field(description="beyond OpenAI")
     timings: StageTimes = Field(description="beyond OpenAI")
 

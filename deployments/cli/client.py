@@ -28,10 +28,12 @@ class RefusedError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """Finished bytes, the seed that made them, and seconds by stage. ``index`` counts the pictures of one request."""
+    """Finished bytes, the seed that made them, and seconds by stage. ``index`` counts the pictures of one request, and
+    ``layer`` the layers of one picture."""
 
     data: bytes
     index: int = 0
+    layer: int = 0
     seed: int
     timings_s: Mapping[str, float] = field(default_factory=dict)
 
@@ -90,6 +92,7 @@ class Client:
                         yield Result(
                             data=base64.b64decode(event["b64_json"]),
                             index=event["image_index"],
+                            layer=event.get("layer") or 0,
                             seed=event["seed"],
                             timings_s=_seconds(event.get("timings")),
                         )

@@ -25,7 +25,8 @@ def generate(
     """Asks ``client`` for ``prompt``, shows its progress, writes ``out``. The model's kind decides the route.
 
     ``images`` and ``mask`` are files that go along; of ``options``, ``lora`` is as it was written (NAME, NAME:SCALE).
-    Of several pictures (``n``) each is written to a file of its own, ``out`` with its number at the end of the name.
+    Of several pictures (``n``), or layers, each is written to a file of its own, ``out`` with its number at the end of
+    the name.
     """
     files = _read(images, mask)
     if written := options.get("lora"):
@@ -33,11 +34,12 @@ def generate(
     model = _model(client, options.get("model"), len(images))
     body = {"prompt": prompt, **options, "model": model["id"]}
     console.print(f"{model['id']}: {prompt}", highlight=False)
-    num_results = options.get("n", 1)
+    num_layers = options.get("layers", model["defaults"].get("num_layers", 0))
+    num_results = options.get("n", 1) * max(1, num_layers)
     results = follow(model["kind"], _events(client, model["kind"], body, out, files), num_results)
     out.parent.mkdir(parents=True, exist_ok=True)
-    for result in sorted(results, key=lambda result: result.index):
-        file = out if num_results == 1 else out.with_stem(f"{out.stem}-{result.index + 1}")
+    for number, result in enumerate(sorted(results, key=lambda result: (result.index, result.layer)), 1):
+        file = out if num_results == 1 else out.with_stem(f"{out.stem}-{number}")
         file.write_bytes(result.data)
         console.print(f"{file}  seed {result.seed}  {timings_line(result)}", highlight=False, soft_wrap=True)
 

@@ -66,6 +66,7 @@ def generate(
     image: ImageOption = None,
     mask: Annotated[Path | None, typer.Option(help="Where to paint: transparent, or else white.")] = None,
     strength: Annotated[float | None, typer.Option(help="How much of the picture is painted anew, up to 1.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Of models that take a picture apart; files are numbered.")] = None,
     config: ConfigOption = "laptop",
     url: UrlOption = "",
     api_key_file: KeyOption = None,
@@ -74,19 +75,10 @@ def generate(
     """A picture or a clip from words, or from words and pictures."""
     from deployments.cli.generate import generate as run
 
-    counts = {"num_inference_steps": steps, "seed": seed, "n": n, "num_frames": frames, "fps": fps}
-    fields = {
-        "model": model,
-        "size": size,
-        **counts,
-        "negative_prompt": negative_prompt,
-        "guidance_scale": guidance_scale,
-        "true_cfg_scale": true_cfg_scale,
-        "strength": strength,
-        "lora": lora or None,
-        "cache": cache,
-    }
-    options = {name: value for name, value in fields.items() if value is not None}
+    words = {"model": model, "size": size, "negative_prompt": negative_prompt, "lora": lora or None, "cache": cache}
+    counts = {"num_inference_steps": steps, "seed": seed, "n": n, "num_frames": frames, "fps": fps, "layers": layers}
+    scales = {"guidance_scale": guidance_scale, "true_cfg_scale": true_cfg_scale, "strength": strength}
+    options = {name: value for name, value in {**words, **counts, **scales}.items() if value is not None}
     with _client(config, url, api_key_file) as client:
         run(client, prompt, out, options, image or [], mask)
 

@@ -15,6 +15,7 @@ from deployments.requests.fields import (
     Name,
     NegativePrompt,
     Off,
+    OptionalPrompt,
     Picture,
     Pictures,
     Prompt,
@@ -122,12 +123,18 @@ class EditBody(ImageBody):
 
     picture_fields = ("image", "images", "mask")
 
+    prompt: OptionalPrompt = Field(
+        "", description="What to make of the pictures, in words; may be empty where the model describes them itself."
+    )
     image: Pictures | None = Field(None, description="The pictures to change: PNG, JPEG or WebP, one or several.")
     images: Pictures | None = Field(None, description="The same as image, by its name in JSON.")
     mask: Picture | None = Field(
         None, description="Where to paint, as large as the first picture: what is transparent in it, or else white."
     )
     strength: Strength | None = Field(None, description=STRENGTH)
+    layers: Count | None = Field(
+        None, description="How many transparent pictures the picture is taken apart into, by models that do that."
+    )
     input_fidelity: Literal["high", "low"] | None = Field(None, description=ACCEPTED)
 
 

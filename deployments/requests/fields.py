@@ -19,6 +19,7 @@ MAX_COUNT = 10**15 - 1
 RANDOM_SEED = -1
 SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
 NUL = "\x00"
+BLANK = "it must say something: spaces alone tell the model nothing"
 
 
 def _without_nul(text: str) -> str:
@@ -30,7 +31,7 @@ def _without_nul(text: str) -> str:
 
 def _says_something(text: str) -> str:
     if not text or text.isspace():
-        raise PydanticCustomError("blank", "it must say something: spaces alone tell the model nothing")
+        raise PydanticCustomError("blank", BLANK)
     return text
 
 
@@ -108,6 +109,8 @@ Prompt = Annotated[
     AfterValidator(_says_something),
     WithJsonSchema({"type": "string", "maxLength": MAX_PROMPT_CHARS, "minLength": 1}),
 ]
+OptionalPrompt = Annotated[str, StringConstraints(max_length=MAX_PROMPT_CHARS), AfterValidator(_without_nul)]
+"""Whether it must say something is looked at together with the model."""
 NegativePrompt = Annotated[Text, StringConstraints(max_length=MAX_PROMPT_CHARS)]
 Name = Annotated[Text, StringConstraints(max_length=512)]
 Size = Annotated[str, WithJsonSchema({"type": "string", "pattern": f"^({PIXELS}|auto)?$"})]

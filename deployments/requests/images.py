@@ -51,6 +51,10 @@ class ImageRequest:
         return self.requests[0].cache
 
     @property
+    def num_layers(self) -> int:
+        return self.requests[0].num_layers
+
+    @property
     def num_input_bytes(self) -> int:
         """What the pictures take in memory."""
         return sum(len(picture.data) for picture in self.pictures.pictures)
@@ -83,7 +87,7 @@ def image_request(
         requests=(first, *rest),
         pictures=pictures,
         is_edit=isinstance(body, EditBody),
-        output=image_output(body),
+        output=image_output(body, first.num_layers),
         by_url=body.response_format == "url",
         stream_progress=bool(body.stream_progress),
         quality=MEANINGS[body.quality or "auto"] if body.num_inference_steps is None else None,
@@ -107,8 +111,15 @@ def check_seeds(seed: int, n: int) -> None:
         raise RequestError(f"seed is {seed} and n is {n}: seed + n - 1 must be at most {MAX_SEED}", "seed")
 
 
-def image_output(body: ImageBody) -> Output:
+def image_output(body: ImageBody, num_layers: int = 0) -> Output:
     image_format = body.output_format or "png"
+    if num_layers and image_format == "jpeg":
+        message = (
+            "output_format is jpeg, which knows no transparency, and layers are transparent; set it to png or webp"
+        )
+        raise RequestError(message, "output_format")
+    if num_layers and body.background == "opaque":
+        raise RequestError("background is opaque, but layers are transparent; leave it out", "background")
     compression = 100 if body.output_compression is None else body.output_compression
     if image_format == "png" and compression != 100:
         message = f"output_compression is {compression}, but png is lossless; set output_format to jpeg or webp"

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from deployments.requests.bodies import EditBody, MediaBody, VideoBody
 from deployments.requests.errors import RequestError, blaming, shown
-from deployments.requests.fields import RANDOM_SEED
+from deployments.requests.fields import BLANK, RANDOM_SEED
 from deployments.requests.loras import choose_loras, split_name
 from deployments.requests.pictures.sources import Sources
 from deployments.requests.quality import MEANINGS, quality_steps
@@ -106,7 +106,7 @@ def media_request(
         request_id=f"{request_id}-{secrets.token_hex(4)}",
         model=card.name,
         kind=card.defaults.kind,
-        prompt=body.prompt,
+        prompt=choose_prompt(body, card),
         negative_prompt=body.negative_prompt or "",
         width=width,
         height=height,
@@ -120,6 +120,7 @@ def media_request(
         num_pictures=len(pictures.pictures),
         has_mask=pictures.mask is not None,
         strength=strength_of(body),
+        num_layers=choose_layers(body, card.defaults),
         loras=choose_loras(body.model, body.lora or (), card),
         cache=body.cache or "off",
         service_tier=TIERS[body.service_tier or "auto"],
@@ -158,14 +159,30 @@ def choose_size(body: MediaBody, defaults: Defaults, first: InputPicture | None 
 
 
 def size_of(picture: InputPicture, defaults: Defaults) -> tuple[int, int]:
-    """Returns the nearest allowed size; of a ``picture`` larger than what the model makes by default, one like that.
-
-    Cameras give many times the pixels for which models were made.
-    """
+    """Returns the nearest allowed size; of a ``picture`` larger than the model's default (or smaller, where the model
+    ``enlarges_pictures``) one like that: cameras give many times the pixels for which models were made."""
     excess = picture.width * picture.height / (defaults.width * defaults.height)
-    scale = 1 / math.sqrt(max(1.0, excess))
+    scale = 1 / math.sqrt(excess if defaults.enlarges_pictures else max(1.0, excess))
     nearest = defaults.nearest_size(scale * picture.width, scale * picture.height)
     return nearest.width, nearest.height
+
+
+def choose_prompt(body: MediaBody, card: ModelCard) -> str:
+    """Returns the prompt, which may be empty where the model makes its own."""
+    prompt = body.prompt if body.prompt.strip() else ""
+    if prompt or card.defaults.describes_pictures:
+        return prompt
+    if "prompt" not in body.model_fields_set:
+        raise RequestError("prompt is required", "prompt", code="missing_field")
+    raise RequestError(f"prompt is {shown(body.prompt)}: {BLANK}", "prompt")
+
+
+def choose_layers(body: MediaBody, defaults: Defaults) -> int:
+    """Returns how many layers are asked for; 0 of a model that makes whole pictures, or clips."""
+    asked = body.layers if isinstance(body, EditBody) else None
+    with blaming("layers"):
+        defaults.check_layers(defaults.num_layers if asked is None else asked)
+    return defaults.num_layers if asked is None else asked
 
 
 def both_sides(width: int | None, height: int | None) -> tuple[int, int]:

@@ -46,11 +46,12 @@ StageEvent = EncodingDone | JobEvent | QueueFullError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decoded:
-    """Finished bytes from a decoder; ``thumbnail`` is empty for pictures."""
+    """Finished bytes from a decoder; ``thumbnail`` is empty for pictures, ``further`` are layers above the first."""
 
     data: bytes
     thumbnail: bytes
     decode_s: float
+    further: tuple[bytes, ...] = ()
 
 
 GIVES_WAY = {"CUDA_MPS_CLIENT_PRIORITY": "1"}

@@ -99,7 +99,7 @@ class Denoiser:
         came_s = time.monotonic()
         encoding = await encoded[0]
         waited_s = time.monotonic() - came_s
-        num_steps = self._checkpoint.num_steps(request)
+        num_steps, num_frames = self._checkpoint.num_steps(request), request.num_layers or request.num_frames
         computed = computed_steps(request.cache, num_steps)
         job = Job(
             job_id=job_id,
@@ -108,7 +108,7 @@ class Denoiser:
             num_steps=num_steps,
             idle_steps=frozenset(step for step, makes_forwards in enumerate(computed, 1) if not makes_forwards),
             preview_steps=frozenset(request.preview_steps),
-            shape=(request.width, request.height, request.num_frames, request.true_cfg_scale > 1, encoding.shapes),
+            shape=(request.width, request.height, num_frames, request.true_cfg_scale > 1, encoding.shapes),
             estimates_s={1: rough_estimate_s(request, encoding.shapes)},
             exclusive=exclusive,
             request_id=request.request_id,

@@ -38,7 +38,7 @@ def step_times_of(model: ModelConfig, infos: Sequence[RankInfo]) -> StepTimes:
 
 def rough_estimate_s(request: MediaRequest, encoded: Shapes) -> float:
     """Returns what a step of ``request`` lasts on one rank, beside others of its model."""
-    frames = 1 + (request.num_frames - 1) / FRAMES_PER_TOKEN
+    frames = 1 + (request.num_frames - 1) / FRAMES_PER_TOKEN + request.num_layers  # and what they show together
     num_tokens = frames * request.width * request.height / PIXELS_PER_TOKEN + num_text_tokens(encoded)
     return rough_step_s(num_tokens, 2 if request.true_cfg_scale > 1 else 1)
 

@@ -53,10 +53,11 @@ class VaeDecoder:
         """Returns the finished bytes."""
         started_s = time.perf_counter()
         with request_context(request.request_id):
-            data, thumbnail = self._finish(latents, request, output)
+            files, thumbnail = self._finish(latents, request, output)
             decode_s = time.perf_counter() - started_s
-            logger.info("latents are decoded", extra={"decode_s": round(decode_s, 4), "num_bytes": len(data)})
-        return Decoded(data=data, thumbnail=thumbnail, decode_s=decode_s)
+            num_bytes = sum(map(len, files))
+            logger.info("latents are decoded", extra={"decode_s": round(decode_s, 4), "num_bytes": num_bytes})
+        return Decoded(data=files[0], further=files[1:], thumbnail=thumbnail, decode_s=decode_s)
 
     def preview(self, latents: Parcel, request: MediaRequest) -> bytes:
         """Returns PNG bytes of the first frame of unfinished ``latents``."""
@@ -64,13 +65,18 @@ class VaeDecoder:
             frames = self._decoding.run(lambda: self._decoder.preview(latents.open(), request))
             return self._writing.run(encode_frames, frames[:1], "png")
 
-    def _finish(self, latents: Parcel, request: MediaRequest, output: Output) -> tuple[bytes, bytes]:
+    def _finish(self, latents: Parcel, request: MediaRequest, output: Output) -> tuple[tuple[bytes, ...], bytes]:
         if output.format == "mp4":
-            return self._clips.finish(latents, request)
+            data, thumbnail = self._clips.finish(latents, request)
+            return (data,), thumbnail
         media = self._decoding.run(lambda: self._decoder.decode_all(latents.open(), request))
         return self._writing.run(_encode, media.frames_FHWC, request, output)
 
 
-def _encode(frames_FHWC: NDArray[np.uint8], request: MediaRequest, output: Output) -> tuple[bytes, bytes]:
-    data = encode_frames(frames_FHWC, output.format, compression=output.compression, fps=request.fps)
-    return data, encode_thumbnail(frames_FHWC[0]) if request.kind == "video" else b""
+def _encode(frames_FHWC: NDArray[np.uint8], request: MediaRequest, output: Output) -> tuple[tuple[bytes, ...], bytes]:
+    """Returns a clip and its thumbnail, or a picture's layers, each a file."""
+    if request.kind == "video":
+        data = encode_frames(frames_FHWC, output.format, compression=output.compression, fps=request.fps)
+        return (data,), encode_thumbnail(frames_FHWC[0])
+    layers = np.split(frames_FHWC, len(frames_FHWC))
+    return tuple(encode_frames(layer, output.format, compression=output.compression) for layer in layers), b""

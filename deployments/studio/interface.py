@@ -88,13 +88,22 @@ class Preview:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Media:
-    """The finished picture or clip; ``thumbnail`` is a WebP of the first frame for clips, else empty."""
+    """The finished picture or clip; ``thumbnail`` is a WebP of the first frame for clips, else empty.
+
+    Of a picture in layers ``data`` is the lowest, and ``further`` are those above it.
+    """
 
     data: bytes
     format: MediaFormat
     seed: int
     timings: StageTimes
     thumbnail: bytes = b""
+    further: tuple[bytes, ...] = ()
+
+    @property
+    def files(self) -> tuple[bytes, ...]:
+        """Returns everything that the request made, in order."""
+        return (self.data, *self.further)
 
 
 StudioEvent = Queued | Progress | Preview | Media

@@ -38,7 +38,7 @@ NUM_DECODINGS = 2
 """The latents are here: if the decoder dies over them, another one gets them."""
 
 DecodedLike = tuple[int, MediaFormat]
-"""Pixels of all frames, and the format that they are written in."""
+"""Pixels of all frames or layers, and the format that they are written in."""
 DecodeTimes = dict[DecodedLike, float]
 
 logger = logging.getLogger("troupe.flow")
@@ -99,6 +99,7 @@ class Run:
             seed=self.request.seed,
             timings=timings,
             thumbnail=decoded.thumbnail,
+            further=decoded.further,
         )
 
     async def _progress(self) -> AsyncGenerator[StudioEvent]:
@@ -216,7 +217,7 @@ class Run:
     @property
     def _decoded_like(self) -> DecodedLike:
         request = self.request
-        return request.width * request.height * request.num_frames, self.output.format
+        return request.width * request.height * max(request.num_frames, request.num_layers), self.output.format
 
     def _with_time_waited(self) -> MediaRequest:
         """Its deadline counts from when it came, whatever it waited for and however often it began anew."""

@@ -68,6 +68,9 @@ class BlocksDecoder:
         assert not (compiled and others), "what is compiled is on one device"
         self._opened, self._memory_bytes, self._others = opened, memory_bytes, others
         self._pipeline = opened.load(opened.sections.decode)
+        vae: Any = getattr(self._pipeline, "vae", None)
+        if hasattr(vae, "enable_slicing"):
+            vae.enable_slicing()  # a picture's layers one after the other: together they would take as often the memory
         self._prepared = (compile_decoder(self._pipeline.vae),) if compiled else ()
         if memory_bytes is not None:
             limit_memory(self._pipeline.vae, memory_bytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from base64 import b64encode
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from fastapi.responses import JSONResponse
@@ -58,6 +58,7 @@ async def draw(context: ApiContext, request: Request, body: ImageBody, inputs: I
         data=await asyncio.to_thread(_hand_over, context, pictures, media, request),
         output_format=pictures.output.format,
         size=pictures.size,
+        background="transparent" if pictures.num_layers else "opaque",
         quality=pictures.quality,
         num_inference_steps=pictures.num_inference_steps,
         cache=pictures.cache,
@@ -71,11 +72,17 @@ def files_url(context: ApiContext, request: Request) -> str:
 
 
 def _hand_over(context: ApiContext, pictures: ImageRequest, media: list[Media], request: Request) -> list[Image]:
+    files = [(data, layer, one) for one in media for layer, data in _layers(pictures, one)]
     if not pictures.by_url:
-        return [Image(b64_json=b64encode(one.data).decode(), seed=one.seed) for one in media]
-    names = [context.files.put(one.data, one.format, request.state.key_hash) for one in media]
-    url = files_url(context, request)
-    return [Image(url=f"{url}/{name}", seed=one.seed) for name, one in zip(names, media, strict=True)]
+        return [Image(b64_json=b64encode(data).decode(), seed=one.seed, layer=layer) for data, layer, one in files]
+    names = [context.files.put(data, one.format, request.state.key_hash) for data, _, one in files]
+    url, named = files_url(context, request), zip(names, files, strict=True)
+    return [Image(url=f"{url}/{name}", seed=one.seed, layer=layer) for name, (_, layer, one) in named]
+
+
+def _layers(pictures: ImageRequest, media: Media) -> list[tuple[int | None, bytes]]:
+    """Returns the files of one picture, each with the number of its layer."""
+    return list(enumerate(media.files)) if pictures.num_layers else [(None, media.data)]
 
 
 async def perform_all(studio: Studio, pictures: ImageRequest) -> AsyncGenerator[Indexed]:
@@ -128,33 +135,35 @@ async def image_events(
                 etas_s.append(event.eta_s)
                 headers.pop(ETA_HEADER, None)
                 headers.update(eta_header(etas_s))
-            if news := translate(pictures, index, event):
+            for news in translate(pictures, index, event):
                 yield news
 
 
-def translate(pictures: ImageRequest, index: int, event: StudioEvent) -> Event | None:
+def translate(pictures: ImageRequest, index: int, event: StudioEvent) -> Sequence[Event]:
     match event:
         case Media():
-            return _completed(pictures, index, event)
+            return [_completed(pictures, index, event, layer, data) for layer, data in _layers(pictures, event)]
         case Preview():
-            return _partial(pictures, index, event)
+            return [_partial(pictures, index, event)]
         case Progress() if pictures.stream_progress:
-            return StepProgress(image_index=index, step=event.step, of=event.num_steps, eta_s=event.eta_s)
-    return None
+            return [StepProgress(image_index=index, step=event.step, of=event.num_steps, eta_s=event.eta_s)]
+    return ()
 
 
-def _completed(pictures: ImageRequest, index: int, media: Media) -> CompletedPicture:
+def _completed(pictures: ImageRequest, index: int, media: Media, layer: int | None, data: bytes) -> CompletedPicture:
     completed = CompletedEdit if pictures.is_edit else CompletedImage
     return completed(
-        b64_json=b64encode(media.data).decode(),
+        b64_json=b64encode(data).decode(),
         created_at=int(time.time()),
         output_format=media.format,
         size=pictures.size,
+        background="opaque" if layer is None else "transparent",
         quality=pictures.quality or "auto",
         num_inference_steps=pictures.num_inference_steps,
         cache=pictures.cache,
         safety_identifier=pictures.safety_identifier,
         image_index=index,
+        layer=layer,
         seed=media.seed,
         timings=media.timings,
     )

@@ -11,7 +11,7 @@ from diffusers.modular_pipelines.qwenimage.encoders import QwenImageLayeredResiz
 from pipelines.blocks.tree import replace_blocks
 
 
-class SizeAskedFor(QwenImageLayeredResizeStep):  # type: ignore[misc]  # diffusers has no types
+class WithOpacity(QwenImageLayeredResizeStep):  # type: ignore[misc]  # diffusers has no types
     """Takes the place of a block that knows two sizes, and leaves a picture without opacity to an auto-encoder that
     wants it."""
 
@@ -28,4 +28,4 @@ class SizeAskedFor(QwenImageLayeredResizeStep):  # type: ignore[misc]  # diffuse
 
 
 def mend(blocks: Any) -> None:
-    replace_blocks(blocks, QwenImageLayeredResizeStep, SizeAskedFor)
+    replace_blocks(blocks, QwenImageLayeredResizeStep, WithOpacity)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from diffusers.pipelines.qwenimage.pipeline_qwenimage_layered import calculate_dimensions
 
 from deployments.requests.bodies import EditBody
 from deployments.requests.errors import RequestError
-from deployments.requests.rules import choose_card, choose_size
+from deployments.requests.rules import choose_card, choose_size, size_of
 from pipelines.defaults import Defaults
 from pipelines.pictures import InputPicture
-from tests.deployments.support.fake_studio import EDITS, FakeStudio
+from tests.deployments.support.fake_studio import EDITS, PICTURES, FakeStudio
 
 CARDS = FakeStudio(takes_pictures=True).cards()
 LARGE = replace(EDITS, width=1024, height=1024, max_pixels=2048 * 2048)
@@ -60,3 +61,15 @@ def test_without_a_name_a_model_for_the_pictures_is_taken(kind: str, num_picture
     assert choose_card(CARDS, "fake-pictures", "image", num_pictures).name == "fake-pictures"
     with pytest.raises(RequestError):
         choose_card({}, None, "image", num_pictures)
+
+
+@pytest.mark.parametrize(
+    ("width", "height"), [(640, 640), (3000, 2000), (300, 500), (20, 13), (1001, 777), (160, 1600)]
+)
+def test_a_picture_of_any_size_asks_for_as_many_pixels(width: int, height: int) -> None:
+    """By the rule of diffusers' pipeline that takes pictures apart."""
+    area = replace(PICTURES, width=640, height=640, size_multiple=32, max_pixels=2**21, enlarges_pictures=True)
+    picture = InputPicture(width=width, height=height, mode="L", data=b"")
+    assert size_of(picture, area) == calculate_dimensions(640 * 640, width / height)
+    plain = size_of(picture, replace(area, enlarges_pictures=False))
+    assert (plain == size_of(picture, area)) == (width * height >= 640 * 640)

@@ -56,6 +56,7 @@ MATTERS = {
     "num_pictures": REQUEST.num_pictures + 1,
     "has_mask": True,
     "strength": 0.5,
+    "num_layers": 3,
     "loras": (Lora(name="ink"),),
     "cache": "medium",
     "key": "somebody else",

@@ -50,6 +50,16 @@ CLIPS = Defaults(
     max_steps=100,
 )
 EDITS = replace(PICTURES, min_pictures=1, max_pictures=3, takes_mask=True, takes_strength=True)
+LAYERS = replace(
+    PICTURES,
+    max_pixels=512 * 512,
+    min_pictures=1,
+    max_pictures=1,
+    enlarges_pictures=True,
+    describes_pictures=True,
+    num_layers=2,
+    max_layers=5,
+)
 BEGUN_CLIPS = replace(CLIPS, width=64, height=64, max_pictures=1)
 
 
@@ -60,7 +70,7 @@ class FakeStudio:
 
     Both may raise. Without ``knows_times`` nothing was measured yet, without ``same_bytes`` gangs are elastic.
     ``performed`` are the requests that came, ``inputs`` what came along with each, ``closed`` the ids of those closed
-    before their end. ``takes_pictures``: two more models do.
+    before their end. ``takes_pictures``: two more models do; ``takes_apart``: one takes them apart.
     """
 
     step_s: float = 0.005
@@ -73,6 +83,7 @@ class FakeStudio:
     knows_times: bool = True
     same_bytes: bool = True
     takes_pictures: bool = False
+    takes_apart: bool = False
     performed: list[MediaRequest] = field(default_factory=list)
     inputs: list[InputPictures] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)
@@ -83,6 +94,8 @@ class FakeStudio:
         defaults = {"fake-pictures": PICTURES, "fake-clips": CLIPS}
         if self.takes_pictures:
             defaults |= {"fake-edits": EDITS, "fake-begun-clips": BEGUN_CLIPS}
+        if self.takes_apart:
+            defaults |= {"fake-layers": LAYERS}
         return {
             name: ModelCard(
                 name=name,
@@ -133,8 +146,11 @@ class FakeStudio:
         seconds = {"queue_s": 0.001, "encode_s": 0.002, "denoise_s": total_s, "decode_s": 0.003, "total_s": total_s}
         timings = StageTimes(**seconds, was_warm=False, gpu_s=GPU_S, eta_s=eta_s, same_bytes=self.same_bytes)
         data = clip(request) if request.kind == "video" else picture(request, output)
+        further = tuple(layer(request, output, number) for number in range(1, request.num_layers))
         thumbnail = picture(request, Output(format="webp")) if request.kind == "video" else b""
-        yield Media(data=data, format=output.format, seed=request.seed, timings=timings, thumbnail=thumbnail)
+        yield Media(
+            data=data, format=output.format, seed=request.seed, timings=timings, thumbnail=thumbnail, further=further
+        )
 
 
 def colour(seed: int) -> tuple[int, int, int]:
@@ -145,6 +161,15 @@ def picture(request: MediaRequest, output: Output) -> bytes:
     file = io.BytesIO()
     image = Image.new("RGB", (request.width, request.height), colour(request.seed))
     image.save(file, output.format, quality=output.compression)
+    return file.getvalue()
+
+
+def layer(request: MediaRequest, output: Output, number: int) -> bytes:
+    """The more transparent, the higher it lies."""
+    file = io.BytesIO()
+    Image.new("RGBA", (request.width, request.height), (*colour(request.seed), 255 - number)).save(
+        file, output.format, lossless=True
+    )
     return file.getvalue()
 
 
