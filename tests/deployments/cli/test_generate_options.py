@@ -65,3 +65,9 @@ def test_adapters_are_those_that_were_written(monkeypatch: pytest.MonkeyPatch) -
 
 def test_fewer_forwards_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked(monkeypatch, "--cache", "fast") == {"prompt": "a red circle", "cache": "fast"}
+
+
+def test_layers_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ("--layers", "3", "--model", "apart", "--steps", "2", "--seed", "1")
+    expected = {"layers": 3, "model": "apart", "num_inference_steps": 2, "seed": 1}
+    assert asked(monkeypatch, *options) == {"prompt": "a red circle", **expected}

@@ -58,6 +58,7 @@ class Stages:
         self.num_attempts, self.num_decodings, self.now_s = 0, 0, 1000.0
         self.bad_previews: list[Exception] = []
         self.bad_decodings: list[Exception] = []
+        self.decoded = Decoded(data=b"png", thumbnail=b"", decode_s=0.1)
         self.decodes_on_gpu = False
         self.bad_size: Exception | None = None
         self.answers: list[Answer] = []
@@ -94,7 +95,7 @@ class Stages:
         self.num_decodings += 1
         if self.bad_decodings:
             raise self.bad_decodings.pop(0)
-        return Decoded(data=b"png", thumbnail=b"", decode_s=0.1)
+        return self.decoded
 
     async def _check(self) -> None:
         if self.bad_size is not None:
