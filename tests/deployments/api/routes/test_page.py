@@ -17,7 +17,7 @@ import pytest
 from deployments.requests.bodies import EditBody, VideoBody
 from pipelines.defaults import Defaults
 from tests.deployments.api.conftest import build
-from tests.deployments.support.fake_studio import BEGUN_CLIPS, CLIPS, EDITS, PICTURES, FakeStudio
+from tests.deployments.support.fake_studio import BEGUN_CLIPS, CLIPS, EDITS, LAYERS, PICTURES, FakeStudio
 
 PAGE = files("deployments").joinpath("web/index.html").read_text(encoding="utf-8")
 SCRIPT = re.search(r"<script>(.*)</script>", PAGE, re.DOTALL)[1]
@@ -156,3 +156,42 @@ def test_chosen_pictures_are_sent_as_files(tmp_path: Path, defaults: Defaults) -
     shape = "128x32" if defaults.max_pictures else "64x64"
     assert fields["size"] == shape, "in the shape of the first picture, if one is sent"
     assert ("strength" in fields) == defaults.takes_strength
+
+
+DRAW = """
+const made = [];
+makeCard = () => { made.push({ stop: {}, seen: [] }); return made.at(-1); };
+gallery.prepend = () => {};
+post = async () => {};
+fail = (card, error) => card.seen.push(String(error));
+showPictureEvent = (card, event) => card.seen.push(event.name);
+serverSentEvents = async function* () { yield* EVENTS; };
+const show = () => console.log(JSON.stringify(made.map((card) => card.seen)));
+drawPictures({ prompt: "", model: "m", n: 2 }, [1]).then(show);
+"""
+
+
+@needs_node
+def test_each_layer_has_a_card(tmp_path: Path) -> None:
+    """What is told of a picture is shown on the cards of all its layers; a layer that does not come is missed."""
+    form = Form()
+    form.feed(PAGE)
+    progress = [{"type": "troupe.progress", "image_index": index, "name": f"step of {index}"} for index in (1, 0)]
+    layers = [
+        {"type": "image_edit.completed", "image_index": index, "layer": layer, "name": f"{index}.{layer}"}
+        for index, layer in ((1, 0), (1, 1), (0, 1))
+    ]
+    seen = run_page(tmp_path, form, LAYERS, DRAW.replace("EVENTS", json.dumps([*progress, *layers])))
+    lost = "Error: the stream ended early"
+    assert seen == [["step of 0", lost], ["step of 0", "0.1"], ["step of 1", "1.0"], ["step of 1", "1.1"]]
+
+
+@needs_node
+@pytest.mark.parametrize(("defaults", "size", "is_required"), [(LAYERS, "128x32", False), (EDITS, "48x16", True)])
+def test_a_small_picture_and_no_words(tmp_path: Path, defaults: Defaults, size: str, is_required: bool) -> None:
+    form = Form()
+    form.feed(PAGE)
+    small = SEND.replace("width: 4000, height: 1000", "width: 48, height: 12")
+    assert dict(run_page(tmp_path, form, defaults, small))["size"] == size
+    fields = run_page(tmp_path, form, defaults, "console.log(JSON.stringify(fields));")
+    assert fields["prompt"]["required"] is is_required
