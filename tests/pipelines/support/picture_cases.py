@@ -102,7 +102,7 @@ def small_pictures() -> Iterator[None]:
 
 def _small_sides(area: int, ratio: float) -> tuple[int, int, None]:
     """A picture that is taken apart has sides of its model's multiple."""
-    long = 48 if area == 1024 * 1024 else 64
+    long = 64 if area == 640 * 640 else 48
     return (long, 32, None) if ratio > 1 else (32, long, None)
 
 
