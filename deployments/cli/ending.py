@@ -18,6 +18,16 @@ def terminate(number: int, frame: object) -> None:
     raise Terminated
 
 
+def interrupts_never() -> None:
+    """Has Ctrl-C and SIGTERM change nothing from here on, where a command is about to exit.
+
+    One that came while the interpreter ends, which takes it a while, would end it by a signal instead of its status.
+    """
+    if threading.current_thread() is threading.main_thread():
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)  # a handler of Python's own would not last to the end
+
+
 @contextmanager
 def interrupts_later() -> Iterator[None]:
     """Turns a Ctrl-C or a SIGTERM inside the block into its exception at the block's end.

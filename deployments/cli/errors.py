@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import typer
 
-from deployments.cli.ending import Terminated
+from deployments.cli.ending import Terminated, interrupts_never
 
 
 @contextmanager
@@ -20,6 +20,7 @@ def errors() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as interrupt:
+        interrupts_never()  # a second one, of somebody in a hurry
         exec("")  # If one left an exec(), CPython would end a `python -m` by a signal; the next exec() makes it forget.
         number = signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT
         raise typer.Exit(128 + number) from None

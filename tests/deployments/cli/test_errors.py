@@ -23,12 +23,16 @@ except typer.Exit as ended:
     sys.exit(ended.exit_code)
 """
 
+AGAIN = "import atexit, os, signal; atexit.register(lambda: [os.kill(os.getpid(), signal.SIGINT), range(9)])"
+"""A second Ctrl-C, while the interpreter ends."""
+
 
 @pytest.mark.parametrize(
     ("ends_by", "code"),
     [
         ("raise KeyboardInterrupt", 130),
         ("exec('raise KeyboardInterrupt')", 130),  # as in a dataclass that an import is just making
+        (f"{AGAIN}; raise KeyboardInterrupt", 130),
         ("raise ValueError('no such size')", 2),
         ("raise KeyError('ours')", 1),
     ],
