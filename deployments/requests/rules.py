@@ -180,9 +180,10 @@ def choose_prompt(body: MediaBody, card: ModelCard) -> str:
 def choose_layers(body: MediaBody, defaults: Defaults) -> int:
     """Returns how many layers are asked for; 0 of a model that makes whole pictures, or clips."""
     asked = body.layers if isinstance(body, EditBody) else None
+    num_layers = defaults.num_layers if asked is None else asked
     with blaming("layers"):
-        defaults.check_layers(defaults.num_layers if asked is None else asked)
-    return defaults.num_layers if asked is None else asked
+        defaults.check_layers(num_layers)
+    return num_layers
 
 
 def both_sides(width: int | None, height: int | None) -> tuple[int, int]:

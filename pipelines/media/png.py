@@ -53,7 +53,7 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0))), thread_name_prefix="strips")
 
 
-def _strip(rows_HWC: NDArray[np.uint8], is_last: bool) -> tuple[bytes, bytes]:
+def _strip(rows_HWC: NDArray[np.uint8], is_last: bool) -> tuple[memoryview, bytes]:
     """The rows filtered, each with the filter's number before it, and the same compressed."""
     height, width, num_channels = rows_HWC.shape
     filtered = np.empty((height, 1 + width * num_channels), np.uint8)
@@ -61,12 +61,12 @@ def _strip(rows_HWC: NDArray[np.uint8], is_last: bool) -> tuple[bytes, bytes]:
     pixels = filtered[:, 1:].reshape(height, width, num_channels)
     pixels[:, 0] = rows_HWC[:, 0]
     np.subtract(rows_HWC[:, 1:], rows_HWC[:, :-1], out=pixels[:, 1:])
-    plain = filtered.tobytes()
+    plain = filtered.data
     packer = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS, MEMORY_LEVEL, zlib.Z_RLE)
     return plain, packer.compress(plain) + packer.flush(zlib.Z_FINISH if is_last else zlib.Z_FULL_FLUSH)
 
 
-def _data(parts: list[tuple[bytes, bytes]]) -> Iterator[bytes]:
+def _data(parts: list[tuple[memoryview, bytes]]) -> Iterator[bytes]:
     check = 1
     for number, (plain, packed) in enumerate(parts):
         check = zlib.adler32(plain, check)
