@@ -43,22 +43,19 @@ WATCHED_S = 0.8
 """Of the second from one health check to the next."""
 
 LOOPBACK = {"NCCL_SOCKET_IFNAME": "lo"}
-FILES_AT_ONCE = {"HF_ENABLE_PARALLEL_LOADING": "YES"}
-"""diffusers copies weights to a GPU from one file after the other otherwise, which leaves one core busy."""
 
 
-def node_environment(engine: str, *, spares: bool = False, gpus: bool = False) -> Mapping[str, str]:
+def node_environment(engine: str, *, spares: bool = False) -> Mapping[str, str]:
     """Returns the variables to start ranks with on the node where it is called, from that node's own.
 
     NCCL's own sockets, which go to the address of the machine by default, stay on a cluster's loopback. ``spares``:
-    processes that stand by can become ranks. ``gpus``: ranks have some.
+    processes that stand by can become ranks.
     """
     environment = process_environment()
     local = LOOPBACK if is_on_loopback() else {}
     own = {name: value for name, value in local.items() if name not in environment}
     prepared = spare_environment(environment) if spares else {}
-    loading = FILES_AT_ONCE if gpus else {}
-    return {**loading, **own, **prepared, **rank_environment(engine, environment)}
+    return {**own, **prepared, **rank_environment(engine, environment)}
 
 
 class Denoiser:
@@ -73,12 +70,7 @@ class Denoiser:
             model.denoiser,
             LoadRankParts(model=model),
             model=model.name,
-            environment=partial(
-                node_environment,
-                model.denoiser.engine,
-                spares=num_spares > 0,
-                gpus=model.denoiser.gpus_per_rank > 0,
-            ),
+            environment=partial(node_environment, model.denoiser.engine, spares=num_spares > 0),
             step_times=partial(step_times_of, model),
         )
         self._is_watched = False

@@ -21,7 +21,8 @@ class GangConfig:
     a step may take once its ranks are warm, ``start_deadline_s`` covers a whole start, and steps of a shape until its
     ranks are warm. Within a start, ranks have ``process_deadline_s`` until their processes run, ``connect_deadline_s``
     for their communicator, ``load_deadline_s`` for weights and ``build_deadline_s`` for compiling and the self-check
-    (None: what is left of the start), and may answer no ping for ``silence_deadline_s``.
+    (None: what is left of the start), and may answer no ping for ``silence_deadline_s``; those that are ready for
+    ``ping_deadline_s``.
 
     At most ``plans_ahead`` step plans are submitted before the first result is awaited. ``policy`` names who goes
     first; if the gang is ``elastic``, it chooses the jobs' teams too, else all ranks work on one job at a time. At most
@@ -41,6 +42,7 @@ class GangConfig:
     load_deadline_s: float | None = None
     build_deadline_s: float | None = None
     silence_deadline_s: float = 60.0
+    ping_deadline_s: float = 5.0
     plans_ahead: int = 2
     max_running_jobs: int = 4
     max_waiting_jobs: int = 32
@@ -78,7 +80,9 @@ class GangConfig:
         return self.num_ranks // self.num_nodes
 
 
-DEADLINES = tuple(f"{name}_deadline_s" for name in ("step", "start", "process", "connect", "load", "build", "silence"))
+DEADLINES = tuple(
+    f"{name}_deadline_s" for name in ("step", "start", "process", "connect", "load", "build", "silence", "ping")
+)
 
 
 def _check(ok: bool, name: str, given: object, allowed: str) -> None:

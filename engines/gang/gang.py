@@ -26,8 +26,8 @@ from engines.gang.ranks.start import Start, rank_environments
 
 logger = logging.getLogger(__name__)
 
-PING_DEADLINE_S = 5.0
-"""The longest that ranks may take to answer a health check's ping."""
+DEATH_WITHIN_S = 5.0
+"""Of ranks that were killed."""
 
 
 class Gang:
@@ -160,13 +160,13 @@ class Gang:
 
     async def _check_answers(self) -> None:
         try:
-            async with self._clock.timeout(PING_DEADLINE_S):
+            async with self._clock.timeout(self.config.ping_deadline_s):
                 await asyncio.gather(*(rank.ping.remote() for rank in self._ranks))
         except TimeoutError:
             if self._driver.is_cold:
                 logger.warning("no answer to a ping during the first step of a new shape")
                 return
-            reason = f"a rank did not answer a ping within {PING_DEADLINE_S:g} s"
+            reason = f"a rank did not answer a ping within {self.config.ping_deadline_s:g} s"
             self._driver.break_gang(GangBrokenError(reason, "deadline"))
 
     async def _await_death(self) -> None:
@@ -177,7 +177,7 @@ class Gang:
         """
         assert self.broken is not None
         try:
-            async with self._clock.timeout(PING_DEADLINE_S):
+            async with self._clock.timeout(DEATH_WITHIN_S):
                 await asyncio.gather(*(rank.watch.remote() for rank in self._ranks))
         except TimeoutError:
             raise GangBrokenError(self.broken.reason, self.broken.cause) from None

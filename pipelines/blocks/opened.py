@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import logging
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from importlib.util import find_spec
@@ -25,9 +26,12 @@ from pipelines.directory import part_class, part_folder, read_config, read_index
 from pipelines.models.architecture import Architecture
 from pipelines.models.registry import load_architecture
 from pipelines.modular import open_modular
+from pipelines.parts.weight_files import files_of, fill
 from pipelines.pictures import NO_PICTURES, InputPictures
 from pipelines.request import MediaRequest
 from pipelines.single_file import load_single_file
+
+logger = logging.getLogger(__name__)
 
 TOKENIZERS = ("tokenizer", "tokenizer_2", "tokenizer_3")
 SCALES = ("scale_factor_spatial", "scale_factor_temporal")
@@ -127,9 +131,24 @@ class OpenedPipeline:
             return _loaded(spec)
         if self._file is not None and name in self.transformers:
             return self._load_file(name, self._file)
+        is_on_gpu = self.models_device.type == "cuda" and name in self.transformers
+        if is_on_gpu and (model := self._read_part(name)) is not None:
+            return model
         dtype = torch.float32 if name in self.architecture.float32_parts else self.dtype
         model = spec.load(dtype=dtype, device_map={"": str(self.models_device)})
         return model.eval().requires_grad_(False)
+
+    def _read_part(self, name: str) -> Any:
+        """The model as diffusers would load it, sooner; None for files that only diffusers can read."""
+        folder = part_folder(self.path, name)
+        with init_empty_weights():
+            model = self.outline(name)
+        try:
+            fill(model, files_of(folder), self.models_device)
+        except ValueError as error:
+            logger.info("diffusers reads %s, for it has not what its class does: %s", folder, error)
+            return None
+        return model
 
     def _load_file(self, name: str, file: Path) -> Any:
         if len(self.transformers) > 1:

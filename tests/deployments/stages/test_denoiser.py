@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import runpy
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -125,11 +124,3 @@ def test_ranks_without_spares_start_with_the_variables_of_their_engine_alone(mon
     monkeypatch.setattr(stage, "is_on_loopback", lambda: False)
     assert node_environment("torch") == {}
     assert node_environment("torch", spares=True).keys() == spare_environment({}).keys()
-
-
-@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")  # it is run a second time
-def test_ranks_with_gpus_read_the_files_of_a_checkpoint_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage, "is_on_loopback", lambda: False)
-    for name, value in node_environment("torch", gpus=True).items():
-        monkeypatch.setenv(name, value)
-    assert runpy.run_module("diffusers.utils.constants")["HF_ENABLE_PARALLEL_LOADING"], "what diffusers makes of it"

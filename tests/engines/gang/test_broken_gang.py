@@ -11,6 +11,7 @@ import os
 import re
 import signal
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from ray.exceptions import RayActorError
 from engines.gang import driver
 from engines.gang.config import GangConfig
 from engines.gang.errors import GangBrokenError
-from engines.gang.gang import PING_DEADLINE_S, Gang
+from engines.gang.gang import DEATH_WITHIN_S, Gang
 from engines.gang.ranks.rank import kill_ranks
 from tests.engines.gang.support.checks import assert_breaks_for_everyone, jobs_in_flight, warm_up
 from tests.engines.gang.support.fakes import (
@@ -108,9 +109,9 @@ async def test_a_hanging_rank_is_found_by_the_step_deadline_and_the_gang_is_unhe
 
         check = asyncio.ensure_future(gang.check_health())
         await settled()
-        await clock.advance(PING_DEADLINE_S / 2)
+        await clock.advance(DEATH_WITHIN_S / 2)
         assert not check.done()
-        await clock.advance(PING_DEADLINE_S)
+        await clock.advance(DEATH_WITHIN_S)
         with pytest.raises(GangBrokenError, match="did not finish a step") as caught:  # why it broke, if no rank dies
             await check
         assert caught.value.cause == "deadline"
@@ -121,11 +122,13 @@ async def test_a_hanging_rank_is_found_by_the_step_deadline_and_the_gang_is_unhe
 
 
 async def test_a_stopped_process_is_found_by_a_ping(clock: SetClock) -> None:
-    async with gang_of(CONFIG, clock) as gang:
+    async with gang_of(replace(CONFIG, ping_deadline_s=2.5), clock) as gang:
         os.kill(gang.infos[1].pid, signal.SIGSTOP)
         check = asyncio.ensure_future(gang.check_health())
         await settled()
-        await clock.advance(PING_DEADLINE_S)
+        await clock.advance(2.4)
+        assert gang.broken is None
+        await clock.advance(0.1)
         with pytest.raises(RayActorError):
             await check
         assert gang.broken is not None

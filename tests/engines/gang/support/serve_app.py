@@ -10,7 +10,6 @@ from typing import Any
 
 from ray import serve
 
-from engines.gang import gang as gang_module
 from engines.gang.config import GangConfig
 from engines.gang.gang import Gang
 from engines.gang.jobs.job import Job, JobEvent
@@ -18,12 +17,11 @@ from engines.gang.ranks.placement import gang_bundles, gang_strategy
 from tests.engines.gang.support.fakes import load_fake
 from tests.support.patience import PATIENCE_S
 
-CONFIG = GangConfig(num_ranks=2, cpus_per_rank=0.1, step_deadline_s=PATIENCE_S)
+CONFIG = GangConfig(num_ranks=2, cpus_per_rank=0.1, step_deadline_s=PATIENCE_S, ping_deadline_s=PATIENCE_S)
 
 
 class GangHost:
     async def __init__(self) -> None:  # type: ignore[misc]  # Serve awaits it
-        gang_module.PING_DEADLINE_S = PATIENCE_S  # in this replica's process
         self._gang = await Gang.start(CONFIG, load_fake)
 
     async def denoise(self, job: Job) -> AsyncGenerator[JobEvent, None]:

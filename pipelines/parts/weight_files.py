@@ -1,0 +1,149 @@
+"""Weights read from safetensors files onto a GPU by several threads.
+
+What is copied from a mapped file to a GPU goes through a small buffer of the driver, in one thread, at a fraction of
+what the bus takes. Here each thread reads pieces of the files into memory that is pinned, from where the GPU fetches
+one while the next is read. The format: https://huggingface.co/docs/safetensors/index#format.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from diffusers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFETENSORS_WEIGHTS_NAME
+from torch import Tensor, nn
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NUM_THREADS = 8
+PIECE_BYTES = 2**24
+NUM_BUFFERS = 2
+"""Of each thread: one is read into while the GPU fetches the other."""
+
+
+def files_of(folder: Path) -> tuple[Path, ...]:
+    """Returns the files of a model in diffusers' layout; none where it is in no safetensors of the usual names."""
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    if index.is_file():
+        return tuple(folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values())))
+    return tuple(file for file in (folder / SAFETENSORS_WEIGHTS_NAME,) if file.is_file())
+
+
+def fill(module: nn.Module, files: Iterable[Path], device: torch.device) -> None:
+    """Gives ``module``, its parameters on "meta", the values in ``files``, on ``device`` and in the parameters' dtypes.
+
+    ValueError if a tensor has no place in it, or a place no tensor; ``module`` is to be thrown away then.
+    """
+    dtypes = {name: value.dtype for name, value in module.state_dict().items()}
+    values = read_tensors(files, device)
+    try:
+        module.load_state_dict({name: x.to(dtypes.get(name)) for name, x in values.items()}, assign=True)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
+    module.to(device)  # what no file has: buffers that are computed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Piece:
+    """Bytes of an open ``file``, from ``offset`` on, and where they go."""
+
+    file: int
+    offset: int
+    target: Tensor
+
+
+def read_tensors(files: Iterable[Path], device: torch.device) -> dict[str, Tensor]:
+    """Returns all tensors by name. OSError, or ValueError for what is no such file, or not the whole of one."""
+    tensors: dict[str, Tensor] = {}
+    with ExitStack() as stack:
+        pieces: SimpleQueue[_Piece | None] = SimpleQueue()
+        for path in files:
+            file = os.open(path, os.O_RDONLY)
+            stack.callback(os.close, file)
+            for name, dtype, shape, offset in _contents(path):
+                tensors[name] = torch.empty(shape, dtype=dtype, device=device)
+                for piece in _pieces(file, offset, tensors[name].view(-1).view(torch.uint8)):
+                    pieces.put(piece)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # memory that was given back may be in use until here
+        read = partial(_read_on_gpu, device) if device.type == "cuda" else _read
+        with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="weights") as pool:
+            for _ in range(NUM_THREADS):
+                pieces.put(None)
+            for done in [pool.submit(read, pieces) for _ in range(NUM_THREADS)]:
+                done.result()
+    return tensors
+
+
+def _contents(path: Path) -> Iterator[tuple[str, torch.dtype, list[int], int]]:
+    """Yields each tensor's name, dtype and shape, and where in the file it begins, in the order of the file."""
+    with path.open("rb") as file:
+        try:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header: dict[str, Any] = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            found = sorted((entry["data_offsets"][0], name, entry) for name, entry in header.items())
+            for begin, name, entry in found:
+                yield name, DTYPES[entry["dtype"]], entry["shape"], 8 + length + begin
+        except (struct.error, UnicodeDecodeError, json.JSONDecodeError, KeyError) as error:
+            raise ValueError(f"{path} is no safetensors file that is known here ({error!r})") from error
+
+
+def _pieces(file: int, offset: int, target: Tensor) -> Iterator[_Piece]:
+    for begin in range(0, target.numel(), PIECE_BYTES):
+        yield _Piece(file=file, offset=offset + begin, target=target[begin : begin + PIECE_BYTES])
+
+
+def _read(pieces: SimpleQueue[_Piece | None]) -> None:
+    while (piece := pieces.get()) is not None:
+        _read_into(piece.target, piece)
+
+
+def _read_on_gpu(device: torch.device, pieces: SimpleQueue[_Piece | None]) -> None:
+    """In a stream of its own."""
+    stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    buffers = [torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(NUM_BUFFERS)]
+    turns = itertools.cycle([(buffer, torch.cuda.Event()) for buffer in buffers])  # type: ignore[no-untyped-call]
+    while (piece := pieces.get()) is not None:
+        buffer, fetched = next(turns)
+        fetched.synchronize()
+        part = buffer[: piece.target.numel()]
+        _read_into(part, piece)
+        with torch.cuda.stream(stream):
+            piece.target.copy_(part, non_blocking=True)
+            fetched.record(stream)
+    stream.synchronize()
+
+
+def _read_into(target: Tensor, piece: _Piece) -> None:
+    """Reads ``piece`` into ``target``, which is on the CPU. The interpreter is free meanwhile."""
+    view = target.numpy().data
+    done = 0
+    while done < len(view):
+        num = os.preadv(piece.file, [view[done:]], piece.offset + done)
+        if not num:
+            raise ValueError(f"a file of weights ends {len(view) - done} bytes before its last tensor does")
+        done += num

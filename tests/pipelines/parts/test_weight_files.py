@@ -1,0 +1,108 @@
+"""Weights read by several threads are those that safetensors and diffusers read."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import init_empty_weights
+from diffusers import FluxTransformer2DModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from pipelines.loading import SHIPPED
+from pipelines.parts import weight_files
+from pipelines.parts.weight_files import files_of, fill, read_tensors
+
+CPU = torch.device("cpu")
+FLUX = SHIPPED / "flux-shapes" / "transformer"
+
+
+def tensors() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return {
+        "wide": torch.randn(70, 33),
+        "narrow": torch.randn(513).bfloat16(),
+        "half": torch.randn(3, 5).half(),
+        "none": torch.empty(0, 4),
+        "one": torch.tensor(3.5),
+        "whole": torch.arange(1000),
+        "yes": torch.tensor([True, False, True]),
+        "small": torch.randn(40).to(torch.float8_e4m3fn),
+    }
+
+
+def devices() -> list[object]:
+    return [CPU, pytest.param(torch.device("cuda", 0), marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("piece_bytes", [1000, 2**24])
+def test_tensors_of_several_files_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device, piece_bytes: int
+) -> None:
+    monkeypatch.setattr(weight_files, "PIECE_BYTES", piece_bytes)
+    written, other = tensors(), {"another": torch.randn(9, 9)}
+    save_file(written, tmp_path / "a.safetensors", metadata={"format": "pt"})
+    save_file(other, tmp_path / "b.safetensors")
+    read = read_tensors([tmp_path / "a.safetensors", tmp_path / "b.safetensors"], device)
+    expected = load_file(tmp_path / "a.safetensors") | load_file(tmp_path / "b.safetensors")
+    assert read.keys() == expected.keys()
+    for name, x in read.items():
+        assert (x.dtype, x.shape, x.device.type) == (expected[name].dtype, expected[name].shape, device.type), name
+        assert torch.equal(x.cpu().view(-1).view(torch.uint8), expected[name].view(-1).view(torch.uint8)), name
+
+
+def test_a_file_that_is_cut_short_is_an_error(tmp_path: Path) -> None:
+    save_file(tensors(), tmp_path / "whole.safetensors")
+    data = (tmp_path / "whole.safetensors").read_bytes()
+    for length, said in ((len(data) - 1, "ends 1 bytes before"), (100, "no safetensors file"), (4, "no safetensors")):
+        (tmp_path / "cut.safetensors").write_bytes(data[:length])
+        with pytest.raises(ValueError, match=said):
+            read_tensors([tmp_path / "cut.safetensors"], CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_is_as_diffusers_loads_it(dtype: torch.dtype) -> None:
+    expected = FluxTransformer2DModel.from_pretrained(FLUX, torch_dtype=dtype)
+    model = outline().to(dtype)
+    fill(model, files_of(FLUX), CPU)
+    assert model.state_dict().keys() == expected.state_dict().keys()
+    for name, x in model.state_dict().items():
+        assert x.dtype == dtype
+        assert torch.equal(x, expected.state_dict()[name]), name
+    assert all(x.device == CPU for x in model.buffers())
+
+
+def test_shards_are_found_by_their_index(tmp_path: Path) -> None:
+    FluxTransformer2DModel.from_pretrained(FLUX).save_pretrained(tmp_path, max_shard_size="2MB")
+    files = files_of(tmp_path)
+    assert len(files) > 1
+    model = outline()
+    fill(model, files, CPU)
+    for name, x in FluxTransformer2DModel.from_pretrained(FLUX).state_dict().items():
+        assert torch.equal(model.state_dict()[name], x), name
+    assert files_of(tmp_path / "nowhere") == ()
+
+
+def test_what_has_other_tensors_is_an_error(tmp_path: Path) -> None:
+    (file,) = files_of(FLUX)
+    whole = load_file(file)
+    name = next(iter(whole))
+    for wrong in (
+        {other: x for other, x in whole.items() if other != name},
+        whole | {"unknown": torch.zeros(1)},
+        whole | {name: torch.zeros(3)},
+    ):
+        save_file(wrong, tmp_path / "wrong.safetensors")
+        with pytest.raises(ValueError, match=r"Missing key|Unexpected key|size mismatch"):
+            fill(outline(), [tmp_path / "wrong.safetensors"], CPU)
+    shutil.copy(file, tmp_path / "right.safetensors")
+    fill(outline(), [tmp_path / "right.safetensors"], CPU)
+
+
+def outline() -> FluxTransformer2DModel:
+    with init_empty_weights():
+        return FluxTransformer2DModel.from_config(FluxTransformer2DModel.load_config(FLUX))
