@@ -132,19 +132,16 @@ class Driver:
     async def _schedule(self) -> None:
         while True:
             self._admit_submitted()
-            plan = self._scheduler.next_plan(
-                free=self._traffic.free_ranks(self._config.plans_ahead, self._clock.now_s()),
-                is_idle=self._traffic.is_idle,
-                now_s=self._clock.now_s(),
-            )
-            if plan is None:
-                await self._wait()
-            else:
+            now_s, ahead = self._clock.now_s(), self._config.plans_ahead
+            free = self._traffic.free_ranks(ahead, now_s)
+            plan = self._scheduler.next_plan(free=free, is_idle=self._traffic.is_idle, now_s=now_s)
+            if plan is not None:
                 self._send(plan)
+            else:  # by the same look at the clock: a rank is free, or will be, and none is neither
+                await self._wait(self._traffic.next_free_in_s(ahead, now_s))
 
-    async def _wait(self) -> None:
+    async def _wait(self, within_s: float | None) -> None:
         """Returns when there is news, or a rank may be sent a step by the clock alone."""
-        within_s = self._traffic.next_free_in_s(self._config.plans_ahead, self._clock.now_s())
         with suppress(TimeoutError):
             async with self._clock.timeout(within_s):
                 await self._wake_schedule.wait()
