@@ -119,20 +119,12 @@ class DecoderConfig(StageConfig):
     """A decoder. ``memory_gib`` is what it may take of a GPU beside its weights (None: as it comes): larger pictures
     are decoded in rows, with the same pixels, and what is held for nobody is given back.
 
-    ``num_devices``: its own GPU and others of its node, whoever has them, decode large pictures and clips together. On
-    CPUs the one counts so many times.
+    ``num_devices``: its own GPU and others of its node, whoever has them, decode large pictures and clips together,
+    but for what is compiled, which its own decodes. On CPUs the one counts so many times.
     """
 
     memory_gib: PositiveFloat | None = None
     num_devices: PositiveInt = 1
-
-    def __post_init__(self) -> None:
-        ScaledConfig.__post_init__(self)
-        if self.compile and self.num_devices > 1:
-            raise ValueError(
-                f"compile and num_devices: {self.num_devices} exclude each other, as what is compiled is on one GPU: "
-                "leave one of them out"
-            )
 
     @property
     def num_devices_used(self) -> int:

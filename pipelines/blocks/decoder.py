@@ -54,7 +54,8 @@ class BlocksDecoder:
 
     ``compiled``: sizes that are decoded inside ``preparing`` are compiled for. ``memory_bytes``: what a decode may take
     beside the weights; larger pictures are decoded in rows, and the device gets back what is held for nobody.
-    ``others`` are devices that decode large pictures and clips together with the pipeline's own.
+    ``others`` are devices that decode large pictures and clips together with the pipeline's own; what is compiled for
+    stays on that.
     """
 
     def __init__(
@@ -65,7 +66,6 @@ class BlocksDecoder:
         memory_bytes: int | None = None,
         others: Sequence[torch.device] = (),
     ) -> None:
-        assert not (compiled and others), "what is compiled is on one device"
         self._opened, self._memory_bytes, self._others = opened, memory_bytes, others
         self._pipeline = opened.load(opened.sections.decode)
         vae: Any = getattr(self._pipeline, "vae", None)
@@ -74,7 +74,10 @@ class BlocksDecoder:
         self._prepared = (compile_decoder(self._pipeline.vae),) if compiled else ()
         if memory_bytes is not None:
             limit_memory(self._pipeline.vae, memory_bytes)
-        self._decoders = spread(self._pipeline.vae, others, memory_bytes) if others else ()
+        self._decoders = spread(self._pipeline.vae, others, memory_bytes, self._is_ready) if others else ()
+
+    def _is_ready(self, latents_BCHW: Tensor) -> bool:
+        return any(part.is_ready(latents_BCHW) for part in self._prepared)
 
     def preparing(self) -> AbstractContextManager[None]:
         """Sizes that are decoded inside are those to be expected."""

@@ -6,7 +6,7 @@ To compile takes many times longer than a request may wait: every other shape ru
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,10 +32,17 @@ class Prepared:
         self.preparing = False
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        call = (tuple(map(_form, args)), tuple((name, _form(options[name])) for name in sorted(options)))
         if self.preparing:
-            self._known.add(call)
-        return (self._compiled if call in self._known else self.__wrapped__)(*args, **options)
+            self._known.add(_call(args, options))
+        return (self._compiled if self.is_ready(*args, **options) else self.__wrapped__)(*args, **options)
+
+    def is_ready(self, *args: Any, **options: Any) -> bool:
+        """Returns whether such a call is compiled, or will be with the next one."""
+        return self.preparing or _call(args, options) in self._known
+
+
+def _call(args: tuple[Any, ...], options: Mapping[str, Any]) -> Hashable:
+    return tuple(map(_form, args)), tuple((name, _form(options[name])) for name in sorted(options))
 
 
 def _form(value: Any) -> Hashable:

@@ -8,7 +8,7 @@ input and its result, not what lies between its norm, its activation and its con
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,19 +45,21 @@ def limit_memory(vae: Any, limit_bytes: int) -> None:
     decoder.__dict__["forward"] = forward
 
 
-def divide(decoders: Sequence[Any], limit_bytes: int | None) -> None:
+def divide(decoders: Sequence[Any], limit_bytes: int | None, is_ready: Callable[[Tensor], bool]) -> None:
     """Has the first of ``decoders`` decode together with the others, its copies on other devices, what has rows enough;
-    each in strips if its band would take more than ``limit_bytes``.
+    each in strips if its band would take more than ``limit_bytes``. Latents of which ``is_ready`` says that the first
+    is compiled for them stay with it, if they fit: that takes as long as two that are not.
     """
     first, whole = decoders[0], decoders[0].forward
+    alone_bytes = UNLIMITED_BYTES if limit_bytes is None else limit_bytes
 
     def forward(sample: Tensor, latent_embeds: Tensor | None = None) -> Tensor:
         assert latent_embeds is None, "a decoder with group norms takes none"
         num_bands = min(len(decoders), sample.shape[2] // MIN_BAND_ROWS)
-        if num_bands < 2:
+        if num_bands < 2 or (is_ready(sample) and whole_bytes(first, sample) <= alone_bytes):
             pixels: Tensor = whole(sample)
             return pixels
-        fits = limit_bytes is None or whole_bytes(first, sample) <= num_bands * limit_bytes
+        fits = whole_bytes(first, sample) <= num_bands * alone_bytes
         return decode_in_bands(decoders[:num_bands], sample, UNLIMITED_BYTES if fits else STRIP_BYTES)
 
     first.__dict__["forward"] = forward

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,9 +22,15 @@ NUM_CHECKED_ROWS = 8
 
 
 @torch.no_grad()
-def spread(vae: Any, others: Sequence[torch.device], limit_bytes: int | None = None) -> tuple[Any, ...]:
+def spread(
+    vae: Any,
+    others: Sequence[torch.device],
+    limit_bytes: int | None = None,
+    is_ready: Callable[[Tensor], bool] = lambda _: False,
+) -> tuple[Any, ...]:
     """Returns the decoder of ``vae`` and a copy on each of the ``others``, with which it decodes from now on what has
-    rows enough; ``limit_bytes`` is what pictures may take on each device beside the weights.
+    rows enough; ``limit_bytes`` is what pictures may take on each device beside the weights, and those that one device
+    ``is_ready`` for stay there.
 
     Known noise is decoded first, whole and in bands. ValueError if these are unlike, or the auto-encoder is none that
     can be divided.
@@ -43,7 +49,7 @@ def spread(vae: Any, others: Sequence[torch.device], limit_bytes: int | None = N
     decoders = (whole, *_copies(whole, others))
     noise_BCHW = _noise(vae, vae.config.latent_channels, NUM_CHECKED_ROWS * len(decoders), 8)
     _check(whole(noise_BCHW), decode_in_bands(decoders, noise_BCHW))
-    divide(decoders, limit_bytes)
+    divide(decoders, limit_bytes, is_ready)
     return decoders
 
 

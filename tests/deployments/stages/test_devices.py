@@ -104,11 +104,6 @@ def test_only_who_computes_on_several_gpus_sees_them_all() -> None:
         assert deployment.ray_actor_options.get("runtime_env", {}).get("env_vars") == expected
 
 
-def test_compiling_and_several_devices_exclude_each_other() -> None:
-    with pytest.raises(ValueError, match="compile and num_devices: 2 exclude each other"):
-        spec_of("flux-shapes", compile=True, num_devices=2)
-
-
 def test_a_machine_with_fewer_gpus_is_told_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     config = with_model(decoder={"num_gpus": 0.1, "num_devices": 3})

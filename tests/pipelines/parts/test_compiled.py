@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 
 from pipelines.blocks import decoder, encoder
 from pipelines.checkpoint import Checkpoint
-from pipelines.parts import compiled
+from pipelines.parts import compiled, rows
 from pipelines.parts.compiled import Prepared, preparing
 
 
@@ -76,6 +76,25 @@ def test_other_sizes_are_decoded_as_they_are_written(tiny_flux: Path, graphs: li
         latents = checkpoint.first_latents(request)
         np.testing.assert_allclose(quick.decode(latents, request), plain.decode(latents, request), atol=1)
         assert graphs == run
+
+
+def test_several_devices_leave_what_is_compiled_to_the_first(
+    tiny_flux: Path, graphs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "MIN_BAND_ROWS", 2)
+    counts: list[int] = []
+    in_bands = rows.decode_in_bands
+    monkeypatch.setattr(rows, "decode_in_bands", lambda *args: counts.append(len(args[0])) or in_bands(*args))
+    checkpoint = Checkpoint(tiny_flux)
+    expected, other = (checkpoint.defaults.request(width=width, height=64) for width in (64, 96))
+    plain, quick = checkpoint.decoder(), checkpoint.decoder(compiled=True, memory_bytes=2**30, others=("cpu",))
+    with quick.preparing():
+        quick.decode_all(checkpoint.first_latents(expected), expected)
+    for request, seen, num_devices in ((other, [], [2]), (expected, ["run"], [])):
+        graphs.clear(), counts.clear()
+        latents = checkpoint.first_latents(request)
+        np.testing.assert_allclose(quick.decode(latents, request), plain.decode(latents, request), atol=1)
+        assert (graphs, counts) == (seen, num_devices)
 
 
 def test_calls_are_told_apart_by_form_and_not_by_value() -> None:

@@ -99,9 +99,26 @@ def test_the_rows_say_how_many_devices_decode(monkeypatch: pytest.MonkeyPatch) -
     half_bytes = rows.whole_bytes(decoder, least) // 2
     for limit_bytes, strip_bytes in ((None, rows.UNLIMITED_BYTES), (half_bytes, rows.UNLIMITED_BYTES), (1, 2**26)):
         divided = copies(decoder, 3)
-        rows.divide(divided, limit_bytes)
+        rows.divide(divided, limit_bytes, lambda _: False)
         assert decibels(divided[0](least), whole) > EXACT_DB
         assert calls.pop() == (2, strip_bytes)
         assert torch.equal(divided[0](fewer), as_ever)
         assert not calls
+        decoder.__dict__.pop("forward")
+
+
+def test_what_one_device_is_ready_for_stays_there_if_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, calls = tiny_vae().decoder, list[int]()
+    real = rows.decode_in_bands
+    monkeypatch.setattr(rows, "MIN_BAND_ROWS", 2)
+    monkeypatch.setattr(rows, "decode_in_bands", lambda *args: calls.append(len(args[0])) or real(*args))
+    ready, other = uneven(8), uneven(9)
+    num_bytes = rows.whole_bytes(decoder, ready)
+    for limit_bytes, counts in ((None, [2]), (num_bytes, [2]), (num_bytes - 1, [2, 2])):
+        calls.clear()
+        divided = copies(decoder, 2)
+        rows.divide(divided, limit_bytes, lambda sample: sample.shape == ready.shape)
+        for latents_BCHW in (ready, other):
+            divided[0](latents_BCHW)
+        assert calls == counts
         decoder.__dict__.pop("forward")
