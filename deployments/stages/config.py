@@ -168,8 +168,7 @@ class DenoiserConfig(ScaledConfig, GangConfig):
     tensor, pipeline). "auto" is "sliced" if the strategy says so, or is "auto" and whole weights would not fit.
 
     ``num_spares`` processes that have imported what ranks do stand by on the gang's node, for any gang there that
-    starts with the same variables; by default one for each rank on CPUs, and none for ranks with GPUs, where they are
-    new. A gang over several nodes has none.
+    starts with the same variables; by default one for each rank. A gang over several nodes has none.
     """
 
     num_spares: NonNegativeInt | None = None
@@ -198,7 +197,7 @@ class DenoiserConfig(ScaledConfig, GangConfig):
         if self.num_nodes > 1:
             return 0
         if self.num_spares is None:
-            return self.num_ranks if self.gpus_per_rank == 0 else 0
+            return self.num_ranks
         return self.num_spares
 
     @property

@@ -113,8 +113,7 @@ async def test_a_health_check_under_way_fails_as_soon_as_the_gang_breaks() -> No
 
 def test_spares_are_one_a_rank_unless_told_and_none_over_several_nodes() -> None:
     assert DenoiserConfig(num_ranks=4).num_spares_kept == 4
-    assert DenoiserConfig(num_ranks=4, gpus_per_rank=1).num_spares_kept == 0
-    assert DenoiserConfig(num_ranks=4, gpus_per_rank=1, num_spares=4).num_spares_kept == 4
+    assert DenoiserConfig(num_ranks=4, gpus_per_rank=1).num_spares_kept == 4
     assert DenoiserConfig(num_ranks=4, num_spares=1).num_spares_kept == 1
     assert DenoiserConfig(num_ranks=4, num_spares=0).num_spares_kept == 0
     assert DenoiserConfig(num_ranks=4, num_nodes=2).num_spares_kept == 0
