@@ -57,9 +57,3 @@ TOWARDS = {
     "down": "(down|down|downwards|downward|to the bottom|towards the bottom|from top to bottom"
     "|from the top to the bottom)",
 }
-HELD_OUT_TOWARDS = {
-    "left": "(over to the left|from the right side to the left side|towards the left side)",
-    "right": "(over to the right|from the left side to the right side|towards the right side)",
-    "up": "(up to the top|up from the bottom|upwards to the top)",
-    "down": "(down to the bottom|down from the top|downwards to the bottom)",
-}

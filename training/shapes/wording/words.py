@@ -24,21 +24,14 @@ THINGS = (  # an item; every second one is in the plainest order
     "@ {shape}[, {size}], {colour},",
     "@ [{size}, ]{colour} {shape}",
 )
-HELD_OUT_THINGS = (
-    *("@ [{size} ]{colour} {shape}",) * 4,
-    "@ {colour} {shape}[, {size},]",
-    "@ {shape} coloured {colour}[ which is {size}]",
-    "@ {shape}[ that is {size}], in {colour},",
-    "@ {shape}[, {size},] which is {colour}",
-)
-_MIDDLE = "(centre|center|middle)"
-_OF_IT = "(||| of the picture| of the image)"
+MIDDLE = "(centre|center|middle)"
+OF_IT = "(||| of the picture| of the image)"
 PLACES_AT = {
     "centre": (
-        f"(in|at) the (||very |exact ){_MIDDLE}{_OF_IT}",
-        f"in the {_MIDDLE}",
+        f"(in|at) the (||very |exact ){MIDDLE}{OF_IT}",
+        f"in the {MIDDLE}",
         "(centred|centered)",
-        f"(placed|put) in the {_MIDDLE}",
+        f"(placed|put) in the {MIDDLE}",
     ),
     "left": (
         "(on|at|to) the left(|| side| edge| of the picture)",
@@ -53,24 +46,17 @@ PLACES_AT = {
         "over to the right",
     ),
     "top": (
-        f"(at|near|by|on) the top{_OF_IT}",
+        f"(at|near|by|on) the top{OF_IT}",
         "(at|near) the (upper|top) (edge|side)",
         "(up at|up near) the top",
         "up top",
     ),
     "bottom": (
-        f"(at|near|by|on) the bottom{_OF_IT}",
+        f"(at|near|by|on) the bottom{OF_IT}",
         "(at|near) the (lower|bottom) (edge|side)",
         "(down at|down near) the bottom",
         "at bottom",
     ),
-}
-HELD_OUT_PLACES_AT = {
-    "centre": (f"near the exact {_MIDDLE}", f"put at the very {_MIDDLE}", f"over in the {_MIDDLE}"),
-    "left": ("by the left edge", "near the left side", "over on the far left"),
-    "right": ("by the right edge", "near the right side", "over on the far right"),
-    "top": ("up by the upper edge", "on the upper side", "up at the very top"),
-    "bottom": ("down by the lower edge", "on the lower side", "down at the very bottom"),
 }
 CORNERS_AT = (
     "(at|in) the {row} {column}(| corner)",
@@ -81,15 +67,9 @@ CORNERS_AT = (
     "{row}-{column}",
     "at the {end}, on the {column}",
 )
-HELD_OUT_CORNERS_AT = (
-    "near the {row} {column} corner",
-    "at the {row}-{column}",
-    "on the {column}, at the {end}",
-    "{row} edge, {column} side",
-)
 ROW_WORDS = {"top": "(top|top|upper)", "bottom": "(bottom|bottom|lower)"}
 SIDES = {  # a place as a name
-    "centre": f"(|the ){_MIDDLE}",
+    "centre": f"(|the ){MIDDLE}",
     "left": "(|the )left(| side)",
     "right": "(|the )right(| side)",
     "top": "(|the )(top|upper edge)",
