@@ -24,11 +24,16 @@ from training.judge import Picture, SeenShape, look_at, motion_of, place_of
 from training.shapes.captions import CaptionParts, caption, motion_caption
 from training.shapes.scenes import PLACES, Item, MotionScene, Scene, held_out_motion_scene, held_out_scene
 from training.shapes.tokens import MAX_LENGTH
-from training.shapes.wording.phrases import NEW, SHOWN, free_caption, free_motion_caption
+from training.shapes.wording.phrases import NEW, NEWER, SHOWN, free_caption, free_motion_caption
 from training.wan_shapes.model import NUM_FRAMES
 
 CHECKPOINTS = Path(__file__).parents[1] / "pipelines" / "checkpoints"
-WORDINGS = {"plain": None, "free": SHOWN, "unseen": NEW}  # "unseen" templates are in no training caption
+WORDINGS = {  # no training caption has templates of the last two, nor was any model tuned for those of the last one
+    "plain": None,
+    "free": SHOWN,
+    "unseen": NEW,
+    "fresh": NEWER,
+}
 SETTINGS = ("model", "prompts", "height", "width", "steps", "guidance", "device", "dtype", "seed")
 EVERYTHING = CaptionParts(size=True, place=True, background=True)
 Checks = dict[str, bool]

@@ -17,7 +17,7 @@ from training.shapes.tokens import MAX_LENGTH
 from training.shapes.wording.phrases import free_caption, free_motion_caption
 
 PROMPT_DROPOUT = 0.1
-FREE_SHARE = 0.65  # of the captions, that are worded freely
+FREE_SHARE = 0.75  # of the captions, that are worded freely
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

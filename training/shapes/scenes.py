@@ -30,7 +30,10 @@ PLACES: dict[str, tuple[int, int]] = {
 }
 HELD_OUT_ONE_IN = 10
 MIX = (0.5, 0.88)  # cumulative shares of one item, a pair by relation; the rest are pairs by two places
-TRAINING_MIX = (0.25, 0.65)
+TRAINING_MIX = (0.2, 0.57)
+FAINT = ({"blue", "grey"}, {"purple", "grey"}, {"blue", "purple"}, {"red", "orange"}, {"yellow", "orange"})
+SHOWN_SHARES = {"small": 1.0, "medium": 0.7, "large": 0.5}  # of videos that are drawn by chance, by size
+EASY_SHARE = 0.6  # of those whose colours lie far apart
 S = TypeVar("S")
 
 
@@ -137,7 +140,8 @@ def draw_until(rng: random.Random, make: Callable[[random.Random], S], keep: Cal
 
 
 def training_scene(rng: random.Random) -> Scene:
-    """Returns a scene that training may show. Most show two shapes, which are harder to learn than one."""
+    """Returns a scene that training may show. Most show two shapes, which are harder to learn than one, most of all by
+    a place each."""
     return draw_until(rng, lambda rng: random_scene(rng, TRAINING_MIX), lambda scene: not is_held_out(scene))
 
 
@@ -147,8 +151,16 @@ def held_out_scene(rng: random.Random) -> Scene:
 
 
 def training_motion_scene(rng: random.Random) -> MotionScene:
-    """Returns a video scene that training may show."""
-    return draw_until(rng, random_motion_scene, lambda scene: not is_held_out_motion(scene))
+    """Returns a video scene that training may show. Small shapes, and colours that hardly differ from the background's,
+    are harder to learn and come more often."""
+
+    def is_kept(scene: MotionScene) -> bool:
+        share = SHOWN_SHARES[scene.item.size]
+        if {scene.item.colour, scene.background} not in FAINT:
+            share *= EASY_SHARE
+        return rng.random() < share and not is_held_out_motion(scene)
+
+    return draw_until(rng, random_motion_scene, is_kept)
 
 
 def held_out_motion_scene(rng: random.Random) -> MotionScene:

@@ -1,6 +1,7 @@
 """The split holds: nothing that evaluation asks for was drawn or named in training."""
 
 import random
+from collections import Counter
 
 from training.shapes.captions import CaptionParts, caption, motion_caption
 from training.shapes.scenes import (
@@ -50,6 +51,16 @@ def test_training_and_held_out_motions_never_meet() -> None:
     assert held_out
     assert not trained & held_out
     assert all(not is_held_out_motion(training_motion_scene(rng)) for _ in range(100))
+
+
+def test_videos_of_training_show_small_and_faint_shapes_more_often() -> None:
+    rng = random.Random(3)
+    scenes = [training_motion_scene(rng) for _ in range(6_000)]
+    sizes = Counter(scene.item.size for scene in scenes)
+    assert 1.25 < sizes["small"] / sizes["medium"] < 1.65
+    assert 1.75 < sizes["small"] / sizes["large"] < 2.3
+    grounds = Counter(scene.background for scene in scenes if scene.item.colour == "purple")
+    assert 1.3 < grounds["grey"] / grounds["white"] < 2.1
 
 
 def test_a_mirrored_caption_is_the_same_scene() -> None:

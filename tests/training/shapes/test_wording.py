@@ -3,25 +3,30 @@
 import random
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import fields
+from hashlib import sha256
+from itertools import chain, combinations
+from typing import Any
 
 import pytest
 
+from tests.training.shapes.support.derivation import PLAIN_RULES, Grammar, free_rules
 from tests.training.shapes.support.read_back import ReadItem, ReadScene, read_motion, read_still
+from training.evaluate import held_out_motion_prompts, held_out_prompts
 from training.flux_shapes.train import tokenizers_of
 from training.pool import captioned_motions, captioned_stills
-from training.shapes.captions import CaptionParts
-from training.shapes.scenes import PLACES, Item, MotionScene, Scene, random_motion_scene, random_scene
+from training.shapes.captions import CaptionParts, caption, motion_caption
+from training.shapes.scenes import PLACES, Item, Scene, random_motion_scene, random_scene
 from training.shapes.tokens import MAX_LENGTH, sentence_pieces
+from training.shapes.wording import fresh, unseen
 from training.shapes.wording.grammar import chosen, filled, needs, phrase
-from training.shapes.wording.motions import HELD_OUT_TOWARDS, TOWARDS
-from training.shapes.wording.phrases import NEW, SHOWN, Wording, free_caption, free_motion_caption
-from training.shapes.wording.templates import HELD_OUT, TRAINING, Templates
+from training.shapes.wording.phrases import NEW, NEWER, SHOWN, Wording, free_caption, free_motion_caption
+from training.shapes.wording.templates import Templates
 
 COUNT = 1_500
-WORDINGS = pytest.mark.parametrize("wording", [SHOWN, NEW], ids=["shown", "held out"])
-STAR = Scene(items=(Item(shape="star", colour="purple", size="large", place="centre"),), background="white")
-TURN = MotionScene(item=Item(shape="star", colour="purple", size="large"), background="white", motion="turn")
+WORDINGS = pytest.mark.parametrize("wording", [SHOWN, NEW, NEWER], ids=["shown", "unseen", "fresh"])
+FREE, PLAIN = Grammar(free_rules(SHOWN)), Grammar(PLAIN_RULES)
 
 
 def _read_item(item: Item, parts: CaptionParts) -> ReadItem:
@@ -45,10 +50,6 @@ def _is_read(scene: Scene, parts: CaptionParts, text: str) -> bool:
     return (read.background, read.relation) == (said.background, said.relation) and (
         read.items == said.items if ordered else Counter(read.items) == Counter(said.items)
     )
-
-
-def _plain(text: str) -> str:
-    return " ".join(re.findall(r"[a-z]+", text.lower()))
 
 
 def test_choices_optional_parts_and_articles() -> None:
@@ -112,34 +113,84 @@ def test_a_caption_of_a_mirrored_pair_is_read_as_another_scene() -> None:
         assert not _is_read(mirrored, CaptionParts(), text)
 
 
-def test_no_held_out_template_is_one_of_training() -> None:
-    for field in fields(Templates):
-        shown, held_out = (getattr(templates, field.name) for templates in (TRAINING, HELD_OUT))
-        assert held_out
-        assert not set(shown) & set(held_out), field.name
-    assert all(TOWARDS[side] != HELD_OUT_TOWARDS[side] for side in TOWARDS)
+def _sayings(templates: Iterable[str]) -> set[str]:
+    """All that templates may become with all that they can say, without articles."""
+    wholes = [text.replace("[", "").replace("]", "") for text in templates]
+    return {" ".join(re.sub(r"[@~]|\b(a|an|the)\b", "", text).split()) for whole in wholes for text in _choices(whole)}
 
 
-def test_no_held_out_caption_is_one_of_training() -> None:
-    rng, everything = random.Random(4), CaptionParts()
-    shown = {_plain(free_caption(STAR, rng, everything)) for _ in range(8_000)}
-    held_out = {_plain(free_caption(STAR, rng, everything, NEW)) for _ in range(2_000)}
-    assert len(shown) > 4_000
-    assert not shown & held_out
-    shown = {_plain(free_motion_caption(TURN, rng, everything)) for _ in range(8_000)}
-    held_out = {_plain(free_motion_caption(TURN, rng, everything, NEW)) for _ in range(2_000)}
-    assert not shown & held_out
+def _choices(template: str) -> set[str]:
+    """All that `chosen` may return."""
+    match = re.search(r"\(([^()]*)\)", template)
+    if not match:
+        return {template}
+    ways = {template[: match.start()] + word + template[match.end() :] for word in match[1].split("|")}
+    return set().union(*map(_choices, ways))
 
 
-def test_held_out_captions_are_made_of_words_that_training_has() -> None:
+def _kinds(wording: Wording, places: dict[str, tuple[str, ...]], corners: tuple[str, ...]) -> dict[str, set[str]]:
+    texts = {field.name: getattr(wording.templates, field.name) for field in fields(Templates)}
+    texts |= {"corner": corners, "thing": wording.things}
+    texts |= {"place": chain(*places.values()), "towards": chain(*wording.towards.values())}
+    return {kind: _sayings(templates) for kind, templates in texts.items()}
+
+
+def test_the_three_wordings_share_no_template_of_a_sentence_or_of_a_part() -> None:
+    """Compared as they are, without articles; the plainest order of a thing's words is everybody's."""
+    kinds = (
+        _kinds(SHOWN, dict(SHOWN.places_at), SHOWN.corners_at),
+        _kinds(NEW, unseen.HELD_OUT_PLACES_AT, unseen.HELD_OUT_CORNERS_AT),
+        _kinds(NEWER, fresh.FRESH_PLACES_AT, fresh.FRESH_CORNERS_AT),
+    )
+    for one, other in combinations(kinds, 2):
+        for kind, texts in one.items():
+            assert texts or kind == "part"
+            assert texts & other[kind] <= {"{size} {colour} {shape}"}, kind
+
+
+def test_a_grammar_derives_what_it_says_and_nothing_else() -> None:
+    grammar = Grammar({"caption": ("{x}[ and {x}]", "no (way|(more|less))"), "x": ("@ star", "(red|blue) circle")})
+    for text in ("a star", "The star and: one blue circle!", "no way", "No less"):
+        assert grammar.derives(text), text
+    for text in ("", "star and", "circle", "no", "no no way", "star star", "a star and a star and a star"):
+        assert not grammar.derives(text), text
+
+
+def test_all_captions_of_training_are_derived_by_its_grammar() -> None:
+    rng = random.Random(6)
+    for make, scene_of in ((free_caption, random_scene), (free_motion_caption, random_motion_scene)):
+        assert all(FREE.derives(make(scene_of(rng), rng)) for _ in range(400))  # type: ignore[operator]
+    for make, scene_of in ((caption, random_scene), (motion_caption, random_motion_scene)):
+        assert all(PLAIN.derives(make(scene_of(rng), rng)) for _ in range(400))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_training_cannot_say_what_evaluation_asks_for_in_templates_that_it_never_shows(seed: int) -> None:
+    for prompts in (held_out_prompts, held_out_motion_prompts):
+        texts = {name: [text for _, text in prompts(240, seed, name)] for name in ("plain", "free", "unseen", "fresh")}
+        assert [text for text in texts["unseen"] + texts["fresh"] if FREE.derives(text) or PLAIN.derives(text)] == []
+        assert all(FREE.derives(text) for text in texts["free"])
+        assert all(PLAIN.derives(text) for text in texts["plain"])
+
+
+@pytest.mark.parametrize(
+    ("prompts", "digest"), [(held_out_prompts, "3dcc1770bd157f04"), (held_out_motion_prompts, "0ffcea2129f0d572")]
+)
+def test_unseen_prompts_are_those_of_earlier_reports(prompts: Any, digest: str) -> None:
+    text = "\n".join(text for _, text in prompts(240, 1, "unseen"))
+    assert sha256(text.encode()).hexdigest()[:16] == digest
+
+
+@pytest.mark.parametrize("wording", [NEW, NEWER], ids=["unseen", "fresh"])
+def test_held_out_captions_are_made_of_words_that_training_has(wording: Wording) -> None:
     """Each word is one piece of the tokenizers that are made from training's captions, and no caption is too long.
     Of a held-out one, CLIP, which has a token for each part of "top-left", may miss the end."""
     rng = random.Random(5)
     stills, motions = captioned_stills(8_000, 0).captions, captioned_motions(8_000, 0).captions
     clip, t5 = tokenizers_of(stills)
     pieces = sentence_pieces(motions, ignore_case=True)
-    said = [free_caption(random_scene(rng), rng, wording=NEW) for _ in range(COUNT)]
-    moving = [free_motion_caption(random_motion_scene(rng), rng, wording=NEW) for _ in range(COUNT)]
+    said = [free_caption(random_scene(rng), rng, wording=wording) for _ in range(COUNT)]
+    moving = [free_motion_caption(random_motion_scene(rng), rng, wording=wording) for _ in range(COUNT)]
     for tokenizer, texts in ((t5, stills + said), (pieces, motions + moving), (clip, stills)):
         assert max(map(len, tokenizer(texts)["input_ids"])) <= MAX_LENGTH
     for tokenizer, texts in ((t5, said), (pieces, moving)):

@@ -13,7 +13,7 @@ FRESH_THINGS = (
     "@ [{size} ]{shape}, all {colour},",
 )
 FRESH_PLACES_AT = {
-    "centre": ("over at the centre", "near the very middle", "right in the middle", "placed at the exact center"),
+    "centre": ("over at the centre", "near the very middle", "just in the middle", "placed at the exact center"),
     "left": ("at the very left", "over near the left edge", "far over on the left"),
     "right": ("at the very right", "over near the right edge", "far over on the right"),
     "top": ("over at the top edge", "by the very top", "far up at the top"),
@@ -72,7 +72,7 @@ FRESH = Templates(
     ),
     relation=(
         "please create {first} {relation} {second}",
-        "all I need is {second} and, {inverse} it, {first}",
+        "all I need is {second} and, {relation} it, {first}",
         "you should see {first} {relation} {second}",
         "I want {first}. I want it {relation} {second}",
         "make it so that {second} is {inverse} {first}",
@@ -102,19 +102,19 @@ FRESH = Templates(
     ),
     whole=(
         "{ground}, and {body}",
-        "{body}, {on}, please",
+        "{body}, with it all {on}",
         "{on} you have this: {body}",
-        "{body} (all {on})",
+        "{body}; all {on}",
         "{ground}; on it, {body}",
         "please, {body}; {ground}",
-        "{on}. {body}",
+        "{on} now: {body}",
     ),
     on=(
         "on a canvas that is {colour}",
         "upon something {colour}",
-        "in front of all {colour}",
+        "in front of ~ solid {colour} canvas",
         "on ground that is {colour}",
-        "with a {colour} wall behind it",
+        "with ~ {colour} wall behind it",
     ),
     ground=(
         "let the background be {colour}",
@@ -122,6 +122,6 @@ FRESH = Templates(
         "everything around it must be {colour}",
         "the ground is {colour}",
         "the background: all {colour}",
-        "behind it is a {colour} canvas",
+        "behind it is ~ {colour} canvas",
     ),
 )

@@ -48,12 +48,74 @@ OWN_VERBS: dict[str, Verbs] = {  # these say by themselves where they lead
     "up": (("rises", "rising", "rise"), ("climbs", "climbing", "climb")),
     "down": (("falls", "falling", "fall"), ("sinks", "sinking", "sink"), ("drops", "dropping", "drop")),
 }
+
+
+def _sideways(start: str, end: str) -> tuple[str, ...]:
+    """Returns where a motion leads from the side `start` to the side `end`: half of it in the plainest words."""
+    plain = (
+        *(f"{end}", f"to the {end}", f"to the {end}", f"to the {end} side", f"{end}wards", f"towards the {end}"),
+        *(f"from {start} to {end}", f"from the {start} to the {end}"),
+    )
+    edge, anywhere = "(edge|border|end)", "(| side| edge| border)"
+    return (
+        *plain * 2,
+        *_across(
+            f"{start} {edge}", f"{end} {edge}", f"{start}{anywhere}", f"{end}(| edge| border)", f"({end}|{end}wards)"
+        ),
+        f"from the {start} side to the {end}(| edge| border)",
+        f"from the {start}(| edge| border) to the {end} side",
+        f"from the {start}-hand side to the {end}-hand side",
+        f"{end} from the {start}{anywhere}",
+        f"over to the {end} (edge|border|side)",
+    )
+
+
+def _upright(start: str, end: str, towards: str) -> tuple[str, ...]:
+    """Returns where a motion leads from one of bottom and top to the other: half of it in the plainest words."""
+    plain = (
+        *(f"{towards}", f"{towards}", f"{towards}wards", f"{towards}ward", f"to the {end}", f"towards the {end}"),
+        *(f"from {start} to {end}", f"from the {start} to the {end}"),
+    )
+    low, high = (_ROWS[start], _ROWS[end])
+    edge, anywhere = "(edge|border|end|side)", "(edge|border|side)"
+    lead = f"({towards}|{towards}wards|{towards}ward)"
+    return (
+        *plain * 2,
+        *_across(f"{low} {edge}", f"{high} {edge}", f"({start}|{low} {anywhere})", f"({end}|{high} {anywhere})", lead),
+        f"from the {start} {lead}",
+        f"{lead} from the {low} {edge}",
+        f"{lead} to the {high} {edge}",
+        f"{lead} towards the ({end}|{high} {edge})",
+        f"all the way {towards}",
+    )
+
+
+def _across(start_edge: str, end_edge: str, start: str, end: str, lead: str) -> tuple[str, ...]:
+    """Returns what can be said of both directions."""
+    return (
+        f"from the {start_edge} to the {end_edge}",
+        f"from {start_edge} to {end_edge}",
+        f"from the {start} towards the {end}",
+        f"from the {start} (over|across|all the way) to the {end}",
+        f"to the {end} from the {start}",
+        f"to the {end}, starting (at|on|from) the {start}",
+        f"{lead}, starting (at|on|from) the {start}",
+        f"starting (at|on) the {start} and ending (at|on|near) the {end}",
+        f"(out of|away from) the {start}, {lead}",
+        f"(out of|away from) the {start} to the {end}",
+        f"across the (picture|image) to the {end}",
+        f"all the way to the {end}",
+    )
+
+
+_ROWS = {"top": "(top|upper)", "bottom": "(bottom|lower)"}
 TOWARDS = {
-    "left": "(left|to the left|to the left|to the left side|over to the left|leftwards|towards the left"
-    "|from right to left|from the right to the left)",
-    "right": "(right|to the right|to the right|to the right side|over to the right|rightwards|towards the right"
-    "|from left to right|from the left to the right)",
-    "up": "(up|up|upwards|upward|to the top|towards the top|from bottom to top|from the bottom to the top)",
-    "down": "(down|down|downwards|downward|to the bottom|towards the bottom|from top to bottom"
-    "|from the top to the bottom)",
+    "left": _sideways("right", "left"),
+    "right": _sideways("left", "right"),
+    "up": _upright("bottom", "top", "up"),
+    "down": _upright("top", "bottom", "down"),
+}
+OWN_TOWARDS = {  # where verbs lead that say the direction by themselves
+    motion: ("", "", "", f"from the {start}", f"to the {end}", f"from the {_ROWS[start]} edge to the {_ROWS[end]} edge")
+    for motion, start, end in (("up", "bottom", "top"), ("down", "top", "bottom"))
 }

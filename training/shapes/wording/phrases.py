@@ -7,16 +7,30 @@ from dataclasses import dataclass
 
 from training.shapes.captions import CaptionParts
 from training.shapes.scenes import Item, MotionScene, Scene
+from training.shapes.wording.fresh import (
+    FRESH,
+    FRESH_CORNERS_AT,
+    FRESH_PLACES_AT,
+    FRESH_THINGS,
+    FRESH_TOWARDS,
+)
 from training.shapes.wording.grammar import filled, phrase
-from training.shapes.wording.motions import FORMS, HELD_OUT_TOWARDS, OWN_VERBS, TOWARDS, VERBS
-from training.shapes.wording.templates import HELD_OUT, TRAINING, Templates
+from training.shapes.wording.motions import FORMS, OWN_TOWARDS, OWN_VERBS, TOWARDS, VERBS
+from training.shapes.wording.shown import TRAINING
+from training.shapes.wording.templates import Templates
+from training.shapes.wording.unseen import (
+    HELD_OUT,
+    HELD_OUT_CORNERS_AT,
+    HELD_OUT_PLACES_AT,
+    HELD_OUT_THINGS,
+    HELD_OUT_TOWARDS,
+)
 from training.shapes.wording.words import (
     COLOUR_WORDS,
     CORNER_SIDES,
     CORNERS_AT,
-    HELD_OUT_CORNERS_AT,
-    HELD_OUT_PLACES_AT,
-    HELD_OUT_THINGS,
+    MORE_CORNERS_AT,
+    MORE_PLACES_AT,
     PLACES_AT,
     RELATION_WORDS,
     ROW_WORDS,
@@ -28,6 +42,7 @@ from training.shapes.wording.words import (
 
 Say = Callable[[], str]
 BARE_SHARE, POLITE_SHARE = 0.08, 0.05
+OWN_SHARE = 0.2  # of verbs that say by themselves where they lead
 CASES = (0.6, 0.3, 0.05, 0.05)  # shares of phrases as they are, capitalised, in capitals, and with capitalised words
 ENDINGS = ("",) * 12 + (".",) * 6 + ("!", " .", "...")
 _BARE = re.compile(r"\b(the|a|an) ")
@@ -42,16 +57,37 @@ class Wording:
     things: tuple[str, ...]
     places_at: Mapping[str, tuple[str, ...]]
     corners_at: tuple[str, ...]
-    towards: dict[str, str]
+    towards: Mapping[str, tuple[str, ...]]
+    own_towards: Mapping[str, tuple[str, ...]]
 
 
-SHOWN = Wording(templates=TRAINING, things=THINGS, places_at=PLACES_AT, corners_at=CORNERS_AT, towards=TOWARDS)
+def _besides(some: Mapping[str, tuple[str, ...]], more: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    return {name: more[name] + templates for name, templates in some.items()}
+
+
+SHOWN = Wording(
+    templates=TRAINING,
+    things=THINGS,
+    places_at=_besides(PLACES_AT, MORE_PLACES_AT),
+    corners_at=CORNERS_AT + MORE_CORNERS_AT,
+    towards=TOWARDS,
+    own_towards=OWN_TOWARDS,
+)
 NEW = Wording(
     templates=HELD_OUT,
     things=HELD_OUT_THINGS,
-    places_at={place: HELD_OUT_PLACES_AT[place] + shown for place, shown in PLACES_AT.items()},
+    places_at=_besides(PLACES_AT, HELD_OUT_PLACES_AT),
     corners_at=HELD_OUT_CORNERS_AT + CORNERS_AT,
     towards=HELD_OUT_TOWARDS,
+    own_towards={},
+)
+NEWER = Wording(
+    templates=FRESH,
+    things=FRESH_THINGS,
+    places_at=_besides(PLACES_AT, FRESH_PLACES_AT),
+    corners_at=FRESH_CORNERS_AT + CORNERS_AT,
+    towards=FRESH_TOWARDS,
+    own_towards={},
 )
 
 
@@ -93,6 +129,16 @@ def _one(scene: Scene, parts: CaptionParts, wording: Wording, rng: random.Random
     return phrase(wording.templates.one, fields, rng)
 
 
+def _part(item: Item, parts: CaptionParts, wording: Wording, rng: random.Random) -> str:
+    place = item.place or "centre"
+    fields: dict[str, Say] = {
+        "item": lambda: _thing(item, parts, wording, rng),
+        "at": lambda: _at(place, wording, rng),
+        "side": lambda: _side(place, rng),
+    }
+    return phrase(wording.templates.part, fields, rng)
+
+
 def _two(scene: Scene, parts: CaptionParts, wording: Wording, rng: random.Random) -> str:
     """Returns words for two items: the first one of a relation first, any of the others."""
     items = scene.items if scene.relation and parts.place else tuple(rng.sample(scene.items, 2))
@@ -111,16 +157,23 @@ def _two(scene: Scene, parts: CaptionParts, wording: Wording, rng: random.Random
         place = item.place or "centre"
         fields[f"at{number}"] = lambda place=place: _at(place, wording, rng)  # type: ignore[misc]
         fields[f"side{number}"] = lambda place=place: _side(place, rng)  # type: ignore[misc]
+        fields[f"part{number}"] = lambda item=item: _part(item, parts, wording, rng)  # type: ignore[misc]
     return phrase(wording.templates.places, fields, rng)
 
 
+def _verb(motion: str, wording: Wording, rng: random.Random) -> tuple[tuple[str, str, str], str]:
+    """Returns the forms of a verb, and where it leads."""
+    own = OWN_VERBS.get(motion)
+    if own and rng.random() < OWN_SHARE:
+        forms = rng.choice(own)
+        return forms, filled(rng.choice(wording.own_towards[motion]), {}, rng) if wording.own_towards else ""
+    forms = rng.choice(VERBS[motion])
+    return forms, "" if own is None else filled(rng.choice(wording.towards[motion]), {}, rng)
+
+
 def _motion(scene: MotionScene, parts: CaptionParts, wording: Wording, rng: random.Random) -> str:
-    own = OWN_VERBS.get(scene.motion)
-    if own and rng.random() < 0.2:
-        forms, towards = rng.choice(own), ""
-    else:
-        forms = rng.choice(VERBS[scene.motion])
-        towards = "" if own is None else " " + filled(wording.towards[scene.motion], {}, rng)
+    forms, towards = _verb(scene.motion, wording, rng)
+    towards = towards and " " + towards
     fields: dict[str, Say] = {"item": lambda: _thing(scene.item, parts, wording, rng)}
     fields |= {name: lambda form=form: form + towards for name, form in zip(FORMS, forms, strict=True)}  # type: ignore[misc]
     return phrase(wording.templates.motion, fields, rng)

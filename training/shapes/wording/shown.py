@@ -1,3 +1,12 @@
+"""Templates of training.
+
+Some structures came later, after a look at which templates of `unseen` had failed: where a motion leads from and to
+(`motions`), two items with a place each, before or after them (`part`), and what stands after the second of a pair. No
+template of `unseen` or `fresh` is here.
+"""
+
+from training.shapes.wording.templates import BE, DRAW, PICTURE, THERE, Templates
+
 TRAINING = Templates(
     one=(
         *("{item}[ {at}]",) * 5,
@@ -10,7 +19,7 @@ TRAINING = Templates(
         f"{{at}} {THERE} {{item}}",
         f"{{at}} {BE} {{item}}",
         f"{{item}} {BE} {{at}}",
-        f"{THERE} {{item}}. It {BE} {{at}}",
+        f"(there is|there's|we see|you see|here is) {{item}}. It {BE} {{at}}",
         "{item}, (placed|put) {at}",
         "{item} that (sits|lies|is) {at}",
         "{side}: {item}",
@@ -26,6 +35,15 @@ TRAINING = Templates(
         "first {item}[ {at}]",
         f"{DRAW} {{item}} so that it {BE} {{at}}",
         f"{{item}} as it {BE} {{at}}",
+        f"{{item}}; it {BE} {{at}}",
+        "{item} is what (we see|I need)[ {at}]",
+        "the (picture|image|drawing) (has|shows) {item}[ {at}]",
+        "{at} (draw|paint|place) {item}",
+        "(place|draw|paint): {item}[, {at}]",
+        "there should be {item}[ {at}]",
+        "I would like to have {item}[ {at}]",
+        "now (draw|paint) {item}[ {at}]",
+        "{item}, it goes {at}",
     ),
     pair=(
         *("{first} and {second}",) * 4,
@@ -33,6 +51,7 @@ TRAINING = Templates(
         f"{DRAW} {{first}} and {{second}}",
         f"{THERE} {{first}} and {{second}}",
         "two (shapes|things): {first} and {second}",
+        "both {first} and {second}",
     ),
     relation=(
         *("{first} {relation} {second}",) * 3,
@@ -48,6 +67,22 @@ TRAINING = Templates(
         "{first} and {inverse} it {second}",
         "{second} and {relation} it {first}",
         "{first}, (placed|put) {relation} {second}",
+        "{first}, {relation} {second}",
+        "{second}, {inverse} {first}",
+        "{first}, (with|and) {second} {inverse} it",
+        "{second}, (with|and) {first} {relation} it",
+        f"{THERE} {{second}} and {{first}} {BE} {{relation}} it",
+        f"{THERE} {{first}}. {{second}} {BE} {{inverse}} it",
+        "{first}; {inverse} it (|is|there is|we see) {second}",
+        "{second}; {relation} it (|is|there is|we see) {first}",
+        "{first}. {inverse} it {second}",
+        "{second}. {relation} it {first}",
+        "{inverse} {first}: {second}",
+        f"{DRAW} {{second}}, then {{first}} {{relation}} it",
+        f"{DRAW} {{first}}, then {{inverse}} it {{second}}",
+        "two (shapes|things): {second} and {relation} it {first}",
+        "{relation} {second} (draw|paint|place) {first}",
+        "the (picture|image) (has|shows) {second} {inverse} {first}",
     ),
     places=(
         *("{first} {at1}(,| and|, and) {second} {at2}",) * 3,
@@ -63,6 +98,13 @@ TRAINING = Templates(
         f"{{first}} {BE} {{at1}} and {{second}} {BE} {{at2}}",
         "two (shapes|things): {first} {at1} and {second} {at2}",
         f"{THERE} {{first}} {{at1}}. {{second}} {BE} {{at2}}",
+        *("{part1}(;|.| and|, and|; and|. Then|; then|; also| plus) {part2}",) * 16,
+        "two (shapes|things): {part1} and {part2}",
+        f"{PICTURE} {{first}} {{at1}}; {{at2}} (there is|we see) {{second}}",
+        "the (picture|image|drawing) (has|shows) {first} {at1} and {second} {at2}",
+        "{first} {at1} with {second} {at2}",
+        "{first}, {side1}; {second}, {side2}",
+        "{first} - {side1}; {second} - {side2}",
     ),
     motion=(
         *("{item} {moves}",) * 3,
@@ -88,6 +130,17 @@ TRAINING = Templates(
         "this is {item} (which|that) {moves}",
         "what you see is {item} {moving}",
         "can you draw {item} {moving}",
+        "we see (how |){item} {moves}",
+        "show how {item} {moves}",
+        "in this (clip|video|film) {item} {moves}",
+        "{item} has to {move}",
+        "I would like {item} to {move}",
+        "I would like to have {item} {moving}",
+        "(a video|a clip|a film): {item} {moves}",
+        "{item} that can {move}",
+        "the (video|clip|film) (has|shows) {item} {moving}",
+        "watch {item} as it {moves}",
+        "{item}. It is {moving}",
     ),
     whole=(
         *("{body} {on}",) * 5,
@@ -135,5 +188,20 @@ TRAINING = Templates(
         "{colour} for the background",
         "set the background to {colour}",
         "make the background {colour}",
+    ),
+    part=(
+        *("{item} {at}", "{at} {item}") * 3,
+        "{item}, {at}",
+        "{at}, {item}",
+        "{at} (there is|there's|we see|here is) {item}",
+        f"{{at}} {BE} {{item}}",
+        f"{{item}} {BE} {{at}}",
+        "{item} that (sits|lies|is) {at}",
+        "(there is|there's|we see|here is) {item} {at}",
+        "(draw|paint|place|I need|I would like) {item} {at}",
+        "{at} (draw|paint|place|I need|I would like|comes) {item}",
+        "{item} comes {at}",
+        "{item} should be {at}",
+        "{side}: {item}",
     ),
 )

@@ -1,8 +1,10 @@
-"""Templates of whole phrases. Those of training and those held out for evaluation share words and no template.
+"""What templates of whole phrases there are. `shown` has those of training, `unseen` and `fresh` two sets that are held
+out for evaluation; the three share words and no template.
 
 `{item}` is the only item, `{first}` and `{second}` are two, `{at}` where one is and `{side}` the name of that place; a
 1 or 2 says whose. `{relation}` is of the first to the second, `{inverse}` of the second to the first. `{body}` is what
 a body says, `{on}` and `{ground}` the background, after what lies on it and by itself; `{colour}` is its colour alone.
+`{part1}` and `{part2}` say one of two items and its place, by a template of `part`.
 """
 
 from dataclasses import dataclass
@@ -25,5 +27,4 @@ class Templates:
     whole: tuple[str, ...]
     on: tuple[str, ...]
     ground: tuple[str, ...]
-
-
+    part: tuple[str, ...] = ()

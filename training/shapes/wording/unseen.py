@@ -1,4 +1,5 @@
-"""Templates that training never shows, and the parts that they are filled with."""
+"""Templates that training never shows, and the parts that they are filled with. They stay as they are, so that figures
+compare with earlier ones."""
 
 from training.shapes.wording.templates import Templates
 from training.shapes.wording.words import MIDDLE

@@ -12,8 +12,8 @@ SIZE_WORDS = {
     "large": "(large|large|large|big|huge|giant|enormous)",
 }
 COLOUR_WORDS = {"purple": "(purple|purple|violet)", "grey": "(grey|gray)"}
-THINGS = (  # an item; every second one is in the plainest order
-    *("@ [{size} ]{colour} {shape}",) * 8,
+THINGS = (  # an item; two of five are in the plainest order
+    *("@ [{size} ]{colour} {shape}",) * 11,
     "@ {colour} [{size} ]{shape}",
     "@ [{size} ]{shape} in {colour}",
     "@ [{size} ]{shape}, {colour},",
@@ -23,6 +23,12 @@ THINGS = (  # an item; every second one is in the plainest order
     "@ [{size} ]{shape} coloured {colour}",
     "@ {shape}[, {size}], {colour},",
     "@ [{size}, ]{colour} {shape}",
+    "@ {colour}[ and {size}] {shape}",
+    "@ {shape} that is [{size} and ]{colour}",
+    "@ {shape}[ that is {size}], coloured {colour},",
+    "@ [{size} ]{shape} (painted|drawn) (|in ){colour}",
+    "@ {shape}, [{size}, ]{colour},",
+    "@ [{size} ]{shape} of {colour} colour",
 )
 MIDDLE = "(centre|center|middle)"
 OF_IT = "(||| of the picture| of the image)"
@@ -66,6 +72,36 @@ CORNERS_AT = (
     "{row} {column}(| corner)",
     "{row}-{column}",
     "at the {end}, on the {column}",
+)
+MORE_PLACES_AT = {  # besides those above, which what is held out has too
+    "centre": (f"(by|near|close to) the {MIDDLE}{OF_IT}",),
+    **{
+        side: (
+            f"(by|near) the {side}(| border)",
+            f"(near|at) the {side}(-hand side|-hand edge| edge)",
+            f"on the {side} (border|half)",
+            f"over on the {side}(| side)",
+        )
+        for side in ("left", "right")
+    },
+    **{
+        side: (
+            f"(by|on|close to) the ({side}|{row}) (edge|border)",
+            f"on the ({side}|{row}) half",
+            f"over (at|by) the {side}",
+            f"close to the {side}",
+        )
+        for side, row in (("top", "upper"), ("bottom", "lower"))
+    },
+}
+MORE_CORNERS_AT = (
+    "(by|close to|over in) the {row}-{column} corner",
+    "at the {end} on the {column} side",
+    "on the {column} side at the {end}",
+    "at the {end} of the {column} side",
+    "{row} {column}, in the corner",
+    "in the {column} {row} of the picture",
+    "to the {row} {column}",
 )
 ROW_WORDS = {"top": "(top|top|upper)", "bottom": "(bottom|bottom|lower)"}
 SIDES = {  # a place as a name

@@ -24,8 +24,8 @@ MOTIONS = {
     "turn": r"turn\w*|rotat\w+|spin\w*|twirl\w*|revolv\w+",
     "left": r"left|leftwards",
     "right": r"right|rightwards",
-    "up": r"up|upwards?|top|ris\w+|climb\w*",
-    "down": r"down|downwards?|bottom|fall\w*|sink\w*|drop\w*",
+    "up": r"up|upwards?|top|upper|ris\w+|climb\w*",
+    "down": r"down|downwards?|bottom|lower|fall\w*|sink\w*|drop\w*",
 }
 _HUE = "(" + "|".join(word for names in COLOURS.values() for word in names.split()) + ")"
 _GROUND = "(?:background|backdrop|canvas|ground|surface|wall)"
@@ -37,9 +37,12 @@ GROUNDS = (  # the surer ones first
     rf"{_GROUND} {_LITTLE}{_HUE}",
     rf"(?:on|against|upon|in front of) (?:(?:something|that|is|a|an|plain|solid) )*{_HUE}",
 )
+BEGINNINGS = (
+    r"\b(?:from|out of|starting (?:at|on)) (?:the )?\w+(?: hand)?(?: (?:side|edge|border|end)\b)?"  # of motions
+)
 _NOT_A_PICTURE = r"(?!(?:the )?(?:picture|image))"
 RELATIONS = {
-    ("above", False): rf"above|over (?!to |in |on )|on top of {_NOT_A_PICTURE}|higher than",
+    ("above", False): rf"above|over (?!(?:to|in|on|at|by|near) )|on top of {_NOT_A_PICTURE}|higher than",
     ("above", True): r"below|under(?:neath)?|beneath|lower than",
     ("left of", False): rf"left (?:side )?of {_NOT_A_PICTURE}",
     ("left of", True): rf"right (?:side )?of {_NOT_A_PICTURE}",
@@ -155,6 +158,6 @@ def read_motion(text: str) -> tuple[ReadScene, set[str]]:
     text, background = _without_background(_plain(text))
     [(_, _, shape, colour)] = things = _things(text.split())
     item = ReadItem(shape=shape, colour=colour, size=_sizes(text.split(), things)[0])
-    moving = re.sub(r"\bfrom (the )?\w+( side)?", "", text)
+    moving = re.sub(BEGINNINGS, "", text)
     motions = {name for name, pattern in MOTIONS.items() if re.search(rf"\b(?:{pattern})\b", moving)}
     return ReadScene(items=(item,), background=background), motions
