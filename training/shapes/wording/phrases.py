@@ -42,6 +42,7 @@ from training.shapes.wording.words import (
 
 Say = Callable[[], str]
 BARE_SHARE, POLITE_SHARE = 0.08, 0.05
+OPENING_SHARE = 0.12
 OWN_SHARE = 0.2  # of verbs that say by themselves where they lead
 CASES = (0.6, 0.3, 0.05, 0.05)  # shares of phrases as they are, capitalised, in capitals, and with capitalised words
 ENDINGS = ("",) * 12 + (".",) * 6 + ("!", " .", "...")
@@ -189,7 +190,9 @@ def _whole(body: str, background: str, wording: Wording, rng: random.Random) -> 
     return phrase(wording.templates.whole, fields, rng)
 
 
-def _finished(text: str, rng: random.Random) -> str:
+def _finished(text: str, wording: Wording, rng: random.Random) -> str:
+    if wording.templates.opening and rng.random() < OPENING_SHARE:
+        text = f"{phrase(wording.templates.opening, {}, rng)} {text}"
     if rng.random() < POLITE_SHARE and "please" not in text:
         text += rng.choice((" please", ", please"))
     text = _SPARE_COMMA.sub("", text)
@@ -203,7 +206,7 @@ def free_caption(scene: Scene, rng: random.Random, parts: CaptionParts | None = 
     """Returns a caption of a still picture that names these parts, or parts that are chosen at random."""
     parts = parts or CaptionParts.random(rng)
     body = (_one if len(scene.items) == 1 else _two)(scene, parts, wording, rng)
-    return _finished(_whole(body, scene.background, wording, rng) if parts.background else body, rng)
+    return _finished(_whole(body, scene.background, wording, rng) if parts.background else body, wording, rng)
 
 
 def free_motion_caption(
@@ -212,4 +215,4 @@ def free_motion_caption(
     """Returns a caption of a video that names the motion and these parts, or parts that are chosen at random."""
     parts = parts or CaptionParts.random(rng)
     body = _motion(scene, parts, wording, rng)
-    return _finished(_whole(body, scene.background, wording, rng) if parts.background else body, rng)
+    return _finished(_whole(body, scene.background, wording, rng) if parts.background else body, wording, rng)

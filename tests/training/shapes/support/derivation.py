@@ -99,7 +99,8 @@ def free_rules(wording: Wording) -> dict[str, tuple[str, ...]]:
     at = (*(text for texts in wording.places_at.values() for text in texts), *wording.corners_at)
     relations = tuple(text for pair in RELATION_WORDS.values() for text in pair)
     rules = {
-        "caption": ("{whole}( please|)", "{body}( please|)"),
+        "caption": ("[{opening} ]{whole}( please|)", "[{opening} ]{body}( please|)"),
+        "opening": templates.opening,
         "body": (*templates.one, *templates.pair, *templates.relation, *templates.places, *templates.motion),
         "whole": templates.whole,
         "on": templates.on,

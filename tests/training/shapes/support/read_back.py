@@ -28,18 +28,17 @@ MOTIONS = {
     "down": r"down|downwards?|bottom|lower|fall\w*|sink\w*|drop\w*",
 }
 _HUE = "(" + "|".join(word for names in COLOURS.values() for word in names.split()) + ")"
-_GROUND = "(?:background|backdrop|canvas|ground|surface|wall)"
-_LITTLE = "(?:(?:is|that|in|of|to|be|should|must|set|colour|all|plain|the|a|an|:) )*"
+_GROUND = "(?:background|backdrop|canvas|ground|surface|wall|sheet|page|field)"
+_LITTLE = "(?:(?:is|that|in|of|to|be|should|must|has|set|with|colour|all|plain|the|a|an|:) )*"
 GROUNDS = (  # the surer ones first
-    rf"{_HUE} (?:all around|behind|for (?:the )?background|should be (?:the )?background|in (?:the )?background)",
+    rf"{_HUE} (?:all around|everywhere|behind|(?:is|as|for|should be|in) (?:the )?background)",
     rf"{_HUE} {_GROUND}",
-    rf"(?:rest|else|around it|behind it) {_LITTLE}{_HUE}",
+    rf"(?:rest|else|around it|behind it|surrounded by) {_LITTLE}{_HUE}",
     rf"{_GROUND} {_LITTLE}{_HUE}",
     rf"(?:on|against|upon|in front of) (?:(?:something|that|is|a|an|plain|solid) )*{_HUE}",
 )
-BEGINNINGS = (
-    r"\b(?:from|out of|starting (?:at|on)) (?:the )?\w+(?: hand)?(?: (?:side|edge|border|end)\b)?"  # of motions
-)
+# where motions begin
+BEGINNINGS = r"\b(?:from|out of|starting (?:at|on)) (?:the )?\w+(?: hand)?(?: (?:side|edge|border|end)\b)?"
 _NOT_A_PICTURE = r"(?!(?:the )?(?:picture|image))"
 RELATIONS = {
     ("above", False): rf"above|over (?!(?:to|in|on|at|by|near) )|on top of {_NOT_A_PICTURE}|higher than",
