@@ -39,7 +39,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 NUM_THREADS = 8
-PIECE_BYTES = 2**24
+PIECE_BYTES = 2**23
 NUM_BUFFERS = 2
 """Of each thread: one is read into while the GPU fetches the other."""
 
