@@ -1,0 +1,144 @@
+"""An event loop whose time passes only while all wait, and ranks that work as those with GPUs do."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Coroutine, Mapping
+from random import Random
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+from engines.gang.clock import Clock
+from engines.gang.jobs.step_plan import StepPlan, StepReport
+from tests.engines.gang.support.set_clock import remote
+
+T = TypeVar("T")
+
+LOOK_S = 2e-4
+"""The clock goes on by up to so much with every look at it."""
+EARLY_S = 1e-3
+"""Timers of uvloop, which Ray Serve runs on, count whole milliseconds: some come before their time."""
+CALL_S, LAUNCH_S, MOVE_S = 0.0005, 0.002, 0.0012
+"""From one process to another, a step's calls on a rank, and a job's state from rank to rank."""
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """RuntimeError where all tasks wait and no time is what they wait for: they would wait for ever."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        super().__init__(_Selector(self))
+
+    def time(self) -> float:
+        return self.now_s
+
+
+class _Selector(selectors.SelectSelector):
+    def __init__(self, loop: VirtualLoop) -> None:
+        super().__init__()
+        self._loop = loop
+
+    def select(self, timeout: float | None = None) -> Any:
+        if ready := super().select(0):
+            return ready
+        if timeout is None:
+            raise RuntimeError("all tasks wait, and nothing will ever come")
+        self._loop.now_s += timeout
+        return []
+
+
+def run_in_virtual_time(main: Coroutine[Any, Any, T]) -> T:
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(main)
+
+
+class VirtualClock(Clock):
+    def __init__(self) -> None:
+        self._loop: Any = asyncio.get_running_loop()
+        self._random = Random(0)
+
+    def now_s(self) -> float:
+        self._loop.now_s += self._random.uniform(0.0, LOOK_S)
+        return float(self._loop.now_s)
+
+    def timeout(self, delay_s: float | None) -> asyncio.Timeout:
+        return asyncio.timeout(None if delay_s is None else max(0.0, delay_s - EARLY_S))
+
+
+class GpuRanks:
+    """Actors of ranks. A step of a job takes ``steps[its shape][size of its team]`` seconds on the devices of a team,
+    from when all of them have been given it and have done what they were given before. A rank reports of a step when
+    the one before it has ended, and of one whose latents it hands out when that has. ``shapes`` are those of jobs."""
+
+    def __init__(self, num_ranks: int, steps: Mapping[Any, Mapping[int, float]], shapes: Mapping[str, Any]) -> None:
+        self._steps, self._shapes = steps, shapes
+        self._plans: list[asyncio.Queue[Any]] = [asyncio.Queue() for _ in range(num_ranks)]
+        self._meetings: dict[Any, tuple[asyncio.Future[float], list[int]]] = {}
+        self._device_ends_s = [0.0] * num_ranks
+        self._loop = asyncio.get_running_loop()
+        self._tasks = [asyncio.ensure_future(self._work(rank)) for rank in range(num_ranks)]
+        self.actors = [self._actor(rank) for rank in range(num_ranks)]
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    def _actor(self, rank: int) -> SimpleNamespace:
+        at_once, never = remote(lambda *_: self._later(2 * CALL_S, None)), remote(lambda: self._loop.create_future())
+        return SimpleNamespace(
+            admit=at_once,
+            close=at_once,
+            ping=at_once,
+            watch=never,
+            execute=SimpleNamespace(
+                options=lambda num_returns: remote(lambda plan: self._send(rank, plan, num_returns))
+            ),
+        )
+
+    def _later(self, after_s: float, answer: Any) -> asyncio.Future[Any]:
+        future = self._loop.create_future()
+        self._loop.call_later(after_s, future.set_result, answer)
+        return future
+
+    def _send(self, rank: int, plan: StepPlan, num_returns: int) -> Any:
+        refs = [self._loop.create_future() for _ in range(num_returns)]
+        self._loop.call_later(CALL_S, self._plans[rank].put_nowait, (plan, refs))
+        return refs if num_returns > 1 else refs[0]
+
+    async def _work(self, rank: int) -> None:
+        before_s = 0.0
+        while True:
+            plan, (report, *latents) = await self._plans[rank].get()
+            if plan.moves:
+                await self._until(await self._met(("moves", plan.sequence), len(self._plans), before_s))
+                await asyncio.sleep(MOVE_S * len(plan.moves))
+            work = plan.work_of(rank)
+            if work is not None:
+                await asyncio.sleep(LAUNCH_S)
+                ends_s = await self._device_end_s(plan.sequence, work.ranks, self._shapes[work.job_ids[0]])
+                await self._until(ends_s if latents else before_s)
+                before_s = ends_s
+            done = StepReport(rank=rank, sequence=plan.sequence, step_ms=1.0, was_warm=True, predicted=work is not None)
+            self._loop.call_later(CALL_S, report.set_result, done)
+            for each in latents:
+                self._loop.call_later(CALL_S, each.set_result, None)
+
+    async def _device_end_s(self, sequence: int, ranks: tuple[int, ...], shape: Any) -> float:
+        begin_s = await self._met((sequence, ranks), len(ranks), max(self._device_ends_s[rank] for rank in ranks))
+        end_s = begin_s + self._steps[shape][len(ranks)]
+        for rank in ranks:
+            self._device_ends_s[rank] = end_s
+        return end_s
+
+    async def _met(self, key: Any, num_ranks: int, ready_s: float) -> float:
+        """Returns, once as many have come, when the last of them has, or is ready."""
+        met, came = self._meetings.setdefault(key, (self._loop.create_future(), []))
+        came.append(0)
+        if len(came) == num_ranks:
+            del self._meetings[key]
+            met.set_result(max(self._loop.time(), ready_s))
+        return await met
+
+    async def _until(self, at_s: float) -> None:
+        await asyncio.sleep(max(0.0, at_s - self._loop.time()))

@@ -1,0 +1,72 @@
+"""Whole loads through a gang's own driver and policies in virtual time, with ranks that report as those on GPUs do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from random import Random
+from statistics import fmean
+
+import pytest
+
+from benchmarks.policies.h200 import STEPS
+from benchmarks.policies.simulation import Arrival, SimulatedGang, Simulation
+from engines.gang import gang as gang_module
+from engines.gang.config import GangConfig
+from engines.gang.gang import Gang
+from engines.gang.policies.registry import POLICIES, make_policy
+from engines.gang.predictions.step_times import StepTimes
+from tests.engines.gang.support.fakes import FakeRequest, fake_job
+from tests.engines.gang.support.helpers import run
+from tests.engines.gang.support.virtual_time import GpuRanks, VirtualClock, run_in_virtual_time
+
+NUM_RANKS, NUM_STEPS, NUM_ARRIVALS = 2, 28, 60
+MEAN_GAP_S = 2.0
+SHAPES, SHARES = ("512x512", "1024x1024", "2048x2048"), (70, 25, 5)
+
+
+def arrivals(seed: int) -> list[Arrival]:
+    random, at_s, found = Random(seed), 0.0, []
+    for _ in range(NUM_ARRIVALS):
+        at_s += random.expovariate(1 / MEAN_GAP_S)
+        (shape,) = random.choices(SHAPES, SHARES)
+        found.append(Arrival(at_s=at_s, shape=shape, num_steps=NUM_STEPS))
+    return found
+
+
+async def latencies_s(load: Sequence[Arrival], policy: str, *, elastic: bool) -> list[float]:
+    """Seconds until each has its latents. What steps take is known, as after a first load."""
+    ranks = GpuRanks(NUM_RANKS, STEPS, {str(number): one.shape for number, one in enumerate(load)})
+    known, clock = StepTimes(), VirtualClock()
+    for shape in SHAPES:
+        for size in (1, NUM_RANKS):
+            for _ in range(2):
+                known.note(fake_job("known", FakeRequest(seed=0, num_steps=2), shape=shape), size, STEPS[shape][size])
+    assert known.changed()
+    config = GangConfig(
+        num_ranks=NUM_RANKS, gpus_per_rank=1.0, elastic=elastic, policy=policy, max_waiting_jobs=NUM_ARRIVALS
+    )
+    gang = Gang(config, ranks.actors, infos=(), team_sizes=(1, 2), model="load", clock=clock, step_times=known)
+
+    async def one(number: int, arrival: Arrival) -> float:
+        await asyncio.sleep(arrival.at_s)
+        job = fake_job(str(number), FakeRequest(seed=number, num_steps=NUM_STEPS), shape=arrival.shape)
+        await run(gang, job)
+        return asyncio.get_running_loop().time() - arrival.at_s
+
+    try:
+        return await asyncio.gather(*(one(number, arrival) for number, arrival in enumerate(load)))
+    finally:
+        await gang.close()
+        ranks.close()
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_load_ends_and_takes_what_is_simulated(policy: str, elastic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gang_module, "kill_ranks", lambda _: None)
+    load = arrivals(seed=1)
+    in_gang = fmean(run_in_virtual_time(latencies_s(load, policy, elastic=elastic)))
+    shape = SimulatedGang(steps=STEPS, num_ranks=NUM_RANKS, elastic=elastic)
+    simulated = fmean(Simulation(gang=shape, policy=make_policy(policy)).run(load).values())
+    assert in_gang == pytest.approx(simulated, rel=0.1)
