@@ -119,12 +119,18 @@ STRATEGIES = tuple(
     for strategy, num_ranks in (("allgather_kv", 2), ("allgather_kv", 4), ("ring", 2), ("ring", 4), ("hybrid", 4))
 )
 
+SGLANG = ("sglang", "sglang-blocks", "sglang-compiled")
 VLLM_OMNI = ("vllm-omni", "vllm-omni-eager", "vllm-omni-tensor")
 PEERS = tuple(
     Case(maker=maker, side=side, num_ranks=num_ranks, graph=False, default=False)
-    for maker in ("diffusers-ulysses", "diffusers-ring", "xdit", "sglang", "sglang-compiled", *VLLM_OMNI)
-    for side, num_ranks in ((1024, 2), (1024, 4), (2048, 4), (512, 4))
+    for maker in ("diffusers-ulysses", "diffusers-ring", "xdit", *SGLANG, *VLLM_OMNI)
+    for side, num_ranks in ((1024, 2), (2048, 2), (1024, 4), (2048, 4), (512, 4))
+) + tuple(
+    Case(maker=maker, side=side, num_ranks=1, graph=False, default=False)
+    for maker in (*SGLANG, *VLLM_OMNI[:2])
+    for side in (1024, 2048)
 )
+BESIDE_PEERS = (Case(maker="fast", side=2048, num_ranks=2, peer_memory=True, default=False),)
 
 ENGINE = (
     Case(maker="engine", side=512, num_ranks=1, peer_memory=True, default=False),
@@ -162,4 +168,4 @@ WAN = (
     ),
 )
 
-CASES = GOALS + VARIANTS + ENGINE + STRATEGIES + SINGLE_RANK + EXCHANGES + PEERS + WAN
+CASES = GOALS + VARIANTS + ENGINE + STRATEGIES + SINGLE_RANK + EXCHANGES + PEERS + BESIDE_PEERS + WAN

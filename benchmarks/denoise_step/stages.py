@@ -43,23 +43,30 @@ def alone(name: str, *arguments: str, limit_s: int, min_gpus: int = 1, **options
     return Stage(name=name, runs=(run,), limit_s=limit_s, min_gpus=min_gpus)
 
 
+def case_name(maker: str, side: int, gpus: tuple[int, ...], option: str) -> str:
+    several = ("ulysses", option) if len(gpus) > 1 else (option,) * (option != DEFAULT)
+    return "/".join((maker, str(side), f"w{len(gpus)}", "bf16", *several))
+
+
 def peer(name: str, maker: str, gpus: tuple[int, ...], *sides: int) -> Run:
-    cases = [f"{maker}/{side}/w{len(gpus)}/bf16/ulysses/uncaptured" for side in sides]
+    cases = [case_name(maker, side, gpus, "uncaptured") for side in sides]
     return Run(name=f"peer_{name}", arguments=("--only", *cases), gpus=gpus)
 
 
 DEFAULT = "peer"
-FOUR, FIRST, LAST = (0, 1, 2, 3), (0, 1), (2, 3)
+FOUR, FIRST, LAST, ONE = (0, 1, 2, 3), (0, 1), (2, 3), (0,)
 
 
-def ours(name: str, gpus: tuple[int, ...]) -> Run:
+def ours(name: str, gpus: tuple[int, ...], *sides: int) -> Run:
     """What stands beside peers on these GPUs."""
-    return Run(name=name, arguments=("--only", f"fast/1024/w{len(gpus)}/bf16/ulysses/{DEFAULT}"), gpus=gpus)
+    cases = [case_name("fast", side, gpus, DEFAULT) for side in sides or (1024,)]
+    return Run(name=name, arguments=("--only", *cases), gpus=gpus)
 
 
 def beside(name: str, *runs: Run, limit_s: int) -> Stage:
-    """Peers on four GPUs, timed one after the other."""
-    return Stage(name=name, runs=runs, limit_s=limit_s, min_gpus=4, takes_turns=True)
+    """Peers on the same GPUs, timed one after the other."""
+    num_gpus = 1 + max(gpu for run in runs for gpu in run.gpus)
+    return Stage(name=name, runs=runs, limit_s=limit_s, min_gpus=num_gpus, takes_turns=True)
 
 
 # In two stages: each run holds the whole model on its GPUs, and three of them are what fits. On four the goals' own
@@ -112,6 +119,43 @@ SLOW_PEERS = (
         limit_s=350,
     ),
 )
+# The same for a host of two GPUs, by importance: a gang that is not ready in time costs its whole stage.
+PEERS_OF_A_PAIR = (
+    beside(
+        "sglang_pair",
+        peer("pair_sglang", "sglang", FIRST, 1024, 2048),
+        peer("pair_sglang_blocks", "sglang-blocks", FIRST, 1024, 2048),
+        ours("pair_beside_sglang", FIRST, 1024, 2048),
+        limit_s=240,
+    ),
+    beside(
+        "vllm_omni_pair",
+        peer("pair_vllm_omni", "vllm-omni", FIRST, 1024, 2048),
+        peer("pair_vllm_omni_tensor", "vllm-omni-tensor", FIRST, 1024, 2048),
+        ours("pair_beside_vllm_omni", FIRST, 1024, 2048),
+        limit_s=200,
+    ),
+    beside(
+        "sglang_compiled_pair",
+        peer("pair_sglang_compiled", "sglang-compiled", FIRST, 1024),
+        ours("pair_beside_sglang_compiled", FIRST),
+        limit_s=400,
+    ),
+    beside(
+        "peers_of_one",
+        peer("one_sglang", "sglang", ONE, 1024, 2048),
+        peer("one_vllm_omni", "vllm-omni", ONE, 1024, 2048),
+        ours("one_beside_peers", ONE, 1024, 2048),
+        limit_s=200,
+    ),
+    beside(
+        "diffusers_pair",
+        peer("pair_ulysses", "diffusers-ulysses", FIRST, 1024, 2048),
+        peer("pair_ring", "diffusers-ring", FIRST, 1024, 2048),
+        ours("pair_beside_diffusers", FIRST, 1024, 2048),
+        limit_s=130,
+    ),
+)
 
 KERNEL_CHECK = "tests.engines.fast.support.triton_check"
 SINGLE = ("1024/w1/", "2048/w1")
@@ -153,4 +197,5 @@ STAGES = (
     alone("parts", module="benchmarks.denoise_step.parts", all_gpus=False, limit_s=60),
     alone("exchanges", "none", "nccl-", limit_s=60, min_gpus=4),
     *SLOW_PEERS,
+    *PEERS_OF_A_PAIR,
 )  # fmt: skip

@@ -1,25 +1,33 @@
-"""SGLang Diffusion's FLUX transformer (sglang 0.5.16) on the same weights, Ulysses over all ranks, as it serves it."""
+"""SGLang Diffusion's FLUX transformer (sglang 0.5.23) on the same weights, Ulysses over all ranks, as it serves it.
+
+Its compiled kernels (sgl_kernel) are made for the PyTorch that it pins, 2.14. Elsewhere FlashAttention-3 comes from
+fa3-fwd, whose library any PyTorch can load; of the others this model calls none.
+"""
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable
 from functools import cache
-from types import SimpleNamespace
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.models.flux import architecture
-from benchmarks.models.making import default_dtype
+from benchmarks.models.making import default_dtype, without_init
 
+Compiled = Literal["", "whole", "blocks"]
 TRAINED_STEPS = 1000
 """It takes timesteps and guidance times this, as its pipeline hands them over."""
 
 
-def sglang_step(module: Any, inputs: dict[str, Tensor], *, compiled: bool) -> Callable[[], Tensor]:
-    """``compiled``: as with its ``--enable-torch-compile``; without, it runs eagerly, which is its default.
+def sglang_step(module: Any, inputs: dict[str, Tensor], *, compiled: Compiled = "") -> Callable[[], Tensor]:
+    """``compiled``: "whole", as with its ``--enable-torch-compile``; "blocks", as with its ``--regional-compile`` too;
+    "": it runs eagerly, which is its default.
 
     Text and picture are cut among the ranks, the prediction is gathered, all by its own functions.
     """
@@ -45,14 +53,14 @@ def sglang_step(module: Any, inputs: dict[str, Tensor], *, compiled: bool) -> Ca
 
 
 @cache
-def _transformer(module: Any, compiled: bool) -> Any:
+def _transformer(module: Any, compiled: Compiled) -> Any:
     """Theirs, whose parameters are those of ``module``: the names are the same."""
     _begin(dist.get_world_size())
     from sglang.multimodal_gen.configs.models.dits.flux import FluxArchConfig, FluxConfig
     from sglang.multimodal_gen.runtime.models.dits.flux import FluxTransformer2DModel
     from sglang.multimodal_gen.runtime.utils.torch_compile import (
         build_torch_compile_kwargs,
-        maybe_enable_inductor_compute_comm_overlap,
+        compile_matching_submodules,
     )
 
     config = FluxConfig(arch_config=FluxArchConfig(**architecture(module)))
@@ -61,9 +69,14 @@ def _transformer(module: Any, compiled: bool) -> Any:
     transformer.load_state_dict(module.state_dict(), assign=True)
     transformer.eval().requires_grad_(False)
     if compiled:
-        maybe_enable_inductor_compute_comm_overlap()
         torch._dynamo.reset()
-        transformer.compile(**build_torch_compile_kwargs(mode="max-autotune-no-cudagraphs"))
+        how = build_torch_compile_kwargs(
+            mode="max-autotune-no-cudagraphs", module=transformer, enable_inductor_compute_comm_overlap=True
+        )
+        if compiled == "whole":
+            transformer.compile(**how)
+        else:
+            compile_matching_submodules(transformer, compile_kwargs=how)
     return transformer
 
 
@@ -74,13 +87,50 @@ def _begin(world: int) -> None:
     register = transformers.AutoConfig.register
     # It registers models that transformers have had since.
     transformers.AutoConfig.register = staticmethod(lambda *names, **_: register(*names, exist_ok=True))
+    if torch.cuda.is_available():
+        _make_kernels_importable()
+    allowed: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     from sglang.multimodal_gen.runtime.distributed import parallel_state
     from sglang.multimodal_gen.runtime.server_args import server_args
 
-    server_args.set_global_server_args(_Arguments(tp_size=1, sp_degree=world))
+    server_args.set_global_server_args(_Arguments(tp_size=1, sp_degree=world, kv_gather_degree=1))
     parallel_state.maybe_init_distributed_environment_and_model_parallel(
         tp_size=1, sp_size=world, ulysses_degree=world, ring_degree=1
     )
+    torch.backends.cuda.enable_cudnn_sdp(allowed)  # it forbids cuDNN's attention to the whole process
+
+
+def _make_kernels_importable() -> None:
+    """Where sgl_kernel cannot be loaded: its names without its libraries, and FlashAttention-3 from elsewhere."""
+    try:
+        importlib.import_module("sgl_kernel")
+    except ImportError:
+        without_init("sgl_kernel")
+        sys.modules["sgl_kernel"].__getattr__ = _refuse  # type: ignore[method-assign]
+        attention: Any = ModuleType("sgl_kernel.flash_attn")
+        attention.flash_attn_varlen_func = attention.flash_attn_with_kvcache = _attend
+        sys.modules["sgl_kernel.flash_attn"] = attention
+
+
+def _refuse(name: str) -> Callable[..., Any]:
+    """What can be imported, and not called."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def missing(*_: Any, **__: Any) -> Any:
+        raise NotImplementedError(f"sgl_kernel.{name} cannot be loaded beside PyTorch {torch.__version__}")
+
+    return missing
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None, causal: bool, **rest: Any) -> Tensor:
+    """FlashAttention-3 of whole sequences, (batch, tokens, heads, width), under the name that SGLang calls it by."""
+    assert not causal
+    assert not rest.get("return_softmax_lse")
+    assert rest.get("cu_seqlens_q") is None
+    scale = softmax_scale or q.shape[-1] ** -0.5
+    out: Tensor = importlib.import_module("fa3_fwd_interface")._flash_attn_forward(q, k, v, softmax_scale=scale)[0]
+    return out
 
 
 class _Arguments(SimpleNamespace):

@@ -13,16 +13,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.models.making import without_init
-from benchmarks.peers.sglang import sglang_step
+from benchmarks.peers.sglang import Compiled, sglang_step
 from benchmarks.peers.vllm_omni import vllm_omni_step
 from pipelines.models.attention.flux import set_kernel
 
+SGLANG_COMPILED: dict[str, Compiled] = {"sglang": "", "sglang-compiled": "whole", "sglang-blocks": "blocks"}
+
 
 def peer_step(module: Any, inputs: dict[str, Tensor], maker: str) -> Callable[[], Tensor]:
+    if not dist.is_initialized():  # peers ask for their groups on one rank as well
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if maker == "xdit":
         return xdit_step(module, inputs)
     if maker.startswith("sglang"):
-        return sglang_step(module, inputs, compiled=maker.endswith("compiled"))
+        return sglang_step(module, inputs, compiled=SGLANG_COMPILED[maker])
     if maker.startswith("vllm-omni"):
         return vllm_omni_step(module, inputs, compiled="eager" not in maker, tensor=maker.endswith("tensor"))
     return diffusers_step(module, inputs, maker)

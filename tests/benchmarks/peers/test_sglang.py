@@ -1,0 +1,43 @@
+"""What stands in for SGLang's compiled kernels where PyTorch is another than theirs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.peers import sglang
+
+UNLOADABLE = "raise ImportError('undefined symbol')"
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A ``sgl_kernel`` whose libraries cannot be loaded, with one module that needs none."""
+    package = tmp_path / "sgl_kernel"
+    package.mkdir()
+    (package / "__init__.py").write_text(UNLOADABLE)
+    (package / "scalar_type.py").write_text("scalar_types = 'plain Python'")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("sgl_kernel", "sgl_kernel.flash_attn", "sgl_kernel.scalar_type"):
+        monkeypatch.setitem(sys.modules, name, None)
+        monkeypatch.delitem(sys.modules, name)
+    sglang._make_kernels_importable()
+
+
+@pytest.mark.usefixtures("kernels")
+def test_kernels_that_cannot_be_loaded_can_be_imported_and_not_called() -> None:
+    from sgl_kernel import rmsnorm  # type: ignore[import-not-found]
+
+    with pytest.raises(NotImplementedError, match=r"sgl_kernel\.rmsnorm"):
+        rmsnorm(1, 2)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_what_needs_no_library_is_theirs_and_attention_is_found() -> None:
+    from sgl_kernel.flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
+    from sgl_kernel.scalar_type import scalar_types  # type: ignore[import-not-found]
+
+    assert scalar_types == "plain Python"
+    assert flash_attn_varlen_func is sglang._attend
