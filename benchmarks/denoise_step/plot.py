@@ -21,6 +21,7 @@ MAKERS = {
     "diffusers-ring": "diffusers ring, blocks compiled",
     "xdit": "xDiT USP, blocks compiled",
     "sglang": "SGLang Diffusion",
+    "sglang-blocks": "SGLang Diffusion, blocks compiled",
     "sglang-compiled": "SGLang Diffusion, compiled",
     "vllm-omni": "vLLM-Omni",
     "vllm-omni-eager": "vLLM-Omni, eager",

@@ -56,6 +56,7 @@ def sglang_step(module: Any, inputs: dict[str, Tensor], *, compiled: Compiled = 
 def _transformer(module: Any, compiled: Compiled) -> Any:
     """Theirs, whose parameters are those of ``module``: the names are the same."""
     _begin(dist.get_world_size())
+    from sglang.kernels.ops.diffusion import FUSED_LINEAR_GELU, FUSED_LN_MODULATE
     from sglang.multimodal_gen.configs.models.dits.flux import FluxArchConfig, FluxConfig
     from sglang.multimodal_gen.runtime.models.dits.flux import FluxTransformer2DModel
     from sglang.multimodal_gen.runtime.utils.torch_compile import (
@@ -68,6 +69,8 @@ def _transformer(module: Any, compiled: Compiled) -> Any:
         transformer: Any = FluxTransformer2DModel(config, hf_config=dict(module.config))
     transformer.load_state_dict(module.state_dict(), assign=True)
     transformer.eval().requires_grad_(False)
+    for fusion in (FUSED_LINEAR_GELU, FUSED_LN_MODULATE):
+        fusion.mount(transformer)  # what its default quality, "lossless", allows of those that this model has
     if compiled:
         torch._dynamo.reset()
         how = build_torch_compile_kwargs(
@@ -108,7 +111,8 @@ def _make_kernels_importable() -> None:
         without_init("sgl_kernel")
         sys.modules["sgl_kernel"].__getattr__ = _refuse  # type: ignore[method-assign]
         attention: Any = ModuleType("sgl_kernel.flash_attn")
-        attention.flash_attn_varlen_func = attention.flash_attn_with_kvcache = _attend
+        attention.flash_attn_varlen_func = _attention_of(importlib.import_module("fa3_fwd_interface"))
+        attention.flash_attn_with_kvcache = _refuse("flash_attn_with_kvcache")
         sys.modules["sgl_kernel.flash_attn"] = attention
 
 
@@ -123,14 +127,18 @@ def _refuse(name: str) -> Callable[..., Any]:
     return missing
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None, causal: bool, **rest: Any) -> Tensor:
-    """FlashAttention-3 of whole sequences, (batch, tokens, heads, width), under the name that SGLang calls it by."""
-    assert not causal
-    assert not rest.get("return_softmax_lse")
-    assert rest.get("cu_seqlens_q") is None
-    scale = softmax_scale or q.shape[-1] ** -0.5
-    out: Tensor = importlib.import_module("fa3_fwd_interface")._flash_attn_forward(q, k, v, softmax_scale=scale)[0]
-    return out
+def _attention_of(flash: Any) -> Callable[..., Tensor]:
+    """FlashAttention-3 under the name and arguments that SGLang calls it by: whole sequences, (batch, tokens, ...)."""
+    forward = flash._flash_attn_forward
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None, causal: bool, **rest: Any) -> Tensor:
+        assert not causal
+        assert not rest.get("return_softmax_lse")
+        assert rest.get("cu_seqlens_q") is None
+        out: Tensor = forward(q, k, v, softmax_scale=softmax_scale or q.shape[-1] ** -0.5)[0]
+        return out
+
+    return attend
 
 
 class _Arguments(SimpleNamespace):

@@ -1,4 +1,4 @@
-"""vLLM-Omni's FLUX transformer (vllm-omni and vllm 0.26.0) on the same weights, its own Ulysses over all ranks.
+"""vLLM-Omni's FLUX transformer (vllm-omni and vllm 0.30.0) on the same weights, its own Ulysses over all ranks.
 
 No release up to 0.30 declares for FLUX.1 how its sequence is cut: of its ways to speed up one picture on several GPUs,
 this model has tensor parallelism. So the plan is ours; hooks, attention, exchange and compilation are vLLM-Omni's.

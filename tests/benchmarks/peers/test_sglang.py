@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.peers import sglang
 
+ATTENTION = "_flash_attn_forward = lambda q, k, v, softmax_scale: (softmax_scale,)"
 UNLOADABLE = "raise ImportError('undefined symbol')"
 
 
@@ -19,8 +21,11 @@ def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     package.mkdir()
     (package / "__init__.py").write_text(UNLOADABLE)
     (package / "scalar_type.py").write_text("scalar_types = 'plain Python'")
+    (tmp_path / "fa3_fwd_interface.py").write_text(
+        "_flash_attn_forward = lambda q, k, v, softmax_scale: (softmax_scale,)"
+    )
     monkeypatch.syspath_prepend(tmp_path)
-    for name in ("sgl_kernel", "sgl_kernel.flash_attn", "sgl_kernel.scalar_type"):
+    for name in ("sgl_kernel", "sgl_kernel.flash_attn", "sgl_kernel.scalar_type", "fa3_fwd_interface"):
         monkeypatch.setitem(sys.modules, name, None)
         monkeypatch.delitem(sys.modules, name)
     sglang._make_kernels_importable()
@@ -35,9 +40,12 @@ def test_kernels_that_cannot_be_loaded_can_be_imported_and_not_called() -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_what_needs_no_library_is_theirs_and_attention_is_found() -> None:
+def test_what_needs_no_library_is_theirs_and_attention_is_that_of_fa3_fwd() -> None:
     from sgl_kernel.flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
     from sgl_kernel.scalar_type import scalar_types  # type: ignore[import-not-found]
 
     assert scalar_types == "plain Python"
-    assert flash_attn_varlen_func is sglang._attend
+    x = torch.zeros(1, 2, 3, 16)
+    assert flash_attn_varlen_func(x, x, x, softmax_scale=None, causal=False, cu_seqlens_q=None) == 0.25
+    with pytest.raises(AssertionError):
+        flash_attn_varlen_func(x, x, x, softmax_scale=None, causal=True)
