@@ -55,6 +55,9 @@ class StepTimes:
             if len(times) >= NUM_NEEDED and self._differs(key, median(times))
         }
         self._known |= news
+        if news:
+            told = {f"{name} on {team_size}": step_s for (name, team_size), step_s in sorted(news.items())}
+            logger.info("steps are predicted anew", extra={"step_s": told})
         return bool(news)
 
     def save(self) -> None:
