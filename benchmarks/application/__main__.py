@@ -1,175 +1,102 @@
 """A published model at full size (random weights) behind ``troupe serve``: pictures, edits, many at once, a kill.
 
-    python -m benchmarks.application [MODEL] [--config gpu2] [--folder FOLDER] [--side 1024] [--out FILE]
+    python -m benchmarks.application [MODEL] [--config gpu2] [--set KEY=VALUE] [--folder FOLDER] [--side 1024]
+                                     [--parts pictures,overlap] [--out FILE]
 
-``--config`` is a shipped configuration, whose model is replaced. The last line is one JSON document.
+``--config`` is a shipped configuration, whose model is replaced; ``--folder`` is where it is, or is written to if
+nothing is there. ``--parts`` are those of ``benchmarks.application.parts``; one that fails is said, and the others go
+on, but the program ends with 1. ``--out`` is written after each. The last line is one JSON document.
 """
 
 from __future__ import annotations
 
 import argparse
-import base64
-import io
 import json
-import os
-import signal
+import sys
 import tempfile
 import time
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import httpx
-import psutil
-import torch
-from PIL import Image
-
-from benchmarks.application.memory import peak_memory
-from benchmarks.models.folders import write_folder
+from benchmarks.application.client import Client
+from benchmarks.application.parts import PARTS, Part, Visit, find_parts
+from benchmarks.faults.timeline import records_of
 from benchmarks.serving.application import Application, serving
-from benchmarks.serving.clients import stages_ms
-from benchmarks.spread import Spread
-from deployments.cli.serving import load_config, parse_config
-from deployments.config import ServeConfig
+from benchmarks.serving.settings import add_options, config_of
 
-IMAGES, EDITS = "/v1/images/generations", "/v1/images/edits"
-PROMPT = "a small red circle above a large blue square on a white background"
-TIMEOUT_S = 300.0
-NUM_REPEATS, NUM_LARGE, NUM_AT_ONCE = 5, 3, 8
-PARTS = ("total", "queue", "encode", "denoise", "decode")
+FAILED = "failed"
 
 
 def main() -> None:
+    arguments = parse()
+    document: dict[str, Any] = {"model": arguments.model, "config": arguments.config, "set": arguments.set}
+    try:
+        with closing(measured(arguments)) as parts:
+            for found in parts:
+                document |= found
+                print(json.dumps(found), flush=True)
+                if arguments.out:
+                    arguments.out.write_text(json.dumps(document))
+    finally:
+        print(json.dumps(document), flush=True)
+    sys.exit(1 if document.get(FAILED) else 0)
+
+
+def measured(arguments: argparse.Namespace) -> Generator[dict[str, Any]]:
+    """Parts of the document, as they come."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        arguments.folder = arguments.folder or Path(name) / arguments.model
+        began_s = time.perf_counter()
+        config = config_of(arguments)
+        yield {"written_s": round(time.perf_counter() - began_s, 1)}
+        with serving(config) as application:
+            yield {"ready_s": round(application.ready_s, 1), "strategy": decided(application.logs)}
+            yield from of_parts(application, arguments.side, find_parts(arguments.parts))
+            ending_s = time.perf_counter()
+        yield {"end_s": round(time.perf_counter() - ending_s, 1)}
+
+
+def of_parts(application: Application, side: int, parts: Mapping[str, Part]) -> Iterator[dict[str, Any]]:
+    """What each part says; who failed, and how, is said again with each that does."""
+    failed: dict[str, str] = {}
+    with Client(application.url, side) as client:
+        visit = Visit(application=application, client=client)
+        yield {"steps": visit.card["defaults"]["num_inference_steps"]}
+        for name, part in parts.items():
+            began_s = time.perf_counter()
+            try:
+                found = part(visit)
+            except Exception as error:  # the others tell something without it
+                failed[name] = repr(error)
+                yield {FAILED: dict(failed)}
+            else:
+                yield found
+            print(f"{name}: {time.perf_counter() - began_s:.1f} s", file=sys.stderr, flush=True)
+
+
+def decided(logs: Path) -> list[dict[str, Any]]:
+    """What ranks say in a Ray session's ``logs`` of how steps are divided, each once; nothing if the configuration says
+    it."""
+    told = [record for record in records_of(logs) if str(record["message"]).startswith(("strategy is", "strategy as"))]
+    kept = [{name: one[name] for name in ("message", "times_ms") if name in one} for one in told]
+    return [one for number, one in enumerate(kept) if one not in kept[:number]]
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="FLUX.2-klein-4B")
-    parser.add_argument("--config", default="gpu2")
-    parser.add_argument("--folder", type=Path, help="where the model is, or is written to if nothing is there")
+    add_options(parser, config="gpu2", model=False)
     parser.add_argument("--side", type=int, default=1024, help="of most pictures, in pixels")
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir="/tmp") as name:
-        folder = arguments.folder or Path(name) / arguments.model
-        written_s = time.perf_counter()
-        if not folder.exists():
-            write_folder(arguments.model, folder, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        document: dict[str, Any] = {"model": arguments.model, "config": arguments.config}
-        document["written_s"] = round(time.perf_counter() - written_s, 1)
-        torch.cuda.empty_cache()
-        try:
-            with serving(config_for(arguments.config, folder)) as application:
-                for part in measurements(application, arguments.side):
-                    document |= part
-                    print(json.dumps(part), flush=True)
-                ending_s = time.perf_counter()
-            document["end_s"] = round(time.perf_counter() - ending_s, 1)
-        finally:
-            text = json.dumps(document)
-            if arguments.out:
-                arguments.out.write_text(text)
-            print(text, flush=True)
-
-
-def config_for(name: str, folder: Path) -> ServeConfig:
-    """The shipped configuration ``name`` with the model in ``folder`` in place of its first one, which stays alone."""
-    document = load_config(name).model_dump(mode="json")
-    application = document["applications"][0]
-    first = application["args"]["models"][0]
-    application["args"]["models"] = [{**first, "name": "full", "path": str(folder)}]
-    return parse_config(document)
-
-
-def measurements(application: Application, side: int) -> Any:
-    yield {"ready_s": round(application.ready_s, 1)}
-    with Client(base_url=application.url, timeout=TIMEOUT_S) as client:
-        client.side = side
-        defaults = client.get("/v1/models").json()["data"][0]["defaults"]
-        yield {"steps": defaults["num_inference_steps"], "first": timing(painted(client))}
-        pictures = [painted(client) for _ in range(NUM_REPEATS)]
-        reference = data_of(pictures[0])
-        yield {"picture": medians([timing(one) for one in pictures])}  # the encoder kept what it made of the prompt
-        others = [painted(client, prompt=f"{PROMPT}, number {number}") for number in range(NUM_REPEATS)]
-        yield {"new_prompt": medians([timing(one) for one in others])}
-        yield {"same_bytes": all(data_of(one) == reference for one in pictures)}
-        yield {"jpeg": medians([timing(painted(client, output_format="jpeg")) for _ in range(NUM_REPEATS)])}
-        small = [painted(client, size=f"{side // 2}x{side // 2}") for _ in range(NUM_REPEATS)]
-        yield {"half_side": medians([timing(one) for one in small[1:]])}
-        with peak_memory() as peak:
-            large = [painted(client, size=f"{2 * side}x{2 * side}") for _ in range(NUM_LARGE)]
-        yield {"double_side": medians([timing(one) for one in large[1:]]), "gpu_gib": peak.rounded()}
-        if defaults.get("max_pictures"):
-            yield {"edit": medians([timing(edited(client)) for _ in range(NUM_REPEATS)][1:])}
-        yield at_once(client)
-        yield after_a_kill(client, application, reference)
-
-
-class Client(httpx.Client):
-    """Asks for square pictures of ``side`` pixels."""
-
-    side: int
-
-    @property
-    def size(self) -> str:
-        return f"{self.side}x{self.side}"
-
-
-def painted(client: Client, **fields: Any) -> httpx.Response:
-    answer = client.post(IMAGES, json={"prompt": PROMPT, "seed": 1, "size": client.size, **fields})
-    assert answer.status_code == httpx.codes.OK, answer.text
-    return answer
-
-
-def edited(client: Client) -> httpx.Response:
-    """A picture of the same size comes along."""
-    file = io.BytesIO()
-    Image.effect_noise((client.side, client.side), 60).convert("RGB").save(file, "PNG")
-    answer = client.post(
-        EDITS,
-        data={"prompt": PROMPT, "seed": "1", "size": client.size},
-        files={"image": ("noise.png", file.getvalue(), "image/png")},
-    )
-    assert answer.status_code == httpx.codes.OK, answer.text
-    return answer
-
-
-def data_of(answer: httpx.Response) -> bytes:
-    return base64.b64decode(answer.json()["data"][0]["b64_json"])
-
-
-def timing(answer: httpx.Response) -> dict[str, float]:
-    """Milliseconds by the answer's own ``Server-Timing``."""
-    return stages_ms(answer.headers["server-timing"])
-
-
-def medians(timings: list[dict[str, float]]) -> Mapping[str, Any]:
-    return {part: Spread.of([one[part] for one in timings]).rounded(1) for part in PARTS}
-
-
-def at_once(client: Client) -> dict[str, Any]:
-    """``NUM_AT_ONCE`` pictures that come together."""
-    with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
-        start_s = time.perf_counter()
-        answers = list(pool.map(lambda seed: painted(client, seed=seed), range(NUM_AT_ONCE)))
-        took_s = time.perf_counter() - start_s
-    waits = [timing(answer)["total"] for answer in answers]
-    return {"at_once": {"per_s": round(NUM_AT_ONCE / took_s, 3), "total_ms": Spread.of(waits).rounded(0)}}
-
-
-def after_a_kill(client: Client, application: Application, expected: bytes) -> dict[str, Any]:
-    """``kill -9`` of a rank, and a picture at once."""
-    ranks = [one for one in application.processes() if title(one).startswith("ray::Rank")]
-    os.kill(ranks[-1].pid, signal.SIGKILL)
-    start_s = time.perf_counter()
-    answer = painted(client)
-    took_s = time.perf_counter() - start_s
-    return {"after_a_kill": {"answered_s": round(took_s, 1), "same_bytes": data_of(answer) == expected}}
-
-
-def title(process: psutil.Process) -> str:
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {','.join(PARTS)}")
+    parser.add_argument("--out", type=Path, help="where the document is kept, as far as it is")
+    arguments = parser.parse_args(words)
     try:
-        return (process.cmdline() or [""])[0]
-    except psutil.Error:
-        return ""
+        find_parts(arguments.parts)
+    except ValueError as error:
+        parser.error(str(error))
+    return arguments
 
 
 if __name__ == "__main__":

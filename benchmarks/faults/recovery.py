@@ -1,10 +1,11 @@
 """One fault after the other under a picture that is being painted: when it is answered, and where the seconds go.
 
-    python -m benchmarks.faults.recovery [--config laptop] [--steps 60] [--repeats 1] [--rest-s 30]
+    python -m benchmarks.faults.recovery [--config laptop] [--set KEY=VALUE] [--folder FOLDER [--model FLUX.1-dev]]
+                                         [--steps 60] [--repeats 1] [--rest-s 30] [--out FILE]
 
 Kills a rank, kills the replica, and stops a rank (SIGSTOP), each at the picture's third step, and prints a table for
-each; ``--rest-s`` are between them, so that spare processes are there again. Ends with 1 if an answer has other bytes
-than without the fault. The last line is one JSON document.
+each; ``--rest-s`` are between them, so that spare processes are there again. ``--out`` is written after each.
+Ends with 1 if an answer has other bytes than without the fault. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
 
 from benchmarks.faults.kills import processes_of
-from benchmarks.faults.timeline import Span, inside, records_of, spans
+from benchmarks.faults.timeline import Span, inside, rank_pids, records_of, spans
 from benchmarks.serving.application import Application, serving
-from deployments.cli.serving import load_config
+from benchmarks.serving.settings import add_options, config_of
 from deployments.config import ServeConfig
 
 IMAGES = "/v1/images/generations"
@@ -53,13 +55,14 @@ class Answer:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="laptop", help="a config file, or the name of a shipped one")
+    add_options(parser)
     parser.add_argument("--steps", type=int, default=60, help="of the picture")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--rest-s", type=float, default=30.0)
+    parser.add_argument("--out", type=Path, help="where the document is kept, as far as it is")
     arguments = parser.parse_args()
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}", flush=True)
-    config = load_config(arguments.config).with_metrics(None)
+    config = config_of(arguments).with_metrics(None)
     with serving(config) as application:
         document = run(application, config, arguments)
     print(json.dumps(document))
@@ -71,18 +74,16 @@ def run(application: Application, config: ServeConfig, arguments: argparse.Names
     ask(application.url, model, arguments.steps)
     lone = ask(application.url, model, arguments.steps)
     print(f"{model}: {lone.took_s:.2f} s alone, {arguments.steps} steps", flush=True)
-    recoveries = []
+    recoveries: list[dict[str, Any]] = []
+    document = {"model": model, "lone_s": round(lone.took_s, 2), "pss_gib": 0.0, "recoveries": recoveries}
     for name, strike in faults(application, model).items():
         for _ in range(arguments.repeats):
             time.sleep(arguments.rest_s)
             recoveries.append(recovery(application, model, name, strike, lone, arguments.steps))
-    pss_bytes = application.memory().pss_bytes
-    return {
-        "model": model,
-        "lone_s": round(lone.took_s, 2),
-        "pss_gib": round(pss_bytes / 2**30, 2),
-        "recoveries": recoveries,
-    }
+            document["pss_gib"] = round(application.memory().pss_bytes / 2**30, 2)
+            if arguments.out:
+                arguments.out.write_text(json.dumps(document))
+    return document
 
 
 def recovery(
@@ -125,8 +126,7 @@ def faults(application: Application, model: str) -> dict[str, Callable[[], None]
     """Returns what is done to the gang of ``model``, by name."""
 
     def signal_rank(number: signal.Signals) -> None:
-        ready = [one for one in records_of(application.logs) if one["message"] == "gang is ready"]
-        os.kill([one["pids"] for one in ready if one["model"] == model][-1][-1], number)
+        os.kill(rank_pids(application.logs, model)[-1], number)
 
     def kill_replica() -> None:
         replicas = processes_of(application.process)["denoiser"]

@@ -43,6 +43,14 @@ def records_of(logs: Path) -> list[Record]:
     return sorted(found, key=seconds)
 
 
+def rank_pids(logs: Path, model: str) -> list[int]:
+    """Returns the processes of the ranks of ``model``'s newest gang, in order. RuntimeError if none was ready."""
+    for record in reversed(records_of(logs)):
+        if (record["message"], record.get("model")) == ("gang is ready", model):
+            return list(record["pids"])
+    raise RuntimeError(f"no gang of {model} was ready, by the logs in {logs}")
+
+
 def seconds(record: Record) -> float:
     """Returns when a line was written, in seconds of Unix time."""
     return datetime.fromisoformat(record["time"]).timestamp()

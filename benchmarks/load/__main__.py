@@ -3,8 +3,9 @@
     python -m benchmarks.load [--mix laptop] [--rate 1.0 | --burst 20 --every-s 10 | --trace FILE] [--duration-s 60]
     python -m benchmarks.load --url http://host:8000 --metrics http://host:9464/metrics --mix pictures --rate 2 --gpus 2
 
-Without ``--url`` it starts ``--config``. What each class takes alone is measured first; a deadline is ``--scale`` times
-that. A key is read from TROUPE_API_KEY. The last line is one JSON document.
+Without ``--url`` it starts ``--config``, with ``--set`` and ``--folder`` (``benchmarks.serving.settings``). What each
+class takes alone is measured first; a deadline is ``--scale`` times that. A key is read from TROUPE_API_KEY. The last
+line is one JSON document.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from benchmarks.load.client import Outcome, lone_times_s, send_all
 from benchmarks.load.mix import Mix, load_mix
 from benchmarks.load.summary import gpu_use, plot, summary
 from benchmarks.serving.application import serving
-from deployments.cli.serving import free_port, load_config
+from benchmarks.serving.settings import add_options, config_of
+from deployments.cli.serving import free_port
 
 NUM_LONE = 3
 
@@ -56,7 +58,7 @@ def server(arguments: argparse.Namespace) -> Iterator[tuple[str, str, int]]:
         yield arguments.url.rstrip("/").removesuffix("/v1"), arguments.metrics, arguments.gpus
         return
     port = free_port("127.0.0.1")
-    config = load_config(arguments.config).with_metrics(port)
+    config = config_of(arguments).with_metrics(port)
     num_ranks = sum(model.denoiser.num_ranks * model.denoiser.num_replicas for model in config.app.models)
     with serving(config) as application:
         yield application.url, f"http://127.0.0.1:{port}/metrics", num_ranks
@@ -123,7 +125,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--lone-s", type=lone, nargs="+", default=[], metavar="CLASS=S", help="what classes take alone, if it is known"
     )
-    parser.add_argument("--config", default="laptop", help="what to serve: a config file, or the name of a shipped one")
+    add_options(parser)
     parser.add_argument("--url", default="", help="a server that runs")
     parser.add_argument("--metrics", default="", help="the URL of its metrics")
     parser.add_argument("--gpus", type=int, default=1, help="its number of GPUs")

@@ -31,7 +31,7 @@ def summary(outcomes: Sequence[Outcome], lone_s: Mapping[str, float], scale: flo
         "right": len(right),
         "statuses": dict(Counter(str(one.status) for one in outcomes)),
         "throughput_per_s": round(len(right) / end_s, 4),
-        "latency_s": _spread([one.latency_s for one in right]),
+        "latency_s": points([one.latency_s for one in right]),
         "attainment": round(met / len(outcomes), 4),
         "deadline_scale": scale,
         "latest_send_s": round(max(one.late_s for one in outcomes), 4),
@@ -45,17 +45,18 @@ def _class(outcomes: Sequence[Outcome], lone_s: float, scale: float) -> dict[str
         "requests": len(outcomes),
         "right": len(right),
         "lone_s": round(lone_s, 4),
-        "latency_s": _spread(right),
+        "latency_s": points(right),
         "attainment": round(sum(latency_s <= scale * lone_s for latency_s in right) / len(outcomes), 4),
     }
 
 
-def _spread(values: Sequence[float]) -> dict[str, float]:
+def points(values: Sequence[float]) -> dict[str, float]:
+    """Mean and percentiles; nothing of nothing."""
     if not values:
         return {}
     ordered = sorted(values)
-    points = {f"p{percent}": ordered[min(len(ordered) - 1, len(ordered) * percent // 100)] for percent in (50, 95, 99)}
-    return {name: round(value, 4) for name, value in {"mean": statistics.fmean(ordered), **points}.items()}
+    parts = {f"p{percent}": ordered[min(len(ordered) - 1, len(ordered) * percent // 100)] for percent in (50, 95, 99)}
+    return {name: round(value, 4) for name, value in {"mean": statistics.fmean(ordered), **parts}.items()}
 
 
 def gpu_use(before: str, after: str, took_s: float, num_gpus: int, num_pictures: int) -> dict[str, float]:

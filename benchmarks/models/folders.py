@@ -18,6 +18,8 @@ from pipelines.loading import resolve_configuration
 SEED = 1
 VISION_START = "<|vision_start|>"
 """Cosmos 3 ends prompts with it."""
+CLIP_LENGTH, USUAL_LENGTH = 77, 512
+"""Tokens of a prompt, the last of them among these."""
 CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
@@ -40,7 +42,7 @@ def write_folder(name: str, folder: Path, device: torch.device) -> None:
     index = json.loads((folder / "model_index.json").read_text())
     plain = {part: ["transformers", "PreTrainedTokenizerFast"] for part in index if _is_tokenizer(published, part)}
     for part in plain:
-        letters().save_pretrained(folder / part)
+        letters(LENGTHS.get(name, {}).get(part, USUAL_LENGTH)).save_pretrained(folder / part)
     (folder / "model_index.json").write_text(json.dumps(index | plain | UNGUARDED.get(name, {}), indent=1))
 
 
@@ -54,8 +56,8 @@ def write_vae(name: str, folder: Path, device: torch.device) -> None:
         _save(_diffusers_model(published, "vae"), folder / "vae")
 
 
-def letters() -> Any:
-    """A tokenizer with one token for each letter."""
+def letters(max_length: int = USUAL_LENGTH) -> Any:
+    """A tokenizer with one token for each letter, for prompts of at most ``max_length``."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -67,7 +69,7 @@ def letters() -> Any:
     )
     special: dict[str, Any] = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": " "}
     special["additional_special_tokens"] = [VISION_START]
-    return PreTrainedTokenizerFast(tokenizer_object=tokens, chat_template=CHAT, model_max_length=512, **special)
+    return PreTrainedTokenizerFast(tokenizer_object=tokens, chat_template=CHAT, model_max_length=max_length, **special)
 
 
 def _is_tokenizer(published: Path, part: str) -> bool:
@@ -109,7 +111,7 @@ def _clip() -> Any:
     from transformers import CLIPTextConfig, CLIPTextModel
 
     sizes = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
-    return CLIPTextModel(CLIPTextConfig(**sizes, max_position_embeddings=512, eos_token_id=101))
+    return CLIPTextModel(CLIPTextConfig(**sizes, max_position_embeddings=CLIP_LENGTH, eos_token_id=101))
 
 
 def _t5() -> Any:
@@ -138,5 +140,7 @@ ENCODERS: Mapping[str, Mapping[str, Callable[[], Any]]] = {
     "Z-Image-Turbo": {"text_encoder": lambda: _qwen3("Qwen3Model")},
 }
 """Text encoders by model and part."""
+LENGTHS: Mapping[str, Mapping[str, int]] = {"FLUX.1-dev": {"tokenizer": CLIP_LENGTH}}
+"""What tokenizers cut prompts to by model and part, where it is not the usual length."""
 UNGUARDED: Mapping[str, Mapping[str, Any]] = {"Cosmos3-Nano": {"enable_safety_checker": False}}
 """Settings of the pipeline: what a guardrail makes of noise tells nothing."""

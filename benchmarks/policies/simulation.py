@@ -35,7 +35,8 @@ class Arrival:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulatedGang:
-    """``encode_s`` and ``decode_s`` are added to each picture, beside all others."""
+    """``encode_s`` and ``decode_s`` are added to each picture, beside all others. ``refuses_late``: what would be done
+    after its deadline, by prediction, is not taken, as a real gang does."""
 
     steps: StepTable
     num_ranks: int
@@ -46,6 +47,7 @@ class SimulatedGang:
     move_s: float = 0.0012
     encode_s: float = 0.0
     decode_s: float = 0.0
+    refuses_late: bool = False
 
     def prediction(self) -> StepPrediction:
         """Returns one that knows the table."""
@@ -55,7 +57,8 @@ class SimulatedGang:
 
 @dataclass(slots=True)
 class Simulation:
-    """One run. ``latencies_s`` and ``predicted_s`` (when it came) are by the number of the arrival."""
+    """One run. ``latencies_s`` (not of those that were refused) and ``predicted_s`` (when it came) are by the number of
+    the arrival. ``rank_s`` is how long ranks were in steps, all of them added up."""
 
     gang: SimulatedGang
     policy: Policy
@@ -63,6 +66,7 @@ class Simulation:
     latencies_s: dict[int, float] = field(default_factory=dict)
     predicted_s: dict[int, float] = field(default_factory=dict)
     num_moves: int = 0
+    rank_s: float = 0.0
     _now_s: float = 0.0
     _num_under_way: int = 0
     _ready_s: list[float] = field(default_factory=list)
@@ -72,7 +76,7 @@ class Simulation:
     _ties: Iterator[int] = field(default_factory=count)
 
     def run(self, arrivals: Sequence[Arrival]) -> dict[int, float]:
-        """Returns the seconds from arrival to the picture, by the number of the arrival."""
+        """Returns the seconds from arrival to the picture, by the number of the arrival; nothing of those refused."""
         gang = self.gang
         scheduler = Scheduler(
             num_ranks=gang.num_ranks,
@@ -117,8 +121,10 @@ class Simulation:
         )
         under_way_s = max(0.0, max(self._ready_s) - self._now_s)
         times_s = scheduler.finish_times_s(self._now_s, beside=(job,))
-        self.predicted_s[number] = self.gang.encode_s + under_way_s + times_s[job.job_id] + self.gang.decode_s
-        scheduler.add(job, now_s=self._now_s)
+        done_s = self.gang.encode_s + under_way_s + times_s[job.job_id]
+        self.predicted_s[number] = done_s + self.gang.decode_s
+        if not self.gang.refuses_late or job.deadline_s is None or done_s <= job.deadline_s:
+            scheduler.add(job, now_s=self._now_s)
 
     def _send(self, plan: StepPlan, arrivals: Sequence[Arrival]) -> None:
         if plan.moves:
@@ -129,6 +135,7 @@ class Simulation:
             begin_s = max(self._now_s, *(self._ready_s[rank] for rank in work.ranks))
             lengths = (arrivals[int(job_id)].shape for job_id in work.job_ids)
             end_s = begin_s + sum(self.gang.steps[shape][work.num_ranks] for shape in lengths)
+            self.rank_s += (end_s - begin_s) * work.num_ranks
             lead = lead_s(end_s - begin_s)
             for rank in work.ranks:
                 self._ready_s[rank] = end_s

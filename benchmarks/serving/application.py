@@ -29,12 +29,14 @@ POLL_S = 0.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Application:
-    """``ready_s`` is the time from the command to the first 200 of ``GET /health``. ``logs`` is the Ray session's."""
+    """``ready_s`` is the time from the command to the first 200 of ``GET /health``. ``logs`` is the Ray session's, and
+    ``data_dir`` what the environment says as TROUPE_DATA_DIR."""
 
     url: str
     ready_s: float
     process: psutil.Process
     logs: Path
+    data_dir: Path
 
     def processes(self) -> list[psutil.Process]:
         return [self.process, *self.process.children(recursive=True)]
@@ -83,19 +85,20 @@ def cpu_s(processes: Sequence[psutil.Process]) -> float:
 
 
 @contextmanager
-def serving(config: ServeConfig) -> Iterator[Application]:
+def serving(config: ServeConfig, data_dir: Path | None = None) -> Iterator[Application]:
     """``troupe serve`` with ``config``, ready; ended by SIGTERM (background jobs hear no Ctrl-C) with all of it, also
-    when this program gets one."""
+    when this program gets one. What it measures and decides is kept in ``data_dir``, or forgotten without one."""
     files = tempfile.TemporaryDirectory(prefix="troupe_bench_", dir="/tmp", ignore_cleanup_errors=True)
     with _exit_on_sigterm(), files as name:
         folder, port = Path(name), free_port("127.0.0.1")
+        data_dir = folder if data_dir is None else data_dir.resolve()
         file = folder / "config.yaml"
         file.write_text(json.dumps(config.model_dump(mode="json")))  # JSON is YAML
         started_s = time.perf_counter()
         with (folder / "log").open("w") as log:
             process = subprocess.Popen(
                 [*COMMAND, "serve", str(file), "--port", str(port)],
-                env=os.environ | {"TROUPE_DATA_DIR": name, "RAY_TMPDIR": name},
+                env=os.environ | {"TROUPE_DATA_DIR": str(data_dir), "RAY_TMPDIR": name},
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -106,7 +109,7 @@ def serving(config: ServeConfig) -> Iterator[Application]:
             ready_s = time.perf_counter() - started_s
             (session,) = (folder / "ray").glob("session_2*")
             server = psutil.Process(process.pid)
-            yield Application(url=url, ready_s=ready_s, process=server, logs=session / "logs")
+            yield Application(url=url, ready_s=ready_s, process=server, logs=session / "logs", data_dir=data_dir)
         except BaseException:
             print(*errors(folder), sep="\n", file=sys.stderr, flush=True)
             raise

@@ -1,0 +1,164 @@
+"""What is measured of an application that runs, part by part, each of which can be asked for by its name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import count
+from typing import Any
+
+from benchmarks.application.client import PROMPT, Client, Timing, data_of, medians, timing
+from benchmarks.application.memory import peak_memory
+from benchmarks.faults.timeline import rank_pids
+from benchmarks.serving.application import Application
+from benchmarks.spread import Spread
+
+NUM_REPEATS, NUM_NEW, NUM_LARGE, NUM_AT_ONCE = 5, 8, 3, 8
+NUM_CLIENTS, NUM_OVERLAPPING = 2, 12
+
+Document = dict[str, Any]
+
+
+@dataclass(kw_only=True)
+class Visit:
+    """An application and its client. What several parts need is measured once, by the first of them."""
+
+    application: Application
+    client: Client
+
+    def __post_init__(self) -> None:
+        self._numbers = count()
+
+    @cached_property
+    def card(self) -> Mapping[str, Any]:
+        """What the application says of its model: ``id``, and ``defaults`` of requests."""
+        return self.client.get("/v1/models").raise_for_status().json()["data"][0]  # type: ignore[no-any-return]
+
+    @cached_property
+    def first(self) -> tuple[Timing, bytes]:
+        """The first picture, and how long it took."""
+        answer = self.client.painted()
+        return timing(answer), data_of(answer)
+
+    @cached_property
+    def new_prompts(self) -> Sequence[Timing]:
+        """Pictures one after the other, each with a prompt that the encoder has not seen."""
+        _ = self.first
+        return [timing(self.client.painted(prompt=self.new_prompt())) for _ in range(NUM_NEW)]
+
+    def new_prompt(self) -> str:
+        return f"{PROMPT}, number {next(self._numbers)}"
+
+
+def pictures(visit: Visit) -> Document:
+    """The first one, the same again, whose prompt's encoding was kept, and others."""
+    first, expected = visit.first
+    same = [visit.client.painted() for _ in range(NUM_REPEATS)]
+    return {
+        "first": first,
+        "picture": medians([timing(one) for one in same]),
+        "new_prompt": medians(visit.new_prompts),
+        "same_bytes": all(data_of(one) == expected for one in same),
+        "bytes": len(expected),
+    }
+
+
+def jpeg(visit: Visit) -> Document:
+    return {"jpeg": medians([timing(visit.client.painted(output_format="jpeg")) for _ in range(NUM_REPEATS)])}
+
+
+def half_side(visit: Visit) -> Document:
+    """The first one of the size is not counted."""
+    small = [timing(visit.client.painted_square(visit.client.side // 2)) for _ in range(NUM_REPEATS + 1)]
+    return {"half_side": medians(small[1:])}
+
+
+def double_side(visit: Visit) -> Document:
+    """With what the first GPU holds meanwhile; the first one of the size is not counted, but in that."""
+    with peak_memory() as peak:
+        large = [timing(visit.client.painted_square(2 * visit.client.side)) for _ in range(NUM_LARGE)]
+    return {"double_side": medians(large[1:]), "gpu_gib": peak.rounded()}
+
+
+def edit(visit: Visit) -> Document:
+    """Nothing of a model that takes no pictures."""
+    if not visit.card["defaults"].get("max_pictures"):
+        return {"edit": None}
+    return {"edit": medians([timing(visit.client.edited()) for _ in range(NUM_REPEATS)][1:])}
+
+
+def at_once(visit: Visit) -> Document:
+    """``NUM_AT_ONCE`` pictures that come together."""
+    took_s, answers = _side_by_side(NUM_AT_ONCE, [{"seed": seed} for seed in range(NUM_AT_ONCE)], visit.client)
+    waits = Spread.of([one["total"] for one in answers]).rounded(0)
+    return {"at_once": {"per_s": round(NUM_AT_ONCE / took_s, 3), "total_ms": waits}}
+
+
+def overlap(visit: Visit) -> Document:
+    """Two clients, whose pictures are encoded and decoded while the other's steps go on, beside pictures alone: how
+    much they slow each other."""
+    alone = medians(visit.new_prompts)
+    asked = [{"prompt": visit.new_prompt(), "seed": number} for number in range(NUM_OVERLAPPING)]
+    took_s, answers = _side_by_side(NUM_CLIENTS, asked, visit.client)
+    both = medians(answers)
+    stages = ("encode", "denoise", "decode")
+    return {
+        "overlap": {
+            "s_per_picture": round(took_s / NUM_OVERLAPPING, 4),
+            "lone_s_per_picture": round(alone["total"]["median"] / 1e3, 4),
+            **both,
+            "beside_alone": {
+                stage: round(both[stage]["median"] / alone[stage]["median"], 3)
+                for stage in stages
+                if alone[stage]["median"]
+            },
+        }
+    }
+
+
+def kill(visit: Visit) -> Document:
+    """``kill -9`` of a rank, and a picture at once."""
+    _, expected = visit.first
+    os.kill(rank_pids(visit.application.logs, visit.card["id"])[-1], signal.SIGKILL)
+    start_s = time.perf_counter()
+    answer = visit.client.painted()
+    took_s = time.perf_counter() - start_s
+    return {"after_a_kill": {"answered_s": round(took_s, 1), "same_bytes": data_of(answer) == expected}}
+
+
+def _side_by_side(num_clients: int, asked: Sequence[Mapping[str, Any]], client: Client) -> tuple[float, list[Timing]]:
+    """Seconds until all are there, and what each says."""
+    with ThreadPoolExecutor(num_clients) as pool:
+        start_s = time.perf_counter()
+        answers = list(pool.map(lambda fields: timing(client.painted(**fields)), asked))
+        return time.perf_counter() - start_s, answers
+
+
+Part = Callable[[Visit], Document]
+
+PARTS: Mapping[str, Part] = {
+    "pictures": pictures,
+    "jpeg": jpeg,
+    "half_side": half_side,
+    "double_side": double_side,
+    "edit": edit,
+    "at_once": at_once,
+    "overlap": overlap,
+    "kill": kill,
+}
+"""In the order in which they are measured: what makes others slower comes last."""
+
+
+def find_parts(told: str) -> dict[str, Part]:
+    """Returns the parts whose names are in ``told``, with commas between, in their own order. ValueError lists the
+    known names."""
+    names = told.split(",")
+    for name in names:
+        if name not in PARTS:
+            raise ValueError(f"unknown part {name!r}; known: {', '.join(PARTS)}")
+    return {name: part for name, part in PARTS.items() if name in names}

@@ -1,0 +1,97 @@
+"""Which configuration a benchmark serves: one that ships or lies in a file, with other values and another model."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from deployments.cli.serving import load_config, parse_config
+from deployments.config import ServeConfig
+
+FULL = "full"
+"""The name of a model that was given as a folder."""
+
+
+def add_options(parser: argparse.ArgumentParser, *, config: str = "laptop", model: bool = True) -> None:
+    """Adds ``--config``, ``--set`` and ``--folder``, and ``--model`` unless the program has its own."""
+    parser.add_argument("--config", default=config, help="a config file, or the name of a shipped one")
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help="of every model, as the config file would say it: denoiser.elastic=true",
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="of a model in diffusers' layout, which is served alone, in place of the first one"
+    )
+    if model:
+        parser.add_argument(
+            "--model", help="a published model: written to --folder if nothing is there, with random weights"
+        )
+
+
+def config_of(arguments: argparse.Namespace) -> ServeConfig:
+    """Returns what the options ask for; writes the model first if it has to. ValueError says what is wrong with it."""
+    config = load_config(arguments.config)
+    if arguments.folder is not None:
+        if arguments.model is not None and not arguments.folder.exists():
+            write_model(arguments.model, arguments.folder)
+        config = with_folder(config, arguments.folder)
+    elif arguments.model is not None:
+        raise ValueError(f"--model {arguments.model} needs a --folder that it lies in, or is written to")
+    return with_values(config, arguments.set)
+
+
+def write_model(name: str, folder: Path) -> None:
+    """Writes the published model ``name`` with random weights, made on the GPU if there is one, which is then free."""
+    import torch
+
+    from benchmarks.models.folders import write_folder
+
+    write_folder(name, folder, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    torch.cuda.empty_cache()
+
+
+def with_folder(config: ServeConfig, folder: Path) -> ServeConfig:
+    """Returns ``config`` with the model in ``folder`` in place of its first one, and no others. ValueError if nothing
+    is there."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder; --model names what is written there")
+    document = config.model_dump(mode="json")
+    args = document["applications"][0]["args"]
+    args["models"] = [{**args["models"][0], "name": FULL, "path": str(folder.resolve()), "base": ""}]
+    return parse_config(document)
+
+
+def with_values(config: ServeConfig, told: Sequence[str]) -> ServeConfig:
+    """Returns ``config`` with other values in every model: ``told`` are dotted keys of a model's section, "=", and
+    YAML. ValueError for one that is not written so, or that the configuration does not take."""
+    document = config.model_dump(mode="json")
+    for one in told:
+        key, equals, value = one.partition("=")
+        if not equals:
+            raise ValueError(f"{one!r} sets nothing; write KEY=VALUE, such as denoiser.elastic=true")
+        for model in document["applications"][0]["args"]["models"]:
+            _put(model, key.split("."), _parsed(one, value))
+    return parse_config(document)
+
+
+def _parsed(told: str, value: str) -> Any:
+    try:
+        return yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ValueError(f"the value of {told!r} is not YAML: {' '.join(str(error).split())}") from error
+
+
+def _put(section: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    for name in path[:-1]:
+        if not isinstance(section.get(name), dict):  # a section that the configuration leaves out
+            section[name] = {}
+        section = section[name]
+    section[path[-1]] = value
