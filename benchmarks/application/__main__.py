@@ -29,8 +29,8 @@ from benchmarks.serving.settings import add_options, config_of
 FAILED = "failed"
 
 
-def main() -> None:
-    arguments = parse()
+def main(words: Sequence[str] | None = None) -> None:
+    arguments = parse(words)
     document: dict[str, Any] = {"model": arguments.model, "config": arguments.config, "set": arguments.set}
     try:
         with closing(measured(arguments)) as parts:

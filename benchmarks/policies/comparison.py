@@ -121,14 +121,15 @@ def _job(case: Case, arrival: Arrival) -> SimulatedArrival:
 def stretches(case: Case, arrivals: Sequence[Arrival], before: str, after: str) -> dict[str, float]:
     """How many times as long as simulated as alone ranks were in steps, by the model, between two looks at the metrics.
 
-    ``arrivals`` are those that were answered: who was refused took no steps.
+    ``arrivals`` are those that were answered: who was refused took no steps. Nothing of a model whose metrics say
+    nothing.
     """
     expected_s = simulated(case, arrivals, {}, refuses=False).rank_s
     then, now = rank_seconds(before), rank_seconds(after)
     spent_s: Counter[str] = Counter()
     for model, size in now:
         spent_s[model] += now[model, size] - then.get((model, size), 0.0)  # type: ignore[assignment]
-    return {model: spent_s[model] / s for model, s in expected_s.items()}
+    return {model: spent_s[model] / s for model, s in expected_s.items() if spent_s[model] > 0}
 
 
 def compared(

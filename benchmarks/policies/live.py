@@ -38,8 +38,8 @@ from deployments.config import ServeConfig
 from engines.gang.policies.registry import POLICIES, find_policy
 
 
-def main() -> None:
-    arguments = parse()
+def main(words: Sequence[str] | None = None) -> None:
+    arguments = parse(words)
     arrivals = arrivals_of(arguments)
     known = lone.read(arguments.alone) if arguments.alone else {}
     with tempfile.TemporaryDirectory(prefix="troupe_bench_", dir="/tmp", ignore_cleanup_errors=True) as name:

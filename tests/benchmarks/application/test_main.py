@@ -1,25 +1,97 @@
-"""The application is measured with the model that was asked for, and answers say where their time went."""
+"""The parts that were asked for are measured, whatever becomes of one of them, and each is kept at once."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-import httpx
+import pytest
 
-from benchmarks.application.__main__ import config_for, medians, timing
+from benchmarks.application import __main__ as program
+from benchmarks.application import parts
+from benchmarks.application.parts import Visit
+from deployments.config import ServeConfig
 
-
-def test_the_shipped_configuration_serves_the_folder_alone() -> None:
-    (model,) = config_for("gpu2", Path("/somewhere")).app.models
-    (own, *_) = config_for("gpu2", Path("/elsewhere")).app.models
-    assert (model.path, model.name) == ("/somewhere", "full")
-    assert model.denoiser == own.denoiser
-    assert model.denoiser.num_ranks == 2
+DECIDED = {"message": "strategy is decided: 2: ulysses2", "times_ms": {"ulysses2": 1.5}, "file": "f"}
 
 
-def test_timings_are_read_from_the_answer() -> None:
-    header = "queue;dur=1.0, encode;dur=2.5, denoise;dur=3, decode;dur=4, total;dur=10.5"
-    one = timing(httpx.Response(200, headers={"server-timing": header}))
-    assert one == {"queue": 1.0, "encode": 2.5, "denoise": 3.0, "decode": 4.0, "total": 10.5}
-    other = {**one, "denoise": 5.0}
-    assert medians([one, other, other])["denoise"]["median"] == 5.0
+def log(folder: Path, *records: dict[str, Any]) -> Path:
+    lines = [json.dumps({"time": "2026-11-23T00:00:00+00:00", **record}) for record in records]
+    (folder / "worker-1.err").write_text("\n".join(lines))
+    return folder
+
+
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[ServeConfig]:
+    """The configurations that were served, of a model that lies in ``tmp_path``."""
+    configs: list[ServeConfig] = []
+
+    @contextmanager
+    def serving(config: ServeConfig) -> Iterator[Any]:
+        configs.append(config)
+        yield SimpleNamespace(url="http://127.0.0.1:9", ready_s=1.0, logs=log(tmp_path, DECIDED, DECIDED))
+
+    def out_of_memory(visit: Visit) -> dict[str, Any]:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(program, "serving", serving)
+    monkeypatch.setattr(Visit, "card", {"id": "full", "defaults": {"num_inference_steps": 28}})
+    monkeypatch.setitem(parts.PARTS, "jpeg", lambda visit: {"jpeg": visit.client.side})
+    monkeypatch.setitem(parts.PARTS, "double_side", out_of_memory)
+    monkeypatch.setitem(parts.PARTS, "kill", lambda visit: {"after_a_kill": 1.0})
+    return configs
+
+
+def run(folder: Path, *words: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        program.main(["m", "--folder", str(folder), "--side", "96", "--out", str(folder / "out"), *words])
+    return int(end.value.code or 0)
+
+
+def test_parts_that_work_are_told(
+    tmp_path: Path, served: list[ServeConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tmp_path, "--parts", "kill,jpeg", "--set", "denoiser.elastic=true") == 0
+    (model,) = served[0].app.models
+    assert (model.path, model.denoiser.num_ranks, model.denoiser.elastic) == (str(tmp_path), 2, True)
+    *told, document = map(json.loads, capsys.readouterr().out.splitlines())
+    assert [one for one in told if "jpeg" in one or "after_a_kill" in one] == [{"jpeg": 96}, {"after_a_kill": 1.0}]
+    assert document["strategy"] == [{name: DECIDED[name] for name in ("message", "times_ms")}]
+    assert (document["steps"], document["jpeg"], document["after_a_kill"]) == (28, 96, 1.0)
+    assert json.loads((tmp_path / "out").read_text()) == document
+
+
+def test_a_part_that_fails_leaves_the_others(tmp_path: Path, served: list[ServeConfig]) -> None:
+    assert run(tmp_path, "--parts", "jpeg,double_side,kill") == 1
+    document = json.loads((tmp_path / "out").read_text())
+    assert document["failed"] == {"double_side": "RuntimeError('out of memory')"}
+    assert (document["jpeg"], document["after_a_kill"]) == (96, 1.0)
+
+
+def test_an_end_in_the_middle_leaves_what_was_there(
+    tmp_path: Path, served: list[ServeConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(visit: Visit) -> dict[str, Any]:
+        raise SystemExit(143)
+
+    monkeypatch.setitem(parts.PARTS, "double_side", end)
+    assert run(tmp_path, "--parts", "jpeg,double_side,kill") == 143
+    document = json.loads((tmp_path / "out").read_text())
+    assert document["jpeg"] == 96
+    assert "after_a_kill" not in document
+
+
+def test_unknown_parts_are_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        program.parse(["--parts", "jpeg,gif"])
+    assert "unknown part 'gif'; known: pictures, jpeg, half_side" in capsys.readouterr().err
+
+
+def test_what_is_not_decided_is_nothing(tmp_path: Path) -> None:
+    assert program.decided(log(tmp_path, {"message": "gang is ready"})) == []
+    again = {"message": "strategy as it was decided: 2: ulysses2", "file": "f"}
+    assert program.decided(log(tmp_path, again)) == [{"message": "strategy as it was decided: 2: ulysses2"}]

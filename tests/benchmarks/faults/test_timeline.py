@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.faults.timeline import Record, inside, records_of, spans
+from benchmarks.faults.timeline import Record, inside, rank_pids, records_of, spans
 from engines.core import phases
 
 FAULT_S = 1_700_000_000.0
@@ -56,3 +56,11 @@ def test_lines_of_all_processes_are_in_order(tmp_path: Path) -> None:
         (tmp_path / name).write_text("Ray says something\n" + "".join(f"{json.dumps(one)}\n" for one in records))
     read: list[Record] = records_of(tmp_path)
     assert read == RECORDS
+
+
+def test_ranks_are_those_of_the_newest_gang(tmp_path: Path) -> None:
+    ready = [line(after_s, "gang is ready", model="m", pids=pids) for after_s, pids in ((1.0, [1, 2]), (2.0, [3, 4]))]
+    (tmp_path / "worker-1.err").write_text("".join(f"{json.dumps(one)}\n" for one in (*ready, *RECORDS)))
+    assert rank_pids(tmp_path, "m") == [3, 4]
+    with pytest.raises(RuntimeError, match="no gang of another was ready"):
+        rank_pids(tmp_path, "another")

@@ -3,26 +3,72 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from benchmarks.models import folders
 from pipelines.checkpoint import Checkpoint
 from pipelines.run import load_pipeline
 from pipelines.size import Size
-from tests.pipelines.support import tiny_cosmos
+from tests.pipelines.support import tiny, tiny_cosmos
+
+
+def tiny_clip() -> Any:
+    """As wide as ``tiny.flux`` takes it, for prompts as long as the published one takes them."""
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return CLIPTextModel(CLIPTextConfig(**sizes, max_position_embeddings=folders.CLIP_LENGTH, eos_token_id=101))
+
+
+def tiny_t5() -> Any:
+    from transformers import T5Config, T5EncoderModel
+
+    sizes = {"d_model": 48, "d_kv": 12, "d_ff": 96, "num_layers": 1, "num_heads": 4}
+    return T5EncoderModel(T5Config(**sizes, vocab_size=128, feed_forward_proj="gated-gelu"))
+
+
+def without_weights(published: Path) -> Path:
+    """As those that lie in the repository: without the text encoders' configurations too."""
+    for file in (*published.glob("**/*.safetensors"), *published.glob("text_encoder*/config.json")):
+        file.unlink()
+    return published
 
 
 def test_what_is_written_makes_clips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    published = tiny_cosmos.cosmos_with_sound(tmp_path / "published")
-    for file in published.glob("**/*.safetensors"):
-        file.unlink()
+    published = without_weights(tiny_cosmos.cosmos_with_sound(tmp_path / "published"))
     monkeypatch.setattr(folders, "resolve_configuration", lambda name: published)
     folders.write_folder("Cosmos3-Nano", tmp_path / "written", torch.device("cpu"))
     checkpoint = Checkpoint(tmp_path / "written")
     request = checkpoint.defaults.request(Size(width=64, height=32, num_frames=5), num_inference_steps=1)
     assert load_pipeline(checkpoint).run(request).shape == (5, 32, 64, 3)
+
+
+def test_flux_reads_77_tokens_by_clip_and_512_by_t5(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    published = without_weights(tiny.flux(tmp_path / "published"))
+    monkeypatch.setattr(folders, "resolve_configuration", lambda name: published)
+    encoders = {"text_encoder": tiny_clip, "text_encoder_2": tiny_t5}
+    monkeypatch.setattr(folders, "ENCODERS", {"FLUX.1-dev": encoders})
+    folders.write_folder("FLUX.1-dev", tmp_path / "written", torch.device("cpu"))
+    checkpoint = Checkpoint(tmp_path / "written")
+    request = checkpoint.defaults.request(Size(width=48, height=32), num_inference_steps=1, prompt=200 * "abc")
+    pipeline = load_pipeline(checkpoint)
+    shapes = {name: tuple(value.shape) for name, value in pipeline.text_encoder.encode(request).values.items()}
+    assert shapes["prompt_embeds"] == (1, 512, 48)
+    assert shapes["pooled_prompt_embeds"] == (1, 32)
+    assert pipeline.run(request).shape == (1, 32, 48, 3)
+    for part, length in {"tokenizer": 77, "tokenizer_2": 512}.items():
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / "written" / part)
+        tokens = tokenizer(200 * "abc", truncation=True).input_ids
+        assert (len(tokens), tokens[-1]) == (length, tokenizer.eos_token_id)
+
+
+def test_the_published_clip_has_places_for_no_more() -> None:
+    with torch.device("meta"):
+        assert folders.ENCODERS["FLUX.1-dev"]["text_encoder"]().config.max_position_embeddings == 77
 
 
 def test_a_model_whose_encoders_are_not_known_is_an_error(tmp_path: Path) -> None:

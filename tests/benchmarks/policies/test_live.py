@@ -1,49 +1,97 @@
-"""Live load beside the simulation: steps are stretched by what the run's own metrics say, and models do not wait for
-each other."""
+"""Policies follow each other: what classes take is measured before the first, and what is there is kept at once."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from benchmarks.load.arrivals import Arrival
 from benchmarks.load.client import Outcome
-from benchmarks.load.mix import RequestClass
-from benchmarks.policies.live import Alone, GangLimits, row_of, simulated, steps_of, stretches
+from benchmarks.policies import live
+from benchmarks.policies.alone import Alone, read
+from deployments.config import ServeConfig
 
-ALONE = {
-    "small": Alone(model="pictures", num_steps=10, step_s=0.1, other_s=0.5),
-    "clip": Alone(model="clips", num_steps=4, step_s=1.0, other_s=2.0),
-}
-KINDS = {name: RequestClass(name=name, body={}) for name in ALONE}
-ARRIVALS = [Arrival(at_s=0.0, kind=KINDS[name], seed=0) for name in ("small", "small", "clip")]
-SHAPE = GangLimits(num_ranks=2, max_running_jobs=4, plans_ahead=1)
+ALONE = Alone(model="flux-shapes", num_steps=10, step_s=0.05, other_s=0.1, num_ranks=2)
+TRACE = '{"at_s": 0, "class": "small"}\n{"at_s": 1, "class": "usual"}\n'
 
 
-def test_steps_are_as_long_as_they_were_in_the_run() -> None:
-    registry = CollectorRegistry()
-    steps = Histogram("troupe_step_seconds", "", ("model", "num_ranks"), registry=registry)
-    before = steps_of(generate_latest(registry).decode())
-    for _ in range(20):
-        steps.labels("pictures", 2).observe(0.15)
-    for _ in range(4):
-        steps.labels("clips", 2).observe(3.0)
-    after = steps_of(generate_latest(registry).decode())
-    assert after["clips"] == (12.0, 4.0)
-    assert stretches(before, after, ALONE, ARRIVALS) == pytest.approx({"pictures": 1.5, "clips": 3.0})
+class Served:
+    """What was asked of applications that do not exist. ``cut_off`` is the policy under which the load ends badly."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, cut_off: str = "") -> None:
+        self.policies: list[str] = []
+        self.measured: list[str] = []
+        self.made_ready: list[str] = []
+        self.sent: list[list[Any]] = []
+        self._cut_off = cut_off
+        for module, name in ((live, "serving"), (live, "send_all"), (live.lone, "made_ready"), (live.lone, "measured")):
+            monkeypatch.setattr(module, name, getattr(self, f"_{name}"))
+        monkeypatch.setattr(live.Visit, "_metrics", lambda self: "")
+
+    @contextmanager
+    def _serving(self, config: ServeConfig, data_dir: Path) -> Iterator[Any]:
+        assert data_dir.is_dir()
+        assert all(model.denoiser.elastic for model in config.app.models)
+        self.policies.append(config.app.models[0].denoiser.policy)
+        yield SimpleNamespace(url="", ready_s=1.0, data_dir=data_dir)
+
+    async def _made_ready(self, url: str, kinds: list[Any]) -> None:
+        self.made_ready.append(",".join(kind.name for kind in kinds))
+
+    async def _measured(self, url: str, metrics: Any, kinds: list[Any]) -> dict[str, Alone]:
+        self.measured += [kind.name for kind in kinds]
+        return {kind.name: ALONE for kind in kinds}
+
+    async def _send_all(self, url: str, arrivals: list[Arrival], headers: dict[str, str]) -> list[Outcome]:
+        if self.policies[-1] == self._cut_off:
+            raise KeyboardInterrupt
+        self.sent.append([one.kind.body.get("deadline_s") for one in arrivals])
+        return [
+            Outcome(name=one.kind.name, at_s=one.at_s, late_s=0.0, latency_s=1.0, status=200, stages_ms={})
+            for one in arrivals
+        ]
 
 
-def test_each_model_is_a_gang_of_its_own() -> None:
-    gangs = {"pictures": SHAPE, "clips": SHAPE}
-    as_alone = simulated("arrival", gangs, ALONE, ARRIVALS, {"pictures": 1.0, "clips": 1.0})
-    assert as_alone == pytest.approx([1.5, 2.5, 6.0])
-    as_in_run = simulated("arrival", gangs, ALONE, ARRIVALS, {"pictures": 2.0, "clips": 1.0})
-    assert as_in_run == pytest.approx([2.5, 4.5, 6.0])
-    outcomes = [Outcome(name="small", at_s=0.0, late_s=0.0, latency_s=s, status=200) for s in (2.5, 5.5)]
-    assert row_of([0, 1], outcomes, as_alone, as_in_run) == {
-        "requests": 2,
-        "live_s": 4.0,
-        "simulated_as_alone_s": 2.0,
-        "simulated_as_in_run_s": 3.5,
-        "live_by_simulated": 1.143,
-    }
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    (tmp_path / "trace").write_text(TRACE)
+    return ["--trace", str(tmp_path / "trace"), "--set", "denoiser.elastic=true", "--out", str(tmp_path / "out")]
+
+
+def test_policies_follow_each_other(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served = Served(monkeypatch)
+    live.main([*words, "--policies", "arrival,deadline", "--scale", "2"])
+    assert served.policies == ["arrival", "deadline"]
+    assert (served.measured, served.made_ready) == (["small", "usual"], ["", "small,usual"])
+    assert served.sent == [[None, None], [pytest.approx(1.2)] * 2]
+    *rows, document = map(json.loads, capsys.readouterr().out.splitlines())
+    assert document["rows"] == rows
+    assert [row["policy"] for row in rows] == ["arrival", "deadline"]
+    assert rows[0]["live"]["attainment"] == 1.0
+    assert json.loads((tmp_path / "out").read_text()) == document
+    assert read(tmp_path / "out") == {"small": ALONE, "usual": ALONE}
+
+
+def test_a_run_that_was_cut_off_is_gone_on_with(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Served(monkeypatch, cut_off="deadline")
+    with pytest.raises(KeyboardInterrupt):
+        live.main([*words, "--policies", "arrival,deadline"])
+    assert [row["policy"] for row in json.loads((tmp_path / "out").read_text())["rows"]] == ["arrival"]
+    served = Served(monkeypatch)
+    live.main([*words, "--policies", "deadline", "--alone", str(tmp_path / "out")])
+    assert (served.measured, served.made_ready) == ([], ["small,usual"])
+
+
+def test_unknown_policies_are_refused_before_anything_starts(words: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        live.parse([*words, "--policies", "shortest,longest"])

@@ -1,0 +1,124 @@
+"""What parts make of the answers of a server, and what is measured once for several of them."""
+
+from __future__ import annotations
+
+import base64
+import json
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from benchmarks.application import parts
+from benchmarks.application.client import Client, medians, timing
+from benchmarks.application.parts import PARTS, Visit, find_parts
+
+STAGES = "queue;dur=1.0, encode;dur=2.5, denoise;dur={denoise}, decode;dur=4, total;dur=10.5"
+
+
+class Server(httpx.MockTransport):
+    """Answers with the prompt as bytes. Denoising takes 6 ms, half as long again for prompts of a number above 7."""
+
+    def __init__(self, **defaults: Any) -> None:
+        super().__init__(self._answer)
+        self.asked: list[dict[str, Any]] = []
+        self._defaults = defaults
+        self.status = 200
+
+    def visit(self, logs: Path = Path()) -> Visit:
+        client = Client("http://server", side=64)
+        client._transport = self
+        application: Any = SimpleNamespace(logs=logs)
+        return Visit(application=application, client=client)
+
+    def _answer(self, request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            return httpx.Response(200, json={"data": [{"id": "full", "defaults": self._defaults}]})
+        is_edit = request.url.path.endswith("edits")
+        body = {"prompt": "edit"} if is_edit else json.loads(request.content)
+        self.asked.append(body)
+        _, _, number = body["prompt"].partition("number ")
+        denoise = 9 if number and int(number) > 7 else 6
+        return httpx.Response(
+            self.status,
+            json={"data": [{"b64_json": base64.b64encode(body["prompt"].encode()).decode()}]},
+            headers={"server-timing": STAGES.format(denoise=denoise)},
+        )
+
+
+def test_timings_are_read_from_the_answer() -> None:
+    one = timing(httpx.Response(200, headers={"server-timing": STAGES.format(denoise=3)}))
+    assert one == {"queue": 1.0, "encode": 2.5, "denoise": 3.0, "decode": 4.0, "total": 10.5}
+    other = {**one, "denoise": 5.0}
+    assert medians([one, other, other])["denoise"]["median"] == 5.0
+
+
+def test_pictures_alone_are_drawn_once_for_all_parts() -> None:
+    server = Server()
+    visit = server.visit()
+    found = parts.pictures(visit)
+    assert found["same_bytes"] is True
+    assert (found["first"]["denoise"], found["new_prompt"]["denoise"]["num"], found["picture"]["total"]["num"]) == (
+        6,
+        8,
+        5,
+    )
+    assert len(server.asked) == 1 + 5 + 8
+    overlap = parts.overlap(visit)["overlap"]
+    assert len(server.asked) == 14 + 12
+    assert len({body["prompt"] for body in server.asked}) == 1 + 8 + 12, "a prompt of its own for each"
+    assert overlap["beside_alone"] == {"encode": 1.0, "denoise": 1.5, "decode": 1.0}
+    assert overlap["denoise"]["num"] == 12
+    assert overlap["lone_s_per_picture"] == 0.0105
+    assert overlap["s_per_picture"] > 0
+
+
+def test_other_bytes_are_said() -> None:
+    visit = Server().visit()
+    visit.first = ({}, b"others")
+    assert parts.pictures(visit)["same_bytes"] is False
+
+
+def test_sizes_formats_and_edits() -> None:
+    server = Server(max_pictures=1)
+    visit = server.visit()
+    assert parts.half_side(visit)["half_side"]["total"]["num"] == 5
+    assert {body["size"] for body in server.asked} == {"32x32"}
+    assert parts.double_side(visit)["double_side"]["total"]["num"] == 2
+    assert server.asked[-1]["size"] == "128x128"
+    assert parts.jpeg(visit)["jpeg"]["decode"]["median"] == 4.0
+    assert server.asked[-1]["output_format"] == "jpeg"
+    assert parts.edit(visit)["edit"]["total"]["num"] == 4
+    assert server.asked[-1]["prompt"] == "edit"
+    assert parts.at_once(visit)["at_once"]["total_ms"]["num"] == 8
+    assert sorted(body["seed"] for body in server.asked[-8:]) == list(range(8))
+    assert parts.edit(Server().visit()) == {"edit": None}
+
+
+def test_the_last_rank_of_the_newest_gang_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [
+        {"time": f"2026-11-23T00:00:0{number}+00:00", "message": "gang is ready", "model": model, "pids": pids}
+        for number, (model, pids) in enumerate([("full", [1, 2]), ("full", [3, 4]), ("another", [5, 6])])
+    ]
+    (tmp_path / "worker-1.err").write_text("\n".join(map(json.dumps, lines)))
+    killed: list[tuple[int, int]] = []
+    monkeypatch.setattr(parts.os, "kill", lambda pid, number: killed.append((pid, number)))
+    found = parts.kill(Server().visit(tmp_path))["after_a_kill"]
+    assert (found["same_bytes"], killed) == (True, [(4, signal.SIGKILL)])
+
+
+def test_no_picture_is_an_error() -> None:
+    server = Server()
+    server.status = 503
+    with pytest.raises(RuntimeError, match="no picture, but 503"):
+        parts.pictures(server.visit())
+
+
+def test_parts_have_an_order_of_their_own() -> None:
+    assert list(find_parts("kill,pictures")) == ["pictures", "kill"]
+    assert list(PARTS)[-1] == "kill", "what comes after it would wait for another gang"
+    with pytest.raises(ValueError, match="unknown part 'gif'; known: pictures, jpeg"):
+        find_parts("gif")
