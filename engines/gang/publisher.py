@@ -57,7 +57,11 @@ class Publisher:
         return failed
 
     def _note_time(self, work: Work, reports: Sequence[StepReport]) -> None:
-        """From the end of a job's step to that of its next one is what a step takes, with all that belongs to it."""
+        """From the end of a job's step to that of its next one is what a step takes, with all that belongs to it.
+
+        A GPU reports of a step when the one before it has ended, but of one whose latents it hands out when that has:
+        what lies between such a report and its neighbours is two steps, or none.
+        """
         now_s = self._clock.now_s()
         lasts = [self._last.get(rank) for rank in work.ranks]
         for rank in work.ranks:
@@ -65,6 +69,8 @@ class Publisher:
         last = lasts[0]
         is_steady = last is not None and all(other is not None and _is_next(other[0], work) for other in lasts)
         if last is None or not is_steady or len(work.job_steps) > 1 or not all(report.was_warm for report in reports):
+            return
+        if work.emits or last[0].emits:
             return
         job = self._table.get(work.job_ids[0]).job
         if not job.idle_steps:  # a GPU runs a step behind its reports: none of these tells which kind its time was

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from ast import literal_eval
 from collections.abc import Sequence
 from random import Random
 from statistics import fmean
@@ -14,6 +15,7 @@ from benchmarks.policies.simulation import Arrival, SimulatedGang, Simulation
 from engines.gang import gang as gang_module
 from engines.gang.config import GangConfig
 from engines.gang.gang import Gang
+from engines.gang.jobs.job import Job
 from engines.gang.policies.registry import POLICIES, make_policy
 from engines.gang.predictions.step_times import StepTimes
 from tests.engines.gang.support.fakes import FakeRequest, fake_job
@@ -34,15 +36,28 @@ def arrivals(seed: int) -> list[Arrival]:
     return found
 
 
-async def latencies_s(load: Sequence[Arrival], policy: str, *, elastic: bool) -> list[float]:
-    """Seconds until each has its latents. What steps take is known, as after a first load."""
-    ranks = GpuRanks(NUM_RANKS, STEPS, {str(number): one.shape for number, one in enumerate(load)})
-    known, clock = StepTimes(), VirtualClock()
+def known_times() -> StepTimes:
+    """As after a first load."""
+    known = StepTimes()
     for shape in SHAPES:
         for size in (1, NUM_RANKS):
             for _ in range(2):
                 known.note(fake_job("known", FakeRequest(seed=0, num_steps=2), shape=shape), size, STEPS[shape][size])
     assert known.changed()
+    return known
+
+
+async def latencies_s(
+    load: Sequence[Arrival],
+    policy: str,
+    known: StepTimes,
+    *,
+    elastic: bool,
+    preview_steps: frozenset[int] = frozenset(),
+) -> list[float]:
+    """Seconds until each has its latents."""
+    ranks = GpuRanks(NUM_RANKS, STEPS, {str(number): one.shape for number, one in enumerate(load)})
+    clock = VirtualClock()
     config = GangConfig(
         num_ranks=NUM_RANKS, gpus_per_rank=1.0, elastic=elastic, policy=policy, max_waiting_jobs=NUM_ARRIVALS
     )
@@ -50,7 +65,9 @@ async def latencies_s(load: Sequence[Arrival], policy: str, *, elastic: bool) ->
 
     async def one(number: int, arrival: Arrival) -> float:
         await asyncio.sleep(arrival.at_s)
-        job = fake_job(str(number), FakeRequest(seed=number, num_steps=NUM_STEPS), shape=arrival.shape)
+        job = fake_job(
+            str(number), FakeRequest(seed=number, num_steps=NUM_STEPS), shape=arrival.shape, preview_steps=preview_steps
+        )
         await run(gang, job)
         return asyncio.get_running_loop().time() - arrival.at_s
 
@@ -66,7 +83,27 @@ async def latencies_s(load: Sequence[Arrival], policy: str, *, elastic: bool) ->
 def test_a_load_ends_and_takes_what_is_simulated(policy: str, elastic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gang_module, "kill_ranks", lambda _: None)
     load = arrivals(seed=1)
-    in_gang = fmean(run_in_virtual_time(latencies_s(load, policy, elastic=elastic)))
+    in_gang = fmean(run_in_virtual_time(latencies_s(load, policy, known_times(), elastic=elastic)))
     shape = SimulatedGang(steps=STEPS, num_ranks=NUM_RANKS, elastic=elastic)
     simulated = fmean(Simulation(gang=shape, policy=make_policy(policy)).run(load).values())
     assert in_gang == pytest.approx(simulated, rel=0.1)
+
+
+@pytest.mark.parametrize("preview_steps", [frozenset[int](), frozenset({7, 14, 21})])
+def test_what_steps_take_is_learned(preview_steps: frozenset[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a team that has a job for its last steps alone."""
+    monkeypatch.setattr(gang_module, "kill_ranks", lambda _: None)
+    learned = StepTimes()
+    note = learned.note
+    wrong: list[tuple[str, int, float]] = []
+
+    def checked(job: Job, team_size: int, step_s: float) -> None:
+        if step_s != pytest.approx(STEPS[str(job.shape)][team_size], rel=0.1):
+            wrong.append((str(job.shape), team_size, step_s))
+        note(job, team_size, step_s)
+
+    monkeypatch.setattr(learned, "note", checked)
+    run_in_virtual_time(latencies_s(arrivals(seed=2), "shortest", learned, elastic=True, preview_steps=preview_steps))
+    assert wrong == []
+    for (name, size), step_s in learned.prediction().measured.items():
+        assert step_s == pytest.approx(STEPS[literal_eval(name)][size], rel=0.02)

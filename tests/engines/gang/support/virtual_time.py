@@ -19,6 +19,8 @@ LOOK_S = 2e-4
 """The clock goes on by up to so much with every look at it."""
 EARLY_S = 1e-3
 """Timers of uvloop, which Ray Serve runs on, count whole milliseconds: some come before their time."""
+THREADS_S = 5.0
+"""Of real time, in which a thread that a task waits for will have done its work."""
 CALL_S, LAUNCH_S, MOVE_S = 0.0005, 0.002, 0.0012
 """From one process to another, a step's calls on a rank, and a job's state from rank to rank."""
 
@@ -40,7 +42,7 @@ class _Selector(selectors.SelectSelector):
         self._loop = loop
 
     def select(self, timeout: float | None = None) -> Any:
-        if ready := super().select(0):
+        if ready := super().select(THREADS_S if timeout is None else 0):
             return ready
         if timeout is None:
             raise RuntimeError("all tasks wait, and nothing will ever come")
