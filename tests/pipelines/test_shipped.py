@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from pipelines.checkpoint import Checkpoint
 from pipelines.loading import resolve_path, shipped_checkpoints
 from pipelines.request import MediaRequest
-from tests.pipelines.support.pairs import Pair, check_latents, check_pixels
+from tests.pipelines.support.references.pairs import Pair, check_latents, check_pixels
 
 PROMPTS = {"image": "a large red circle in the centre", "video": "a red circle moves from left to right"}
 

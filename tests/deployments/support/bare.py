@@ -17,7 +17,7 @@ from pipelines.pictures import InputPictures
 from pipelines.request import MediaRequest
 from pipelines.run import load_pipeline
 from tests.deployments.support.live import PROMPT, SMALL, config_of, log_lines
-from tests.pipelines.support.frames import painted
+from tests.pipelines.support.references.frames import painted
 
 
 def bare_request(models: dict[str, Path], **fields: Any) -> tuple[MediaRequest, InputPictures]:

@@ -19,7 +19,7 @@ from pipelines.checkpoint import Checkpoint
 from pipelines.request import MediaRequest
 from pipelines.run import load_pipeline
 from tests.pipelines.support import tiny, tiny_cosmos, tiny_hunyuan, tiny_ltx
-from tests.pipelines.support.video import Clip
+from tests.pipelines.support.references.video import Clip
 
 NUM_LATENT_FRAMES = 4
 LATENTS = {"z_dim": 4, "latents_mean": [0.0] * 4, "latents_std": [1.0] * 4}

@@ -26,7 +26,7 @@ from tests.engines.support.gloo import gang
 from tests.pipelines.models.test_gangs import TOLERANCE, Case, request_of
 from tests.pipelines.support import tiny_qwen
 from tests.pipelines.support.checkpoints.first_steps import first_step
-from tests.pipelines.support.own_call import own_latents
+from tests.pipelines.support.references.own_call import own_latents
 
 CASE = Case(make=tiny_qwen.qwen, changes={"negative_prompt": "not blue"})
 """Two branches, whose prompts differ in length."""

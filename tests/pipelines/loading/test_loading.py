@@ -21,7 +21,7 @@ from pipelines.loading import (
     shipped_checkpoints,
 )
 from tests.pipelines.support import tiny
-from tests.pipelines.support.frames import painted
+from tests.pipelines.support.references.frames import painted
 from tests.pipelines.support.sample_requests import clip, picture
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from pipelines.loading import CONFIGURATION_FILES, HUB_FILES, resolve_path
 from pipelines.modular import open_modular
 from pipelines.run import load_pipeline
 from tests.pipelines.support import tiny_models
-from tests.pipelines.support.own_call import own_latents
+from tests.pipelines.support.references.own_call import own_latents
 from tests.pipelines.support.sample_requests import picture
 
 REQUEST = picture(prompt="a red circle", width=32, height=32, num_inference_steps=2, true_cfg_scale=2.0)

@@ -17,7 +17,7 @@ from pipelines.checkpoint import Checkpoint
 from tests.engines.support.gloo import gang
 from tests.pipelines.lora.support.jobs import BOTH, TOLERANCE, TURNS, Served, Setting, painted
 from tests.pipelines.lora.support.tiny_lora import request_of
-from tests.pipelines.support.own_call import own_state
+from tests.pipelines.support.references.own_call import own_state
 
 QUANTISED = {
     "int8, alone": Setting(precision="int8"),

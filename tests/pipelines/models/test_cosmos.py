@@ -29,8 +29,9 @@ from pipelines.run import Pipeline, load_pipeline
 from tests.engines.support.gloo import gang
 from tests.pipelines.models.test_gangs import CONTEXT, TOLERANCE
 from tests.pipelines.models.test_video import largest_difference, without_exchange
-from tests.pipelines.support import tiny_cosmos, video_reference
-from tests.pipelines.support.video import Clip, Latents, denoised, picture, pictures_of
+from tests.pipelines.support import tiny_cosmos
+from tests.pipelines.support.references import own_clips as own_clips
+from tests.pipelines.support.references.video import Clip, Latents, denoised, picture, pictures_of
 
 ALONE = {"true_cfg_scale": 1.0}
 STRATEGIES = {2: (*CONTEXT, "tensor", "guidance", "auto"), 4: (*CONTEXT, "guidance2xulysses2", "tensor2xulysses2")}
@@ -38,7 +39,7 @@ STRATEGIES = {2: (*CONTEXT, "tensor", "guidance", "auto"), 4: (*CONTEXT, "guidan
 
 def clip(make: Callable[[Path], Path], **more: Any) -> Clip:
     """Of three latent frames: 18 tokens, which 4 ranks must pad."""
-    return Clip(make=make, reference=video_reference.guided_blocks, **{"num_latent_frames": 3, **more})
+    return Clip(make=make, reference=own_clips.guided_blocks, **{"num_latent_frames": 3, **more})
 
 
 CLIPS = {

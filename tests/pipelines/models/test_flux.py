@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.pipelines.support.pairs import Pair, check_latents, check_pixels
+from tests.pipelines.support.references.pairs import Pair, check_latents, check_pixels
 from tests.pipelines.support.sample_requests import picture
 
 

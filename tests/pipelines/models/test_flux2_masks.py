@@ -20,7 +20,14 @@ from pipelines.request import MediaRequest
 from pipelines.run import load_pipeline
 from tests.engines.support.gloo import gang
 from tests.pipelines.support import tiny_pictures
-from tests.pipelines.support.picture_cases import PictureCase, images_of, mask_of, pictures_of, ran, request_of
+from tests.pipelines.support.references.picture_cases import (
+    PictureCase,
+    images_of,
+    mask_of,
+    pictures_of,
+    ran,
+    request_of,
+)
 
 TOLERANCE = 1e-4
 """Relative, in float32: sums are made in another order."""

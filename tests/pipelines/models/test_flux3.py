@@ -25,8 +25,8 @@ from pipelines.run import Pipeline, load_pipeline
 from tests.engines.support.gloo import gang
 from tests.pipelines.models.test_gangs import CONTEXT, TOLERANCE
 from tests.pipelines.support.checkpoints.tiny_flux3 import LOAD_PROCESSOR, Flux3Processor, flux3, flux3_distilled
-from tests.pipelines.support.own_call import own_state
-from tests.pipelines.support.picture_cases import PictureCase, images_of, pictures_of, request_of
+from tests.pipelines.support.references.own_call import own_state
+from tests.pipelines.support.references.picture_cases import PictureCase, images_of, pictures_of, request_of
 
 TWO = ((40, 48), (50, 34))
 CASES = {

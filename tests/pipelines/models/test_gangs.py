@@ -22,7 +22,7 @@ from pipelines.request import MediaRequest
 from pipelines.size import Size
 from tests.engines.support.gloo import gang
 from tests.pipelines.support import tiny_models, tiny_others
-from tests.pipelines.support.own_call import own_latents
+from tests.pipelines.support.references.own_call import own_latents
 
 TOLERANCE = 1e-4
 """Relative, in float32: sums are made in another order."""

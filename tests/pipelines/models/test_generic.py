@@ -27,7 +27,7 @@ from tests.pipelines.models.test_gangs import (
     without_exchange,
 )
 from tests.pipelines.support import tiny, tiny_models, tiny_unknown
-from tests.pipelines.support.own_call import own_latents
+from tests.pipelines.support.references.own_call import own_latents
 
 DIVIDED = {
     "two streams": Case(make=tiny.flux),

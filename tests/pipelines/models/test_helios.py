@@ -30,8 +30,8 @@ from pipelines.size import Size
 from tests.engines.support.gloo import gang
 from tests.pipelines.models.test_gangs import CONTEXT, TOLERANCE
 from tests.pipelines.support.checkpoints import tiny_helios
-from tests.pipelines.support.own_call import own_state
-from tests.pipelines.support.video import Clip, pictures_of
+from tests.pipelines.support.references.own_call import own_state
+from tests.pipelines.support.references.video import Clip, pictures_of
 
 TWO_CHUNKS = 1 + 9
 """Latent frames: one more than a chunk has."""

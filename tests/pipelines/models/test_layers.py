@@ -21,7 +21,7 @@ from pipelines.request import MediaRequest
 from pipelines.run import Pipeline, load_pipeline
 from pipelines.size import Size
 from tests.pipelines.support import tiny_qwen
-from tests.pipelines.support.picture_cases import drawn
+from tests.pipelines.support.references.picture_cases import drawn
 
 TOLERANCE = 1e-4
 """Relative, in float32: the latents are packed and unpacked by other code."""

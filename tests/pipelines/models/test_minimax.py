@@ -25,8 +25,8 @@ from pipelines.run import Pipeline, load_pipeline
 from tests.engines.support.gloo import gang
 from tests.pipelines.models.test_gangs import CONTEXT, TOLERANCE
 from tests.pipelines.support.checkpoints.tiny_minimax import LOAD_PROCESSOR, MiniMaxProcessor, minimax_h3
-from tests.pipelines.support.own_call import own_state
-from tests.pipelines.support.video import Clip, Latents, pictures_of
+from tests.pipelines.support.references.own_call import own_state
+from tests.pipelines.support.references.video import Clip, Latents, pictures_of
 
 NAMES = ("latents", "audio_latents")
 

@@ -19,7 +19,7 @@ from pipelines.run import load_pipeline
 from tests.engines.support.gloo import gang
 from tests.pipelines.models.test_gangs import CASES, TOLERANCE, Case, denoised, relative_difference, request_of
 from tests.pipelines.support import tiny_others
-from tests.pipelines.support.own_call import own_latents
+from tests.pipelines.support.references.own_call import own_latents
 
 NAMES = ("krea 2", "ernie", "sd 3", "sd 3.5 large")
 """Of cases whose latents ``test_gangs.py`` compares."""

@@ -23,7 +23,7 @@ from pipelines.checkpoint import Checkpoint
 from pipelines.run import load_pipeline
 from tests.engines.support.gloo import gang
 from tests.pipelines.support import tiny_pictures, tiny_qwen
-from tests.pipelines.support.picture_cases import (
+from tests.pipelines.support.references.picture_cases import (
     PictureCase,
     own,
     pictures_of,

@@ -21,7 +21,7 @@ from pipelines.run import load_pipeline
 from pipelines.size import Size
 from tests.pipelines.models.test_gangs import TOLERANCE, Case, request_of
 from tests.pipelines.support import tiny_models
-from tests.pipelines.support.own_call import own_latents
+from tests.pipelines.support.references.own_call import own_latents
 
 WINDOW = 32
 MOST = WINDOW - 1

@@ -21,8 +21,8 @@ from pipelines.checkpoint import Checkpoint
 from pipelines.models.pictures.qwen21 import SHARD_PLAN
 from pipelines.run import load_pipeline
 from tests.engines.support.gloo import gang
-from tests.pipelines.support.own_call import own_state
-from tests.pipelines.support.picture_cases import PictureCase, images_of, pictures_of, request_of
+from tests.pipelines.support.references.own_call import own_state
+from tests.pipelines.support.references.picture_cases import PictureCase, images_of, pictures_of, request_of
 from tests.pipelines.support.tiny_qwen import Qwen3Processor, qwen21
 
 TOLERANCE = 1e-4

@@ -23,57 +23,54 @@ from pipelines.request import MediaRequest
 from pipelines.run import Pipeline, load_pipeline
 from tests.engines.support.gloo import gang
 from tests.pipelines.models.test_gangs import CONTEXT, TOLERANCE, relative_difference
-from tests.pipelines.support import tiny_hunyuan, tiny_ltx, tiny_video, video_reference
-from tests.pipelines.support.video import Clip, Latents, denoised, picture, pictures_of
+from tests.pipelines.support import tiny_hunyuan, tiny_ltx, tiny_video
+from tests.pipelines.support.references import own_clips as own_clips
+from tests.pipelines.support.references.video import Clip, Latents, denoised, picture, pictures_of
 
 pytestmark = pytest.mark.slow
 
 
 CLIPS = {
     "wan 2.1 from a picture": Clip(
-        make=tiny_video.wan_picture, reference=video_reference.blocks, num_pictures=1, strategies=("tensor",)
+        make=tiny_video.wan_picture, reference=own_clips.blocks, num_pictures=1, strategies=("tensor",)
     ),
     "wan 2.1 from first and last frame": Clip(
-        make=tiny_video.wan_first_and_last, reference=video_reference.wan_pipeline, num_pictures=2
+        make=tiny_video.wan_first_and_last, reference=own_clips.wan_pipeline, num_pictures=2
     ),
     "wan 2.2 from a picture": Clip(
         make=tiny_video.wan_picture_two_experts,
-        reference=video_reference.blocks,
+        reference=own_clips.blocks,
         num_pictures=1,
         strategies=("tensor",),
     ),
-    "ltx from words": Clip(
-        make=tiny_ltx.ltx, reference=video_reference.timed_blocks, strategies=("pipeline", "tensor")
-    ),
+    "ltx from words": Clip(make=tiny_ltx.ltx, reference=own_clips.timed_blocks, strategies=("pipeline", "tensor")),
     "ltx from words without guidance": Clip(
-        make=tiny_ltx.ltx, reference=video_reference.ltx_pipeline, changes={"true_cfg_scale": 1.0}
+        make=tiny_ltx.ltx, reference=own_clips.ltx_pipeline, changes={"true_cfg_scale": 1.0}
     ),
-    "ltx from a picture": Clip(make=tiny_ltx.ltx, reference=video_reference.timed_blocks, num_pictures=1),
+    "ltx from a picture": Clip(make=tiny_ltx.ltx, reference=own_clips.timed_blocks, num_pictures=1),
     "ltx 2 from words, all passes": Clip(
-        make=tiny_ltx.ltx2, reference=video_reference.sounding_blocks, strategies=("pipeline", "tensor")
+        make=tiny_ltx.ltx2, reference=own_clips.sounding_blocks, strategies=("pipeline", "tensor")
     ),
     "ltx 2 from words without guidance": Clip(
-        make=tiny_ltx.ltx2_few_layers, reference=video_reference.sounding_blocks, changes={"true_cfg_scale": 1.0}
+        make=tiny_ltx.ltx2_few_layers, reference=own_clips.sounding_blocks, changes={"true_cfg_scale": 1.0}
     ),
     "ltx 2, gated and turned as a whole": Clip(
         make=tiny_ltx.ltx2_gated,
-        reference=video_reference.sounding_blocks,
+        reference=own_clips.sounding_blocks,
         strategies=("tensor", "tensor2xulysses"),
         changes={"true_cfg_scale": 1.0},
     ),
-    "ltx 2 from a picture": Clip(
-        make=tiny_ltx.ltx2_few_layers, reference=video_reference.sounding_blocks, num_pictures=1
-    ),
+    "ltx 2 from a picture": Clip(make=tiny_ltx.ltx2_few_layers, reference=own_clips.sounding_blocks, num_pictures=1),
     "hunyuan from words": Clip(
-        make=tiny_hunyuan.hunyuan_video, reference=video_reference.hunyuan_blocks, strategies=("tensor",)
+        make=tiny_hunyuan.hunyuan_video, reference=own_clips.hunyuan_blocks, strategies=("tensor",)
     ),
     "hunyuan with words to write, without guidance": Clip(
         make=tiny_hunyuan.hunyuan_video,
-        reference=video_reference.hunyuan_pipeline,
+        reference=own_clips.hunyuan_pipeline,
         changes={"true_cfg_scale": 1.0, "prompt": 'a sign that says "hello"'},
     ),
     "hunyuan from a picture": Clip(
-        make=tiny_hunyuan.hunyuan_video_picture, reference=video_reference.hunyuan_blocks, num_pictures=1
+        make=tiny_hunyuan.hunyuan_video_picture, reference=own_clips.hunyuan_blocks, num_pictures=1
     ),
 }
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.pipelines.support import tiny
-from tests.pipelines.support.pairs import Pair, check_latents, check_pixels
+from tests.pipelines.support.references.pairs import Pair, check_latents, check_pixels
 from tests.pipelines.support.sample_requests import clip
 
 

@@ -15,7 +15,7 @@ from pipelines.checkpoint import Checkpoint
 from pipelines.modular import open_modular
 from pipelines.request import Lora, MediaRequest
 from pipelines.size import Size
-from tests.pipelines.support.own_call import own_state
+from tests.pipelines.support.references.own_call import own_state
 
 
 def linears_of(module: nn.Module) -> list[str]:

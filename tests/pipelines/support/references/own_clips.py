@@ -10,8 +10,8 @@ from diffusers.guiders import ClassifierFreeGuidance
 from PIL import Image
 
 from pipelines.request import MediaRequest
-from tests.pipelines.support.own_call import own_state, silence
-from tests.pipelines.support.video import Latents
+from tests.pipelines.support.references.own_call import own_state, silence
+from tests.pipelines.support.references.video import Latents
 
 Images = tuple[Image.Image, ...]
 
