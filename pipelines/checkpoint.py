@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # who reads defaults alone does without torch
     from pipelines.blocks.encoder import BlocksEncoder
     from pipelines.blocks.opened import OpenedPipeline
     from pipelines.blocks.sampler import BlocksSampler
-    from pipelines.blocks.state import BlocksState
+    from pipelines.blocks.steps.state import BlocksState
 
 logger = logging.getLogger(__name__)
 

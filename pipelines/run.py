@@ -15,7 +15,7 @@ from engines.core.model import Branch, DenoiserModel
 from pipelines.blocks.decoder import BlocksDecoder
 from pipelines.blocks.encoder import BlocksEncoder
 from pipelines.blocks.sampler import BlocksSampler
-from pipelines.blocks.state import BlocksState
+from pipelines.blocks.steps.state import BlocksState
 from pipelines.checkpoint import Checkpoint
 from pipelines.pictures import NO_PICTURES, InputPictures
 from pipelines.request import MediaRequest

@@ -20,7 +20,7 @@ from diffusers.modular_pipelines.modular_pipeline import PipelineState
 from torch import nn
 
 from pipelines.blocks.requests import PICTURES, inputs_of
-from pipelines.blocks.stand_in import StandIn
+from pipelines.blocks.steps.stand_in import StandIn
 from pipelines.blocks.tree import Sections
 from pipelines.directory import part_class, part_folder, read_config, read_index
 from pipelines.models.architecture import Architecture

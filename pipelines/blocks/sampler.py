@@ -19,16 +19,17 @@ from torch import Tensor
 from engines.core.additions import normal_mix
 from engines.core.model import Branch, Schedule
 from engines.parallel.division import shape_of
-from pipelines.blocks import arguments, passes, tree
+from pipelines.blocks import arguments, tree
 from pipelines.blocks.encoder import Conditioning, on_cpu, on_device
 from pipelines.blocks.guidance import guided, set_scale
 from pipelines.blocks.noise import put_away, taken_out
 from pipelines.blocks.opened import OpenedPipeline
-from pipelines.blocks.own_parts import copied, own_parts, with_parts
-from pipelines.blocks.passes import Noted
-from pipelines.blocks.reuse import KeptPredictions
-from pipelines.blocks.stand_in import Call
-from pipelines.blocks.state import BlocksState, Steps
+from pipelines.blocks.steps import passes
+from pipelines.blocks.steps.own_parts import copied, own_parts, with_parts
+from pipelines.blocks.steps.passes import Noted
+from pipelines.blocks.steps.reuse import KeptPredictions
+from pipelines.blocks.steps.stand_in import Call
+from pipelines.blocks.steps.state import BlocksState, Steps
 from pipelines.caching import computed_steps
 from pipelines.request import MediaRequest
 

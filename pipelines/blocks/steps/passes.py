@@ -19,9 +19,9 @@ from diffusers.modular_pipelines.modular_pipeline import BlockState
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
 from pipelines.blocks.noise import put_away, taken_out
-from pipelines.blocks.own_parts import copied, own_parts, with_parts
-from pipelines.blocks.stand_in import Call, Exchange, StandIn
-from pipelines.blocks.state import BlocksState, Steps
+from pipelines.blocks.steps.own_parts import copied, own_parts, with_parts
+from pipelines.blocks.steps.stand_in import Call, Exchange, StandIn
+from pipelines.blocks.steps.state import BlocksState, Steps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

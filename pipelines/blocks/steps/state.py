@@ -9,7 +9,7 @@ from typing import Any
 from diffusers.modular_pipelines.modular_pipeline import BlockState, PipelineState
 
 from pipelines.blocks import tree
-from pipelines.blocks.reuse import KeptPredictions
+from pipelines.blocks.steps.reuse import KeptPredictions
 from pipelines.request import MediaRequest
 
 Steps = tuple[Mapping[str, Any], ...]

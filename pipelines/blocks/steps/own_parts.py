@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
 from pipelines.blocks.guidance import guiders_of
-from pipelines.blocks.stand_in import StandIn
+from pipelines.blocks.steps.stand_in import StandIn
 
 T = TypeVar("T")
 
