@@ -25,7 +25,7 @@ from engines.tensorrt_engine.config import TensorRTConfig
 from engines.tensorrt_engine.engine import TensorRTEngine
 from engines.tensorrt_engine.export.buckets import check_branches
 from engines.tensorrt_engine.export.exporter import Exporter, change_for
-from engines.tensorrt_engine.export.onnx_graph import EngineGraph
+from engines.tensorrt_engine.export.onnx.graph import EngineGraph
 from engines.tensorrt_engine.rules import TensorRTOptions
 from engines.tensorrt_engine.run.preflight import (
     check_alike,

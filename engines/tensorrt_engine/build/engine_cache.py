@@ -14,7 +14,7 @@ from engines.tensorrt_engine.build.bindings import load_bindings
 from engines.tensorrt_engine.build.builder import BuildOptions, Built, build
 from engines.tensorrt_engine.build.cache import get_or_make
 from engines.tensorrt_engine.build.progress import ProgressBar
-from engines.tensorrt_engine.export.onnx_graph import EngineGraph
+from engines.tensorrt_engine.export.onnx.graph import EngineGraph
 
 DEFAULT_FOLDER = Path.home() / ".cache" / "troupe" / "engines"
 

@@ -25,7 +25,7 @@ from engines.tensorrt_engine.config import ResolvedConfig, TensorRTConfig
 from engines.tensorrt_engine.export.buckets import divides
 from engines.tensorrt_engine.export.exported import Exported
 from engines.tensorrt_engine.export.exporter import Exporter, change_for
-from engines.tensorrt_engine.export.onnx_graph import EngineGraph
+from engines.tensorrt_engine.export.onnx.graph import EngineGraph
 from engines.tensorrt_engine.export.trace import offline_team
 
 MIB = 1 << 20

@@ -23,8 +23,8 @@ from engines.parallel.tensor import split_weights
 from engines.parallel.token_hooks import TokenHooks
 from engines.tensorrt_engine.config import RingForm
 from engines.tensorrt_engine.export.group_free import group_free_kernel
-from engines.tensorrt_engine.export.markers import MarkedLayout
 from engines.tensorrt_engine.export.native_ring import native_ring_kernel
+from engines.tensorrt_engine.export.parts.markers import MarkedLayout
 from engines.tensorrt_engine.export.segments import ATTEND
 
 DynamicDims = Mapping[str, Any]

@@ -25,8 +25,8 @@ from engines.planner.local_ranks import Body, local_ranks
 from engines.tensorrt_engine.build.bindings import TensorRTMissingError, load_bindings
 from engines.tensorrt_engine.build.builder import BuildError, BuildOptions, build
 from engines.tensorrt_engine.build.targets import Target
-from engines.tensorrt_engine.export.collectives import DOMAIN, REDUCING, ROOTED, Collective, Operation
-from engines.tensorrt_engine.export.onnx_nodes import OPSET, collective_node
+from engines.tensorrt_engine.export.onnx.collectives import DOMAIN, REDUCING, ROOTED, Collective, Operation
+from engines.tensorrt_engine.export.onnx.nodes import OPSET, collective_node
 from engines.tensorrt_engine.run import nccl
 from engines.tensorrt_engine.run.preflight import communicator, current_target
 from engines.tensorrt_engine.run.runtime import EngineRunner, LoadedEngine

@@ -15,7 +15,7 @@ from engines.parallel.attention.local import local_kernel
 from engines.parallel.attention.strategy import team_kernel
 from engines.parallel.communication.mesh import Team
 from engines.tensorrt_engine.export.exported import Exported, rank_weights
-from engines.tensorrt_engine.export.onnx_graph import EngineGraph
+from engines.tensorrt_engine.export.onnx.graph import EngineGraph
 from engines.tensorrt_engine.export.segments import Segment
 
 

@@ -24,7 +24,7 @@ from engines.tensorrt_engine.build.builder import BuildOptions
 from engines.tensorrt_engine.build.engine_cache import EngineCache, cached_engine
 from engines.tensorrt_engine.build.targets import Target
 from engines.tensorrt_engine.config import TensorRTConfig
-from engines.tensorrt_engine.export.onnx_graph import EngineGraph
+from engines.tensorrt_engine.export.onnx.graph import EngineGraph
 from engines.tensorrt_engine.rules import TensorRTOptions
 from engines.tensorrt_engine.run import nccl
 from engines.tensorrt_engine.run.preflight import PreflightError

@@ -19,7 +19,7 @@ from engines.core.precision import Scheme
 from engines.core.spec import ParallelSpec
 from engines.quantization.calibration import recording
 from engines.quantization.onnx import QuantizedLinear, quantize
-from engines.tensorrt_engine.export.onnx_graph import export_graph
+from engines.tensorrt_engine.export.onnx.graph import export_graph
 from tests.engines.tensorrt_engine.support.all_ranks import export_case, relative_error
 from tests.engines.tensorrt_engine.support.simulate import Simulator
 from tests.engines.tensorrt_engine.support.zoo import SPECIMENS, cast, reference

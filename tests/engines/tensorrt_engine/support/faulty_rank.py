@@ -20,7 +20,7 @@ from engines.parallel.division import Division, TeamSpecs
 from engines.tensorrt_engine.build.export_cache import ExportCache
 from engines.tensorrt_engine.engine import TensorRTEngine
 from engines.tensorrt_engine.export.exporter import Exporter
-from engines.tensorrt_engine.export.onnx_graph import EngineGraph
+from engines.tensorrt_engine.export.onnx.graph import EngineGraph
 from engines.tensorrt_engine.run.runtime import EnqueueError
 from tests.engines.tensorrt_engine.support.gloo_runner import GlooRunner
 from tests.engines.tensorrt_engine.support.zoo import wan_inputs, wan_model

@@ -18,9 +18,9 @@ from engines.parallel.communication.mesh import Groups, Team
 from engines.parallel.division import Division, TeamSpecs
 from engines.tensorrt_engine.build.export_cache import ExportCache
 from engines.tensorrt_engine.engine import TensorRTEngine
-from engines.tensorrt_engine.export.collectives import Collective
 from engines.tensorrt_engine.export.exporter import Exporter
-from engines.tensorrt_engine.export.onnx_graph import EngineGraph
+from engines.tensorrt_engine.export.onnx.collectives import Collective
+from engines.tensorrt_engine.export.onnx.graph import EngineGraph
 from engines.tensorrt_engine.run.preflight import PreflightError, check_alike, check_same_engine_file, resolve_group
 from tests.engines.tensorrt_engine.support.simulate import cut_at_collectives
 from tests.engines.tensorrt_engine.support.zoo import SPECIMENS, flux_inputs

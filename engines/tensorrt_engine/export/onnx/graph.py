@@ -19,10 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import Dim
 
 from engines.tensorrt_engine.build.builder import Profile
-from engines.tensorrt_engine.export.collectives import OP_TYPE
-from engines.tensorrt_engine.export.onnx_nodes import FUSED_ONLY, OPSET
-from engines.tensorrt_engine.export.partition import Parts
-from engines.tensorrt_engine.export.translate import translation_table
+from engines.tensorrt_engine.export.onnx.collectives import OP_TYPE
+from engines.tensorrt_engine.export.onnx.nodes import FUSED_ONLY, OPSET
+from engines.tensorrt_engine.export.onnx.translate import translation_table
+from engines.tensorrt_engine.export.parts.partition import Parts
 
 WEIGHT_PREFIX = "module."
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
-from engines.tensorrt_engine.export.markers import CUT, JOIN
-from engines.tensorrt_engine.export.real_numbers import write_complex_as_real
-from engines.tensorrt_engine.export.subgraph import extract, input_name, is_size, resolve
+from engines.tensorrt_engine.export.parts.markers import CUT, JOIN
+from engines.tensorrt_engine.export.parts.real_numbers import write_complex_as_real
+from engines.tensorrt_engine.export.parts.subgraph import extract, input_name, is_size, resolve
 
 _COLLECTIVE_NAMESPACE = "_c10d_functional::"
 _VIEWS = (

@@ -11,9 +11,9 @@ from onnxscript.values import Opset
 from torch.distributed import distributed_c10d
 
 from engines.quantization.onnx import QUANTIZE_DEQUANTIZE
-from engines.tensorrt_engine.export.collectives import DOMAIN, Collective, Reduction
 from engines.tensorrt_engine.export.native_ring import RING_ATTENTION
-from engines.tensorrt_engine.export.onnx_nodes import OPSET, register_schema
+from engines.tensorrt_engine.export.onnx.collectives import DOMAIN, Collective, Reduction
+from engines.tensorrt_engine.export.onnx.nodes import OPSET, register_schema
 
 _OWN, _STANDARD = Opset(DOMAIN, 1), Opset("", OPSET)
 _REDUCTIONS: dict[str, Reduction] = {

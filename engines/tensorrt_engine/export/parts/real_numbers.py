@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from engines.tensorrt_engine.export.markers import CUT
+from engines.tensorrt_engine.export.parts.markers import CUT
 
 aten = torch.ops.aten
 SHAPING = (CUT, aten.unsqueeze.default, aten.squeeze.dim, aten.slice.Tensor, aten.select.int)

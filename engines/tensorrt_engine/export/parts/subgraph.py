@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from engines.tensorrt_engine.export.markers import CUT
-from engines.tensorrt_engine.export.symbolic import Sizes
+from engines.tensorrt_engine.export.parts.markers import CUT
+from engines.tensorrt_engine.export.parts.symbolic import Sizes
 
 RANK = "rank_index"
 """Name of the extra input of a prologue: the caller's place on the context axis."""

@@ -8,7 +8,7 @@ from typing import Any
 import onnx
 from onnx import helper
 
-from engines.tensorrt_engine.export.collectives import DOMAIN, GROWING, OP_TYPE, SHRINKING, Collective
+from engines.tensorrt_engine.export.onnx.collectives import DOMAIN, GROWING, OP_TYPE, SHRINKING, Collective
 
 OPSET = 23
 """The first with ``Attention``, which TensorRT runs as one fused kernel."""

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from onnx import helper
 
-from engines.tensorrt_engine.export.collectives import Collective
-from engines.tensorrt_engine.export.onnx_nodes import collective_node, register_schema
+from engines.tensorrt_engine.export.onnx.collectives import Collective
+from engines.tensorrt_engine.export.onnx.nodes import collective_node, register_schema
 from tests.engines.tensorrt_engine.support.collective_nodes import node_with_groups, read_collective
 from tests.engines.tensorrt_engine.support.one_layer import OPSETS
 

@@ -1,0 +1,1 @@
+"""A traced forward, taken apart where tokens are cut and joined."""
