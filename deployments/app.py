@@ -16,8 +16,8 @@ from deployments.names import ACCOUNTS, CODEC, INGRESS, deployment_name
 from deployments.stages.codec import Codec
 from deployments.stages.common import StageSpec
 from deployments.stages.config import AutoscalingConfig, DenoiserConfig, StageConfig
-from deployments.stages.denoiser import Denoiser
 from deployments.stages.devices import ALL_GPUS
+from deployments.stages.gang.denoiser import Denoiser
 from deployments.stages.text_encoder import PromptEncoder
 from deployments.stages.vae_decoder import VaeDecoder
 from engines.gang.ranks.placement import gang_bundles, gang_strategy

@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 
-from deployments.stages.spares import spare_environment, spares_of
+from deployments.stages.gang.spares import spare_environment, spares_of
 from tests.deployments.support.live import (
     IMAGES,
     PROMPT,

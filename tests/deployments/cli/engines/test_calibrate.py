@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from deployments.cli.main import app
 from deployments.config import ModelConfig
 from deployments.stages.config import DenoiserConfig
-from deployments.stages.rank import LoadRankParts
+from deployments.stages.gang.rank import LoadRankParts
 from engines.core.rank import RankContext
 from engines.parallel.self_check import relative_difference
 from pipelines.checkpoint import Checkpoint

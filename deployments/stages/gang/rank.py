@@ -10,7 +10,7 @@ from importlib import import_module
 from deployments.config import ModelConfig
 from deployments.settings import Settings
 from deployments.stages.config import DenoiserConfig
-from deployments.stages.facts import model_facts, software_facts
+from deployments.stages.gang.facts import model_facts, software_facts
 from engines.core.engine import Choosing
 from engines.core.model import DenoiserModel
 from engines.core.phases import log_phase, timed
@@ -31,7 +31,7 @@ class LoadRankParts:
 
     def __call__(self, context: RankContext) -> BuildRank:
         from deployments.observability.logs import configure_logs
-        from deployments.stages.spares import wait_until_prepared
+        from deployments.stages.gang.spares import wait_until_prepared
         from engines.parallel.communication.early_start import wait_for_early_start
 
         configure_logs()

@@ -17,9 +17,9 @@ from deployments.observability.exposition import Counted, counted_here
 from deployments.replicas import is_on_loopback, prepare_replica
 from deployments.settings import process_environment
 from deployments.stages.common import Encoded, EncodingDone, StageEvent
-from deployments.stages.rank import LoadRankParts
-from deployments.stages.spares import keep_spares, spare_environment
-from deployments.stages.step_times import rough_estimate_s, step_times_of
+from deployments.stages.gang.rank import LoadRankParts
+from deployments.stages.gang.spares import keep_spares, spare_environment
+from deployments.stages.gang.step_times import rough_estimate_s, step_times_of
 from engines.core.phases import log_phase
 from engines.gang.errors import QueueFullError
 from engines.gang.gang import Gang

@@ -9,7 +9,7 @@ import pytest
 
 from deployments.config import ModelConfig
 from deployments.stages.config import DenoiserConfig
-from deployments.stages.step_times import num_text_tokens, rough_estimate_s, step_times_of
+from deployments.stages.gang.step_times import num_text_tokens, rough_estimate_s, step_times_of
 from engines.gang.jobs.job import Job
 from engines.gang.ranks.rank import RankInfo
 from tests.deployments.support.fake_studio import PICTURES

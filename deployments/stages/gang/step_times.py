@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from deployments.config import ModelConfig
 from deployments.settings import Settings
-from deployments.stages.facts import model_facts, software_facts
+from deployments.stages.gang.facts import model_facts, software_facts
 from engines.core.storage.files import file_about
 from engines.core.transport.parcel import Shapes
 from engines.gang.predictions.rough import rough_step_s

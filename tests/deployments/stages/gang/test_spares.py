@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import ray
 
-from deployments.stages import spares
-from deployments.stages.spares import HOOK, spare_environment, spares_of
+from deployments.stages.gang import spares
+from deployments.stages.gang.spares import HOOK, spare_environment, spares_of
 from engines.gang.ranks.rank import own_runtime_env
 from tests.deployments.support.live import wait_until
 from tests.deployments.support.spares import is_idle
@@ -28,14 +28,14 @@ for name in ("is_available", "device_count", "_lazy_init", "is_bf16_supported", 
     answer = getattr(torch.cuda, name)
     setattr(torch.cuda, name, lambda *a, name=name, answer=answer: asked.append(name) or answer(*a))
 
-from deployments.stages.spares import prepare, wait_until_prepared
+from deployments.stages.gang.spares import prepare, wait_until_prepared
 prepare()
-connecting = [name for name in ("torch", "deployments.stages.rank") if name in sys.modules]
+connecting = [name for name in ("torch", "deployments.stages.gang.rank") if name in sys.modules]
 wait_until_prepared()
 asked_by_imports, imported = list(asked), set(sys.modules)
 
 from deployments.config import ModelConfig
-from deployments.stages.rank import LoadRankParts
+from deployments.stages.gang.rank import LoadRankParts
 from engines.core.rank import RankContext
 
 alone = {"engine": "torch", "strategy": "ulysses", "num_ranks": 1}
@@ -54,7 +54,7 @@ def test_a_spare_has_imported_all_but_the_model_and_asked_for_no_gpu() -> None:
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout.splitlines()[-1])
     assert seen["asked"] == []
-    assert seen["connecting"] == ["torch", "deployments.stages.rank"], "at once"
+    assert seen["connecting"] == ["torch", "deployments.stages.gang.rank"], "at once"
     assert seen["imported"] > 3000
     assert len(seen["later"]) < 40, seen["later"]
 

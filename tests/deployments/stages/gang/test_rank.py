@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from deployments.config import ModelConfig
 from deployments.stages.config import DenoiserConfig
-from deployments.stages.rank import LoadRankParts, is_sliced
+from deployments.stages.gang.rank import LoadRankParts, is_sliced
 from engines.core.rank import RankContext
 from engines.core.resources import separate_rank_resources
 from engines.parallel.communication.early_start import EarlyStart

@@ -33,14 +33,14 @@ from ray.core.generated import common_pb2, node_manager_pb2, node_manager_pb2_gr
 
 from pipelines.libraries import quick_imports
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 HOOK = ray_constants.WORKER_PROCESS_SETUP_HOOK_ENV_VAR
 CONNECTING = (
     "torch",
     "engines.gang.ranks.communicator",
     "engines.gang.ranks.rank",
     "engines.parallel.communication.early_start",
-    "deployments.stages.rank",
+    "deployments.stages.gang.rank",
 )
 """What ranks import before they load anything."""
 LOADING = (

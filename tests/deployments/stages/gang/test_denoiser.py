@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from deployments.app import HEALTH
-from deployments.stages import denoiser as stage
 from deployments.stages.common import Encoded, EncodingDone
 from deployments.stages.config import DenoiserConfig
-from deployments.stages.denoiser import Denoiser, node_environment
-from deployments.stages.spares import spare_environment
+from deployments.stages.gang import denoiser as stage
+from deployments.stages.gang.denoiser import Denoiser, node_environment
+from deployments.stages.gang.spares import spare_environment
 from engines.gang.errors import GangBrokenError, QueueFullError
 from engines.gang.jobs.job import Job, StepDone
 from pipelines.request import MediaRequest

@@ -12,9 +12,9 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from deployments.config import AppConfig, ModelConfig
-from deployments.stages import denoiser
-from deployments.stages.denoiser import node_environment
-from deployments.stages.rank import LoadRankParts
+from deployments.stages.gang import denoiser
+from deployments.stages.gang.denoiser import node_environment
+from deployments.stages.gang.rank import LoadRankParts
 from engines.core.model import Branch, ModelInputs
 from engines.core.rank import RankContext
 from engines.parallel.communication.mesh import Team
