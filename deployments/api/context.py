@@ -22,8 +22,9 @@ from deployments.api.settings import ApiSettings
 from deployments.clips.clips import Clips
 from deployments.keys import KeyRing
 from deployments.requests.bodies import MediaBody
+from deployments.requests.cards import choose_card
 from deployments.requests.pictures.unpack import unpack
-from deployments.requests.rules import brought_along, choose_card, sources_of
+from deployments.requests.rules import brought_along, sources_of
 from deployments.studio.interface import Studio
 from pipelines.pictures import NO_PICTURES, InputPictures
 from pipelines.request import MediaKind

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from deployments.requests.bodies import VideoBody
+from deployments.requests.cards import choose_card
 from deployments.requests.errors import RequestError, blaming
-from deployments.requests.rules import choose_card, media_request
+from deployments.requests.rules import media_request
 from deployments.studio.interface import ModelCard
 from pipelines.defaults import Defaults, largest_num_frames
 from pipelines.pictures import NO_PICTURES, InputPictures

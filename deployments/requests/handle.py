@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from deployments.requests.bodies import EditBody, VideoBody
+from deployments.requests.cards import find_card
 from deployments.requests.clips import clip_request
 from deployments.requests.errors import validated
 from deployments.requests.images import image_request
 from deployments.requests.pictures.limits import PictureLimits
 from deployments.requests.pictures.unpack import unpack
-from deployments.requests.rules import brought_along, find_card
+from deployments.requests.rules import brought_along
 from deployments.studio.interface import ModelCard, Output
 from pipelines.pictures import InputPictures
 from pipelines.request import MediaRequest

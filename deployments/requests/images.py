@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from deployments.requests.bodies import EditBody, ImageBody
+from deployments.requests.cards import choose_card
 from deployments.requests.errors import RequestError
 from deployments.requests.fields import MAX_SEED
 from deployments.requests.quality import MEANINGS, Quality
-from deployments.requests.rules import choose_card, media_request
+from deployments.requests.rules import media_request
 from deployments.studio.interface import ModelCard, Output
 from pipelines.caching import CacheMode
 from pipelines.pictures import NO_PICTURES, InputPictures

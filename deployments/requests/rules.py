@@ -2,59 +2,24 @@
 
 from __future__ import annotations
 
-import math
-import re
 import secrets
 from collections.abc import Mapping
 
 from deployments.requests.bodies import EditBody, MediaBody, VideoBody
 from deployments.requests.errors import RequestError, blaming, shown
 from deployments.requests.fields import BLANK, RANDOM_SEED
-from deployments.requests.loras import choose_loras, split_name
+from deployments.requests.loras import choose_loras
 from deployments.requests.pictures.sources import Sources
 from deployments.requests.quality import MEANINGS, quality_steps
+from deployments.requests.sizes import choose_size
 from deployments.studio.interface import ModelCard
 from pipelines.defaults import Defaults
-from pipelines.pictures import NO_PICTURES, InputPicture, InputPictures
-from pipelines.request import MediaKind, MediaRequest, ServiceTier
-from pipelines.size import PIXELS, Size
+from pipelines.pictures import NO_PICTURES, InputPictures
+from pipelines.request import MediaRequest, ServiceTier
 
 RANDOM_SEED_BITS = 32
 TIERS: Mapping[str, ServiceTier] = {"auto": "default", "default": "default", "flex": "flex", "priority": "priority"}
 """What clients may write, as OpenAI has it, and what it means."""
-
-
-def choose_card(cards: Mapping[str, ModelCard], name: str | None, kind: MediaKind, num_pictures: int = 0) -> ModelCard:
-    """Returns the card of the model asked for. RequestError if there is none of that name and kind.
-
-    Without a name it is the first of its kind that takes ``num_pictures``; without such a one, that takes the most.
-    """
-    fitting = [card for card in cards.values() if card.defaults.kind == kind]
-    if name is None:
-        if not fitting:
-            raise RequestError(f"No {kind} model is served", "model", code="model_not_found")
-        most = max(fitting, key=lambda card: card.defaults.max_pictures)
-        return next((card for card in fitting if takes(card.defaults, num_pictures)), most)
-    card = find_card(cards, name)
-    if card not in fitting:
-        names = ", ".join(one.name for one in fitting) or "none"
-        message = f"{shown(name)} makes {card.defaults.kind}s, not {kind}s; {kind} models served: {names}"
-        raise RequestError(message, "model", code="wrong_kind")
-    return card
-
-
-def takes(defaults: Defaults, num_pictures: int) -> bool:
-    return defaults.min_pictures <= num_pictures <= defaults.max_pictures
-
-
-def find_card(cards: Mapping[str, ModelCard], name: object) -> ModelCard:
-    """Returns the card of that name or alias, with an adapter's behind it or not. RequestError lists what there is."""
-    model = split_name(name)[0]
-    for card in cards.values():
-        if model == card.name or model in card.aliases:
-            return card
-    message = f"There is no model {shown(name)}; models served: {', '.join(cards) or 'none'}"
-    raise RequestError(message, "model", code="model_not_found")
 
 
 def brought_along(body: MediaBody, card: ModelCard) -> Sources:
@@ -141,32 +106,6 @@ def seed_of(body: MediaBody) -> int:
     return secrets.randbits(RANDOM_SEED_BITS) if body.seed in (None, RANDOM_SEED) else body.seed
 
 
-def choose_size(body: MediaBody, defaults: Defaults, first: InputPicture | None = None) -> tuple[int, int]:
-    """Returns width and height in pixels, from ``size`` or the two numbers, or else from the ``first`` picture."""
-    sides = (body.width, body.height)
-    if body.size in (None, "", "auto") and sides == (None, None):
-        return (defaults.width, defaults.height) if first is None else size_of(first, defaults)
-    if body.size in (None, "", "auto"):
-        width, height, param = *both_sides(*sides), "width"
-    else:
-        width, height, param = *parse_size(str(body.size), defaults), "size"
-        if any(side not in (None, meant) for side, meant in zip(sides, (width, height), strict=True)):
-            message = f"size is {body.size}, but width and height say something else; give one of them"
-            raise RequestError(message, "size")
-    with blaming(param):
-        defaults.check_size(width, height)
-    return width, height
-
-
-def size_of(picture: InputPicture, defaults: Defaults) -> tuple[int, int]:
-    """Returns the nearest allowed size; of a ``picture`` larger than the model's default (or smaller, where the model
-    ``enlarges_pictures``) one like that: cameras give many times the pixels for which models were made."""
-    excess = picture.width * picture.height / (defaults.width * defaults.height)
-    scale = 1 / math.sqrt(excess if defaults.enlarges_pictures else max(1.0, excess))
-    nearest = defaults.nearest_size(scale * picture.width, scale * picture.height)
-    return nearest.width, nearest.height
-
-
 def choose_prompt(body: MediaBody, card: ModelCard) -> str:
     """Returns the prompt, which may be empty where the model makes its own."""
     prompt = body.prompt if body.prompt.strip() else ""
@@ -184,22 +123,6 @@ def choose_layers(body: MediaBody, defaults: Defaults) -> int:
     with blaming("layers"):
         defaults.check_layers(num_layers)
     return num_layers
-
-
-def both_sides(width: int | None, height: int | None) -> tuple[int, int]:
-    if width is None or height is None:
-        alone, other = ("width", "height") if height is None else ("height", "width")
-        raise RequestError(f"{alone} is given without {other}; give both, or size", alone)
-    return width, height
-
-
-def parse_size(text: str, defaults: Defaults) -> tuple[int, int]:
-    if not re.fullmatch(PIXELS, text):
-        example = f"{defaults.width}x{defaults.height}"
-        message = f"size is {shown(text)}: it must be WIDTHxHEIGHT in pixels, such as {example}, or auto"
-        raise RequestError(message, "size")
-    size = Size.parse(text)
-    return size.width, size.height
 
 
 def choose_steps(body: MediaBody, defaults: Defaults) -> int:

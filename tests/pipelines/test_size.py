@@ -12,7 +12,8 @@ import pytest
 
 from deployments.requests.bodies import MediaBody
 from deployments.requests.clips import check_num_frames
-from deployments.requests.rules import choose_size, choose_steps
+from deployments.requests.rules import choose_steps
+from deployments.requests.sizes import choose_size
 from deployments.stages.config import DenoiserConfig
 from pipelines.checkpoint import Checkpoint
 from pipelines.defaults import Defaults

@@ -12,8 +12,8 @@ from deployments.api.documents import error_documents
 from deployments.api.drain import Drain, stopping
 from deployments.api.errors import retry_after
 from deployments.names import HEALTH, LIVE
+from deployments.requests.cards import find_card
 from deployments.requests.loras import check_name, split_name
-from deployments.requests.rules import find_card
 
 HEALTH_MAX_AGE_S = 1.0
 

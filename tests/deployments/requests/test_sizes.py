@@ -1,4 +1,4 @@
-"""The size of what is made from a picture, and the model for so many pictures."""
+"""The size of what is made from a picture."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ import pytest
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_layered import calculate_dimensions
 
 from deployments.requests.bodies import EditBody
-from deployments.requests.errors import RequestError
-from deployments.requests.rules import choose_card, choose_size, size_of
+from deployments.requests.sizes import choose_size, size_of
 from pipelines.defaults import Defaults
 from pipelines.pictures import InputPicture
-from tests.deployments.support.fake_studio import EDITS, PICTURES, FakeStudio
+from tests.deployments.support.fake_studio import EDITS, PICTURES
 
-CARDS = FakeStudio(takes_pictures=True).cards()
 LARGE = replace(EDITS, width=1024, height=1024, max_pixels=2048 * 2048)
 TIGHT = replace(EDITS, width=64, height=64, max_pixels=64 * 64)
 
@@ -43,24 +41,6 @@ def test_without_a_size_the_picture_says_it(
     assert choose_size(EditBody(prompt="a", width=32, height=64), defaults, first) == (32, 64)
     assert choose_size(EditBody(prompt="a"), defaults) == (defaults.width, defaults.height)
     defaults.check_size(*size)
-
-
-@pytest.mark.parametrize(
-    ("kind", "num_pictures", "name"),
-    [
-        ("image", 0, "fake-pictures"),
-        ("image", 1, "fake-edits"),
-        ("image", 3, "fake-edits"),
-        ("image", 4, "fake-edits"),
-        ("video", 0, "fake-clips"),
-        ("video", 1, "fake-begun-clips"),
-    ],
-)
-def test_without_a_name_a_model_for_the_pictures_is_taken(kind: str, num_pictures: int, name: str) -> None:
-    assert choose_card(CARDS, None, kind, num_pictures).name == name  # type: ignore[arg-type]
-    assert choose_card(CARDS, "fake-pictures", "image", num_pictures).name == "fake-pictures"
-    with pytest.raises(RequestError):
-        choose_card({}, None, "image", num_pictures)
 
 
 @pytest.mark.parametrize(
