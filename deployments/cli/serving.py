@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -13,25 +12,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import ray
 import yaml
 from pydantic import ValidationError
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
-from ray.serve.schema import ApplicationStatus, ServeDeploySchema
+from ray.serve.schema import ServeDeploySchema
 
 from deployments.app import build_app
 from deployments.cli.checks.preflight import check
 from deployments.cli.cluster import local_cluster
+from deployments.cli.waiting import wait_ready
 from deployments.config import AppConfig, ServeConfig
 from deployments.door.door import Door, listen
 from deployments.door.haproxy import find_binary
 from deployments.door.lane import Lane
 from deployments.mistakes import mistakes
 from deployments.names import APPLICATION, INGRESS, url_at
-from deployments.serve_status import application_status
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 READY_DEADLINE_S = 900.0
@@ -40,10 +38,6 @@ START_MARGIN_S = 300.0
 """What comes before and after the slowest gang's start."""
 DRAIN_MARGIN_S = 15.0
 """For the last answers of a drained application, and the way there and back."""
-SERVE_POLL_S = 1.0
-"""Between two looks at whether Serve has given up: its controller, busy at start, takes some 10 ms of CPU for each."""
-HEALTH_POLL_S = 0.5
-"""Between two looks at what is missing, which take some 20 ms of CPU each; the application looks once a second."""
 LOOPBACK, ANY_NETWORK = "127.0.0.1", ("0.0.0.0/0", "::/0")
 
 logger = logging.getLogger("troupe.serving")
@@ -198,52 +192,3 @@ def free_port(host: str) -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
-
-
-def wait_ready(url: str, on_wait: Callable[[str], None], deadline_s: float) -> None:
-    """Polls ``GET /health`` until it answers 200. TimeoutError carries the last reason."""
-    end_s, reason, asked_serve_s = time.monotonic() + deadline_s, "starting", 0.0
-    with httpx.Client(base_url=url, timeout=5.0) as client:  # making one takes as long as many polls
-        while (now_s := time.monotonic()) < end_s:
-            reason = _not_ready(client)
-            if not reason:
-                return
-            if now_s - asked_serve_s > SERVE_POLL_S:
-                _raise_if_failed()
-                asked_serve_s = now_s
-            on_wait(reason)
-            time.sleep(HEALTH_POLL_S)
-    raise TimeoutError(f"not ready after {deadline_s:.0f} s: {reason}")
-
-
-def _not_ready(client: httpx.Client) -> str:
-    """Returns what is missing, by ``GET /health``; empty if nothing is."""
-    try:
-        response = client.get("/health")
-    except httpx.TransportError as error:
-        return f"the server does not answer yet ({type(error).__name__})"
-    if response.status_code == httpx.codes.OK:
-        return ""
-    if response.status_code != httpx.codes.SERVICE_UNAVAILABLE:
-        raise RuntimeError(f"GET /health answered {response.status_code}: {response.text}")
-    return _reason(response)
-
-
-def _reason(response: httpx.Response) -> str:
-    """Returns what each model waits for, or what who answers in the application's place says."""
-    try:
-        document = response.json()
-    except ValueError:  # Ray's proxy
-        return response.text
-    if "models" not in document:  # the door
-        return "the application is starting"
-    return "; ".join(state for state in document["models"].values() if state != "ready")
-
-
-def _raise_if_failed() -> None:
-    """Raises RuntimeError with Serve's own message if it has given up on a deployment."""
-    application = application_status()
-    if application is None or application.status != ApplicationStatus.DEPLOY_FAILED:
-        return
-    reasons = [f"{name}: {one.message}" for name, one in application.deployments.items() if one.message]
-    raise RuntimeError("\n".join(("the application cannot start", *reasons)))
