@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ray import serve
+from ray.serve.config import DEFAULT_METRICS_INTERVAL_S
 
 from deployments.accounts.deployment import AccountsReplica
 from deployments.config import AppConfig, ModelConfig
@@ -28,6 +29,7 @@ HEALTH: dict[str, Any] = {
     "graceful_shutdown_wait_loop_s": 0.1,
 }
 REPLICA_CPUS = 0.1
+REPORTS_IN_A_LOOK_BACK = 3
 
 
 def build_app(args: AppConfig) -> serve.Application:
@@ -99,4 +101,15 @@ def _bind_denoiser(model: ModelConfig, config: DenoiserConfig) -> serve.Applicat
 def _scale(num_replicas: int, autoscaling: AutoscalingConfig | None) -> dict[str, Any]:
     if autoscaling is None:
         return {"num_replicas": num_replicas}
-    return {"num_replicas": "auto", "autoscaling_config": autoscaling.model_dump()}
+    return {"num_replicas": "auto", "autoscaling_config": serve_autoscaling(autoscaling)}
+
+
+def serve_autoscaling(config: AutoscalingConfig) -> dict[str, Any]:
+    """Returns what Serve calls ``autoscaling_config``.
+
+    Its controller hears of requests under way several times in a look-back, however short: it would count them as they
+    were up to ten seconds ago. Ray 2.60 has environment variables that are to replace ``metrics_interval_s``, and uses
+    them nowhere.
+    """
+    interval_s = min(DEFAULT_METRICS_INTERVAL_S, config.look_back_period_s / REPORTS_IN_A_LOOK_BACK)
+    return {**config.model_dump(), "metrics_interval_s": interval_s}

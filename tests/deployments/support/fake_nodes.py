@@ -40,7 +40,6 @@ ENVIRONMENT = {
     "RAY_OVERRIDE_NODE_ID_FOR_TESTING": FAKE_HEAD_NODE_ID,
     "RAY_enable_autoscaler_v2": "1",  # as `ray up` has it
     "RAY_health_check_period_ms": "500",  # else three seconds, of which five in a row make a node dead
-    "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",  # else ten: who scales sees what was
     "RAY_prestart_worker_first_driver": "0",  # a process for each logical CPU
 }
 
