@@ -29,14 +29,17 @@ ON_TWO_NODES = {"num_ranks": 2, "cpus_per_rank": 20, "num_nodes": 2}
 SCALING = {
     "min_replicas": 0,
     "max_replicas": 2,
-    "target_ongoing_requests": 2,
-    "look_back_period_s": 3,
-    "upscale_delay_s": 1,
-    "downscale_delay_s": 3,
+    "target_ongoing_requests": 1.5,
+    "look_back_period_s": 2,
+    "upscale_delay_s": 0.5,
+    "downscale_delay_s": 2,
 }
 IDLE_TIMEOUT_S = 3.0
-NUM_CLIENTS = 6
-"""Enough for two gangs."""
+NUM_CLIENTS = 4
+"""Enough for two gangs, as one is for one."""
+LONG = {"num_inference_steps": 24}
+"""Most of such a request's time is its gang's, where it counts: of short ones there are hardly enough under way for two
+gangs, which then come and go."""
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +54,19 @@ def url(cluster: FakeNodes) -> Iterator[str]:
     pictures, wide = document["applications"][0]["args"]["models"]
     pictures["denoiser"] |= ON_ONE_NODE
     wide["denoiser"] |= ON_TWO_NODES
-    wide["stages"] = "together"
+    for model in (pictures, wide):
+        model["stages"] = "together"
     with held_port(HOST) as port:
         cluster.deploy(parse_config(document).with_http(port=port))
         url = f"http://{HOST}:{port}"
         wait_until(lambda: is_healthy(url), "the application is ready, without a gang")
         yield url
+
+
+@pytest.fixture(scope="module")
+def pictures(url: str) -> list[bytes]:
+    """Of as many seeds as there are clients. Made once for all tests, since gangs go while one client asks."""
+    return [picture(url, seed=seed, **LONG) for seed in range(NUM_CLIENTS)]
 
 
 def is_healthy(url: str) -> bool:
@@ -83,9 +93,9 @@ def test_with_no_gang_and_no_node_a_request_gets_both_and_its_picture(cluster: F
     assert_right(data, seed=0)
 
 
-def test_a_node_that_dies_under_load_costs_no_request(cluster: FakeNodes, url: str) -> None:
-    pictures, num_lost = drawn(url), len(cluster.lost_requests())
-    with asked_for(url, pictures, num_clients=NUM_CLIENTS):
+def test_a_node_that_dies_under_load_costs_no_request(cluster: FakeNodes, url: str, pictures: list[bytes]) -> None:
+    num_lost = len(cluster.lost_requests())
+    with asked_for(url, pictures, num_clients=NUM_CLIENTS, **LONG):
         wait_until(lambda: cluster.gangs(GANGS), "a gang")
         node_id = next(iter(cluster.gangs(GANGS).values()))
         next(node.raylet for node in cluster.workers() if node.node_id == node_id).kill()
@@ -94,12 +104,13 @@ def test_a_node_that_dies_under_load_costs_no_request(cluster: FakeNodes, url: s
     wait_until(lambda: node_id not in cluster.gangs(GANGS).values(), "Serve knows that the gang is gone")
 
 
-def test_nodes_and_gangs_follow_the_load_and_lose_no_request(cluster: FakeNodes, url: str) -> None:
-    pictures = drawn(url)
-    with asked_for(url, pictures, num_clients=NUM_CLIENTS):
+def test_nodes_and_gangs_follow_the_load_and_lose_no_request(
+    cluster: FakeNodes, url: str, pictures: list[bytes]
+) -> None:
+    with asked_for(url, pictures, num_clients=NUM_CLIENTS, **LONG):
         wait_until(lambda: len(set(cluster.gangs(GANGS).values())) == 2, "a second gang on a second node")
         wait_until(lambda: len(cluster.busy_nodes() & {*cluster.gangs(GANGS).values()}) == 2, "both gangs work")
-    with asked_for(url, pictures):
+    with asked_for(url, pictures, **LONG):
         wait_until(lambda: len(cluster.gangs(GANGS)) == 1, "one gang goes, in the midst of work")
     wait_until(lambda: not cluster.gangs(GANGS), "nobody asks, and there is no gang")
     wait_until(lambda: not cluster.workers(), "no node but the head")
@@ -113,11 +124,6 @@ def test_a_gang_over_two_nodes_paints_a_picture(cluster: FakeNodes, url: str) ->
         assert len(set(raylets)) == 2
         assert set(raylets) <= {node.raylet.pid for node in cluster.workers()}, "neither is the head"
     assert_right(data, seed=0)
-
-
-def drawn(url: str) -> list[bytes]:
-    """Pictures of as many seeds as there are clients, one after the other."""
-    return [picture(url, seed=seed) for seed in range(NUM_CLIENTS)]
 
 
 @contextmanager
