@@ -13,7 +13,6 @@ import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -58,9 +57,14 @@ def fill(module: nn.Module, files: Iterable[Path], device: torch.device) -> None
     ValueError if a tensor has no place in it, or a place no tensor; ``module`` is to be thrown away then.
     """
     dtypes = {name: value.dtype for name, value in module.state_dict().items()}
-    values = read_tensors(files, device)
+    values: dict[str, Tensor] = {}
+    for file in files:  # one after the other: what has other dtypes in the files is there twice until it is converted
+        read = read_tensors(file, device)
+        while read:
+            name, value = read.popitem()
+            values[name] = value.to(dtypes.get(name, value.dtype))
     try:
-        module.load_state_dict({name: x.to(dtypes.get(name)) for name, x in values.items()}, assign=True)
+        module.load_state_dict(values, assign=True)
     except RuntimeError as error:
         raise ValueError(str(error)) from error
     module.to(device)  # what no file has: buffers that are computed
@@ -75,18 +79,15 @@ class _Piece:
     target: Tensor
 
 
-def read_tensors(files: Iterable[Path], device: torch.device) -> dict[str, Tensor]:
+def read_tensors(path: Path, device: torch.device) -> dict[str, Tensor]:
     """Returns all tensors by name. OSError, or ValueError for what is no such file, or not the whole of one."""
     tensors: dict[str, Tensor] = {}
-    with ExitStack() as stack:
-        pieces: SimpleQueue[_Piece | None] = SimpleQueue()
-        for path in files:
-            file = os.open(path, os.O_RDONLY)
-            stack.callback(os.close, file)
-            for name, dtype, shape, offset in _contents(path):
-                tensors[name] = torch.empty(shape, dtype=dtype, device=device)
-                for piece in _pieces(file, offset, tensors[name].view(-1).view(torch.uint8)):
-                    pieces.put(piece)
+    pieces: SimpleQueue[_Piece | None] = SimpleQueue()
+    with path.open("rb", buffering=0) as file:
+        for name, dtype, shape, offset in _contents(path):
+            tensors[name] = torch.empty(shape, dtype=dtype, device=device)
+            for piece in _pieces(file.fileno(), offset, tensors[name].view(-1).view(torch.uint8)):
+                pieces.put(piece)
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # memory that was given back may be in use until here
         read = partial(_read_on_gpu, device) if device.type == "cuda" else _read
