@@ -85,13 +85,7 @@ def _transformer(module: Any, compiled: Compiled) -> Any:
 
 @cache
 def _begin(world: int) -> None:
-    import transformers
-
-    register = transformers.AutoConfig.register
-    # It registers models that transformers have had since.
-    transformers.AutoConfig.register = staticmethod(lambda *names, **_: register(*names, exist_ok=True))
-    if torch.cuda.is_available():
-        _make_kernels_importable()
+    make_importable()
     allowed: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     from sglang.multimodal_gen.runtime.distributed import parallel_state
     from sglang.multimodal_gen.runtime.server_args import server_args
@@ -101,6 +95,17 @@ def _begin(world: int) -> None:
         tp_size=1, sp_size=world, ulysses_degree=world, ring_degree=1
     )
     torch.backends.cuda.enable_cudnn_sdp(allowed)  # it forbids cuDNN's attention to the whole process
+
+
+def make_importable() -> None:
+    """Before the first of its modules is imported."""
+    import transformers
+
+    register = transformers.AutoConfig.register
+    # It registers models that transformers have had since.
+    transformers.AutoConfig.register = staticmethod(lambda *names, **_: register(*names, exist_ok=True))
+    if torch.cuda.is_available():
+        _make_kernels_importable()
 
 
 def _make_kernels_importable() -> None:

@@ -1,0 +1,132 @@
+"""The peers beside Troupe on a host without a package index: unpacks archives, checks each peer, times what is there.
+
+    python -m benchmarks.peers.run OUT_DIR peers.tar.xz --limit-s 560
+
+``peers.tar.xz`` is that of ``benchmarks.peers.pack``. Packages are taken from PYTHONPATH, then from archives in their
+order, then from what is installed. The stages are those of ``benchmarks.denoise_step.gpu``; so is the last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from benchmarks.denoise_step.stages import STAGES
+from benchmarks.peers.check import CHECKS
+
+CHECK_S = 90
+CHECK_LINES = 8
+PEER_STAGES = ("sglang_pair", "vllm_omni_pair", "sglang_compiled_pair", "peers_of_one", "diffusers_pair")
+ROOT = Path(__file__).resolve().parents[2]
+CUDA = Path("/usr/local/cuda")
+
+
+class Arguments(argparse.Namespace):
+    out: Path
+    archives: list[Path]
+    limit_s: int
+    stages: list[str]
+    sites: Path
+
+
+def main() -> None:
+    start_s = time.monotonic()
+    arguments = parse()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    environment = environment_with([unpacked(archive, arguments.sites) for archive in arguments.archives])
+    print(f"unpacked after {time.monotonic() - start_s:.0f} s; {tools(environment)}", flush=True)
+    check(arguments.out, environment)
+    left_s = int(arguments.limit_s - (time.monotonic() - start_s))
+    print(f"checked after {time.monotonic() - start_s:.0f} s; stages within {left_s} s", flush=True)
+    stages = [str(arguments.out), f"--limit-s={left_s}", "--stages", *arguments.stages]
+    command = [sys.executable, "-m", "benchmarks.denoise_step.gpu", *stages]
+    sys.exit(subprocess.run(command, env=environment).returncode)
+
+
+def parse() -> Arguments:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, metavar="OUT_DIR")
+    parser.add_argument("archives", type=Path, nargs="+", metavar="ARCHIVE")
+    parser.add_argument("--limit-s", type=int, default=560)
+    names = [stage.name for stage in STAGES]
+    parser.add_argument("--stages", nargs="+", default=PEER_STAGES, choices=names, metavar="STAGE")
+    temporary = Path(tempfile.gettempdir()) / "troupe_peers"
+    parser.add_argument("--sites", type=Path, default=temporary, help=f"where archives are unpacked; {temporary}")
+    return parser.parse_args(namespace=Arguments())
+
+
+def unpacked(archive: Path, sites: Path) -> Path:
+    """Returns the folder of an archive's content, which is unpacked once."""
+    with archive.open("rb") as stream:
+        site = sites / hashlib.file_digest(stream, "sha256").hexdigest()[:16]
+    if not site.exists():
+        half = site.with_suffix(".half")
+        shutil.rmtree(half, ignore_errors=True)
+        with tarfile.open(archive) as tar:
+            tar.extractall(half, filter="data")
+        half.rename(site)
+    return site
+
+
+def environment_with(sites: list[Path]) -> dict[str, str]:
+    """Returns this process's environment, in which Python looks into sites after all that it names already."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    present = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *present, *map(str, sites)])
+    # Images forbid bytecode, and every process would compile the same thousands of files.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    environment["PYTHONPYCACHEPREFIX"] = str(sites[0].with_name("bytecode"))
+    nvcc = shutil.which("nvcc")
+    home = CUDA if not nvcc or (CUDA / "bin/nvcc").exists() else Path(nvcc).resolve().parents[1]
+    environment.setdefault("CUDA_HOME", str(home))  # SGLang builds small kernels with nvcc
+    return environment
+
+
+def tools(environment: dict[str, str]) -> str:
+    """Says where compilers are."""
+    places = {"nvcc": f"{environment['CUDA_HOME']}/bin/nvcc", "ninja": "ninja", "c++": "c++"}
+    return ", ".join(f"{name}: {shutil.which(place) or 'missing'}" for name, place in places.items())
+
+
+def check(out: Path, environment: dict[str, str], names: Iterable[str] = tuple(CHECKS)) -> list[str]:
+    """Runs checks at one time; prints what each says, and returns the names of those that did not end well."""
+    start_s = time.monotonic()
+    started = {name: _start_check(name, out, environment) for name in names}
+    failed = []
+    for name, process in started.items():
+        try:
+            code: int | str = process.wait(max(0.0, CHECK_S - (time.monotonic() - start_s)))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            code = f"stopped after {CHECK_S} s"
+        lines = [line[:300] for line in _log(out, name).read_text(errors="replace").splitlines()]
+        if code == 0:
+            print(f"check {name}: good: {lines[-1]}", flush=True)
+        else:
+            failed.append(name)
+            print(f"check {name}: FAILED ({code})", *lines[-CHECK_LINES:], sep="\n", flush=True)
+    return failed
+
+
+def _start_check(name: str, out: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "benchmarks.peers.check", name]
+    with _log(out, name).open("w") as stream:
+        return subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment)
+
+
+def _log(out: Path, name: str) -> Path:
+    return out / f"check_{name}.log"
+
+
+if __name__ == "__main__":
+    main()
