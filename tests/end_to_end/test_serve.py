@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import psutil
 import pytest
 
 from deployments.cli.serving import free_port
-from tests.deployments.support.commands import Command, assert_one_line, command, config_file, short_folder, troupe
+from tests.deployments.support.commands import Command, command, config_file, short_folder
 from tests.deployments.support.live import IMAGES, PROMPT, config_of, picture, wait_until
 from tests.end_to_end.conftest import CLIPS, PICTURES
 
@@ -73,6 +74,13 @@ def end_under_way(serve: Command, client: httpx.Client) -> tuple[str, str]:
         return "\n".join(paint), "\n".join(watch)
 
 
+def assert_port_is_taken(config: Path) -> None:
+    """A second server says so: in a process of its own, for this one may have a cluster from other tests."""
+    with short_folder() as folder, command("serve", config, folder=folder) as second:
+        assert second.wait() == 2
+        assert re.search(r"troupe: .* is taken by another program.*--port", second.output, re.DOTALL), second.output
+
+
 def test_from_start_to_end(models: dict[str, Path]) -> None:
     served = {name: models[name] for name in (PICTURES, CLIPS)}
     port = free_port("127.0.0.1")
@@ -83,7 +91,7 @@ def test_from_start_to_end(models: dict[str, Path]) -> None:
             serve.wait_for("Serving at")
             wait_until(lambda: answers[-1].status_code == 200, "the models are listed")
             assert open_to_others(serve) == []
-            assert_one_line(troupe("serve", config), "is taken by another program", "--port")
+            assert_port_is_taken(config)
             picture(url, seed=1)
             with httpx.Client(base_url=url, timeout=TIMEOUT_S) as client:
                 painted, watched_clip = end_under_way(serve, client)

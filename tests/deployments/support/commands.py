@@ -43,7 +43,7 @@ def assert_one_line(result: Result, *parts: str) -> None:
     (line,) = result.stderr.splitlines()
     assert line.startswith("troupe: ")
     for part in parts:
-        assert part in line
+        assert part in line, line
 
 
 class Command:
