@@ -83,6 +83,10 @@ class _OpenFiles:
         self._folder, self._stack = folder, stack
         self._open: dict[str, Any] = {}
         self._file_of = _index(folder)
+        if self._file_of is None and not (folder / NAME).is_file():
+            raise ValueError(
+                f"{folder} has neither {NAME} nor {INDEX}: weights can only be read slice by slice from those"
+            )
 
     def read(self, wanted: Slice) -> Tensor:
         file = NAME if self._file_of is None else self._file_of.get(wanted.name, "")
@@ -96,14 +100,19 @@ class _OpenFiles:
             raise ValueError(f"{self._folder / file}: {wanted.name} cannot be read ({error})") from error
 
 
+def files_of(folder: Path) -> tuple[Path, ...]:
+    """Returns the files of a model in diffusers' layout; none where it is in no safetensors of the usual names."""
+    if (index := _index(folder)) is not None:
+        return tuple(folder / name for name in sorted(set(index.values())))
+    return tuple(file for file in (folder / NAME,) if file.is_file())
+
+
 def _index(folder: Path) -> dict[str, str] | None:
-    """Tensor to file; None if there is one file alone."""
-    if (folder / INDEX).is_file():
-        weight_map: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
-        return weight_map
-    if not (folder / NAME).is_file():
-        raise ValueError(f"{folder} has neither {NAME} nor {INDEX}: weights can only be read slice by slice from those")
-    return None
+    """Tensor to file; None if nothing says."""
+    if not (folder / INDEX).is_file():
+        return None
+    weight_map: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
+    return weight_map
 
 
 def slices_of(module: nn.Module, plan: ShardPlan, axis: Axis) -> dict[str, Slice]:

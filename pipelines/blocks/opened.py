@@ -26,7 +26,7 @@ from pipelines.directory import part_class, part_folder, read_config, read_index
 from pipelines.models.architecture import Architecture
 from pipelines.models.registry import load_architecture
 from pipelines.modular import open_modular
-from pipelines.parts.weight_files import files_of, fill
+from pipelines.parts.gpu_weights import fill
 from pipelines.pictures import NO_PICTURES, InputPictures
 from pipelines.request import MediaRequest
 from pipelines.single_file import load_single_file
@@ -140,6 +140,8 @@ class OpenedPipeline:
 
     def _read_part(self, name: str) -> Any:
         """The model as diffusers would load it, sooner; None for files that only diffusers can read."""
+        from engines.parallel.weight_files import files_of  # encoders and decoders do without
+
         folder = part_folder(self.path, name)
         with init_empty_weights():
             model = self.outline(name)

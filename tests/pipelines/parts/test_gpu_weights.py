@@ -12,9 +12,10 @@ from diffusers import FluxTransformer2DModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from engines.parallel.weight_files import files_of
 from pipelines.loading import SHIPPED
-from pipelines.parts import weight_files
-from pipelines.parts.weight_files import files_of, fill, read_tensors
+from pipelines.parts import gpu_weights
+from pipelines.parts.gpu_weights import fill, read_tensors
 
 CPU = torch.device("cpu")
 FLUX = SHIPPED / "flux-shapes" / "transformer"
@@ -43,7 +44,7 @@ def devices() -> list[object]:
 def test_tensors_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device, piece_bytes: int
 ) -> None:
-    monkeypatch.setattr(weight_files, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(gpu_weights, "PIECE_BYTES", piece_bytes)
     save_file(tensors(), tmp_path / "some.safetensors", metadata={"format": "pt"})
     read, expected = read_tensors(tmp_path / "some.safetensors", device), load_file(tmp_path / "some.safetensors")
     assert read.keys() == expected.keys()

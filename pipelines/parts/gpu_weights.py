@@ -20,7 +20,6 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
-from diffusers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFETENSORS_WEIGHTS_NAME
 from torch import Tensor, nn
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -41,14 +40,6 @@ NUM_THREADS = 8
 PIECE_BYTES = 2**23
 NUM_BUFFERS = 2
 """Of each thread: one is read into while the GPU fetches the other."""
-
-
-def files_of(folder: Path) -> tuple[Path, ...]:
-    """Returns the files of a model in diffusers' layout; none where it is in no safetensors of the usual names."""
-    index = folder / SAFE_WEIGHTS_INDEX_NAME
-    if index.is_file():
-        return tuple(folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values())))
-    return tuple(file for file in (folder / SAFETENSORS_WEIGHTS_NAME,) if file.is_file())
 
 
 def fill(module: nn.Module, files: Iterable[Path], device: torch.device) -> None:
