@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,17 +61,7 @@ class SetRanks:
         self.actors = [self._actor(rank) for rank in range(num_ranks)]
 
     def _actor(self, rank: int) -> SimpleNamespace:
-        def execute(num_returns: int) -> SimpleNamespace:
-            return remote(lambda plan: self._begin(rank, plan, num_returns))
-
-        at_once, never = remote(lambda *_: answered(None)), remote(lambda: asyncio.get_running_loop().create_future())
-        return SimpleNamespace(
-            admit=at_once,
-            close=at_once,
-            ping=at_once,
-            watch=never,
-            execute=SimpleNamespace(options=lambda num_returns: execute(num_returns)),
-        )
+        return actor(partial(self._begin, rank), lambda: answered(None))
 
     @property
     def num_sent(self) -> int:
@@ -92,6 +83,23 @@ class SetRanks:
             for each in latents:
                 each.set_result(None)
         await settled()
+
+
+def actor(send: Callable[[StepPlan, int], Any], answer: Callable[[], Any]) -> SimpleNamespace:
+    """What a gang calls of a rank: a plan goes to ``send`` with the number of its results, ``answer`` answers all else;
+    that it is watched never ends."""
+
+    def execute(num_returns: int) -> SimpleNamespace:
+        return remote(lambda plan: send(plan, num_returns))
+
+    beside = remote(lambda *_: answer())
+    return SimpleNamespace(
+        admit=beside,
+        close=beside,
+        ping=beside,
+        watch=remote(lambda: asyncio.get_running_loop().create_future()),
+        execute=SimpleNamespace(options=execute),
+    )
 
 
 def remote(function: Callable[..., Any]) -> SimpleNamespace:

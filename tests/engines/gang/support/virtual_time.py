@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import selectors
 from collections.abc import Coroutine, Mapping
+from functools import partial
 from random import Random
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from engines.gang.clock import Clock
 from engines.gang.jobs.step_plan import StepPlan, StepReport
-from tests.engines.gang.support.set_clock import remote
+from tests.engines.gang.support.set_clock import actor
 
 T = TypeVar("T")
 
@@ -80,27 +80,15 @@ class GpuRanks:
         self._device_ends_s = [0.0] * num_ranks
         self._loop = asyncio.get_running_loop()
         self._tasks = [asyncio.ensure_future(self._work(rank)) for rank in range(num_ranks)]
-        self.actors = [self._actor(rank) for rank in range(num_ranks)]
+        self.actors = [actor(partial(self._send, rank), self._answer) for rank in range(num_ranks)]
 
     def close(self) -> None:
         for task in self._tasks:
             task.cancel()
 
-    def _actor(self, rank: int) -> SimpleNamespace:
-        at_once, never = remote(lambda *_: self._later(2 * CALL_S, None)), remote(lambda: self._loop.create_future())
-        return SimpleNamespace(
-            admit=at_once,
-            close=at_once,
-            ping=at_once,
-            watch=never,
-            execute=SimpleNamespace(
-                options=lambda num_returns: remote(lambda plan: self._send(rank, plan, num_returns))
-            ),
-        )
-
-    def _later(self, after_s: float, answer: Any) -> asyncio.Future[Any]:
+    def _answer(self) -> asyncio.Future[None]:
         future = self._loop.create_future()
-        self._loop.call_later(after_s, future.set_result, answer)
+        self._loop.call_later(2 * CALL_S, future.set_result, None)
         return future
 
     def _send(self, rank: int, plan: StepPlan, num_returns: int) -> Any:
