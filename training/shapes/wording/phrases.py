@@ -121,23 +121,21 @@ def _side(place: str, rng: random.Random) -> str:
     return filled(SIDES[place], {}, rng) if place in SIDES else filled(CORNER_SIDES, _corner(place, rng), rng)
 
 
+def _placed(place: str, wording: Wording, rng: random.Random) -> dict[str, Say]:
+    return {"at": lambda: _at(place, wording, rng), "side": lambda: _side(place, rng)}
+
+
 def _one(scene: Scene, parts: CaptionParts, wording: Wording, rng: random.Random) -> str:
     item = scene.items[0]
     fields: dict[str, Say] = {"item": lambda: _thing(item, parts, wording, rng)}
     if parts.place and item.place:
-        place = item.place
-        fields |= {"at": lambda: _at(place, wording, rng), "side": lambda: _side(place, rng)}
+        fields |= _placed(item.place, wording, rng)
     return phrase(wording.templates.one, fields, rng)
 
 
 def _part(item: Item, parts: CaptionParts, wording: Wording, rng: random.Random) -> str:
-    place = item.place or "centre"
-    fields: dict[str, Say] = {
-        "item": lambda: _thing(item, parts, wording, rng),
-        "at": lambda: _at(place, wording, rng),
-        "side": lambda: _side(place, rng),
-    }
-    return phrase(wording.templates.part, fields, rng)
+    fields: dict[str, Say] = {"item": lambda: _thing(item, parts, wording, rng)}
+    return phrase(wording.templates.part, fields | _placed(item.place or "centre", wording, rng), rng)
 
 
 def _two(scene: Scene, parts: CaptionParts, wording: Wording, rng: random.Random) -> str:
@@ -155,9 +153,8 @@ def _two(scene: Scene, parts: CaptionParts, wording: Wording, rng: random.Random
         fields |= {"relation": lambda: filled(forward, {}, rng), "inverse": lambda: filled(backward, {}, rng)}
         return phrase(wording.templates.relation, fields, rng)
     for number, item in enumerate(items, start=1):
-        place = item.place or "centre"
-        fields[f"at{number}"] = lambda place=place: _at(place, wording, rng)  # type: ignore[misc]
-        fields[f"side{number}"] = lambda place=place: _side(place, rng)  # type: ignore[misc]
+        placed = _placed(item.place or "centre", wording, rng)
+        fields |= {f"{name}{number}": say for name, say in placed.items()}
         fields[f"part{number}"] = lambda item=item: _part(item, parts, wording, rng)  # type: ignore[misc]
     return phrase(wording.templates.places, fields, rng)
 
