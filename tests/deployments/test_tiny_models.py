@@ -1,0 +1,66 @@
+"""Tiny models of this year's architectures in the whole application, on gangs of rank actors: pictures over HTTP are those of
+diffusers' own call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipelines.checkpoint import Checkpoint
+from pipelines.request import MediaRequest
+from pipelines.size import Size
+from tests.deployments.support.live import config_of, live, picture, pixels_of
+from tests.pipelines.support import tiny_models, tiny_others
+from tests.pipelines.support.references.own_call import own_state
+
+MAKERS: Mapping[str, Callable[[Path], Path]] = {
+    "klein": tiny_models.flux2_klein,
+    "qwen": tiny_models.qwen_image,
+    "z-image": tiny_models.z_image,
+    "sd3": tiny_others.sd3,
+}
+STEPS = 2
+SEED = 5
+LARGEST_DIFFERENCE = 1
+"""Of 255: sums are made in another order, and a value may lie on either side of a whole number."""
+
+
+def request_of(folder: Path) -> MediaRequest:
+    """A picture whose tokens ranks must pad, with guidance where the model has it."""
+    defaults = Checkpoint(folder).defaults
+    size = Size(width=5 * defaults.size_multiple, height=3 * defaults.size_multiple)
+    return defaults.request(size, prompt="a red circle", num_inference_steps=STEPS, seed=SEED)
+
+
+@pytest.mark.parametrize(
+    ("names", "num_ranks"),
+    [
+        (("klein", "qwen"), 2),
+        pytest.param(("z-image", "sd3"), 2, marks=pytest.mark.slow),
+        pytest.param(("klein", "qwen"), 4, marks=pytest.mark.slow),
+    ],
+)
+def test_pictures_are_those_of_diffusers(
+    names: tuple[str, ...], num_ranks: int, tmp_path: Path, ray_cluster: None
+) -> None:
+    folders = {name: MAKERS[name](tmp_path / name) for name in names}
+    with live(config_of(folders, num_ranks=num_ranks)) as url:
+        for name, folder in folders.items():
+            request = request_of(folder)
+            expected = own_state(folder, request).get("images")
+            pixels = 255 * expected[0].movedim(0, -1).float().numpy()
+            assert pixels.std() > 1
+            served = pixels_of(
+                picture(
+                    url,
+                    model=name,
+                    prompt=request.prompt,
+                    size=f"{request.width}x{request.height}",
+                    num_inference_steps=STEPS,
+                    seed=SEED,
+                )
+            )
+            assert np.abs(served - pixels).max() <= LARGEST_DIFFERENCE, name
