@@ -1,5 +1,6 @@
-"""Tiny models of this year's architectures in the whole application, on gangs of rank actors: pictures over HTTP are those of
-diffusers' own call."""
+"""Tiny models of this year's architectures in the whole application, on gangs of rank actors.
+
+Pictures over HTTP are those of diffusers' own call."""
 
 from __future__ import annotations
 
