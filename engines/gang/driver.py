@@ -25,6 +25,7 @@ from engines.gang.publisher import Publisher
 from engines.gang.ranks.rank import kill_ranks
 from engines.gang.ranks.traffic import Flight, Traffic
 from engines.gang.ranks.watchdog import Watchdog, answer_of
+from engines.gang.timesheet import Timesheet
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +65,9 @@ class Driver:
         self._traffic = Traffic(config.num_ranks, reports_early=config.gpus_per_rank > 0)
         self._outlook = Outlook(self._scheduler, self._table, self._traffic, clock, config.max_wait_s)
         same_bytes = not (config.elastic and len(team_sizes) > 1)
+        timesheet = Timesheet(self._metrics, reports_early=config.gpus_per_rank > 0)
         self._publisher = Publisher(
-            self._table, self._metrics, self._step_times, self._outlook, clock, same_bytes=same_bytes
+            self._table, self._metrics, timesheet, self._step_times, self._outlook, clock, same_bytes=same_bytes
         )
         self._submitted: deque[OpenJob] = deque()
         self._wake_schedule = asyncio.Event()
@@ -214,9 +216,8 @@ class Driver:
         reports = await self._watchdog.reports(flight, self._table.jobs)
         self._traffic.end(flight, self._clock.now_s())
         self._wake_schedule.set()
-        for work in flight.works:
-            for failed in self._publisher.publish(work, [reports[rank] for rank in work.ranks], flight, started_s):
-                self._drop(failed)
+        for failed in self._publisher.publish(flight, reports, started_s):
+            self._drop(failed)
         if any(work.ends_a_job for work in flight.works) and self._step_times.changed():
             self._scheduler.learn(self._step_times.prediction())
             await asyncio.to_thread(self._step_times.save)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from engines.gang.clock import Clock
 from engines.gang.errors import GangBrokenError
@@ -13,47 +13,54 @@ from engines.gang.metrics import GangMetrics
 from engines.gang.predictions.outlook import Outlook
 from engines.gang.predictions.step_times import StepTimes
 from engines.gang.ranks.traffic import Flight
+from engines.gang.timesheet import Timesheet
 
 
 class Publisher:
-    """Tells the jobs of ``table`` how they get on, and ``step_times`` what their steps took. ``same_bytes``: what it
-    says of all jobs (see ``JobDone``)."""
+    """Tells the jobs of ``table`` how they get on, and ``step_times`` how long steps follow each other; what they
+    took goes to ``timesheet``. ``same_bytes``: what it says of all jobs (see ``JobDone``)."""
 
     def __init__(
         self,
         table: JobTable,
         metrics: GangMetrics,
+        timesheet: Timesheet,
         step_times: StepTimes,
         outlook: Outlook,
         clock: Clock,
         *,
         same_bytes: bool,
     ) -> None:
-        self._table, self._metrics, self._step_times, self._outlook = table, metrics, step_times, outlook
+        self._table, self._metrics, self._timesheet = table, metrics, timesheet
+        self._step_times, self._outlook = step_times, outlook
         self._clock, self._same_bytes = clock, same_bytes
         self._last: dict[int, tuple[Work, float]] = {}
         """What each rank did last, and when it ended."""
 
-    def publish(self, work: Work, reports: Sequence[StepReport], flight: Flight, started_s: float) -> list[OpenJob]:
-        """Publishes what became of ``work``, by the reports of its ranks; returns the jobs that failed."""
-        step_ms = max(report.step_ms for report in reports)
-        self._metrics.step_done(step_ms / 1e3, work.num_ranks)
+    def publish(self, flight: Flight, reports: Mapping[int, StepReport], started_s: float) -> list[OpenJob]:
+        """Publishes what became of a flight, by the reports of its ranks; returns the jobs that failed."""
+        teams = [(work, [reports[rank] for rank in work.ranks]) for work in flight.works]
+        for work, of_team in teams:
+            self._timesheet.enter(work, of_team, [self._table.get(job_id) for job_id in work.job_ids])
+        self._timesheet.hear(reports.values())
+        return [failed for work, of_team in teams for failed in self._publish(work, of_team, flight, started_s)]
+
+    def _publish(self, work: Work, reports: Sequence[StepReport], flight: Flight, started_s: float) -> list[OpenJob]:
         self._note_time(work, reports)
         failed = []
         for job_step in work.job_steps:
             open_job = self._table.get(job_step.job_id)
             if job_step.step == 1:
                 open_job.started_s = started_s
-            open_job.gpu_s += step_ms / 1e3 * work.num_ranks / len(work.job_steps)
             open_job.was_warm = open_job.was_warm and all(report.was_warm for report in reports)
             failure = agreed_failure(job_step.job_id, reports)
             if open_job.outcome is None and failure is not None:
                 self._table.fail(open_job, failure.error)
                 failed.append(open_job)
             else:
-                was_warm = all(report.was_warm for report in reports)
-                eta_s = self._outlook.eta_s(open_job, job_step.step, step_ms / 1e3, was_warm=was_warm)
-                self._publish_step(open_job, job_step, step_ms, work.num_ranks, flight, eta_s)
+                if job_step.emit == "final":
+                    self._timesheet.close(open_job)
+                self._publish_step(open_job, job_step, work.num_ranks, flight)
         return failed
 
     def _note_time(self, work: Work, reports: Sequence[StepReport]) -> None:
@@ -76,11 +83,11 @@ class Publisher:
         if not job.idle_steps:  # a GPU runs a step behind its reports: none of these tells which kind its time was
             self._step_times.note(job, work.num_ranks, now_s - last[1])
 
-    def _publish_step(
-        self, open_job: OpenJob, done: JobStep, step_ms: float, num_ranks: int, flight: Flight, eta_s: float | None
-    ) -> None:
+    def _publish_step(self, open_job: OpenJob, done: JobStep, num_ranks: int, flight: Flight) -> None:
         job_id, num_steps = done.job_id, open_job.job.num_steps
         open_job.num_steps_done = done.step
+        step_ms = None if open_job.step_s is None else 1e3 * open_job.step_s
+        eta_s = self._outlook.eta_s(open_job, done.step)
         step = {"step": done.step, "num_steps": num_steps, "step_ms": step_ms, "num_ranks": num_ranks, "eta_s": eta_s}
         self._table.publish(job_id, StepDone(job_id=job_id, **step))  # type: ignore[arg-type]
         if done.emit == "preview":

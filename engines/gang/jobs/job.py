@@ -68,13 +68,14 @@ class JobQueued:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepDone:
-    """``eta_s`` is the prediction for the steps that are left, those of other jobs before them included; None while
-    that would be a guess."""
+    """``step_ms`` is what the job's newest step took that is known to be over: on a GPU one before this, None at first.
+    ``eta_s`` is the prediction for the steps that are left, those of other jobs before them included; None while that
+    would be a guess."""
 
     job_id: str
     step: int
     num_steps: int
-    step_ms: float
+    step_ms: float | None
     num_ranks: int
     eta_s: float | None = None
 

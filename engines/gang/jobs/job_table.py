@@ -16,7 +16,11 @@ from engines.gang.metrics import GangMetrics, Outcome
 
 @dataclass(slots=True, eq=False)
 class OpenJob:
-    """A job, its events on their way to the request, and how it ended. Times are those of ``clock``."""
+    """A job, its events on their way to the request, and how it ended. Times are those of ``clock``.
+
+    Of the steps that are known to be over ranks were at work for ``gpu_s``, all of them added up; the newest took
+    ``step_s``, and the newest forward that found all ready ``warm_step_s``; None while there is none.
+    """
 
     job: Job
     clock: Clock
@@ -27,6 +31,8 @@ class OpenJob:
     num_steps_done: int = 0
     was_warm: bool = True
     gpu_s: float = 0.0
+    step_s: float | None = None
+    warm_step_s: float | None = None
     outcome: Outcome | None = None
 
     async def next_events(self, until_s: float) -> list[JobEvent | Exception]:

@@ -18,6 +18,7 @@ from engines.core.rank import RankContext
 from engines.gang.config import RankParts
 from engines.gang.errors import portable
 from engines.gang.jobs.job import Job
+from engines.gang.jobs.pace import Pace, pace_on
 from engines.gang.jobs.step_plan import JobFailure, JobStep, Move, StepPlan, StepReport, Work
 from engines.gang.jobs.transfer import transfer
 
@@ -41,12 +42,13 @@ class RankJobs:
     error of ``predict`` leaves the communicator in an unknown state, so it is raised, and breaks the gang.
     """
 
-    def __init__(self, parts: RankParts, context: RankContext) -> None:
+    def __init__(self, parts: RankParts, context: RankContext, pace: Pace | None = None) -> None:
+        """``pace``: as is usual on the rank's device, if None."""
         self._engine = parts.engine
         self._sampler = parts.sampler
         self._context = context
         self._device = torch.device(context.device)
-        self._pace = Pace(self._device)
+        self._pace = pace or pace_on(self._device)
         self._residents: dict[str, ResidentJob] = {}
         self._failures: list[JobFailure] = []
         self._was_warm, self._predicted = True, False
@@ -62,21 +64,25 @@ class RankJobs:
     @torch.no_grad()
     def execute(self, plan: StepPlan) -> tuple[StepReport, tuple[Any, ...]]:
         """The report, and one entry per ``plan.emits_of(rank)``: latents on the CPU, or None for a failed job."""
-        started_s = time.perf_counter()
+        self._pace.arrive()
         self._failures = []
         self._was_warm, self._predicted = True, False
         for job_id in plan.drops:
             self._drop(job_id)
         for move in plan.moves:
             self._move(move)
+        if plan.moves:  # where a job came from may be told no more of it, and tells now what its step there took
+            self._pace.wait(0)
         work = plan.work_of(self._context.rank)
         if work is not None:
+            self._pace.begin(plan.sequence)
             self._step(work)
+            self._pace.end()
+            self._pace.wait(1)
         self._release_moved(plan)
         emitted = tuple(self._emit(job_step) for job_step in plan.emits_of(self._context.rank))
         self._forget_finished(plan)
-        step_ms = (time.perf_counter() - started_s) * 1e3
-        return self._report(plan, step_ms), emitted
+        return self._report(plan), emitted
 
     def close(self) -> None:
         """Drop all states and release the engine. The communicator must still be alive."""
@@ -90,11 +96,11 @@ class RankJobs:
                 "job is dropped", extra=self._log_fields(resident.job) | {"num_steps_done": resident.num_steps_done}
             )
 
-    def _report(self, plan: StepPlan, step_ms: float) -> StepReport:
+    def _report(self, plan: StepPlan) -> StepReport:
         return StepReport(
             rank=self._context.rank,
             sequence=plan.sequence,
-            step_ms=step_ms,
+            ended_ms=self._pace.ended_ms(),
             was_warm=self._was_warm,
             predicted=self._predicted,
             failures=tuple(self._failures),
@@ -131,7 +137,6 @@ class RankJobs:
             with self._blame(resident):
                 resident.state = self._sampler.advance(resident.state, predictions)
                 resident.num_steps_done += 1
-        self._pace.wait_for_previous_step()
 
     def _alive(self, work: Work) -> list[ResidentJob]:
         # A plan may name a job that failed after the plan was made; one that was never admitted is our own mistake.
@@ -204,24 +209,3 @@ class RankJobs:
 
     def _log_fields(self, job: Job) -> dict[str, object]:
         return job.log_fields | {"rank": self._context.rank}
-
-
-class Pace:
-    """Keeps one step queued on a GPU while the one before it runs, so that the overhead of a call hides behind it.
-
-    A step is reported when the step before it is done on the device, so its time is the queue's pace: right from a
-    job's second step on. Taking latents waits for the device itself. On the CPU every step is done when it returns.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
-        self._previous: torch.cuda.Event | None = None
-
-    def wait_for_previous_step(self) -> None:
-        if not self._is_cuda:
-            return
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        if self._previous is not None:
-            self._previous.synchronize()
-        self._previous = event

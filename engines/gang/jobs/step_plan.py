@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 Emit = Literal["preview", "final"]
@@ -89,7 +90,8 @@ class JobFailure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
-    """A rank's answer to a plan. On a GPU ``step_ms`` is the pace of the queue: see ``runner.Pace``.
+    """A rank's answer to a plan. ``ended_ms`` is what the rank's steps took that are over and were not told of before,
+    by the sequences of their plans: its own, if it works as a CPU does; else those before it (see ``DevicePace``).
 
     ``was_warm``: the engine found everything ready for what it predicted (true of a rank without work). ``predicted``:
     it made a forward; of a step without any, nothing is learned about what is ready.
@@ -97,7 +99,7 @@ class StepReport:
 
     rank: int
     sequence: int
-    step_ms: float
+    ended_ms: Mapping[int, float] = field(default_factory=dict)
     was_warm: bool = True
     predicted: bool = True
     failures: tuple[JobFailure, ...] = ()

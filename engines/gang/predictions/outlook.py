@@ -52,15 +52,16 @@ class Outlook:
             self._check(predicted_s, "the longest wait, max_wait_s,", self._max_wait_s, late_s)
         return predicted_s
 
-    def eta_s(self, open_job: OpenJob, step: int, step_s: float, *, was_warm: bool) -> float | None:
-        """Returns in how many seconds an open job will be done, after its ``step``, which took ``step_s``; None if
-        nobody knows. Where its shape is new, its own steps tell, if they were warm and no other job comes between."""
-        own_s = step_s * open_job.job.num_forwards_after(step)
+    def eta_s(self, open_job: OpenJob, step: int) -> float | None:
+        """Returns in how many seconds an open job will be done, after its ``step``; None if nobody knows. Where its
+        shape is new, its own steps tell, if one of them was warm and no other job comes between."""
+        num_left, step_s = open_job.job.num_forwards_after(step), open_job.warm_step_s
+        own_s = 0.0 if not num_left else None if step_s is None else num_left * step_s
         now_s = self._clock.now_s()
         if now_s - self._renewed_s >= RENEW_EVERY_S or self._renewed_by is not self._scheduler.prediction:
             self._renew(now_s)
         if self._times_s is None:
-            return own_s if not own_s or (was_warm and self._table.num_open == 1) else None
+            return own_s if not num_left or self._table.num_open == 1 else None
         known_s = self._times_s.get(open_job.job.job_id)  # not there if its last step is under way
         return own_s if known_s is None else max(0.0, known_s - (now_s - self._renewed_s))
 

@@ -43,7 +43,7 @@ def test_what_pickles_is_kept() -> None:
 
 def reports(*errors: Exception | None, shared: bool = True) -> list[StepReport]:
     failures = [() if error is None else (JobFailure(job_id="a", error=error, shared=shared),) for error in errors]
-    return [StepReport(rank=i, sequence=0, step_ms=1.0, failures=failure) for i, failure in enumerate(failures)]
+    return [StepReport(rank=i, sequence=0, failures=failure) for i, failure in enumerate(failures)]
 
 
 def test_ranks_that_fail_alike_fail_the_job() -> None:

@@ -20,7 +20,7 @@ from engines.gang.policies.registry import POLICIES, make_policy
 from engines.gang.predictions.step_times import StepTimes
 from tests.engines.gang.support.fakes import FakeRequest, fake_job
 from tests.engines.gang.support.helpers import run
-from tests.engines.gang.support.virtual_time import GpuRanks, VirtualClock, run_in_virtual_time
+from tests.engines.gang.support.virtual_time import GpuRanks, run_in_virtual_time, virtual_gang
 
 NUM_RANKS, NUM_STEPS, NUM_ARRIVALS = 2, 28, 60
 MEAN_GAP_S = 2.0
@@ -57,13 +57,11 @@ async def latencies_s(
 ) -> list[float]:
     """Seconds until each has its latents."""
     ranks = GpuRanks(NUM_RANKS, STEPS, {str(number): one.shape for number, one in enumerate(load)})
-    clock = VirtualClock()
     config = GangConfig(
         num_ranks=NUM_RANKS, gpus_per_rank=1.0, elastic=elastic, policy=policy, max_waiting_jobs=NUM_ARRIVALS
     )
-    gang = Gang(config, ranks.actors, infos=(), team_sizes=(1, 2), model="load", clock=clock, step_times=known)
 
-    async def one(number: int, arrival: Arrival) -> float:
+    async def one(gang: Gang, number: int, arrival: Arrival) -> float:
         await asyncio.sleep(arrival.at_s)
         job = fake_job(
             str(number), FakeRequest(seed=number, num_steps=NUM_STEPS), shape=arrival.shape, preview_steps=preview_steps
@@ -71,11 +69,8 @@ async def latencies_s(
         await run(gang, job)
         return asyncio.get_running_loop().time() - arrival.at_s
 
-    try:
-        return await asyncio.gather(*(one(number, arrival) for number, arrival in enumerate(load)))
-    finally:
-        await gang.close()
-        ranks.close()
+    async with virtual_gang(config, ranks, model="load", step_times=known) as gang:
+        return await asyncio.gather(*(one(gang, number, arrival) for number, arrival in enumerate(load)))
 
 
 @pytest.mark.parametrize("elastic", [False, True])

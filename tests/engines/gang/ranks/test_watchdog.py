@@ -52,9 +52,7 @@ class Steps:
         if not watching.done():
             for rank, report in enumerate(reports):
                 warmth = was_warm or rank not in ranks
-                report.set_result(
-                    StepReport(rank=rank, sequence=0, step_ms=1e3 * step_s, was_warm=warmth, predicted=predicted)
-                )
+                report.set_result(StepReport(rank=rank, sequence=0, was_warm=warmth, predicted=predicted))
         try:
             await watching
         except GangBrokenError:

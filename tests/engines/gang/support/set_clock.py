@@ -78,7 +78,8 @@ class SetRanks:
         await self._clock.advance(step_s)
         for rank, plans in enumerate(self._at_work):
             plan, (report, *latents) = plans.popleft()
-            done = StepReport(rank=rank, sequence=plan.sequence, step_ms=1e3 * step_s, was_warm=was_warm)
+            told = {plan.sequence: 1e3 * step_s}
+            done = StepReport(rank=rank, sequence=plan.sequence, ended_ms=told, was_warm=was_warm)
             report.set_result(done)
             for each in latents:
                 each.set_result(None)

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Coroutine, Mapping
+from collections import defaultdict
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import asynccontextmanager
 from functools import partial
 from random import Random
 from typing import Any, TypeVar
 
+from engines.core.spec import tiling_sizes
 from engines.gang.clock import Clock
+from engines.gang.config import GangConfig
+from engines.gang.gang import Gang
+from engines.gang.jobs.pace import DevicePace
 from engines.gang.jobs.step_plan import StepPlan, StepReport
+from engines.gang.predictions.step_times import StepTimes
 from tests.engines.gang.support.set_clock import actor
 
 T = TypeVar("T")
@@ -21,6 +28,8 @@ EARLY_S = 1e-3
 """Timers of uvloop, which Ray Serve runs on, count whole milliseconds: some come before their time."""
 THREADS_S = 5.0
 """Of real time, in which a thread that a task waits for will have done its work."""
+ROUNDING_S = 1e-9
+"""Sums of times may differ by so much."""
 CALL_S, LAUNCH_S, MOVE_S = 0.0005, 0.002, 0.0012
 """From one process to another, a step's calls on a rank, and a job's state from rank to rank."""
 
@@ -68,16 +77,39 @@ class VirtualClock(Clock):
         return asyncio.timeout(None if delay_s is None else max(0.0, delay_s - EARLY_S))
 
 
+class VirtualMark:
+    """What ``torch.cuda.Event`` is on a device that will have done all that it was given by ``ends_s[rank]``."""
+
+    def __init__(self, ends_s: list[float], rank: int) -> None:
+        self._ends_s, self._rank, self._at_s = ends_s, rank, 0.0
+        self._loop = asyncio.get_running_loop()
+
+    def record(self) -> None:
+        self._at_s = max(self._loop.time(), self._ends_s[self._rank])
+
+    def query(self) -> bool:
+        return self._at_s <= self._loop.time() + ROUNDING_S
+
+    def synchronize(self) -> None:
+        raise AssertionError("who waits in virtual time awaits")
+
+    def elapsed_time(self, end: VirtualMark, /) -> float:
+        return 1e3 * (end._at_s - self._at_s)
+
+
 class GpuRanks:
     """Actors of ranks. A step of a job takes ``steps[its shape][size of its team]`` seconds on the devices of a team,
     from when all of them have been given it and have done what they were given before. A rank reports of a step when
-    the one before it has ended, and of one whose latents it hands out when that has. ``shapes`` are those of jobs."""
+    the one before it has ended, and of one whose latents it hands out when that has; what it tells of times is what
+    ``DevicePace`` makes of the marks on its device. ``shapes`` are those of jobs. ``rank_s`` is how long devices were
+    at each job's steps, all of a team added up."""
 
     def __init__(self, num_ranks: int, steps: Mapping[Any, Mapping[int, float]], shapes: Mapping[str, Any]) -> None:
         self._steps, self._shapes = steps, shapes
         self._plans: list[asyncio.Queue[Any]] = [asyncio.Queue() for _ in range(num_ranks)]
         self._meetings: dict[Any, tuple[asyncio.Future[float], list[int]]] = {}
         self._device_ends_s = [0.0] * num_ranks
+        self.rank_s: defaultdict[str, float] = defaultdict(float)
         self._loop = asyncio.get_running_loop()
         self._tasks = [asyncio.ensure_future(self._work(rank)) for rank in range(num_ranks)]
         self.actors = [actor(partial(self._send, rank), self._answer) for rank in range(num_ranks)]
@@ -97,7 +129,7 @@ class GpuRanks:
         return refs if num_returns > 1 else refs[0]
 
     async def _work(self, rank: int) -> None:
-        before_s = 0.0
+        before_s, pace = 0.0, DevicePace(partial(VirtualMark, self._device_ends_s, rank))
         while True:
             plan, (report, *latents) = await self._plans[rank].get()
             if plan.moves:
@@ -105,21 +137,25 @@ class GpuRanks:
                 await asyncio.sleep(MOVE_S * len(plan.moves))
             work = plan.work_of(rank)
             if work is not None:
+                pace.begin(plan.sequence)
                 await asyncio.sleep(LAUNCH_S)
-                ends_s = await self._device_end_s(plan.sequence, work.ranks, self._shapes[work.job_ids[0]])
+                ends_s = await self._device_end_s(plan.sequence, work.ranks, work.job_ids[0])
+                pace.end()
                 await self._until(ends_s if latents else before_s)
                 before_s = ends_s
-            done = StepReport(rank=rank, sequence=plan.sequence, step_ms=1.0, was_warm=True, predicted=work is not None)
+            told = {"ended_ms": pace.ended_ms(), "was_warm": True, "predicted": work is not None}
+            done = StepReport(rank=rank, sequence=plan.sequence, **told)  # type: ignore[arg-type]
             self._loop.call_later(CALL_S, report.set_result, done)
             for each in latents:
                 self._loop.call_later(CALL_S, each.set_result, None)
 
-    async def _device_end_s(self, sequence: int, ranks: tuple[int, ...], shape: Any) -> float:
+    async def _device_end_s(self, sequence: int, ranks: tuple[int, ...], job_id: str) -> float:
         begin_s = await self._met((sequence, ranks), len(ranks), max(self._device_ends_s[rank] for rank in ranks))
-        end_s = begin_s + self._steps[shape][len(ranks)]
+        step_s = self._steps[self._shapes[job_id]][len(ranks)]
         for rank in ranks:
-            self._device_ends_s[rank] = end_s
-        return end_s
+            self._device_ends_s[rank] = begin_s + step_s
+        self.rank_s[job_id] += step_s  # by each rank of the team
+        return begin_s + step_s
 
     async def _met(self, key: Any, num_ranks: int, ready_s: float) -> float:
         """Returns, once as many have come, when the last of them has, or is ready."""
@@ -132,3 +168,24 @@ class GpuRanks:
 
     async def _until(self, at_s: float) -> None:
         await asyncio.sleep(max(0.0, at_s - self._loop.time()))
+
+
+@asynccontextmanager
+async def virtual_gang(
+    config: GangConfig, ranks: GpuRanks, *, model: str, step_times: StepTimes | None = None
+) -> AsyncIterator[Gang]:
+    """A gang of these ranks, in teams of all sizes that tile it."""
+    gang = Gang(
+        config,
+        ranks.actors,
+        infos=(),
+        team_sizes=tiling_sizes(config.num_ranks),
+        model=model,
+        clock=VirtualClock(),
+        step_times=step_times,
+    )
+    try:
+        yield gang
+    finally:
+        await gang.close()
+        ranks.close()

@@ -1,0 +1,210 @@
+"""What a rank says that its steps took, whose device works on by itself: by a clock and a device that a test sets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engines.core.model import Branch
+from engines.core.rank import RankContext
+from engines.gang.config import RankParts
+from engines.gang.jobs.pace import DevicePace, HostPace, pace_on
+from engines.gang.jobs.rank_jobs import RankJobs
+from engines.gang.jobs.step_plan import JobStep, Move, StepPlan, Work
+from tests.engines.gang.support.fakes import FakeRequest, FakeSampler, FakeState, fake_job
+
+LAUNCH_S, SHORT_S, LONG_S = 0.002, 0.03, 4.0
+NUM_STEPS = 6
+
+
+@dataclass
+class Device:
+    """The rank's clock, and when the device will have done what it was given."""
+
+    now_s: float = 0.0
+    ends_s: float = 0.0
+
+    def launch(self, step_s: float) -> None:
+        self.now_s += LAUNCH_S
+        self.ends_s = max(self.now_s, self.ends_s) + step_s
+
+    def wait(self) -> None:
+        self.now_s = max(self.now_s, self.ends_s)
+
+
+class SetMark:
+    """What ``torch.cuda.Event`` is on that device."""
+
+    def __init__(self, device: Device) -> None:
+        self._device, self._at_s = device, 0.0
+
+    def record(self) -> None:
+        self._at_s = max(self._device.now_s, self._device.ends_s)
+
+    def query(self) -> bool:
+        return self._at_s <= self._device.now_s
+
+    def synchronize(self) -> None:
+        self._device.now_s = max(self._device.now_s, self._at_s)
+
+    def elapsed_time(self, end: SetMark, /) -> float:
+        return 1e3 * (end._at_s - self._at_s)
+
+
+class DeviceEngine:
+    """Gives the device as many seconds of work as the request says."""
+
+    was_warm = True
+    team_sizes = (1,)
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> tuple[Tensor, ...]:
+        self._device.launch(float(branches[0].inputs["step_s"]))
+        return tuple(branch.inputs["x_L"] for branch in branches)
+
+    def close(self) -> None: ...
+
+
+class DeviceSampler(FakeSampler):
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def branches(self, state: FakeState) -> tuple[Branch, ...]:
+        return (Branch(inputs={"x_L": state.x_L, "step_s": torch.tensor(state.request.step_s)}, module="transformer"),)
+
+    def latents(self, state: FakeState) -> Tensor:
+        self._device.wait()
+        return state.x_L
+
+
+class DeviceRank:
+    """A rank with such a device. ``told_ms`` is what it told, by the sequences of plans."""
+
+    def __init__(self) -> None:
+        self.device = Device()
+        parts = RankParts(engine=DeviceEngine(self.device), sampler=DeviceSampler(self.device))
+        pace = DevicePace(lambda: SetMark(self.device))
+        self._jobs = RankJobs(parts, RankContext(rank=0, num_ranks=1, device="cpu"), pace)
+        self.told_ms: dict[int, float] = {}
+        self._steps: dict[str, int] = {}
+
+    def admit(self, job_id: str, step_s: float) -> None:
+        self._jobs.admit(fake_job(job_id, FakeRequest(seed=1, num_steps=NUM_STEPS, step_s=step_s)))
+        self._steps[job_id] = 0
+
+    def step(self, job_id: str, at_s: float) -> dict[int, float]:
+        """The job's next step, a call for which comes ``at_s``, or once the rank takes it; what is told with it."""
+        self.device.now_s = max(self.device.now_s, at_s)
+        self._steps[job_id] += 1
+        step = JobStep(job_id=job_id, step=self._steps[job_id], emit="final" if self._is_last(job_id) else None)
+        sequence = sum(self._steps.values())
+        report, _ = self._jobs.execute(StepPlan(sequence=sequence, works=(Work(job_steps=(step,), ranks=(0,)),)))
+        assert not set(report.ended_ms) & set(self.told_ms), "each step once"
+        self.told_ms |= report.ended_ms
+        return dict(report.ended_ms)
+
+    def drop(self, job_id: str, at_s: float) -> dict[int, float]:
+        return self._aside(StepPlan(sequence=-1, drops=(job_id,)), at_s)
+
+    def give_away(self, job_id: str, at_s: float) -> dict[int, float]:
+        return self._aside(StepPlan(sequence=-1, moves=(Move(job_id=job_id, source=0, ranks=(1,)),)), at_s)
+
+    def _aside(self, plan: StepPlan, at_s: float) -> dict[int, float]:
+        """A plan in which this rank works on nothing; what is told with it."""
+        self.device.now_s = max(self.device.now_s, at_s)
+        report, _ = self._jobs.execute(plan)
+        return dict(report.ended_ms)
+
+    def _is_last(self, job_id: str) -> bool:
+        return self._steps[job_id] == NUM_STEPS
+
+
+def launched(*step_s: float) -> dict[int, float]:
+    """Milliseconds of steps from 1 on, of which the device idled before the first: its launch is a part of it."""
+    took_s = [step_s[0] + LAUNCH_S, *step_s[1:]]
+    return {number: pytest.approx(1e3 * each) for number, each in enumerate(took_s, 1)}
+
+
+@pytest.mark.parametrize("step_s", [SHORT_S, LONG_S])
+@pytest.mark.parametrize("lead_share", [0.1, 0.25, 0.9])
+def test_a_step_takes_what_the_device_does_however_late_its_call_comes(step_s: float, lead_share: float) -> None:
+    """Each is sent as the one before it has ``lead_share`` of its time left."""
+    rank = DeviceRank()
+    rank.admit("a", step_s)
+    for _ in range(NUM_STEPS):
+        rank.step("a", at_s=rank.device.ends_s - lead_share * step_s)
+    assert rank.told_ms == launched(*[step_s] * NUM_STEPS)
+
+
+def test_a_step_is_told_of_with_the_next_and_the_last_at_once() -> None:
+    rank = DeviceRank()
+    rank.admit("a", SHORT_S)
+    told = [rank.step("a", at_s=0.0) for _ in range(NUM_STEPS)]
+    assert [sorted(each) for each in told] == [[], [1], [2], [3], [4], [5, 6]]
+
+
+def test_what_a_device_idles_belongs_to_no_step() -> None:
+    rank = DeviceRank()
+    rank.admit("a", SHORT_S)
+    for _ in range(NUM_STEPS):
+        rank.step("a", at_s=rank.device.ends_s + 100.0)
+    assert list(rank.told_ms.values()) == pytest.approx([1e3 * (SHORT_S + LAUNCH_S)] * NUM_STEPS)
+
+
+def test_jobs_in_turns_have_each_its_own_time() -> None:
+    rank = DeviceRank()
+    for job_id, step_s in (("long", LONG_S), ("short", SHORT_S)):
+        rank.admit(job_id, step_s)
+    for _ in range(NUM_STEPS):
+        for job_id in ("long", "short"):
+            rank.step(job_id, at_s=rank.device.ends_s - 0.1)
+    expected = launched(*[LONG_S, SHORT_S] * NUM_STEPS)
+    last = 2 * NUM_STEPS  # its turn came as the device had nothing to do: the one before it handed out its latents
+    assert rank.told_ms == expected | {last: pytest.approx(1e3 * (SHORT_S + LAUNCH_S))}
+
+
+def test_of_a_dropped_job_is_told_when_its_step_is_over() -> None:
+    """Nobody waits for it: a call that comes while it is under way hears nothing of it, a later one does."""
+    rank = DeviceRank()
+    rank.admit("a", LONG_S)
+    rank.step("a", at_s=0.0)
+    assert rank.drop("a", at_s=1.0) == {}
+    assert rank.device.now_s == 1.0
+    assert rank.drop("a", at_s=LONG_S + 10.0) == launched(LONG_S)
+
+
+@pytest.fixture
+def communicator() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_who_gives_a_job_away_tells_of_its_step_there_and_then(communicator: None) -> None:
+    """The job may be done elsewhere before this rank is called again."""
+    rank = DeviceRank()
+    rank.admit("a", LONG_S)
+    rank.step("a", at_s=0.0)
+    assert rank.give_away("a", at_s=1.0) == launched(LONG_S)
+
+
+def test_steps_of_a_host_are_over_with_their_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    pace, times_s = HostPace(), iter([10.0, 10.5])
+    monkeypatch.setattr("engines.gang.jobs.pace.time.perf_counter", lambda: next(times_s))
+    pace.arrive()
+    pace.begin(7)
+    pace.end()
+    pace.wait(0)
+    assert pace.ended_ms() == {7: pytest.approx(500.0)}
+    assert pace.ended_ms() == {}, "there is nothing else to tell"
+
+
+def test_a_rank_on_a_cpu_is_its_own_device() -> None:
+    assert isinstance(pace_on(torch.device("cpu")), HostPace)
