@@ -34,6 +34,8 @@ from benchmarks.timing import measure, rank_synchronize
 
 MOST_WAITED_S = 600.0
 """Longer than any stage lasts: who is stopped with its stage has timed nothing beside others."""
+MOST_SAID = 1500
+"""Characters of an error."""
 REPEATS_A_ROUND = 5
 BF16_TFLOPS, FP8_TFLOPS = 790.0, 1500.0
 """What an H200 reaches in a large bf16 product on random data, and about what is left of twice that in float8."""
@@ -62,7 +64,7 @@ def main() -> None:
     bench = Bench(rank=rank, world=world, small=not torch.cuda.is_available())
     say(f"{platform.node()}: {world} x {bench.device_name}, torch {torch.__version__}", flush=True)
     document: dict[str, Any] = {"hardware": f"{world} x {bench.device_name}", "torch": torch.__version__, "results": []}
-    ready = prepare_all(bench, chosen, say) if arguments.meet else {}
+    ready, errors = prepare_all(bench, chosen, say) if arguments.meet else ({}, {})
     if arguments.meet:
         meet(Path(arguments.meet), *arguments.turn, rank=rank)
     if arguments.rounds:
@@ -71,8 +73,8 @@ def main() -> None:
         if rank == 0 and arguments.out:
             Path(arguments.out).write_text(json.dumps(document))
     for case in chosen:
-        if arguments.meet and case not in ready:
-            document["results"].append({"case": case.name, "error": "not ready, or wrong: see the log"})
+        if case in errors:
+            document["results"].append({"case": case.name, "error": errors[case]})
         else:
             document["results"].append(run_case(bench, case, say, ready.get(case)))
         if rank == 0 and arguments.out:  # after every case: a later one may hang
@@ -85,9 +87,10 @@ def main() -> None:
 
 
 @torch.no_grad()
-def prepare_all(bench: Bench, cases: list[Case], say: Any) -> dict[Case, Any]:
-    """Steps that have run twice, gave the right answer, and wait to be timed."""
+def prepare_all(bench: Bench, cases: list[Case], say: Any) -> tuple[dict[Case, Any], dict[Case, str]]:
+    """Steps that have run twice, gave the right answer, and wait to be timed; and why the others do not."""
     ready: dict[Case, Any] = {}
+    errors: dict[Case, str] = {}
     for case in cases:
         try:
             fitting = bench.fitting(case)
@@ -96,15 +99,16 @@ def prepare_all(bench: Bench, cases: list[Case], say: Any) -> dict[Case, Any]:
             step()
             ready[case] = step
         except Exception:
-            say(f"{case.name}: not ready\n{traceback.format_exc()[-1500:]}", flush=True)
+            errors[case] = traceback.format_exc()[-MOST_SAID:]
+            say(f"{case.name}: not ready\n{errors[case]}", flush=True)
     rank_synchronize()
-    return ready
+    return ready, errors
 
 
 @torch.no_grad()
 def in_turns(bench: Bench, cases: list[Case], rounds: int, say: Any) -> list[dict[str, Any]]:
     """A few repeats of every case in each round, so that a GPU that warms up favours none: the medians' median."""
-    ready = prepare_all(bench, cases, say)
+    ready, _ = prepare_all(bench, cases, say)
     medians: dict[str, list[float]] = {case.name: [] for case in ready}
     for _ in range(rounds):
         for case, step in ready.items():
@@ -149,8 +153,8 @@ def run_case(bench: Bench, case: Case, say: Any, step: Any = None) -> dict[str, 
         else:  # prepared, and seen to be right
             times, extra = measure(step, repeats=bench.fitting(case).repeats, num_ranks=case.num_ranks), {}
     except Exception:
-        say(f"{case.name}: failed\n{traceback.format_exc()[-1500:]}", flush=True)
-        return {"case": case.name, "error": traceback.format_exc()[-300:]}
+        say(f"{case.name}: failed\n{traceback.format_exc()[-MOST_SAID:]}", flush=True)
+        return {"case": case.name, "error": traceback.format_exc()[-MOST_SAID:]}
     told = f"median {times.median_ms:8.2f}  lowest {times.lowest_ms:8.2f}  p90 {times.p90_ms:8.2f} ms"
     result = {"case": case.name, **asdict(times), **extra}
     if bench.small:  # another model, on a machine of unknown rates

@@ -104,6 +104,8 @@ SINGLE_RANK = (
     Case(maker="fast", side=1024, num_ranks=1, graph=False, default=False),
     Case(maker="eager", side=1024, num_ranks=1, graph=False, default=False, repeats=6),
     Case(maker="blocks", side=1024, num_ranks=1, default=False),
+    Case(maker="blocks", side=1024, num_ranks=1, graph=False, default=False),
+    Case(maker="blocks", side=2048, num_ranks=1, graph=False, default=False, repeats=6),
 )
 
 EXCHANGES = tuple(
@@ -126,7 +128,7 @@ PEERS = tuple(
     for maker in ("diffusers-ulysses", "diffusers-ring", "xdit", *SGLANG, *VLLM_OMNI)
     for side, num_ranks in ((1024, 2), (2048, 2), (1024, 4), (2048, 4), (512, 4))
 ) + tuple(
-    Case(maker=maker, side=side, num_ranks=1, graph=False, default=False)
+    Case(maker=maker, side=side, num_ranks=1, graph=False, default=False, repeats=6 if side > 1024 else 20)
     for maker in (*SGLANG, *VLLM_OMNI[:2])
     for side in (1024, 2048)
 )

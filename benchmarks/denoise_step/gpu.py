@@ -2,10 +2,11 @@
 
     python -m benchmarks.denoise_step.gpu OUT_DIR [--limit-s 560] [--stages NAME ...]
 
-Stages run in order, each in processes of its own with a limit, so that one that fails or hangs costs no other; a stage
-that the time left does not allow is passed over and named. ``peers`` are several gangs that compile at the same time
-and are timed one after the other. Every case is written as it ends: OUT_DIR/<stage>.json and .log. The last line is
-one JSON document with all results.
+Stages run in order (that of ``--stages``, where it is given), each in processes of its own with a limit, so that one
+that fails or hangs costs no other; a stage that the time left does not allow is passed over and named. ``peers`` are
+several gangs that compile at the same time and are timed one after the other; one that is not ready when most of its
+stage's time is over is stopped, and the others are timed without it. Every case is written as it ends:
+OUT_DIR/<stage>.json and .log. The last line is one JSON document with all results.
 """
 
 from __future__ import annotations
@@ -13,23 +14,37 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.denoise_step.stages import STAGES, Run, Stage
+from benchmarks.denoise_step.stage import Run, Stage
+from benchmarks.denoise_step.stages import STAGES
 
 SMALLEST_LIMIT_S = 15
 STOP_S = 35
 """A launcher gives its ranks 30 s before it kills them."""
-TAIL_LINES = 40
+READY_SHARE = 0.7
+"""Of a stage's time: gangs that are not ready then are stopped, or nobody would be timed."""
+TAIL_LINES, FEW_LINES, ERROR_LINES = 30, 8, 8
+"""Of a run that fails, of one that ends well, and of one case's error."""
+LINE, ERROR_SAID = 200, 300
+"""Characters."""
 POLL_S = 0.2
+TRIALS = re.compile(
+    r"\{|AUTOTUNE |Autotune |strides: |dtypes: |SingleProcess AUTOTUNE |\s+\S+ [\d.]+ ms [\d.]+%"
+    r"|(INFO|WARNING) \d\d-\d\d "
+)
+"""Begin lines about kernels that a compiler tried, results that are told elsewhere, and vLLM's news."""
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "PYTHONPYCACHEPREFIX")
 """Variables that name a folder of compiled kernels, or of Python's bytecode."""
 
@@ -51,9 +66,8 @@ def main() -> None:
     end_s = start_s + arguments.limit_s
     num_gpus = count_gpus()
     outcome: dict[str, str] = {}
-    for stage in STAGES:
-        if arguments.stages and stage.name not in arguments.stages:
-            continue
+    by_name = {stage.name: stage for stage in STAGES}
+    for stage in (by_name[name] for name in arguments.stages or by_name):
         left_s = int(end_s - time.monotonic())
         if num_gpus < stage.min_gpus or left_s < SMALLEST_LIMIT_S:
             outcome[stage.name] = f"passed over: {num_gpus} GPUs, {left_s} s left"
@@ -72,19 +86,34 @@ def perform(stage: Stage, num_gpus: int, limit_s: int, out: Path) -> dict[str, s
     shutil.rmtree(meeting, ignore_errors=True)  # an earlier call's: nobody would wait for anybody
     started = [start(run, turn, stage, num_gpus, out, meeting) for turn, run in enumerate(stage.runs)]
     waiting, outcome = list(started), {}
-    while waiting and time.monotonic() - start_s < limit_s:
-        for each in [each for each in waiting if each.process.poll() is not None]:
+    while waiting and (passed_s := time.monotonic() - start_s) < limit_s:
+        for each in list(waiting):
+            if each.process.poll() is not None:
+                outcome[each.run.name] = f"exit {each.process.returncode} after {passed_s:.0f} s"
+            elif stage.takes_turns and passed_s > READY_SHARE * limit_s and not is_ready(meeting, each.turn):
+                stop(each.process)
+                outcome[each.run.name] = f"not ready, stopped after {passed_s:.0f} s"
+            else:
+                continue
             waiting.remove(each)
-            outcome[each.run.name] = f"exit {each.process.returncode} after {time.monotonic() - start_s:.0f} s"
             leave(meeting, each.turn)
         time.sleep(POLL_S)
     for each in waiting:
         stop(each.process)
         outcome[each.run.name] = f"stopped after {time.monotonic() - start_s:.0f} s"
     for each in started:
-        lines = [line[:200] for line in each.log.read_text(errors="replace").splitlines() if is_news(line)]
-        print(f"== {each.run.name}: {outcome[each.run.name]}", *lines[-TAIL_LINES:], sep="\n", flush=True)
+        print(f"== {each.run.name}: {outcome[each.run.name]}", *ending(each, out), sep="\n", flush=True)
     return outcome
+
+
+def ending(ended: Started, out: Path) -> list[str]:
+    """Returns the last lines of what a run said, and of each error that it reports."""
+    lines = [line for line in ended.log.read_text(errors="replace").splitlines() if is_news(line)]
+    lines = lines[-(FEW_LINES if ended.process.returncode == 0 else TAIL_LINES) :]
+    for result in results_in(out / f"{ended.run.name}.json"):
+        if error := result.get("error"):
+            lines += [f"{result.get('case')} FAILED:", *error.splitlines()[-ERROR_LINES:]]
+    return [line[:LINE] for line in lines]
 
 
 def start(run: Run, turn: int, stage: Stage, num_gpus: int, out: Path, meeting: Path) -> Started:
@@ -96,14 +125,17 @@ def start(run: Run, turn: int, stage: Stage, num_gpus: int, out: Path, meeting: 
         environment.pop("PYTHONDONTWRITEBYTECODE", None)  # images set it, and no start would ever find bytecode
     if stage.takes_turns:
         meeting.mkdir(exist_ok=True)
-        environment["TORCHINDUCTOR_COMPILE_THREADS"] = "4"  # many processes compile at one time
+        ranks = sum(max(1, len(each.gpus)) for each in stage.runs)  # that compile at one time
+        environment["TORCHINDUCTOR_COMPILE_THREADS"] = str(max(4, (os.cpu_count() or 1) // ranks))
     log = out / f"{run.name}.log"
     (out / f"{run.name}.json").unlink(missing_ok=True)  # an earlier call's: it would pass for this run's
     command = command_of(run, num_gpus, out)
     if stage.takes_turns:
         command += ["--meet", str(meeting), "--turn", str(len(stage.runs)), str(turn)]
     with log.open("w") as stream:
-        process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment)
+        process = subprocess.Popen(
+            command, stdout=stream, stderr=subprocess.STDOUT, env=environment, process_group=0
+        )  # stopped with all that it started
     return Started(run=run, turn=turn, process=process, log=log)
 
 
@@ -126,27 +158,41 @@ def leave(meeting: Path, turn: int) -> None:
         (meeting / f"done-{turn}").touch()
 
 
+def is_ready(meeting: Path, turn: int) -> bool:
+    return (meeting / f"ready-{turn}").exists()
+
+
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """A launcher that is asked to stop stops its ranks."""
+    """A launcher that is asked to stop stops its ranks. Whatever is left then is killed: it would hold its GPU."""
     process.terminate()
-    try:
+    with suppress(subprocess.TimeoutExpired):
         process.wait(timeout=STOP_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def is_news(line: str) -> bool:
     noise = ("Attention backends are", "OMP_NUM_THREADS", "****", "_warn_once", "UserWarning: Warning: Profiler")
-    return bool(line.strip()) and not line.startswith("{") and not any(part in line for part in noise)
+    return bool(line.strip()) and not TRIALS.match(line) and not any(part in line for part in noise)
 
 
 def collect(out: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    for path in sorted(out.glob("*.json")):
-        if path.name == "all.json":
-            continue
+    for path in sorted({*out.glob("*.json")} - {out / "all.json"}):
+        for result in results_in(path):
+            error = {"error": result["error"][-ERROR_SAID:]} if "error" in result else {}
+            found.append({"stage": path.stem, **result, **error})
+    return found
+
+
+def results_in(path: Path) -> list[dict[str, Any]]:
+    """Returns what a run has written; nothing where it wrote nothing, or was stopped as it wrote."""
+    try:
         document = json.loads(path.read_text())
-        found.extend({"stage": path.stem, **result} for result in document.get("results", [document]))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return []
+    found: list[dict[str, Any]] = document.get("results", [document])
     return found
 
 

@@ -99,10 +99,13 @@ class Bench:
             self.references_for_peers()
             return peer_step(self.module, inputs, case.maker), lambda: None
         if case.maker == "blocks":
+            self.references_for_peers()  # another case of this process may be of another side
             self.reference(case.side, case.batch)
             self.module.compile_repeated_blocks(dynamic=False, fullgraph=True)
         step = self._module_step(inputs)
-        return (self._captured(lambda _: step(), {}) if case.graph and self.pool else step), lambda: None
+        if case.graph and self.pool:
+            return self._captured(lambda _: step(), {}), lambda: None
+        return torch.inference_mode()(step), lambda: None
 
     def _engine_step(self, case: Case) -> Step:
         """As a gang calls it: a job's step with its schedule. "switch" goes to one rank and back with every repeat."""

@@ -1,15 +1,24 @@
 """The peers beside Troupe on a host without a package index: unpacks archives, checks each peer, times what is there.
 
-    python -m benchmarks.peers.run OUT_DIR peers.tar.xz --limit-s 560
+    python -m benchmarks.peers.pack DIR                                            once, where there is an index
+    python -m benchmarks.peers.run OUT_DIR DIR/peers.tar.xz --limit-s 540          on a host of one, two or four GPUs
 
-``peers.tar.xz`` is that of ``benchmarks.peers.pack``. Packages are taken from PYTHONPATH, then from archives in their
-order, then from what is installed. The stages are those of ``benchmarks.denoise_step.gpu``; so is the last line.
+What is timed is chosen by the number of GPUs, most important first; ``--stages`` names others, or fewer:
+
+    python -m benchmarks.peers.run OUT_DIR peers.tar.xz --limit-s 540 --stages peers_of_one diffusers_of_one
+    python -m benchmarks.peers.run OUT_DIR peers.tar.xz --limit-s 540 --stages sglang_compiled_of_one
+
+A host of one GPU needs 120 GiB of its memory: each of three processes holds the model, vLLM-Omni's twice. Packages are
+taken from PYTHONPATH, then from archives in their order, then from what is installed. OUT_DIR holds two files, which
+are written anew all the time: ``results.json``, and ``logs.txt`` with the end of each process's output. The stages are
+those of ``benchmarks.denoise_step.gpu``; so is the last line.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -17,15 +26,20 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from benchmarks.denoise_step.gpu import collect, count_gpus
+from benchmarks.denoise_step.peer_stages import stages_of_host
 from benchmarks.denoise_step.stages import STAGES
 from benchmarks.peers.check import CHECKS
 
 CHECK_S = 90
 CHECK_LINES = 8
-PEER_STAGES = ("sglang_pair", "vllm_omni_pair", "sglang_compiled_pair", "peers_of_one", "diffusers_pair")
+GATHER_S = 5
+MOST_LOGGED = 400_000
+"""Characters of one process's output."""
 ROOT = Path(__file__).resolve().parents[2]
 CUDA = Path("/usr/local/cuda")
 
@@ -34,31 +48,54 @@ class Arguments(argparse.Namespace):
     out: Path
     archives: list[Path]
     limit_s: int
-    stages: list[str]
+    stages: Sequence[str]
     sites: Path
 
 
 def main() -> None:
     start_s = time.monotonic()
     arguments = parse()
+    stages = arguments.stages or [stage.name for stage in stages_of_host(count_gpus())]
     arguments.out.mkdir(parents=True, exist_ok=True)
     environment = environment_with([unpacked(archive, arguments.sites) for archive in arguments.archives])
     print(f"unpacked after {time.monotonic() - start_s:.0f} s; {tools(environment)}", flush=True)
-    check(arguments.out, environment)
-    left_s = int(arguments.limit_s - (time.monotonic() - start_s))
-    print(f"checked after {time.monotonic() - start_s:.0f} s; stages within {left_s} s", flush=True)
-    stages = [str(arguments.out), f"--limit-s={left_s}", "--stages", *arguments.stages]
-    command = [sys.executable, "-m", "benchmarks.denoise_step.gpu", *stages]
-    sys.exit(subprocess.run(command, env=environment).returncode)
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        check(work, environment)
+        gather(work, arguments.out)
+        left_s = int(arguments.limit_s - (time.monotonic() - start_s))
+        print(f"checked after {time.monotonic() - start_s:.0f} s; {', '.join(stages)} within {left_s} s", flush=True)
+        sys.exit(perform(stages, left_s, work, arguments.out, environment))
+
+
+def perform(stages: Sequence[str], limit_s: int, work: Path, out: Path, environment: dict[str, str]) -> int:
+    """Returns the exit code of the stages, whose files ``work`` gets; ``out`` has the gist all the time, as whoever
+    started this may stop it."""
+    options = [str(work), f"--limit-s={limit_s}", "--stages", *stages]
+    process = subprocess.Popen([sys.executable, "-m", "benchmarks.denoise_step.gpu", *options], env=environment)
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GATHER_S)
+        gather(work, out)
+        if process.returncode is not None:
+            return process.returncode
+
+
+def gather(work: Path, out: Path) -> None:
+    """Hosts hand back few files, and small ones."""
+    logs = sorted(work.glob("*.log"), key=lambda path: path.stat().st_mtime)
+    ends = (f"## {log.stem}\n{log.read_text(errors='replace')[-MOST_LOGGED:]}\n" for log in logs)
+    (out / "logs.txt").write_text("".join(ends))
+    (out / "results.json").write_text(json.dumps({"results": collect(work)}))
 
 
 def parse() -> Arguments:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT_DIR")
     parser.add_argument("archives", type=Path, nargs="+", metavar="ARCHIVE")
-    parser.add_argument("--limit-s", type=int, default=560)
+    parser.add_argument("--limit-s", type=int, default=540)
     names = [stage.name for stage in STAGES]
-    parser.add_argument("--stages", nargs="+", default=PEER_STAGES, choices=names, metavar="STAGE")
+    parser.add_argument("--stages", nargs="+", default=(), choices=names, metavar="STAGE")
     temporary = Path(tempfile.gettempdir()) / "troupe_peers"
     parser.add_argument("--sites", type=Path, default=temporary, help=f"where archives are unpacked; {temporary}")
     return parser.parse_args(namespace=Arguments())

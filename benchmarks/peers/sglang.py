@@ -73,6 +73,7 @@ def _transformer(module: Any, compiled: Compiled) -> Any:
         fusion.mount(transformer)  # what its default quality, "lossless", allows of those that this model has
     if compiled:
         torch._dynamo.reset()
+        torch._dynamo.config.automatic_dynamic_shapes = False  # each size as if it were the only one that is served
         how = build_torch_compile_kwargs(
             mode="max-autotune-no-cudagraphs", module=transformer, enable_inductor_compute_comm_overlap=True
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable
 from functools import cache, partial
 from types import SimpleNamespace
@@ -21,6 +22,13 @@ SGLANG_COMPILED: dict[str, Compiled] = {"sglang": "", "sglang-compiled": "whole"
 
 
 def peer_step(module: Any, inputs: dict[str, Tensor], maker: str) -> Callable[[], Tensor]:
+    """Returns one step of the peer ``maker``, which runs in inference mode."""
+    step: Callable[[], Tensor] = torch.inference_mode()(_peer_step(module, inputs, maker))
+    return step
+
+
+def _peer_step(module: Any, inputs: dict[str, Tensor], maker: str) -> Callable[[], Tensor]:
+    os.environ.setdefault("LOCAL_RANK", "0")  # by which peers choose their device; a launcher sets it
     if not dist.is_initialized():  # peers ask for their groups on one rank as well
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.denoise_step import gpu
-from benchmarks.denoise_step.stages import STAGES, Run, Stage
+from benchmarks.denoise_step.stage import Run, Stage
+from benchmarks.denoise_step.stages import STAGES
 from tests.support.patience import PATIENCE_S
 
 SOURCE = """
@@ -70,3 +71,55 @@ def test_what_an_earlier_call_has_left_is_neither_waited_for_nor_reported(
     assert outcome.startswith("exit 0")
     assert (tmp_path / "run.log").read_text().strip() == "[]"
     assert gpu.collect(tmp_path) == []
+
+
+NEVER_READY = "import time\nprint('compiling', flush=True)\ntime.sleep(600)"
+TIMED_LAST = """
+import json, pathlib, sys, time
+value = lambda name, offset=1: sys.argv[sys.argv.index(name) + offset]
+meeting = pathlib.Path(value("--meet"))
+(meeting / f"ready-{value('--turn', 2)}").touch()
+while len(list(meeting.glob("done-*"))) < 1:
+    time.sleep(0.05)
+results = [{"case": "good", "median_ms": 1.0}, {"case": "bad", "error": "first\\nlast"}]
+pathlib.Path(value("--out")).write_text(json.dumps({"results": results}))
+"""
+
+
+def test_who_is_not_ready_in_time_is_stopped_and_the_others_are_timed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "never_ready.py").write_text(NEVER_READY)
+    (tmp_path / "timed_last.py").write_text(TIMED_LAST)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    ready = gpu.is_ready
+    monkeypatch.setattr(gpu, "READY_SHARE", 0.0)
+    monkeypatch.setattr(gpu, "is_ready", lambda meeting, turn: turn == 1 or ready(meeting, turn))  # as soon as it can
+    runs = tuple(Run(name=name, module=name, all_gpus=False) for name in ("never_ready", "timed_last"))
+    limit_s = int(PATIENCE_S)
+    outcome = gpu.perform(Stage(name="s", runs=runs, limit_s=limit_s, takes_turns=True), 0, limit_s, tmp_path)
+    assert outcome["never_ready"].startswith("not ready")
+    assert outcome["timed_last"].startswith("exit 0")
+    assert capsys.readouterr().out.splitlines()[-4:] == [
+        f"== timed_last: {outcome['timed_last']}",
+        "bad FAILED:",
+        "first",
+        "last",
+    ]
+
+
+def test_a_result_that_was_being_written_costs_no_other(tmp_path: Path) -> None:
+    (tmp_path / "half.json").write_text('{"results": [{"ca')
+    (tmp_path / "whole.json").write_text(json.dumps({"results": [{"case": "whole"}]}))
+    assert gpu.collect(tmp_path) == [{"stage": "whole", "case": "whole"}]
+
+
+def test_what_a_compiler_tries_is_no_news() -> None:
+    tried = (
+        "AUTOTUNE addmm(128x256)",
+        "  triton_mm_3 0.0216 ms 100.0% ",
+        "strides: [0, 1]",
+        "INFO 11-23 11:56:07 [compile]",
+    )
+    assert not any(gpu.is_news(line) for line in tried)
+    assert gpu.is_news("fast/1024/w1/bf16   floor   94.10  median   118.30")

@@ -5,10 +5,19 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.denoise_step.cases import CASES
-from benchmarks.denoise_step.stages import PEERS, PEERS_OF_A_PAIR, SLOW_PEERS, STAGES, Run, Stage
+from benchmarks.denoise_step.peer_stages import (
+    OF_HOST,
+    PEERS,
+    PEERS_OF_A_PAIR,
+    PEERS_OF_ONE,
+    SLOW_PEERS,
+    stages_of_host,
+)
+from benchmarks.denoise_step.stage import Run, Stage
+from benchmarks.denoise_step.stages import STAGES
 
 BY_NAME = {case.name: case for case in CASES}
-BESIDE_EACH_OTHER = (*PEERS, *SLOW_PEERS, *PEERS_OF_A_PAIR)
+BESIDE_EACH_OTHER = (*PEERS, *SLOW_PEERS, *PEERS_OF_A_PAIR, *PEERS_OF_ONE)
 
 
 def wanted(run: Run) -> tuple[str, ...]:
@@ -21,14 +30,24 @@ def test_gangs_that_take_turns_name_cases_for_as_many_ranks_as_they_have(run: Ru
     assert {BY_NAME[name].num_ranks for name in wanted(run)} == {len(run.gpus)}
 
 
-@pytest.mark.parametrize("stage", PEERS_OF_A_PAIR, ids=lambda stage: stage.name)
-def test_a_host_of_two_gpus_is_enough_for_the_stages_of_a_pair(stage: Stage) -> None:
-    assert stage.min_gpus <= 2
-    assert {gpu for run in stage.runs for gpu in run.gpus} <= {0, 1}
+@pytest.mark.parametrize("num_gpus", [1, 2, 3, 4, 8])
+def test_a_host_has_gpus_for_the_stages_that_it_is_asked_for(num_gpus: int) -> None:
+    assert {stage.min_gpus for stage in stages_of_host(num_gpus)} <= set(range(1, num_gpus + 1))
+    assert set(stages_of_host(num_gpus)) <= set(STAGES)
+    assert {gpu for stage in stages_of_host(num_gpus) for run in stage.runs for gpu in run.gpus} <= set(range(num_gpus))
 
 
-@pytest.mark.parametrize("stage", PEERS_OF_A_PAIR, ids=lambda stage: stage.name)
-def test_peers_of_a_pair_take_turns_with_ours_at_the_same_sizes(stage: Stage) -> None:
+def test_a_host_is_asked_first_for_what_takes_all_its_gpus() -> None:
+    assert {size: stages_of_host(size)[0].min_gpus for size in OF_HOST} == {1: 1, 2: 2, 4: 4}
+
+
+def test_a_host_without_a_gpu_is_asked_for_nothing() -> None:
+    with pytest.raises(ValueError, match="need a GPU"):
+        stages_of_host(0)
+
+
+@pytest.mark.parametrize("stage", [*PEERS_OF_A_PAIR, *PEERS_OF_ONE], ids=lambda stage: stage.name)
+def test_peers_take_turns_with_ours_at_the_same_sizes(stage: Stage) -> None:
     sides = {run.name: {BY_NAME[name].side for name in wanted(run)} for run in stage.runs}
     (mine,) = (name for name in sides if "beside" in name)
     assert stage.takes_turns

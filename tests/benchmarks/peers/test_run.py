@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.denoise_step.stages import STAGES
 from benchmarks.peers import run
 
 
@@ -23,8 +22,50 @@ def archive(tmp_path: Path) -> Path:
     return tmp_path / "peers.tar.xz"
 
 
-def test_the_peers_have_stages() -> None:
-    assert [stage.name for stage in STAGES if stage.name in run.PEER_STAGES] == list(run.PEER_STAGES)
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
+    folder = tmp_path / "work"
+    folder.mkdir()
+    return folder
+
+
+def test_few_files_are_left_and_each_log_s_end_is_in_one(
+    monkeypatch: pytest.MonkeyPatch, work: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(run, "MOST_LOGGED", 6)
+    for name in ("first", "second"):
+        (work / f"{name}.log").write_text(f"much of {name}")
+        os.utime(work / f"{name}.log", (len(name), len(name)))
+        (work / f"{name}.json").write_text(json.dumps({"results": [{"case": name}]}))
+    (work / "meeting-stage").mkdir()
+    out = tmp_path / "out"
+    out.mkdir()
+    for _ in range(2):
+        run.gather(work, out)
+    assert {path.name for path in out.iterdir()} == {"logs.txt", "results.json"}
+    assert (out / "logs.txt").read_text() == "## first\n first\n## second\nsecond\n"
+    found = json.loads((out / "results.json").read_text())["results"]
+    assert found == [{"stage": name, "case": name} for name in ("first", "second")]
+
+
+def test_what_there_is_can_be_read_while_stages_run(
+    monkeypatch: pytest.MonkeyPatch, work: Path, tmp_path: Path
+) -> None:
+    """The second of two stages ends when the gist of the first is there, or never."""
+    (tmp_path / "benchmarks/denoise_step").mkdir(parents=True)
+    (tmp_path / "benchmarks/denoise_step/gpu.py").write_text(
+        "import pathlib, sys, time\n"
+        "work, out = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[1]).parent / 'out'\n"
+        "(work / 'one.log').write_text(' '.join(sys.argv[2:]))\n"
+        "while not (out / 'logs.txt').exists(): time.sleep(0.05)\n"
+        "sys.exit(3)"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run, "GATHER_S", 0.2)
+    (tmp_path / "out").mkdir()
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    assert run.perform(("one", "other"), 60, work, tmp_path / "out", environment) == 3
+    assert (tmp_path / "out/logs.txt").read_text() == "## one\n--limit-s=60 --stages one other\n"
 
 
 def test_an_archive_is_unpacked_once_and_what_was_left_half_unpacked_is_not_taken(

@@ -1,0 +1,130 @@
+"""Peers beside Troupe on the same GPUs, for hosts of one, two and four."""
+
+from __future__ import annotations
+
+from benchmarks.denoise_step.stage import FIRST, FOUR, LAST, ONE, Stage, beside, ours, peer
+
+# In two stages: each run holds the whole model on its GPUs, and three of them are what fits. On four the goals' own
+# stage is what they stand beside; on 2 ranks their GPUs are cooler than there, so Troupe takes its turn with them.
+PEERS = (
+    beside(
+        "peers",
+        peer("ulysses4", "diffusers-ulysses", FOUR, 1024, 2048),
+        peer("ring4", "diffusers-ring", FOUR, 1024, 2048),
+        peer("xdit4", "xdit", FOUR, 1024, 2048),
+        limit_s=130,
+    ),
+    beside(
+        "peers_of_two",
+        peer("ulysses2", "diffusers-ulysses", FIRST, 1024),
+        peer("ring2", "diffusers-ring", LAST, 1024),
+        peer("xdit2", "xdit", FIRST, 1024),
+        ours("ours2", LAST),
+        limit_s=100,
+    ),
+)
+# Minutes each: SGLang compiles its transformer whole, with trials of every product; vLLM-Omni compiles in one thread,
+# copies the weights, and its tensor parallelism wants a process of its own.
+SLOW_PEERS = (
+    beside(
+        "sglang",
+        peer("sglang4", "sglang", FOUR, 1024, 2048),
+        peer("sglang_compiled4", "sglang-compiled", FOUR, 1024),
+        ours("ours4", FOUR),
+        limit_s=400,
+    ),
+    beside(
+        "sglang_of_two",
+        peer("sglang2", "sglang", FIRST, 1024),
+        peer("sglang_compiled2", "sglang-compiled", LAST, 1024),
+        ours("beside_sglang2", FIRST),
+        limit_s=400,
+    ),
+    beside(
+        "vllm_omni",
+        peer("vllm_omni4", "vllm-omni", FOUR, 1024, 2048),
+        peer("vllm_omni_tensor4", "vllm-omni-tensor", FOUR, 1024),
+        limit_s=350,
+    ),
+    beside(
+        "vllm_omni_of_two",
+        peer("vllm_omni2", "vllm-omni", FIRST, 1024),
+        peer("vllm_omni_tensor2", "vllm-omni-tensor", LAST, 1024),
+        ours("beside_vllm_omni2", FIRST),
+        limit_s=350,
+    ),
+)
+# The same for a host of two GPUs, by importance: a gang that is not ready in time costs its whole stage.
+PEERS_OF_A_PAIR = (
+    beside(
+        "sglang_pair",
+        peer("pair_sglang", "sglang", FIRST, 1024, 2048),
+        peer("pair_sglang_blocks", "sglang-blocks", FIRST, 1024, 2048),
+        ours("pair_beside_sglang", FIRST, 1024, 2048),
+        limit_s=240,
+    ),
+    beside(
+        "vllm_omni_pair",
+        peer("pair_vllm_omni", "vllm-omni", FIRST, 1024, 2048),
+        peer("pair_vllm_omni_tensor", "vllm-omni-tensor", FIRST, 1024, 2048),
+        ours("pair_beside_vllm_omni", FIRST, 1024, 2048),
+        limit_s=200,
+    ),
+    beside(
+        "sglang_compiled_pair",
+        peer("pair_sglang_compiled", "sglang-compiled", FIRST, 1024),
+        ours("pair_beside_sglang_compiled", FIRST),
+        limit_s=400,
+    ),
+    beside(
+        "diffusers_pair",
+        peer("pair_ulysses", "diffusers-ulysses", FIRST, 1024, 2048),
+        peer("pair_ring", "diffusers-ring", FIRST, 1024, 2048),
+        ours("pair_beside_diffusers", FIRST, 1024, 2048),
+        limit_s=130,
+    ),
+)
+# The first has what is certain to be ready: SGLang as it ships, and what compiles in half a minute. SGLang's
+# compilation tries many kernels for every product, and takes minutes.
+PEERS_OF_ONE = (
+    beside(
+        "peers_of_one",
+        peer("one_sglang", "sglang", ONE, 1024, 2048),
+        peer("one_vllm_omni", "vllm-omni", ONE, 1024, 2048),
+        ours("one_beside_peers", ONE, 1024, 2048),
+        limit_s=160,
+    ),
+    beside(
+        "peers_of_one_other_way",
+        peer("one_sglang_blocks", "sglang-blocks", ONE, 1024, 2048),
+        peer("one_vllm_omni_eager", "vllm-omni-eager", ONE, 1024, 2048),
+        ours("one_beside_the_other_way", ONE, 1024, 2048),
+        limit_s=260,
+    ),
+    beside(
+        "diffusers_of_one",
+        peer("one_diffusers", "blocks", ONE, 1024, 2048),
+        ours("one_beside_diffusers", ONE, 1024, 2048),
+        limit_s=100,
+    ),
+    beside(
+        "sglang_compiled_of_one",
+        peer("one_sglang_compiled", "sglang-compiled", ONE, 1024),
+        ours("one_beside_sglang_compiled", ONE),
+        limit_s=400,
+    ),
+)
+OF_HOST = {
+    1: PEERS_OF_ONE,
+    2: (*PEERS_OF_A_PAIR, *PEERS_OF_ONE),
+    4: (*SLOW_PEERS, *PEERS, *PEERS_OF_A_PAIR),
+}
+"""By the number of GPUs."""
+
+
+def stages_of_host(num_gpus: int) -> tuple[Stage, ...]:
+    """Returns what a host of so many GPUs is asked for, most important first; ValueError for one without any."""
+    fitting = [size for size in OF_HOST if size <= num_gpus]
+    if not fitting:
+        raise ValueError(f"peers need a GPU, and this host has {num_gpus}")
+    return OF_HOST[max(fitting)]

@@ -1,0 +1,67 @@
+"""A stage of ``benchmarks.denoise_step.gpu`` and its runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+STEP = "benchmarks.denoise_step"
+DEFAULT = "peer"
+"""How ranks reach each other's memory in the cases that engines run."""
+FOUR, FIRST, LAST, ONE = (0, 1, 2, 3), (0, 1), (2, 3), (0,)
+"""GPUs of a host."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """``module`` with ``arguments``: on all GPUs, on ``gpus`` (a rank each), or on one.
+
+    ``own_caches``: compiled kernels and Python's bytecode are not those of other runs, but of runs that say the same,
+    and there are none at first.
+    """
+
+    name: str
+    module: str = STEP
+    arguments: tuple[str, ...] = ()
+    all_gpus: bool = True
+    gpus: tuple[int, ...] = ()
+    writes_json: bool = True
+    own_caches: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """Runs that start at the same time, stopped after ``limit_s``; ``takes_turns``: only one is timed at a time."""
+
+    name: str
+    runs: tuple[Run, ...]
+    limit_s: int
+    min_gpus: int = 1
+    takes_turns: bool = False
+
+
+def alone(name: str, *arguments: str, limit_s: int, min_gpus: int = 1, **options: object) -> Stage:
+    """A stage of one run of its own name."""
+    run = Run(name=name, arguments=arguments, **options)  # type: ignore[arg-type]
+    return Stage(name=name, runs=(run,), limit_s=limit_s, min_gpus=min_gpus)
+
+
+def case_name(maker: str, side: int, gpus: tuple[int, ...], option: str) -> str:
+    several = ("ulysses", option) if len(gpus) > 1 else (option,) * (option != DEFAULT)
+    return "/".join((maker, str(side), f"w{len(gpus)}", "bf16", *several))
+
+
+def peer(name: str, maker: str, gpus: tuple[int, ...], *sides: int) -> Run:
+    cases = [case_name(maker, side, gpus, "uncaptured") for side in sides]
+    return Run(name=f"peer_{name}", arguments=("--only", *cases), gpus=gpus)
+
+
+def ours(name: str, gpus: tuple[int, ...], *sides: int) -> Run:
+    """What stands beside peers on these GPUs."""
+    cases = [case_name("fast", side, gpus, DEFAULT) for side in sides or (1024,)]
+    return Run(name=name, arguments=("--only", *cases), gpus=gpus)
+
+
+def beside(name: str, *runs: Run, limit_s: int) -> Stage:
+    """Peers on the same GPUs, timed one after the other."""
+    num_gpus = 1 + max(gpu for run in runs for gpu in run.gpus)
+    return Stage(name=name, runs=runs, limit_s=limit_s, min_gpus=num_gpus, takes_turns=True)
