@@ -1,23 +1,25 @@
-"""When requests come: at random, in bursts, or as a file says."""
+"""When requests come: at random, in bursts, or as a file says; and whose they are."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
 from benchmarks.load.mix import Mix, RequestClass
+from benchmarks.load.owner import Owner, Owners
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
-    """A request of ``kind``, ``at_s`` after the start."""
+    """A request of ``kind``, ``at_s`` after the start; ``owner`` is None where the server asks for no keys."""
 
     at_s: float
     kind: RequestClass
     seed: int
+    owner: Owner | None = None
 
 
 def poisson(mix: Mix, rate_per_s: float, duration_s: float, seed: int) -> tuple[Arrival, ...]:
@@ -50,6 +52,12 @@ def trace(mix: Mix, path: Path, seed: int) -> tuple[Arrival, ...]:
         kind = mix.named(entry["class"]) if "class" in entry else mix.drawn(random)
         arrivals.append(Arrival(at_s=float(entry["at_s"]), kind=kind, seed=number))
     return tuple(sorted(arrivals, key=lambda one: one.at_s))
+
+
+def owned(arrivals: Sequence[Arrival], owners: Owners, seed: int) -> tuple[Arrival, ...]:
+    """Returns the same arrivals, each with one of ``owners``."""
+    drawn = owners.drawn(len(arrivals), seed)
+    return tuple(replace(one, owner=owner) for one, owner in zip(arrivals, drawn, strict=True))
 
 
 def _drawn(mix: Mix, times: tuple[float, ...], random: Random) -> tuple[Arrival, ...]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import httpx
@@ -15,28 +15,55 @@ from benchmarks.load.mix import RequestClass
 from benchmarks.serving.clients import stages_ms
 
 TIMEOUT_S = 1200.0
+NO_HEADERS: Mapping[str, str] = {}
 FROM_S = 0.05
 """So long before the first arrival."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """``status`` 0 is a connection that ended without an answer. ``late_s`` is how late the request was sent."""
+class Answer:
+    """``status`` 0 is a connection that ended without one. ``eta_s`` is what the whole was predicted to take when it
+    came to a gang (None: nobody knew), ``gpu_s`` how long ranks were at work in its steps."""
+
+    status: int
+    stages_ms: dict[str, float] = field(default_factory=dict)
+    eta_s: float | None = None
+    gpu_s: float = 0.0
+
+    @classmethod
+    def of(cls, response: httpx.Response) -> Answer:
+        headers = response.headers
+        return cls(
+            status=response.status_code,
+            stages_ms=stages_ms(headers.get("server-timing", "")),
+            eta_s=float(headers["x-troupe-eta"]) if "x-troupe-eta" in headers else None,
+            gpu_s=float(headers.get("x-troupe-gpu-seconds", 0.0)),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome(Answer):
+    """What became of a request that came ``at_s``. ``late_s`` is how late it was sent."""
 
     name: str
     at_s: float
     late_s: float
     latency_s: float
-    status: int
-    stages_ms: dict[str, float] = field(default_factory=dict)
 
     @property
     def is_right(self) -> bool:
         return self.status == httpx.codes.OK
 
+    @property
+    def eta_error(self) -> float | None:
+        """By how much of what the server says that it took its prediction was wrong; None if there was none."""
+        total_s = self.stages_ms.get("total", 0.0) / 1e3
+        return None if self.eta_s is None or not total_s else abs(self.eta_s - total_s) / total_s
+
 
 async def send_all(url: str, arrivals: Sequence[Arrival], headers: dict[str, str]) -> list[Outcome]:
-    """Sends each at its time; returns when all have been answered, in the order of their arrival."""
+    """Sends each at its time, with its owner's key or ``headers``; returns when all have been answered, in the order
+    of their arrival."""
     no_limit = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=no_limit, headers=headers) as client:
         start_s = time.perf_counter() + FROM_S
@@ -46,25 +73,26 @@ async def send_all(url: str, arrivals: Sequence[Arrival], headers: dict[str, str
 async def _send(client: httpx.AsyncClient, arrival: Arrival, start_s: float) -> Outcome:
     await asyncio.sleep(start_s + arrival.at_s - time.perf_counter())
     sent_s = time.perf_counter()
-    status, stages_ms = await answered(client, arrival.kind, arrival.seed)
+    headers = arrival.owner.headers if arrival.owner else {}
+    answer = await answered(client, arrival.kind, arrival.seed, headers)
     return Outcome(
         name=arrival.kind.name,
         at_s=arrival.at_s,
         late_s=sent_s - start_s - arrival.at_s,
         latency_s=time.perf_counter() - start_s - arrival.at_s,
-        status=status,
-        stages_ms=stages_ms,
+        **asdict(answer),
     )
 
 
-async def answered(client: httpx.AsyncClient, kind: RequestClass, seed: int) -> tuple[int, dict[str, float]]:
-    """The status of one request, and the milliseconds of its stages."""
+async def answered(
+    client: httpx.AsyncClient, kind: RequestClass, seed: int, headers: Mapping[str, str] = NO_HEADERS
+) -> Answer:
+    """Sends one request, with ``headers`` beside those of the client."""
     body: dict[str, Any] = {**kind.body, "seed": seed}
     try:
-        answer = await client.post(kind.path, json=body)
+        return Answer.of(await client.post(kind.path, json=body, headers=headers))
     except httpx.HTTPError:
-        return 0, {}
-    return answer.status_code, stages_ms(answer.headers.get("server-timing", ""))
+        return Answer(status=0)
 
 
 async def lone_times_s(
@@ -80,9 +108,9 @@ async def lone_times_s(
             several = []
             for seed in range(repeats + 1):
                 start_s = time.perf_counter()
-                status, _ = await answered(client, kind, seed)
+                answer = await answered(client, kind, seed)
                 several.append(time.perf_counter() - start_s)
-                if status != httpx.codes.OK:
-                    raise RuntimeError(f"a request of class {kind.name} alone was answered {status}")
+                if answer.status != httpx.codes.OK:
+                    raise RuntimeError(f"a request of class {kind.name} alone was answered {answer.status}")
             times[kind.name] = sorted(several[1:])[repeats // 2]
     return times

@@ -1,9 +1,11 @@
 """Random arrivals through each policy, without GPUs: how long pictures wait, and how many are done in time.
 
     python -m benchmarks.policies [--gpus 2] [--load 0.75] [--num 3000] [--policies shortest,arrival] [--seed 1]
+                                  [--owners three | none]
 
 Steps last as long as was measured on H200s; the load is the share of the time in which one gang of all GPUs would be
-busy. A picture is in time within ``--scale`` times what it takes alone. The last line is one JSON document.
+busy. A picture is in time within ``--scale`` times what it takes alone. Each is somebody's (``--owners``), by whose
+weights the policy ``fair`` goes. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from random import Random
 from statistics import fmean, median
 from typing import Any
 
+from benchmarks.load.owner import Owner, load_owners
 from benchmarks.policies.h200 import NUM_STEPS, SHARES, STEPS
+from benchmarks.policies.shares import Served, shares, told
 from benchmarks.policies.simulation import Arrival, SimulatedGang, Simulation
 from engines.gang.policies.registry import POLICIES, make_policy
 
@@ -25,7 +29,8 @@ from engines.gang.policies.registry import POLICIES, make_policy
 def main() -> None:
     arguments = parse()
     lone_s = {shape: NUM_STEPS * by_size[arguments.gpus] for shape, by_size in STEPS.items()}
-    arrivals = poisson(arguments.num, arguments.load, lone_s, arguments.seed)
+    owners = arguments.owners.drawn(arguments.num, arguments.seed)
+    arrivals = with_owners(poisson(arguments.num, arguments.load, lone_s, arguments.seed), owners)
     rows = []
     for policy in arguments.policies.split(","):
         for elastic in (False, True):
@@ -33,6 +38,7 @@ def main() -> None:
             simulation = Simulation(gang=gang, policy=make_policy(policy))
             simulation.run(with_deadlines(arrivals, lone_s, arguments.scale) if policy == "deadline" else arrivals)
             row = {"policy": policy, "elastic": elastic, **summary(simulation, arrivals, lone_s, arguments.scale)}
+            row |= shares(served(simulation, arrivals, owners, lone_s))
             print(line(row), file=sys.stderr, flush=True)
             rows.append(row)
     print(json.dumps({"gpus": arguments.gpus, "load": arguments.load, "seed": arguments.seed, "rows": rows}))
@@ -47,6 +53,29 @@ def poisson(num: int, load: float, lone_s: dict[str, float], seed: int) -> list[
         (shape,) = random.choices(list(SHARES), list(SHARES.values()))
         arrivals.append(Arrival(at_s=at_s, shape=shape, num_steps=NUM_STEPS))
     return arrivals
+
+
+def with_owners(arrivals: Sequence[Arrival], owners: Sequence[Owner | None]) -> list[Arrival]:
+    """Returns the same, as a gang hears of them."""
+    known = [{} if owner is None else {"key": owner.name, "weight": owner.weight} for owner in owners]
+    return [replace(one, fields={**one.fields, **fields}) for one, fields in zip(arrivals, known, strict=True)]
+
+
+def served(
+    simulation: Simulation, arrivals: Sequence[Arrival], owners: Sequence[Owner | None], lone_s: dict[str, float]
+) -> list[Served]:
+    """Those that somebody owns."""
+    return [
+        Served(
+            owner=owner,
+            at_s=one.at_s,
+            end_s=one.at_s + simulation.latencies_s[number],
+            lone_s=lone_s[one.shape],
+            steps=simulation.steps[number],
+        )
+        for number, (one, owner) in enumerate(zip(arrivals, owners, strict=True))
+        if owner is not None
+    ]
 
 
 def with_deadlines(arrivals: Sequence[Arrival], lone_s: dict[str, float], scale: float) -> list[Arrival]:
@@ -80,7 +109,8 @@ def summary(
 def line(row: dict[str, Any]) -> str:
     kind = "elastic" if row["elastic"] else "one team"
     share = f"{100 * row['attainment']:.1f} % in time"
-    return f"{row['policy']:10} {kind:9} {share}, mean {row['mean_s']} s, p95 {row['p95_s']}, {row['mean_s_by_shape']}"
+    times = f"mean {row['mean_s']} s, p95 {row['p95_s']}, {row['mean_s_by_shape']}"
+    return f"{row['policy']:10} {kind:9} {share}, {times}; {told({'all': row})}"
 
 
 def parse() -> argparse.Namespace:
@@ -90,6 +120,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--num", type=int, default=3000, help="of pictures")
     parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--owners", type=load_owners, default="three", help="a file of them, the name of a known one, none"
+    )
     parser.add_argument("--scale", type=float, default=3.0, help="a deadline, in times the lone time")
     return parser.parse_args()
 

@@ -16,7 +16,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
-from benchmarks.load.client import TIMEOUT_S, answered
+from benchmarks.load.client import NO_HEADERS, TIMEOUT_S, answered
 from benchmarks.load.mix import RequestClass
 from engines.gang.predictions.prediction import StepKey, speedup
 from engines.gang.predictions.step_times import StepTimes
@@ -80,9 +80,11 @@ def told(alone: Mapping[str, Alone]) -> dict[str, Any]:
     return _ALL.dump_python(dict(alone), mode="json")  # type: ignore[no-any-return]
 
 
-async def measured(url: str, metrics: Callable[[], str], kinds: Sequence[RequestClass]) -> dict[str, Alone]:
+async def measured(
+    url: str, metrics: Callable[[], str], kinds: Sequence[RequestClass], headers: Mapping[str, str] = NO_HEADERS
+) -> dict[str, Alone]:
     """Medians of a few requests of each class, the first not counted. RuntimeError if one is not answered."""
-    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, headers=headers) as client:
         return {kind.name: await _measured(client, metrics, kind) for kind in kinds}
 
 
@@ -120,15 +122,15 @@ async def _defaults(client: httpx.AsyncClient, kind: RequestClass) -> tuple[str,
 async def _one(client: httpx.AsyncClient, kind: RequestClass, seed: int) -> tuple[float, float]:
     """Seconds in all, and of its steps."""
     began_s = asyncio.get_running_loop().time()
-    status, stages_ms = await answered(client, kind, seed)
-    if status != httpx.codes.OK:
-        raise RuntimeError(f"a request of class {kind.name} alone was answered {status}")
-    return asyncio.get_running_loop().time() - began_s, stages_ms["denoise"] / 1e3
+    answer = await answered(client, kind, seed)
+    if answer.status != httpx.codes.OK:
+        raise RuntimeError(f"a request of class {kind.name} alone was answered {answer.status}")
+    return asyncio.get_running_loop().time() - began_s, answer.stages_ms["denoise"] / 1e3
 
 
-async def made_ready(url: str, kinds: Sequence[RequestClass]) -> None:
+async def made_ready(url: str, kinds: Sequence[RequestClass], headers: Mapping[str, str] = NO_HEADERS) -> None:
     """One request of each class, so that those after it find all that is made once for a size."""
-    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, headers=headers) as client:
         for kind in kinds:
             await _one(client, kind, 0)
 

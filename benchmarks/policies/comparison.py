@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
@@ -18,9 +18,12 @@ from benchmarks.load.arrivals import Arrival
 from benchmarks.load.client import Outcome
 from benchmarks.load.summary import gpu_use, points
 from benchmarks.policies.alone import Alone, rank_seconds
+from benchmarks.policies.shares import Served, shares
 from benchmarks.policies.simulation import Arrival as SimulatedArrival
-from benchmarks.policies.simulation import SimulatedGang, Simulation
+from benchmarks.policies.simulation import SimulatedGang, Simulation, Span
 from deployments.config import ServeConfig
+from deployments.requests.rules import TIERS
+from deployments.stages.gang.denoiser import PRIORITIES
 from engines.core.spec import tiling_sizes
 from engines.gang.config import GangConfig
 from engines.gang.policies.registry import make_policy
@@ -65,32 +68,30 @@ class Case:
         if self.policy != DEADLINE:
             return tuple(arrivals)
         return tuple(
-            Arrival(
-                at_s=one.at_s,
-                kind=one.kind.model_copy(update={"body": {**one.kind.body, "deadline_s": self.limit_s(one)}}),
-                seed=one.seed,
-            )
+            replace(one, kind=one.kind.model_copy(update={"body": {**one.kind.body, "deadline_s": self.limit_s(one)}}))
             for one in arrivals
         )
 
 
 @dataclass(kw_only=True, slots=True)
 class Simulated:
-    """What became of each arrival, and how long ranks were in steps, by the model."""
+    """What became of each arrival, when ranks were in its steps, and for how long they were in all, by the model."""
 
     latencies_s: list[Latency]
+    steps: list[Sequence[Span]]
     rank_s: dict[str, float] = field(default_factory=dict)
 
 
 def simulated(case: Case, arrivals: Sequence[Arrival], stretch: Mapping[str, float], *, refuses: bool) -> Simulated:
     """Steps are ``stretch`` (by the model) times as long as alone."""
-    found = Simulated(latencies_s=[None] * len(arrivals))
+    found = Simulated(latencies_s=[None] * len(arrivals), steps=[()] * len(arrivals))
     for model in {case.alone[arrival.kind.name].model for arrival in arrivals}:
         own = [i for i, arrival in enumerate(arrivals) if case.alone[arrival.kind.name].model == model]
         gang = simulated_gang(case, model, stretch.get(model, 1.0), refuses=refuses)
         simulation = Simulation(gang=gang, policy=make_policy(case.policy))
         for number, latency_s in simulation.run([_job(case, arrivals[i]) for i in own]).items():
             found.latencies_s[own[number]] = latency_s + case.alone[arrivals[own[number]].kind.name].other_s
+            found.steps[own[number]] = simulation.steps[number]
         found.rank_s[model] = simulation.rank_s
     return found
 
@@ -113,8 +114,11 @@ def simulated_gang(case: Case, model: str, stretch: float, *, refuses: bool) -> 
 
 
 def _job(case: Case, arrival: Arrival) -> SimulatedArrival:
-    name = arrival.kind.name
-    fields = {"deadline_s": case.limit_s(arrival)} if case.policy == DEADLINE else {}
+    name, owner = arrival.kind.name, arrival.owner
+    fields: dict[str, object] = {"deadline_s": case.limit_s(arrival)} if case.policy == DEADLINE else {}
+    fields["priority"] = PRIORITIES[TIERS[arrival.kind.body.get("service_tier", "auto")]]
+    if owner is not None:
+        fields |= {"key": owner.name, "weight": owner.weight}
     return SimulatedArrival(at_s=arrival.at_s, shape=name, num_steps=case.alone[name].num_steps, fields=fields)
 
 
@@ -142,10 +146,11 @@ def compared(
     }
     ends_s = {"live": max(one.at_s + one.latency_s for one in outcomes)}
     num_right = sum(one.is_right for one in outcomes)
+    steps: dict[str, Sequence[Sequence[Span]]] = {"live": [spans_of(one) for one in outcomes]}
     use = {"live": gpu_use(before, after, ends_s["live"], case.num_ranks, num_right)}
     for name, factors in {"as_alone": {}, "as_in_run": stretch}.items():
         run = simulated(case, arrivals, factors, refuses=True)
-        latencies_s[name] = run.latencies_s
+        latencies_s[name], steps[name] = run.latencies_s, run.steps
         use[name] = simulated_use(run, arrivals, case.num_ranks)
     by_class = {
         kind: [i for i, one in enumerate(arrivals) if one.kind.name == kind]
@@ -159,8 +164,31 @@ def compared(
         "stretch": {model: round(value, 3) for model, value in stretch.items()},
         **in_all,
         "use": use,
+        "owners": {name: owners_of(case, arrivals, latencies_s[name], steps[name]) for name in steps},
         "classes": {kind: row_of(case, arrivals, latencies_s, numbers) for kind, numbers in by_class.items()},
     }
+
+
+def spans_of(outcome: Outcome) -> list[Span]:
+    """When ranks were at work for it, as if evenly from its first step to its last; nothing of what was not made."""
+    if not outcome.is_right:
+        return []
+    end_s = outcome.at_s + outcome.latency_s - outcome.stages_ms.get("decode", 0.0) / 1e3
+    return [Span(end_s - outcome.stages_ms.get("denoise", 0.0) / 1e3, end_s, outcome.gpu_s)]
+
+
+def owners_of(
+    case: Case, arrivals: Sequence[Arrival], latencies_s: Sequence[Latency], steps: Sequence[Sequence[Span]]
+) -> dict[str, Any]:
+    """What each owner had of each model's gang; nothing if nobody owns the requests."""
+    by_model: dict[str, list[Served]] = {}
+    for arrival, latency_s, spans in zip(arrivals, latencies_s, steps, strict=True):
+        if arrival.owner is not None and latency_s is not None:
+            alone, end_s = case.alone[arrival.kind.name], arrival.at_s + latency_s
+            by_model.setdefault(alone.model, []).append(
+                Served(owner=arrival.owner, at_s=arrival.at_s, end_s=end_s, lone_s=alone.lone_s, steps=spans)
+            )
+    return {model: shares(requests) for model, requests in by_model.items()}
 
 
 def simulated_use(run: Simulated, arrivals: Sequence[Arrival], num_ranks: int) -> dict[str, float]:

@@ -2,13 +2,14 @@
 
     python -m benchmarks.policies.live [--policies shortest,arrival] [--mix laptop] [--rate 0.8 | --trace FILE]
                                        [--set denoiser.elastic=true] [--folder FOLDER --model FLUX.1-dev] [--out FILE]
+                                       [--owners three | none]
 
 Serves ``--config`` under each policy. What each class takes alone is measured before the first one, by stages, and
 reused (``--alone``: what an earlier run printed or kept); the others begin with a request of each class. What the
 application itself measures and decides is kept from policy to policy (``--data-dir``: and for the next run). The load
 is sent over HTTP, and the same arrivals go through ``benchmarks.policies.comparison``. With the policy ``deadline``
-requests must be done in ``--scale`` times what they take alone. ``--out`` is written after each policy. The last line
-is one JSON document.
+requests must be done in ``--scale`` times what they take alone. Each comes with the API key of one of ``--owners``,
+whose weights the policy ``fair`` goes by. ``--out`` is written after each policy. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ from typing import Any
 
 import httpx
 
-from benchmarks.load.arrivals import Arrival, poisson, trace
+from benchmarks.load.arrivals import Arrival, owned, poisson, trace
 from benchmarks.load.client import Outcome, send_all
 from benchmarks.load.mix import load_mix
+from benchmarks.load.owner import Owners, load_owners
 from benchmarks.policies import alone as lone
 from benchmarks.policies.alone import Alone
 from benchmarks.policies.comparison import Case, compared
+from benchmarks.policies.shares import told as told_of_owners
 from benchmarks.serving.application import Application, serving
 from benchmarks.serving.settings import add_options, config_of, with_values
 from deployments.cli.serving import free_port
@@ -50,10 +53,10 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def arrivals_of(arguments: argparse.Namespace) -> tuple[Arrival, ...]:
-    mix = load_mix(arguments.mix)
+    mix, seed = load_mix(arguments.mix), arguments.seed
     if arguments.trace:
-        return trace(mix, arguments.trace, arguments.seed)
-    return poisson(mix, arguments.rate, arguments.duration_s, arguments.seed)
+        return owned(trace(mix, arguments.trace, seed), arguments.owners, seed)
+    return owned(poisson(mix, arguments.rate, arguments.duration_s, seed), arguments.owners, seed)
 
 
 def run(
@@ -67,6 +70,7 @@ def run(
     load = {"trace": str(arguments.trace)} if arguments.trace else {"rate": arguments.rate}
     document: dict[str, Any] = {"config": arguments.config, "set": arguments.set, "mix": arguments.mix, **load}
     document |= {"seed": arguments.seed, "scale": arguments.scale, "alone": lone.told(known), "rows": []}
+    owners: Owners = arguments.owners
 
     def keep(alone: Mapping[str, Alone], row: dict[str, Any] | None = None) -> None:
         document["alone"] = lone.told(alone)
@@ -78,10 +82,10 @@ def run(
 
     for policy in arguments.policies:
         port = free_port("127.0.0.1")
-        served = with_values(config.with_metrics(port), [f"denoiser.policy={policy}"])
+        served = owners.with_weights(with_values(config.with_metrics(port), [f"denoiser.policy={policy}"]))
         Case.of(served, policy, arguments.scale, known)  # what does not fit is said before anything starts
-        with serving(served, data_dir) as application:
-            visit = Visit(application, f"http://127.0.0.1:{port}/metrics", served, policy)
+        with serving(served, data_dir, owners.keys) as application:
+            visit = Visit(application, f"http://127.0.0.1:{port}/metrics", served, policy, owners.headers)
             known = visit.knowing(known, arrivals)
             keep(known)
             known, row = visit.sent(known, arrivals, arguments.scale)
@@ -93,17 +97,20 @@ def run(
 class Visit:
     """An application under one policy."""
 
-    def __init__(self, application: Application, metrics_url: str, config: ServeConfig, policy: str) -> None:
+    def __init__(
+        self, application: Application, metrics_url: str, config: ServeConfig, policy: str, headers: dict[str, str]
+    ) -> None:
         self._application, self._metrics_url = application, metrics_url
-        self._config, self._policy = config, policy
+        self._config, self._policy, self._headers = config, policy, headers
 
     def knowing(self, known: Mapping[str, Alone], arrivals: Sequence[Arrival]) -> dict[str, Alone]:
         """Returns what all classes that come take alone: those that nobody knows are measured, of the others each is
         asked for once."""
         kinds = {one.kind.name: one.kind for one in arrivals}
-        asyncio.run(lone.made_ready(self._application.url, [kind for name, kind in kinds.items() if name in known]))
+        url, old = self._application.url, [kind for name, kind in kinds.items() if name in known]
+        asyncio.run(lone.made_ready(url, old, self._headers))
         new = [kind for name, kind in kinds.items() if name not in known]
-        return {**known, **asyncio.run(lone.measured(self._application.url, self._metrics, new))}
+        return {**known, **asyncio.run(lone.measured(url, self._metrics, new, self._headers))}
 
     def sent(
         self, known: Mapping[str, Alone], arrivals: Sequence[Arrival], scale: float
@@ -111,7 +118,7 @@ class Visit:
         """Sends the load; returns what is known then, also of teams of other sizes, and what it came to."""
         due = Case.of(self._config, self._policy, scale, known).with_deadlines(arrivals)
         before = self._metrics()
-        outcomes: list[Outcome] = asyncio.run(send_all(self._application.url, due, {}))
+        outcomes: list[Outcome] = asyncio.run(send_all(self._application.url, due, self._headers))
         after = self._metrics()
         known = lone.with_ratios(known, self._application.data_dir / "step_times")
         row = compared(Case.of(self._config, self._policy, scale, known), arrivals, outcomes, before, after)
@@ -130,7 +137,8 @@ def line(row: Mapping[str, Any]) -> str:
         one = row[name]
         times = ", ".join(f"{point} {one['latency_s'].get(point, 0.0):.2f}" for point in ("mean", "p50", "p95"))
         parts.append(f"{name} {100 * one['attainment']:.1f} % in time, {times} s")
-    return "; ".join((*parts, f"live by simulated {row['live_by_simulated']['as_in_run']}"))
+    parts.append(f"live by simulated {row['live_by_simulated']['as_in_run']}")
+    return "; ".join((*parts, told_of_owners(row["owners"]["live"])))
 
 
 def policies(told: str) -> list[str]:
@@ -149,6 +157,9 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--trace", type=Path, help='lines of {"at_s": 1.5, "class": "small"} instead')
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--scale", type=float, default=3.0, help="a deadline, in times the lone time")
+    parser.add_argument(
+        "--owners", type=load_owners, default="three", help="a file of them, the name of a known one, none"
+    )
     parser.add_argument("--alone", type=Path, help="what classes take alone, by an earlier run")
     parser.add_argument("--data-dir", type=Path, help="where what the application measures and decides is kept")
     parser.add_argument("--out", type=Path, help="where the document is kept, as far as it is")

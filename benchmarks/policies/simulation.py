@@ -11,6 +11,7 @@ import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import NamedTuple
 
 from engines.gang.jobs.job import Job
 from engines.gang.jobs.scheduler import Scheduler
@@ -31,6 +32,14 @@ class Arrival:
     shape: str
     num_steps: int
     fields: Mapping[str, object] = field(default_factory=dict)
+
+
+class Span(NamedTuple):
+    """Ranks were at work from ``begin_s`` to ``end_s``, for ``rank_s`` seconds, all of them added up."""
+
+    begin_s: float
+    end_s: float
+    rank_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,13 +67,14 @@ class SimulatedGang:
 @dataclass(slots=True)
 class Simulation:
     """One run. ``latencies_s`` (not of those that were refused) and ``predicted_s`` (when it came) are by the number of
-    the arrival. ``rank_s`` is how long ranks were in steps, all of them added up."""
+    the arrival, and so are its ``steps``. ``rank_s`` is how long ranks were in steps, all of them added up."""
 
     gang: SimulatedGang
     policy: Policy
     prediction: StepPrediction | None = None
     latencies_s: dict[int, float] = field(default_factory=dict)
     predicted_s: dict[int, float] = field(default_factory=dict)
+    steps: dict[int, list[Span]] = field(default_factory=dict)
     num_moves: int = 0
     rank_s: float = 0.0
     _now_s: float = 0.0
@@ -133,8 +143,11 @@ class Simulation:
             self._ready_s = [begin_s + self.gang.move_s * len(plan.moves)] * self.gang.num_ranks
         for work in plan.works:
             begin_s = max(self._now_s, *(self._ready_s[rank] for rank in work.ranks))
-            lengths = (arrivals[int(job_id)].shape for job_id in work.job_ids)
-            end_s = begin_s + sum(self.gang.steps[shape][work.num_ranks] for shape in lengths)
+            end_s = begin_s
+            for number in map(int, work.job_ids):
+                step_s = self.gang.steps[arrivals[number].shape][work.num_ranks]
+                self.steps.setdefault(number, []).append(Span(end_s, end_s + step_s, step_s * work.num_ranks))
+                end_s += step_s
             self.rank_s += (end_s - begin_s) * work.num_ranks
             lead = lead_s(end_s - begin_s)
             for rank in work.ranks:

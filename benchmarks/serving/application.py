@@ -85,9 +85,10 @@ def cpu_s(processes: Sequence[psutil.Process]) -> float:
 
 
 @contextmanager
-def serving(config: ServeConfig, data_dir: Path | None = None) -> Iterator[Application]:
+def serving(config: ServeConfig, data_dir: Path | None = None, keys: Sequence[str] = ()) -> Iterator[Application]:
     """``troupe serve`` with ``config``, ready; ended by SIGTERM (background jobs hear no Ctrl-C) with all of it, also
-    when this program gets one. What it measures and decides is kept in ``data_dir``, or forgotten without one."""
+    when this program gets one. What it measures and decides is kept in ``data_dir``, or forgotten without one. It asks
+    for API ``keys``, if there are some."""
     files = tempfile.TemporaryDirectory(prefix="troupe_bench_", dir="/tmp", ignore_cleanup_errors=True)
     with _exit_on_sigterm(), files as name:
         folder, port = Path(name), free_port("127.0.0.1")
@@ -98,7 +99,7 @@ def serving(config: ServeConfig, data_dir: Path | None = None) -> Iterator[Appli
         with (folder / "log").open("w") as log:
             process = subprocess.Popen(
                 [*COMMAND, "serve", str(file), "--port", str(port)],
-                env=os.environ | {"TROUPE_DATA_DIR": str(data_dir), "RAY_TMPDIR": name},
+                env=os.environ | {"TROUPE_DATA_DIR": str(data_dir), "RAY_TMPDIR": name} | key_variables(keys),
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -116,6 +117,11 @@ def serving(config: ServeConfig, data_dir: Path | None = None) -> Iterator[Appli
         finally:
             process.terminate()
             process.wait(STOPPED_WITHIN_S)
+
+
+def key_variables(keys: Sequence[str]) -> dict[str, str]:
+    """Those of the environment that name API keys; none leaves what this program has."""
+    return {"TROUPE_API_KEYS": ",".join(keys)} if keys else {}
 
 
 @contextmanager

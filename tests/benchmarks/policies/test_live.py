@@ -13,9 +13,12 @@ import pytest
 
 from benchmarks.load.arrivals import Arrival
 from benchmarks.load.client import Outcome
+from benchmarks.load.owner import NUM_DIGITS, Owner
 from benchmarks.policies import live
 from benchmarks.policies.alone import Alone, read
 from deployments.config import ServeConfig
+from deployments.keys import hash_of
+from deployments.quotas import KeyLimits
 
 ALONE = Alone(model="flux-shapes", num_steps=10, step_s=0.05, other_s=0.1, num_ranks=2)
 TRACE = '{"at_s": 0, "class": "small"}\n{"at_s": 1, "class": "usual"}\n'
@@ -29,26 +32,38 @@ class Served:
         self.measured: list[str] = []
         self.made_ready: list[str] = []
         self.sent: list[list[Any]] = []
+        self.keys: dict[str, KeyLimits] = {}
+        self.owners: list[Owner | None] = []
         self._cut_off = cut_off
         for module, name in ((live, "serving"), (live, "send_all"), (live.lone, "made_ready"), (live.lone, "measured")):
             monkeypatch.setattr(module, name, getattr(self, f"_{name}"))
         monkeypatch.setattr(live.Visit, "_metrics", lambda self: "")
 
     @contextmanager
-    def _serving(self, config: ServeConfig, data_dir: Path) -> Iterator[Any]:
+    def _serving(self, config: ServeConfig, data_dir: Path, keys: tuple[str, ...]) -> Iterator[Any]:
         assert data_dir.is_dir()
+        self.keys = dict(zip(keys, config.app.api.key_limits, strict=True))
         assert all(model.denoiser.elastic for model in config.app.models)
         self.policies.append(config.app.models[0].denoiser.policy)
         yield SimpleNamespace(url="", ready_s=1.0, data_dir=data_dir)
 
-    async def _made_ready(self, url: str, kinds: list[Any]) -> None:
+    async def _made_ready(self, url: str, kinds: list[Any], headers: dict[str, str]) -> None:
+        self._check(headers)
         self.made_ready.append(",".join(kind.name for kind in kinds))
 
-    async def _measured(self, url: str, metrics: Any, kinds: list[Any]) -> dict[str, Alone]:
+    async def _measured(self, url: str, metrics: Any, kinds: list[Any], headers: dict[str, str]) -> dict[str, Alone]:
+        self._check(headers)
         self.measured += [kind.name for kind in kinds]
         return {kind.name: ALONE for kind in kinds}
 
+    def _check(self, headers: dict[str, str]) -> None:
+        """A server with keys would refuse what has none."""
+        sent = headers.get("Authorization", "").removeprefix("Bearer ")
+        assert sent in self.keys if self.keys else not headers
+
     async def _send_all(self, url: str, arrivals: list[Arrival], headers: dict[str, str]) -> list[Outcome]:
+        self._check(headers)
+        self.owners = [one.owner for one in arrivals]
         if self.policies[-1] == self._cut_off:
             raise KeyboardInterrupt
         self.sent.append([one.kind.body.get("deadline_s") for one in arrivals])
@@ -78,6 +93,23 @@ def test_policies_follow_each_other(
     assert rows[0]["live"]["attainment"] == 1.0
     assert json.loads((tmp_path / "out").read_text()) == document
     assert read(tmp_path / "out") == {"small": ALONE, "usual": ALONE}
+
+
+def test_requests_come_with_keys_whose_weights_the_server_knows(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served = Served(monkeypatch)
+    live.main([*words, "--policies", "fair"])
+    assert {limits.key: limits.weight for limits in served.keys.values()} == {
+        hash_of(f"benchmark-{name}")[:NUM_DIGITS]: weight
+        for name, weight in (("greedy", 1), ("small", 1), ("paying", 2))
+    }
+    assert all(owner is not None and owner.key in served.keys for owner in served.owners)
+    row, _ = map(json.loads, capsys.readouterr().out.splitlines())
+    names = {owner.name for owner in served.owners if owner is not None}
+    assert row["owners"]["live"]["flux-shapes"]["owners"].keys() == names
+    live.main([*words, "--policies", "fair", "--owners", "none"])
+    assert (served.keys, served.owners) == ({}, [None, None])
 
 
 def test_a_run_that_was_cut_off_is_gone_on_with(
