@@ -4,8 +4,8 @@
     python -m benchmarks.load --url http://host:8000 --metrics http://host:9464/metrics --mix pictures --rate 2 --gpus 2
 
 Without ``--url`` it starts ``--config``, with ``--set`` and ``--folder`` (``benchmarks.serving.settings``). What each
-class takes alone is measured first; a deadline is ``--scale`` times that. A key is read from TROUPE_API_KEY. The last
-line is one JSON document.
+class takes alone is measured first; a deadline is ``--scale`` times that. A key is read from TROUPE_API_KEY; a server
+that is started here can be asked with several (``--owners three``). The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from benchmarks.load.arrivals import Arrival, bursts, poisson, trace
+from benchmarks.load.arrivals import Arrival, bursts, owned, poisson, trace
 from benchmarks.load.client import Outcome, lone_times_s, send_all
 from benchmarks.load.mix import Mix, load_mix
+from benchmarks.load.owner import load_owners
 from benchmarks.load.summary import gpu_use, plot, summary
 from benchmarks.serving.application import serving
 from benchmarks.serving.settings import add_options, config_of
@@ -36,7 +37,7 @@ NUM_LONE = 3
 def main() -> None:
     arguments = parse()
     mix = load_mix(arguments.mix)
-    arrivals = arrivals_of(mix, arguments)
+    arrivals = owned(arrivals_of(mix, arguments), arguments.owners, arguments.seed)
     with server(arguments) as (url, metrics, num_gpus):
         document = asyncio.run(measured(url, metrics, num_gpus, mix, arrivals, arguments))
     document |= {"mix": arguments.mix, "seed": arguments.seed, "load_at_end": round(os.getloadavg()[0], 1)}
@@ -58,9 +59,9 @@ def server(arguments: argparse.Namespace) -> Iterator[tuple[str, str, int]]:
         yield arguments.url.rstrip("/").removesuffix("/v1"), arguments.metrics, arguments.gpus
         return
     port = free_port("127.0.0.1")
-    config = config_of(arguments).with_metrics(port)
+    config = arguments.owners.with_weights(config_of(arguments).with_metrics(port))
     num_ranks = sum(model.denoiser.num_ranks * model.denoiser.num_replicas for model in config.app.models)
-    with serving(config) as application:
+    with serving(config, keys=arguments.owners.keys) as application:
         yield application.url, f"http://127.0.0.1:{port}/metrics", num_ranks
 
 
@@ -68,7 +69,7 @@ async def measured(
     url: str, metrics: str, num_gpus: int, mix: Mix, arrivals: tuple[Arrival, ...], arguments: argparse.Namespace
 ) -> dict[str, Any]:
     key = os.environ.get("TROUPE_API_KEY")
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    headers = arguments.owners.headers or ({"Authorization": f"Bearer {key}"} if key else {})
     known_s = dict(arguments.lone_s)
     lone_s = {
         **known_s,
@@ -98,11 +99,13 @@ def say(document: dict[str, Any]) -> None:
         latency = found["latency_s"]
         told = ", ".join(f"{point} {value:.2f}" for point, value in latency.items()) or "none answered"
         share = f"{100 * found['attainment']:.0f} % within {document['deadline_scale']:g} x {found['lone_s']:.2f} s"
-        print(f"{name:12} {found['right']:4} of {found['requests']:4}  {told}  {share}", file=sys.stderr, flush=True)
+        wrong = f"ETA wrong by {100 * found['eta']['median_error']:.0f} %" if found["eta"]["told"] else "no ETA"
+        parts = (f"{name:12} {found['right']:4} of {found['requests']:4}", told, share, wrong)
+        print("  ".join(parts), file=sys.stderr, flush=True)
 
 
 def write(outcomes: list[Outcome], path: Path) -> None:
-    fields = ("name", "at_s", "late_s", "latency_s", "status", "stages_ms")
+    fields = ("name", "at_s", "late_s", "latency_s", "status", "stages_ms", "eta_s", "gpu_s")
     lines = [json.dumps({field: getattr(one, field) for field in fields}) for one in outcomes]
     path.write_text("\n".join(lines) + "\n")
 
@@ -112,7 +115,7 @@ def lone(told: str) -> tuple[str, float]:
     return name, float(seconds)
 
 
-def parse() -> argparse.Namespace:
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mix", default="laptop", help="a YAML file of classes, or the name of a known one")
     parser.add_argument("--rate", type=float, default=1.0, help="requests a second, at random (Poisson)")
@@ -122,6 +125,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--duration-s", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0, help="of arrivals and classes")
     parser.add_argument("--scale", type=float, default=3.0, help="a deadline, in times the lone time")
+    parser.add_argument("--owners", type=load_owners, default="none", help="a file, a known name, or none")
     parser.add_argument(
         "--lone-s", type=lone, nargs="+", default=[], metavar="CLASS=S", help="what classes take alone, if it is known"
     )
@@ -131,7 +135,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, default=1, help="its number of GPUs")
     parser.add_argument("--plot", type=Path, help="a picture of it")
     parser.add_argument("--outcomes", type=Path, help="every request, as lines of JSON")
-    return parser.parse_args()
+    arguments = parser.parse_args(words)
+    if arguments.url and arguments.owners.owners:
+        parser.error("--owners needs a server that is started here: --url has keys of its own")
+    return arguments
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ STEPS = "troupe_step_seconds"
 
 def summary(outcomes: Sequence[Outcome], lone_s: Mapping[str, float], scale: float) -> dict[str, Any]:
     """Latencies in seconds, from the time of arrival. A deadline is ``scale`` times what the class takes alone; what is
-    not answered right does not meet it."""
+    not answered right does not meet it. ``eta`` is how good the server's own predictions were."""
     end_s = max(one.at_s + one.latency_s for one in outcomes)
     right = [one for one in outcomes if one.is_right]
     classes = {
@@ -32,6 +32,7 @@ def summary(outcomes: Sequence[Outcome], lone_s: Mapping[str, float], scale: flo
         "statuses": dict(Counter(str(one.status) for one in outcomes)),
         "throughput_per_s": round(len(right) / end_s, 4),
         "latency_s": points([one.latency_s for one in right]),
+        "eta": eta(outcomes),
         "attainment": round(met / len(outcomes), 4),
         "deadline_scale": scale,
         "latest_send_s": round(max(one.late_s for one in outcomes), 4),
@@ -42,12 +43,22 @@ def summary(outcomes: Sequence[Outcome], lone_s: Mapping[str, float], scale: flo
 def _class(outcomes: Sequence[Outcome], lone_s: float, scale: float) -> dict[str, Any]:
     right = [one.latency_s for one in outcomes if one.is_right]
     return {
+        "eta": eta(outcomes),
         "requests": len(outcomes),
         "right": len(right),
         "lone_s": round(lone_s, 4),
         "latency_s": points(right),
         "attainment": round(sum(latency_s <= scale * lone_s for latency_s in right) / len(outcomes), 4),
     }
+
+
+def eta(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """How many answers came with a prediction, and by how much of what they took it was wrong; nothing of none."""
+    errors = sorted(error for one in outcomes if one.is_right and (error := one.eta_error) is not None)
+    if not errors:
+        return {"told": 0}
+    p95 = errors[min(len(errors) - 1, len(errors) * 95 // 100)]
+    return {"told": len(errors), "median_error": round(statistics.median(errors), 4), "p95_error": round(p95, 4)}
 
 
 def points(values: Sequence[float]) -> dict[str, float]:

@@ -9,17 +9,19 @@ from collections import Counter
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from pydantic import ValidationError
 
+from benchmarks.load.__main__ import parse
 from benchmarks.load.arrivals import bursts, poisson, trace
 from benchmarks.load.client import Outcome, lone_times_s, send_all
 from benchmarks.load.mix import MIXES, Mix, RequestClass, load_mix
 from benchmarks.load.summary import gpu_use, plot, summary
+from pipelines.request import ServiceTier
 from tests.support.patience import PATIENCE_S
 
 TRACES = MIXES.parent / "traces"
@@ -64,12 +66,19 @@ def test_mixes_that_lie_there_are_read(name: str) -> None:
     assert load_mix(name).classes
 
 
+def test_classes_of_the_tiers_differ_in_nothing_else() -> None:
+    """So that what differs between their latencies is the tier's doing."""
+    bodies = [{**one.body} for one in load_mix("tiers").classes]
+    assert {body.pop("service_tier") for body in bodies} == set(get_args(ServiceTier))
+    assert all(body == bodies[0] for body in bodies)
+
+
 def test_wrong_mixes_are_refused() -> None:
     one = {"name": "a", "body": {}}
     for classes in ([], [one, one], [{**one, "share": 0}], [{**one, "size": "64x64"}]):
         with pytest.raises(ValidationError):
             Mix.model_validate({"classes": classes})
-    with pytest.raises(ValueError, match="known: laptop, pictures"):
+    with pytest.raises(ValueError, match="known: laptop, pictures, tiers"):
         load_mix("nothing")
 
 
@@ -88,6 +97,9 @@ class Server(BaseHTTPRequestHandler):
         assert self.all_have_come.wait(PATIENCE_S)
         self.send_response(200 if "prompt" in body else 429)
         self.send_header("Server-Timing", "queue;dur=2.5, total;dur=10")
+        self.send_header("X-Troupe-Gpu-Seconds", "0.125")
+        if body.get("prompt") == "a":
+            self.send_header("X-Troupe-Eta", "0.012")
         self.send_header("Content-Length", "0")
         self.end_headers()
 
@@ -113,6 +125,9 @@ def test_requests_do_not_wait_for_answers(url: str) -> None:
     assert {one.status for one in outcomes if one.name == "a"} == {200}
     assert {one.status for one in outcomes if one.name == "b"} == {429}
     assert outcomes[0].stages_ms == {"queue": 2.5, "total": 10.0}
+    assert outcomes[0].gpu_s == 0.125
+    assert {(one.name, one.eta_s) for one in outcomes} == {("a", 0.012), ("b", None)}
+    assert all(one.eta_error == pytest.approx(0.2) for one in outcomes if one.name == "a")
     paths = Counter(path for path, _ in Server.seen)
     assert paths["/v1/videos/sync"] == Counter(one.name for one in outcomes)["b"]
     assert sorted(body["seed"] for _, body in Server.seen) == list(range(len(arrivals)))
@@ -139,12 +154,39 @@ def test_the_summary_counts_what_is_not_answered_as_late(tmp_path: Path) -> None
     found = summary(outcomes(), {"a": 2.0, "b": 1.0, "never": 1.0}, scale=3.0)
     assert found["classes"]["a"]["attainment"] == 0.6
     assert found["classes"]["a"]["latency_s"] == {"mean": 5.5, "p50": 6.0, "p95": 10.0, "p99": 10.0}
-    assert found["classes"]["b"] == {"requests": 1, "right": 0, "lone_s": 1.0, "latency_s": {}, "attainment": 0.0}
+    assert found["classes"]["b"] == {
+        "requests": 1,
+        "right": 0,
+        "lone_s": 1.0,
+        "latency_s": {},
+        "attainment": 0.0,
+        "eta": {"told": 0},
+    }
     assert set(found["classes"]) == {"a", "b"}
     assert found["attainment"] == round(6 / 11, 4)
     assert (found["statuses"], found["throughput_per_s"]) == ({"200": 10, "429": 1}, round(10 / 19, 4))
     plot(outcomes(), {"a": 2.0, "b": 1.0}, 3.0, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_predictions_are_told_beside_what_was() -> None:
+    """By class and in all, of what the server says that it took; of answers without one nothing is known."""
+    told = [outcome("a", eta_s, total_ms=2000.0) for eta_s in (2.0, 1.0, 2.2, None)] + [outcome("b", 3.0, 2000.0)]
+    found = summary([*told, outcome("b", 9.0, 1000.0, status=429)], {"a": 1.0, "b": 1.0}, scale=3.0)
+    assert found["classes"]["a"]["eta"] == {"told": 3, "median_error": 0.1, "p95_error": 0.5}
+    assert found["classes"]["b"]["eta"] == {"told": 1, "median_error": 0.5, "p95_error": 0.5}
+    assert found["eta"] == {"told": 4, "median_error": 0.3, "p95_error": 0.5}
+
+
+def outcome(name: str, eta_s: float | None, total_ms: float, status: int = 200) -> Outcome:
+    stages_ms = {"total": total_ms}
+    return Outcome(name=name, at_s=0.0, late_s=0.0, latency_s=2.0, status=status, stages_ms=stages_ms, eta_s=eta_s)
+
+
+def test_a_server_that_runs_has_keys_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--url", "http://h", "--owners", "three"])
+    assert "--url has keys of its own" in capsys.readouterr().err
 
 
 def test_steps_of_a_team_count_for_all_of_its_ranks() -> None:

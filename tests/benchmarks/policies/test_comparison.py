@@ -3,12 +3,14 @@ other, and what is refused is in time nowhere."""
 
 from __future__ import annotations
 
+from statistics import fmean
+
 import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from benchmarks.load.arrivals import Arrival
 from benchmarks.load.client import Outcome
-from benchmarks.load.mix import RequestClass
+from benchmarks.load.mix import RequestClass, load_mix
 from benchmarks.policies.alone import Alone
 from benchmarks.policies.comparison import Case, Simulated, compared, simulated, stretches
 from benchmarks.serving.settings import with_values
@@ -58,6 +60,19 @@ def test_an_elastic_gang_gives_each_picture_a_rank() -> None:
     run = simulated(case("shortest", gang=ELASTIC), ARRIVALS[:2], {}, refuses=True)
     assert 1.6 < min(known(run)) < max(known(run)) < 2.0, "1.75 on a rank each, and 1.5 and 2.5 one after the other"
     assert 2.5 < run.rank_s["pictures"] < 3.0, "4 on both ranks"
+
+
+@pytest.mark.parametrize("policy", ["shortest", "deadline", "fair", "arrival"])
+def test_tiers_go_before_each_other_as_in_the_gang(policy: str) -> None:
+    """Of nine that come at once, the last ones most urgent. A tier says nothing to ``arrival``, nor beside deadlines,
+    which are the same for all of them here."""
+    mix = load_mix("tiers")
+    kinds = [mix.named(name) for name in ("flex", "default", "priority") for _ in range(3)]
+    alone = {one.name: ALONE["small"] for one in mix.classes}
+    tiers = Case(policy=policy, scale=1000.0, gangs={"pictures": ONE_TEAM}, alone=alone)
+    run = simulated(tiers, [Arrival(at_s=0.0, kind=kind, seed=0) for kind in kinds], {}, refuses=True)
+    flex, default, priority = (fmean(known(run)[3 * number : 3 * number + 3]) for number in range(3))
+    assert (flex < default < priority) if policy in ("arrival", "deadline") else (priority < default < flex)
 
 
 def known(run: Simulated) -> list[float]:
