@@ -41,7 +41,7 @@ def with_loras(model: DenoiserModel, sources: Iterable[LoraSource], pipeline_cla
 def read_low_ranks(source: LoraSource, module: nn.Module, pipeline_class: Any) -> LowRanks:
     """Returns what an adapter adds to the parameters of ``module``. ValueError if it is made for another one."""
     parameters = dict(module.named_parameters())
-    layers = read_layers(source, pipeline_class, parameters)
+    layers = read_layers(source, pipeline_class, module)
     low_ranks = dict(_low_ranks(layers))
     if not low_ranks:
         raise ValueError(f"{source.path} has no layers for {type(module).__name__}: is it a LoRA adapter?")

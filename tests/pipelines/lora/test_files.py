@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -18,11 +16,11 @@ from engines.parallel.self_check import relative_difference
 from pipelines.checkpoint import Checkpoint
 from pipelines.lora.source import LoraSource
 from pipelines.run import load_pipeline
-from tests.pipelines.lora.support.tiny_lora import adapted, reference, request_of, write_lora
+from tests.pipelines.lora.support.tiny_lora import adapted, reference, request_of, write_lora, write_peft
 from tests.pipelines.support import tiny, tiny_models
 
 TOLERANCE = 1e-4
-DIFFUSERS, PEFT = "pytorch_lora_weights.safetensors", "adapter_model.safetensors"
+DIFFUSERS = "pytorch_lora_weights.safetensors"
 MODELS = {"flux": tiny.flux, "klein": tiny_models.flux2_klein, "wan": tiny.wan}
 
 
@@ -93,12 +91,7 @@ def test_pefts_own_folder_equals_what_diffusers_saves(folders: Callable[[str], P
     folder = folders("klein")
     same = write_lora(folder, tmp_path / "diffusers", seed=1, **PATTERNS)
     transformer = adapted(folder, seed=1, **PATTERNS)
-    (own := tmp_path / "peft").mkdir()
-    layers = get_peft_model_state_dict(transformer)
-    save_file({f"base_model.model.{key}": x.contiguous() for key, x in layers.items()}, own / PEFT)
-    config = transformer.peft_config["default"].to_dict()
-    written = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
-    (own / "adapter_config.json").write_text(json.dumps(written))
+    own = write_peft(transformer, tmp_path / "peft")
     assert painted(folder, LoraSource(path=str(own))).equal(painted(folder, LoraSource(path=str(same))))
 
 

@@ -24,7 +24,13 @@ from pipelines.models.pictures.flux3 import SHARD_PLAN
 from pipelines.run import Pipeline, load_pipeline
 from tests.engines.support.gloo import gang
 from tests.pipelines.models.test_gangs import CONTEXT, TOLERANCE
-from tests.pipelines.support.checkpoints.tiny_flux3 import LOAD_PROCESSOR, Flux3Processor, flux3, flux3_distilled
+from tests.pipelines.support.checkpoints.tiny_flux3 import (
+    LOAD_PROCESSOR,
+    Flux3Processor,
+    encode_as_given,
+    flux3,
+    flux3_distilled,
+)
 from tests.pipelines.support.references.own_call import own_state
 from tests.pipelines.support.references.picture_cases import PictureCase, images_of, pictures_of, request_of
 
@@ -91,11 +97,6 @@ def own_latents(folder: Path, name: str) -> Tensor:
     latents: Tensor = state.get("latents")
     assert latents.std() > 0.1
     return latents
-
-
-def encode_as_given(pipeline: Any) -> None:
-    """What diffusers says to do where there is no model that rewrites prompts."""
-    pipeline._blocks.sub_blocks.pop("prompt_upsampler")
 
 
 @pytest.mark.parametrize("num_ranks", STRATEGIES)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
+from peft.tuners.lora import LoraLayer
 from peft.utils import get_peft_model_state_dict
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pipelines.checkpoint import Checkpoint
 from pipelines.modular import open_modular
 from pipelines.request import Lora, MediaRequest
 from pipelines.size import Size
-from tests.pipelines.support.references.own_call import own_state
+from tests.pipelines.support.references.own_call import Change, own_state
+
+PEFT = "adapter_model.safetensors"
 
 
 def linears_of(module: nn.Module) -> list[str]:
@@ -24,7 +29,7 @@ def linears_of(module: nn.Module) -> list[str]:
 
 def adapted(folder: Path, seed: int, **config: Any) -> Any:
     """The transformer with a random adapter on every linear layer, large enough to change the picture."""
-    transformer = Checkpoint(folder).denoiser().modules["transformer"]
+    transformer = next(iter(Checkpoint(folder).denoiser().modules.values()))
     settings: dict[str, Any] = {"r": 4, "lora_alpha": 6, "target_modules": linears_of(transformer), **config}
     transformer.add_adapter(LoraConfig(**settings, init_lora_weights=False))
     generator = torch.Generator().manual_seed(seed)
@@ -35,25 +40,64 @@ def adapted(folder: Path, seed: int, **config: Any) -> Any:
 
 
 def write_lora(folder: Path, path: Path, seed: int, *, says_alpha: bool = True, **config: Any) -> Path:
-    """A folder with ``pytorch_lora_weights.safetensors`` for the model in ``folder``."""
+    """A folder with ``pytorch_lora_weights.safetensors`` for the model in ``folder``, or PEFT's own where diffusers has
+    no loader of adapters for its pipeline."""
     transformer = adapted(folder, seed, **config)
-    said = {"transformer_lora_adapter_metadata": transformer.peft_config["default"].to_dict()} if says_alpha else {}
     pipeline_class = type(open_modular(folder))
-    pipeline_class.save_lora_weights(path, transformer_lora_layers=get_peft_model_state_dict(transformer), **said)
+    if not hasattr(pipeline_class, "save_lora_weights"):
+        return write_peft(transformer, path)
+    part = getattr(pipeline_class, "transformer_name", "unet")
+    said = {f"{part}_lora_adapter_metadata": transformer.peft_config["default"].to_dict()} if says_alpha else {}
+    layers = {f"{part}_lora_layers": get_peft_model_state_dict(transformer)}
+    pipeline_class.save_lora_weights(path, **layers, **said)
     return path
+
+
+def write_peft(transformer: Any, path: Path) -> Path:
+    """What PEFT saves of a model that it made: ``adapter_model.safetensors`` with ``adapter_config.json``."""
+    path.mkdir()
+    layers = get_peft_model_state_dict(transformer)
+    save_file({f"base_model.model.{key}": x.contiguous() for key, x in layers.items()}, path / PEFT)
+    config = transformer.peft_config["default"].to_dict()
+    written = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
+    (path / "adapter_config.json").write_text(json.dumps(written))
+    return path
+
+
+def loader(adapters: Mapping[Path, float]) -> Change:
+    """Puts adapters, with their scales, into a pipeline of diffusers: by its own loader, or by PEFT's."""
+
+    def load(pipeline: Any) -> None:
+        names = [f"adapter-{number}" for number in range(len(adapters))]
+        if not hasattr(pipeline, "load_lora_weights"):
+            load_by_peft(pipeline.transformer, dict(zip(names, adapters.items(), strict=True)))
+            return
+        for name, path in zip(names, adapters, strict=True):
+            pipeline.load_lora_weights(str(path), adapter_name=name)
+        if adapters:
+            pipeline.set_adapters(names, list(adapters.values()))
+
+    return load
+
+
+def load_by_peft(transformer: Any, adapters: Mapping[str, tuple[Path, float]]) -> None:
+    """PEFT replaces the linears of ``transformer`` in place."""
+    model: Any = None
+    for name, (path, scale) in adapters.items():
+        if model is None:
+            model = PeftModel.from_pretrained(transformer, str(path), adapter_name=name)
+        else:
+            model.load_adapter(str(path), name)
+        for layer in model.modules():
+            if isinstance(layer, LoraLayer):
+                layer.set_scale(name, scale)
+    if model is not None:
+        model.base_model.set_adapter(list(adapters))
 
 
 def reference(folder: Path, request: MediaRequest, adapters: Mapping[Path, float]) -> Tensor:
     """The latents of diffusers' own pipeline with its own adapters."""
-
-    def load(pipeline: Any) -> None:
-        for number, path in enumerate(adapters):
-            pipeline.load_lora_weights(str(path), adapter_name=f"adapter-{number}")
-        if adapters:
-            names = [f"adapter-{number}" for number in range(len(adapters))]
-            pipeline.set_adapters(names, list(adapters.values()))
-
-    latents: Tensor = own_state(folder, request, change=load).get("latents")
+    latents: Tensor = own_state(folder, request, change=loader(adapters)).get("latents")
     return latents
 
 

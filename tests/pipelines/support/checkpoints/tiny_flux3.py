@@ -54,3 +54,8 @@ def flux3(path: Path, *, distilled: bool = False) -> Path:
 
 
 flux3_distilled = partial(flux3, distilled=True)
+
+
+def encode_as_given(pipeline: Any) -> None:
+    """What diffusers says to do where there is no model that rewrites prompts."""
+    pipeline._blocks.sub_blocks.pop("prompt_upsampler")

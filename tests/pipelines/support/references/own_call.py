@@ -14,6 +14,13 @@ from pipelines.checkpoint import Checkpoint
 from pipelines.modular import open_modular
 from pipelines.request import MediaRequest
 
+Change = Callable[[Any], None]
+"""What is done to a pipeline of diffusers before it is called."""
+
+
+def as_it_is(pipeline: Any) -> None:
+    """Changes nothing."""
+
 
 @cache
 def own_latents(folder: Path, request: MediaRequest) -> Tensor:
@@ -22,10 +29,8 @@ def own_latents(folder: Path, request: MediaRequest) -> Tensor:
     return latents
 
 
-def own_state(
-    folder: Path, request: MediaRequest, *, change: Callable[[Any], None] = lambda pipeline: None, **more: Any
-) -> Any:
-    """``change(pipeline)`` comes before the call; ``more`` are inputs besides those of the request: pictures."""
+def own_state(folder: Path, request: MediaRequest, *, change: Change = as_it_is, **more: Any) -> Any:
+    """``more`` are inputs besides those of the request: pictures."""
     pipeline = open_modular(folder)
     pipeline.load_components(dtype=torch.float32)
     change(pipeline)

@@ -10,30 +10,31 @@ from diffusers.guiders import ClassifierFreeGuidance
 from PIL import Image
 
 from pipelines.request import MediaRequest
-from tests.pipelines.support.references.own_call import own_state, silence
+from tests.pipelines.support.references.own_call import Change, as_it_is, own_state, silence
 from tests.pipelines.support.references.video import Latents
 
 Images = tuple[Image.Image, ...]
 
 
-def blocks(folder: Path, request: MediaRequest, images: Images) -> Latents:
+def blocks(folder: Path, request: MediaRequest, images: Images, change: Change = as_it_is) -> Latents:
     """Of the modular pipeline."""
     named = {"image": images[0]} if images else {}
-    return {"latents": own_state(folder, request, **named).get("latents")}
+    return {"latents": own_state(folder, request, change=change, **named).get("latents")}
 
 
-def timed_blocks(folder: Path, request: MediaRequest, images: Images) -> Latents:
+def timed_blocks(folder: Path, request: MediaRequest, images: Images, change: Change = as_it_is) -> Latents:
     """Of the modular pipeline, told of the frames a second."""
     named = {"image": images[0]} if images else {}
-    return {"latents": own_state(folder, request, frame_rate=request.fps, **named).get("latents")}
+    return {"latents": own_state(folder, request, change=change, frame_rate=request.fps, **named).get("latents")}
 
 
-def sounding_blocks(folder: Path, request: MediaRequest, images: Images) -> Latents:
+def sounding_blocks(folder: Path, request: MediaRequest, images: Images, change: Change = as_it_is) -> Latents:
     """The same with sound, and with all passes of its own guiders; these have a scale each."""
     from diffusers import LTX2ModularPipeline
 
     pipeline = LTX2ModularPipeline(pretrained_model_name_or_path=str(folder))
     pipeline.load_components(dtype=torch.float32)
+    change(pipeline)
     pipeline.guider.guidance_scale = request.true_cfg_scale
     if request.true_cfg_scale <= 1:
         pipeline.guider.disable()
@@ -56,12 +57,13 @@ def sounding_blocks(folder: Path, request: MediaRequest, images: Images) -> Late
     return {name: state.get(name) for name in ("latents", "audio_latents", "videos", "audio")}
 
 
-def hunyuan_blocks(folder: Path, request: MediaRequest, images: Images) -> Latents:
+def hunyuan_blocks(folder: Path, request: MediaRequest, images: Images, change: Change = as_it_is) -> Latents:
     """Of the modular pipeline."""
     from diffusers import HunyuanVideo15ModularPipeline
 
     pipeline = HunyuanVideo15ModularPipeline(pretrained_model_name_or_path=str(folder))
     pipeline.load_components(dtype=torch.float32)
+    change(pipeline)
     guider = ClassifierFreeGuidance(guidance_scale=request.true_cfg_scale, enabled=request.true_cfg_scale > 1)
     pipeline.update_components(guider=guider)
     for block in pipeline.blocks.sub_blocks.values():
@@ -156,12 +158,13 @@ def _classic(pipeline: Any, folder: Path) -> Any:
     return classic
 
 
-def guided_blocks(folder: Path, request: MediaRequest, images: Images) -> Latents:
+def guided_blocks(folder: Path, request: MediaRequest, images: Images, change: Change = as_it_is) -> Latents:
     """Of a modular pipeline that guides itself; with sound where the folder has what decodes it."""
     sounds = (folder / "sound_tokenizer").is_dir() and request.num_frames > 1
     state = own_state(
         folder,
         request,
+        change=change,
         guidance_scale=request.true_cfg_scale,
         fps=request.fps,
         enable_sound=sounds,

@@ -26,12 +26,12 @@ Latents = Mapping[str, Tensor]
 class Clip:
     """``sides`` are height and width in the model's multiples: token counts that 4 ranks must pad.
 
-    ``reference`` gives the finished latents by the names that the decoder reads. ``strategies`` are those that the plan
-    allows beside dividing the tokens.
+    ``reference(folder, request, images)`` gives the finished latents by the names that the decoder reads.
+    ``strategies`` are those that the plan allows beside dividing the tokens.
     """
 
     make: Callable[[Path], Path]
-    reference: Callable[[Path, MediaRequest, tuple[Image.Image, ...]], Latents]
+    reference: Callable[..., Latents]
     sides: tuple[int, int] = (3, 5)
     num_latent_frames: int = 2
     num_pictures: int = 0

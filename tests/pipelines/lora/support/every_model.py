@@ -1,0 +1,150 @@
+"""A tiny checkpoint of each model with blocks, and what diffusers makes of a request with an adapter loaded."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engines.torch_engine.engine import TorchEngine
+from pipelines.checkpoint import Checkpoint
+from pipelines.lora.source import LoraSource
+from pipelines.models.clips import helios
+from pipelines.request import Lora, MediaRequest
+from tests.pipelines.support import (
+    tiny_cosmos,
+    tiny_hunyuan,
+    tiny_ltx,
+    tiny_others,
+    tiny_pictures,
+    tiny_qwen,
+    tiny_unknown,
+)
+from tests.pipelines.support.checkpoints import tiny_flux3, tiny_helios, tiny_minimax
+from tests.pipelines.support.references import own_clips
+from tests.pipelines.support.references.own_call import Change, own_state
+from tests.pipelines.support.references.own_clips import Images
+from tests.pipelines.support.references.picture_cases import small_pictures
+from tests.pipelines.support.references.video import Clip, Latents, pictures_of
+
+World = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model(Clip):
+    """``reference`` takes what is done to the pipeline besides. ``divided`` is the strategy of two ranks, if any.
+
+    In its ``world`` are parts that cannot be loaded here. ``is_long``: it takes many seconds.
+    """
+
+    reference: Callable[[Path, MediaRequest, Images, Change], Latents] = own_clips.blocks
+    num_latent_frames: int = 1
+    divided: str | None = "ulysses"
+    world: World = nullcontext
+    is_long: bool = False
+
+
+def as_given(folder: Path, request: MediaRequest, images: Images, change: Change) -> Latents:
+    """Of FLUX.3, without the model that rewrites prompts."""
+
+    def both(pipeline: Any) -> None:
+        tiny_flux3.encode_as_given(pipeline)
+        change(pipeline)
+
+    return {"latents": own_state(folder, request, change=both).get("latents")}
+
+
+def chunks(folder: Path, request: MediaRequest, images: Images, change: Change) -> Latents:
+    state = own_state(folder, request, change=change, **helios.inputs(folder, request))
+    return {"latents": torch.cat(state.get("latent_chunks"), dim=2)}
+
+
+def one_step_more(folder: Path, request: MediaRequest, images: Images, change: Change) -> Latents:
+    """Of MiniMax H3: diffusers counts the end of the last step as one."""
+    state = own_state(folder, request, change=change, num_inference_steps=request.num_inference_steps + 1)
+    return {name: state.get(name) for name in ("latents", "audio_latents")}
+
+
+def loading(name: str, make: Callable[[], Any]) -> World:
+    """``make()`` in place of the processor that needs torchvision."""
+
+    @contextmanager
+    def world() -> Any:
+        with patch(name, lambda *_, **__: make()):
+            yield
+
+    return world
+
+
+ALONE = {"true_cfg_scale": 1.0}
+MODELS = {
+    "flux 2 dev": Model(make=tiny_pictures.flux2_dev, is_long=True),
+    "qwen edit": Model(make=tiny_qwen.qwen_edit, num_pictures=1, world=small_pictures),
+    "qwen edit plus": Model(make=tiny_qwen.qwen_edit_plus, num_pictures=1, world=small_pictures, is_long=True),
+    "qwen 2.1": Model(
+        make=tiny_qwen.qwen21,
+        divided="tensor",
+        world=loading("transformers.Qwen3VLProcessor.from_pretrained", tiny_qwen.Qwen3Processor),
+    ),
+    "sd 3": Model(make=tiny_others.sd3),
+    "sd 3.5 medium": Model(make=tiny_others.sd35_medium, divided=None, is_long=True),
+    "sdxl": Model(make=tiny_unknown.sdxl, divided=None),
+    "krea 2": Model(make=tiny_others.krea2),
+    "ernie": Model(make=tiny_others.ernie_image),
+    "ideogram 4": Model(make=tiny_unknown.ideogram4, divided=None, changes={"num_inference_steps": 48}, is_long=True),
+    "flux 3": Model(
+        make=tiny_flux3.flux3,
+        reference=as_given,
+        world=loading(tiny_flux3.LOAD_PROCESSOR, tiny_flux3.Flux3Processor),
+        changes=ALONE,
+    ),
+    "ltx": Model(make=tiny_ltx.ltx, reference=own_clips.timed_blocks, num_latent_frames=2),
+    "ltx 2": Model(
+        make=tiny_ltx.ltx2_few_layers, reference=own_clips.sounding_blocks, num_latent_frames=2, changes=ALONE
+    ),
+    "hunyuan video 1.5": Model(
+        make=tiny_hunyuan.hunyuan_video, reference=own_clips.hunyuan_blocks, num_latent_frames=2, is_long=True
+    ),
+    "helios": Model(make=tiny_helios.helios, reference=chunks, num_latent_frames=2),
+    "minimax h3": Model(
+        make=tiny_minimax.minimax_h3,
+        reference=one_step_more,
+        sides=(2, 3),
+        num_latent_frames=120,
+        world=loading(tiny_minimax.LOAD_PROCESSOR, tiny_minimax.MiniMaxProcessor),
+    ),
+    "cosmos 3": Model(make=tiny_cosmos.cosmos, reference=own_clips.guided_blocks, num_latent_frames=3),
+}
+
+
+def painted(
+    name: str, folder: Path, sources: tuple[LoraSource, ...], mixes: tuple[tuple[Lora, ...], ...]
+) -> list[dict[str, Tensor]]:
+    """The latents of a job with each of ``mixes``, a step of each in turns, by all ranks there are."""
+    model, checkpoint = MODELS[name], Checkpoint(folder, loras=sources)
+    ranks = tuple(range(dist.get_world_size() if dist.is_initialized() else 1))
+    engine = TorchEngine(checkpoint.denoiser(), strategy=model.divided or "ulysses")
+    request, sampler = model.request(folder), checkpoint.sampler()
+    with model.world():
+        encoded = checkpoint.text_encoder().encode(request, pictures_of(model.images(request)))
+    conditioning = pickle.loads(pickle.dumps(encoded))
+    states = [sampler.begin(replace(request, loras=mix), conditioning) for mix in mixes]
+    for _ in range(sampler.num_steps(states[0])):
+        states = [sampler.advance(state, engine.predict(sampler.branches(state), ranks)) for state in states]
+    engine.close()
+    return [latents_of(sampler.latents(state)) for state in states]
+
+
+def latents_of(values: Mapping[str, Any]) -> dict[str, Tensor]:
+    """By name; of a clip that is made in chunks all in one."""
+    if "latent_chunks" in values:
+        return {"latents": torch.cat(values["latent_chunks"], dim=2)}
+    return {name: x for name, x in values.items() if name.endswith("latents") and isinstance(x, Tensor)}
