@@ -49,7 +49,8 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Branch:
-    """One forward of one step. Without true guidance a step has one branch; with it two: prompt, then negative prompt.
+    """One forward of one step. Without true guidance a step has one branch; with it two: prompt, then negative prompt;
+    of some models more.
 
     ``module`` names the transformer in ``DenoiserModel.modules`` (Wan 2.2 changes between two during a job).
     ``constants`` are arguments that are no tensors (sizes of grids, switches): with others it is another computation.

@@ -26,6 +26,7 @@ class ParallelSpec:
     """Degrees of every strategy; their product is the number of ranks that work on a step.
 
     ``ring`` × ``ulysses`` is what the field calls hybrid or unified sequence parallelism (arXiv:2405.07719).
+    ``guidance`` is how many of a step's branches run at the same time; those that are over share the ranks otherwise.
     """
 
     guidance: int = 1
@@ -39,8 +40,6 @@ class ParallelSpec:
         degrees = {axis: self.degree(axis) for axis in AXES}
         if min(degrees.values()) < 1:
             raise ValueError(f"every degree must be at least 1, not {degrees}")
-        if self.guidance > 2:
-            raise ValueError(f"guidance {self.guidance}: a step has at most two branches, so 1 and 2 are allowed")
         if self.ring > 1 and self.allgather_kv > 1:
             raise ValueError("ring and allgather_kv both bring the keys together: use one of them")
 
@@ -48,7 +47,8 @@ class ParallelSpec:
     def of(cls, strategy: str, num_ranks: int) -> ParallelSpec:
         """The division of a step over ``num_ranks`` ranks by the strategy of that name.
 
-        In a product such as "guidance2xulysses", a factor without a number takes what the others leave.
+        In a product such as "guidance2xulysses", a factor without a number takes what the others leave. "guidance"
+        alone is for two branches, which most steps have.
         """
         degrees = _parse("ulysses2xring2" if strategy == "hybrid" else strategy)
         if num_ranks == 1:
@@ -100,15 +100,23 @@ class ParallelSpec:
             )
         return ParallelSpec(**degrees)
 
-    def without_guidance(self, *, keep_weights: bool = False) -> ParallelSpec:
-        """Returns the division of steps with one branch: the guidance axis goes to the strategy that each half used
-        (ulysses if none).
+    def for_branches(self, num_branches: int, *, keep_weights: bool = False) -> ParallelSpec:
+        """Returns the division when no more than so many branches are left: what they do not need of the guidance axis
+        goes to the strategy that each of its parts used (ulysses if none).
 
         ``keep_weights``: not to one that would give ranks other shares of the weights.
         """
         axes = [axis for axis in _SPREAD_FIRST if not (keep_weights and axis == "tensor")]
         axis = next((axis for axis in axes if self.degree(axis) > 1), "ulysses")
-        return replace(self, guidance=1, **{axis: self.degree(axis) * self.guidance})
+        fitting = range(min(num_branches, self.guidance), 0, -1)
+        guidance = next(degree for degree in fitting if self.guidance % degree == 0)
+        return replace(self, guidance=guidance, **{axis: self.degree(axis) * (self.guidance // guidance)})
+
+    def by_branches(self, *, keep_weights: bool = False) -> tuple[ParallelSpec, ...]:
+        """Returns the divisions of one branch, of two at once, and so on to as many as this one is for (two at
+        least)."""
+        numbers = range(1, max(self.guidance, 2) + 1)
+        return tuple(self.for_branches(number, keep_weights=keep_weights) for number in numbers)
 
     def check(
         self,

@@ -90,6 +90,11 @@ class Division:
         """How ``ranks`` divide so many branches of one shape at once. ValueError if they cannot form a team."""
         return self.teams.team(ranks, self.specs.of(len(ranks))[num_branches - 1])
 
+    @property
+    def at_once(self) -> int:
+        """The most branches that any of the caller's teams runs at the same time."""
+        return max(team.guidance.size for team in self.teams_in_use())
+
     def checked_teams(self) -> tuple[Team, ...]:
         """The caller's teams of more than one rank, as they divide all the branches that they can, small ones first."""
         members = dict.fromkeys(team.ranks for team in self.teams_in_use() if len(team.ranks) > 1)

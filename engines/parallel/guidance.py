@@ -1,6 +1,8 @@
-"""Guidance: two branches on two halves of a team (classifier-free guidance, Ho & Salimans 2022, arXiv:2207.12598)."""
+"""Guidance: branches at the same time, each on a part of a team (classifier-free guidance, arXiv:2207.12598)."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import Tensor
 
@@ -10,16 +12,21 @@ from engines.parallel.communication.collectives import Axis, all_gather
 
 
 def exchange_predictions(mine: Tensor, axis: Axis) -> tuple[Tensor, ...]:
-    """Every branch's prediction, in branch order, given my half's; mine alone on an axis of size 1."""
+    """Every branch's prediction, in branch order, given my part's; mine alone on an axis of size 1."""
     return (mine,) if axis.size == 1 else all_gather(mine, axis).unbind(0)
 
 
 def may_pair(one: Branch, other: Branch, plan: ShardPlan) -> bool:
     """Whether two branches give predictions of one shape.
 
-    Streams that are cut but never gathered (the text of a joint attention) may differ in length, nothing else.
+    Streams that are cut but never gathered (the text of a joint attention) may differ in length, and the plan's
+    switches in anything; nothing else may.
     """
-    return one.constants == other.constants and _shapes(one, plan) == _shapes(other, plan)
+    return _sizes(one, plan) == _sizes(other, plan) and _shapes(one, plan) == _shapes(other, plan)
+
+
+def _sizes(branch: Branch, plan: ShardPlan) -> dict[str, Any]:
+    return {name: value for name, value in branch.constants.items() if name not in plan.switches}
 
 
 def _shapes(branch: Branch, plan: ShardPlan) -> dict[str, tuple[int, ...]]:

@@ -6,8 +6,10 @@ picture at a glance.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +20,8 @@ from engines.core.model import Branch
 from engines.parallel.attention.local import local_kernel, take_rows
 from engines.parallel.attention.strategy import MakeKernel, team_kernel
 from engines.parallel.communication.mesh import Team
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +49,13 @@ def self_check(
     *,
     rank: int,
     teams: Iterable[tuple[tuple[int, ...], str]],
+    at_once: int = 1,
     num_runs: int = 1,
     tolerance: float | None = None,
 ) -> dict[str, float]:
-    """Run ``branches`` (one alone, and all together) on every team of the caller; ``teams`` are (ranks, strategy).
+    """Run ``branches`` (one alone, two, and so on) on every team of the caller; ``teams`` are (ranks, strategy).
+
+    Teams divide steps of up to ``at_once`` branches: so many are run, over again where there are fewer.
 
     ``num_runs`` of each, for an engine whose later runs are other code (recorded, replayed) than its first.
     ``tolerance``: what may differ for other reasons than rounding in the prediction's dtype.
@@ -57,9 +64,11 @@ def self_check(
     teams, in the same order.
     """
     alone = engine.predict(branches, (rank,))
+    most = max(len(branches), at_once)
+    branches, alone = over_again(branches, most), over_again(alone, most)
     differences: dict[str, float] = {}
     for ranks, strategy in teams:
-        for num in num_runs * sorted({1, len(branches)}):
+        for num in num_runs * list(range(1, most + 1)):
             together = engine.predict(branches[:num], ranks)
             worst = max(map(relative_difference, together, alone))  # alone may be longer: map stops at the shorter
             allowed = tolerance or TOLERANCE.get(alone[0].dtype, 1e-4)
@@ -68,6 +77,11 @@ def self_check(
             differences[f"{ranks} {strategy}"] = max(worst, differences.get(f"{ranks} {strategy}", 0.0))
     logger.info("self-check passed", extra={"rank": rank, "differences": differences})
     return differences
+
+
+def over_again(several: Iterable[T], num: int) -> tuple[T, ...]:
+    """The first ``num`` of ``several``, which begin anew where they are fewer."""
+    return tuple(itertools.islice(itertools.cycle(several), num))
 
 
 def check_attention(

@@ -39,7 +39,12 @@ def choose_specs(
     if num_ranks == 1:
         return TeamSpecs(by_size={1: (ParallelSpec(), ParallelSpec())})
     plans = forecasts(model, rank=rank, num_ranks=num_ranks, device=device, groups=groups, precision=precision)
-    return TeamSpecs(by_size={size: tuple(plan.chosen.spec for plan in both) for size, both in plans.items()})
+    return as_predicted(plans)
+
+
+def as_predicted(plans: Mapping[int, tuple[StepForecast, ...]]) -> TeamSpecs:
+    """What ``forecasts`` chose."""
+    return TeamSpecs(by_size={size: tuple(plan.chosen.spec for plan in several) for size, several in plans.items()})
 
 
 def forecasts(
@@ -50,8 +55,10 @@ def forecasts(
     device: torch.device,
     groups: Groups,
     precision: str,
-) -> dict[int, tuple[StepForecast, StepForecast]]:
-    """What dividing one branch costs, and two, by size of team. All ranks make the call and get the same answer.
+    num_branches: int = 2,
+) -> dict[int, tuple[StepForecast, ...]]:
+    """What dividing one branch costs, two, and so on to ``num_branches``, by size of team. All ranks make the call and
+    get the same answer.
 
     It is what ``forecast`` prints for the same machine and step; the figures and the table are logged.
     """
@@ -61,13 +68,14 @@ def forecasts(
     lengths = lengths_of_choice(model, device)
     if rank == 0:
         logger.info("this machine:\n%s", machine.describe(), extra={"machine": machine.to_json()})
-    by_size: dict[int, tuple[StepForecast, StepForecast]] = {}
+    by_size: dict[int, tuple[StepForecast, ...]] = {}
     for team_size in possible_team_sizes(model, num_ranks):
         # Memory decides for the whole gang alone: smaller teams are there for smaller steps.
         here = machine if team_size == num_ranks else replace(machine, memory_bytes=UNLIMITED)
-        one, two = (Workload(lengths=lengths, num_branches=number) for number in (1, 2))
+        one, *several = (Workload(lengths=lengths, num_branches=number) for number in range(1, num_branches + 1))
         single = forecast(counted, one, team_size, here, precision)
-        plans = (single, forecast(counted, two, team_size, here, precision, same_weights=single.chosen.spec))
+        others = (forecast(counted, n, team_size, here, precision, same_weights=single.chosen.spec) for n in several)
+        plans = (single, *others)
         for plan in plans if rank == 0 else ():
             logger.info("auto strategy for a step of %s:\n%s", dict(lengths), plan.table(), extra=plan.log_fields)
         by_size[team_size] = plans

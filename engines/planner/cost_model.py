@@ -47,7 +47,7 @@ def candidates(profile: ModelProfile, num_ranks: int, num_branches: int) -> list
     """Every division of a step over ``num_ranks`` ranks that the model and the number of branches allow."""
     divisors = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
     found = []
-    for guidance, pipeline, ring, gather, tensor in itertools.product((1, 2), *[divisors] * 4):
+    for guidance, pipeline, ring, gather, tensor in itertools.product(*[divisors] * 5):
         rest, remainder = divmod(num_ranks, guidance * pipeline * ring * gather * tensor)
         if remainder or guidance > num_branches or (ring > 1 and gather > 1):
             continue
@@ -63,7 +63,8 @@ def predict(
 ) -> Cost:
     """The model of a step: time of its parts on one rank, and what is exchanged that nothing hides.
 
-    A pipeline of s stages takes n + s - 1 turns for n forwards, each as long as a stage's share of the blocks.
+    A pipeline of s stages takes n + s - 1 turns for n forwards, each as long as a stage's share of the blocks. Of
+    branches at the same time, the part of the team that has most of them counts.
     """
     step = StepCost(profile, TokenLayout(lengths=work.lengths, num_chunks=spec.context), spec, machine, precision)
     forwards = -(-work.num_branches // spec.guidance) * work.batch

@@ -14,8 +14,8 @@ from engines.core.storage.files import file_about, write_atomically, write_once
 from engines.parallel.division import TeamSpecs
 from engines.planner.exchange_rules import ExchangeRules
 
-NUM_BRANCHES = 2
-"""One alone, and two at once: a division for each."""
+MIN_BRANCHES = 2
+"""One alone, and two at once: a division for each, at least."""
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +90,6 @@ def _exchange(written: dict[str, Any] | None) -> ExchangeRules | None:
 
 def _specs(names: list[str], size: int) -> tuple[ParallelSpec, ...]:
     specs = tuple(ParallelSpec.of(name, size) if size > 1 else ParallelSpec() for name in names)
-    if len(specs) != NUM_BRANCHES or any(spec.num_ranks != size for spec in specs):
+    if len(specs) < MIN_BRANCHES or any(spec.num_ranks != size for spec in specs):
         raise ValueError(f"{names} do not divide steps over {size} ranks")
     return specs

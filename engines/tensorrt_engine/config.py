@@ -46,11 +46,11 @@ class TensorRTConfig:
         return self.options.cache_dir or DEFAULT_FOLDER
 
     def specs(self, model: DenoiserModel, team_size: int, target: Target) -> tuple[ParallelSpec, ...]:
-        """How a team of that size divides one branch, and two at once. ValueError if it cannot."""
-        paired = self.resolve(model, team_size, target).spec
-        single = paired.without_guidance()
-        single.check(num_heads=model.num_heads, has_tensor_plan=bool(model.plan.linears))
-        return single, paired
+        """How a team of that size divides one branch, two at once, and so on. ValueError if it cannot."""
+        specs = self.resolve(model, team_size, target).spec.by_branches()
+        for spec in specs:
+            spec.check(num_heads=model.num_heads, has_tensor_plan=bool(model.plan.linears))
+        return specs
 
     def spec(self, num_ranks: int, *, num_heads: int | None = None) -> ParallelSpec:
         """The division over so many ranks. "auto" is Ulysses while every rank has two heads, then AllGather-KV."""

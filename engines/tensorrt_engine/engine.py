@@ -51,7 +51,7 @@ class TensorRTEngine:
 
     @torch.no_grad()
     def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """See ``Engine.predict``. Two neighbouring branches of equal shape may run at the same time (guidance)."""
+        """See ``Engine.predict``. Neighbouring branches of equal shape may run at the same time (guidance)."""
         self._was_warm = True
         return self.division.predict(branches, ranks, self._forward)
 
@@ -122,5 +122,5 @@ class TensorRTEngine:
 
 
 def _place(team: Team) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What tells the caller's teams apart; guidance does not, for each half of it is a team of its own."""
+    """What tells the caller's teams apart; guidance does not, for each part of it is a team of its own."""
     return team.context.ranks, team.tensor.ranks

@@ -72,7 +72,8 @@ def load_tensorrt_engine(
     )
     engine.prepare()
     checked = ((team.ranks, team.spec.name) for team in engine.division.checked_teams())
-    self_check(engine, check_branches(buckets) if buckets else model.probe(), rank=context.rank, teams=checked)
+    branches = check_branches(buckets) if buckets else model.probe()
+    self_check(engine, branches, rank=context.rank, teams=checked, at_once=engine.division.at_once)
     return engine
 
 

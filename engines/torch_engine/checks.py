@@ -12,7 +12,7 @@ from torch import Tensor
 from engines.core.model import Branch, DenoiserModel
 from engines.parallel.communication.mesh import team_of_one
 from engines.parallel.copies import truncated
-from engines.parallel.self_check import TOLERANCE, WrongAnswerError, relative_difference
+from engines.parallel.self_check import TOLERANCE, WrongAnswerError, over_again, relative_difference
 from engines.parallel.sharded import ShardedModel
 from engines.torch_engine.engine import TorchEngine
 
@@ -61,11 +61,12 @@ def check_sliced(engine: TorchEngine, model: DenoiserModel, make: Callable[..., 
     ranks = tuple(range(engine.team_sizes[-1]))
     num_blocks = engine.division.team(ranks).pipeline.size
     small = truncated(model, num_blocks)
-    branches = small.probe()
+    most = max(len(small.probe()), engine.division.at_once)
+    branches = over_again(small.probe(), most)
     expected = _alone(small, branches)
     allowed = tolerance_of(engine, expected[0].dtype)
     worst = 0.0
-    for number in sorted({1, len(branches)}):
+    for number in range(1, most + 1):
         spec = engine.division.team(ranks, number).spec
         with closing(make(small, strategy=spec.name)) as together:
             given = together.predict(branches[:number], ranks)

@@ -116,11 +116,10 @@ def check_divisible(model: DenoiserModel, strategy: str, num_ranks: int) -> None
 
 
 def _named(model: DenoiserModel, strategy: str, team_size: int) -> tuple[ParallelSpec, ...]:
-    paired = ParallelSpec.of(strategy, team_size)
-    single = paired.without_guidance(keep_weights=model.weights is not None)
-    for spec in (paired, single):
+    specs = ParallelSpec.of(strategy, team_size).by_branches(keep_weights=model.weights is not None)
+    for spec in reversed(specs):
         check_spec(model, spec)
-    return single, paired
+    return specs
 
 
 def check_spec(model: DenoiserModel, spec: ParallelSpec) -> None:

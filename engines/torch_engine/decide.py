@@ -23,9 +23,9 @@ from engines.core.precision import scheme_of
 from engines.core.rank import RankContext
 from engines.parallel.communication.early_start import gang_groups
 from engines.parallel.division import TeamSpecs
-from engines.planner.auto import forecasts, lengths_of_choice, possible_team_sizes
+from engines.planner.auto import as_predicted, forecasts, lengths_of_choice, possible_team_sizes
 from engines.planner.exchange_rules import ExchangeRules
-from engines.planner.kept import Decision, KeptDecision
+from engines.planner.kept import MIN_BRANCHES, Decision, KeptDecision
 from engines.torch_engine.config import check_divisible, check_spec, usual_exchange
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.options import TorchOptions
@@ -54,10 +54,11 @@ def decided_engine(
         logger.info("strategy as it was decided: %s", _told(decision), extra={"file": str(kept.file)})
         return _as_decided(make(strategy=decision.specs), decision, options)
     gang: dict[str, Any] = {"rank": context.rank, "num_ranks": context.num_ranks, "groups": gang_groups()}
-    plans = forecasts(model, device=model.device, precision=scheme_of(precision) or "native", **gang)
-    predicted = TeamSpecs(by_size={size: tuple(plan.chosen.spec for plan in both) for size, both in plans.items()})
-    trial = Trial(model, choosing, plans)
-    engine = make(strategy=predicted, others=trial.candidates)
+    branches = choosing.typical_step()
+    known: dict[str, Any] = {"device": model.device, "num_branches": max(len(branches), MIN_BRANCHES)}
+    plans = forecasts(model, precision=scheme_of(precision) or "native", **known, **gang)
+    trial = Trial(model, branches, plans, every_team=choosing.every_team)
+    engine = make(strategy=as_predicted(plans), others=trial.candidates)
     engine.division.use(trial.decide(engine, context))
     exchange = trial.decide_exchange(engine, peer_memory=options.peer_memory == "auto")
     fastest = Decision(specs=engine.division.specs, exchange=exchange)

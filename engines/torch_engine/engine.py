@@ -83,7 +83,7 @@ class TorchEngine:
 
     @torch.no_grad()
     def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """See ``Engine.predict``. Two neighbouring branches of equal shape may run at the same time (guidance).
+        """See ``Engine.predict``. Neighbouring branches of equal shape may run at the same time (guidance).
 
         ``ValueError``, on all ranks and before any exchange, for a step that certainly does not fit their memory.
         """

@@ -61,14 +61,18 @@ def load_torch_engine(
             check_sliced(engine, model, make, rank=context.rank)
         engine.load_weights()
         return engine
-    if not branches:
-        return engine
+    if branches:
+        _check(engine, branches, context)
+    return engine
+
+
+def _check(engine: TorchEngine, branches: tuple[Branch, ...], context: RankContext) -> None:
     teams = ((team.ranks, team.spec.name) for team in engine.division.checked_teams())
     num_runs = RUNS_BEFORE_CAPTURE + 2 if engine.config.capture else 1  # as it comes, captured, replayed
     # of two nearly equal numbers one may be rounded up
     tolerance = None if engine.config.precision == "native" else QUANTISED_TOLERANCE
-    self_check(engine, branches, rank=context.rank, teams=teams, num_runs=num_runs, tolerance=tolerance)
-    return engine
+    how: dict[str, Any] = {"at_once": engine.division.at_once, "num_runs": num_runs, "tolerance": tolerance}
+    self_check(engine, branches, rank=context.rank, teams=teams, **how)
 
 
 def keep_for_good() -> None:

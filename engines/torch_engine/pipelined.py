@@ -13,7 +13,7 @@ from engines.parallel.sharded import ShardedModel
 
 
 def predict_pipelined(sharded: ShardedModel, work: Iterable[tuple[Branch, Team]]) -> tuple[Tensor, ...]:
-    """Predictions of the caller's forwards (in a guidance pair: of both halves').
+    """Predictions of the caller's forwards (with guidance: of all parts of the team').
 
     All forwards are started before any prediction is passed round, so that a stage computes one while its neighbours
     compute others; with n forwards on s stages, s - 1 of n + s - 1 turns are idle.

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 MAX_GRAPHS = 32
 """The number of shapes that are captured for one division of one team; later ones run uncaptured. Counted so, ranks
-that work together agree: two branches may bring the halves of a team different shapes, but not the ranks of a half.
+that work together agree: branches may bring the parts of a team different shapes, but not the ranks of a part.
 """
 
 RUNS_BEFORE_CAPTURE = 1

@@ -10,7 +10,6 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from engines.core.engine import Choosing
 from engines.core.layout import TokenLayout
 from engines.core.model import Branch, DenoiserModel
 from engines.core.rank import RankContext
@@ -24,8 +23,8 @@ from engines.torch_engine.exchange.alternatives import DividedForward, alternati
 from engines.torch_engine.fast_step import can_run
 from engines.torch_engine.steps import RUNS_BEFORE_CAPTURE
 
-Pair = tuple[ParallelSpec, ParallelSpec]
-"""How a team divides one branch, and two at once."""
+Way = tuple[ParallelSpec, ...]
+"""How a team divides one branch, two at once, and so on."""
 
 NOISE = 0.03
 """Times that differ by no more than this are equal. Of strategies then the simpler name is taken, the first of the
@@ -39,12 +38,18 @@ class Trial:
     """Times the steps of ways to divide them that ``plans`` hold for nearly as good as the best."""
 
     def __init__(
-        self, model: DenoiserModel, choosing: Choosing, plans: Mapping[int, tuple[StepForecast, StepForecast]]
+        self,
+        model: DenoiserModel,
+        branches: tuple[Branch, ...],
+        plans: Mapping[int, tuple[StepForecast, ...]],
+        *,
+        every_team: bool,
     ) -> None:
+        """``branches`` are those of a typical step, of which ``plans`` forecast one, two, and so on."""
         self._model, self._plans = model, plans
-        self._branches = choosing.typical_step() if model.weights is None else ()
+        self._branches = branches if model.weights is None else ()
         self._largest = max(plans)
-        self._sizes = [size for size in plans if size > 1 and (choosing.every_team or size == self._largest)]
+        self._sizes = [size for size in plans if size > 1 and (every_team or size == self._largest)]
         self.times_ms: dict[str, float] = {}
 
     @property
@@ -60,20 +65,20 @@ class Trial:
         decided = dict(engine.division.specs.by_size)
         for size in self._sizes if self._branches else ():
             first = context.rank // size * size
-            ranks = tuple(range(first, first + size))
-
-            def time_pair(pair: Pair, branches: tuple[Branch, ...], ranks: tuple[int, ...] = ranks) -> float:
-                return self._time_pair(engine, pair, branches, ranks)
-
-            single, paired = (plan.shortlist() for plan in self._plans[size])
-            (one, _) = _fastest([(spec, spec) for spec in single], partial(time_pair, branches=self._branches[:1]))
-            pair = (one, self._plans[size][1].chosen.spec)
-            if len(self._branches) > 1:
-                # Branches that do not run at the same time run as a single one does.
-                pairs = dict.fromkeys((one, spec if spec.guidance > 1 else one) for spec in paired)
-                pair = _fastest(list(pairs), partial(time_pair, branches=self._branches[:2]))
-            decided[size] = pair
+            decided[size] = self._decide_size(engine, tuple(range(first, first + size)))
         return TeamSpecs(by_size=decided)
+
+    def _decide_size(self, engine: TorchEngine, ranks: tuple[int, ...]) -> Way:
+        way: Way = ()
+        for number, plan in enumerate(self._plans[len(ranks)], start=1):
+            if number > len(self._branches):
+                way = (*way, plan.chosen.spec)
+                continue
+            # Branches that do not all run at the same time run as fewer do.
+            ways = dict.fromkeys((*way, spec if number in (1, spec.guidance) else way[-1]) for spec in plan.shortlist())
+            time_way = partial(self._time_way, engine, branches=self._branches[:number], ranks=ranks)
+            way = _fastest(list(ways), time_way)
+        return way
 
     @torch.no_grad()
     def decide_exchange(self, engine: TorchEngine, *, peer_memory: bool) -> ExchangeRules:
@@ -83,8 +88,7 @@ class Trial:
         ``peer_memory``: whether that is left to choose. All ranks make the call, and get the same answer.
         """
         rules, ranks = engine.config.exchange, tuple(range(self._largest))
-        is_paired = engine.division.specs.of(self._largest)[-1].guidance > 1
-        branches = self._branches[: 2 if is_paired else 1]
+        branches = self._branches[: engine.division.specs.of(self._largest)[-1].guidance]
         times_s: dict[ExchangeRules, float] = {}
 
         def time_s(tried: ExchangeRules) -> float:
@@ -109,10 +113,10 @@ class Trial:
             is_even=num_heads % team.ulysses.size == 0,
         )
 
-    def _time_pair(
-        self, engine: TorchEngine, pair: Pair, branches: tuple[Branch, ...], ranks: tuple[int, ...]
+    def _time_way(
+        self, engine: TorchEngine, way: Way, *, branches: tuple[Branch, ...], ranks: tuple[int, ...]
     ) -> float:
-        engine.division.use(TeamSpecs(by_size={**engine.division.specs.by_size, len(ranks): pair}))
+        engine.division.use(TeamSpecs(by_size={**engine.division.specs.by_size, len(ranks): way}))
         return self._time(engine, branches, ranks)
 
     def _time(self, engine: TorchEngine, branches: tuple[Branch, ...], ranks: tuple[int, ...], way: str = "") -> float:
@@ -145,11 +149,11 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _fastest(pairs: list[Pair], time_pair: Callable[[Pair], float]) -> Pair:
+def _fastest(ways: list[Way], time_way: Callable[[Way], float]) -> Way:
     """Of those whose times noise explains, the one with the simplest names, first in the alphabet."""
-    if len(pairs) == 1:
-        return pairs[0]
-    times_s = {pair: time_pair(pair) for pair in pairs}
+    if len(ways) == 1:
+        return ways[0]
+    times_s = {way: time_way(way) for way in ways}
     limit_s = (1 + NOISE) * min(times_s.values())
-    near = [pair for pair, time_s in times_s.items() if time_s <= limit_s]
-    return min(near, key=lambda pair: [(spec.name.count("x"), spec.name) for spec in pair])
+    near = [way for way, time_s in times_s.items() if time_s <= limit_s]
+    return min(near, key=lambda way: [(spec.name.count("x"), spec.name) for spec in way])

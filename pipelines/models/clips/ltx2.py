@@ -32,6 +32,8 @@ TO_WHOLE = tuple(f"{BLOCKS}.*.{name}" for name in ("attn2", "audio_attn1", "audi
 """Attentions to text and to sound."""
 TO_CLIP = tuple(f"{BLOCKS}.*.{name}" for name in ("attn1", "video_to_audio_attn"))
 ATTENTIONS = (*TO_CLIP, *TO_WHOLE)
+SWITCHES = ("spatio_temporal_guidance_blocks", "isolate_modalities")
+"""What passes of guidance differ in beside the prompt."""
 POSITIONS = ("rope", "audio_rope", "cross_attn_rope", "cross_attn_audio_rope")
 
 LINEARS = (
@@ -72,6 +74,7 @@ def shard_plan(config: Config) -> ShardPlan:
         linears=(*LINEARS, *gates(config)),
         carried=("hidden_states", "audio_hidden_states"),
         tables=tuple(FeatureTable(pattern=name, dim=1 if by_head else 2) for name in POSITIONS),
+        switches=SWITCHES,
     )
 
 

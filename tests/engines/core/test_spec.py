@@ -21,6 +21,9 @@ from engines.parallel.tensor import split_features
         ("guidance", 2, ParallelSpec(guidance=2)),
         ("guidance", 4, ParallelSpec(guidance=2, ulysses=2)),
         ("guidance2xtensor", 8, ParallelSpec(guidance=2, tensor=4)),
+        ("guidance3", 3, ParallelSpec(guidance=3)),
+        ("guidance4xulysses", 8, ParallelSpec(guidance=4, ulysses=2)),
+        ("guidance4", 2, ParallelSpec(guidance=2)),
         ("guidance2xulysses2", 2, ParallelSpec(ulysses=2)),
         ("ulysses2xtensor2", 2, ParallelSpec(tensor=2)),
     ],
@@ -44,7 +47,7 @@ def test_name_reads_back() -> None:
         ("guidancexulysses", 4, "give a number to all factors but one"),
         ("ulysses2xring2", 8, "cannot be spread over 8"),
         ("ring2xallgather_kv2", 4, "use one of them"),
-        ("guidance4", 4, "at most two branches"),
+        ("guidance3", 4, "cannot be spread over 4"),
         ("ulysses0", 4, "unknown strategy"),
     ],
 )
@@ -102,9 +105,19 @@ def test_features_that_do_not_divide(family: str, message: str) -> None:
 
 
 def test_one_branch_takes_the_guidance_axis() -> None:
-    assert ParallelSpec(guidance=2, ring=2).without_guidance() == ParallelSpec(ring=4)
-    assert ParallelSpec(guidance=2).without_guidance() == ParallelSpec(ulysses=2)
-    assert ParallelSpec(ulysses=4).without_guidance() == ParallelSpec(ulysses=4)
+    assert ParallelSpec(guidance=2, ring=2).for_branches(1) == ParallelSpec(ring=4)
+    assert ParallelSpec(guidance=2).for_branches(1) == ParallelSpec(ulysses=2)
+    assert ParallelSpec(ulysses=4).for_branches(1) == ParallelSpec(ulysses=4)
+    assert ParallelSpec(guidance=3, tensor=2).for_branches(1) == ParallelSpec(tensor=6)
+    assert ParallelSpec(guidance=3, tensor=2).for_branches(1, keep_weights=True) == ParallelSpec(tensor=2, ulysses=3)
+
+
+def test_fewer_branches_take_what_they_do_not_need_of_the_guidance_axis() -> None:
+    names = [spec.name for spec in ParallelSpec(guidance=4, ring=2).by_branches()]
+    assert names == ["ring8", "guidance2xring4", "guidance2xring4", "guidance4xring2"]
+    assert [spec.name for spec in ParallelSpec(guidance=3).by_branches()] == ["ulysses3", "ulysses3", "guidance3"]
+    assert [spec.name for spec in ParallelSpec(guidance=2).by_branches()] == ["ulysses2", "guidance2"]
+    assert [spec.name for spec in ParallelSpec(tensor=2).by_branches()] == ["tensor2", "tensor2"]
 
 
 def test_aligned_runs_of_one_size_fill_the_gang() -> None:

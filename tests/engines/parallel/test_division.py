@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,9 +12,11 @@ from engines.core.model import Branch
 from engines.core.spec import ParallelSpec, tiling_sizes
 from engines.parallel.communication.mesh import Groups
 from engines.parallel.division import Division, TeamSpecs, shape_of
+from engines.parallel.guidance import may_pair
 from tests.engines.support import models
 from tests.engines.support.gloo import gang
 
+EVERYONE = (0, 1, 2, 3)
 GUIDED = TeamSpecs(
     by_size={
         1: (ParallelSpec(), ParallelSpec()),
@@ -62,6 +66,43 @@ def predict_numbers() -> list[float]:
     subject = division(GUIDED, rank=dist.get_rank(), num_ranks=4)
     predictions = subject.predict(numbered(), (0, 1, 2, 3), lambda branch, team: torch.tensor([float(branch.module)]))
     return [float(prediction) for prediction in predictions]
+
+
+FOUR = TeamSpecs(by_size={4: ParallelSpec(guidance=4).by_branches()})
+
+
+def test_up_to_four_branches_run_at_once() -> None:
+    """Of those in a row that are of one shape: two by halves, four by quarters, three as two and one."""
+    for rank, made in enumerate(gang(4).run(forwards_of_several)):
+        half = rank // 2
+        assert made == {
+            1: [(0, 4)],
+            2: [(half, 2)],
+            3: [(half, 2), (2, 4)],
+            4: [(rank, 1)],
+            5: [(rank, 1), (4, 4)],
+            6: [(rank, 1), (4 + half, 2)],
+        }
+
+
+def forwards_of_several() -> dict[int, list[tuple[int, int]]]:
+    subject = division(FOUR, rank=dist.get_rank(), num_ranks=4)
+    (one,) = models.branches("flux", "even")
+    several = tuple(Branch(inputs=one.inputs, module=str(number)) for number in range(6))
+    return {
+        num: [(int(branch.module), team.context.size) for branch, team in subject.forwards(several[:num], EVERYONE)]
+        for num in range(1, 7)
+    }
+
+
+def test_only_what_the_plan_calls_a_switch_may_differ() -> None:
+    (one,) = models.branches("flux", "even")
+    plan = replace(models.model("flux").plan, switches=("isolate",))
+    off, on = (replace(one, constants={"isolate": isolate, "height": 2}) for isolate in (False, True))
+    assert may_pair(off, on, plan)
+    assert may_pair(replace(one, constants={"height": 2}), on, plan)
+    assert not may_pair(off, replace(off, constants={"isolate": False, "height": 3}), plan)
+    assert not may_pair(off, on, models.model("flux").plan)
 
 
 def test_sizes_of_small_teams_that_cannot_be_are_left_out_and_named() -> None:

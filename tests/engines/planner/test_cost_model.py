@@ -27,7 +27,7 @@ def machine(latency_s: float = 1e-5, bytes_per_s: float = 2e11, memory_bytes: in
     lines = {
         f"{kind}/{n}": Line(latency_s=latency_s * slow.get(kind, 1.0), bytes_per_s=bytes_per_s / slow.get(kind, 1.0))
         for kind in KINDS
-        for n in (2, 4, 8)
+        for n in (2, 3, 4, 8)
     }
     rates = ((512, 5e14), (4608, 7e14))
     return Machine(
@@ -163,6 +163,18 @@ def test_two_branches_take_two_halves(flux: ModelProfile) -> None:
     assert halves.exchange_ms < whole.exchange_ms / 10
 
 
+def test_of_several_branches_the_largest_share_counts(flux: ModelProfile) -> None:
+    """Three over two parts of the team take as long as four, and over four parts as long as one."""
+    three, four, one = (replace(WORK, num_branches=number) for number in (3, 4, 1))
+    halves, quarters = ParallelSpec(guidance=2, ulysses=2), ParallelSpec(guidance=4)
+    assert predict(flux, three, halves, machine()) == predict(flux, four, halves, machine())
+    assert predict(flux, three, quarters, machine()) == predict(flux, four, quarters, machine())
+    assert predict(flux, four, quarters, machine()).products_ms == predict(flux, one, quarters, machine()).products_ms
+    found = candidates(flux, 4, num_branches=4)
+    assert {spec.guidance for spec in found} == {1, 2, 4}
+    assert {spec.guidance for spec in candidates(flux, 6, num_branches=4)} == {1, 2, 3}
+
+
 def test_a_small_step_of_two_branches_wants_few_exchanges() -> None:
     """It has 1, 18 or 56 of them, each a millisecond."""
     model = models.model("wan")
@@ -226,8 +238,8 @@ def test_table_names_every_candidate_and_the_reason() -> None:
 
 def test_machine_reads_back_from_json() -> None:
     assert Machine.from_json(machine().to_json()) == machine()
-    with pytest.raises(ValueError, match="not measured with rotation over 3 ranks"):
-        machine().exchange_s("rotation", 3, 1.0)
+    with pytest.raises(ValueError, match="not measured with rotation over 5 ranks"):
+        machine().exchange_s("rotation", 5, 1.0)
 
 
 def test_rates_between_measurements() -> None:

@@ -100,6 +100,22 @@ def race(folder: Path) -> str:
     return other
 
 
+THREE = Times(strategies_ms={"ring3": 60.0, "allgather_kv3": 50.0, "ulysses3": 60.0, "guidance3": 20.0})
+
+
+def test_as_many_branches_as_a_step_has_are_decided_on(tmp_path: Path) -> None:
+    """One alone, two (no team of three ranks has halves), and three at once; and kept so."""
+    for first, again in gang(3).run(of_three_branches, tmp_path):
+        assert (first.strategy, first.at_once) == ("allgather_kv3", "guidance3")
+        assert (again.strategy, again.at_once, again.num_timed) == ("allgather_kv3", "guidance3", 0)
+    (file,) = tmp_path.glob("tiny_*.json")
+    assert json.loads(file.read_text())["strategies"]["3"] == ["allgather_kv3", "allgather_kv3", "guidance3"]
+
+
+def of_three_branches(folder: Path) -> list[Started]:
+    return [start(choosing(folder, num_branches=3), number, THREE) for number in (1, 2)]
+
+
 def test_a_strategy_that_is_named_is_not_timed(tmp_path: Path) -> None:
     assert gang(2).run(named, tmp_path) == ["ulysses2"] * 2
     assert not list(tmp_path.iterdir())

@@ -61,7 +61,7 @@ def predict_on_team(folder: Path, family: str, strategy: str, ranks: tuple[int, 
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     spec = ParallelSpec.of(strategy, len(ranks))
     model, made = SPECIMENS[family].model(), []
-    specs = TeamSpecs(by_size={len(ranks): (spec.without_guidance(), spec)})
+    specs = TeamSpecs(by_size={len(ranks): spec.by_branches()})
     division = Division(specs, model.plan, rank=rank, num_ranks=num_ranks, groups=Groups(num_ranks))
 
     def make(graph: EngineGraph, weights: Mapping[str, Tensor], team: Team) -> GlooRunner:

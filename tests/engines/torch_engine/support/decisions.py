@@ -42,9 +42,11 @@ class Times:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Started:
-    """How a gang divides a step and exchanges heads, a digest of what it predicts, and how many steps it timed."""
+    """How a gang divides a step of one branch, and of as many as it may run at once, how it exchanges heads, a digest
+    of what it predicts, and how many steps it timed."""
 
     strategy: str
+    at_once: str
     exchange: ExchangeRules
     picture: str
     num_timed: int
@@ -60,9 +62,10 @@ def jittered(seed: int) -> Machine:
     return replace(whole, exchanges=lines)
 
 
-def choosing(folder: Path, **fields: object) -> Choosing:
+def choosing(folder: Path, num_branches: int = 1, **fields: object) -> Choosing:
     named = {"folder": folder, "name": "tiny", "facts": {"model": "tiny"}, **fields}
-    return Choosing(typical_step=lambda: models.branches("flux", "even", num=1), **named)  # type: ignore[arg-type]
+    step = partial(models.branches, "flux", "even", num=num_branches)
+    return Choosing(typical_step=step, **named)  # type: ignore[arg-type]
 
 
 def start(how: Choosing, seed: int, times: Times, options: TorchOptions | None = None) -> Started:
@@ -75,17 +78,19 @@ def start(how: Choosing, seed: int, times: Times, options: TorchOptions | None =
         num_timed += 1
         return times.of(engine, branches, ranks) * noise.uniform(1 - JITTER, 1 + JITTER)
 
-    context = RankContext(rank=dist.get_rank(), num_ranks=2, device="cpu")
+    everyone = tuple(range(dist.get_world_size()))
+    context = RankContext(rank=dist.get_rank(), num_ranks=len(everyone), device="cpu")
     with (
         patch("engines.planner.auto.measure", lambda *_: jittered(seed)),
         patch("engines.torch_engine.trial._timed_s", timed_s),
         closing(load_engine("torch", models.model("flux"), context, options=options, choosing=how)) as engine,
     ):
         assert isinstance(engine, TorchEngine)
-        (predicted,) = engine.predict(models.branches("flux", "uneven"), EVERYONE)
+        (predicted,) = engine.predict(models.branches("flux", "uneven"), everyone)
         picture = hashlib.sha256(predicted.numpy().tobytes()).hexdigest()
-        spec = engine.division.team(EVERYONE).spec
-        return Started(strategy=spec.name, exchange=engine.config.exchange, picture=picture, num_timed=num_timed)
+        one, *_, most = engine.division.specs.of(len(everyone))
+        names = {"strategy": one.name, "at_once": most.name, "picture": picture}
+        return Started(**names, exchange=engine.config.exchange, num_timed=num_timed)
 
 
 @contextmanager
