@@ -113,6 +113,25 @@ def test_an_elastic_gang_is_shared_out_anew_when_a_job_begins_or_ends() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("of_two", "meanwhile"),
+    [
+        (0.9, {"large": (0,), "small": (1,)}),  # two ranks are of little use to the small one
+        (0.5, {"small": (0, 1)}),  # and here of much, so that the large one waits less if it pauses for that long
+    ],
+)
+def test_a_large_job_is_narrowed_for_a_small_one_where_all_wait_less_so_and_widened_again(
+    of_two: float, meanwhile: dict[str, tuple[int, ...]]
+) -> None:
+    elastic = scheduler(num_ranks=2, elastic=True)
+    elastic.add(replace(job("large", num_steps=9), estimates_s={1: 10.0, 2: 5.3}))
+    assert served(elastic.next_plan()) == {"large": (0, 1)}
+    elastic.add(replace(job("small", num_steps=2), estimates_s={1: 1.0, 2: of_two}))
+    plans = [served(plan) for plan in all_plans(elastic)]
+    assert plans[:2] == [meanwhile, meanwhile]
+    assert {frozenset(plan.items()) for plan in plans[2:]} == {frozenset({("large", (0, 1))})}
+
+
 def test_plans_are_for_the_teams_that_are_free() -> None:
     """A team with short steps does not wait for one with long ones."""
     elastic = scheduler(num_ranks=2, elastic=True)
