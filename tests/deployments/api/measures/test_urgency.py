@@ -114,3 +114,35 @@ async def test_a_clip_that_would_be_late_fails_and_is_not_tried_again(
     clip = await finished(client, (await make(client, deadline_s=9))["id"])
     assert (clip["status"], clip["error"]["code"]) == ("failed", "too_late")
     assert len(studio.performed) == 1
+
+
+LONGEST_WAIT = TooLateError(3, 0.05, 16.2, "the longest wait, max_wait_s,", 9.0)
+
+
+async def test_what_would_wait_longer_than_it_may_is_refused(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+    """As the server has set it; a request says nothing of that."""
+
+    def refuse_wait(request: MediaRequest) -> None:
+        raise LONGEST_WAIT
+
+    studio.before = refuse_wait
+    answer = await client.post(IMAGES, json={"prompt": "a"})
+    assert (answer.status_code, answer.headers["Retry-After"]) == (429, "1")
+    error = answer.json()["error"]
+    assert (error["code"], error["type"]) == ("too_late", "rate_limit_error")
+    assert "about 16.2 s, and the longest wait, max_wait_s, is 9" in error["message"]
+
+
+async def test_a_clip_waits_in_the_records_until_its_gang_takes_it(
+    client: httpx.AsyncClient, studio: FakeStudio
+) -> None:
+    refusals = [LONGEST_WAIT, LONGEST_WAIT]
+
+    def refuse_twice(request: MediaRequest) -> None:
+        if refusals:
+            raise refusals.pop()
+
+    studio.before = refuse_twice
+    clip = await finished(client, (await make(client))["id"])
+    assert clip["status"] == "completed"
+    assert len(studio.performed) == 3

@@ -1,0 +1,177 @@
+"""Which jobs a gang does not take, because they would wait for others longer than ``max_wait_s``."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+import pytest
+
+from engines.gang import gang as gang_module
+from engines.gang.config import GangConfig
+from engines.gang.errors import TooLateError
+from engines.gang.gang import Gang
+from engines.gang.jobs.job import Job, JobDone
+from engines.gang.jobs.job_table import JobTable
+from engines.gang.jobs.scheduler import Scheduler
+from engines.gang.metrics import GangMetrics
+from engines.gang.policies.registry import make_policy
+from engines.gang.predictions.outlook import Outlook
+from engines.gang.predictions.prediction import StepPrediction, shape_name
+from engines.gang.predictions.step_times import StepTimes
+from engines.gang.ranks.traffic import Flight, Traffic
+from tests.engines.gang.support.checks import metric
+from tests.engines.gang.support.fakes import FakeRequest, fake_job
+from tests.engines.gang.support.helpers import run
+from tests.engines.gang.support.set_clock import SetClock, SetRanks, settled
+
+NUM_RANKS, NUM_STEPS = 2, 10
+SMALL, LARGE, NEW = "small", "large", "new"
+STEPS_S = {SMALL: 0.1, LARGE: 2.0}
+SMALL_S, LARGE_S = (NUM_STEPS * step_s for step_s in STEPS_S.values())
+MODEL = "with a longest wait"
+
+
+class Door:
+    """Takes jobs as a gang does, which knows what steps of these shapes take."""
+
+    def __init__(
+        self, max_wait_s: float | None, *, policy: str = "arrival", steps_s: Mapping[str, float] = STEPS_S
+    ) -> None:
+        self._clock = SetClock()
+        self.table = JobTable(GangConfig(num_ranks=NUM_RANKS), GangMetrics(MODEL), self._clock)
+        measured = {(shape_name(shape), NUM_RANKS): step_s for shape, step_s in steps_s.items()}
+        self._scheduler = Scheduler(
+            num_ranks=NUM_RANKS,
+            max_running_jobs=4,
+            policy=make_policy(policy),
+            prediction=StepPrediction(measured=measured),
+        )
+        self._traffic = Traffic(NUM_RANKS)
+        self._outlook = Outlook(self._scheduler, self.table, self._traffic, self._clock, max_wait_s)
+
+    def open(self, name: str, shape: str, *, is_scheduled: bool = True) -> float | None:
+        """Returns in how many seconds it will be done. TooLateError if it is refused."""
+        job = job_of(name, shape)
+        eta_s = self._outlook.admit(job)
+        self.table.open(job, 1.0).is_scheduled = is_scheduled
+        if is_scheduled:
+            self._scheduler.add(job)
+        return eta_s
+
+    def begin_step(self) -> Flight:
+        plan = self._scheduler.next_plan()
+        assert plan is not None
+        flight = Flight(works=plan.works, reports=dict.fromkeys(plan.working_ranks), latents={})
+        self._traffic.begin(flight)
+        return flight
+
+
+def job_of(name: str, shape: str) -> Job:
+    return fake_job(name, FakeRequest(seed=1, num_steps=NUM_STEPS), shape=shape)
+
+
+def refused(door: Door, name: str, shape: str) -> TooLateError:
+    with pytest.raises(TooLateError) as caught:
+        door.open(name, shape)
+    return caught.value
+
+
+def test_who_would_wait_longer_is_refused_and_told_when_that_is_over() -> None:
+    """Two small ones are before the third, a second each."""
+    door = Door(max_wait_s=1.6)
+    assert [door.open(name, SMALL) for name in "ab"] == pytest.approx([SMALL_S, 2 * SMALL_S])
+    refusal = refused(door, "c", SMALL)
+    assert refusal.retry_after_s == pytest.approx(2 * SMALL_S - 1.6)
+    assert refusal.predicted_s == pytest.approx(3 * SMALL_S)
+    assert "it would take about 3.0 s, and the longest wait, max_wait_s, is 1.6" in str(refusal)
+
+
+def test_who_would_wait_just_so_long_is_taken() -> None:
+    door = Door(max_wait_s=2 * SMALL_S + 0.01)
+    assert [door.open(name, SMALL) for name in "abc"] == pytest.approx([SMALL_S, 2 * SMALL_S, 3 * SMALL_S])
+    assert refused(door, "d", SMALL).retry_after_s == pytest.approx(SMALL_S - 0.01)
+
+
+def test_the_wait_is_for_others_alone() -> None:
+    """A job's own steps may take any time."""
+    door = Door(max_wait_s=0.5)
+    assert door.open("long", LARGE) == pytest.approx(LARGE_S)
+    assert refused(door, "behind it", SMALL).retry_after_s == pytest.approx(LARGE_S - 0.5)
+
+
+def test_who_goes_before_the_others_does_not_wait_for_them() -> None:
+    door = Door(max_wait_s=0.5, policy="shortest")
+    door.open("long", LARGE)
+    assert door.open("short", SMALL) == pytest.approx(SMALL_S)
+    assert refused(door, "long too", LARGE).predicted_s == pytest.approx(2 * LARGE_S + SMALL_S)
+
+
+def test_jobs_that_come_at_one_time_wait_for_each_other() -> None:
+    """Those among them that the ranks have not admitted yet."""
+    door = Door(max_wait_s=0.5)
+    door.open("a", SMALL, is_scheduled=False)
+    assert refused(door, "b", SMALL).retry_after_s == pytest.approx(SMALL_S - 0.5)
+
+
+def test_the_step_under_way_is_waited_for_whoever_is_next() -> None:
+    """Half of it is over, as far as anybody knows."""
+    door = Door(max_wait_s=0.9, policy="shortest")
+    door.open("long", LARGE)
+    door.begin_step()
+    assert refused(door, "short", SMALL).retry_after_s == pytest.approx(STEPS_S[LARGE] / 2 - 0.9)
+
+
+def test_nobody_is_refused_by_a_guess() -> None:
+    door = Door(max_wait_s=0.1)
+    door.open("a", SMALL)
+    assert door.open("of a new shape", NEW) is None
+    assert door.open("behind it", SMALL) is None
+
+
+def test_without_a_longest_wait_all_wait() -> None:
+    door = Door(max_wait_s=None)
+    door.open("long", LARGE)
+    assert door.open("behind it", SMALL) == pytest.approx(LARGE_S + SMALL_S)
+
+
+def test_who_is_refused_is_counted_and_forgotten() -> None:
+    door = Door(max_wait_s=0.5)
+    door.open("a", SMALL)
+    before = metric("troupe_jobs_total", model=MODEL, outcome="rejected")
+    refused(door, "b", SMALL)
+    assert metric("troupe_jobs_total", model=MODEL, outcome="rejected") == before + 1
+    assert [job.job_id for job in door.table.open_jobs] == ["a"]
+    assert refused(door, "b", SMALL).predicted_s == pytest.approx(2 * SMALL_S), "nor is it waited for"
+
+
+async def test_who_comes_again_when_told_to_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a whole gang, on whose ranks a job of a second is under way."""
+    monkeypatch.setattr(gang_module, "kill_ranks", lambda _: None)
+    config, clock, known = GangConfig(num_ranks=NUM_RANKS, max_wait_s=0.5), SetClock(), StepTimes()
+    ranks = SetRanks(NUM_RANKS, clock)
+    for _ in range(2):
+        known.note(job_of("known", SMALL), NUM_RANKS, STEPS_S[SMALL])
+    assert known.changed()
+    parts = {"team_sizes": (NUM_RANKS,), "model": MODEL, "clock": clock, "step_times": known}
+    gang = Gang(config, ranks.actors, infos=(), **parts)  # type: ignore[arg-type]
+    first = asyncio.ensure_future(run(gang, job_of("first", SMALL)))
+    await settled()
+    with pytest.raises(TooLateError, match=r"max_wait_s, is 0\.5") as caught:
+        await run(gang, job_of("second", SMALL))
+    num_steps_to_wait = round(caught.value.retry_after_s / STEPS_S[SMALL])
+    assert num_steps_to_wait == NUM_STEPS / 2
+    for _ in range(num_steps_to_wait):
+        await ranks.finish_step(STEPS_S[SMALL])
+    second = asyncio.ensure_future(run(gang, job_of("second", SMALL)))
+    await settled()
+    for _ in range(2 * NUM_STEPS - num_steps_to_wait):
+        await ranks.finish_step(STEPS_S[SMALL])
+    assert [type(events[-1]) for events in await asyncio.gather(first, second)] == [JobDone, JobDone]
+    await gang.close()
+
+
+@pytest.mark.parametrize("max_wait_s", [0.0, -1.0])
+def test_a_longest_wait_is_a_time(max_wait_s: float) -> None:
+    with pytest.raises(ValueError, match=r"max_wait_s is .*; it must be a time above 0 s"):
+        GangConfig(max_wait_s=max_wait_s)
