@@ -20,10 +20,11 @@ class Job:
     from running: if the gang breaks, it is clear under which job.
     ``request_id`` is for the logs.
 
-    For the scheduler's policy: ``estimates_s`` are what the cost model says that a step takes, by team size; a job of
-    ``priority`` 4 counts as if it took a quarter of its time; ``deadline_s`` after its request arrived it should be
-    done, ``waited_s`` of which were over when it came here; ``key`` is whose it is, and ``weight`` how much that one
-    may have beside others. ``idle_steps`` (counted from 1) make no forwards, and take next to no time.
+    For the scheduler's policy: ``estimates_s`` are what a step takes beside those of other jobs, by team size, up to a
+    factor that all of them share; a job of ``priority`` 4 counts as if it took a quarter of its time; ``deadline_s``
+    after its request arrived it should be done, ``waited_s`` of which were over when it came here; ``key`` is whose it
+    is, and ``weight`` how much that one may have beside others. ``idle_steps`` (counted from 1) make no forwards, and
+    take next to no time.
     """
 
     job_id: str

@@ -1,4 +1,4 @@
-"""What a step is predicted to take: as it was measured, or as the cost model estimates it until then."""
+"""What a step is predicted to take: as it was measured, or until then by what it costs beside others (``rough``)."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ def shape_name(shape: Hashable) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPrediction:
-    """A value: whoever learns more makes another one. ``measured`` has the seconds of a step, ``estimated`` what the
-    cost model says of the same ones; what is estimated is multiplied by ``scale``, by which measured steps differ from
-    their estimates. A step of which nothing is known takes ``usual_s`` on one rank: the number of steps decides.
+    """A value: whoever learns more makes another one. ``measured`` has the seconds of a step, ``estimated`` what their
+    jobs said of the same ones (``Job.estimates_s``); what is estimated is multiplied by ``scale``, by which measured
+    steps differ from their estimates. A step of which nothing is known takes ``usual_s`` on one rank: the number of
+    steps decides.
     """
 
     measured: Mapping[StepKey, float] = field(default_factory=dict)
@@ -81,7 +82,7 @@ class StepPrediction:
 
 
 def estimated_s(job: Job, team_size: int) -> float | None:
-    """Returns what the cost model says that a step of ``job`` takes on so many ranks; None if it says nothing."""
+    """Returns what ``job`` says that a step of it takes on so many ranks; None if it says nothing."""
     if not job.estimates_s:
         return None
     nearest = min(job.estimates_s, key=lambda size: (abs(size - team_size), size))

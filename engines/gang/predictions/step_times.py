@@ -23,13 +23,13 @@ MIN_CHANGE = 0.1
 
 
 _Kept = tuple[float, float | None]
-"""Seconds of a step: as measured, and as the cost model estimates them."""
+"""Seconds of a step: as measured, and as its job estimated them."""
 
 
 class StepTimes:
-    """``file`` has them in seconds, by shape and team size, each beside what the cost model says of it; it is made when
-    there is something to keep, and belongs to one machine, model and software (its name should say which). None keeps
-    them in memory alone.
+    """``file`` has them in seconds, by shape and team size, each beside what its job estimated; it is made when there
+    is something to keep, and belongs to one machine, model and software (its name should say which). None keeps them in
+    memory alone.
     """
 
     def __init__(self, file: Path | None = None) -> None:

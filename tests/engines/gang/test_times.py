@@ -187,7 +187,7 @@ async def test_a_first_job_that_is_alone_is_told_by_its_own_steps(gang: Gang, ra
 
 
 def guess(estimate_s: float) -> dict[str, Any]:
-    """Fields of a job of another shape, of which the cost model says this much."""
+    """Fields of a job of another shape, of which this much is estimated."""
     return {"shape": f"of {estimate_s}", "estimates_s": {1: estimate_s}}
 
 
