@@ -178,6 +178,7 @@ class Ingress:
         return ClipSettings(
             data_dir=self._data_dir,
             database_url=self._settings.database_url,
+            num_gangs={model.name: model.denoiser.max_num_replicas for model in self._config.models},
             **self._config.api.part(ClipLimits),
         )
 

@@ -185,6 +185,9 @@ class Video(BaseModel):
     )
     num_inference_steps: int = Field(description="beyond OpenAI")
     cache: CacheMode = Field(description=CACHE)
+    eta_s: float | None = Field(
+        description="Seconds until it is done, by prediction, while it waits or is made; beyond OpenAI."
+    )
     num_previews: int = Field(description="Previews so far, the last at variant=preview; beyond OpenAI.")
     timings: StageTimes | None = Field(description="beyond OpenAI")
 
@@ -207,6 +210,7 @@ class Video(BaseModel):
             fps=request.fps,
             num_inference_steps=request.num_inference_steps,
             cache=request.cache,
+            eta_s=None if clip.eta_s is None else round(clip.eta_s, 3),
             num_previews=clip.num_previews,
             timings=clip.timings,
         )

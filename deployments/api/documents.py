@@ -79,7 +79,8 @@ HEADERS = {
     "X-Troupe-Cache": "off, conservative or fast: which steps made no forwards",
     "X-Troupe-Same-Bytes": "true or false: whether the seed gives these bytes again; else the same picture",
     "X-Troupe-Gpu-Seconds": "How long ranks were at work in the steps, all of them added up",
-    "X-Troupe-Eta": "Seconds in which it was predicted to be done, when it came to the gang; absent if nobody knew",
+    "X-Troupe-Eta": "Seconds in which it was predicted to be done, when it came to the gang; of a clip that is not "
+    "done, from now; absent if nobody knew",
     "X-Troupe-Video-Id": "The clip's id",
     "openai-poll-after-ms": "How long to wait before the next look",
 }
@@ -149,7 +150,8 @@ def stream_answers() -> Responses:
 
 def video_answers() -> Responses:
     """Returns what the answer with a clip's record has beside it."""
-    return {200: {"description": "The clip's record", "headers": header_documents("openai-poll-after-ms")}}
+    headers = header_documents("openai-poll-after-ms", "X-Troupe-Eta", "X-Troupe-Gpu-Seconds")
+    return {200: {"description": "The clip's record", "headers": headers}}
 
 
 def sync_answers() -> Responses:
@@ -158,10 +160,10 @@ def sync_answers() -> Responses:
     return {200: {"description": "The clip", "content": _file_content("video/mp4"), "headers": headers}}
 
 
-def file_answers(*content_types: str) -> Responses:
+def file_answers(*content_types: str, headers: tuple[str, ...] = ()) -> Responses:
     """Returns the answers with a file, with the part of it that a ``Range`` header asks for, and with neither."""
-    file = {"content": _file_content(*content_types), "headers": header_documents(*FILE_HEADERS)}
-    part = file | {"headers": header_documents(*FILE_HEADERS, "Content-Range")}
+    file = {"content": _file_content(*content_types), "headers": header_documents(*FILE_HEADERS, *headers)}
+    part = file | {"headers": header_documents(*FILE_HEADERS, *headers, "Content-Range")}
     unchanged = {"description": "Not changed since the client got it", "headers": header_documents("ETag")}
     return {200: file | {"description": "The file"}, 206: part | {"description": "A part of it"}, 304: unchanged}
 

@@ -57,9 +57,14 @@ def measures(timings: list[StageTimes], cache: CacheMode) -> dict[str, str]:
         "X-Troupe-Warm": "true" if is_warm else "false",
         "X-Troupe-Cache": cache,
         "X-Troupe-Same-Bytes": "true" if all(one.same_bytes for one in timings) else "false",
-        "X-Troupe-Gpu-Seconds": seconds(sum(one.gpu_s for one in timings)),
+        **gpu_header(timings),
         **eta_header([one.eta_s for one in timings]),
     }
+
+
+def gpu_header(timings: Sequence[StageTimes]) -> dict[str, str]:
+    """Returns the header that says how long ranks were at work."""
+    return {"X-Troupe-Gpu-Seconds": seconds(sum(one.gpu_s for one in timings))}
 
 
 def eta_header(etas_s: Sequence[float | None]) -> dict[str, str]:

@@ -13,10 +13,11 @@ from sqlalchemy.exc import DBAPIError
 from deployments.asyncio_tools import EndedError, unless
 from deployments.clips.claims import Claim, Claims
 from deployments.clips.folders import ClipFolders
+from deployments.clips.outlook import ClipTimes
 from deployments.clips.records import ClipError
 from deployments.clips.settings import ClipSettings
 from deployments.clips.storage import StorageFullError, is_full
-from deployments.studio.interface import Media, ModelUnavailableError, Output, Preview, Progress, Studio
+from deployments.studio.interface import Media, ModelUnavailableError, Output, Preview, Progress, Queued, Studio
 from engines.gang import errors
 from engines.gang.errors import GangBrokenError, QueueFullError, TooLateError
 from pipelines.pictures import NO_PICTURES, InputPictures
@@ -26,15 +27,24 @@ logger = logging.getLogger("troupe.clips")
 
 @dataclass(kw_only=True, slots=True)
 class Attempt:
-    """``progress`` is 0–99 while the clip is made, ``num_previews`` counts the previews on the disk."""
+    """``progress`` is 0–99 while the clip is made, ``num_previews`` counts the previews on the disk, ``eta_at_s`` is
+    when it will be done (Unix seconds), by prediction.
+
+    ``admission``, if there is one, is for who waits to hear that a gang has taken the clip, or why none has: then
+    that one, and not the record, is told.
+    """
 
     studio: Studio
     claims: Claims
     folders: ClipFolders
     settings: ClipSettings
+    times: ClipTimes
     claim: Claim
+    admission: asyncio.Future[None] | None = None
     progress: int = field(default=0, init=False)
     num_previews: int = field(default=0, init=False)
+    eta_at_s: float | None = field(default=None, init=False)
+    _decode_s: float | None = field(default=None, init=False)
 
     async def run(self) -> None:
         """Makes the clip, or writes down why not. Only cancellation gets out, after the clip was queued again."""
@@ -53,7 +63,12 @@ class Attempt:
             await self.claims.give_back(self.claim, wait_s=0, counts=False)
             raise
         except Exception as failure:
-            await self._after(failure)
+            if self.admission is None or self.admission.done():
+                await self._after(failure)
+            else:
+                self.admission.set_exception(failure)
+        finally:
+            self._admit()
 
     async def _perform(self) -> Media:
         clip, owner = self.claim.clip, self.claim.owner
@@ -62,14 +77,21 @@ class Attempt:
             request_id=f"{clip.request.request_id}-{owner[:8]}",
             waited_s=clip.request.waited_s + max(0.0, time.time() - clip.created_at_s),
         )
-        pictures = await self._inputs()
+        pictures, began_s = await self._inputs(), time.time()
         async with aclosing(self.studio.perform(request, Output(format="mp4"), pictures)) as events:
             async for event in events:
                 match event:
                     case Media():
                         return event
+                    case Queued():
+                        self.eta_at_s = None if event.eta_s is None else began_s + event.eta_s
+                        self._decode_s = event.decode_s
+                        await self._report()
+                        self._admit()
                     case Progress():
                         self.progress = min(99, 100 * event.step // event.num_steps)
+                        if event.eta_s is not None and self._decode_s is not None:
+                            self.eta_at_s = time.time() + event.eta_s + self._decode_s
                     case Preview():
                         await asyncio.to_thread(self.folders.write, clip.id, "preview", event.data)
                         self.num_previews = event.index + 1
@@ -95,18 +117,30 @@ class Attempt:
             current = (self.progress, self.num_previews)
             if current == reported and time.monotonic() < due_s:
                 continue
-            try:
-                if not await self.claims.report(self.claim, *current):
-                    return
-            except (DBAPIError, StorageFullError):
-                logger.warning("clip %s: progress could not be written", self.claim.clip.id, exc_info=True)
-                continue
-            reported, due_s = current, time.monotonic() + self.claims.lease_s / 3
+            is_held = await self._report()
+            if is_held is False:
+                return
+            if is_held:
+                reported, due_s = current, time.monotonic() + self.claims.lease_s / 3
+
+    async def _report(self) -> bool | None:
+        """Writes down how far the clip is. False if the claim is lost; None where nothing can be written now."""
+        try:
+            return await self.claims.report(self.claim, self.progress, self.num_previews, self.eta_at_s)
+        except (DBAPIError, StorageFullError):
+            logger.warning("clip %s: progress could not be written", self.claim.clip.id, exc_info=True)
+            return None
+
+    def _admit(self) -> None:
+        """Lets go on who waits for the clip's admission: a gang has it, or the attempt is over."""
+        if self.admission is not None and not self.admission.done():
+            self.admission.set_result(None)
 
     async def _finish(self, media: Media) -> None:
         clip_id = self.claim.clip.id
         await asyncio.to_thread(self.folders.write, clip_id, "video", media.data)
         await asyncio.to_thread(self.folders.write, clip_id, "thumbnail", media.thumbnail)
+        self.times.learn(self.claim.clip.request, media.timings)
         if await self.claims.complete(self.claim, media.timings):
             await asyncio.to_thread(self.folders.remove_inputs, clip_id)
         else:
@@ -142,7 +176,8 @@ def final_error(failure: Exception) -> ClipError | None:
         case GangBrokenError():  # raised only after the clip was run on a second gang
             return ClipError(code="gang_broken", message=f"The ranks that worked on this clip failed: {failure}")
         case TooLateError(limit=errors.DEADLINE):
-            return ClipError(code="too_late", message=f"The clip is not made: {failure}")
+            message = f"The clip is not made: {failure}"
+            return ClipError(code="too_late", message=message, retry_after_s=failure.retry_after_s)
         case ValueError():
             return ClipError(code="invalid_value", message=str(failure))
     return None

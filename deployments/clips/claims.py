@@ -14,6 +14,7 @@ from deployments.clips.records import ClipError, ClipRecord, ClipRow, to_json
 from deployments.clips.store import ClipStore
 from deployments.observability.metrics import observe_clip_wait
 from deployments.studio.interface import StageTimes
+from pipelines.request import MediaRequest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,17 +42,26 @@ class Claims:
             owner = secrets.token_hex(16)
             # Of several runners that saw the row free, the one whose UPDATE still finds it so has it.
             take = update(ClipRow).where(ClipRow.id == row.id, ClipRow.attempts == row.attempts, _free(now_s))
-            values = {"status": "in_progress", "attempts": row.attempts + 1, "progress": 0, "num_previews": 0}
-            if await self._write(take, owner=owner, **self._lease(), **values):
+            values = {"attempts": row.attempts + 1, "progress": 0, "num_previews": 0, "eta_at_s": None}
+            if await self._write(take, **self._claim(owner), **values):
                 if row.attempts == 0:
                     observe_clip_wait(row.model, now_s - row.created_at_s)
                 clip = await self.store.get(row.id)
                 return None if clip is None else Claim(clip=clip, owner=owner)
         return None
 
-    async def report(self, claim: Claim, progress: int, num_previews: int) -> bool:
+    async def begin(self, request: MediaRequest, seconds: str, key_hash: str, clip_id: str) -> Claim:
+        """Returns the claim to a new clip, which nobody else could take before."""
+        owner = secrets.token_hex(16)
+        values = {"attempts": 1, **self._claim(owner)}
+        clip = await self.store.create(request, seconds, key_hash, clip_id, values)
+        observe_clip_wait(request.model, 0.0)
+        return Claim(clip=clip, owner=owner)
+
+    async def report(self, claim: Claim, progress: int, num_previews: int, eta_at_s: float | None = None) -> bool:
         """Renews the claim. False if it is lost: the clip was deleted, or taken over."""
-        return await self._write(_held(claim), **self._lease(), progress=progress, num_previews=num_previews)
+        values = {"progress": progress, "num_previews": num_previews, "eta_at_s": eta_at_s}
+        return await self._write(_held(claim), **self._lease(), **values)
 
     async def complete(self, claim: Claim, timings: StageTimes) -> bool:
         values = {"status": "completed", "progress": 100, "timings_json": to_json(timings)}
@@ -65,7 +75,10 @@ class Claims:
         """Queues the clip again, for ``wait_s`` from now at the earliest. ``counts``: whether it was an attempt."""
         attempts = claim.clip.attempts if counts else claim.clip.attempts - 1
         values = {"status": "queued", "progress": 0, "attempts": attempts, "not_before_s": time.time() + wait_s}
-        return await self._write(_held(claim), **values, owner="")
+        return await self._write(_held(claim), **values, owner="", eta_at_s=None)
+
+    def _claim(self, owner: str) -> dict[str, Any]:
+        return {"status": "in_progress", "owner": owner, **self._lease()}
 
     def _lease(self) -> dict[str, Any]:
         return {"lease_until_s": time.time() + self.lease_s}

@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import AsyncIterator, Collection, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from deployments.asyncio_tools import cancel
+from deployments.asyncio_tools import cancel, to_the_end
 from deployments.clips.attempt import Attempt
 from deployments.clips.claims import Claim, Claims
 from deployments.clips.database import open_database
 from deployments.clips.folders import ClipFolders, Variant
+from deployments.clips.outlook import ClipTimes, predicted_ends_s
 from deployments.clips.records import FILE_GONE, ClipError, ClipRecord
 from deployments.clips.runner import ClipRunner
 from deployments.clips.settings import ClipSettings
@@ -28,6 +32,7 @@ from pipelines.request import MediaRequest
 logger = logging.getLogger("troupe.clips")
 
 SWEEP_EVERY_S = 60.0
+NUM_LEARNT_FROM = 100
 
 
 class Clips:
@@ -41,6 +46,7 @@ class Clips:
         self._settings = settings
         self._folders = ClipFolders(root=settings.data_dir / "videos")
         self._engine: AsyncEngine | None = None
+        self._times = ClipTimes()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -48,18 +54,14 @@ class Clips:
         self._engine = await open_database(self._settings.url)
         await asyncio.to_thread(self._folders.root.mkdir, parents=True, exist_ok=True)
         self._store = ClipStore(engine=self._engine)
-        claims = Claims(store=self._store, lease_s=self._settings.lease_s)
-
-        def attempt(claim: Claim) -> Attempt:
-            return Attempt(
-                studio=self._studio, claims=claims, folders=self._folders, settings=self._settings, claim=claim
-            )
+        self._claims = Claims(store=self._store, lease_s=self._settings.lease_s)
+        await self._learn()
 
         limits = self._settings
         self._runner = ClipRunner(
             self._studio,
-            claims,
-            attempt,
+            self._claims,
+            self._attempt,
             self.storage_problem,
             max_running=limits.max_concurrent_videos,
             poll_s=limits.poll_s,
@@ -79,35 +81,43 @@ class Clips:
 
         QueueFullError if too many wait, whatever room the gangs have; StorageFullError.
         """
-        if problem := await self.storage_problem():
-            raise problem
+        await self._check_storage()
         num_waiting = await self._store.num_waiting()
         if num_waiting >= self._settings.max_waiting_videos:
             raise QueueFullError(num_waiting, retry_after_s=self._settings.lease_s)
-        clip_id = new_clip_id()
-        try:
-            if pictures.pictures:  # they are there before anybody can take the clip
-                await asyncio.to_thread(self._folders.write_inputs, clip_id, pictures)
+        async with self._new_folder(pictures) as clip_id:
             clip = await self._store.create(request, seconds, key_hash, clip_id)
-        except Exception:
-            await asyncio.to_thread(self._folders.remove, clip_id)
-            raise
         self._runner.wake()
-        return clip
+        return await self._foreseen(clip)
+
+    async def begin(
+        self, request: MediaRequest, seconds: str, key_hash: str = "", pictures: InputPictures = NO_PICTURES
+    ) -> Coroutine[Any, Any, ClipRecord | None]:
+        """Begins a clip that is made from ``pictures`` now, whatever waits. StorageFullError.
+
+        Returns what waits until a gang has taken the clip, and then returns it (None: it was deleted). It raises why
+        none has (TooLateError, QueueFullError, ValueError, …); then, and if it is cancelled, there is no clip.
+        """
+        await self._check_storage()
+        async with self._new_folder(pictures) as clip_id:
+            claim = await self._claims.begin(request, seconds, key_hash, clip_id)
+        return self._admitted(clip_id, self._runner.begin(claim))
 
     async def get(self, clip_id: str) -> ClipRecord | None:
-        return await self._store.get(clip_id)
+        clip = await self._store.get(clip_id)
+        return None if clip is None else await self._foreseen(clip)
 
     async def get_all(self, clip_ids: Collection[str]) -> dict[str, ClipRecord]:
         """Returns those of the clips that there are, by id."""
-        return await self._store.get_all(clip_ids)
+        clips = await self._store.get_all(clip_ids)
+        return {clip.id: clip for clip in await self._all_foreseen(clips.values())}
 
     async def page(
         self, *, after: ClipRecord | None, limit: int, ascending: bool, key_hash: str | None = None
     ) -> tuple[list[ClipRecord], bool]:
         """Returns up to ``limit`` clips behind ``after``, of one key unless it is None, and whether there are more."""
         clips = await self._store.page(after=after, limit=limit + 1, ascending=ascending, key_hash=key_hash)
-        return clips[:limit], len(clips) > limit
+        return await self._all_foreseen(clips[:limit]), len(clips) > limit
 
     async def num_open(self, key_hash: str) -> int:
         """Returns how many clips of a key wait or are made, in whichever process."""
@@ -141,6 +151,58 @@ class Clips:
     async def storage_problem(self) -> StorageFullError | None:
         """Returns why no clip can be kept now; None if it can."""
         return await asyncio.to_thread(storage_problem, self._settings.data_dir)
+
+    def _attempt(self, claim: Claim) -> Attempt:
+        return Attempt(
+            studio=self._studio,
+            claims=self._claims,
+            folders=self._folders,
+            settings=self._settings,
+            times=self._times,
+            claim=claim,
+        )
+
+    async def _admitted(self, clip_id: str, admission: asyncio.Future[None]) -> ClipRecord | None:
+        try:
+            await admission
+        except BaseException:  # nobody has heard of the clip yet
+            await to_the_end(self.delete(clip_id))
+            raise
+        return await self.get(clip_id)
+
+    async def _check_storage(self) -> None:
+        if problem := await self.storage_problem():
+            raise problem
+
+    @asynccontextmanager
+    async def _new_folder(self, pictures: InputPictures) -> AsyncIterator[str]:
+        """Yields the id of a new clip, with ``pictures`` on the disk before anybody can take it; nothing stays there if
+        the block fails."""
+        clip_id = new_clip_id()
+        try:
+            if pictures.pictures:
+                await asyncio.to_thread(self._folders.write_inputs, clip_id, pictures)
+            yield clip_id
+        except Exception:
+            await asyncio.to_thread(self._folders.remove, clip_id)
+            raise
+
+    async def _learn(self) -> None:
+        """Takes note of how long the last clips took that are still there, whoever made them."""
+        for clip in reversed(await self._store.page(after=None, limit=NUM_LEARNT_FROM, ascending=False)):
+            if clip.timings is not None:
+                self._times.learn(clip.request, clip.timings)
+
+    async def _foreseen(self, clip: ClipRecord) -> ClipRecord:
+        return (await self._all_foreseen([clip]))[0]
+
+    async def _all_foreseen(self, clips: Collection[ClipRecord]) -> list[ClipRecord]:
+        """Returns ``clips``, those that wait with when they will be done, by prediction. What a gang has, it predicts
+        itself."""
+        models = {clip.request.model for clip in clips if clip.status == "queued"}
+        queue = await self._store.open_clips(models) if models else []
+        ends_s = predicted_ends_s(queue, self._times, self._settings.num_gangs, time.time())
+        return [replace(clip, eta_at_s=ends_s.get(clip.id)) if clip.status == "queued" else clip for clip in clips]
 
     async def _sweep(self) -> None:
         keep_s = self._settings.keep_videos_s

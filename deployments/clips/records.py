@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -13,22 +14,24 @@ from deployments.studio.interface import StageTimes
 from pipelines.request import Lora, MediaRequest
 
 ClipStatus = Literal["queued", "in_progress", "completed", "failed"]
+OPEN = ("queued", "in_progress")
 FILE_GONE = "file_gone"
 """The code of a clip that was completed, and whose file is there no longer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipError:
-    """Why a clip failed: ``code`` for programs, ``message`` for people."""
+    """Why a clip failed: ``code`` for programs, ``message`` for people; ``retry_after_s`` if another may not."""
 
     code: str
     message: str
+    retry_after_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipRecord:
     """A clip somebody asked for. ``number`` orders clips by creation; times are Unix seconds, ``created_at_s`` to the
-    fraction; ``progress`` is 0–100.
+    fraction; ``progress`` is 0–100. ``eta_at_s`` is when it is predicted to be done, None if nobody knows.
 
     ``key_hash`` is that of the API key that asked for it, empty where none was needed.
     """
@@ -46,10 +49,21 @@ class ClipRecord:
     error: ClipError | None
     timings: StageTimes | None
     key_hash: str = ""
+    eta_at_s: float | None = None
 
     @property
     def created_at(self) -> int:
         return int(self.created_at_s)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it waits or is made."""
+        return self.status in OPEN
+
+    @property
+    def eta_s(self) -> float | None:
+        """How long it will take from now, by prediction; None of one that has ended."""
+        return None if self.eta_at_s is None or not self.is_open else max(0.0, self.eta_at_s - time.time())
 
 
 class Base(DeclarativeBase):
@@ -57,7 +71,10 @@ class Base(DeclarativeBase):
 
 
 class ClipRow(Base):
-    """``owner`` is the runner that has the clip until ``lease_until_s``; nobody touches it before ``not_before_s``."""
+    """``owner`` is the runner that has the clip until ``lease_until_s``; nobody touches it before ``not_before_s``.
+
+    ``eta_at_s`` is what its gang predicts; clips that are ``alike`` take equally long.
+    """
 
     __tablename__ = "troupe_jobs"
 
@@ -78,6 +95,8 @@ class ClipRow(Base):
     error_json: Mapped[str | None] = mapped_column(Text)
     timings_json: Mapped[str | None] = mapped_column(Text)
     key_hash: Mapped[str] = mapped_column(String(64), default="", server_default="")
+    eta_at_s: Mapped[float | None] = mapped_column(Float(53))
+    alike: Mapped[str] = mapped_column(String(128), default="", server_default="")
 
 
 def record_of(row: ClipRow) -> ClipRecord:
@@ -95,6 +114,7 @@ def record_of(row: ClipRow) -> ClipRecord:
         error=None if row.error_json is None else ClipError(**json.loads(row.error_json)),
         timings=None if row.timings_json is None else StageTimes(**json.loads(row.timings_json)),
         key_hash=row.key_hash,
+        eta_at_s=row.eta_at_s,
     )
 
 

@@ -18,7 +18,8 @@ logger = logging.getLogger("troupe.clips")
 
 class ClipRunner:
     """``attempt`` gives what makes a claimed clip; it is there so that the runner is about nothing but order. None is
-    taken while there is a ``storage_problem``."""
+    taken while there is a ``storage_problem``. Of those that are taken ``max_running`` are made side by side; others
+    are begun beside them."""
 
     def __init__(
         self,
@@ -37,6 +38,7 @@ class ClipRunner:
         self._max_running = max_running
         self._poll_s = poll_s
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._beside: set[str] = set()
         self._news = asyncio.Event()
 
     def wake(self) -> None:
@@ -62,28 +64,37 @@ class ClipRunner:
 
     async def _take_what_fits(self) -> None:
         try:
-            while len(self._running) < self._max_running:
+            while len(self._running) - len(self._beside) < self._max_running:
                 if await self._storage_problem():
                     return
                 not_ready = await self._studio.not_ready()
                 claim = await self._claims.take([name for name in self._studio.cards() if name not in not_ready])
                 if claim is None:
                     return
-                await self._start(claim)
+                await self.stop_clip(claim.clip.id)  # its claim ran out while this process slept: the new one counts
+                self._start(self._attempt(claim))
         except Exception:  # the database or a deployment may be away for a while; the runner must outlive that
             logger.exception("no clip could be taken")
 
-    async def _start(self, claim: Claim) -> None:
-        clip = claim.clip
-        await self.stop_clip(clip.id)  # its claim ran out while this process slept: the new claim replaces it
+    def begin(self, claim: Claim) -> asyncio.Future[None]:
+        """Makes a new clip beside all others. Returns what is done when a gang has taken it; it raises why none has."""
+        attempt = self._attempt(claim)
+        attempt.admission = asyncio.get_running_loop().create_future()
+        self._beside.add(claim.clip.id)
+        self._start(attempt)
+        return attempt.admission
+
+    def _start(self, attempt: Attempt) -> None:
+        clip = attempt.claim.clip
         with request_context(clip.request.request_id):
-            task = asyncio.create_task(self._attempt(claim).run())
+            task = asyncio.create_task(attempt.run())
         self._running[clip.id] = task
         task.add_done_callback(lambda task: self._ended(clip.id, task))
 
     def _ended(self, clip_id: str, task: asyncio.Task[None]) -> None:
         if self._running.get(clip_id) is task:
             del self._running[clip_id]
+            self._beside.discard(clip_id)
         if not task.cancelled() and (failure := task.exception()):
             logger.error("clip %s: its outcome could not be written", clip_id, exc_info=failure)
         self._news.set()

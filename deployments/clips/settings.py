@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from deployments.checks import check_positive
@@ -32,7 +33,7 @@ class ClipSettings(ClipLimits):
     the clip over when the claim has run out. Runners on several machines need clocks that differ by less than that.
     A clip is tried ``max_attempts`` times, with ``retry_s`` between. Progress is written at most every ``progress_s``;
     new clips of other processes are looked for every ``poll_s``. Folders without a record, and half-written files, are
-    deleted when they were that for ``orphan_s``.
+    deleted when they were that for ``orphan_s``. ``num_gangs`` make clips of a model side by side, where it is not one.
     """
 
     data_dir: Path
@@ -43,6 +44,7 @@ class ClipSettings(ClipLimits):
     max_attempts: int = 3
     retry_s: float = 5.0
     orphan_s: float = 3600.0
+    num_gangs: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         ClipLimits.__post_init__(self)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 from sqlalchemy import delete, func, select, update
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 
-from deployments.clips.records import ClipError, ClipRecord, ClipRow, record_of, to_json
+from deployments.clips.outlook import OpenClip, alike
+from deployments.clips.records import OPEN, ClipError, ClipRecord, ClipRow, record_of, to_json
 from pipelines.request import MediaRequest
+
+UNCLAIMED: Mapping[str, Any] = MappingProxyType({"status": "queued"})
 
 
 def new_clip_id() -> str:
@@ -26,17 +31,24 @@ class ClipStore:
         return AsyncSession(self.engine, expire_on_commit=False)
 
     async def create(
-        self, request: MediaRequest, seconds: str, key_hash: str = "", clip_id: str | None = None
+        self,
+        request: MediaRequest,
+        seconds: str,
+        key_hash: str = "",
+        clip_id: str | None = None,
+        claim: Mapping[str, Any] = UNCLAIMED,
     ) -> ClipRecord:
-        """Returns a queued clip, which is on disk then; with a new id unless ``clip_id`` is one."""
+        """Returns a clip, which is on disk then, queued unless there is a ``claim`` to it; with a new id unless
+        ``clip_id`` is one."""
         row = ClipRow(
             id=clip_id or new_clip_id(),
             model=request.model,
             request_json=to_json(request),
             seconds=seconds,
-            status="queued",
             created_at_s=time.time(),
             key_hash=key_hash,
+            alike=alike(request),
+            **claim,
         )
         async with self.session() as session, session.begin():
             session.add(row)
@@ -94,10 +106,17 @@ class ClipStore:
 
     async def num_open(self, key_hash: str) -> int:
         """Returns how many clips of a key wait or are made."""
-        is_open = (ClipRow.key_hash == key_hash, ClipRow.status.in_(("queued", "in_progress")))
+        is_open = (ClipRow.key_hash == key_hash, ClipRow.status.in_(OPEN))
         query = select(func.count()).select_from(ClipRow).where(*is_open)
         async with self.session() as session:
             return await session.scalar(query) or 0
+
+    async def open_clips(self, models: Collection[str]) -> list[OpenClip]:
+        """Returns the clips for ``models`` that wait or are made, by creation."""
+        columns = (ClipRow.id, ClipRow.model, ClipRow.alike, ClipRow.status, ClipRow.eta_at_s, ClipRow.not_before_s)
+        query = select(*columns).where(ClipRow.model.in_(models), ClipRow.status.in_(OPEN)).order_by(ClipRow.number)
+        async with self.session() as session:
+            return [OpenClip(*row) for row in await session.execute(query)]
 
     async def finished_before(self, time_s: float) -> list[str]:
         """Returns the ids of the clips that were completed or failed before ``time_s``."""

@@ -63,9 +63,10 @@ class StageTimes:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Queued:
     """A gang has taken the request, and all of it is predicted to take ``eta_s`` from when it came; None as long as
-    nothing like it was measured."""
+    nothing like it was measured. Its decoding is predicted to take ``decode_s`` of that."""
 
     eta_s: float | None
+    decode_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -114,7 +114,7 @@ class Run:
                         decode_s = predicted_decode_s(self.decode_times_s, self._decoded_like)
                         if event.eta_s is not None and decode_s is not None:
                             self._eta_s = self._elapsed_s + event.eta_s + decode_s
-                        yield Queued(eta_s=self._eta_s)
+                        yield Queued(eta_s=self._eta_s, decode_s=decode_s)
                     case StepDone():
                         self.num_steps_seen += 1
                         yield Progress(step=event.step, num_steps=event.num_steps, eta_s=event.eta_s)

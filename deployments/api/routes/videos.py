@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Query
 from fastapi.responses import FileResponse
@@ -15,7 +15,7 @@ from fastapi.sse import EventSourceResponse
 from starlette.requests import Request
 from starlette.responses import Response
 
-from deployments.api.answers import Video, VideoDeleted, VideoEvent, VideoPage
+from deployments.api.answers import Video, VideoDeleted, VideoPage
 from deployments.api.context import ApiContext, waited_s
 from deployments.api.documents import (
     body_document,
@@ -25,12 +25,12 @@ from deployments.api.documents import (
     sync_answers,
     video_answers,
 )
-from deployments.api.errors import ApiError
-from deployments.api.lookout import Lookout
-from deployments.api.measures import measures
+from deployments.api.errors import ApiError, from_failure, retry_after
+from deployments.api.measures import eta_header, gpu_header, measures
 from deployments.api.partial import RangedFile, is_head
 from deployments.api.reading.body import FORMS, JSON
 from deployments.api.reading.uploads import read_upload
+from deployments.api.routes.clip_events import video_events
 from deployments.api.streams import STREAM_HEADERS, ClientGoneError, start_stream, until_disconnect
 from deployments.asyncio_tools import to_the_end
 from deployments.clips.clips import Clips
@@ -41,8 +41,6 @@ from deployments.requests.clips import clip_request
 from deployments.requests.errors import shown
 
 VIDEO_ID = re.compile(r"video_[0-9a-f]{32}")
-EventName = Literal["video.progress", "video.completed", "video.failed"]
-ENDS: dict[str, EventName] = {"completed": "video.completed", "failed": "video.failed"}
 STATUS_OF_FAILURES = {"invalid_value": 400, "too_late": 429, "gang_broken": 502}
 POLL_MS = 500
 """What clients that poll are told to wait between two looks."""
@@ -53,13 +51,15 @@ def video_routes(context: ApiContext) -> APIRouter:
 
     @router.post(
         "/v1/videos",
-        responses=video_answers() | error_documents(400, 401, 403, 404, 408, 413, 415, 429, 503, 507),
+        responses=video_answers() | error_documents(400, 401, 403, 404, 408, 413, 415, 429, 502, 503, 507),
         openapi_extra=body_document(VideoBody, JSON, *FORMS),
     )
     async def create_video(request: Request, response: Response) -> Video:
-        """Queue a clip. Its record is on disk before the answer, and survives a restart."""
-        response.headers["openai-poll-after-ms"] = str(POLL_MS)
-        return Video.of(await submit_clip(context, request))
+        """Queue a clip. Its record is on disk before the answer, and survives a restart. One with ``deadline_s`` begins
+        at once, or is refused."""
+        clip = await submit_clip(context, request)
+        response.headers.update(told_of(clip))
+        return Video.of(clip)
 
     @router.post(
         "/v1/videos/sync",
@@ -69,7 +69,7 @@ def video_routes(context: ApiContext) -> APIRouter:
     )
     async def create_video_sync(request: Request) -> Response:
         """Make a clip and answer with its MP4, once it is there. Closing the connection deletes it; beyond OpenAI."""
-        clip = await submit_clip(context, request)
+        clip = await submit_clip(context, request, is_awaited=True)
         try:
             end = await until_disconnect(request.receive, wait_for_end(context, request, clip.id))
         except (ClientGoneError, asyncio.CancelledError):
@@ -93,8 +93,9 @@ def video_routes(context: ApiContext) -> APIRouter:
     @router.get("/v1/videos/{video_id}", responses=video_answers() | error_documents(401, 404))
     async def read_video(video_id: str, request: Request, response: Response) -> Video:
         """One clip: where it is in the queue or in its steps, or why it failed."""
-        response.headers["openai-poll-after-ms"] = str(POLL_MS)
-        return Video.of(await find_clip(context, request, video_id))
+        clip = await find_clip(context, request, video_id)
+        response.headers.update(told_of(clip))
+        return Video.of(clip)
 
     @router.delete("/v1/videos/{video_id}", responses=error_documents(401, 403, 404))
     async def delete_video(video_id: str, request: Request) -> VideoDeleted:
@@ -107,7 +108,8 @@ def video_routes(context: ApiContext) -> APIRouter:
     @router.get(
         "/v1/videos/{video_id}/content",
         response_class=FileResponse,
-        responses=file_answers(*CONTENT_TYPES.values()) | error_documents(400, 401, 404, 409, 410, 416),
+        responses=file_answers(*CONTENT_TYPES.values(), headers=("X-Troupe-Gpu-Seconds",))
+        | error_documents(400, 401, 404, 409, 410, 416),
     )
     async def read_content(
         video_id: str,
@@ -121,7 +123,7 @@ def video_routes(context: ApiContext) -> APIRouter:
         path = await context.clips.file(video_id, variant) if may_be_there else None
         if path is None:
             raise await not_there(context.clips, clip, variant)
-        return clip_file(path, video_id, variant, {})
+        return clip_file(path, video_id, variant, gpu_header([clip.timings]) if clip.timings else {})
 
     @router.get("/v1/videos/{video_id}/events", responses=stream_answers() | error_documents(401, 404, 429))
     async def read_events(video_id: str, request: Request) -> Response:
@@ -135,8 +137,11 @@ def video_routes(context: ApiContext) -> APIRouter:
     return router
 
 
-async def submit_clip(context: ApiContext, request: Request) -> ClipRecord:
-    """Returns the record of the clip that the body asks for, queued."""
+async def submit_clip(context: ApiContext, request: Request, *, is_awaited: bool = False) -> ClipRecord:
+    """Returns the record of the clip that the body asks for, queued; where it is awaited, or has a deadline, begun.
+
+    Then what its gang does not take is refused as a picture is.
+    """
     body, inputs = await read_upload(context, request, VideoBody, "video")
     num_previews = context.settings.num_clip_previews
     clip = clip_request(body, context.studio.cards(), request.state.request_id, num_previews, inputs)
@@ -145,7 +150,25 @@ async def submit_clip(context: ApiContext, request: Request) -> ClipRecord:
     weight = context.accounts.limits_of(key).weight
     async with context.key_limits.clip(key):
         asked = replace(clip.request, key=key, weight=weight, waited_s=waited_s(request))
-        return await context.clips.submit(asked, clip.seconds, key, inputs)
+        if not is_awaited and asked.deadline_s is None:
+            return await context.clips.submit(asked, clip.seconds, key, inputs)
+        admission = await context.clips.begin(asked, clip.seconds, key, inputs)
+    try:
+        begun = await until_disconnect(request.receive, admission)
+    except Exception as failure:
+        answer = from_failure(failure)
+        if answer is None:
+            raise
+        raise answer from failure
+    if begun is None:
+        raise ApiError(404, "The clip was deleted before it was begun", code="video_not_found")
+    return begun
+
+
+def told_of(clip: ClipRecord) -> dict[str, str]:
+    """Returns the headers of an answer about a clip."""
+    took = gpu_header([clip.timings]) if clip.timings else {}
+    return {"openai-poll-after-ms": str(POLL_MS), **eta_header([clip.eta_s]), **took}
 
 
 async def wait_for_end(context: ApiContext, request: Request, video_id: str) -> ClipRecord:
@@ -156,7 +179,8 @@ async def wait_for_end(context: ApiContext, request: Request, video_id: str) -> 
     clip = await find_clip(context, request, video_id)
     if clip.error is not None:
         status = STATUS_OF_FAILURES.get(clip.error.code, 500)
-        headers = {"x-should-retry": "false"}
+        retry_s = clip.error.retry_after_s
+        headers = {"x-should-retry": "false"} if retry_s is None else retry_after(retry_s)
         raise ApiError(status, f"The clip failed: {clip.error.message}", code=clip.error.code, headers=headers)
     return clip
 
@@ -200,18 +224,3 @@ async def not_there(clips: Clips, clip: ClipRecord, variant: Variant) -> ApiErro
         return ApiError(409, f"The clip failed: {reason}", param="video_id", code="video_failed", headers=headers)
     message = f"There is no {variant} yet; the clip is {clip.status}, {clip.progress} %"
     return ApiError(409, message, param="video_id", code="video_not_ready", headers={"Retry-After": "1"})
-
-
-async def video_events(lookout: Lookout, clip: ClipRecord | None) -> AsyncGenerator[VideoEvent, None]:
-    """Yields what changes about the clip, by the database: it may be made in another process."""
-    last_sent: Video | None = None
-    while clip is not None:
-        video = Video.of(clip)
-        if clip.status in ENDS:
-            yield VideoEvent(type=ENDS[clip.status], video=video)
-            return
-        if video != last_sent:
-            yield VideoEvent(type="video.progress", video=video)
-            last_sent = video
-        clip = await lookout.next_look(clip.id)
-    yield VideoEvent(type="video.deleted", video=None)

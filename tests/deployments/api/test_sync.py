@@ -41,10 +41,10 @@ async def test_the_file_is_the_answer(client: httpx.AsyncClient, how: str) -> No
 async def test_a_clip_that_fails(
     client: httpx.AsyncClient, studio: FakeStudio, failure: Exception, status: int, code: str
 ) -> None:
-    def fail(request: MediaRequest) -> None:
+    def fail(request: MediaRequest, step: int) -> None:
         raise failure
 
-    studio.before = fail
+    studio.at_step = fail
     answer = await client.post(SYNC, json={"prompt": "a"})
     error = error_of(answer, status)
     assert error["code"] == code

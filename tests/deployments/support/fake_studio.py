@@ -18,6 +18,8 @@ from pipelines.pictures import NO_PICTURES, InputPictures
 from pipelines.request import Lora, MediaRequest
 
 ETA_S = 20.0
+STEPS_S, DECODE_S = 0.1, 7.0
+"""What is predicted for the rest of the steps after each, and for decoding."""
 GPU_S = 1.5
 PICTURES = Defaults(
     kind="image",
@@ -130,7 +132,7 @@ class FakeStudio:
     async def _perform(self, request: MediaRequest, output: Output) -> AsyncGenerator[StudioEvent, None]:
         self.before(request)
         eta_s = ETA_S + request.seed % 10 if self.knows_times else None
-        yield Queued(eta_s=eta_s)
+        yield Queued(eta_s=eta_s, decode_s=DECODE_S if self.knows_times else None)
         start_s = time.perf_counter()
         num_previews = 0
         for step in range(1, request.num_inference_steps + 1):
@@ -138,7 +140,9 @@ class FakeStudio:
             if self.permits is not None:
                 await self.permits.acquire()
             self.at_step(request, step)
-            yield Progress(step=step, num_steps=request.num_inference_steps, eta_s=0.1 if self.knows_times else None)
+            yield Progress(
+                step=step, num_steps=request.num_inference_steps, eta_s=STEPS_S if self.knows_times else None
+            )
             if step in request.preview_steps:
                 yield Preview(index=num_previews, step=step, data=picture(request, Output(format="png")))
                 num_previews += 1

@@ -1,0 +1,76 @@
+"""When waiting clips will be done: in their order, by what others like them took."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from deployments.clips.outlook import MAX_KNOWN, ClipTimes, OpenClip, alike, predicted_ends_s
+from tests.deployments.clips.support.runs import REQUEST, ended, running, the
+from tests.deployments.clips.test_claims import TIMINGS
+from tests.deployments.support.fake_studio import FakeStudio
+
+TAKES_S = 10.0
+NOW_S = 1000.0
+
+
+def times_of(takes_s: float = TAKES_S) -> ClipTimes:
+    times = ClipTimes()
+    times.learn(REQUEST, replace(TIMINGS, queue_s=3.0, total_s=3.0 + takes_s))
+    return times
+
+
+def queued(name: str, *, model: str = REQUEST.model, like: str = alike(REQUEST), not_before_s: float = 0.0) -> OpenClip:
+    return OpenClip(name, model, like, "queued", None, not_before_s)
+
+
+def made(name: str, eta_at_s: float | None) -> OpenClip:
+    return OpenClip(name, REQUEST.model, alike(REQUEST), "in_progress", eta_at_s, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("clips", "num_gangs", "expected_s"),
+    [
+        ([queued("a"), queued("b")], 1, {"a": 1010, "b": 1020}),
+        ([made("x", 1004.0), queued("a"), queued("b")], 1, {"x": 1004, "a": 1014, "b": 1024}),
+        ([queued("a"), made("x", 1004.0)], 1, {"x": 1004, "a": 1014}),
+        ([made("x", 1004.0), made("y", 1007.0), queued("a")], 1, {"x": 1004, "y": 1007, "a": 1017}),
+        ([made("x", None), queued("a")], 1, {"x": 1010, "a": 1020}),
+        ([queued("a"), queued("b"), queued("c")], 2, {"a": 1010, "b": 1015, "c": 1020}),
+        ([queued("a", not_before_s=1030.0), queued("b")], 1, {"a": 1040, "b": 1020}),
+        ([queued("a"), queued("new", like="other"), queued("b")], 1, {"a": 1010, "new": None, "b": None}),
+        ([queued("new", model="other"), queued("b")], 1, {"new": None, "b": 1010}),
+        ([], 1, {}),
+    ],
+)
+def test_ends(clips: list[OpenClip], num_gangs: int, expected_s: dict[str, float | None]) -> None:
+    assert predicted_ends_s(clips, times_of(), {REQUEST.model: num_gangs}, NOW_S) == expected_s
+
+
+def test_the_shortest_time_counts_and_old_kinds_are_forgotten() -> None:
+    times = times_of()
+    times.learn(REQUEST, replace(TIMINGS, queue_s=0.0, total_s=99.0))
+    assert times.takes_s(queued("a")) == TAKES_S
+    for number in range(MAX_KNOWN):
+        times.learn(replace(REQUEST, num_inference_steps=1000 + number), TIMINGS)
+    assert times.takes_s(queued("a")) is None
+
+
+def test_what_takes_another_time_is_not_alike() -> None:
+    changes = [{"width": 64}, {"num_frames": 9}, {"num_inference_steps": 5}, {"true_cfg_scale": 1.0}, {"cache": "fast"}]
+    kinds = {alike(REQUEST), *(alike(replace(REQUEST, **change)) for change in changes)}  # type: ignore[arg-type]
+    assert len(kinds) == 1 + len(changes)
+    assert alike(replace(REQUEST, seed=1, prompt="other", true_cfg_scale=7.0)) == alike(REQUEST)
+
+
+async def test_what_was_made_before_a_restart_is_known(tmp_path: Path) -> None:
+    studio = FakeStudio()
+    async with running(studio, tmp_path) as clips:
+        await ended(clips, (await clips.submit(REQUEST, "1")).id)
+    studio.reasons["fake-clips"] = "loading"
+    async with running(studio, tmp_path) as clips:
+        clip = await the(clips, (await clips.submit(REQUEST, "1")).id)
+        assert clip.eta_s is not None
+        assert clip.eta_s < 60
