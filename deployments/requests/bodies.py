@@ -35,6 +35,10 @@ class PeerFields(BaseModel):
     """Fields of other servers whose clients send them always. What would change the picture is refused."""
 
     generator_device: Name | None = Field(None, description="Accepted: noise is drawn on the CPU, the same everywhere.")
+    bot_task: Name | None = Field(None, description="Accepted: how another server's model would rewrite the prompt.")
+    extra_body: dict[str, object] | str | None = Field(
+        None, description="Further fields, which count as if they stood beside it. In a form: the text of the JSON."
+    )
     enable_teacache: Off | None = Field(None, description=SWITCH)
     enable_upscaling: Off | None = Field(None, description=SWITCH)
     enable_frame_interpolation: Off | None = Field(None, description=SWITCH)

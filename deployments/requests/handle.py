@@ -9,6 +9,7 @@ from deployments.requests.bodies import EditBody, VideoBody
 from deployments.requests.cards import find_card
 from deployments.requests.clips import clip_request
 from deployments.requests.errors import validated
+from deployments.requests.extra import unfolded
 from deployments.requests.images import image_request
 from deployments.requests.pictures.limits import PictureLimits
 from deployments.requests.pictures.unpack import unpack
@@ -29,6 +30,7 @@ def handle_request(
     Pictures that come along are bytes of files, or data URLs; to unpack them takes time. Without ``model``, the first
     served one. RequestError says which value is wrong and what is allowed.
     """
+    fields = unfolded(fields)
     card = find_card(cards, fields.get("model") or next(iter(cards)))
     fields = {**fields, "model": fields.get("model") or card.name}
     if card.defaults.kind == "video":

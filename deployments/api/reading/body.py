@@ -12,6 +12,7 @@ from deployments.api.errors import ApiError
 from deployments.api.reading.forms import read_form
 from deployments.requests.bodies import MediaBody
 from deployments.requests.errors import RequestError, shown, validated, validated_form
+from deployments.requests.extra import unfolded, unfolded_form
 
 B = TypeVar("B", bound=MediaBody)
 
@@ -40,7 +41,7 @@ async def read_json_or_form(request: Request, body_type: type[B]) -> B:
     if content_type(request) == JSON:
         return await read_json(request, body_type)
     form = await read_form(request, body_type)
-    return validated_form(body_type, form.fields, form.pictures)
+    return validated_form(body_type, unfolded_form(form.fields), form.pictures)
 
 
 def content_type(request: Request) -> str:
@@ -73,4 +74,4 @@ def parse_json(raw: bytes) -> Any:
 
 
 def _from_json(raw: bytes, body_type: type[B]) -> B:
-    return validated(body_type, parse_json(raw))
+    return validated(body_type, unfolded(parse_json(raw)))

@@ -21,6 +21,7 @@ EFFECTLESS = {
     "seed": -1,
     "size": "",
     "generator_device": "cuda",
+    "bot_task": "think",
     "enable_teacache": False,
     "enable_upscaling": False,
     "enable_frame_interpolation": False,
