@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engines.core.kernel import Prefix
 from engines.core.layout import TokenLayout
 from engines.core.model import Branch, DenoiserModel, dtype_of
 from engines.core.shard_plan import FullWidthNorm, RowLinear, ShardPlan
@@ -111,7 +112,14 @@ class _Counter:
             self.streams.setdefault(stream, StreamCost()).num_norms += self.times
 
     def attend(
-        self, q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, /, *, mask_BM: Tensor | None = None
+        self,
+        q_BLHD: Tensor,
+        k_BMGD: Tensor,
+        v_BMGD: Tensor,
+        /,
+        *,
+        mask_BM: Tensor | None = None,
+        prefix: Prefix | None = None,
     ) -> tuple[Tensor, Tensor]:
         self.num_attentions += self.times
         self.num_key_heads = max(self.num_key_heads, k_BMGD.shape[2])

@@ -64,7 +64,11 @@ def dispatch(
             backend=backend, parallel_config=parallel_config,
         )  # fmt: skip
         return usual
-    assert not is_causal, "causal attention cannot be divided"
+    if is_causal:
+        raise ValueError(
+            "this model attends causally, and its processor does not say where in the sequence its tokens are: give it "
+            "one that does (a kernel's `prefix`), or none of our kernels (`set_kernel` of its architecture)"
+        )
     if scale is not None and scale != query.shape[-1] ** -0.5:
         query = query * (scale * query.shape[-1] ** 0.5)
     if attn_mask is None:

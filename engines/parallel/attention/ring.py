@@ -5,26 +5,33 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engines.core.kernel import Kernel
+from engines.core.kernel import Kernel, Prefix
 from engines.core.layout import Rows
 from engines.parallel.attention.local import crop_keys, finite
-from engines.parallel.communication.collectives import Axis, gather_masks, start_rotation, wait
+from engines.parallel.communication.collectives import Axis, gather_masks, gather_places, start_rotation, wait
 
 
 def ring(kernel: Kernel, axis: Axis, rows: tuple[Rows | None, ...]) -> Kernel:
     """``kernel`` over the keys of every rank of the axis, one rank's share after the other.
 
     ``rows[j]`` are the valid rows of rank j's keys (None: all; empty: that turn is passed over). The next share is
-    under way while attention works on the present one; partial results are merged in float32. Masks are so small
-    that all are there before the first turn.
+    under way while attention works on the present one; partial results are merged in float32. Masks and places are so
+    small that all are there before the first turn.
     """
     sources = tuple((axis.index - turn) % axis.size for turn in range(axis.size))
     turns = tuple(_turn(kernel, rows[source]) for source in sources)
 
     def travelled(
-        q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, /, *, mask_BM: Tensor | None = None
+        q_BLHD: Tensor,
+        k_BLGD: Tensor,
+        v_BLGD: Tensor,
+        /,
+        *,
+        mask_BM: Tensor | None = None,
+        prefix: Prefix | None = None,
     ) -> tuple[Tensor, Tensor]:
         masks_NBM = None if mask_BM is None else gather_masks(mask_BM, axis)
+        places_NM = None if prefix is None else gather_places(prefix.place_M, axis)
         merged: tuple[Tensor, Tensor] | None = None
         here = torch.stack((k_BLGD, v_BLGD))
         for number, (source, turn) in enumerate(zip(sources, turns, strict=True)):
@@ -32,8 +39,9 @@ def ring(kernel: Kernel, axis: Axis, rows: tuple[Rows | None, ...]) -> Kernel:
             coming = here if last else start_rotation(here, axis)
             if turn is not None:
                 mask = None if masks_NBM is None else masks_NBM[source]
-                part = turn(q_BLHD, here[0], here[1], mask_BM=mask)
-                merged = _merge(merged, part, masked=mask is not None)
+                seen = None if prefix is None or places_NM is None else prefix._replace(place_M=places_NM[source])
+                part = turn(q_BLHD, here[0], here[1], mask_BM=mask, prefix=seen)
+                merged = _merge(merged, part, masked=mask is not None or seen is not None)
             here = here if last else wait(coming)
         assert merged is not None, "every rank's keys are padding"
         return merged[0].to(q_BLHD.dtype), merged[1]

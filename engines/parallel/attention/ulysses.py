@@ -6,14 +6,20 @@ the output back. In parts, each takes a share of every rank's heads, and may tra
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from engines.core.heads import HeadShare, share_heads
-from engines.core.kernel import Kernel
+from engines.core.kernel import Kernel, Prefix
 from engines.parallel.attention.local import repeat_heads
-from engines.parallel.communication.collectives import Axis, all_to_all, join_masks, start_all_to_all, wait
+from engines.parallel.communication.collectives import Axis, all_to_all, join_masks, join_places, start_all_to_all, wait
+
+Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""A kernel with all that is said beside queries, keys and values."""
 
 
 def ulysses(kernel: Kernel, axis: Axis, *, with_lse: bool = False) -> Kernel:
@@ -26,12 +32,18 @@ def ulysses(kernel: Kernel, axis: Axis, *, with_lse: bool = False) -> Kernel:
     """
 
     def exchanged(
-        q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, /, *, mask_BM: Tensor | None = None
+        q_BLHD: Tensor,
+        k_BLGD: Tensor,
+        v_BLGD: Tensor,
+        /,
+        *,
+        mask_BM: Tensor | None = None,
+        prefix: Prefix | None = None,
     ) -> tuple[Tensor, Tensor]:
         num_heads = q_BLHD.shape[2]
-        mask_BM = None if mask_BM is None else join_masks(mask_BM, axis)
+        mask_BM, prefix = _of_all_tokens(mask_BM, prefix, axis)
         qkv_BMhD = _tokens_to_heads(q_BLHD, k_BLGD, v_BLGD, axis)
-        out_BMhD, lse_BhM = kernel(*qkv_BMhD, mask_BM=mask_BM)
+        out_BMhD, lse_BhM = kernel(*qkv_BMhD, mask_BM=mask_BM, prefix=prefix)
         lse = heads_to_tokens(lse_BhM.mT[..., None], axis)[..., 0].mT if with_lse else lse_BhM.new_empty(0)
         return first(heads_to_tokens(out_BMhD, axis), num_heads, dim=2), first(lse, num_heads, dim=1)
 
@@ -46,18 +58,25 @@ def ulysses_in_parts(kernel: Kernel, axis: Axis, num_parts: int) -> Kernel:
     """
 
     def exchanged(
-        q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, /, *, mask_BM: Tensor | None = None
+        q_BLHD: Tensor,
+        k_BLGD: Tensor,
+        v_BLGD: Tensor,
+        /,
+        *,
+        mask_BM: Tensor | None = None,
+        prefix: Prefix | None = None,
     ) -> tuple[Tensor, Tensor]:
         batch, length, num_heads, dim = q_BLHD.shape
         if length != k_BLGD.shape[1]:
-            return ulysses(kernel, axis)(q_BLHD, k_BLGD, v_BLGD, mask_BM=mask_BM)
-        mask_BM = None if mask_BM is None else join_masks(mask_BM, axis)
+            return ulysses(kernel, axis)(q_BLHD, k_BLGD, v_BLGD, mask_BM=mask_BM, prefix=prefix)
+        mask_BM, prefix = _of_all_tokens(mask_BM, prefix, axis)
+        attend = partial(kernel, mask_BM=mask_BM, prefix=prefix)
         share = share_heads(num_heads, k_BLGD.shape[2], axis.size)
         parts = _even_parts(share.keys, num_parts)
         heads = (share.queries // parts, share.keys // parts)
         several = zip(*(_shares(x, axis.size, parts) for x in spread_heads(q_BLHD, k_BLGD, v_BLGD, share)), strict=True)
         arriving = [start_all_to_all(torch.cat(qkv, dim=3).contiguous(), axis) for qkv in several]
-        attended = (_attend_part(kernel, wait(part), axis, heads, mask_BM) for part in arriving)
+        attended = (_attend_part(attend, wait(part), axis, heads) for part in arriving)
         returning = [start_all_to_all(part, axis) for part in attended]
         out_PWLBhD = torch.stack([wait(part) for part in returning])
         out_BLHD = out_PWLBhD.permute(3, 2, 1, 0, 4, 5).reshape(batch, length, share.all_queries, dim)
@@ -92,13 +111,16 @@ def _shares(x_BLHD: Tensor, size: int, num_parts: int) -> tuple[Tensor, ...]:
     return x_PWLBhD.unbind(0)
 
 
-def _attend_part(
-    kernel: Kernel, qkv_WLBhD: Tensor, axis: Axis, heads: tuple[int, int], mask_BM: Tensor | None
-) -> Tensor:
+def _of_all_tokens(mask_BM: Tensor | None, prefix: Prefix | None, axis: Axis) -> tuple[Tensor | None, Prefix | None]:
+    mask_BM = None if mask_BM is None else join_masks(mask_BM, axis)
+    return mask_BM, None if prefix is None else Prefix(*(join_places(places, axis) for places in prefix))
+
+
+def _attend_part(attend: Attend, qkv_WLBhD: Tensor, axis: Axis, heads: tuple[int, int]) -> Tensor:
     """Over all tokens, with so many query and key heads; as it is sent back: (destination, its tokens, B, heads, D)."""
     queries, keys = heads
     q_BMhD, k_BMgD, v_BMgD = torch.split(qkv_WLBhD.flatten(0, 1).transpose(0, 1), [queries, keys, keys], dim=2)
-    out_BMhD, _ = kernel(q_BMhD, k_BMgD, v_BMgD, mask_BM=mask_BM)
+    out_BMhD, _ = attend(q_BMhD, k_BMgD, v_BMgD)
     return torch.unflatten(out_BMhD.transpose(0, 1), 0, (axis.size, -1)).contiguous()
 
 

@@ -63,6 +63,16 @@ def join_masks(mask_BM: Tensor, axis: Axis) -> Tensor:
     return gather_masks(mask_BM, axis).transpose(0, 1).flatten(1)
 
 
+def gather_places(places_L: Tensor, axis: Axis) -> Tensor:
+    """The numbers that every rank has for its tokens, stacked in rank order along a new first dim."""
+    return all_gather(places_L.to(torch.int32), axis)
+
+
+def join_places(places_L: Tensor, axis: Axis) -> Tensor:
+    """The numbers that all ranks have for their tokens, one after another in rank order: (size·L,)."""
+    return gather_places(places_L, axis).flatten()
+
+
 def all_reduce_sum(x: Tensor, axis: Axis) -> Tensor:
     """The sum of ``x`` over the axis, bitwise the same on every rank."""
     if axis.size == 1:

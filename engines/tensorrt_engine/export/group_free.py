@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engines.core.heads import share_heads
-from engines.core.kernel import Kernel
+from engines.core.kernel import Kernel, Prefix
 from engines.core.layout import TokenLayout
 from engines.parallel.attention.local import crop_keys
 from engines.parallel.attention.ulysses import first, spread_heads
@@ -23,15 +23,22 @@ from engines.parallel.communication.mesh import Team
 def group_free_kernel(local: Kernel, team: Team, layout: TokenLayout) -> Kernel:
     """Returns ``local`` over all tokens: heads in ``ulysses`` groups, queries in ``ring × allgather_kv`` shares.
 
-    It takes no mask.
+    It takes no mask and no prefix.
     """
     num_groups, num_shares = team.ulysses.size, team.ring.size * team.allgather_kv.size
     cropped = crop_keys(local, layout.valid_rows(0, layout.num_chunks))
 
     def kernel(
-        q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, /, *, mask_BM: Tensor | None = None
+        q_BLHD: Tensor,
+        k_BLGD: Tensor,
+        v_BLGD: Tensor,
+        /,
+        *,
+        mask_BM: Tensor | None = None,
+        prefix: Prefix | None = None,
     ) -> tuple[Tensor, Tensor]:
         assert mask_BM is None
+        assert prefix is None
         share = share_heads(q_BLHD.shape[2], k_BLGD.shape[2], num_groups)
         qkv = spread_heads(q_BLHD, k_BLGD, v_BLGD, share)
         out_BLHD, lse = _exchange(cropped, team.context, num_groups, num_shares, qkv)

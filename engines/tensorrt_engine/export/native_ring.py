@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engines.core.kernel import Kernel
+from engines.core.kernel import Kernel, Prefix
 from engines.core.layout import TokenLayout
 from engines.parallel.attention.local import as_many_as
 from engines.parallel.communication.mesh import Team
@@ -26,7 +26,7 @@ RING_ATTENTION = torch.ops.troupe.ring_attention.default
 
 
 def native_ring_kernel(team: Team, layout: TokenLayout) -> Kernel:
-    """Returns the kernel, which takes no mask.
+    """Returns the kernel, which takes no mask and no prefix.
 
     Raises ValueError for tokens that do not divide: the node has no way to leave padding out.
     """
@@ -37,9 +37,16 @@ def native_ring_kernel(team: Team, layout: TokenLayout) -> Kernel:
         )
 
     def kernel(
-        q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, /, *, mask_BM: Tensor | None = None
+        q_BLHD: Tensor,
+        k_BLGD: Tensor,
+        v_BLGD: Tensor,
+        /,
+        *,
+        mask_BM: Tensor | None = None,
+        prefix: Prefix | None = None,
     ) -> tuple[Tensor, Tensor]:
         assert mask_BM is None
+        assert prefix is None
         several = (q_BLHD, *as_many_as(q_BLHD, k_BLGD, v_BLGD))
         q_BHLD, k_BHLD, v_BHLD = (x.transpose(1, 2).contiguous() for x in several)
         out_BHLD: Tensor = RING_ATTENTION(q_BHLD, k_BHLD, v_BHLD, team.ring.size)

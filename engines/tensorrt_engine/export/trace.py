@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from engines.core.kernel import Kernel
+from engines.core.kernel import Kernel, Prefix
 from engines.core.model import Branch, DenoiserModel, ModelInputs
 from engines.core.spec import ParallelSpec
 from engines.parallel.attention.local import as_many_as
@@ -34,9 +34,12 @@ DynamicDims = Mapping[str, Any]
 ChangeModule = Callable[[nn.Module], nn.Module]
 
 
-def sdpa(q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, /, *, mask_BM: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def sdpa(
+    q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, /, *, mask_BM: Tensor | None = None, prefix: Prefix | None = None
+) -> tuple[Tensor, Tensor]:
     """The kernel that becomes ONNX's ``Attention``; it has no log-sum-exp, and no strategy that exports needs one."""
     assert mask_BM is None
+    assert prefix is None
     q_BHLD, k_BHMD, v_BHMD = (x.transpose(1, 2) for x in (q_BLHD, *as_many_as(q_BLHD, k_BMGD, v_BMGD)))
     out_BHLD = functional.scaled_dot_product_attention(q_BHLD, k_BHMD, v_BHMD)
     return out_BHLD.transpose(1, 2), q_BLHD.new_empty(0)
@@ -82,20 +85,30 @@ def _kernel(team: Team, layout: MarkedLayout, ring: RingForm) -> Kernel:
 
 
 def _leave_engine(
-    q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, /, *, mask_BM: Tensor | None = None
+    q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, /, *, mask_BM: Tensor | None = None, prefix: Prefix | None = None
 ) -> tuple[Tensor, Tensor]:
     return ATTEND(q_BLHD, k_BLGD, v_BLGD), q_BLHD.new_empty(0)
 
 
 def unmasked(kernel: Kernel) -> Kernel:
-    """``kernel``, with a ValueError for a mask."""
+    """``kernel``, with a ValueError for a mask or a prefix."""
 
     def refusing(
-        q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, /, *, mask_BM: Tensor | None = None
+        q_BLHD: Tensor,
+        k_BLGD: Tensor,
+        v_BLGD: Tensor,
+        /,
+        *,
+        mask_BM: Tensor | None = None,
+        prefix: Prefix | None = None,
     ) -> tuple[Tensor, Tensor]:
         if mask_BM is not None:
             raise ValueError(
                 "this model masks keys (text of several lengths), which no TensorRT engine does: use engine: torch"
+            )
+        if prefix is not None:
+            raise ValueError(
+                "in this model some tokens see only those before them, which no TensorRT engine does: use engine: torch"
             )
         return kernel(q_BLHD, k_BLGD, v_BLGD)
 

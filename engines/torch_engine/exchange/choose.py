@@ -7,7 +7,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from engines.core.kernel import Kernel
+from engines.core.kernel import Kernel, Prefix
 from engines.core.layout import TokenLayout
 from engines.parallel.attention.strategy import MakeKernel, team_kernel
 from engines.parallel.communication.mesh import Team
@@ -59,15 +59,22 @@ def _in_parts(
 
 
 def where_even(even: Kernel, other: Kernel, num_ranks: int) -> Kernel:
-    """``even`` for calls without a mask whose queries, keys and values have one number of heads, a multiple of the
-    ranks'; ``other`` for all others. Ranks decide alike.
+    """``even`` for calls without mask and prefix whose queries, keys and values have one number of heads, a multiple of
+    the ranks'; ``other`` for all others. Ranks decide alike.
     """
 
     def chosen(
-        q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, /, *, mask_BM: Tensor | None = None
+        q_BLHD: Tensor,
+        k_BLGD: Tensor,
+        v_BLGD: Tensor,
+        /,
+        *,
+        mask_BM: Tensor | None = None,
+        prefix: Prefix | None = None,
     ) -> tuple[Tensor, Tensor]:
-        if mask_BM is None and q_BLHD.shape == k_BLGD.shape and q_BLHD.shape[2] % num_ranks == 0:
+        is_even = q_BLHD.shape == k_BLGD.shape and q_BLHD.shape[2] % num_ranks == 0
+        if mask_BM is None and prefix is None and is_even:
             return even(q_BLHD, k_BLGD, v_BLGD)
-        return other(q_BLHD, k_BLGD, v_BLGD, mask_BM=mask_BM)
+        return other(q_BLHD, k_BLGD, v_BLGD, mask_BM=mask_BM, prefix=prefix)
 
     return chosen

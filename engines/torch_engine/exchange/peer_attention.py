@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engines.core.kernel import Kernel
+from engines.core.kernel import Kernel, Prefix
 from engines.core.resources import rank_resources
 from engines.fast.side_streams import SideStream, wait_for
 from engines.parallel.communication.collectives import Axis
@@ -38,16 +38,23 @@ class PeerOperations(list["PeerUlysses"]):
 def peer_ulysses(attend: Attend, axis: Axis, device: torch.device) -> Kernel:
     """Attention for the ranks of one host (see ``peer_memory.reachable``), which all make the same calls.
 
-    No LSE and no mask; queries, keys and values have one number of heads, a multiple of the axis' size.
+    No LSE, no mask and no prefix; queries, keys and values have one number of heads, a multiple of the axis' size.
     """
     operations = rank_resources().get(PeerOperations)
     number = len(operations)
     operations.append(PeerUlysses(attend, axis, device))
 
     def exchanged(
-        q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor, /, *, mask_BM: Tensor | None = None
+        q_BLHD: Tensor,
+        k_BLHD: Tensor,
+        v_BLHD: Tensor,
+        /,
+        *,
+        mask_BM: Tensor | None = None,
+        prefix: Prefix | None = None,
     ) -> tuple[Tensor, Tensor]:
         assert mask_BM is None
+        assert prefix is None
         assert q_BLHD.shape == k_BLHD.shape, (q_BLHD.shape, k_BLHD.shape)
         return _run(q_BLHD, k_BLHD, v_BLHD, number), q_BLHD.new_empty(0)
 

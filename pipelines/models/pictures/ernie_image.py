@@ -16,7 +16,7 @@ from pipelines.models.usual_defaults import PICTURE
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from engines.core.kernel import Kernel
+    from engines.core.kernel import Kernel, Prefix
     from engines.core.model import Arguments
 
 TOKENS = "tokens"
@@ -58,9 +58,15 @@ def unmasked(kernel: Kernel) -> Kernel:
     """One prompt is as long as it is: its mask, which masks nothing, would only forbid the fastest attention."""
 
     def attend(
-        q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, /, *, mask_BM: Tensor | None = None
+        q_BLHD: Tensor,
+        k_BMGD: Tensor,
+        v_BMGD: Tensor,
+        /,
+        *,
+        mask_BM: Tensor | None = None,
+        prefix: Prefix | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return kernel(q_BLHD, k_BMGD, v_BMGD)
+        return kernel(q_BLHD, k_BMGD, v_BMGD, prefix=prefix)
 
     return attend
 

@@ -1,4 +1,4 @@
-"""Grouped key heads, masked keys and heads that the ranks do not divide, by every strategy, against one rank.
+"""Grouped key heads, masked keys, a causal prefix, heads that the ranks do not divide: strategies against one rank.
 
 The expected result is plain attention in float32, written out below. A gang computes all cases in one call.
 """
@@ -21,6 +21,7 @@ from tests.engines.parallel.support.kernel_cases import (
     every_answer,
     mask_of,
     my_rows,
+    prefix_of,
     qkv,
     sizes_sent,
 )
@@ -39,9 +40,11 @@ def plain(case: Case) -> tuple[Tensor, Tensor]:
     q_BLHD, k_BMGD, v_BMGD = qkv(case)
     k_BMHD, v_BMHD = (x.repeat_interleave(case.heads // case.key_heads, dim=2) for x in (k_BMGD, v_BMGD))
     scores_BHLM = torch.einsum("blhd,bmhd->bhlm", q_BLHD, k_BMHD) / DIM**0.5
-    mask_BM = mask_of(case)
+    mask_BM, prefix = mask_of(case), prefix_of(case)
     if mask_BM is not None:
         scores_BHLM[~mask_BM[:, None, None].expand_as(scores_BHLM)] = -torch.inf
+    for query, reach in enumerate(prefix.reach_L if prefix else ()):
+        scores_BHLM[:, :, query, reach:] = -torch.inf
     return torch.einsum("bhlm,bmhd->blhd", scores_BHLM.softmax(-1), v_BMHD), scores_BHLM.logsumexp(-1)
 
 
@@ -61,9 +64,9 @@ def test_control_with_an_exchange_left_out_fails(strategy: str, name: str) -> No
     assert worst_error(strategy, name, broken="exchange") > 0.01
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.masked])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.masked or case.causal])
 @pytest.mark.parametrize("strategy", STRATEGIES[4])
-def test_control_with_masks_left_where_they_are_fails(strategy: str, name: str) -> None:
+def test_control_with_masks_and_places_left_where_they_are_fails(strategy: str, name: str) -> None:
     assert worst_error(strategy, name, broken="masks") > 0.01
 
 
@@ -89,8 +92,8 @@ def test_no_more_heads_travel_than_needed(strategy: str, heads_sent: dict[str, i
 
 
 @pytest.mark.parametrize("strategy", ["ulysses", "ulysses in parts", "ring", "allgather_kv"])
-def test_a_compiler_sees_one_graph(strategy: str) -> None:
-    name = "uneven, grouped and masked"
+@pytest.mark.parametrize("name", ["uneven, grouped and masked", "causal, uneven, grouped and masked"])
+def test_a_compiler_sees_one_graph(strategy: str, name: str) -> None:
     expected_BLHD, _ = plain(CASES[name])
     for rank, mine in enumerate(gang(2).run(compiled, strategy, name)):
         torch.testing.assert_close(mine, my_rows(expected_BLHD, 2, rank), rtol=0, atol=2e-6)

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from engines.core.kernel import Prefix
 from engines.parallel.attention.local import (
     cpu_flash,
     crop_keys,
@@ -22,13 +23,19 @@ def qkv(
 
 
 def in_float64(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    prefix: Prefix | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
     scores = q @ k.mT / q.shape[-1] ** 0.5
     if mask is not None:
         scores = scores.masked_fill(~mask[:, None, None], -torch.inf)
+    for query, reach in enumerate(prefix.reach_L if prefix else ()):
+        scores[:, :, query, prefix.place_M >= reach] = -torch.inf
     return (scores.softmax(-1) @ v).transpose(1, 2), scores.logsumexp(-1)
 
 
@@ -61,6 +68,36 @@ def test_grouped_heads_and_masked_keys(kernel, dtype, bound: float, heads: int, 
     torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=bound)
 
 
+PREFIX = Prefix(torch.tensor([1, 2, 13, 5, 5, 13, 13]), torch.tensor([12, 0, 2, 1, *range(3, 12)]))
+"""Of seven queries, and of thirteen keys in no order."""
+
+
+@pytest.mark.parametrize("kernel", [cpu_flash, plain_attention])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("mask", [None, MASK], ids=["all keys", "masked"])
+def test_a_query_sees_as_far_as_it_reaches(kernel, dtype, bound: float, mask) -> None:
+    given, seen = qkv(7, 13, dtype, 6, 3), mask
+    if mask is not None:
+        seen = mask | (PREFIX.place_M == 0)  # one key for all queries
+    out, lse = kernel(*given, mask_BM=seen, prefix=PREFIX)
+    expected_out, expected_lse = in_float64(*given, seen, PREFIX)
+    torch.testing.assert_close(out.double(), expected_out, rtol=0, atol=bound)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=bound)
+    assert not torch.allclose(out, kernel(*given, mask_BM=seen)[0], atol=10 * bound)
+
+
+@pytest.mark.parametrize("kernel", [cpu_flash, plain_attention])
+def test_a_query_that_reaches_nothing_merges_to_nothing(kernel) -> None:
+    q, k, v = qkv(7, 13)
+    out, lse = kernel(q, k, v, prefix=Prefix(torch.tensor([0, *[13] * 6]), torch.arange(13)))
+    assert (lse[:, :, 0] == -torch.inf).all()
+    assert lse[:, :, 1:].isfinite().all()
+    other = kernel(q, k, v)
+    merged_out, merged_lse = merge(out, lse, *other, masked=True)
+    torch.testing.assert_close(merged_out[:, 0], other[0][:, 0])
+    torch.testing.assert_close(merged_lse[:, :, 0], other[1][:, :, 0])
+
+
 @pytest.mark.parametrize("kernel", [cpu_flash, plain_attention])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_without_keys_a_result_merges_to_nothing(kernel, dtype: torch.dtype) -> None:
@@ -85,9 +122,10 @@ def test_without_keys_a_result_merges_to_nothing(kernel, dtype: torch.dtype) -> 
 def test_shapes_of_cuda_kernels(kernel, mask) -> None:
     """What needs no GPU: PyTorch's own shape functions take what is passed."""
     given = [x.to("meta") for x in qkv(7, 13, torch.bfloat16, heads=6, key_heads=2)]
-    out, lse = kernel(*given, mask_BM=None if mask is None else mask.to("meta"))
-    assert out.shape == (2, 7, 6, 16)
-    assert lse.shape == (2, 6, 7)
+    for prefix in (None, Prefix(*(places.to("meta") for places in PREFIX))):
+        out, lse = kernel(*given, mask_BM=None if mask is None else mask.to("meta"), prefix=prefix)
+        assert out.shape == (2, 7, 6, 16)
+        assert lse.shape == (2, 6, 7)
 
 
 @pytest.mark.gpu
@@ -95,14 +133,18 @@ def test_shapes_of_cuda_kernels(kernel, mask) -> None:
 @pytest.mark.parametrize("kernel", [cudnn_flash, cuda_flash, cuda_efficient])
 @pytest.mark.parametrize("key_heads", [8, 2, 1])
 @pytest.mark.parametrize("is_masked", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(("length", "num_keys"), [(96, 96), (77, 133)])
-def test_cuda_kernels(kernel, key_heads: int, is_masked: bool, length: int, num_keys: int) -> None:
+def test_cuda_kernels(kernel, key_heads: int, is_masked: bool, is_causal: bool, length: int, num_keys: int) -> None:
     given = [x.cuda() for x in qkv(length, num_keys, torch.bfloat16, heads=8, key_heads=key_heads, dim=128)]
     mask = None
     if is_masked:
         mask = torch.rand(2, num_keys, generator=torch.Generator().manual_seed(1)).cuda() > 0.5
-    out, lse = kernel(*given, mask_BM=mask)
-    expected_out, expected_lse = in_float64(*given, mask)
+        mask[:, 0] = True
+    places = torch.arange(num_keys, device="cuda")
+    prefix = Prefix(places[:length] + 1, places) if is_causal else None
+    out, lse = kernel(*given, mask_BM=mask, prefix=prefix)
+    expected_out, expected_lse = in_float64(*given, mask, prefix)
     torch.testing.assert_close(out.double(), expected_out, rtol=0, atol=2e-2)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=2e-2)
     if mask is not None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engines.core.kernel import Kernel
+from engines.core.kernel import Kernel, Prefix
 from engines.core.layout import TokenLayout
 from engines.core.spec import ParallelSpec
 from engines.parallel.attention import allgather_kv as gat
@@ -33,6 +33,7 @@ class Case:
     heads: int
     key_heads: int
     masked: bool = False
+    causal: bool = False
 
 
 CASES = {
@@ -44,6 +45,9 @@ CASES = {
     "uneven": Case(5, 5),
     "uneven and masked": Case(7, 7, masked=True),
     "uneven, grouped and masked": Case(9, 3, masked=True),
+    "causal": Case(8, 8, causal=True),
+    "causal and uneven": Case(5, 5, causal=True),
+    "causal, uneven, grouped and masked": Case(9, 3, masked=True, causal=True),
 }
 STRATEGIES = {
     2: ["ulysses", "ulysses in parts", "ring", "allgather_kv"],
@@ -65,7 +69,18 @@ def mask_of(case: Case) -> Tensor | None:
     mask_BM = torch.ones(BATCH, NUM_TOKENS, dtype=torch.bool)
     mask_BM[0, 3:7] = False
     mask_BM[1, :-4] = False
+    if case.causal:
+        mask_BM[1, 0] = True  # which all see
     return mask_BM
+
+
+def prefix_of(case: Case) -> Prefix | None:
+    """The text sees what came before; then six tokens see each other, two more what came before, and the rest all."""
+    if not case.causal:
+        return None
+    reach_L = torch.arange(1, NUM_TOKENS + 1)
+    reach_L[7:13], reach_L[15:] = 13, NUM_TOKENS
+    return Prefix(reach_L, torch.arange(NUM_TOKENS))
 
 
 EXCHANGES = {
@@ -91,9 +106,10 @@ def every_answer(num_ranks: int, broken: str) -> dict[tuple[str, str], tuple[Ten
 def attend(kernel: Kernel, case: Case, num_ranks: int) -> tuple[Tensor, Tensor]:
     """My rows of the result, without padding."""
     rank = dist.get_rank()
-    mask_BM = mask_of(case)
+    mask_BM, prefix = mask_of(case), prefix_of(case)
     mine_BM = None if mask_BM is None else my_chunk(mask_BM, num_ranks, rank)
-    out_BLHD, lse_BHL = kernel(*(my_chunk(x, num_ranks, rank) for x in qkv(case)), mask_BM=mine_BM)
+    mine = None if prefix is None else Prefix(*(my_chunk(places[None], num_ranks, rank)[0] for places in prefix))
+    out_BLHD, lse_BHL = kernel(*(my_chunk(x, num_ranks, rank) for x in qkv(case)), mask_BM=mine_BM, prefix=mine)
     if not lse_BHL.numel():
         return valid_rows(out_BLHD, num_ranks, rank), lse_BHL
     return valid_rows(out_BLHD, num_ranks, rank), valid_rows(lse_BHL.mT, num_ranks, rank).mT
@@ -148,13 +164,13 @@ def noting(exchange: Exchange, numbers: list[int]) -> Exchange:
 
 def compiled(strategy: str, name: str) -> Tensor:
     kernel = kernel_of(strategy, 2)
-    in_one_graph = torch.compile(lambda *qkv, mask_BM: kernel(*qkv, mask_BM=mask_BM), backend="eager", fullgraph=True)
+    in_one_graph = torch.compile(lambda *qkv, **said: kernel(*qkv, **said), backend="eager", fullgraph=True)
     return attend(in_one_graph, CASES[name], 2)[0]
 
 
 @contextmanager
 def left_out(broken: str, strategy: str) -> Iterator[None]:
-    """``broken``: what a strategy exchanges ("exchange"), the masks alone ("masks"), or nothing."""
+    """``broken``: what a strategy exchanges ("exchange"), masks and places alone ("masks"), or nothing."""
     if not broken:
         yield
         return

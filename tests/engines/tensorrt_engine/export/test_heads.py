@@ -1,14 +1,16 @@
-"""Exported engines with heads that the ranks do not divide, and with grouped key heads; masks are refused."""
+"""Exported engines with heads that the ranks do not divide, and with grouped key heads; a mask or prefix is refused."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from engines.core.kernel import Kernel
+from engines.core.kernel import Kernel, Prefix
 from engines.core.model import Branch, DenoiserModel
 from engines.core.spec import ParallelSpec
 from engines.tensorrt_engine.build.report import read_engine_text
@@ -60,12 +62,19 @@ def test_uneven_heads_build_with_fused_attention(build_file: Build) -> None:
     assert text.num_fused_attentions == 2
 
 
+SAID: dict[str, Callable[[Tensor], dict[str, Any]]] = {
+    "mask": lambda q_BLHD: {"mask_BM": q_BLHD[:, :, 0, 0] > 0},
+    "prefix": lambda q_BLHD: {"prefix": Prefix(*(torch.arange(q_BLHD.shape[1]) + more for more in (1, 0)))},
+}
+
+
 @pytest.mark.parametrize("strategy", ["ulysses", "hybrid", "ring", "allgather_kv"])
-def test_a_mask_is_refused(strategy: str) -> None:
+@pytest.mark.parametrize("what", SAID)
+def test_a_mask_and_a_prefix_are_refused(strategy: str, what: str) -> None:
     model, branch = FLUX.model(), Branch(inputs=FLUX.inputs())
 
     def set_kernel(module: nn.Module, kernel: Kernel) -> None:
-        model.set_kernel(module, lambda q, k, v: kernel(q, k, v, mask_BM=q[:, :, 0, 0] > 0))
+        model.set_kernel(module, lambda q, k, v: kernel(q, k, v, **SAID[what](q)))
 
     masked = replace(model, set_kernel=set_kernel)
     with (
