@@ -95,7 +95,7 @@ class DenoiserModel:
 
     ``stream_lengths(arguments)`` gives the number of tokens per stream name; ``set_kernel(module, kernel)`` makes the
     module's self-attention call ``kernel``; a module called with ``forward(module, arguments)`` returns the prediction.
-    ``hoisted(module, inputs)`` makes further inputs that ``forward`` may be given, from those that no step of a job
+    ``hoisted(module, arguments)`` makes further inputs that ``forward`` may be given, from those that no step of a job
     changes (all but the latents and the timestep); the module is whole (None: there is nothing to gain).
     ``head_dim`` and ``num_heads`` are those of queries in self-attention. ``probe()`` makes the branches of one small,
     seeded, known step (the same on every rank), for the self-check of a gang at its start (none: there is no such
@@ -114,7 +114,7 @@ class DenoiserModel:
     set_kernel: Callable[[nn.Module, Kernel], None]
     forward: Callable[[nn.Module, Arguments], Tensor]
     probe: Callable[[], tuple[Branch, ...]]
-    hoisted: Callable[[nn.Module, ModelInputs], ModelInputs] | None = None
+    hoisted: Callable[[nn.Module, Arguments], ModelInputs] | None = None
     fast: ArrangeWeights | None = None
     typical_lengths: Mapping[str, int] | None = None
     weights: WeightSource | None = None

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from engines.core.fast_model import FastWeights
-from engines.core.model import LATENTS, TIMESTEP, Branch, ModelInputs
+from engines.core.model import LATENTS, TIMESTEP, Arguments, Branch, ModelInputs
 from engines.torch_engine.fast_step import FastStep
 
-HoistInputs = Callable[[nn.Module, ModelInputs], ModelInputs]
+HoistInputs = Callable[[nn.Module, Arguments], ModelInputs]
 
 MAX_ENTRIES, MAX_BYTES = 32, 2**31
 """The most that a cache keeps. What is needed again after it was evicted is computed again, within one step."""
+MIN_ENTRIES = 2
+"""Kept however large they are: what two branches of a step take turns with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +43,10 @@ class HoistedCache:
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
 
     def module_inputs(self, branch: Branch, module: nn.Module, hoist: HoistInputs) -> ModelInputs:
-        """Returns what a module's step is given beside the branch's inputs: ``hoist(module, inputs)``."""
+        """Returns what a module's step is given beside the branch's inputs: ``hoist(module, arguments)``."""
         sources = tuple(self._lasting(branch).values())
-        return self._get((id(module), branch.additions), sources, lambda: hoist(module, branch.inputs))
+        owner = (id(module), branch.additions, repr(sorted(branch.constants.items())))
+        return self._get(owner, sources, lambda: hoist(module, branch.arguments))
 
     def step_tensors(self, branch: Branch, weights: FastWeights, fast: FastStep) -> dict[str, Tensor]:
         """Returns everything that this step of ``fast`` reads besides the latents."""
@@ -76,8 +79,8 @@ class HoistedCache:
         return self._entries[key].result
 
     def _evict(self) -> None:
-        """Drops the least recently used entries; the newest stays, however large it is."""
-        while len(self._entries) > MAX_ENTRIES or (len(self._entries) > 1 and self._num_bytes() > MAX_BYTES):
+        """Drops the least recently used entries."""
+        while len(self._entries) > MAX_ENTRIES or (len(self._entries) > MIN_ENTRIES and self._num_bytes() > MAX_BYTES):
             self._entries.popitem(last=False)
 
     def _num_bytes(self) -> int:

@@ -119,7 +119,7 @@ class Architecture:
     frames_from_pictures: bool = False
     mend: Callable[[Any], None] | None = None
     set_kernel: Callable[[nn.Module, Kernel], None] | None = None
-    hoisted: Callable[[nn.Module, ModelInputs], ModelInputs] | None = None
+    hoisted: Callable[[nn.Module, Arguments], ModelInputs] | None = None
     fast: Callable[[Config], ArrangeWeights | None] = lambda config: None
     latents: str = LATENTS
     timestep: str = TIMESTEP

@@ -1,20 +1,21 @@
-"""Qwen-Image 2.1: one stream in which words and pictures are seen from later tokens alone.
+"""Qwen-Image 2.1: words, and pictures to look at, see what is before them; the picture that is painted sees all.
 
-That attention cannot be cut along the tokens: every rank has them all, and heads are what several ranks divide.
+So they are made once a job, whole on every rank, and the tokens of the picture are divided, which see their keys and
+values.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan
+from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import Defaults
 from pipelines.image_sizes import clip_vae_scale
-from pipelines.models.architecture import Architecture, Config, without_prompt_mask
+from pipelines.models.architecture import Architecture, Config
+from pipelines.models.attention.qwen21_call import LATENTS, PLACES, TEXT, adapted, num_seen
 from pipelines.models.linears import attention_linears
 from pipelines.models.usual_defaults import PICTURE
 
@@ -22,34 +23,36 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from engines.core.kernel import Kernel
-    from engines.core.model import Arguments
+    from engines.core.model import Arguments, ModelInputs
 
-TOKENS = "tokens"
+SEEN, PAINTED = "seen", "painted"
 BLOCKS = "transformer_blocks"
-SLOT = 4
-"""Latent tokens that a place for a picture in the prompt stands for."""
-
+NEVER_A_DIM = 3
+"""Inputs that bring a prompt's length along, and are not cut: they have fewer dims."""
 MAX_PICTURES = 3
 """As many as the editors before it were made for."""
 
 SHARD_PLAN = ShardPlan(
-    streams=(TOKENS,),
+    streams=(SEEN, PAINTED),
     blocks=(BLOCKS,),
-    shards=(),
-    gathers=(),
+    shards=(
+        *(TokenShard(module="", where="input", key=key, dim=NEVER_A_DIM, stream=SEEN) for key in (TEXT, PLACES)),
+        TokenShard(module="img_in", where="output", key=0, dim=1, stream=PAINTED),
+        TokenShard(module=f"{BLOCKS}.*", where="input", key="rotary_emb", dim=0, stream=PAINTED),
+        TokenShard(module=f"{BLOCKS}.*", where="input", key="attention_mask", dim=2, stream=SEEN),
+    ),
+    gathers=(TokenGather(module="proj_out", dim=1, stream=PAINTED),),
     linears=(
         *attention_linears(f"{BLOCKS}.*.attn"),
         *(ColumnLinear(pattern=f"{BLOCKS}.*.img_mlp.{name}") for name in ("proj", "gate_layer")),
         RowLinear(pattern=f"{BLOCKS}.*.img_mlp.out"),
     ),
 )
+"""Blocks take, in place of a mask, the keys and values of what is seen (see ``attention.qwen21``)."""
 
 
 def stream_lengths(config: Config, arguments: Arguments) -> dict[str, int]:
-    """Pictures stand in the prompt with a place for ``SLOT`` tokens each."""
-    num_pictures = math.prod(arguments["hidden_states"].shape[1:2])
-    num_places = (num_pictures - math.prod(arguments["img_shapes"][0][-1])) // SLOT
-    return {TOKENS: num_pictures + arguments["encoder_hidden_states"].shape[1] - num_places}
+    return {SEEN: num_seen(arguments), PAINTED: arguments[LATENTS].shape[1]}
 
 
 def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Tensor]:
@@ -63,7 +66,22 @@ def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Tensor]:
 
 
 def set_kernel(module: nn.Module, kernel: Kernel) -> None:
-    """Nothing: our kernels know no causal attention, and every rank has all tokens."""
+    from pipelines.models.attention import qwen21
+
+    qwen21.set_kernel(module, kernel)
+
+
+def forward(module: nn.Module, call: Mapping[str, Any]) -> Tensor:
+    from pipelines.models.attention import qwen21
+
+    return qwen21.forward(module, call)
+
+
+def hoisted(module: nn.Module, arguments: Arguments) -> ModelInputs:
+    """The words, and pictures to look at: their keys and values."""
+    from pipelines.models.attention import qwen21
+
+    return qwen21.hoisted(module, arguments)
 
 
 def defaults(path: Path) -> Defaults:
@@ -82,6 +100,8 @@ ARCHITECTURE = Architecture(
     shard_plan=lambda config: SHARD_PLAN,
     stream_lengths=stream_lengths,
     blank_conditioning=blank_conditioning,
-    adapted=without_prompt_mask,
+    adapted=adapted,
+    forward=forward,
     set_kernel=set_kernel,
+    hoisted=hoisted,
 )

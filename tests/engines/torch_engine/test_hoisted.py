@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 
 from engines.core.layout import TokenLayout
-from engines.core.model import LATENTS, Branch, ModelInputs, Schedule
+from engines.core.model import LATENTS, Arguments, Branch, ModelInputs, Schedule
 from engines.parallel.communication.mesh import team_of_one
 from engines.torch_engine.fast_step import FastStep
 from engines.torch_engine.hoisted import HoistedCache
@@ -95,3 +95,24 @@ def test_the_least_recently_used_entry_is_evicted() -> None:
             result = cache.module_inputs(Branch(inputs={"text": texts[number]}), module, hoist)
             torch.testing.assert_close(result["more"], texts[number] + 1)
     assert computed == [0, 1, 2, 1]
+
+
+def test_what_two_branches_take_turns_with_stays_however_large() -> None:
+    cache, computed = HoistedCache(), []
+    texts = [torch.full((8,), float(number)) for number in range(3)]
+
+    def hoist(_module: torch.nn.Module, arguments: Arguments) -> ModelInputs:
+        computed.append((int(arguments["text"][0]), arguments["rows"]))
+        return {"more": arguments["text"] + arguments["rows"]}
+
+    def more(number: int, rows: int) -> torch.Tensor:
+        branch = Branch(inputs={"text": texts[number]}, constants={"rows": rows})
+        return cache.module_inputs(branch, module, hoist)["more"]
+
+    module = torch.nn.Identity()
+    with patch("engines.torch_engine.hoisted.MAX_BYTES", 1):
+        for number in (0, 1, 0, 1, 2, 1, 0):
+            torch.testing.assert_close(more(number, 4), texts[number] + 4)
+        assert computed == [(0, 4), (1, 4), (2, 4), (0, 4)]
+        torch.testing.assert_close(more(0, 5), texts[0] + 5)
+    assert computed[-1] == (0, 5), "constants tell results apart"

@@ -135,7 +135,7 @@ def qwen_vl() -> Any:
     return model
 
 
-def qwen21(path: Path) -> Path:
+def qwen21(path: Path, *, causal_condition: bool = True) -> Path:
     from diffusers import AutoencoderKLQwenImage21, QwenImage21Transformer2DModel
 
     torch.manual_seed(0)
@@ -149,6 +149,7 @@ def qwen21(path: Path) -> Path:
         num_attention_heads=4,
         context_in_dim=HIDDEN,
         axes_dims_rope=(4, 6, 6),
+        causal_condition=causal_condition,
     )
     parts = {"scheduler": flow(), "vae": shake(vae), "transformer": shake(transformer), "text_encoder": qwen3_vl()}
     for name, part in parts.items():
