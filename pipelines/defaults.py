@@ -25,10 +25,11 @@ class Defaults:
     """Sizes in pixels, frames per second, steps, scales, and the limits of sizes, frames and steps.
 
     A request brings ``min_pictures`` to ``max_pictures`` along, with a mask or a strength where the model takes them;
-    ``strength`` is what strength is if it says none; with ``strength_needs_mask`` there is none without a mask. With
-    ``fits_pictures`` they are cut to the request's size, where the pipeline's own blocks would bring them to sizes that
-    this model does not know; with ``enlarges_pictures`` a small one asks for as many pixels as a large one. With
-    ``describes_pictures`` a prompt may be empty: the model makes its own from the picture.
+    ``strength`` is what strength is if it says none; with ``strength_needs_mask`` there is none without a mask. It
+    leaves that share of the steps, rounded up, or down with ``rounds_steps_down``.
+    With ``fits_pictures`` pictures are cut to the request's size, where the pipeline's own blocks would bring them to
+    sizes that this model does not know; with ``enlarges_pictures`` a small one asks for as many pixels as a large one.
+    With ``describes_pictures`` a prompt may be empty: the model makes its own from the picture.
     A picture is taken apart into ``num_layers`` with opacity, at most ``max_layers`` (0: it is opaque and whole).
     ``max_tokens`` of a prompt reach the model (0: as many as its pipeline says).
     Clips are made in chunks of ``frames_per_chunk`` (0: as a whole), with all steps for each, and ``first_chunk_steps``
@@ -55,6 +56,7 @@ class Defaults:
     takes_strength: bool = False
     strength: float = 1.0
     strength_needs_mask: bool = False
+    rounds_steps_down: bool = False
     fits_pictures: bool = False
     enlarges_pictures: bool = False
     describes_pictures: bool = False
@@ -150,7 +152,9 @@ class Defaults:
         asked, strength = request.num_inference_steps, self.strength_of(request)
         if self.frames_per_chunk:
             return asked * (-(-request.num_frames // self.frames_per_chunk) - 1 + self.first_chunk_steps)
-        return asked if strength is None else asked - int(max(asked - min(asked * strength, asked), 0))
+        if strength is None:
+            return asked
+        return int(asked * strength) if self.rounds_steps_down else asked - int(asked - asked * strength)
 
     def strength_of(self, request: MediaRequest) -> float | None:
         """Returns how much of its picture ``request`` paints anew; None where all begins with noise."""
@@ -169,6 +173,9 @@ class Defaults:
             raise ValueError(f"this model takes strength {self._beside_pictures(self.takes_strength)}{needed}")
         if request.strength is not None and not 0 < request.strength <= 1:
             raise ValueError(f"strength is {request.strength}; it must be above 0 and at most 1")
+        if self.num_steps_of(request) < 1:
+            given, steps = self.strength_of(request), request.num_inference_steps
+            raise ValueError(f"strength is {given}, which leaves none of {steps} steps; it must be at least 1/{steps}")
 
     def _may_have_strength(self, request: MediaRequest) -> bool:
         has_what_it_needs = request.has_mask or not self.strength_needs_mask

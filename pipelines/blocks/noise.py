@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from diffusers.modular_pipelines.modular_pipeline import BlockState
@@ -31,16 +33,26 @@ class NoiseState:
 
 
 def put_away(loop_state: BlockState) -> BlockState:
-    """``loop_state`` with what its generators are in place of them."""
-    for name, value in vars(loop_state).items():
-        if isinstance(value, torch.Generator):
-            setattr(loop_state, name, NoiseState.of(value))
-    return loop_state
+    """``loop_state`` with what its generators are in place of them, those in dicts (what a solver is called with) too.
+
+    One generator in several places is one value.
+    """
+    known: dict[int, NoiseState] = {}
+    return _with_each(torch.Generator, lambda one: known.setdefault(id(one), NoiseState.of(one)), loop_state)
 
 
 def taken_out(loop_state: BlockState) -> BlockState:
     """``loop_state`` with generators again, of its own."""
+    known: dict[int, torch.Generator] = {}
+    return _with_each(NoiseState, lambda one: known.setdefault(id(one), one.generator()), loop_state)
+
+
+def _with_each(kind: type, change: Callable[[Any], Any], loop_state: BlockState) -> BlockState:
+    """Changes values of ``kind``, also those in dicts, which are replaced: others may hold them."""
     for name, value in vars(loop_state).items():
-        if isinstance(value, NoiseState):
-            setattr(loop_state, name, value.generator())
+        if isinstance(value, kind):
+            setattr(loop_state, name, change(value))
+        elif isinstance(value, dict) and any(isinstance(inner, kind) for inner in value.values()):
+            changed = {key: change(inner) if isinstance(inner, kind) else inner for key, inner in value.items()}
+            setattr(loop_state, name, changed)
     return loop_state

@@ -71,6 +71,7 @@ MEDIUM = replace(
     true_cfg_scale=7.0,
     max_pictures=1,
     takes_strength=True,
+    strength=0.6,
     max_tokens=MAX_TOKENS,
 )
 """Stable Diffusion 3 medium; the others differ in a few values (each from its model card on the hub)."""

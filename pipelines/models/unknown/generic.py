@@ -46,6 +46,8 @@ TEMPORAL_SCALES = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio"
 PICTURE, CLIP = (1024, 1024), (832, 480)
 NUM_FRAMES, FPS, NUM_STEPS = 81, 24, 50
 LONGEST_CLIP = 257
+U_NET = "unet"
+"""Pipelines of these round down the steps that a picture's strength leaves, and those of transformers up."""
 
 
 def generic(class_name: str) -> Architecture:
@@ -164,6 +166,8 @@ def defaults(path: Path) -> Defaults:
         max_pictures=int("image" in inputs),
         takes_mask="mask_image" in inputs,
         takes_strength="strength" in inputs,
+        strength=float(_first(inputs.get("strength"), 1.0)),
+        rounds_steps_down=part_class(path, U_NET) is not None,
         max_tokens=int(_first(inputs.get("max_sequence_length"), 0)),
     )
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.modular_pipelines.modular_pipeline import BlockState
 from torch import Tensor
 
-from pipelines.blocks.noise import NoiseState
+from pipelines.blocks.noise import NoiseState, put_away, taken_out
 
 
 def standing_somewhere() -> torch.Generator:
@@ -40,3 +41,18 @@ def test_the_noise_goes_on_where_it_stood(way: Any) -> None:
     assert torch.equal(torch.randn(5, generator=one), expected)
     assert torch.equal(torch.randn(5, generator=other), expected), "generators of one state are apart"
     assert state != NoiseState.of(generator)
+
+
+def test_generators_of_a_loops_values_are_put_away_wherever_they_are() -> None:
+    """What a solver is called with is a dict; one generator in two places stays one."""
+    generator = standing_somewhere()
+    begun = BlockState(generator=generator, extra_step_kwargs={"generator": generator, "eta": 0.0}, plain={"eta": 1.0})
+    shared, plain = begun.extra_step_kwargs, begun.plain
+    away = sent(put_away(begun))
+    assert isinstance(away.generator, NoiseState)
+    assert away.extra_step_kwargs["generator"] is away.generator
+    assert shared["generator"] is generator, "others may hold the dict"
+    assert begun.plain is plain
+    back = taken_out(away)
+    assert back.extra_step_kwargs == {"generator": back.generator, "eta": 0.0}
+    assert torch.equal(torch.randn(5, generator=back.generator), torch.randn(5, generator=generator))

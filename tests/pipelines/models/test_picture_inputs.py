@@ -22,7 +22,7 @@ from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
 from pipelines.run import load_pipeline
 from tests.engines.support.gloo import gang
-from tests.pipelines.support import tiny_pictures, tiny_qwen
+from tests.pipelines.support import tiny_others, tiny_pictures, tiny_qwen
 from tests.pipelines.support.references.picture_cases import (
     PictureCase,
     own,
@@ -40,6 +40,7 @@ TOLERANCE = 1e-4
 CONTEXT = ("ulysses", "ring", "allgather_kv")
 
 TWO = ((64, 72), (70, 85))
+FOUR = (*TWO, (80, 64), (96, 70))
 
 CASES = {
     "flux": PictureCase(make=tiny_pictures.flux, tensor=True, num_steps=4, changes={"strength": 0.7}),
@@ -48,8 +49,11 @@ CASES = {
     "flux2 dev": PictureCase(make=tiny_pictures.flux2_dev, pictures=()),
     "flux2 dev, one picture": PictureCase(make=tiny_pictures.flux2_dev, pictures=TWO[1:]),
     "flux2 dev, two pictures": PictureCase(make=tiny_pictures.flux2_dev, pictures=TWO),
+    "flux2 dev, three pictures": PictureCase(make=tiny_pictures.flux2_dev, pictures=FOUR[:3]),
+    "flux2 dev, four pictures": PictureCase(make=tiny_pictures.flux2_dev, pictures=FOUR),
     "flux2 klein, one picture": PictureCase(make=tiny_pictures.flux2_klein, pictures=TWO[1:]),
     "flux2 klein, two pictures": PictureCase(make=tiny_pictures.flux2_klein, pictures=TWO),
+    "flux2 klein, four pictures": PictureCase(make=tiny_pictures.flux2_klein, tensor=True, pictures=FOUR),
     "flux2 klein base": PictureCase(make=tiny_pictures.flux2_klein_base, pictures=()),
     "flux2 klein base, two pictures": PictureCase(make=tiny_pictures.flux2_klein_base, pictures=TWO),
     "qwen": PictureCase(make=tiny_qwen.qwen, tensor=True, num_steps=4, changes={"strength": 0.7}),
@@ -72,6 +76,8 @@ CASES = {
     "qwen layered": PictureCase(
         make=tiny_qwen.qwen_layered, tensor=True, sides=(1, 2), pictures=((60, 31),), changes={"num_layers": 3}
     ),
+    "sd 3": PictureCase(make=tiny_others.sd3, tensor=True, num_steps=4, changes={"strength": 0.7}),
+    "sd 3, the strength of its own": PictureCase(make=tiny_others.sd3, num_steps=4),
     "z image": PictureCase(make=tiny_pictures.z_image, num_steps=4, changes={"strength": 0.7}),
     "z image, the strength of its own": PictureCase(make=tiny_pictures.z_image, num_steps=4),
 }
@@ -129,7 +135,7 @@ def test_without_the_exchange_they_do_not(name: str, folders: Callable[[Any], Pa
         assert relative_difference(latents, expected_of(name, folder)) > 10 * TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["flux", "qwen", "z image"])
+@pytest.mark.parametrize("name", ["flux", "qwen", "sd 3", "z image"])
 def test_steps_are_counted_as_the_schedule_does(name: str, folders: Callable[[Any], Path]) -> None:
     case = CASES[name]
     checkpoint = Checkpoint(folders(case.make))

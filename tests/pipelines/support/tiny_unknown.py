@@ -45,13 +45,13 @@ def ltx(path: Path) -> Path:
     return path
 
 
-def sdxl(path: Path) -> Path:
-    """The U-Net of Stable Diffusion XL; one latent value is 4x4 pixels."""
+def sdxl(path: Path, *, in_channels: int = 4) -> Path:
+    """The U-Net of Stable Diffusion XL; one latent value is 4x4 pixels. With 9 channels, the one made for masks."""
     from diffusers import AutoencoderKL, EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
 
     unet = UNet2DConditionModel(
         sample_size=32,
-        in_channels=4,
+        in_channels=in_channels,
         out_channels=4,
         block_out_channels=(16, 32),
         layers_per_block=1,

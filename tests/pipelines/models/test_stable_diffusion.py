@@ -1,0 +1,164 @@
+"""Stable Diffusion 3 and XL with pictures and masks beside the prompt, against diffusers' classic pipelines."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from PIL import ImageOps
+
+from engines.core.transport.packing import joined, pack, unpack
+from engines.parallel.self_check import relative_difference
+from pipelines.checkpoint import Checkpoint
+from pipelines.pictures import InputPicture
+from pipelines.run import Pipeline, load_pipeline
+from tests.pipelines.support import tiny_others, tiny_unknown
+from tests.pipelines.support.references.picture_cases import PictureCase, images_of, mask_of, pictures_of, request_of
+
+TOLERANCE = 1e-4
+PIXELS = (40, 24)
+"""Width and height of pictures: those of the request of a model with tokens of 8x8 pixels."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case(PictureCase):
+    """``classic`` is the class of diffusers that does the same."""
+
+    classic: str
+
+
+COMMON: dict[str, Any] = {"num_steps": 4, "changes": {"negative_prompt": "blue", "strength": 0.7}}
+XL: dict[str, Any] = {"pictures": ((80, 48),), **COMMON}
+MASK: dict[str, Any] = {"classic": "StableDiffusionXLInpaintPipeline", "has_mask": True, **XL}
+CASES = {
+    "sd 3": Case(make=tiny_others.sd3, classic="StableDiffusion3Img2ImgPipeline", pictures=(PIXELS,), **COMMON),
+    "sdxl": Case(make=tiny_unknown.sdxl, classic="StableDiffusionXLImg2ImgPipeline", **XL),
+    "sdxl, a mask": Case(make=tiny_unknown.sdxl, **MASK),
+    "sdxl made for masks": Case(make=partial(tiny_unknown.sdxl, in_channels=9), **MASK),
+}
+
+
+def with_own_strength(case: Case) -> Case:
+    return replace(case, changes={"negative_prompt": "blue"})
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], tuple[Checkpoint, Pipeline]]:
+    @cache
+    def load(make: Any) -> tuple[Checkpoint, Pipeline]:
+        checkpoint = Checkpoint(make(tmp_path_factory.mktemp("model")))
+        return checkpoint, load_pipeline(checkpoint)
+
+    return load
+
+
+@pytest.fixture
+def certain() -> Iterator[None]:
+    """Auto-encoders draw nothing: the classic pipelines draw noise before, and the blocks after they encoded."""
+    with patch.object(DiagonalGaussianDistribution, "sample", lambda self, generator=None: self.mode()):
+        yield
+
+
+def classic(case: Case, checkpoint: Checkpoint, output_type: str) -> Any:
+    """What the classic pipeline makes of the case."""
+    import diffusers
+
+    request = request_of(case, checkpoint.path)
+    pipeline = getattr(diffusers, case.classic).from_pretrained(checkpoint.path)
+    pipeline.set_progress_bar_config(disable=True)
+    more: dict[str, Any] = {"mask_image": mask_of(*case.pictures[0])} if case.has_mask else {}
+    if case.make is tiny_others.sd3:
+        more["max_sequence_length"] = checkpoint.text_encoder().max_tokens
+    return pipeline(
+        prompt=request.prompt,
+        negative_prompt=request.negative_prompt,
+        image=images_of(case)[0],
+        height=request.height,
+        width=request.width,
+        num_inference_steps=request.num_inference_steps,
+        guidance_scale=request.true_cfg_scale,
+        strength=checkpoint.defaults.strength_of(request),
+        generator=torch.Generator().manual_seed(request.seed),
+        output_type=output_type,
+        **more,
+    ).images
+
+
+@pytest.mark.usefixtures("certain")
+@pytest.mark.parametrize("change", [lambda case: case, with_own_strength], ids=["0.7", "strength of its own"])
+@pytest.mark.parametrize("name", CASES)
+def test_latents_and_pixels_equal_the_classic_pipelines(
+    name: str, change: Callable[[Case], Case], loaded: Callable[[Any], tuple[Checkpoint, Pipeline]]
+) -> None:
+    case = change(CASES[name])
+    checkpoint, pipeline = loaded(case.make)
+    request = request_of(case, checkpoint.path)
+    *states, last = pipeline.states(request, pictures_of(case))
+    assert len(states) == checkpoint.num_steps(request) < request.num_inference_steps
+    latents = pipeline.sampler.latents(last)
+    assert relative_difference(latents["latents"], classic(case, checkpoint, "latent")) <= TOLERANCE
+    pixels_FHWC = pipeline.decoder.pixels(latents).movedim(1, -1).numpy()
+    np.testing.assert_allclose(pixels_FHWC, classic(case, checkpoint, "np"), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_comes_along_matters(name: str, loaded: Callable[[Any], tuple[Checkpoint, Pipeline]]) -> None:
+    case = CASES[name]
+    checkpoint, pipeline = loaded(case.make)
+    request, given = request_of(case, checkpoint.path), pictures_of(case)
+    mirrored = [InputPicture.of(ImageOps.mirror(one.image())) for one in (*given.pictures, given.mask) if one]
+    others = [replace(given, pictures=tuple(mirrored[:1])), *(replace(given, mask=mask) for mask in mirrored[1:])]
+    painted = pipeline.denoise(request, given)["latents"]
+    for other in others:
+        assert relative_difference(pipeline.denoise(request, other)["latents"], painted) > 0.01
+
+
+@pytest.mark.parametrize("name", ["sd 3", "sdxl"])
+def test_steps_are_counted_as_the_schedule_does(
+    name: str, loaded: Callable[[Any], tuple[Checkpoint, Pipeline]]
+) -> None:
+    checkpoint, pipeline = loaded(CASES[name].make)
+    request = request_of(CASES[name], checkpoint.path)
+    conditioning = pipeline.text_encoder.encode(request, pictures_of(CASES[name]))
+    for num, strength in itertools.product((1, 7, 10, 50), (None, 0.01, 0.3, 0.58, 0.7, 1.0)):
+        changed = replace(request, num_inference_steps=num, strength=strength)
+        try:
+            checkpoint.defaults.check(changed)
+        except ValueError:
+            assert name == "sdxl"
+            assert checkpoint.num_steps(changed) == 0
+            continue
+        state = pipeline.sampler.begin(changed, conditioning)
+        assert checkpoint.num_steps(changed) == pipeline.sampler.num_steps(state), changed
+
+
+def test_a_strength_that_leaves_no_step_is_told(loaded: Callable[[Any], tuple[Checkpoint, Pipeline]]) -> None:
+    checkpoint, _ = loaded(CASES["sdxl"].make)
+    with pytest.raises(ValueError, match=r"strength is 0\.2, which leaves none of 4 steps; it must be at least 1/4"):
+        checkpoint.defaults.request(num_pictures=1, num_inference_steps=4, strength=0.2)
+
+
+@pytest.mark.parametrize("name", ["sdxl", "sdxl, a mask"])
+def test_a_job_moves_between_ranks(name: str, loaded: Callable[[Any], tuple[Checkpoint, Pipeline]]) -> None:
+    """Steps and previews of a packed state are those of the state itself, but for rounding: convolutions of what was
+    sent go through memory in another order."""
+    checkpoint, pipeline = loaded(CASES[name].make)
+    request = request_of(CASES[name], checkpoint.path)
+    _, middle, *_, last = pipeline.states(request, pictures_of(CASES[name]))
+    cpu = torch.device("cpu")
+    skeleton, tensors = pack(middle, cpu)
+    state = unpack(skeleton, joined(tensors, cpu))
+    preview = pipeline.decoder.preview(pipeline.sampler.preview(state), request)
+    assert (preview.shape, preview.dtype) == ((1, request.height, request.width, 3), np.uint8)
+    while state.step < pipeline.sampler.num_steps(state):
+        state = pipeline.sampler.advance(state, pipeline.engine.predict(pipeline.sampler.branches(state), (0,)))
+    finished, expected = (pipeline.sampler.latents(one)["latents"] for one in (state, last))
+    assert relative_difference(finished, expected) <= 1e-5
