@@ -1,0 +1,88 @@
+"""Wan 2.2 TI2V 5B, which takes a timestep a token, on gangs of Gloo ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engines.core.model import Branch
+from engines.parallel.self_check import relative_difference
+from engines.torch_engine.engine import TorchEngine
+from pipelines.checkpoint import Checkpoint
+from pipelines.run import PlainEngine
+from tests.engines.support.gloo import gang
+from tests.pipelines.models.test_gangs import CONTEXT, TOLERANCE, denoised, without_exchange
+from tests.pipelines.support import tiny
+from tests.pipelines.support.references.pairs import Pair
+from tests.pipelines.support.sample_requests import clip
+
+STRATEGIES = {2: (*CONTEXT, "tensor", "guidance"), 4: (*CONTEXT, "guidance2xulysses2", "tensor2xulysses2")}
+UNEVEN = {"width": 80, "height": 48}
+"""With three latent frames 45 tokens."""
+REQUESTS = {
+    "even": clip(true_cfg_scale=4.0, negative_prompt="green", num_inference_steps=2),
+    "uneven": clip(true_cfg_scale=4.0, negative_prompt="green", num_inference_steps=2, num_frames=9, **UNEVEN),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.wan(tmp_path_factory.mktemp("model"), expand_timesteps=True)
+
+
+@pytest.fixture(scope="module")
+def pair(folder: Path) -> Pair:
+    return Pair(folder)
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", REQUESTS)
+def test_latents_equal_diffusers(name: str, num_ranks: int, folder: Path, pair: Pair) -> None:
+    _, expected = pair.latents(REQUESTS[name])
+    assert expected.std() > 0.1
+    for strategy in STRATEGIES[num_ranks]:
+        for latents in gang(num_ranks).run(denoised, folder, REQUESTS[name], strategy):
+            assert relative_difference(latents, expected) <= TOLERANCE, strategy
+
+
+def test_without_the_exchange_they_do_not(folder: Path, pair: Pair) -> None:
+    _, expected = pair.latents(REQUESTS["uneven"])
+    for latents in gang(2).run(without_exchange, folder, REQUESTS["uneven"], "ulysses"):
+        assert relative_difference(latents, expected) > 10 * TOLERANCE
+
+
+def timed(checkpoint: Checkpoint, *, is_turned: bool = False) -> Branch:
+    """A forward whose tokens all have times of their own, as where some frames are known: or those of other tokens."""
+    branch, *_ = checkpoint.first_step(REQUESTS["uneven"])
+    generator = torch.Generator().manual_seed(3)
+    times_BL = 1000 * torch.rand(branch.inputs["timestep"].shape, generator=generator)
+    noise = torch.randn(branch.inputs["hidden_states"].shape, generator=generator)
+    words = torch.randn(branch.inputs["encoder_hidden_states"].shape, generator=generator)
+    times_BL = times_BL.flip(1) if is_turned else times_BL
+    drawn = {"timestep": times_BL, "hidden_states": noise, "encoder_hidden_states": words}
+    return replace(branch, inputs={**branch.inputs, **drawn})
+
+
+def predicted(folder: Path, strategy: str, is_turned: bool) -> Tensor:
+    checkpoint = Checkpoint(folder)
+    engine = TorchEngine(checkpoint.denoiser(), strategy=strategy)
+    ranks = tuple(range(dist.get_world_size()))
+    (prediction,) = engine.predict((timed(checkpoint, is_turned=is_turned),), ranks)
+    engine.close()
+    return prediction
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_each_token_keeps_its_own_time(num_ranks: int, folder: Path) -> None:
+    checkpoint = Checkpoint(folder)
+    (expected,) = PlainEngine(model=checkpoint.denoiser()).predict((timed(checkpoint),))
+    for strategy in (*CONTEXT, "tensor"):
+        for prediction in gang(num_ranks).run(predicted, folder, strategy, False):
+            assert relative_difference(prediction, expected) <= TOLERANCE, strategy
+    for prediction in gang(num_ranks).run(predicted, folder, "ulysses", True):
+        assert relative_difference(prediction, expected) > 10 * TOLERANCE
