@@ -11,6 +11,8 @@ from functools import partial
 from random import Random
 from typing import Any, TypeVar
 
+from ray.exceptions import ActorDiedError
+
 from engines.core.spec import tiling_sizes
 from engines.gang.clock import Clock
 from engines.gang.config import GangConfig
@@ -18,7 +20,7 @@ from engines.gang.gang import Gang
 from engines.gang.jobs.pace import DevicePace
 from engines.gang.jobs.step_plan import StepPlan, StepReport
 from engines.gang.predictions.step_times import StepTimes
-from tests.engines.gang.support.set_clock import actor
+from tests.engines.gang.support.set_clock import actor, remote
 
 T = TypeVar("T")
 
@@ -100,9 +102,10 @@ class VirtualMark:
 class GpuRanks:
     """Actors of ranks. A step of a job takes ``steps[its shape][size of its team]`` seconds on the devices of a team,
     from when all of them have been given it and have done what they were given before. A rank reports of a step when
-    the one before it has ended, and of one whose latents it hands out when that has; what it tells of times is what
-    ``DevicePace`` makes of the marks on its device. ``shapes`` are those of jobs. ``rank_s`` is how long devices were
-    at each job's steps, all of a team added up."""
+    the one before it has ended, and of one whose latents it hands out when that has: these are the ``JobStep`` that
+    they are of. What it tells of times is what ``DevicePace`` makes of the marks on its device. ``shapes`` are those of
+    jobs, ``plans`` those that ranks have begun, each once. ``rank_s`` is how long devices were at each job's steps, all
+    of a team added up."""
 
     def __init__(self, num_ranks: int, steps: Mapping[Any, Mapping[int, float]], shapes: Mapping[str, Any]) -> None:
         self._steps, self._shapes = steps, shapes
@@ -112,26 +115,50 @@ class GpuRanks:
         self.rank_s: defaultdict[str, float] = defaultdict(float)
         self._loop = asyncio.get_running_loop()
         self._tasks = [asyncio.ensure_future(self._work(rank)) for rank in range(num_ranks)]
-        self.actors = [actor(partial(self._send, rank), self._answer) for rank in range(num_ranks)]
+        self._is_dead = [False] * num_ranks
+        self._asked: list[list[asyncio.Future[Any]]] = [[self._loop.create_future()] for _ in range(num_ranks)]
+        """What each rank has been asked and may still answer; first, whether it lives."""
+        self.plans: dict[int, StepPlan] = {}
+        self.actors = [self._actor(rank) for rank in range(num_ranks)]
 
     def close(self) -> None:
         for task in self._tasks:
             task.cancel()
 
-    def _answer(self) -> asyncio.Future[None]:
-        future = self._loop.create_future()
-        self._loop.call_later(2 * CALL_S, future.set_result, None)
+    def die(self, rank: int) -> None:
+        """Its process ends: whoever has asked it something hears so, and its peers wait for it in their exchanges."""
+        self._is_dead[rank] = True
+        self._tasks[rank].cancel()
+        for future in self._asked[rank]:
+            _fail(future)
+
+    def _actor(self, rank: int) -> Any:
+        made = actor(partial(self._send, rank), partial(self._answer, rank))
+        made.watch = remote(lambda: self._asked[rank][0])
+        return made
+
+    def _answer(self, rank: int) -> asyncio.Future[None]:
+        future = self._question(rank)
+        self._loop.call_later(2 * CALL_S, _settle, future, None)
         return future
 
     def _send(self, rank: int, plan: StepPlan, num_returns: int) -> Any:
-        refs = [self._loop.create_future() for _ in range(num_returns)]
+        refs = [self._question(rank) for _ in range(num_returns)]
         self._loop.call_later(CALL_S, self._plans[rank].put_nowait, (plan, refs))
         return refs if num_returns > 1 else refs[0]
+
+    def _question(self, rank: int) -> asyncio.Future[Any]:
+        future = self._loop.create_future()
+        self._asked[rank] = [*self._asked[rank][:1], *(one for one in self._asked[rank][1:] if not one.done()), future]
+        if self._is_dead[rank]:
+            _fail(future)
+        return future
 
     async def _work(self, rank: int) -> None:
         before_s, pace = 0.0, DevicePace(partial(VirtualMark, self._device_ends_s, rank))
         while True:
             plan, (report, *latents) = await self._plans[rank].get()
+            self.plans[plan.sequence] = plan
             if plan.moves:
                 await self._until(await self._met(("moves", plan.sequence), len(self._plans), before_s))
                 await asyncio.sleep(MOVE_S * len(plan.moves))
@@ -145,9 +172,9 @@ class GpuRanks:
                 before_s = ends_s
             told = {"ended_ms": pace.ended_ms(), "was_warm": True, "predicted": work is not None}
             done = StepReport(rank=rank, sequence=plan.sequence, **told)  # type: ignore[arg-type]
-            self._loop.call_later(CALL_S, report.set_result, done)
-            for each in latents:
-                self._loop.call_later(CALL_S, each.set_result, None)
+            self._loop.call_later(CALL_S, _settle, report, done)
+            for each, job_step in zip(latents, plan.emits_of(rank), strict=True):
+                self._loop.call_later(CALL_S, _settle, each, job_step)
 
     async def _device_end_s(self, sequence: int, ranks: tuple[int, ...], job_id: str) -> float:
         begin_s = await self._met((sequence, ranks), len(ranks), max(self._device_ends_s[rank] for rank in ranks))
@@ -189,3 +216,15 @@ async def virtual_gang(
     finally:
         await gang.close()
         ranks.close()
+
+
+def _settle(future: asyncio.Future[Any], answer: Any) -> None:
+    """Unless its rank has died meanwhile, or nobody waits any more."""
+    if not future.done():
+        future.set_result(answer)
+
+
+def _fail(future: asyncio.Future[Any]) -> None:
+    if not future.done():
+        future.set_exception(ActorDiedError())
+        future.exception()  # so that nobody need hear it
