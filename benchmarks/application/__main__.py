@@ -1,11 +1,12 @@
-"""A published model at full size (random weights) behind ``troupe serve``: pictures, edits, many at once, a kill.
+"""A published model at full size (random weights) behind ``troupe serve``: pictures, edits, clips, crowds, a kill.
 
     python -m benchmarks.application [MODEL] [--config gpu2] [--set KEY=VALUE] [--folder FOLDER] [--side 1024]
-                                     [--parts pictures,overlap] [--out FILE]
+                                     [--at-once 8] [--clip 832x480x81@8] [--parts pictures,overlap] [--out FILE]
 
 ``--config`` is a shipped configuration, whose model is replaced; ``--folder`` is where it is, or is written to if
 nothing is there. ``--parts`` are those of ``benchmarks.application.parts``; one that fails is said, and the others go
-on, but the program ends with 1. ``--out`` is written after each. The last line is one JSON document.
+on, but the program ends with 1. Those of pictures are null for a model that makes clips, and the other way round.
+``--out`` is written after each. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.application.client import Client
-from benchmarks.application.parts import PARTS, Part, Visit, find_parts
+from benchmarks.application.clip_shape import ANY_CLIP, ClipShape
+from benchmarks.application.parts import PARTS, Part, Visit, find_parts, is_for
 from benchmarks.faults.timeline import records_of
-from benchmarks.serving.application import Application, serving
+from benchmarks.serving.application import serving
 from benchmarks.serving.settings import add_options, config_of
 
 FAILED = "failed"
@@ -53,27 +55,28 @@ def measured(arguments: argparse.Namespace) -> Generator[dict[str, Any]]:
         yield {"written_s": round(time.perf_counter() - began_s, 1)}
         with serving(config) as application:
             yield {"ready_s": round(application.ready_s, 1), "strategy": decided(application.logs)}
-            yield from of_parts(application, arguments.side, find_parts(arguments.parts))
+            with Client(application.url, arguments.side) as client:
+                asked = {"at_once": arguments.at_once, "clips": arguments.clip}
+                visit = Visit(application=application, client=client, **asked)
+                yield from of_parts(visit, find_parts(arguments.parts))
             ending_s = time.perf_counter()
         yield {"end_s": round(time.perf_counter() - ending_s, 1)}
 
 
-def of_parts(application: Application, side: int, parts: Mapping[str, Part]) -> Iterator[dict[str, Any]]:
+def of_parts(visit: Visit, parts: Mapping[str, Part]) -> Iterator[dict[str, Any]]:
     """What each part says; who failed, and how, is said again with each that does."""
     failed: dict[str, str] = {}
-    with Client(application.url, side) as client:
-        visit = Visit(application=application, client=client)
-        yield {"steps": visit.card["defaults"]["num_inference_steps"]}
-        for name, part in parts.items():
-            began_s = time.perf_counter()
-            try:
-                found = part(visit)
-            except Exception as error:  # the others tell something without it
-                failed[name] = repr(error)
-                yield {FAILED: dict(failed)}
-            else:
-                yield found
-            print(f"{name}: {time.perf_counter() - began_s:.1f} s", file=sys.stderr, flush=True)
+    yield {"steps": visit.card["defaults"]["num_inference_steps"]}
+    for name, part in parts.items():
+        began_s = time.perf_counter()
+        try:
+            found = part(visit) if is_for(name, visit) else {name: None}
+        except Exception as error:  # the others tell something without it
+            failed[name] = repr(error)
+            yield {FAILED: dict(failed)}
+        else:
+            yield found
+        print(f"{name}: {time.perf_counter() - began_s:.1f} s", file=sys.stderr, flush=True)
 
 
 def decided(logs: Path) -> list[dict[str, Any]]:
@@ -89,6 +92,15 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("model", nargs="?", default="FLUX.2-klein-4B")
     add_options(parser, config="gpu2", model=False)
     parser.add_argument("--side", type=int, default=1024, help="of most pictures, in pixels")
+    parser.add_argument("--at-once", type=int, default=8, help="pictures that come together in the part of that name")
+    parser.add_argument(
+        "--clip",
+        type=ClipShape.of,
+        nargs="+",
+        default=(ANY_CLIP,),
+        metavar="WxHxFRAMES[@STEPS]",
+        help="of the part clips; by default what the model makes by default",
+    )
     parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {','.join(PARTS)}")
     parser.add_argument("--out", type=Path, help="where the document is kept, as far as it is")
     arguments = parser.parse_args(words)

@@ -1,4 +1,4 @@
-"""Pictures over HTTP, and the milliseconds that their answers say they took."""
+"""Pictures and clips over HTTP, and the milliseconds that their answers say they took."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from PIL import Image
 from benchmarks.serving.clients import STAGES, stages_ms
 from benchmarks.spread import Spread
 
-IMAGES, EDITS = "/v1/images/generations", "/v1/images/edits"
+IMAGES, EDITS, CLIPS = "/v1/images/generations", "/v1/images/edits", "/v1/videos/sync"
 PROMPT = "a small red circle above a large blue square on a white background"
-TIMEOUT_S = 300.0
+TIMEOUT_S = 1200.0
+"""A long clip takes minutes, and its first one longer."""
 
 Timing = Mapping[str, float]
 """Milliseconds by stage."""
 
 
 class Client(httpx.Client):
-    """Asks the application at ``url`` for square pictures of ``side`` pixels. RuntimeError for one that is not made."""
+    """Asks the application at ``url`` for square pictures of ``side`` pixels, and for clips. RuntimeError for what is
+    not made."""
 
     def __init__(self, url: str, side: int) -> None:
         super().__init__(base_url=url, timeout=TIMEOUT_S)
@@ -33,6 +35,10 @@ class Client(httpx.Client):
 
     def painted_square(self, side: int) -> httpx.Response:
         return self.painted(size=_square(side))
+
+    def filmed(self, **fields: Any) -> httpx.Response:
+        """A clip, once it is there."""
+        return _right(self.post(CLIPS, json={"prompt": PROMPT, "seed": 1, **fields}))
 
     def edited(self) -> httpx.Response:
         """A picture of the same size comes along."""
@@ -53,11 +59,14 @@ def _square(side: int) -> str:
 
 def _right(answer: httpx.Response) -> httpx.Response:
     if answer.status_code != httpx.codes.OK:
-        raise RuntimeError(f"no picture, but {answer.status_code}: {answer.text[:1000]}")
+        raise RuntimeError(f"no picture or clip, but {answer.status_code}: {answer.text[:1000]}")
     return answer
 
 
 def data_of(answer: httpx.Response) -> bytes:
+    """Of a picture's file, or a clip's."""
+    if answer.headers.get("content-type", "").startswith("video/"):
+        return answer.content
     return base64.b64decode(answer.json()["data"][0]["b64_json"])
 
 

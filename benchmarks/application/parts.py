@@ -10,15 +10,21 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
+from statistics import fmean
 from typing import Any
 
+import httpx
+
 from benchmarks.application.client import PROMPT, Client, Timing, data_of, medians, timing
+from benchmarks.application.clip_shape import ANY_CLIP, ClipShape
 from benchmarks.application.memory import peak_memory
 from benchmarks.faults.timeline import rank_pids
 from benchmarks.serving.application import Application
 from benchmarks.spread import Spread
 
-NUM_REPEATS, NUM_NEW, NUM_LARGE, NUM_AT_ONCE = 5, 8, 3, 8
+NUM_REPEATS, NUM_NEW, NUM_LARGE = 5, 8, 3
+NUM_CLIPS = 3
+"""Beside the first one."""
 NUM_CLIENTS, NUM_OVERLAPPING = 2, 12
 
 Document = dict[str, Any]
@@ -26,24 +32,35 @@ Document = dict[str, Any]
 
 @dataclass(kw_only=True)
 class Visit:
-    """An application and its client. What several parts need is measured once, by the first of them."""
+    """An application and its client. What several parts need is measured once, by the first of them. ``at_once``
+    pictures come together; ``clips`` are those that are asked for."""
 
     application: Application
     client: Client
+    at_once: int = 8
+    clips: Sequence[ClipShape] = (ANY_CLIP,)
 
     def __post_init__(self) -> None:
         self._numbers = count()
 
     @cached_property
     def card(self) -> Mapping[str, Any]:
-        """What the application says of its model: ``id``, and ``defaults`` of requests."""
+        """What the application says of its model: ``id``, ``kind`` (image or video), ``defaults`` of requests."""
         return self.client.get("/v1/models").raise_for_status().json()["data"][0]  # type: ignore[no-any-return]
 
     @cached_property
     def first(self) -> tuple[Timing, bytes]:
-        """The first picture, and how long it took."""
-        answer = self.client.painted()
+        """The first picture (of a model that makes clips, the first of these), and how long it took."""
+        answer = self.made()
         return timing(answer), data_of(answer)
+
+    @property
+    def makes_clips(self) -> bool:
+        return bool(self.card["kind"] == "video")
+
+    def made(self) -> httpx.Response:
+        """What the first one was, again."""
+        return self.client.filmed(**self.clips[0].fields) if self.makes_clips else self.client.painted()
 
     @cached_property
     def new_prompts(self) -> Sequence[Timing]:
@@ -93,10 +110,30 @@ def edit(visit: Visit) -> Document:
 
 
 def at_once(visit: Visit) -> Document:
-    """``NUM_AT_ONCE`` pictures that come together."""
-    took_s, answers = _side_by_side(NUM_AT_ONCE, [{"seed": seed} for seed in range(NUM_AT_ONCE)], visit.client)
-    waits = Spread.of([one["total"] for one in answers]).rounded(0)
-    return {"at_once": {"per_s": round(NUM_AT_ONCE / took_s, 3), "total_ms": waits}}
+    """Pictures that come together."""
+    num = visit.at_once
+    took_s, answers = _side_by_side(num, [{"seed": seed} for seed in range(num)], visit.client)
+    totals_ms = [one["total"] for one in answers]
+    told = {"total_ms": Spread.of(totals_ms).rounded(0), "mean_ms": round(fmean(totals_ms))}
+    return {"at_once": {"num": num, "per_s": round(num / took_s, 3), **told}}
+
+
+def clips(visit: Visit) -> Document:
+    """Of each shape the first one, and the same again; with what the first GPU holds meanwhile."""
+    return {"clips": {str(shape): _clip(visit, shape) for shape in visit.clips}}
+
+
+def _clip(visit: Visit, shape: ClipShape) -> Document:
+    with peak_memory() as peak:
+        first, *again = [visit.client.filmed(**shape.fields) for _ in range(1 + NUM_CLIPS)]
+    return {
+        "first": timing(first),
+        "clip": medians([timing(one) for one in again]),
+        "answered_ms": Spread.of([1e3 * one.elapsed.total_seconds() for one in again]).rounded(1),
+        "same_bytes": all(data_of(one) == data_of(first) for one in again),
+        "bytes": len(data_of(first)),
+        "gpu_gib": peak.rounded(),
+    }
 
 
 def overlap(visit: Visit) -> Document:
@@ -122,11 +159,11 @@ def overlap(visit: Visit) -> Document:
 
 
 def kill(visit: Visit) -> Document:
-    """``kill -9`` of a rank, and a picture at once."""
+    """``kill -9`` of a rank, and what came first at once again."""
     _, expected = visit.first
     os.kill(rank_pids(visit.application.logs, visit.card["id"])[-1], signal.SIGKILL)
     start_s = time.perf_counter()
-    answer = visit.client.painted()
+    answer = visit.made()
     took_s = time.perf_counter() - start_s
     return {"after_a_kill": {"answered_s": round(took_s, 1), "same_bytes": data_of(answer) == expected}}
 
@@ -149,9 +186,12 @@ PARTS: Mapping[str, Part] = {
     "edit": edit,
     "at_once": at_once,
     "overlap": overlap,
+    "clips": clips,
     "kill": kill,
 }
 """In the order in which they are measured: what makes others slower comes last."""
+OF_CLIPS, OF_ALL_MODELS = {"clips"}, {"kill"}
+"""All others are of models that make pictures."""
 
 
 def find_parts(told: str) -> dict[str, Part]:
@@ -162,3 +202,8 @@ def find_parts(told: str) -> dict[str, Part]:
         if name not in PARTS:
             raise ValueError(f"unknown part {name!r}; known: {', '.join(PARTS)}")
     return {name: part for name, part in PARTS.items() if name in names}
+
+
+def is_for(name: str, visit: Visit) -> bool:
+    """Whether the model makes what the part ``name`` measures."""
+    return name in OF_ALL_MODELS or (name in OF_CLIPS) == visit.makes_clips

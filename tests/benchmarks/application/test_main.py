@@ -39,7 +39,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[ServeConfig]
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(program, "serving", serving)
-    monkeypatch.setattr(Visit, "card", {"id": "full", "defaults": {"num_inference_steps": 28}})
+    monkeypatch.setattr(Visit, "card", {"id": "full", "kind": "image", "defaults": {"num_inference_steps": 28}})
     monkeypatch.setitem(parts.PARTS, "jpeg", lambda visit: {"jpeg": visit.client.side})
     monkeypatch.setitem(parts.PARTS, "double_side", out_of_memory)
     monkeypatch.setitem(parts.PARTS, "kill", lambda visit: {"after_a_kill": 1.0})
@@ -63,6 +63,16 @@ def test_parts_that_work_are_told(
     assert document["strategy"] == [{name: DECIDED[name] for name in ("message", "times_ms")}]
     assert (document["steps"], document["jpeg"], document["after_a_kill"]) == (28, 96, 1.0)
     assert json.loads((tmp_path / "out").read_text()) == document
+
+
+def test_parts_are_told_what_they_are_asked_for(
+    tmp_path: Path, served: list[ServeConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(parts.PARTS, "at_once", lambda visit: {"at_once": [visit.at_once, *map(str, visit.clips)]})
+    assert run(tmp_path, "--parts", "at_once,clips", "--at-once", "16", "--clip", "832x480x17@8", "832x480x81") == 0
+    document = json.loads((tmp_path / "out").read_text())
+    assert document["at_once"] == [16, "832x480x17@8", "832x480x81"]
+    assert document["clips"] is None, "a model of pictures makes none"
 
 
 def test_a_part_that_fails_leaves_the_others(tmp_path: Path, served: list[ServeConfig]) -> None:

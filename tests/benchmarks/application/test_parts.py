@@ -13,8 +13,9 @@ import httpx
 import pytest
 
 from benchmarks.application import parts
-from benchmarks.application.client import Client, medians, timing
-from benchmarks.application.parts import PARTS, Visit, find_parts
+from benchmarks.application.client import PROMPT, Client, medians, timing
+from benchmarks.application.clip_shape import ClipShape
+from benchmarks.application.parts import PARTS, Visit, find_parts, is_for
 
 STAGES = "queue;dur=1.0, encode;dur=2.5, denoise;dur={denoise}, decode;dur=4, total;dur=10.5"
 
@@ -26,7 +27,7 @@ class Server(httpx.MockTransport):
         super().__init__(self._answer)
         self.asked: list[dict[str, Any]] = []
         self._defaults = defaults
-        self.status = 200
+        self.status, self.kind, self.bad_clip = 200, "image", 0
 
     def visit(self, logs: Path = Path()) -> Visit:
         client = Client("http://server", side=64)
@@ -34,9 +35,17 @@ class Server(httpx.MockTransport):
         application: Any = SimpleNamespace(logs=logs)
         return Visit(application=application, client=client)
 
+    def _clip(self, body: dict[str, Any]) -> httpx.Response:
+        self.asked.append(body)
+        data = json.dumps(body).encode() + (b"others" if len(self.asked) == self.bad_clip else b"")
+        headers = {"server-timing": STAGES.format(denoise=len(self.asked)), "content-type": "video/mp4"}
+        return httpx.Response(self.status, content=iter([data]), headers=headers)
+
     def _answer(self, request: httpx.Request) -> httpx.Response:
         if request.method == "GET":
-            return httpx.Response(200, json={"data": [{"id": "full", "defaults": self._defaults}]})
+            return httpx.Response(200, json={"data": [{"id": "full", "kind": self.kind, "defaults": self._defaults}]})
+        if request.url.path.endswith("videos/sync"):
+            return self._clip(json.loads(request.content))
         is_edit = request.url.path.endswith("edits")
         body = {"prompt": "edit"} if is_edit else json.loads(request.content)
         self.asked.append(body)
@@ -93,9 +102,47 @@ def test_sizes_formats_and_edits() -> None:
     assert server.asked[-1]["output_format"] == "jpeg"
     assert parts.edit(visit)["edit"]["total"]["num"] == 4
     assert server.asked[-1]["prompt"] == "edit"
-    assert parts.at_once(visit)["at_once"]["total_ms"]["num"] == 8
-    assert sorted(body["seed"] for body in server.asked[-8:]) == list(range(8))
+    visit.at_once = 3
+    found = parts.at_once(visit)["at_once"]
+    assert (found["num"], found["total_ms"]["num"], found["mean_ms"]) == (3, 3, 10)
+    assert sorted(body["seed"] for body in server.asked[-3:]) == list(range(3))
     assert parts.edit(Server().visit()) == {"edit": None}
+
+
+def test_clips_of_several_shapes() -> None:
+    """The sixth request is the second one of the second shape."""
+    server = Server()
+    server.kind, server.bad_clip = "video", 6
+    visit = server.visit()
+    visit.clips = (ClipShape.of("832x480x17@8"), ClipShape.of("832x480x81"))
+    short, long = parts.clips(visit)["clips"].values()
+    assert (short["first"]["denoise"], short["clip"]["denoise"]["median"], short["clip"]["total"]["num"]) == (1, 3, 3)
+    assert (short["same_bytes"], long["same_bytes"]) == (True, False)
+    assert short["answered_ms"]["num"] == 3
+    size = {"prompt": PROMPT, "seed": 1, "size": "832x480"}
+    assert server.asked[:4] == [{**size, "num_frames": 17, "num_inference_steps": 8}] * 4
+    assert server.asked[4:] == [{**size, "num_frames": 81}] * 4
+    assert short["bytes"] == len(json.dumps(server.asked[0]))
+
+
+def test_parts_are_for_models_that_make_such_things() -> None:
+    for kind, expected in (("image", [name for name in PARTS if name != "clips"]), ("video", ["clips", "kill"])):
+        server = Server()
+        server.kind = kind
+        visit = server.visit()
+        assert [name for name in PARTS if is_for(name, visit)] == expected
+
+
+def test_a_clip_is_made_again_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gang = {"time": "2026-11-23T00:00:00+00:00", "message": "gang is ready", "model": "full", "pids": [7]}
+    (tmp_path / "worker-1.err").write_text(json.dumps(gang))
+    monkeypatch.setattr(parts.os, "kill", lambda pid, number: None)
+    server = Server()
+    server.kind, server.bad_clip = "video", 3
+    visit = server.visit(tmp_path)
+    assert parts.kill(visit)["after_a_kill"]["same_bytes"] is True
+    assert server.asked == [{"prompt": PROMPT, "seed": 1}] * 2
+    assert parts.kill(visit)["after_a_kill"]["same_bytes"] is False, "the third comes out otherwise"
 
 
 def test_the_last_rank_of_the_newest_gang_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +160,7 @@ def test_the_last_rank_of_the_newest_gang_is_killed(tmp_path: Path, monkeypatch:
 def test_no_picture_is_an_error() -> None:
     server = Server()
     server.status = 503
-    with pytest.raises(RuntimeError, match="no picture, but 503"):
+    with pytest.raises(RuntimeError, match="no picture or clip, but 503"):
         parts.pictures(server.visit())
 
 
