@@ -132,7 +132,19 @@ PEERS = tuple(
     for maker in (*SGLANG, *VLLM_OMNI[:2])
     for side in (1024, 2048)
 )
-BESIDE_PEERS = (Case(maker="fast", side=2048, num_ranks=2, peer_memory=True, default=False),)
+FP8_PEERS = tuple(
+    Case(maker=maker, side=side, num_ranks=num_ranks, precision=FP8, graph=False, default=False, repeats=repeats)
+    for maker in (*SGLANG[:2], *VLLM_OMNI)
+    for num_ranks in (1, 2, 4)
+    for side, repeats in ((1024, 20), (2048, 6))
+)
+BESIDE_PEERS = (
+    Case(maker="fast", side=2048, num_ranks=2, peer_memory=True, default=False),
+    *(
+        Case(maker="fast", side=side, num_ranks=num_ranks, precision=FP8, peer_memory=True, default=False, repeats=10)
+        for side, num_ranks in ((2048, 1), (1024, 2), (2048, 2), (2048, 4))
+    ),
+)
 
 ENGINE = (
     Case(maker="engine", side=512, num_ranks=1, peer_memory=True, default=False),
@@ -170,4 +182,4 @@ WAN = (
     ),
 )
 
-CASES = GOALS + VARIANTS + ENGINE + STRATEGIES + SINGLE_RANK + EXCHANGES + PEERS + BESIDE_PEERS + WAN
+CASES = GOALS + VARIANTS + ENGINE + STRATEGIES + SINGLE_RANK + EXCHANGES + PEERS + FP8_PEERS + BESIDE_PEERS + WAN

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from benchmarks.denoise_step.stage import FIRST, FOUR, LAST, ONE, Stage, beside, ours, peer
+from benchmarks.denoise_step.stage import FIRST, FOUR, FP8, LAST, ONE, Stage, beside, ours, peer
+
+
+def fp8_beside(name: str, gpus: tuple[int, ...], *, limit_s: int) -> Stage:
+    """Each in the float8 that it offers, and in the form that takes it least time to be ready."""
+    makers, sides = ("sglang", "vllm-omni"), (1024, 2048)
+    peers = (peer(f"{name}_{maker}", maker, gpus, *sides, precision=FP8) for maker in makers)
+    return beside(name, *peers, ours(f"beside_{name}", gpus, *sides, precision=FP8), limit_s=limit_s)
+
 
 # In two stages: each run holds the whole model on its GPUs, and three of them are what fits. On four the goals' own
 # stage is what they stand beside; on 2 ranks their GPUs are cooler than there, so Troupe takes its turn with them.
@@ -53,6 +61,7 @@ SLOW_PEERS = (
         ours("beside_vllm_omni2", FIRST),
         limit_s=350,
     ),
+    fp8_beside("fp8_quad", FOUR, limit_s=250),
 )
 # The same for a host of two GPUs, by importance: a gang that is not ready in time costs its whole stage.
 PEERS_OF_A_PAIR = (
@@ -70,6 +79,7 @@ PEERS_OF_A_PAIR = (
         ours("pair_beside_vllm_omni", FIRST, 1024, 2048),
         limit_s=200,
     ),
+    fp8_beside("fp8_pair", FIRST, limit_s=200),
     beside(
         "sglang_compiled_pair",
         peer("pair_sglang_compiled", "sglang-compiled", FIRST, 1024),
@@ -92,7 +102,7 @@ PEERS_OF_ONE = (
         peer("one_sglang", "sglang", ONE, 1024, 2048),
         peer("one_vllm_omni", "vllm-omni", ONE, 1024, 2048),
         ours("one_beside_peers", ONE, 1024, 2048),
-        limit_s=160,
+        limit_s=200,
     ),
     beside(
         "peers_of_one_other_way",
@@ -107,6 +117,7 @@ PEERS_OF_ONE = (
         ours("one_beside_diffusers", ONE, 1024, 2048),
         limit_s=100,
     ),
+    fp8_beside("fp8_of_one", ONE, limit_s=200),
     beside(
         "sglang_compiled_of_one",
         peer("one_sglang_compiled", "sglang-compiled", ONE, 1024),

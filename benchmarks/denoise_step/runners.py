@@ -97,7 +97,7 @@ class Bench:
         inputs = self.inputs(case.side, case.batch)
         if case.is_peer:
             self.references_for_peers()
-            return peer_step(self.module, inputs, case.maker), lambda: None
+            return peer_step(self.module, inputs, case.maker, case.precision), lambda: None
         if case.maker == "blocks":
             self.references_for_peers()  # another case of this process may be of another side
             self.reference(case.side, case.batch)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 STEP = "benchmarks.denoise_step"
 DEFAULT = "peer"
 """How ranks reach each other's memory in the cases that engines run."""
+BF16, FP8 = "bf16", "fp8"
 FOUR, FIRST, LAST, ONE = (0, 1, 2, 3), (0, 1), (2, 3), (0,)
 """GPUs of a host."""
 
@@ -45,19 +46,19 @@ def alone(name: str, *arguments: str, limit_s: int, min_gpus: int = 1, **options
     return Stage(name=name, runs=(run,), limit_s=limit_s, min_gpus=min_gpus)
 
 
-def case_name(maker: str, side: int, gpus: tuple[int, ...], option: str) -> str:
+def case_name(maker: str, side: int, gpus: tuple[int, ...], option: str, precision: str = BF16) -> str:
     several = ("ulysses", option) if len(gpus) > 1 else (option,) * (option != DEFAULT)
-    return "/".join((maker, str(side), f"w{len(gpus)}", "bf16", *several))
+    return "/".join((maker, str(side), f"w{len(gpus)}", precision, *several))
 
 
-def peer(name: str, maker: str, gpus: tuple[int, ...], *sides: int) -> Run:
-    cases = [case_name(maker, side, gpus, "uncaptured") for side in sides]
+def peer(name: str, maker: str, gpus: tuple[int, ...], *sides: int, precision: str = BF16) -> Run:
+    cases = [case_name(maker, side, gpus, "uncaptured", precision) for side in sides]
     return Run(name=f"peer_{name}", arguments=("--only", *cases), gpus=gpus)
 
 
-def ours(name: str, gpus: tuple[int, ...], *sides: int) -> Run:
+def ours(name: str, gpus: tuple[int, ...], *sides: int, precision: str = BF16) -> Run:
     """What stands beside peers on these GPUs."""
-    cases = [case_name("fast", side, gpus, DEFAULT) for side in sides or (1024,)]
+    cases = [case_name("fast", side, gpus, DEFAULT, precision) for side in sides or (1024,)]
     return Run(name=name, arguments=("--only", *cases), gpus=gpus)
 
 

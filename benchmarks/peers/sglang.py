@@ -1,7 +1,8 @@
 """SGLang Diffusion's FLUX transformer (sglang 0.5.23) on the same weights, Ulysses over all ranks, as it serves it.
 
 Its compiled kernels (sgl_kernel) are made for the PyTorch that it pins, 2.14. Elsewhere FlashAttention-3 comes from
-fa3-fwd, whose library any PyTorch can load; of the others this model calls none.
+fa3-fwd, whose library any PyTorch can load, and the product in float8 is PyTorch's; of the others this model calls
+none.
 """
 
 from __future__ import annotations
@@ -19,19 +20,22 @@ from torch import Tensor
 
 from benchmarks.models.flux import architecture
 from benchmarks.models.making import default_dtype, without_init
+from engines.core.fast_model import Precision
 
 Compiled = Literal["", "whole", "blocks"]
 TRAINED_STEPS = 1000
 """It takes timesteps and guidance times this, as its pipeline hands them over."""
 
 
-def sglang_step(module: Any, inputs: dict[str, Tensor], *, compiled: Compiled = "") -> Callable[[], Tensor]:
+def sglang_step(
+    module: Any, inputs: dict[str, Tensor], *, compiled: Compiled = "", precision: Precision = "native"
+) -> Callable[[], Tensor]:
     """``compiled``: "whole", as with its ``--enable-torch-compile``; "blocks", as with its ``--regional-compile`` too;
-    "": it runs eagerly, which is its default.
+    "": it runs eagerly, which is its default. ``precision`` "fp8": as with its ``--quantization fp8``.
 
     Text and picture are cut among the ranks, the prediction is gathered, all by its own functions.
     """
-    transformer = _transformer(module, compiled)
+    transformer = _transformer(module, compiled, precision)
     from sglang.multimodal_gen.configs.pipeline_configs.base import shard_rotary_emb_for_sp
     from sglang.multimodal_gen.runtime.distributed.sp_shard_utils import gather_seq, shard_seq
     from sglang.multimodal_gen.runtime.managers.forward_context import set_forward_context
@@ -53,8 +57,8 @@ def sglang_step(module: Any, inputs: dict[str, Tensor], *, compiled: Compiled = 
 
 
 @cache
-def _transformer(module: Any, compiled: Compiled) -> Any:
-    """Theirs, whose parameters are those of ``module``: the names are the same."""
+def _transformer(module: Any, compiled: Compiled, precision: Precision) -> Any:
+    """Theirs, whose parameters are those of ``module``: the names are the same. Quantised ones are copies."""
     _begin(dist.get_world_size())
     from sglang.kernels.ops.diffusion import FUSED_LINEAR_GELU, FUSED_LN_MODULATE
     from sglang.multimodal_gen.configs.models.dits.flux import FluxArchConfig, FluxConfig
@@ -66,8 +70,12 @@ def _transformer(module: Any, compiled: Compiled) -> Any:
 
     config = FluxConfig(arch_config=FluxArchConfig(**architecture(module)))
     with default_dtype(next(module.parameters()).dtype), torch.device("meta"):
-        transformer: Any = FluxTransformer2DModel(config, hf_config=dict(module.config))
+        quantization = None if precision == "native" else _quantization(precision)
+        transformer: Any = FluxTransformer2DModel(config, hf_config=dict(module.config), quant_config=quantization)
     transformer.load_state_dict(module.state_dict(), assign=True)
+    for layer in transformer.modules() if quantization else ():
+        if hasattr(layer, "quant_method"):
+            layer.quant_method.process_weights_after_loading(layer)
     transformer.eval().requires_grad_(False)
     for fusion in (FUSED_LINEAR_GELU, FUSED_LN_MODULATE):
         fusion.mount(transformer)  # what its default quality, "lossless", allows of those that this model has
@@ -82,6 +90,12 @@ def _transformer(module: Any, compiled: Compiled) -> Any:
         else:
             compile_matching_submodules(transformer, compile_kwargs=how)
     return transformer
+
+
+def _quantization(precision: Precision) -> Any:
+    from sglang.multimodal_gen.runtime.layers.quantization import get_quantization_config
+
+    return get_quantization_config(precision)()
 
 
 @cache
@@ -110,12 +124,15 @@ def make_importable() -> None:
 
 
 def _make_kernels_importable() -> None:
-    """Where sgl_kernel cannot be loaded: its names without its libraries, and FlashAttention-3 from elsewhere."""
+    """Where sgl_kernel cannot be loaded: its names without its libraries, FlashAttention-3 from elsewhere, and for
+    products in float8 PyTorch's, which SGLang itself prefers for the largest."""
     try:
         importlib.import_module("sgl_kernel")
     except ImportError:
         without_init("sgl_kernel")
-        sys.modules["sgl_kernel"].__getattr__ = _refuse  # type: ignore[method-assign]
+        kernels: Any = sys.modules["sgl_kernel"]
+        kernels.__getattr__ = _refuse
+        kernels.fp8_scaled_mm = _scaled_product
         attention: Any = ModuleType("sgl_kernel.flash_attn")
         attention.flash_attn_varlen_func = _attention_of(importlib.import_module("fa3_fwd_interface"))
         attention.flash_attn_with_kvcache = _refuse("flash_attn_with_kvcache")
@@ -131,6 +148,16 @@ def _refuse(name: str) -> Callable[..., Any]:
         raise NotImplementedError(f"sgl_kernel.{name} cannot be loaded beside PyTorch {torch.__version__}")
 
     return missing
+
+
+def _scaled_product(
+    a_MK: Tensor, b_KN: Tensor, scales_a: Tensor, scales_b: Tensor, out_dtype: torch.dtype, bias_N: Tensor | None = None
+) -> Tensor:
+    """Of float8 with a scale a row and one a column, under the name and arguments that SGLang calls it by."""
+    scale_M1, scale_1N = scales_a.view(-1, 1), scales_b.view(1, -1)
+    return torch._scaled_mm(
+        a_MK, b_KN, scale_a=scale_M1, scale_b=scale_1N, bias=bias_N, out_dtype=out_dtype, use_fast_accum=True
+    )
 
 
 def _attention_of(flash: Any) -> Callable[..., Tensor]:

@@ -16,28 +16,34 @@ from torch import Tensor
 from benchmarks.models.making import without_init
 from benchmarks.peers.sglang import Compiled, sglang_step
 from benchmarks.peers.vllm_omni import vllm_omni_step
+from engines.core.fast_model import Precision
 from pipelines.models.attention.flux import set_kernel
 
 SGLANG_COMPILED: dict[str, Compiled] = {"sglang": "", "sglang-compiled": "whole", "sglang-blocks": "blocks"}
 
 
-def peer_step(module: Any, inputs: dict[str, Tensor], maker: str) -> Callable[[], Tensor]:
+def peer_step(
+    module: Any, inputs: dict[str, Tensor], maker: str, precision: Precision = "native"
+) -> Callable[[], Tensor]:
     """Returns one step of the peer ``maker``, which runs in inference mode."""
-    step: Callable[[], Tensor] = torch.inference_mode()(_peer_step(module, inputs, maker))
+    step: Callable[[], Tensor] = torch.inference_mode()(_peer_step(module, inputs, maker, precision))
     return step
 
 
-def _peer_step(module: Any, inputs: dict[str, Tensor], maker: str) -> Callable[[], Tensor]:
+def _peer_step(module: Any, inputs: dict[str, Tensor], maker: str, precision: Precision) -> Callable[[], Tensor]:
     os.environ.setdefault("LOCAL_RANK", "0")  # by which peers choose their device; a launcher sets it
     if not dist.is_initialized():  # peers ask for their groups on one rank as well
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if maker.startswith("sglang"):
+        return sglang_step(module, inputs, compiled=SGLANG_COMPILED[maker], precision=precision)
+    if maker.startswith("vllm-omni"):
+        how = {"compiled": "eager" not in maker, "tensor": maker.endswith("tensor")}
+        return vllm_omni_step(module, inputs, **how, precision=precision)
+    if precision != "native":
+        raise ValueError(f"{maker} runs in the precision of its weights, not in {precision}")
     if maker == "xdit":
         return xdit_step(module, inputs)
-    if maker.startswith("sglang"):
-        return sglang_step(module, inputs, compiled=SGLANG_COMPILED[maker])
-    if maker.startswith("vllm-omni"):
-        return vllm_omni_step(module, inputs, compiled="eager" not in maker, tensor=maker.endswith("tensor"))
     return diffusers_step(module, inputs, maker)
 
 

@@ -18,17 +18,18 @@ from torch import Tensor
 
 from benchmarks.models.flux import architecture
 from benchmarks.models.making import default_dtype, without_init
+from engines.core.fast_model import Precision
 
 
 def vllm_omni_step(
-    module: Any, inputs: dict[str, Tensor], *, compiled: bool, tensor: bool = False
+    module: Any, inputs: dict[str, Tensor], *, compiled: bool, tensor: bool = False, precision: Precision = "native"
 ) -> Callable[[], Tensor]:
     """``compiled``: block by block, which is its default; without: as with its ``enforce_eager``.
 
-    ``tensor``: split by tensor parallelism instead, the way it supports for this model. In inference mode, as its
-    worker runs it.
+    ``tensor``: split by tensor parallelism instead, the way it supports for this model. ``precision`` "fp8": as with
+    its ``--quantization fp8``. In inference mode, as its worker runs it.
     """
-    transformer = _transformer(module, compiled, tensor)
+    transformer = _transformer(module, compiled, tensor, precision)
 
     @torch.inference_mode()
     def step() -> Tensor:
@@ -39,21 +40,24 @@ def vllm_omni_step(
 
 
 @cache
-def _transformer(module: Any, compiled: bool, tensor: bool) -> Any:
+def _transformer(module: Any, compiled: bool, tensor: bool, precision: Precision) -> Any:
     """Theirs, with a copy of the weights of ``module``."""
     world = dist.get_world_size()
-    _, od_config = _begin(1 if tensor else world, world if tensor else 1)
+    first = next(module.parameters())
+    _, od_config = _begin(1 if tensor else world, world if tensor else 1, first.dtype, precision)
     from vllm_omni.diffusion.compile import regionally_compile
     from vllm_omni.diffusion.config import set_current_diffusion_config
     from vllm_omni.diffusion.models.flux.flux_transformer import FluxTransformer2DModel
 
-    first = next(module.parameters())
     with default_dtype(first.dtype), set_current_diffusion_config(od_config), torch.device(first.device):
-        transformer: Any = FluxTransformer2DModel(**architecture(module))
-    with torch.no_grad():
-        loaded = transformer.load_weights(module.state_dict().items())
-    missing = {name for name, _ in transformer.named_parameters()} - loaded
-    assert not missing, f"weights not loaded: {sorted(missing)}"
+        quant_config = od_config.quantization_config
+        transformer: Any = FluxTransformer2DModel(**architecture(module), quant_config=quant_config)
+        names = {name for name, _ in transformer.named_parameters()}
+        with torch.no_grad():
+            loaded = transformer.load_weights(module.state_dict().items())
+            if quant_config is not None:
+                _quantize(transformer)
+    assert names <= loaded, f"weights not loaded: {sorted(names - loaded)}"
     transformer.eval().requires_grad_(False)
     if world > 1 and not tensor:
         _cut_sequence(transformer, world)
@@ -61,6 +65,28 @@ def _transformer(module: Any, compiled: bool, tensor: bool) -> Any:
         torch._dynamo.reset()
         regionally_compile(transformer, dynamic=od_config.diffusion_compile_dynamic)
     return transformer
+
+
+def _quantization(precision: Precision) -> Any:
+    """What it makes of "fp8"; its own way there imports all methods, and models of language with them."""
+    if precision == "native":
+        return None
+    if precision != "fp8":
+        raise ValueError(f"vLLM-Omni is timed in native precision and in fp8, not in {precision}")
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+
+    return Fp8Config()
+
+
+def _quantize(transformer: Any) -> None:
+    """The weights that its loader has not quantised as they came, as its loader does at the end."""
+    from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_processing
+
+    finalize_layerwise_processing(transformer, model_config=None)
+    for layer in transformer.modules():
+        method = getattr(layer, "quant_method", None)
+        if method is not None and not getattr(layer, "_already_called_process_weights_after_loading", False):
+            method.process_weights_after_loading(layer)
 
 
 def _cut_sequence(transformer: Any, world: int) -> None:
@@ -79,28 +105,31 @@ def _cut_sequence(transformer: Any, world: int) -> None:
 
 
 @cache
-def _begin(ulysses: int, tensor: int) -> tuple[ExitStack, Any]:
+def _begin(ulysses: int, tensor: int, dtype: torch.dtype, precision: Precision) -> tuple[ExitStack, Any]:
     """Its configuration, groups and contexts, as its worker makes them; the contexts stay open.
 
-    Other sizes need a process of their own.
+    Another configuration needs a process of its own.
     """
     allowed: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     without_init("vllm_omni")  # which changes a language model's engine and configurations: none is needed here
     if not torch.cuda.is_available():
         _serve_cpu()
-    from vllm.config import CompilationConfig, DeviceConfig, VllmConfig, set_current_vllm_config
+    from vllm.config import set_current_vllm_config
     from vllm_omni.diffusion.data import DiffusionParallelConfig, OmniDiffusionConfig
     from vllm_omni.diffusion.distributed import parallel_state
     from vllm_omni.diffusion.forward_context import set_forward_context
+    from vllm_omni.diffusion.vllm_config import create_diffusion_vllm_config
     from vllm_omni.platforms import current_omni_platform
 
     sizes = {"ulysses_degree": ulysses, "sequence_parallel_size": ulysses, "tensor_parallel_size": tensor}
-    od_config = OmniDiffusionConfig(parallel_config=DiffusionParallelConfig(**sizes), num_gpus=dist.get_world_size())
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    vllm_config = VllmConfig(
-        compilation_config=CompilationConfig(), device_config=DeviceConfig(device=torch.device(device))
+    od_config = OmniDiffusionConfig(
+        parallel_config=DiffusionParallelConfig(**sizes),
+        num_gpus=dist.get_world_size(),
+        dtype=dtype,
+        quantization_config=_quantization(precision),
     )
-    vllm_config.parallel_config.tensor_parallel_size = tensor
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    vllm_config = create_diffusion_vllm_config(device, od_config)
     vllm_config.kernel_config.ir_op_priority = current_omni_platform.get_default_ir_op_priority(vllm_config)
     contexts = ExitStack()
     contexts.enter_context(set_forward_context(vllm_config=vllm_config, omni_diffusion_config=od_config))

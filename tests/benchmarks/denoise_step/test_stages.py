@@ -47,11 +47,11 @@ def test_a_host_without_a_gpu_is_asked_for_nothing() -> None:
 
 
 @pytest.mark.parametrize("stage", [*PEERS_OF_A_PAIR, *PEERS_OF_ONE], ids=lambda stage: stage.name)
-def test_peers_take_turns_with_ours_at_the_same_sizes(stage: Stage) -> None:
-    sides = {run.name: {BY_NAME[name].side for name in wanted(run)} for run in stage.runs}
-    (mine,) = (name for name in sides if "beside" in name)
+def test_peers_take_turns_with_ours_at_the_same_sizes_and_precisions(stage: Stage) -> None:
+    asked = {run.name: {(BY_NAME[name].side, BY_NAME[name].precision) for name in wanted(run)} for run in stage.runs}
+    (mine,) = (name for name in asked if "beside" in name)
     assert stage.takes_turns
-    assert set.union(*sides.values()) == sides[mine]
+    assert set.union(*asked.values()) == asked[mine]
 
 
 def test_no_run_overwrites_what_another_stage_has_written() -> None:

@@ -49,3 +49,16 @@ def test_what_needs_no_library_is_theirs_and_attention_is_that_of_fa3_fwd() -> N
     assert flash_attn_varlen_func(x, x, x, softmax_scale=None, causal=False, cu_seqlens_q=None) == 0.25
     with pytest.raises(AssertionError):
         flash_attn_varlen_func(x, x, x, softmax_scale=None, causal=True)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_products_in_float8_have_a_scale_a_row_and_one_a_column() -> None:
+    from sgl_kernel import fp8_scaled_mm
+
+    generator = torch.Generator().manual_seed(0)
+    a_MK, b_NK, bias_N = (torch.randn(*shape, generator=generator) for shape in ((32, 64), (48, 64), (48,)))
+    scale_M, scale_N = (x.abs().amax(dim=1) / 448 for x in (a_MK, b_NK))
+    quantized = [(x / scale[:, None]).to(torch.float8_e4m3fn) for x, scale in ((a_MK, scale_M), (b_NK, scale_N))]
+    found = fp8_scaled_mm(quantized[0], quantized[1].t(), scale_M, scale_N, torch.bfloat16, bias_N.bfloat16())
+    expected = a_MK @ b_NK.t() + bias_N
+    assert (found.float() - expected).norm() < 0.05 * expected.norm()
