@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.denoise_step.stage import FIRST, FOUR, FP8, LAST, ONE, Stage, beside, ours, peer
+from benchmarks.denoise_step.stage import FIRST, FOUR, FP8, LAST, ONE, Stage, alone, beside, ours, peer
 
 
 def fp8_beside(name: str, gpus: tuple[int, ...], *, limit_s: int) -> Stage:
@@ -125,10 +125,11 @@ PEERS_OF_ONE = (
         limit_s=400,
     ),
 )
+ATTENTION = alone("attention", module="benchmarks.denoise_step.attention", gpus=ONE, limit_s=100)
 OF_HOST = {
-    1: PEERS_OF_ONE,
-    2: (*PEERS_OF_A_PAIR, *PEERS_OF_ONE),
-    4: (*SLOW_PEERS, *PEERS, *PEERS_OF_A_PAIR),
+    1: (*PEERS_OF_ONE[:-1], ATTENTION, PEERS_OF_ONE[-1]),
+    2: (*PEERS_OF_A_PAIR, *PEERS_OF_ONE, ATTENTION),
+    4: (*SLOW_PEERS, *PEERS, *PEERS_OF_A_PAIR, ATTENTION),
 }
 """By the number of GPUs."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.denoise_step.peer_stages import PEERS, PEERS_OF_A_PAIR, PEERS_OF_ONE, SLOW_PEERS
+from benchmarks.denoise_step.peer_stages import ATTENTION, PEERS, PEERS_OF_A_PAIR, PEERS_OF_ONE, SLOW_PEERS
 from benchmarks.denoise_step.stage import DEFAULT, Run, Stage, alone
 
 PROFILE = "benchmarks.denoise_step.profile"
@@ -45,6 +45,7 @@ STAGES = (
     alone("profile_wan", *PROFILED_WAN, module=PROFILE, writes_json=False, limit_s=90, min_gpus=4),
     alone("exchange_speed", module="benchmarks.denoise_step.exchange", writes_json=False, limit_s=60, min_gpus=2),
     alone("parts", module="benchmarks.denoise_step.parts", all_gpus=False, limit_s=60),
+    ATTENTION,
     alone("exchanges", "none", "nccl-", limit_s=60, min_gpus=4),
     *SLOW_PEERS,
     *PEERS_OF_A_PAIR,
