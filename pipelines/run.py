@@ -44,6 +44,11 @@ class PlainEngine:
     def team_sizes(self) -> tuple[int, ...]:
         return (1,)
 
+    @property
+    def estimates(self) -> None:
+        """Nothing is known."""
+        return None
+
     def close(self) -> None:
         """Nothing to release."""
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from engines.core.estimates import StepEstimates
 from engines.core.model import Branch
 
 if TYPE_CHECKING:
@@ -69,6 +70,11 @@ class Engine(Protocol):
     @property
     def team_sizes(self) -> tuple[int, ...]:
         """How many ranks a prediction may have, in ascending order."""
+        ...
+
+    @property
+    def estimates(self) -> StepEstimates | None:
+        """What steps are estimated to take; None where that is not known."""
         ...
 
     def close(self) -> None:

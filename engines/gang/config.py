@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engines.core.engine import Engine
+from engines.core.estimates import StepEstimates
 from engines.core.rank import RankContext
 from engines.core.sampler import Sampler
 from engines.gang.policies.registry import find_policy
@@ -104,6 +105,16 @@ class RankParts:
 
     engine: Engine
     sampler: Sampler[Any]
+    estimates: StepEstimates | None = None
+    """Of the engine's steps, if anybody knows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuiltRank:
+    """What a rank tells of its parts: the sizes of teams that the engine knows, and what it is estimated to take."""
+
+    team_sizes: tuple[int, ...]
+    estimates: StepEstimates | None = None
 
 
 Environment = Mapping[str, str]

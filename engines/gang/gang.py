@@ -13,6 +13,7 @@ from typing import Any
 from ray.exceptions import ObjectLostError
 from ray.util.placement_group import PlacementGroup
 
+from engines.core.estimates import StepEstimates
 from engines.gang.clock import Clock
 from engines.gang.config import Environment, GangConfig, LoadRank
 from engines.gang.driver import Driver
@@ -42,9 +43,12 @@ class Gang:
         model: str,
         clock: Clock,
         step_times: StepTimes | None = None,
+        estimates: StepEstimates | None = None,
     ) -> None:
         self.config = config
         self.infos = tuple(infos)
+        self.estimates = estimates
+        """What steps are estimated to take, if its ranks know."""
         self._ranks = ranks
         self._clock = clock
         self._driver = Driver(config, ranks, team_sizes, model, clock, step_times)
@@ -59,13 +63,14 @@ class Gang:
         model: str = "unnamed",
         environment: Callable[[], Environment] | None = None,
         placement_group: PlacementGroup | None = None,
-        step_times: Callable[[Sequence[RankInfo]], StepTimes] | None = None,
+        step_times: Callable[[Sequence[RankInfo], StepEstimates | None], StepTimes] | None = None,
         clock: Clock | None = None,
     ) -> Gang:
         """Spawn the ranks in the replica's own placement group, connect them, run ``load`` on each and what it returns.
 
         ``model`` names what the gang serves, in logs and metrics. ``environment`` is asked on each node for variables
-        that its ranks must be started with. ``step_times`` gives what is known of the times of steps on such ranks.
+        that its ranks must be started with. ``step_times`` gives what is known of the times of steps on such ranks,
+        of which the jobs' estimates are these, or of another source.
 
         All or nothing: on an error, on a deadline of the start (``GangBrokenError``) and on cancellation, what was
         started is killed. An exception of ``load`` or of what it returns comes out as it was raised on the rank.
@@ -74,7 +79,7 @@ class Gang:
         begun_s = clock.now_s()
         ranks = spawn_ranks(config, group, await rank_environments(config, group, environment))
         try:
-            infos, team_sizes = await Start(config, ranks, clock, model).run(load)
+            infos, built = await Start(config, ranks, clock, model).run(load)
         except BaseException:
             kill_ranks(ranks)
             raise
@@ -82,8 +87,8 @@ class Gang:
         observe_start(model, start_s)
         fields = {"pids": [info.pid for info in infos], "ages_s": [round(info.process_age_s, 1) for info in infos]}
         logger.info("gang is ready", extra={"model": model, "start_s": round(start_s, 3), **fields})
-        known = step_times(infos) if step_times is not None else None
-        return cls(config, ranks, infos, team_sizes, model, clock, known)
+        known = step_times(infos, built.estimates) if step_times is not None else None
+        return cls(config, ranks, infos, built.team_sizes, model, clock, known, built.estimates)
 
     @property
     def broken(self) -> GangBrokenError | None:

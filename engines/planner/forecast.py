@@ -16,8 +16,9 @@ WORTH_A_TRIAL, MAX_TRIED = 0.15, 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepForecast:
-    """Predicted costs of every candidate, fastest first, and the chosen one."""
+    """Predicted costs of every candidate, fastest first, and the chosen one; of which model, where."""
 
+    counted: ModelProfile
     machine: Machine
     work: Workload
     precision: str
@@ -90,6 +91,7 @@ def forecast(
         specs = [spec for spec in specs if (spec.tensor, spec.pipeline) == wanted]
     costs = [predict(counted, work, spec, machine, precision) for spec in specs]
     return StepForecast(
+        counted=counted,
         machine=machine,
         work=work,
         precision=precision,

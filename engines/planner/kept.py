@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from engines.core.estimates import StepEstimates
 from engines.core.spec import ParallelSpec
 from engines.core.storage.files import file_about, write_atomically, write_once
 from engines.parallel.division import TeamSpecs
@@ -22,11 +23,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """How teams divide a step, and by which rules they exchange heads (None: as is usual; older files do not
-    say)."""
+    """How teams divide a step, by which rules they exchange heads (None: as is usual), and what the cost model says of
+    such steps (None: nothing). Older files do not say the latter two."""
 
     specs: TeamSpecs
     exchange: ExchangeRules | None = None
+    estimates: StepEstimates | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,18 +61,20 @@ class KeptDecision:
             if tuple(sorted(names)) != sizes:
                 raise ValueError(f"it has teams of {sorted(names)} ranks, and those here are of {list(sizes)}")
             specs = TeamSpecs(by_size={size: _specs(names[size], size) for size in sizes})
-            return Decision(specs=specs, exchange=_exchange(kept.get("exchange")))
+            exchange, estimates = _exchange(kept.get("exchange")), _estimates(kept.get("estimates"))
+            return Decision(specs=specs, exchange=exchange, estimates=estimates)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             logger.warning("%s holds no decision (%s): it is made anew", self.file, error)
             return None
 
     def keep(self, decision: Decision, times_ms: Mapping[str, float]) -> Decision:
         """Writes the decision, unless another gang was first. Returns the one that counts."""
-        specs, exchange = decision.specs, decision.exchange
+        specs, exchange, estimates = decision.specs, decision.exchange, decision.estimates
         kept = {
             "facts": dict(self.facts),
             "strategies": {str(size): [spec.name for spec in specs.of(size)] for size in specs.sizes},
             "exchange": None if exchange is None else asdict(exchange),
+            "estimates": None if estimates is None else estimates.to_document(),
             "times_ms": dict(times_ms),
         }
         data = json.dumps(kept, indent=1).encode()
@@ -86,6 +90,10 @@ class KeptDecision:
 
 def _exchange(written: dict[str, Any] | None) -> ExchangeRules | None:
     return None if written is None else ExchangeRules(**written)
+
+
+def _estimates(written: dict[str, Any] | None) -> StepEstimates | None:
+    return None if written is None else StepEstimates.of_document(written)
 
 
 def _specs(names: list[str], size: int) -> tuple[ParallelSpec, ...]:

@@ -68,6 +68,11 @@ class TensorRTEngine:
     def team_sizes(self) -> tuple[int, ...]:
         return self.division.team_sizes
 
+    @property
+    def estimates(self) -> None:
+        """See ``Engine.estimates``: the cost model is of the other engine's steps."""
+        return None
+
     def prepare(self) -> None:
         """Make the steps of all expected sizes for every team of the caller. All ranks of the gang call it at once."""
         for ranks in dict.fromkeys(team.ranks for team in self.division.teams.all()):

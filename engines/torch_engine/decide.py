@@ -24,6 +24,7 @@ from engines.core.rank import RankContext
 from engines.parallel.communication.early_start import gang_groups
 from engines.parallel.division import TeamSpecs
 from engines.planner.auto import as_predicted, forecasts, lengths_of_choice, possible_team_sizes
+from engines.planner.estimates import estimates_of
 from engines.planner.exchange_rules import ExchangeRules
 from engines.planner.kept import MIN_BRANCHES, Decision, KeptDecision
 from engines.torch_engine.config import check_divisible, check_spec, usual_exchange
@@ -61,7 +62,8 @@ def decided_engine(
     engine = make(strategy=as_predicted(plans), others=trial.candidates)
     engine.division.use(trial.decide(engine, context))
     exchange = trial.decide_exchange(engine, peer_memory=options.peer_memory == "auto")
-    fastest = Decision(specs=engine.division.specs, exchange=exchange)
+    specs = engine.division.specs
+    fastest = Decision(specs=specs, exchange=exchange, estimates=estimates_of(plans, specs))
     decision = _of_rank_0(lambda: kept.keep(fastest, trial.times_ms))
     logger.info("strategy is decided: %s", _told(decision), extra={"file": str(kept.file), "times_ms": trial.times_ms})
     if engine.division.knows(decision.specs):
@@ -77,6 +79,7 @@ def _as_decided(engine: TorchEngine, decision: Decision, options: TorchOptions) 
         exchange = replace(exchange, peer_memory=options.peer_memory)
     if engine.config.exchange != exchange:
         engine.use(exchange)
+    engine.estimates = decision.estimates
     return engine
 
 

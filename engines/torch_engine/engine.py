@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from engines.core.engine import EngineChoice
+from engines.core.estimates import StepEstimates
 from engines.core.model import Branch, DenoiserModel, dtype_of
 from engines.core.precision import scheme_of
 from engines.core.shard_plan import ShardPlan
@@ -39,6 +40,9 @@ class TorchEngine:
     is there for tests and comparisons: see ``config.resolve``. Raises ``ValueError`` if the engine cannot do what is
     asked, or the model cannot be divided over the gang so.
     """
+
+    estimates: StepEstimates | None = None
+    """See ``Engine.estimates``: set where they were asked for to decide the division."""
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ from deployments.settings import process_environment
 from deployments.stages.common import Encoded, EncodingDone, StageEvent
 from deployments.stages.gang.rank import LoadRankParts
 from deployments.stages.gang.spares import keep_spares, spare_environment
-from deployments.stages.gang.step_times import rough_estimate_s, step_times_of
+from deployments.stages.gang.step_times import estimates_s_of, step_times_of
 from engines.core.phases import log_phase
 from engines.gang.errors import QueueFullError
 from engines.gang.gang import Gang
@@ -101,7 +101,7 @@ class Denoiser:
             idle_steps=frozenset(step for step, makes_forwards in enumerate(computed, 1) if not makes_forwards),
             preview_steps=frozenset(request.preview_steps),
             shape=(request.width, request.height, num_frames, request.true_cfg_scale > 1, encoding.shapes),
-            estimates_s={1: rough_estimate_s(request, encoding.shapes)},
+            estimates_s=estimates_s_of(request, encoding.shapes, self._gang.estimates),
             exclusive=exclusive,
             request_id=request.request_id,
             priority=PRIORITIES[request.service_tier],

@@ -70,7 +70,7 @@ def _build(model: ModelConfig, context: RankContext, checkpoint: Checkpoint, den
     log_phase("rank: engine", time.monotonic() - begun_s, rank=context.rank)
     with timed("rank: warm up", rank=context.rank):
         warm_up(engine, steps, context, engine.team_sizes if config.elastic else engine.team_sizes[-1:])
-    return RankParts(engine=engine, sampler=checkpoint.sampler())
+    return RankParts(engine=engine, sampler=checkpoint.sampler(), estimates=engine.estimates)
 
 
 def choosing_of(model: ModelConfig, checkpoint: Checkpoint) -> Choosing:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from deployments.config import ModelConfig
 from deployments.settings import Settings
 from deployments.stages.gang.facts import model_facts, software_facts
+from engines.core.estimates import StepEstimates
 from engines.core.storage.files import file_about
 from engines.core.transport.parcel import Shapes
 from engines.gang.predictions.rough import rough_step_s
@@ -22,25 +23,29 @@ TIMED = ("engine", "strategy", "precision", "num_ranks", "num_nodes", "threads_p
 """Of a denoiser's configuration, what changes how long its steps take."""
 
 
-def step_times_of(model: ModelConfig, infos: Sequence[RankInfo]) -> StepTimes:
+def step_times_of(model: ModelConfig, infos: Sequence[RankInfo], estimates: StepEstimates | None) -> StepTimes:
     """Returns what is known of the steps of ``model`` on such ranks, from a file in the data directory.
 
-    Its name has a digest of the machine (the ranks' devices), the model as it is configured, and the software.
+    Its name has a digest of the machine (the ranks' devices), the model as it is configured, the software, and of
+    whether there are ``estimates``, since it holds what measured steps differ by from theirs.
     """
     facts = {
         "devices": [info.device_name for info in infos],
         **model_facts(model),
         "denoiser": {name: repr(getattr(model.denoiser, name)) for name in TIMED},
         **software_facts(),
+        **({"estimates": "of the cost model"} if estimates else {}),
     }
     return StepTimes(file_about(Settings().data_dir / FOLDER, model.name, facts))
 
 
-def rough_estimate_s(request: MediaRequest, encoded: Shapes) -> float:
-    """Returns what a step of ``request`` lasts on one rank, beside others of its model."""
+def estimates_s_of(request: MediaRequest, encoded: Shapes, estimates: StepEstimates | None) -> dict[int, float]:
+    """Returns what a step of ``request`` lasts by the size of a team, beside others of its model: as the cost model
+    says, or (None) by its tokens alone, on one rank."""
     frames = 1 + (request.num_frames - 1) / FRAMES_PER_TOKEN + request.num_layers  # and what they show together
     num_tokens = frames * request.width * request.height / PIXELS_PER_TOKEN + num_text_tokens(encoded)
-    return rough_step_s(num_tokens, 2 if request.true_cfg_scale > 1 else 1)
+    num_branches = 2 if request.true_cfg_scale > 1 else 1
+    return estimates.step_s(num_tokens, num_branches) if estimates else {1: rough_step_s(num_tokens, num_branches)}
 
 
 def num_text_tokens(encoded: Shapes) -> int:

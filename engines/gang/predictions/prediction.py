@@ -1,4 +1,4 @@
-"""What a step is predicted to take: as it was measured, or until then by what it costs beside others (``rough``)."""
+"""What a step is predicted to take: as it was measured, or until then as it is estimated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step costs beside another, by its tokens alone: for the order of jobs whose shapes were not measured yet."""
+"""What a step costs beside another, by its tokens alone: for the order of jobs of which nothing else is known yet."""
 
 from __future__ import annotations
 

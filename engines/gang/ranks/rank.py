@@ -22,7 +22,7 @@ from engines.core.phases import log_phase
 from engines.core.rank import RankContext
 from engines.core.resources import open_rank_resources
 from engines.core.transport.parcel import Parcel
-from engines.gang.config import BuildRank, GangConfig, LoadRank, StoreAddress
+from engines.gang.config import BuildRank, BuiltRank, GangConfig, LoadRank, StoreAddress
 from engines.gang.errors import portable
 from engines.gang.jobs.job import Job
 from engines.gang.jobs.step_plan import JobFailure, StepPlan
@@ -108,8 +108,8 @@ class Rank:
         rank = self._context.rank
         log_phase("rank: torch", self._torch_s, rank=rank)
 
-    def build(self) -> tuple[int, ...]:
-        """The sizes of teams that the engine knows."""
+    def build(self) -> BuiltRank:
+        """Makes the engine, and all that a job needs."""
         from engines.gang.jobs.rank_jobs import RankJobs
         from engines.parallel.communication.early_start import wait_for_early_start
 
@@ -119,7 +119,7 @@ class Rank:
         wait_for_early_start()  # in case no engine did
         self._runner = RankJobs(parts, self._context)
         logger.info("rank is built", extra={"rank": self._context.rank})
-        return parts.engine.team_sizes
+        return BuiltRank(team_sizes=parts.engine.team_sizes, estimates=parts.estimates)
 
     def execute(self, plan: StepPlan) -> Any:
         """The report, followed by parcels of what ``plan.emits_of`` this rank names; Ray makes an object of each."""

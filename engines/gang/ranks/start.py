@@ -13,7 +13,7 @@ from ray.util.placement_group import PlacementGroup
 
 from engines.core.phases import log_phase
 from engines.gang.clock import Clock
-from engines.gang.config import Environment, GangConfig, LoadRank
+from engines.gang.config import BuiltRank, Environment, GangConfig, LoadRank
 from engines.gang.errors import GangBrokenError
 from engines.gang.metrics import observe_phase
 from engines.gang.ranks.placement import rank_strategy
@@ -34,8 +34,8 @@ class Start:
         self._end_s = clock.now_s() + config.start_deadline_s
         self._pings: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    async def run(self, load: LoadRank) -> tuple[list[RankInfo], tuple[int, ...]]:
-        """The ranks' infos, and the sizes of teams that their engines know."""
+    async def run(self, load: LoadRank) -> tuple[list[RankInfo], BuiltRank]:
+        """The ranks' infos, and what they tell of their parts, which are alike."""
         config, ranks = self._config, self._ranks
         try:
             with self._timed("processes"):
@@ -47,12 +47,12 @@ class Start:
                 await self._phase("load their weights", config.load_deadline_s, lambda rank: rank.load.remote(load))
             with self._timed("build"):
                 build_s = config.build_deadline_s
-                sizes = await self._phase("build their engines", build_s, lambda rank: rank.build.remote())
+                built = await self._phase("build their engines", build_s, lambda rank: rank.build.remote())
         finally:
             self._pings.cancel()
             await asyncio.gather(self._pings, return_exceptions=True)
-        assert len(sizes) == len(ranks)
-        return infos, sizes[0]
+        assert len(built) == len(ranks)
+        return infos, built[0]
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:

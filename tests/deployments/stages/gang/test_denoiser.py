@@ -54,7 +54,8 @@ async def submitted(
 
     num_steps = replace(PICTURES, max_pictures=1, takes_strength=True, strength=0.6).num_steps_of
     denoiser = Unstarted(
-        _gang=SimpleNamespace(submit_grouped=submit_grouped), _checkpoint=SimpleNamespace(num_steps=num_steps)
+        _gang=SimpleNamespace(submit_grouped=submit_grouped, estimates=None),
+        _checkpoint=SimpleNamespace(num_steps=num_steps),
     )
     encoded: asyncio.Future[Encoded] = asyncio.get_running_loop().create_future()
     encoded.set_result(encoding)

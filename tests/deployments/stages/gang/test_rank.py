@@ -69,8 +69,11 @@ def build_twice(folder: Path, data_dir: Path) -> tuple[tuple[str, str], tuple[st
     context = RankContext(rank=dist.get_rank(), num_ranks=2, device="cpu")
 
     def strategy() -> str:
-        engine: Any = make(context)().engine
+        parts = make(context)()
+        engine: Any = parts.engine
         engine.close()
+        assert parts.estimates is not None
+        assert sorted(parts.estimates.by_size) == [1, 2], "of smaller teams, too"
         return str(engine.division.team((0, 1)).spec.name)
 
     every_way = patch("engines.planner.forecast.WORTH_A_TRIAL", 1000.0)  # is timed, however fast this machine is at it

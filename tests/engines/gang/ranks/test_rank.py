@@ -30,7 +30,7 @@ def test_a_rank_is_not_built_before_its_early_start_is_over() -> None:
     with separate_rank_resources(), patch("engines.parallel.communication.early_start._compute", work):
         rank = Rank(GangConfig(num_ranks=1, cpus_per_rank=1), 0)
         rank.load(load)
-        assert rank.build() == (1,)
+        assert rank.build().team_sizes == (1,)
         assert over
 
 

@@ -27,7 +27,7 @@ from engines.gang.errors import GangBrokenError
 from engines.gang.gang import Gang
 from engines.gang.ranks.rank import spawn_ranks
 from engines.gang.ranks.start import PING_EVERY_S, Start
-from tests.engines.gang.support.fakes import FakeRequest, fake_job, load_fake, reference_latents
+from tests.engines.gang.support.fakes import FAKE_ESTIMATES, FakeRequest, fake_job, load_fake, reference_latents
 from tests.engines.gang.support.helpers import alive, eventually, group_for, latents
 from tests.engines.gang.support.set_clock import SetClock, answered, remote, settled
 
@@ -196,6 +196,7 @@ async def test_ranks_find_libraries_where_the_engine_says(ray_cluster: None, tmp
         given = await latents(gang, fake_job("one", request))
         await gang.close()
         assert given.equal(reference_latents(request))
+        assert gang.estimates == FAKE_ESTIMATES, "as the ranks told"
         with pytest.raises(OSError, match=LIBRARY):
             await Gang.start(CONFIG, load_with_library, placement_group=group)
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engines.core.estimates import StepEstimates
 from engines.core.model import Branch
 from engines.core.rank import RankContext
 from engines.gang.config import BuildRank, RankParts
@@ -161,8 +162,11 @@ def strike(fault: str) -> None:
         raise ValueError("the engine cannot take this shape")
 
 
+FAKE_ESTIMATES = StepEstimates(tokens=(1, 100), by_size={1: ((0.001, 0.1),)})
+
+
 def load_fake(context: RankContext) -> BuildRank:
-    return lambda: RankParts(engine=FakeEngine(context), sampler=FakeSampler())
+    return lambda: RankParts(engine=FakeEngine(context), sampler=FakeSampler(), estimates=FAKE_ESTIMATES)
 
 
 def load_fake_failing_on_rank_1(context: RankContext) -> BuildRank:

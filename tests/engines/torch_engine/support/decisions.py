@@ -14,6 +14,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 from engines.core.engine import Choosing
+from engines.core.estimates import StepEstimates
 from engines.core.rank import RankContext
 from engines.planner.exchange_rules import ExchangeRules
 from engines.planner.machine import Machine
@@ -43,13 +44,14 @@ class Times:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Started:
     """How a gang divides a step of one branch, and of as many as it may run at once, how it exchanges heads, a digest
-    of what it predicts, and how many steps it timed."""
+    of what it predicts, how many steps it timed, and what it estimates of others."""
 
     strategy: str
     at_once: str
     exchange: ExchangeRules
     picture: str
     num_timed: int
+    estimates: StepEstimates | None = None
 
 
 def jittered(seed: int) -> Machine:
@@ -90,7 +92,8 @@ def start(how: Choosing, seed: int, times: Times, options: TorchOptions | None =
         picture = hashlib.sha256(predicted.numpy().tobytes()).hexdigest()
         one, *_, most = engine.division.specs.of(len(everyone))
         names = {"strategy": one.name, "at_once": most.name, "picture": picture}
-        return Started(**names, exchange=engine.config.exchange, num_timed=num_timed)
+        found = {"exchange": engine.config.exchange, "num_timed": num_timed, "estimates": engine.estimates}
+        return Started(**names, **found)  # type: ignore[arg-type]
 
 
 @contextmanager

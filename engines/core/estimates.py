@@ -1,0 +1,51 @@
+"""What steps are estimated to take, by their tokens; free of torch, for it goes to the process that owns the ranks."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepEstimates:
+    """``by_size`` has the seconds of a step on teams of each size, first of one branch, then of two and so on, each at
+    the same growing numbers of ``tokens``, those of all streams together. ValueError if there are fewer than two."""
+
+    tokens: tuple[int, ...]
+    by_size: Mapping[int, tuple[tuple[float, ...], ...]]
+
+    def __post_init__(self) -> None:
+        times = [times_s for several in self.by_size.values() for times_s in several]
+        if len(self.tokens) < 2 or not times or any(len(times_s) != len(self.tokens) for times_s in times):
+            raise ValueError(f"steps are estimated at two numbers of tokens or more, not at {self.tokens}, by {times}")
+
+    def step_s(self, num_tokens: float, num_branches: int) -> dict[int, float]:
+        """Returns the seconds on a team of each size: between two numbers of tokens, and beyond them, as a power of
+        these. More branches than are known take longer in proportion."""
+        found = {}
+        for size, several in self.by_size.items():
+            known = min(num_branches, len(several))
+            found[size] = num_branches / known * self._at(num_tokens, several[known - 1])
+        return found
+
+    def _at(self, num_tokens: float, times_s: tuple[float, ...]) -> float:
+        right = min(max(bisect_left(self.tokens, num_tokens), 1), len(self.tokens) - 1)
+        left = right - 1
+        share = math.log(max(1.0, num_tokens) / self.tokens[left]) / math.log(self.tokens[right] / self.tokens[left])
+        return float(times_s[left] * (times_s[right] / times_s[left]) ** share)
+
+    def to_document(self) -> dict[str, Any]:
+        """Returns what ``of_document`` reads, as JSON has it."""
+        return {"tokens": self.tokens, "by_size": {str(size): several for size, several in self.by_size.items()}}
+
+    @classmethod
+    def of_document(cls, document: Mapping[str, Any]) -> StepEstimates:
+        """Raises what reading something else raises: ValueError, TypeError, KeyError or AttributeError."""
+        by_size = {
+            int(size): tuple(tuple(float(step_s) for step_s in times_s) for times_s in several)
+            for size, several in document["by_size"].items()
+        }
+        return cls(tokens=tuple(int(number) for number in document["tokens"]), by_size=by_size)
