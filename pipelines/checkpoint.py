@@ -142,9 +142,16 @@ class Checkpoint:
         """The transformers by their configuration alone, weights unset: for exports, under fake tensors."""
         return self._as_denoiser(self._opened.outline)
 
+    def weightless(self) -> DenoiserModel:
+        """The transformers by their configuration, parameters on "meta". Buffers are there: they are in no file."""
+        from accelerate import init_empty_weights  # type: ignore[import-untyped]
+
+        with init_empty_weights():
+            return self.outline()
+
     def weights_bytes(self) -> int:
         """What the transformers' weights take in memory, whole; from the configuration alone."""
-        modules = self._empty().modules.values()
+        modules = self.weightless().modules.values()
         return sum(weight.nbytes for module in modules for weight in module.parameters())
 
     def first_step(self, request: MediaRequest) -> tuple[Branch, ...]:
@@ -221,13 +228,6 @@ class Checkpoint:
 
         if self.file is not None:
             raise ValueError(f"every rank would read its share of {self.file}, which is read whole: say load: whole")
-        empty = self._empty()
+        empty = self.weightless()
         folders = {part: part_folder(self.path, part) for part in empty.modules}
         return replace(empty, weights=WeightFiles(folders=folders, device=self.device))
-
-    def _empty(self) -> DenoiserModel:
-        """Parameters on "meta". Buffers are there: they are computed, and in no file."""
-        from accelerate import init_empty_weights  # type: ignore[import-untyped]
-
-        with init_empty_weights():
-            return self.outline()

@@ -44,13 +44,14 @@ def resolve_path(source: str, *, weights: bool = True) -> Path:
 def resolve_configuration(source: str) -> Path:
     """A directory with the configuration files of what ``source`` names; weights need not be there.
 
-    A folder, the name of a shipped checkpoint, a published model by its name ("Wan2.1-T2V-14B") or its hub id, or any
-    other hub id. ValueError as for ``resolve_path``.
+    A folder, the name of a shipped checkpoint, a published model by its name ("Wan2.1-T2V-14B", in any case) or its
+    hub id, or any other hub id. ValueError as for ``resolve_path``.
     """
     _, source = split_source(source)
-    name = source.rsplit("/", 1)[-1].replace("-Diffusers", "")
-    if (PUBLISHED / name).is_dir() and not Path(source).is_dir():
-        return PUBLISHED / name
+    name = source.rsplit("/", 1)[-1].lower().replace("-diffusers", "")
+    known = {model.lower(): model for model in published_models()}
+    if name in known and not Path(source).is_dir():
+        return PUBLISHED / known[name]
     try:
         return resolve_path(source, weights=False)
     except ValueError as error:

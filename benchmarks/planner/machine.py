@@ -29,9 +29,8 @@ SPACIOUS_BYTES = 2**40
 
 def counted_and_works(model: str) -> tuple[ModelProfile, dict[int, Workload]]:
     """The model's costs, and by the side of a picture the step."""
-    checkpoint = Checkpoint.of_configuration(model, "meta")
-    with checkpoint.device:
-        outline = checkpoint.outline()
+    checkpoint = Checkpoint.of_configuration(model, "cpu", "bfloat16")
+    outline = checkpoint.weightless()
     sizes = {side: Size(width=side, height=side) for side in SIDES}
     unguided = {side: checkpoint.defaults.request(size, true_cfg_scale=1.0) for side, size in sizes.items()}
     steps = {side: checkpoint.first_step(request) for side, request in unguided.items()}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from engines.core.model import DenoiserModel
 
@@ -19,15 +21,35 @@ def weight_sharing_copy(module: AnyModule) -> AnyModule:
     return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
 
 
-def meta_copy(module: AnyModule) -> AnyModule:
-    """A copy whose parameters and buffers are on the meta device, without hooks."""
-    memo: dict[int, object] = {id(x): nn.Parameter(x.to("meta"), requires_grad=False) for x in module.parameters()}
-    memo |= {id(x): x.to("meta") for x in module.buffers()}
+def weightless_copy(module: AnyModule) -> AnyModule:
+    """A copy on the CPU, without hooks, whose parameters take no memory: each is one zero, repeated.
+
+    Linear layers give zeros at once. Tables, and what is computed of inputs alone, have true values: forwards that ask
+    for values (masks, positions) run. Tables on "meta" have none, and become zeros.
+    """
+    plain = [x for each in module.modules() for x in vars(each).values() if isinstance(x, Tensor)]
+    memo: dict[int, object] = {id(x): on_cpu(x) for x in (*module.buffers(), *plain)}
+    memo |= {id(x): nn.Parameter(_repeated_zero(x), requires_grad=False) for x in module.parameters()}
     copied = copy.deepcopy(module, memo)
-    for each in copied.modules():  # hooks of an engine that runs the original
-        each._forward_hooks.clear()
+    for each in copied.modules():
+        each._forward_hooks.clear()  # of an engine that runs the original
         each._forward_pre_hooks.clear()
+        if isinstance(each, nn.Linear):
+            each.__dict__["forward"] = partial(_zeros_of, each)
     return copied
+
+
+def on_cpu(x: Tensor) -> Tensor:
+    """A copy of ``x`` there; zeros if it has no values."""
+    return torch.zeros_like(x, device="cpu") if x.is_meta else x.to("cpu", copy=True)
+
+
+def _repeated_zero(x: Tensor) -> Tensor:
+    return torch.zeros((), dtype=x.dtype, device="cpu").expand(x.shape)
+
+
+def _zeros_of(layer: nn.Linear, x: Tensor) -> Tensor:
+    return x.new_zeros(*x.shape[:-1], layer.out_features)
 
 
 def truncated(model: DenoiserModel, num_blocks: int) -> DenoiserModel:

@@ -102,4 +102,5 @@ def choose(costs: list[Cost], memory_bytes: int) -> Cost:
 def _allows(profile: ModelProfile, spec: ParallelSpec) -> bool:
     heads, rest = divmod(profile.num_heads, spec.tensor)
     has_blocks = spec.pipeline <= max(profile.num_blocks, 1)
-    return has_blocks and not rest and spec.ulysses <= heads and profile.tensor_unit % spec.tensor == 0
+    has_tokens = spec.context == 1 or profile.divides_tokens
+    return has_blocks and has_tokens and not rest and spec.ulysses <= heads and profile.tensor_unit % spec.tensor == 0

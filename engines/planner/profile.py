@@ -1,4 +1,4 @@
-"""What one forward of a model costs, counted once on the meta device: products, attention calls, weights."""
+"""What one forward of a model costs, counted once without its weights: products, attention calls, weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engines.core.kernel import Prefix
 from engines.core.layout import TokenLayout
 from engines.core.model import Branch, DenoiserModel, dtype_of
 from engines.core.shard_plan import FullWidthNorm, RowLinear, ShardPlan
-from engines.parallel.copies import meta_copy
+from engines.parallel.copies import on_cpu, weightless_copy
 from engines.parallel.pipeline import pipeline_blocks
 from engines.parallel.tensor import split_features
 
@@ -44,6 +44,7 @@ class ModelProfile:
     axis divides ``split_weight_bytes``. ``tensor_unit`` is what heads and those linears' features have in common;
     ``num_key_heads`` are the keys' in self-attention (the most of any), which serve ``num_heads`` queries'.
     ``num_blocks`` are those that a pipeline may be cut between. ``has_fast_path``: the family has a hand-ordered step.
+    ``divides_tokens``: ranks may have a share of them each. A model with attention of its own calls it once a block.
     """
 
     num_heads: int
@@ -61,6 +62,7 @@ class ModelProfile:
     tensor_unit: int
     num_blocks: int
     has_fast_path: bool = False
+    divides_tokens: bool = True
 
     @property
     def element_bytes(self) -> int:
@@ -123,15 +125,15 @@ class _Counter:
     ) -> tuple[Tensor, Tensor]:
         self.num_attentions += self.times
         self.num_key_heads = max(self.num_key_heads, k_BMGD.shape[2])
-        return torch.empty_like(q_BLHD), q_BLHD.new_empty(q_BLHD.shape[0], q_BLHD.shape[2], q_BLHD.shape[1])
+        return torch.zeros_like(q_BLHD), q_BLHD.new_zeros(q_BLHD.shape[0], q_BLHD.shape[2], q_BLHD.shape[1])
 
 
 def profile(model: DenoiserModel) -> ModelProfile:
-    """Count the model's probe step (its first branch) on the meta device; takes no memory and moves no weight."""
+    """Count the model's probe step (its first branch), a small one, on the CPU; moves no weight, multiplies by none."""
     branch: Branch = model.probe()[0]
     source = model.modules[branch.module]
-    module = meta_copy(source)
-    inputs = {name: x.to("meta") for name, x in branch.inputs.items()}
+    module = weightless_copy(source)
+    inputs = {name: on_cpu(x) for name, x in branch.inputs.items()}
     lengths = dict(model.stream_lengths(branch.arguments))
     counter = _Counter(_names_by_length(lengths), model.plan, batch=next(iter(inputs.values())).shape[0])
     model.set_kernel(module, counter.attend)
@@ -146,14 +148,14 @@ def profile(model: DenoiserModel) -> ModelProfile:
     _count_layers(module, counter)
     for name in model.plan.blocks:
         _run_first_only(module.get_submodule(name), counter)
-    with torch.no_grad():
+    with torch.device("cpu"), torch.no_grad():
         model.forward(module, {**branch.constants, **inputs})
     num_key_heads = counter.num_key_heads or model.num_heads
     return ModelProfile(
         num_heads=model.num_heads,
         num_key_heads=num_key_heads,
         head_dim=model.head_dim,
-        num_attentions=counter.num_attentions,
+        num_attentions=counter.num_attentions or len(model.plan.blocks_of(source)),
         dtype=dtype_of(source),
         streams=counter.streams,
         once_flops=counter.once_flops,
@@ -164,12 +166,16 @@ def profile(model: DenoiserModel) -> ModelProfile:
             _weight_bytes(block) for each in model.modules.values() for block in model.plan.blocks_of(each)
         ),
         split_weight_bytes=counter.split_weight_bytes * len(model.modules),
-        tensor_unit=math.gcd(model.num_heads, num_key_heads, *split_features(source, model.plan).values())
-        if model.plan.linears
-        else 1,
+        tensor_unit=_tensor_unit(model, source, num_key_heads),
         num_blocks=min(len(pipeline_blocks(each, model.plan)) for each in model.modules.values()),
         has_fast_path=model.fast is not None and model.weights is None,
+        divides_tokens=bool(model.plan.shards),
     )
+
+
+def _tensor_unit(model: DenoiserModel, source: nn.Module, num_key_heads: int) -> int:
+    features = split_features(source, model.plan).values()
+    return math.gcd(model.num_heads, num_key_heads, *features) if model.plan.linears else 1
 
 
 def _weight_bytes(module: nn.Module) -> int:
@@ -192,7 +198,7 @@ def _count_layers(module: nn.Module, counter: _Counter) -> None:
 
 
 def _run_first_only(blocks: nn.Module, counter: _Counter) -> None:
-    """Let the first of several equal blocks run, and count, for all of them: operators on the meta device are slow."""
+    """Let the first of several equal blocks run, and count, for all of them."""
     first, *others = blocks.children()
     if len({_signature(block) for block in (first, *others)}) > 1:
         return

@@ -70,6 +70,7 @@ def make_estimate(options: EstimateOptions) -> Estimate:
 
     from engines.planner.forecast import forecast, workload
     from engines.planner.profile import profile
+    from engines.torch_engine.config import check_divisible
     from pipelines.checkpoint import Checkpoint
     from pipelines.loading import resolve_dtype
 
@@ -77,13 +78,15 @@ def make_estimate(options: EstimateOptions) -> Estimate:
         raise ValueError(f"--ranks is {options.num_ranks}; it must be at least 1")
     on_cpu = options.measure and not _has_gpus(options.num_ranks)
     dtype = resolve_dtype(options.dtype, torch.device("cpu") if on_cpu else torch.device("cuda"))
-    checkpoint = Checkpoint.of_configuration(options.model, "meta", dtype)
-    request = options.request(checkpoint.defaults)
-    with checkpoint.device:
-        outline = checkpoint.outline()
-    counted = profile(outline)
+    checkpoint = Checkpoint.of_configuration(options.model, "cpu", dtype)
+    model, request = checkpoint.weightless(), options.request(checkpoint.defaults)
+    check_divisible(model, "one that fits", options.num_ranks)
+    if checkpoint.architecture.blank_conditioning is None:
+        weights = f"its weights take {checkpoint.weights_bytes() / 2**30:.1f} GiB on every rank"
+        raise ValueError(f"a step of {options.model} is not known before there is a request; {weights}")
+    counted = profile(model)
     machine, origin = find_machine(options, counted)
-    work = workload(outline, checkpoint.largest_step(request))
+    work = workload(model, checkpoint.largest_step(request))
     return Estimate(
         request=request,
         dtype=dtype,

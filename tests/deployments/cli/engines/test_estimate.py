@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
+from pipelines.loading import published_models
 from tests.deployments.support.commands import troupe
 
 
@@ -84,9 +85,56 @@ def test_a_folder(pictures: Path) -> None:
     assert document("--model", str(pictures), "--size", "64x64")["tokens"]["image"] == 64
 
 
+ALONE = ("ideogram-4", "stable-diffusion-3.5-medium", "stable-diffusion-xl-base-1.0")
+"""On one rank a gang."""
+QUICK = ("ERNIE-Image", "Helios-Base", "Qwen-Image-2.1", "Z-Image")
+"""Those whose forwards ask for what "meta" tensors have not, and one of another model's architecture."""
+
+
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(one, marks=pytest.mark.slow) for one in published_models() if one not in QUICK)]
+)
+def test_every_published_model_is_known(name: str) -> None:
+    if name in ALONE:
+        assert f"divide {CLASSES[name]} over 2 ranks" in mistake("--model", name, "--ranks", "2")
+        return
+    found = document("--model", name, "--ranks", "2", "--machine", "h200")
+    assert max(found["tokens"].values()) > 1000
+    assert found["candidates"][0]["total_ms"] > 1
+    assert found["chosen"] != "single"
+
+
+CLASSES = dict(
+    zip(ALONE, ("Ideogram4Transformer2DModel", "SD3Transformer2DModel", "UNet2DConditionModel"), strict=True)
+)
+
+
+def test_a_model_whose_tokens_are_not_divided_is_given_no_such_way() -> None:
+    alone = document("--model", "stable-diffusion-3.5-medium", "--ranks", "1", "--machine", "h200")
+    assert [one["strategy"] for one in alone["candidates"]] == ["single"]
+
+
+def test_guidance_of_a_published_model_is_its_own() -> None:
+    found = {
+        name: document("--model", name, "--ranks", "1", "--machine", "h200") for name in ("Z-Image", "Z-Image-Turbo")
+    }
+    assert {name: one["num_branches"] for name, one in found.items()} == {"Z-Image": 2, "Z-Image-Turbo": 1}
+
+
+def mistake(*args: str) -> str:
+    result = estimate(*args)
+    assert result.exit_code == 2, result.output
+    (line,) = result.stderr.splitlines()
+    return line
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
+        (
+            ["--model", "stable-diffusion-xl-base-1.0"],
+            "a step of stable-diffusion-xl-base-1.0 is not known before there is a request; its weights take 4.8 GiB",
+        ),
         (["--model", "nonsense"], "or the name of a published model: Cosmos3-Nano"),
         (["--model", "FLUX.1-dev", "--size", "big"], "size 'big': write it as WIDTHxHEIGHT"),
         (["--model", "FLUX.1-dev", "--size", "1000x1024"], "positive multiples of 16"),
@@ -97,10 +145,7 @@ def test_a_folder(pictures: Path) -> None:
     ],
 )
 def test_mistakes_are_one_line(args: list[str], message: str) -> None:
-    result = estimate(*args)
-    assert result.exit_code == 2, result.output
-    (line,) = result.stderr.splitlines()
-    assert message in line
+    assert message in mistake(*args)
 
 
 def test_a_file_that_holds_no_figures(tmp_path: Path) -> None:

@@ -1,0 +1,47 @@
+"""Copies without weights run what asks for values, and take no memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from engines.parallel.copies import weightless_copy
+
+NUM_FEATURES = 4096
+
+
+class Asking(nn.Module):
+    """Its output's length depends on the values of a mask, its table is no buffer, and it guards against autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(NUM_FEATURES, NUM_FEATURES)
+        self.scale = nn.Parameter(torch.ones(NUM_FEATURES))
+        self.register_buffer("kept", torch.tensor([True, False, True]))
+        self.table = torch.arange(3)
+
+    def forward(self, x_LC: Tensor, mask_L: Tensor) -> Tensor:
+        with torch.autocast(device_type=x_LC.device.type, enabled=False):
+            repeats = torch.where(mask_L & self.kept, self.table + 1, 0)
+        out: Tensor = self.layer(x_LC.repeat_interleave(repeats, dim=0)) * self.scale
+        return out
+
+
+def test_forwards_that_ask_for_values_run_without_weights() -> None:
+    with torch.device("meta"):
+        module = Asking()
+    module.kept, module.table = torch.tensor([True, False, True]), torch.arange(3)
+    copied = weightless_copy(module)
+    assert copied(torch.zeros(3, NUM_FEATURES), torch.ones(3, dtype=torch.bool)).shape == (1 + 3, NUM_FEATURES)
+    assert all(weight.untyped_storage().nbytes() == 4 for weight in copied.parameters())
+
+
+def test_shapes_and_hooks_are_the_copys_own() -> None:
+    module, calls = Asking(), []
+    module.layer.register_forward_hook(lambda *_: calls.append(1))
+    copied = weightless_copy(module)
+    copied(torch.zeros(3, NUM_FEATURES), torch.ones(3, dtype=torch.bool))
+    assert not calls
+    assert [x.shape for x in copied.parameters()] == [x.shape for x in module.parameters()]
+    assert copied.kept is not module.kept
+    assert module.scale.sum() == NUM_FEATURES
