@@ -114,8 +114,9 @@ class ShardPlan:
     ``streams`` is the order in which token sequences are concatenated inside attention. ``blocks`` are the names of the
     ``ModuleList`` of repeated blocks, in running order. ``carried`` are the parameters of a block that it returns
     updated, in the order of its output (of all blocks alike); a plan without them allows no pipeline. ``alone`` names
-    modules in which a stream attends to itself, and no other is there. ``switches`` are constants that change what a
-    forward computes and not the shape of its prediction: branches with others may run at the same time.
+    modules in which a stream attends to itself, and no other is there. ``free`` are arguments, inputs or
+    constants, on which the shape of the prediction does not depend: branches that differ in them may run at the same
+    time.
     """
 
     streams: tuple[str, ...]
@@ -126,7 +127,7 @@ class ShardPlan:
     carried: tuple[str, ...] = ()
     tables: tuple[FeatureTable, ...] = ()
     alone: tuple[tuple[str, str], ...] = ()
-    switches: tuple[str, ...] = ()
+    free: tuple[str, ...] = ()
 
     def rule_of(self, name: str) -> ColumnLinear | RowLinear | FullWidthNorm | None:
         """The first rule that the layer of that name fits."""

@@ -19,17 +19,15 @@ def exchange_predictions(mine: Tensor, axis: Axis) -> tuple[Tensor, ...]:
 def may_pair(one: Branch, other: Branch, plan: ShardPlan) -> bool:
     """Whether two branches give predictions of one shape.
 
-    Streams that are cut but never gathered (the text of a joint attention) may differ in length, and the plan's
-    switches in anything; nothing else may.
+    Streams that are cut but never gathered (the text of a joint attention) may differ in length, and what the plan
+    calls free in anything; nothing else may.
     """
-    return _sizes(one, plan) == _sizes(other, plan) and _shapes(one, plan) == _shapes(other, plan)
+    return _shapes(one, plan) == _shapes(other, plan)
 
 
-def _sizes(branch: Branch, plan: ShardPlan) -> dict[str, Any]:
-    return {name: value for name, value in branch.constants.items() if name not in plan.switches}
-
-
-def _shapes(branch: Branch, plan: ShardPlan) -> dict[str, tuple[int, ...]]:
+def _shapes(branch: Branch, plan: ShardPlan) -> dict[str, Any]:
+    """The constants, and the shapes of the inputs."""
     gathered = {gather.stream for gather in plan.gathers}
     inner = {shard.key for shard in plan.shards if shard.module == "" and shard.stream not in gathered}
-    return {name: tuple(x.shape) for name, x in branch.inputs.items() if name not in inner}
+    known = {**branch.constants, **{name: tuple(x.shape) for name, x in branch.inputs.items()}}
+    return {name: value for name, value in known.items() if name not in inner and name not in plan.free}

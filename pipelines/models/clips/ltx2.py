@@ -74,7 +74,7 @@ def shard_plan(config: Config) -> ShardPlan:
         linears=(*LINEARS, *gates(config)),
         carried=("hidden_states", "audio_hidden_states"),
         tables=tuple(FeatureTable(pattern=name, dim=1 if by_head else 2) for name in POSITIONS),
-        switches=SWITCHES,
+        free=SWITCHES,
     )
 
 

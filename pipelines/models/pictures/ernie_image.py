@@ -34,6 +34,7 @@ SHARD_PLAN = ShardPlan(
     ),
     gathers=(TokenGather(module="final_linear", dim=0, stream=TOKENS),),
     linears=(),
+    free=("text_bth", "text_lens"),
 )
 
 

@@ -45,6 +45,7 @@ SHARD_PLAN = ShardPlan(
     gathers=(TokenGather(module="proj_out", dim=1, stream=IMAGE),),
     linears=LINEARS,
     carried=("encoder_hidden_states", "hidden_states"),
+    free=("encoder_hidden_states", "encoder_hidden_states_mask"),
 )
 
 

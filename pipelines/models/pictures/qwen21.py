@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 SEEN, PAINTED = "seen", "painted"
 BLOCKS = "transformer_blocks"
-NEVER_A_DIM = 3
-"""Inputs that bring a prompt's length along, and are not cut: they have fewer dims."""
 MAX_PICTURES = 3
 """As many as the editors before it were made for."""
 
@@ -36,7 +34,6 @@ SHARD_PLAN = ShardPlan(
     streams=(SEEN, PAINTED),
     blocks=(BLOCKS,),
     shards=(
-        *(TokenShard(module="", where="input", key=key, dim=NEVER_A_DIM, stream=SEEN) for key in (TEXT, PLACES)),
         TokenShard(module="img_in", where="output", key=0, dim=1, stream=PAINTED),
         TokenShard(module=f"{BLOCKS}.*", where="input", key="rotary_emb", dim=0, stream=PAINTED),
         TokenShard(module=f"{BLOCKS}.*", where="input", key="attention_mask", dim=2, stream=SEEN),
@@ -47,6 +44,7 @@ SHARD_PLAN = ShardPlan(
         *(ColumnLinear(pattern=f"{BLOCKS}.*.img_mlp.{name}") for name in ("proj", "gate_layer")),
         RowLinear(pattern=f"{BLOCKS}.*.img_mlp.out"),
     ),
+    free=(TEXT, PLACES),
 )
 """Blocks take, in place of a mask, the keys and values of what is seen (see ``attention.qwen21``)."""
 

@@ -46,6 +46,7 @@ SHARD_PLAN = ShardPlan(
         *(ColumnLinear(pattern=f"layers.*.feed_forward.{name}") for name in ("w1", "w3")),
         RowLinear(pattern="layers.*.feed_forward.w2"),
     ),
+    free=("cap_feats.0",),
 )
 REFINERS = ("noise_refiner.*.attention", "context_refiner.*.attention")
 

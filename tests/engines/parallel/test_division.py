@@ -95,14 +95,17 @@ def forwards_of_several() -> dict[int, list[tuple[int, int]]]:
     }
 
 
-def test_only_what_the_plan_calls_a_switch_may_differ() -> None:
+def test_only_what_the_plan_calls_free_may_differ() -> None:
     (one,) = models.branches("flux", "even")
-    plan = replace(models.model("flux").plan, switches=("isolate",))
+    plan = replace(models.model("flux").plan, free=("isolate", "hint"))
     off, on = (replace(one, constants={"isolate": isolate, "height": 2}) for isolate in (False, True))
     assert may_pair(off, on, plan)
     assert may_pair(replace(one, constants={"height": 2}), on, plan)
     assert not may_pair(off, replace(off, constants={"isolate": False, "height": 3}), plan)
     assert not may_pair(off, on, models.model("flux").plan)
+    short, long = (replace(one, inputs={**one.inputs, "hint": torch.zeros(length)}) for length in (1, 2))
+    assert may_pair(short, long, plan)
+    assert not may_pair(short, long, models.model("flux").plan)
 
 
 def test_sizes_of_small_teams_that_cannot_be_are_left_out_and_named() -> None:
