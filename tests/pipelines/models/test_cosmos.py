@@ -34,7 +34,10 @@ from tests.pipelines.support.references import own_clips as own_clips
 from tests.pipelines.support.references.video import Clip, Latents, denoised, picture, pictures_of
 
 ALONE = {"true_cfg_scale": 1.0}
-STRATEGIES = {2: (*CONTEXT, "tensor", "guidance", "auto"), 4: (*CONTEXT, "guidance2xulysses2", "tensor2xulysses2")}
+STRATEGIES = {
+    2: (*CONTEXT, "tensor", "guidance", "auto"),
+    4: (*CONTEXT, "hybrid", "guidance2xulysses2", "tensor2xulysses2"),
+}
 
 
 def clip(make: Callable[[Path], Path], **more: Any) -> Clip:

@@ -43,7 +43,11 @@ CASES = {
 }
 SOME, *OTHERS = CASES
 ALL = [SOME, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
-STRATEGIES = {1: ("ulysses",), 2: (*CONTEXT, "tensor"), 4: (*CONTEXT, "tensor", "tensor2xulysses2")}
+STRATEGIES = {
+    1: ("ulysses",),
+    2: (*CONTEXT, "tensor", "guidance"),
+    4: (*CONTEXT, "hybrid", "tensor", "tensor2xulysses2"),
+}
 
 
 @pytest.fixture(scope="module")

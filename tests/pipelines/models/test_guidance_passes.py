@@ -9,14 +9,13 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from engines.parallel.sharded import ShardedModel
 from pipelines.request import MediaRequest
 from tests.engines.support.gloo import gang
 from tests.pipelines.models.test_gangs import TOLERANCE
 from tests.pipelines.models.test_video import largest_difference
 from tests.pipelines.support import tiny_ltx
 from tests.pipelines.support.references import own_clips as own_clips
-from tests.pipelines.support.references.video import Clip, Latents, denoised
+from tests.pipelines.support.references.video import Clip, Latents, counted, denoised
 
 CLIP = Clip(make=tiny_ltx.ltx2, reference=own_clips.sounding_blocks)
 CASES = {
@@ -39,12 +38,6 @@ def expected(folder: Path) -> Latents:
     return CLIP.reference(folder, CLIP.request(folder), ())
 
 
-def counted(folder: Path, request: MediaRequest, strategy: str) -> tuple[dict[str, Any], int]:
-    """What the decoder gets, and how many forwards this rank made for it."""
-    with patch.object(ShardedModel, "forward", autospec=True, side_effect=ShardedModel.forward) as forward:
-        return denoised(folder, request, (), strategy), forward.call_count
-
-
 def without_exchange(folder: Path, request: MediaRequest, strategy: str) -> dict[str, Any]:
     """Each part of the team takes its own prediction for those of all."""
     with patch("engines.parallel.guidance.all_gather", lambda x, axis: torch.stack([x] * axis.size)):
@@ -58,7 +51,7 @@ def without_exchange(folder: Path, request: MediaRequest, strategy: str) -> dict
 def test_clip_and_sound_equal_diffusers(num_ranks: int, strategy: str, folder: Path, expected: Latents) -> None:
     request = CLIP.request(folder)
     assert all(latents.std() > 0.1 for latents in expected.values())
-    for latents, num_forwards in gang(num_ranks).run(counted, folder, request, strategy):
+    for latents, num_forwards in gang(num_ranks).run(counted, folder, request, (), strategy):
         assert largest_difference(latents, expected) <= TOLERANCE
         assert num_forwards == CASES[num_ranks, strategy] * request.num_inference_steps
 

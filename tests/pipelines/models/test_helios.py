@@ -47,7 +47,7 @@ FEW: dict[str, Any] = {"reference": own_chunks, "num_latent_frames": TWO_CHUNKS}
 STAGES: dict[str, Any] = {**FEW, "sides": (1, 2), "changes": {"num_inference_steps": 4}}
 CASES = {
     "in stages": Clip(make=tiny_helios.helios_pyramid, **STAGES),
-    "words": Clip(make=tiny_helios.helios, strategies=("tensor", "pipeline"), **FEW),
+    "words": Clip(make=tiny_helios.helios, strategies=("tensor", "pipeline", "hybrid", "guidance"), **FEW),
     "a picture": Clip(make=tiny_helios.helios, num_pictures=1, **FEW),
     "scaled keys of the history": Clip(make=tiny_helios.helios_amplified, **FEW),
     "distilled, a picture": Clip(make=tiny_helios.helios_distilled, num_pictures=1, **STAGES),

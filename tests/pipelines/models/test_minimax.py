@@ -40,7 +40,7 @@ def own_latents(folder: Path, request: MediaRequest, images: tuple[Any, ...]) ->
 
 SOME: dict[str, Any] = {"make": minimax_h3, "reference": own_latents, "sides": (2, 3), "num_latent_frames": 120}
 CASES = {
-    "words": Clip(**SOME, strategies=("tensor", "pipeline")),
+    "words": Clip(**SOME, strategies=("tensor", "pipeline", "hybrid", "guidance")),
     "first frame": Clip(**SOME, num_pictures=1),
     "first and last frame": Clip(**SOME, num_pictures=2, strategies=("tensor",)),
 }

@@ -52,7 +52,10 @@ CLIPS = {
         make=tiny_ltx.ltx2, reference=own_clips.sounding_blocks, strategies=("pipeline", "tensor")
     ),
     "ltx 2 from words without guidance": Clip(
-        make=tiny_ltx.ltx2_few_layers, reference=own_clips.sounding_blocks, changes={"true_cfg_scale": 1.0}
+        make=tiny_ltx.ltx2_few_layers,
+        reference=own_clips.sounding_blocks,
+        strategies=("hybrid",),
+        changes={"true_cfg_scale": 1.0},
     ),
     "ltx 2, gated and turned as a whole": Clip(
         make=tiny_ltx.ltx2_gated,

@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch.distributed as dist
 from PIL import Image
 from torch import Tensor
 
+from engines.parallel.sharded import ShardedModel
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
 from pipelines.pictures import InputPicture, InputPictures
@@ -73,3 +75,11 @@ def denoised(folder: Path, request: MediaRequest, images: tuple[Image.Image, ...
         state = sampler.advance(state, engine.predict(sampler.branches(state), ranks))
     engine.close()
     return dict(sampler.latents(state))
+
+
+def counted(
+    folder: Path, request: MediaRequest, images: tuple[Image.Image, ...], strategy: str
+) -> tuple[dict[str, Any], int]:
+    """The same, and how many forwards this rank made for it."""
+    with patch.object(ShardedModel, "forward", autospec=True, side_effect=ShardedModel.forward) as forward:
+        return denoised(folder, request, images, strategy), forward.call_count
