@@ -94,6 +94,11 @@ def seen(module: Any, call: Mapping[str, Any], timestep: Tensor) -> dict[str, Te
     """
     if call[TEXT].is_meta:  # nothing is known there of places, and what no step changes is not counted
         return _blank(module, call)
+    if torch.compiler.is_exporting():
+        raise ValueError(
+            "in this model words and pictures to look at lie where a prompt says, which no TensorRT engine finds out: "
+            "use engine: torch"
+        )
     text_BTC, is_place_T = module.txt_in(call[TEXT]), call[PLACES][0]
     repeats_T = torch.where(is_place_T, SLOT, 1)
     x_BPC, is_place_P = (torch.repeat_interleave(x, repeats_T, dim) for x, dim in ((text_BTC, 1), (is_place_T, 0)))

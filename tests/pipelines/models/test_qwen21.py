@@ -18,10 +18,13 @@ from torch import Tensor
 
 from engines.core.model import DenoiserModel
 from engines.core.shard_plan import named_like
+from engines.core.spec import ParallelSpec
 from engines.parallel.attention import strategy as strategies
 from engines.parallel.guidance import may_pair
 from engines.parallel.self_check import relative_difference
 from engines.planner.profile import profile
+from engines.tensorrt_engine.export.exported import export
+from engines.tensorrt_engine.export.trace import offline_team
 from engines.torch_engine.engine import TorchEngine
 from pipelines.blocks.decoder import on_white
 from pipelines.checkpoint import Checkpoint
@@ -173,6 +176,12 @@ def test_a_step_is_counted_without_what_is_made_once_a_job(folder: Path) -> None
     counted = profile(Checkpoint(folder).denoiser())
     assert counted.num_attentions == 2
     assert counted.streams.keys() == {"painted"}
+
+
+def test_a_tensorrt_engine_is_refused(folder: Path) -> None:
+    model = Checkpoint(folder).denoiser()
+    with offline_team(ParallelSpec(ulysses=2)) as team, pytest.raises(ValueError, match="use engine: torch"):
+        export(model, model.probe()[0], team)
 
 
 def test_the_picture_has_the_size_asked_for(folder: Path) -> None:
