@@ -26,7 +26,7 @@ from benchmarks.application.clip_shape import ANY_CLIP, ClipShape
 from benchmarks.application.parts import PARTS, Part, Visit, find_parts, is_for
 from benchmarks.faults.timeline import records_of
 from benchmarks.serving.application import serving
-from benchmarks.serving.settings import add_options, config_of
+from benchmarks.serving.settings import add_options, config_of, told_as
 
 FAILED = "failed"
 
@@ -95,7 +95,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--at-once", type=int, default=8, help="pictures that come together in the part of that name")
     parser.add_argument(
         "--clip",
-        type=ClipShape.of,
+        type=told_as(ClipShape.of),
         nargs="+",
         default=(ANY_CLIP,),
         metavar="WxHxFRAMES[@STEPS]",

@@ -22,13 +22,13 @@ from typing import Any
 
 import httpx
 
-from benchmarks.load.arrivals import Arrival, bursts, owned, poisson, trace
+from benchmarks.load.arrivals import Arrival, bursts, owned, poisson, trace, trace_file
 from benchmarks.load.client import Outcome, lone_times_s, send_all
 from benchmarks.load.mix import Mix, load_mix
 from benchmarks.load.owner import load_owners
 from benchmarks.load.summary import gpu_use, plot, summary
 from benchmarks.serving.application import serving
-from benchmarks.serving.settings import add_options, config_of
+from benchmarks.serving.settings import add_options, config_of, told_as
 from deployments.cli.serving import free_port
 
 NUM_LONE = 3
@@ -121,11 +121,13 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=1.0, help="requests a second, at random (Poisson)")
     parser.add_argument("--burst", type=int, default=0, help="so many at once instead")
     parser.add_argument("--every-s", type=float, default=10.0, help="between two bursts")
-    parser.add_argument("--trace", type=Path, help='lines of {"at_s": 1.5, "class": "small"} instead')
+    parser.add_argument(
+        "--trace", type=told_as(trace_file), help='lines of {"at_s": 1, "class": "small"}, or a known name'
+    )
     parser.add_argument("--duration-s", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0, help="of arrivals and classes")
     parser.add_argument("--scale", type=float, default=3.0, help="a deadline, in times the lone time")
-    parser.add_argument("--owners", type=load_owners, default="none", help="a file, a known name, or none")
+    parser.add_argument("--owners", type=told_as(load_owners), default="none", help="a file, a known name, or none")
     parser.add_argument(
         "--lone-s", type=lone, nargs="+", default=[], metavar="CLASS=S", help="what classes take alone, if it is known"
     )

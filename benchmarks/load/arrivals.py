@@ -11,6 +11,8 @@ from random import Random
 from benchmarks.load.mix import Mix, RequestClass
 from benchmarks.load.owner import Owner, Owners
 
+TRACES = Path(__file__).parent / "traces"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
@@ -39,6 +41,15 @@ def bursts(mix: Mix, size: int, every_s: float, duration_s: float, seed: int) ->
     """``size`` at once, again and again, from the start on."""
     num_bursts = max(1, round(duration_s / every_s))
     return _drawn(mix, tuple(number * every_s for number in range(num_bursts) for _ in range(size)), Random(seed))
+
+
+def trace_file(name: str) -> Path:
+    """Returns a file, or one of those that lie beside this by its bare name. ValueError lists the known ones."""
+    path = Path(name) if Path(name).is_file() else TRACES / f"{name}.jsonl"
+    if not path.is_file():
+        known = ", ".join(sorted(file.stem for file in TRACES.glob("*.jsonl")))
+        raise ValueError(f"{name} is neither a file nor a trace that is known; known: {known}")
+    return path
 
 
 def trace(mix: Mix, path: Path, seed: int) -> tuple[Arrival, ...]:

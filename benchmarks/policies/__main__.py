@@ -23,6 +23,7 @@ from benchmarks.load.owner import Owner, load_owners
 from benchmarks.policies.h200 import NUM_STEPS, SHARES, STEPS
 from benchmarks.policies.shares import Served, shares, told
 from benchmarks.policies.simulation import Arrival, SimulatedGang, Simulation
+from benchmarks.serving.settings import told_as
 from engines.gang.policies.registry import POLICIES, make_policy
 
 
@@ -121,7 +122,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
-        "--owners", type=load_owners, default="three", help="a file of them, the name of a known one, none"
+        "--owners", type=told_as(load_owners), default="three", help="a file of them, the name of a known one, none"
     )
     parser.add_argument("--scale", type=float, default=3.0, help="a deadline, in times the lone time")
     return parser.parse_args()

@@ -26,7 +26,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.load.arrivals import Arrival, owned, poisson, trace
+from benchmarks.load.arrivals import Arrival, owned, poisson, trace, trace_file
 from benchmarks.load.client import Outcome, send_all
 from benchmarks.load.mix import load_mix
 from benchmarks.load.owner import Owners, load_owners
@@ -35,7 +35,7 @@ from benchmarks.policies.alone import Alone
 from benchmarks.policies.comparison import Case, compared
 from benchmarks.policies.shares import told as told_of_owners
 from benchmarks.serving.application import Application, serving
-from benchmarks.serving.settings import add_options, config_of, with_values
+from benchmarks.serving.settings import add_options, config_of, told_as, with_values
 from deployments.cli.serving import free_port
 from deployments.config import ServeConfig
 from engines.gang.policies.registry import POLICIES, find_policy
@@ -150,15 +150,17 @@ def policies(told: str) -> list[str]:
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policies", type=policies, default=list(POLICIES))
+    parser.add_argument("--policies", type=told_as(policies), default=list(POLICIES))
     parser.add_argument("--mix", default="laptop", help="a YAML file of classes, or the name of a known one")
     parser.add_argument("--rate", type=float, default=0.8, help="requests a second, at random (Poisson)")
     parser.add_argument("--duration-s", type=float, default=60.0)
-    parser.add_argument("--trace", type=Path, help='lines of {"at_s": 1.5, "class": "small"} instead')
+    parser.add_argument(
+        "--trace", type=told_as(trace_file), help='lines of {"at_s": 1, "class": "small"}, or a known name'
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--scale", type=float, default=3.0, help="a deadline, in times the lone time")
     parser.add_argument(
-        "--owners", type=load_owners, default="three", help="a file of them, the name of a known one, none"
+        "--owners", type=told_as(load_owners), default="three", help="a file of them, the name of a known one, none"
     )
     parser.add_argument("--alone", type=Path, help="what classes take alone, by an earlier run")
     parser.add_argument("--data-dir", type=Path, help="where what the application measures and decides is kept")

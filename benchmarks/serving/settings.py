@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
 from deployments.cli.serving import load_config, parse_config
 from deployments.config import ServeConfig
+
+T = TypeVar("T")
 
 FULL = "full"
 """The name of a model that was given as a folder."""
@@ -34,6 +36,18 @@ def add_options(parser: argparse.ArgumentParser, *, config: str = "laptop", mode
         parser.add_argument(
             "--model", help="a published model: written to --folder if nothing is there, with random weights"
         )
+
+
+def told_as(read: Callable[[str], T]) -> Callable[[str], T]:
+    """Returns ``read`` for argparse, which keeps what a ValueError says to itself."""
+
+    def told(words: str) -> T:
+        try:
+            return read(words)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return told
 
 
 def config_of(arguments: argparse.Namespace) -> ServeConfig:

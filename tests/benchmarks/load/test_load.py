@@ -17,25 +17,33 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from pydantic import ValidationError
 
 from benchmarks.load.__main__ import parse
-from benchmarks.load.arrivals import bursts, poisson, trace
+from benchmarks.load.arrivals import bursts, poisson, trace, trace_file
 from benchmarks.load.client import Outcome, lone_times_s, send_all
 from benchmarks.load.mix import MIXES, Mix, RequestClass, load_mix
 from benchmarks.load.summary import gpu_use, plot, summary
 from pipelines.request import ServiceTier
 from tests.support.patience import PATIENCE_S
 
-TRACES = MIXES.parent / "traces"
 MIX = Mix(classes=(RequestClass(name="a", share=3, body={"prompt": "a"}), RequestClass(name="b", kind="clip", body={})))
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("twelve_small_behind_two_large", {"large": 2, "small": 12}), ("eight_at_once", {"usual": 8})],
+    [
+        ("twelve_small_behind_two_large", {"large": 2, "small": 12}),
+        ("eight_at_once", {"usual": 8}),
+        ("sixteen_at_once", {"usual": 16}),
+    ],
 )
 def test_the_traces_that_lie_beside_are_of_the_pictures(name: str, expected: dict[str, int]) -> None:
-    arrivals = trace(load_mix("pictures"), TRACES / f"{name}.jsonl", seed=0)
+    arrivals = trace(load_mix("pictures"), trace_file(name), seed=0)
     assert Counter(one.kind.name for one in arrivals) == expected
     assert [one.kind.name for one in arrivals] == sorted(one.kind.name for one in arrivals), "large ones first"
+
+
+def test_unknown_traces_are_refused() -> None:
+    with pytest.raises(ValueError, match="known: eight_at_once, sixteen_at_once, twelve_small_behind_two_large"):
+        trace_file("nine_at_once")
 
 
 def test_poisson_has_the_rate_and_the_shares() -> None:
@@ -187,6 +195,10 @@ def test_a_server_that_runs_has_keys_of_its_own(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit):
         parse(["--url", "http://h", "--owners", "three"])
     assert "--url has keys of its own" in capsys.readouterr().err
+    for words in (["--owners", "nothing"], ["--trace", "nothing"]):
+        with pytest.raises(SystemExit):
+            parse(words)
+        assert "known: " in capsys.readouterr().err
 
 
 def test_steps_of_a_team_count_for_all_of_its_ranks() -> None:

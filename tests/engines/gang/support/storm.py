@@ -23,8 +23,8 @@ from tests.engines.gang.support.virtual_time import GpuRanks, virtual_gang
 
 NUM_RANKS = 4
 STEPS = {"small": {1: 0.035, 2: 0.021, 4: 0.013}, "large": {1: 0.730, 2: 0.398, 4: 0.183}}
-REBUILD_S = 1.0
-"""From the end of a gang until there is another."""
+REBUILD_S, NOTICED_S = 1.0, 0.01
+"""From the end of a gang until there is another, and until whoever asks for one does not get the broken one."""
 OVER_WITHIN_S, SETTLED_S = 600.0, 20.0
 """Many times as long as everything takes, and as what is under way takes to end, by the clock of the loop."""
 MAX_BROKEN_GANGS = 2
@@ -143,6 +143,7 @@ class Storm:
                 return "refused"
             except GangBrokenError as error:
                 num_broken += error.in_flight
+                await asyncio.sleep(NOTICED_S)
         return "given up"
 
     async def _followed(self, job: Job, leaves_at_step: int | None) -> End:
