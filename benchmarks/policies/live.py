@@ -1,15 +1,16 @@
 """The same load live and simulated: what the application does under each policy, beside its plans gone through.
 
-    python -m benchmarks.policies.live [--policies shortest,arrival] [--mix laptop] [--rate 0.8 | --trace FILE]
+    python -m benchmarks.policies.live [--policies shortest,fair] [--mix laptop] [--rate 0.8 | --load 0.75 | --trace T]
                                        [--set denoiser.elastic=true] [--folder FOLDER --model FLUX.1-dev] [--out FILE]
                                        [--owners three | none]
 
 Serves ``--config`` under each policy. What each class takes alone is measured before the first one, by stages, and
 reused (``--alone``: what an earlier run printed or kept); the others begin with a request of each class. What the
 application itself measures and decides is kept from policy to policy (``--data-dir``: and for the next run). The load
-is sent over HTTP, and the same arrivals go through ``benchmarks.policies.comparison``. With the policy ``deadline``
-requests must be done in ``--scale`` times what they take alone. Each comes with the API key of one of ``--owners``,
-whose weights the policy ``fair`` goes by. ``--out`` is written after each policy. The last line is one JSON document.
+is sent over HTTP, and the same arrivals go through ``benchmarks.policies.comparison``; ``--load`` is the share of the
+time in which the requests, one after the other, would keep everything busy. With the policy ``deadline`` requests must
+be done in ``--scale`` times what they take alone. Each comes with the API key of one of ``--owners``, whose weights the
+policy ``fair`` goes by. ``--out`` is written after each policy. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import httpx
 
 from benchmarks.load.arrivals import Arrival, owned, poisson, trace, trace_file
 from benchmarks.load.client import Outcome, send_all
-from benchmarks.load.mix import load_mix
+from benchmarks.load.mix import Mix, RequestClass, load_mix
 from benchmarks.load.owner import Owners, load_owners
 from benchmarks.policies import alone as lone
 from benchmarks.policies.alone import Alone
@@ -43,31 +44,45 @@ from engines.gang.policies.registry import POLICIES, find_policy
 
 def main(words: Sequence[str] | None = None) -> None:
     arguments = parse(words)
-    arrivals = arrivals_of(arguments)
     known = lone.read(arguments.alone) if arguments.alone else {}
     with tempfile.TemporaryDirectory(prefix="troupe_bench_", dir="/tmp", ignore_cleanup_errors=True) as name:
         data_dir = arguments.data_dir or Path(name)
         data_dir.mkdir(parents=True, exist_ok=True)
-        document = run(config_of(arguments), arrivals, known, data_dir, arguments)
+        document = run(config_of(arguments), known, data_dir, arguments)
     print(json.dumps(document), flush=True)
 
 
-def arrivals_of(arguments: argparse.Namespace) -> tuple[Arrival, ...]:
+def classes_of(arguments: argparse.Namespace) -> Sequence[RequestClass]:
+    """All of the mix, where a load is asked for; else those that come."""
+    if arguments.load:
+        return load_mix(arguments.mix).classes
+    return tuple({one.kind.name: one.kind for one in arrivals_of(arguments, {})}.values())
+
+
+def arrivals_of(arguments: argparse.Namespace, known: Mapping[str, Alone]) -> tuple[Arrival, ...]:
+    """What comes; a load is one beside the lone times that are ``known``."""
     mix, seed = load_mix(arguments.mix), arguments.seed
     if arguments.trace:
         return owned(trace(mix, arguments.trace, seed), arguments.owners, seed)
-    return owned(poisson(mix, arguments.rate, arguments.duration_s, seed), arguments.owners, seed)
+    rate = arguments.load / mean_lone_s(mix, known) if arguments.load else arguments.rate
+    return owned(poisson(mix, rate, arguments.duration_s, seed), arguments.owners, seed)
+
+
+def mean_lone_s(mix: Mix, known: Mapping[str, Alone]) -> float:
+    """Of a request that comes."""
+    shares = [one.share for one in mix.classes]
+    return sum(one.share * known[one.name].lone_s for one in mix.classes) / sum(shares)
 
 
 def run(
     config: ServeConfig,
-    arrivals: Sequence[Arrival],
     known: Mapping[str, Alone],
     data_dir: Path,
     arguments: argparse.Namespace,
 ) -> dict[str, Any]:
     """All policies, one after the other; what is there of it is kept as soon as it is."""
-    load = {"trace": str(arguments.trace)} if arguments.trace else {"rate": arguments.rate}
+    told = next(name for name in ("trace", "load", "rate") if getattr(arguments, name))
+    load = {told: str(arguments.trace) if told == "trace" else getattr(arguments, told)}
     document: dict[str, Any] = {"config": arguments.config, "set": arguments.set, "mix": arguments.mix, **load}
     document |= {"seed": arguments.seed, "scale": arguments.scale, "alone": lone.told(known), "rows": []}
     owners: Owners = arguments.owners
@@ -86,8 +101,9 @@ def run(
         Case.of(served, policy, arguments.scale, known)  # what does not fit is said before anything starts
         with serving(served, data_dir, owners.keys) as application:
             visit = Visit(application, f"http://127.0.0.1:{port}/metrics", served, policy, owners.headers)
-            known = visit.knowing(known, arrivals)
+            known = visit.knowing(known, classes_of(arguments))
             keep(known)
+            arrivals = arrivals_of(arguments, known)
             known, row = visit.sent(known, arrivals, arguments.scale)
         keep(known, row)
         print(line(row), file=sys.stderr, flush=True)
@@ -103,13 +119,12 @@ class Visit:
         self._application, self._metrics_url = application, metrics_url
         self._config, self._policy, self._headers = config, policy, headers
 
-    def knowing(self, known: Mapping[str, Alone], arrivals: Sequence[Arrival]) -> dict[str, Alone]:
-        """Returns what all classes that come take alone: those that nobody knows are measured, of the others each is
-        asked for once."""
-        kinds = {one.kind.name: one.kind for one in arrivals}
-        url, old = self._application.url, [kind for name, kind in kinds.items() if name in known]
+    def knowing(self, known: Mapping[str, Alone], kinds: Sequence[RequestClass]) -> dict[str, Alone]:
+        """Returns what all classes take alone: those that nobody knows are measured, of the others each is asked for
+        once."""
+        url, old = self._application.url, [kind for kind in kinds if kind.name in known]
         asyncio.run(lone.made_ready(url, old, self._headers))
-        new = [kind for name, kind in kinds.items() if name not in known]
+        new = [kind for kind in kinds if kind.name not in known]
         return {**known, **asyncio.run(lone.measured(url, self._metrics, new, self._headers))}
 
     def sent(
@@ -153,6 +168,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--policies", type=told_as(policies), default=list(POLICIES))
     parser.add_argument("--mix", default="laptop", help="a YAML file of classes, or the name of a known one")
     parser.add_argument("--rate", type=float, default=0.8, help="requests a second, at random (Poisson)")
+    parser.add_argument("--load", type=float, help="instead, in times what there is: 0.75")
     parser.add_argument("--duration-s", type=float, default=60.0)
     parser.add_argument(
         "--trace", type=told_as(trace_file), help='lines of {"at_s": 1, "class": "small"}, or a known name'

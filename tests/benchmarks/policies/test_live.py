@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.load.arrivals import Arrival
 from benchmarks.load.client import Outcome
+from benchmarks.load.mix import load_mix
 from benchmarks.load.owner import NUM_DIGITS, Owner
 from benchmarks.policies import live
 from benchmarks.policies.alone import Alone, read
@@ -110,6 +111,19 @@ def test_requests_come_with_keys_whose_weights_the_server_knows(
     assert row["owners"]["live"]["flux-shapes"]["owners"].keys() == names
     live.main([*words, "--policies", "fair", "--owners", "none"])
     assert (served.keys, served.owners) == ({}, [None, None])
+
+
+def test_a_load_is_beside_what_classes_take_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each takes 0.6 s here, so that 300 s at a load of 0.5 are some 250 requests, under every policy the same ones."""
+    served = Served(monkeypatch)
+    words = ["--load", "0.5", "--duration-s", "300", "--set", "denoiser.elastic=true"]
+    live.main([*words, "--policies", "shortest,arrival"])
+    assert served.measured == [one.name for one in load_mix("laptop").classes], "also what may not come"
+    first, second = map(len, served.sent)
+    assert first == second == pytest.approx(250, rel=0.2)
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["load"] == 0.5
 
 
 def test_a_run_that_was_cut_off_is_gone_on_with(
