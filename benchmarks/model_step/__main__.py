@@ -1,7 +1,12 @@
 """Milliseconds per forward of published transformers (random weights), beside diffusers on the same weights.
 
-    python -m benchmarks.model_step [MODEL ...]                              one GPU
+    python -m benchmarks.model_step [MODEL ...]                              one GPU (or a small checkpoint on the CPU)
     torchrun --nproc_per_node 2 -m benchmarks.model_step [MODEL ...]         two GPUs
+
+With ``--branches 2`` both forwards of a guided step are timed, as a job makes them; on two GPUs each can be one's:
+
+    python -m benchmarks.model_step Qwen-Image --branches 2
+    torchrun --nproc_per_node 2 -m benchmarks.model_step Qwen-Image --branches 2 --strategy guidance
 
 Pictures are of 1024 x 1024 pixels, clips of their models' usual sizes. Of diffusers: eager, and its blocks compiled,
 with cuDNN's attention; on several GPUs its Ulysses, where it has a plan, after which a process can time nothing else.
@@ -15,7 +20,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -50,15 +55,19 @@ MOST_SAID = 3000
 def main() -> None:
     arguments = parse()
     rank, world = start_distributed()
-    device = torch.device("cuda", rank)
+    on_gpu = torch.cuda.is_available()
+    device, dtype = (torch.device("cuda", rank), torch.bfloat16) if on_gpu else (torch.device("cpu"), torch.float32)
     say = print if rank == 0 else (lambda *_, **__: None)
-    hardware = f"{world} x {torch.cuda.get_device_name(device)}"
+    hardware = f"{world} x {torch.cuda.get_device_name(device) if on_gpu else 'CPU'}"
     say(f"{hardware}, torch {torch.__version__}", flush=True)
     document: dict[str, Any] = {"hardware": hardware, "torch": torch.__version__, "results": []}
     for name in arguments.models:
         try:
-            model = PublishedModel.made(name, device, torch.bfloat16, arguments.size, arguments.tokens)
-            for result in results_of(model, arguments, world):
+            sizes = (arguments.size, arguments.tokens, arguments.branches)
+            model = PublishedModel.made(name, device, dtype, *sizes)
+            said = facts_of(model, world)
+            say(", ".join(f"{key} {value}" for key, value in said.items()), flush=True)
+            for result in results_of(model, said, arguments, world):
                 say(json.dumps(result), flush=True)
                 document["results"].append(result)
                 if rank == 0 and arguments.out:
@@ -73,10 +82,19 @@ def main() -> None:
     os._exit(0)  # graphs hold the communicator: an orderly shutdown would wait for them
 
 
-def results_of(model: PublishedModel, arguments: Arguments, world: int) -> Any:
-    floor_ms = model.flop() / BF16_TFLOPS / 1e9 / world
-    said = {"model": model.name, "size": str(model.size), "tokens": model.num_tokens, "ranks": world}
-    said |= {"precision": arguments.precision, "floor_ms": round(floor_ms, 1)}
+def facts_of(model: PublishedModel, world: int) -> dict[str, Any]:
+    """What is known before anything is timed: the floor is all arithmetic at the rate above, shared by the ranks."""
+    flop = model.flop()
+    said = {"model": model.name, "size": str(model.size), "tokens": model.num_tokens, "branches": len(model.branches)}
+    tera_flop, floor_ms = round(flop / 1e12, 1), round(flop / BF16_TFLOPS / 1e9 / world, 1)
+    return said | {"ranks": world, "tera_flop": tera_flop, "floor_ms": floor_ms}
+
+
+def results_of(
+    model: PublishedModel, said: dict[str, Any], arguments: Arguments, world: int
+) -> Iterator[dict[str, Any]]:
+    """Yields ``said`` with each maker's times."""
+    said = {**said, "precision": arguments.precision}
     reference = model.call()
     own = partial(ours, model, reference, arguments, world)
     runs: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
@@ -102,7 +120,7 @@ def attempted(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 def diffusers(model: PublishedModel, reference: Tensor, world: int, repeats: int) -> dict[str, Any]:
     """Its blocks compiled; the module is as it was afterwards, but on several GPUs, where hooks stay."""
-    model.module.set_attention_backend(CUDNN)
+    model.module.set_attention_backend(CUDNN if torch.cuda.is_available() else "native")
     if world > 1 and model.module._cp_plan is None:
         raise ValueError(f"diffusers has no plan to divide a {type(model.module).__name__}")
     if world > 1:
@@ -126,12 +144,12 @@ def ours(
     asked: dict[str, Any] = {"strategy": arguments.strategy, "precision": arguments.precision, "fast": fast}
     engine = TorchEngine(model.denoiser(), options=TorchOptions(**options), **asked)
     ranks = tuple(range(world))
-    engine.warm_up((model.branch,), ranks)
+    engine.warm_up(model.branches, ranks)
 
-    def step() -> Tensor:
-        return engine.predict((model.branch,), ranks)[0]
+    def step() -> tuple[Tensor, ...]:
+        return engine.predict(model.branches, ranks)
 
-    error = relative_difference(step().flatten(), reference)
+    error = relative_difference(torch.cat([answer.flatten() for answer in step()]), reference)
     assert error < (MAX_ERROR if arguments.precision == "native" else MAX_FP8_ERROR), (
         f"wrong answer: relative error {error:.3f}"
     )
@@ -161,6 +179,7 @@ class Arguments(argparse.Namespace):
     models: tuple[str, ...]
     size: Size | None
     tokens: int | None
+    branches: int
     repeats: int
     makers: tuple[str, ...]
     strategy: str
@@ -174,6 +193,7 @@ def parse() -> Arguments:
     parser.add_argument("models", nargs="*", default=MODELS, help=f"clips: {', '.join(CLIPS)}")
     parser.add_argument("--size", type=Size.parse, help="WIDTHxHEIGHT, of clips WIDTHxHEIGHTxFRAMES")
     parser.add_argument("--tokens", type=int, help="of the prompt")
+    parser.add_argument("--branches", type=int, default=1, help="forwards of one step: 2 with guidance")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--makers", nargs="+", default=("eager", "diffusers", "ours"))
     parser.add_argument("--strategy", default="ulysses")

@@ -31,15 +31,15 @@ ATTENTIONS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishedModel:
-    """``module`` is the first transformer, equal on all ranks. Its first call is ``own_call`` as diffusers' blocks make
-    it, and ``branch`` as engines get it. All are on one device."""
+    """``module`` is the first transformer, equal on all ranks. Its first step's calls are ``own_calls`` as diffusers'
+    blocks make them, and ``branches`` as engines get them. All are on one device."""
 
     name: str
     size: Size
     num_tokens: int
     module: Any
-    own_call: Mapping[str, Any]
-    branch: Branch
+    own_calls: tuple[Mapping[str, Any], ...]
+    branches: tuple[Branch, ...]
     opened: OpenedPipeline
 
     @classmethod
@@ -51,11 +51,12 @@ class PublishedModel:
         dtype: torch.dtype,
         size: Size | None = None,
         num_tokens: int | None = None,
+        num_branches: int = 1,
     ) -> PublishedModel:
         """``size`` of the picture or clip and tokens of the prompt; unsaid they are ``PICTURE`` and ``PICTURE_TOKENS``,
         and of a clip the model's own. Where jobs fill prompts up (``Architecture.filled``), ``num_tokens`` is to be a
-        length that needs no filling, or the two calls differ. ValueError for unknown names, and sizes that the model
-        does not make.
+        length that needs no filling, or the two calls differ. Of a step's forwards the first ``num_branches`` are kept.
+        ValueError for unknown names, sizes that the model does not make, and more branches than a step has.
         """
         checkpoint = Checkpoint.of_configuration(name, device, dtype)
         opened = OpenedPipeline(checkpoint.path, device, dtype)
@@ -64,25 +65,32 @@ class PublishedModel:
         conditioning = blank_conditioning(opened, request, tokens, torch.Generator().manual_seed(SEED))
         sampler = BlocksSampler(opened)
         state = sampler.begin(request, conditioning)
-        (_, call), *_ = sampler.calls(state)
-        branch = sampler.branches(state)[0]
+        calls, branches = [call for _, call in sampler.calls(state)], sampler.branches(state)
+        if len(branches) < num_branches:
+            raise ValueError(f"a step of {name} has {len(branches)} branches, not {num_branches}")
+        kept = list(zip(branches, calls, strict=True))[:num_branches]
         return cls(
             name=name,
             size=Size(width=request.width, height=request.height, num_frames=request.num_frames),
             num_tokens=tokens,
             module=_random(opened, device, dtype),
-            own_call=_rounded_as(branch, on_device(call, device, {})),
-            branch=branch,
+            own_calls=tuple(_rounded_as(branch, on_device(call, device, {})) for branch, call in kept),
+            branches=tuple(branch for branch, _ in kept),
             opened=opened,
         )
 
+    @property
+    def branch(self) -> Branch:
+        """The first."""
+        return self.branches[0]
+
     def call(self) -> Tensor:
-        """All values that diffusers' module predicts, in a row; not once ``denoiser`` was asked for."""
-        output = self.module(**self.own_call, return_dict=False)
-        return torch.cat([x.flatten() for x in tree_leaves(output) if isinstance(x, Tensor)])
+        """All values that diffusers' module predicts, branch after branch; not once ``denoiser`` was asked for."""
+        outputs = [self.module(**call, return_dict=False) for call in self.own_calls]
+        return torch.cat([x.flatten() for x in tree_leaves(outputs) if isinstance(x, Tensor)])
 
     def flop(self) -> int:
-        """Of matrix products and attention in one ``call``: each weight times the tokens that it sees."""
+        """Of matrix products and attention in ``call``: each weight times the tokens that it sees."""
         operators = (getattr(torch.ops.aten, f"_scaled_dot_product_{name}") for name in ATTENTIONS)
         with FlopCounterMode(display=False, custom_mapping=dict.fromkeys(operators, _attention_flop)) as counter:
             self.call()

@@ -39,6 +39,24 @@ def test_its_step(name: str, tmp_path: Path) -> None:
     assert relative_difference(answer.flatten(), expected) < 1e-5
 
 
+@torch.no_grad()
+def test_both_branches_of_a_guided_step(tmp_path: Path) -> None:
+    folder = str(tiny_qwen.qwen(tmp_path))
+    one, both = (PublishedModel.made(folder, CPU, torch.float32, PICTURE, 32, number) for number in (1, 2))
+    assert both.flop() == 2 * one.flop()
+    first, second = expected = both.call().chunk(2)
+    assert torch.equal(first, one.call())
+    assert relative_difference(second, first) > 1e-3, "branches that are alike could be exchanged unseen"
+    engine = TorchEngine(both.denoiser(), strategy="ulysses")
+    for answer, own in zip(engine.predict(both.branches, (0,)), expected, strict=True):
+        assert relative_difference(answer.flatten(), own) < 1e-5
+
+
+def test_a_model_without_guidance_has_one_branch(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has 1 branches, not 2"):
+        PublishedModel.made(str(tiny_pictures.flux2_dev(tmp_path)), CPU, torch.float32, PICTURE, 32, num_branches=2)
+
+
 def counted(model: PublishedModel) -> tuple[torch.Tensor, int]:
     """An answer, and the arithmetic of its linear layers, counted by their hooks."""
     total = 0

@@ -1,0 +1,33 @@
+"""What is said of a model before anything is timed, and with its times."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.pipelines.support import tiny_qwen
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_qwen.qwen(tmp_path_factory.mktemp("qwen")))
+
+
+@pytest.mark.parametrize("branches", [1, 2])
+def test_the_floor_comes_before_the_times_and_counts_every_branch(folder: str, branches: int) -> None:
+    sizes = ["--size", "96x96", "--tokens", "20", "--repeats", "2", "--branches", str(branches)]
+    command = [sys.executable, "-m", "benchmarks.model_step", folder, *sizes, "--makers", "eager", "ours"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    _, floor, *results, last = ended.stdout.splitlines()
+    assert f"branches {branches}, ranks 1" in floor
+    assert "floor_ms" in floor
+    assert [json.loads(line)["maker"] for line in results] == ["diffusers eager", "ours, ulysses"]
+    document = json.loads(last)
+    assert document["results"] == [json.loads(line) for line in results]
+    assert document["results"][1]["branches"] == branches
+    assert document["results"][1]["error"] < 1e-5
