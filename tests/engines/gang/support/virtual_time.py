@@ -104,8 +104,8 @@ class GpuRanks:
     from when all of them have been given it and have done what they were given before. A rank reports of a step when
     the one before it has ended, and of one whose latents it hands out when that has: these are the ``JobStep`` that
     they are of. What it tells of times is what ``DevicePace`` makes of the marks on its device. ``shapes`` are those of
-    jobs, ``plans`` those that ranks have begun, each once. ``rank_s`` is how long devices were at each job's steps, all
-    of a team added up."""
+    jobs, ``plans`` those that were sent, to dead ranks as well, each once. ``rank_s`` is how long devices were at each
+    job's steps, all of a team added up."""
 
     def __init__(self, num_ranks: int, steps: Mapping[Any, Mapping[int, float]], shapes: Mapping[str, Any]) -> None:
         self._steps, self._shapes = steps, shapes
@@ -143,6 +143,7 @@ class GpuRanks:
         return future
 
     def _send(self, rank: int, plan: StepPlan, num_returns: int) -> Any:
+        self.plans[plan.sequence] = plan
         refs = [self._question(rank) for _ in range(num_returns)]
         self._loop.call_later(CALL_S, self._plans[rank].put_nowait, (plan, refs))
         return refs if num_returns > 1 else refs[0]
@@ -158,7 +159,6 @@ class GpuRanks:
         before_s, pace = 0.0, DevicePace(partial(VirtualMark, self._device_ends_s, rank))
         while True:
             plan, (report, *latents) = await self._plans[rank].get()
-            self.plans[plan.sequence] = plan
             if plan.moves:
                 await self._until(await self._met(("moves", plan.sequence), len(self._plans), before_s))
                 await asyncio.sleep(MOVE_S * len(plan.moves))
