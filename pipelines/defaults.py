@@ -31,6 +31,7 @@ class Defaults:
     sizes that this model does not know; with ``enlarges_pictures`` a small one asks for as many pixels as a large one.
     With ``describes_pictures`` a prompt may be empty: the model makes its own from the picture.
     A picture is taken apart into ``num_layers`` with opacity, at most ``max_layers`` (0: it is opaque and whole).
+    Clips of models that ``make_sound`` have one, unless the request wants none.
     ``max_tokens`` of a prompt reach the model (0: as many as its pipeline says).
     Clips are made in chunks of ``frames_per_chunk`` (0: as a whole), with all steps for each, and ``first_chunk_steps``
     times as many for the first.
@@ -62,6 +63,7 @@ class Defaults:
     describes_pictures: bool = False
     num_layers: int = 0
     max_layers: int = 0
+    make_sound: bool = False
     max_tokens: int = 0
     min_steps: int = 1
     min_frames: int = 1
@@ -108,6 +110,7 @@ class Defaults:
         self.check_pictures(request)
         self.check_layers(request.num_layers)
         self.check_cache(request)
+        self.check_sound(request)
 
     def check_size(self, width: int, height: int) -> None:
         check_sides(width, height, self.size_multiple, self.max_pixels)
@@ -143,6 +146,14 @@ class Defaults:
         if self.frames_per_chunk and request.cache != "off":
             raise ValueError(f"cache is {request.cache!r}; this model makes clips in chunks, with which it must be off")
         computed_steps(request.cache, self.num_steps_of(request))
+
+    def check_sound(self, request: MediaRequest) -> None:
+        if not request.sound:
+            return
+        if not self.make_sound:
+            raise ValueError("generate_sound is true; this model makes no sound")
+        if request.num_frames == 1:
+            raise ValueError("generate_sound is true, and num_frames is 1; a picture has no sound")
 
     def num_steps_of(self, request: MediaRequest) -> int:
         """Returns as many as were asked for, for each chunk; where a picture is painted over, the last of them.

@@ -30,7 +30,8 @@ class MediaRequest:
     gets them). ``strength`` in (0, 1] is how much of the picture is painted anew (image-to-image; None: the model's).
     The picture comes out as ``num_layers`` with opacity, from the lowest to the highest (0: as one, which is opaque).
     ``loras`` are the adapters that its weights get, of those that the model is served with. ``cache`` says how many
-    steps take the predictions of the step before them again (``pipelines.caching``).
+    steps take the predictions of the step before them again (``pipelines.caching``). ``sound`` says whether the clip
+    gets one (None: as the model does by itself).
     ``service_tier`` says how urgent it is beside others, and ``deadline_s`` how long its client waits, in seconds from
     when it came (None: as long as it takes), ``waited_s`` of which are over as it is handed on. ``key`` is whose it is:
     the hash of an API key, empty for everybody; ``weight`` is that one's share beside others.
@@ -56,6 +57,7 @@ class MediaRequest:
     num_layers: int = 0
     loras: tuple[Lora, ...] = ()
     cache: CacheMode = "off"
+    sound: bool | None = None
     service_tier: ServiceTier = "default"
     deadline_s: float | None = None
     waited_s: float = 0.0

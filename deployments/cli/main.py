@@ -58,6 +58,7 @@ def generate(
     n: Annotated[int | None, typer.Option("--n", help="How many pictures; the files are numbered then.")] = None,
     frames: Annotated[int | None, typer.Option(help="Frames of a clip.")] = None,
     fps: Annotated[int | None, typer.Option(help="Frames a second of a clip.")] = None,
+    sound: Annotated[bool | None, typer.Option(help="Whether a clip has one, of models that make it.")] = None,
     negative_prompt: NegativeOption = None,
     guidance_scale: Annotated[float | None, typer.Option(help="Distilled guidance, of models that have it.")] = None,
     true_cfg_scale: Annotated[float | None, typer.Option(help="Classifier-free guidance; 1 turns it off.")] = None,
@@ -77,8 +78,9 @@ def generate(
 
     words = {"model": model, "size": size, "negative_prompt": negative_prompt, "lora": lora or None, "cache": cache}
     counts = {"num_inference_steps": steps, "seed": seed, "n": n, "num_frames": frames, "fps": fps, "layers": layers}
+    clip = {"generate_sound": sound}
     scales = {"guidance_scale": guidance_scale, "true_cfg_scale": true_cfg_scale, "strength": strength}
-    options = {name: value for name, value in {**words, **counts, **scales}.items() if value is not None}
+    options = {name: value for name, value in {**words, **counts, **clip, **scales}.items() if value is not None}
     with _client(config, url, api_key_file) as client:
         run(client, prompt, out, options, image or [], mask)
 

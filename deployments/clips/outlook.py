@@ -28,7 +28,7 @@ class OpenClip(NamedTuple):
 def alike(request: MediaRequest) -> str:
     """Returns what clips of one model must have in common to take equally long."""
     branches = 2 if request.true_cfg_scale > 1 else 1
-    size = f"{request.width}x{request.height}x{request.num_frames}"
+    size = f"{request.width}x{request.height}x{request.num_frames}" + (" silent" if request.sound is False else "")
     return f"{size} steps={request.num_inference_steps} branches={branches} cache={request.cache}"
 
 

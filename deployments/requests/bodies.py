@@ -152,6 +152,10 @@ class VideoBody(MediaBody):
     seconds: Seconds | None = Field(None, description="Length of the clip; the nearest that the model can make.")
     num_frames: Count | None = Field(None, description="Length in frames, instead of seconds.")
     fps: int | None = Field(None, ge=1, le=120, description="Frames a second.")
+    generate_sound: bool | None = Field(
+        None,
+        description="Whether the clip has a sound; by default as its model does, whose make_sound says it.",
+    )
     n: Count | None = Field(None, description="Only 1: a request makes one clip.")
     num_outputs_per_prompt: Count | None = Field(None, description="The same as n.")
 

@@ -108,7 +108,7 @@ def field_error(errors: Collection[Mapping[str, Any]], fields: Mapping[str, Fiel
     first = next(iter(errors))
     path = [str(part) for part in first["loc"] if part not in ("query", "path", "header")]
     param = printable(path[0]) if path else None
-    names = ", ".join(name for name in fields if name not in PeerFields.model_fields)
+    names = ", ".join(name for name, field in fields.items() if not is_peers(name, field))
     if first["type"] == "extra_forbidden":
         nearest = nearest_name(path[0], fields)
         known = f"known fields: {names}" if fields else ""
@@ -119,6 +119,12 @@ def field_error(errors: Collection[Mapping[str, Any]], fields: Mapping[str, Fiel
     if param is None:
         return RequestError(f"The body must be a JSON object with the fields {names}")
     return RequestError(f"{param} is {shown(first.get('input'))}: {_sentence(first, fields.get(path[0]))}", param)
+
+
+def is_peers(name: str, field: FieldInfo) -> bool:
+    """Returns whether a field is there for clients of other servers alone."""
+    peers = PeerFields.model_fields.get(name)
+    return peers is not None and peers.description == field.description
 
 
 def _sentence(error: Mapping[str, Any], field: FieldInfo | None) -> str:

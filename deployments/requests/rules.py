@@ -65,7 +65,6 @@ def media_request(
     width, height = choose_size(body, card.defaults, next(iter(pictures.pictures), None))
     num_steps = choose_steps(body, card.defaults)
     guidance_scale, true_cfg_scale = choose_scales(body, card)
-    check_negative_prompt(body.negative_prompt, true_cfg_scale)
     request = MediaRequest(
         # Clients may send one id twice; in the gang each job needs its own.
         request_id=f"{request_id}-{secrets.token_hex(4)}",
@@ -88,16 +87,21 @@ def media_request(
         num_layers=choose_layers(body, card.defaults),
         loras=choose_loras(body.model, body.lora or (), card),
         cache=body.cache or "off",
+        sound=body.generate_sound if isinstance(body, VideoBody) else None,
         service_tier=TIERS[body.service_tier or "auto"],
         deadline_s=body.deadline_s,
     )
-    return with_fitting_cache(request, card)
+    return fitting(request, card)
 
 
-def with_fitting_cache(request: MediaRequest, card: ModelCard) -> MediaRequest:
-    """Returns the request. RequestError if it has too few steps for its ``cache``."""
+def fitting(request: MediaRequest, card: ModelCard) -> MediaRequest:
+    """Returns the request. RequestError if it has too few steps for its ``cache``, a negative prompt without guidance,
+    or a sound that cannot be."""
+    check_negative_prompt(request.negative_prompt, request.true_cfg_scale)
     with blaming("cache"):
         card.defaults.check_cache(request)
+    with blaming("generate_sound"):
+        card.defaults.check_sound(request)
     return request
 
 

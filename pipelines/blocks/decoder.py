@@ -118,7 +118,7 @@ class BlocksDecoder:
                 values.values = dict(before)
                 self._run_blocks([path], pipeline, values)
         pixels_FCHW = _pixels(values)
-        sound = self._sound(values, min(1.0, request.num_frames / (num_frames + len(pixels_FCHW))))
+        sound = self._sound(values, request, min(1.0, request.num_frames / (num_frames + len(pixels_FCHW))))
         media = DecodedMedia(frames_FHWC=_to_frames(_asked(pixels_FCHW, request, num_frames)), sound=sound)
         self._give_back()
         yield media
@@ -168,7 +168,7 @@ class BlocksDecoder:
     def _media(self, values: PipelineState, request: MediaRequest) -> DecodedMedia:
         pixels_FCHW = _pixels(values)
         asked_FCHW = _asked(pixels_FCHW, request)
-        sound = self._sound(values, len(asked_FCHW) / len(pixels_FCHW))
+        sound = self._sound(values, request, len(asked_FCHW) / len(pixels_FCHW))
         frames_FHWC = _to_frames(asked_FCHW, has_opacity=request.num_layers > 0)
         return DecodedMedia(frames_FHWC=frames_FHWC, sound=sound)
 
@@ -177,10 +177,10 @@ class BlocksDecoder:
             for device in (self._opened.device, *self._others):
                 give_back(device, self._memory_bytes)
 
-    def _sound(self, values: PipelineState, share: float) -> Sound | None:
-        """The first ``share`` of the samples that the blocks made."""
+    def _sound(self, values: PipelineState, request: MediaRequest, share: float) -> Sound | None:
+        """The first ``share`` of the samples that the blocks made; None if the request wants none of them."""
         samples = next((x for name in SOUNDS if (x := values.get(name)) is not None), None)
-        if samples is None:
+        if samples is None or request.sound is False:
             return None
         rate = values.get(RATE) or self._pipeline.vocoder.config.output_sampling_rate
         samples_CT = samples[0] if samples.ndim == 3 else samples

@@ -93,6 +93,7 @@ class Denoiser:
         waited_s = time.monotonic() - came_s
         num_steps, num_frames = self._checkpoint.num_steps(request), request.num_layers or request.num_frames
         computed = computed_steps(request.cache, num_steps)
+        silence = ("silent",) if request.sound is False else ()  # fewer tokens, of some models
         job = Job(
             job_id=job_id,
             request=request,
@@ -100,7 +101,7 @@ class Denoiser:
             num_steps=num_steps,
             idle_steps=frozenset(step for step, makes_forwards in enumerate(computed, 1) if not makes_forwards),
             preview_steps=frozenset(request.preview_steps),
-            shape=(request.width, request.height, num_frames, request.true_cfg_scale > 1, encoding.shapes),
+            shape=(request.width, request.height, num_frames, request.true_cfg_scale > 1, encoding.shapes, *silence),
             estimates_s=estimates_s_of(request, encoding.shapes, self._gang.estimates),
             exclusive=exclusive,
             request_id=request.request_id,

@@ -86,16 +86,21 @@ def blank_pictures(path: Path, request: MediaRequest) -> Mapping[str, Any]:
 
 
 def inputs(path: Path, request: MediaRequest) -> Mapping[str, Any]:
-    """The blocks take the scale of true guidance by the other's name. Clips of models that can sound do.
+    """The blocks take the scale of true guidance by the other's name. Clips of models that can sound do, unless the
+    request wants none: then there are no tokens for it either.
 
     They would look for layers quantised by ModelOpt in the transformer, which is elsewhere: precision is the engine's.
     """
-    sounds = request.num_frames > 1 and part_class(path, "sound_tokenizer") is not None
     return {
         "guidance_scale": max(request.true_cfg_scale, 1.0),
         "mixed_precision_format": "none",
-        "enable_sound": sounds and bool(read_config(path, "transformer").get("sound_gen")),
+        "enable_sound": request.num_frames > 1 and request.sound is not False and makes_sound(path),
     }
+
+
+def makes_sound(path: Path) -> bool:
+    has_tokenizer = part_class(path, "sound_tokenizer") is not None
+    return has_tokenizer and bool(read_config(path, "transformer").get("sound_gen"))
 
 
 def complete(pipeline: Any) -> None:
@@ -158,6 +163,7 @@ def defaults(path: Path) -> Defaults:
         min_steps=len(sigmas) if sigmas else 1,
         max_steps=len(sigmas) if sigmas else 100,
         max_pictures=1,
+        make_sound=makes_sound(path),
     )
 
 

@@ -139,6 +139,7 @@ def defaults(path: Path) -> Defaults:
         max_pixels=1920 * 1088,
         max_frames=257,
         max_pictures=1,
+        make_sound=True,
         max_tokens=MAX_TOKENS,
     )
 

@@ -130,6 +130,7 @@ def defaults(path: Path) -> Defaults:
         max_pixels=1344 * 768,
         max_frames=345,
         max_pictures=2,
+        make_sound=True,
     )
 
 

@@ -1,11 +1,11 @@
-"""The benchmark clients of other servers, by the requests that they send, and clients with a fixed model name.
+"""The benchmark clients of other servers, by the requests that they send.
 
 SGLang 0.5.23, ``multimodal_gen/benchmarks/bench_serving.py``: clips as JSON, polled until ``status`` is completed, and
 counted by ``num_outputs`` (pictures by the length of ``data``); with a picture as a form, where ``--extra-body`` is one
 field. vLLM-Omni, ``benchmarks/diffusion/backends.py`` at commit 0780e453, ``/v1/videos``: an aiohttp form without
-files, which goes out url-encoded, without a model; polled, fetched, deleted. Edits say ``bot_task`` whatever the model. Both
-wait for a 200 of ``/health`` first and warm up with one or two steps. aiperf 0.13.0, ``endpoints`` and ``transports``:
-pictures as JSON, or as a stream; clips as JSON or a form, polled; edits as a form.
+files, which goes out url-encoded, without a model; polled, fetched, deleted. Edits say ``bot_task`` whatever the model.
+Both wait for a 200 of ``/health`` first and warm up with one or two steps. aiperf 0.13.0, ``endpoints`` and
+``transports``: pictures as JSON, or as a stream; clips as JSON or a form, polled; edits as a form.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from typing import Any
 
 import aiohttp
 import httpx
-import openai
 import pytest
 from PIL import Image
 
-from tests.deployments.api.conftest import build, client_of, serving
+from tests.deployments.api.conftest import build, serving
 from tests.deployments.api.routes.test_images import IMAGES, sse
 from tests.deployments.api.routes.test_videos import finished
 from tests.deployments.api.test_disconnect import until
@@ -219,33 +218,3 @@ async def test_edits_of_aiperf(picky: tuple[str, FakeStudio]) -> None:
     fields = {"prompt": PROMPT, "model": "fake-edits", "response_format": "b64_json", "n": "1"}
     answer = await sent(f"{picky[0]}{EDITS}", fields, "image", "image/png")
     assert answer["data"][0]["b64_json"]
-
-
-ALIASES = {"fake-pictures": ("gpt-image-1", "dall-e-3"), "fake-clips": ("sora-2", "default")}
-
-
-def test_fixed_names_by_aliases(tmp_path: Path) -> None:
-    with (
-        serving(build(FakeStudio(aliases=ALIASES), tmp_path)) as url,
-        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
-    ):
-        for name in ALIASES["fake-pictures"]:
-            assert client.images.generate(model=name, prompt="a").data
-        video = client.videos.create(model="sora-2", prompt="a", seconds="4", size="32x32")
-        assert video.model == "fake-clips"
-        assert client.models.retrieve("dall-e-3").id == "fake-pictures"
-        assert [model.id for model in client.models.list()] == ["fake-pictures", "fake-clips"]
-        with pytest.raises(openai.BadRequestError, match="makes videos, not images") as caught:
-            client.images.generate(model="sora-2", prompt="a")
-        assert caught.value.code == "wrong_kind"
-
-
-async def test_cards_say_what_to_ask_for(client: httpx.AsyncClient, tmp_path: Path) -> None:
-    async with client_of(build(FakeStudio(aliases=ALIASES), tmp_path)) as client:
-        pictures, clips = (await client.get("/v1/models")).json()["data"]
-        assert pictures["aliases"] == ["gpt-image-1", "dall-e-3"]
-        assert (pictures["steps"], clips["steps"]) == ({"low": 2, "medium": 4, "high": 6},) * 2
-        assert pictures["sizes"][0] == "64x64"
-        for size in pictures["sizes"]:
-            made = await client.post(IMAGES, json={"prompt": "a", "size": size})
-            assert made.json()["size"] == size

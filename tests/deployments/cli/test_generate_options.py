@@ -37,6 +37,11 @@ def test_a_clip_of_so_many_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked(monkeypatch, *options) == {"prompt": "a red circle", "num_frames": 9, "fps": 12, "n": 1}
 
 
+@pytest.mark.parametrize(("option", "expected"), [("--sound", True), ("--no-sound", False)])
+def test_a_clip_with_sound_or_without(monkeypatch: pytest.MonkeyPatch, option: str, expected: bool) -> None:
+    assert asked(monkeypatch, option) == {"prompt": "a red circle", "generate_sound": expected}
+
+
 def test_a_negative_prompt_and_its_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     options = ("--negative-prompt", "blue", "--true-cfg-scale", "3", "--guidance-scale", "2.5", "--size", "64x64")
     assert asked(monkeypatch, *options) == {

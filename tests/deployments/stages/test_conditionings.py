@@ -58,6 +58,7 @@ MATTERS = {
     "strength": 0.5,
     "num_layers": 3,
     "loras": (Lora(name="ink"),),
+    "sound": False,
     "cache": "medium",
     "key": "somebody else",
 }

@@ -50,6 +50,7 @@ CLIPS = {
     "from a picture": clip(tiny_cosmos.cosmos, num_pictures=1),
     "with sound": clip(tiny_cosmos.cosmos_with_sound),
     "with sound from a picture": clip(tiny_cosmos.cosmos_with_sound, num_pictures=1, changes=ALONE),
+    "no sound where it could": clip(tiny_cosmos.cosmos_with_sound, changes={"sound": False}),
     "one frame": clip(tiny_cosmos.cosmos_with_sound, num_latent_frames=1, changes=ALONE),
     "the edge's layers": clip(tiny_cosmos.cosmos_edge),
     "distilled": clip(tiny_cosmos.cosmos_distilled),
@@ -191,9 +192,8 @@ def test_pictures_matter(loaded: Callable[[str], Any]) -> None:
 
 
 def test_distilled_models_have_a_schedule_of_their_own(folders: Callable[[Any], Path]) -> None:
-    defaults = Checkpoint(folders(tiny_cosmos.cosmos_distilled)).defaults
     with pytest.raises(ValueError, match="num_inference_steps is 3; it must be 2"):
-        defaults.check_num_steps(3)
+        Checkpoint(folders(tiny_cosmos.cosmos_distilled)).defaults.check_num_steps(3)
 
 
 @pytest.mark.parametrize("name", ["from words", "with sound from a picture", "distilled"])

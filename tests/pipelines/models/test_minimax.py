@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -128,6 +130,9 @@ def test_frames_and_sound_last_as_long_as_was_asked_for(folder: Path) -> None:
     assert media.frames_FHWC.shape == (120, request.height, request.width, 3)
     assert media.sound is not None
     assert media.sound.samples_CT.shape == (2, round(207 * 8 * 120 / 124))
+    silent = pipeline.decoder.decode_all(pipeline.sampler.latents(last), replace(request, sound=False))
+    assert silent.sound is None
+    assert np.array_equal(silent.frames_FHWC, media.frames_FHWC)
     preview = pipeline.decoder.preview(pipeline.sampler.preview(middle), request)
     assert preview.shape == (22, request.height, request.width, 3)
 

@@ -74,6 +74,12 @@ async def test_a_picture_to_paint_over_spares_steps() -> None:
         assert job.num_steps == num
 
 
+async def test_a_clip_without_sound_has_another_shape() -> None:
+    asked = [PICTURES.request(model="m", prompt="a", sound=sound) for sound in (None, False)]
+    one, silent = [(await submitted(request, ENCODED, *STEPS))[0].shape for request in asked]
+    assert one != silent
+
+
 async def test_jobs_share_a_shape_if_what_was_encoded_does() -> None:
     request = PICTURES.request(model="m", prompt="a")
     longer = replace(ENCODED, shapes=(("prompt_embeds", (1, 8, 4)),))

@@ -159,8 +159,9 @@ def _classic(pipeline: Any, folder: Path) -> Any:
 
 
 def guided_blocks(folder: Path, request: MediaRequest, images: Images, change: Change = as_it_is) -> Latents:
-    """Of a modular pipeline that guides itself; with sound where the folder has what decodes it."""
-    sounds = (folder / "sound_tokenizer").is_dir() and request.num_frames > 1
+    """Of a modular pipeline that guides itself; with sound where the folder has what decodes it,
+    and it is wanted."""
+    sounds = (folder / "sound_tokenizer").is_dir() and request.num_frames > 1 and request.sound is not False
     state = own_state(
         folder,
         request,
