@@ -1,88 +1,134 @@
-"""Write docs/models.md: every pipeline that diffusers has blocks for, and what is known of it here.
+"""Write docs/models.md, and the table of models in README.md: what diffusers has blocks for, and what is known of it.
 
-python .ci/models_document.py
+PYTHONPATH=. python .ci/models_document.py
 """
 
 from __future__ import annotations
 
-import ast
 import inspect
 import json
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import diffusers
-import torch
-from diffusers.modular_pipelines.modular_pipeline import MODULAR_PIPELINE_MAPPING
+from models_licences import NOT_FOUND, UNPUBLISHED, licence_of
+from models_proofs import proofs
+from models_text import FAMILIES, HEAD, MARKS, PUBLISHED_HEAD, UNDECLARED, WORDS
+from torch import nn
 
+from engines.core.model import DenoiserModel
+from engines.core.shard_plan import ShardPlan
+from engines.core.spec import STRATEGIES
+from engines.parallel.pipeline import pipeline_blocks
 from pipelines.blocks.tree import Sections
-from pipelines.loading import PUBLISHED
+from pipelines.checkpoint import Checkpoint
+from pipelines.loading import PUBLISHED, published_models
 from pipelines.models.registry import ARCHITECTURES, load_architecture
+from pipelines.modular import open_modular
 
 ROOT = Path(__file__).parents[1]
-OUT = ROOT / "docs" / "models.md"
+OUT, README = ROOT / "docs" / "models.md", ROOT / "README.md"
 CONTEXT = ("ulysses", "ring", "allgather_kv", "hybrid")
-HEAD = """# Models
-
-A pipeline is served if diffusers has *modular blocks* for it and they have one denoising loop, which may be over chunks
-of a clip that are denoised one after the other (Helios). This table is written by
-`python .ci/models_document.py` from what diffusers and the files in `pipelines/models/` say. Licences differ from model
-to model, and between sizes of one model: read the one on the model's page before you serve it.
-
-- *Workflows* are those that the blocks declare (— : they declare none, and have one).
-- *Strategies* divide a step over the ranks of a gang. "one rank" serves one picture at a time on one GPU; more gangs
-  serve more at once (`num_replicas`). "by diffusers' plan": diffusers says how, no file here.
-- *Once a job* is what no step makes again.
-- *Published* are models whose configuration comes with the project, with the weights of their transformers.
-- *Proved by* are the tests that compare it with diffusers' own call. Without one, nobody has tried it here.
-
-"""
-COLUMNS = ("pipeline", "transformer", "family", "workflows", "strategies", "once a job", "published", "proved by")
+COLUMNS = (
+    "pipeline",
+    "transformer",
+    "family",
+    "workflows",
+    "strategies",
+    "once a job",
+    "models",
+    "licence",
+    "proved by",
+)
+MODEL_COLUMNS = (
+    "model",
+    "pipeline",
+    "parameters",
+    "whole",
+    "tensor 2",
+    "tensor 4",
+    "pipeline 2",
+    "pipeline 4",
+    "licence",
+)
+README_COLUMNS = ("models", "from what to what", "divided by")
+GIB = 2**30
+MODULAR = "ModularPipeline"
 
 
 def text() -> str:
-    rows = [COLUMNS, ("---",) * len(COLUMNS), *filter(None, map(row, sorted({make() for make in makers()})))]
-    return HEAD + "\n".join(f"| {' | '.join(cells)} |" for cells in rows) + "\n"
+    pipelines = table(COLUMNS, filter(None, map(row, names())))
+    return HEAD + pipelines + PUBLISHED_HEAD + table(MODEL_COLUMNS, map(model_row, published_models()))
 
 
-def makers() -> Any:
-    return MODULAR_PIPELINE_MAPPING.values()
+def table(columns: tuple[str, ...], rows: Iterable[Any]) -> str:
+    lines = [columns, ("---",) * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
 
 
-def row(pipeline: str) -> tuple[str, ...] | None:
+@cache
+def names() -> tuple[str, ...]:
+    """Diffusers' modular pipelines whose blocks are served and make pictures or clips."""
+    found = (name for name in dir(diffusers) if name.endswith(MODULAR) and name != MODULAR)
+    return tuple(sorted(name for name in found if transformer_of(name) is not None))
+
+
+@cache
+def blocks_of(name: str) -> Any:
+    return getattr(diffusers, name)().blocks
+
+
+@cache
+def transformer_of(name: str) -> Any:
     """None for pipelines that make neither pictures nor clips, and whose blocks are not served."""
-    blocks = getattr(diffusers, pipeline)().blocks
+    blocks = blocks_of(name)
     if not {"images", "videos"} & {spec.name for spec in blocks.outputs}:
         return None
     try:
         denoise = blocks.sub_blocks[Sections.of(blocks).denoise]
     except ValueError:
         return None
-    kinds = [spec.type_hint for spec in denoise.expected_components if is_denoiser(spec.name)]
-    kind = kinds[0]
-    architecture, name = load_architecture(kind.__name__), kind.__name__
-    if architecture.mend is not None:
-        architecture.mend(blocks)
-    hoisted = architecture.hoisted
-    once = (inspect.getdoc(hoisted) or "yes").splitlines()[0].rstrip(".") if hoisted is not None else "—"
-    return (
-        f"`{pipeline.replace('Modular', '')}`",
-        f"`{name}`",
-        architecture.family if name in ARCHITECTURES else "—",
-        ", ".join(workflows(blocks)) or "—",
-        strategies(kind),
-        once,
-        ", ".join(published(name)) or "—",
-        ", ".join(proofs(name)) or "—",
-    )
+    return next(spec.type_hint for spec in denoise.expected_components if is_denoiser(spec.name))
 
 
 def is_denoiser(name: str) -> bool:
     return bool({"transformer", "unet"} & set(name.split("_")))
 
 
-def workflows(blocks: Any) -> list[str]:
+def row(name: str) -> tuple[str, ...]:
+    kind = transformer_of(name)
+    hoisted = load_architecture(kind.__name__).hoisted
+    once = (inspect.getdoc(hoisted) or "yes").splitlines()[0].rstrip(".") if hoisted is not None else "—"
+    models = [model for model in published_models() if pipeline_of(model) == name]
+    return (
+        f"`{shown(name)}`",
+        f"`{kind.__name__}`",
+        family_of(name) or "—",
+        ", ".join(workflows(name)) or "—",
+        strategies(kind),
+        once,
+        ", ".join(models) or "—",
+        ", ".join(dict.fromkeys(map(licence_of, models or [UNPUBLISHED.get(shown(name), NOT_FOUND)]))),
+        ", ".join(proofs().get(name, ())) or "—",
+    )
+
+
+def shown(name: str) -> str:
+    return name.replace("Modular", "")
+
+
+def family_of(name: str) -> str:
+    kind = transformer_of(name).__name__
+    return load_architecture(kind).family if kind in ARCHITECTURES else ""
+
+
+def workflows(name: str) -> list[str]:
+    blocks = blocks_of(name)
+    architecture = load_architecture(transformer_of(name).__name__)
+    if architecture.mend is not None:
+        architecture.mend(blocks)
     try:
         return list(blocks.available_workflows)
     except NotImplementedError:
@@ -94,59 +140,96 @@ def strategies(kind: Any) -> str:
     """What the plan allows for the configuration that is the default of the class."""
     parameters = inspect.signature(kind.__init__).parameters.values()
     config = {one.name: one.default for one in parameters if one.default is not one.empty}
-    plan = load_architecture(kind.__name__).shard_plan(config)
-    if not plan.shards:
-        return "one rank"
-    names = [*CONTEXT, "guidance", *(["tensor"] if plan.linears else []), *(["pipeline"] if plan.carried else [])]
-    return ", ".join(names) + ("" if kind.__name__ in ARCHITECTURES else " (by diffusers' plan)")
+    known = ways(load_architecture(kind.__name__).shard_plan(config))
+    return ", ".join(known) + ("" if kind.__name__ in ARCHITECTURES or len(known) < 2 else " (by diffusers' plan)")
+
+
+def ways(plan: ShardPlan) -> tuple[str, ...]:
+    if not plan.shards and not plan.linears:
+        return ("one rank",)
+    tokens, features = CONTEXT if plan.shards else (), ("tensor",) if plan.linears else ()
+    return (*tokens, "guidance", *features, *(("pipeline",) if plan.carried else ()))
 
 
 @cache
-def published(name: str) -> tuple[str, ...]:
-    sizes = []
-    for folder in sorted(PUBLISHED.iterdir()):
-        configs = [json.loads(file.read_text()) for file in sorted(folder.glob("transformer*/config.json"))]
-        if configs and configs[0]["_class_name"] == name:
-            sizes.append(f"{folder.name} ({sum(map(num_parameters, configs)) / 1e9:.1f} B)")
-    return tuple(sizes)
+def pipeline_of(model: str) -> str:
+    """The modular pipeline that a published configuration opens as."""
+    return type(open_modular(PUBLISHED / model)).__name__
 
 
-def num_parameters(config: Any) -> int:
-    with torch.device("meta"):
-        module = getattr(diffusers, config["_class_name"]).from_config(config)
-    return sum(weight.numel() for weight in module.parameters())
+def model_row(name: str) -> tuple[str, ...]:
+    number, shares = counted(configuration(name))
+    return (name, f"`{shown(pipeline_of(name))}`", f"{number / 1e9:.1f} B", *shares, licence_of(name))
+
+
+def configuration(name: str) -> str:
+    """Models with the same one have the same weights."""
+    parts = (json.loads(file.read_text()) for file in sorted((PUBLISHED / name).glob("*/config.json")))
+    own = [part for part in parts if is_denoiser_class(part["_class_name"])]
+    _SAME.setdefault(json.dumps(own), name)
+    return _SAME[json.dumps(own)]
+
+
+_SAME: dict[str, str] = {}
+
+
+def is_denoiser_class(name: str) -> bool:
+    return "Transformer" in name or name.startswith("UNet")
 
 
 @cache
-def proofs(name: str) -> tuple[str, ...]:
-    """Tests of models that call a builder of a tiny checkpoint of that class."""
-    support, tests = ROOT / "tests" / "pipelines" / "support", ROOT / "tests" / "pipelines" / "models"
-    builders = {builder for file in support.glob("**/tiny*.py") for builder in builders_of(file, name)}
-    files = (file for file in sorted(tests.glob("test_*.py")) if builders & set(names_in(file)))
-    return tuple(f"`{file.relative_to(ROOT / 'tests' / 'pipelines')}`" for file in files)
+def counted(name: str) -> tuple[int, tuple[str, ...]]:
+    """Parameters, and the GiB of weights in bfloat16 that a rank has: all of them, or with weights divided."""
+    model = Checkpoint.of_configuration(name, "meta", "bfloat16").weightless()
+    number = sum(weight.numel() for module in model.modules.values() for weight in module.parameters())
+    divided = [(tensor, 1) for tensor in (2, 4)] + [(1, stages) for stages in (2, 4)]
+    whole = gib(model, 1, 1)
+    shares = (gib(model, *way) if allows(model, *way) else None for way in divided)
+    return number, (f"{whole:.1f}", *("—" if share is None else f"{share:.1f}" for share in shares))
 
 
-def builders_of(file: Path, name: str) -> set[str]:
-    """Functions of ``file`` that name the class, and those that call them."""
-    functions = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)]
-    inside = {function.name: set(names_of(function)) for function in functions}
-    known = {builder for builder, names in inside.items() if name in names}
-    return known | {builder for builder, names in inside.items() if names & known}
+def allows(model: DenoiserModel, tensor: int, stages: int) -> bool:
+    if tensor > 1:
+        return bool(model.plan.linears) and model.num_heads % tensor == 0
+    return min(len(pipeline_blocks(module, model.plan)) for module in model.modules.values()) >= stages
 
 
-def names_in(file: Path) -> list[str]:
-    return names_of(ast.parse(file.read_text()))
+def gib(model: DenoiserModel, tensor: int, stages: int) -> float:
+    """As the cost model counts it: linears of the blocks by the tensor axis, blocks by the stages, the rest whole."""
+    total = 0.0
+    for module in model.modules.values():
+        inner = {id(weight) for block in model.plan.blocks_of(module) for weight in block.parameters()}
+        linears = ((name, layer) for name, layer in module.named_modules() if isinstance(layer, nn.Linear))
+        split = {id(layer.weight) for name, layer in linears if model.plan.rule_of(name) is not None}
+        for weight in module.parameters():
+            share = weight.nbytes / (tensor if id(weight) in split else 1)
+            total += share / (stages if id(weight) in inner else 1)
+    return total / GIB
 
 
-def names_of(tree: ast.AST) -> list[str]:
-    """Names, attributes and parameters: fixtures are called ``tiny_<builder>``."""
-    nodes = list(ast.walk(tree))
-    plain = [node.id for node in nodes if isinstance(node, ast.Name)]
-    inner = [node.attr for node in nodes if isinstance(node, ast.Attribute)]
-    fixtures = [node.arg.removeprefix("tiny_") for node in nodes if isinstance(node, ast.arg) and "tiny_" in node.arg]
-    imported = [alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names]
-    return [*plain, *inner, *fixtures, *imported]
+def readme(written: str) -> str:
+    """``written`` with its table of models made anew."""
+    before, rest = written.split(MARKS[0])
+    _, after = rest.split(MARKS[1])
+    return f"{before}{MARKS[0]}\n{table(README_COLUMNS, families())}{MARKS[1]}{after}"
+
+
+def families() -> Iterator[tuple[str, ...]]:
+    """A row for each family with a file of its own, and one for all others."""
+    for family, title in FAMILIES.items():
+        members = [name for name in names() if family_of(name) == family]
+        assert members, f"no pipeline of family {family}"
+        known = {way for name in members for way in strategies(transformer_of(name)).split(", ")}
+        yield title, ", ".join(in_words(members)), ", ".join(way for way in STRATEGIES if way in known - {"hybrid"})
+    others = [name for name in names() if not family_of(name)]
+    yield "Stable Diffusion XL, Ideogram 4, Anima, Wan Animate 2", ", ".join(in_words(others)), "one rank a gang"
+
+
+def in_words(members: list[str]) -> list[str]:
+    declared = {flow for name in members for flow in (*workflows(name), *UNDECLARED.get(shown(name), ()))}
+    return [word for word, marks in WORDS.items() if any(mark in flow for flow in declared for mark in marks)]
 
 
 if __name__ == "__main__":
     OUT.write_text(text())
+    README.write_text(readme(README.read_text()))

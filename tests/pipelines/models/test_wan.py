@@ -53,7 +53,7 @@ def test_variants_equal_diffusers(tmp_path: Path, variant: dict[str, Any]) -> No
 
 
 def test_the_second_transformer_takes_the_late_steps(tmp_path: Path) -> None:
-    ours = Pair(tiny.wan(tmp_path, boundary_ratio=0.875)).ours
+    ours = Pair(tiny.wan22(tmp_path)).ours
     used = [ours.sampler.branches(state)[0].module for state in list(ours.states(REQUESTS["guided"]))[:-1]]
     assert used == sorted(used)
     assert set(used) == {"transformer", "transformer_2"}

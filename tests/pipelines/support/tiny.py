@@ -115,6 +115,10 @@ def wan(path: Path, *, unipc: bool = True, boundary_ratio: float | None = None, 
     return path
 
 
+def wan22(path: Path) -> Path:
+    return wan(path, boundary_ratio=0.875)
+
+
 def wan_vae() -> Any:
     from diffusers import AutoencoderKLWan
 
