@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engines.core.kernel import Kernel
+from engines.core.kernel import Kernel, Prefix
 from engines.core.model import DenoiserModel
 from engines.core.rank import RankContext
 from engines.parallel.self_check import relative_difference
@@ -61,7 +61,7 @@ def test_others_than_peers_take_what_peers_do_not() -> None:
     """Whichever is called answers with its number."""
 
     def numbered(number: int) -> Kernel:
-        return lambda q, k, v, *, mask_BM=None: (q.new_tensor(number), q)
+        return lambda q, k, v, *, mask_BM=None, prefix=None: (q.new_tensor(number), q)
 
     kernel = where_even(numbered(1), numbered(2), num_ranks=4)
     eight, six, two = (torch.zeros(1, 3, heads, 8) for heads in (8, 6, 2))
@@ -69,6 +69,7 @@ def test_others_than_peers_take_what_peers_do_not() -> None:
     assert kernel(six, six, six)[0] == 2
     assert kernel(eight, two, two)[0] == 2
     assert kernel(eight, eight, eight, mask_BM=torch.ones(1, 3, dtype=torch.bool))[0] == 2
+    assert kernel(eight, eight, eight, prefix=Prefix(torch.arange(3) + 1, torch.arange(3)))[0] == 2
 
 
 @cache
