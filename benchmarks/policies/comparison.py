@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.load.arrivals import Arrival
 from benchmarks.load.client import Outcome
-from benchmarks.load.summary import gpu_use, points
+from benchmarks.load.summary import eta, gpu_use, points
 from benchmarks.policies.alone import Alone, rank_seconds
 from benchmarks.policies.shares import Served, shares
 from benchmarks.policies.simulation import Arrival as SimulatedArrival
@@ -165,6 +165,7 @@ def compared(
         **in_all,
         "use": use,
         "owners": {name: owners_of(case, arrivals, latencies_s[name], steps[name]) for name in steps},
+        "eta": {"all": eta(outcomes)} | {kind: eta([outcomes[i] for i in by_class[kind]]) for kind in by_class},
         "classes": {kind: row_of(case, arrivals, latencies_s, numbers) for kind, numbers in by_class.items()},
     }
 

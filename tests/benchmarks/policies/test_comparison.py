@@ -3,6 +3,7 @@ other, and what is refused is in time nowhere."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import fmean
 
 import pytest
@@ -115,7 +116,8 @@ def test_a_policy_is_told_live_and_simulated() -> None:
     metrics = Metrics()
     metrics.observe("pictures", 2, 0.2, 10)
     metrics.observe("clips", 2, 2.0, 4)
-    outcomes = [outcome("small", 3.0), outcome("small", 0.1, status=429), outcome("clip", 25.0)]
+    predicted = replace(outcome("small", 3.0), eta_s=1.5, stages_ms={"total": 2000.0})
+    outcomes = [predicted, outcome("small", 0.1, status=429), outcome("clip", 25.0)]
     row = compared(case(scale=4.0), ARRIVALS, outcomes, Metrics().page(), metrics.page())
     assert (row["policy"], row["elastic"], row["statuses"]) == ("arrival", False, {"200": 2, "429": 1})
     assert row["stretch"] == {"pictures": 2.0, "clips": 2.0}, "the one that was refused took no steps"
@@ -125,6 +127,11 @@ def test_a_policy_is_told_live_and_simulated() -> None:
     assert row["as_alone"]["latency_s"]["mean"] == round((1.5 + 2.5 + 6.0) / 3, 4)
     assert row["as_in_run"]["attainment"] == 1.0
     assert row["live_by_simulated"] == {"as_alone": round(28.0 / 7.5, 3), "as_in_run": round(28.0 / 12.5, 3)}
+    assert row["eta"] == {
+        "all": {"told": 1, "median_error": 0.25, "p95_error": 0.25},
+        "small": {"told": 1, "median_error": 0.25, "p95_error": 0.25},
+        "clip": {"told": 0},
+    }
     assert row["use"]["live"] == {"rank_s_per_request": 10.0, "share_in_steps": 0.2}
     assert row["use"]["as_alone"] == {"rank_s_per_request": 4.0, "share_in_steps": 0.5}
     assert row["classes"]["small"]["requests"] == 2
