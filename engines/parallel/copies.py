@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 from engines.core.model import DenoiserModel
 
+WEIGHTLESS = "is_weightless"
+"""The mark of a copy without weights."""
+
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
@@ -36,7 +39,13 @@ def weightless_copy(module: AnyModule) -> AnyModule:
         each._forward_pre_hooks.clear()
         if isinstance(each, nn.Linear):
             each.__dict__["forward"] = partial(_zeros_of, each)
+    copied.__dict__[WEIGHTLESS] = True
     return copied
+
+
+def is_weightless(module: nn.Module) -> bool:
+    """Whether it is such a copy, which is there to be counted: what comes once a job may be left out."""
+    return WEIGHTLESS in module.__dict__
 
 
 def on_cpu(x: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from engines.core.kernel import Kernel, Prefix
 from engines.core.model import Arguments
 from engines.parallel.attention.local import local_kernel
+from engines.parallel.copies import is_weightless
 from pipelines.models.attention.qwen21_call import CONDITION, GRIDS, LATENTS, PLACES, SLOT, TEXT, TIMESTEP, num_seen
 
 KEYS_VALUES, ROTATION = "seen_keys_values", "rotation"
@@ -92,7 +93,7 @@ def seen(module: Any, call: Mapping[str, Any], timestep: Tensor) -> dict[str, Te
     They take half a megabyte a token of the published model in bfloat16. Not one module is called: hooks on them cut
     the tokens of the picture.
     """
-    if call[TEXT].is_meta:  # nothing is known there of places, and what no step changes is not counted
+    if call[TEXT].is_meta or is_weightless(module):  # no places are known on "meta"; what comes once is not counted
         return _blank(module, call)
     if torch.compiler.is_exporting():
         raise ValueError(

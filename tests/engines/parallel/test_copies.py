@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from engines.parallel.copies import weightless_copy
+from engines.parallel.copies import is_weightless, weightless_copy
 
 NUM_FEATURES = 4096
 
@@ -42,6 +42,7 @@ def test_shapes_and_hooks_are_the_copys_own() -> None:
     copied = weightless_copy(module)
     copied(torch.zeros(3, NUM_FEATURES), torch.ones(3, dtype=torch.bool))
     assert not calls
+    assert [is_weightless(one) for one in (copied, module)] == [True, False]
     assert [x.shape for x in copied.parameters()] == [x.shape for x in module.parameters()]
     assert copied.kept is not module.kept
     assert module.scale.sum() == NUM_FEATURES
