@@ -63,7 +63,7 @@ SLOW_PEERS = (
     ),
     fp8_beside("fp8_quad", FOUR, limit_s=250),
 )
-# The same for a host of two GPUs, by importance: a gang that is not ready in time costs its whole stage.
+# The same for a host of two GPUs, by importance.
 PEERS_OF_A_PAIR = (
     beside(
         "sglang_pair",
@@ -125,9 +125,19 @@ PEERS_OF_ONE = (
         limit_s=400,
     ),
 )
+MODELS = tuple(
+    alone(
+        f"peers_of_{name}", model, *options, "--makers", "diffusers", "vllm-omni", "sglang", "ours",
+        module="benchmarks.model_step", gpus=ONE, limit_s=150,
+    )
+    for name, model, *options in (
+        ("klein", "FLUX.2-klein-4B"), ("z_image", "Z-Image-Turbo"), ("qwen", "Qwen-Image", "--branches", "2")
+    )
+)  # fmt: skip
+"""Other models, each in one process, maker by maker."""
 ATTENTION = alone("attention", module="benchmarks.denoise_step.attention", gpus=ONE, limit_s=100)
 OF_HOST = {
-    1: (*PEERS_OF_ONE[:-1], ATTENTION, PEERS_OF_ONE[-1]),
+    1: (*PEERS_OF_ONE[:-1], *MODELS, ATTENTION, PEERS_OF_ONE[-1]),
     2: (*PEERS_OF_A_PAIR, *PEERS_OF_ONE, ATTENTION),
     4: (*SLOW_PEERS, *PEERS, *PEERS_OF_A_PAIR, ATTENTION),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.denoise_step.peer_stages import ATTENTION, PEERS, PEERS_OF_A_PAIR, PEERS_OF_ONE, SLOW_PEERS
+from benchmarks.denoise_step.peer_stages import ATTENTION, MODELS, PEERS, PEERS_OF_A_PAIR, PEERS_OF_ONE, SLOW_PEERS
 from benchmarks.denoise_step.stage import DEFAULT, Run, Stage, alone
 
 PROFILE = "benchmarks.denoise_step.profile"
@@ -50,4 +50,5 @@ STAGES = (
     *SLOW_PEERS,
     *PEERS_OF_A_PAIR,
     *PEERS_OF_ONE,
+    *MODELS,
 )  # fmt: skip

@@ -8,6 +8,10 @@ With ``--branches 2`` both forwards of a guided step are timed, as a job makes t
     python -m benchmarks.model_step Qwen-Image --branches 2
     torchrun --nproc_per_node 2 -m benchmarks.model_step Qwen-Image --branches 2 --strategy guidance
 
+SGLang's and vLLM-Omni's transformers of FLUX.2, Z-Image and Qwen-Image are timed on one GPU where they are installed:
+
+    python -m benchmarks.model_step Qwen-Image --branches 2 --makers sglang vllm-omni sglang-blocks diffusers ours
+
 Pictures are of 1024 x 1024 pixels, clips of their models' usual sizes. Of diffusers: eager, and its blocks compiled,
 with cuDNN's attention; on several GPUs its Ulysses, where it has a plan, after which a process can time nothing else.
 Ours is the engine as a gang calls it, with what is made once a job made before. The last line is one JSON document.
@@ -33,6 +37,8 @@ from torch import Tensor
 from benchmarks.denoise_step.profile import NUM_STEPS, show
 from benchmarks.distributed import start_distributed
 from benchmarks.models.published import PublishedModel
+from benchmarks.peers.published import MAKERS as PEERS
+from benchmarks.peers.published import peer_of
 from benchmarks.timing import Times, measure, rank_synchronize
 from engines.parallel.self_check import relative_difference
 from engines.torch_engine.engine import TorchEngine
@@ -100,6 +106,7 @@ def results_of(
     runs: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
         "eager": ("diffusers eager", lambda: timed(model.call, arguments.repeats)),
         "diffusers": ("diffusers compiled", lambda: diffusers(model, reference, world, arguments.repeats)),
+        **{peer: (peer, partial(peer_times, model, reference, peer, arguments.repeats)) for peer in PEERS},
         "ours compiled": (f"ours compiled, {arguments.strategy}", lambda: own(False)),
         "ours": (f"ours, {arguments.strategy}", lambda: own(None)),
         "ours filled": (f"ours, prompts filled up, {arguments.strategy}", lambda: own(None, prompt_windows=True)),
@@ -135,6 +142,14 @@ def diffusers(model: PublishedModel, reference: Tensor, world: int, repeats: int
     finally:
         for part in model.module.modules():
             part._compiled_call_impl = None
+
+
+def peer_times(model: PublishedModel, reference: Tensor, maker: str, repeats: int) -> dict[str, Any]:
+    """Of SGLang's or vLLM-Omni's transformer, on one GPU."""
+    step = peer_of(model, maker)
+    error = relative_difference(step(), reference)
+    assert error < MAX_ERROR, f"wrong answer: relative error {error:.3f}"
+    return {**timed(step, repeats), "error": float(f"{error:.2e}")}
 
 
 def ours(
@@ -195,7 +210,8 @@ def parse() -> Arguments:
     parser.add_argument("--tokens", type=int, help="of the prompt")
     parser.add_argument("--branches", type=int, default=1, help="forwards of one step: 2 with guidance")
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--makers", nargs="+", default=("eager", "diffusers", "ours"))
+    known = f"eager, diffusers, ours compiled, ours, ours filled; on one GPU {', '.join(PEERS)}"
+    parser.add_argument("--makers", nargs="+", default=("eager", "diffusers", "ours"), help=known)
     parser.add_argument("--strategy", default="ulysses")
     parser.add_argument("--precision", default="native", help="of ours")
     parser.add_argument("--profile", action="store_true", help="one rank alone: where ours spends its time")

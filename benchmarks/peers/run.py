@@ -6,7 +6,8 @@
 What is timed is chosen by the number of GPUs, most important first; ``--stages`` names others, or fewer:
 
     python -m benchmarks.peers.run OUT_DIR peers.tar.xz --limit-s 540 --stages peers_of_one diffusers_of_one
-    python -m benchmarks.peers.run OUT_DIR peers.tar.xz --limit-s 540 --stages sglang_compiled_of_one
+    python -m benchmarks.peers.run OUT_DIR peers.tar.xz --limit-s 540 --stages peers_of_klein peers_of_qwen
+    python -m benchmarks.peers.run OUT_DIR peers.tar.xz --limit-s 540 --stages attention sglang_compiled_of_one
 
 A host of one GPU needs 120 GiB of its memory: each of three processes holds the model, vLLM-Omni's twice. Packages are
 taken from PYTHONPATH, then from archives in their order, then from what is installed. OUT_DIR holds two files, which

@@ -8,6 +8,7 @@ none.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -59,20 +60,28 @@ def sglang_step(
 @cache
 def _transformer(module: Any, compiled: Compiled, precision: Precision) -> Any:
     """Theirs, whose parameters are those of ``module``: the names are the same. Quantised ones are copies."""
-    _begin(dist.get_world_size())
-    from sglang.kernels.ops.diffusion import FUSED_LINEAR_GELU, FUSED_LN_MODULATE
+    begin(dist.get_world_size())
     from sglang.multimodal_gen.configs.models.dits.flux import FluxArchConfig, FluxConfig
     from sglang.multimodal_gen.runtime.models.dits.flux import FluxTransformer2DModel
-    from sglang.multimodal_gen.runtime.utils.torch_compile import (
-        build_torch_compile_kwargs,
-        compile_matching_submodules,
-    )
 
     config = FluxConfig(arch_config=FluxArchConfig(**architecture(module)))
+    return loaded(FluxTransformer2DModel, config, module, compiled, precision)
+
+
+def loaded(
+    transformer_class: Any, config: Any, module: Any, compiled: Compiled = "", precision: Precision = "native"
+) -> Any:
+    """Returns one of its transformers with the parameters of ``module``; what it stacks or quantises is a copy."""
+    from sglang.kernels.ops.diffusion import FUSED_LINEAR_GELU, FUSED_LN_MODULATE
+    from sglang.multimodal_gen.runtime.loader.utils import get_param_names_mapping, hf_to_custom_state_dict
+
+    quantization = None if precision == "native" else _quantization(precision)
     with default_dtype(next(module.parameters()).dtype), torch.device("meta"):
-        quantization = None if precision == "native" else _quantization(precision)
-        transformer: Any = FluxTransformer2DModel(config, hf_config=dict(module.config), quant_config=quantization)
-    transformer.load_state_dict(module.state_dict(), assign=True)
+        transformer = transformer_class(config, hf_config=dict(module.config), quant_config=quantization)
+    names = set(transformer.state_dict())
+    mapping = get_param_names_mapping(transformer.param_names_mapping, names)
+    weights, _ = hf_to_custom_state_dict(module.state_dict(), mapping, names)
+    transformer.load_state_dict(weights, assign=True)
     for layer in transformer.modules() if quantization else ():
         if hasattr(layer, "quant_method"):
             layer.quant_method.process_weights_after_loading(layer)
@@ -80,16 +89,27 @@ def _transformer(module: Any, compiled: Compiled, precision: Precision) -> Any:
     for fusion in (FUSED_LINEAR_GELU, FUSED_LN_MODULATE):
         fusion.mount(transformer)  # what its default quality, "lossless", allows of those that this model has
     if compiled:
-        torch._dynamo.reset()
-        torch._dynamo.config.automatic_dynamic_shapes = False  # each size as if it were the only one that is served
-        how = build_torch_compile_kwargs(
-            mode="max-autotune-no-cudagraphs", module=transformer, enable_inductor_compute_comm_overlap=True
-        )
-        if compiled == "whole":
-            transformer.compile(**how)
-        else:
-            compile_matching_submodules(transformer, compile_kwargs=how)
+        _compile(transformer, compiled, config.torch_compile_inductor_config)
     return transformer
+
+
+def _compile(transformer: Any, compiled: Compiled, settings: dict[str, Any]) -> None:
+    from sglang.multimodal_gen.runtime.utils.torch_compile import (
+        apply_inductor_config,
+        build_torch_compile_kwargs,
+        compile_matching_submodules,
+    )
+
+    torch._dynamo.reset()
+    apply_inductor_config(settings)
+    torch._dynamo.config.automatic_dynamic_shapes = False  # each size as if it were the only one that is served
+    how = build_torch_compile_kwargs(
+        mode="max-autotune-no-cudagraphs", module=transformer, enable_inductor_compute_comm_overlap=True
+    )
+    if compiled == "whole":
+        transformer.compile(**how)
+    else:
+        compile_matching_submodules(transformer, compile_kwargs=how)
 
 
 def _quantization(precision: Precision) -> Any:
@@ -99,7 +119,7 @@ def _quantization(precision: Precision) -> Any:
 
 
 @cache
-def _begin(world: int) -> None:
+def begin(world: int) -> None:
     make_importable()
     allowed: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     from sglang.multimodal_gen.runtime.distributed import parallel_state
@@ -109,7 +129,17 @@ def _begin(world: int) -> None:
     parallel_state.maybe_init_distributed_environment_and_model_parallel(
         tp_size=1, sp_size=world, ulysses_degree=world, ring_degree=1
     )
+    if not (torch.cuda.is_available() and importlib.util.find_spec("cutlass")):
+        _norms_of_pytorch()
     torch.backends.cuda.enable_cudnn_sdp(allowed)  # it forbids cuDNN's attention to the whole process
+
+
+def _norms_of_pytorch() -> None:
+    """Its own norms with modulation in PyTorch, compiled: those for a GPU are written in CuTe (nvidia-cutlass-dsl)."""
+    from sglang.multimodal_gen.runtime.layers import layernorm
+
+    for norm in (layernorm._NormScaleShift, layernorm._ScaleResidualNormScaleShift):
+        norm.forward_cpu = norm.forward_cuda = norm.forward_native
 
 
 def make_importable() -> None:
@@ -132,7 +162,7 @@ def _make_kernels_importable() -> None:
         without_init("sgl_kernel")
         kernels: Any = sys.modules["sgl_kernel"]
         kernels.__getattr__ = _refuse
-        kernels.fp8_scaled_mm = _scaled_product
+        kernels.fp8_scaled_mm, kernels.rmsnorm = _scaled_product, _rms_norm
         attention: Any = ModuleType("sgl_kernel.flash_attn")
         attention.flash_attn_varlen_func = _attention_of(importlib.import_module("fa3_fwd_interface"))
         attention.flash_attn_with_kvcache = _refuse("flash_attn_with_kvcache")
@@ -158,6 +188,11 @@ def _scaled_product(
     return torch._scaled_mm(
         a_MK, b_KN, scale_a=scale_M1, scale_b=scale_1N, bias=bias_N, out_dtype=out_dtype, use_fast_accum=True
     )
+
+
+def _rms_norm(x_RC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
+    """Of wide rows, which Qwen-Image's prompt goes through once a forward."""
+    return torch.nn.functional.rms_norm(x_RC, weight_C.shape, weight_C, eps)
 
 
 def _attention_of(flash: Any) -> Callable[..., Tensor]:

@@ -31,10 +31,7 @@ def peer_step(
 
 
 def _peer_step(module: Any, inputs: dict[str, Tensor], maker: str, precision: Precision) -> Callable[[], Tensor]:
-    os.environ.setdefault("LOCAL_RANK", "0")  # by which peers choose their device; a launcher sets it
-    if not dist.is_initialized():  # peers ask for their groups on one rank as well
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    begin_alone()
     if maker.startswith("sglang"):
         return sglang_step(module, inputs, compiled=SGLANG_COMPILED[maker], precision=precision)
     if maker.startswith("vllm-omni"):
@@ -45,6 +42,14 @@ def _peer_step(module: Any, inputs: dict[str, Tensor], maker: str, precision: Pr
     if maker == "xdit":
         return xdit_step(module, inputs)
     return diffusers_step(module, inputs, maker)
+
+
+def begin_alone() -> None:
+    """What a launcher does for several ranks: peers ask for their device and their groups on one as well."""
+    os.environ.setdefault("LOCAL_RANK", "0")
+    if not dist.is_initialized():
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def diffusers_step(module: Any, inputs: dict[str, Tensor], maker: str) -> Callable[[], Tensor]:

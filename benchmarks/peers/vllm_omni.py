@@ -20,6 +20,9 @@ from benchmarks.models.flux import architecture
 from benchmarks.models.making import default_dtype, without_init
 from engines.core.fast_model import Precision
 
+OPEN = ExitStack()
+"""Contexts that last as long as the process."""
+
 
 def vllm_omni_step(
     module: Any, inputs: dict[str, Tensor], *, compiled: bool, tensor: bool = False, precision: Precision = "native"
@@ -43,28 +46,38 @@ def vllm_omni_step(
 def _transformer(module: Any, compiled: bool, tensor: bool, precision: Precision) -> Any:
     """Theirs, with a copy of the weights of ``module``."""
     world = dist.get_world_size()
-    first = next(module.parameters())
-    _, od_config = _begin(1 if tensor else world, world if tensor else 1, first.dtype, precision)
-    from vllm_omni.diffusion.compile import regionally_compile
-    from vllm_omni.diffusion.config import set_current_diffusion_config
+    od_config = begin(next(module.parameters()).dtype, precision, world if tensor else 1)
     from vllm_omni.diffusion.models.flux.flux_transformer import FluxTransformer2DModel
 
-    with default_dtype(first.dtype), set_current_diffusion_config(od_config), torch.device(first.device):
-        quant_config = od_config.quantization_config
-        transformer: Any = FluxTransformer2DModel(**architecture(module), quant_config=quant_config)
-        names = {name for name, _ in transformer.named_parameters()}
-        with torch.no_grad():
-            loaded = transformer.load_weights(module.state_dict().items())
-            if quant_config is not None:
-                _quantize(transformer)
-    assert names <= loaded, f"weights not loaded: {sorted(names - loaded)}"
-    transformer.eval().requires_grad_(False)
+    transformer = loaded(FluxTransformer2DModel, architecture(module), module, od_config)
     if world > 1 and not tensor:
         _cut_sequence(transformer, world)
     if compiled:
-        torch._dynamo.reset()
-        regionally_compile(transformer, dynamic=od_config.diffusion_compile_dynamic)
+        compile_blocks(transformer, od_config)
     return transformer
+
+
+def loaded(transformer_class: Any, options: dict[str, Any], module: Any, od_config: Any) -> Any:
+    """Returns one of its transformers on the device of ``module``, with a copy of its weights."""
+    from vllm_omni.diffusion.config import set_current_diffusion_config
+
+    first, quant_config = next(module.parameters()), od_config.quantization_config
+    with default_dtype(first.dtype), set_current_diffusion_config(od_config), torch.device(first.device):
+        transformer = transformer_class(**options, quant_config=quant_config)
+        names = {name for name, _ in transformer.named_parameters()}
+        with torch.no_grad():
+            found = transformer.load_weights(module.state_dict().items())
+            if quant_config is not None:
+                _quantize(transformer)
+    assert names <= found, f"weights not loaded: {sorted(names - found)}"
+    return transformer.eval().requires_grad_(False)
+
+
+def compile_blocks(transformer: Any, od_config: Any) -> None:
+    from vllm_omni.diffusion.compile import regionally_compile
+
+    torch._dynamo.reset()
+    regionally_compile(transformer, dynamic=od_config.diffusion_compile_dynamic)
 
 
 def _quantization(precision: Precision) -> Any:
@@ -105,10 +118,10 @@ def _cut_sequence(transformer: Any, world: int) -> None:
 
 
 @cache
-def _begin(ulysses: int, tensor: int, dtype: torch.dtype, precision: Precision) -> tuple[ExitStack, Any]:
-    """Its configuration, groups and contexts, as its worker makes them; the contexts stay open.
+def begin(dtype: torch.dtype, precision: Precision, tensor: int = 1) -> Any:
+    """Returns its configuration, with groups and contexts as its worker makes them; the contexts stay open.
 
-    Another configuration needs a process of its own.
+    Ranks that do not split by tensor parallelism split by Ulysses. Another configuration needs a process of its own.
     """
     allowed: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     without_init("vllm_omni")  # which changes a language model's engine and configurations: none is needed here
@@ -121,6 +134,7 @@ def _begin(ulysses: int, tensor: int, dtype: torch.dtype, precision: Precision) 
     from vllm_omni.diffusion.vllm_config import create_diffusion_vllm_config
     from vllm_omni.platforms import current_omni_platform
 
+    ulysses = dist.get_world_size() // tensor
     sizes = {"ulysses_degree": ulysses, "sequence_parallel_size": ulysses, "tensor_parallel_size": tensor}
     od_config = OmniDiffusionConfig(
         parallel_config=DiffusionParallelConfig(**sizes),
@@ -131,13 +145,12 @@ def _begin(ulysses: int, tensor: int, dtype: torch.dtype, precision: Precision) 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     vllm_config = create_diffusion_vllm_config(device, od_config)
     vllm_config.kernel_config.ir_op_priority = current_omni_platform.get_default_ir_op_priority(vllm_config)
-    contexts = ExitStack()
-    contexts.enter_context(set_forward_context(vllm_config=vllm_config, omni_diffusion_config=od_config))
-    contexts.enter_context(set_current_vllm_config(vllm_config))
+    OPEN.enter_context(set_forward_context(vllm_config=vllm_config, omni_diffusion_config=od_config))
+    OPEN.enter_context(set_current_vllm_config(vllm_config))
     parallel_state.init_distributed_environment(world_size=dist.get_world_size(), rank=dist.get_rank())
     parallel_state.initialize_model_parallel(**sizes)
     torch.backends.cuda.enable_cudnn_sdp(allowed)  # it forbids cuDNN's attention to the whole process
-    return contexts, od_config
+    return od_config
 
 
 def _serve_cpu() -> None:

@@ -33,10 +33,10 @@ def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("kernels")
 def test_kernels_that_cannot_be_loaded_can_be_imported_and_not_called() -> None:
-    from sgl_kernel import rmsnorm  # type: ignore[import-not-found]
+    from sgl_kernel import fused_add_rmsnorm  # type: ignore[import-not-found]
 
-    with pytest.raises(NotImplementedError, match=r"sgl_kernel\.rmsnorm"):
-        rmsnorm(1, 2)
+    with pytest.raises(NotImplementedError, match=r"sgl_kernel\.fused_add_rmsnorm"):
+        fused_add_rmsnorm(1, 2)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -62,3 +62,11 @@ def test_products_in_float8_have_a_scale_a_row_and_one_a_column() -> None:
     found = fp8_scaled_mm(quantized[0], quantized[1].t(), scale_M, scale_N, torch.bfloat16, bias_N.bfloat16())
     expected = a_MK @ b_NK.t() + bias_N
     assert (found.float() - expected).norm() < 0.05 * expected.norm()
+
+
+@pytest.mark.usefixtures("kernels")
+def test_rows_are_divided_by_the_root_of_their_mean_square() -> None:
+    from sgl_kernel import rmsnorm
+
+    found = rmsnorm(torch.tensor([[3.0, 4.0]]), torch.tensor([1.0, 2.0]), 0.0)
+    assert torch.allclose(found, torch.tensor([[3.0, 8.0]]) / 12.5**0.5)

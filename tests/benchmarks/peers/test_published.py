@@ -1,0 +1,41 @@
+"""Which peers and transformers there are, asked before anything of theirs is imported."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from benchmarks.peers.published import MAKERS, SGLANG, VLLM_OMNI, peer_of
+
+
+class Wan3DModel:
+    """Of no peer."""
+
+
+MODEL: Any = SimpleNamespace(module=Wan3DModel(), own_calls=())
+
+
+def test_an_unknown_maker_is_told_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="known: vllm-omni"):
+        peer_of(MODEL, "diffusers")
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_an_unknown_transformer_is_told_the_known_ones_and_starts_nothing(maker: str) -> None:
+    with pytest.raises(ValueError, match=r"Flux2Transformer2DModel, .* not for Wan3DModel"):
+        peer_of(MODEL, maker)
+    assert not dist.is_initialized()
+
+
+def test_several_ranks_are_told_that_one_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with pytest.raises(ValueError, match="on one GPU"):
+        peer_of(MODEL, "sglang")
+
+
+def test_both_projects_are_timed_for_the_same_models() -> None:
+    assert set(SGLANG) == set(VLLM_OMNI)
