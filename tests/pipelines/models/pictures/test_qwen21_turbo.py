@@ -8,7 +8,7 @@ import pytest
 
 from engines.parallel.self_check import relative_difference
 from tests.engines.support.gloo import gang
-from tests.pipelines.models.test_qwen21 import TOLERANCE, denoised, own_latents
+from tests.pipelines.models.pictures.test_qwen21 import TOLERANCE, denoised, own_latents
 from tests.pipelines.support.references.picture_cases import PictureCase
 from tests.pipelines.support.tiny_qwen import TURBO_SIGMAS, qwen21_turbo
 
