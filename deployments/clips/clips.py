@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Collection, Coroutine
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from deployments.asyncio_tools import cancel, to_the_end
+from deployments.asyncio_tools import cancel
 from deployments.clips.attempt import Attempt
 from deployments.clips.claims import Claim, Claims
 from deployments.clips.database import open_database
@@ -92,16 +91,16 @@ class Clips:
 
     async def begin(
         self, request: MediaRequest, seconds: str, key_hash: str = "", pictures: InputPictures = NO_PICTURES
-    ) -> Coroutine[Any, Any, ClipRecord | None]:
+    ) -> tuple[str, asyncio.Future[None]]:
         """Begins a clip that is made from ``pictures`` now, whatever waits. StorageFullError.
 
-        Returns what waits until a gang has taken the clip, and then returns it (None: it was deleted). It raises why
-        none has (TooLateError, QueueFullError, ValueError, …); then, and if it is cancelled, there is no clip.
+        Returns its id, and what is done once a gang has taken it. That raises why none has (TooLateError,
+        QueueFullError, ValueError, …): then it is up to the caller to delete the clip.
         """
         await self._check_storage()
         async with self._new_folder(pictures) as clip_id:
             claim = await self._claims.begin(request, seconds, key_hash, clip_id)
-        return self._admitted(clip_id, self._runner.begin(claim))
+        return clip_id, self._runner.begin(claim)
 
     async def get(self, clip_id: str) -> ClipRecord | None:
         clip = await self._store.get(clip_id)
@@ -161,14 +160,6 @@ class Clips:
             times=self._times,
             claim=claim,
         )
-
-    async def _admitted(self, clip_id: str, admission: asyncio.Future[None]) -> ClipRecord | None:
-        try:
-            await admission
-        except BaseException:  # nobody has heard of the clip yet
-            await to_the_end(self.delete(clip_id))
-            raise
-        return await self.get(clip_id)
 
     async def _check_storage(self) -> None:
         if problem := await self.storage_problem():

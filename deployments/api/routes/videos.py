@@ -37,7 +37,7 @@ from deployments.clips.clips import Clips
 from deployments.clips.folders import CONTENT_TYPES, Variant
 from deployments.clips.records import FILE_GONE, ClipRecord
 from deployments.requests.bodies import ContentQuery, PageQuery, VideoBody
-from deployments.requests.clips import clip_request
+from deployments.requests.clips import ClipRequest, clip_request
 from deployments.requests.errors import shown
 
 VIDEO_ID = re.compile(r"video_[0-9a-f]{32}")
@@ -148,21 +148,28 @@ async def submit_clip(context: ApiContext, request: Request, *, is_awaited: bool
     await context.check_ready(clip.request.model)
     key = request.state.key_hash
     weight = context.accounts.limits_of(key).weight
+    asked = replace(clip.request, key=key, weight=weight, waited_s=waited_s(request))
+    if is_awaited or asked.deadline_s is not None:
+        return await begin_clip(context, request, replace(clip, request=asked))
     async with context.key_limits.clip(key):
-        asked = replace(clip.request, key=key, weight=weight, waited_s=waited_s(request))
-        if not is_awaited and asked.deadline_s is None:
-            return await context.clips.submit(asked, clip.seconds, key, inputs)
-        admission = await context.clips.begin(asked, clip.seconds, key, inputs)
+        return await context.clips.submit(asked, clip.seconds, key, inputs)
+
+
+async def begin_clip(context: ApiContext, request: Request, clip: ClipRequest) -> ClipRecord:
+    """Returns the record of a clip that a gang has taken. Where none does, or the client leaves, there is no clip."""
+    clip_id, key = "", request.state.key_hash
     try:
-        begun = await until_disconnect(request.receive, admission)
-    except Exception as failure:
-        answer = from_failure(failure)
+        async with context.key_limits.clip(key):
+            clip_id, admission = await context.clips.begin(clip.request, clip.seconds, key, clip.pictures)
+        await until_disconnect(request.receive, asyncio.wait_for(admission, None))
+        return await find_clip(context, request, clip_id)
+    except BaseException as failure:
+        if clip_id:
+            await to_the_end(context.clips.delete(clip_id))
+        answer = from_failure(failure) if isinstance(failure, Exception) else None
         if answer is None:
             raise
         raise answer from failure
-    if begun is None:
-        raise ApiError(404, "The clip was deleted before it was begun", code="video_not_found")
-    return begun
 
 
 def told_of(clip: ClipRecord) -> dict[str, str]:
