@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 SEEN, PAINTED = "seen", "painted"
 BLOCKS = "transformer_blocks"
+TYPICAL_TOKENS = 64
+"""Of a prompt, for steps that nobody asked for: the pipeline has no limit."""
 MAX_PICTURES = 3
 """As many as the editors before it were made for."""
 
@@ -56,6 +58,7 @@ def stream_lengths(config: Config, arguments: Arguments) -> dict[str, int]:
 def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Tensor]:
     import torch
 
+    num_tokens = num_tokens or TYPICAL_TOKENS
     return {
         "prompt_embeds": torch.zeros(1, num_tokens, config["context_in_dim"]),
         "prompt_embeds_mask": torch.ones(1, num_tokens, dtype=torch.long),
