@@ -34,7 +34,7 @@ from tests.engines.support.gloo import gang
 from tests.pipelines.models.test_gangs import CONTEXT
 from tests.pipelines.support.references.own_call import own_state
 from tests.pipelines.support.references.picture_cases import PictureCase, images_of, pictures_of, request_of
-from tests.pipelines.support.tiny_qwen import Qwen3Processor, qwen21
+from tests.pipelines.support.tiny_qwen import TURBO_SIGMAS, Qwen3Processor, qwen21, qwen21_turbo
 
 TOLERANCE = 1e-4
 LOAD_PROCESSOR = "transformers.Qwen3VLProcessor.from_pretrained"
@@ -182,6 +182,15 @@ def test_a_tensorrt_engine_is_refused(folder: Path) -> None:
     model = Checkpoint(folder).denoiser()
     with offline_team(ParallelSpec(ulysses=2)) as team, pytest.raises(ValueError, match="use engine: torch"):
         export(model, model.probe()[0], team)
+
+
+@pytest.mark.parametrize(("num_ranks", "strategy"), [(1, "ulysses"), (2, "tensor")])
+def test_the_distilled_form(tmp_path: Path, num_ranks: int, strategy: str) -> None:
+    folder = qwen21_turbo(tmp_path)
+    case = PictureCase(make=qwen21_turbo, pictures=(), num_steps=len(TURBO_SIGMAS))
+    expected = own_latents(folder, case)
+    for latents in gang(num_ranks).run(denoised, folder, case, strategy):
+        assert relative_difference(latents, expected) <= TOLERANCE
 
 
 def test_the_picture_has_the_size_asked_for(folder: Path) -> None:
