@@ -28,7 +28,7 @@ COMPARED_WITH = ("diffusers", REFERENCES)
 def proofs() -> dict[str, tuple[str, ...]]:
     """Files of tests by the modular pipelines that they build."""
     found: dict[str, list[str]] = {}
-    for file in sorted((TESTS / "models").glob("test_*.py")):
+    for file in sorted((TESTS / "models").rglob("test_*.py")):
         tree = ast.parse(file.read_text())
         if any(module.startswith(COMPARED_WITH) for module, _ in imports(tree).values()):
             for pipeline in sorted({pipeline_of(*builder) for builder in builders_in(tree)}):

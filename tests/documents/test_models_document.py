@@ -56,7 +56,8 @@ def test_every_published_model_is_a_model_of_its_own_pipeline(program: ModuleTyp
 def test_proofs_are_found_by_what_tests_build(program: ModuleType) -> None:
     found = program.proofs()
     assert "`models/test_gangs.py`" in found["ZImageModularPipeline"]
-    assert found["QwenImageLayeredModularPipeline"] == ("`models/test_layers.py`", "`models/test_picture_inputs.py`")
+    layered = ("`models/pictures/test_layers.py`", "`models/pictures/test_picture_inputs.py`")
+    assert found["QwenImageLayeredModularPipeline"] == layered
     assert "AnimaModularPipeline" not in found
     assert not any("test_start" in file for files in found.values() for file in files), "it compares with nothing"
 
