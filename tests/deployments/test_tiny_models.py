@@ -36,13 +36,9 @@ def request_of(folder: Path) -> MediaRequest:
     return defaults.request(size, prompt="a red circle", num_inference_steps=STEPS, seed=SEED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("names", "num_ranks"),
-    [
-        (("klein", "qwen"), 2),
-        pytest.param(("z-image", "sd3"), 2, marks=pytest.mark.slow),
-        pytest.param(("klein", "qwen"), 4, marks=pytest.mark.slow),
-    ],
+    ("names", "num_ranks"), [(("klein", "qwen"), 2), (("z-image", "sd3"), 2), (("klein", "qwen"), 4)]
 )
 def test_pictures_are_those_of_diffusers(
     names: tuple[str, ...], num_ranks: int, tmp_path: Path, ray_cluster: None

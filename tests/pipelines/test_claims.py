@@ -66,7 +66,7 @@ SUBJECTS = {
     "ltx": Subject(like=CLIPS["ltx from words"], staged=True),
     "hunyuan": Subject(like=CLIPS["hunyuan from words"], staged=True),
 }
-FAST = {("qwen", 2, "guidance"), ("qwen", 4, "hybrid"), ("hunyuan", 2, "pipeline")}
+FAST = {("qwen", 2, "guidance"), ("hunyuan", 2, "pipeline")}
 """Of these every run has the comparison and its control."""
 BROKEN: dict[str, tuple[str, Callable[..., Any]]] = {
     "hybrid": ("attention.ring.start_rotation", lambda x, axis: x.clone()),

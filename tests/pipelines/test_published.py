@@ -66,13 +66,15 @@ diffusers' transformer has for them. FLUX.3, Helios, Ideogram 4, Krea 2, Qwen-Im
 sizes that are the defaults of diffusers' classes. ERNIE-Image, Stable Diffusion 3 and XL are as in the
 ``config.json`` of theirs, as others quote it. Where no schedule was found, diffusers' defaults stand for it.
 """
+LONGEST = "stable-diffusion-3.5-medium"
+"""Outlined by diffusers alone, in many seconds."""
 
 
 def test_every_real_configuration_is_there() -> None:
     assert set(published_models()) == {*REAL, *NEWER}
 
 
-@pytest.mark.parametrize("name", NEWER)
+@pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.slow] * (one == LONGEST)) for one in NEWER])
 def test_newer_models_have_as_many_parameters_as_they_should(name: str) -> None:
     checkpoint = Checkpoint.of_configuration(name, "meta", "bfloat16")
     assert checkpoint.weights_bytes() == 2 * NEWER[name], "in bfloat16"

@@ -17,7 +17,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tiny_qwen.qwen(tmp_path_factory.mktemp("qwen")))
 
 
-@pytest.mark.parametrize("branches", [1, 2])
+@pytest.mark.parametrize("branches", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_floor_comes_before_the_times_and_counts_every_branch(folder: str, branches: int) -> None:
     sizes = ["--size", "96x96", "--tokens", "20", "--repeats", "2", "--branches", str(branches)]
     command = [sys.executable, "-m", "benchmarks.model_step", folder, *sizes, "--makers", "eager", "ours"]

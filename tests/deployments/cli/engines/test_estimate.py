@@ -109,6 +109,7 @@ CLASSES = dict(
 )
 
 
+@pytest.mark.slow
 def test_a_model_whose_tokens_are_not_divided_is_given_no_such_way() -> None:
     alone = document("--model", "stable-diffusion-3.5-medium", "--ranks", "1", "--machine", "h200")
     assert [one["strategy"] for one in alone["candidates"]] == ["single"]

@@ -83,6 +83,7 @@ class RecordingEngine:
     """An engine of one rank that notes what it is asked to prepare: tokens, and ranks."""
 
     team_sizes = (1,)
+    estimates = None
 
     def __init__(self) -> None:
         self.warmed: list[tuple[int, tuple[int, ...]]] = []

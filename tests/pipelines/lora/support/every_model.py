@@ -87,7 +87,7 @@ def loading(name: str, make: Callable[[], Any]) -> World:
 ALONE = {"true_cfg_scale": 1.0}
 MODELS = {
     "flux 2 dev": Model(make=tiny_pictures.flux2_dev, is_long=True),
-    "qwen edit": Model(make=tiny_qwen.qwen_edit, num_pictures=1, world=small_pictures),
+    "qwen edit": Model(make=tiny_qwen.qwen_edit, num_pictures=1, world=small_pictures, is_long=True),
     "qwen edit plus": Model(make=tiny_qwen.qwen_edit_plus, num_pictures=1, world=small_pictures, is_long=True),
     "qwen 2.1": Model(
         make=tiny_qwen.qwen21,
@@ -97,7 +97,7 @@ MODELS = {
     "sd 3": Model(make=tiny_others.sd3),
     "sd 3.5 medium": Model(make=tiny_others.sd35_medium, divided=None, is_long=True),
     "sdxl": Model(make=tiny_unknown.sdxl, divided=None),
-    "krea 2": Model(make=tiny_others.krea2),
+    "krea 2": Model(make=tiny_others.krea2, is_long=True),
     "ernie": Model(make=tiny_others.ernie_image),
     "ideogram 4": Model(make=tiny_unknown.ideogram4, divided=None, changes={"num_inference_steps": 48}, is_long=True),
     "flux 3": Model(
@@ -105,6 +105,7 @@ MODELS = {
         reference=as_given,
         world=loading(tiny_flux3.LOAD_PROCESSOR, tiny_flux3.Flux3Processor),
         changes=ALONE,
+        is_long=True,
     ),
     "ltx": Model(make=tiny_ltx.ltx, reference=own_clips.timed_blocks, num_latent_frames=2),
     "ltx 2": Model(
@@ -120,6 +121,7 @@ MODELS = {
         sides=(2, 3),
         num_latent_frames=120,
         world=loading(tiny_minimax.LOAD_PROCESSOR, tiny_minimax.MiniMaxProcessor),
+        is_long=True,
     ),
     "cosmos 3": Model(make=tiny_cosmos.cosmos, reference=own_clips.guided_blocks, num_latent_frames=3),
 }

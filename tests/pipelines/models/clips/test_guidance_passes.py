@@ -56,7 +56,8 @@ def test_clip_and_sound_equal_diffusers(num_ranks: int, strategy: str, folder: P
         assert num_forwards == CASES[num_ranks, strategy] * request.num_inference_steps
 
 
-@pytest.mark.parametrize("num_ranks", [4, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [3, 4])
 def test_without_the_exchange_they_do_not(num_ranks: int, folder: Path, expected: Latents) -> None:
     for latents in gang(num_ranks).run(without_exchange, folder, CLIP.request(folder), f"guidance{num_ranks}"):
         assert largest_difference(latents, expected) > 10 * TOLERANCE

@@ -112,7 +112,7 @@ def test_latents_equal_the_pipelines_own(folder: Path, num_ranks: int, scale: fl
     ("num_ranks", "scale", "pictures"),
     [
         (1, 1.0, TWO),
-        (4, 1.0, TWO),
+        pytest.param(4, 1.0, TWO, marks=pytest.mark.slow),
         pytest.param(2, 1.0, TWO, marks=pytest.mark.slow),
         pytest.param(2, 3.0, TWO[:1], marks=pytest.mark.slow),
         pytest.param(4, 3.0, TWO[:1], marks=pytest.mark.slow),
