@@ -79,6 +79,7 @@ def test_features_divide_by_the_usual_degrees(name: str) -> None:
             ParallelSpec(tensor=degree).check(num_heads=model.num_heads, features=split_features(module, model.plan))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WHOLE)
 def test_others_have_nothing_to_divide(name: str) -> None:
     assert not model_of(name).plan.shards

@@ -142,6 +142,7 @@ def test_a_check_that_does_not_end_is_stopped(
     assert "stopped after 1 s" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_without_a_gpu_all_is_said_and_nothing_is_timed(archive: Path, tmp_path: Path) -> None:
     options = ["--limit-s", "100", "--sites", str(tmp_path / "sites"), "--stages", "peers_of_one"]
     command = [sys.executable, "-m", "benchmarks.peers.run", str(tmp_path / "out"), str(archive), *options]

@@ -164,7 +164,7 @@ def test_all_captions_of_training_are_derived_by_its_grammar() -> None:
         assert all(PLAIN.derives(make(scene_of(rng), rng)) for _ in range(400))  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
 def test_training_cannot_say_what_evaluation_asks_for_in_templates_that_it_never_shows(seed: int) -> None:
     for prompts in (held_out_prompts, held_out_motion_prompts):
         texts = {name: [text for _, text in prompts(240, seed, name)] for name in ("plain", "free", "unseen", "fresh")}
