@@ -59,8 +59,12 @@ MODULAR = "ModularPipeline"
 
 
 def text() -> str:
-    pipelines = table(COLUMNS, filter(None, map(row, names())))
-    return HEAD + pipelines + PUBLISHED_HEAD + table(MODEL_COLUMNS, map(model_row, published_models()))
+    return pipelines_text() + table(MODEL_COLUMNS, map(model_row, published_models()))
+
+
+def pipelines_text() -> str:
+    """Returns all but the table of published models, whose weights take long to count."""
+    return HEAD + table(COLUMNS, filter(None, map(row, names()))) + PUBLISHED_HEAD
 
 
 def table(columns: tuple[str, ...], rows: Iterable[Any]) -> str:

@@ -29,6 +29,14 @@ def program() -> Iterator[ModuleType]:
         yield importlib.import_module("models_document")
 
 
+def test_its_pipelines_are_up_to_date_and_its_models_are_all_there(program: ModuleType) -> None:
+    written = DOCUMENT.read_text()
+    assert written.startswith(program.pipelines_text()), "run PYTHONPATH=. python .ci/models_document.py"
+    models = written.removeprefix(program.pipelines_text()).splitlines()[2:]
+    assert [line.split(" | ")[0].strip("| `") for line in models] == list(published_models())
+
+
+@pytest.mark.slow
 def test_it_is_up_to_date(program: ModuleType) -> None:
     assert DOCUMENT.read_text() == program.text(), "run PYTHONPATH=. python .ci/models_document.py"
 

@@ -79,6 +79,7 @@ def test_jobs_in_turns_equal_diffusers(name: str, num_ranks: int, written: Calla
 
 
 @pytest.mark.parametrize("name", [name for name, model in MODELS.items() if not model.is_long])
+@pytest.mark.slow
 def test_one_that_is_always_there_equals_diffusers(name: str, written: Callable[[str], Written]) -> None:
     here = written(name)
     (latents,) = painted(name, here.folder, (LoraSource(path=str(here.adapter), scale=SCALE),), (NONE,))
