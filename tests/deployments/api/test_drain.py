@@ -100,11 +100,14 @@ async def test_what_takes_too_long_is_told(
     assert len(studio.closed) == 1, "the job was stopped"
 
 
-async def test_watchers_go_at_once_and_clips_are_queued_again(studio: FakeStudio, clips: Clips, tmp_path: Path) -> None:
+async def test_watchers_go_at_once_and_clips_are_queued_again(
+    studio: FakeStudio, clips: Clips, tmp_path: Path, first_bytes: asyncio.Event
+) -> None:
     async with draining(studio, clips, tmp_path) as (client, drain):
         video = (await client.post("/v1/videos", json={"prompt": "a"})).json()
+        first_bytes.clear()
         watching = asyncio.create_task(client.get(f"/v1/videos/{video['id']}/events"))
-        await until(lambda: studio.performed)
+        await until(lambda: first_bytes.is_set() and studio.performed)
         ending = asyncio.create_task(drain.finish(grace_s=3600))
         assert sse((await watching).text)[-1][1]["error"]["code"] == "server_stopping"
         await clips.stop()
