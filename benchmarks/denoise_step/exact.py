@@ -108,7 +108,7 @@ def main() -> None:
             with patch.object(choose, "PARTS_FROM_TOKENS", 1) if config.peer_memory else nullcontext():  # as long steps
                 found = errors_of(config, module, inputs, exact)
         except Exception:
-            document["results"].append({"strategy": label, "failure": traceback.format_exc()[-300:]})
+            document["results"].append({"strategy": label, "error": traceback.format_exc()[-300:]})
             print(f"rank {rank}, {label}: failed\n{traceback.format_exc()[-1500:]}", flush=True)
             continue
         results = [result_of(label, key, error, base) for key, error in found.items()]
@@ -128,13 +128,14 @@ def result_of(label: str, case: tuple[str, int], error: float, base: dict[str, f
     """One line of the table; in float32 the module itself is exact, and nothing is compared with it."""
     length, num_ranks = case
     ratio = round(error / base[length], 4) if base[length] > 1e-6 else 1.0
-    return {"strategy": label, "num_ranks": num_ranks, "length": length, "error": float(f"{error:.3e}"), "ratio": ratio}
+    said = {"strategy": label, "num_ranks": num_ranks, "length": length}
+    return said | {"relative_error": float(f"{error:.3e}"), "ratio": ratio}
 
 
 def line_of(result: dict[str, Any]) -> str:
     verdict = "ok" if result["ratio"] <= ALLOWED else "TOO FAR"
     return (
-        f"{result['strategy']:32} w{result['num_ranks']} {result['length']:7} error {result['error']:.3e} "
+        f"{result['strategy']:32} w{result['num_ranks']} {result['length']:7} error {result['relative_error']:.3e} "
         f"= {result['ratio']:.3f} x module: {verdict}"
     )
 

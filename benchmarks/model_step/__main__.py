@@ -122,7 +122,7 @@ def attempted(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return run()
     except Exception:
         torch.cuda.empty_cache()
-        return {"failed": traceback.format_exc()[-MOST_SAID:]}
+        return {"error": traceback.format_exc()[-MOST_SAID:]}
 
 
 def diffusers(model: PublishedModel, reference: Tensor, world: int, repeats: int) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def diffusers(model: PublishedModel, reference: Tensor, world: int, repeats: int
     try:
         with torch.inference_mode():
             error = relative_difference(model.call(), reference)
-            return {**timed(model.call, repeats), "error": float(f"{error:.2e}")}
+            return {**timed(model.call, repeats), "relative_error": float(f"{error:.2e}")}
     finally:
         for part in model.module.modules():
             part._compiled_call_impl = None
@@ -149,7 +149,7 @@ def peer_times(model: PublishedModel, reference: Tensor, maker: str, repeats: in
     step = peer_of(model, maker)
     error = relative_difference(step(), reference)
     assert error < MAX_ERROR, f"wrong answer: relative error {error:.3f}"
-    return {**timed(step, repeats), "error": float(f"{error:.2e}")}
+    return {**timed(step, repeats), "relative_error": float(f"{error:.2e}")}
 
 
 def ours(
@@ -172,7 +172,7 @@ def ours(
     if arguments.profile and not (dist.is_initialized() and dist.get_rank()):
         profiled(model.name, step)
     engine.close()
-    return {**times, "error": float(f"{error:.2e}")}
+    return {**times, "relative_error": float(f"{error:.2e}")}
 
 
 def timed(step: Callable[[], object], repeats: int) -> dict[str, Any]:

@@ -57,9 +57,9 @@ def vllm_omni() -> str:
     """vLLM-Omni's transformer, and vLLM's compiled normalization."""
     import torch
 
-    from benchmarks.models.making import without_init
+    from benchmarks.peers.vllm_omni import make_importable
 
-    without_init("vllm_omni")
+    make_importable()
     importlib.import_module("vllm_omni.diffusion.models.flux.flux_transformer")
     from vllm.platforms import current_platform
     from vllm_omni.platforms import current_omni_platform

@@ -7,9 +7,11 @@ this model has tensor parallelism. So the plan is ours; hooks, attention, exchan
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -117,6 +119,15 @@ def _cut_sequence(transformer: Any, world: int) -> None:
     apply_sequence_parallel(transformer, SequenceParallelConfig(ulysses_degree=world), plan)
 
 
+def make_importable() -> None:
+    """Before the first of its modules is imported. Its ``__init__`` changes a language model's engine: none is needed
+    here. Nor is the FlashAttention of language models, which is not packed but imported on the way: models of pictures
+    call fa3-fwd."""
+    without_init("vllm_omni")
+    library = "vllm.vllm_flash_attn._vllm_fa2_C"
+    sys.modules.setdefault(library, ModuleType(library))
+
+
 @cache
 def begin(dtype: torch.dtype, precision: Precision, tensor: int = 1) -> Any:
     """Returns its configuration, with groups and contexts as its worker makes them; the contexts stay open.
@@ -124,7 +135,7 @@ def begin(dtype: torch.dtype, precision: Precision, tensor: int = 1) -> Any:
     Ranks that do not split by tensor parallelism split by Ulysses. Another configuration needs a process of its own.
     """
     allowed: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
-    without_init("vllm_omni")  # which changes a language model's engine and configurations: none is needed here
+    make_importable()
     if not torch.cuda.is_available():
         _serve_cpu()
     from vllm.config import set_current_vllm_config

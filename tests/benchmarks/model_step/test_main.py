@@ -30,4 +30,4 @@ def test_the_floor_comes_before_the_times_and_counts_every_branch(folder: str, b
     document = json.loads(last)
     assert document["results"] == [json.loads(line) for line in results]
     assert document["results"][1]["branches"] == branches
-    assert document["results"][1]["error"] < 1e-5
+    assert document["results"][1]["relative_error"] < 1e-5
