@@ -28,7 +28,7 @@ from benchmarks.timing import measure
 from engines.core.layout import Rows
 from engines.parallel.attention.local import cuda_flash, plain_attention, take_rows
 from engines.parallel.self_check import relative_difference
-from engines.torch_engine.exchange.heads import Attend, attend_tokens_first, local_attention, without_lse
+from engines.torch_engine.exchange.heads import Attend, attend_tokens_first, cudnn_out, local_attention, without_lse
 
 SHAPES = ((4608, 24), (4608, 12), (4608, 6), (16896, 24), (16896, 12), (16896, 6))
 """Tokens and heads of one rank: 1024² and 2048², on 1, 2 and 4 ranks."""
@@ -42,11 +42,10 @@ LARGEST_ERROR = 0.02
 
 
 def kernels(device: torch.device, dtype: torch.dtype) -> dict[str, Attend]:
-    """The choices on a device by name; the first is what steps run."""
-    own = local_attention(device, dtype)
+    """The choices on a device by name."""
     if device.type != "cuda":
-        return {"flash": own, "plain": without_lse(plain_attention)}
-    found = {"cuDNN": own, "FlashAttention-2": without_lse(cuda_flash)}
+        return {"flash": local_attention(device, dtype), "plain": without_lse(plain_attention)}
+    found = {"cuDNN": cudnn_out, "FlashAttention-2": without_lse(cuda_flash)}
     try:
         return {**found, "FlashAttention-3": flash_attention_3()}
     except ImportError as error:

@@ -103,10 +103,11 @@ def main() -> None:
         for name, some in inputs.items()
     }
     document: dict[str, Any] = {"module_error": base, "worst_ratio": 0.0, "results": []}
-    for label, config in makers(on_gpu).items():
+    for label, options in makers(on_gpu).items():
+        by_memory = options.get("options") is not THROUGH_NCCL
         try:
-            with patch.object(choose, "PARTS_FROM_TOKENS", 1) if config.peer_memory else nullcontext():  # as long steps
-                found = errors_of(config, module, inputs, exact)
+            with patch.object(choose, "PARTS_FROM_TOKENS", 1) if by_memory else nullcontext():  # as long steps
+                found = errors_of(options, module, inputs, exact)
         except Exception:
             document["results"].append({"strategy": label, "error": traceback.format_exc()[-300:]})
             print(f"rank {rank}, {label}: failed\n{traceback.format_exc()[-1500:]}", flush=True)

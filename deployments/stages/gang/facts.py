@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 
 from deployments.config import ModelConfig
 from deployments.names import own_version
@@ -13,5 +14,9 @@ def model_facts(model: ModelConfig) -> dict[str, str]:
 
 
 def software_facts() -> dict[str, str]:
-    names = ("torch", "diffusers")
-    return {"troupe": own_version(), **{name: version(name) for name in names}}
+    """Versions, of optional packages that steps call where they are installed as well."""
+    facts = {"troupe": own_version(), **{name: version(name) for name in ("torch", "diffusers")}}
+    for name in ("fa3-fwd",):
+        with suppress(PackageNotFoundError):
+            facts[name] = version(name)
+    return facts

@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engines.core.kernel import Kernel, Prefix
 from engines.core.layout import Rows
+from engines.parallel.attention.flash3 import with_flash3
 
 _aten = torch.ops.aten
 
@@ -22,9 +23,9 @@ no key is left; float16 has nothing lower."""
 def local_kernel(device: torch.device | str, dtype: torch.dtype) -> Kernel:
     """The kernel for a device type and dtype, chosen once.
 
-    CPU: flash. CUDA in half precision: cuDNN, or FlashAttention-2 where cuDNN has no kernel; in float32: the
-    memory-efficient kernel, the only fused one that takes it. Other devices: plain attention in float32. All take
-    grouped key heads, a mask and a prefix.
+    CPU: flash. CUDA in half precision: cuDNN, or FlashAttention-2 where cuDNN has no kernel; in bfloat16
+    FlashAttention-3 where it is installed and runs; in float32: the memory-efficient kernel, the only fused one that
+    takes it. Other devices: plain attention in float32. All take grouped key heads, a mask and a prefix.
     """
     return _kernel_for(torch.device(device).type, dtype)
 
@@ -37,7 +38,8 @@ def _kernel_for(device_type: str, dtype: torch.dtype) -> Kernel:
         return plain_attention
     if dtype == torch.float32:
         return cuda_efficient
-    return cudnn_flash if _cudnn_runs() else cuda_flash
+    fused = cudnn_flash if _cudnn_runs() else cuda_flash
+    return with_flash3(fused) if dtype == torch.bfloat16 else fused
 
 
 def plain_attention(

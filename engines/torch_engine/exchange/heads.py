@@ -123,7 +123,7 @@ def attend_tokens_first(attend: Attend, qkv_LB3HD: Tensor) -> Tensor:
 def local_attention(device: torch.device, dtype: torch.dtype, key_rows: TokenRows | None = None) -> Attend:
     """Returns the fastest local attention without log-sum-exp, over the given rows of the keys (None: all)."""
     kernel = local_kernel(device, dtype)
-    attend = _cudnn_out if kernel is cudnn_flash else without_lse(kernel)
+    attend = cudnn_out if kernel is cudnn_flash else without_lse(kernel)
     if key_rows is None:
         return attend
     return lambda q_BLHD, k_BMHD, v_BMHD: attend(q_BLHD, take_rows(k_BMHD, key_rows), take_rows(v_BMHD, key_rows))
@@ -138,7 +138,8 @@ def _by_token(qkv_R3HD: Tensor, batch: int) -> Tensor:
     return qkv_R3HD.view(-1, batch, *qkv_R3HD.shape[1:])
 
 
-def _cudnn_out(q_BLHD: Tensor, k_BMHD: Tensor, v_BMHD: Tensor) -> Tensor:
+def cudnn_out(q_BLHD: Tensor, k_BMHD: Tensor, v_BMHD: Tensor) -> Tensor:
+    """cuDNN's attention, which is faster if it does not write the log-sum-exp."""
     q_BHLD, k_BHMD, v_BHMD = (x.transpose(1, 2) for x in (q_BLHD, k_BMHD, v_BMHD))
     out_BHLD: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(q_BHLD, k_BHMD, v_BHMD, None, False)[0]
     return out_BHLD.transpose(1, 2)

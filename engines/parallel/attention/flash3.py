@@ -1,0 +1,81 @@
+"""FlashAttention-3 on Hopper GPUs (Shah et al. 2024, arXiv:2407.08608), of fa3-fwd where that is installed."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engines.core.kernel import Kernel, Prefix
+
+logger = logging.getLogger(__name__)
+
+MODULE = "fa3_fwd_interface"
+"""Of fa3-fwd: forward only, bfloat16 only."""
+HOPPER = (9, 0)
+HEAD_DIMS = (64, 96, 128, 192, 256)
+"""Those that FlashAttention-3 knows; a package may be built with fewer."""
+LARGEST_ERROR = 0.02
+"""Between two kernels in bfloat16, relative."""
+
+
+def with_flash3(otherwise: Kernel, device: torch.device | str = "cuda") -> Kernel:
+    """Returns a kernel for bfloat16 that is FlashAttention-3 for heads that the package has, and ``otherwise`` for
+    other heads and wherever there is a mask or a prefix.
+
+    It is ``otherwise`` itself where the package is missing, cannot be loaded or gives other answers, which is logged,
+    or the GPU is none that it was made for.
+    """
+    attend = _installed(torch.device(device))
+    dims = frozenset(dim for dim in HEAD_DIMS if attend is not None and _agrees(attend, otherwise, dim, device))
+    if attend is None or not dims:
+        return otherwise
+
+    def flash3(
+        q_BLHD: Tensor,
+        k_BMGD: Tensor,
+        v_BMGD: Tensor,
+        /,
+        *,
+        mask_BM: Tensor | None = None,
+        prefix: Prefix | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        if mask_BM is not None or prefix is not None or q_BLHD.shape[-1] not in dims:
+            return otherwise(q_BLHD, k_BMGD, v_BMGD, mask_BM=mask_BM, prefix=prefix)
+        out_BLHD, lse_BHL = attend(q_BLHD, k_BMGD, v_BMGD, return_attn_probs=True)
+        return out_BLHD, lse_BHL
+
+    return flash3
+
+
+def _installed(device: torch.device) -> Any:
+    """The package's function; None without it, or if it cannot be used."""
+    if find_spec(MODULE) is None or (device.type == "cuda" and torch.cuda.get_device_capability(device) != HOPPER):
+        return None
+    try:
+        return importlib.import_module(MODULE).flash_attn_func
+    except (ImportError, OSError) as error:  # a library for another PyTorch
+        logger.warning("FlashAttention-3 is installed but cannot be loaded, so it is not used: %s", error)
+        return None
+
+
+def _agrees(attend: Any, otherwise: Kernel, dim: int, device: torch.device | str) -> bool:
+    """Whether the package takes heads of this dim and answers as the other kernel does."""
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(1, rows, 2, dim, generator=generator).to(device, torch.bfloat16) for rows in (96, 160, 160)]
+    try:
+        found = attend(*given, return_attn_probs=True)
+    except RuntimeError:  # not among those that it was built for
+        return False
+    for name, mine, theirs in zip(("answer", "log-sum-exp"), found, otherwise(*given), strict=True):
+        error = ((mine.float() - theirs.float()).norm() / theirs.float().norm()).item()
+        if not error <= LARGEST_ERROR:
+            logger.warning(
+                "FlashAttention-3's %s is wrong for heads of %d, so it is not used there: %s", name, dim, error
+            )
+            return False
+    return True
