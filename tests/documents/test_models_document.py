@@ -30,9 +30,9 @@ def program() -> Iterator[ModuleType]:
 
 
 def test_its_pipelines_are_up_to_date_and_its_models_are_all_there(program: ModuleType) -> None:
-    written = DOCUMENT.read_text()
-    assert written.startswith(program.pipelines_text()), "run PYTHONPATH=. python .ci/models_document.py"
-    models = written.removeprefix(program.pipelines_text()).splitlines()[2:]
+    written, pipelines = DOCUMENT.read_text(), program.pipelines_text()
+    assert written.startswith(pipelines), "run PYTHONPATH=. python .ci/models_document.py"
+    models = written.removeprefix(pipelines).splitlines()[2:]
     assert [line.split(" | ")[0].strip("| `") for line in models] == list(published_models())
 
 

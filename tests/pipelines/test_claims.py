@@ -47,10 +47,9 @@ class Subject:
         return () if isinstance(self.like, Case) else self.like.images(request)
 
     def own(self, folder: Path) -> Latents:
-        request = self.request(folder)
         if isinstance(self.like, Case):
-            return {"latents": own_latents(folder, request)}
-        return self.like.reference(folder, request, self.images(request))
+            return {"latents": own_latents(folder, self.request(folder))}
+        return self.like.own(folder)
 
 
 SUBJECTS = {

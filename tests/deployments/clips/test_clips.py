@@ -15,9 +15,8 @@ import pytest
 from deployments.clips.records import ClipRecord
 from deployments.studio.interface import ModelUnavailableError
 from engines.gang.errors import GangBrokenError, QueueFullError
-from pipelines.request import MediaRequest
 from tests.deployments.clips.support.runs import REQUEST, ended, running, started, the
-from tests.deployments.support.fake_studio import FakeStudio, clip
+from tests.deployments.support.fake_studio import FailingStudio, FakeStudio, clip
 from tests.support.patience import PATIENCE_S
 
 
@@ -38,7 +37,7 @@ async def test_stop_and_start_again(tmp_path: Path, database_url: str) -> None:
 KILLED = """
     import asyncio, os, pathlib, sys
     sys.path.insert(0, {root!r})
-    from tests.deployments.support.fake_studio import FakeStudio
+    from tests.deployments.support.fake_studio import FailingStudio, FakeStudio
     from tests.deployments.clips.support.runs import REQUEST, running
 
     def die(request, step):
@@ -69,31 +68,18 @@ async def test_kill_9_in_the_middle_of_a_clip(tmp_path: Path, clock: SimpleNames
         assert (await clips.file(record.id, "video")).read_bytes() == clip(REQUEST)
 
 
-class Failing(FakeStudio):
-    """Raises each of ``failures`` once, then works."""
-
-    def __init__(self, *failures: Exception) -> None:
-        super().__init__()
-        self.failures = list(failures)
-        self.before = self.fail
-
-    def fail(self, request: MediaRequest) -> None:
-        if self.failures:
-            raise self.failures.pop(0)
-
-
 async def outcome(studio: FakeStudio, folder: Path) -> ClipRecord:
     async with running(studio, folder) as clips:
         return await ended(clips, (await clips.submit(REQUEST, "1")).id)
 
 
 async def test_tried_again_after_a_passing_failure(tmp_path: Path) -> None:
-    record = await outcome(Failing(RuntimeError("x"), QueueFullError(9, 0.05), OSError("y")), tmp_path)
+    record = await outcome(FailingStudio(RuntimeError("x"), QueueFullError(9, 0.05), OSError("y")), tmp_path)
     assert (record.status, record.attempts, record.error) == ("completed", 3, None)
 
 
 async def test_a_deployment_that_is_away_is_no_attempt(tmp_path: Path) -> None:
-    record = await outcome(Failing(*[ModelUnavailableError("no denoiser took it", 0.02)] * 5), tmp_path)
+    record = await outcome(FailingStudio(*[ModelUnavailableError("no denoiser took it", 0.02)] * 5), tmp_path)
     assert (record.status, record.attempts) == ("completed", 1)
 
 
@@ -106,7 +92,7 @@ async def test_a_deployment_that_is_away_is_no_attempt(tmp_path: Path) -> None:
     ],
 )
 async def test_given_up(tmp_path: Path, failures: list[Exception], code: str, attempts: int, message: str) -> None:
-    record = await outcome(Failing(*failures), tmp_path)
+    record = await outcome(FailingStudio(*failures), tmp_path)
     assert (record.status, record.error.code, record.attempts) == ("failed", code, attempts)
     assert message in record.error.message
     assert "secret" not in record.error.message

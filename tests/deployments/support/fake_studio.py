@@ -188,3 +188,16 @@ def clip(request: MediaRequest) -> bytes:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame_HWC, format="rgb24")))
         container.mux(stream.encode())
     return file.getvalue()
+
+
+class FailingStudio(FakeStudio):
+    """Raises each of ``failures`` once, as a gang that does not take the request, then works."""
+
+    def __init__(self, *failures: Exception) -> None:
+        super().__init__()
+        self.failures = list(failures)
+        self.before = self.fail
+
+    def fail(self, request: MediaRequest) -> None:
+        if self.failures:
+            raise self.failures.pop(0)

@@ -65,11 +65,6 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Path]:
-    return cache(lambda make: make(tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture(scope="module")
 def own(folders: Callable[[Any], Path]) -> Callable[[str], Tensor]:
     """The latents of the pipeline's own call."""
     return cache(

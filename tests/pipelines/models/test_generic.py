@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -40,11 +39,6 @@ WHOLE = {
     "lists": Case(make=tiny_models.z_image),
     "lists and guidance": Case(make=tiny_models.z_image, changes={"true_cfg_scale": 3.0}),
 }
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], Path]:
-    return cache(lambda make: make(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture(autouse=True)

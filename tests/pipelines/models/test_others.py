@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +27,6 @@ ALONE = {
     "sd 3.5 medium": Case(make=tiny_others.sd35_medium),
     "ernie without guidance": Case(make=tiny_others.ernie_image, changes={"true_cfg_scale": 1.0}),
 }
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], Path]:
-    return cache(lambda make: make(tmp_path_factory.mktemp("model")))
 
 
 @pytest.mark.parametrize("name", ALONE)

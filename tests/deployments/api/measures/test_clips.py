@@ -18,25 +18,12 @@ from tests.deployments.api.routes.test_images import sse
 from tests.deployments.api.routes.test_videos import finished, make, progress_of
 from tests.deployments.api.test_disconnect import until
 from tests.deployments.api.test_errors import error_of
-from tests.deployments.support.fake_studio import DECODE_S, ETA_S, GPU_S, STEPS_S, FakeStudio
+from tests.deployments.support.fake_studio import DECODE_S, ETA_S, GPU_S, STEPS_S, FailingStudio, FakeStudio
 
 CREATE, SYNC = "/v1/videos", "/v1/videos/sync"
 LATE = TooLateError(3, 7.2, 16.2, "deadline_s", 9.0)
 LONG_WAIT = TooLateError(3, 0.02, 16.2, "the longest wait, max_wait_s,", 9.0)
 FULL = QueueFullError(3, 7.2)
-
-
-class Refusing(FakeStudio):
-    """Raises each of ``failures`` once, as a gang that does not take the request, then works."""
-
-    def __init__(self, *failures: Exception) -> None:
-        super().__init__()
-        self.failures = list(failures)
-        self.before = self.fail
-
-    def fail(self, request: MediaRequest) -> None:
-        if self.failures:
-            raise self.failures.pop(0)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +40,7 @@ class Refusing(FakeStudio):
 async def test_what_a_gang_does_not_take_is_refused_at_once(
     tmp_path: Path, path: str, deadline_s: float | None, failure: QueueFullError, code: str
 ) -> None:
-    studio = Refusing(failure)
+    studio = FailingStudio(failure)
     async with client_of(build(studio, tmp_path)) as client:
         answer = await client.post(path, json={"prompt": "a", "deadline_s": deadline_s})
         error = error_of(answer, 429)
@@ -68,14 +55,14 @@ async def test_what_a_gang_does_not_take_is_refused_at_once(
 
 async def test_a_deadline_that_could_never_be_met(tmp_path: Path) -> None:
     message = "deadline_s is 1, and the steps alone take 2 s"
-    async with client_of(build(Refusing(ValueError(message)), tmp_path)) as client:
+    async with client_of(build(FailingStudio(ValueError(message)), tmp_path)) as client:
         answer = await client.post(CREATE, json={"prompt": "a", "deadline_s": 1})
         assert error_of(answer, 400)["message"] == message
 
 
 @pytest.mark.parametrize("failure", [LONG_WAIT, QueueFullError(3, 0.02)])
 async def test_a_clip_without_a_deadline_waits_on_the_disk(tmp_path: Path, failure: QueueFullError) -> None:
-    studio = Refusing(failure, failure)
+    studio = FailingStudio(failure, failure)
     async with client_of(build(studio, tmp_path)) as client:
         clip = await finished(client, (await make(client))["id"])
         assert (clip["status"], len(studio.performed)) == ("completed", 3)

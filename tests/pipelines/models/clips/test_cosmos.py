@@ -58,18 +58,8 @@ CLIPS = {
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], Path]:
-    return cache(lambda make: make(tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture(scope="module")
 def expected(folders: Callable[[Any], Path]) -> Callable[[str], Latents]:
-    def of(name: str) -> Latents:
-        case = CLIPS[name]
-        request = case.request(folders(case.make))
-        return case.reference(folders(case.make), request, case.images(request))
-
-    return cache(of)
+    return cache(lambda name: CLIPS[name].own(folders(CLIPS[name].make)))
 
 
 @pytest.fixture(scope="module")

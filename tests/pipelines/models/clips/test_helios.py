@@ -62,11 +62,6 @@ ALL = [SOME, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], Path]:
-    return cache(lambda make: make(tmp_path_factory.mktemp("helios")))
-
-
-@pytest.fixture(scope="module")
 def expected(folders: Callable[[Any], Path]) -> Callable[[str], Tensor]:
     def of(name: str) -> Tensor:
         folder, request = folders(CASES[name].make), CASES[name].request(folders(CASES[name].make))

@@ -79,18 +79,8 @@ CLIPS = {
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], Path]:
-    return cache(lambda make: make(tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture(scope="module")
 def expected(folders: Callable[[Any], Path]) -> Callable[[str], Latents]:
-    def of(name: str) -> Latents:
-        clip = CLIPS[name]
-        request = clip.request(folders(clip.make))
-        return clip.reference(folders(clip.make), request, clip.images(request))
-
-    return cache(of)
+    return cache(lambda name: CLIPS[name].own(folders(CLIPS[name].make)))
 
 
 def largest_difference(latents: Latents, expected: Latents) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +39,6 @@ CASES = {
     "with a picture to look at": replace(MASKED, pictures=(SIZE, (70, 85))),
     "base": replace(MASKED, make=tiny_pictures.flux2_klein_base, num_steps=3),
 }
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], Path]:
-    return cache(lambda make: make(tmp_path_factory.mktemp("model")))
 
 
 def expected_of(case: PictureCase, folder: Path, mask: Image) -> Tensor:

@@ -50,11 +50,6 @@ STRATEGIES = {
 }
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], Path]:
-    return cache(lambda make: make(tmp_path_factory.mktemp("flux3")))
-
-
 def loaded(folder: Path) -> Pipeline:
     checkpoint = Checkpoint(folder)
     with patch(LOAD_PROCESSOR, lambda *_, **__: Flux3Processor()):

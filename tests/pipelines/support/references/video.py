@@ -53,6 +53,11 @@ class Clip:
         """Of the clip's size, all different."""
         return tuple(picture(request.width, request.height, seed) for seed in range(self.num_pictures))
 
+    def own(self, folder: Path) -> Latents:
+        """What diffusers alone makes of it."""
+        request = self.request(folder)
+        return self.reference(folder, request, self.images(request))
+
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:
     """A smooth one, so that scaling it is no matter of chance."""

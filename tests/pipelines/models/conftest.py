@@ -1,0 +1,16 @@
+"""Checkpoints that the tests of a file share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], Path]:
+    """The folder that a builder of a tiny checkpoint wrote to, once."""
+    return cache(lambda make: make(tmp_path_factory.mktemp("model")))
