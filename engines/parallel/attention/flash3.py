@@ -73,8 +73,8 @@ def _agrees(attend: Any, otherwise: Kernel, dim: int, device: torch.device | str
         logger.info("FlashAttention-3 is not used for heads of %d: %s", dim, error)
         return False
     for name, mine, theirs in zip(("answer", "log-sum-exp"), found, otherwise(*given), strict=True):
-        error = ((mine.float() - theirs.float()).norm() / theirs.float().norm()).item()
-        if not error <= LARGEST_ERROR:
-            logger.warning("FlashAttention-3's %s for heads of %d is wrong, so it is not used: %s", name, dim, error)
+        difference = ((mine.float() - theirs.float()).norm() / theirs.float().norm()).item()
+        if not difference <= LARGEST_ERROR:
+            logger.warning("FlashAttention-3's %s for heads of %d is wrong, so it is not used: %s", name, dim, difference)
             return False
     return True
