@@ -75,6 +75,6 @@ def _agrees(attend: Any, otherwise: Kernel, dim: int, device: torch.device | str
     for name, mine, theirs in zip(("answer", "log-sum-exp"), found, otherwise(*given), strict=True):
         difference = ((mine.float() - theirs.float()).norm() / theirs.float().norm()).item()
         if not difference <= LARGEST_ERROR:
-            logger.warning("FlashAttention-3's %s for heads of %d is wrong, so it is not used: %s", name, dim, difference)
+            logger.warning("FlashAttention-3's %s for heads of %d is wrong, it is not used: %s", name, dim, difference)
             return False
     return True
