@@ -131,7 +131,8 @@ MODELS = tuple(
         module="benchmarks.model_step", gpus=ONE, limit_s=150,
     )
     for name, model, *options in (
-        ("klein", "FLUX.2-klein-4B"), ("z_image", "Z-Image-Turbo"), ("qwen", "Qwen-Image", "--branches", "2")
+        ("klein", "FLUX.2-klein-4B"), ("z_image", "Z-Image-Turbo"), ("qwen", "Qwen-Image", "--branches", "2"),
+        ("wan", "Wan2.2-I2V-A14B", "--repeats", "3"),
     )
 )  # fmt: skip
 """Other models, each in one process, maker by maker."""

@@ -1,4 +1,4 @@
-"""SGLang's and vLLM-Omni's transformers of FLUX.2, Z-Image and Qwen-Image on published weights, on one GPU."""
+"""SGLang's and vLLM-Omni's transformers of FLUX.2, Z-Image, Qwen-Image and Wan as published, on one GPU."""
 
 from __future__ import annotations
 
@@ -91,15 +91,20 @@ def _omni_qwen(transformer: Any, own: Mapping[str, Any]) -> Call:
     return lambda: transformer(**own, txt_seq_lens=lengths).sample
 
 
+def _omni_wan(transformer: Any, own: Mapping[str, Any]) -> Call:
+    return lambda: transformer(**own, return_dict=False)[0]
+
+
 def _omni_z_image(transformer: Any, own: Mapping[str, Any]) -> Call:
     return lambda: transformer(own["x"], own["t"], own["cap_feats"])[0]
 
 
-def _sglang_call(transformer: Any, **arguments: Any) -> Call:
+def _sglang_call(transformer: Any, batch: Any = None, **arguments: Any) -> Call:
+    """``batch``: its request, whose steps keep there what they share."""
     from sglang.multimodal_gen.runtime.managers.forward_context import set_forward_context
 
     def call() -> Any:
-        with set_forward_context(current_timestep=0, attn_metadata=None):
+        with set_forward_context(current_timestep=0, attn_metadata=None, forward_batch=batch):
             return transformer(**arguments)
 
     return call
@@ -151,15 +156,25 @@ def _sglang_z_image(transformer: Any, own: Mapping[str, Any]) -> Call:
     return lambda: -call()  # its pipeline wants the opposite
 
 
+def _sglang_wan(transformer: Any, own: Mapping[str, Any]) -> Call:
+    kept = {name: own[name] for name in ("hidden_states", "encoder_hidden_states", "timestep")}
+    pictures = own.get("encoder_hidden_states_image")
+    batch = sglang.Arguments(extra={}, enable_sequence_shard=False, enable_teacache=False, enable_spectrum=False)
+    images = None if pictures is None else [pictures]
+    return _sglang_call(transformer, batch, encoder_hidden_states_image=images, **kept)
+
+
 VLLM_OMNI: dict[str, tuple[str, Prepare]] = {
     "Flux2Transformer2DModel": ("flux2_klein.flux2_klein_transformer", _omni_flux2),
     "QwenImageTransformer2DModel": ("qwen_image.qwen_image_transformer", _omni_qwen),
     "ZImageTransformer2DModel": ("z_image.z_image_transformer", _omni_z_image),
+    "WanTransformer3DModel": ("wan2_2.wan2_2_transformer", _omni_wan),
 }
 SGLANG: dict[str, tuple[str, str, Prepare]] = {
     "Flux2Transformer2DModel": ("flux_2", "flux:FluxConfig", _sglang_flux2),
     "QwenImageTransformer2DModel": ("qwen_image", "qwenimage:QwenImageDitConfig", _sglang_qwen),
     "ZImageTransformer2DModel": ("zimage", "zimage:ZImageDitConfig", _sglang_z_image),
+    "WanTransformer3DModel": ("wanvideo", "wanvideo:WanVideoConfig", _sglang_wan),
 }
 SGLANG_NAMES = {"n_layers": "num_layers", "n_heads": "num_attention_heads"}
 """Of diffusers' Z-Image, under its own."""

@@ -85,6 +85,7 @@ def loaded(
     for layer in transformer.modules() if quantization else ():
         if hasattr(layer, "quant_method"):
             layer.quant_method.process_weights_after_loading(layer)
+    transformer.post_load_weights()
     transformer.eval().requires_grad_(False)
     for fusion in (FUSED_LINEAR_GELU, FUSED_LN_MODULATE):
         fusion.mount(transformer)  # what its default quality, "lossless", allows of those that this model has
@@ -125,7 +126,7 @@ def begin(world: int) -> None:
     from sglang.multimodal_gen.runtime.distributed import parallel_state
     from sglang.multimodal_gen.runtime.server_args import server_args
 
-    server_args.set_global_server_args(_Arguments(tp_size=1, sp_degree=world, kv_gather_degree=1))
+    server_args.set_global_server_args(Arguments(tp_size=1, sp_degree=world, kv_gather_degree=1))
     parallel_state.maybe_init_distributed_environment_and_model_parallel(
         tp_size=1, sp_size=world, ulysses_degree=world, ring_degree=1
     )
@@ -209,8 +210,8 @@ def _attention_of(flash: Any) -> Callable[..., Tensor]:
     return attend
 
 
-class _Arguments(SimpleNamespace):
-    """A server's arguments, of which a transformer asks few; None is the default of those."""
+class Arguments(SimpleNamespace):
+    """A server's arguments, or a request's, of which a transformer asks few; None is the default of those."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):

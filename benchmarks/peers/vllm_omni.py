@@ -120,10 +120,10 @@ def _cut_sequence(transformer: Any, world: int) -> None:
 
 
 def make_importable() -> None:
-    """Before the first of its modules is imported. Its ``__init__`` changes a language model's engine: none is needed
-    here. Nor is the FlashAttention of language models, which is not packed but imported on the way: models of pictures
-    call fa3-fwd."""
-    without_init("vllm_omni")
+    """Before the first of its modules is imported. Its ``__init__`` changes a language model's engine, and that of Wan
+    imports pipelines: none is needed here. Nor is the FlashAttention of language models, which is not packed but
+    imported on the way: models of pictures call fa3-fwd."""
+    without_init("vllm_omni", "vllm_omni.diffusion.models.wan2_2")
     library = "vllm.vllm_flash_attn._vllm_fa2_C"
     sys.modules.setdefault(library, ModuleType(library))
 
