@@ -49,6 +49,7 @@ class Arguments(argparse.Namespace):
     out: Path
     archives: list[Path]
     limit_s: int
+    check_s: float
     stages: Sequence[str]
     sites: Path
 
@@ -62,7 +63,7 @@ def main() -> None:
     print(f"unpacked after {time.monotonic() - start_s:.0f} s; {tools(environment)}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        check(work, environment)
+        check(work, environment, limit_s=arguments.check_s)
         gather(work, arguments.out)
         left_s = int(arguments.limit_s - (time.monotonic() - start_s))
         print(f"checked after {time.monotonic() - start_s:.0f} s; {', '.join(stages)} within {left_s} s", flush=True)
@@ -95,6 +96,7 @@ def parse() -> Arguments:
     parser.add_argument("out", type=Path, metavar="OUT_DIR")
     parser.add_argument("archives", type=Path, nargs="+", metavar="ARCHIVE")
     parser.add_argument("--limit-s", type=int, default=540)
+    parser.add_argument("--check-s", type=float, default=CHECK_S, help=f"of it for the checks; {CHECK_S}")
     names = [stage.name for stage in STAGES]
     parser.add_argument("--stages", nargs="+", default=(), choices=names, metavar="STAGE")
     temporary = Path(tempfile.gettempdir()) / "troupe_peers"
@@ -135,18 +137,20 @@ def tools(environment: dict[str, str]) -> str:
     return ", ".join(f"{name}: {shutil.which(place) or 'missing'}" for name, place in places.items())
 
 
-def check(out: Path, environment: dict[str, str], names: Iterable[str] = tuple(CHECKS)) -> list[str]:
+def check(
+    out: Path, environment: dict[str, str], names: Iterable[str] = tuple(CHECKS), limit_s: float = CHECK_S
+) -> list[str]:
     """Runs checks at one time; prints what each says, and returns the names of those that did not end well."""
     start_s = time.monotonic()
     started = {name: _start_check(name, out, environment) for name in names}
     failed = []
     for name, process in started.items():
         try:
-            code: int | str = process.wait(max(0.0, CHECK_S - (time.monotonic() - start_s)))
+            code: int | str = process.wait(max(0.0, limit_s - (time.monotonic() - start_s)))
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-            code = f"stopped after {CHECK_S} s"
+            code = f"stopped after {limit_s:g} s"
         lines = [line[:300] for line in _log(out, name).read_text(errors="replace").splitlines()]
         if code == 0:
             print(f"check {name}: good: {lines[-1]}", flush=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.peers import run
+from tests.support.patience import PATIENCE_S
 
 
 @pytest.fixture
@@ -137,14 +138,15 @@ def test_a_check_that_does_not_end_is_stopped(
     (tmp_path / "benchmarks/peers").mkdir(parents=True)
     (tmp_path / "benchmarks/peers/check.py").write_text("import time\ntime.sleep(60)")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(run, "CHECK_S", 1)
-    assert run.check(tmp_path, {**os.environ, "PYTHONPATH": str(tmp_path)}, ("slow",)) == ["slow"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    assert run.check(tmp_path, environment, ("slow",), limit_s=1) == ["slow"]
     assert "stopped after 1 s" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 def test_without_a_gpu_all_is_said_and_nothing_is_timed(archive: Path, tmp_path: Path) -> None:
-    options = ["--limit-s", "100", "--sites", str(tmp_path / "sites"), "--stages", "peers_of_one"]
+    limits = ["--limit-s", str(round(3 * PATIENCE_S)), "--check-s", str(2 * PATIENCE_S)]
+    options = [*limits, "--sites", str(tmp_path / "sites"), "--stages", "peers_of_one"]
     command = [sys.executable, "-m", "benchmarks.peers.run", str(tmp_path / "out"), str(archive), *options]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     ended = subprocess.run(command, capture_output=True, text=True, check=True, cwd=run.ROOT, env=environment)
