@@ -74,11 +74,6 @@ class ModelConfig(_Config):
         return self
 
     @property
-    def decodes_on_gpu(self) -> bool:
-        stage = self.text_encoder if self.stages == "together" else self.decoder
-        return stage.num_gpus > 0
-
-    @property
     def max_open_pictures(self) -> int:
         """How many pictures the gangs take, and a quarter more for those that are encoded or decoded meanwhile."""
         num_jobs = self.denoiser.max_running_jobs + self.denoiser.max_waiting_jobs

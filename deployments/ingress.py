@@ -113,10 +113,7 @@ class Ingress:
         for handle in [*handles_of_stages, *([] if keeper is None else [keeper])]:
             # In this loop, where calls are made, and not one thread further.
             handle._init(_run_router_in_separate_loop=False)  # type: ignore[no-untyped-call]
-        handles = {
-            model.name: StageHandles(**stages[model.name], decodes_on_gpu=model.decodes_on_gpu)
-            for model in config.models
-        }
+        handles = {model.name: StageHandles(**stages[model.name]) for model in config.models}
         cards = make_cards(config)
         patience_s = {model.name: patience_for(model.denoiser) for model in config.models}
         self._accounts = make_accounts(config, keeper)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from deployments.observability.logs import request_context
 from deployments.stages.clip_finishing import ClipFinisher
 from deployments.stages.common import Decoded, StageSpec, load_stage
+from deployments.stages.decode_times import decode_times_of, decoded_like
 from deployments.stages.devices import stage_devices
 from deployments.stages.warm_up import outputs, warm_decoder
 from deployments.stages.workers import Workers
@@ -35,19 +36,23 @@ class VaeDecoder:
         with quick_imports():
             checkpoint = load_stage(spec)
             options = spec.model.decoder
-            _, *others = stage_devices(spec.stage)
+            devices = stage_devices(spec.stage)
+            _, *others = devices
             self._decoder = checkpoint.decoder(
                 compiled=options.compile, memory_bytes=options.memory_bytes, others=others
             )
         self._decoding, self._writing = Workers(1, "decoding"), Workers(NUM_ENCODINGS, "encoding")
+        self._times, self._keeping = decode_times_of(spec.model, devices), Workers(1, "keeping")
         self._clips = ClipFinisher(self._decoder, self._decoding, self._writing)
         frames_FHWC = self._decoding.run(warm_decoder, self._decoder, spec, checkpoint)
         for request, output in outputs(checkpoint.defaults):
             self._writing.run(_encode, frames_FHWC, request, output)
 
-    def check(self, request: MediaRequest) -> None:
-        """``ValueError`` for what certainly cannot be decoded here. It waits for no decoding."""
+    def expected_s(self, request: MediaRequest, output: Output) -> float | None:
+        """Returns the seconds that decoding is predicted to take, None before anything like it was decoded on such a
+        machine; ``ValueError`` for what certainly cannot be decoded here. It waits for no decoding."""
         self._decoder.check_fits(request)
+        return self._times.predicted_s(decoded_like(request, output))
 
     def decode(self, latents: Parcel, request: MediaRequest, output: Output) -> Decoded:
         """Returns the finished bytes."""
@@ -57,6 +62,8 @@ class VaeDecoder:
             decode_s = time.perf_counter() - started_s
             num_bytes = sum(map(len, files))
             logger.info("latents are decoded", extra={"decode_s": round(decode_s, 4), "num_bytes": num_bytes})
+        if self._times.note(decoded_like(request, output), decode_s):
+            self._keeping.begin(self._times.save)
         return Decoded(data=files[0], further=files[1:], thumbnail=thumbnail, decode_s=decode_s)
 
     def preview(self, latents: Parcel, request: MediaRequest) -> bytes:

@@ -25,3 +25,7 @@ class Workers:
         """Returns what ``work`` does, or raises it. Log lines carry the caller's request id."""
         context = copy_context()
         return self._pool.submit(lambda: context.run(work, *args, **kwargs)).result()
+
+    def begin(self, work: Callable[[], None]) -> None:
+        """Has ``work`` done, for which nobody waits: it must not raise."""
+        self._pool.submit(work)

@@ -11,10 +11,11 @@ from types import MappingProxyType
 from ray import exceptions as ray_errors
 from ray.serve.exceptions import DeploymentUnavailableError
 
+from deployments.stages.decode_times import DecodedLike
 from deployments.studio.interface import STATUS_MAX_AGE_S, ModelCard, ModelUnavailableError, Output, StudioEvent
 from deployments.studio.readiness import Readiness
 from deployments.studio.retries import RECOVERY_DEADLINE_S, RETRYABLE, Retries
-from deployments.studio.run import DecodeTimes, Run, StageHandles
+from deployments.studio.run import Run, StageHandles
 from engines.gang.errors import QueueFullError
 from pipelines.pictures import NO_PICTURES, InputPictures
 from pipelines.request import MediaRequest
@@ -37,7 +38,7 @@ class DeployedStudio:
         patience_s: Mapping[str, float] = NO_PATIENCE,
     ) -> None:
         self._cards, self._stages, self._readiness, self._patience_s = cards, stages, readiness, patience_s
-        self._decode_times_s: defaultdict[str, DecodeTimes] = defaultdict(dict)
+        self._decode_times_s: defaultdict[str, dict[DecodedLike, float]] = defaultdict(dict)
 
     def cards(self) -> Mapping[str, ModelCard]:
         return self._cards

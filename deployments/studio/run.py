@@ -17,10 +17,10 @@ from ray.serve.handle import DeploymentHandle
 from deployments.asyncio_tools import cancel, merge
 from deployments.observability.metrics import observe_encoding, observe_stage
 from deployments.stages.common import Decoded, EncodingDone, StageEvent
+from deployments.stages.decode_times import DecodedLike, decoded_like, predicted_decode_s
 from deployments.stages.pictures import SentPictures
 from deployments.studio.interface import (
     Media,
-    MediaFormat,
     ModelUnavailableError,
     Output,
     Preview,
@@ -37,28 +37,23 @@ from pipelines.request import MediaRequest
 NUM_DECODINGS = 2
 """The latents are here: if the decoder dies over them, another one gets them."""
 
-DecodedLike = tuple[int, MediaFormat]
-"""Pixels of all frames or layers, and the format that they are written in."""
-DecodeTimes = dict[DecodedLike, float]
-
 logger = logging.getLogger("troupe.flow")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageHandles:
-    """The three deployments of one model. With ``decodes_on_gpu`` the decoder is asked first whether a size fits."""
+    """The three deployments of one model."""
 
     text_encoder: DeploymentHandle[Any]
     denoiser: DeploymentHandle[Any]
     decoder: DeploymentHandle[Any]
-    decodes_on_gpu: bool = False
 
 
 @dataclass(kw_only=True, slots=True)
 class Run:
     """``pictures`` are for the encoder alone. ``exclusive``: beside no other job of its gang. Each deployment has
-    ``wait_s`` to take the request, which waits for ``waited_s`` already. ``decode_times_s`` are what runs like it took
-    to decode, and learn from it."""
+    ``wait_s`` to take the request, which waits for ``waited_s`` already. ``decode_times_s`` are what runs took to
+    decode, and learn from it; of what is new to them the decoder is asked."""
 
     stages: StageHandles
     request: MediaRequest
@@ -67,12 +62,14 @@ class Run:
     exclusive: bool
     wait_s: float
     waited_s: float = 0.0
-    decode_times_s: DecodeTimes = field(default_factory=dict)
+    decode_times_s: dict[DecodedLike, float] = field(default_factory=dict)
     num_steps_seen: int = field(default=0, init=False)
     _started_s: float = field(default_factory=lambda: time.perf_counter(), init=False)
     _previews: asyncio.Queue[PreviewReady | None] = field(default_factory=asyncio.Queue, init=False)
     """Latents to decode in this order; None after the last."""
     _encode_s: float = field(default=0.0, init=False)
+    _decoders_word_s: float | None = field(default=None, init=False)
+    """How long the decoder takes, as it says itself."""
     _eta_s: float | None = field(default=None, init=False)
     _done: JobDone | None = field(default=None, init=False)
     _decoding: asyncio.Task[Decoded] | None = field(default=None, init=False)
@@ -111,7 +108,7 @@ class Run:
                         self._encode_s = event.encode_s
                         observe_encoding(self.request.model, was_kept=event.was_kept)
                     case JobQueued():
-                        decode_s = predicted_decode_s(self.decode_times_s, self._decoded_like)
+                        decode_s = self._predicted_decode_s
                         if event.eta_s is not None and decode_s is not None:
                             self._eta_s = self._elapsed_s + event.eta_s + decode_s
                         yield Queued(eta_s=self._eta_s, decode_s=decode_s)
@@ -132,16 +129,17 @@ class Run:
 
         The encoding may be under way when it begins: the denoiser waits for it, so that the way there takes no time of
         its own, and what the encoder raised is raised here. It is held here until the end: what is not, is lost. A size
-        that was decoded before fits; of another one the decoder says so while the encoder is at work.
+        that was decoded before fits; of another one the decoder says so, and what it will take, while the encoder is at
+        work.
         """
         job_id = f"{self.request.request_id}-{uuid.uuid4().hex[:8]}"
         responses: list[Any] = [self.stages.text_encoder.encode.remote(self.request, SentPictures.of(self.pictures))]
-        if is_new := self.stages.decodes_on_gpu and self._decoded_like not in self.decode_times_s:
-            responses.append(self.stages.decoder.check.remote(self.request))
+        if is_new := self._decoded_like not in self.decode_times_s:
+            responses.append(self.stages.decoder.expected_s.remote(self.request, self.output))
         try:
             encoded = [await self._taken(responses[0]._to_object_ref(), "text encoder")]
             if is_new:
-                await self._answer(responses[1])
+                self._decoders_word_s = await self._answer(responses[1])
             denoise = self.stages.denoiser.options(stream=True).denoise
             stream: Any = denoise.remote(job_id, self._with_time_waited(), encoded, self.exclusive)
             responses.append(stream)
@@ -216,25 +214,19 @@ class Run:
 
     @property
     def _decoded_like(self) -> DecodedLike:
-        request = self.request
-        return request.width * request.height * max(request.num_frames, request.num_layers), self.output.format
+        return decoded_like(self.request, self.output)
+
+    @property
+    def _predicted_decode_s(self) -> float | None:
+        if self._decoders_word_s is not None:
+            return self._decoders_word_s
+        return predicted_decode_s(self.decode_times_s, self._decoded_like)
 
     def _with_time_waited(self) -> MediaRequest:
         """Its deadline counts from when it came, whatever it waited for and however often it began anew."""
         if self.request.deadline_s is None:
             return self.request
         return replace(self.request, waited_s=self.request.waited_s + self.waited_s + self._elapsed_s)
-
-
-def predicted_decode_s(times_s: DecodeTimes, like: DecodedLike) -> float | None:
-    """Returns what decoding took; of a size that was not decoded yet, by its pixels beside the nearest; None before
-    anything of the format was."""
-    num_pixels, output_format = like
-    known = {pixels: time_s for (pixels, other), time_s in times_s.items() if other == output_format}
-    if not known:
-        return None
-    nearest = min(known, key=lambda pixels: abs(pixels - num_pixels))
-    return known[nearest] * num_pixels / nearest
 
 
 def _observe(model: str, timings: StageTimes) -> None:

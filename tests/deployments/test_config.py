@@ -114,13 +114,6 @@ def test_stages_together_are_one_deployment_and_have_one_section() -> None:
         AppConfig.model_validate({"models": [{"name": "m", "stages": "together", "decoder": {"num_threads": 2}}]})
 
 
-def test_a_decoder_is_where_its_section_says() -> None:
-    gpu, together = {"num_gpus": 0.2}, {"stages": "together"}
-    for sections in ({"decoder": gpu}, {"text_encoder": gpu}, {"text_encoder": gpu, **together}):
-        (model,) = AppConfig.model_validate({"models": [{"name": "m", **sections}]}).models
-        assert model.decodes_on_gpu == ("decoder" in sections or "stages" in sections)
-
-
 def test_autoscaling_bounds_are_ordered() -> None:
     bounds = {"min_replicas": 3, "max_replicas": 2}
     with pytest.raises(ValidationError, match="max_replicas 2 is below min_replicas 3"):

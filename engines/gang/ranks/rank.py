@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from ray.util.placement_group import PlacementGroup
 from engines.core.phases import log_phase
 from engines.core.rank import RankContext
 from engines.core.resources import open_rank_resources
+from engines.core.storage.devices import device_name
 from engines.core.transport.parcel import Parcel
 from engines.gang.config import BuildRank, BuiltRank, GangConfig, LoadRank, StoreAddress
 from engines.gang.errors import portable
@@ -98,7 +98,7 @@ class Rank:
             pid=os.getpid(),
             node_id=node_id,
             device=self._context.device,
-            device_name=_device_name(self._context.device),
+            device_name=device_name(self._context.device),
             process_age_s=self._process_age_s,
             runtime_env=own_runtime_env(),
         )
@@ -189,15 +189,6 @@ def _node_ip() -> str:
 def own_runtime_env() -> str:
     """Returns what this process was started with, as Ray writes it."""
     return str(ray.get_runtime_context().get_runtime_env_string())  # type: ignore[no-untyped-call]
-
-
-def _device_name(device: str) -> str:
-    """What kind of device it is: steps take as long on others of its kind."""
-    import torch
-
-    if device == "cpu":
-        return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
-    return torch.cuda.get_device_name(device)
 
 
 def _here(conditioning: Any) -> Any:

@@ -20,13 +20,12 @@ from deployments.studio.interface import (
     Output,
     Preview,
     Progress,
-    Queued,
     StudioEvent,
 )
 from deployments.studio.readiness import Readiness
 from deployments.studio.retries import MAX_LOSSES, RECOVERY_DEADLINE_S
 from engines.gang.errors import DEADLINE, GangBrokenError, QueueFullError, TooLateError
-from engines.gang.jobs.job import JobDone, JobQueued, PreviewReady, StepDone
+from engines.gang.jobs.job import JobDone, PreviewReady, StepDone
 from pipelines.pictures import InputPicture, InputPictures
 from tests.deployments.studio.support.set_stages import Stages
 from tests.deployments.support.fake_studio import EDITS, PICTURES
@@ -125,24 +124,6 @@ async def test_what_came_too_late_for_its_deadline_is_not_tried_on(events_of: Ca
     assert stages.num_attempts == 2
 
 
-async def test_a_whole_time_is_predicted_when_all_its_parts_are_known(perform: Callable[[Stages], Any]) -> None:
-    """Of the steps by the gang, of the decoding by the last one: 0.1 s for as many pixels."""
-    guessed, known = JobQueued(job_id="j", eta_s=None), JobQueued(job_id="j", eta_s=2.0)
-    assert (await perform(Stages([known, STEP, DONE]))).timings.eta_s is None
-    request, output = PICTURES.request(model="m", prompt="a"), Output(format="png")
-    studio = studio_of(Stages([known, STEP, DONE], [guessed, STEP, DONE], [known, STEP, DONE]))
-    told = [
-        [event async for event in studio.perform(replace(request, width=width), output)]
-        for width in (request.width, request.width, 2 * request.width)
-    ]
-    firsts = [events[0] for events in told]
-    assert [first.eta_s if isinstance(first, Queued) else 0.0 for first in firsts] == [
-        None,
-        None,
-        pytest.approx(2.2, abs=0.1),
-    ]
-
-
 async def test_two_broken_gangs_are_enough(perform: Callable[[Stages], Any]) -> None:
     stages = Stages([STEP, BROKEN])
     with pytest.raises(GangBrokenError, match="given up after 2 broken gangs; the last: rank 1 died"):
@@ -223,14 +204,14 @@ async def test_pictures_go_to_the_encoder_alone() -> None:
     for sent_request, pictures in encoded:
         assert isinstance(pictures, SentPictures)
         assert (sent_request, pictures.open()) == (request, inputs)
-    assert set(stages.sent) == {"denoise", "decode"}
+    assert set(stages.sent) == {"expected_s", "denoise", "decode"}
     for args in stages.sent.values():
         assert not any(isinstance(one, InputPictures | SentPictures | SentPicture) for one in args)
 
 
 async def test_what_cannot_be_decoded_is_not_painted(events_of: Callable[..., Any]) -> None:
     stages = Stages([STEP, DONE])
-    stages.decodes_on_gpu, stages.bad_size = True, ValueError("takes 99.0 GiB at least")
+    stages.bad_size = ValueError("takes 99.0 GiB at least")
     with pytest.raises(ValueError, match=r"99\.0 GiB"):
         await events_of(stages)
     assert stages.num_attempts == 0
@@ -238,13 +219,11 @@ async def test_what_cannot_be_decoded_is_not_painted(events_of: Callable[..., An
 
 
 async def test_the_decoder_is_asked_about_new_sizes_alone() -> None:
-    """And only if it has a GPU."""
     stages = Stages([STEP, DONE])
     studio = studio_of(stages)
-    for width in (16, 64, 64, 32):
-        stages.decodes_on_gpu = width > 16
+    for width in (64, 64, 32):
         request = replace(PICTURES.request(model="m", prompt="a red circle"), width=width)
         async with asyncio.timeout(PATIENCE_S):
             events = [event async for event in studio.perform(request, Output(format="png"))]
         assert isinstance(events[-1], Media)
-    assert [request.width for (request,) in stages.all_sent["check"]] == [64, 32]
+    assert [request.width for request, _ in stages.all_sent["expected_s"]] == [64, 32]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deployments.stages.common import Decoded
+from deployments.stages.decode_times import DecodedLike
 from deployments.studio import run
 from deployments.studio.interface import Media, Output
 from deployments.studio.run import Run
@@ -26,7 +27,7 @@ async def test_a_job_may_give_several_files() -> None:
     stages = Stages([DONE])
     stages.decoded = Decoded(data=b"low", further=(b"middle", b"high"), thumbnail=b"", decode_s=0.1)
     request, output = LAYERS.request(model="m", num_layers=3), Output(format="png")
-    times_s: run.DecodeTimes = {}
+    times_s: dict[DecodedLike, float] = {}
     one = Run(
         stages=stages,  # type: ignore[arg-type]
         request=request,

@@ -49,8 +49,8 @@ class Stages:
     """The three deployments of a model. The gang of each attempt does what ``attempts`` say, the last one for ever.
 
     The first preview or decoding fails with what ``bad_previews`` and ``bad_decodings`` hold, one each, until there are
-    no more. Of the stage ``absent`` there is no replica. With ``decodes_on_gpu`` sizes are too
-    large for the decoder if there is a ``bad_size``.
+    no more. Of the stage ``absent`` there is no replica. Sizes are too large for the decoder if there is a
+    ``bad_size``; else it says that decoding takes ``expected_s``.
     """
 
     def __init__(self, *attempts: list[Act], absent: str = "") -> None:
@@ -59,7 +59,7 @@ class Stages:
         self.bad_previews: list[Exception] = []
         self.bad_decodings: list[Exception] = []
         self.decoded = Decoded(data=b"png", thumbnail=b"", decode_s=0.1)
-        self.decodes_on_gpu = False
+        self.expected_s: float | None = None
         self.bad_size: Exception | None = None
         self.answers: list[Answer] = []
         never = asyncio.Event()
@@ -74,7 +74,7 @@ class Stages:
         )
         self.decoder = SimpleNamespace(
             decode=self._remote("decode", lambda: self._answer("decoder", self._decode)),
-            check=self._remote("check", lambda: self._answer("decoder", self._check)),
+            expected_s=self._remote("expected_s", lambda: self._answer("decoder", self._expected_s)),
             preview=remote(lambda latents, _: self._answer("decoder", partial(self._preview, latents))),
         )
         self.previews_may_go_on = asyncio.Event()
@@ -97,9 +97,10 @@ class Stages:
             raise self.bad_decodings.pop(0)
         return self.decoded
 
-    async def _check(self) -> None:
+    async def _expected_s(self) -> float | None:
         if self.bad_size is not None:
             raise self.bad_size
+        return self.expected_s
 
     async def _preview(self, latents: Any) -> bytes:
         await self.previews_may_go_on.wait()

@@ -1,0 +1,57 @@
+"""What a client is told that its request will take: of the steps by the gang, of the decoding by what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from deployments.studio import run
+from deployments.studio.flow import DeployedStudio
+from deployments.studio.interface import Media, Output, Queued, StudioEvent
+from deployments.studio.readiness import Readiness
+from engines.gang.jobs.job import JobDone, JobQueued, StepDone
+from tests.deployments.studio.support.set_stages import Stages
+from tests.deployments.support.fake_studio import PICTURES
+
+STEP = StepDone(job_id="j", step=1, num_steps=1, step_ms=1.0, num_ranks=2)
+DONE = JobDone(job_id="j", latents="latents", queue_s=0.0, denoise_s=1.0, was_warm=True)  # type: ignore[arg-type]
+GUESSED, KNOWN = JobQueued(job_id="j", eta_s=None), JobQueued(job_id="j", eta_s=2.0)
+REQUEST = PICTURES.request(model="m", prompt="a red circle")
+
+
+@pytest.fixture(autouse=True)
+def no_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "observe_stage", lambda *_: None)
+    monkeypatch.setattr(run, "observe_encoding", lambda *_, **__: None)
+
+
+async def all_told(stages: Stages, *widths: int) -> list[tuple[Queued, Media]]:
+    """What comes first and last, of a request for each width."""
+    handles: Any = {"m": stages}
+    studio, told = DeployedStudio({}, handles, Readiness({"m": ()})), []
+    for width in widths:
+        request = replace(REQUEST, width=width)
+        events: list[StudioEvent] = [event async for event in studio.perform(request, Output(format="png"))]
+        assert isinstance(events[0], Queued)
+        assert isinstance(events[-1], Media)
+        told.append((events[0], events[-1]))
+    return told
+
+
+async def test_a_whole_time_is_predicted_when_all_its_parts_are_known() -> None:
+    """Nobody knows the first decoding; the others take 0.1 s for as many pixels."""
+    stages = Stages([KNOWN, STEP, DONE], [GUESSED, STEP, DONE], [KNOWN, STEP, DONE])
+    told = await all_told(stages, REQUEST.width, REQUEST.width, 2 * REQUEST.width)
+    assert [queued.eta_s for queued, _ in told] == [None, None, pytest.approx(2.2, abs=0.1)]
+    assert [media.timings.eta_s for _, media in told] == [queued.eta_s for queued, _ in told]
+
+
+async def test_the_first_whole_time_after_a_start_is_predicted_by_what_the_decoder_remembers() -> None:
+    """Of a size that was decoded since, by that."""
+    stages = Stages([KNOWN, STEP, DONE])
+    stages.expected_s = 5.0
+    (first, media), (second, _) = await all_told(stages, REQUEST.width, REQUEST.width)
+    assert (first.decode_s, second.decode_s) == (5.0, 0.1)
+    assert first.eta_s == media.timings.eta_s == pytest.approx(7.0, abs=0.1)
