@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,9 +15,12 @@ ALIGNMENT = 16
 
 
 def pack(state: Any, device: torch.device) -> tuple[bytes, list[Tensor]]:
-    """``state`` without its tensors on ``device``, and these, each once."""
+    """``state`` without its tensors on ``device``, and these, each once.
+
+    ValueError for a generator of random numbers in it, which says where.
+    """
     file = io.BytesIO()
-    packer = _Packer(file, device)
+    packer = _Packer(file, state, device)
     packer.dump(state)
     return file.getvalue(), packer.tensors
 
@@ -27,8 +31,9 @@ def unpack(skeleton: bytes, message: Tensor) -> Any:
 
 
 class _Packer(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, device: torch.device) -> None:
+    def __init__(self, file: io.BytesIO, state: Any, device: torch.device) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._state = state
         self.tensors: list[Tensor] = []
         self._device_type = device.type
         self._places: dict[int, tuple[int, tuple[int, ...], torch.dtype]] = {}
@@ -36,6 +41,11 @@ class _Packer(pickle.Pickler):
 
     def persistent_id(self, obj: Any) -> tuple[int, tuple[int, ...], torch.dtype] | None:
         """Where the tensor begins in the message, its shape and its dtype."""
+        if isinstance(obj, torch.Generator):
+            raise ValueError(
+                f"{_found_at(self._state, obj)} is a torch.Generator, which cannot be packed: torch reads what it is "
+                "restored from as if it began where its message does. Keep its state, a tensor, instead: get_state()"
+            )
         if not isinstance(obj, Tensor) or obj.device.type != self._device_type:
             return None
         if id(obj) not in self._places:
@@ -57,6 +67,35 @@ class _Unpacker(pickle.Unpickler):
             num_bytes = torch.Size(shape).numel() * dtype.itemsize
             self._made[start] = self._message[start : start + num_bytes].view(dtype).view(shape)
         return self._made[start]
+
+
+def _found_at(state: Any, wanted: object) -> str:
+    """Returns how ``wanted`` is reached from ``state``, as Python writes it."""
+    place = _place(state, wanted, set())
+    return f"state{place}" if place is not None else f"what a part of a {type(state).__name__} is pickled as"
+
+
+def _place(value: Any, wanted: object, seen: set[int]) -> str | None:
+    if value is wanted:
+        return ""
+    if id(value) in seen:
+        return None
+    seen.add(id(value))
+    for step, part in _parts(value):
+        if (place := _place(part, wanted, seen)) is not None:
+            return step + place
+    return None
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yields what containers hold and objects keep, each with the way to it."""
+    if isinstance(value, Mapping):
+        yield from ((f"[{key!r}]", part) for key, part in value.items())
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from ((f"[{index}]", part) for index, part in enumerate(value))
+    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+    names = [name for name in slots if name != "__dict__" and hasattr(value, name)]
+    yield from ((f".{name}", getattr(value, name)) for name in [*names, *getattr(value, "__dict__", ())])
 
 
 def _padded_bytes(x: Tensor) -> int:
