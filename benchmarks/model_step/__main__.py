@@ -13,7 +13,8 @@ SGLang's and vLLM-Omni's transformers of FLUX.2, Z-Image and Qwen-Image are time
     python -m benchmarks.model_step Qwen-Image --branches 2 --makers sglang vllm-omni sglang-blocks diffusers ours
 
 Pictures are of 1024 x 1024 pixels, clips of their models' usual sizes. Of diffusers: eager, and its blocks compiled,
-with cuDNN's attention; on several GPUs its Ulysses, where it has a plan, after which a process can time nothing else.
+with cuDNN's attention; on several GPUs (on several CPUs it has none) its Ulysses, where it has a plan, after which a
+process can time nothing else.
 Ours is the engine as a gang calls it, with what is made once a job made before. The last line is one JSON document.
 """
 
@@ -130,6 +131,8 @@ def diffusers(model: PublishedModel, reference: Tensor, world: int, repeats: int
     model.module.set_attention_backend(CUDNN if torch.cuda.is_available() else "native")
     if world > 1 and model.module._cp_plan is None:
         raise ValueError(f"diffusers has no plan to divide a {type(model.module).__name__}")
+    if world > 1 and not torch.accelerator.is_available():
+        raise ValueError("diffusers divides a transformer over GPUs alone, not over CPUs: leave it out of --makers")
     if world > 1:
         from diffusers import ContextParallelConfig
 

@@ -8,7 +8,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+from benchmarks.model_step.__main__ import diffusers
+from benchmarks.models.published import PublishedModel
+from pipelines.size import Size
 from tests.pipelines.support import tiny_qwen
 
 
@@ -31,3 +35,10 @@ def test_the_floor_comes_before_the_times_and_counts_every_branch(folder: str, b
     assert document["results"] == [json.loads(line) for line in results]
     assert document["results"][1]["branches"] == branches
     assert document["results"][1]["relative_error"] < 1e-5
+
+
+def test_what_diffusers_cannot_divide_is_said(folder: str) -> None:
+    """It takes the accelerators' number for a divisor, and CPUs are none."""
+    model = PublishedModel.made(folder, torch.device("cpu"), torch.float32, Size.parse("96x96"), 20, 1)
+    with pytest.raises(ValueError, match="over GPUs alone, not over CPUs: leave it out of --makers"):
+        diffusers(model, torch.zeros(1), 2, 1)
