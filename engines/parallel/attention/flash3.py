@@ -34,6 +34,7 @@ def with_flash3(otherwise: Kernel, device: torch.device | str = "cuda") -> Kerne
     dims = frozenset(dim for dim in HEAD_DIMS if attend is not None and _agrees(attend, otherwise, dim, device))
     if attend is None or not dims:
         return otherwise
+    logger.info("attention is FlashAttention-3 for heads of %s", ", ".join(map(str, sorted(dims))))
 
     def flash3(
         q_BLHD: Tensor,

@@ -57,8 +57,10 @@ def test_without_the_package_nothing_changes() -> None:
 
 
 @pytest.mark.parametrize("dim", DIMS)
-def test_heads_that_it_has_are_its_own(package: Package, dim: int) -> None:
-    kernel = with_flash3(plain_attention, "cpu")
+def test_heads_that_it_has_are_its_own(package: Package, caplog: pytest.LogCaptureFixture, dim: int) -> None:
+    with caplog.at_level(logging.INFO):
+        kernel = with_flash3(plain_attention, "cpu")
+    assert "attention is FlashAttention-3 for heads of 64, 128" in caplog.text
     package.shapes.clear()
     given = qkv(dim)
     out, lse = kernel(*given)
