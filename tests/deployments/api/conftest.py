@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,19 @@ import httpx
 import pytest
 import uvicorn
 from fastapi import FastAPI
+from starlette.types import Message
 
 from deployments.api.app import create_api
+from deployments.api.drain import _Answer
 from deployments.api.settings import ApiSettings
 from deployments.clips.clips import Clips
 from deployments.clips.settings import ClipSettings
 from deployments.keys import KeyRing
+from tests.deployments.clips.support.runs import QUICK
 from tests.deployments.support.fake_studio import FakeStudio
 from tests.support.patience import PATIENCE_S
+
+Watch = Callable[[httpx.AsyncClient, str], Awaitable[asyncio.Task[httpx.Response]]]
 
 
 def build(
@@ -32,7 +37,7 @@ def build(
     api_keys: Iterable[str] = (),
     **settings: Any,
 ) -> FastAPI:
-    clip_settings = ClipSettings(data_dir=data_dir, **({"progress_s": 0.02, "poll_s": 0.1} | (clips or {})))
+    clip_settings = ClipSettings(data_dir=data_dir, **(QUICK | (clips or {})))
     api_settings = ApiSettings(data_dir=data_dir, **({"video_poll_s": 0.02, "keys": KeyRing(api_keys)} | settings))
     return create_api(studio, api_settings, Clips(studio, clip_settings))
 
@@ -77,6 +82,34 @@ def api(studio: FakeStudio, tmp_path: Path) -> FastAPI:
 async def client(api: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
     async with client_of(api) as client:
         yield client
+
+
+@pytest.fixture
+def first_bytes(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Set once some of an answer was sent."""
+    sent, send = asyncio.Event(), _Answer.send
+
+    async def noted(answer: _Answer, message: Message) -> None:
+        await send(answer, message)
+        if message["type"] == "http.response.body":
+            sent.set()
+
+    monkeypatch.setattr(_Answer, "send", noted)
+    return sent
+
+
+@pytest.fixture
+def watch(first_bytes: asyncio.Event) -> Watch:
+    """Begins to read a clip's events; returns what it is answered, in the end, once it has seen the first of them."""
+
+    async def begin(client: httpx.AsyncClient, video_id: str) -> asyncio.Task[httpx.Response]:
+        first_bytes.clear()
+        watching = asyncio.create_task(client.get(f"/v1/videos/{video_id}/events"))
+        async with asyncio.timeout(PATIENCE_S):
+            await first_bytes.wait()
+        return watching
+
+    return begin
 
 
 @pytest.fixture

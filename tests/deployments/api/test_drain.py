@@ -10,16 +10,16 @@ from pathlib import Path
 
 import httpx
 import pytest
-from starlette.types import Message
 
 from deployments.api.app import create_api
-from deployments.api.drain import Drain, _Answer
+from deployments.api.drain import Drain
 from deployments.api.settings import ApiSettings
 from deployments.clips.clips import Clips
 from deployments.clips.settings import ClipSettings
-from tests.deployments.api.conftest import client_of
-from tests.deployments.api.routes.test_images import sse
+from tests.deployments.api.conftest import Watch, client_of
+from tests.deployments.api.support.events import sse
 from tests.deployments.api.test_disconnect import until
+from tests.deployments.clips.support.runs import QUICK
 from tests.deployments.support.fake_studio import FakeStudio
 
 IMAGES = "/v1/images/generations"
@@ -32,21 +32,7 @@ def studio() -> FakeStudio:
 
 @pytest.fixture
 def clips(studio: FakeStudio, tmp_path: Path) -> Clips:
-    return Clips(studio, ClipSettings(data_dir=tmp_path, progress_s=0.02, poll_s=0.1))
-
-
-@pytest.fixture
-def first_bytes(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
-    """Set once some of an answer was sent."""
-    sent, send = asyncio.Event(), _Answer.send
-
-    async def noted(answer: _Answer, message: Message) -> None:
-        await send(answer, message)
-        if message["type"] == "http.response.body":
-            sent.set()
-
-    monkeypatch.setattr(_Answer, "send", noted)
-    return sent
+    return Clips(studio, ClipSettings(data_dir=tmp_path, **QUICK))
 
 
 @asynccontextmanager
@@ -91,7 +77,7 @@ async def test_what_takes_too_long_is_told(
         await drain.finish(grace_s=0.0)
         answer = await picture
     if stream:
-        name, event = sse(answer.text)[-1]
+        name, event = sse(answer)[-1]
         assert (answer.status_code, name) == (200, "error")
     else:
         assert answer.status_code == 503
@@ -101,18 +87,17 @@ async def test_what_takes_too_long_is_told(
 
 
 async def test_watchers_go_at_once_and_clips_are_queued_again(
-    studio: FakeStudio, clips: Clips, tmp_path: Path, first_bytes: asyncio.Event
+    studio: FakeStudio, clips: Clips, tmp_path: Path, watch: Watch
 ) -> None:
     async with draining(studio, clips, tmp_path) as (client, drain):
         video = (await client.post("/v1/videos", json={"prompt": "a"})).json()
-        first_bytes.clear()
-        watching = asyncio.create_task(client.get(f"/v1/videos/{video['id']}/events"))
-        await until(lambda: first_bytes.is_set() and studio.performed)
+        watching = await watch(client, video["id"])
+        await until(lambda: studio.performed)
         ending = asyncio.create_task(drain.finish(grace_s=3600))
-        assert sse((await watching).text)[-1][1]["error"]["code"] == "server_stopping"
+        assert sse(await watching)[-1][1]["error"]["code"] == "server_stopping"
         await clips.stop()
         await ending
-    again = Clips(studio, ClipSettings(data_dir=tmp_path, progress_s=0.02, poll_s=3600))
+    again = Clips(studio, ClipSettings(data_dir=tmp_path, **QUICK))
     studio.reasons["fake-clips"] = "takes no clip"
     await again.start()
     record = await again.get(video["id"])

@@ -9,8 +9,9 @@ import openai
 import pytest
 
 from pipelines.request import MediaRequest
-from tests.deployments.api.routes.test_images import IMAGES, sse
+from tests.deployments.api.routes.test_images import IMAGES
 from tests.deployments.api.routes.test_videos import finished, make
+from tests.deployments.api.support.events import sse
 from tests.deployments.support.fake_studio import FakeStudio
 
 EFFECTLESS = {
@@ -93,7 +94,7 @@ async def test_quality_becomes_steps(
     answer = (await client.post(IMAGES, json={"prompt": "a", **fields})).json()
     assert (answer["quality"], answer["num_inference_steps"]) == (quality, num_steps)
     stream = await client.post(IMAGES, json={"prompt": "a", "stream": True, "partial_images": 1, **fields})
-    *previews, (_, last) = sse(stream.text)
+    *previews, (_, last) = sse(stream)
     assert (last["quality"], last["num_inference_steps"]) == (quality or "auto", num_steps)
     assert [data["quality"] for _, data in previews] == [quality or "auto"]
     assert [request.num_inference_steps for request in studio.performed] == [num_steps, num_steps]

@@ -22,8 +22,9 @@ import pytest
 from PIL import Image
 
 from tests.deployments.api.conftest import build, serving
-from tests.deployments.api.routes.test_images import IMAGES, sse
+from tests.deployments.api.routes.test_images import IMAGES
 from tests.deployments.api.routes.test_videos import finished
+from tests.deployments.api.support.events import sse
 from tests.deployments.api.test_disconnect import until
 from tests.deployments.support.fake_studio import FakeStudio
 
@@ -196,7 +197,7 @@ async def test_pictures_of_aiperf(client: httpx.AsyncClient, streams: bool) -> N
     answer = await client.post(IMAGES, json=payload, headers={"Accept": "text/event-stream"} if streams else {})
     assert answer.status_code == 200, answer.text
     if streams:
-        assert [event["type"] for _, event in sse(answer.text)] == ["image_generation.completed"]
+        assert [event["type"] for _, event in sse(answer)] == ["image_generation.completed"]
     else:
         assert answer.json()["data"][0]["b64_json"]
 

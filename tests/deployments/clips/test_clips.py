@@ -15,7 +15,7 @@ import pytest
 from deployments.clips.records import ClipRecord
 from deployments.studio.interface import ModelUnavailableError
 from engines.gang.errors import GangBrokenError, QueueFullError
-from tests.deployments.clips.support.runs import REQUEST, ended, running, started, the
+from tests.deployments.clips.support.runs import REQUEST, Looking, ended, running, started, the
 from tests.deployments.support.fake_studio import FailingStudio, FakeStudio, clip
 from tests.support.patience import PATIENCE_S
 
@@ -98,17 +98,17 @@ async def test_given_up(tmp_path: Path, failures: list[Exception], code: str, at
     assert "secret" not in record.error.message
 
 
-async def test_clip_that_kills_the_application(tmp_path: Path) -> None:
+async def test_clip_that_kills_the_application(tmp_path: Path, clock: SimpleNamespace) -> None:
     """Its claim runs out again and again without an outcome."""
     studio = FakeStudio()
-    async with running(studio, tmp_path, lease_s=0.2) as clips:
+    async with running(studio, tmp_path, lease_s=10.0) as clips:
         studio.reasons["fake-clips"] = "not now"
         record = await clips.submit(REQUEST, "1")
         claims = clips._runner._claims
         for _ in range(3):
             claim = await claims.take(["fake-clips"])
             assert claim is not None
-            await asyncio.sleep(0.25)
+            clock.now_s += 11.0
         studio.reasons.clear()
         record = await ended(clips, record.id)
     assert (record.status, record.error.code) == ("failed", "gave_up")
@@ -117,10 +117,10 @@ async def test_clip_that_kills_the_application(tmp_path: Path) -> None:
 
 
 async def test_models_that_are_not_ready_wait(tmp_path: Path) -> None:
-    studio = FakeStudio(reasons={"fake-clips": "loading"})
+    studio = Looking(reasons={"fake-clips": "loading"})
     async with running(studio, tmp_path) as clips:
         record = await clips.submit(REQUEST, "1")
-        await asyncio.sleep(0.3)
+        await studio.looked()
         assert (await the(clips, record.id)).status == "queued"
         studio.reasons.clear()
         assert (await ended(clips, record.id)).status == "completed"

@@ -12,7 +12,7 @@ from sqlalchemy import event, text
 
 from deployments.clips.clips import Clips
 from deployments.clips.folders import ClipFolders
-from deployments.clips.storage import Orphans, StorageFullError, StorageLostError
+from deployments.clips.storage import Orphans, StorageFullError, StorageLostError, storage_problem
 from tests.deployments.clips.support.runs import REQUEST, ended, running
 from tests.deployments.support.fake_studio import FakeStudio, clip
 from tests.support.patience import PATIENCE_S
@@ -48,7 +48,20 @@ async def test_a_folder_that_is_not_mounted_costs_no_clip(tmp_path: Path) -> Non
 
 
 async def test_a_full_disk_is_told_and_waited_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    studio = FakeStudio()
+    studio, looks = FakeStudio(), list[StorageFullError | None]()
+
+    def counted(folder: Path) -> StorageFullError | None:
+        looks.append(storage_problem(folder))
+        return looks[-1]
+
+    async def looked() -> None:
+        """Returns after two more looks at the disk: the one under way, and one that saw what there is now."""
+        num_looks = len(looks)
+        async with asyncio.timeout(PATIENCE_S):
+            while len(looks) < num_looks + 2:
+                await asyncio.sleep(0.01)
+
+    monkeypatch.setattr("deployments.clips.clips.storage_problem", counted)
     async with running(studio, tmp_path) as clips:
         studio.reasons["fake-clips"] = "not now"
         waiting = await clips.submit(REQUEST, "1")
@@ -56,8 +69,9 @@ async def test_a_full_disk_is_told_and_waited_out(tmp_path: Path, monkeypatch: p
         assert "are needed: delete clips, or make room" in str(await clips.storage_problem())
         with pytest.raises(StorageFullError):
             await clips.submit(REQUEST, "1")
+        await looked()
         studio.reasons.clear()
-        await asyncio.sleep(0.2)
+        await looked()
         assert studio.performed == [], "no step is made for what could not be kept"
         monkeypatch.undo()
         assert await clips.storage_problem() is None

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-from tests.deployments.clips.support.runs import REQUEST, ended, running, started, the
+from tests.deployments.clips.support.runs import REQUEST, Looking, ended, running, started, the
 from tests.deployments.support.fake_studio import FakeStudio
 from tests.support.patience import PATIENCE_S
 
@@ -32,16 +31,6 @@ async def test_two_runners_share_the_work_and_no_clip(tmp_path: Path, database_u
     assert second.performed
 
 
-class Looking(FakeStudio):
-    """Counts how often its runner looks for a clip."""
-
-    num_looks = 0
-
-    async def not_ready(self, max_age_s: float = 0.0) -> Mapping[str, str]:
-        self.num_looks += 1
-        return await super().not_ready(max_age_s)
-
-
 async def test_long_clip_keeps_its_claim(tmp_path: Path, clock: SimpleNamespace) -> None:
     """Each step takes most of the time of a claim, and after that another runner looks for clips."""
     permits, num_steps = asyncio.Semaphore(0), REQUEST.num_inference_steps
@@ -52,9 +41,7 @@ async def test_long_clip_keeps_its_claim(tmp_path: Path, clock: SimpleNamespace)
         async with running(second, tmp_path, lease_s=10.0):
             for step in range(1, num_steps + 1):
                 clock.now_s += 6.0
-                num_looks = second.num_looks
-                while second.num_looks < num_looks + 2:  # the one under way, and one that saw the time
-                    await asyncio.sleep(0.01)
+                await second.looked()
                 permits.release()
                 while (await the(one, record.id)).progress < 100 * step // num_steps:
                     await asyncio.sleep(0.01)
@@ -63,9 +50,9 @@ async def test_long_clip_keeps_its_claim(tmp_path: Path, clock: SimpleNamespace)
 
 
 async def test_deleted_by_another_replica(tmp_path: Path) -> None:
-    first, idle = FakeStudio(step_s=0.2), FakeStudio(reasons={"fake-clips": "takes no clip"})
+    first, idle = FakeStudio(step_s=0.02), FakeStudio(reasons={"fake-clips": "takes no clip"})
     async with running(first, tmp_path) as one, running(idle, tmp_path) as two:
-        record = await one.submit(replace(REQUEST, num_inference_steps=100), "1")
+        record = await one.submit(replace(REQUEST, num_inference_steps=10**9), "1")  # has no end of its own
         await started(first)
         assert await two.delete(record.id)
         async with asyncio.timeout(PATIENCE_S):

@@ -20,6 +20,7 @@ from deployments.studio.metered import MeteredStudio
 from tests.deployments.api.conftest import client_of
 from tests.deployments.api.routes.test_images import IMAGES
 from tests.deployments.api.routes.test_videos import finished
+from tests.deployments.clips.support.runs import QUICK
 from tests.deployments.support.fake_studio import GPU_S, FakeStudio
 from tests.deployments.test_quotas import SetTime
 
@@ -34,7 +35,7 @@ def metered(studio: FakeStudio, folder: Path) -> FastAPI:
     accounts = OwnAccounts(LIMITS, SetTime())
     counted = MeteredStudio(studio, accounts)
     settings = ApiSettings(data_dir=folder, keys=KeyRing(["small", "large"]), key_limits=LIMITS)
-    clips = Clips(counted, ClipSettings(data_dir=folder, progress_s=0.02, poll_s=0.1))
+    clips = Clips(counted, ClipSettings(data_dir=folder, **QUICK))
     return create_api(counted, settings, clips, accounts=accounts)
 
 

@@ -16,7 +16,7 @@ from PIL import Image
 
 from pipelines.pictures import InputPicture, InputPictures
 from tests.deployments.api.conftest import build, client_of
-from tests.deployments.api.routes.test_images import sse
+from tests.deployments.api.support.events import sse
 from tests.deployments.api.test_errors import error_of
 from tests.deployments.support.fake_studio import FakeStudio, colour
 from tests.deployments.support.files import data_url, file_of, noise
@@ -189,7 +189,7 @@ async def test_models_say_what_they_take(client: httpx.AsyncClient) -> None:
 
 async def test_the_stream_of_json_and_no_event_of_drawing(client: httpx.AsyncClient) -> None:
     answer = await client.post(EDITS, json={"prompt": "a", "image": URLS[0], "stream": True, "partial_images": 1})
-    assert [name for name, _ in sse(answer.text)] == ["image_edit.partial_image", "image_edit.completed"]
+    assert [name for name, _ in sse(answer)] == ["image_edit.partial_image", "image_edit.completed"]
 
 
 async def test_a_key_and_the_own_page_are_asked_for(studio: FakeStudio, tmp_path: Path) -> None:

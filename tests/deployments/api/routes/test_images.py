@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import httpx
+import pytest
 
 from deployments.requests.rules import preview_steps
 from tests.deployments.api.conftest import build, client_of
+from tests.deployments.api.support.events import sse
 from tests.deployments.support.fake_studio import FakeStudio
 from tests.support.patience import PATIENCE_S
 
 IMAGES = "/v1/images/generations"
-
-
-def sse(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """Events of a stream, by the rules of the HTML standard."""
-    events = []
-    for block in text.split("\n\n"):
-        fields = [line.split(": ", 1) for line in block.split("\n") if line and not line.startswith(":")]
-        if fields:
-            data = "\n".join(value for name, value in fields if name == "data")
-            events.append((dict(fields)["event"], json.loads(data)))
-    return events
 
 
 async def test_what_the_studio_is_asked_for(client: httpx.AsyncClient, studio: FakeStudio) -> None:
@@ -62,7 +51,7 @@ async def test_what_the_studio_is_asked_for(client: httpx.AsyncClient, studio: F
     assert first.request_id.startswith("mine-")
     assert second.request_id.startswith("mine-")
     assert first.request_id != second.request_id
-    completed = [data for name, data in sse(answer.text) if name == "image_generation.completed"]
+    completed = [data for name, data in sse(answer) if name == "image_generation.completed"]
     assert {data["image_index"] for data in completed} == {0, 1}
     assert all(data["safety_identifier"] == "me" and data["timings"]["total_s"] > 0 for data in completed)
 
@@ -100,7 +89,8 @@ async def test_stream_on_the_wire(client: httpx.AsyncClient) -> None:
         assert answer.headers["content-type"].startswith("text/event-stream")
         assert "content-length" not in answer.headers
         assert answer.headers["x-request-id"].startswith("req_")
-        events = sse("".join([chunk async for chunk in answer.aiter_text()]))
+        await answer.aread()
+    events = sse(answer)
     assert [name for name, _ in events] == [
         "troupe.progress",
         "troupe.progress",
@@ -111,6 +101,11 @@ async def test_stream_on_the_wire(client: httpx.AsyncClient) -> None:
     assert all(data["type"] == name for name, data in events)
     assert events[0][1] == {"type": "troupe.progress", "image_index": 0, "step": 1, "of": 3, "eta_s": 0.1}
     assert events[2][1]["step"] == 2
+
+
+async def test_what_is_no_stream_is_shown_by_who_reads_it_as_one(client: httpx.AsyncClient) -> None:
+    with pytest.raises(AssertionError, match=r"no stream of events, but 400: .*\"param\":\"stream\""):
+        sse(await client.post(IMAGES, json={"prompt": "a", "stream": "perhaps"}))
 
 
 async def test_preview_steps_are_spread_and_never_the_last() -> None:

@@ -14,14 +14,20 @@ import pytest
 from deployments.requests.clips import clip_length
 from engines.gang.errors import GangBrokenError
 from pipelines.request import MediaRequest
-from tests.deployments.api.conftest import build, client_of
-from tests.deployments.api.routes.test_images import sse
+from tests.deployments.api.conftest import Watch, build, client_of
+from tests.deployments.api.support.events import sse
 from tests.deployments.api.test_disconnect import until
 from tests.deployments.support.fake_studio import CLIPS, FakeStudio
 
 
+async def look(client: httpx.AsyncClient, video_id: str) -> dict[str, Any]:
+    answer = await client.get(f"/v1/videos/{video_id}")
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
 async def finished(client: httpx.AsyncClient, video_id: str) -> dict[str, Any]:
-    while (video := (await client.get(f"/v1/videos/{video_id}")).json())["status"] in ("queued", "in_progress"):
+    while (video := await look(client, video_id))["status"] in ("queued", "in_progress"):
         await asyncio.sleep(0.02)
     return video
 
@@ -46,8 +52,9 @@ async def test_form_and_json_ask_for_the_same(client: httpx.AsyncClient, studio:
 
 
 async def progress_of(client: httpx.AsyncClient, video_id: str, expected: int) -> dict[str, Any]:
-    while (video := (await client.get(f"/v1/videos/{video_id}")).json())["progress"] != expected:
-        assert video["progress"] < expected
+    while (video := await look(client, video_id))["progress"] != expected:
+        assert video["progress"] < expected, video
+        assert video["error"] is None, video
         await asyncio.sleep(0.02)
     return video
 
@@ -64,21 +71,20 @@ async def test_progress_is_that_of_the_steps(client: httpx.AsyncClient, studio: 
     assert video["completed_at"] >= video["created_at"]
 
 
-async def test_events_tell_the_whole_way(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+async def test_events_tell_the_whole_way(client: httpx.AsyncClient, studio: FakeStudio, watch: Watch) -> None:
     studio.permits = asyncio.Semaphore(0)
     video = await make(client, num_inference_steps=8)
-    path = f"/v1/videos/{video['id']}/events"
-    watching = asyncio.create_task(client.get(path))
+    watching = await watch(client, video["id"])
     for expected in (12, 25, 37, 50, 62, 75, 87, 100):
         studio.permits.release()
         await progress_of(client, video["id"], expected)
-    events = sse((await watching).text)
+    events = sse(await watching)
     assert [name for name, _ in events[:-1]] == ["video.progress"] * (len(events) - 1)
     told = [event["video"]["progress"] for _, event in events]
     assert told == sorted(told)
-    assert len(told) > 1
+    assert told[0] == 0
     assert (events[-1][0], told[-1]) == ("video.completed", 100)
-    again = sse((await client.get(path)).text)
+    again = sse(await client.get(f"/v1/videos/{video['id']}/events"))
     assert [name for name, _ in again] == ["video.completed"]
 
 
@@ -121,17 +127,19 @@ async def test_variants(client: httpx.AsyncClient, studio: FakeStudio) -> None:
     assert (unknown.status_code, unknown.json()["error"]["param"]) == (400, "variant")
 
 
-async def test_delete_stops_the_clip(client: httpx.AsyncClient, studio: FakeStudio, tmp_path: Path) -> None:
+async def test_delete_stops_the_clip(
+    client: httpx.AsyncClient, studio: FakeStudio, tmp_path: Path, watch: Watch
+) -> None:
     studio.permits = asyncio.Semaphore(40)
     video = await make(client, num_inference_steps=100)
-    watching = asyncio.create_task(client.get(f"/v1/videos/{video['id']}/events"))
+    watching = await watch(client, video["id"])
     while (await client.get(f"/v1/videos/{video['id']}/content?variant=preview")).status_code != 200:
         await asyncio.sleep(0.02)
     answer = await client.delete(f"/v1/videos/{video['id']}")
     assert answer.json() == {"id": video["id"], "object": "video.deleted", "deleted": True}
     assert len(studio.closed) == 1  # at once, not with the next report
     assert not (tmp_path / "videos" / video["id"]).exists()
-    assert sse((await watching).text)[-1][0] == "video.deleted"
+    assert sse(await watching)[-1][0] == "video.deleted"
     for method in ("GET", "DELETE"):
         assert (await client.request(method, f"/v1/videos/{video['id']}")).status_code == 404
     studio.permits = None
@@ -149,7 +157,7 @@ async def test_failed_clip(client: httpx.AsyncClient, studio: FakeStudio) -> Non
     assert "rank 1 died" in video["error"]["message"]
     answer = await client.get(f"/v1/videos/{video['id']}/content")
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "video_failed")
-    assert sse((await client.get(f"/v1/videos/{video['id']}/events")).text)[-1][0] == "video.failed"
+    assert sse(await client.get(f"/v1/videos/{video['id']}/events"))[-1][0] == "video.failed"
 
 
 async def test_full_queue(studio: FakeStudio, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,8 @@ from tests.deployments.support.fake_studio import FakeStudio
 from tests.support.patience import PATIENCE_S
 
 REQUEST = replace(BASE, model="fake-clips", seed=77)
-QUICK: dict[str, Any] = {"poll_s": 0.05, "progress_s": 0.02, "retry_s": 0.02, "lease_s": 10.0}
+QUICK: dict[str, Any] = {"poll_s": 0.05, "progress_s": 0.02, "retry_s": 0.02, "lease_s": 3600.0}
+"""A claim lasts: a process that is paused for a while is to find its clips its own."""
 
 
 @asynccontextmanager
@@ -28,6 +29,23 @@ async def running(studio: FakeStudio, folder: Path, **settings: Any) -> AsyncIte
         yield clips
     finally:
         await clips.stop()
+
+
+class Looking(FakeStudio):
+    """Counts how often its runner looks for a clip."""
+
+    num_looks = 0
+
+    async def not_ready(self, max_age_s: float = 0.0) -> Mapping[str, str]:
+        self.num_looks += 1
+        return await super().not_ready(max_age_s)
+
+    async def looked(self) -> None:
+        """Returns after two more looks: the one under way, and one that saw what there is now."""
+        num_looks = self.num_looks
+        async with asyncio.timeout(PATIENCE_S):
+            while self.num_looks < num_looks + 2:
+                await asyncio.sleep(0.01)
 
 
 async def the(clips: Clips, clip_id: str) -> ClipRecord:
