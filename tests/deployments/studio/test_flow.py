@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,9 +52,7 @@ def events_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Runs a request through ``Stages``, by their clock; all that comes."""
 
     async def run_all(stages: Stages, **fields: Any) -> list[StudioEvent]:
-        clock = SimpleNamespace(monotonic=lambda: stages.now_s, perf_counter=lambda: stages.now_s)
-        for module in (retries, run):
-            monkeypatch.setattr(module, "time", clock)
+        stages.set_clock_of(retries, run, patch=monkeypatch)
         request = replace(PICTURES.request(model="m", prompt="a red circle"), **fields)
         async with asyncio.timeout(PATIENCE_S):
             return [event async for event in studio_of(stages).perform(request, Output(format="png"))]

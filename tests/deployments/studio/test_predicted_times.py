@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deployments.studio import run
+from deployments.studio import retries, run
 from deployments.studio.flow import DeployedStudio
 from deployments.studio.interface import Media, Output, Queued, StudioEvent
 from deployments.studio.readiness import Readiness
@@ -27,8 +27,9 @@ def no_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "observe_encoding", lambda *_, **__: None)
 
 
-async def all_told(stages: Stages, *widths: int) -> list[tuple[Queued, Media]]:
-    """What comes first and last, of a request for each width."""
+async def all_told(patch: pytest.MonkeyPatch, stages: Stages, *widths: int) -> list[tuple[Queued, Media]]:
+    """What comes first and last, of a request for each width, by the clock of ``stages``."""
+    stages.set_clock_of(retries, run, patch=patch)
     handles: Any = {"m": stages}
     studio, told = DeployedStudio({}, handles, Readiness({"m": ()})), []
     for width in widths:
@@ -40,18 +41,20 @@ async def all_told(stages: Stages, *widths: int) -> list[tuple[Queued, Media]]:
     return told
 
 
-async def test_a_whole_time_is_predicted_when_all_its_parts_are_known() -> None:
+async def test_a_whole_time_is_predicted_when_all_its_parts_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody knows the first decoding; the others take 0.1 s for as many pixels."""
-    stages = Stages([KNOWN, STEP, DONE], [GUESSED, STEP, DONE], [KNOWN, STEP, DONE])
-    told = await all_told(stages, REQUEST.width, REQUEST.width, 2 * REQUEST.width)
-    assert [queued.eta_s for queued, _ in told] == [None, None, pytest.approx(2.2, abs=0.1)]
+    stages = Stages([KNOWN, STEP, DONE], [GUESSED, STEP, DONE], [0.5, KNOWN, STEP, DONE])
+    told = await all_told(monkeypatch, stages, REQUEST.width, REQUEST.width, 2 * REQUEST.width)
+    assert [queued.eta_s for queued, _ in told] == [None, None, pytest.approx(0.5 + 2.0 + 2 * 0.1)]
     assert [media.timings.eta_s for _, media in told] == [queued.eta_s for queued, _ in told]
 
 
-async def test_the_first_whole_time_after_a_start_is_predicted_by_what_the_decoder_remembers() -> None:
+async def test_the_first_whole_time_after_a_start_is_predicted_by_what_the_decoder_remembers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Of a size that was decoded since, by that."""
     stages = Stages([KNOWN, STEP, DONE])
     stages.expected_s = 5.0
-    (first, media), (second, _) = await all_told(stages, REQUEST.width, REQUEST.width)
+    (first, media), (second, _) = await all_told(monkeypatch, stages, REQUEST.width, REQUEST.width)
     assert (first.decode_s, second.decode_s) == (5.0, 0.1)
-    assert first.eta_s == media.timings.eta_s == pytest.approx(7.0, abs=0.1)
+    assert first.eta_s == media.timings.eta_s == pytest.approx(7.0)

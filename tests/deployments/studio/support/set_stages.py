@@ -6,8 +6,10 @@ import asyncio
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from functools import partial
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
+
+import pytest
 
 from deployments.stages.common import Decoded, EncodingDone
 from engines.gang.errors import QueueFullError
@@ -78,6 +80,12 @@ class Stages:
             preview=remote(lambda latents, _: self._answer("decoder", partial(self._preview, latents))),
         )
         self.previews_may_go_on = asyncio.Event()
+
+    def set_clock_of(self, *modules: ModuleType, patch: pytest.MonkeyPatch) -> None:
+        """Time passes there where an attempt says so, and never else."""
+        for module in modules:
+            clock = SimpleNamespace(monotonic=lambda: self.now_s, perf_counter=lambda: self.now_s)
+            patch.setattr(module, "time", clock)
 
     def _remote(self, method: str, answer: Callable[[], Any]) -> SimpleNamespace:
         def call(*args: object) -> Any:
