@@ -14,6 +14,8 @@ from deployments.door.settings import DoorSettings
 from deployments.names import LIVE
 
 SPARE_FILES = 64
+CHECK_S = 3.0
+"""For the application to say that it is there, each time that it is asked."""
 FULL_SHARE = 0.95
 """Of ``max_connections``, from where on requests are refused with an answer: beyond the limit there is none."""
 
@@ -96,7 +98,7 @@ def _defaults(settings: DoorSettings, wiring: Wiring) -> Iterator[str]:
     yield "    timeout server 24h"  # a job waits its turn; the application has its own deadlines
     yield f"    timeout http-request {_ms(settings.head_timeout_s)}"
     yield "    timeout http-keep-alive 90s"
-    yield "    timeout check 3s"
+    yield f"    timeout check {_ms(CHECK_S)}"
     yield "    option abortonclose"
     yield "    option http-no-delay"
     for status, file in write_pages(wiring.folder).items():

@@ -10,6 +10,7 @@ import pytest
 
 from deployments.door.door import listen
 from deployments.names import url_at
+from tests.support.patience import PATIENCE_S
 
 
 class Answer(BaseHTTPRequestHandler):
@@ -40,5 +41,5 @@ def test_who_listens_there_answers(host: str, expected: str) -> None:
         thread = threading.Thread(target=server.handle_request)
         thread.start()
         assert url_at(host, port) == f"{expected}{port}"
-        assert httpx.get(url_at(host, port), timeout=60).status_code == 204
+        assert httpx.get(url_at(host, port), timeout=PATIENCE_S).status_code == 204
         thread.join()

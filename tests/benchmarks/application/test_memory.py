@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.application import memory
 from benchmarks.application.memory import Peak, peak_memory
+from tests.support.patience import PATIENCE_S
 
 GIB = 2**30
 
@@ -24,7 +25,7 @@ def test_the_highest_of_what_was_seen_is_kept(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(memory, "EVERY_S", 0.001)
     with peak_memory() as peak:
         held[0] = 9 * GIB
-        assert was_seen.wait(60)
+        assert was_seen.wait(PATIENCE_S)
         held[0] = 4 * GIB
     assert peak.rounded() == {"before": 3.0, "highest": 9.0, "after": 4.0}
 

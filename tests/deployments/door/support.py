@@ -14,8 +14,9 @@ import httpx
 from deployments.door.door import Door, listen
 from deployments.door.lane import Lane
 from deployments.door.settings import DoorSettings
+from tests.support.patience import PATIENCE_S
 
-SETTINGS = DoorSettings(max_head_bytes=4096, max_connections=200)
+SETTINGS = DoorSettings(max_head_bytes=4096, max_connections=200, head_timeout_s=PATIENCE_S)
 
 
 @dataclass
@@ -35,7 +36,7 @@ class Backend:
             def do_GET(self) -> None:
                 backend.seen.append(self.path)
                 if self.path == "/slow":
-                    backend.release.wait(60)
+                    backend.release.wait(PATIENCE_S)
                 own = json.dumps([[name.lower(), value] for name, value in self.headers.items()]).encode()
                 self.send_response({"/broken": 500, "/live": backend.live}.get(self.path, 200))
                 self.send_header("Content-Length", str(len(own)))
@@ -85,6 +86,6 @@ def doored(
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     with (
         Door(listener, address, settings, trusted_proxies, lane) as door,
-        httpx.Client(base_url=url, timeout=60) as client,
+        httpx.Client(base_url=url, timeout=PATIENCE_S) as client,
     ):
         yield door, client

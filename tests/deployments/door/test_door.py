@@ -20,6 +20,7 @@ from deployments.door.door import Door, listen
 from deployments.door.settings import DoorSettings
 from tests.deployments.door.support import SETTINGS, Backend, doored, served
 from tests.deployments.support.live import wait_until
+from tests.support.patience import PATIENCE_S
 
 IMAGES = "/v1/images/generations"
 
@@ -168,7 +169,8 @@ def test_a_replica_that_dies_under_a_request(client: httpx.Client) -> None:
 def test_draining_refuses_what_comes_and_lets_what_runs_end(backend: Backend) -> None:
     with served(backend) as address, doored(address) as (door, client):
         answers: list[httpx.Response] = []
-        slow = threading.Thread(target=lambda: answers.append(httpx.get(client.base_url.join("/slow"), timeout=60)))
+        url = client.base_url.join("/slow")
+        slow = threading.Thread(target=lambda: answers.append(httpx.get(url, timeout=PATIENCE_S)))
         slow.start()
         wait_until(lambda: "/slow" in backend.seen, "the request is under way")
         door.drain()
@@ -189,7 +191,8 @@ def test_it_is_started_again_and_ends_with_its_owner(backend: Backend) -> None:
 
 
 def test_too_many_connections_are_told(backend: Backend) -> None:
-    with served(backend) as address, doored(address, DoorSettings(max_connections=40)) as (_, client):
+    settings = DoorSettings(max_connections=40, head_timeout_s=PATIENCE_S)
+    with served(backend) as address, doored(address, settings) as (_, client):
         where = address_of(client)
         with contextlib.ExitStack() as stack:
             for _ in range(38):

@@ -9,13 +9,21 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from deployments.requests.errors import RequestError
+from deployments.requests.pictures import fetch
 from deployments.requests.pictures.fetch import origin_of
 from deployments.requests.pictures.limits import PictureLimits
 from deployments.requests.pictures.sources import Sources
 from deployments.requests.pictures.unpack import unpack
 from tests.deployments.support.files import file_of, noise
+from tests.support.patience import PATIENCE_S
 
 FILE = file_of(noise(16, 24))
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server is in this process, which may wait long for a core."""
+    monkeypatch.setattr(fetch, "FETCHED_WITHIN_S", PATIENCE_S)
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -1,0 +1,13 @@
+"""A door that waits long for the servers of these tests, which share their process with what else it does."""
+
+from __future__ import annotations
+
+import pytest
+
+from deployments.door import haproxy
+from tests.support.patience import PATIENCE_S
+
+
+@pytest.fixture(autouse=True)
+def patient_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(haproxy, "CHECK_S", PATIENCE_S)
