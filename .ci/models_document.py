@@ -15,7 +15,7 @@ from typing import Any
 import diffusers
 from models_licences import NOT_FOUND, UNPUBLISHED, licence_of
 from models_proofs import proofs
-from models_text import FAMILIES, HEAD, MARKS, PUBLISHED_HEAD, UNDECLARED, WORDS
+from models_text import FAMILIES, HEAD, MARKS, PUBLISHED_HEAD, UNCAPTURED, UNDECLARED, WORDS
 from torch import nn
 
 from engines.core.model import DenoiserModel
@@ -111,7 +111,7 @@ def row(name: str) -> tuple[str, ...]:
         f"`{kind.__name__}`",
         family_of(name) or "—",
         ", ".join(workflows(name)) or "—",
-        strategies(kind),
+        strategies(kind) + (UNCAPTURED if is_uncaptured(kind) else ""),
         once,
         ", ".join(models) or "—",
         ", ".join(dict.fromkeys(map(licence_of, models or [UNPUBLISHED.get(shown(name), NOT_FOUND)]))),
@@ -146,6 +146,11 @@ def strategies(kind: Any) -> str:
     config = {one.name: one.default for one in parameters if one.default is not one.empty}
     known = ways(load_architecture(kind.__name__).shard_plan(config))
     return ", ".join(known) + ("" if kind.__name__ in ARCHITECTURES or len(known) < 2 else " (by diffusers' plan)")
+
+
+def is_uncaptured(kind: Any) -> bool:
+    """Whether steps over divided weights are not captured: what ``hoisted`` makes is made in each of them there."""
+    return load_architecture(kind.__name__).reads_values and "tensor" in strategies(kind).split(", ")
 
 
 def ways(plan: ShardPlan) -> tuple[str, ...]:

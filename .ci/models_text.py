@@ -17,7 +17,8 @@ it. *see its page*: none is written here, for no source of its name was at hand.
 
 - *Workflows* are those that the blocks declare (— : they declare none, and have one).
 - *Strategies* divide a step over the ranks of a gang. "one rank" serves one picture at a time on one GPU; more gangs
-  serve more at once (`num_replicas`). "by diffusers' plan": diffusers says how, no file here.
+  serve more at once (`num_replicas`). "by diffusers' plan": diffusers says how, no file here. "not captured": on ranks
+  that divide the weights no step is a CUDA graph, and each makes again what others make once a job; the log says so.
 - *Once a job* is what no step makes again.
 - *Models* are those of this very pipeline that `troupe estimate` knows by name.
 - *Proved by* are the tests that build this very pipeline and compare it with diffusers' own call. Without one, nobody
@@ -36,6 +37,8 @@ not). Activations, the encoders and the auto-encoder come on top. Both transform
 """
 MARKS = ("<!-- models: .ci/models_document.py -->", "<!-- end of models -->")
 """Around the table in README.md."""
+UNCAPTURED = " (not captured)"
+"""After `tensor`, the last of the strategies."""
 FAMILIES = {
     "flux": "FLUX.1 dev, schnell, Kontext",
     "flux2": "FLUX.2 dev, klein",

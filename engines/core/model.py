@@ -96,7 +96,8 @@ class DenoiserModel:
     ``stream_lengths(arguments)`` gives the number of tokens per stream name; ``set_kernel(module, kernel)`` makes the
     module's self-attention call ``kernel``; a module called with ``forward(module, arguments)`` returns the prediction.
     ``hoisted(module, arguments)`` makes further inputs that ``forward`` may be given, from those that no step of a job
-    changes (all but the latents and the timestep); the module is whole (None: there is nothing to gain).
+    changes (all but the latents and the timestep); the module is whole (None: there is nothing to gain). If it
+    ``reads_values``, ``forward`` looks at values of tensors where it is not given these, and cannot be captured then.
     ``head_dim`` and ``num_heads`` are those of queries in self-attention. ``probe()`` makes the branches of one small,
     seeded, known step (the same on every rank), for the self-check of a gang at its start (none: there is no such
     step). ``fast`` arranges a module's weights for a hand-ordered step that equals its ``forward`` (None: there is
@@ -115,6 +116,7 @@ class DenoiserModel:
     forward: Callable[[nn.Module, Arguments], Tensor]
     probe: Callable[[], tuple[Branch, ...]]
     hoisted: Callable[[nn.Module, Arguments], ModelInputs] | None = None
+    reads_values: bool = False
     fast: ArrangeWeights | None = None
     typical_lengths: Mapping[str, int] | None = None
     weights: WeightSource | None = None

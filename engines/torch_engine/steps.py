@@ -63,7 +63,7 @@ class StepRunner:
         """Returns the whole prediction, equal on all ranks of the team's context and tensor axes."""
         step = self._step(branch, team)
         tensors = step.prepare(branch)
-        captures = step.captured is None and self._may_capture(step, team)
+        captures = step.captured is None and self._may_capture(step, branch, tensors, team)
         self.was_warm = step.num_runs > 0 and not captures
         if captures:
             step.captured = self._capture(step, tensors, team)
@@ -155,9 +155,15 @@ class StepRunner:
             self._weights[module] = self._model.fast(self._model.modules[module], precision)
         return self._weights[module]
 
-    def _may_capture(self, step: _Step, team: Team) -> bool:
+    def _may_capture(self, step: _Step, branch: Branch, tensors: StepTensors, team: Team) -> bool:
         waited = step.num_runs >= RUNS_BEFORE_CAPTURE
-        return self._pool is not None and waited and self._num_graphs[team.ranks, team.spec] < MAX_GRAPHS
+        if self._pool is None or not waited or self._num_graphs[team.ranks, team.spec] >= MAX_GRAPHS:
+            return False
+        reads_values = self._model.reads_values and tensors.keys() == branch.inputs.keys()
+        if reads_values and step.num_runs == RUNS_BEFORE_CAPTURE:
+            told = {"ranks": team.ranks, "strategy": team.spec.name}
+            logger.warning("a step is not captured: it makes anew what others make once a job", extra=told)
+        return not reads_values
 
     def _capture(self, step: _Step, tensors: StepTensors, team: Team) -> CapturedStep:
         assert self._pool is not None

@@ -45,6 +45,7 @@ def as_denoiser(
         forward=Forward(architecture),
         probe=probe,
         hoisted=architecture.hoisted,
+        reads_values=architecture.reads_values,
         fast=architecture.fast(config),
         latents=architecture.latents,
         timestep=architecture.timestep,

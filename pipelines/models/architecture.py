@@ -79,8 +79,9 @@ class Architecture:
       blocks were called with. ``blank(config, call)`` is what the pipeline may take for the answer before there is one;
       ``forward(module, call)`` makes the call and gives one tensor, and ``answer(config, call, prediction)`` makes of
       that what the pipeline expects.
-    - ``set_kernel``: where diffusers' attention dispatcher does not do. ``hoisted``, ``latents`` and ``timestep`` as in
-      ``DenoiserModel``; ``fast(config)`` is its ``fast``, None where the transformer has no hand-ordered step.
+    - ``set_kernel``: where diffusers' attention dispatcher does not do. ``hoisted``, ``reads_values``, ``latents`` and
+      ``timestep`` as in ``DenoiserModel``; ``fast(config)`` is its ``fast``, None where the transformer has no
+      hand-ordered step.
 
     ``used_by_blocks`` are its submodules, without weights, that diffusers' blocks use.
     ``blank_pictures(folder, request)`` are values in the shapes of what the encoders make of a request's pictures.
@@ -120,6 +121,7 @@ class Architecture:
     mend: Callable[[Any], None] | None = None
     set_kernel: Callable[[nn.Module, Kernel], None] | None = None
     hoisted: Callable[[nn.Module, Arguments], ModelInputs] | None = None
+    reads_values: bool = False
     fast: Callable[[Config], ArrangeWeights | None] = lambda config: None
     latents: str = LATENTS
     timestep: str = TIMESTEP

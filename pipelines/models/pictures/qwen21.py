@@ -105,4 +105,5 @@ ARCHITECTURE = Architecture(
     forward=forward,
     set_kernel=set_kernel,
     hoisted=hoisted,
+    reads_values=True,
 )

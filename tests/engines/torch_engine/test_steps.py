@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engines.core.fast_model import StepTensors
-from engines.core.model import Branch
+from engines.core.model import Arguments, Branch
 from engines.core.spec import ParallelSpec
 from engines.parallel.communication.mesh import Team, team_of_one
 from engines.parallel.sharded import ShardedModel
@@ -45,6 +46,30 @@ def runner() -> Iterator[StepRunner]:
     with patch.object(steps, "GraphPool"), patch.object(steps, "CapturedStep", Recording):
         yield StepRunner(model, sharded, config=CAPTURING, device=torch.device("cpu"))
     sharded.close()
+
+
+@pytest.mark.parametrize(("made", "num_captured"), [({"made": torch.ones(1)}, 1), ({}, 0)])
+def test_a_step_that_reads_values_is_captured_if_it_is_given_what_is_made_before(
+    made: StepTensors, num_captured: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, captured = models.model("flux"), list[Recording]()
+
+    def forward(module: nn.Module, arguments: Arguments) -> Tensor:
+        return plain.forward(module, {name: value for name, value in arguments.items() if name not in made})
+
+    def capture(*args: Any) -> Recording:
+        captured.append(Recording(*args))
+        return captured[-1]
+
+    model = replace(plain, reads_values=True, hoisted=lambda module, arguments: made, forward=forward)
+    sharded = ShardedModel(model)
+    with patch.object(steps, "GraphPool"), patch.object(steps, "CapturedStep", capture):
+        runner = StepRunner(model, sharded, config=CAPTURING, device=torch.device("cpu"))
+        warm = [found_warm(runner, shape(0)) for _ in range(4)]
+    sharded.close()
+    assert len(captured) == num_captured
+    assert warm == ([False, False, True, True] if made else [False, True, True, True])
+    assert caplog.text.count("a step is not captured") == 1 - num_captured
 
 
 @torch.no_grad()
