@@ -4,8 +4,9 @@
     python -m benchmarks.load --url http://host:8000 --metrics http://host:9464/metrics --mix pictures --rate 2 --gpus 2
 
 Without ``--url`` it starts ``--config``, with ``--set`` and ``--folder`` (``benchmarks.serving.settings``). What each
-class takes alone is measured first; a deadline is ``--scale`` times that. A key is read from TROUPE_API_KEY; a server
-that is started here can be asked with several (``--owners three``). The last line is one JSON document.
+class takes alone is measured first, but for what ``--alone`` says of it (what an earlier run of this or of
+``benchmarks.policies.live`` printed or kept); a deadline is ``--scale`` times that. A key is read from TROUPE_API_KEY;
+a server that is started here can be asked with several (``--owners three``). The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from typing import Any
 
 import httpx
 
+from benchmarks.load import alone as lone
 from benchmarks.load.arrivals import Arrival, bursts, owned, poisson, trace, trace_file
-from benchmarks.load.client import Outcome, lone_times_s, send_all
+from benchmarks.load.client import Outcome, send_all
 from benchmarks.load.mix import Mix, load_mix
 from benchmarks.load.owner import load_owners
 from benchmarks.load.summary import gpu_use, plot, summary
@@ -31,11 +33,9 @@ from benchmarks.serving.application import serving
 from benchmarks.serving.settings import add_options, config_of, told_as
 from deployments.cli.serving import free_port
 
-NUM_LONE = 3
 
-
-def main() -> None:
-    arguments = parse()
+def main(words: Sequence[str] | None = None) -> None:
+    arguments = parse(words)
     mix = load_mix(arguments.mix)
     arrivals = owned(arrivals_of(mix, arguments), arguments.owners, arguments.seed)
     with server(arguments) as (url, metrics, num_gpus):
@@ -70,15 +70,13 @@ async def measured(
 ) -> dict[str, Any]:
     key = os.environ.get("TROUPE_API_KEY")
     headers = arguments.owners.headers or ({"Authorization": f"Bearer {key}"} if key else {})
-    known_s = dict(arguments.lone_s)
-    lone_s = {
-        **known_s,
-        **await lone_times_s(url, [one for one in mix.classes if one.name not in known_s], NUM_LONE, headers),
-    }
+    new = [one for one in mix.classes if one.name not in arguments.alone]
+    known = {**arguments.alone, **await lone.measured(url, lambda: text_of(metrics), new, headers)}
+    lone_s = {one.name: known[one.name].lone_s for one in mix.classes}
     print(f"alone: {lone_s}", file=sys.stderr, flush=True)
     before = text_of(metrics)
     outcomes = await send_all(url, arrivals, headers)
-    document = summary(outcomes, lone_s, arguments.scale)
+    document = summary(outcomes, lone_s, arguments.scale) | {"alone": lone.told(known)}
     if metrics:
         took_s = max(one.at_s + one.latency_s for one in outcomes)
         document |= gpu_use(before, text_of(metrics), took_s, num_gpus, document["right"])
@@ -110,11 +108,6 @@ def write(outcomes: list[Outcome], path: Path) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
-def lone(told: str) -> tuple[str, float]:
-    name, _, seconds = told.partition("=")
-    return name, float(seconds)
-
-
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mix", default="laptop", help="a YAML file of classes, or the name of a known one")
@@ -128,9 +121,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of arrivals and classes")
     parser.add_argument("--scale", type=float, default=3.0, help="a deadline, in times the lone time")
     parser.add_argument("--owners", type=told_as(load_owners), default="none", help="a file, a known name, or none")
-    parser.add_argument(
-        "--lone-s", type=lone, nargs="+", default=[], metavar="CLASS=S", help="what classes take alone, if it is known"
-    )
+    lone.add_option(parser)
     add_options(parser)
     parser.add_argument("--url", default="", help="a server that runs")
     parser.add_argument("--metrics", default="", help="the URL of its metrics")

@@ -93,24 +93,3 @@ async def answered(
         return Answer.of(await client.post(kind.path, json=body, headers=headers))
     except httpx.HTTPError:
         return Answer(status=0)
-
-
-async def lone_times_s(
-    url: str, kinds: Sequence[RequestClass], repeats: int, headers: dict[str, str]
-) -> dict[str, float]:
-    """Median seconds of a request of each class when nothing else is there; the first of each is not counted.
-
-    RuntimeError if one is not answered.
-    """
-    times: dict[str, float] = {}
-    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, headers=headers) as client:
-        for kind in kinds:
-            several = []
-            for seed in range(repeats + 1):
-                start_s = time.perf_counter()
-                answer = await answered(client, kind, seed)
-                several.append(time.perf_counter() - start_s)
-                if answer.status != httpx.codes.OK:
-                    raise RuntimeError(f"a request of class {kind.name} alone was answered {answer.status}")
-            times[kind.name] = sorted(several[1:])[repeats // 2]
-    return times

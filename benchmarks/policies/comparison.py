@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
+from benchmarks.load.alone import Alone, rank_seconds
 from benchmarks.load.arrivals import Arrival
 from benchmarks.load.client import Outcome
 from benchmarks.load.summary import eta, gpu_use, points
-from benchmarks.policies.alone import Alone, rank_seconds
 from benchmarks.policies.shares import Served, shares
 from benchmarks.policies.simulation import Arrival as SimulatedArrival
 from benchmarks.policies.simulation import SimulatedGang, Simulation, Span
@@ -46,7 +46,8 @@ class Case:
 
     @classmethod
     def of(cls, config: ServeConfig, policy: str, scale: float, alone: Mapping[str, Alone]) -> Case:
-        """ValueError for a model with several gangs, which are not simulated, and for one that is not served."""
+        """ValueError for a model with several gangs, which are not simulated, and for one that is not served; and for a
+        class whose number of ranks nobody knows."""
         for model in config.app.models:
             if model.denoiser.max_num_replicas > 1:
                 raise ValueError(f"{model.name} has up to {model.denoiser.max_num_replicas} gangs; one is simulated")
@@ -54,6 +55,11 @@ class Case:
         for name, one in alone.items():
             if one.model not in gangs:
                 raise ValueError(f"class {name} was measured of {one.model}; served: {', '.join(gangs)}")
+            if not one.num_ranks:
+                raise ValueError(
+                    f"class {name} was measured without metrics, which tell how many ranks made its steps: measure it "
+                    "with --metrics, or leave it out of --alone"
+                )
         return cls(policy=policy, scale=scale, gangs=gangs, alone=alone)
 
     @property

@@ -5,12 +5,13 @@
                                        [--owners three | none]
 
 Serves ``--config`` under each policy. What each class takes alone is measured before the first one, by stages, and
-reused (``--alone``: what an earlier run printed or kept); the others begin with a request of each class. What the
-application itself measures and decides is kept from policy to policy (``--data-dir``: and for the next run). The load
-is sent over HTTP, and the same arrivals go through ``benchmarks.policies.comparison``; ``--load`` is the share of the
-time in which the requests, one after the other, would keep everything busy. With the policy ``deadline`` requests must
-be done in ``--scale`` times what they take alone. Each comes with the API key of one of ``--owners``, whose weights the
-policy ``fair`` goes by. ``--out`` is written after each policy. The last line is one JSON document.
+reused (``--alone``: what an earlier run of this or of ``benchmarks.load`` printed or kept); the others begin with a
+request of each class. What the application itself measures and decides is kept from policy to policy (``--data-dir``:
+and for the next run). The load is sent over HTTP, and the same arrivals go through ``benchmarks.policies.comparison``;
+``--load`` is the share of the time in which the requests, one after the other, would keep everything busy. With the
+policy ``deadline`` requests must be done in ``--scale`` times what they take alone. Each comes with the API key of one
+of ``--owners``, whose weights the policy ``fair`` goes by. ``--out`` is written after each policy. The last line is one
+JSON document.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from typing import Any
 
 import httpx
 
+from benchmarks.load import alone as lone
+from benchmarks.load.alone import Alone
 from benchmarks.load.arrivals import Arrival, owned, poisson, trace, trace_file
 from benchmarks.load.client import Outcome, send_all
 from benchmarks.load.mix import Mix, RequestClass, load_mix
 from benchmarks.load.owner import Owners, load_owners
-from benchmarks.policies import alone as lone
-from benchmarks.policies.alone import Alone
 from benchmarks.policies.comparison import Case, compared
 from benchmarks.policies.shares import told as told_of_owners
 from benchmarks.serving.application import Application, serving
@@ -44,11 +45,10 @@ from engines.gang.policies.registry import POLICIES, find_policy
 
 def main(words: Sequence[str] | None = None) -> None:
     arguments = parse(words)
-    known = lone.read(arguments.alone) if arguments.alone else {}
     with tempfile.TemporaryDirectory(prefix="troupe_bench_", dir="/tmp", ignore_cleanup_errors=True) as name:
         data_dir = arguments.data_dir or Path(name)
         data_dir.mkdir(parents=True, exist_ok=True)
-        document = run(config_of(arguments), known, data_dir, arguments)
+        document = run(config_of(arguments), arguments.alone, data_dir, arguments)
     print(json.dumps(document), flush=True)
 
 
@@ -178,7 +178,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--owners", type=told_as(load_owners), default="three", help="a file of them, the name of a known one, none"
     )
-    parser.add_argument("--alone", type=Path, help="what classes take alone, by an earlier run")
+    lone.add_option(parser)
     parser.add_argument("--data-dir", type=Path, help="where what the application measures and decides is kept")
     parser.add_argument("--out", type=Path, help="where the document is kept, as far as it is")
     add_options(parser)

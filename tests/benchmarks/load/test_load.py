@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import threading
 from collections import Counter
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import ClassVar, get_args
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -18,11 +14,11 @@ from pydantic import ValidationError
 
 from benchmarks.load.__main__ import parse
 from benchmarks.load.arrivals import bursts, poisson, trace, trace_file
-from benchmarks.load.client import Outcome, lone_times_s, send_all
+from benchmarks.load.client import Outcome, send_all
 from benchmarks.load.mix import MIXES, Mix, RequestClass, load_mix
 from benchmarks.load.summary import gpu_use, plot, summary
 from pipelines.request import ServiceTier
-from tests.support.patience import PATIENCE_S
+from tests.benchmarks.load.support.server import Server
 
 MIX = Mix(classes=(RequestClass(name="a", share=3, body={"prompt": "a"}), RequestClass(name="b", kind="clip", body={})))
 
@@ -90,41 +86,6 @@ def test_wrong_mixes_are_refused() -> None:
         load_mix("nothing")
 
 
-class Server(BaseHTTPRequestHandler):
-    """Answers the first request when the last has come; "b" not at all well."""
-
-    seen: ClassVar[list[tuple[str, dict[str, object]]]] = []
-    all_have_come: ClassVar[threading.Event] = threading.Event()
-    expected: ClassVar[int] = 0
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.seen.append((self.path, body))
-        if len(self.seen) >= self.expected:
-            self.all_have_come.set()
-        assert self.all_have_come.wait(PATIENCE_S)
-        self.send_response(200 if "prompt" in body else 429)
-        self.send_header("Server-Timing", "queue;dur=2.5, total;dur=10")
-        self.send_header("X-Troupe-Gpu-Seconds", "0.125")
-        if body.get("prompt") == "a":
-            self.send_header("X-Troupe-Eta", "0.012")
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@pytest.fixture
-def url() -> Iterator[str]:
-    Server.seen.clear()
-    Server.all_have_come.clear()
-    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
 def test_requests_do_not_wait_for_answers(url: str) -> None:
     arrivals = bursts(MIX, 4, 0.1, 0.2, seed=1)
     Server.expected = len(arrivals)
@@ -132,20 +93,13 @@ def test_requests_do_not_wait_for_answers(url: str) -> None:
     assert [one.name for one in outcomes] == [one.kind.name for one in arrivals]
     assert {one.status for one in outcomes if one.name == "a"} == {200}
     assert {one.status for one in outcomes if one.name == "b"} == {429}
-    assert outcomes[0].stages_ms == {"queue": 2.5, "total": 10.0}
+    assert outcomes[0].stages_ms == {"queue": 2.5, "denoise": 5.0, "total": 10.0}
     assert outcomes[0].gpu_s == 0.125
     assert {(one.name, one.eta_s) for one in outcomes} == {("a", 0.012), ("b", None)}
     assert all(one.eta_error == pytest.approx(0.2) for one in outcomes if one.name == "a")
     paths = Counter(path for path, _ in Server.seen)
     assert paths["/v1/videos/sync"] == Counter(one.name for one in outcomes)["b"]
     assert sorted(body["seed"] for _, body in Server.seen) == list(range(len(arrivals)))
-
-
-def test_lone_times_are_of_answers_that_are_right(url: str) -> None:
-    Server.expected = 1
-    assert asyncio.run(lone_times_s(url, MIX.classes[:1], 2, {}))["a"] > 0
-    with pytest.raises(RuntimeError, match="class b alone was answered 429"):
-        asyncio.run(lone_times_s(url, MIX.classes, 1, {}))
 
 
 def test_a_server_that_is_gone_is_an_outcome() -> None:

@@ -9,10 +9,10 @@ from statistics import fmean
 import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
+from benchmarks.load.alone import Alone
 from benchmarks.load.arrivals import Arrival
 from benchmarks.load.client import Outcome
 from benchmarks.load.mix import RequestClass, load_mix
-from benchmarks.policies.alone import Alone
 from benchmarks.policies.comparison import Case, Simulated, compared, simulated, stretches
 from benchmarks.serving.settings import with_values
 from deployments.cli.serving import load_config
@@ -153,4 +153,7 @@ def test_what_cannot_be_simulated_is_said() -> None:
         Case.of(config, "arrival", 3.0, ALONE)
     with pytest.raises(ValueError, match="flux-shapes has up to 2 gangs; one is simulated"):
         Case.of(with_values(config, ["denoiser.num_replicas=2"]), "arrival", 3.0, {})
+    blind = {"small": ALONE["small"].model_copy(update={"model": "flux-shapes", "num_ranks": 0})}
+    with pytest.raises(ValueError, match=r"class small was measured without metrics, .* leave it out of --alone"):
+        Case.of(config, "arrival", 3.0, blind)
     assert Case.of(config, "arrival", 3.0, {}).num_ranks == 5

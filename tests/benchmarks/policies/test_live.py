@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.load.alone import Alone, read
 from benchmarks.load.arrivals import Arrival
 from benchmarks.load.client import Outcome
 from benchmarks.load.mix import load_mix
 from benchmarks.load.owner import NUM_DIGITS, Owner
 from benchmarks.policies import live
-from benchmarks.policies.alone import Alone, read
 from deployments.config import ServeConfig
 from deployments.keys import hash_of
 from deployments.quotas import KeyLimits

@@ -10,8 +10,8 @@ import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from pydantic import ValidationError
 
-from benchmarks.policies import alone
-from benchmarks.policies.alone import Alone, rank_seconds, read, told, with_ratios
+from benchmarks.load import alone
+from benchmarks.load.alone import Alone, rank_seconds, read, told, with_ratios
 from engines.gang.jobs.job import Job
 from engines.gang.predictions.prediction import speedup
 from engines.gang.predictions.step_times import StepTimes
@@ -28,6 +28,9 @@ def test_what_was_printed_is_read_whole_in_part_and_at_the_end_of_output(tmp_pat
         assert read(file) == known
     file.write_text(json.dumps({"small": {"step_s": 1.0}}))
     with pytest.raises(ValidationError):
+        read(file)
+    file.write_text("")
+    with pytest.raises(ValueError, match="Expecting value"):
         read(file)
 
 
@@ -71,3 +74,4 @@ def test_ranks_of_a_team_count_each() -> None:
     assert found == {("one", 1): 1.0, ("one", 2): 10.0}
     assert alone._busiest({("one", 2): 9.5}, found, "one") == 1
     assert alone._busiest({}, found, "one") == 2
+    assert alone._busiest({}, {}, "one") == 0, "without metrics"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import asyncio
 import json
@@ -18,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from benchmarks.load.client import NO_HEADERS, TIMEOUT_S, answered
 from benchmarks.load.mix import RequestClass
+from benchmarks.serving.settings import told_as
 from engines.gang.predictions.prediction import StepKey, speedup
 from engines.gang.predictions.step_times import StepTimes
 
@@ -29,7 +31,8 @@ RankSeconds = Mapping[tuple[str, int], float]
 
 
 class Alone(BaseModel):
-    """What a request of a class takes by itself: its model's steps on ``num_ranks``, and all else that belongs to it.
+    """What a request of a class takes by itself: its model's steps on ``num_ranks`` (0: there were no metrics to tell),
+    and all else that belongs to it.
 
     ``ratios`` are the times of a step on teams of other sizes beside that one, as far as they were measured.
     ``width``, ``height`` and ``num_frames`` are what it asks for; 0 is any number of frames.
@@ -53,6 +56,7 @@ class Alone(BaseModel):
 
     def by_size(self, team_sizes: Iterable[int]) -> dict[int, float]:
         """Seconds of a step on teams of these sizes: as measured, else with the usual speed-up."""
+        assert self.num_ranks, "measured without metrics"
         return {size: self.step_s * self._ratio(size) for size in team_sizes}
 
     def _ratio(self, size: int) -> float:
@@ -62,16 +66,24 @@ class Alone(BaseModel):
 _ALL = TypeAdapter(dict[str, Alone])
 
 
-def read(file: Path) -> dict[str, Alone]:
+def add_option(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--alone``, whose value is what ``read`` returns."""
+    told = "what classes take alone: what an earlier run of this or of the other printed, or kept"
+    parser.add_argument("--alone", type=told_as(read), default={}, metavar="FILE", help=told)
+
+
+def read(file: str | Path) -> dict[str, Alone]:
     """Returns what an earlier run printed, or kept: its document, the part "alone" of it, or output that ends with it.
 
     ValueError for anything else.
     """
-    text = file.read_text().strip()
+    if not Path(file).is_file():
+        raise ValueError(f"{file} is no file that a run of benchmarks.load or benchmarks.policies.live left")
+    text = Path(file).read_text().strip()
     try:
         document = json.loads(text)
     except ValueError:
-        document = json.loads(text.splitlines()[-1])
+        document = json.loads("".join(text.splitlines()[-1:]))
     return _ALL.validate_python(document.get("alone", document))
 
 
@@ -83,7 +95,10 @@ def told(alone: Mapping[str, Alone]) -> dict[str, Any]:
 async def measured(
     url: str, metrics: Callable[[], str], kinds: Sequence[RequestClass], headers: Mapping[str, str] = NO_HEADERS
 ) -> dict[str, Alone]:
-    """Medians of a few requests of each class, the first not counted. RuntimeError if one is not answered."""
+    """Medians of a few requests of each class, the first not counted. RuntimeError if one is not answered.
+
+    ``metrics`` reads the server's page of them, and is empty where there is none.
+    """
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, headers=headers) as client:
         return {kind.name: await _measured(client, metrics, kind) for kind in kinds}
 
@@ -147,8 +162,9 @@ def rank_seconds(page: str) -> dict[tuple[str, int], float]:
 
 
 def _busiest(before: RankSeconds, after: RankSeconds, model: str) -> int:
-    """The size of the team that most of the steps between were made on."""
-    return max((size for name, size in after if name == model), key=lambda size: _spent(before, after, (model, size)))
+    """The size of the team that most of the steps between were made on; 0 without metrics."""
+    sizes = (size for name, size in after if name == model)
+    return max(sizes, key=lambda size: _spent(before, after, (model, size)), default=0)
 
 
 def _spent(before: RankSeconds, after: RankSeconds, key: tuple[str, int]) -> float:
