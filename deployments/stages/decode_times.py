@@ -64,12 +64,12 @@ def decode_times_of(model: ModelConfig, devices: Sequence[str]) -> DecodeTimes:
 
 
 class DecodeTimes:
-    """``file`` has them in seconds, by format and number of pixels; it is made when there is something to keep. Any
-    thread may call."""
+    """``file`` has them in seconds, by format and number of pixels; it is made when there is something to keep. None
+    keeps them in memory alone. Any thread may call."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path | None = None) -> None:
         self._file, self._lock = file, threading.Lock()
-        self._known = _read(file)
+        self._known = {} if file is None else _read(file)
         self._times: defaultdict[DecodedLike, deque[float]] = defaultdict(lambda: deque(maxlen=NUM_KEPT))
 
     def note(self, like: DecodedLike, decode_s: float) -> bool:
@@ -83,6 +83,11 @@ class DecodeTimes:
             self._known[like] = median_s
             return True
 
+    def has(self, like: DecodedLike) -> bool:
+        """Returns whether the time of such a decode is known, and not by another's alone."""
+        with self._lock:
+            return like in self._known
+
     def predicted_s(self, like: DecodedLike) -> float | None:
         """Returns the seconds that such a decode will take; None before one in its format was."""
         with self._lock:
@@ -90,6 +95,8 @@ class DecodeTimes:
 
     def save(self) -> None:
         """Writes the file, with what others have written there meanwhile; waits for the disk."""
+        if self._file is None:
+            return
         with self._lock:
             try:
                 write_atomically(self._file, json.dumps(_nested(_read(self._file) | self._known), indent=1).encode())

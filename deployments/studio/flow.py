@@ -11,7 +11,7 @@ from types import MappingProxyType
 from ray import exceptions as ray_errors
 from ray.serve.exceptions import DeploymentUnavailableError
 
-from deployments.stages.decode_times import DecodedLike
+from deployments.stages.decode_times import DecodeTimes
 from deployments.studio.interface import STATUS_MAX_AGE_S, ModelCard, ModelUnavailableError, Output, StudioEvent
 from deployments.studio.readiness import Readiness
 from deployments.studio.retries import RECOVERY_DEADLINE_S, RETRYABLE, Retries
@@ -38,7 +38,7 @@ class DeployedStudio:
         patience_s: Mapping[str, float] = NO_PATIENCE,
     ) -> None:
         self._cards, self._stages, self._readiness, self._patience_s = cards, stages, readiness, patience_s
-        self._decode_times_s: defaultdict[str, dict[DecodedLike, float]] = defaultdict(dict)
+        self._decode_times: defaultdict[str, DecodeTimes] = defaultdict(DecodeTimes)
 
     def cards(self) -> Mapping[str, ModelCard]:
         return self._cards
@@ -66,7 +66,7 @@ class DeployedStudio:
                 exclusive=retries.exclusive,
                 wait_s=retries.wait_s,
                 waited_s=retries.waited_s,
-                decode_times_s=self._decode_times_s[request.model],
+                decode_times=self._decode_times[request.model],
             )
             try:
                 with _unwrapped():

@@ -17,7 +17,7 @@ from ray.serve.handle import DeploymentHandle
 from deployments.asyncio_tools import cancel, merge
 from deployments.observability.metrics import observe_encoding, observe_stage
 from deployments.stages.common import Decoded, EncodingDone, StageEvent
-from deployments.stages.decode_times import DecodedLike, decoded_like, predicted_decode_s
+from deployments.stages.decode_times import DecodedLike, DecodeTimes, decoded_like
 from deployments.stages.pictures import SentPictures
 from deployments.studio.interface import (
     Media,
@@ -52,7 +52,7 @@ class StageHandles:
 @dataclass(kw_only=True, slots=True)
 class Run:
     """``pictures`` are for the encoder alone. ``exclusive``: beside no other job of its gang. Each deployment has
-    ``wait_s`` to take the request, which waits for ``waited_s`` already. ``decode_times_s`` are what runs took to
+    ``wait_s`` to take the request, which waits for ``waited_s`` already. ``decode_times`` are what runs took to
     decode, and learn from it; of what is new to them the decoder is asked."""
 
     stages: StageHandles
@@ -62,7 +62,7 @@ class Run:
     exclusive: bool
     wait_s: float
     waited_s: float = 0.0
-    decode_times_s: dict[DecodedLike, float] = field(default_factory=dict)
+    decode_times: DecodeTimes = field(default_factory=DecodeTimes)
     num_steps_seen: int = field(default=0, init=False)
     _started_s: float = field(default_factory=lambda: time.perf_counter(), init=False)
     _previews: asyncio.Queue[PreviewReady | None] = field(default_factory=asyncio.Queue, init=False)
@@ -87,7 +87,7 @@ class Run:
         finally:
             if self._decoding is not None:
                 await cancel(self._decoding)
-        self.decode_times_s[self._decoded_like] = decoded.decode_s
+        self.decode_times.note(self._decoded_like, decoded.decode_s)
         timings = self._timings(self._done, decoded)
         _observe(self.request.model, timings)
         yield Media(
@@ -134,7 +134,7 @@ class Run:
         """
         job_id = f"{self.request.request_id}-{uuid.uuid4().hex[:8]}"
         responses: list[Any] = [self.stages.text_encoder.encode.remote(self.request, SentPictures.of(self.pictures))]
-        if is_new := self._decoded_like not in self.decode_times_s:
+        if is_new := not self.decode_times.has(self._decoded_like):
             responses.append(self.stages.decoder.expected_s.remote(self.request, self.output))
         try:
             encoded = [await self._taken(responses[0]._to_object_ref(), "text encoder")]
@@ -220,7 +220,7 @@ class Run:
     def _predicted_decode_s(self) -> float | None:
         if self._decoders_word_s is not None:
             return self._decoders_word_s
-        return predicted_decode_s(self.decode_times_s, self._decoded_like)
+        return self.decode_times.predicted_s(self._decoded_like)
 
     def _with_time_waited(self) -> MediaRequest:
         """Its deadline counts from when it came, whatever it waited for and however often it began anew."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deployments.stages.common import Decoded
-from deployments.stages.decode_times import DecodedLike
+from deployments.stages.decode_times import DecodeTimes
 from deployments.studio import run
 from deployments.studio.interface import Media, Output
 from deployments.studio.run import Run
@@ -27,7 +27,7 @@ async def test_a_job_may_give_several_files() -> None:
     stages = Stages([DONE])
     stages.decoded = Decoded(data=b"low", further=(b"middle", b"high"), thumbnail=b"", decode_s=0.1)
     request, output = LAYERS.request(model="m", num_layers=3), Output(format="png")
-    times_s: dict[DecodedLike, float] = {}
+    times = DecodeTimes()
     one = Run(
         stages=stages,  # type: ignore[arg-type]
         request=request,
@@ -35,9 +35,10 @@ async def test_a_job_may_give_several_files() -> None:
         pictures=NO_PICTURES,
         exclusive=False,
         wait_s=60.0,
-        decode_times_s=times_s,
+        decode_times=times,
     )
     *_, media = [event async for event in one.events()]
     assert isinstance(media, Media)
     assert media.files == (b"low", b"middle", b"high")
-    assert times_s == {(3 * request.width * request.height, "png"): 0.1}
+    assert times.has((3 * request.width * request.height, "png"))
+    assert times.predicted_s((request.width * request.height, "png")) == pytest.approx(0.1 / 3)

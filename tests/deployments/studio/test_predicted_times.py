@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from deployments.stages.common import Decoded
 from deployments.studio import retries, run
 from deployments.studio.flow import DeployedStudio
 from deployments.studio.interface import Media, Output, Queued, StudioEvent
@@ -58,3 +59,15 @@ async def test_the_first_whole_time_after_a_start_is_predicted_by_what_the_decod
     (first, media), (second, _) = await all_told(monkeypatch, stages, REQUEST.width, REQUEST.width)
     assert (first.decode_s, second.decode_s) == (5.0, 0.1)
     assert first.eta_s == media.timings.eta_s == pytest.approx(7.0)
+
+
+async def test_one_slow_decode_says_nothing_of_the_next() -> None:
+    stages = Stages([KNOWN, STEP, DONE])
+    handles: Any = {"m": stages}
+    studio, told_s = DeployedStudio({}, handles, Readiness({"m": ()})), []
+    for decode_s in (0.1, 0.1, 9.0, 0.1):
+        stages.decoded = Decoded(data=b"png", thumbnail=b"", decode_s=decode_s)
+        events = [event async for event in studio.perform(REQUEST, Output(format="png"))]
+        assert isinstance(events[0], Queued)
+        told_s.append(events[0].decode_s)
+    assert told_s == [None, 0.1, 0.1, 0.1]
