@@ -13,6 +13,7 @@ from deployments.keys import hash_of
 from tests.deployments.api.conftest import build, client_of
 from tests.deployments.api.test_errors import error_of
 from tests.deployments.support.fake_studio import FakeStudio
+from tests.support.patience import PATIENCE_S
 
 IMAGES = "/v1/images/generations"
 KEYS = ("alpha", "beta")
@@ -34,8 +35,13 @@ async def listed(client: httpx.AsyncClient, key: str, **query: Any) -> list[str]
 
 
 async def finish(client: httpx.AsyncClient, video_id: str, key: str) -> None:
-    while (await client.get(f"/v1/videos/{video_id}", headers=by(key))).json()["status"] != "completed":
-        await asyncio.sleep(0.02)
+    async with asyncio.timeout(PATIENCE_S):
+        status = "queued"
+        while status != "completed":
+            answer = await client.get(f"/v1/videos/{video_id}", headers=by(key))
+            assert answer.status_code == 200, answer.text
+            status = answer.json()["status"]
+            await asyncio.sleep(0.02)
 
 
 async def test_clips_are_there_for_the_key_that_made_them(studio: FakeStudio, tmp_path: Path) -> None:

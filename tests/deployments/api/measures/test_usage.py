@@ -44,7 +44,9 @@ def of(key: str) -> dict[str, str]:
 
 
 async def used(client: httpx.AsyncClient, key: str) -> dict[str, Any]:
-    usage: dict[str, Any] = (await client.get("/v1/usage", headers=of(key))).json()
+    answer = await client.get("/v1/usage", headers=of(key))
+    assert answer.status_code == 200, answer.text
+    usage: dict[str, Any] = answer.json()
     return usage
 
 
