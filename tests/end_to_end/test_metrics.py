@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import httpx
 import pytest
+from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.deployments.support.live import PROMPT, TIMEOUT_S, stream_of, wait_until
@@ -17,6 +18,7 @@ from tests.support.fenced import ROOT
 STAGES = ("queue", "encode", "denoise", "decode", "total")
 PHASES = ("processes", "connect", "load", "build")
 MODEL = {"model": PICTURES}
+REPLICAS = {"Ingress", *(f"Denoiser-{model}" for model in (PICTURES, CLIPS, EDITS))}
 ROUTE = {"method": "POST", "route": "/v1/images/generations"}
 ENDS = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
 """What a type adds to the name of its family."""
@@ -26,14 +28,26 @@ Sample = tuple[str, frozenset[tuple[str, str]]]
 """A name, and labels."""
 
 
-def page() -> str:
-    return httpx.get(METRICS_URL, timeout=TIMEOUT_S).text
+def page() -> list[Metric]:
+    """What the page says once every process has answered in time: those that have not are left out."""
+    families: list[Metric] = []
+
+    def is_whole() -> bool:
+        families[:] = text_string_to_metric_families(httpx.get(METRICS_URL, timeout=TIMEOUT_S).text)
+        return replicas_of(families) >= REPLICAS
+
+    wait_until(is_whole, "every process says what it has counted")
+    return families
+
+
+def replicas_of(families: list[Metric]) -> set[str]:
+    return {sample.labels["replica"].partition("#")[0] for family in families for sample in family.samples}
 
 
 def read() -> Counter[Sample]:
     """Every sample, added up over replicas; as Prometheus would, it comes from another port than the API."""
     samples: Counter[Sample] = Counter()
-    for family in text_string_to_metric_families(page()):
+    for family in page():
         for sample in family.samples:
             labels = frozenset((name, value) for name, value in sample.labels.items() if name != "replica")
             samples[sample.name, labels] += sample.value
@@ -99,7 +113,7 @@ async def test_sums_are_those_of_the_timings_in_the_answers(url: str) -> None:
 
 
 def test_what_the_dashboard_names_is_there(url: str) -> None:
-    families = {family.name: family.type for family in text_string_to_metric_families(page())}
+    families = {family.name: family.type for family in page()}
     series = {name + end for name, kind in families.items() for end in ENDS.get(kind, ("",))}
     named = set(re.findall(r"troupe_\w+", (ROOT / "deployments" / "observability" / "grafana.json").read_text()))
     assert len(named) > 10
@@ -107,9 +121,4 @@ def test_what_the_dashboard_names_is_there(url: str) -> None:
 
 
 def test_all_processes_are_told_apart(url: str) -> None:
-    replicas = {
-        sample.labels["replica"].partition("#")[0]
-        for family in text_string_to_metric_families(page())
-        for sample in family.samples
-    }
-    assert replicas == {"Ingress", *(f"Denoiser-{model}" for model in (PICTURES, CLIPS, EDITS))}
+    assert replicas_of(page()) == REPLICAS

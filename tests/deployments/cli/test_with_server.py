@@ -12,6 +12,7 @@ import av
 import httpx
 import psutil
 import pytest
+from typer.testing import Result
 
 from tests.deployments.support.commands import (
     SERVING,
@@ -115,10 +116,16 @@ def test_it_is_found_and_looked_at(server: Command, url: str, monkeypatch: pytes
     folder = next(parent for parent in logs.parents if parent.name.startswith("troupe_"))
     monkeypatch.setenv("TROUPE_DATA_DIR", str(folder / "data"))
     monkeypatch.setenv("TROUPE_API_KEY", KEY)
-    result = troupe("status")
-    assert result.exit_code == 0, result.output
-    assert f"{url} is ready" in result.output
-    assert re.search(r"│ clips +│ video +│ 1 +│ 0 +│ 0 +│ ready", result.output), result.output
+    row, seen = r"│ clips +│ video +│ 1 +│ 0 +│ 0 +│ ready", list[Result]()
+
+    def is_shown() -> bool:
+        """Not where the gang did not say in time what it has counted."""
+        seen.append(troupe("status"))
+        return re.search(row, seen[-1].output) is not None
+
+    wait_until(is_shown, row)
+    assert seen[-1].exit_code == 0, seen[-1].output
+    assert f"{url} is ready" in seen[-1].output
     assert "clips" in troupe("clips").output
 
 
