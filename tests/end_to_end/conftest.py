@@ -17,11 +17,15 @@ __all__ = ["models", "official", "url"]
 
 PICTURES, CLIPS, EDITS = "flux-shapes", "wan-shapes", "kontext-shapes"
 SMALL_CLIP = {"size": "32x32", "num_frames": 9, "num_inference_steps": 6}
+LONGEST = 100
+"""Steps, as many as the models allow."""
+LONG_CLIP = {"size": "96x96", "num_frames": 33, "num_inference_steps": LONGEST}
+"""No such clip ends by itself while a test looks at it."""
 NUM_RUNNING = 3
 NUM_WAITING = 60
 MAX_BODY_BYTES = 100_000
-STEP_DEADLINE_S = 5.0
-"""What a test waits for that stops a rank."""
+PING_DEADLINE_S = 30.0
+"""What a test waits for that stops a rank; one that waits for a core is not to be taken for one that was stopped."""
 METRICS_PORT = 19464
 METRICS_URL = f"http://127.0.0.1:{METRICS_PORT}/metrics"
 WARM_SIZE = "96x32"
@@ -41,7 +45,7 @@ def url(ray_cluster: None) -> Iterator[str]:
 
 def config() -> ServeConfig:
     document = load_config("laptop").with_http(port=0).with_metrics(METRICS_PORT).model_dump(mode="json")
-    limits = {"max_running_jobs": NUM_RUNNING, "max_waiting_jobs": NUM_WAITING, "step_deadline_s": STEP_DEADLINE_S}
+    limits = {"max_running_jobs": NUM_RUNNING, "max_waiting_jobs": NUM_WAITING, "ping_deadline_s": PING_DEADLINE_S}
     args = document["applications"][0]["args"]
     args["api"]["max_body_bytes"] = MAX_BODY_BYTES
     for model in args["models"]:

@@ -14,10 +14,8 @@ import pytest
 
 from tests.deployments.support.files import file_of, noise
 from tests.deployments.support.live import PROMPT, TIMEOUT_S, streamed
-from tests.end_to_end.conftest import SMALL_CLIP
+from tests.end_to_end.conftest import LONG_CLIP
 
-LONGEST = 100
-"""Steps, as many as the model allows."""
 NUM_CLIPS = 10
 """Of which two are made at a time: the last one waits for as long as watchers take to come."""
 NUM_WATCHERS = 300
@@ -27,7 +25,7 @@ NUM_WATCHERS = 300
 async def test_idle_watchers_take_no_place_from_work(url: str) -> None:
     no_limit = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=no_limit) as client, AsyncExitStack() as stack:
-        body = {"prompt": PROMPT, **SMALL_CLIP, "num_inference_steps": LONGEST, "num_frames": 33}
+        body = {"prompt": PROMPT, **LONG_CLIP}
         ids = [(await client.post("/v1/videos", json=body)).json()["id"] for _ in range(NUM_CLIPS)]
 
         async def watch() -> AsyncIterator[str]:

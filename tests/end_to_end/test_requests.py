@@ -187,25 +187,33 @@ def test_clips_with_one_seed_are_the_same_bytes(official: openai.OpenAI) -> None
 
 
 async def test_of_jobs_in_flight_the_shortest_ends_first_and_each_sees_its_own_progress(url: str) -> None:
-    lengths = [60, 40, 15]
+    """Each comes once a step of the one before it is done, of which many are left."""
+    lengths = [80, 60, 15]
     assert len(lengths) == NUM_RUNNING
     seen: dict[int, list[int]] = {length: [] for length in lengths}
     ends: list[int] = []
 
-    async def follow(client: httpx.AsyncClient, length: int) -> bytes:
+    async def follow(client: httpx.AsyncClient, length: int, has_begun: asyncio.Event) -> bytes:
         async with stream_of(client, {"seed": length, "num_inference_steps": length}) as events:
             async for event in events:
                 if event["type"] == "troupe.progress":
                     assert event["of"] == length
                     seen[length].append(event["step"])
+                    has_begun.set()
         ends.append(length)
         return finished(event)
 
-    async with httpx.AsyncClient(base_url=url) as client:
-        together = await asyncio.gather(*(follow(client, length) for length in lengths))
+    async with httpx.AsyncClient(base_url=url) as client, asyncio.TaskGroup() as group:
+        jobs = []
+        for length in lengths:
+            has_begun = asyncio.Event()
+            jobs.append(group.create_task(follow(client, length, has_begun)))
+            await has_begun.wait()
     assert seen == {length: list(range(1, length + 1)) for length in lengths}
     assert ends == sorted(lengths)
-    assert together == [picture(url, seed=length, num_inference_steps=length) for length in lengths]
+    assert [job.result() for job in jobs] == [
+        picture(url, seed=length, num_inference_steps=length) for length in lengths
+    ]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -34,7 +34,7 @@ from tests.engines.gang.support.set_clock import SetClock, answered, remote, set
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 LIBRARY = "libtroupe_probe.so"
-CONFIG = GangConfig(num_ranks=2, cpus_per_rank=0.1, step_deadline_s=20.0)
+CONFIG = GangConfig(num_ranks=2, cpus_per_rank=0.1)
 PHASES = ("ping", "open_store", "join", "load", "build")
 """What ranks are asked in a start, in this order."""
 DEADLINES = GangConfig(
