@@ -30,17 +30,23 @@ def split_weights(module: nn.Module, plan: ShardPlan, axis: Axis) -> nn.Module:
 
 def matching(module: nn.Module, rule: LayerRule) -> list[str]:
     """Names of the submodules that fit. ``ValueError`` if there is none."""
-    names = [name for name, _ in module.named_modules() if rule.matches(name)]
-    if not names:
+    return _fitting([name for name, _ in module.named_modules()], module, rule)
+
+
+def _fitting(names: list[str], module: nn.Module, rule: LayerRule) -> list[str]:
+    """Those of ``names``, all of the module's submodules, that fit: listing them takes longer than comparing them."""
+    fitting = [name for name in names if rule.matches(name)]
+    if not fitting:
         raise ValueError(f"the shard plan's pattern {rule.pattern!r} fits no submodule of {type(module).__name__}")
-    return names
+    return fitting
 
 
 def split_features(module: nn.Module, plan: ShardPlan) -> dict[str, int]:
     """What a tensor axis divides, by the plan's patterns: all of these must be multiples of its size."""
     features: dict[str, int] = {}
+    inner = dict(module.named_modules())
     for rule in plan.linears:
-        layers = [module.get_submodule(name) for name in matching(module, rule)]
+        layers = [inner[name] for name in _fitting(list(inner), module, rule)]
         features[rule.pattern] = math.gcd(*(_divided(layer, rule) for layer in layers))
     return features
 

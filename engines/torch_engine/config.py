@@ -128,7 +128,7 @@ def check_spec(model: DenoiserModel, spec: ParallelSpec) -> None:
         num_heads=model.num_heads,
         has_tensor_plan=bool(model.plan.linears),
         num_blocks=min(len(pipeline_blocks(module, model.plan)) for module in model.modules.values()),
-        features=split_features(next(iter(model.modules.values())), model.plan),
+        features=split_features(next(iter(model.modules.values())), model.plan) if spec.tensor > 1 else None,
     )
 
 
