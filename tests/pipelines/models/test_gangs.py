@@ -81,15 +81,15 @@ def request_of(case: Case, folder: Path) -> MediaRequest:
 
 @cache
 def encoded(folder: Path, request: MediaRequest) -> bytes:
-    """The conditioning as it travels, made once in a process: what strategies differ in comes after it."""
+    """The conditioning as it travels to all ranks: what strategies differ in comes after it."""
     return pickle.dumps(Checkpoint(folder).text_encoder().encode(request))
 
 
-def denoised(folder: Path, request: MediaRequest, strategy: str) -> Tensor:
+def denoised(folder: Path, request: MediaRequest, strategy: str, conditioning: bytes) -> Tensor:
     checkpoint = Checkpoint(folder)
     engine = TorchEngine(checkpoint.denoiser(), strategy=strategy)
     sampler = checkpoint.sampler()
-    state = sampler.begin(request, pickle.loads(encoded(folder, request)))
+    state = sampler.begin(request, pickle.loads(conditioning))
     for _ in range(sampler.num_steps(state)):
         state = sampler.advance(state, engine.predict(sampler.branches(state), tuple(range(dist.get_world_size()))))
     engine.close()
@@ -97,10 +97,10 @@ def denoised(folder: Path, request: MediaRequest, strategy: str) -> Tensor:
     return latents
 
 
-def without_exchange(folder: Path, request: MediaRequest, strategy: str) -> Tensor:
+def without_exchange(folder: Path, request: MediaRequest, strategy: str, conditioning: bytes) -> Tensor:
     """Each rank attends to its own tokens alone."""
     with patch.object(strategies, "ulysses", lambda kernel, axis, **_: kernel):
-        return denoised(folder, request, strategy)
+        return denoised(folder, request, strategy, conditioning)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
@@ -113,7 +113,7 @@ def test_latents_equal_the_pipelines_own(
     request = request_of(case, folder)
     assert expected.std() > 0.1
     for strategy in case.strategies(num_ranks):
-        for latents in gang(num_ranks).run(denoised, folder, request, strategy):
+        for latents in gang(num_ranks).run(denoised, folder, request, strategy, encoded(folder, request)):
             assert relative_difference(latents, expected) <= TOLERANCE, strategy
 
 
@@ -122,5 +122,6 @@ def test_without_the_exchange_they_do_not(
     name: str, folders: Callable[[Any], Path], own: Callable[[str], Tensor]
 ) -> None:
     folder = folders(CASES[name].make)
-    for latents in gang(2).run(without_exchange, folder, request_of(CASES[name], folder), "ulysses"):
+    request = request_of(CASES[name], folder)
+    for latents in gang(2).run(without_exchange, folder, request, "ulysses", encoded(folder, request)):
         assert relative_difference(latents, own(name)) > 10 * TOLERANCE

@@ -21,6 +21,7 @@ from tests.pipelines.models.test_gangs import (
     TOLERANCE,
     Case,
     denoised,
+    encoded,
     relative_difference,
     request_of,
     without_exchange,
@@ -47,14 +48,14 @@ def nothing_known() -> Any:
         yield
 
 
-def unknown_denoised(folder: Path, request: MediaRequest, strategy: str) -> Tensor:
+def unknown_denoised(folder: Path, request: MediaRequest, strategy: str, conditioning: bytes) -> Tensor:
     with patch.dict(registry.ARCHITECTURES, clear=True):
-        return denoised(folder, request, strategy)
+        return denoised(folder, request, strategy, conditioning)
 
 
-def unknown_without_exchange(folder: Path, request: MediaRequest, strategy: str) -> Tensor:
+def unknown_without_exchange(folder: Path, request: MediaRequest, strategy: str, conditioning: bytes) -> Tensor:
     with patch.dict(registry.ARCHITECTURES, clear=True):
-        return without_exchange(folder, request, strategy)
+        return without_exchange(folder, request, strategy, conditioning)
 
 
 @pytest.mark.parametrize("name", {**DIVIDED, **WHOLE})
@@ -62,7 +63,7 @@ def test_one_rank_gives_the_pipelines_own_latents(name: str, folders: Callable[[
     case = {**DIVIDED, **WHOLE}[name]
     folder = folders(case.make)
     request = request_of(case, folder)
-    (latents,) = gang(1).run(unknown_denoised, folder, request, "ulysses")
+    (latents,) = gang(1).run(unknown_denoised, folder, request, "ulysses", encoded(folder, request))
     assert relative_difference(latents, own_latents(folder, request)) <= TOLERANCE
 
 
@@ -86,7 +87,7 @@ def test_a_plan_of_diffusers_divides_a_step(name: str, num_ranks: int, folders: 
     folder = folders(case.make)
     request = request_of(case, folder)
     for strategy in CONTEXT:
-        for latents in gang(num_ranks).run(unknown_denoised, folder, request, strategy):
+        for latents in gang(num_ranks).run(unknown_denoised, folder, request, strategy, encoded(folder, request)):
             assert relative_difference(latents, own_latents(folder, request)) <= TOLERANCE, strategy
 
 
@@ -95,7 +96,7 @@ def test_without_the_exchange_it_does_not(name: str, folders: Callable[[Any], Pa
     case = DIVIDED[name]
     folder = folders(case.make)
     request = request_of(case, folder)
-    for latents in gang(2).run(unknown_without_exchange, folder, request, "ulysses"):
+    for latents in gang(2).run(unknown_without_exchange, folder, request, "ulysses", encoded(folder, request)):
         assert relative_difference(latents, own_latents(folder, request)) > 10 * TOLERANCE
 
 
@@ -104,14 +105,14 @@ def test_several_ranks_without_a_plan_are_an_error(name: str, folders: Callable[
     folder = folders(WHOLE[name].make)
     request = request_of(WHOLE[name], folder)
     with pytest.raises(RuntimeError, match=r"there is no plan to divide \w+Transformer2DModel over 2 ranks.*num_ranks"):
-        gang(2).run(unknown_denoised, folder, request, "ulysses")
+        gang(2).run(unknown_denoised, folder, request, "ulysses", b"")
 
 
 def test_auto_needs_a_step_to_choose_by(folders: Callable[[Any], Path]) -> None:
     case = DIVIDED["two streams"]
     folder = folders(case.make)
     with pytest.raises(RuntimeError, match="strategy 'auto' needs a step to choose by"):
-        gang(2).run(unknown_denoised, folder, request_of(case, folder), "auto")
+        gang(2).run(unknown_denoised, folder, request_of(case, folder), "auto", b"")
 
 
 def test_defaults_are_what_the_blocks_say(folders: Callable[[Any], Path]) -> None:

@@ -16,7 +16,15 @@ from pipelines.checkpoint import Checkpoint
 from pipelines.models.registry import load_architecture
 from pipelines.run import load_pipeline
 from tests.engines.support.gloo import gang
-from tests.pipelines.models.test_gangs import CASES, TOLERANCE, Case, denoised, relative_difference, request_of
+from tests.pipelines.models.test_gangs import (
+    CASES,
+    TOLERANCE,
+    Case,
+    denoised,
+    encoded,
+    relative_difference,
+    request_of,
+)
 from tests.pipelines.support import tiny_others
 from tests.pipelines.support.references.own_call import own_latents
 
@@ -34,7 +42,7 @@ def test_one_rank_gives_the_pipelines_own(name: str, folders: Callable[[Any], Pa
     case = ALONE[name]
     folder = folders(case.make)
     request = request_of(case, folder)
-    (latents,) = gang(1).run(denoised, folder, request, "ulysses")
+    (latents,) = gang(1).run(denoised, folder, request, "ulysses", encoded(folder, request))
     assert relative_difference(latents, own_latents(folder, request)) <= TOLERANCE
 
 
@@ -42,7 +50,7 @@ def test_blocks_that_attend_twice_are_not_divided(folders: Callable[[Any], Path]
     case = ALONE["sd 3.5 medium"]
     folder = folders(case.make)
     with pytest.raises(RuntimeError, match="no plan to divide SD3Transformer2DModel over 2 ranks"):
-        gang(2).run(denoised, folder, request_of(case, folder), "ulysses")
+        gang(2).run(denoised, folder, request_of(case, folder), "ulysses", b"")
 
 
 @pytest.mark.parametrize("name", NAMES)

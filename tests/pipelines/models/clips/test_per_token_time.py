@@ -16,7 +16,7 @@ from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
 from pipelines.run import PlainEngine
 from tests.engines.support.gloo import gang
-from tests.pipelines.models.test_gangs import CONTEXT, TOLERANCE, denoised, without_exchange
+from tests.pipelines.models.test_gangs import CONTEXT, TOLERANCE, denoised, encoded, without_exchange
 from tests.pipelines.support import tiny
 from tests.pipelines.support.references.pairs import Pair
 from tests.pipelines.support.sample_requests import clip
@@ -45,14 +45,16 @@ def pair(folder: Path) -> Pair:
 def test_latents_equal_diffusers(name: str, num_ranks: int, folder: Path, pair: Pair) -> None:
     _, expected = pair.latents(REQUESTS[name])
     assert expected.std() > 0.1
+    conditioning = encoded(folder, REQUESTS[name])
     for strategy in STRATEGIES[num_ranks]:
-        for latents in gang(num_ranks).run(denoised, folder, REQUESTS[name], strategy):
+        for latents in gang(num_ranks).run(denoised, folder, REQUESTS[name], strategy, conditioning):
             assert relative_difference(latents, expected) <= TOLERANCE, strategy
 
 
 def test_without_the_exchange_they_do_not(folder: Path, pair: Pair) -> None:
     _, expected = pair.latents(REQUESTS["uneven"])
-    for latents in gang(2).run(without_exchange, folder, REQUESTS["uneven"], "ulysses"):
+    conditioning = encoded(folder, REQUESTS["uneven"])
+    for latents in gang(2).run(without_exchange, folder, REQUESTS["uneven"], "ulysses", conditioning):
         assert relative_difference(latents, expected) > 10 * TOLERANCE
 
 
