@@ -22,6 +22,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 OF_RAY = re.compile(r"\bray_cluster: None\b|\bmark\.ray\b")
+OF_GANGS = re.compile(r"\bgloo import gang\b")
 LOWEST_PRIORITY = 19
 FIRST = pytest.StashKey[pytest.Item]()
 
@@ -71,6 +72,13 @@ def is_of_ray(file: str) -> bool:
     return any(OF_RAY.search(text) for text in texts)
 
 
+@cache
+def turn_of(file: str) -> int:
+    """When the tests of a file begin: those of Ray first, then those of gangs of Gloo ranks, then all others."""
+    is_of_gangs = OF_GANGS.search((ROOT / file).read_text()) is not None
+    return 0 if is_of_ray(file) else 1 if is_of_gangs else 2
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With ``-n`` one process has all tests of Ray, as of two clusters that start at once one may give up. Of others
@@ -87,12 +95,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With ``-n`` the tests of Ray, which take longest, come first; what is left at the end is shared out."""
+    """With ``-n`` the tests of Ray, which take longest, come first; what is left at the end is shared out. Before that
+    come the tests of Gloo ranks: the other process keeps its gangs for all of them, and this one need not make its own.
+    """
     for item in items:
         if "ray_cluster" in getattr(item, "fixturenames", ()) and not is_of_ray(item.location[0]):
             raise pytest.UsageError(f"{item.nodeid} wants ray_cluster: say so in its file, or mark it with ray")
     if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=lambda item: not is_of_ray(item.location[0]))
+        items.sort(key=lambda item: turn_of(item.location[0]))
 
 
 def pytest_collection_finish() -> None:
