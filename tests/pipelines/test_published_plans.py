@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import inspect
 import re
-from functools import cache
 
 import pytest
-import torch
 from torch import nn
 
-from engines.core.model import DenoiserModel
 from engines.core.shard_plan import named_like
 from engines.core.spec import ParallelSpec
 from engines.parallel.tensor import split_features
-from pipelines.checkpoint import Checkpoint
 from pipelines.loading import published_models
+from tests.pipelines.support.real_configs import model_of
 
 WHOLE = ("ideogram-4", "stable-diffusion-3.5-medium", "stable-diffusion-xl-base-1.0")
 """Not divided."""
@@ -24,11 +21,6 @@ HEADS = {"Z-Image": (2,), "Z-Image-Turbo": (2,), "stable-diffusion-3.5-large": (
 """Degrees of a tensor axis; the others have at least eight times some number of heads."""
 MODULATION = re.compile(r"(norm\w*\.linear|_mod\.1|adaLN_modulation\.0|adaln_proj\.linear)$")
 """Linears of one vector, which every rank computes."""
-
-
-@cache
-def model_of(name: str) -> DenoiserModel:
-    return Checkpoint.of_configuration(name, "meta", torch.bfloat16).weightless()
 
 
 def modules() -> list[str]:
