@@ -1,5 +1,5 @@
 """The real builder, for graphs with quantised layers."""
 
-from tests.engines.tensorrt_engine.conftest import build_file
+from tests.engines.tensorrt_engine.conftest import build_file, translations
 
-__all__ = ["build_file"]
+__all__ = ["build_file", "translations"]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from engines.core.model import Branch, DenoiserModel
 from engines.core.spec import ParallelSpec
@@ -20,6 +21,22 @@ from tests.engines.tensorrt_engine.support.cases import DTYPES, Key
 from tests.engines.tensorrt_engine.support.zoo import SPECIMENS, cast
 
 Build = Callable[..., bytes]
+
+
+@pytest.fixture(scope="package", autouse=True)
+def translations() -> Iterator[None]:
+    """The exporter's own table of translations, read once: it reads the source of five hundred at every export."""
+    read = functools.cache(ONNXRegistry.from_torchlib)
+
+    def copied(opset_version: int) -> ONNXRegistry:
+        registry = ONNXRegistry()
+        registry._opset_version = opset_version
+        registry.functions = {target: [*known] for target, known in read(opset_version).functions.items()}
+        return registry
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(copied))
+        yield
 
 
 @pytest.fixture(scope="session")
