@@ -128,11 +128,14 @@ PEERS_OF_ONE = (
 MODELS = tuple(
     alone(
         f"peers_of_{name}", model, *options, "--makers", "diffusers", "vllm-omni", "sglang", "ours",
-        module="benchmarks.model_step", gpus=ONE, limit_s=150,
+        module="benchmarks.model_step", gpus=ONE, limit_s=limit_s,
     )
-    for name, model, *options in (
-        ("klein", "FLUX.2-klein-4B"), ("z_image", "Z-Image-Turbo"), ("qwen", "Qwen-Image", "--branches", "2"),
-        ("wan", "Wan2.2-I2V-A14B", "--repeats", "3"),
+    for limit_s, name, model, *options in (
+        (150, "klein", "FLUX.2-klein-4B"),
+        (150, "z_image", "Z-Image-Turbo"),
+        (150, "qwen", "Qwen-Image", "--branches", "2"),
+        (150, "wan", "Wan2.2-I2V-A14B", "--repeats", "3"),
+        (300, "cosmos", "Cosmos3-Nano", "--repeats", "2"),
     )
 )  # fmt: skip
 """Other models, each in one process, maker by maker."""

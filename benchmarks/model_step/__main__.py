@@ -8,7 +8,8 @@ With ``--branches 2`` both forwards of a guided step are timed, as a job makes t
     python -m benchmarks.model_step Qwen-Image --branches 2
     torchrun --nproc_per_node 2 -m benchmarks.model_step Qwen-Image --branches 2 --strategy guidance
 
-SGLang's and vLLM-Omni's transformers of FLUX.2, Z-Image and Qwen-Image are timed on one GPU where they are installed:
+SGLang's and vLLM-Omni's transformers of FLUX.2, Z-Image, Qwen-Image, Wan and Cosmos 3 are timed on one GPU where
+they are installed:
 
     python -m benchmarks.model_step Qwen-Image --branches 2 --makers sglang vllm-omni sglang-blocks diffusers ours
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -85,13 +86,19 @@ def loaded(
     for layer in transformer.modules() if quantization else ():
         if hasattr(layer, "quant_method"):
             layer.quant_method.process_weights_after_loading(layer)
-    transformer.post_load_weights()
+    _finish_loading(transformer, next(module.parameters()).dtype)
     transformer.eval().requires_grad_(False)
     for fusion in (FUSED_LINEAR_GELU, FUSED_LN_MODULATE):
         fusion.mount(transformer)  # what its default quality, "lossless", allows of those that this model has
     if compiled:
         _compile(transformer, compiled, config.torch_compile_inductor_config)
     return transformer
+
+
+def _finish_loading(transformer: Any, dtype: torch.dtype) -> None:
+    """Some choose what stays in float32; the rest would be in bfloat16, which is what their pipelines serve in."""
+    chosen = "target_dtype" in inspect.signature(transformer.post_load_weights).parameters
+    transformer.post_load_weights(**({"target_dtype": dtype} if chosen else {}))
 
 
 def _compile(transformer: Any, compiled: Compiled, settings: dict[str, Any]) -> None:
@@ -164,6 +171,7 @@ def _make_kernels_importable() -> None:
         kernels: Any = sys.modules["sgl_kernel"]
         kernels.__getattr__ = _refuse
         kernels.fp8_scaled_mm, kernels.rmsnorm = _scaled_product, _rms_norm
+        kernels.fused_add_rmsnorm = _add_and_rms_norm
         attention: Any = ModuleType("sgl_kernel.flash_attn")
         attention.flash_attn_varlen_func = _attention_of(importlib.import_module("fa3_fwd_interface"))
         attention.flash_attn_with_kvcache = _refuse("flash_attn_with_kvcache")
@@ -194,6 +202,13 @@ def _scaled_product(
 def _rms_norm(x_RC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
     """Of wide rows, which Qwen-Image's prompt goes through once a forward."""
     return torch.nn.functional.rms_norm(x_RC, weight_C.shape, weight_C, eps)
+
+
+@torch.library.custom_op("peers::add_and_rms_norm", mutates_args=("x_RC", "residual_RC"))
+def _add_and_rms_norm(x_RC: Tensor, residual_RC: Tensor, weight_C: Tensor, eps: float) -> None:
+    """In place, of both, in every block of Cosmos 3: its other kernel of that name, which it builds with nvcc."""
+    norm = importlib.import_module("sglang.kernels.ops.layernorm.norm")
+    norm.fused_add_rmsnorm(x_RC, residual_RC, weight_C, eps)
 
 
 def _attention_of(flash: Any) -> Callable[..., Tensor]:

@@ -120,10 +120,11 @@ def _cut_sequence(transformer: Any, world: int) -> None:
 
 
 def make_importable() -> None:
-    """Before the first of its modules is imported. Its ``__init__`` changes a language model's engine, and that of Wan
-    imports pipelines: none is needed here. Nor is the FlashAttention of language models, which is not packed but
-    imported on the way: models of pictures call fa3-fwd."""
-    without_init("vllm_omni", "vllm_omni.diffusion.models.wan2_2")
+    """Before the first of its modules is imported. Its ``__init__`` changes a language model's engine, those of Wan and
+    Cosmos 3 import pipelines, and what the latter's imports of an API its server: none is needed here. Nor is the
+    FlashAttention of language models, which is not packed but imported on the way: models of pictures call fa3-fwd."""
+    bare = ("diffusion.models.wan2_2", "diffusion.models.cosmos3", "entrypoints.openai")
+    without_init("vllm_omni", *(f"vllm_omni.{name}" for name in bare))
     library = "vllm.vllm_flash_attn._vllm_fa2_C"
     sys.modules.setdefault(library, ModuleType(library))
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from benchmarks.peers.published import MAKERS, SGLANG, VLLM_OMNI, peer_of
+from benchmarks.peers import sglang_models, vllm_omni_models
+from benchmarks.peers.published import MAKERS, peer_of
 
 
 class Wan3DModel:
@@ -38,4 +39,4 @@ def test_several_ranks_are_told_that_one_is_timed(monkeypatch: pytest.MonkeyPatc
 
 
 def test_both_projects_are_timed_for_the_same_models() -> None:
-    assert set(SGLANG) == set(VLLM_OMNI)
+    assert set(sglang_models.MODELS) == set(vllm_omni_models.MODELS)

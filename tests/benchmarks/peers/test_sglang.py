@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,10 +34,10 @@ def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("kernels")
 def test_kernels_that_cannot_be_loaded_can_be_imported_and_not_called() -> None:
-    from sgl_kernel import fused_add_rmsnorm  # type: ignore[import-not-found]
+    from sgl_kernel import gelu_and_mul  # type: ignore[import-not-found]
 
-    with pytest.raises(NotImplementedError, match=r"sgl_kernel\.fused_add_rmsnorm"):
-        fused_add_rmsnorm(1, 2)
+    with pytest.raises(NotImplementedError, match=r"sgl_kernel\.gelu_and_mul"):
+        gelu_and_mul(1, 2)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -70,3 +71,18 @@ def test_rows_are_divided_by_the_root_of_their_mean_square() -> None:
 
     found = rmsnorm(torch.tensor([[3.0, 4.0]]), torch.tensor([1.0, 2.0]), 0.0)
     assert torch.allclose(found, torch.tensor([[3.0, 8.0]]) / 12.5**0.5)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_sums_are_normalized_in_place_by_the_kernel_that_sglang_builds(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sgl_kernel import fused_add_rmsnorm
+
+    def built(x_RC: torch.Tensor, residual_RC: torch.Tensor, weight_C: torch.Tensor, eps: float) -> None:
+        residual_RC += x_RC
+        x_RC.copy_(weight_C * eps)
+
+    monkeypatch.setitem(sys.modules, "sglang.kernels.ops.layernorm.norm", SimpleNamespace(fused_add_rmsnorm=built))
+    x, residual, weight = (torch.full((1, 2), value) for value in (3.0, 4.0, 5.0))
+    assert fused_add_rmsnorm(x, residual, weight[0], 0.5) is None
+    assert residual.tolist() == [[7.0, 7.0]]
+    assert x.tolist() == [[2.5, 2.5]]

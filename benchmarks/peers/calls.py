@@ -1,0 +1,55 @@
+"""What the tables of both projects' models hold, and what their calls of Cosmos 3 share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+Call = Callable[[], Any]
+Prepare = Callable[[Any, Mapping[str, Any]], Call]
+"""From a peer's transformer and one branch's arguments of diffusers' module to the forward of that branch. What a
+pipeline makes once a job is made here."""
+
+
+def known(table: Mapping[str, Any], name: str) -> Any:
+    """Returns what a table has for a class of transformers; ValueError for classes that are not in it."""
+    if name not in table:
+        raise ValueError(f"peers are timed for {', '.join(table)}, not for {name}")
+    return table[name]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClipOfText:
+    """One branch of Cosmos 3, which diffusers gets as one packed sequence: text, clip, and sound if it has one."""
+
+    text_ids: Tensor
+    """(1, text)."""
+    text_positions: Tensor
+    """(3, 1, text): frame, row and column."""
+    latents: Tensor
+    """(1, channels, frames, rows, columns)."""
+    sound: Tensor | None
+    """(1, channels, frames of sound)."""
+    positions: Tensor
+    """(3, 1, patches and frames of sound)."""
+    timestep: Tensor
+    """(1,)."""
+
+    @classmethod
+    def of(cls, own: Mapping[str, Any]) -> ClipOfText:
+        """ValueError for pictures, given frames and actions, which peers take other ways."""
+        (latents,), (noisy,), length = own["vision_tokens"], own["vision_noisy_frame_indexes"], own["und_len"]
+        if own.get("action_tokens") is not None or not 1 < latents.shape[2] == len(noisy):
+            raise ValueError("peers are timed for clips that Cosmos 3 makes of text alone")
+        positions = own["position_ids"].unsqueeze(1)
+        return cls(
+            text_ids=own["input_ids"].unsqueeze(0),
+            text_positions=positions[..., :length],
+            latents=latents,
+            sound=own["sound_tokens"][0].unsqueeze(0) if own.get("sound_tokens") else None,
+            positions=positions[..., length:],
+            timestep=own["vision_timesteps"][:1],
+        )

@@ -1,0 +1,128 @@
+"""SGLang's transformers of the models that published.py times, called as its pipelines call them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from benchmarks.models.published import PublishedModel
+from benchmarks.peers import sglang
+from benchmarks.peers.calls import Call, ClipOfText, Prepare, known
+from benchmarks.peers.step import SGLANG_COMPILED, begin_alone
+
+
+def transformer_of(model: PublishedModel, maker: str) -> tuple[Any, Prepare]:
+    """Eager as it ships, or its blocks compiled."""
+    module, name = model.module, type(model.module).__name__
+    place, configs, prepare = known(MODELS, name)
+    begin_alone()
+    sglang.begin(1)
+    transformer_class = getattr(importlib.import_module(f"sglang.multimodal_gen.runtime.models.dits.{place}"), name)
+    config_module, config_class = configs.split(":")
+    config = getattr(
+        importlib.import_module(f"sglang.multimodal_gen.configs.models.dits.{config_module}"), config_class
+    )()
+    options = {NAMES.get(key, key): value for key, value in module.config.items() if not key.startswith("_")}
+    config.update_model_arch(options)
+    return sglang.loaded(transformer_class, config, module, SGLANG_COMPILED[maker]), prepare
+
+
+def _call(transformer: Any, batch: Any = None, **arguments: Any) -> Call:
+    """``batch``: its request, whose steps keep there what they share."""
+    from sglang.multimodal_gen.runtime.managers.forward_context import set_forward_context
+
+    def call() -> Any:
+        with set_forward_context(current_timestep=0, attn_metadata=None, forward_batch=batch):
+            return transformer(**arguments)
+
+    return call
+
+
+def _flux2(transformer: Any, own: Mapping[str, Any]) -> Call:
+    text, picture = (transformer.rotary_emb(own[ids].flatten(0, -2)) for ids in ("txt_ids", "img_ids"))
+    rotary = tuple(torch.cat(pair, dim=0) for pair in zip(text, picture, strict=True))
+    kept = {name: own[name] for name in ("hidden_states", "encoder_hidden_states", "guidance")}
+    return _call(transformer, **kept, timestep=own["timestep"] * sglang.TRAINED_STEPS, freqs_cis=rotary)
+
+
+def _qwen(transformer: Any, own: Mapping[str, Any]) -> Call:
+    from sglang.multimodal_gen.configs.pipeline_configs.qwen_image import QwenImagePipelineConfig
+
+    hidden, text = own["hidden_states"], own["encoder_hidden_states"]
+    lengths = [text.shape[1]]
+    caches, freqs = QwenImagePipelineConfig.get_freqs_cis(
+        own["img_shapes"], lengths, transformer.rotary_emb, hidden.device, hidden.dtype
+    )
+    return _call(
+        transformer,
+        hidden_states=hidden,
+        encoder_hidden_states=text,
+        timestep=own["timestep"] * sglang.TRAINED_STEPS,
+        img_shapes=own["img_shapes"],
+        txt_seq_lens=lengths,
+        freqs_cis=caches,
+        freqs_complex=freqs,
+    )
+
+
+def _z_image(transformer: Any, own: Mapping[str, Any]) -> Call:
+    from sglang.multimodal_gen.configs.pipeline_configs.zimage import ZImagePipelineConfig
+
+    (latents,), (text,) = own["x"], own["cap_feats"]
+    config = ZImagePipelineConfig()
+    compression = config.vae_config.arch_config.spatial_compression_ratio
+    height, width = (compression * size for size in latents.shape[-2:])
+    rotary = config.get_freqs_cis(text, width, height, latents.device, transformer.rotary_emb, batch=None)
+    call = _call(
+        transformer,
+        hidden_states=[latents],
+        encoder_hidden_states=[text],
+        timestep=sglang.TRAINED_STEPS * (1 - own["t"]),
+        freqs_cis=rotary,
+        caption_valid_lens=torch.tensor([text.shape[0]], device=latents.device),
+    )
+    return lambda: -call()  # its pipeline wants the opposite
+
+
+def _wan(transformer: Any, own: Mapping[str, Any]) -> Call:
+    kept = {name: own[name] for name in ("hidden_states", "encoder_hidden_states", "timestep")}
+    pictures = own.get("encoder_hidden_states_image")
+    batch = sglang.Arguments(extra={}, enable_sequence_shard=False, enable_teacache=False, enable_spectrum=False)
+    images = None if pictures is None else [pictures]
+    return _call(transformer, batch, encoder_hidden_states_image=images, **kept)
+
+
+def _cosmos(transformer: Any, own: Mapping[str, Any]) -> Call:
+    """The transformer keeps each branch's text under a name."""
+    clip, text, branch = ClipOfText.of(own), transformer.language_model, f"branch {len(transformer.cached_kv)}"
+    mask = torch.ones_like(clip.text_ids)
+    with torch.inference_mode():
+        transformer.cached_kv[branch] = text(clip.text_ids, mask, clip.text_positions)
+        rotary = text.rotary_emb.build_rope_cache_inputs(clip.positions, cache_dtype=clip.latents.dtype)
+        transformer.cached_gen_rope_inputs[branch] = rotary
+    return _call(
+        transformer,
+        hidden_states=clip.latents,
+        encoder_hidden_states=None,
+        timestep=clip.timestep,
+        text_ids=clip.text_ids,
+        text_mask=mask,
+        max_text_seq_len=clip.text_ids.shape[1],
+        sound_latents=clip.sound,
+        cache_key=branch,
+    )
+
+
+MODELS: dict[str, tuple[str, str, Prepare]] = {
+    "Flux2Transformer2DModel": ("flux_2", "flux:FluxConfig", _flux2),
+    "QwenImageTransformer2DModel": ("qwen_image", "qwenimage:QwenImageDitConfig", _qwen),
+    "ZImageTransformer2DModel": ("zimage", "zimage:ZImageDitConfig", _z_image),
+    "WanTransformer3DModel": ("wanvideo", "wanvideo:WanVideoConfig", _wan),
+    "Cosmos3OmniTransformer": ("cosmos3video", "cosmos3video:Cosmos3VideoConfig", _cosmos),
+}
+"""By diffusers' class: where its own and its configuration are, and what prepares a call of it."""
+NAMES = {"n_layers": "num_layers", "n_heads": "num_attention_heads", "rope_axes_dim": "mrope_section"}
+"""Of diffusers' Z-Image and Cosmos 3, under its own."""

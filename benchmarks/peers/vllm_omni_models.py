@@ -1,0 +1,110 @@
+"""vLLM-Omni's transformers of the models that published.py times, called as its pipelines call them."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.models.published import PublishedModel
+from benchmarks.peers import vllm_omni
+from benchmarks.peers.calls import Call, ClipOfText, Prepare, known
+from benchmarks.peers.step import begin_alone
+
+
+def transformer_of(model: PublishedModel, maker: str) -> tuple[Any, Prepare]:
+    """Its blocks compiled as it ships, or eager; the weights are copies."""
+    module, name = model.module, type(model.module).__name__
+    place, prepare = known(MODELS, name)
+    if name.startswith("Flux2") and module.config.guidance_embeds:
+        place = "flux2.flux2_transformer"  # klein has a file of its own
+    begin_alone()
+    od_config = vllm_omni.begin(next(module.parameters()).dtype, "native")
+    if name.startswith("Cosmos3"):
+        transformer_class, options = _cosmos_class(), _cosmos_options(module, od_config)
+    else:
+        transformer_class = getattr(importlib.import_module(f"vllm_omni.diffusion.models.{place}"), name)
+        settings = {**module.config, "od_config": od_config}
+        options = {key: settings[key] for key in inspect.signature(transformer_class).parameters if key in settings}
+    transformer = vllm_omni.loaded(transformer_class, options, module, od_config)
+    if "eager" not in maker:
+        vllm_omni.compile_blocks(transformer, od_config)
+    return transformer, prepare
+
+
+def _cosmos_class() -> Any:
+    """Its transformer as those of other models are made and loaded: this one's weights are named by its pipeline."""
+    from vllm.model_executor.models.utils import AutoWeightsLoader
+    from vllm_omni.diffusion.models.cosmos3.pipeline_cosmos3 import Cosmos3OmniDiffusersPipeline
+    from vllm_omni.diffusion.models.cosmos3.transformer_cosmos3 import Cosmos3VFMTransformer
+
+    class Transformer(Cosmos3VFMTransformer):  # type: ignore[misc]
+        def __init__(self, od_config: Any, quant_config: Any, **options: Any) -> None:
+            assert quant_config is None, "it looks its quantization up in od_config"
+            super().__init__(od_config, **options)
+
+        def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+            renamed = ((Cosmos3OmniDiffusersPipeline.remap_checkpoint_key(name), x) for name, x in weights)
+            kept = ((name.removeprefix("transformer."), x) for name, x in renamed if name)
+            found: set[str] = AutoWeightsLoader(self).load_weights(kept)
+            self.post_load_weights()
+            return found
+
+    return Transformer
+
+
+def _cosmos_options(module: Any, od_config: Any) -> dict[str, Any]:
+    """What its pipeline hands over; all else it looks up in its own configuration, which gets it here."""
+    from vllm_omni.diffusion.data import TransformerConfig
+
+    config = {name: value for name, value in module.config.items() if not name.startswith("_")}
+    rotary = {"rope_scaling": {"mrope_section": list(config["rope_axes_dim"])}}
+    od_config.tf_model_config = TransformerConfig(params={**config, **rotary})
+    return {"od_config": od_config, **{name: config[name] for name in ("sound_gen", "sound_dim", "sound_latent_fps")}}
+
+
+def _flux2(transformer: Any, own: Mapping[str, Any]) -> Call:
+    return lambda: transformer(**own, return_dict=False)[0]
+
+
+def _qwen(transformer: Any, own: Mapping[str, Any]) -> Call:
+    lengths = [own["encoder_hidden_states"].shape[1]]
+    return lambda: transformer(**own, txt_seq_lens=lengths).sample
+
+
+def _wan(transformer: Any, own: Mapping[str, Any]) -> Call:
+    return lambda: transformer(**own, return_dict=False)[0]
+
+
+def _z_image(transformer: Any, own: Mapping[str, Any]) -> Call:
+    return lambda: transformer(own["x"], own["t"], own["cap_feats"])[0]
+
+
+def _cosmos(transformer: Any, own: Mapping[str, Any]) -> Call:
+    """The transformer keeps one branch's text, so branches take turns, as in its pipeline."""
+    clip, text = ClipOfText.of(own), transformer.language_model
+    rotaries = (text.rotary_emb(clip.latents, ids) for ids in (clip.text_positions, clip.positions))
+    of_text, of_clip = (tuple(x_BLD.unsqueeze(2) for x_BLD in rotary) for rotary in rotaries)
+    with torch.inference_mode():
+        kept = text(clip.text_ids, of_text)
+    shape, mask = tuple(clip.latents.shape[2:]), torch.ones_like(clip.text_ids)
+
+    def call() -> Any:
+        transformer.cached_kv, transformer.cached_freqs_gen = kept, of_clip
+        return transformer(clip.latents, clip.timestep, clip.text_ids, mask, shape, sound_latents=clip.sound)
+
+    return call
+
+
+MODELS: dict[str, tuple[str, Prepare]] = {
+    "Flux2Transformer2DModel": ("flux2_klein.flux2_klein_transformer", _flux2),
+    "QwenImageTransformer2DModel": ("qwen_image.qwen_image_transformer", _qwen),
+    "ZImageTransformer2DModel": ("z_image.z_image_transformer", _z_image),
+    "WanTransformer3DModel": ("wan2_2.wan2_2_transformer", _wan),
+    "Cosmos3OmniTransformer": ("cosmos3.transformer_cosmos3", _cosmos),
+}
+"""By diffusers' class: where its own is, and what prepares a call of it."""
