@@ -24,7 +24,7 @@ LONG_CLIP = {"size": "96x96", "num_frames": 33, "num_inference_steps": LONGEST}
 NUM_RUNNING = 3
 NUM_WAITING = 60
 MAX_BODY_BYTES = 100_000
-PING_DEADLINE_S = 30.0
+PING_DEADLINE_S = 12.0
 """What a test waits for that stops a rank; one that waits for a core is not to be taken for one that was stopped."""
 METRICS_PORT = 19464
 METRICS_URL = f"http://127.0.0.1:{METRICS_PORT}/metrics"
