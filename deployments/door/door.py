@@ -11,6 +11,7 @@ import socket
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -23,6 +24,8 @@ from deployments.door.settings import DoorSettings
 BACKLOG = 1024
 ADMIN_TIMEOUT_S = 5.0
 PR_SET_PDEATHSIG = 1
+SHORT_LIFE_S = 1.0
+"""A process that ends so soon waits as long before it is started again: it may not be able to start at all."""
 
 logger = logging.getLogger("troupe.door")
 
@@ -68,7 +71,7 @@ class Door:
         lane: Lane | None = None,
     ) -> None:
         self._listener = listener
-        self._closed = False
+        self._closed = threading.Event()
         with ExitStack() as stack:  # a half start leaves nothing behind
             stack.callback(listener.close)
             binary = find_binary()
@@ -108,9 +111,9 @@ class Door:
 
     def close(self) -> None:
         """Ends the process and frees the port. What is under way is cut."""
-        if self._closed:
+        if self._closed.is_set():
             return
-        self._closed = True
+        self._closed.set()
         self._process.terminate()
         self._process.wait()
         self._at_end.close()
@@ -146,8 +149,11 @@ class Door:
     def _keep_running(self) -> None:
         """Starts the process again whenever it ends. The socket stays open here, so clients wait meanwhile."""
         while True:
+            start_s = time.monotonic()
             code = self._process.wait()
-            if self._closed:
+            if time.monotonic() - start_s < SHORT_LIFE_S:
+                self._closed.wait(SHORT_LIFE_S)
+            if self._closed.is_set():
                 return
             logger.warning("HAProxy ended with %d and is started again", code)
             self._process = self._start()

@@ -81,7 +81,9 @@ def _global(settings: DoorSettings, wiring: Wiring) -> Iterator[str]:
     yield "global"
     num_clients = max_connections(settings, wiring.lane)
     yield f"    stats socket {wiring.admin_socket} mode 600 level admin"
-    yield f"    maxconn {num_clients if wiring.lane is None else 2 * num_clients}"
+    num_connections = num_clients if wiring.lane is None else 2 * num_clients
+    # Twice as many descriptors are what it makes room for, and that of the listener must be among them.
+    yield f"    maxconn {max(num_connections, wiring.listener // 2 + 1)}"
     yield "    nbthread 2"
     # A head must fit a buffer with room to spare; what is above the limit but fits gets an answer that says so.
     yield f"    tune.bufsize {2 * settings.max_head_bytes}"

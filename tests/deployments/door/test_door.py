@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import mkdtemp
@@ -16,7 +18,7 @@ import psutil
 import pytest
 
 from deployments.door import haproxy
-from deployments.door.door import Door, listen
+from deployments.door.door import SHORT_LIFE_S, Door, listen
 from deployments.door.settings import DoorSettings
 from tests.deployments.door.support import SETTINGS, Backend, doored, served
 from tests.deployments.support.live import wait_until
@@ -201,6 +203,27 @@ def test_too_many_connections_are_told(backend: Backend) -> None:
             assert_error(client.get("/"), 503, "server_full")
             assert client.get("/health").status_code == 200
         wait_until(lambda: client.get("/").status_code == 200, "there is room again")
+
+
+def test_few_connections_on_a_listener_whose_descriptor_is_a_high_number(backend: Backend) -> None:
+    with listen("127.0.0.1", 0) as first:
+        listener = socket.socket(fileno=fcntl.fcntl(first, fcntl.F_DUPFD, 700))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with served(backend) as address, Door(listener, address, DoorSettings(max_connections=40)):
+        wait_until(lambda: httpx.get(url, timeout=PATIENCE_S).status_code == 200, "the door is there")
+
+
+def test_a_process_that_cannot_start_is_not_started_all_the_time(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with served(backend) as address, doored(address) as (door, _):
+        monkeypatch.setattr(door, "_command", ["false"])
+        pauses: list[float] = []
+        monkeypatch.setattr(door._closed, "wait", lambda pause_s: pauses.append(pause_s) or time.sleep(0.01))
+        os.kill(door.pid, signal.SIGKILL)
+        wait_until(lambda: len(pauses) >= 3, "it was started several times")
+    assert {*pauses} == {SHORT_LIFE_S}
+    assert "HAProxy ended with 1 and is started again" in caplog.text
 
 
 def test_one_port_has_one_listener() -> None:
