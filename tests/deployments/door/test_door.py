@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
 import socket
@@ -17,7 +16,6 @@ import httpx
 import psutil
 import pytest
 
-from deployments.door import haproxy
 from deployments.door.door import SHORT_LIFE_S, Door, listen
 from deployments.door.settings import DoorSettings
 from tests.deployments.door.support import SETTINGS, Backend, doored, served
@@ -192,27 +190,6 @@ def test_it_is_started_again_and_ends_with_its_owner(backend: Backend) -> None:
     assert not psutil.pid_exists(last)
 
 
-def test_too_many_connections_are_told(backend: Backend) -> None:
-    settings = DoorSettings(max_connections=40, head_timeout_s=PATIENCE_S)
-    with served(backend) as address, doored(address, settings) as (_, client):
-        where = address_of(client)
-        with contextlib.ExitStack() as stack:
-            for _ in range(38):
-                stack.enter_context(socket.create_connection(where))
-            wait_until(lambda: client.get("/").status_code == 503, "the door is full")
-            assert_error(client.get("/"), 503, "server_full")
-            assert client.get("/health").status_code == 200
-        wait_until(lambda: client.get("/").status_code == 200, "there is room again")
-
-
-def test_few_connections_on_a_listener_whose_descriptor_is_a_high_number(backend: Backend) -> None:
-    with listen("127.0.0.1", 0) as first:
-        listener = socket.socket(fileno=fcntl.fcntl(first, fcntl.F_DUPFD, 700))
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    with served(backend) as address, Door(listener, address, DoorSettings(max_connections=40)):
-        wait_until(lambda: httpx.get(url, timeout=PATIENCE_S).status_code == 200, "the door is there")
-
-
 def test_a_process_that_cannot_start_is_not_started_all_the_time(
     backend: Backend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -255,13 +232,6 @@ def test_a_configuration_that_haproxy_refuses_leaves_nothing(monkeypatch: pytest
         Door(listener, ("127.0.0.1", 1), SETTINGS)
     assert list(tmp_path.iterdir()) == []
     assert listener.fileno() == -1, "the port is free again"
-
-
-def test_the_limit_is_what_files_allow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(haproxy.resource, "getrlimit", lambda which: (256, 1024))
-    assert haproxy.max_connections(DoorSettings()) == 480
-    monkeypatch.setattr(haproxy.resource, "getrlimit", lambda which: (256, haproxy.resource.RLIM_INFINITY))
-    assert haproxy.max_connections(DoorSettings()) == DoorSettings().max_connections
 
 
 @pytest.mark.parametrize(("name", "value"), [("max_connections", 0), ("head_timeout_s", -1), ("drain_s", -0.1)])
