@@ -31,8 +31,10 @@ def with_flash3(otherwise: Kernel, device: torch.device | str = "cuda") -> Kerne
     or the GPU is none that it was made for.
     """
     attend = _installed(torch.device(device))
-    dims = frozenset(dim for dim in HEAD_DIMS if attend is not None and _agrees(attend, otherwise, dim, device))
-    if attend is None or not dims:
+    if attend is None:
+        return otherwise
+    dims = frozenset(dim for dim in HEAD_DIMS if _agrees(attend, otherwise, dim, device))
+    if not dims:
         return otherwise
     logger.info("attention is FlashAttention-3 for heads of %s", ", ".join(map(str, sorted(dims))))
 
