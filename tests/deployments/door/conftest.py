@@ -5,9 +5,15 @@ from __future__ import annotations
 import pytest
 
 from deployments.door import haproxy
+from tests.deployments.door.support import Backend
 from tests.support.patience import PATIENCE_S
 
 
 @pytest.fixture(autouse=True)
 def patient_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(haproxy, "CHECK_S", PATIENCE_S)
+
+
+@pytest.fixture
+def backend() -> Backend:
+    return Backend()

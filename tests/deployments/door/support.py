@@ -89,3 +89,13 @@ def doored(
         httpx.Client(base_url=url, timeout=PATIENCE_S) as client,
     ):
         yield door, client
+
+
+def address_of(client: httpx.Client) -> tuple[str, int]:
+    return client.base_url.host, client.base_url.port or 0
+
+
+def assert_error(answer: httpx.Response, status: int, code: str) -> None:
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["x-request-id"]

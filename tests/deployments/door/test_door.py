@@ -18,7 +18,7 @@ import pytest
 
 from deployments.door.door import SHORT_LIFE_S, Door, listen
 from deployments.door.settings import DoorSettings
-from tests.deployments.door.support import SETTINGS, Backend, doored, served
+from tests.deployments.door.support import SETTINGS, Backend, address_of, assert_error, doored, served
 from tests.deployments.support.live import wait_until
 from tests.support.patience import PATIENCE_S
 
@@ -26,24 +26,9 @@ IMAGES = "/v1/images/generations"
 
 
 @pytest.fixture
-def backend() -> Backend:
-    return Backend()
-
-
-@pytest.fixture
 def client(backend: Backend) -> Iterator[httpx.Client]:
     with served(backend) as address, doored(address) as (_, client):
         yield client
-
-
-def address_of(client: httpx.Client) -> tuple[str, int]:
-    return client.base_url.host, client.base_url.port or 0
-
-
-def assert_error(answer: httpx.Response, status: int, code: str) -> None:
-    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
-    assert answer.headers["content-type"] == "application/json"
-    assert answer.headers["x-request-id"]
 
 
 def test_requests_and_answers_pass(client: httpx.Client) -> None:

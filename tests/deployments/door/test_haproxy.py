@@ -12,15 +12,9 @@ import pytest
 from deployments.door import haproxy
 from deployments.door.door import Door, listen
 from deployments.door.settings import DoorSettings
-from tests.deployments.door.support import Backend, doored, served
-from tests.deployments.door.test_door import address_of, assert_error
+from tests.deployments.door.support import Backend, address_of, assert_error, doored, served
 from tests.deployments.support.live import wait_until
 from tests.support.patience import PATIENCE_S
-
-
-@pytest.fixture
-def backend() -> Backend:
-    return Backend()
 
 
 def test_too_many_connections_are_told(backend: Backend) -> None:
