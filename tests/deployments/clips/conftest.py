@@ -48,9 +48,10 @@ def program(name: str) -> str | None:
 
 
 def run(*command: object) -> None:
-    user = {"user": USER} if os.getuid() == 0 else {}
-    words = [str(word) for word in command]
-    subprocess.run(words, check=True, cwd="/", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **user)
+    # Not subprocess's own "user": it forks the whole process for that, which Linux refuses after tests of large models.
+    user = ["runuser", "-u", USER, "--"] if os.getuid() == 0 else []
+    words = user + [str(word) for word in command]
+    subprocess.run(words, check=True, cwd="/", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 @pytest.fixture

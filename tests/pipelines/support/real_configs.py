@@ -83,5 +83,10 @@ WAN = {
 
 @cache
 def model_of(name: str) -> DenoiserModel:
-    """A published model without weights, in bfloat16: made once, in seconds for the largest."""
-    return Checkpoint.of_configuration(name, "meta", torch.bfloat16).weightless()
+    """A published model without weights and buffers, in bfloat16: made once, in seconds for the largest.
+
+    Nothing of it is on the CPU for a moment: gigabytes that come and go leave a heap so long that Linux refuses to fork
+    the process that has it.
+    """
+    with torch.device("meta"):
+        return Checkpoint.of_configuration(name, "meta", torch.bfloat16).outline()
