@@ -58,10 +58,10 @@ def repositories(path: Path) -> Iterator[tuple[str, str]]:
     """Repositories of the hub, each with the folder in it, whose parts the modular index uses and that are not here."""
     if not (path / MODULAR_INDEX).is_file():
         return
-    for entry in read_index(path).values():
+    for part, entry in read_index(path).items():
         place = _place(entry)
         elsewhere, inner = place.get(PLACE), place.get(SUBFOLDER) or ""
-        if elsewhere is not None and not (path / inner).is_dir() and not Path(elsewhere).is_dir():
+        if elsewhere is not None and not (path / (inner or part)).is_dir() and not Path(elsewhere).is_dir():
             yield elsewhere, inner
 
 

@@ -107,6 +107,17 @@ def test_parts_may_be_in_a_repository(hub: Callable[[str], Path], pointing: Path
     assert ("someone/parts", "transformer") in list(repositories(pointing))
 
 
+def test_a_part_may_be_a_repository_of_its_own(hub: Callable[[str], Path], pointing: Path) -> None:
+    index = pointing / MODULAR_INDEX
+    entries = json.loads(index.read_text())
+    entries["vae"][2] |= {"pretrained_model_name_or_path": "someone/vae", "subfolder": None}
+    index.write_text(json.dumps(entries))
+    with pytest.raises(ValueError, match="hf download someone/vae"):
+        resolve_path(str(pointing))
+    vae = hub("someone/vae")
+    assert part_folder(resolve_path(str(pointing)), "vae") == vae
+
+
 def test_what_the_hub_is_asked_for_holds_the_index() -> None:
     from huggingface_hub.utils import filter_repo_objects
 
