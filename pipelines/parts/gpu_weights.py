@@ -36,6 +36,8 @@ DTYPES: Mapping[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+MAX_HEADER_BYTES = 10**8
+"""The format's own limit. Where another file lies (a pointer of Git LFS), its first bytes may say any length."""
 NUM_THREADS = 8
 PIECE_BYTES = 2**23
 NUM_BUFFERS = 2
@@ -95,12 +97,12 @@ def _contents(path: Path) -> Iterator[tuple[str, torch.dtype, list[int], int]]:
     with path.open("rb") as file:
         try:
             (length,) = struct.unpack("<Q", file.read(8))
-            header: dict[str, Any] = json.loads(file.read(length))
+            header: dict[str, Any] = json.loads(file.read(min(length, MAX_HEADER_BYTES)))
             header.pop("__metadata__", None)
             found = sorted((entry["data_offsets"][0], name, entry) for name, entry in header.items())
             for begin, name, entry in found:
                 yield name, DTYPES[entry["dtype"]], entry["shape"], 8 + length + begin
-        except (struct.error, UnicodeDecodeError, json.JSONDecodeError, KeyError) as error:
+        except (struct.error, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is no safetensors file that is known here ({error!r})") from error
 
 

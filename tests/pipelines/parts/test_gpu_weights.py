@@ -62,6 +62,16 @@ def test_a_file_that_is_cut_short_is_an_error(tmp_path: Path) -> None:
             read_tensors(tmp_path / "cut.safetensors", CPU)
 
 
+@pytest.mark.parametrize(
+    "data", [b"version https://git-lfs.github.com/spec/v1\n", b"\xff" * 9, b"\2" + bytes(7) + b"[]"]
+)
+def test_what_is_no_such_file_is_an_error(tmp_path: Path, data: bytes) -> None:
+    """Whatever its first bytes say of its length."""
+    (tmp_path / "other.safetensors").write_bytes(data)
+    with pytest.raises(ValueError, match="no safetensors file"):
+        read_tensors(tmp_path / "other.safetensors", CPU)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_is_as_diffusers_loads_it(dtype: torch.dtype) -> None:
     expected = FluxTransformer2DModel.from_pretrained(FLUX, torch_dtype=dtype)
