@@ -64,6 +64,5 @@ def _with_lists(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     inner = {name: _with_lists(x) for name, x in value.items()}
-    if inner and list(inner) == [str(number) for number in range(len(inner))]:
-        return list(inner.values())
-    return inner
+    places = [str(number) for number in range(len(inner))]
+    return [inner[place] for place in places] if inner and inner.keys() == set(places) else inner
