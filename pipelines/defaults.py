@@ -84,7 +84,7 @@ class Defaults:
             "kind": self.kind,
             "width": size.width,
             "height": size.height,
-            "num_frames": size.num_frames or self.num_frames,
+            "num_frames": self.num_frames if size.num_frames is None else size.num_frames,
             "fps": self.fps,
             "num_inference_steps": self.num_inference_steps,
             "guidance_scale": self.guidance_scale,
@@ -126,7 +126,7 @@ class Defaults:
         if num_frames > self.max_frames:
             largest = largest_num_frames(self.max_frames, self.frame_multiple)
             raise ValueError(f"num_frames is {num_frames}; it must be at most {largest}")
-        if 0 < num_frames < self.min_frames:
+        if num_frames < self.min_frames:
             raise ValueError(f"num_frames is {num_frames}; it must be at least {self.min_frames}")
         check_frames(num_frames, self.frame_multiple, self.max_frames)
 
