@@ -23,7 +23,7 @@ def demo(out: Path, seed: int = 0) -> None:
     they are and where the time went."""
     begun_s = time.perf_counter()
     with started_for_itself(load_config("laptop")) as url, Client(url) as client:
-        console.print(f"started in {time.perf_counter() - begun_s:.1f} s", highlight=False)
+        console.print(f"started in {time.perf_counter() - begun_s:.1f} s")
         models, picture = client.models(), out / PICTURE[1]
         for (prompt, name), model, images in (
             (PICTURE, _first(models, "image"), []),
@@ -31,7 +31,7 @@ def demo(out: Path, seed: int = 0) -> None:
             (CLIP, _first(models, "video"), []),
         ):
             generate(client, prompt, out / name, {"model": model, "seed": seed}, images)
-    console.print(f"everything took {time.perf_counter() - begun_s:.1f} s", highlight=False)
+    console.print(f"everything took {time.perf_counter() - begun_s:.1f} s")
 
 
 def _first(models: Iterable[Mapping[str, Any]], kind: str, *, edits: bool = False) -> str:

@@ -22,7 +22,7 @@ def stand(to: str, host: str, port: int, config: str) -> None:
     app = load_config(config or "laptop").app
     lane = Lane.of(app) if config else None
     with Door(listen(host, port), backend, app.door, app.api.trusted_proxies, lane):
-        console.print(f"Standing at {url_at(host, port)} in front of {to}. Ctrl-C ends it.", highlight=False)
+        console.print(f"Standing at {url_at(host, port)} in front of {to}. Ctrl-C ends it.")
         signal.pause()
 
 

@@ -33,7 +33,7 @@ def generate(
         options = {**options, "lora": [_asked_lora(one) for one in written]}
     model = _model(client, options.get("model"), len(images))
     body = {"prompt": prompt, **options, "model": model["id"]}
-    console.print(f"{model['id']}: {prompt}", highlight=False)
+    console.print(f"{model['id']}: {prompt}")
     num_layers = options.get("layers", model["defaults"].get("num_layers", 0))
     num_results = options.get("n", 1) * max(1, num_layers)
     results = follow(model["kind"], _events(client, model["kind"], body, out, files), num_results)
@@ -41,7 +41,7 @@ def generate(
     for number, result in enumerate(sorted(results, key=lambda result: (result.index, result.layer)), 1):
         file = out if num_results == 1 else out.with_stem(f"{out.stem}-{number}")
         file.write_bytes(result.data)
-        console.print(f"{file}  seed {result.seed}  {timings_line(result)}", highlight=False, soft_wrap=True)
+        console.print(f"{file}  seed {result.seed}  {timings_line(result)}", soft_wrap=True)
 
 
 def _asked_lora(written: str) -> dict[str, Any]:

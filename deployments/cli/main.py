@@ -106,8 +106,8 @@ def serve(
             settings = settings.with_metrics(metrics_port or None)
         with started(settings) as url:
             announce(url, settings.app.metrics.url)
-            console.print(f"Serving at {url} (docs at {url}/docs). Ctrl-C ends it.", highlight=False)
-            console.print(f"Logs of its processes: {logs_folder()}", highlight=False, soft_wrap=True)
+            console.print(f"Serving at {url} (docs at {url}/docs). Ctrl-C ends it.")
+            console.print(f"Logs of its processes: {logs_folder()}", soft_wrap=True)
             show_requests(logs_folder(), log_format, typer.echo)
             signal.pause()
 

@@ -18,13 +18,14 @@ from deployments.studio.interface import Progress
 if TYPE_CHECKING:
     from deployments.config import ServeConfig
 
-console = Console()
+console = Console(markup=False, emoji=False, highlight=False)
+"""Prints words as they are: prompts, names and what servers say may have brackets and colons."""
 
 
 def follow(title: str, events: Iterator[Progress | Result], num_results: int = 1) -> list[Result]:
     """Shows ``title``, step x of y and the time left until the results are there, and returns them."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("step"), MofNCompleteColumn(separator=" of "))
-    with Bars(*columns, TextColumn("{task.fields[eta]}"), console=console) as bar:
+    columns = (_words("{task.description}"), BarColumn(), _words("step"), MofNCompleteColumn(separator=" of "))
+    with Bars(*columns, _words("{task.fields[eta]}"), console=console) as bar:
         task = bar.add_task(title, total=None, eta="")
         results: list[Result] = []
         for event in events:
@@ -38,6 +39,10 @@ def follow(title: str, events: Iterator[Progress | Result], num_results: int = 1
     raise RuntimeError("the server ended the stream before its end")
 
 
+def _words(template: str) -> TextColumn:
+    return TextColumn(template, markup=False)
+
+
 def _eta(event: Progress) -> str:
     return "" if event.eta_s is None else f"ETA {event.eta_s:.1f} s"
 
@@ -48,7 +53,7 @@ def started(config: ServeConfig) -> Iterator[str]:
     from deployments.cli.serving import running  # a command that only talks to a server does without Ray and torch
 
     with ExitStack() as stack:
-        with Bars(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console) as bar:
+        with Bars(SpinnerColumn(), _words("{task.description}"), TimeElapsedColumn(), console=console) as bar:
             task = bar.add_task("Starting Ray Serve", total=1)
             url = stack.enter_context(running(config, on_wait=lambda reason: bar.update(task, description=reason)))
             bar.update(task, description=f"Ready at {url}", completed=1)

@@ -11,8 +11,8 @@ from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from deployments.cli.checks.extras import install_hint
 from deployments.cli.progress import console
@@ -41,8 +41,8 @@ def print_report(config: str | None = None) -> bool:
     findings = [*_software(), *_bytecode(), *_devices(), *_engines(), *_models(), *own]
     table = Table("", "subject", "found")
     for finding in findings:
-        mark = {True: "[green]yes[/]", False: "[red]no[/]", None: ""}[finding.ok]
-        table.add_row(mark, finding.subject, escape(finding.detail))
+        mark = {True: Text("yes", "green"), False: Text("no", "red"), None: Text()}[finding.ok]
+        table.add_row(mark, finding.subject, finding.detail)
     console.print(table)
     needed = ("ray", "torch", "diffusers", *(finding.subject for finding in own))
     return not any(finding.ok is False and finding.subject in needed for finding in findings)
@@ -74,10 +74,10 @@ def print_proofs(model: str) -> bool:
     from pipelines.loading import resolve_path
 
     resolve_path(model)  # a name that is wrong is the user's mistake, not a proof that failed
-    marks = {"proved": "[green]proved[/]", "failed": "[red]failed[/]", "not here": "[yellow]not here[/]"}
+    colours = {"proved": "green", "failed": "red", "not here": "yellow"}
     table, proofs = Table("", "statement", "detail"), doctor(process_environment(), MakeModel(source=model))
     for proof in proofs:
-        table.add_row(marks[proof.result], proof.subject, escape(proof.detail))
+        table.add_row(Text(proof.result, colours[proof.result]), proof.subject, proof.detail)
     console.print(table)
     return all(proof.result != "failed" for proof in proofs)
 

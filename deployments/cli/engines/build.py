@@ -53,7 +53,7 @@ def build(order: Order) -> None:
     ValueError for what TensorRT cannot do, BuildError with its own words, KeyboardInterrupt after Ctrl-C.
     """
     for report in engine_reports(order):
-        console.print("\n".join(report.lines()), highlight=False, markup=False, soft_wrap=True)
+        console.print("\n".join(report.lines()), soft_wrap=True)
 
 
 def engine_reports(order: Order, *, visible: bool = True) -> list[EngineReport]:
@@ -122,7 +122,7 @@ def calibrate(checkpoint: Checkpoint, prompts: Sequence[str], size: str | None, 
     for name, record in records.items():
         file = calibration_of(model.modules[name], folder)
         save_calibration({name: record}, file)
-        console.print(f"calibrated {name} on {len(prompts)} prompts: {file}", highlight=False, soft_wrap=True)
+        console.print(f"calibrated {name} on {len(prompts)} prompts: {file}", soft_wrap=True)
 
 
 def find_target(text: str) -> Any:

@@ -41,7 +41,7 @@ def calibrate(source: str, out: Path, prompts_file: Path | None, size: str | Non
     with recording_all(model) as records:
         run()
     save_calibration(records, out)
-    console.print(f"{out}  scales of {source} over {len(prompts)} prompts", highlight=False, soft_wrap=True)
+    console.print(f"{out}  scales of {source} over {len(prompts)} prompts", soft_wrap=True)
 
 
 def model_over(

@@ -135,7 +135,7 @@ def print_estimate(options: EstimateOptions, *, as_json: bool) -> None:
         step.machine.describe(),
         f"figures: {estimate.origin}",
     ]
-    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+    console.print("\n".join(lines), soft_wrap=True)
 
 
 def document_of(options: EstimateOptions, estimate: Estimate) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
 
 from deployments.cli.client import Client
@@ -23,7 +22,7 @@ def print_clips(url: str, api_key: str, limit: int) -> None:
         clips = client.clips(limit)
     table = Table("id", "model", "status", "size", "seconds", "created", "prompt")
     for clip in clips:
-        table.add_row(*map(escape, _row(clip)))
+        table.add_row(*_row(clip))
     console.print(table)
 
 
@@ -33,7 +32,7 @@ def download_clip(url: str, api_key: str, clip_id: str, out: Path) -> None:
         data = client.clip_file(clip_id)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_bytes(data)
-    console.print(str(out), highlight=False, markup=False, soft_wrap=True)
+    console.print(str(out), soft_wrap=True)
 
 
 def delete_clips(url: str, api_key: str, clip_ids: Sequence[str]) -> None:
@@ -41,7 +40,7 @@ def delete_clips(url: str, api_key: str, clip_ids: Sequence[str]) -> None:
     with _client(url, api_key) as client:
         for clip_id in clip_ids:
             client.delete_clip(clip_id)
-            console.print(f"{clip_id} is deleted", highlight=False, markup=False, soft_wrap=True)
+            console.print(f"{clip_id} is deleted", soft_wrap=True)
 
 
 def _client(url: str, api_key: str) -> Client:

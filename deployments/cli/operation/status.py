@@ -8,7 +8,6 @@ from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
-from rich.markup import escape
 from rich.table import Table
 
 from deployments.cli.client import Client
@@ -39,13 +38,13 @@ def print_status(url: str, api_key: str, metrics_url: str) -> bool:
     table = Table("model", "kind", *GAUGES, "state")
     for model, state in health.items():
         numbers = (str(counts[column].get(model, 0)) if counts else UNKNOWN for column in GAUGES)
-        table.add_row(model, cards[model]["kind"] if model in cards else UNKNOWN, *numbers, escape(state))
+        table.add_row(model, cards[model]["kind"] if model in cards else UNKNOWN, *numbers, state)
     is_ready = bool(health) and all(state == "ready" for state in health.values())
-    console.print(f"{url} is {'ready' if is_ready else 'not ready'}", highlight=False, soft_wrap=True)
+    console.print(f"{url} is {'ready' if is_ready else 'not ready'}", soft_wrap=True)
     console.print(table)
     if not counts:
         where = f"{metrics_url} does not answer" if metrics_url else "give --metrics-url"
-        console.print(f"No numbers of gangs and jobs: {where}", highlight=False, soft_wrap=True, markup=False)
+        console.print(f"No numbers of gangs and jobs: {where}", soft_wrap=True)
     return is_ready
 
 

@@ -28,4 +28,4 @@ def stop(port: int | None, timeout_s: float) -> None:
         time.sleep(POLL_S)
     file_of(server.url).unlink(missing_ok=True)
     took_s = time.monotonic() - begun_s
-    console.print(f"{server.url} (process {server.pid}) ended after {took_s:.1f} s", highlight=False, soft_wrap=True)
+    console.print(f"{server.url} (process {server.pid}) ended after {took_s:.1f} s", soft_wrap=True)

@@ -43,6 +43,16 @@ def test_several_pictures_are_files_of_their_own(tmp_path: Path) -> None:
         assert np.abs(pixels_of(file.read_bytes())[0, 0].astype(int) - colour(seed)).max() == 0
 
 
+def test_words_are_printed_as_they_are(tmp_path: Path) -> None:
+    """Whatever a terminal's library reads in brackets, or between colons."""
+    prompt, out = "a sign: [/open] [red] :cat:", tmp_path / "a[final].png"
+    with serving(build(FakeStudio(), tmp_path)) as url:
+        result = troupe("generate", prompt, "--steps", "2", "--out", str(out), "--url", url)
+    assert result.exit_code == 0, result.output
+    assert f"fake-pictures: {prompt}" in result.output
+    assert f"{out}  seed" in result.output
+
+
 def test_several_clips_are_refused(tmp_path: Path) -> None:
     with serving(build(FakeStudio(), tmp_path)) as url:
         args = ("--model", "fake-clips", "--n", "2", "--out", "a.mp4", "--url", url)

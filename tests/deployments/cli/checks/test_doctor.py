@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rich.console import Console
 
 from deployments.cli.checks import doctor
 
@@ -114,13 +113,12 @@ def test_bytecode_that_is_there_is_fine_though_none_is_written(monkeypatch: pyte
 
 
 def test_the_report_shows_brackets_and_warns_of_bytecode_without_failing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    console = Console(width=600, record=True)
-    monkeypatch.setattr(doctor, "console", console)
+    monkeypatch.setattr(doctor.console, "width", 600)
     monkeypatch.setattr(doctor, "_version", lambda name: None if name.startswith("tensorrt") else "11.2")
     bytecode(monkeypatch, tmp_path, writes=False)
     assert doctor.print_report() is True
-    shown = console.export_text()
+    shown = capsys.readouterr().out
     assert "needs tensorrt (pip install 'troupe-serve[rtx]')" in shown
     assert "│ no  │ bytecode" in shown
