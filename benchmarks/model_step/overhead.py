@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.models.published import small_size
 from benchmarks.results import tell
 from benchmarks.timing import Times
 from engines.core.model import Branch, DenoiserModel
@@ -31,14 +32,10 @@ from pipelines.blocks.blank import blank_conditioning
 from pipelines.blocks.opened import OpenedPipeline
 from pipelines.blocks.sampler import BlocksSampler
 from pipelines.checkpoint import Checkpoint
-from pipelines.request import MediaRequest
-from pipelines.size import Size
 
 MODELS = ("FLUX.1-dev", "FLUX.2-dev", "Qwen-Image", "Wan2.1-T2V-14B", "LTX-2", "Cosmos3-Nano")
 LIMIT_MS = 1.5
 """What a step may cost a rank."""
-SIDE = 4
-"""Of pictures and clips, in the model's multiples."""
 MS_PER_S = 1000
 
 
@@ -113,7 +110,8 @@ def result_of(name: str, num_jobs: int) -> dict[str, Any]:
     with torch.device("meta"):
         model = Checkpoint.of_configuration(name, "meta", torch.float32).outline()
     opened = OpenedPipeline(checkpoint.path, torch.device("cpu"), torch.float32)
-    sampler, predictions, request = BlocksSampler(opened), Predictions(model), small_request(checkpoint)
+    request = checkpoint.defaults.typical_request(small_size(checkpoint.defaults))
+    sampler, predictions = BlocksSampler(opened), Predictions(model)
     conditioning = blank_conditioning(opened, request, opened.max_tokens(checkpoint.defaults.max_tokens))
     steps: list[Step] = []
     for job in range(num_jobs + 1):
@@ -128,13 +126,6 @@ def result_of(name: str, num_jobs: int) -> dict[str, Any]:
     }
     times = {key: rounded(times_of(these)) for key, these in values.items()}
     return {"model": name, "branches": max(step.num_branches for step in steps), **times}
-
-
-def small_request(checkpoint: Checkpoint) -> MediaRequest:
-    defaults = checkpoint.defaults
-    side = SIDE * defaults.size_multiple
-    frames = max(defaults.min_frames, 1 + defaults.frame_multiple) if defaults.kind == "video" else None
-    return defaults.typical_request(Size(width=side, height=side, num_frames=frames))
 
 
 def steps_of(sampler: BlocksSampler, state: Any, predictions: Predictions) -> Iterator[Step]:

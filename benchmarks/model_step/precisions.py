@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.likeness import psnr_db
+from benchmarks.model_step.errors import relative_error
 from benchmarks.models.published import SEED, PublishedModel
 from benchmarks.results import tell
-from engines.parallel.self_check import relative_difference
 from engines.torch_engine.engine import TorchEngine
 from pipelines.blocks.blank import blank_conditioning
 from pipelines.blocks.sampler import BlocksSampler
@@ -65,12 +65,10 @@ def way_of(model: PublishedModel, precision: str, num_steps: int | None = None) 
 
 def compared(given: Way, expected: Way) -> dict[str, Any]:
     pairs = zip(given.predictions, expected.predictions, strict=True)
-    prediction = max(relative_difference(*pair) for pair in pairs)
-    finished = relative_difference(given.latents, expected.latents)
     peak = float(expected.latents.max() - expected.latents.min())
     return {
-        "prediction_error": float(f"{prediction:.2e}"),
-        "latents_error": float(f"{finished:.2e}"),
+        "prediction_error": max(relative_error(*pair) for pair in pairs),
+        "latents_error": relative_error(given.latents, expected.latents),
         "latents_psnr_db": round(psnr_db(given.latents.numpy(), expected.latents.numpy(), peak), 1),
     }
 

@@ -25,6 +25,8 @@ from pipelines.size import Size
 
 SEED = 1
 PICTURE, PICTURE_TOKENS = Size(width=1024, height=1024), 512
+SMALL_SIDE = 4
+"""In a model's multiples, of what is made on a CPU."""
 ATTENTIONS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
 """Torch's fused kernels, of which its counter of operations does not know all, nor all with grouped heads."""
 
@@ -54,13 +56,14 @@ class PublishedModel:
         num_branches: int = 1,
     ) -> PublishedModel:
         """``size`` of the picture or clip and tokens of the prompt; unsaid they are ``PICTURE`` and ``PICTURE_TOKENS``,
-        and of a clip the model's own. Where jobs fill prompts up (``Architecture.filled``), ``num_tokens`` is to be a
-        length that needs no filling, or the two calls differ. Of a step's forwards the first ``num_branches`` are kept.
-        ValueError for unknown names, sizes that the model does not make, and more branches than a step has.
+        and of a clip the model's own; on a CPU the size is small. Where jobs fill prompts up (``Architecture.filled``),
+        ``num_tokens`` is to be a length that needs no filling, or the two calls differ. Of a step's forwards the first
+        ``num_branches`` are kept. ValueError for unknown names, sizes that the model does not make, and more branches
+        than a step has.
         """
         checkpoint = Checkpoint.of_configuration(name, device, dtype)
         opened = OpenedPipeline(checkpoint.path, device, dtype)
-        request = checkpoint.defaults.typical_request(size or _usual_size(checkpoint.defaults))
+        request = checkpoint.defaults.typical_request(size or _usual_size(checkpoint.defaults, device))
         tokens = num_tokens or _usual_tokens(checkpoint.defaults)
         conditioning = blank_conditioning(opened, request, tokens, torch.Generator().manual_seed(SEED))
         sampler = BlocksSampler(opened)
@@ -102,7 +105,16 @@ class PublishedModel:
         return as_denoiser({name: self.module}, self.opened.architecture, config, probe=tuple)
 
 
-def _usual_size(defaults: Defaults) -> Size:
+def small_size(defaults: Defaults) -> Size:
+    """A few tokens, which a CPU has soon done with."""
+    side = SMALL_SIDE * defaults.size_multiple
+    frames = max(defaults.min_frames, 1 + defaults.frame_multiple) if defaults.kind == "video" else None
+    return Size(width=side, height=side, num_frames=frames)
+
+
+def _usual_size(defaults: Defaults, device: torch.device) -> Size:
+    if device.type == "cpu":
+        return small_size(defaults)
     if defaults.kind == "image":
         return PICTURE
     return Size(width=defaults.width, height=defaults.height, num_frames=defaults.num_frames)

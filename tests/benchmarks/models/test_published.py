@@ -52,6 +52,11 @@ def test_both_branches_of_a_guided_step(tmp_path: Path) -> None:
         assert relative_difference(answer.flatten(), own) < 1e-5
 
 
+def test_a_cpu_gets_a_small_size_where_none_is_said(tmp_path: Path) -> None:
+    model = PublishedModel.made(str(tiny_cosmos.cosmos(tmp_path)), CPU, torch.float32)
+    assert str(model.size) == "32x32x5"
+
+
 def test_a_model_without_guidance_has_one_branch(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has 1 branches, not 2"):
         PublishedModel.made(str(tiny_pictures.flux2_dev(tmp_path)), CPU, torch.float32, PICTURE, 32, num_branches=2)
