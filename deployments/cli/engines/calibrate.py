@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from engines.core.model import DenoiserModel
     from pipelines.checkpoint import Checkpoint
+    from pipelines.pictures import InputPictures
+    from pipelines.request import MediaRequest
 
 PROMPTS = (
     "a large red circle in the centre on a white background",
@@ -47,7 +49,10 @@ def calibrate(source: str, out: Path, prompts_file: Path | None, size: str | Non
 def model_over(
     prompts: Sequence[str], checkpoint: Checkpoint, size: str | None
 ) -> tuple[DenoiserModel, Callable[[], None]]:
-    """A model, and what takes it through all steps of the prompts, unsplit, in ``size`` or the model's own."""
+    """A model, and what takes it through all steps of the prompts, unsplit, in ``size`` or the model's own.
+
+    Where it must have pictures beside a prompt, they are noise.
+    """
     from rich.progress import track
 
     from pipelines.run import PlainEngine, load_pipeline
@@ -56,14 +61,29 @@ def model_over(
     wanted = Size.parse(size) if size else None
     unguided = partial(checkpoint.defaults.request, wanted, true_cfg_scale=1.0)
     requests = [unguided(prompt=prompt, seed=seed) for seed, prompt in enumerate(prompts)]
+    pictures = noisy_pictures(requests[0])
     model = checkpoint.denoiser()
     pipeline = load_pipeline(checkpoint, PlainEngine(model=model))
 
     def run() -> None:
         for request in track(requests, "Calibrating", console=console, transient=True):
-            pipeline.denoise(request)
+            pipeline.denoise(request, pictures)
 
     return model, run
+
+
+def noisy_pictures(request: MediaRequest) -> InputPictures:
+    """As many as come along with ``request``, in its size; the same at every call."""
+    from numpy.random import default_rng
+
+    from pipelines.pictures import InputPicture, InputPictures
+
+    draw, (width, height) = default_rng(0), (request.width, request.height)
+    pictures = (
+        InputPicture(width=width, height=height, mode="RGB", data=draw.bytes(3 * width * height))
+        for _ in range(request.num_pictures)
+    )
+    return InputPictures(pictures=tuple(pictures))
 
 
 def read_prompts(file: Path | None) -> tuple[str, ...]:

@@ -11,13 +11,16 @@ import torch
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
+from deployments.cli.engines.calibrate import model_over
 from deployments.cli.main import app
 from deployments.config import ModelConfig
 from deployments.stages.config import DenoiserConfig
 from deployments.stages.gang.rank import LoadRankParts
 from engines.core.rank import RankContext
 from engines.parallel.self_check import relative_difference
+from engines.quantization.calibration import recording_all
 from pipelines.checkpoint import Checkpoint
+from tests.pipelines.support import tiny_video
 
 
 def prediction(folder: Path, **options: Any) -> torch.Tensor:
@@ -47,6 +50,15 @@ def test_what_the_command_writes_a_rank_takes(pictures: Path, tmp_path: Path) ->
     scales.write_text(json.dumps(too_small))
     cut_off = prediction(pictures, precision="fp8-static", torch={"calibration": str(scales)})
     assert relative_difference(cut_off, native) > 2 * relative_difference(fixed, native)
+
+
+def test_a_model_that_must_have_pictures_gets_some(tmp_path: Path) -> None:
+    """Both transformers of one that changes between them on the way."""
+    checkpoint = Checkpoint(tiny_video.wan_picture_two_experts(tmp_path))
+    model, run = model_over(("a red circle",), checkpoint, "32x32x5")
+    with recording_all(model) as records:
+        run()
+    assert records.keys() == {"transformer", "transformer_2"}
 
 
 @pytest.mark.parametrize("options", [{"precision": "fp8-static"}, {"torch": {"calibration": "scales.json"}}])
