@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -28,6 +29,25 @@ class Times:
     num_repeats: int
     clock_mhz: int | None = None
     power_w: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        values_ms: Sequence[float],
+        num_repeats: int | None = None,
+        clock_mhz: int | None = None,
+        power_w: int | None = None,
+    ) -> Times:
+        """Without ``num_repeats`` each value is one."""
+        ordered = sorted(values_ms)
+        return cls(
+            median_ms=statistics.median(ordered),
+            lowest_ms=ordered[0],
+            p90_ms=ordered[math.ceil(0.9 * len(ordered)) - 1],
+            num_repeats=len(ordered) if num_repeats is None else num_repeats,
+            clock_mhz=clock_mhz,
+            power_w=power_w,
+        )
 
 
 @dataclass(slots=True)
@@ -56,15 +76,8 @@ def measure(call: Callable[[], object], *, repeats: int = 20, warm_up: int = 3, 
     rank_synchronize()
     samples = _Samples([], [])
     times = _cuda_times(call, repeats, samples) if torch.cuda.is_available() else _cpu_times(call, repeats)
-    times = sorted(_times_of_teams(times, num_ranks))
-    return Times(
-        median_ms=statistics.median(times),
-        lowest_ms=times[0],
-        p90_ms=times[int(0.9 * (len(times) - 1))],
-        num_repeats=repeats,
-        clock_mhz=_mean_of_ranks(samples.clocks_mhz),
-        power_w=_mean_of_ranks(samples.powers_w),
-    )
+    clock_mhz, power_w = _mean_of_ranks(samples.clocks_mhz), _mean_of_ranks(samples.powers_w)
+    return Times.of(_times_of_teams(times, num_ranks), repeats, clock_mhz, power_w)
 
 
 def rank_synchronize() -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import platform
-import statistics
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -124,7 +123,7 @@ def result_of(name: str, num_jobs: int) -> dict[str, Any]:
         "step_ms": [step.both_ms for step in steps],
         "clock_ms": [step.clock_ms for step in steps],
     }
-    times = {key: rounded(times_of(these)) for key, these in values.items()}
+    times = {key: rounded(Times.of(these)) for key, these in values.items()}
     return {"model": name, "branches": max(step.num_branches for step in steps), **times}
 
 
@@ -144,16 +143,6 @@ def timed(call: Callable[[], Any]) -> tuple[Any, float]:
     began_s = time.thread_time()
     answer = call()
     return answer, (time.thread_time() - began_s) * MS_PER_S
-
-
-def times_of(values_ms: Sequence[float]) -> Times:
-    ordered = sorted(values_ms)
-    return Times(
-        median_ms=statistics.median(ordered),
-        lowest_ms=ordered[0],
-        p90_ms=ordered[int(0.9 * (len(ordered) - 1))],
-        num_repeats=len(ordered),
-    )
 
 
 def rounded(times: Times) -> dict[str, float]:
