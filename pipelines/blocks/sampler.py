@@ -128,10 +128,12 @@ class BlocksSampler:
         if state.is_over_rounds and state.step < len(state.steps):
             noted, *_ = self._note(state)
             return self._finished(state, noted.loop_state, self._architecture.in_round(noted.loop_state, noted.call))
-        sigmas = getattr(state.parts.get("scheduler"), "sigmas", None)
-        if sigmas is None:
+        solver = state.parts.get("scheduler")
+        sigmas, place = (getattr(solver, name, None) for name in ("sigmas", "step_index"))
+        if sigmas is None or place is None:
             return self.latents(state)
-        expected = self._architecture.estimate(state.loop_state, float(sigmas[min(state.step, len(sigmas) - 1)]))
+        # The solver's own place: where a picture is painted over, its schedule begins in the middle.
+        expected = self._architecture.estimate(state.loop_state, float(sigmas[min(place, len(sigmas) - 1)]))
         return self._finished(state, state.loop_state, expected or {})
 
     def _values(self, request: MediaRequest, conditioning: Conditioning) -> PipelineState:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pipelines.checkpoint import Checkpoint
+from pipelines.pictures import InputPicture, InputPictures
 from pipelines.run import Pipeline, load_pipeline
 from tests.pipelines.support.sample_requests import clip, picture
 
@@ -101,6 +102,18 @@ def test_previews_have_the_shape_of_latents_and_end_in_them(pipeline: Pipeline, 
     assert all(preview.shape == finished.shape for preview in previews)
     assert errors[-1] == 0
     assert errors[-2] < errors[0]
+
+
+def test_previews_of_a_picture_that_is_painted_over_end_in_it_too(tiny_flux: Path) -> None:
+    """Its steps are the last of a schedule."""
+    pipeline, request = (
+        load_pipeline(Checkpoint(tiny_flux)),
+        picture(num_inference_steps=6, strength=0.5, num_pictures=1),
+    )
+    given = InputPicture(width=48, height=32, mode="RGB", data=bytes(range(256)) * 18)
+    *_, last = pipeline.states(request, InputPictures(pictures=(given,)))
+    assert len(last.steps) == 3
+    assert torch.equal(preview_of(pipeline, last), latents_of(pipeline, last))
 
 
 @pytest.mark.parametrize("truth", [0.7])

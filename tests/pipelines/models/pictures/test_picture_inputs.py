@@ -183,6 +183,7 @@ def test_pictures_come_out_and_jobs_move(name: str, folders: Callable[[Any], Pat
     sides = (request.height, request.width)
     preview = decoder.preview(sampler.preview(states[1]), request)
     assert (preview.shape, preview.dtype) == ((1, *sides, 3), np.uint8)
+    assert torch.equal(sampler.preview(states[-1])["latents"], sampler.latents(states[-1])["latents"])
     frames = decoder.decode(sampler.latents(states[-1]), request)
     shape = (request.num_layers, *sides, 4) if request.num_layers else (1, *sides, 3)
     assert (frames.shape, frames.dtype) == (shape, np.uint8)
