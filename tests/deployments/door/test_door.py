@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import mkdtemp
 
 import httpx
-import psutil
 import pytest
 
-from deployments.door.door import SHORT_LIFE_S, Door, listen
+from deployments.door.door import Door, listen
 from deployments.door.settings import DoorSettings
 from tests.deployments.door.support import SETTINGS, Backend, address_of, assert_error, doored, served
 from tests.deployments.support.live import wait_until
@@ -163,29 +159,6 @@ def test_draining_refuses_what_comes_and_lets_what_runs_end(backend: Backend) ->
         backend.release.set()
         slow.join()
         assert answers[0].status_code == 200
-
-
-def test_it_is_started_again_and_ends_with_its_owner(backend: Backend) -> None:
-    with served(backend) as address, doored(address) as (door, client):
-        first = door.pid
-        os.kill(first, signal.SIGKILL)
-        assert client.get("/").status_code == 200, "the socket stayed open meanwhile"
-        wait_until(lambda: door.pid != first, "another process")
-        last = door.pid
-    assert not psutil.pid_exists(last)
-
-
-def test_a_process_that_cannot_start_is_not_started_all_the_time(
-    backend: Backend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with served(backend) as address, doored(address) as (door, _):
-        monkeypatch.setattr(door, "_command", ["false"])
-        pauses: list[float] = []
-        monkeypatch.setattr(door._closed, "wait", lambda pause_s: pauses.append(pause_s) or time.sleep(0.01))
-        os.kill(door.pid, signal.SIGKILL)
-        wait_until(lambda: len(pauses) >= 3, "it was started several times")
-    assert {*pauses} == {SHORT_LIFE_S}
-    assert "HAProxy ended with 1 and is started again" in caplog.text
 
 
 def test_one_port_has_one_listener() -> None:

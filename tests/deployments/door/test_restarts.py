@@ -1,0 +1,129 @@
+"""The real HAProxy ends, and another one takes its place: what that one does, and that none is left."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from deployments.door import door as doors
+from deployments.door.door import SHORT_LIFE_S
+from deployments.door.haproxy import find_binary
+from tests.deployments.door.support import Backend, assert_error, doored, served
+from tests.deployments.support.live import wait_until
+from tests.support.patience import PATIENCE_S
+
+
+def test_it_is_started_again_and_ends_with_its_owner(backend: Backend) -> None:
+    with served(backend) as address, doored(address) as (door, client):
+        first = door.pid
+        os.kill(first, signal.SIGKILL)
+        assert client.get("/").status_code == 200, "the socket stayed open meanwhile"
+        wait_until(lambda: door.pid != first, "another process")
+        last = door.pid
+    assert not psutil.pid_exists(last)
+
+
+def test_a_process_that_cannot_start_is_not_started_all_the_time(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with served(backend) as address, doored(address) as (door, _):
+        monkeypatch.setattr(door, "_binary", "false")
+        pauses: list[float] = []
+        monkeypatch.setattr(door._closed, "wait", lambda pause_s: pauses.append(pause_s) or time.sleep(0.01))
+        os.kill(door.pid, signal.SIGKILL)
+        wait_until(lambda: len(pauses) >= 3, "it was started several times")
+    assert {*pauses} == {SHORT_LIFE_S}
+    assert "HAProxy ended with 1 and is started again" in caplog.text
+
+
+def test_one_whose_folder_was_cleaned_away_is_started_again(backend: Backend) -> None:
+    with served(backend) as address, doored(address) as (door, client):
+        shutil.rmtree(door._wiring.folder)
+        os.kill(door.pid, signal.SIGKILL)
+        assert client.get("/").status_code == 200
+
+
+def test_where_none_can_be_started_that_is_tried_again(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    start, failures = doors._new_folder, [OSError("there is no room")]
+
+    def new_folder() -> Path:
+        if failures:
+            raise failures.pop()
+        return start()
+
+    with served(backend) as address, doored(address) as (door, client):
+        monkeypatch.setattr(doors, "_new_folder", new_folder)
+        monkeypatch.setattr(doors, "SHORT_LIFE_S", 0.0)
+        os.kill(door.pid, signal.SIGKILL)
+        assert client.get("/").status_code == 200
+    assert "there is no room" in caplog.text
+
+
+def test_draining_while_none_is_there(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    drained = threading.Event()
+    monkeypatch.setattr(doors, "SHORT_LIFE_S", PATIENCE_S)
+    with served(backend) as address, doored(address) as (door, client):
+        monkeypatch.setattr(door._closed, "wait", lambda pause_s: drained.wait(pause_s))
+        os.kill(door.pid, signal.SIGKILL)
+        wait_until(lambda: not psutil.pid_exists(door.pid), "there is none")
+        door.drain()
+        drained.set()
+        assert_error(client.get("/"), 503, "server_unavailable")
+    assert "/" not in backend.seen
+
+
+def test_draining_while_one_starts(backend: Backend, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    held, slow, asked = tmp_path / "held", tmp_path / "slow", threading.Event()
+    slow.write_text(f'#!/bin/sh\nwhile [ -e {held} ]; do sleep 0.01; done\nexec {find_binary()} "$@"\n')
+    slow.chmod(stat.S_IRWXU)
+    monkeypatch.setattr(doors, "ADMIN_TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setattr(doors, "find_binary", lambda: str(slow))
+    with served(backend) as address, doored(address) as (door, client):
+        ask = door._ask
+
+        def noted(command: str) -> str:
+            answer = ask(command)
+            asked.set()
+            return answer
+
+        monkeypatch.setattr(door, "_ask", noted)
+        held.touch()
+        first = door.pid
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: door.pid != first, "another process")
+        draining = threading.Thread(target=door.drain)
+        draining.start()
+        assert asked.wait(PATIENCE_S)
+        held.unlink()
+        draining.join()
+        assert_error(client.get("/"), 503, "server_unavailable")
+    assert "/" not in backend.seen
+
+
+def test_none_that_starts_as_the_door_closes_is_left(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    with served(backend) as address, doored(address) as (door, _):
+        start, closing = door._start, threading.Thread(target=door.close)
+
+        def start_and_close(*command: list[str]) -> subprocess.Popen[bytes]:
+            started.append(start(*command))
+            closing.start()
+            assert door._closed.wait(PATIENCE_S)
+            return started[0]
+
+        monkeypatch.setattr(door, "_start", start_and_close)
+        os.kill(door.pid, signal.SIGKILL)
+        wait_until(lambda: started, "another process")
+        closing.join()
+        assert started[0].poll() is not None
