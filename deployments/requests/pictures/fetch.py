@@ -37,7 +37,7 @@ def fetched(url: str, param: str, max_bytes: int) -> bytes:
             if answer.status_code != httpx.codes.OK:
                 raise RequestError(f"{param} is {shown(url)}: its server answered {answer.status_code}", param)
             return _whole(answer, url, param, max_bytes)
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         kind = type(error).__name__
         raise RequestError(f"{param} is {shown(url)}, which could not be fetched ({kind})", param) from error
 

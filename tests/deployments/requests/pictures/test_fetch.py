@@ -78,6 +78,13 @@ def test_a_server_that_is_gone_is_said() -> None:
         unpack(Sources(param="image", pictures=("http://127.0.0.1:9/a.png",)), limits)
 
 
+@pytest.mark.parametrize("path", ["/\x01", "/" + "a" * 70_000], ids=["unprintable", "long"])
+def test_an_address_that_is_none_is_said(path: str) -> None:
+    limits = PictureLimits(picture_origins=("http://127.0.0.1:9",))
+    with pytest.raises(RequestError, match=r"could not be fetched \(InvalidURL\)"):
+        unpack(Sources(param="image", pictures=(f"http://127.0.0.1:9{path}",)), limits)
+
+
 @pytest.mark.parametrize(
     "url", ["https://evil.example/a.png", "http://images.example.com/a.png", "https://images.example.com:8443/a.png"]
 )
