@@ -93,7 +93,7 @@ def _lora(written: object) -> AskedLora:
         raise PydanticCustomError("loras", LORA_SENTENCE)
     if scale is not None:
         try:
-            check_scale(scale)
+            check_scale(max(-MAX_COUNT, min(MAX_COUNT, scale)))  # of many more digits no float is made
         except ValueError as error:
             raise PydanticCustomError("lora_scale", str(error)) from None
     return name, scale

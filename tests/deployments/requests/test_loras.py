@@ -78,6 +78,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "twice": ({"lora": [{"name": "ink"}, {"name": "ink", "scale": 0.1}]}, "lora", "'ink' is named twice"),
     "twice in two ways": ({"model": "fake-pictures:ink", "lora": [{"name": "ink"}]}, "lora", "'ink' is named twice"),
     "large": ({"lora": [{"name": "ink", "scale": 11}]}, "lora", "it must be from -10 to 10"),
+    "of many digits": ({"lora": [{"name": "ink", "scale": -(10**400)}]}, "lora", "it must be from -10 to 10"),
     "a text": ({"lora": [{"name": "ink", "scale": "1"}]}, "lora", "it must be a list such as"),
     "a truth": ({"lora": [{"name": "ink", "scale": True}]}, "lora", "it must be a list such as"),
     "a name alone": ({"lora": "ink"}, "lora", "it must be a list such as"),
