@@ -75,7 +75,8 @@ def hash_of(key: str) -> str:
 def read_keys(file: Path) -> tuple[str, ...]:
     """Returns the keys in ``file``: one a line, lines that begin with # are none. ValueError if there is none."""
     try:
-        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+        # Editors on Windows begin a text with a byte order mark, which is no part of its first key.
+        lines = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines()]
     except OSError as error:
         raise ValueError(f"the key file {file} cannot be read: {error.strerror}") from None
     except UnicodeError:

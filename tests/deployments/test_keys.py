@@ -67,6 +67,12 @@ def test_lines_that_begin_with_a_hash_are_no_keys(tmp_path: Path) -> None:
     assert read_keys(file) == ("one", "thr#ee")
 
 
+def test_a_byte_order_mark_is_no_part_of_a_key(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("one\ntwo\n", encoding="utf-8-sig")
+    assert read_keys(file) == ("one", "two")
+
+
 def test_no_key_is_kept_as_it_is(watched: Watched) -> None:
     held = pickle.dumps({name: value for name, value in vars(watched.ring).items() if name != "_clock"})
     for key in (b"one", b"two", b"fixed"):
