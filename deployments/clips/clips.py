@@ -47,6 +47,7 @@ class Clips:
         self._engine: AsyncEngine | None = None
         self._times = ClipTimes()
         self._tasks: list[asyncio.Task[None]] = []
+        self._submitting = asyncio.Lock()
 
     async def start(self) -> None:
         """Opens the database and goes on with what was left unfinished. ValueError for a bad database URL."""
@@ -81,11 +82,12 @@ class Clips:
         QueueFullError if too many wait, whatever room the gangs have; StorageFullError.
         """
         await self._check_storage()
-        num_waiting = await self._store.num_waiting()
-        if num_waiting >= self._settings.max_waiting_videos:
-            raise QueueFullError(num_waiting, retry_after_s=self._settings.lease_s)
-        async with self._new_folder(pictures) as clip_id:
-            clip = await self._store.create(request, seconds, key_hash, clip_id)
+        async with self._submitting:  # of two that come at once the second finds the first counted
+            num_waiting = await self._store.num_waiting()
+            if num_waiting >= self._settings.max_waiting_videos:
+                raise QueueFullError(num_waiting, retry_after_s=self._settings.lease_s)
+            async with self._new_folder(pictures) as clip_id:
+                clip = await self._store.create(request, seconds, key_hash, clip_id)
         self._runner.wake()
         return await self._foreseen(clip)
 

@@ -135,6 +135,15 @@ async def test_queue_limit(tmp_path: Path) -> None:
             await clips.submit(REQUEST, "1")
 
 
+async def test_queue_limit_of_those_that_come_at_once(tmp_path: Path) -> None:
+    studio = FakeStudio(reasons={"fake-clips": "loading"})
+    async with running(studio, tmp_path, max_waiting_videos=2) as clips:
+        outcomes = await asyncio.gather(*(clips.submit(REQUEST, "1") for _ in range(5)), return_exceptions=True)
+        assert [type(one) for one in outcomes].count(QueueFullError) == 3
+        queued, _ = await clips.page(after=None, limit=10, ascending=True)
+        assert len(queued) == 2
+
+
 async def test_side_by_side_up_to_the_limit(tmp_path: Path) -> None:
     studio = FakeStudio(step_s=1000)
     async with running(studio, tmp_path, max_concurrent_videos=2) as clips:
