@@ -21,7 +21,7 @@ from deployments.clips.outlook import ClipTimes, predicted_ends_s
 from deployments.clips.records import FILE_GONE, ClipError, ClipRecord
 from deployments.clips.runner import ClipRunner
 from deployments.clips.settings import ClipSettings
-from deployments.clips.storage import Orphans, StorageFullError, storage_problem
+from deployments.clips.storage import Orphans, StorageFullError, StorageLostError, storage_problem
 from deployments.clips.store import ClipStore, new_clip_id
 from deployments.studio.interface import Studio
 from engines.gang.errors import QueueFullError
@@ -79,7 +79,7 @@ class Clips:
     ) -> ClipRecord:
         """Queues a clip that is made from ``pictures``, for the holder of a key.
 
-        QueueFullError if too many wait, whatever room the gangs have; StorageFullError.
+        QueueFullError if too many wait, whatever room the gangs have; StorageFullError, StorageLostError.
         """
         await self._check_storage()
         async with self._submitting:  # of two that come at once the second finds the first counted
@@ -94,7 +94,7 @@ class Clips:
     async def begin(
         self, request: MediaRequest, seconds: str, key_hash: str = "", pictures: InputPictures = NO_PICTURES
     ) -> tuple[str, asyncio.Future[None]]:
-        """Begins a clip that is made from ``pictures`` now, whatever waits. StorageFullError.
+        """Begins a clip that is made from ``pictures`` now, whatever waits. StorageFullError, StorageLostError.
 
         Returns its id, and what is done once a gang has taken it. That raises why none has (TooLateError,
         QueueFullError, ValueError, …): then it is up to the caller to delete the clip.
@@ -149,7 +149,7 @@ class Clips:
             logger.error("the file of clip %s is gone", clip_id)
         return await self._store.get(clip_id)
 
-    async def storage_problem(self) -> StorageFullError | None:
+    async def storage_problem(self) -> StorageFullError | StorageLostError | None:
         """Returns why no clip can be kept now; None if it can."""
         return await asyncio.to_thread(storage_problem, self._settings.data_dir)
 

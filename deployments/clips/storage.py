@@ -26,12 +26,14 @@ def is_full(failure: BaseException) -> bool:
     return isinstance(failure, StorageFullError) or (isinstance(failure, OSError) and failure.errno in FULL)
 
 
-def storage_problem(folder: Path) -> StorageFullError | None:
+def storage_problem(folder: Path) -> StorageFullError | StorageLostError | None:
     """Returns why nothing more can be kept in ``folder``; None if it can."""
     try:
         free_bytes = shutil.disk_usage(folder).free
     except FileNotFoundError:  # made with the first file
         return None
+    except OSError as error:
+        return StorageLostError(f"the disk of {folder} cannot be looked at: {error.strerror}")
     if free_bytes >= MIN_FREE_BYTES:
         return None
     left, needed = f"{free_bytes >> 20} MiB", f"{MIN_FREE_BYTES >> 20} MiB"

@@ -48,9 +48,9 @@ async def test_a_folder_that_is_not_mounted_costs_no_clip(tmp_path: Path) -> Non
 
 
 async def test_a_full_disk_is_told_and_waited_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    studio, looks = FakeStudio(), list[StorageFullError | None]()
+    studio, looks = FakeStudio(), list[Exception | None]()
 
-    def counted(folder: Path) -> StorageFullError | None:
+    def counted(folder: Path) -> Exception | None:
         looks.append(storage_problem(folder))
         return looks[-1]
 
@@ -76,6 +76,17 @@ async def test_a_full_disk_is_told_and_waited_out(tmp_path: Path, monkeypatch: p
         monkeypatch.undo()
         assert await clips.storage_problem() is None
         assert (await ended(clips, waiting.id)).status == "completed"
+
+
+async def test_a_disk_that_cannot_be_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stale(_: Path) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    async with running(FakeStudio(), tmp_path) as clips:
+        monkeypatch.setattr("deployments.clips.storage.shutil.disk_usage", stale)
+        assert "cannot be looked at: Stale file handle" in str(await clips.storage_problem())
+        with pytest.raises(StorageLostError):
+            await clips.submit(REQUEST, "1")
 
 
 async def test_a_disk_that_fills_up_under_a_clip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
