@@ -11,13 +11,13 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field, ValidationError
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy import exc
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.routing import compile_path
 
 from deployments.accounts.interface import AccountsUnavailableError
-from deployments.clips.storage import StorageFullError, StorageLostError, is_full
+from deployments.clips.storage import DATABASE_FAILURES, StorageFullError, StorageLostError, is_full
 from deployments.quotas import LimitReachedError
 from deployments.requests.errors import RequestError, field_error, shown
 from deployments.studio.interface import ModelUnavailableError
@@ -32,7 +32,7 @@ FAILURES: tuple[type[Exception], ...] = (
     ModelUnavailableError,
     StorageFullError,
     StorageLostError,
-    DBAPIError,
+    *DATABASE_FAILURES,
     OSError,
 )
 
@@ -117,7 +117,7 @@ def from_failure(failure: Exception) -> ApiError | None:
             return ApiError(429, str(failure), code="queue_full", headers=retry_after(failure.retry_after_s))
         case ModelUnavailableError():
             return ApiError(503, str(failure), code="model_not_ready", headers=retry_after(failure.retry_after_s))
-        case StorageLostError() | DBAPIError():
+        case StorageLostError() | exc.DBAPIError() | exc.TimeoutError():
             message = str(failure) if isinstance(failure, StorageLostError) else "The records of clips cannot be got at"
             return ApiError(503, message, code="storage_unavailable", headers=retry_after(10.0))
         case StorageFullError() | OSError() if is_full(failure):

@@ -8,15 +8,13 @@ import time
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
-from sqlalchemy.exc import DBAPIError
-
 from deployments.asyncio_tools import EndedError, unless
 from deployments.clips.claims import Claim, Claims
 from deployments.clips.folders import ClipFolders
 from deployments.clips.outlook import ClipTimes
 from deployments.clips.records import ClipError
 from deployments.clips.settings import ClipSettings
-from deployments.clips.storage import StorageFullError, is_full
+from deployments.clips.storage import DATABASE_FAILURES, StorageFullError, is_full
 from deployments.studio.interface import Media, ModelUnavailableError, Output, Preview, Progress, Queued, Studio
 from engines.gang import errors
 from engines.gang.errors import GangBrokenError, QueueFullError, TooLateError
@@ -127,7 +125,7 @@ class Attempt:
         """Writes down how far the clip is. False if the claim is lost; None where nothing can be written now."""
         try:
             return await self.claims.report(self.claim, self.progress, self.num_previews, self.eta_at_s)
-        except (DBAPIError, StorageFullError):
+        except (*DATABASE_FAILURES, StorageFullError):
             logger.warning("clip %s: progress could not be written", self.claim.clip.id, exc_info=True)
             return None
 

@@ -8,9 +8,13 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sqlalchemy import exc
+
 MIN_FREE_BYTES = 32 << 20
 """Below that the disk counts as full: room for the records of what is under way, and for its deletion."""
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+DATABASE_FAILURES = (exc.DBAPIError, exc.TimeoutError)
+"""What the database raises that is away or locked, and its pool of connections that are all waited with."""
 
 
 class StorageFullError(Exception):

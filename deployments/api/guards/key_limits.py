@@ -9,11 +9,9 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager, nullcontext
 from typing import TypeVar
 
-from sqlalchemy.exc import DBAPIError
-
 from deployments.accounts.interface import Accounts
 from deployments.clips.clips import Clips
-from deployments.clips.storage import StorageFullError, StorageLostError
+from deployments.clips.storage import DATABASE_FAILURES, StorageFullError, StorageLostError
 
 T = TypeVar("T")
 
@@ -55,6 +53,6 @@ class KeyLimitGuard:
             return 0
         try:
             return await self._clips.num_open(key)
-        except (DBAPIError, StorageFullError, StorageLostError) as error:
+        except (*DATABASE_FAILURES, StorageFullError, StorageLostError) as error:
             logger.warning("clips cannot be counted, and do not count: %s", error)
             return 0

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 import pytest
-from sqlalchemy import event, text
+from sqlalchemy import event, exc, text
 
+from deployments.api.errors import from_failure
 from deployments.clips.clips import Clips
 from deployments.clips.folders import ClipFolders
 from deployments.clips.storage import Orphans, StorageFullError, StorageLostError, storage_problem
-from tests.deployments.clips.support.runs import REQUEST, ended, running
+from tests.deployments.clips.support.runs import REQUEST, ended, running, started
 from tests.deployments.support.fake_studio import FakeStudio, clip
 from tests.support.patience import PATIENCE_S
 
@@ -87,6 +89,33 @@ async def test_a_disk_that_cannot_be_looked_at(tmp_path: Path, monkeypatch: pyte
         assert "cannot be looked at: Stale file handle" in str(await clips.storage_problem())
         with pytest.raises(StorageLostError):
             await clips.submit(REQUEST, "1")
+
+
+async def test_a_database_without_a_free_connection(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As where a lock keeps all of them waiting: what asks then hears of it, and a clip goes on."""
+    studio = FakeStudio(permits=asyncio.Semaphore(0))
+    async with running(studio, tmp_path) as clips:
+        record = await clips.submit(REQUEST, "1")
+        await started(studio)
+        engine, num_held = clips._store.engine, 0
+        engine.pool._timeout = 0.01
+        async with AsyncExitStack() as stack, asyncio.timeout(PATIENCE_S):
+            while num_held < engine.pool.size() + engine.pool._max_overflow:
+                with suppress(exc.TimeoutError):  # the runner has one now and then
+                    await stack.enter_async_context(engine.connect())
+                    num_held += 1
+            studio.permits.release()
+            while "progress could not be written" not in caplog.text:
+                await asyncio.sleep(0.01)
+            with pytest.raises(exc.TimeoutError) as raised:
+                await clips.get(record.id)
+        answer = from_failure(raised.value)
+        assert answer is not None
+        assert (answer.status, answer.code) == (503, "storage_unavailable")
+        for _ in range(REQUEST.num_inference_steps):
+            studio.permits.release()
+        record = await ended(clips, record.id)
+    assert (record.status, record.attempts) == ("completed", 1)
 
 
 async def test_a_disk_that_fills_up_under_a_clip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
