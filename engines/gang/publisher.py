@@ -75,7 +75,9 @@ class Publisher:
             self._last[rank] = (work, now_s)
         last = lasts[0]
         is_steady = last is not None and all(other is not None and _is_next(other[0], work) for other in lasts)
-        if last is None or not is_steady or len(work.job_steps) > 1 or not all(report.was_warm for report in reports):
+        if last is None or not is_steady or len(work.job_steps) > 1:
+            return
+        if not all(report.was_warm and report.predicted for report in reports):  # a job that failed makes no forwards
             return
         if work.emits or last[0].emits:
             return

@@ -164,10 +164,9 @@ class RankJobs:
         without: list[tuple[ResidentJob, tuple[Tensor, ...]]] = [(job, ()) for job, of_job in forwards if not of_job]
         if not branches:
             return without
-        self._predicted = True
         try:
             predictions = iter(self._engine.predict(branches, ranks))
-            self._was_warm = self._engine.was_warm
+            self._was_warm, self._predicted = self._engine.was_warm, True
         except ValueError as error:
             for resident, of_job in forwards:
                 if of_job:

@@ -112,6 +112,14 @@ def test_a_step_without_branches_advances_without_a_forward() -> None:
     torch.testing.assert_close(emitted[0], x_L)
 
 
+def test_of_a_forward_that_the_engine_refuses_nothing_is_learned() -> None:
+    runner = runner_with(OneRankEngine())
+    runner.admit(fake_job("refused", FakeRequest(seed=1, num_steps=2, fault="value_error")))
+    reports = [runner.execute(plan(("refused", step, None)))[0] for step in (1, 2)]
+    assert [len(report.failures) for report in reports] == [1, 0]
+    assert not any(report.predicted for report in reports)
+
+
 def test_a_failed_forward_is_not_the_failure_of_a_job_beside_it_that_needs_none() -> None:
     runner = runner_with(OneRankEngine(), SparingSampler())
     runner.admit(fake_job("sparing", FakeRequest(seed=1, num_steps=2)))

@@ -73,13 +73,13 @@ class SetRanks:
         self._at_work[rank].append((plan, refs))
         return refs if num_returns > 1 else refs[0]
 
-    async def finish_step(self, step_s: float, *, was_warm: bool = True) -> None:
-        """The oldest step ends on all ranks, ``step_s`` from now."""
+    async def finish_step(self, step_s: float, **told: Any) -> None:
+        """The oldest step ends on all ranks, ``step_s`` from now. ``told`` are fields of their reports."""
         await self._clock.advance(step_s)
         for rank, plans in enumerate(self._at_work):
             plan, (report, *latents) = plans.popleft()
-            told = {plan.sequence: 1e3 * step_s}
-            done = StepReport(rank=rank, sequence=plan.sequence, ended_ms=told, was_warm=was_warm)
+            ended_ms = {plan.sequence: 1e3 * step_s}
+            done = StepReport(rank=rank, sequence=plan.sequence, ended_ms=ended_ms, **told)
             report.set_result(done)
             for each in latents:
                 each.set_result(None)
