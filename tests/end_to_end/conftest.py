@@ -12,6 +12,7 @@ from deployments.config import ServeConfig
 from tests.deployments.conftest import official
 from tests.deployments.support.live import live
 from tests.support.fenced import ROOT
+from tests.support.ports import own_port
 
 __all__ = ["models", "official", "url"]
 
@@ -26,7 +27,7 @@ NUM_WAITING = 60
 MAX_BODY_BYTES = 100_000
 PING_DEADLINE_S = 12.0
 """What a test waits for that stops a rank; one that waits for a core is not to be taken for one that was stopped."""
-METRICS_PORT = 19464
+METRICS_PORT = own_port("metrics of the application")
 METRICS_URL = f"http://127.0.0.1:{METRICS_PORT}/metrics"
 WARM_SIZE = "96x32"
 """Prepared at start; only the test of that asks for it."""

@@ -24,11 +24,12 @@ from tests.deployments.support.commands import (
     troupe,
 )
 from tests.deployments.support.live import PROMPT, TIMEOUT_S, config_of, wait_until
+from tests.support.ports import own_port
 
 pytestmark = pytest.mark.ray
 
 KEY = "a-secret"
-METRICS_PORT = 19465
+METRICS_PORT = own_port("metrics of the server")
 CLIP = {"model": "clips", "prompt": PROMPT, "seed": 3, "num_inference_steps": 60}
 
 
