@@ -14,20 +14,13 @@ from starlette.requests import HTTPConnection
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from deployments.api.documents import HEADERS
 from deployments.api.errors import ApiError
 from deployments.api.guards.hosts import forwarded, is_from_proxy, place_of
 from deployments.api.settings import ApiSettings
 from deployments.requests.errors import shown
 
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
-READABLE_HEADERS = (
-    "Content-Range",
-    "Retry-After",
-    "Server-Timing",
-    "X-Request-Id",
-    "X-Troupe-Cache",
-    "X-Troupe-Warm",
-)
 
 
 class OriginCheck:
@@ -87,7 +80,7 @@ class Cors(CORSMiddleware):
             allow_origins=tuple(allowed_origins),
             allow_methods=methods,
             allow_headers=("*",),
-            expose_headers=READABLE_HEADERS,
+            expose_headers=tuple(HEADERS),
         )
 
     def preflight_response(self, request_headers: Headers) -> Response:
