@@ -14,6 +14,7 @@ from deployments.quotas import KeyLimits
 from deployments.requests.pictures.limits import PictureLimits
 
 HOST = re.compile(r"\*|(\*\.)?[\w.-]+")
+PUBLIC_URL = re.compile(r"https?://[^/?#\s]+(/[^?#\s]*)?")
 ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
@@ -63,6 +64,8 @@ class ApiLimits(PictureLimits):
         )
         _check_all("allowed_hosts", self.allowed_hosts, HOST, "* or a name without port, such as gpu1.example.com")
         _check_all("allowed_origins", self.allowed_origins, ORIGIN, "* or as browsers send it: https://example.com")
+        if self.public_url and not PUBLIC_URL.fullmatch(self.public_url):
+            raise ValueError(f"public_url is {self.public_url!r}; it must be a URL such as https://gpu1.example.com")
         for proxy in self.trusted_proxies:
             try:
                 ip_network(proxy, strict=False)

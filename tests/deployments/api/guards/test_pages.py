@@ -208,6 +208,8 @@ async def test_a_proxy_on_the_same_machine_is_trusted_like_others(
         ({"allowed_hosts": ["a.example:80"]}, "allowed_hosts holds 'a.example:80'; it must be"),
         ({"allowed_origins": ["a.example"]}, "allowed_origins holds 'a.example'; it must be"),
         ({"allowed_origins": ["https://a.example/"]}, "allowed_origins holds 'https://a.example/'; it must be"),
+        ({"public_url": "a.example:8000"}, "public_url is 'a.example:8000'; it must be a URL such as"),
+        ({"public_url": "https://a.example?b"}, "public_url is 'https://a.example.b'; it must be a URL such as"),
         ({"trusted_proxies": ["a.example"]}, "trusted_proxies holds 'a.example'; it must be an address"),
     ],
     ids=json.dumps,
