@@ -33,7 +33,11 @@ class HeadAsGet:
             await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
 
         state = {**scope.get("state", {}), "is_head": True}
-        await self.app({**scope, "method": "GET", "state": state}, receive, send_head)
+        asked = {**scope, "method": "GET", "state": state}
+        try:
+            await self.app(asked, receive, send_head)
+        finally:
+            scope["route"] = asked.get("route")  # for who counts answers by it
 
 
 def is_head(request: Request) -> bool:

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from deployments.api.files import FileShelf
+from deployments.observability.metrics import HTTP_REQUESTS
 from tests.deployments.api.conftest import build, serving
 from tests.deployments.api.routes.test_images import IMAGES
 from tests.deployments.api.routes.test_videos import finished, make
@@ -35,6 +36,15 @@ async def test_head_has_the_headers_of_get(client: httpx.AsyncClient) -> None:
         assert {*head.headers} - VARYING == {*got.headers} - VARYING, path
         if "content-length" in got.headers:
             assert head.headers["content-length"] == got.headers["content-length"]
+
+
+async def test_head_is_counted_by_its_route(client: httpx.AsyncClient) -> None:
+    def num_counted(route: str) -> float:
+        return HTTP_REQUESTS.labels("HEAD", route, 200)._value.get()
+
+    before = num_counted("/v1/models/{model:path}")
+    await client.head("/v1/models/fake-clips")
+    assert num_counted("/v1/models/{model:path}") == before + 1
 
 
 async def test_head_of_what_only_takes_post_is_refused(client: httpx.AsyncClient) -> None:
