@@ -41,9 +41,11 @@ Indexed = tuple[int, StudioEvent]
 async def draw(context: ApiContext, request: Request, body: ImageBody, inputs: InputPictures = NO_PICTURES) -> Response:
     """Returns what ``body`` asks for, made from ``inputs``: one JSON object, or a stream of events."""
     settings, cards = context.settings, context.studio.cards()
-    pictures = image_request(body, cards, request.state.request_id, settings.max_images_per_request, inputs)
     key = request.state.key_hash
-    pictures = pictures.of_key(key, context.accounts.limits_of(key).weight, waited_s(request))
+    limits = context.accounts.limits_of(key)
+    max_n = min(settings.max_images_per_request, limits.max_concurrent or settings.max_images_per_request)
+    pictures = image_request(body, cards, request.state.request_id, max_n, inputs)
+    pictures = pictures.of_key(key, limits.weight, waited_s(request))
     await context.check_ready(pictures.model)
     num = len(pictures.requests)
     drawn = perform_all(context.studio, pictures)

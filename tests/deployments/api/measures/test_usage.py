@@ -70,7 +70,10 @@ async def test_clips_are_under_way_as_pictures_are(studio: FakeStudio, tmp_path:
 
 async def test_keys_have_accounts_and_limits_of_their_own(studio: FakeStudio, tmp_path: Path) -> None:
     async with client_of(metered(studio, tmp_path)) as client:
-        for num, status in ((3, 429), (2, 200), (1, 429)):
+        never = await client.post(IMAGES, json={"prompt": "a", "n": 3}, headers=of("small"))
+        assert never.status_code == 400
+        assert never.json()["error"]["message"] == "n is 3; it must be from 1 to 2", "no waiting would help"
+        for num, status in ((2, 200), (1, 429)):
             answer = await client.post(IMAGES, json={"prompt": "a", "n": num}, headers=of("small"))
             assert answer.status_code == status, answer.text
         assert answer.json()["error"]["code"] == "key_limit"
