@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 from starlette.datastructures import Headers
@@ -48,16 +49,24 @@ def is_head(request: Request) -> bool:
 class RangedFile(FileResponse):
     """A file, the one range of it that was asked for, or 304 for who has it (RFC 9110, sections 13 and 14).
 
+    It is one file from the first byte to the last, also if it is replaced or deleted meanwhile.
+
     A range that makes no sense is ignored. Starlette by itself refuses that one, answers a range beyond the file
     without an error's body (here it is ApiError 416), and takes several ranges, in one multipart body.
     """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            self.stat_result = await asyncio.to_thread(Path(self.path).stat)
+            file = await asyncio.to_thread(Path(self.path).open, "rb")
         except FileNotFoundError:  # deleted since it was looked for
             raise ApiError(404, "The file is gone") from None
-        self.set_stat_headers(self.stat_result)
+        with file:
+            self.path = f"/dev/fd/{file.fileno()}"  # by its name another one might be opened
+            self.stat_result = os.fstat(file.fileno())
+            self.set_stat_headers(self.stat_result)
+            await self._answer(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] != "GET":
             await super().__call__(scope, receive, send)
         elif CONDITIONS.is_not_modified(self.headers, Headers(scope=scope)):

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+from starlette.types import Message
 
 from deployments.api.files import FileShelf
+from deployments.api.partial import RangedFile
 from deployments.observability.metrics import HTTP_REQUESTS
+from engines.core.storage.files import write_atomically
 from tests.deployments.api.conftest import build, serving
 from tests.deployments.api.routes.test_images import IMAGES
 from tests.deployments.api.routes.test_videos import finished, make
@@ -36,6 +39,24 @@ async def test_head_has_the_headers_of_get(client: httpx.AsyncClient) -> None:
         assert {*head.headers} - VARYING == {*got.headers} - VARYING, path
         if "content-length" in got.headers:
             assert head.headers["content-length"] == got.headers["content-length"]
+
+
+@pytest.mark.parametrize("what", ["replaced", "deleted"])
+async def test_a_file_that_changes_as_it_is_sent(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "preview.png"
+    path.write_bytes(b"old")
+    messages: list[Message] = []
+
+    async def send(message: Message) -> None:
+        messages.append(message)
+        if message["type"] == "http.response.start":
+            path.unlink() if what == "deleted" else write_atomically(path, b"new and longer")
+
+    scope = {"type": "http", "method": "GET", "headers": [], "asgi": {"spec_version": "2.4"}}
+    await RangedFile(path)(scope, None, send)  # type: ignore[arg-type]
+    start, *bodies = messages
+    assert dict(start["headers"])[b"content-length"] == b"3"
+    assert b"".join(message["body"] for message in bodies) == b"old"
 
 
 async def test_head_is_counted_by_its_route(client: httpx.AsyncClient) -> None:
