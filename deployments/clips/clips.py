@@ -6,13 +6,13 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Collection
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from deployments.asyncio_tools import cancel
+from deployments.asyncio_tools import cancel, to_the_end
 from deployments.clips.attempt import Attempt
 from deployments.clips.claims import Claim, Claims
 from deployments.clips.database import open_database
@@ -21,7 +21,13 @@ from deployments.clips.outlook import ClipTimes, predicted_ends_s
 from deployments.clips.records import FILE_GONE, ClipError, ClipRecord
 from deployments.clips.runner import ClipRunner
 from deployments.clips.settings import ClipSettings
-from deployments.clips.storage import Orphans, StorageFullError, StorageLostError, storage_problem
+from deployments.clips.storage import (
+    DATABASE_FAILURES,
+    Orphans,
+    StorageFullError,
+    StorageLostError,
+    storage_problem,
+)
 from deployments.clips.store import ClipStore, new_clip_id
 from deployments.studio.interface import Studio
 from engines.gang.errors import QueueFullError
@@ -86,7 +92,7 @@ class Clips:
             num_waiting = await self._store.num_waiting()
             if num_waiting >= self._settings.max_waiting_videos:
                 raise QueueFullError(num_waiting, retry_after_s=self._settings.lease_s)
-            async with self._new_folder(pictures) as clip_id:
+            async with self._new_clip(pictures) as clip_id:
                 clip = await self._store.create(request, seconds, key_hash, clip_id)
         self._runner.wake()
         return await self._foreseen(clip)
@@ -100,7 +106,7 @@ class Clips:
         QueueFullError, ValueError, …): then it is up to the caller to delete the clip.
         """
         await self._check_storage()
-        async with self._new_folder(pictures) as clip_id:
+        async with self._new_clip(pictures) as clip_id:
             claim = await self._claims.begin(request, seconds, key_hash, clip_id)
         return clip_id, self._runner.begin(claim)
 
@@ -168,17 +174,22 @@ class Clips:
             raise problem
 
     @asynccontextmanager
-    async def _new_folder(self, pictures: InputPictures) -> AsyncIterator[str]:
-        """Yields the id of a new clip, with ``pictures`` on the disk before anybody can take it; nothing stays there if
+    async def _new_clip(self, pictures: InputPictures) -> AsyncIterator[str]:
+        """Yields the id of a new clip, with ``pictures`` on the disk before anybody can take it; nothing stays of it if
         the block fails."""
         clip_id = new_clip_id()
         try:
             if pictures.pictures:
                 await asyncio.to_thread(self._folders.write_inputs, clip_id, pictures)
             yield clip_id
-        except Exception:
-            await asyncio.to_thread(self._folders.remove, clip_id)
+        except BaseException:  # also if the client leaves, whom nobody has told the id
+            with suppress(*DATABASE_FAILURES, StorageFullError, StorageLostError):
+                await to_the_end(self._undo(clip_id))
             raise
+
+    async def _undo(self, clip_id: str) -> None:
+        await asyncio.to_thread(self._folders.remove, clip_id)
+        await self._store.delete(clip_id)
 
     async def _learn(self) -> None:
         """Takes note of how long the last clips took that are still there, whoever made them."""

@@ -119,6 +119,28 @@ async def test_a_clip_that_cannot_be_kept_leaves_nothing(tmp_path: Path, monkeyp
     assert list((tmp_path / "videos").iterdir()) == []
 
 
+@pytest.mark.parametrize("way", ["submit", "begin"])
+async def test_a_clip_whose_client_leaves_before_it_hears_the_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    written = asyncio.Event()
+
+    async def never(*_: object) -> None:
+        written.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr("deployments.clips.store.ClipStore._must_get", never)
+    async with running(FakeStudio(reasons={"fake-clips": "not now"}), tmp_path) as clips:
+        asking = asyncio.create_task(getattr(clips, way)(REQUEST, "1", pictures=INPUTS))
+        async with asyncio.timeout(PATIENCE_S):
+            await written.wait()
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        assert await clips.page(after=None, limit=10, ascending=True) == ([], False)
+        assert list((tmp_path / "videos").iterdir()) == []
+
+
 def test_a_folder_that_is_not_mounted_is_waited_for(tmp_path: Path) -> None:
     with pytest.raises(StorageLostError, match="is its disk mounted"):
         ClipFolders(root=tmp_path / "videos").read_inputs("video_1", 1, False)
