@@ -47,7 +47,15 @@ ERRORS = {
     507: "There is no room on the server's disk",
 }
 CODES = {
-    400: ("invalid_value", "missing_field", "unknown_field", "wrong_kind", "bad_json", "bad_picture"),
+    400: (
+        "invalid_value",
+        "missing_field",
+        "unknown_field",
+        "wrong_kind",
+        "lora_not_found",
+        "bad_json",
+        "bad_picture",
+    ),
     401: ("missing_api_key", "invalid_api_key"),
     403: ("host_not_allowed", "origin_not_allowed"),
     404: ("model_not_found", "video_not_found", "not_found"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -11,9 +12,11 @@ from typing import Any
 import pytest
 
 from deployments.api.app import create_api
+from deployments.api.documents import CODES
 from deployments.api.settings import ApiSettings
 from deployments.clips.clips import Clips
 from deployments.clips.settings import ClipSettings
+from deployments.door.answers import ANSWERS
 from tests.deployments.support.fake_studio import FakeStudio
 from tests.support.fenced import ROOT
 
@@ -69,6 +72,15 @@ def test_every_name_in_the_source_is_described(pattern: str, source: str) -> Non
     named = {group for file in files for groups in re.findall(pattern, file.read_text()) for group in aslist(groups)}
     assert len(named) > 1
     assert named - words_in_code() == set()
+
+
+def test_errors_are_those_of_the_openapi_document() -> None:
+    described: defaultdict[int, set[str]] = defaultdict(set)
+    for status, codes in re.findall(r"^\| (\d{3}) \| ([`\w, ]+) \|", TEXT, re.MULTILINE):
+        described[int(status)] |= set(re.findall(r"\w+", codes))
+    doors = {answer.code for answer in ANSWERS}
+    for status, codes in CODES.items():
+        assert {*codes} <= described[status] <= {*codes} | doors, status
 
 
 def aslist(groups: str | tuple[str, ...]) -> list[str]:
