@@ -41,7 +41,7 @@ from deployments.requests.clips import ClipRequest, clip_request
 from deployments.requests.errors import shown
 
 VIDEO_ID = re.compile(r"video_[0-9a-f]{32}")
-STATUS_OF_FAILURES = {"invalid_value": 400, "too_late": 429, "gang_broken": 502}
+STATUS_OF_FAILURES = {"invalid_value": 400, "too_late": 429, "gang_broken": 502, "storage_full": 507}
 POLL_MS = 500
 """What clients that poll are told to wait between two looks."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
 
 import httpx
 import pytest
@@ -50,6 +52,14 @@ async def test_a_clip_that_fails(
     assert error["code"] == code
     assert str(failure) in error["message"]
     assert answer.headers["x-should-retry"] == "false"
+
+
+async def test_a_clip_without_room_on_the_disk(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+    def fail(request: MediaRequest, step: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    studio.at_step = fail
+    assert error_of(await client.post(SYNC, json={"prompt": "a"}), 507)["code"] == "storage_full"
 
 
 async def test_a_wrong_body_queues_nothing(client: httpx.AsyncClient) -> None:
