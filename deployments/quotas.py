@@ -92,6 +92,7 @@ class Quotas:
         account.num_requests += 1
         account.gpu_s += gpu_s
         account.latest.append((self._clock(), gpu_s))
+        self._forget_old(account)  # nobody asks for those of a key without limits
 
     def latest(self) -> dict[str, list[Use]]:
         """Returns what was noted in the last minute, by key, the oldest first."""

@@ -42,6 +42,15 @@ def test_a_minute_of_use_is_freed_as_it_grows_old(clock: SetTime) -> None:
     assert quotas.used(OTHER) == (0, 0.0, 0.0)
 
 
+def test_what_nobody_asks_for_is_forgotten(clock: SetTime) -> None:
+    quotas = quotas_of(clock)
+    for _ in range(10):
+        quotas.note(MINE, 1.0)
+        clock.now_s += 25
+    assert len(quotas._accounts[MINE].latest) == 3
+    assert quotas.used(MINE) == (10, 10.0, 2.0)
+
+
 def test_what_was_used_elsewhere_counts_by_its_age(clock: SetTime) -> None:
     first, second = (quotas_of(clock, KeyLimits(gpu_seconds_per_minute=10)) for _ in range(2))
     first.note(MINE, 4.0)
