@@ -21,8 +21,7 @@ from pipelines.checkpoint import Checkpoint
 from tests.deployments.support.live import wait_until
 from tests.support.patience import PATIENCE_S
 
-SMALL: DecodedLike = (128 * 128, "png")
-LARGE: DecodedLike = (256 * 256, "png")
+SMALL: DecodedLike = ("png", 128 * 128)
 
 
 @pytest.fixture
@@ -66,36 +65,6 @@ def test_one_slow_decode_corrects_nothing(file: Path) -> None:
     for _ in range(32):
         again.note(SMALL, 0.3)
     assert again.predicted_s(SMALL) == 0.3
-
-
-def test_two_decoders_keep_what_both_measured(file: Path) -> None:
-    one, other = DecodeTimes(file), DecodeTimes(file)
-    one.note(SMALL, 0.1)
-    other.note(LARGE, 0.3)
-    one.save()
-    other.save()
-    both = DecodeTimes(file)
-    assert (both.predicted_s(SMALL), both.predicted_s(LARGE)) == (0.1, 0.3)
-
-
-@pytest.mark.parametrize("text", ["no JSON", "[1, 2]", '{"png": 3}', '{"png": {"many": 0.1}}', '{"png": {"64": null}}'])
-def test_what_cannot_be_read_is_measured_anew(file: Path, text: str) -> None:
-    file.parent.mkdir()
-    file.write_text(text)
-    times = DecodeTimes(file)
-    assert times.predicted_s(SMALL) is None
-    assert times.note(SMALL, 0.1)
-    times.save()
-    assert DecodeTimes(file).predicted_s(SMALL) == 0.1
-
-
-def test_a_folder_that_takes_no_file_costs_a_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "blocked").touch()
-    times = DecodeTimes(tmp_path / "blocked" / "m.json")
-    times.note(SMALL, 0.1)
-    times.save()
-    assert "cannot be kept" in caplog.text
-    assert times.predicted_s(SMALL) == 0.1
 
 
 def test_a_time_holds_for_its_machine_and_decoder_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

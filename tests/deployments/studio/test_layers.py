@@ -40,5 +40,5 @@ async def test_a_job_may_give_several_files() -> None:
     *_, media = [event async for event in one.events()]
     assert isinstance(media, Media)
     assert media.files == (b"low", b"middle", b"high")
-    assert times.has((3 * request.width * request.height, "png"))
-    assert times.predicted_s((request.width * request.height, "png")) == pytest.approx(0.1 / 3)
+    assert times.has(("png", 3 * request.width * request.height))
+    assert times.predicted_s(("png", request.width * request.height)) == pytest.approx(0.1 / 3)

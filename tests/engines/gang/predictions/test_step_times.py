@@ -36,47 +36,6 @@ def test_the_median_is_kept_and_found_again_by_the_next_gang(tmp_path: Path) -> 
     assert not again.is_measured(job(), 1)
 
 
-def test_what_is_known_stays_until_it_is_wrong_by_a_tenth() -> None:
-    times = StepTimes()
-    heard(times, job(), 2, 0.100, 0.100)
-    assert not heard(times, job(), 2, *[0.105] * 20)
-    assert times.prediction().step_s(job(), 2) == 0.1
-    assert heard(times, job(), 2, *[0.12] * 32)
-    assert times.prediction().step_s(job(), 2) == 0.12
-
-
-def test_two_gangs_keep_what_both_measured(tmp_path: Path) -> None:
-    file = tmp_path / "model.json"
-    one, other = StepTimes(file), StepTimes(file)
-    heard(one, job(), 1, 0.12, 0.12)
-    heard(other, job(), 2, 0.07, 0.07)
-    one.save()
-    other.save()
-    both = StepTimes(file).prediction()
-    assert (both.step_s(job(), 1), both.step_s(job(), 2)) == (0.12, 0.07)
-
-
-@pytest.mark.parametrize(
-    "text", ["no JSON", "[1, 2]", '{"shape": 3}', '{"shape": {"two": [1.0, null]}}', '{"shape": {"2": 1.0}}']
-)
-def test_a_file_that_cannot_be_read_is_measured_anew(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "model.json"
-    file.write_text(text)
-    times = StepTimes(file)
-    assert not times.prediction().measured
-    heard(times, job(), 2, 0.07, 0.07)
-    times.save()
-    assert StepTimes(file).prediction().step_s(job(), 2) == 0.07
-
-
-def test_a_folder_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    times = StepTimes(tmp_path / "file" / "model.json")
-    heard(times, job(), 2, 0.07, 0.07)
-    times.save()
-    assert times.prediction().step_s(job(), 2) == 0.07
-
-
 def test_estimates_are_corrected_by_what_was_measured() -> None:
     """Steps take half as long here as the estimates say."""
     times = StepTimes()

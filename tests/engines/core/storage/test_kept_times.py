@@ -1,0 +1,110 @@
+"""Times that are measured, kept and found again, whoever else keeps some there."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from engines.core.storage import kept_times
+from engines.core.storage.kept_times import MAX_KINDS, KeptTimes, Kind
+
+ONE, OTHER = ("png", 64), ("png", 128)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "times" / "m.json"
+
+
+def times_in(file: Path | None, num_needed: int = 1) -> KeptTimes:
+    return KeptTimes(file, "tests", num_first=1, num_needed=num_needed)
+
+
+def heard(times: KeptTimes, kind: Kind, *seconds: float) -> dict[Kind, float]:
+    for each in seconds:
+        times.hear(kind, each)
+    return times.update()
+
+
+def test_the_median_is_kept_with_what_was_estimated(file: Path) -> None:
+    times = times_in(file)
+    times.hear(ONE, 0.5, 0.25)
+    assert heard(times, OTHER, 0.1, 0.9, 0.2) == {ONE: 0.5, OTHER: 0.2}
+    times.save()
+    assert times_in(file).known == times.known == {ONE: (0.5, 0.25), OTHER: (0.2, None)}
+
+
+def test_what_is_known_stays_until_it_is_wrong_by_a_tenth() -> None:
+    times = times_in(None, num_needed=3)
+    assert heard(times, ONE, 0.1) == {ONE: 0.1}
+    assert heard(times, ONE, 0.5) == {}, "too few to correct it"
+    assert heard(times, ONE, *[0.105] * 20) == {}
+    assert heard(times, ONE, *[0.12] * 32) == {ONE: 0.12}
+
+
+def test_two_keep_what_both_measured(file: Path) -> None:
+    both = [times_in(file), times_in(file)]
+    for times, kind in zip(both, (ONE, OTHER), strict=True):
+        heard(times, kind, 0.1)
+    for times in both:
+        times.save()
+    assert times_in(file).known.keys() == {ONE, OTHER}
+
+
+@pytest.mark.parametrize(
+    "text", ["no JSON", "[1, 2]", '{"png": 3}', '{"png": {"many": [1.0, null]}}', '{"png": {"64": 1.0}}']
+)
+def test_what_cannot_be_read_is_measured_anew(file: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
+    file.parent.mkdir()
+    file.write_text(text)
+    times = times_in(file)
+    assert (times.known, "holds no times of tests" in caplog.text) == ({}, True)
+    heard(times, ONE, 0.1)
+    times.save()
+    assert times_in(file).known == {ONE: (0.1, None)}
+
+
+@pytest.mark.parametrize("place", ["taken/m.json", f"{'m' * 300}.json"])
+def test_a_place_that_takes_no_file_costs_a_line_in_the_log(
+    tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "taken").touch()
+    times = times_in(tmp_path / place)
+    heard(times, ONE, 0.1)
+    times.save()
+    assert "cannot be kept" in caplog.text
+    assert times.known == {ONE: (0.1, None)}
+
+
+def test_of_too_many_kinds_those_that_changed_last_are_kept(file: Path) -> None:
+    times = times_in(file)
+    for number in range(MAX_KINDS + 1):
+        heard(times, ("png", number), 0.1)
+        times.hear(("png", 1), 0.1 + number)
+    times.save()
+    last = {("png", number) for number in (1, *range(3, MAX_KINDS + 1))}
+    assert times.known.keys() == times_in(file).known.keys() >= last
+    assert len(times.known) == MAX_KINDS
+
+
+def test_they_are_written_while_others_come(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is being written is what was known then, and nobody waits for the disk."""
+    times, others = times_in(file), times_in(file)
+    heard(times, ONE, 0.1)
+    write, come = kept_times.write_atomically, iter([OTHER])
+
+    def slow_write(path: Path, data: bytes) -> None:
+        for kind in come:
+            thread = threading.Thread(target=heard, args=(times, kind, 0.2))
+            thread.start()
+            thread.join()
+        write(path, data)
+
+    monkeypatch.setattr(kept_times, "write_atomically", slow_write)
+    times.save()
+    assert times_in(file).known.keys() == {ONE}
+    others.save()
+    times.save()
+    assert times_in(file).known.keys() == times.known.keys() == {ONE, OTHER}
