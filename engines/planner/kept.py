@@ -51,8 +51,6 @@ class KeptDecision:
     def find(self, sizes: tuple[int, ...]) -> Decision | None:
         """Returns what was decided for teams of ``sizes``; None where nothing was, or the file is no use, which the log
         says."""
-        if not self.file.is_file():
-            return None
         try:
             kept = json.loads(self.file.read_text())
             if kept["facts"] != dict(self.facts):
@@ -63,6 +61,8 @@ class KeptDecision:
             specs = TeamSpecs(by_size={size: _specs(names[size], size) for size in sizes})
             exchange, estimates = _exchange(kept.get("exchange")), _estimates(kept.get("estimates"))
             return Decision(specs=specs, exchange=exchange, estimates=estimates)
+        except FileNotFoundError:
+            return None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             logger.warning("%s holds no decision (%s): it is made anew", self.file, error)
             return None
