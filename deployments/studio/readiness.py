@@ -41,6 +41,7 @@ class Readiness:
         """How long each model was missing the last time."""
         self._asked_s = -math.inf
         self._asking: asyncio.Task[None] | None = None
+        self._answer: asyncio.Future[ApplicationStatusOverview | None] | None = None
 
     async def not_ready(self, max_age_s: float = STATUS_MAX_AGE_S) -> Mapping[str, str]:
         """Returns the models with a deployment that takes no requests, each with the first such deployment."""
@@ -63,9 +64,11 @@ class Readiness:
         self._asked_s = -math.inf
 
     async def _ask(self) -> None:
+        if self._answer is None or self._answer.done():  # else its thread waits still, and another would wait beside it
+            self._answer = asyncio.ensure_future(asyncio.to_thread(application_status))
         try:
             async with asyncio.timeout(ANSWER_DEADLINE_S):
-                status = await asyncio.to_thread(application_status)
+                status = await asyncio.shield(self._answer)
             if status is not None:  # else Serve found no controller
                 self._note(find_reasons(status, self._models, self._on_demand))
         except Exception as error:  # of Ray, Serve or its schema: whatever an actor that is gone looks like

@@ -127,6 +127,22 @@ async def test_without_a_controller_nothing_has_changed(
     ends()
 
 
+async def test_a_controller_that_does_not_answer_keeps_one_thread_busy(
+    controller: Controller, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those that requests need for other work, of which there are few."""
+    monkeypatch.setattr(readiness, "ANSWER_DEADLINE_S", 0.02)
+    controller.fault = "hangs"
+    models = Readiness(MODELS)
+    for _ in range(3):
+        assert list(await models.not_ready()) == ["m"]
+        clock.now_s += POLL_S
+    assert controller.num_asked == 1
+    controller.may_answer.set()
+    monkeypatch.setattr(readiness, "ANSWER_DEADLINE_S", PATIENCE_S)
+    assert await settled(models) == {}
+
+
 async def test_how_long_a_model_was_missing_says_when_it_may_be_back(controller: Controller, clock: Clock) -> None:
     controller.is_running = False
     models = Readiness(MODELS)
