@@ -52,6 +52,9 @@ class Fair:
 
     def _take_turns(self) -> None:
         """Ends the turns of keys that have used them up, until one has something left."""
+        if self._left_s and max(self._left_s.values()) <= 0:  # first at once all rounds that leave nothing to anybody
+            num_rounds = min(-left_s // self._turn_s(key) for key, left_s in self._left_s.items())
+            self._left_s = {key: left_s + num_rounds * self._turn_s(key) for key, left_s in self._left_s.items()}
         while self._left_s:
             key = next(iter(self._left_s))
             if self._left_s[key] > 0:

@@ -66,6 +66,26 @@ def test_who_asks_for_much_does_not_hold_up_who_asks_for_little() -> None:
     assert order.index("l") <= QUANTUM_S
 
 
+class FewTurns(Fair):
+    """Fails who goes through turns one by one."""
+
+    num_turns = 0
+
+    def _turn_s(self, key: str) -> float:
+        self.num_turns += 1
+        assert self.num_turns < 100
+        return super()._turn_s(key)
+
+
+def test_a_step_may_last_for_a_billion_turns() -> None:
+    """Of two keys the one with three times the weight gets three times the steps."""
+    subject = scheduler(num_ranks=1, policy=FewTurns(1.0))
+    add(subject, "a", "least", weight=1e-9)
+    add(subject, "b", "little", weight=3e-9, num_steps=4)
+    order = [work.job_ids[0] for plan in iter(subject.next_plan, None) for work in plan.works]
+    assert order == ["a", "b", "b", "b", "a", "b", "a"]
+
+
 def test_a_key_without_jobs_saves_nothing() -> None:
     """It comes back after long, and gets no more than its turn."""
     subject = scheduler(num_ranks=1, max_running_jobs=100, policy=Fair(QUANTUM_S))
