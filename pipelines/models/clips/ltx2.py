@@ -18,6 +18,7 @@ from pipelines.models.clips.ltx import adapted, blank_pictures, stream_lengths, 
 from pipelines.models.linears import attention_linears, mlp_linears, query_key_norms
 from pipelines.models.predictions import all_outputs, blank_like, parted
 from pipelines.models.usual_defaults import CLIP
+from pipelines.request import MediaRequest
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 VIDEO = "video"
 MAX_TOKENS = 1024
 """The pipeline's own limit."""
+SOUND_RATE = 25
+"""Tokens of sound a second."""
 BLOCKS = "transformer_blocks"
 TO_WHOLE = tuple(f"{BLOCKS}.*.{name}" for name in ("attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn"))
 """Attentions to text and to sound."""
@@ -120,6 +123,11 @@ def estimate(loop_state: Any, sigma: float) -> Mapping[str, Tensor] | None:
     return {"latents": kept, "audio_latents": loop_state.noise_pred_audio}
 
 
+def inputs(path: Path, request: MediaRequest) -> Mapping[str, Any]:
+    """One frame lasts as long as a token of sound: at a high rate there would be none, and nothing is made then."""
+    return {"frame_rate": min(request.fps, SOUND_RATE)} if request.num_frames == 1 else {}
+
+
 def first_frame(config: Config, latents: Mapping[str, Any]) -> Mapping[str, Any]:
     frames = 1 + (latents["num_frames"] - 1) // config["vae_scale_factors"][0]
     return {"latents": latents["latents"][:, : latents["latents"].shape[1] // frames], "num_frames": 1}
@@ -159,6 +167,7 @@ ARCHITECTURE = Architecture(
     forward=all_outputs,
     answer=answer,
     estimate=estimate,
+    inputs=inputs,
     first_frame=first_frame,
     needs_negative=True,
 )

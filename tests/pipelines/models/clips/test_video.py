@@ -21,6 +21,7 @@ from engines.parallel.attention import strategy as strategies
 from pipelines.checkpoint import Checkpoint
 from pipelines.request import MediaRequest
 from pipelines.run import Pipeline, load_pipeline
+from pipelines.size import Size
 from tests.engines.support.gloo import gang
 from tests.pipelines.models.test_gangs import CONTEXT, TOLERANCE, relative_difference
 from tests.pipelines.support import tiny_hunyuan, tiny_ltx, tiny_video
@@ -180,3 +181,10 @@ def test_a_gang_prepares_with_blank_pictures(loaded: tuple[Clip, MediaRequest, P
     assert len(probe) == 2
     pipeline.engine.predict(probe, (0,))
     assert replace(probe[0]).inputs.keys() == pipeline.sampler.branches(state)[0].inputs.keys()
+
+
+@pytest.mark.parametrize("fps", [24, 50, 120])
+def test_one_frame_at_a_high_rate_has_a_token_of_sound(fps: int, folders: Callable[[Any], Path]) -> None:
+    checkpoint = Checkpoint(folders(tiny_ltx.ltx2_few_layers))
+    request = checkpoint.defaults.request(Size(width=64, height=32, num_frames=1), fps=fps)
+    assert {branch.inputs["audio_hidden_states"].shape[1] for branch in checkpoint.first_step(request)} == {1}
