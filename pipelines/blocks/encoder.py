@@ -23,6 +23,9 @@ from pipelines.request import MediaRequest
 
 logger = logging.getLogger(__name__)
 
+LENGTH = "max_sequence_length"
+"""The input by which blocks cut prompts to so many tokens. Blocks without it take all that comes."""
+PROMPTS = ("prompt", "negative_prompt")
 RESIZES = "_auto_resize"
 """The input by which blocks bring pictures to the sizes of the model as published."""
 
@@ -92,9 +95,11 @@ class BlocksEncoder:
         inputs = self._opened.inputs_of(request, pictures)
         if self._cuts_pictures and RESIZES in self._opened.inputs:
             inputs[RESIZES] = False
-        if self.max_tokens and "max_sequence_length" in self._opened.inputs:
-            inputs["max_sequence_length"] = self.max_tokens
-            self._warn_if_cut(request.prompt)
+        if self.max_tokens and LENGTH in self._opened.inputs:
+            inputs[LENGTH] = self.max_tokens
+            self._beginning(request.prompt)  # for its warning
+        elif self.max_tokens:
+            inputs |= {name: self._beginning(inputs[name]) for name in PROMPTS if name in inputs}
         state = self._opened.state(inputs)
         generator = inputs.get("generator")
         before = None if generator is None else NoiseState.of(generator)
@@ -112,14 +117,17 @@ class BlocksEncoder:
         names = [name for name in made if name in self._later and state.get(name) is not None]
         return {name: on_cpu(state.get(name)) for name in names}
 
-    def _warn_if_cut(self, prompt: str) -> None:
-        """Logs how many tokens of a long prompt the model will not see, by the tokenizer that gives the most."""
-        tokenizers = [one for name in TOKENIZERS if (one := getattr(self._pipeline, name, None)) is not None]
-        tokenizers = [getattr(one, "tokenizer", one) for one in tokenizers]  # one may be inside a processor of pictures
+    def _beginning(self, prompt: str) -> str:
+        """The part of ``prompt`` that the model sees, by the tokenizer that gives the most. Logs that there is more."""
+        parts = [one for name in (*TOKENIZERS, "processor") if (one := getattr(self._pipeline, name, None)) is not None]
+        tokenizers = [getattr(one, "tokenizer", one) for one in parts]  # one may be inside a processor of pictures
         longest = max(tokenizers, key=lambda one: int(one.model_max_length))
         num_given = len(longest(prompt)["input_ids"])
-        if num_given > self.max_tokens:
-            logger.warning("the prompt has %d tokens; the model sees the first %d", num_given, self.max_tokens)
+        if num_given <= self.max_tokens:
+            return prompt
+        logger.warning("the prompt has %d tokens; the model sees the first %d", num_given, self.max_tokens)
+        places = longest(prompt, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        return prompt[: places[self.max_tokens - 1][1]]
 
 
 def on_cpu(value: Any) -> Any:

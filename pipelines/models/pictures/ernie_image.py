@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 TOKENS = "tokens"
 BLOCKS = "layers"
-MAX_TOKENS = 512
+TYPICAL_TOKENS = 512
 """Tokens of a prompt that steps are prepared for; the model sees as many as its tokenizer gives."""
 
 SHARD_PLAN = ShardPlan(
@@ -46,7 +46,7 @@ def stream_lengths(config: Config, arguments: Arguments) -> dict[str, int]:
 def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Any]:
     import torch
 
-    return {"prompt_embeds": [torch.zeros(num_tokens, config["text_in_dim"])]}
+    return {"prompt_embeds": [torch.zeros(num_tokens or TYPICAL_TOKENS, config["text_in_dim"])]}
 
 
 def set_kernel(module: nn.Module, kernel: Kernel) -> None:
@@ -78,7 +78,6 @@ def defaults(path: Path) -> Defaults:
         PICTURE,
         true_cfg_scale=4.0,
         size_multiple=2 ** len(read_config(path, "vae")["block_out_channels"]) * _patch(path),
-        max_tokens=MAX_TOKENS,
     )
 
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 SEEN, PAINTED = "seen", "painted"
 BLOCKS = "transformer_blocks"
-TYPICAL_TOKENS = 64
-"""Of a prompt, for steps that nobody asked for: the pipeline has no limit."""
+TYPICAL_TOKENS, MAX_TOKENS = 64, 4096
+"""Of a prompt, for steps that nobody asked for, and at most: the pipeline has no limit, the transformer 8192 places."""
 MAX_PICTURES = 3
 """As many as the editors before it were made for."""
 
@@ -58,7 +58,7 @@ def stream_lengths(config: Config, arguments: Arguments) -> dict[str, int]:
 def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Tensor]:
     import torch
 
-    num_tokens = num_tokens or TYPICAL_TOKENS
+    num_tokens = TYPICAL_TOKENS if num_tokens in (0, MAX_TOKENS) else num_tokens
     return {
         "prompt_embeds": torch.zeros(1, num_tokens, config["context_in_dim"]),
         "prompt_embeds_mask": torch.ones(1, num_tokens, dtype=torch.long),
@@ -92,6 +92,7 @@ def defaults(path: Path) -> Defaults:
         num_inference_steps=40,
         size_multiple=2 * clip_vae_scale(path, 4),
         max_pictures=MAX_PICTURES,
+        max_tokens=MAX_TOKENS,
     )
 
 

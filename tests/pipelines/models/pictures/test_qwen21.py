@@ -203,6 +203,18 @@ def test_the_picture_has_the_size_asked_for(folder: Path) -> None:
         assert (frames.shape, frames.dtype) == ((1, asked.height, asked.width, 3), np.uint8)
 
 
+def test_prompts_are_cut_before_places_run_out(folder: Path) -> None:
+    """Of which the transformer has 8192, and pictures to look at want some too."""
+    checkpoint = Checkpoint(folder)
+    with small_pictures():
+        encoder = checkpoint.text_encoder()
+    encoder.max_tokens = 8
+    requests = (replace(request_of(case_of(2.0), folder), prompt=words) for words in ("a red circle", "a red ci"))
+    long, short = (encoder.encode(request) for request in requests)
+    assert torch.equal(long.values["prompt_embeds"], short.values["prompt_embeds"])
+    assert 0 < checkpoint.defaults.max_tokens <= 4096
+
+
 def test_what_covers_nothing_is_white() -> None:
     pixels = torch.tensor([[0.5, 0.0, 1.0, 0.0], [0.5, 0.0, 1.0, 1.0], [0.5, 0.0, 1.0, 0.5]])
     expected = torch.tensor([[1.0, 1.0, 1.0], [0.5, 0.0, 1.0], [0.75, 0.5, 1.0]])

@@ -1,0 +1,37 @@
+"""What encoders see of a prompt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipelines.checkpoint import Checkpoint
+from pipelines.pictures import InputPicture, InputPictures
+from pipelines.size import Size
+from tests.pipelines.support import tiny_qwen
+from tests.pipelines.support.references.picture_cases import small_pictures
+
+
+@pytest.mark.parametrize("make", [tiny_qwen.qwen_edit, tiny_qwen.qwen_edit_plus])
+def test_of_a_long_prompt_the_beginning_is_seen(make: Callable[[Path], Path], tmp_path: Path) -> None:
+    """Though these blocks would take all of it: for what comes too late the transformer has no places."""
+    folder = make(tmp_path)
+    (folder / "troupe.json").write_text(json.dumps({"max_tokens": 8}))
+    seen = InputPictures(pictures=(InputPicture(width=48, height=32, mode="RGB", data=bytes(range(256)) * 18),))
+    with small_pictures():
+        checkpoint = Checkpoint(folder)
+        encoder, ask = checkpoint.text_encoder(), partial(checkpoint.defaults.request, Size(width=48, height=32))
+        requests = (
+            ask(prompt=words, negative_prompt=words, true_cfg_scale=2.0, num_pictures=1)
+            for words in ("a red circle", "a red ci", "a red cat")
+        )
+        long, short, other = (encoder.encode(request, seen) for request in requests)
+    assert long.shapes == short.shapes == other.shapes
+    for name in ("prompt_embeds", "negative_prompt_embeds"):
+        assert torch.equal(long.values[name], short.values[name])
+        assert not torch.equal(long.values[name], other.values[name])
