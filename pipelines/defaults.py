@@ -220,12 +220,27 @@ KEYS = tuple(field.name for field in fields(Defaults) if field.name != "kind")
 
 
 def with_own_defaults(path: Path, defaults: Defaults) -> Defaults:
-    """``defaults`` with the values of ``path/troupe.json``, if there is one. ValueError for unknown keys."""
-    file = path / FILE_NAME
-    if not file.is_file():
-        return defaults
-    own: dict[str, Any] = json.loads(file.read_text())
+    """``defaults`` with the values of ``path/troupe.json``, if there is one. ValueError for unknown keys, and values of
+    another kind."""
+    own = read_own(path)
     own.pop(CARD, None)
     if unknown := sorted(own.keys() - set(KEYS)):
-        raise ValueError(f"{file} has unknown keys {', '.join(unknown)}; known: {', '.join((*KEYS, CARD))}")
+        raise ValueError(f"{path / FILE_NAME} has unknown keys {', '.join(unknown)}; known: {', '.join((*KEYS, CARD))}")
+    for name, value in own.items():
+        usual = getattr(defaults, name)
+        if type(value) is not type(usual) and (type(value), type(usual)) != (int, float):
+            said = f"{name} is {json.dumps(value)}; it must be a value such as {json.dumps(usual)}"
+            raise ValueError(f"{path / FILE_NAME}: {said}")
     return replace(defaults, **own)
+
+
+def read_own(path: Path) -> dict[str, Any]:
+    """What ``path/troupe.json`` says, nothing if there is none. ValueError if it is no JSON object."""
+    file = path / FILE_NAME
+    try:
+        own: Any = json.loads(file.read_text()) if file.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON: {error}") from error
+    if not isinstance(own, dict):
+        raise ValueError(f"{file} is no JSON object")
+    return own

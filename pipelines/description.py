@@ -6,12 +6,11 @@ an unknown key is an error.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from pipelines.defaults import CARD, FILE_NAME, Defaults
+from pipelines.defaults import CARD, FILE_NAME, Defaults, read_own
 from pipelines.size import Size
 
 RATIOS = ((1, 1), (4, 3), (3, 4), (3, 2), (2, 3), (16, 9), (9, 16))
@@ -39,12 +38,16 @@ NO_DESCRIPTION = Description()
 
 
 def read_description(path: Path, defaults: Defaults) -> Description:
-    """Returns what ``path/troupe.json`` says of the model. ValueError for unknown keys and sizes out of limits."""
-    file = path / FILE_NAME
-    written = json.loads(file.read_text()).get(CARD, {}) if file.is_file() else {}
+    """Returns what ``path/troupe.json`` says of the model. ValueError for unknown keys, values that are not of these
+    kinds, and sizes out of limits."""
+    file, written = path / FILE_NAME, read_own(path).get(CARD, {})
     known = [field.name for field in fields(Description)]
     if unknown := sorted(written.keys() - set(known)):
         raise ValueError(f"{file} has unknown keys {', '.join(unknown)} in {CARD}; known: {', '.join(known)}")
+    for name, value in written.items():
+        words = [value] if name == "text" else value
+        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+            raise ValueError(f"{file}: {CARD}.{name} must be {'a text' if name == 'text' else 'a list of texts'}")
     lists = {name: tuple(value) for name, value in written.items() if name != "text"}
     for size in map(Size.parse, lists.get("sizes", ())):
         defaults.check_size(size.width, size.height)

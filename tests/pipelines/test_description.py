@@ -36,7 +36,12 @@ def test_a_folder_without_a_card_has_common_shapes(tmp_path: Path) -> None:
 
 def test_a_card_that_cannot_be_is_refused(tmp_path: Path) -> None:
     defaults = Checkpoint.open("flux-shapes").defaults
-    for card, message in (({"promts": []}, "promts"), ({"sizes": ["100x100"]}, "multiples of 16")):
+    for card, message in (
+        ({"promts": []}, "promts"),
+        ({"sizes": ["100x100"]}, "multiples of 16"),
+        ({"prompts": "a red circle"}, r"troupe.json: card.prompts must be a list of texts"),
+        ({"text": ["red"]}, r"troupe.json: card.text must be a text"),
+    ):
         (tmp_path / "troupe.json").write_text(json.dumps({"card": card}))
         with pytest.raises(ValueError, match=message):
             read_description(tmp_path, defaults)
