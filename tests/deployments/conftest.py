@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from tests.deployments.support.live import TIMEOUT_S
-from tests.pipelines.support import tiny
+from tests.pipelines.support.checkpoints import tiny
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from pipelines.checkpoint import Checkpoint
 from pipelines.request import MediaRequest
 from pipelines.size import Size
 from tests.deployments.support.live import config_of, live, picture, pixels_of
-from tests.pipelines.support import tiny_models, tiny_others
+from tests.pipelines.support.checkpoints import tiny_models, tiny_others
 from tests.pipelines.support.references.own_call import own_state
 
 MAKERS: Mapping[str, Callable[[Path], Path]] = {

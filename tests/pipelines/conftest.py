@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.pipelines.support import tiny
+from tests.pipelines.support.checkpoints import tiny
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

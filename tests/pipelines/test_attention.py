@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from engines.core.model import DenoiserModel
 from engines.parallel.attention.local import plain_attention
-from tests.pipelines.support import tiny
+from tests.pipelines.support.checkpoints import tiny
+from tests.pipelines.support.checkpoints.parts import shake
 
 MakeModel = Callable[[], Any]
 
@@ -23,7 +24,7 @@ def flux_transformer() -> Any:
     torch.manual_seed(0)
     sizes = {"num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16, "num_attention_heads": 4}
     dims = {"in_channels": 16, "joint_attention_dim": 48, "pooled_projection_dim": 32, "axes_dims_rope": (4, 6, 6)}
-    return tiny.shake(FluxTransformer2DModel(**sizes, **dims, guidance_embeds=True))
+    return shake(FluxTransformer2DModel(**sizes, **dims, guidance_embeds=True))
 
 
 def wan_transformer() -> Any:

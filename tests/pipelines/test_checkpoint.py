@@ -13,7 +13,7 @@ from engines.core.model import Branch
 from pipelines.checkpoint import Checkpoint
 from pipelines.loading import shipped_checkpoints
 from pipelines.size import Size
-from tests.pipelines.support import tiny
+from tests.pipelines.support.checkpoints import tiny
 from tests.pipelines.support.sample_requests import clip, picture
 
 

@@ -21,7 +21,7 @@ from pipelines.request import MediaRequest
 from tests.engines.support.gloo import gang
 from tests.pipelines.models.clips.test_video import CLIPS, largest_difference
 from tests.pipelines.models.test_gangs import CASES, TOLERANCE, Case, request_of
-from tests.pipelines.support import tiny
+from tests.pipelines.support.checkpoints import tiny
 from tests.pipelines.support.references.own_call import own_latents
 from tests.pipelines.support.references.video import Clip, Latents, counted, denoised
 

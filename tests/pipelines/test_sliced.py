@@ -22,7 +22,7 @@ from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
 from pipelines.run import PlainEngine
 from tests.engines.support.gloo import gang
-from tests.pipelines.support import tiny, tiny_cosmos, tiny_ltx, tiny_models
+from tests.pipelines.support.checkpoints import tiny, tiny_cosmos, tiny_ltx, tiny_models
 
 CPU = torch.device("cpu")
 ALL = (0, 1, 2, 3)

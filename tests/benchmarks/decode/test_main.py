@@ -12,7 +12,7 @@ from benchmarks.decode.cases import Case, _alike_db, decodings
 from benchmarks.models import folders
 from pipelines.parts import rows
 from pipelines.size import Size
-from tests.pipelines.support import tiny
+from tests.pipelines.support.checkpoints import tiny
 
 
 def test_times_and_likeness_of_one_device_and_of_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import torch
 from benchmarks.model_step.__main__ import diffusers
 from benchmarks.models.published import PublishedModel
 from pipelines.size import Size
-from tests.pipelines.support import tiny_qwen
+from tests.pipelines.support.checkpoints import tiny_qwen
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.model_step import overhead
 from pipelines.blocks.sampler import BlocksSampler
-from tests.pipelines.support import tiny, tiny_cosmos, tiny_models
+from tests.pipelines.support.checkpoints import tiny, tiny_cosmos, tiny_models
 
 MAKERS = {"flux": (tiny.flux, 1), "qwen": (tiny_models.qwen_image, 2), "cosmos 3": (tiny_cosmos.cosmos, 2)}
 PATIENCE = 10

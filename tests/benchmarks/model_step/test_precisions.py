@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.model_step.precisions import Arguments, results_of
 from pipelines.size import Size
-from tests.pipelines.support import tiny_pictures, tiny_qwen
+from tests.pipelines.support.checkpoints import tiny_pictures, tiny_qwen
 
 
 @pytest.mark.parametrize("make", [tiny_pictures.flux2_dev, tiny_qwen.qwen], ids=["flux2", "qwen"])

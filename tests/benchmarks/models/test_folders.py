@@ -13,7 +13,7 @@ from benchmarks.models import folders
 from pipelines.checkpoint import Checkpoint
 from pipelines.run import load_pipeline
 from pipelines.size import Size
-from tests.pipelines.support import tiny, tiny_cosmos
+from tests.pipelines.support.checkpoints import tiny, tiny_cosmos
 
 
 def tiny_clip() -> Any:

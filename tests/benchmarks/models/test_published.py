@@ -13,7 +13,14 @@ from benchmarks.models.published import PublishedModel
 from engines.parallel.self_check import relative_difference
 from engines.torch_engine.engine import TorchEngine
 from pipelines.size import Size
-from tests.pipelines.support import tiny_cosmos, tiny_hunyuan, tiny_ltx, tiny_pictures, tiny_qwen, tiny_video
+from tests.pipelines.support.checkpoints import (
+    tiny_cosmos,
+    tiny_hunyuan,
+    tiny_ltx,
+    tiny_pictures,
+    tiny_qwen,
+    tiny_video,
+)
 
 CPU = torch.device("cpu")
 PICTURE, CLIP = Size(width=96, height=96), Size(width=96, height=64, num_frames=9)

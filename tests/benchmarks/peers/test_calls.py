@@ -10,7 +10,7 @@ import torch
 from benchmarks.models.published import PublishedModel
 from benchmarks.peers.calls import ClipOfText
 from pipelines.size import Size
-from tests.pipelines.support import tiny_cosmos
+from tests.pipelines.support.checkpoints import tiny_cosmos
 
 CLIP, PICTURE = Size(width=64, height=48, num_frames=9), Size(width=64, height=48, num_frames=1)
 

@@ -24,7 +24,7 @@ from engines.core.transport.parcel import Parcel
 from pipelines.checkpoint import Checkpoint
 from tests.deployments.support.files import file_of, noise
 from tests.deployments.support.live import config_of
-from tests.pipelines.support import tiny_qwen
+from tests.pipelines.support.checkpoints import tiny_qwen
 
 
 @pytest.fixture(autouse=True)

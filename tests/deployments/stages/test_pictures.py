@@ -24,7 +24,7 @@ from pipelines.request import MediaRequest
 from tests.deployments.stages.test_stages import spec_of
 from tests.deployments.support.fake_studio import EDITS
 from tests.deployments.support.files import noise
-from tests.pipelines.support import tiny_models
+from tests.pipelines.support.checkpoints import tiny_models
 
 INPUTS = InputPictures(
     pictures=(InputPicture.of(noise(640, 480)), InputPicture.of(noise(7, 5, "RGBA"))),

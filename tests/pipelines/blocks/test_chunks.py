@@ -18,7 +18,8 @@ from pipelines.blocks.pieces.chunks import decode_chunks, decodes_in_chunks
 from pipelines.checkpoint import Checkpoint
 from pipelines.request import MediaRequest
 from pipelines.run import load_pipeline
-from tests.pipelines.support import tiny, tiny_cosmos, tiny_hunyuan, tiny_ltx
+from tests.pipelines.support.checkpoints import tiny, tiny_cosmos, tiny_hunyuan, tiny_ltx
+from tests.pipelines.support.checkpoints.parts import shake
 from tests.pipelines.support.references.video import Clip
 
 NUM_LATENT_FRAMES = 4
@@ -29,8 +30,8 @@ RESIDUAL = {"is_residual": True, "patch_size": 2, "in_channels": 12, "out_channe
 VAES: Mapping[str, Callable[[], Any]] = MappingProxyType(
     {
         "wan 2.1": tiny.wan_vae,
-        "wan 2.2": lambda: tiny.shake(diffusers.AutoencoderKLWan(**SIZES, **RESIDUAL)),
-        "qwen image": lambda: tiny.shake(diffusers.AutoencoderKLQwenImage(**SIZES)),
+        "wan 2.2": lambda: shake(diffusers.AutoencoderKLWan(**SIZES, **RESIDUAL)),
+        "qwen image": lambda: shake(diffusers.AutoencoderKLQwenImage(**SIZES)),
     }
 )
 

@@ -17,7 +17,7 @@ from pipelines.parts import layers, rows
 from tests.pipelines.blocks.test_chunks import VAES, painted
 from tests.pipelines.parts.test_divided import no_edges, own_statistics
 from tests.pipelines.parts.test_rows import decibels, tiny_vae
-from tests.pipelines.support import tiny_ltx
+from tests.pipelines.support.checkpoints import tiny_ltx
 
 CPU = torch.device("cpu")
 

@@ -18,7 +18,7 @@ from engines.torch_engine.fast_step import FastStep
 from pipelines.checkpoint import Checkpoint
 from pipelines.run import PlainEngine
 from tests.engines.support.gloo import gang
-from tests.pipelines.support import tiny_pictures, tiny_qwen
+from tests.pipelines.support.checkpoints import tiny_pictures, tiny_qwen
 from tests.pipelines.support.checkpoints.first_steps import first_step
 
 BOUND = 1e-5

@@ -24,7 +24,7 @@ from pipelines.run import PlainEngine, load_pipeline
 from pipelines.size import Size
 from tests.engines.support.gloo import gang
 from tests.pipelines.models.test_gangs import TOLERANCE, Case, request_of
-from tests.pipelines.support import tiny_qwen
+from tests.pipelines.support.checkpoints import tiny_qwen
 from tests.pipelines.support.checkpoints.first_steps import first_step
 from tests.pipelines.support.references.own_call import own_latents
 

@@ -20,7 +20,7 @@ from pipelines.loading import (
     resolve_path,
     shipped_checkpoints,
 )
-from tests.pipelines.support import tiny
+from tests.pipelines.support.checkpoints import tiny
 from tests.pipelines.support.references.frames import painted
 from tests.pipelines.support.sample_requests import clip, picture
 

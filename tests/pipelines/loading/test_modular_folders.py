@@ -15,7 +15,7 @@ from pipelines.directory import MODULAR_INDEX, part_class, part_folder, reposito
 from pipelines.loading import CONFIGURATION_FILES, HUB_FILES, resolve_path
 from pipelines.modular import open_modular
 from pipelines.run import load_pipeline
-from tests.pipelines.support import tiny_models
+from tests.pipelines.support.checkpoints import tiny_models
 from tests.pipelines.support.references.own_call import own_latents
 from tests.pipelines.support.sample_requests import picture
 

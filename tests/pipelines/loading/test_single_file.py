@@ -14,7 +14,7 @@ from torch import Tensor
 from deployments.config import ModelConfig
 from pipelines.checkpoint import Checkpoint
 from pipelines.single_file import load_single_file, split_source
-from tests.pipelines.support import tiny, tiny_models, tiny_video
+from tests.pipelines.support.checkpoints import tiny, tiny_models, tiny_video
 
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 MAKERS_NAMES = {

@@ -17,7 +17,7 @@ from pipelines.checkpoint import Checkpoint
 from pipelines.lora.source import LoraSource
 from pipelines.run import load_pipeline
 from tests.pipelines.lora.support.tiny_lora import adapted, reference, request_of, write_lora, write_peft
-from tests.pipelines.support import tiny, tiny_models
+from tests.pipelines.support.checkpoints import tiny, tiny_models
 
 TOLERANCE = 1e-4
 DIFFUSERS = "pytorch_lora_weights.safetensors"

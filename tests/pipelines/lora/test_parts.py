@@ -18,7 +18,7 @@ from pipelines.checkpoint import Checkpoint
 from pipelines.lora.source import LoraSource
 from pipelines.run import load_pipeline
 from tests.pipelines.lora.support.tiny_lora import adapted, reference, request_of, write_lora, write_peft
-from tests.pipelines.support import tiny_cosmos, tiny_unknown
+from tests.pipelines.support.checkpoints import tiny_cosmos, tiny_unknown
 
 TOLERANCE = 1e-4
 

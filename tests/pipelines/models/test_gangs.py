@@ -21,7 +21,7 @@ from pipelines.checkpoint import Checkpoint
 from pipelines.request import MediaRequest
 from pipelines.size import Size
 from tests.engines.support.gloo import gang
-from tests.pipelines.support import tiny_models, tiny_others
+from tests.pipelines.support.checkpoints import tiny_models, tiny_others
 from tests.pipelines.support.references.own_call import own_latents
 
 TOLERANCE = 1e-4

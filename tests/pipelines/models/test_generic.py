@@ -26,7 +26,7 @@ from tests.pipelines.models.test_gangs import (
     request_of,
     without_exchange,
 )
-from tests.pipelines.support import tiny, tiny_models, tiny_unknown
+from tests.pipelines.support.checkpoints import tiny, tiny_models, tiny_unknown
 from tests.pipelines.support.references.own_call import own_latents
 
 DIVIDED = {

@@ -25,7 +25,7 @@ from tests.pipelines.models.test_gangs import (
     relative_difference,
     request_of,
 )
-from tests.pipelines.support import tiny_others
+from tests.pipelines.support.checkpoints import tiny_others
 from tests.pipelines.support.references.own_call import own_latents
 
 NAMES = ("krea 2", "ernie", "sd 3", "sd 3.5 large")

@@ -10,7 +10,7 @@ import pytest
 from pipelines.checkpoint import Checkpoint
 from pipelines.run import PlainEngine
 from pipelines.size import Size
-from tests.pipelines.support import tiny_pictures, tiny_qwen
+from tests.pipelines.support.checkpoints import tiny_pictures, tiny_qwen
 
 MODELS = {
     "flux": tiny_pictures.flux,

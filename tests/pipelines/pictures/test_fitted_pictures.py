@@ -8,7 +8,7 @@ import torch
 
 from pipelines.checkpoint import Checkpoint
 from pipelines.run import load_pipeline
-from tests.pipelines.support import tiny_pictures
+from tests.pipelines.support.checkpoints import tiny_pictures
 from tests.pipelines.support.references.picture_cases import PictureCase, pictures_of, request_of, small_pictures
 
 CASE = PictureCase(make=tiny_pictures.flux_kontext, pictures=((50, 31),))

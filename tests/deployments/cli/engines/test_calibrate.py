@@ -20,7 +20,7 @@ from engines.core.rank import RankContext
 from engines.parallel.self_check import relative_difference
 from engines.quantization.calibration import recording_all
 from pipelines.checkpoint import Checkpoint
-from tests.pipelines.support import tiny_video
+from tests.pipelines.support.checkpoints import tiny_video
 
 
 def prediction(folder: Path, **options: Any) -> torch.Tensor:

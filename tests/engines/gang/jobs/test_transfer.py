@@ -24,7 +24,7 @@ from pipelines.checkpoint import Checkpoint
 from pipelines.run import PlainEngine
 from pipelines.size import Size
 from tests.engines.support.gloo import gang
-from tests.pipelines.support import tiny
+from tests.pipelines.support.checkpoints import tiny
 
 CPU = torch.device("cpu")
 HARDLY_FASTER = {1: 1.0, 2: 0.95, 4: 0.94}

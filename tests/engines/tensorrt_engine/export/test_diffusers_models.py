@@ -19,7 +19,7 @@ from engines.tensorrt_engine.export.trace import offline_team
 from pipelines.checkpoint import Checkpoint
 from tests.engines.tensorrt_engine.conftest import Build
 from tests.engines.tensorrt_engine.support.all_ranks import Case, relative_error
-from tests.pipelines.support import tiny_pictures, tiny_qwen, tiny_video
+from tests.pipelines.support.checkpoints import tiny_pictures, tiny_qwen, tiny_video
 from tests.pipelines.support.checkpoints.first_steps import first_step
 
 BOUND = 1e-5

@@ -21,7 +21,7 @@ from pipelines.checkpoint import Checkpoint
 from pipelines.request import MediaRequest
 from pipelines.run import Pipeline, PlainEngine, load_pipeline
 from tests.pipelines.lora.support.tiny_lora import request_of
-from tests.pipelines.support import tiny, tiny_models
+from tests.pipelines.support.checkpoints import tiny, tiny_models
 
 NUM_STEPS = 10
 MODELS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {

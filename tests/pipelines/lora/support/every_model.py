@@ -19,16 +19,18 @@ from pipelines.checkpoint import Checkpoint
 from pipelines.lora.source import LoraSource
 from pipelines.models.clips import helios
 from pipelines.request import Lora, MediaRequest
-from tests.pipelines.support import (
+from tests.pipelines.support.checkpoints import (
     tiny_cosmos,
+    tiny_flux3,
+    tiny_helios,
     tiny_hunyuan,
     tiny_ltx,
+    tiny_minimax,
     tiny_others,
     tiny_pictures,
     tiny_qwen,
     tiny_unknown,
 )
-from tests.pipelines.support.checkpoints import tiny_flux3, tiny_helios, tiny_minimax
 from tests.pipelines.support.references import own_clips
 from tests.pipelines.support.references.own_call import Change, own_state
 from tests.pipelines.support.references.own_clips import Images

@@ -17,7 +17,7 @@ from pipelines.checkpoint import Checkpoint
 from pipelines.lora.source import LoraSource
 from pipelines.request import Lora, MediaRequest
 from tests.pipelines.lora.support.tiny_lora import reference
-from tests.pipelines.support import tiny, tiny_models
+from tests.pipelines.support.checkpoints import tiny, tiny_models
 
 TOLERANCE = 1e-4
 """Relative, in float32: low-rank products are added to weights here, and to activations there."""

@@ -29,7 +29,7 @@ from pipelines.run import Pipeline, load_pipeline
 from tests.engines.support.gloo import gang
 from tests.pipelines.models.clips.test_video import largest_difference, without_exchange
 from tests.pipelines.models.test_gangs import CONTEXT, TOLERANCE
-from tests.pipelines.support import tiny_cosmos
+from tests.pipelines.support.checkpoints import tiny_cosmos
 from tests.pipelines.support.references import own_clips as own_clips
 from tests.pipelines.support.references.video import Clip, Latents, denoised, picture, pictures_of
 

@@ -13,7 +13,7 @@ from pipelines.request import MediaRequest
 from tests.engines.support.gloo import gang
 from tests.pipelines.models.clips.test_video import largest_difference
 from tests.pipelines.models.test_gangs import TOLERANCE
-from tests.pipelines.support import tiny_ltx
+from tests.pipelines.support.checkpoints import tiny_ltx
 from tests.pipelines.support.references import own_clips as own_clips
 from tests.pipelines.support.references.video import Clip, Latents, counted, denoised
 

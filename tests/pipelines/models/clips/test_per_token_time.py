@@ -17,7 +17,7 @@ from pipelines.checkpoint import Checkpoint
 from pipelines.run import PlainEngine
 from tests.engines.support.gloo import gang
 from tests.pipelines.models.test_gangs import CONTEXT, TOLERANCE, denoised, encoded, without_exchange
-from tests.pipelines.support import tiny
+from tests.pipelines.support.checkpoints import tiny
 from tests.pipelines.support.references.pairs import Pair
 from tests.pipelines.support.sample_requests import clip
 

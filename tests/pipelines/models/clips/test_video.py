@@ -24,7 +24,7 @@ from pipelines.run import Pipeline, load_pipeline
 from pipelines.size import Size
 from tests.engines.support.gloo import gang
 from tests.pipelines.models.test_gangs import CONTEXT, TOLERANCE, relative_difference
-from tests.pipelines.support import tiny_hunyuan, tiny_ltx, tiny_video
+from tests.pipelines.support.checkpoints import tiny_hunyuan, tiny_ltx, tiny_video
 from tests.pipelines.support.references import own_clips as own_clips
 from tests.pipelines.support.references.video import Clip, Latents, denoised, picture, pictures_of
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.pipelines.support import tiny
+from tests.pipelines.support.checkpoints import tiny
 from tests.pipelines.support.references.pairs import Pair, check_latents, check_pixels
 from tests.pipelines.support.sample_requests import clip
 

@@ -18,7 +18,7 @@ from pipelines.checkpoint import Checkpoint
 from pipelines.request import MediaRequest
 from pipelines.run import load_pipeline
 from tests.engines.support.gloo import gang
-from tests.pipelines.support import tiny_pictures
+from tests.pipelines.support.checkpoints import tiny_pictures
 from tests.pipelines.support.references.picture_cases import (
     PictureCase,
     images_of,

@@ -20,7 +20,7 @@ from pipelines.pictures import InputPicture, InputPictures
 from pipelines.request import MediaRequest
 from pipelines.run import Pipeline, load_pipeline
 from pipelines.size import Size
-from tests.pipelines.support import tiny_qwen
+from tests.pipelines.support.checkpoints import tiny_qwen
 from tests.pipelines.support.references.picture_cases import drawn
 
 TOLERANCE = 1e-4

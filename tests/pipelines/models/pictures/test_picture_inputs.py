@@ -21,7 +21,7 @@ from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
 from pipelines.run import load_pipeline
 from tests.engines.support.gloo import gang
-from tests.pipelines.support import tiny_others, tiny_pictures, tiny_qwen
+from tests.pipelines.support.checkpoints import tiny_others, tiny_pictures, tiny_qwen
 from tests.pipelines.support.references.picture_cases import (
     PictureCase,
     own,

@@ -20,7 +20,7 @@ from pipelines.models.pictures.z_image import ARCHITECTURE
 from pipelines.run import load_pipeline
 from pipelines.size import Size
 from tests.pipelines.models.test_gangs import TOLERANCE, Case, request_of
-from tests.pipelines.support import tiny_models
+from tests.pipelines.support.checkpoints import tiny_models
 from tests.pipelines.support.references.own_call import own_latents
 
 WINDOW = 32

@@ -32,9 +32,9 @@ from pipelines.models.pictures.qwen21 import SHARD_PLAN
 from pipelines.run import Pipeline, load_pipeline
 from tests.engines.support.gloo import gang
 from tests.pipelines.models.test_gangs import CONTEXT
+from tests.pipelines.support.checkpoints.tiny_qwen import TURBO_SIGMAS, Qwen3Processor, qwen21, qwen21_turbo
 from tests.pipelines.support.references.own_call import own_state
 from tests.pipelines.support.references.picture_cases import PictureCase, images_of, pictures_of, request_of
-from tests.pipelines.support.tiny_qwen import TURBO_SIGMAS, Qwen3Processor, qwen21, qwen21_turbo
 
 TOLERANCE = 1e-4
 LOAD_PROCESSOR = "transformers.Qwen3VLProcessor.from_pretrained"

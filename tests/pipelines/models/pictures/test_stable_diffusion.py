@@ -20,7 +20,7 @@ from engines.parallel.self_check import relative_difference
 from pipelines.checkpoint import Checkpoint
 from pipelines.pictures import InputPicture
 from pipelines.run import Pipeline, load_pipeline
-from tests.pipelines.support import tiny_others, tiny_unknown
+from tests.pipelines.support.checkpoints import tiny_others, tiny_unknown
 from tests.pipelines.support.references.picture_cases import PictureCase, images_of, mask_of, pictures_of, request_of
 
 TOLERANCE = 1e-4

@@ -15,7 +15,7 @@ from diffusers import ZImagePipeline
 from engines.parallel.self_check import relative_difference
 from pipelines.checkpoint import Checkpoint
 from pipelines.loading import PUBLISHED
-from tests.pipelines.support import tiny_models
+from tests.pipelines.support.checkpoints import tiny_models
 from tests.pipelines.support.references.own_call import own_latents
 
 TOLERANCE = 1e-4

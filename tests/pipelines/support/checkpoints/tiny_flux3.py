@@ -7,9 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.pipelines.support.tiny import shake
-from tests.pipelines.support.tiny_models import HIDDEN, _flux2_vae
-from tests.pipelines.support.tiny_qwen import Qwen3Processor, qwen3_vl
+from tests.pipelines.support.checkpoints.parts import HIDDEN, flow, flux2_auto_encoder, saved, shake
+from tests.pipelines.support.checkpoints.tiny_qwen import Qwen3Processor, qwen3_vl
 
 NUM_LAYERS, NUM_STACKED = 32, 8
 """Of the text encoder, and of which the states are stacked."""
@@ -24,7 +23,7 @@ class Flux3Processor(Qwen3Processor):
 
 
 def flux3(path: Path, *, distilled: bool = False) -> Path:
-    from diffusers import FlowMatchEulerDiscreteScheduler, Flux3Transformer2DModel
+    from diffusers import Flux3Transformer2DModel
 
     transformer = Flux3Transformer2DModel(
         in_channels=16,
@@ -39,16 +38,13 @@ def flux3(path: Path, *, distilled: bool = False) -> Path:
         flow_map=distilled,
     )
     parts = {
-        "scheduler": FlowMatchEulerDiscreteScheduler(shift=6.93),
-        "vae": _flux2_vae(),
+        "scheduler": flow(shift=6.93, use_dynamic_shifting=False),
+        "vae": flux2_auto_encoder(),
         "transformer": shake(transformer),
         "text_encoder": qwen3_vl(NUM_LAYERS),
     }
-    for name, part in parts.items():
-        part.save_pretrained(path / name)
-    classes = {name: [type(part).__module__.split(".")[0], type(part).__name__] for name, part in parts.items()}
     name = "Flux3DistilledPipeline" if distilled else "Flux3Pipeline"
-    index = {"_class_name": name, **classes, "tokenizer": ["transformers", "AutoProcessor"]}
+    index = {"_class_name": name, **saved(parts, path), "tokenizer": ["transformers", "AutoProcessor"]}
     (path / "model_index.json").write_text(json.dumps(index))
     return path
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.pipelines.support import tiny
-from tests.pipelines.support.tiny import shake, tokenizer
+from tests.pipelines.support.checkpoints.parts import shake, t5, tokenizer
+from tests.pipelines.support.checkpoints.tiny import wan_vae
 
 NUM_TOKENS = 32
 
@@ -46,8 +46,6 @@ def helios_distilled(path: Path) -> Path:
 def _parts(**more: Any) -> dict[str, Any]:
     import diffusers
 
-    letters = tokenizer()
-    letters.model_max_length = NUM_TOKENS
     transformer = diffusers.HeliosTransformer3DModel(
         num_attention_heads=4,
         attention_head_dim=24,
@@ -61,8 +59,8 @@ def _parts(**more: Any) -> dict[str, Any]:
         **more,
     )
     return {
-        "tokenizer": letters,
-        "text_encoder": tiny.t5("UMT5"),
-        "vae": tiny.wan_vae(),
+        "tokenizer": tokenizer(NUM_TOKENS),
+        "text_encoder": t5("UMT5"),
+        "vae": wan_vae(),
         "transformer": shake(transformer),
     }

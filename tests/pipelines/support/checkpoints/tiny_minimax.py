@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from tests.pipelines.support.tiny import shake
-from tests.pipelines.support.tiny_models import HIDDEN
-from tests.pipelines.support.tiny_qwen import Qwen3Processor, qwen3_vl, vision_tokenizer
+from tests.pipelines.support.checkpoints.parts import HIDDEN, saved, shake
+from tests.pipelines.support.checkpoints.tiny_qwen import Qwen3Processor, qwen3_vl, vision_tokenizer
 
 NUM_LAYERS = 51
 """Of the text encoder, whose state after the fiftieth is used."""
@@ -42,9 +41,7 @@ def minimax_h3(path: Path) -> Path:
         "text_encoder": qwen3_vl(NUM_LAYERS),
         "tokenizer": vision_tokenizer(),
     }
-    for name, part in parts.items():
-        part.save_pretrained(path / name)
-    classes = {name: [type(part).__module__.split(".")[0], type(part).__name__] for name, part in parts.items()}
+    classes = saved(parts, path)
     classes["processor"] = ["transformers", "Qwen3VLProcessor"]
     classes["transformer_ref"] = classes["transformer"]
     entries = {

@@ -20,8 +20,8 @@ from pipelines.pictures import InputPicture, InputPictures
 from pipelines.request import MediaRequest
 from pipelines.run import Pipeline
 from pipelines.size import Size
+from tests.pipelines.support.checkpoints.tiny_qwen import QwenProcessor
 from tests.pipelines.support.references.own_call import own_state
-from tests.pipelines.support.tiny_qwen import QwenProcessor
 
 KONTEXT_SIZES = "diffusers.pipelines.flux.pipeline_flux_kontext.PREFERRED_KONTEXT_RESOLUTIONS"
 

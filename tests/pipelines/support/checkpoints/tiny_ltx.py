@@ -6,8 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.pipelines.support import tiny, tiny_models
-from tests.pipelines.support.tiny import shake, tokenizer
+from tests.pipelines.support.checkpoints.parts import flow, qwen3, shake, t5, tokenizer
 
 
 def ltx(path: Path) -> Path:
@@ -39,13 +38,11 @@ def ltx(path: Path) -> Path:
         encoder_causal=True,
         decoder_causal=False,
     )
-    letters = tokenizer()
-    letters.model_max_length = 128
     diffusers.LTXPipeline(
-        scheduler=_flow(),
+        scheduler=flow(),
         vae=shake(vae),
-        text_encoder=tiny.t5("T5"),
-        tokenizer=letters,
+        text_encoder=t5("T5"),
+        tokenizer=tokenizer(128),
         transformer=shake(transformer),
     ).save_pretrained(path)
     return path
@@ -59,14 +56,12 @@ def ltx2(path: Path, *, num_layers: int = 29, **changes: Any) -> Path:
     import diffusers
 
     audio_vae = _ltx2_audio_vae()
-    letters = tokenizer()
-    letters.model_max_length = 40
     diffusers.LTX2Pipeline(
-        scheduler=_flow(),
+        scheduler=flow(),
         vae=shake(_ltx2_vae()),
         audio_vae=shake(audio_vae),
-        text_encoder=tiny_models._qwen3(num_layers=2).model,
-        tokenizer=letters,
+        text_encoder=qwen3(num_layers=2).model,
+        tokenizer=tokenizer(40),
         connectors=shake(_ltx2_connectors()),
         transformer=shake(_ltx2_transformer(num_layers, **changes)),
         vocoder=shake(_ltx2_vocoder(audio_vae)),
@@ -79,12 +74,6 @@ ltx2_gated = partial(
     ltx2, num_layers=2, gated_attn=True, audio_gated_attn=True, rope_type="interleaved", cross_attn_mod=True
 )
 """With a gate a head, and all features of a token turned alike (the class' defaults), not head by head."""
-
-
-def _flow() -> Any:
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
-    return FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
 
 
 def _ltx2_vae() -> Any:

@@ -9,22 +9,19 @@ from typing import Any
 
 import torch
 
-from tests.pipelines.support.tiny import ALPHABET, shake
-from tests.pipelines.support.tiny_models import HIDDEN
-from tests.pipelines.support.tiny_pictures import chat_tokenizer, flow
+from tests.pipelines.support.checkpoints.parts import ALPHABET, HIDDEN, chat_tokenizer, flow, saved, shake
 
 
-def qwen_auto_encoder(z_dim: int = 4, num_channels: int = 3) -> Any:
+def qwen_auto_encoder(z_dim: int = 4, num_channels: int = 3, num_halvings: int = 3) -> Any:
     from diffusers import AutoencoderKLQwenImage
 
-    torch.manual_seed(0)
-    sizes = {"base_dim": 8, "z_dim": z_dim, "dim_mult": [1, 1, 2, 2], "num_res_blocks": 1}
+    sizes = {"base_dim": 8, "z_dim": z_dim, "dim_mult": [1, 1, 2, 2][-num_halvings - 1 :], "num_res_blocks": 1}
     sizes["input_channels"] = num_channels
     scales = {
         "latents_mean": [0.0] * z_dim,
         "latents_std": [1.0] * z_dim,
     }  # the decoding blocks scale the latents in place
-    return shake(AutoencoderKLQwenImage(**sizes, **scales, temperal_downsample=[False, True, True]))
+    return shake(AutoencoderKLQwenImage(**sizes, **scales, temperal_downsample=[False, True, True][:num_halvings]))
 
 
 def qwen(path: Path, kind: str = "QwenImagePipeline", vae: Any = None, **changes: Any) -> Path:
@@ -152,10 +149,11 @@ def qwen21(path: Path, *, causal_condition: bool = True) -> Path:
         causal_condition=causal_condition,
     )
     parts = {"scheduler": flow(), "vae": shake(vae), "transformer": shake(transformer), "text_encoder": qwen3_vl()}
-    for name, part in parts.items():
-        part.save_pretrained(path / name)
-    classes = {name: [type(part).__module__.split(".")[0], type(part).__name__] for name, part in parts.items()}
-    index = {"_class_name": "QwenImage21Pipeline", **classes, "processor": ["transformers", "Qwen3VLProcessor"]}
+    index = {
+        "_class_name": "QwenImage21Pipeline",
+        **saved(parts, path),
+        "processor": ["transformers", "Qwen3VLProcessor"],
+    }
     (path / "model_index.json").write_text(json.dumps(index))
     return path
 

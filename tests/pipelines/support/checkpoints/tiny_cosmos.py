@@ -6,9 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.pipelines.support import tiny
-from tests.pipelines.support.tiny import ALPHABET, shake
-from tests.pipelines.support.tiny_models import CHAT
+from tests.pipelines.support.checkpoints.parts import ALPHABET, chat_tokenizer, multistep, shake
+from tests.pipelines.support.checkpoints.tiny import wan_vae
 
 VISION_START = "<|vision_start|>"
 """The pipeline ends prompts with it."""
@@ -18,12 +17,11 @@ def cosmos(path: Path, *, sound: bool = False, **more: Any) -> Path:
     """Cosmos 3 Nano in small; one latent value is 8x8 pixels and 4 frames."""
     import diffusers
 
-    flow = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
     diffusers.Cosmos3OmniPipeline(
         transformer=_transformer(**(SOUND if sound else {}), **more),
         text_tokenizer=_tokenizer(),
-        vae=tiny.wan_vae(),
-        scheduler=diffusers.UniPCMultistepScheduler(**flow),
+        vae=wan_vae(),
+        scheduler=multistep(),
         sound_tokenizer=_sound_tokenizer() if sound else None,
         enable_safety_checker=False,
     ).save_pretrained(path)
@@ -65,9 +63,8 @@ def _transformer(**more: Any) -> Any:
 
 
 def _tokenizer() -> Any:
-    letters = tiny.tokenizer()
+    letters = chat_tokenizer()
     letters.add_special_tokens({"additional_special_tokens": [VISION_START]})
-    letters.chat_template, letters.model_max_length = CHAT, 1024
     return letters
 
 

@@ -6,8 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.pipelines.support import tiny_models
-from tests.pipelines.support.tiny import shake
+from tests.pipelines.support.checkpoints.parts import HIDDEN, chat_tokenizer, shake
+from tests.pipelines.support.checkpoints.tiny_qwen import qwen_vl
 
 
 def hunyuan_video(path: Path, *, task: str = "t2v") -> Path:
@@ -28,8 +28,8 @@ def hunyuan_video(path: Path, *, task: str = "t2v") -> Path:
     parts = {
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=7.0),
         "vae": shake(vae),
-        "text_encoder": tiny_models._qwen_vl().model.language_model,
-        "tokenizer": tiny_models._chat_tokenizer(),
+        "text_encoder": qwen_vl().model.language_model,
+        "tokenizer": chat_tokenizer(),
         "text_encoder_2": _byt5(),
         "tokenizer_2": ByT5Tokenizer(),
         "transformer": shake(_transformer(task)),
@@ -73,7 +73,7 @@ def _transformer(task: str) -> Any:
         num_layers=2,
         num_refiner_layers=1,
         mlp_ratio=2.0,
-        text_embed_dim=tiny_models.HIDDEN,
+        text_embed_dim=HIDDEN,
         text_embed_2_dim=48,
         image_embed_dim=12,
         rope_axes_dim=(2, 2, 4),

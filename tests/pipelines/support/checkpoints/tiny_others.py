@@ -7,16 +7,26 @@ from typing import Any
 
 import torch
 
-from tests.pipelines.support import tiny
-from tests.pipelines.support.tiny import ALPHABET, shake
-from tests.pipelines.support.tiny_models import HIDDEN, NUM_HEADS, _chat_tokenizer, _flow, _flux2_vae
+from tests.pipelines.support.checkpoints.parts import (
+    ALPHABET,
+    HIDDEN,
+    NUM_HEADS,
+    chat_tokenizer,
+    clip,
+    flow,
+    flux2_auto_encoder,
+    shake,
+    shifted_auto_encoder,
+    t5,
+    tokenizer,
+)
+from tests.pipelines.support.checkpoints.tiny_qwen import qwen_auto_encoder
 
-STAGES = {"block_out_channels": (8, 16, 16), "norm_num_groups": 4, "layers_per_block": 1}
-KINDS = {"down_block_types": ("DownEncoderBlock2D",) * 3, "up_block_types": ("UpDecoderBlock2D",) * 3}
+PROJECTED = "CLIPTextModelWithProjection"
 
 
 def krea2(path: Path, *, is_distilled: bool = False) -> Path:
-    from diffusers import AutoencoderKLQwenImage, Krea2Pipeline, Krea2Transformer2DModel
+    from diffusers import Krea2Pipeline, Krea2Transformer2DModel
 
     transformer = Krea2Transformer2DModel(
         in_channels=16,
@@ -34,15 +44,11 @@ def krea2(path: Path, *, is_distilled: bool = False) -> Path:
         num_refiner_text_blocks=1,
         axes_dims_rope=(4, 6, 6),
     )
-    latents = {"z_dim": 4, "latents_mean": [0.0] * 4, "latents_std": [1.0] * 4}
-    vae = AutoencoderKLQwenImage(
-        base_dim=8, dim_mult=[1, 2, 2], num_res_blocks=1, temperal_downsample=[False, True], **latents
-    )
     Krea2Pipeline(
-        scheduler=_flow(),
-        vae=shake(vae),
+        scheduler=flow(),
+        vae=qwen_auto_encoder(num_halvings=2),
         text_encoder=_qwen3_vl(num_layers=36),
-        tokenizer=_chat_tokenizer(),
+        tokenizer=chat_tokenizer(),
         transformer=shake(transformer),
         is_distilled=is_distilled,
     ).save_pretrained(path)
@@ -68,10 +74,10 @@ def ernie_image(path: Path) -> Path:
     )
     ErnieImagePipeline(
         transformer=shake(transformer),
-        vae=_flux2_vae(),
+        vae=flux2_auto_encoder(),
         text_encoder=_mistral3(),
-        tokenizer=_chat_tokenizer(),
-        scheduler=_plain_flow(),
+        tokenizer=chat_tokenizer(),
+        scheduler=flow(use_dynamic_shifting=False),
         pe=None,
         pe_tokenizer=None,
     ).save_pretrained(path)
@@ -79,7 +85,7 @@ def ernie_image(path: Path) -> Path:
 
 
 def sd3(path: Path, *, dual: tuple[int, ...] = (), qk_norm: str | None = None) -> Path:
-    from diffusers import AutoencoderKL, SD3Transformer2DModel, StableDiffusion3Pipeline
+    from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
 
     transformer = SD3Transformer2DModel(
         sample_size=32,
@@ -96,17 +102,16 @@ def sd3(path: Path, *, dual: tuple[int, ...] = (), qk_norm: str | None = None) -
         dual_attention_layers=dual,
         qk_norm=qk_norm,
     )
-    vae = AutoencoderKL(**STAGES, **KINDS, latent_channels=4, scaling_factor=0.36, shift_factor=0.12)
     StableDiffusion3Pipeline(
         transformer=shake(transformer),
-        scheduler=_plain_flow(),
-        vae=shake(vae),
-        text_encoder=_clip_projected(),
-        tokenizer=tiny.tokenizer(),
-        text_encoder_2=_clip_projected(),
-        tokenizer_2=tiny.tokenizer(),
-        text_encoder_3=tiny.t5("T5"),
-        tokenizer_3=_chat_tokenizer(),
+        scheduler=flow(use_dynamic_shifting=False),
+        vae=shifted_auto_encoder(4, 3),
+        text_encoder=clip(16, 2, PROJECTED),
+        tokenizer=tokenizer(),
+        text_encoder_2=clip(16, 2, PROJECTED),
+        tokenizer_2=tokenizer(),
+        text_encoder_3=t5("T5"),
+        tokenizer_3=chat_tokenizer(),
     ).save_pretrained(path)
     return path
 
@@ -117,21 +122,6 @@ def sd35_large(path: Path) -> Path:
 
 def sd35_medium(path: Path) -> Path:
     return sd3(path, qk_norm="rms_norm", dual=(0,))
-
-
-def _plain_flow() -> Any:
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
-    return FlowMatchEulerDiscreteScheduler(shift=3.0)
-
-
-def _clip_projected() -> Any:
-    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
-
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    ids = {"vocab_size": len(ALPHABET), "eos_token_id": ALPHABET.index("<eos>"), "pad_token_id": 0, "bos_token_id": 1}
-    config = CLIPTextConfig(**sizes, **ids, max_position_embeddings=tiny.TEXT_TOKENS, projection_dim=32)
-    return shake(CLIPTextModelWithProjection(config))
 
 
 def _mistral3() -> Any:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from tests.pipelines.support import tiny
-from tests.pipelines.support.tiny import ALPHABET, shake
-from tests.pipelines.support.tiny_models import HIDDEN, NUM_HEADS, _chat_tokenizer, _flow, _flux2_vae
-from tests.pipelines.support.tiny_others import KINDS, STAGES, _clip_projected, _plain_flow, _qwen3_vl
+from tests.pipelines.support.checkpoints.parts import (
+    HIDDEN,
+    NUM_HEADS,
+    auto_encoder,
+    chat_tokenizer,
+    clip,
+    flow,
+    flux2_auto_encoder,
+    shake,
+    t5,
+    tokenizer,
+)
+from tests.pipelines.support.checkpoints.tiny_others import PROJECTED, _qwen3_vl
 
 
 def ltx(path: Path) -> Path:
@@ -36,10 +44,10 @@ def ltx(path: Path) -> Path:
     }
     vae = AutoencoderKLLTXVideo(latent_channels=8, **stages, timestep_conditioning=False, patch_size=4, patch_size_t=1)
     LTXPipeline(
-        scheduler=_flow(),
+        scheduler=flow(),
         vae=shake(vae),
-        text_encoder=tiny.t5("T5"),
-        tokenizer=_chat_tokenizer(),
+        text_encoder=t5("T5"),
+        tokenizer=chat_tokenizer(),
         transformer=shake(transformer),
     ).save_pretrained(path)
     return path
@@ -47,7 +55,7 @@ def ltx(path: Path) -> Path:
 
 def sdxl(path: Path, *, in_channels: int = 4) -> Path:
     """The U-Net of Stable Diffusion XL; one latent value is 4x4 pixels. With 9 channels, the one made for masks."""
-    from diffusers import AutoencoderKL, EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
+    from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
 
     unet = UNet2DConditionModel(
         sample_size=32,
@@ -66,25 +74,19 @@ def sdxl(path: Path, *, in_channels: int = 4) -> Path:
         projection_class_embeddings_input_dim=80,
         cross_attention_dim=32,
     )
-    vae = AutoencoderKL(**STAGES, **KINDS, latent_channels=4, scaling_factor=0.36)
     StableDiffusionXLPipeline(
         unet=shake(unet),
         scheduler=EulerDiscreteScheduler(beta_schedule="scaled_linear", timestep_spacing="leading", steps_offset=1),
-        vae=shake(vae),
-        text_encoder=_clip_of_width(16),
-        tokenizer=tiny.tokenizer(),
-        text_encoder_2=_clip_projected(),
-        tokenizer_2=tiny.tokenizer(),
+        vae=auto_encoder(4, 3, scaling_factor=0.36),
+        text_encoder=clip(16, 2),
+        tokenizer=tokenizer(),
+        text_encoder_2=clip(16, 2, PROJECTED),
+        tokenizer_2=tokenizer(),
     ).save_pretrained(path)
     return path
 
 
-def _clip_of_width(width: int) -> Any:
-    from transformers import CLIPTextConfig, CLIPTextModel
-
-    sizes = {"hidden_size": width, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    ids = {"vocab_size": len(ALPHABET), "eos_token_id": ALPHABET.index("<eos>"), "pad_token_id": 0, "bos_token_id": 1}
-    return shake(CLIPTextModel(CLIPTextConfig(**sizes, **ids, max_position_embeddings=tiny.TEXT_TOKENS)))
+CONTENT = "{% for message in messages %}{{ message['content'][0]['text'] }}{% endfor %}"
 
 
 def ideogram4(path: Path) -> Path:
@@ -93,17 +95,11 @@ def ideogram4(path: Path) -> Path:
     sizes = {"in_channels": 16, "num_layers": 2, "attention_head_dim": 16, "num_attention_heads": NUM_HEADS}
     inner = {"intermediate_size": 64, "adaln_dim": 16, "llm_features_dim": 13 * HIDDEN, "mrope_section": (4, 2, 2)}
     Ideogram4Pipeline(
-        scheduler=_plain_flow(),
-        vae=_flux2_vae(),
+        scheduler=flow(use_dynamic_shifting=False),
+        vae=flux2_auto_encoder(),
         text_encoder=_qwen3_vl(num_layers=36),
-        tokenizer=_content_tokenizer(),
+        tokenizer=chat_tokenizer(CONTENT),
         transformer=shake(Ideogram4Transformer2DModel(**sizes, **inner)),
         unconditional_transformer=shake(Ideogram4Transformer2DModel(**sizes, **inner), seed=4),
     ).save_pretrained(path)
     return path
-
-
-def _content_tokenizer() -> Any:
-    letters = _chat_tokenizer()
-    letters.chat_template = "{% for message in messages %}{{ message['content'][0]['text'] }}{% endfor %}"
-    return letters

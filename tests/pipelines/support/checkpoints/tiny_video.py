@@ -6,8 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.pipelines.support import tiny
-from tests.pipelines.support.tiny import shake, tokenizer
+from tests.pipelines.support.checkpoints.parts import multistep, shake, t5, tokenizer
+from tests.pipelines.support.checkpoints.tiny import wan_transformer, wan_vae
 
 IMAGE_DIM = 20
 VISION_SIZE = 32
@@ -38,14 +38,11 @@ wan_first_and_last = partial(wan_picture, num_pictures=2)
 def _wan(path: Path, **parts: Any) -> Path:
     import diffusers
 
-    letters = tokenizer()
-    letters.model_max_length = 512
-    flow = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
     diffusers.WanImageToVideoPipeline(
-        tokenizer=letters,
-        text_encoder=tiny.t5("UMT5"),
-        vae=tiny.wan_vae(),
-        scheduler=diffusers.UniPCMultistepScheduler(**flow),
+        tokenizer=tokenizer(512),
+        text_encoder=t5("UMT5"),
+        vae=wan_vae(),
+        scheduler=multistep(),
         **parts,
     ).save_pretrained(path)
     return path
@@ -53,11 +50,7 @@ def _wan(path: Path, **parts: Any) -> Path:
 
 def _wan_transformer(seed: int, **more: Any) -> Any:
     """A latent value has 4 channels; 4 more say which frames are known, and 4 are these."""
-    from diffusers import WanTransformer3DModel
-
-    sizes = {"num_attention_heads": 4, "attention_head_dim": 24, "ffn_dim": 128, "num_layers": 2, "text_dim": 48}
-    channels = {"in_channels": 12, "out_channels": 4, "freq_dim": 32}
-    return shake(WanTransformer3DModel(**sizes, **channels, rope_max_seq_len=64, **more), seed=seed)
+    return wan_transformer(seed, in_channels=12, **more)
 
 
 def _clip_vision() -> dict[str, Any]:
