@@ -38,6 +38,8 @@ def main(words: Sequence[str] | None = None) -> None:
     arguments = parse(words)
     mix = load_mix(arguments.mix)
     arrivals = owned(arrivals_of(mix, arguments), arguments.owners, arguments.seed)
+    if not arrivals:
+        sys.exit("no request comes in that time: raise --rate or --duration-s, or write some into the trace")
     with server(arguments) as (url, metrics, num_gpus):
         document = asyncio.run(measured(url, metrics, num_gpus, mix, arrivals, arguments))
     document |= {"mix": arguments.mix, "seed": arguments.seed, "load_at_end": round(os.getloadavg()[0], 1)}

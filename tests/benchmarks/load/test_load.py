@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from pydantic import ValidationError
 
-from benchmarks.load.__main__ import parse
+from benchmarks.load.__main__ import main, parse
 from benchmarks.load.arrivals import bursts, poisson, trace, trace_file
 from benchmarks.load.client import Outcome, send_all
 from benchmarks.load.mix import MIXES, Mix, RequestClass, load_mix
@@ -53,6 +53,11 @@ def test_poisson_has_the_rate_and_the_shares() -> None:
 
 def test_bursts_come_at_once() -> None:
     assert [one.at_s for one in bursts(MIX, 2, 5.0, 10.0, seed=0)] == [0.0, 0.0, 5.0, 5.0]
+
+
+def test_a_load_without_requests_is_refused_before_anything_is_started() -> None:
+    with pytest.raises(SystemExit, match="no request comes in that time: raise --rate"):
+        main(["--rate", "0.001", "--duration-s", "0.001"])
 
 
 def test_a_trace_is_followed(tmp_path: Path) -> None:
