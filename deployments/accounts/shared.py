@@ -53,6 +53,7 @@ class SharedAccounts:
         self._asked: set[str] = set()
         self._ended: list[str] = []
         self._uses: defaultdict[str, list[float]] = defaultdict(list)
+        self._telling = asyncio.Lock()  # what is on its way to one keeper is not to be told to its successor as well
         self._settling: asyncio.Task[None] | None = None
         self._renewing: asyncio.Task[None] | None = None
 
@@ -105,6 +106,10 @@ class SharedAccounts:
         _raise(answer)
 
     async def _renew(self) -> None:
+        async with self._telling:
+            await self._tell_all()
+
+    async def _tell_all(self) -> None:
         """Says all that is under way. A new keeper hears what was used as well, and must not be told twice."""
         under_way, untold = list(self._under_way.values()), self._uses
         self._uses = defaultdict(list)
@@ -127,16 +132,23 @@ class SharedAccounts:
         """Tells the keeper what has ended, until there is no more. It is told until it hears."""
         await asyncio.sleep(SETTLE_AFTER_S)
         while self._ended or self._uses:
-            ended, uses = self._ended, self._uses
-            self._ended, self._uses = [], defaultdict(list)
             try:
-                if await self._keeper.settle(self._holder, ended, uses) is not None:
-                    await self._renew()  # which says all of it
+                async with self._telling:
+                    await self._tell_news()
             except AccountsUnavailableError as error:
                 logger.warning("what keys have used could not be told: %s", error)
-                self._ended = ended + self._ended
-                self._tell_again(uses)
                 await asyncio.sleep(RETRY_S)
+
+    async def _tell_news(self) -> None:
+        ended, uses = self._ended, self._uses
+        self._ended, self._uses = [], defaultdict(list)
+        try:
+            if await self._keeper.settle(self._holder, ended, uses) is not None:
+                await self._tell_all()
+        except AccountsUnavailableError:
+            self._ended = ended + self._ended
+            self._tell_again(uses)
+            raise
 
     def _tell_again(self, uses: Mapping[str, Sequence[float]]) -> None:
         for key, gpu_seconds in uses.items():

@@ -173,6 +173,28 @@ async def test_a_new_keeper_hears_what_is_under_way_and_was_used(pair: Pair, lin
         pass
 
 
+async def test_what_is_on_its_way_to_a_keeper_that_dies_counts_once(pair: Pair, line: Line, clock: SetTime) -> None:
+    """It is told to the next one, which may have heard all by then."""
+    first, _ = pair
+    on_its_way, dies = asyncio.Event(), asyncio.Event()
+
+    async def settle(*args: Any) -> Any:
+        on_its_way.set()
+        await dies.wait()
+        return await line.keeper.settle(*args)
+
+    line.settle = settle  # type: ignore[attr-defined]
+    first.note(MINE, "m", 2.0)
+    await on_its_way.wait()
+    line.keeper = AccountKeeper(LIMITS, clock)
+    asking = asyncio.create_task(begin(first))
+    await asyncio.wait({asking}, timeout=0.05)
+    dies.set()
+    await asking
+    await settled(first)
+    assert (await first.used(MINE)).last_minute_s == 2.0
+
+
 async def test_a_replica_that_is_gone_has_nothing_under_way(pair: Pair, clock: SetTime) -> None:
     first, second = pair
     async with first.taken(MINE, 2):
