@@ -77,6 +77,8 @@ class Clips:
     async def stop(self) -> None:
         """Stops the clips that are being made; they are queued again, with nothing lost but the steps they had made."""
         await cancel(*self._tasks)
+        if self._tasks:
+            await self._runner.stop_all()  # also those that were begun since it was stopped before
         if self._engine is not None:
             await self._engine.dispose()
 

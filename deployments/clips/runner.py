@@ -51,16 +51,17 @@ class ClipRunner:
             await cancel(task)
 
     async def run(self) -> None:
-        """Makes clips until cancelled; then the unfinished ones are queued again."""
-        try:
-            while True:
-                await self._take_what_fits()
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(self._poll_s):  # wait_for can swallow a cancellation in Python 3.11
-                        await self._news.wait()
-                self._news.clear()
-        finally:
-            await cancel(*self._running.values())
+        """Takes clips until cancelled."""
+        while True:
+            await self._take_what_fits()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._poll_s):  # wait_for can swallow a cancellation in Python 3.11
+                    await self._news.wait()
+            self._news.clear()
+
+    async def stop_all(self) -> None:
+        """Cancels all clips that are made here, which are queued again, and waits until that is done."""
+        await cancel(*self._running.values())
 
     async def _take_what_fits(self) -> None:
         try:

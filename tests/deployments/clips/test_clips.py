@@ -34,6 +34,19 @@ async def test_stop_and_start_again(tmp_path: Path, database_url: str) -> None:
     assert second.performed[0].seed == 77
 
 
+async def test_a_clip_that_was_begun_between_two_stops_is_queued_again(tmp_path: Path) -> None:
+    """As by a request that was under way when the server began to end."""
+    studio = FakeStudio(step_s=1000)
+    async with running(studio, tmp_path) as clips:
+        await clips.stop()
+        clip_id, _ = await clips.begin(REQUEST, "1")
+        await started(studio)
+    assert len(studio.closed) == 1
+    async with running(FakeStudio(reasons={"fake-clips": "not now"}), tmp_path) as clips:
+        record = await the(clips, clip_id)
+    assert (record.status, record.attempts) == ("queued", 0)
+
+
 KILLED = """
     import asyncio, os, pathlib, sys
     sys.path.insert(0, {root!r})
