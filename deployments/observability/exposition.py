@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -64,11 +65,19 @@ class Exposition:
         if self._ingress is None:
             self._ingress = serve.get_deployment_handle(INGRESS, APPLICATION)
         asked = {INGRESS: self._ingress, **self._denoisers}
-        answers = {name: handle.broadcast("metrics") for name, handle in asked.items()}
-        for name, answer in answers.items():
-            try:
-                yield from answer.results(timeout_s=ANSWER_DEADLINE_S)
-            except DeploymentUnavailableError:  # it has no replica now
-                continue
-            except (RayError, RayServeException, TimeoutError) as error:
-                logger.warning("%s did not say what it has counted: %s", name, error)
+        with ThreadPoolExecutor(len(asked)) as pool:  # a deployment that does not answer holds up no other
+            for answers in pool.map(_answers, asked.keys(), asked.values()):
+                yield from answers
+
+
+def _answers(name: str, handle: DeploymentHandle[Any]) -> list[Counted]:
+    """Returns what those replicas of a deployment say that answer in time."""
+    try:
+        answers = handle.broadcast("metrics").results(timeout_s=ANSWER_DEADLINE_S, return_exceptions=True)
+    except DeploymentUnavailableError:  # it has no replica now
+        return []
+    except (RayError, RayServeException, TimeoutError) as error:
+        answers = [error]
+    for failure in (one for one in answers if isinstance(one, Exception)):
+        logger.warning("%s did not say what it has counted: %s", name, failure)
+    return [one for one in answers if not isinstance(one, Exception)]
