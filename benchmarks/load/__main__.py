@@ -64,6 +64,7 @@ def server(arguments: argparse.Namespace) -> Iterator[tuple[str, str, int]]:
     config = arguments.owners.with_weights(config_of(arguments).with_metrics(port))
     num_ranks = sum(model.denoiser.num_ranks * model.denoiser.num_replicas for model in config.app.models)
     with serving(config, keys=arguments.owners.keys) as application:
+        application.rest()
         yield application.url, f"http://127.0.0.1:{port}/metrics", num_ranks
 
 

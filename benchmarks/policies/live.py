@@ -121,7 +121,8 @@ class Visit:
 
     def knowing(self, known: Mapping[str, Alone], kinds: Sequence[RequestClass]) -> dict[str, Alone]:
         """Returns what all classes take alone: those that nobody knows are measured, of the others each is asked for
-        once."""
+        once. Begins when the application is at rest."""
+        self._application.rest()
         url, old = self._application.url, [kind for kind in kinds if kind.name in known]
         asyncio.run(lone.made_ready(url, old, self._headers))
         new = [kind for kind in kinds if kind.name not in known]

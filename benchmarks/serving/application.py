@@ -25,6 +25,9 @@ READY_WITHIN_S = 600.0
 STOPPED_WITHIN_S = 60.0
 POLL_S = 0.5
 """Of the health of what starts: each look takes it some 20 ms of CPU."""
+REST_CORES, REST_LOOKS, LOOK_S = 0.5, 9, 1.0
+"""At rest it uses less for longer than gangs wait before they have processes made that stand by."""
+AT_REST_WITHIN_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +52,16 @@ class Application:
         before = cpu_s(self.processes())
         time.sleep(over_s)
         return (cpu_s(self.processes()) - before) / over_s
+
+    def rest(self) -> None:
+        """Returns when it is at rest, and says so if it never is. After a start, once nobody asks for anything, it
+        makes processes that stand by: seconds in which steps on the same cores take twice as long."""
+        num_looks, end_s = 0, time.monotonic() + AT_REST_WITHIN_S
+        while num_looks < REST_LOOKS:
+            num_looks = num_looks + 1 if self.cpu_share(LOOK_S) < REST_CORES else 0
+            if time.monotonic() > end_s:
+                print(f"not at rest within {AT_REST_WITHIN_S:g} s of its start", file=sys.stderr, flush=True)
+                return
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

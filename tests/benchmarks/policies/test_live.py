@@ -46,7 +46,11 @@ class Served:
         self.keys = dict(zip(keys, config.app.api.key_limits, strict=True))
         assert all(model.denoiser.elastic for model in config.app.models)
         self.policies.append(config.app.models[0].denoiser.policy)
-        yield SimpleNamespace(url="", ready_s=1.0, data_dir=data_dir)
+        self.is_at_rest = False
+        yield SimpleNamespace(url="", ready_s=1.0, data_dir=data_dir, rest=self._rest)
+
+    def _rest(self) -> None:
+        self.is_at_rest = True
 
     async def _made_ready(self, url: str, kinds: list[Any], headers: dict[str, str]) -> None:
         self._check(headers)
@@ -58,7 +62,8 @@ class Served:
         return {kind.name: ALONE for kind in kinds}
 
     def _check(self, headers: dict[str, str]) -> None:
-        """A server with keys would refuse what has none."""
+        """A server with keys would refuse what has none; one that makes processes which stand by is slow."""
+        assert self.is_at_rest
         sent = headers.get("Authorization", "").removeprefix("Bearer ")
         assert sent in self.keys if self.keys else not headers
 
