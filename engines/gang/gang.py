@@ -80,15 +80,15 @@ class Gang:
         ranks = spawn_ranks(config, group, await rank_environments(config, group, environment))
         try:
             infos, built = await Start(config, ranks, clock, model).run(load)
+            start_s = clock.now_s() - begun_s
+            observe_start(model, start_s)
+            fields = {"pids": [info.pid for info in infos], "ages_s": [round(info.process_age_s, 1) for info in infos]}
+            logger.info("gang is ready", extra={"model": model, "start_s": round(start_s, 3), **fields})
+            known = step_times(infos, built.estimates) if step_times is not None else None
+            return cls(config, ranks, infos, built.team_sizes, model, clock, known, built.estimates)
         except BaseException:
             kill_ranks(ranks)
             raise
-        start_s = clock.now_s() - begun_s
-        observe_start(model, start_s)
-        fields = {"pids": [info.pid for info in infos], "ages_s": [round(info.process_age_s, 1) for info in infos]}
-        logger.info("gang is ready", extra={"model": model, "start_s": round(start_s, 3), **fields})
-        known = step_times(infos, built.estimates) if step_times is not None else None
-        return cls(config, ranks, infos, built.team_sizes, model, clock, known, built.estimates)
 
     @property
     def broken(self) -> GangBrokenError | None:

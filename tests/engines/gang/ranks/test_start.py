@@ -22,9 +22,10 @@ from ray.exceptions import RayActorError
 from engines.core import phases
 from engines.core.rank import RankContext
 from engines.gang import gang as gang_module
-from engines.gang.config import BuildRank, GangConfig
+from engines.gang.config import BuildRank, BuiltRank, GangConfig
 from engines.gang.errors import GangBrokenError
 from engines.gang.gang import Gang
+from engines.gang.predictions.step_times import StepTimes
 from engines.gang.ranks.rank import spawn_ranks
 from engines.gang.ranks.start import PING_EVERY_S, Start
 from tests.engines.gang.support.fakes import FAKE_ESTIMATES, FakeRequest, fake_job, load_fake, reference_latents
@@ -131,6 +132,30 @@ async def test_each_phase_leaves_a_line_in_the_log(caplog: pytest.LogCaptureFixt
     assert [line["phase"] for line in lines] == [f"gang: {name}" for name in ("processes", "connect", "load", "build")]
     assert {line["model"] for line in lines} == {"fake"}
     assert {line["took_s"] for line in lines} == {0.0}, "by the clock of the gang"
+
+
+class UnknownRanksError(Exception):
+    pass
+
+
+async def test_ranks_of_whose_times_nothing_can_be_told_do_not_outlive_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks, killed = HangingRanks("none of them").actors, list[object]()
+
+    async def ready(_start: Start, _load: object) -> tuple[list[Any], BuiltRank]:
+        return [], BuiltRank(team_sizes=(2,))
+
+    def step_times(*_: object) -> StepTimes:
+        raise UnknownRanksError
+
+    monkeypatch.setattr(gang_module, "spawn_ranks", lambda *_: ranks)
+    monkeypatch.setattr(gang_module, "kill_ranks", killed.extend)
+    monkeypatch.setattr(Start, "run", ready)
+    anywhere: Any = object()
+    with pytest.raises(UnknownRanksError):
+        await Gang.start(DEADLINES, load_fake, placement_group=anywhere, step_times=step_times, clock=SetClock())
+    assert killed == ranks
 
 
 def load_stopped(pid_file: Path, context: RankContext) -> BuildRank:
