@@ -210,7 +210,8 @@ class Run:
 
     @property
     def _elapsed_s(self) -> float:
-        return time.perf_counter() - self._started_s
+        """Since the request came, however many runs of it have failed."""
+        return self.waited_s + time.perf_counter() - self._started_s
 
     @property
     def _decoded_like(self) -> DecodedLike:
@@ -226,7 +227,7 @@ class Run:
         """Its deadline counts from when it came, whatever it waited for and however often it began anew."""
         if self.request.deadline_s is None:
             return self.request
-        return replace(self.request, waited_s=self.request.waited_s + self.waited_s + self._elapsed_s)
+        return replace(self.request, waited_s=self.request.waited_s + self._elapsed_s)
 
 
 def _observe(model: str, timings: StageTimes) -> None:

@@ -24,7 +24,7 @@ from deployments.studio.interface import (
 from deployments.studio.readiness import Readiness
 from deployments.studio.retries import MAX_LOSSES, RECOVERY_DEADLINE_S
 from engines.gang.errors import DEADLINE, GangBrokenError, QueueFullError, TooLateError
-from engines.gang.jobs.job import JobDone, PreviewReady, StepDone
+from engines.gang.jobs.job import JobDone, JobQueued, PreviewReady, StepDone
 from pipelines.pictures import InputPicture, InputPictures
 from tests.deployments.studio.support.set_stages import Stages
 from tests.deployments.support.fake_studio import EDITS, PICTURES
@@ -111,6 +111,14 @@ async def test_a_deadline_goes_on_while_a_gang_is_rebuilt(events_of: Callable[..
     await events_of(stages, deadline_s=60.0)
     requests = [args[1] for args in stages.all_sent["denoise"]]
     assert [(one.deadline_s, one.waited_s) for one in requests] == [(60.0, 0.0), (60.0, 7.0)]
+
+
+async def test_the_whole_time_begins_when_the_request_came(events_of: Callable[..., Any]) -> None:
+    """What passed on a gang that was lost belongs to it, and to what is predicted of it."""
+    stages = Stages([STEP, 7.0, BROKEN], [2.0, JobQueued(job_id="j", eta_s=3.0), STEP, DONE])
+    stages.expected_s = 0.5
+    _, queued, *_, media = await events_of(stages)
+    assert (queued.eta_s, media.timings.eta_s, media.timings.total_s) == pytest.approx((12.5, 12.5, 9.0))
 
 
 async def test_what_came_too_late_for_its_deadline_is_not_tried_on(events_of: Callable[..., Any]) -> None:
