@@ -77,7 +77,7 @@ class Gang:
         """
         group, clock = placement_group or current_group(), clock or Clock()
         begun_s = clock.now_s()
-        ranks = spawn_ranks(config, group, await rank_environments(config, group, environment))
+        ranks = spawn_ranks(config, group, await rank_environments(config, group, environment, clock))
         try:
             infos, built = await Start(config, ranks, clock, model).run(load)
             start_s = clock.now_s() - begun_s

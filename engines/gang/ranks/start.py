@@ -118,10 +118,11 @@ async def _answer(ref: Awaitable[Any]) -> Any:
 
 
 async def rank_environments(
-    config: GangConfig, group: PlacementGroup, environment: Callable[[], Environment] | None
+    config: GangConfig, group: PlacementGroup, environment: Callable[[], Environment] | None, clock: Clock
 ) -> Sequence[Environment]:
     """Variables for each rank, as ``environment`` answers on its node (where it may prepare files, too): what a rank
-    must find when its process starts, since the loader reads some of it once."""
+    must find when its process starts, since the loader reads some of it once. ``GangBrokenError`` if that takes a node
+    longer than it may take to start one."""
     if environment is None:
         return [{}] * config.num_ranks
     if config.num_nodes == 1:  # the group is packed: this process is on the node of its ranks
@@ -131,7 +132,12 @@ async def rank_environments(
     answers = [
         asked.options(scheduling_strategy=rank_strategy(config, rank, group)).remote(environment) for rank in firsts
     ]
-    by_node: list[Environment] = list(await asyncio.gather(*answers))
+    within_s = config.process_deadline_s
+    try:
+        async with clock.timeout(within_s):
+            by_node: list[Environment] = await asyncio.gather(*answers)
+    except TimeoutError:
+        raise GangBrokenError(f"nodes did not say what their ranks need within {within_s:g} s", "deadline") from None
     return [by_node[rank // config.ranks_per_node] for rank in range(config.num_ranks)]
 
 

@@ -14,9 +14,11 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
+import ray
 from ray.exceptions import RayActorError
 
 from engines.core import phases
@@ -132,6 +134,19 @@ async def test_each_phase_leaves_a_line_in_the_log(caplog: pytest.LogCaptureFixt
     assert [line["phase"] for line in lines] == [f"gang: {name}" for name in ("processes", "connect", "load", "build")]
     assert {line["model"] for line in lines} == {"fake"}
     assert {line["took_s"] for line in lines} == {0.0}, "by the clock of the gang"
+
+
+async def test_a_node_that_does_not_say_what_its_ranks_need_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, clock, anywhere = replace(DEADLINES, num_nodes=2), SetClock(), Mock()
+    asked = Mock(return_value=asyncio.get_running_loop().create_future())
+    monkeypatch.setattr(ray, "remote", lambda **_: lambda _: Mock(options=lambda **_: Mock(remote=asked)))
+    starting = asyncio.create_task(
+        Gang.start(config, load_fake, environment=refuse, placement_group=anywhere, clock=clock)
+    )
+    await settled()
+    await clock.advance(DEADLINES.process_deadline_s + 0.1)
+    with pytest.raises(GangBrokenError, match="nodes did not say what their ranks need within 1 s"):
+        starting.result()
 
 
 class UnknownRanksError(Exception):
