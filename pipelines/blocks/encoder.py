@@ -97,7 +97,7 @@ class BlocksEncoder:
             inputs[RESIZES] = False
         if self.max_tokens and LENGTH in self._opened.inputs:
             inputs[LENGTH] = self.max_tokens
-            self._beginning(request.prompt)  # for its warning
+            self._warn_if_cut(request.prompt)
         elif self.max_tokens:
             inputs |= {name: self._beginning(inputs[name]) for name in PROMPTS if name in inputs}
         state = self._opened.state(inputs)
@@ -118,16 +118,24 @@ class BlocksEncoder:
         return {name: on_cpu(state.get(name)) for name in names}
 
     def _beginning(self, prompt: str) -> str:
-        """The part of ``prompt`` that the model sees, by the tokenizer that gives the most. Logs that there is more."""
-        parts = [one for name in (*TOKENIZERS, "processor") if (one := getattr(self._pipeline, name, None)) is not None]
-        tokenizers = [getattr(one, "tokenizer", one) for one in parts]  # one may be inside a processor of pictures
-        longest = max(tokenizers, key=lambda one: int(one.model_max_length))
-        num_given = len(longest(prompt)["input_ids"])
-        if num_given <= self.max_tokens:
+        """The part of ``prompt`` that the model sees. Logs that there is more."""
+        if not self._warn_if_cut(prompt):
             return prompt
-        logger.warning("the prompt has %d tokens; the model sees the first %d", num_given, self.max_tokens)
-        places = longest(prompt, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-        return prompt[: places[self.max_tokens - 1][1]]
+        places = self._tokenizer(prompt, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        return prompt[: places[: self.max_tokens][-1][1]]
+
+    def _warn_if_cut(self, prompt: str) -> bool:
+        """Whether ``prompt`` has tokens that the model will not see, which the log says then."""
+        num_given = len(self._tokenizer(prompt)["input_ids"])
+        if num_given > self.max_tokens:
+            logger.warning("the prompt has %d tokens; the model sees the first %d", num_given, self.max_tokens)
+        return num_given > self.max_tokens
+
+    @property
+    def _tokenizer(self) -> Any:
+        """The one that gives the most tokens; it may be inside a processor of pictures."""
+        parts = [one for name in (*TOKENIZERS, "processor") if (one := getattr(self._pipeline, name, None)) is not None]
+        return max((getattr(one, "tokenizer", one) for one in parts), key=lambda one: int(one.model_max_length))
 
 
 def on_cpu(value: Any) -> Any:
