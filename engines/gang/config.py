@@ -62,6 +62,8 @@ class GangConfig:
             )
         for name in ("cpus_per_rank", "max_waiting_jobs"):
             _check(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+        has_some = self.cpus_per_rank > 0 or self.gpus_per_rank > 0
+        _check(has_some, "cpus_per_rank", self.cpus_per_rank, "above 0 for ranks without GPUs")
         alone = self.gpus_per_rank == 0 or 0.5 < self.gpus_per_rank <= 1
         _check(alone, "gpus_per_rank", self.gpus_per_rank, "0, or above 0.5 and up to 1 (no two ranks share a device)")
         _check(

@@ -33,6 +33,7 @@ def test_a_gang_wider_than_a_node_has_a_bundle_per_node_and_ranks_in_node_order(
         ({"num_ranks": 0}, "num_ranks is 0; it must be at least 1"),
         ({"num_nodes": 3}, "num_nodes is 3; it must be a divisor of num_ranks=4"),
         ({"gpus_per_rank": 0.5}, "gpus_per_rank is 0.5; it must be 0, or above 0.5"),
+        ({"cpus_per_rank": 0}, "cpus_per_rank is 0; it must be above 0 for ranks without GPUs"),
         ({"step_deadline_s": 0}, "step_deadline_s is 0; it must be a time above 0 s"),
         ({"max_waiting_jobs": -1}, "max_waiting_jobs is -1; it must be 0 or more"),
     ],
