@@ -38,7 +38,7 @@ class KeyLimits:
             raise ValueError(f"key is {self.key!r}; it must be {allowed}")
         for name in ("weight", "max_concurrent", "gpu_seconds_per_minute"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
+            if value is not None and not value > 0:  # nor what is no number
                 raise ValueError(f"{name} is {value}; it must be above 0")
         if self.name and self.key == EVERYBODY:
             raise ValueError(f"name is {self.name!r}; * is many keys, so leave the name out")

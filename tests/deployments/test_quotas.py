@@ -91,6 +91,7 @@ def test_an_entry_of_its_own_wins(clock: SetTime) -> None:
         {"key": MINE[:7]},
         {"name": "all"},
         {"weight": 0},
+        {"weight": float("nan")},
         {"max_concurrent": -1},
         {"gpu_seconds_per_minute": 0},
     ],
