@@ -93,6 +93,7 @@ async def test_what_is_under_way_counts_together(pair: Pair) -> None:
         for accounts in pair:
             with pytest.raises(LimitReachedError, match="2 pictures and clips of this key are under way, and 2 may be"):
                 await begin(accounts)
+    await settled(*pair)
     async with second.taken(MINE, 1, 1):
         with pytest.raises(LimitReachedError, match="2 pictures and clips"):
             await begin(first, num_clips=1)
