@@ -32,7 +32,7 @@ class Defaults:
     With ``describes_pictures`` a prompt may be empty: the model makes its own from the picture.
     A picture is taken apart into ``num_layers`` with opacity, at most ``max_layers`` (0: it is opaque and whole).
     Clips of models that ``make_sound`` have one, unless the request wants none.
-    ``max_tokens`` of a prompt reach the model (0: as many as its pipeline says).
+    ``max_tokens`` of a prompt reach the model (0: as its pipeline says). Sides are ``min_side`` pixels at least.
     Clips are made in chunks of ``frames_per_chunk`` (0: as a whole), with all steps for each, and ``first_chunk_steps``
     times as many for the first.
     Each ``check`` raises ValueError for what the model cannot do; the message says what was given and what is allowed.
@@ -66,6 +66,7 @@ class Defaults:
     make_sound: bool = False
     max_tokens: int = 0
     min_steps: int = 1
+    min_side: int = 1
     min_frames: int = 1
     frames_per_chunk: int = 0
     first_chunk_steps: int = 1
@@ -113,6 +114,8 @@ class Defaults:
         self.check_sound(request)
 
     def check_size(self, width: int, height: int) -> None:
+        if 0 < min(width, height) < self.min_side:
+            raise ValueError(f"size is {width}x{height}; width and height must be at least {self.min_side}")
         check_sides(width, height, self.size_multiple, self.max_pixels)
         if width * height > self.max_pixels:
             allowed = f"at most {self.max_pixels} pixels are allowed, such as {self.nearest_size(width, height)}"
@@ -120,7 +123,8 @@ class Defaults:
 
     def nearest_size(self, width: float, height: float) -> Size:
         """Returns a size of about this shape that passes ``check_size``."""
-        return nearest_size(width, height, self.size_multiple, self.max_pixels)
+        wide, high = (max(side, self.min_side) for side in (width, height))
+        return nearest_size(wide, high, self.size_multiple, self.max_pixels)
 
     def check_num_frames(self, num_frames: int) -> None:
         if num_frames > self.max_frames:

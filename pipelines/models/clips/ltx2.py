@@ -134,7 +134,10 @@ def first_frame(config: Config, latents: Mapping[str, Any]) -> Mapping[str, Any]
 
 
 def defaults(path: Path) -> Defaults:
-    """What diffusers' pipeline does by default, which is from the model card (Lightricks/LTX-2)."""
+    """What diffusers' pipeline does by default, which is from the model card (Lightricks/LTX-2).
+
+    The auto-encoder mirrors latents at their edges, for which it takes two in a row.
+    """
     spatial, temporal = vae_scales(path)
     return replace(
         CLIP,
@@ -143,6 +146,7 @@ def defaults(path: Path) -> Defaults:
         num_inference_steps=30,
         true_cfg_scale=3.0,
         size_multiple=spatial,
+        min_side=2 * spatial,
         frame_multiple=temporal,
         max_pixels=1920 * 1088,
         max_frames=257,

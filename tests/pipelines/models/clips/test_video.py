@@ -186,5 +186,15 @@ def test_a_gang_prepares_with_blank_pictures(loaded: tuple[Clip, MediaRequest, P
 @pytest.mark.parametrize("fps", [24, 50, 120])
 def test_one_frame_at_a_high_rate_has_a_token_of_sound(fps: int, folders: Callable[[Any], Path]) -> None:
     checkpoint = Checkpoint(folders(tiny_ltx.ltx2_few_layers))
-    request = checkpoint.defaults.request(Size(width=64, height=32, num_frames=1), fps=fps)
+    request = checkpoint.defaults.request(Size(width=64, height=64, num_frames=1), fps=fps)
     assert {branch.inputs["audio_hidden_states"].shape[1] for branch in checkpoint.first_step(request)} == {1}
+
+
+def test_a_clip_whose_latents_cannot_be_mirrored_is_refused(folders: Callable[[Any], Path]) -> None:
+    """Its steps would all be made, and then no auto-encoder could decode it."""
+    checkpoint = Checkpoint(folders(tiny_ltx.ltx2_few_layers))
+    smallest = checkpoint.defaults.request(Size(width=64, height=64, num_frames=1))
+    assert checkpoint.decoder().decode(checkpoint.first_latents(smallest), smallest).shape == (1, 64, 64, 3)
+    with pytest.raises(ValueError, match="size is 96x32; width and height must be at least 64"):
+        checkpoint.defaults.request(Size(width=96, height=32, num_frames=1))
+    assert str(checkpoint.defaults.nearest_size(300, 20)) == "288x64"
