@@ -38,6 +38,8 @@ logger = logging.getLogger("troupe.clips")
 
 SWEEP_EVERY_S = 60.0
 NUM_LEARNT_FROM = 100
+LOOK_S = 5.0
+"""For the disk to say how much room it has; one in the network may never do."""
 
 
 class Clips:
@@ -54,6 +56,7 @@ class Clips:
         self._times = ClipTimes()
         self._tasks: list[asyncio.Task[None]] = []
         self._submitting = asyncio.Lock()
+        self._looking: asyncio.Future[StorageFullError | StorageLostError | None] | None = None
 
     async def start(self) -> None:
         """Opens the database and goes on with what was left unfinished. ValueError for a bad database URL."""
@@ -158,8 +161,13 @@ class Clips:
         return await self._store.get(clip_id)
 
     async def storage_problem(self) -> StorageFullError | StorageLostError | None:
-        """Returns why no clip can be kept now; None if it can."""
-        return await asyncio.to_thread(storage_problem, self._settings.data_dir)
+        """Returns why no clip can be kept now; None if it can. However many ask, one thread waits for the disk."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.ensure_future(asyncio.to_thread(storage_problem, self._settings.data_dir))
+        await asyncio.wait((self._looking,), timeout=LOOK_S)
+        if not self._looking.done():
+            return StorageLostError(f"the disk of {self._settings.data_dir} does not answer")
+        return self._looking.result()
 
     def _attempt(self, claim: Claim) -> Attempt:
         return Attempt(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import shutil
+import threading
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
@@ -89,6 +91,29 @@ async def test_a_disk_that_cannot_be_looked_at(tmp_path: Path, monkeypatch: pyte
         assert "cannot be looked at: Stale file handle" in str(await clips.storage_problem())
         with pytest.raises(StorageLostError):
             await clips.submit(REQUEST, "1")
+
+
+async def test_a_disk_that_does_not_answer_holds_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, looks, look = threading.Event(), list[Path](), shutil.disk_usage
+
+    def hangs(folder: Path) -> object:
+        looks.append(folder)
+        answers.wait(PATIENCE_S)
+        return look(folder)
+
+    async with running(FakeStudio(), tmp_path) as clips:
+        monkeypatch.setattr("deployments.clips.clips.LOOK_S", 0.01)
+        monkeypatch.setattr("deployments.clips.storage.shutil.disk_usage", hangs)
+        async with asyncio.timeout(PATIENCE_S):
+            while not looks:
+                await clips.storage_problem()
+        for problem in await asyncio.gather(*(clips.storage_problem() for _ in range(9))):
+            assert "does not answer" in str(problem)
+        assert len(looks) == 1
+        answers.set()
+        async with asyncio.timeout(PATIENCE_S):
+            while await clips.storage_problem() is not None:
+                await asyncio.sleep(0.01)
 
 
 async def test_a_database_without_a_free_connection(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
