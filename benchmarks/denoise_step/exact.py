@@ -24,9 +24,9 @@ from torch import Tensor
 from benchmarks.distributed import start_distributed
 from benchmarks.models import flux
 from benchmarks.timing import rank_synchronize
+from engines.core.differences import relative_difference
 from engines.core.model import Branch
 from engines.core.spec import tiling_sizes
-from engines.parallel.self_check import relative_difference
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.exchange import choose
 from engines.torch_engine.options import TorchOptions

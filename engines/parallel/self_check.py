@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from engines.core.differences import relative_difference
 from engines.core.engine import Engine
 from engines.core.layout import Rows, TokenLayout
 from engines.core.model import Branch
@@ -126,10 +127,3 @@ def _my_rows(x_BLHD: Tensor, layout: TokenLayout, team: Team) -> Tensor:
 
 def crop(x_BLHD: Tensor, rows: Rows | None) -> Tensor:
     return x_BLHD if rows is None else take_rows(x_BLHD, rows)
-
-
-def relative_difference(given: Tensor, expected: Tensor) -> float:
-    """The 2-norm of the difference over that of what is expected; infinite for another shape."""
-    if given.shape != expected.shape:
-        return float("inf")
-    return float((given.double() - expected.double()).norm() / expected.double().norm())

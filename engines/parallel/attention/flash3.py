@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engines.core.differences import relative_difference
 from engines.core.kernel import Kernel, Prefix
 
 logger = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ def _agrees(attend: Any, otherwise: Kernel, dim: int, device: torch.device | str
         logger.info("FlashAttention-3 is not used for heads of %d: %s", dim, error)
         return False
     for name, mine, theirs in zip(("answer", "log-sum-exp"), found, otherwise(*given), strict=True):
-        difference = ((mine.float() - theirs.float()).norm() / theirs.float().norm()).item()
+        difference = relative_difference(mine, theirs)
         if not difference <= LARGEST_ERROR:
             logger.warning("FlashAttention-3's %s for heads of %d is wrong, it is not used: %s", name, dim, difference)
             return False

@@ -162,7 +162,8 @@ def _executes(operation: Operation, rank: int, num_ranks: int, device: torch.dev
 
 def _engine_agrees(make_model: MakeModel, rank: int, num_ranks: int, device: torch.device) -> Proof:
     """Runs the gang's own self-check (every team against one rank), then compares one rank with torch."""
-    from engines.parallel.self_check import TOLERANCE, relative_difference
+    from engines.core.differences import relative_difference
+    from engines.parallel.self_check import TOLERANCE
     from engines.tensorrt_engine.load import load_tensorrt_engine
 
     model = make_model(str(device))

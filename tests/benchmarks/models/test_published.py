@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from benchmarks.models.published import PublishedModel
-from engines.parallel.self_check import relative_difference
+from engines.core.differences import relative_difference
 from engines.torch_engine.engine import TorchEngine
 from pipelines.size import Size
 from tests.pipelines.support.checkpoints import (

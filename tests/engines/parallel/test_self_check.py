@@ -6,11 +6,14 @@ from contextlib import nullcontext
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from engines.core.model import DenoiserModel
+from engines.core.engine import Engine
+from engines.core.model import Branch, DenoiserModel
 from engines.core.rank import RankContext
-from engines.parallel.self_check import WrongAnswerError
+from engines.parallel.self_check import WrongAnswerError, self_check
 from engines.registry import load_engine
 from tests.engines.support import models
 from tests.engines.support.gloo import gang
@@ -71,3 +74,18 @@ def test_error_survives_pickling() -> None:
     error = WrongAnswerError((0, 1), "ring2", 0.5, 1e-4)
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
     assert isinstance(error, RuntimeError)
+
+
+def test_no_branch_may_be_anything_but_numbers() -> None:
+    """The largest of 0.1 and NaN is 0.1 to Python."""
+
+    class SecondIsNaN(Engine):
+        def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> tuple[Tensor, ...]:
+            answers = torch.ones(len(branches), 4)
+            if len(ranks) > 1:
+                answers[1:] = torch.nan
+            return answers.unbind(0)
+
+    branches = (Branch(inputs={}), Branch(inputs={}))
+    with pytest.raises(WrongAnswerError, match="by inf"):
+        self_check(SecondIsNaN(), branches, rank=0, teams=[((0, 1), "guidance2")])

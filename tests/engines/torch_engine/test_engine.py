@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engines.core.differences import relative_difference
 from engines.core.model import Branch
-from engines.parallel.self_check import WrongAnswerError, relative_difference
+from engines.parallel.self_check import WrongAnswerError
 from engines.quantization.calibration import recording, save_calibration
 from engines.torch_engine.checks import check_fast_path
 from engines.torch_engine.engine import TorchEngine

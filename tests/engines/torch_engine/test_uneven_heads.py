@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engines.core.differences import relative_difference
 from engines.core.kernel import Kernel, Prefix
 from engines.core.model import DenoiserModel
 from engines.core.rank import RankContext
-from engines.parallel.self_check import relative_difference
 from engines.registry import load_engine
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.exchange.choose import PARTS_FROM_TOKENS, where_even

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engines.core.differences import relative_difference
 from engines.core.model import Branch
-from engines.parallel.self_check import relative_difference
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.exchange.kept_keys import KeptKeys
 from engines.torch_engine.options import TorchOptions

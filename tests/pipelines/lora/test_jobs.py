@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines.additions import switch
-from engines.parallel.self_check import relative_difference
+from engines.core.differences import relative_difference
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
 from pipelines.lora.source import LoraSource

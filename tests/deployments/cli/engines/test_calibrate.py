@@ -16,8 +16,8 @@ from deployments.cli.main import app
 from deployments.config import ModelConfig
 from deployments.stages.config import DenoiserConfig
 from deployments.stages.gang.rank import LoadRankParts
+from engines.core.differences import relative_difference
 from engines.core.rank import RankContext
-from engines.parallel.self_check import relative_difference
 from engines.quantization.calibration import recording_all
 from pipelines.checkpoint import Checkpoint
 from tests.pipelines.support.checkpoints import tiny_video

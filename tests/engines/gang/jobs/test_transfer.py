@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engines.core.differences import relative_difference
 from engines.core.rank import RankContext
 from engines.core.transport.packing import ALIGNMENT
 from engines.gang.config import RankParts
@@ -18,7 +19,6 @@ from engines.gang.jobs.job import Job
 from engines.gang.jobs.rank_jobs import RankJobs
 from engines.gang.jobs.scheduler import Scheduler
 from engines.gang.jobs.transfer import transfer
-from engines.parallel.self_check import relative_difference
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
 from pipelines.run import PlainEngine

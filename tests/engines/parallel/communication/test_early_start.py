@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engines.core.differences import relative_difference
 from engines.core.resources import separate_rank_resources
 from engines.core.spec import ParallelSpec
 from engines.parallel.communication import early_start
 from engines.parallel.communication.collectives import EXCHANGES, Axis
 from engines.parallel.communication.early_start import gang_groups, start_early, wait_for_early_start
 from engines.parallel.communication.mesh import Teams
-from engines.parallel.self_check import relative_difference
 from engines.torch_engine.engine import TorchEngine
 from tests.engines.support import models
 from tests.engines.support.gloo import gang

@@ -18,8 +18,8 @@ if "hidden" in sys.argv:  # before anything asks for a GPU
 import torch
 import torch.distributed as dist
 
+from engines.core.differences import relative_difference
 from engines.core.model import Branch
-from engines.parallel.self_check import relative_difference
 from engines.planner.exchange_rules import ExchangeRules
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.exchange.peer_memory import reachable

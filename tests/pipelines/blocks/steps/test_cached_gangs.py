@@ -9,12 +9,12 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
+from engines.core.differences import relative_difference
 from engines.core.rank import RankContext
 from engines.gang.config import RankParts
 from engines.gang.jobs.job import Job
 from engines.gang.jobs.rank_jobs import RankJobs
 from engines.gang.jobs.scheduler import Scheduler
-from engines.parallel.self_check import relative_difference
 from engines.torch_engine.engine import TorchEngine
 from pipelines.caching import computed_steps
 from pipelines.checkpoint import Checkpoint

@@ -14,8 +14,8 @@ import torch
 from diffusers import FluxPipeline, TaylorSeerCacheConfig
 from torch import Tensor
 
+from engines.core.differences import relative_difference
 from engines.core.model import Branch
-from engines.parallel.self_check import relative_difference
 from pipelines.caching import CacheMode, computed_steps
 from pipelines.checkpoint import Checkpoint
 from pipelines.request import MediaRequest

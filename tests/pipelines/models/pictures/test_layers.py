@@ -14,7 +14,7 @@ from diffusers.modular_pipelines.qwenimage.prompt_templates import QWENIMAGE_LAY
 from PIL import Image
 from torch import Tensor
 
-from engines.parallel.self_check import relative_difference
+from engines.core.differences import relative_difference
 from pipelines.checkpoint import Checkpoint
 from pipelines.pictures import InputPicture, InputPictures
 from pipelines.request import MediaRequest

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from engines.core.differences import relative_difference
 from engines.parallel.division import shape_of
-from engines.parallel.self_check import relative_difference
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
 from pipelines.models.pictures.z_image import ARCHITECTURE

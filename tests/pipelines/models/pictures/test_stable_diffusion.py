@@ -15,8 +15,8 @@ import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from PIL import ImageOps
 
+from engines.core.differences import relative_difference
 from engines.core.transport.packing import joined, pack, unpack
-from engines.parallel.self_check import relative_difference
 from pipelines.checkpoint import Checkpoint
 from pipelines.pictures import InputPicture
 from pipelines.run import Pipeline, load_pipeline

@@ -1,0 +1,19 @@
+"""The relative difference is a number that can be compared, whatever the answers are."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from engines.core.differences import relative_difference
+
+
+def test_it_is_relative_to_what_is_expected() -> None:
+    assert relative_difference(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0])) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("given", [[1.0, math.nan], [1.0, math.inf], [1.0]])
+def test_what_cannot_be_compared_is_as_far_away_as_can_be(given: list[float]) -> None:
+    assert max(0.5, relative_difference(torch.tensor(given), torch.ones(2))) == math.inf
