@@ -13,7 +13,7 @@ from engines.core.model import Branch, DenoiserModel
 from engines.fast.graph import CapturedStep, GraphPool
 from engines.parallel.communication.mesh import Team
 from engines.parallel.division import Division, shape_of
-from engines.tensorrt_engine.export.buckets import divides, lies_between
+from engines.tensorrt_engine.export.buckets import lies_between, sharing
 from engines.tensorrt_engine.export.exported import Exported
 from engines.tensorrt_engine.export.exporter import Exporter
 from engines.tensorrt_engine.run.step import EngineStep, MakeRunner, make_step
@@ -43,7 +43,7 @@ class TensorRTEngine:
         self._exporter = exporter or Exporter(model=model)
         self._buckets = tuple(buckets)
         self._capture = capture
-        self._shared: dict[Any, Exported | None] = {}
+        self._shared: dict[Any, tuple[list[Branch], Exported] | None] = {}
         self._steps: dict[Any, EngineStep] = {}
         self._pool: GraphPool | None = None
         self._captured: dict[Any, CapturedStep] = {}
@@ -112,18 +112,14 @@ class TensorRTEngine:
         return self._steps[key]
 
     def _shared_export(self, branch: Branch, team: Team) -> Exported | None:
-        """The one export of all buckets, if there are several and ``branch`` lies between them."""
+        """The one export of all buckets that share it, if there are several and ``branch`` lies between them."""
         key = (_place(team), branch.module)
         if key not in self._shared:
-            divide = [b for b in self._buckets if b.module == branch.module and divides(self._model, b, team)]
-            several = len({shape_of(b) for b in divide}) > 1 and not self._exporter.is_segmented(team)
-            self._shared[key] = self._exporter.export(divide, team) if several else None
-        exported = self._shared[key]
-        return (
-            exported
-            if exported is not None and lies_between(self._model, branch, team, self._buckets, exported)
-            else None
-        )
+            buckets = [bucket for bucket in self._buckets if bucket.module == branch.module]
+            shared = [] if self._exporter.is_segmented(team) else sharing(self._model, buckets, team)
+            self._shared[key] = (shared, self._exporter.export(shared, team)) if shared else None
+        found = self._shared[key]
+        return found[1] if found is not None and lies_between(self._model, branch, team, *found) else None
 
 
 def _place(team: Team) -> tuple[tuple[int, ...], tuple[int, ...]]:

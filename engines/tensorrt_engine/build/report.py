@@ -22,7 +22,7 @@ from engines.tensorrt_engine.build.engine_cache import CachedEngine, EngineCache
 from engines.tensorrt_engine.build.progress import spinner
 from engines.tensorrt_engine.build.targets import Target
 from engines.tensorrt_engine.config import ResolvedConfig, TensorRTConfig
-from engines.tensorrt_engine.export.buckets import divides
+from engines.tensorrt_engine.export.buckets import sharing
 from engines.tensorrt_engine.export.exported import Exported
 from engines.tensorrt_engine.export.exporter import Exporter, change_for
 from engines.tensorrt_engine.export.onnx.graph import EngineGraph
@@ -131,13 +131,11 @@ def _export(exporter: Exporter, buckets: Sequence[Branch], team: Team) -> list[E
 
 
 def _of(exporter: Exporter, buckets: Sequence[Branch], module: str, team: Team) -> list[Exported]:
-    """Returns, as the engine makes them, one export for all sizes that divide over the team, and one for each other."""
+    """Returns, as the engine makes them, one export for the sizes that share an engine, and one for each other."""
     branches = [branch for branch in buckets if branch.module == module]
-    shared = [b for b in branches if divides(exporter.model, b, team)] if not exporter.is_segmented(team) else []
-    if len(shared) < 2:
-        return [exporter.export((branch,), team) for branch in branches]
-    rest = [branch for branch in branches if not divides(exporter.model, branch, team)]
-    return [exporter.export(shared, team), *(exporter.export((branch,), team) for branch in rest)]
+    shared = [] if exporter.is_segmented(team) else sharing(exporter.model, branches, team)
+    rest = [branch for branch in branches if all(branch is not each for each in shared)]
+    return [exporter.export(each, team) for each in ([shared] if shared else []) + [[branch] for branch in rest]]
 
 
 def _report(graph: EngineGraph, resolved: ResolvedConfig, engine: CachedEngine, export_s: float) -> EngineReport:

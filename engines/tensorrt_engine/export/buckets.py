@@ -11,6 +11,7 @@ from torch.export import Dim
 
 from engines.core.model import Branch, DenoiserModel, ModelInputs
 from engines.parallel.communication.mesh import Team
+from engines.parallel.division import shape_of
 from engines.tensorrt_engine.build.builder import Profile
 from engines.tensorrt_engine.export.exported import Exported
 from engines.tensorrt_engine.export.trace import DynamicDims
@@ -53,18 +54,25 @@ def divides(model: DenoiserModel, branch: Branch, team: Team) -> bool:
     return all(length % num_shares == 0 for length in model.stream_lengths(branch.arguments).values())
 
 
+def sharing(model: DenoiserModel, branches: Sequence[Branch], team: Team) -> list[Branch]:
+    """Returns those of ``branches``, all of one module, that one engine of varying sizes is for; none if they are of
+    one size. Constants (grids, for instance) are those of one size: where there are any, each has its own engine.
+    """
+    found = [branch for branch in branches if not branch.constants and divides(model, branch, team)]
+    return found if len({shape_of(branch) for branch in found}) > 1 else []
+
+
 def lies_between(
-    model: DenoiserModel, branch: Branch, team: Team, buckets: Sequence[Branch], exported: Exported
+    model: DenoiserModel, branch: Branch, team: Team, shared: Sequence[Branch], exported: Exported
 ) -> bool:
-    """Whether ``exported``, made over ``buckets``, takes ``branch``: no smaller or larger than they are in any dim.
+    """Whether ``exported``, made over ``shared``, takes ``branch``: no smaller or larger than they are in any dim.
 
     Inputs of the engine must lie in its profile too: tokens are a product, and two sizes within may have too many.
     """
-    dividing = [bucket.inputs for bucket in buckets if bucket.module == branch.module and divides(model, bucket, team)]
-    if not divides(model, branch, team) or set(branch.inputs) != set(dividing[0]) or branch.constants:
+    if branch.constants or not divides(model, branch, team) or set(branch.inputs) != set(shared[0].inputs):
         return False
     for name, tensor in branch.inputs.items():
-        others = [inputs[name] for inputs in dividing]
+        others = [each.inputs[name] for each in shared]
         if tensor.dtype != others[0].dtype or tensor.ndim != others[0].ndim:
             return False
         for dim, size in enumerate(tensor.shape):

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
+from engines.core.model import Branch
+from engines.core.spec import ParallelSpec
 from engines.parallel.attention.local import plain_attention
+from engines.parallel.communication.mesh import Groups, Team
+from engines.parallel.division import Division, TeamSpecs
+from engines.tensorrt_engine.engine import TensorRTEngine
+from engines.tensorrt_engine.export.exported import Exported
+from engines.tensorrt_engine.export.exporter import Exporter
 from tests.engines.support.gloo import gang
 from tests.engines.tensorrt_engine.support.all_ranks import relative_error
 from tests.engines.tensorrt_engine.support.gloo_runner import (
     SIZES,
+    GlooRunner,
     alike_error,
     predict_on_team,
     predict_sizes,
@@ -52,6 +61,35 @@ def test_sizes_that_are_expected_share_an_engine_with_those_between(tmp_path: Pa
         assert len(graphs) == 4, "each size has a context of its own"
         assert [graph == graphs[0] for graph in graphs] == [True, True, True, False]
         assert num_exports == 2, "each made by one rank for both"
+
+
+class Asked(Exception):
+    """How many branches an export was asked for."""
+
+
+class AskedExporter(Exporter):
+    def export(self, branches: Sequence[Branch], team: Team) -> Exported:
+        raise Asked(len(branches))
+
+
+@pytest.mark.parametrize(("constants", "num_together"), [({}, 2), ({"grid": (1, 4)}, 1)])
+def test_sizes_with_constants_of_their_own_share_no_engine(constants: dict[str, object], num_together: int) -> None:
+    """An engine has the constants of one size inside, so no other would ever be taken by it."""
+    model = SPECIMENS["flux"].model()
+    division = Division(
+        TeamSpecs(by_size={1: (ParallelSpec(),)}), model.plan, rank=0, num_ranks=1, groups=Groups(num_ranks=1)
+    )
+    sizes = (SIZES["likely"], SIZES["other"])
+    engine = TensorRTEngine(
+        model,
+        division=division,
+        make_runner=GlooRunner,
+        exporter=AskedExporter(model=model),
+        buckets=[Branch(inputs=flux_inputs(1, *size), constants=constants) for size in sizes],
+    )
+    with pytest.raises(Asked) as asked:
+        engine.prepare()
+    assert asked.value.args == (num_together,)
 
 
 def test_a_rank_that_is_not_like_the_others_is_named_on_every_rank() -> None:
