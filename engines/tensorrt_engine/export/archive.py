@@ -14,6 +14,7 @@ import json
 import math
 import operator
 import zipfile
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -61,11 +62,12 @@ def write_export(exported: Exported) -> bytes:
 
 
 def read_export(data: bytes, weights: Mapping[str, Tensor], device: torch.device) -> Exported:
-    """Reads the file; ``weights`` go by ``state_dict`` key. ValueError or ``zipfile.BadZipFile`` if it is damaged."""
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:  # checks each member's CRC as it is read
-        record: dict[str, Any] = json.loads(archive.read("export.json"))
-        constants = load(archive.read("constants.safetensors"))
-        onnx_files = [archive.read(f"{index}.onnx") for index in range(len(record["graphs"]))]
+    """Reads the file; ``weights`` go by ``state_dict`` key. ValueError, KeyError or ``zipfile.BadZipFile`` if it is
+    damaged."""
+    members = _members(data)
+    record: dict[str, Any] = json.loads(members["export.json"])
+    constants = load(members["constants.safetensors"])
+    onnx_files = [members[f"{index}.onnx"] for index in range(len(record["graphs"]))]
     tensors = {name: tensor.to(device) for name, tensor in constants.items()}
     tensors |= {name: _parameter(weights[name.removeprefix(WEIGHT_PREFIX)]) for name in record["weights"]}
     return Exported(
@@ -76,6 +78,14 @@ def read_export(data: bytes, weights: Mapping[str, Tensor], device: torch.device
         epilogue_inputs=tuple(record["epilogue_inputs"]),
         segments=tuple(_segment(segment) for segment in record["segments"]),
     )
+
+
+def _members(data: bytes) -> dict[str, bytes]:
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:  # checks each member's CRC as it is read
+            return {name: archive.read(name) for name in archive.namelist()}
+    except (RuntimeError, zlib.error) as error:  # what says how members are written is damaged
+        raise ValueError(f"a member of the archive cannot be read: {error}") from error
 
 
 def _parameter(tensor: Tensor) -> Tensor:

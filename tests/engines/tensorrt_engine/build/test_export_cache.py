@@ -129,18 +129,27 @@ def test_the_key_holds_all_that_decides_an_export(counted: Counted, monkeypatch:
     assert counted.num_exports == len(others) + 2
 
 
+def as_if(data: bytes, flag: str) -> bytes:
+    """With one or two bits turned where the archive's directory says how its first member is written."""
+    place, value = {"encrypted": (8, 1), "deflated": (10, 8), "of another kind": (10, 64)}[flag]
+    turned = bytearray(data)
+    turned[data.rindex(b"PK\1\2", 0, data.rindex(b"export.json")) + place] = value
+    return bytes(turned)
+
+
 def test_a_damaged_file_is_made_again(counted: Counted, caplog: pytest.LogCaptureFixture) -> None:
     branch = Branch(inputs=SPECIMENS["wan"].inputs())
     good = counted.export(branch).graph.serialized()
     (path,) = counted.folder.rglob("*.zip")
-    data = bytearray(path.read_bytes())
-    for damaged in (bytes(data[: len(data) // 2]), bytes(data[:2000]) + b"\x00\x01" + bytes(data[2002:]), b""):
+    data = path.read_bytes()
+    half, wrong = data[: len(data) // 2], data[:2000] + b"\x00\x01" + data[2002:]
+    for damaged in (half, wrong, b"", *(as_if(data, flag) for flag in ("encrypted", "deflated", "of another kind"))):
         path.write_bytes(damaged)
         with caplog.at_level(logging.WARNING):
             assert counted.export(branch).graph.serialized() == good
         assert "is damaged" in caplog.text
         caplog.clear()
-    assert counted.num_exports == 4
+    assert counted.num_exports == 7
 
 
 def test_of_two_that_ask_at_once_one_exports(exports: Exports, tmp_path: Path) -> None:
