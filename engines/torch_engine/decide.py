@@ -8,19 +8,18 @@ exchange heads is decided with it, by steps of the strategy that was the fastest
 from __future__ import annotations
 
 import logging
-import platform
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from engines.core.engine import Choosing
 from engines.core.model import DenoiserModel
 from engines.core.precision import scheme_of
 from engines.core.rank import RankContext
+from engines.core.storage.devices import device_name
 from engines.parallel.communication.early_start import gang_groups
 from engines.parallel.division import TeamSpecs
 from engines.planner.auto import as_predicted, forecasts, lengths_of_choice, possible_team_sizes
@@ -88,19 +87,13 @@ def _kept_decision(model: DenoiserModel, choosing: Choosing, precision: str, opt
     kept = KeptDecision(folder=choosing.folder, name=choosing.name, facts=choosing.facts)
     return kept.about(
         {
-            "devices": ", ".join(_gathered(_device_name(model.device))),
+            "devices": ", ".join(_gathered(device_name(str(model.device)))),
             "precision": precision,
             "peer_memory": str(options.peer_memory is not False),
             "tokens": str(dict(lengths_of_choice(model, model.device))),
             "every_team": str(choosing.every_team),
         }
     )
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
 
 
 def _suits(model: DenoiserModel, specs: TeamSpecs) -> bool:
