@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,8 +19,6 @@ from engines.torch_engine.steps import RUNS_BEFORE_CAPTURE
 
 if TYPE_CHECKING:
     from engines.core.rank import RankContext
-
-logger = logging.getLogger(__name__)
 
 
 def load_torch_engine(
@@ -53,16 +50,11 @@ def load_torch_engine(
     for team in engine.division.teams_in_use():
         for make_kernel in kernels[: 2 if team.ulysses.size > 1 else 1]:
             check_attention(team, **attention, device=engine.device, dtype=engine.dtype, make_kernel=make_kernel)
-    branches = model.probe()
-    if not branches:
-        logger.warning("the model's own self-check is left out: no step is known", extra={"rank": context.rank})
     if model.weights is not None:
-        if branches:
-            check_sliced(engine, model, make, rank=context.rank)
+        check_sliced(engine, model, make, rank=context.rank)
         engine.load_weights()
-        return engine
-    if branches:
-        _check(engine, branches, context)
+    else:
+        _check(engine, model.probe(), context)
     return engine
 
 

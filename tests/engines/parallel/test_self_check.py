@@ -89,3 +89,12 @@ def test_no_branch_may_be_anything_but_numbers() -> None:
     branches = (Branch(inputs={}), Branch(inputs={}))
     with pytest.raises(WrongAnswerError, match="by inf"):
         self_check(SecondIsNaN(), branches, rank=0, teams=[((0, 1), "guidance2")])
+
+
+def test_a_model_of_which_no_step_is_known_is_not_checked(caplog: pytest.LogCaptureFixture) -> None:
+    class Uncalled(Engine):
+        def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> tuple[Tensor, ...]:
+            raise AssertionError("there is nothing to predict")
+
+    assert self_check(Uncalled(), (), rank=0, teams=[((0, 1), "ulysses2")]) == {}
+    assert "no step is known" in caplog.text
