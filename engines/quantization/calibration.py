@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -21,7 +22,10 @@ Amax = Mapping[str, float]
 
 @contextmanager
 def recording(module: nn.Module, plan: ShardPlan) -> Iterator[dict[str, float]]:
-    """Yields the dict that fills, by layer name, while the (unquantised) module runs in the body."""
+    """Yields the dict that fills, by layer name, while the (unquantised) module runs in the body.
+
+    ValueError in the run in which a layer's input is not finite: no scale fits it.
+    """
     amax: dict[str, float] = {}
     hooks = [layer.register_forward_pre_hook(_Recorder(amax, name)) for name, layer in quantizable(module, plan)]
     try:
@@ -37,6 +41,11 @@ class _Recorder:
 
     def __call__(self, module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
         largest = float(arguments[0].detach().abs().amax())
+        if not math.isfinite(largest):
+            raise ValueError(
+                f"layer {self._name} was given {largest}, which no scale fits: calibrate in a dtype that holds larger "
+                "numbers (bfloat16, float32)"
+            )
         self._amax[self._name] = max(largest, self._amax.get(self._name, 0.0))
 
 
@@ -74,4 +83,6 @@ def calibration_of(module: nn.Module, folder: Path) -> Path:
 
 
 def _is_record(value: object) -> bool:
-    return isinstance(value, dict) and all(isinstance(one, int | float) and one >= 0 for one in value.values())
+    return isinstance(value, dict) and all(
+        isinstance(one, int | float) and 0 <= one < math.inf for one in value.values()
+    )

@@ -61,12 +61,26 @@ def test_a_whole_model_stays_close(scheme: Scheme, tmp_path: Path) -> None:
         assert relative_difference(swapped(**branch.inputs)[0], expected) < 0.1
 
 
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_what_is_not_finite_gives_no_scale(value: float) -> None:
+    """As in float16, whose largest number some models exceed: a layer would divide by infinity, and paint nothing."""
+    (branch,) = models.branches("flux", "even")
+    module = models.transformer("flux")
+    text = torch.full_like(branch.inputs["encoder_hidden_states"], value)
+    with (
+        recording(module, SHARD_PLAN),
+        pytest.raises(ValueError, match=r"layer transformer_blocks\.0\..* was given (inf|nan), which no scale fits"),
+    ):
+        module(**{**branch.inputs, "encoder_hidden_states": text})
+
+
 def test_a_calibration_must_know_every_layer(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no entry for 34 of 34 layers, such as transformer_blocks\.0"):
         swap_linears(models.transformer("flux"), SHARD_PLAN, "fp8", {})
-    (tmp_path / "bad.json").write_text('{"a": {"b": "c"}}')
-    with pytest.raises(ValueError, match="is no calibration"):
-        load_calibration(tmp_path / "bad.json", "a")
+    for bad in ('"c"', "Infinity", "NaN", "-1"):
+        (tmp_path / "bad.json").write_text(f'{{"a": {{"b": {bad}}}}}')
+        with pytest.raises(ValueError, match="is no calibration"):
+            load_calibration(tmp_path / "bad.json", "a")
     save_calibration({"transformer": {"a": 1.0}}, tmp_path / "one.json")
     with pytest.raises(ValueError, match="no scales for 'transformer_2', only for: transformer"):
         load_calibration(tmp_path / "one.json", "transformer_2")
