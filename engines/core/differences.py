@@ -12,9 +12,11 @@ if TYPE_CHECKING:
 def relative_difference(given: Tensor, expected: Tensor) -> float:
     """Returns the 2-norm of the difference over that of what is expected.
 
-    Infinite for another shape, and where it is no number: the largest of several would pass a NaN over in silence.
+    Infinite for another shape, and where it is no number: the largest of several would pass a NaN over in silence. Two
+    answers that are zero everywhere are alike.
     """
     if given.shape != expected.shape:
         return float("inf")
-    difference = float((given.double() - expected.double()).norm() / expected.double().norm())
-    return float("inf") if math.isnan(difference) else difference
+    apart = (given.double() - expected.double()).norm()
+    relative = float(apart / expected.double().norm()) if apart else 0.0
+    return float("inf") if math.isnan(relative) else relative

@@ -17,3 +17,8 @@ def test_it_is_relative_to_what_is_expected() -> None:
 @pytest.mark.parametrize("given", [[1.0, math.nan], [1.0, math.inf], [1.0]])
 def test_what_cannot_be_compared_is_as_far_away_as_can_be(given: list[float]) -> None:
     assert max(0.5, relative_difference(torch.tensor(given), torch.ones(2))) == math.inf
+
+
+def test_zeros_equal_zeros() -> None:
+    assert relative_difference(torch.zeros(2), torch.zeros(2)) == 0.0
+    assert relative_difference(torch.ones(2), torch.zeros(2)) == math.inf
