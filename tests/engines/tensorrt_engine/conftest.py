@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import hashlib
 from collections.abc import Callable, Iterator
 
@@ -22,15 +21,6 @@ from tests.engines.tensorrt_engine.support.cases import DTYPES, Key
 from tests.engines.tensorrt_engine.support.zoo import SPECIMENS, cast
 
 Build = Callable[..., bytes]
-
-
-@pytest.fixture(scope="package", autouse=True)
-def spared() -> Iterator[None]:
-    """What is there before the first export, which garbage collection looks through again and again meanwhile."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="package", autouse=True)

@@ -21,7 +21,6 @@ from torch.export import Dim
 from engines.tensorrt_engine.build.builder import Profile
 from engines.tensorrt_engine.export.onnx.collectives import OP_TYPE
 from engines.tensorrt_engine.export.onnx.nodes import FUSED_ONLY, OPSET
-from engines.tensorrt_engine.export.onnx.program import program_of
 from engines.tensorrt_engine.export.onnx.translate import translation_table
 from engines.tensorrt_engine.export.parts.partition import Parts
 
@@ -84,7 +83,20 @@ def export_graph(
     weights_as_inputs: bool = True,
 ) -> EngineGraph:
     """Translates any traced graph; its inputs and outputs get these names."""
-    model = _translated(core, num_ranks)
+    arguments = example_inputs(core)
+    with torch.no_grad(), _quiet():
+        program = torch.onnx.export(
+            core,
+            arguments,
+            dynamo=True,
+            opset_version=OPSET,
+            custom_translation_table=translation_table(num_ranks),
+            dynamic_shapes=_dynamic_shapes(core),
+            optimize=False,  # done below: it would fold weights before they can become inputs
+            verbose=False,
+        )
+    assert program is not None
+    model = program.model
     _rename(model.graph.inputs, inputs)
     _separate_outputs(model.graph)
     _rename(model.graph.outputs, outputs)
@@ -103,24 +115,6 @@ def export_graph(
         outputs=outputs,
         num_ranks=num_ranks,
     )
-
-
-def _translated(core: fx.GraphModule, num_ranks: int) -> ir.Model:
-    """Sizes that vary get their names as the graph is traced again; one of fixed sizes is translated as it is."""
-    arguments, dynamic = example_inputs(core), _dynamic_shapes(core)
-    with torch.no_grad(), _quiet():
-        program = torch.onnx.export(
-            core if dynamic else program_of(core, arguments),
-            arguments,
-            dynamo=True,
-            opset_version=OPSET,
-            custom_translation_table=translation_table(num_ranks),
-            dynamic_shapes=dynamic,
-            optimize=False,  # done later: it would fold weights before they can become inputs
-            verbose=False,
-        )
-    assert program is not None
-    return program.model
 
 
 def _simplify(model: ir.Model) -> None:
