@@ -94,7 +94,7 @@ BAD_VIDEOS = {
     "seconds and frames": ({"seconds": "1", "num_frames": 5}, "seconds", "give one of them"),
     "frames": ({"num_frames": 7}, "num_frames", "1 + a multiple of 4, such as 9"),
     "frames too many": ({"num_frames": 53}, "num_frames", "at most 49"),
-    "no frames": ({"num_frames": 0}, "num_frames", "such as 1"),
+    "no frames": ({"num_frames": 0}, "num_frames", "it must be at least 1"),
     "fps": ({"fps": 0}, "fps", "from 1 to 120"),
     "image model": ({"model": "fake-pictures"}, "model", "makes images, not videos"),
     "guidance": ({"guidance_scale": 2.5, "true_cfg_scale": 3}, "guidance_scale", "give one of them"),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 
 from deployments.cli.checks.preflight import check, num_gpus_needed, problems
@@ -22,6 +23,12 @@ def with_model(**model: Any) -> ServeConfig:
     document = config_of({"pictures": Path("flux-shapes")}).model_dump(mode="json")
     document["applications"][0]["args"]["models"][0] |= model
     return parse_config(document)
+
+
+@pytest.fixture(autouse=True)
+def own_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests before these may have connected this process to a cluster, of which no machine is checked."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
 
 
 FAULTS: dict[str, tuple[Callable[[], ServeConfig], str]] = {
