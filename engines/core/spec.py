@@ -66,19 +66,6 @@ class ParallelSpec:
         spec = cls(**degrees)
         return spec if open_axes else spec.narrowed(num_ranks)
 
-    @classmethod
-    def of_gang(cls, strategy: str, num_ranks: int) -> ParallelSpec:
-        """The division over all ranks of a gang; its smaller teams divide a step by what fits of it.
-
-        ``ValueError`` if the numbers in the strategy's name are for another number of ranks.
-        """
-        spec = cls.of(strategy, num_ranks)
-        degrees = {} if strategy == "hybrid" else _parse(strategy)
-        known = math.prod(degree for degree in degrees.values() if degree)
-        if num_ranks % known or (degrees and all(degrees.values()) and known != num_ranks):
-            raise ValueError(f"{strategy!r} is for {known} ranks, and the gang has {num_ranks}")
-        return spec
-
     @property
     def num_ranks(self) -> int:
         return math.prod(self.degree(axis) for axis in AXES)

@@ -52,10 +52,7 @@ def check_options(*, strategy: str, precision: str, weights: str, num_ranks: int
     check_known_precision(precision)
     if strategy == "auto":
         return
-    if num_ranks is None:
-        spec = ParallelSpec.of(strategy, _some_num_ranks(strategy))
-    else:
-        spec = ParallelSpec.of_gang(strategy, num_ranks)
+    spec = ParallelSpec.of(strategy, _some_num_ranks(strategy) if num_ranks is None else num_ranks)
     check_spec(spec, weights=weights)
     check_precision(spec, precision=precision)
 

@@ -35,4 +35,4 @@ def check(choice: EngineChoice) -> None:
             "int8-static need a file that `troupe calibrate` wrote, and nothing else takes one"
         )
     if choice.strategy != "auto":
-        ParallelSpec.of_gang(choice.strategy, choice.num_ranks)
+        ParallelSpec.of(choice.strategy, choice.num_ranks)

@@ -56,21 +56,6 @@ def test_errors_say_what_is_allowed(strategy: str, num_ranks: int, message: str)
         ParallelSpec.of(strategy, num_ranks)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "num_ranks"), [("ulysses4", 2), ("ulysses2", 1), ("guidance2xulysses", 1), ("guidance2xulysses2", 2)]
-)
-def test_a_gang_is_not_divided_by_less_than_was_asked_for(strategy: str, num_ranks: int) -> None:
-    with pytest.raises(ValueError, match=rf"{strategy}' is for \d ranks, and the gang has {num_ranks}"):
-        ParallelSpec.of_gang(strategy, num_ranks)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "num_ranks"), [("ulysses", 1), ("hybrid", 2), ("ring2", 2), ("guidance2xulysses", 4)]
-)
-def test_a_gang_of_the_right_size(strategy: str, num_ranks: int) -> None:
-    assert ParallelSpec.of_gang(strategy, num_ranks) == ParallelSpec.of(strategy, num_ranks)
-
-
 def test_heads_that_do_not_divide() -> None:
     with pytest.raises(
         ValueError, match=r"tensor 5 does not fit: 24 heads, not divisible by 5; allowed: 1, 2, 3, 4, 6, 8, 12, 24"
