@@ -164,10 +164,11 @@ class Clips:
         """Returns why no clip can be kept now; None if it can. However many ask, one thread waits for the disk."""
         if self._looking is None or self._looking.done():
             self._looking = asyncio.ensure_future(asyncio.to_thread(storage_problem, self._settings.data_dir))
-        await asyncio.wait((self._looking,), timeout=LOOK_S)
-        if not self._looking.done():
+        looking = self._looking  # until this one is back, another may look again
+        await asyncio.wait((looking,), timeout=LOOK_S)
+        if not looking.done():
             return StorageLostError(f"the disk of {self._settings.data_dir} does not answer")
-        return self._looking.result()
+        return looking.result()
 
     def _attempt(self, claim: Claim) -> Attempt:
         return Attempt(

@@ -116,6 +116,17 @@ async def test_a_disk_that_does_not_answer_holds_one_thread(tmp_path: Path, monk
                 await asyncio.sleep(0.01)
 
 
+async def test_who_asks_side_by_side_hears_what_the_disk_says(tmp_path: Path) -> None:
+    """Also if another looks again before the answer to the first look is read."""
+    async with running(FakeStudio(), tmp_path) as clips:
+
+        async def ask() -> list[object]:
+            return [await clips.storage_problem() for _ in range(5)]
+
+        for answers in await asyncio.gather(*(ask() for _ in range(5))):
+            assert answers == [None] * 5
+
+
 async def test_a_database_without_a_free_connection(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As where a lock keeps all of them waiting: what asks then hears of it, and a clip goes on."""
     studio = FakeStudio(permits=asyncio.Semaphore(0))

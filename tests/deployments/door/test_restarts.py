@@ -117,10 +117,11 @@ def test_none_that_starts_as_the_door_closes_is_left(backend: Backend, monkeypat
         start, closing = door._start, threading.Thread(target=door.close)
 
         def start_and_close(*command: list[str]) -> subprocess.Popen[bytes]:
-            started.append(start(*command))
+            process = start(*command)
             closing.start()
             assert door._closed.wait(PATIENCE_S)
-            return started[0]
+            started.append(process)
+            return process
 
         monkeypatch.setattr(door, "_start", start_and_close)
         os.kill(door.pid, signal.SIGKILL)
