@@ -7,9 +7,9 @@ failure inside, and who may go on with it in another task.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing, suppress
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from anyio import CancelScope
 
@@ -18,6 +18,21 @@ T = TypeVar("T")
 
 class EndedError(Exception):
     """Work was cancelled because what it depends on is gone."""
+
+
+class OneThread(Generic[T]):
+    """A call that blocks, maybe for ever: one thread waits for it at most, however many ask."""
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        self._call = call
+        self._asked: asyncio.Future[T] | None = None
+
+    async def answer(self, within_s: float) -> T:
+        """Returns what the call that is under way does, or a new one. TimeoutError if that takes longer."""
+        if self._asked is None or self._asked.done():
+            self._asked = asyncio.ensure_future(asyncio.to_thread(self._call))
+        async with asyncio.timeout(within_s):
+            return await asyncio.shield(self._asked)
 
 
 async def unless(work: Coroutine[Any, Any, T], end: Coroutine[Any, Any, None]) -> T:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from deployments.asyncio_tools import cancel, to_the_end
+from deployments.asyncio_tools import OneThread, cancel, to_the_end
 from deployments.clips.attempt import Attempt
 from deployments.clips.claims import Claim, Claims
 from deployments.clips.database import open_database
@@ -56,7 +56,7 @@ class Clips:
         self._times = ClipTimes()
         self._tasks: list[asyncio.Task[None]] = []
         self._submitting = asyncio.Lock()
-        self._looking: asyncio.Future[StorageFullError | StorageLostError | None] | None = None
+        self._disk = OneThread(lambda: storage_problem(settings.data_dir))
 
     async def start(self) -> None:
         """Opens the database and goes on with what was left unfinished. ValueError for a bad database URL."""
@@ -161,14 +161,11 @@ class Clips:
         return await self._store.get(clip_id)
 
     async def storage_problem(self) -> StorageFullError | StorageLostError | None:
-        """Returns why no clip can be kept now; None if it can. However many ask, one thread waits for the disk."""
-        if self._looking is None or self._looking.done():
-            self._looking = asyncio.ensure_future(asyncio.to_thread(storage_problem, self._settings.data_dir))
-        looking = self._looking  # until this one is back, another may look again
-        await asyncio.wait((looking,), timeout=LOOK_S)
-        if not looking.done():
+        """Returns why no clip can be kept now; None if it can. However many ask, one thread waits."""
+        try:
+            return await self._disk.answer(LOOK_S)
+        except TimeoutError:
             return StorageLostError(f"the disk of {self._settings.data_dir} does not answer")
-        return looking.result()
 
     def _attempt(self, claim: Claim) -> Attempt:
         return Attempt(

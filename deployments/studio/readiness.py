@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 
 from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview
 
+from deployments.asyncio_tools import OneThread
 from deployments.serve_status import application_status
 from deployments.studio.interface import STATUS_MAX_AGE_S
 
@@ -41,7 +42,7 @@ class Readiness:
         """How long each model was missing the last time."""
         self._asked_s = -math.inf
         self._asking: asyncio.Task[None] | None = None
-        self._answer: asyncio.Future[ApplicationStatusOverview | None] | None = None
+        self._controller = OneThread(application_status)
 
     async def not_ready(self, max_age_s: float = STATUS_MAX_AGE_S) -> Mapping[str, str]:
         """Returns the models with a deployment that takes no requests, each with the first such deployment."""
@@ -64,11 +65,8 @@ class Readiness:
         self._asked_s = -math.inf
 
     async def _ask(self) -> None:
-        if self._answer is None or self._answer.done():  # else its thread waits still, and another would wait beside it
-            self._answer = asyncio.ensure_future(asyncio.to_thread(application_status))
         try:
-            async with asyncio.timeout(ANSWER_DEADLINE_S):
-                status = await asyncio.shield(self._answer)
+            status = await self._controller.answer(ANSWER_DEADLINE_S)
             if status is not None:  # else Serve found no controller
                 self._note(find_reasons(status, self._models, self._on_demand))
         except Exception as error:  # of Ray, Serve or its schema: whatever an actor that is gone looks like

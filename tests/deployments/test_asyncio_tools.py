@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import pytest
 from anyio import create_task_group
 
-from deployments.asyncio_tools import EndedError, merge, unless, with_idle
+from deployments.asyncio_tools import EndedError, OneThread, merge, unless, with_idle
+from tests.support.patience import PATIENCE_S
 
 
 class Source:
@@ -121,3 +123,20 @@ async def test_what_work_depends_on_is_let_go_when_it_fails() -> None:
     with pytest.raises(OSError, match="away"):
         await unless(fail(), watch())
     assert source.is_closed
+
+
+async def test_one_thread_waits_for_a_call_that_blocks_and_the_next_call_is_a_new_one() -> None:
+    may_answer, calls = threading.Event(), list[int]()
+
+    def call() -> int:
+        calls.append(len(calls))
+        assert may_answer.wait(PATIENCE_S)
+        return calls[-1]
+
+    controller = OneThread(call)
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            await controller.answer(0.01)
+    may_answer.set()
+    assert await asyncio.gather(*(controller.answer(PATIENCE_S) for _ in range(3))) == [0, 0, 0]
+    assert await controller.answer(PATIENCE_S) == 1
