@@ -16,6 +16,8 @@ from deployments.clips.storage import StorageFullError, StorageLostError, is_ful
 
 SQLITE_PRAGMAS = ("journal_mode = WAL", "busy_timeout = 30000", "synchronous = FULL")
 """Readers do not wait for the writer, writers wait for each other, and what was committed survives a power cut."""
+NUM_TRIES = 5
+"""Of replicas that make the tables at the same moment one gets on; the others find them there, or collide again."""
 
 
 async def open_database(url: str) -> AsyncEngine:
@@ -30,10 +32,13 @@ async def open_database(url: str) -> AsyncEngine:
     engine = create_async_engine(parsed, pool_pre_ping=True)
     if engine.dialect.name == "sqlite":
         event.listen(engine.sync_engine, "connect", _tell_sqlite)
-    try:
-        await _create_tables(engine)
-    except DBAPIError:
-        await _create_tables(engine)  # another replica made them at the same moment
+    for try_number in range(1, NUM_TRIES + 1):
+        try:
+            await _create_tables(engine)
+            break
+        except DBAPIError:
+            if try_number == NUM_TRIES:
+                raise
     event.listen(engine.sync_engine, "handle_error", _name_full_disk)
     if engine.dialect.name == "sqlite" and parsed.database:
         event.listen(engine.sync_engine, "checkout", _DatabaseFile(Path(parsed.database)).check)
