@@ -75,12 +75,14 @@ def test_a_quantised_model_equals_diffusers_adapter_beside_the_same_layers(serve
 @pytest.mark.gpu
 @pytest.mark.parametrize("fast", [False, True], ids=["blocks", "fast"])
 def test_captured_steps_follow_quantised_weights(fast: bool, served: Callable[[str], Served]) -> None:
+    """As on the CPU, and not as in float32, whose noise is another: PyTorch draws bfloat16 in its own way."""
     here = served("flux")
     requests = [request_of(here.folder, loras) for loras in TURNS]
-    setting = Setting(fast=fast, device="cuda", precision="fp8", dtype=torch.bfloat16)
-    plain, one, both, again, one_again, last = painted(here.folder, here.named, requests, setting)
-    for mine, request in zip((plain, one, both), requests, strict=False):
-        assert relative_difference(mine, here.expected(request)) <= QUANTISED_TOLERANCE
+    setting = Setting(precision="fp8", dtype=torch.bfloat16)
+    on_cpu = painted(here.folder, here.named, requests, setting)
+    on_gpu = painted(here.folder, here.named, requests, replace(setting, fast=fast, device="cuda"))
+    assert all(relative_difference(*pair) <= QUANTISED_TOLERANCE for pair in zip(on_gpu, on_cpu, strict=True))
+    plain, one, _, again, one_again, last = on_gpu
     assert relative_difference(one, plain) > 0.05
     for mine, other in ((again, plain), (one_again, one), (last, plain)):
         assert relative_difference(mine, other) < 1e-2, "a step as it comes, and one that is replayed"
