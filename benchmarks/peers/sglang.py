@@ -25,6 +25,7 @@ from benchmarks.models.making import default_dtype, without_init
 from engines.core.fast_model import Precision
 
 Compiled = Literal["", "whole", "blocks"]
+ROTARY_IN_CUTE = "sglang.kernels.ops.diffusion.rope.rmsnorm_interleaved_rope_cutedsl"
 TRAINED_STEPS = 1000
 """It takes timesteps and guidance times this, as its pipeline hands them over."""
 
@@ -138,16 +139,25 @@ def begin(world: int) -> None:
         tp_size=1, sp_size=world, ulysses_degree=world, ring_degree=1
     )
     if not (torch.cuda.is_available() and importlib.util.find_spec("cutlass")):
-        _norms_of_pytorch()
+        _make_do_without_cute()
     torch.backends.cuda.enable_cudnn_sdp(allowed)  # it forbids cuDNN's attention to the whole process
 
 
-def _norms_of_pytorch() -> None:
-    """Its own norms with modulation in PyTorch, compiled: those for a GPU are written in CuTe (nvidia-cutlass-dsl)."""
+def _make_do_without_cute() -> None:
+    """What it has for a GPU in CuTe (nvidia-cutlass-dsl) is left to PyTorch, compiled where its modules say how: norms
+    with modulation, and Wan's norm with rotary embedding, which it takes in two passes then."""
     from sglang.multimodal_gen.runtime.layers import layernorm
 
     for norm in (layernorm._NormScaleShift, layernorm._ScaleResidualNormScaleShift):
         norm.forward_cpu = norm.forward_cuda = norm.forward_native
+    sys.modules[ROTARY_IN_CUTE] = _nothing_of(ROTARY_IN_CUTE)
+
+
+def _nothing_of(name: str) -> ModuleType:
+    """A module that has every name: what asks whether it can be used hears no, and the rest cannot be called."""
+    module: Any = ModuleType(name)
+    module.__getattr__ = lambda of: (lambda *_, **__: False) if of.startswith("can_use_") else _refuse(of)
+    return module
 
 
 def make_importable() -> None:
@@ -184,7 +194,7 @@ def _refuse(name: str) -> Callable[..., Any]:
         raise AttributeError(name)
 
     def missing(*_: Any, **__: Any) -> Any:
-        raise NotImplementedError(f"sgl_kernel.{name} cannot be loaded beside PyTorch {torch.__version__}")
+        raise NotImplementedError(f"SGLang's kernel {name} cannot be loaded beside PyTorch {torch.__version__}")
 
     return missing
 
