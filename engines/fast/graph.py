@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -22,14 +23,16 @@ class GraphPool:
         self.device = device
         self.stream = named_stream(device, "graphs", priority=-1)  # side lanes fill what this one leaves
         self.handle: Any = torch.cuda.graph_pool_handle()
-        self._inputs: dict[Hashable, Tensor] = {}
+        self._inputs: WeakValueDictionary[Hashable, Tensor] = WeakValueDictionary()
+        """Those that a graph reads."""
 
     def input(self, name: str, like: Tensor) -> Tensor:
         """The memory in which graphs of this pool find an input of that name, shape and dtype."""
         key = (name, tuple(like.shape), like.dtype)
-        if key not in self._inputs:
-            self._inputs[key] = torch.empty_like(like, memory_format=torch.contiguous_format)
-        return self._inputs[key]
+        known = self._inputs.get(key)
+        if known is None:
+            known = self._inputs[key] = torch.empty_like(like, memory_format=torch.contiguous_format)
+        return known
 
 
 class CapturedStep:
@@ -77,4 +80,5 @@ class CapturedStep:
         """
         self._graph.reset()
         self._result = torch.empty(0)
+        self._inputs = {}
         del self._function

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from engines.core.model import Branch, DenoiserModel
+from engines.core.recent import Recent
 from engines.fast.graph import CapturedStep, GraphPool
 from engines.parallel.communication.mesh import Team
 from engines.parallel.division import Division, shape_of
@@ -17,6 +19,23 @@ from engines.tensorrt_engine.export.buckets import lies_between, sharing
 from engines.tensorrt_engine.export.exported import Exported
 from engines.tensorrt_engine.export.exporter import Exporter
 from engines.tensorrt_engine.run.step import EngineStep, MakeRunner, make_step
+
+MAX_SHAPES = 16
+"""For which a team keeps a context each, with the memory that a step needs; more, where more are expected."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """What runs for one shape on one team."""
+
+    run: EngineStep
+    captured: CapturedStep | None = None
+
+    def close(self) -> None:
+        """The graph first: it holds on to the context's memory."""
+        if self.captured is not None:
+            self.captured.close()
+        self.run.close()
 
 
 class TensorRTEngine:
@@ -44,9 +63,9 @@ class TensorRTEngine:
         self._buckets = tuple(buckets)
         self._capture = capture
         self._shared: dict[Any, tuple[list[Branch], Exported] | None] = {}
-        self._steps: dict[Any, EngineStep] = {}
+        self._steps: dict[Any, Recent[_Step]] = {}
+        """By the team's place, then by shape. Ranks of a team ask for the same shapes in the same order."""
         self._pool: GraphPool | None = None
-        self._captured: dict[Any, CapturedStep] = {}
         self._was_warm = False
 
     @torch.no_grad()
@@ -81,35 +100,37 @@ class TensorRTEngine:
                 self._step(branch, self.division.team(ranks, num_branches))
 
     def close(self) -> None:
-        """Graphs first, then contexts; the communicator goes last, and elsewhere."""
-        for captured in self._captured.values():
-            captured.close()
-        self._captured.clear()
-        for step in self._steps.values():
-            step.close()
+        """Graphs and contexts; the communicator goes last, and elsewhere."""
+        for steps in self._steps.values():
+            steps.clear()
         self._steps.clear()
 
     def _forward(self, branch: Branch, team: Team) -> Tensor:
-        key = (_place(team), shape_of(branch))
-        self._was_warm = self._was_warm and key in (self._captured if self._capture else self._steps)
+        is_new = shape_of(branch) not in self._known(team)
         step = self._step(branch, team)
+        self._was_warm = self._was_warm and not is_new and (step.captured is not None or not self._capture)
         inputs = {name: x for name, x in branch.inputs.items() if x is not None}
         if not self._capture:
-            return step(branch.inputs)
-        if key not in self._captured:
+            return step.run(branch.inputs)
+        if step.captured is None:
             self._pool = self._pool or GraphPool(next(iter(inputs.values())).device)
-            self._captured[key] = CapturedStep(step, inputs, self._pool)
-        return self._captured[key](inputs).clone()
+            step.captured = CapturedStep(step.run, inputs, self._pool)
+        return step.captured(inputs).clone()
 
-    def _step(self, branch: Branch, team: Team) -> EngineStep:
+    def _known(self, team: Team) -> Recent[_Step]:
+        most = max(MAX_SHAPES, len(self._buckets))
+        return self._steps.setdefault(_place(team), Recent(most, _Step.close))
+
+    def _step(self, branch: Branch, team: Team) -> _Step:
         """Made at its first call, which is collective over the team. Each shape has a context (a runner) of its own:
         a CUDA graph holds on to the memory of the context that it captured.
         """
-        key = (_place(team), shape_of(branch))
-        if key not in self._steps:
+
+        def make() -> _Step:
             exported = self._shared_export(branch, team) or self._exporter.export((branch,), team)
-            self._steps[key] = make_step(exported, self._model, branch, team, self._make_runner)
-        return self._steps[key]
+            return _Step(make_step(exported, self._model, branch, team, self._make_runner))
+
+        return self._known(team).get(shape_of(branch), make)
 
     def _shared_export(self, branch: Branch, team: Team) -> Exported | None:
         """The one export of all buckets that share it, if there are several and ``branch`` lies between them."""

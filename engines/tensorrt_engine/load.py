@@ -99,7 +99,7 @@ def exporter_of(config: TensorRTConfig, model: DenoiserModel, num_ranks: int, ta
 def engine_runners(config: TensorRTConfig, model: DenoiserModel, context: RankContext, target: Target) -> MakeRunner:
     """Returns what makes runners: engine files from the cache, alike on every rank, with the team's communicator.
 
-    An engine file is deserialized once, however many shapes it serves.
+    An engine file is deserialized once, however many shapes it serves, and again where all of them had gone.
     """
     cache = EngineCache(config.cache_dir)
     device = torch.device(context.device)
@@ -113,7 +113,7 @@ def engine_runners(config: TensorRTConfig, model: DenoiserModel, context: RankCo
         group = team.context.group or team.tensor.group
         if group:
             check_same_engine_file(engine.sha256, rank=context.rank, group=group)
-        if engine.sha256 not in loaded:
+        if engine.sha256 not in loaded or loaded[engine.sha256].is_released:
             loaded[engine.sha256] = LoadedEngine(engine.engine_file)
         pointer = communicator(group, device) if group else None
         return EngineRunner(loaded[engine.sha256], weights, communicator=pointer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from engines.core.engine import EngineChoice
 from engines.core.estimates import StepEstimates
 from engines.core.model import Branch, DenoiserModel, dtype_of
 from engines.core.precision import scheme_of
+from engines.core.recent import Recent
 from engines.core.shard_plan import ShardPlan
 from engines.core.spec import ParallelSpec
 from engines.parallel.communication.early_start import gang_groups
@@ -30,6 +31,9 @@ from engines.torch_engine.exchange.choose import kernel_by_length
 from engines.torch_engine.options import TorchOptions, check
 from engines.torch_engine.pipelined import predict_pipelined
 from engines.torch_engine.steps import RUNS_BEFORE_CAPTURE, StepRunner
+
+MAX_KNOWN = 1024
+"""Shapes of which is known that they fit, or ran."""
 
 
 class TorchEngine:
@@ -76,9 +80,9 @@ class TorchEngine:
         self.division = Division(specs, model.plan, others=others, **gang)
         self._model = model
         self._memory = memory_floor(model, self.config.precision)
-        self._checked: set[Hashable] = set()
+        self._checked: Recent[None] = Recent(MAX_KNOWN, lambda _: None)
         self._was_warm = False
-        self._pipelined: set[Hashable] = set()
+        self._pipelined: Recent[None] = Recent(MAX_KNOWN, lambda _: None)
         make_kernel = kernel_by_length(self.config.exchange, self.device, self.dtype)
         self._sharded = ShardedModel(model, self._prepare_module, make_kernel=make_kernel)
         self._steps = StepRunner(model, self._sharded, config=self.config, device=self.device)
@@ -95,7 +99,7 @@ class TorchEngine:
         if self.division.team(ranks).pipeline.size > 1:
             shapes = (ranks, *map(shape_of, branches))
             self._was_warm = shapes in self._pipelined
-            self._pipelined.add(shapes)
+            self._pipelined.get(shapes, lambda: None)
             return predict_pipelined(self._sharded, self.division.forwards(branches, ranks))
         self._was_warm = True
         return self.division.predict(branches, ranks, self._run)
@@ -146,7 +150,7 @@ class TorchEngine:
             if key not in self._checked:
                 num_tokens = sum(self._model.stream_lengths(branch.arguments).values())
                 self._memory.check(num_tokens, self.division.team(ranks).spec)
-                self._checked.add(key)
+            self._checked.get(key, lambda: None)
 
     def _split_weights_first(self) -> None:
         """Layers are split as they were loaded: teams with whole weights get quantised ones in the module itself."""

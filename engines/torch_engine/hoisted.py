@@ -51,7 +51,7 @@ class HoistedCache:
     def step_tensors(self, branch: Branch, weights: FastWeights, fast: FastStep) -> dict[str, Tensor]:
         """Returns everything that this step of ``fast`` reads besides the latents."""
         shared = self._lasting(branch)
-        fixed = self._get((id(fast), branch.additions), tuple(shared.values()), lambda: fast.hoisted(branch.arguments))
+        fixed = self._get((fast, branch.additions), tuple(shared.values()), lambda: fast.hoisted(branch.arguments))
         if branch.schedule is None:
             now = weights.scheduled(branch.inputs, branch.inputs[self._timestep][None])
             return {**fixed, **{name: stacked[0] for name, stacked in now.items()}}
@@ -70,7 +70,8 @@ class HoistedCache:
     def _get(
         self, owner: Hashable, sources: tuple[Tensor, ...], make: Callable[[], Mapping[str, Tensor]]
     ) -> Mapping[str, Tensor]:
-        """``owner`` stands for what makes it: a module or a step, with what its weights have added."""
+        """``owner`` stands for what makes it: a module or a step, with what its weights have added. It has the step
+        itself: steps come and go, and another one may lie at the address of one that went."""
         key = (owner, *((id(tensor), tensor._version) for tensor in sources))
         if key not in self._entries:
             self._entries[key] = _Entry(sources, make())

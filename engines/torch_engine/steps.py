@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from engines.core.fast_model import FastWeights, Precision, StepTensors
 from engines.core.layout import TokenLayout
 from engines.core.model import Branch, DenoiserModel
+from engines.core.recent import Recent
 from engines.fast.graph import CapturedStep, GraphPool
 from engines.parallel.communication.mesh import Team
 from engines.parallel.division import shape_of
@@ -23,9 +23,10 @@ from engines.torch_engine.hoisted import HoistedCache
 
 logger = logging.getLogger(__name__)
 
-MAX_GRAPHS = 32
-"""The number of shapes that are captured for one division of one team; later ones run uncaptured. Counted so, ranks
-that work together agree: branches may bring the parts of a team different shapes, but not the ranks of a part.
+MAX_SHAPES = 32
+"""The number of shapes whose steps, with their graphs, are kept for one division of one team; the one that came longest
+ago goes. Counted so, ranks that work together agree: branches may bring the parts of a team different shapes, but not
+the ranks of a part.
 """
 
 RUNS_BEFORE_CAPTURE = 1
@@ -40,6 +41,12 @@ class _Step:
     function: Callable[[StepTensors], Tensor]
     num_runs: int = 0
     captured: CapturedStep | None = None
+    has_room: bool = True
+    """For a graph, as far as is known."""
+
+    def close(self) -> None:
+        if self.captured is not None:
+            self.captured.close()
 
 
 class StepRunner:
@@ -54,8 +61,8 @@ class StepRunner:
         self._pool = GraphPool(device) if config.capture else None
         self._hoisted = HoistedCache(latents=model.latents, timestep=model.timestep)
         self._weights: dict[str, FastWeights] = {}
-        self._steps: dict[Hashable, _Step] = {}
-        self._num_graphs: Counter[Hashable] = Counter()
+        self._steps: dict[Hashable, Recent[_Step]] = {}
+        """By team, and how it divides a step; then by shape."""
         self.was_warm = False
         """Whether the last run was a replay without a capture; where nothing is captured: its shape had run before."""
 
@@ -74,11 +81,9 @@ class StepRunner:
 
     def release(self) -> None:
         """Lets go of all steps and their graphs; weights stay."""
-        for step in self._steps.values():
-            if step.captured is not None:
-                step.captured.close()
+        for steps in self._steps.values():
+            steps.clear()
         self._steps.clear()
-        self._num_graphs.clear()
         self._hoisted.clear()
         if self._pool is not None:
             self._pool = GraphPool(self._pool.device)  # one whose graphs are gone may take no new ones
@@ -91,12 +96,15 @@ class StepRunner:
     def _step(self, branch: Branch, team: Team) -> _Step:
         weights = self._fast_weights(branch.module, team)
         filled = self._filled_lengths(branch, weights)
-        key = (team.ranks, team.spec, shape_of(branch) if filled is None else self._filled_shape(branch, filled))
-        if key not in self._steps:
-            self._steps[key] = (
-                self._module_step(branch, team) if weights is None else self._fast_step(branch, team, weights, filled)
-            )
-        return self._steps[key]
+        shape = shape_of(branch) if filled is None else self._filled_shape(branch, filled)
+
+        def make() -> _Step:
+            if weights is None:
+                return self._module_step(branch, team)
+            return self._fast_step(branch, team, weights, filled)
+
+        steps = self._steps.setdefault((team.ranks, team.spec), Recent(MAX_SHAPES, _Step.close))
+        return steps.get(shape, make)
 
     def _filled_lengths(self, branch: Branch, weights: FastWeights | None) -> Mapping[str, int] | None:
         """Returns what the prompt is filled up to; None where it stays as long as it is."""
@@ -156,8 +164,7 @@ class StepRunner:
         return self._weights[module]
 
     def _may_capture(self, step: _Step, branch: Branch, tensors: StepTensors, team: Team) -> bool:
-        waited = step.num_runs >= RUNS_BEFORE_CAPTURE
-        if self._pool is None or not waited or self._num_graphs[team.ranks, team.spec] >= MAX_GRAPHS:
+        if self._pool is None or not step.has_room or step.num_runs < RUNS_BEFORE_CAPTURE:
             return False
         reads_values = self._model.reads_values and tensors.keys() == branch.inputs.keys()
         if reads_values and step.num_runs == RUNS_BEFORE_CAPTURE:
@@ -165,9 +172,17 @@ class StepRunner:
             logger.warning("a step is not captured: it makes anew what others make once a job", extra=told)
         return not reads_values
 
-    def _capture(self, step: _Step, tensors: StepTensors, team: Team) -> CapturedStep:
+    def _capture(self, step: _Step, tensors: StepTensors, team: Team) -> CapturedStep | None:
+        """None where a rank by itself has no memory for the graph. Of several the others have recorded theirs."""
         assert self._pool is not None
-        self._num_graphs[team.ranks, team.spec] += 1
-        captured = CapturedStep(step.function, tensors, self._pool)
-        logger.info("captured a step", extra={"ranks": team.ranks, "strategy": team.spec.name})
+        told = {"ranks": team.ranks, "strategy": team.spec.name}
+        try:
+            captured = CapturedStep(step.function, tensors, self._pool)
+        except torch.OutOfMemoryError as error:
+            if len(team.ranks) > 1:
+                raise
+            step.has_room = False
+            logger.warning("a step is not captured: there is no memory for its graph: %s", error, extra=told)
+            return None
+        logger.info("captured a step", extra=told)
         return captured

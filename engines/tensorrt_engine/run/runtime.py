@@ -54,6 +54,10 @@ class LoadedEngine:
         self._engine: Any = deserialize(engine_file)
         self._num_users = 0
 
+    @property
+    def is_released(self) -> bool:
+        return self._engine is None
+
     def take(self) -> Any:
         """Returns the ``ICudaEngine``, for one more user."""
         assert self._engine is not None, "released"

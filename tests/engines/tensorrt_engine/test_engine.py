@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from engines.core.spec import ParallelSpec
 from engines.parallel.attention.local import plain_attention
 from engines.parallel.communication.mesh import Groups, Team
 from engines.parallel.division import Division, TeamSpecs
+from engines.tensorrt_engine import engine as engine_module
 from engines.tensorrt_engine.engine import TensorRTEngine
 from engines.tensorrt_engine.export.exported import Exported
 from engines.tensorrt_engine.export.exporter import Exporter
@@ -90,6 +92,29 @@ def test_sizes_with_constants_of_their_own_share_no_engine(constants: dict[str, 
     with pytest.raises(Asked) as asked:
         engine.prepare()
     assert asked.value.args == (num_together,)
+
+
+def test_contexts_of_shapes_that_came_longest_ago_go() -> None:
+    model = SPECIMENS["flux"].model()
+    division = Division(
+        TeamSpecs(by_size={1: (ParallelSpec(),)}), model.plan, rank=0, num_ranks=1, groups=Groups(num_ranks=1)
+    )
+    engine = TensorRTEngine(model, division=division, make_runner=GlooRunner, exporter=Mock(), capture=False)
+    closed = Mock()
+
+    def make(_exported: Exported, _model: object, branch: Branch, *_: object) -> Mock:
+        return Mock(side_effect=lambda inputs: inputs["hidden_states"], close=lambda: closed(branch))
+
+    one, two, three = (Branch(inputs=flux_inputs(1, *size)) for size in ((16, 2, 2), (16, 4, 2), (16, 4, 4)))
+    warm = []
+    with patch.object(engine_module, "MAX_SHAPES", 2), patch.object(engine_module, "make_step", make):
+        for branch in (one, two, one, three, one, two):
+            engine.predict((branch,), (0,))
+            warm.append(engine.was_warm)
+    assert warm == [False, False, True, False, True, False]
+    assert [call.args[0] for call in closed.call_args_list] == [two, three]
+    engine.close()
+    assert closed.call_count == 4
 
 
 def test_a_rank_that_is_not_like_the_others_is_named_on_every_rank() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from engines.core.differences import relative_difference
 from engines.core.model import Branch, DenoiserModel
+from engines.torch_engine import steps
 from engines.torch_engine.engine import TorchEngine
 from tests.engines.support import models
 
@@ -56,6 +58,21 @@ def test_replays_read_new_inputs() -> None:
         expected = engine._sharded.forward(replace(branch, inputs=inputs), engine.division.team((0,)))
         (answer,) = engine.predict((replace(branch, inputs=inputs),), (0,))
         assert relative_difference(answer, expected) < 1e-4
+    engine.close()
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_graphs_of_shapes_that_went_leave_the_others_right(fast: bool) -> None:
+    model, branch = on_gpu(torch.float32)
+    engine = TorchEngine(model, fast=fast, compiled=False)
+    with patch.object(steps, "MAX_SHAPES", 2):
+        for length in (3, 4, 3, 5, 4, 3, 5):
+            texts = {name: branch.inputs[name][..., :length, :] for name in ("encoder_hidden_states", "txt_ids")}
+            shorter = replace(branch, inputs={**branch.inputs, **texts})
+            expected = engine._sharded.forward(shorter, engine.division.team((0,)))
+            for _ in range(3):
+                (answer,) = engine.predict((shorter,), (0,))
+                assert relative_difference(answer, expected) < 1e-4
     engine.close()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -79,6 +81,20 @@ def test_tensors_changed_in_place_are_not_taken_for_the_old_ones() -> None:
     after = cache.step_tensors(branch, weights, fast)["text_TBC"]
     text.div_(2)
     assert not torch.equal(before, after)
+
+
+@torch.no_grad()
+def test_a_step_is_never_taken_for_one_that_went() -> None:
+    """It could lie at the address of one that went, if that did not stay as long as its results."""
+    branch, weights, fast = parts()
+    cache, is_there = HoistedCache(), weakref.ref(fast)
+    cache.step_tensors(branch, weights, fast)
+    del fast
+    gc.collect()
+    assert is_there()
+    cache.clear()
+    gc.collect()
+    assert not is_there()
 
 
 def test_the_least_recently_used_entry_is_evicted() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -86,15 +86,38 @@ def test_a_step_that_captures_is_not_warm(runner: StepRunner) -> None:
     assert [found_warm(runner, shape(0)) for _ in range(4)] == [False, False, True, True]
 
 
-def test_shapes_beyond_the_last_graph_are_warm_from_their_second_step(runner: StepRunner) -> None:
-    with patch.object(steps, "MAX_GRAPHS", 1):
-        assert [found_warm(runner, shape(0)) for _ in range(3)] == [False, False, True]
-        assert [found_warm(runner, shape(1)) for _ in range(3)] == [False, True, True]
+def test_the_shape_that_came_longest_ago_goes_with_its_graph(runner: StepRunner) -> None:
+    with patch.object(steps, "MAX_SHAPES", 2), patch.object(Recording, "close") as close:
+        for number in (0, 1, 0, 2):
+            found_warm(runner, shape(number))
+            found_warm(runner, shape(number))
+        assert close.call_count == 1
+        assert found_warm(runner, shape(0)), "it came after the other"
+        assert [found_warm(runner, shape(1)) for _ in range(3)] == [False, False, True]
+        assert close.call_count == 2
+
+
+def test_a_step_that_has_no_memory_for_a_graph_runs_without_one(caplog: pytest.LogCaptureFixture) -> None:
+    model = models.model("flux")
+    sharded = ShardedModel(model)
+    one_of_two = replace(ALONE, ranks=(0, 1))
+    capture = Mock(side_effect=torch.OutOfMemoryError("tried to allocate 2 GiB"))
+    with patch.object(steps, "GraphPool"), patch.object(steps, "CapturedStep", capture):
+        runner = StepRunner(model, sharded, config=CAPTURING, device=torch.device("cpu"))
+        first = runner.run(shape(0), ALONE)
+        again = [runner.run(shape(0), ALONE) for _ in range(3)]
+        runner.run(shape(0), one_of_two)
+        with pytest.raises(torch.OutOfMemoryError):  # the other has recorded its own, and would wait
+            runner.run(shape(0), one_of_two)
+    sharded.close()
+    assert all(one.equal(first) for one in again)
+    assert capture.call_count == 2
+    assert "no memory for its graph: tried to allocate 2 GiB" in caplog.text
 
 
 def test_ranks_of_two_halves_with_other_shapes_agree_on_what_the_whole_team_captures(runner: StepRunner) -> None:
     """The branches of one half had two shapes, those of the other (not seen here) may have had one."""
-    with patch.object(steps, "MAX_GRAPHS", 2):
+    with patch.object(steps, "MAX_SHAPES", 2):
         for number in (0, 1):
             assert [found_warm(runner, shape(number), HALF) for _ in range(3)] == [False, False, True]
         assert [found_warm(runner, shape(2)) for _ in range(3)] == [False, False, True]
