@@ -6,7 +6,7 @@ Process groups, side streams and memory that other ranks write belong to a rank 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
@@ -28,11 +28,13 @@ class RankResources:
         return cast(T, self._entries[kind])
 
     def close(self) -> None:
-        """Release all, the newest first. An entry that has something to end has a ``close``."""
-        while self._entries:
-            _, entry = self._entries.popitem()
-            if hasattr(entry, "close"):
-                entry.close()
+        """Release all, the newest first. An entry that has something to end has a ``close``; what one of them raises
+        comes after the others are released."""
+        with ExitStack() as closing:
+            for entry in self._entries.values():
+                if hasattr(entry, "close"):
+                    closing.callback(entry.close)
+            self._entries.clear()
 
 
 _current = RankResources()
@@ -58,5 +60,7 @@ def separate_rank_resources() -> Iterator[RankResources]:
     try:
         yield opened
     finally:
-        opened.close()
-        _current = before
+        try:
+            opened.close()
+        finally:
+            _current = before

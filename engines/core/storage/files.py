@@ -35,12 +35,26 @@ def write_once(path: Path, data: bytes) -> bool:
     whole = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     write_atomically(whole, data)
     try:
-        os.link(whole, path)
+        _claim(path, whole)
     except FileExistsError:
         return False
     finally:
         whole.unlink(missing_ok=True)
     return True
+
+
+def _claim(path: Path, whole: Path) -> None:
+    """Gives a file its other name. FileExistsError if that is taken.
+
+    Where files have one name only (many network file systems), whoever reads at that very moment may find it empty.
+    """
+    try:
+        os.link(whole, path)
+    except FileExistsError:
+        raise
+    except OSError:
+        path.touch(exist_ok=False)
+        whole.replace(path)
 
 
 def file_about(folder: Path, name: str, facts: Mapping[str, object]) -> Path:

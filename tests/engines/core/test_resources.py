@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from engines.core.resources import open_rank_resources, rank_resources, separate_rank_resources
 
 ENDED: list[str] = []
@@ -30,6 +32,20 @@ def test_an_entry_is_made_once_and_the_newest_is_released_first() -> None:
         resources.get(Third)
     assert ENDED == ["third", "first"]
     assert resources.get(Second) == {}, "what is asked for after the end begins anew"
+
+
+class Failing:
+    def close(self) -> None:
+        raise OSError("the device is gone")
+
+
+def test_one_that_cannot_be_released_keeps_none_of_the_others() -> None:
+    ENDED.clear()
+    outside = rank_resources()
+    with pytest.raises(OSError, match="the device is gone"), separate_rank_resources() as resources:
+        assert all(resources.get(kind) for kind in (First, Failing, Third))
+    assert ENDED == ["third", "first"]
+    assert rank_resources() is outside
 
 
 def test_a_rank_begins_with_nothing_of_the_one_before() -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 
-from engines.core.storage.files import write_atomically
+from engines.core.storage.files import write_atomically, write_once
 
 
 @pytest.fixture
@@ -45,3 +46,20 @@ def test_a_disk_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path, monk
     with pytest.raises(OSError, match="the disk is full"):
         write_atomically(tmp_path / "file", b"new")
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_one_of_several_writes_a_file_that_was_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
+) -> None:
+    def fail(*_: object) -> NoReturn:
+        raise PermissionError(1, "Operation not permitted")
+
+    if not has_links:  # many network file systems
+        monkeypatch.setattr(os, "link", fail)
+    path = tmp_path / "new" / "file"
+    with ThreadPoolExecutor(8) as pool:
+        wrote = list(pool.map(lambda number: write_once(path, f"{number}".encode()), range(8)))
+    assert wrote.count(True) == 1
+    assert path.read_text() == str(wrote.index(True))
+    assert list(path.parent.iterdir()) == [path]
