@@ -58,7 +58,9 @@ class StepRunner:
         self._model, self._sharded, self._config = model, sharded, config
         self.rules = config.exchange
         """By these, steps that are made from now on exchange heads."""
-        self._pool = GraphPool(device) if config.capture else None
+        self._device = device
+        self._pool: GraphPool | None = None
+        """Of the graphs that there are."""
         self._hoisted = HoistedCache(latents=model.latents, timestep=model.timestep)
         self._weights: dict[str, FastWeights] = {}
         self._steps: dict[Hashable, Recent[_Step]] = {}
@@ -85,8 +87,6 @@ class StepRunner:
             steps.clear()
         self._steps.clear()
         self._hoisted.clear()
-        if self._pool is not None:
-            self._pool = GraphPool(self._pool.device)  # one whose graphs are gone may take no new ones
 
     def close(self) -> None:
         """Releases graphs first: they hold the communicator's kernels."""
@@ -164,7 +164,7 @@ class StepRunner:
         return self._weights[module]
 
     def _may_capture(self, step: _Step, branch: Branch, tensors: StepTensors, team: Team) -> bool:
-        if self._pool is None or not step.has_room or step.num_runs < RUNS_BEFORE_CAPTURE:
+        if not self._config.capture or not step.has_room or step.num_runs < RUNS_BEFORE_CAPTURE:
             return False
         reads_values = self._model.reads_values and tensors.keys() == branch.inputs.keys()
         if reads_values and step.num_runs == RUNS_BEFORE_CAPTURE:
@@ -174,7 +174,8 @@ class StepRunner:
 
     def _capture(self, step: _Step, tensors: StepTensors, team: Team) -> CapturedStep | None:
         """None where a rank by itself has no memory for the graph. Of several the others have recorded theirs."""
-        assert self._pool is not None
+        if self._pool is None or not self._has_graphs():
+            self._pool = GraphPool(self._device)  # one whose graphs are gone may take no new ones
         told = {"ranks": team.ranks, "strategy": team.spec.name}
         try:
             captured = CapturedStep(step.function, tensors, self._pool)
@@ -186,3 +187,6 @@ class StepRunner:
             return None
         logger.info("captured a step", extra=told)
         return captured
+
+    def _has_graphs(self) -> bool:
+        return any(step.captured is not None for steps in self._steps.values() for step in steps)

@@ -97,6 +97,35 @@ def test_the_shape_that_came_longest_ago_goes_with_its_graph(runner: StepRunner)
         assert close.call_count == 2
 
 
+class LastingPool:
+    """Stands for a ``GraphPool``: as torch's, it takes no graph once all that it had are gone."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.num_graphs: int | None = None
+
+
+class PooledRecording(Recording):
+    def __init__(self, function: Callable[[StepTensors], Tensor], example: StepTensors, pool: LastingPool) -> None:
+        super().__init__(function, example, pool)
+        assert pool.num_graphs != 0, "use_count > 0"
+        self._pool, pool.num_graphs = pool, (pool.num_graphs or 0) + 1
+
+    def close(self) -> None:
+        assert self._pool.num_graphs
+        self._pool.num_graphs -= 1
+
+
+def test_a_step_is_captured_after_all_graphs_have_gone(runner: StepRunner) -> None:
+    graphs = {"GraphPool": LastingPool, "CapturedStep": PooledRecording}
+    with patch.multiple(steps, MAX_SHAPES=2, **graphs):
+        runner = StepRunner(models.model("flux"), runner._sharded, config=CAPTURING, device=torch.device("cpu"))
+        for number in (0, 0, 1, 2, 2):  # of the second there is one step, and the third takes the first one's place
+            found_warm(runner, shape(number))
+        assert [found_warm(runner, shape(1)) for _ in range(2)] == [False, True]
+        runner.release()
+        assert [found_warm(runner, shape(0)) for _ in range(3)] == [False, False, True]
+
+
 def test_a_step_that_has_no_memory_for_a_graph_runs_without_one(caplog: pytest.LogCaptureFixture) -> None:
     model = models.model("flux")
     sharded = ShardedModel(model)
