@@ -98,11 +98,11 @@ class WeightSwitch:
             raise ValueError(f"nothing is known of {', '.join(unknown)} to add to the weights; known: {known}")
         if shares[share].mix == mix:
             return
-        shares[share].write(mix)
-        for key, other in shares.items():
-            # They may be views of what was written, and a part's sums be rounded otherwise; the base is one in all.
+        for key, other in shares.items():  # before it is written, which may end halfway
+            # They may be views of what is written, and a part's sums be rounded otherwise; the base is one in all.
             if key != share and not (mix == () == other.mix):
                 other.mix = None
+        shares[share].write(mix)
 
     @torch.no_grad()
     def reset(self, name: str) -> None:

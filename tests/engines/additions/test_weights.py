@@ -108,6 +108,23 @@ def test_a_weight_that_moves_is_followed() -> None:
     assert torch.allclose(stacked[:ROWS], exact(base, (1.0, ONE)).float(), atol=1e-5)
 
 
+def test_what_was_written_halfway_is_undone_in_all_shares() -> None:
+    layer = linear()
+    switch = switch_of(layer)
+    loaded, base = dict(layer.named_parameters()), layer.weight.clone()
+
+    def fail(value: torch.Tensor) -> None:
+        layer.weight.copy_(value)
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+    switch.hold("m", "other", layer, {}, loaded=loaded, writers={layer.weight: (fail,)})
+    with pytest.raises(torch.OutOfMemoryError):
+        switch.set("m", "other", (("one", 1.0),))
+    assert not layer.weight.equal(base)
+    switch.set("m", "whole", ())
+    assert layer.weight.equal(base)
+
+
 def test_a_name_that_is_not_known_lists_those_that_are() -> None:
     with pytest.raises(ValueError, match="nothing is known of three to add to the weights; known: one, two"):
         switch_of(linear()).set("m", "whole", (("three", 1.0),))
