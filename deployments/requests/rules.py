@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
+from dataclasses import replace
 
 from deployments.requests.bodies import EditBody, MediaBody, VideoBody
 from deployments.requests.errors import RequestError, blaming, shown
@@ -32,8 +33,10 @@ def brought_along(body: MediaBody, card: ModelCard) -> Sources:
     has_mask = sources.mask is not None
     with blaming("mask"):
         card.defaults.request(num_pictures=number, has_mask=has_mask)
+    num_steps = choose_steps(body, card.defaults)
     with blaming("strength"):
-        card.defaults.request(num_pictures=number, has_mask=has_mask, strength=strength_of(body))
+        strength = strength_of(body)
+        card.defaults.request(num_pictures=number, has_mask=has_mask, strength=strength, num_inference_steps=num_steps)
     return sources
 
 
@@ -80,7 +83,6 @@ def media_request(
         guidance_scale=guidance_scale,
         true_cfg_scale=true_cfg_scale,
         seed=seed_of(body),
-        preview_steps=preview_steps(num_steps, num_previews),
         num_pictures=len(pictures.pictures),
         has_mask=pictures.mask is not None,
         strength=strength_of(body),
@@ -91,7 +93,8 @@ def media_request(
         service_tier=TIERS[body.service_tier or "auto"],
         deadline_s=body.deadline_s,
     )
-    return fitting(request, card)
+    num_painted = card.defaults.num_steps_of(request)
+    return fitting(replace(request, preview_steps=preview_steps(num_painted, num_previews)), card)
 
 
 def fitting(request: MediaRequest, card: ModelCard) -> MediaRequest:
