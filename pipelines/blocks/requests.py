@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from PIL.Image import Image
 
-from pipelines.pictures import NO_PICTURES, InputPictures
+from pipelines.pictures import NO_PICTURES, InputPicture, InputPictures
 from pipelines.request import MediaRequest
 
 FRAME_RATES = ("frame_rate", "fps")
@@ -33,11 +33,16 @@ def inputs_of(request: MediaRequest, known: Collection[str], pictures: InputPict
         "output_type": "pt",
         "use_kv_cache": False,  # it would be in the hands of whoever stands in for the transformer
         **dict.fromkeys(FRAME_RATES, request.fps),
-        **_picture_inputs([picture.image() for picture in pictures.pictures], mask, known),
+        **_picture_inputs([_image(picture, request) for picture in pictures.pictures], mask, known),
     }
     if request.true_cfg_scale > 1:
         inputs["negative_prompt"] = request.negative_prompt
     return {name: value for name, value in inputs.items() if name in known and value is not None}
+
+
+def _image(picture: InputPicture, request: MediaRequest) -> Image:
+    """Only what is taken apart into layers is seen with its opacity: other auto-encoders have no channel for it."""
+    return picture.image() if request.num_layers else picture.image().convert("RGB")
 
 
 def _picture_inputs(images: list[Image], mask: Image | None, known: Collection[str]) -> Mapping[str, Any]:
