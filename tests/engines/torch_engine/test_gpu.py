@@ -61,11 +61,12 @@ def test_replays_read_new_inputs() -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("num_kept", [1, 2])
 @pytest.mark.parametrize("fast", [True, False])
-def test_graphs_of_shapes_that_went_leave_the_others_right(fast: bool) -> None:
+def test_graphs_of_shapes_that_went_leave_the_others_right(fast: bool, num_kept: int) -> None:
     model, branch = on_gpu(torch.float32)
     engine = TorchEngine(model, fast=fast, compiled=False)
-    with patch.object(steps, "MAX_SHAPES", 2):
+    with patch.object(steps, "MAX_SHAPES", num_kept):
         for length in (3, 4, 3, 5, 4, 3, 5):
             texts = {name: branch.inputs[name][..., :length, :] for name in ("encoder_hidden_states", "txt_ids")}
             shorter = replace(branch, inputs={**branch.inputs, **texts})
