@@ -23,6 +23,8 @@ class AccountKeeper:
         self._quotas = Quotas(limits, clock)
         self._clock = clock
         self._under_way: dict[str, Reservation] = {}
+        self._waiting: set[str] = set()
+        """Ids of reservations that wait for room, and were not ended meanwhile."""
         self._heard_s: dict[str, float] = {}
         self._ended = asyncio.Event()
 
@@ -33,12 +35,14 @@ class AccountKeeper:
         self._heard_s[asked.holder] = self._clock()
         if asked.id in self._under_way:
             return None
+        self._waiting.add(asked.id)
         try:
             self._quotas.check_minute(asked.key)
-            await self._room_for(asked)
+            await self._take_once_there_is_room(asked)
         except LimitReachedError as refusal:
             return Refusal(reason=refusal.reason, retry_after_s=refusal.retry_after_s)
-        self._take(asked)
+        finally:
+            self._waiting.discard(asked.id)
         return None
 
     async def settle(
@@ -78,10 +82,13 @@ class AccountKeeper:
         num_requests, gpu_s, last_s = self._quotas.used(key)
         return Balance(since=self._quotas.started_at, num_requests=num_requests, gpu_s=gpu_s, last_minute_s=last_s)
 
-    async def _room_for(self, asked: Reservation) -> None:
-        """Returns once there is room. LimitReachedError if there is none soon."""
+    async def _take_once_there_is_room(self, asked: Reservation) -> None:
+        """LimitReachedError if there is none soon, or who asked has ended it meanwhile. Of two calls that ask for the
+        same, one takes it."""
         give_up_s = time.monotonic() + GRACE_S
-        while True:
+        while asked.id not in self._under_way:
+            if asked.id not in self._waiting:
+                raise LimitReachedError("this was given back before there was room for it", 1.0)
             self._forget_the_gone()
             try:
                 self._quotas.check_open(asked.key, asked.num, asked.num_clips)
@@ -91,7 +98,7 @@ class AccountKeeper:
                     raise
                 await self._next_end(left_s)
             else:
-                return
+                self._take(asked)
 
     async def _next_end(self, within_s: float) -> None:
         self._ended.clear()
@@ -106,6 +113,7 @@ class AccountKeeper:
         self._quotas.add_open(reservation.key, reservation.num)
 
     def _end(self, reservation_id: str) -> None:
+        self._waiting.discard(reservation_id)
         reservation = self._under_way.pop(reservation_id, None)
         if reservation is not None:
             self._quotas.add_open(reservation.key, -reservation.num)
