@@ -118,7 +118,7 @@ def _frontend(settings: DoorSettings, wiring: Wiring) -> Iterator[str]:
     yield from _request_id()
     num_clients = max_connections(settings, wiring.lane)
     yield f"    maxconn {num_clients}"
-    crowded = int(FULL_SHARE * num_clients)
+    crowded = max(1, int(FULL_SHARE * num_clients))
     yield f"    http-request {FULL.action} if {{ fe_conn gt {crowded} }} !{{ path /health }}"
     yield f"    http-request {HEAD_TOO_LARGE.action} if {{ req.hdrs,length gt {settings.max_head_bytes} }}"
     yield "    acl bodiless method GET HEAD DELETE OPTIONS"

@@ -43,3 +43,8 @@ def test_the_limit_is_what_files_allow(monkeypatch: pytest.MonkeyPatch) -> None:
     assert haproxy.max_connections(DoorSettings()) == 480
     monkeypatch.setattr(haproxy.resource, "getrlimit", lambda which: (256, haproxy.resource.RLIM_INFINITY))
     assert haproxy.max_connections(DoorSettings()) == DoorSettings().max_connections
+
+
+def test_one_connection_at_a_time_is_enough_for_one_client(backend: Backend) -> None:
+    with served(backend) as address, doored(address, DoorSettings(max_connections=1)) as (_, client):
+        wait_until(lambda: client.get("/").status_code == 200, "the door lets one through")
