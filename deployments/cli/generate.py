@@ -69,7 +69,7 @@ def _model(client: Client, name: str | None, num_pictures: int) -> dict[str, Any
     models = client.models()
     fitting = [model for model in models if num_pictures and model["defaults"].get("max_pictures", 0)]
     for model in models if name is not None else fitting or models:
-        if name is None or model["id"] == name:
+        if name is None or name in (model["id"], *model.get("aliases", ())):
             return model
     raise ValueError(f"no model {name}; served: {', '.join(model['id'] for model in models)}")
 

@@ -14,6 +14,8 @@ SERVE_POLL_S = 1.0
 """Between two looks at whether Serve has given up: its controller, busy at start, takes some 10 ms of CPU for each."""
 HEALTH_POLL_S = 0.5
 """Between two looks at what is missing, which take some 20 ms of CPU each; the application looks once a second."""
+PASSING = (httpx.codes.BAD_GATEWAY, httpx.codes.SERVICE_UNAVAILABLE, httpx.codes.GATEWAY_TIMEOUT)
+"""Of the application while it starts, and of the door where what is behind it starts again."""
 
 
 def wait_ready(url: str, on_wait: Callable[[str], None], deadline_s: float) -> None:
@@ -40,7 +42,7 @@ def _not_ready(client: httpx.Client) -> str:
         return f"the server does not answer yet ({type(error).__name__})"
     if response.status_code == httpx.codes.OK:
         return ""
-    if response.status_code != httpx.codes.SERVICE_UNAVAILABLE:
+    if response.status_code not in PASSING:
         raise RuntimeError(f"GET /health answered {response.status_code}: {response.text}")
     return _reason(response)
 

@@ -76,3 +76,16 @@ def test_layers_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     options = ("--layers", "3", "--model", "apart", "--steps", "2", "--seed", "1")
     expected = {"layers": 3, "model": "apart", "num_inference_steps": 2, "seed": 1}
     assert asked(monkeypatch, *options) == {"prompt": "a red circle", **expected}
+
+
+class Served:
+    def models(self) -> list[dict[str, Any]]:
+        return [{"id": "small", "defaults": {}}, {"id": "large", "defaults": {}, "aliases": ["gpt-image-1"]}]
+
+
+def test_a_model_answers_to_its_other_names() -> None:
+    served: Any = Served()
+    found = [generate._model(served, name, 0)["id"] for name in (None, "large", "gpt-image-1")]
+    assert found == ["small", "large", "large"]
+    with pytest.raises(ValueError, match="no model gpt-image-2; served: small, large"):
+        generate._model(served, "gpt-image-2", 0)
