@@ -10,12 +10,13 @@ T = TypeVar("T")
 
 
 class Recent(Generic[T]):
-    """At most ``most`` things by key. Before another is made, the one that was asked for longest ago is let go.
+    """At most ``most`` things by key. Before another is made, the one that was asked for longest ago goes: ``let_go``
+    ends it, where things have an end.
 
     Ranks that ask for the same keys in the same order have the same ones.
     """
 
-    def __init__(self, most: int, let_go: Callable[[T], None]) -> None:
+    def __init__(self, most: int, let_go: Callable[[T], None] = lambda _: None) -> None:
         assert most > 0
         self._most, self._let_go = most, let_go
         self._things: OrderedDict[Hashable, T] = OrderedDict()

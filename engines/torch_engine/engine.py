@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +81,9 @@ class TorchEngine:
         self.division = Division(specs, model.plan, others=others, **gang)
         self._model = model
         self._memory = memory_floor(model, self.config.precision)
-        self._checked: Recent[None] = Recent(MAX_KNOWN, lambda _: None)
+        self._checked: Recent[None] = Recent(MAX_KNOWN)
         self._was_warm = False
-        self._pipelined: Recent[None] = Recent(MAX_KNOWN, lambda _: None)
+        self._pipelined: Recent[None] = Recent(MAX_KNOWN)
         make_kernel = kernel_by_length(self.config.exchange, self.device, self.dtype)
         self._sharded = ShardedModel(model, self._prepare_module, make_kernel=make_kernel)
         self._steps = StepRunner(model, self._sharded, config=self.config, device=self.device)
@@ -146,11 +147,11 @@ class TorchEngine:
 
     def _check_memory(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> None:
         for branch in branches:
-            key = (len(ranks), shape_of(branch))
-            if key not in self._checked:
-                num_tokens = sum(self._model.stream_lengths(branch.arguments).values())
-                self._memory.check(num_tokens, self.division.team(ranks).spec)
-            self._checked.get(key, lambda: None)
+            self._checked.get((len(ranks), shape_of(branch)), partial(self._check_one, branch, ranks))
+
+    def _check_one(self, branch: Branch, ranks: tuple[int, ...]) -> None:
+        num_tokens = sum(self._model.stream_lengths(branch.arguments).values())
+        self._memory.check(num_tokens, self.division.team(ranks).spec)
 
     def _split_weights_first(self) -> None:
         """Layers are split as they were loaded: teams with whole weights get quantised ones in the module itself."""

@@ -6,7 +6,6 @@ and, when these forwards were made, with stand-ins that answer. In between the c
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from engines.core.additions import normal_mix
 from engines.core.model import Branch, Schedule
+from engines.core.recent import Recent
 from engines.parallel.division import shape_of
 from pipelines.blocks import arguments, tree
 from pipelines.blocks.encoder import Conditioning, on_cpu, on_device
@@ -47,7 +47,7 @@ class BlocksSampler:
         self._decoder_reads = opened.input_names(opened.sections.decode) - {"generator"}
         self._is_fast = self._architecture.fast(opened.part_config(opened.transformers[0])) is not None
         self._noted: tuple[Noted, ...] = ()
-        self._known_timesteps: OrderedDict[int, tuple[Steps, Tensor]] = OrderedDict()
+        self._known_timesteps: Recent[tuple[Steps, Tensor]] = Recent(MAX_JOBS)
         """By the identity of a job's steps, which are held so that nothing else can have it."""
 
     def begin(self, request: MediaRequest, conditioning: Conditioning) -> BlocksState:
@@ -188,13 +188,9 @@ class BlocksSampler:
 
     def _timesteps(self, state: BlocksState) -> Tensor:
         """What the transformer gets as its timestep in each of the steps, kept for the jobs last asked for."""
-        steps, known = state.steps, self._known_timesteps
-        if id(steps) not in known:
-            known[id(steps)] = (steps, self._noted_timesteps(state))
-            while len(known) > MAX_JOBS:
-                known.popitem(last=False)
-        known.move_to_end(id(steps))
-        return known[id(steps)][1]
+        steps = state.steps
+        _, timesteps = self._known_timesteps.get(id(steps), lambda: (steps, self._noted_timesteps(state)))
+        return timesteps
 
     def _noted_timesteps(self, state: BlocksState) -> Tensor:
         notes = (self._note_one(replace(state, step=step), {}) for step in range(len(state.steps)))

@@ -36,7 +36,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_kernels_that_cannot_be_loaded_can_be_imported_and_not_called() -> None:
     from sgl_kernel import gelu_and_mul  # type: ignore[import-not-found]
 
-    with pytest.raises(NotImplementedError, match="gelu_and_mul"):
+    with pytest.raises(NotImplementedError, match="SGLang's kernel gelu_and_mul"):
         gelu_and_mul(1, 2)
 
 
@@ -91,5 +91,5 @@ def test_sums_are_normalized_in_place_by_the_kernel_that_sglang_builds(monkeypat
 def test_what_is_not_there_says_that_it_cannot_be_used() -> None:
     module = sglang._nothing_of("sglang.kernels.rope")
     assert not module.can_use_fused_rope(torch.ones(2), head_dim=1)
-    with pytest.raises(NotImplementedError, match="fused_rope"):
+    with pytest.raises(NotImplementedError, match="SGLang's kernel fused_rope"):
         module.fused_rope(torch.ones(2))

@@ -20,17 +20,18 @@ LIMITS = (KeyLimits(key=MINE[:8], max_concurrent=2),)
 
 
 @pytest.fixture
-def clock() -> SetTime:
-    return SetTime()
+async def keeper(monkeypatch: pytest.MonkeyPatch) -> AccountKeeper:
+    """One that waits for room as long as it takes, and has heard of one holder."""
+    monkeypatch.setattr(keepers, "GRACE_S", PATIENCE_S)
+    keeper = AccountKeeper(LIMITS, SetTime())
+    await keeper.renew("first", [], [], {})
+    return keeper
 
 
 async def test_what_was_taken_back_while_it_waited_is_not_taken(
-    clock: SetTime, monkeypatch: pytest.MonkeyPatch
+    keeper: AccountKeeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who asked is gone, and its key may have nothing else under way by which the keeper would hear of that."""
-    monkeypatch.setattr(keepers, "GRACE_S", PATIENCE_S)
-    keeper = AccountKeeper(LIMITS, clock)
-    await keeper.renew("first", [], [], {})
     held, asked = (Reservation(id=name, holder="first", key=MINE, num=2) for name in ("held", "asked"))
     assert await keeper.reserve(held) is None
     asking = asyncio.create_task(keeper.reserve(asked))
@@ -43,11 +44,8 @@ async def test_what_was_taken_back_while_it_waited_is_not_taken(
 
 
 async def test_who_asks_again_while_the_first_call_waits_takes_it_once(
-    clock: SetTime, monkeypatch: pytest.MonkeyPatch
+    keeper: AccountKeeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keepers, "GRACE_S", PATIENCE_S)
-    keeper = AccountKeeper(LIMITS, clock)
-    await keeper.renew("first", [], [], {})
     held, asked = (Reservation(id=name, holder="first", key=MINE, num=num) for name, num in (("held", 2), ("asked", 1)))
     assert await keeper.reserve(held) is None
     asking = [asyncio.create_task(keeper.reserve(asked)) for _ in range(2)]

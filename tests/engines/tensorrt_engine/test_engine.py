@@ -9,7 +9,7 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 
-from engines.core.model import Branch
+from engines.core.model import Branch, DenoiserModel
 from engines.core.spec import ParallelSpec
 from engines.parallel.attention.local import plain_attention
 from engines.parallel.communication.mesh import Groups, Team
@@ -65,6 +65,11 @@ def test_sizes_that_are_expected_share_an_engine_with_those_between(tmp_path: Pa
         assert num_exports == 2, "each made by one rank for both"
 
 
+def alone(model: DenoiserModel) -> Division:
+    specs = TeamSpecs(by_size={1: (ParallelSpec(),)})
+    return Division(specs, model.plan, rank=0, num_ranks=1, groups=Groups(num_ranks=1))
+
+
 class Asked(Exception):
     """How many branches an export was asked for."""
 
@@ -78,13 +83,10 @@ class AskedExporter(Exporter):
 def test_sizes_with_constants_of_their_own_share_no_engine(constants: dict[str, object], num_together: int) -> None:
     """An engine has the constants of one size inside, so no other would ever be taken by it."""
     model = SPECIMENS["flux"].model()
-    division = Division(
-        TeamSpecs(by_size={1: (ParallelSpec(),)}), model.plan, rank=0, num_ranks=1, groups=Groups(num_ranks=1)
-    )
     sizes = (SIZES["likely"], SIZES["other"])
     engine = TensorRTEngine(
         model,
-        division=division,
+        division=alone(model),
         make_runner=GlooRunner,
         exporter=AskedExporter(model=model),
         buckets=[Branch(inputs=flux_inputs(1, *size), constants=constants) for size in sizes],
@@ -96,10 +98,7 @@ def test_sizes_with_constants_of_their_own_share_no_engine(constants: dict[str, 
 
 def test_contexts_of_shapes_that_came_longest_ago_go() -> None:
     model = SPECIMENS["flux"].model()
-    division = Division(
-        TeamSpecs(by_size={1: (ParallelSpec(),)}), model.plan, rank=0, num_ranks=1, groups=Groups(num_ranks=1)
-    )
-    engine = TensorRTEngine(model, division=division, make_runner=GlooRunner, exporter=Mock(), capture=False)
+    engine = TensorRTEngine(model, division=alone(model), make_runner=GlooRunner, exporter=Mock(), capture=False)
     closed = Mock()
 
     def make(_exported: Exported, _model: object, branch: Branch, *_: object) -> Mock:
