@@ -37,6 +37,11 @@ class Recent(Generic[T]):
         self._things.move_to_end(key)
         return self._things[key]
 
+    def drop(self, key: Hashable) -> None:
+        """Lets go of the thing of a key, if there is one."""
+        if key in self._things:
+            self._let_go(self._things.pop(key))
+
     def clear(self) -> None:
         """Lets go of all of them."""
         while self._things:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from ray.exceptions import RayActorError
 
+from engines.core.recent import Recent
 from engines.gang.clock import Clock
 from engines.gang.config import GangConfig
 from engines.gang.errors import GangBrokenError
@@ -22,6 +24,11 @@ logger = logging.getLogger(__name__)
 DEATH_NOTICE_S = 5.0
 """How long news of a dead rank may take, and a rank that is alive to say so."""
 
+MAX_WARM = 8
+"""The number of shapes that a team is taken to be warm for, those of its last jobs. Engines keep what they prepared for
+16 or more, of which the branches of a job may take several: what went unseen would get the deadline of what is ready.
+"""
+
 
 class Watchdog:
     """Must be made in the gang's event loop."""
@@ -30,8 +37,8 @@ class Watchdog:
         self._config = config
         self._ranks = ranks
         self._clock = clock
-        self._warm: set[Hashable] = set()
-        """Shapes, each with the ranks that found everything ready when they last worked on it."""
+        self._warm: defaultdict[tuple[int, ...], Recent[None]] = defaultdict(lambda: Recent(MAX_WARM))
+        """By team, the shapes for which its ranks found everything ready when they last worked on them."""
         self._watches = [asyncio.ensure_future(answer_of(i, rank.watch.remote())) for i, rank in enumerate(ranks)]
         self._num_cold = 0
 
@@ -58,8 +65,12 @@ class Watchdog:
             if not any(reports[rank].predicted for rank in work.ranks):
                 continue
             found_ready = all(reports[rank].was_warm for rank in work.ranks)
-            note = self._warm.update if found_ready else self._warm.difference_update
-            note(_warmth_keys(work, jobs))
+            warm = self._warm[work.ranks]
+            for shape in _shapes(work, jobs):
+                if found_ready:
+                    warm.get(shape, lambda: None)
+                else:
+                    warm.drop(shape)
         return reports
 
     def close(self) -> None:
@@ -81,7 +92,7 @@ class Watchdog:
 
     def _is_warm(self, work: Work, jobs: Mapping[str, Job]) -> bool:
         first_steps = (step for step in work.job_steps if jobs[step.job_id].shape is None and step.step == 1)
-        return not any(first_steps) and self._warm.issuperset(_warmth_keys(work, jobs))
+        return not any(first_steps) and all(shape in self._warm[work.ranks] for shape in _shapes(work, jobs))
 
     async def _explain(self, error: BaseException) -> BaseException:
         """Returns the death of a rank, if one has died: its peers see a failed exchange before there is news of it, and
@@ -101,10 +112,9 @@ class Watchdog:
                 await asyncio.wait(tasks, return_when=return_when)
 
 
-def _warmth_keys(work: Work, jobs: Mapping[str, Job]) -> Iterator[Hashable]:
-    """What a work warms up: the shapes of its jobs, on its own ranks."""
-    shapes = (jobs[job_id].shape for job_id in work.job_ids)
-    return ((shape, work.ranks) for shape in shapes if shape is not None)
+def _shapes(work: Work, jobs: Mapping[str, Job]) -> set[Hashable]:
+    """Returns those of its jobs that have one."""
+    return {jobs[job_id].shape for job_id in work.job_ids} - {None}
 
 
 async def answer_of(rank: int, ref: Any) -> Any:

@@ -40,3 +40,13 @@ def test_what_cannot_be_made_leaves_nothing() -> None:
         recent.get("a", Mock(side_effect=RuntimeError))
     assert "a" not in recent
     assert recent.get("a", lambda: "made") == "made"
+
+
+def test_what_is_dropped_is_let_go_of_and_made_again() -> None:
+    let_go = Mock()
+    recent = Recent[str](2, let_go)
+    recent.get("a", lambda: "old")
+    recent.drop("a")
+    recent.drop("b")
+    let_go.assert_called_once_with("old")
+    assert recent.get("a", lambda: "new") == "new"

@@ -4,6 +4,7 @@ step that failed."""
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from ray.exceptions import ActorDiedError
@@ -14,6 +15,8 @@ from engines.gang.jobs.job import Job
 from engines.gang.jobs.step_plan import JobStep, StepReport, Work
 from engines.gang.ranks.traffic import Flight
 from engines.gang.ranks.watchdog import DEATH_NOTICE_S, Watchdog
+from engines.tensorrt_engine import engine as tensorrt_engine
+from engines.torch_engine import steps as torch_engine
 from tests.engines.gang.support.set_clock import SetClock, SetRanks, answered, remote, settled
 
 pytestmark = pytest.mark.asyncio
@@ -22,6 +25,7 @@ SLOW_S = 2.0
 CONFIG = GangConfig(num_ranks=4, cpus_per_rank=1, step_deadline_s=SLOW_S / 2, start_deadline_s=10 * SLOW_S)
 SHAPED = Job(job_id="shaped", request=None, conditioning=None, num_steps=9, shape=(64, 64))
 OTHER = Job(job_id="other", request=None, conditioning=None, num_steps=9)
+LEAST_KEPT = min(torch_engine.MAX_SHAPES, tensorrt_engine.MAX_SHAPES)
 LEFT, RIGHT = (0, 1), (2, 3)
 
 
@@ -84,6 +88,16 @@ async def test_what_turns_out_cold_in_the_middle_of_a_job_is_cold() -> None:
     assert await steps.has_time(LEFT, was_warm=False)
     assert await steps.has_time(LEFT, was_warm=True)
     assert not await steps.has_time(LEFT, was_warm=True)
+
+
+async def test_what_engines_may_have_let_go_of_is_cold() -> None:
+    """They keep what they made for so many shapes at least, of which a job may have two."""
+    steps, others = Steps(), [replace(SHAPED, shape=(64, height)) for height in range(1, LEAST_KEPT // 2 + 1)]
+    assert await steps.has_time(LEFT, was_warm=True)
+    for other in others:
+        assert await steps.has_time(LEFT, was_warm=True, job=other)
+    assert await steps.has_time(LEFT, was_warm=False), "it is captured again"
+    assert not await steps.has_time(LEFT, was_warm=True, job=others[-1]), "this one came a moment ago"
 
 
 async def test_of_jobs_without_a_shape_the_first_step_is_cold() -> None:
