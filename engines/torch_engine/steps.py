@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -42,11 +42,7 @@ class _Step:
     num_runs: int = 0
     captured: CapturedStep | None = None
     has_room: bool = True
-    """For a graph, as far as is known."""
-
-    def close(self) -> None:
-        if self.captured is not None:
-            self.captured.close()
+    """For a graph, as far as is known: there was none, and no other graph has gone since."""
 
 
 class StepRunner:
@@ -103,8 +99,15 @@ class StepRunner:
                 return self._module_step(branch, team)
             return self._fast_step(branch, team, weights, filled)
 
-        steps = self._steps.setdefault((team.ranks, team.spec), Recent(MAX_SHAPES, _Step.close))
+        steps = self._steps.setdefault((team.ranks, team.spec), Recent(MAX_SHAPES, self._let_go))
         return steps.get(shape, make)
+
+    def _let_go(self, step: _Step) -> None:
+        """A graph that goes may leave room for one of those for which there was none."""
+        if step.captured is not None:
+            step.captured.close()
+            for other in self._all_steps():
+                other.has_room = True
 
     def _filled_lengths(self, branch: Branch, weights: FastWeights | None) -> Mapping[str, int] | None:
         """Returns what the prompt is filled up to; None where it stays as long as it is."""
@@ -189,4 +192,7 @@ class StepRunner:
         return captured
 
     def _has_graphs(self) -> bool:
-        return any(step.captured is not None for steps in self._steps.values() for step in steps)
+        return any(step.captured is not None for step in self._all_steps())
+
+    def _all_steps(self) -> Iterator[_Step]:
+        return (step for steps in self._steps.values() for step in steps)

@@ -144,6 +144,35 @@ def test_a_step_that_has_no_memory_for_a_graph_runs_without_one(caplog: pytest.L
     assert "no memory for its graph: tried to allocate 2 GiB" in caplog.text
 
 
+class FullDevice:
+    """Has memory for so many graphs at a time."""
+
+    def __init__(self, num_graphs: int) -> None:
+        self.num_left, self.num_asked = num_graphs, 0
+
+    def capture(self, function: Callable[[StepTensors], Tensor], *_: object) -> Mock:
+        self.num_asked += 1
+        if not self.num_left:
+            raise torch.OutOfMemoryError
+        self.num_left -= 1
+        return Mock(side_effect=function, close=self.free)
+
+    def free(self) -> None:
+        self.num_left += 1
+
+
+def test_a_step_without_a_graph_gets_one_once_another_has_gone(runner: StepRunner) -> None:
+    device = FullDevice(num_graphs=1)
+    with patch.object(steps, "CapturedStep", device.capture), patch.object(steps, "MAX_SHAPES", 2):
+        for number in (0, 0, 1, 1, 1):
+            found_warm(runner, shape(number))
+        assert device.num_asked == 2, "the second shape finds no room, and does not ask again"
+        found_warm(runner, shape(2))  # takes the place of the first
+        assert [found_warm(runner, shape(1)) for _ in range(2)] == [False, True], "it is captured"
+        assert [found_warm(runner, shape(2)) for _ in range(2)] == [False, True]
+        assert device.num_asked == 4
+
+
 def test_ranks_of_two_halves_with_other_shapes_agree_on_what_the_whole_team_captures(runner: StepRunner) -> None:
     """The branches of one half had two shapes, those of the other (not seen here) may have had one."""
     with patch.object(steps, "MAX_SHAPES", 2):
