@@ -146,8 +146,8 @@ class Scheduler:
     def _choose_teams(self, is_idle: bool, now_s: float) -> None:
         allowed = self._allowed(is_idle)
         self._is_settled = bool(allowed)  # an exclusive job may wait for the gang to be idle
-        ordered = self._policy.order([_candidate(entry) for entry in allowed], now_s)
-        ordered = self._within_room(ordered)
+        ordered = self._policy.order([_candidate(entry) for entry in self._entries.values()], now_s)
+        ordered = self._within_room([one for one in ordered if one.id in allowed])
         teams = self._teams_of(ordered, now_s)
         self._may_run = [self._entries[candidate.id] for candidate in ordered if candidate.may_run]
         for entry in self._entries.values():
@@ -161,17 +161,16 @@ class Scheduler:
             return self._policy.teams(ordered, self._gang, now_s)
         return {first.id: self._gang.ranks}
 
-    def _allowed(self, is_idle: bool) -> list[_Entry]:
+    def _allowed(self, is_idle: bool) -> set[str]:
         """The jobs that no exclusive one keeps from running."""
-        entries = list(self._entries.values())
-        begun = [entry for entry in entries if entry.holders]
+        entries = self._entries.values()
         alone = next((entry for entry in entries if entry.job.exclusive), None)
         if alone is None:
-            return entries
-        if alone.holders:
-            return [alone]
-        before = [entry for entry in entries if entry.holders or entry.number < alone.number]
-        return before or ([alone] if is_idle and not begun else [])
+            return set(self._entries)
+        before = {entry.job.job_id for entry in entries if entry.holders or entry.number < alone.number}
+        if alone.holders or (is_idle and not before):
+            return {alone.job.job_id}
+        return before
 
     def _within_room(self, ordered: Sequence[Candidate]) -> list[Candidate]:
         """The same; those that have begun may run, and the most urgent others that there is room for."""

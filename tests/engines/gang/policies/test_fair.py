@@ -17,9 +17,16 @@ QUANTUM_S = 4.0
 
 
 def add(
-    subject: Scheduler, name: str, key: str, *, step_s: float = 1.0, num_steps: int = 3, weight: float = 1.0
+    subject: Scheduler,
+    name: str,
+    key: str,
+    *,
+    step_s: float = 1.0,
+    num_steps: int = 3,
+    weight: float = 1.0,
+    exclusive: bool = False,
 ) -> None:
-    own = {"request": None, "conditioning": None, "estimates_s": {1: step_s}}
+    own = {"request": None, "conditioning": None, "estimates_s": {1: step_s}, "exclusive": exclusive}
     subject.add(Job(job_id=name, num_steps=num_steps, key=key, weight=weight, **own))  # type: ignore[arg-type]
 
 
@@ -97,3 +104,14 @@ def test_a_key_without_jobs_saves_nothing() -> None:
         add(subject, f"b{i + 1}", "b")
     seconds = served_s(subject, {"a": 1.0, "b": 1.0}, 16)
     assert abs(seconds["a"] - seconds["b"]) <= QUANTUM_S
+
+
+def test_keys_owe_what_they_owe_also_while_a_job_runs_alone() -> None:
+    """What one step of the first key took is worth eight of the second one's, whoever is served between."""
+    subject = scheduler(num_ranks=1, policy=Fair(QUANTUM_S))
+    add(subject, "a0", "a", step_s=10.0, num_steps=1)
+    add(subject, "x", "x", exclusive=True)
+    add(subject, "a1", "a", step_s=10.0, num_steps=1)
+    add(subject, "b", "b", num_steps=9)
+    order = [work.job_ids[0] for plan in iter(subject.next_plan, None) for work in plan.works]
+    assert order == ["a0", *3 * ["x"], *8 * ["b"], "a1", "b"]
