@@ -15,7 +15,7 @@ from deployments.serve_status import application_status
 from deployments.studio.interface import STATUS_MAX_AGE_S
 
 POLL_S = 1.0
-"""While something is missing, the controller is asked this often at most."""
+"""While something is missing, and for a while after a gang was lost, the controller is asked this often at most."""
 ANSWER_DEADLINE_S = 5.0
 """For the controller's answer: while it is being replaced there is none."""
 RETRY_AFTER_S = 2.0
@@ -40,14 +40,16 @@ class Readiness:
         self._missing_since_s = dict.fromkeys(models, time.monotonic())
         self._took_s: dict[str, float] = {}
         """How long each model was missing the last time."""
-        self._asked_s = -math.inf
+        self._asked_s = self._lost_s = -math.inf
         self._asking: asyncio.Task[None] | None = None
         self._controller = OneThread(application_status)
 
     async def not_ready(self, max_age_s: float = STATUS_MAX_AGE_S) -> Mapping[str, str]:
         """Returns the models with a deployment that takes no requests, each with the first such deployment."""
-        max_age_s = min(max_age_s, POLL_S) if self._reasons else max_age_s
-        if time.monotonic() - self._asked_s >= max_age_s and self._asking is None:
+        now_s = time.monotonic()
+        if self._reasons or now_s - self._lost_s < STATUS_MAX_AGE_S:
+            max_age_s = min(max_age_s, POLL_S)
+        if now_s - self._asked_s >= max_age_s and self._asking is None:
             self._asking = asyncio.create_task(self._ask())
         if self._reasons and self._asking is not None:
             await asyncio.shield(self._asking)
@@ -61,8 +63,9 @@ class Readiness:
         return left_s if left_s > 0 else RETRY_AFTER_S
 
     def gang_lost(self) -> None:
-        """Says that what was known of the deployments is no longer so."""
-        self._asked_s = -math.inf
+        """Says that what was known of the deployments is no longer so. The controller may hear of it later, and what it
+        is being asked now was so before."""
+        self._asked_s, self._lost_s = -math.inf, time.monotonic()
 
     async def _ask(self) -> None:
         try:

@@ -98,6 +98,30 @@ async def test_a_lost_gang_is_looked_for_at_once(controller: Controller, clock: 
     assert await models.not_ready() == {}, "while something is missing, the answer is a fresh one"
 
 
+async def test_the_controller_may_hear_of_a_lost_gang_later(controller: Controller, clock: Clock) -> None:
+    models = Readiness(MODELS)
+    assert await settled(models) == {}
+    models.gang_lost()
+    assert await settled(models) == {}
+    controller.is_running = False
+    clock.now_s += POLL_S
+    assert list(await settled(models)) == ["m"]
+
+
+async def test_a_gang_may_be_lost_while_the_controller_is_asked(controller: Controller, clock: Clock) -> None:
+    models = Readiness(MODELS)
+    assert await settled(models) == {}
+    clock.now_s += STATUS_MAX_AGE_S
+    controller.fault = "hangs"
+    assert await models.not_ready() == {}
+    models.gang_lost()
+    controller.may_answer.set()
+    assert await settled(models) == {}
+    controller.is_running = False
+    clock.now_s += POLL_S
+    assert list(await settled(models)) == ["m"]
+
+
 @pytest.mark.parametrize("fault", ["raises", "hangs", "is nowhere"])
 async def test_without_a_controller_nothing_has_changed(
     controller: Controller, clock: Clock, fault: str, monkeypatch: pytest.MonkeyPatch
