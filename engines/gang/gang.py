@@ -157,7 +157,8 @@ class Gang:
                     await asyncio.gather(*(rank.close.remote() for rank in self._ranks))
             except Exception as error:
                 logger.warning("ranks did not close in order: %s", error)
-            kill_ranks(self._ranks)
+            finally:  # also of a replica that has no more time for it
+                kill_ranks(self._ranks)
 
     @property
     def _is_broken(self) -> bool:
