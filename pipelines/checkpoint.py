@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engines.core.model import Branch, DenoiserModel
-from pipelines.defaults import Defaults, with_own_defaults
+from pipelines.defaults import Defaults
 from pipelines.description import Description, read_description
 from pipelines.directory import part_folder
 from pipelines.loading import resolve_configuration, resolve_dtype, resolve_path
 from pipelines.lora.source import LoraSource
 from pipelines.models.registry import architecture_of
+from pipelines.own_defaults import with_own_defaults
 from pipelines.request import MediaRequest
 from pipelines.single_file import split_source
 from pipelines.size import Size

@@ -1,23 +1,13 @@
-"""What a model does when nobody says otherwise, and what may be asked of it: the one place with such rules.
-
-A directory may have its own: an optional ``troupe.json`` over what its family knows. Its keys are those of ``Defaults``
-(all but ``kind``) and ``card`` (see ``description``). All are optional; an unknown key is an error.
-"""
+"""What a model does when nobody says otherwise, and what may be asked of it: the one place with such rules."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from pipelines.caching import computed_steps
 from pipelines.request import MediaKind, MediaRequest
 from pipelines.size import Size, check_sides, nearest_size
-
-FILE_NAME = "troupe.json"
-CARD = "card"
-"""The key for what people want to know of a model, which says nothing about requests."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -218,33 +208,3 @@ def check_frames(num_frames: int, multiple: int, max_frames: int | None = None) 
 def largest_num_frames(max_frames: int, multiple: int) -> int:
     """Returns the most frames, up to ``max_frames``, that are 1 + a multiple of ``multiple``."""
     return 1 + (max_frames - 1) // multiple * multiple
-
-
-KEYS = tuple(field.name for field in fields(Defaults) if field.name != "kind")
-
-
-def with_own_defaults(path: Path, defaults: Defaults) -> Defaults:
-    """``defaults`` with the values of ``path/troupe.json``, if there is one. ValueError for unknown keys, and values of
-    another kind."""
-    own = read_own(path)
-    own.pop(CARD, None)
-    if unknown := sorted(own.keys() - set(KEYS)):
-        raise ValueError(f"{path / FILE_NAME} has unknown keys {', '.join(unknown)}; known: {', '.join((*KEYS, CARD))}")
-    for name, value in own.items():
-        usual = getattr(defaults, name)
-        if type(value) is not type(usual) and (type(value), type(usual)) != (int, float):
-            said = f"{name} is {json.dumps(value)}; it must be a value such as {json.dumps(usual)}"
-            raise ValueError(f"{path / FILE_NAME}: {said}")
-    return replace(defaults, **own)
-
-
-def read_own(path: Path) -> dict[str, Any]:
-    """What ``path/troupe.json`` says, nothing if there is none. ValueError if it is no JSON object."""
-    file = path / FILE_NAME
-    try:
-        own: Any = json.loads(file.read_text()) if file.is_file() else {}
-    except ValueError as error:
-        raise ValueError(f"{file} is no JSON: {error}") from error
-    if not isinstance(own, dict):
-        raise ValueError(f"{file} is no JSON object")
-    return own

@@ -6,11 +6,13 @@ an unknown key is an error.
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from pipelines.defaults import CARD, FILE_NAME, Defaults, read_own
+from pipelines.defaults import Defaults
+from pipelines.own_defaults import CARD, FILE_NAME, read_own
 from pipelines.size import Size
 
 RATIOS = ((1, 1), (4, 3), (3, 4), (3, 2), (2, 3), (16, 9), (9, 16))
@@ -39,9 +41,11 @@ NO_DESCRIPTION = Description()
 
 def read_description(path: Path, defaults: Defaults) -> Description:
     """Returns what ``path/troupe.json`` says of the model. ValueError for unknown keys, values that are not of these
-    kinds, and sizes out of limits."""
+    kinds, and sizes that no request may have."""
     file, written = path / FILE_NAME, read_own(path).get(CARD, {})
     known = [field.name for field in fields(Description)]
+    if not isinstance(written, dict):
+        raise ValueError(f"{file}: {CARD} is {json.dumps(written)}; it must be an object with {', '.join(known)}")
     if unknown := sorted(written.keys() - set(known)):
         raise ValueError(f"{file} has unknown keys {', '.join(unknown)} in {CARD}; known: {', '.join(known)}")
     for name, value in written.items():
@@ -49,6 +53,17 @@ def read_description(path: Path, defaults: Defaults) -> Description:
         if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
             raise ValueError(f"{file}: {CARD}.{name} must be {'a text' if name == 'text' else 'a list of texts'}")
     lists = {name: tuple(value) for name, value in written.items() if name != "text"}
-    for size in map(Size.parse, lists.get("sizes", ())):
-        defaults.check_size(size.width, size.height)
+    try:
+        for text in lists.get("sizes", ()):
+            check_size(text, defaults)
+    except ValueError as error:
+        raise ValueError(f"{file}: {CARD}.sizes: {error}") from None
     return Description(text=written.get("text", ""), **lists)
+
+
+def check_size(text: str, defaults: Defaults) -> None:
+    """ValueError for what is no size that a request for a picture or a clip may have: frames are said apart."""
+    size = Size.parse(text)
+    if size.num_frames is not None:
+        raise ValueError(f"size {text!r}: write it as WIDTHxHEIGHT in pixels, without frames")
+    defaults.check_size(size.width, size.height)

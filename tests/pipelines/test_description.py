@@ -38,7 +38,10 @@ def test_a_card_that_cannot_be_is_refused(tmp_path: Path) -> None:
     defaults = Checkpoint.open("flux-shapes").defaults
     for card, message in (
         ({"promts": []}, "promts"),
-        ({"sizes": ["100x100"]}, "multiples of 16"),
+        ([], r"troupe.json: card is \[\]; it must be an object with text, sizes, prompts"),
+        (None, "card is null; it must be an object"),
+        ({"sizes": ["100x100"]}, "troupe.json: card.sizes: size is 100x100: width and height must be positive"),
+        ({"sizes": ["128x128x5"]}, "'128x128x5': write it as WIDTHxHEIGHT in pixels, without frames"),
         ({"prompts": "a red circle"}, r"troupe.json: card.prompts must be a list of texts"),
         ({"text": ["red"]}, r"troupe.json: card.text must be a text"),
     ):

@@ -1,0 +1,60 @@
+"""What a directory says of its model over what the family knows: an optional ``troupe.json``.
+
+Its keys are those of ``Defaults`` (all but ``kind``) and ``card`` (see ``description``). All are optional; an unknown
+key is an error.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from pipelines.defaults import Defaults
+
+FILE_NAME = "troupe.json"
+CARD = "card"
+"""The key for what people want to know of a model, which says nothing about requests."""
+KEYS = tuple(field.name for field in fields(Defaults) if field.name != "kind")
+DIVISORS = ("size_multiple", "frame_multiple", "fps")
+
+
+def with_own_defaults(path: Path, defaults: Defaults) -> Defaults:
+    """``defaults`` with the values of ``path/troupe.json``, if there is one. ValueError for unknown keys, for values of
+    another kind, and for those by which the model refuses what nobody said otherwise."""
+    file, own = path / FILE_NAME, read_own(path)
+    own.pop(CARD, None)
+    if unknown := sorted(own.keys() - set(KEYS)):
+        raise ValueError(f"{file} has unknown keys {', '.join(unknown)}; known: {', '.join((*KEYS, CARD))}")
+    for name, value in own.items():
+        usual = getattr(defaults, name)
+        if type(value) is not type(usual) and (type(value), type(usual)) != (int, float):
+            said = f"{name} is {json.dumps(value)}; it must be a value such as {json.dumps(usual)}"
+            raise ValueError(f"{file}: {said}")
+        if name in DIVISORS and value < 1 <= usual:
+            raise ValueError(f"{file}: {name} is {value}; it must be at least 1")
+    changed = replace(defaults, **own)
+    if own:
+        check(changed, file)
+    return changed
+
+
+def check(defaults: Defaults, file: Path) -> None:
+    """ValueError if a request that says nothing is one that the model refuses."""
+    try:
+        defaults.request()
+    except ValueError as error:
+        raise ValueError(f"{file}: what it says does not go together: {error}") from None
+
+
+def read_own(path: Path) -> dict[str, Any]:
+    """What ``path/troupe.json`` says, nothing if there is none. ValueError if it is no JSON object."""
+    file = path / FILE_NAME
+    try:
+        own: Any = json.loads(file.read_text()) if file.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON: {error}") from error
+    if not isinstance(own, dict):
+        raise ValueError(f"{file} is no JSON object")
+    return own
