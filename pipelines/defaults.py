@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from pipelines.caching import computed_steps
 from pipelines.request import MediaKind, MediaRequest
-from pipelines.size import Size, check_sides, nearest_size
+from pipelines.size import MAX_SIDES, Size, SizeLimits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,17 +105,21 @@ class Defaults:
         self.check_sound(request)
 
     def check_size(self, width: int, height: int) -> None:
-        if 0 < min(width, height) < self.min_side:
-            raise ValueError(f"size is {width}x{height}; width and height must be at least {self.min_side}")
-        check_sides(width, height, self.size_multiple, self.max_pixels)
-        if width * height > self.max_pixels:
-            allowed = f"at most {self.max_pixels} pixels are allowed, such as {self.nearest_size(width, height)}"
-            raise ValueError(f"size is {width}x{height}, {width * height} pixels: {allowed}")
+        self._size_limits.check(width, height)
 
     def nearest_size(self, width: float, height: float) -> Size:
         """Returns a size of about this shape that passes ``check_size``."""
-        wide, high = (max(side, self.min_side) for side in (width, height))
-        return nearest_size(wide, high, self.size_multiple, self.max_pixels)
+        return self._size_limits.nearest(width, height)
+
+    @property
+    def _size_limits(self) -> SizeLimits:
+        """What a picture's file holds depends on its format, which is looked at elsewhere: a clip is an MP4."""
+        return SizeLimits(
+            multiple=self.size_multiple,
+            max_pixels=self.max_pixels,
+            min_side=self.min_side,
+            max_side=MAX_SIDES["mp4"] if self.kind == "video" else math.inf,
+        )
 
     def check_num_frames(self, num_frames: int) -> None:
         if num_frames > self.max_frames:

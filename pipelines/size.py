@@ -10,6 +10,9 @@ _NUMBER = "[1-9][0-9]{0,4}"
 PIXELS = f"{_NUMBER}x{_NUMBER}"
 """The notation of width and height as a regular expression, for whoever states it to others."""
 
+MAX_SIDES = {"webp": 16_383, "jpeg": 65_500, "mp4": 16_384}
+"""Pixels of a side that files of a format hold; PNG holds any. Of MP4 it is libx264's limit, and libjpeg's of JPEG."""
+
 _NOTATION = re.compile(f"({_NUMBER})x({_NUMBER})(?:x({_NUMBER}))?")
 
 
@@ -35,24 +38,40 @@ class Size:
         return "x".join(str(number) for number in numbers if number is not None)
 
 
-def check_sides(width: int, height: int, multiple: int, max_pixels: float = math.inf) -> None:
-    """ValueError unless both are positive multiples of ``multiple``. What it suggests has ``max_pixels`` at most."""
-    if min(width, height) <= 0 or width % multiple or height % multiple:
-        near = nearest_size(width, height, multiple, max_pixels)
-        raise ValueError(
-            f"size is {width}x{height}: width and height must be positive multiples of {multiple}, such as {near}"
-        )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SizeLimits:
+    """Which widths and heights may be: multiples of ``multiple`` from ``min_side`` to ``max_side``, ``max_pixels`` in
+    all at most."""
 
+    multiple: int
+    max_pixels: float
+    min_side: int = 1
+    max_side: float = math.inf
 
-def nearest_size(width: float, height: float, multiple: int, max_pixels: float) -> Size:
-    """Returns the nearest multiples; where these have too many pixels, smaller ones of about the same shape."""
-    sides = [max(1, round(side / multiple)) * multiple for side in (width, height)]
-    if sides[0] * sides[1] > max_pixels:
-        short, long = sorted((0, 1), key=lambda index: sides[index])
-        sides[short] = _floor(math.sqrt(max_pixels * sides[short] / sides[long]), multiple)
-        sides[long] = _floor(max_pixels / sides[short], multiple)
-    return Size(width=sides[0], height=sides[1])
+    def check(self, width: int, height: int) -> None:
+        """ValueError for other sizes, which says what is allowed."""
+        given, shortest, longest = f"size is {width}x{height}", min(width, height), max(width, height)
+        if 0 < shortest < self.min_side:
+            raise ValueError(f"{given}; width and height must be at least {self.min_side}")
+        if longest > self.max_side:
+            raise ValueError(f"{given}; width and height must be at most {self.max_side}")
+        if shortest <= 0 or width % self.multiple or height % self.multiple:
+            allowed = f"width and height must be positive multiples of {self.multiple}"
+            raise ValueError(f"{given}: {allowed}, such as {self.nearest(width, height)}")
+        if width * height > self.max_pixels:
+            allowed = f"at most {self.max_pixels} pixels are allowed, such as {self.nearest(width, height)}"
+            raise ValueError(f"{given}, {width * height} pixels: {allowed}")
 
+    def nearest(self, width: float, height: float) -> Size:
+        """Returns the nearest multiples; where these have too many pixels, smaller ones of about the same shape."""
+        sides = [self._side(round(side / self.multiple)) for side in (width, height)]
+        if sides[0] * sides[1] > self.max_pixels:
+            short, long = sorted((0, 1), key=lambda index: sides[index])
+            sides[short] = self._side(math.sqrt(self.max_pixels * sides[short] / sides[long]) // self.multiple)
+            sides[long] = self._side(self.max_pixels / sides[short] // self.multiple)
+        return Size(width=sides[0], height=sides[1])
 
-def _floor(side: float, multiple: int) -> int:
-    return max(1, int(side) // multiple) * multiple
+    def _side(self, num_multiples: float) -> int:
+        """Returns as many multiples, more where a side must be longer, fewer where it must be shorter."""
+        fewest, most = math.ceil(self.min_side / self.multiple), self.max_side / self.multiple
+        return max(1, fewest, int(min(most, num_multiples))) * self.multiple

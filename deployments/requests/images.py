@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -15,6 +16,7 @@ from deployments.studio.interface import ModelCard, Output
 from pipelines.caching import CacheMode
 from pipelines.pictures import NO_PICTURES, InputPictures
 from pipelines.request import MediaRequest
+from pipelines.size import MAX_SIDES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +90,7 @@ def image_request(
         requests=(first, *rest),
         pictures=pictures,
         is_edit=isinstance(body, EditBody),
-        output=image_output(body, first.num_layers),
+        output=image_output(body, first),
         by_url=body.response_format == "url",
         stream_progress=bool(body.stream_progress),
         quality=MEANINGS[body.quality or "auto"] if body.num_inference_steps is None else None,
@@ -112,14 +114,20 @@ def check_seeds(seed: int, n: int) -> None:
         raise RequestError(f"seed is {seed} and n is {n}: seed + n - 1 must be at most {MAX_SEED}", "seed")
 
 
-def image_output(body: ImageBody, num_layers: int = 0) -> Output:
+def image_output(body: ImageBody, request: MediaRequest) -> Output:
     image_format = body.output_format or "png"
-    if num_layers and image_format == "jpeg":
+    if max(request.width, request.height) > (longest := MAX_SIDES.get(image_format, math.inf)):
+        message = (
+            f"output_format is {image_format}, which holds at most {longest} pixels a side, and the size is "
+            f"{request.width}x{request.height}; make it smaller, or set output_format to png"
+        )
+        raise RequestError(message, "output_format")
+    if request.num_layers and image_format == "jpeg":
         message = (
             "output_format is jpeg, which knows no transparency, and layers are transparent; set it to png or webp"
         )
         raise RequestError(message, "output_format")
-    if num_layers and body.background == "opaque":
+    if request.num_layers and body.background == "opaque":
         raise RequestError("background is opaque, but layers are transparent; leave it out", "background")
     compression = 100 if body.output_compression is None else body.output_compression
     if image_format == "png" and compression != 100:

@@ -11,7 +11,6 @@ from pipelines.checkpoint import Checkpoint
 from pipelines.defaults import largest_num_frames
 from pipelines.description import Description, read_description
 from pipelines.loading import shipped_checkpoints
-from pipelines.size import nearest_size
 
 COLOURS = ("red", "green", "blue", "yellow", "purple", "orange", "white", "black")
 
@@ -48,15 +47,6 @@ def test_a_card_that_cannot_be_is_refused(tmp_path: Path) -> None:
         (tmp_path / "troupe.json").write_text(json.dumps({"card": card}))
         with pytest.raises(ValueError, match=message):
             read_description(tmp_path, defaults)
-
-
-@pytest.mark.parametrize("width", [1, 15, 24, 100, 333, 4096, 99_999])
-@pytest.mark.parametrize("height", [1, 40, 250, 7000])
-@pytest.mark.parametrize(("multiple", "max_pixels"), [(16, 256 * 256), (32, 1280 * 720), (16, 16 * 16)])
-def test_what_is_suggested_is_allowed(width: int, height: int, multiple: int, max_pixels: int) -> None:
-    size = nearest_size(width, height, multiple, max_pixels)
-    assert size.width % multiple == size.height % multiple == 0
-    assert 0 < size.width * size.height <= max_pixels
 
 
 def test_the_largest_number_of_frames_is_one_that_can_be() -> None:

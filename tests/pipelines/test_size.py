@@ -17,7 +17,7 @@ from deployments.requests.sizes import choose_size
 from deployments.stages.config import DenoiserConfig
 from pipelines.checkpoint import Checkpoint
 from pipelines.defaults import Defaults
-from pipelines.size import PIXELS, Size
+from pipelines.size import MAX_SIDES, PIXELS, Size, SizeLimits
 from tests.pipelines.support.sample_requests import clip, picture
 
 
@@ -120,3 +120,36 @@ def test_a_default_request_says_what_the_model_does(tiny_wan: Path) -> None:
             ask()
     with pytest.raises(ValueError, match="num_frames is 0; it must be at least 5"):
         replace(defaults, min_frames=5).request(num_frames=0)
+
+
+LIMITS = [
+    SizeLimits(multiple=16, max_pixels=256 * 256),
+    SizeLimits(multiple=32, max_pixels=1280 * 720),
+    SizeLimits(multiple=16, max_pixels=16 * 16),
+    SizeLimits(multiple=32, max_pixels=1920 * 1088, min_side=64),
+    SizeLimits(multiple=24, max_pixels=1280 * 720, min_side=50, max_side=1000),
+    SizeLimits(multiple=16, max_pixels=2048 * 2048, max_side=MAX_SIDES["mp4"]),
+]
+
+
+@pytest.mark.parametrize("limits", LIMITS)
+@pytest.mark.parametrize("width", [1, 15, 24, 100, 333, 995, 4096, 99_999])
+@pytest.mark.parametrize("height", [1, 40, 250, 7000])
+def test_what_is_suggested_is_allowed(width: int, height: int, limits: SizeLimits) -> None:
+    size = limits.nearest(width, height)
+    limits.check(size.width, size.height)
+
+
+def test_what_is_suggested_is_as_long_as_it_must_be() -> None:
+    limits = SizeLimits(multiple=32, max_pixels=1920 * 1088, min_side=64)
+    for size, nearest in (((512, 0), "512x64"), ((99_968, 64), "32640x64")):
+        with pytest.raises(ValueError, match=f"such as {nearest}"):
+            limits.check(*size)
+
+
+def test_a_clip_is_no_longer_than_its_file_can_be(tiny_wan: Path) -> None:
+    defaults = Checkpoint(tiny_wan).defaults
+    defaults.check_size(16_384, 16)
+    with pytest.raises(ValueError, match="size is 16400x16; width and height must be at most 16384"):
+        defaults.check_size(16_400, 16)
+    assert str(defaults.nearest_size(99_999, 16)) == "16384x16"

@@ -1,4 +1,4 @@
-"""The size of what is made from a picture."""
+"""The size of what is made: that of a picture that came along, and no larger than its file can be."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from dataclasses import replace
 import pytest
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_layered import calculate_dimensions
 
-from deployments.requests.bodies import EditBody
+from deployments.requests.bodies import EditBody, ImageBody, VideoBody
+from deployments.requests.clips import clip_request
+from deployments.requests.errors import RequestError
+from deployments.requests.images import image_request
 from deployments.requests.sizes import choose_size, size_of
+from deployments.studio.interface import ModelCard
 from pipelines.defaults import Defaults
 from pipelines.pictures import InputPicture
-from tests.deployments.support.fake_studio import EDITS, PICTURES
+from tests.deployments.support.fake_studio import CLIPS, EDITS, PICTURES
 
 LARGE = replace(EDITS, width=1024, height=1024, max_pixels=2048 * 2048)
 TIGHT = replace(EDITS, width=64, height=64, max_pixels=64 * 64)
@@ -53,3 +57,29 @@ def test_a_picture_of_any_size_asks_for_as_many_pixels(width: int, height: int) 
     assert size_of(picture, area) == calculate_dimensions(640 * 640, width / height)
     plain = size_of(picture, replace(area, enlarges_pictures=False))
     assert (plain == size_of(picture, area)) == (width * height >= 640 * 640)
+
+
+LONG = {
+    name: ModelCard(name=name, family="fake", created=0, defaults=replace(defaults, size_multiple=1, max_pixels=2**22))
+    for name, defaults in {"pictures": PICTURES, "clips": CLIPS}.items()
+}
+
+
+@pytest.mark.parametrize(("written", "longest"), [("webp", 16_383), ("jpeg", 65_500)])
+def test_a_picture_that_no_file_of_its_format_holds_is_refused(written: str, longest: int) -> None:
+    """Before it is painted, not when it would be encoded."""
+    fields = {"prompt": "a", "output_format": written}
+    for sides in ({"width": longest, "height": 32}, {"width": 32, "height": longest}):
+        assert image_request(ImageBody(**fields, **sides), LONG, "id", 1).output.format == written
+    for sides in ({"width": longest + 1, "height": 32}, {"width": 32, "height": longest + 1}):
+        with pytest.raises(RequestError, match=f"holds at most {longest} pixels.* output_format to png") as no:
+            image_request(ImageBody(**fields, **sides), LONG, "id", 1)
+        assert no.value.param == "output_format"
+        assert image_request(ImageBody(**fields | {"output_format": "png"}, **sides), LONG, "id", 1)
+
+
+def test_a_clip_that_no_file_holds_is_refused() -> None:
+    assert clip_request(VideoBody(prompt="a", size="16384x32"), LONG, "id", 0)
+    with pytest.raises(RequestError, match="size is 32x16385; width and height must be at most 16384") as no:
+        clip_request(VideoBody(prompt="a", size="32x16385"), LONG, "id", 0)
+    assert no.value.param == "size"

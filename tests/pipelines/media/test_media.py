@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from pipelines.media import Sound, encode_frames, encode_thumbnail
+from pipelines.size import MAX_SIDES
 
 ROOT = Path(__file__).parents[3]
 
@@ -161,3 +162,16 @@ def test_a_clip_has_its_sound() -> None:
 def test_sound_has_one_channel_or_two() -> None:
     with pytest.raises(ValueError, match="1 or 2 channels"):
         Sound(samples_CT=np.zeros((3, 5), np.float32), rate=16000)
+
+
+@pytest.mark.parametrize("format", MAX_SIDES)
+@pytest.mark.parametrize("is_wide", [True, False])
+def test_files_hold_sides_so_long_and_no_longer(format: str, is_wide: bool) -> None:
+    longest = MAX_SIDES[format]
+    for side, is_held in ((longest, True), (longest + 1, False)):
+        frames = np.zeros((1, 16, side, 3) if is_wide else (1, side, 16, 3), np.uint8)
+        if is_held:
+            assert encode_frames(frames, format, fps=8)
+        else:
+            with pytest.raises((ValueError, OSError, av.FFmpegError)):
+                encode_frames(frames, format, fps=8)
