@@ -4,42 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
-from dataclasses import asdict
-from html.parser import HTMLParser
-from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from deployments.requests.bodies import EditBody, VideoBody
 from pipelines.defaults import Defaults
 from tests.deployments.api.conftest import build
+from tests.deployments.api.support.browser import PAGE, SCRIPT, Form, needs_node, run_page
 from tests.deployments.support.fake_studio import BEGUN_CLIPS, CLIPS, EDITS, LAYERS, PICTURES, FakeStudio
-
-PAGE = files("deployments").joinpath("web/index.html").read_text(encoding="utf-8")
-SCRIPT = re.search(r"<script>(.*)</script>", PAGE, re.DOTALL)[1]
-needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="needs node to run the script")
-
-BROWSER = """(() => {
-  const { fields, parts } = PAGE;
-  const inside = (kind) => Object.values(fields).filter((field) => field.kind === kind);
-  const form = {
-    elements: fields,
-    querySelectorAll: () => parts.map((kind) => ({ dataset: { kind }, querySelectorAll: () => inside(kind) })),
-  };
-  const globals = {
-    document: { getElementById: (id) => (id === "form" ? form : {}) },
-    location: { pathname: "/", origin: "http://localhost" },
-    sessionStorage: { getItem: () => null },
-    fetch: async () => { throw new Error("no server"); },
-  };
-  for (const [name, value] of Object.entries(globals)) Object.defineProperty(globalThis, name, { value });
-})();
-"""
-"""As much of a browser as the form needs. ``PAGE``: its fields by name, and the kinds that parts of it are for."""
 
 
 def test_nothing_comes_from_elsewhere() -> None:
@@ -68,40 +42,6 @@ def test_script_is_valid(tmp_path: Path) -> None:
     subprocess.run(["node", "--check", script], check=True)
 
 
-class Form(HTMLParser):
-    """Fields by name, with their attributes and the ``kind`` of the part that they are in; the kinds there are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fields: dict[str, dict[str, Any]] = {}
-        self.parts: list[str] = []
-        self._inside: list[str | None] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        attributes = dict(attrs)
-        if "data-kind" in attributes:
-            self.parts.append(attributes["data-kind"])
-        kind = attributes.get("data-kind") or (self._inside[-1] if self._inside else None)
-        if tag not in ("meta", "input"):
-            self._inside.append(kind)
-        if tag in ("input", "select", "textarea") and "name" in attributes:
-            self.fields[attributes["name"]] = {"value": "", **attributes, "kind": kind}
-
-    def handle_endtag(self, tag: str) -> None:
-        self._inside.pop()
-
-
-def run_page(folder: Path, form: Form, defaults: Defaults, then: str) -> Any:
-    """What ``then`` prints, as JSON, once the page shows a model ``m``."""
-    browser = BROWSER.replace("PAGE", json.dumps({"fields": form.fields, "parts": form.parts}))
-    model = json.dumps({"id": "m", "kind": defaults.kind, "defaults": asdict(defaults)})
-    shown = f'models.set("m", {model}); fields.model.value = "m"; showModel();'
-    script = folder / "page.js"
-    script.write_text(f"{browser}{SCRIPT}\n{shown}\n{then}\n")
-    done = subprocess.run(["node", script], check=True, capture_output=True, text=True)
-    return json.loads(done.stdout)
-
-
 @needs_node
 @pytest.mark.parametrize(
     "defaults", [PICTURES, CLIPS, EDITS, BEGUN_CLIPS], ids=["pictures", "clips", "edits", "begun clips"]
@@ -109,9 +49,8 @@ def run_page(folder: Path, form: Form, defaults: Defaults, then: str) -> Any:
 def test_a_browser_lets_the_defaults_of_a_model_be_sent(tmp_path: Path, defaults: Defaults) -> None:
     """A form with a value out of range is not sent, be the field hidden; one that is disabled does not count."""
     form = Form()
-    form.feed(PAGE)
     assert {form.fields[name]["kind"] for name in ("fps", "n", "prompt")} == {"video", "image", None}
-    fields = run_page(tmp_path, form, defaults, "console.log(JSON.stringify(fields));")
+    fields = run_page(tmp_path, "console.log(JSON.stringify(fields));", defaults)
     fields = {name: field for name, field in fields.items() if not field.get("disabled")}
     numbers = {name: field for name, field in fields.items() if field.get("type") == "number" and field["value"] != ""}
     assert {"width", "height", "num_inference_steps"} < set(numbers)
@@ -140,9 +79,7 @@ takeShape().then(() => {
 @needs_node
 @pytest.mark.parametrize("defaults", [EDITS, BEGUN_CLIPS, PICTURES], ids=["edits", "begun clips", "pictures"])
 def test_chosen_pictures_are_sent_as_files(tmp_path: Path, defaults: Defaults) -> None:
-    form = Form()
-    form.feed(PAGE)
-    sent = run_page(tmp_path, form, defaults, SEND)
+    sent = run_page(tmp_path, SEND, defaults)
     pictures = [(name, value) for name, value in sent if name in ("image", "input_reference", "mask")]
     assert (
         pictures
@@ -174,14 +111,12 @@ drawPictures({ prompt: "", model: "m", n: 2 }, [1]).then(show);
 @needs_node
 def test_each_layer_has_a_card(tmp_path: Path) -> None:
     """What is told of a picture is shown on the cards of all its layers; a layer that does not come is missed."""
-    form = Form()
-    form.feed(PAGE)
     progress = [{"type": "troupe.progress", "image_index": index, "name": f"step of {index}"} for index in (1, 0)]
     layers = [
         {"type": "image_edit.completed", "image_index": index, "layer": layer, "name": f"{index}.{layer}"}
         for index, layer in ((1, 0), (1, 1), (0, 1))
     ]
-    seen = run_page(tmp_path, form, LAYERS, DRAW.replace("EVENTS", json.dumps([*progress, *layers])))
+    seen = run_page(tmp_path, DRAW.replace("EVENTS", json.dumps([*progress, *layers])), LAYERS)
     lost = "Error: the stream ended early"
     assert seen == [["step of 0", lost], ["step of 0", "0.1"], ["step of 1", "1.0"], ["step of 1", "1.1"]]
 
@@ -189,9 +124,7 @@ def test_each_layer_has_a_card(tmp_path: Path) -> None:
 @needs_node
 @pytest.mark.parametrize(("defaults", "size", "is_required"), [(LAYERS, "128x32", False), (EDITS, "48x16", True)])
 def test_a_small_picture_and_no_words(tmp_path: Path, defaults: Defaults, size: str, is_required: bool) -> None:
-    form = Form()
-    form.feed(PAGE)
     small = SEND.replace("width: 4000, height: 1000", "width: 48, height: 12")
-    assert dict(run_page(tmp_path, form, defaults, small))["size"] == size
-    fields = run_page(tmp_path, form, defaults, "console.log(JSON.stringify(fields));")
+    assert dict(run_page(tmp_path, small, defaults))["size"] == size
+    fields = run_page(tmp_path, "console.log(JSON.stringify(fields));", defaults)
     assert fields["prompt"]["required"] is is_required

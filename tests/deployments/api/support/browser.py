@@ -1,0 +1,103 @@
+"""As much of a browser as the web page needs, by node: elements without looks, six connections, no server."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import asdict
+from html.parser import HTMLParser
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelines.defaults import Defaults
+
+PAGE = files("deployments").joinpath("web/index.html").read_text(encoding="utf-8")
+SCRIPT = re.search(r"<script>(.*)</script>", PAGE, re.DOTALL)[1]
+needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="needs node to run the script")
+
+BROWSER = """
+class Element {
+  children = [];
+  append(...added) { this.children.push(...added); for (const one of added) one.parent = this; }
+  prepend(...added) { this.append(...added); this.children.unshift(...this.children.splice(-added.length)); }
+  remove() { this.parent?.children.splice(this.parent.children.indexOf(this), 1); this.parent = null; }
+  replaceChildren(...added) { for (const one of [...this.children]) one.remove(); this.append(...added); }
+  get all() { return this.children.flatMap((one) => [one, ...one.all]); }
+  get isConnected() { return Object.values(byId).includes(this) || (this.parent?.isConnected ?? false); }
+  querySelector(name) { return this.all.find((one) => name === one.tag || name === `.${one.className}`) ?? null; }
+}
+const { fields, parts } = PAGE;
+const inside = (kind) => Object.values(fields).filter((field) => field.kind === kind);
+const byId = Object.fromEntries(["gallery", "state", "key"].map((id) => [id, new Element()]));
+byId.form = {
+  elements: fields,
+  querySelectorAll: () => parts.map((kind) => ({ dataset: { kind }, querySelectorAll: () => inside(kind) })),
+};
+let numFree = 6;
+const waiting = [];
+async function connected(url, options = {}) {
+  if (!numFree) await new Promise((resolve) => waiting.push(resolve));
+  numFree--;
+  try {
+    return await serve(`${options.method ?? "GET"} ${url.pathname}${url.search}`, options);
+  } finally {
+    numFree++;
+    waiting.shift()?.();
+  }
+}
+const globals = {
+  document: {
+    getElementById: (id) => byId[id],
+    createElement: (tag) => Object.assign(new Element(), { tag }),
+  },
+  location: { pathname: "/", origin: "http://localhost" },
+  sessionStorage: { getItem: () => null, setItem: () => {} },
+  fetch: connected,
+  serve: async () => { throw new Error("no server"); },
+};
+for (const [name, value] of Object.entries(globals)) Object.defineProperty(globalThis, name, { value, writable: true });
+"""
+"""``PAGE``: fields of the form by name, and the kinds that parts of it are for. A test's ``serve`` answers requests."""
+
+
+class Form(HTMLParser):
+    """Fields by name, with their attributes and the ``kind`` of the part that they are in; the kinds there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fields: dict[str, dict[str, Any]] = {}
+        self.parts: list[str] = []
+        self._inside: list[str | None] = []
+        self.feed(PAGE)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        attributes = dict(attrs)
+        if "data-kind" in attributes:
+            self.parts.append(attributes["data-kind"])
+        kind = attributes.get("data-kind") or (self._inside[-1] if self._inside else None)
+        if tag not in ("meta", "input"):
+            self._inside.append(kind)
+        if tag in ("input", "select", "textarea") and "name" in attributes:
+            self.fields[attributes["name"]] = {"value": "", **attributes, "kind": kind}
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside.pop()
+
+
+def run_page(folder: Path, then: str, defaults: Defaults | None = None) -> Any:
+    """What ``then`` prints, as JSON, once the page is there, and shows a model ``m`` if its ``defaults`` are given."""
+    form = Form()
+    browser = BROWSER.replace("PAGE", json.dumps({"fields": form.fields, "parts": form.parts}))
+    shown = ""
+    if defaults is not None:
+        model = json.dumps({"id": "m", "kind": defaults.kind, "defaults": asdict(defaults)})
+        shown = f'models.set("m", {model}); fields.model.value = "m"; showModel();'
+    script = folder / "page.js"
+    script.write_text(f"(() => {{{browser}}})();\n{SCRIPT}\n{shown}\n{then}\n")
+    done = subprocess.run(["node", script], check=True, capture_output=True, text=True)
+    return json.loads(done.stdout)
