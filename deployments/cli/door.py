@@ -21,8 +21,10 @@ def stand(to: str, host: str, port: int, config: str) -> None:
     backend = parse_address(to)
     app = load_config(config or "laptop").app
     lane = Lane.of(app) if config else None
-    with Door(listen(host, port), backend, app.door, app.api.trusted_proxies, lane):
-        console.print(f"Standing at {url_at(host, port)} in front of {to}. Ctrl-C ends it.")
+    listener = listen(host, port)
+    own_url = url_at(host, listener.getsockname()[1])  # of port 0 the one that was free
+    with Door(listener, backend, app.door, app.api.trusted_proxies, lane):
+        console.print(f"Standing at {own_url} in front of {to}. Ctrl-C ends it.")
         signal.pause()
 
 

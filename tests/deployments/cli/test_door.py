@@ -8,23 +8,18 @@ import httpx
 import pytest
 
 from deployments.cli.door import parse_address
-from deployments.cli.serving import free_port
 from tests.deployments.door.support import Backend, served
 from tests.deployments.support.commands import assert_one_line, command, troupe
 from tests.deployments.support.live import TIMEOUT_S, wait_until
 
 
 def test_it_stands_until_it_is_told_to_go(tmp_path: Path) -> None:
-    port = free_port("127.0.0.1")
     with served(Backend()) as (host, own_port):
-        args = ("door", "--to", f"{host}:{own_port}", "--port", str(port))
-        with command(*args, folder=tmp_path) as door:
-            door.wait_for("Standing at")
-            wait_until(
-                lambda: httpx.get(f"http://127.0.0.1:{port}/", timeout=TIMEOUT_S).status_code == 200,
-                "it lets requests through",
-            )
-            assert_one_line(troupe(*args), "is taken by another program")
+        args = ("door", "--to", f"{host}:{own_port}", "--port")
+        with command(*args, "0", folder=tmp_path) as door:
+            url = door.wait_for(r"(?<=Standing at )\S+")
+            wait_until(lambda: httpx.get(url, timeout=TIMEOUT_S).status_code == 200, "it lets requests through")
+            assert_one_line(troupe(*args, str(httpx.URL(url).port)), "is taken by another program")
             door.terminate()
             assert door.wait() == 143, door.output
             assert "Traceback" not in door.output
