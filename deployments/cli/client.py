@@ -6,6 +6,7 @@ import base64
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,12 @@ from deployments.studio.interface import Progress
 
 POLL_S = 0.2
 REQUEST_TIMEOUT_S = 3600.0
-
+LOOK_TIMEOUT_S = 30.0
+"""For a clip's record, and between two parts of its file; and for a clip to be deleted, where somebody leaves."""
+AWAY_S = 120.0
+"""For how long a server that makes a clip may be away, and start again: it finishes the clip then."""
+PASSING = (httpx.codes.BAD_GATEWAY, httpx.codes.SERVICE_UNAVAILABLE, httpx.codes.GATEWAY_TIMEOUT)
+"""Of an application that starts, and of the door where what is behind it starts again."""
 
 Files = Sequence[tuple[str, tuple[str, bytes]]]
 """Pictures that go along: for each its field, its name and its bytes."""
@@ -100,24 +106,47 @@ class Client:
                         raise RefusedError(event["error"]["message"])
 
     def clip(self, body: Mapping[str, Any], files: Files = NO_FILES) -> Iterator[Progress | Result]:
-        """Does ``POST /v1/videos``, then polls its progress. A caller who leaves early deletes the clip."""
+        """Does ``POST /v1/videos``, then polls its progress. A caller who leaves early deletes the clip.
+
+        A server that is away meanwhile is waited for. RuntimeError if it is for longer than ``AWAY_S``; the clip stays.
+        """
         clip = _checked(self._http.post("/v1/videos", **_content(body, files))).json()
-        url, started_s, finished = f"/v1/videos/{clip['id']}", time.monotonic(), False
+        url, started_s = f"/v1/videos/{clip['id']}", time.monotonic()
         try:
             while clip["status"] in ("queued", "in_progress"):
                 time.sleep(POLL_S)
-                clip = _checked(self._http.get(url)).json()
+                clip = self._awaited(url, clip["id"]).json()
                 share, num_steps = clip["progress"] / 100, clip["num_inference_steps"]
                 if share:  # before the first step, nobody knows how long it will take
                     left_s = (time.monotonic() - started_s) * (1 - share) / share
                     yield Progress(step=round(share * num_steps), num_steps=num_steps, eta_s=left_s)
-            finished = True
-        finally:
-            if not finished:
-                self._http.delete(url)
+        except (GeneratorExit, KeyboardInterrupt):
+            with suppress(httpx.TransportError):  # a server that is away keeps it
+                self._http.delete(url, timeout=LOOK_TIMEOUT_S)
+            raise
         if clip["status"] != "completed":
             raise RefusedError((clip.get("error") or {}).get("message", f"the clip is {clip['status']}"))
-        yield Result(data=self.clip_file(clip["id"]), seed=clip["seed"], timings_s=_seconds(clip.get("timings")))
+        data = self._awaited(f"{url}/content", clip["id"]).content
+        yield Result(data=data, seed=clip["seed"], timings_s=_seconds(clip.get("timings")))
+
+    def _awaited(self, url: str, clip_id: str) -> httpx.Response:
+        """Returns what ``GET url`` answers, once a server does that is away for ``AWAY_S`` at most."""
+        end_s = time.monotonic() + AWAY_S
+        while True:
+            try:
+                response = self._http.get(url, timeout=LOOK_TIMEOUT_S)
+                if response.status_code not in PASSING:
+                    return _checked(response)
+                reason = _message(response)
+            except httpx.TransportError as error:
+                reason = str(error) or type(error).__name__
+            if time.monotonic() >= end_s:
+                where = str(self._http.base_url).rstrip("/")
+                raise RuntimeError(
+                    f"no answer from {where} for {AWAY_S:g} s ({reason}); the clip is kept: once it is made, "
+                    f"`troupe clips --url {where} --download {clip_id}` fetches it"
+                )
+            time.sleep(POLL_S)
 
 
 def root_of(url: str) -> str:
@@ -146,12 +175,16 @@ def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
 
 def _checked(response: httpx.Response) -> httpx.Response:
     if response.is_error:
-        try:
-            message = response.json()["error"]["message"]
-        except (ValueError, KeyError, TypeError):
-            message = f"{response.status_code} {response.reason_phrase}"
-        raise RefusedError(message)
+        raise RefusedError(_message(response))
     return response
+
+
+def _message(response: httpx.Response) -> str:
+    """Returns why the server refused, in its own words if it has some."""
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"{response.status_code} {response.reason_phrase}"
 
 
 def _json(response: httpx.Response) -> dict[str, Any]:

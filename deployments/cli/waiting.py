@@ -8,14 +8,13 @@ from collections.abc import Callable
 import httpx
 from ray.serve.schema import ApplicationStatus
 
+from deployments.cli.client import PASSING
 from deployments.serve_status import application_status
 
 SERVE_POLL_S = 1.0
 """Between two looks at whether Serve has given up: its controller, busy at start, takes some 10 ms of CPU for each."""
 HEALTH_POLL_S = 0.5
 """Between two looks at what is missing, which take some 20 ms of CPU each; the application looks once a second."""
-PASSING = (httpx.codes.BAD_GATEWAY, httpx.codes.SERVICE_UNAVAILABLE, httpx.codes.GATEWAY_TIMEOUT)
-"""Of the application while it starts, and of the door where what is behind it starts again."""
 
 
 def wait_ready(url: str, on_wait: Callable[[str], None], deadline_s: float) -> None:

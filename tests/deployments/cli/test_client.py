@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 
+from deployments.cli import client
 from deployments.cli.client import Client, RefusedError, Result, root_of
 from deployments.studio.interface import Progress
 from engines.gang.errors import GangBrokenError
@@ -121,6 +123,73 @@ def test_a_clip_begins_with_a_picture(tmp_path: Path) -> None:
         assert troupe("generate", "a red circle", *args, "--url", url).exit_code == 0
         assert_one_line(troupe("generate", "a", *args, "--mask", args[3], "--url", url), "--mask is for pictures")
     assert [inputs.pictures for inputs in studio.inputs] == [(InputPicture.of(picture),)]
+
+
+VIDEO = {"id": "video_1", "num_inference_steps": 4, "progress": 0, "eta_s": None, "seed": 5}
+QUEUED, HALF, DONE = (
+    VIDEO | {"status": status, "progress": progress}
+    for status, progress in (("queued", 0), ("in_progress", 50), ("completed", 100))
+)
+
+
+class Away(Client):
+    """A client of a server that answers ``POST`` with a clip that waits, and each ``GET`` with the next of ``answers``,
+    or breaks the connection."""
+
+    def __init__(self, *answers: httpx.Response | None) -> None:
+        super().__init__("http://troupe")
+        self.answers, self.asked = list(answers), list[str]()
+        self._http = httpx.Client(base_url="http://troupe", transport=httpx.MockTransport(self.answer))
+
+    def answer(self, request: httpx.Request) -> httpx.Response:
+        self.asked.append(f"{request.method} {request.url.path}")
+        if request.method != "GET":
+            return httpx.Response(200, json=QUEUED)
+        if (answer := self.answers.pop(0)) is None:
+            raise httpx.ReadError("reset by peer", request=request)
+        return answer
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "POLL_S", 0.0)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_server_that_is_away_meanwhile_is_waited_for() -> None:
+    """While the clip is made, and when its file is fetched."""
+    away = [httpx.Response(status, json={}) for status in (502, 503, 504)]
+    answers = (httpx.Response(200, json=HALF), *away, None, httpx.Response(200, json=DONE))
+    with Away(*answers, None, httpx.Response(502), httpx.Response(200, content=b"mp4")) as away_client:
+        *steps, result = away_client.clip({"prompt": "a"})
+        assert [step.step for step in steps if isinstance(step, Progress)] == [2, 4]
+        assert isinstance(result, Result)
+        assert result.data == b"mp4"
+        assert not [asked for asked in away_client.asked if asked.startswith("DELETE")]
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize(
+    ("answer", "reason"), [(httpx.Response(502), "502 Bad Gateway"), (None, "reset by peer")], ids=["door", "nobody"]
+)
+def test_a_server_that_stays_away_keeps_the_clip(
+    monkeypatch: pytest.MonkeyPatch, answer: httpx.Response | None, reason: str
+) -> None:
+    monkeypatch.setattr(client, "AWAY_S", 0.0)
+    message = rf"no answer from http://troupe for 0 s \({reason}\).*troupe clips --url http://troupe --download video_1"
+    with Away(answer) as away_client:
+        with pytest.raises(RuntimeError, match=message):
+            list(away_client.clip({"prompt": "a"}))
+        assert away_client.asked == ["POST /v1/videos", "GET /v1/videos/video_1"]
+
+
+@pytest.mark.usefixtures("at_once")
+def test_who_leaves_deletes_the_clip() -> None:
+    with Away(httpx.Response(200, json=HALF)) as away_client:
+        events = away_client.clip({"prompt": "a"})
+        next(events)
+        events.close()
+        assert away_client.asked[-1] == "DELETE /v1/videos/video_1"
 
 
 @pytest.mark.parametrize(
