@@ -12,6 +12,7 @@ from rich.table import Table
 from deployments.cli.client import Client
 from deployments.cli.operation.servers import the_server
 from deployments.cli.progress import console
+from deployments.requests.errors import printable
 
 MAX_PROMPT_CHARS = 40
 
@@ -53,7 +54,7 @@ def _row(clip: dict[str, Any]) -> tuple[str, ...]:
         status = f"{clip['progress']} %"
     if clip["error"]:
         status = f"failed ({clip['error']['code']})"
-    prompt = clip["prompt"]
+    prompt = printable(clip["prompt"])  # whatever a client sends is no command to the terminal
     if len(prompt) > MAX_PROMPT_CHARS:
         prompt = f"{prompt[: MAX_PROMPT_CHARS - 1]}…"
     created = datetime.fromtimestamp(clip["created_at"]).strftime("%Y-%m-%d %H:%M:%S")

@@ -113,6 +113,13 @@ def test_clips_are_listed_fetched_and_deleted(url: str, tmp_path: Path) -> None:
     assert_one_line(troupe("clips", "--delete", posted[0], "--url", url), posted[0])
 
 
+def test_prompts_of_others_are_no_commands_to_the_terminal(url: str) -> None:
+    root = url.partition("/v1")[0]
+    with httpx.Client(base_url=root, headers={"Authorization": f"Bearer {KEY}"}, timeout=TIMEOUT_S) as client:
+        client.post("/v1/videos", json={"prompt": "a\x1b[2J\ncircle"}).raise_for_status()
+    assert cells(look("clips", url=url))[0][-1] == r"a\u001b[2J\u000acircle"
+
+
 def test_who_has_no_key_sees_no_clips(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TROUPE_API_KEY")
     assert_one_line(troupe("clips", "--url", url), "API key")
