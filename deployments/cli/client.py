@@ -58,7 +58,12 @@ class Client:
         self._http.close()
 
     def models(self) -> list[dict[str, Any]]:
-        return list(_checked(self._http.get("/v1/models")).json()["data"])
+        """Returns the cards of the models. RefusedError of a server that is another one, or refuses."""
+        response = _checked(self._http.get("/v1/models"))
+        cards = _json(response).get("data")
+        if not isinstance(cards, list) or any("defaults" not in card for card in cards):
+            raise _no_troupe(response)
+        return cards
 
     def health(self) -> dict[str, str]:
         """Returns, for each model, "ready" or why it is not. RefusedError while nobody there knows of models."""
@@ -66,7 +71,7 @@ class Client:
         if "models" in (document := _json(response)):
             return dict(document["models"])
         _checked(response)
-        raise RefusedError(f"what answers at {response.url} is no Troupe server")
+        raise _no_troupe(response)
 
     def clips(self, limit: int) -> list[dict[str, Any]]:
         """Returns the newest clips, by the newest first."""
@@ -177,6 +182,10 @@ def _checked(response: httpx.Response) -> httpx.Response:
     if response.is_error:
         raise RefusedError(_message(response))
     return response
+
+
+def _no_troupe(response: httpx.Response) -> RefusedError:
+    return RefusedError(f"what answers at {response.url} is no Troupe server")
 
 
 def _message(response: httpx.Response) -> str:

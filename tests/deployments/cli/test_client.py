@@ -183,6 +183,16 @@ def test_a_server_that_stays_away_keeps_the_clip(
         assert away_client.asked == ["POST /v1/videos", "GET /v1/videos/video_1"]
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [httpx.Response(200, json={"data": [{"id": "a", "object": "model"}]}), httpx.Response(200, text="<html>")],
+    ids=["of other models", "of pages"],
+)
+def test_another_server_is_named_as_such(answer: httpx.Response) -> None:
+    with Away(answer) as other, pytest.raises(RefusedError, match="http://troupe/v1/models is no Troupe server"):
+        other.models()
+
+
 @pytest.mark.usefixtures("at_once")
 def test_who_leaves_deletes_the_clip() -> None:
     with Away(httpx.Response(200, json=HALF)) as away_client:
