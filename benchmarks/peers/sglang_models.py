@@ -30,12 +30,18 @@ def transformer_of(model: PublishedModel, maker: str) -> tuple[Any, Prepare]:
     return sglang.loaded(transformer_class, config, module, SGLANG_COMPILED[maker]), prepare
 
 
-def _call(transformer: Any, batch: Any = None, **arguments: Any) -> Call:
-    """``batch``: its request, whose steps keep there what they share."""
+def _call(transformer: Any, batch: Any = None, *, autocast: bool = False, **arguments: Any) -> Call:
+    """``batch``: its request, whose steps keep there what they share. ``autocast``: as its pipeline calls this one."""
     from sglang.multimodal_gen.runtime.managers.forward_context import set_forward_context
 
+    parameter = next(transformer.parameters())
+    casts = autocast and parameter.dtype != torch.float32
+
     def call() -> Any:
-        with set_forward_context(current_timestep=0, attn_metadata=None, forward_batch=batch):
+        with (
+            set_forward_context(current_timestep=0, attn_metadata=None, forward_batch=batch),
+            torch.autocast(parameter.device.type, parameter.dtype, enabled=casts),
+        ):
             return transformer(**arguments)
 
     return call
@@ -92,7 +98,7 @@ def _wan(transformer: Any, own: Mapping[str, Any]) -> Call:
     pictures = own.get("encoder_hidden_states_image")
     batch = sglang.Arguments(extra={}, enable_sequence_shard=False, enable_teacache=False, enable_spectrum=False)
     images = None if pictures is None else [pictures]
-    return _call(transformer, batch, encoder_hidden_states_image=images, **kept)
+    return _call(transformer, batch, autocast=True, encoder_hidden_states_image=images, **kept)
 
 
 def _cosmos(transformer: Any, own: Mapping[str, Any]) -> Call:

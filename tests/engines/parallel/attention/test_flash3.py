@@ -21,29 +21,42 @@ DIMS = (64, 128)
 
 
 class Package:
-    """What fa3-fwd offers, with heads of ``DIMS``; ``times`` of the right answer."""
+    """What fa3-fwd offers, with heads of ``DIMS``; ``times`` of the right answer, or with a number of keys."""
 
-    def __init__(self, times: float = 1.0) -> None:
-        self.times = times
+    def __init__(self, times: float = 1.0, times_with_numbers: float = 1.0) -> None:
+        self.times, self.times_with_numbers = times, times_with_numbers
         self.shapes: list[tuple[int, ...]] = []
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, return_attn_probs: bool) -> tuple[Tensor, Tensor]:
+    def flash_attn_func(self, q: Tensor, k: Tensor, v: Tensor, *, return_attn_probs: bool) -> tuple[Tensor, Tensor]:
         assert return_attn_probs
-        if q.shape[-1] not in DIMS:
+        return self._attended(self.times, q, k, v)
+
+    def flash_attn_with_kvcache(
+        self, q: Tensor, k: Tensor, v: Tensor, *, cache_seqlens: Tensor, num_splits: int, return_softmax_lse: bool
+    ) -> tuple[Tensor, Tensor, None]:
+        """Without keys, any log-sum-exp; what comes after the first keys is not looked at."""
+        assert num_splits == return_softmax_lse == 1
+        assert cache_seqlens.dtype == torch.int32
+        first = torch.arange(k.shape[1]) < cache_seqlens[:, None]
+        out, lse = self._attended(self.times_with_numbers, q, k, v, mask_BM=first)
+        return out, lse.nan_to_num(neginf=7.0), None
+
+    def _attended(self, times: float, *given: Tensor, **options: Tensor) -> tuple[Tensor, Tensor]:
+        if given[0].shape[-1] not in DIMS:
             raise RuntimeError("This flash attention build does not support this head dim")
-        self.shapes.append(tuple(q.shape))
-        out, lse = plain_attention(q, k, v)
-        return self.times * out, lse
+        self.shapes.append(tuple(given[0].shape))
+        out, lse = plain_attention(*given, **options)  # type: ignore[arg-type]
+        return times * out, lse
 
 
 @pytest.fixture
 def package(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Package:
     module: Any = ModuleType(flash3.MODULE)
     module.__spec__ = importlib.util.spec_from_loader(flash3.MODULE, None)
-    module.flash_attn_func = Package(*getattr(request, "param", ()))
+    package = Package(*getattr(request, "param", ()))
+    module.flash_attn_func, module.flash_attn_with_kvcache = package.flash_attn_func, package.flash_attn_with_kvcache
     monkeypatch.setitem(sys.modules, flash3.MODULE, module)
-    found: Package = module.flash_attn_func
-    return found
+    return package
 
 
 def qkv(dim: int, heads: int = 4, key_heads: int = 2) -> list[Tensor]:
@@ -70,15 +83,44 @@ def test_heads_that_it_has_are_its_own(package: Package, caplog: pytest.LogCaptu
     assert lse.equal(expected_lse)
 
 
-def test_masks_prefixes_and_other_heads_are_not(package: Package) -> None:
+def test_prefixes_and_other_heads_are_not(package: Package) -> None:
     kernel = with_flash3(plain_attention, "cpu")
     package.shapes.clear()
     given = qkv(128)
     mask, prefix = torch.arange(13).expand(2, 13) < 9, Prefix(torch.arange(7) + 1, torch.arange(13))
-    for options in ({"mask_BM": mask}, {"prefix": prefix}, {"mask_BM": mask, "prefix": prefix}):
+    for options in ({"prefix": prefix}, {"mask_BM": mask, "prefix": prefix}):
         assert kernel(*given, **options)[0].equal(plain_attention(*given, **options)[0])
-    assert kernel(*qkv(32))[0].equal(plain_attention(*qkv(32))[0])
+    for options in ({}, {"mask_BM": mask}):
+        assert kernel(*qkv(32), **options)[0].equal(plain_attention(*qkv(32), **options)[0])
     assert package.shapes == []
+
+
+def test_keys_that_are_attended_come_first(package: Package) -> None:
+    kernel = with_flash3(plain_attention, "cpu")
+    package.shapes.clear()
+    given, mask = qkv(128), torch.rand(2, 13, generator=torch.Generator().manual_seed(1)) > 0.5
+    for value in (None, False, True):
+        mask[0] = mask[0] if value is None else value
+        out, lse = kernel(*given, mask_BM=mask)
+        expected_out, expected_lse = plain_attention(*given, mask_BM=mask)
+        torch.testing.assert_close(out, expected_out)
+        torch.testing.assert_close(lse, expected_lse)
+    assert len(package.shapes) == 3
+
+
+@pytest.mark.parametrize("package", [(1.0, 1.1)], indirect=True)
+def test_masks_are_another_kernels_where_a_number_of_keys_gives_a_wrong_answer(
+    package: Package, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        kernel = with_flash3(plain_attention, "cpu")
+    assert "FlashAttention-3's answer for heads of 128 with a mask is wrong" in caplog.text
+    package.shapes.clear()
+    given, mask = qkv(128), torch.arange(13).expand(2, 13) < 9
+    assert kernel(*given, mask_BM=mask)[0].equal(plain_attention(*given, mask_BM=mask)[0])
+    assert package.shapes == []
+    assert kernel(*given)[0].equal(plain_attention(*given)[0])
+    assert len(package.shapes) == 1
 
 
 @pytest.mark.parametrize("package", [(1.1,)], indirect=True)
@@ -105,7 +147,7 @@ def test_other_gpus_than_hopper(
     package: Package, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], is_taken: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    assert (flash3._installed(torch.device("cuda")) is package) is is_taken
+    assert (flash3._installed(torch.device("cuda")) is not None) is is_taken
 
 
 def test_the_sequence_of_random_numbers_goes_on(package: Package) -> None:
@@ -119,15 +161,30 @@ def test_the_sequence_of_random_numbers_goes_on(package: Package) -> None:
 @pytest.mark.skipif(importlib.util.find_spec(flash3.MODULE) is None, reason="needs fa3-fwd")
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("key_heads", [8, 2])
+@pytest.mark.parametrize("is_masked", [False, True])
 @pytest.mark.parametrize(("length", "num_keys"), [(4608, 4608), (77, 1333)])
-def test_equal_to_cudnn_compiled_or_not(dim: int, key_heads: int, length: int, num_keys: int) -> None:
+def test_equal_to_cudnn_compiled_or_not(dim: int, key_heads: int, is_masked: bool, length: int, num_keys: int) -> None:
     kernel = local_kernel("cuda", torch.bfloat16)
     assert kernel.__name__ == "flash3"  # type: ignore[attr-defined]
-    q_BLHD = torch.randn(1, length, 8, dim, device="cuda", dtype=torch.bfloat16)
-    k_BMGD, v_BMGD = torch.randn(2, 1, num_keys, key_heads, dim, device="cuda", dtype=torch.bfloat16)
-    expected_out, expected_lse = cudnn_flash(q_BLHD, k_BMGD, v_BMGD)
+    q_BLHD = torch.randn(2, length, 8, dim, device="cuda", dtype=torch.bfloat16)
+    k_BMGD, v_BMGD = torch.randn(2, 2, num_keys, key_heads, dim, device="cuda", dtype=torch.bfloat16)
+    mask_BM = torch.rand(2, num_keys, device="cuda") > 0.3 if is_masked else None
+    expected_out, expected_lse = cudnn_flash(q_BLHD, k_BMGD, v_BMGD, mask_BM=mask_BM)
+    torch._dynamo.reset()
     with torch.inference_mode():
         for run in (kernel, torch.compile(kernel, fullgraph=True)):
-            out, lse = run(q_BLHD, k_BMGD, v_BMGD)
+            out, lse = run(q_BLHD, k_BMGD, v_BMGD, mask_BM=mask_BM)
             torch.testing.assert_close(out, expected_out, rtol=0, atol=2e-2)
             torch.testing.assert_close(lse, expected_lse, rtol=0, atol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(importlib.util.find_spec(flash3.MODULE) is None, reason="needs fa3-fwd")
+def test_without_keys_a_result_merges_to_nothing() -> None:
+    kernel, given = local_kernel("cuda", torch.bfloat16), [x.cuda() for x in qkv(128)]
+    mask = torch.arange(13, device="cuda").expand(2, 13) < torch.tensor([[0], [9]], device="cuda")
+    out, lse = kernel(*given, mask_BM=mask)
+    assert out.isfinite().all()
+    assert (lse[0] == -torch.inf).all()
+    assert lse[1].isfinite().all()
