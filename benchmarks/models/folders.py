@@ -130,12 +130,31 @@ def _umt5() -> Any:
     return UMT5EncoderModel(UMT5Config(**sizes, vocab_size=256384, feed_forward_proj="gated-gelu"))
 
 
+def _byt5() -> Any:
+    """The encoder of Glyph-ByT5, small."""
+    from transformers import T5Config, T5EncoderModel
+
+    sizes = {"d_model": 1472, "d_kv": 64, "d_ff": 3584, "num_layers": 12, "num_heads": 6}
+    return T5EncoderModel(T5Config(**sizes, vocab_size=1510, feed_forward_proj="gated-gelu"))
+
+
+def _qwen25() -> Any:
+    """The text part of Qwen2.5-VL-7B."""
+    from transformers import Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel
+
+    sizes = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "vocab_size": 152064}
+    heads = {"num_attention_heads": 28, "num_key_value_heads": 4}
+    rotary = {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1e6}
+    return Qwen2_5_VLTextModel(Qwen2_5_VLTextConfig(**sizes, **heads, rope_parameters=rotary))
+
+
 WAN: Mapping[str, Callable[[], Any]] = {"text_encoder": _umt5}
 
 ENCODERS: Mapping[str, Mapping[str, Callable[[], Any]]] = {
     "Cosmos3-Nano": {},
     "FLUX.1-dev": {"text_encoder": _clip, "text_encoder_2": _t5},
     "FLUX.2-klein-4B": {"text_encoder": lambda: _qwen3("Qwen3ForCausalLM")},
+    "HunyuanVideo-1.5-480p_t2v": {"text_encoder": _qwen25, "text_encoder_2": _byt5},
     **dict.fromkeys(("Wan2.1-T2V-1.3B", "Wan2.1-T2V-14B", "Wan2.2-I2V-A14B", "Wan2.2-T2V-A14B", "Wan2.2-TI2V-5B"), WAN),
     "Z-Image-Turbo": {"text_encoder": lambda: _qwen3("Qwen3Model")},
 }

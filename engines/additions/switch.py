@@ -23,18 +23,16 @@ NOBODY: Writers = MappingProxyType({})
 class _Weight:
     """A parameter that some addition touches; ``base`` is what it was loaded as, ``ones`` are by addition.
 
-    ``writers`` take its new values, float32 or, if it ``rounds`` them, in its own dtype.
+    ``writers`` take its new values, float32 where something is added.
     """
 
     base: Tensor
     writers: tuple[WriteWeight, ...]
-    rounds: bool
     ones: Mapping[str, LowRank]
 
     def write(self, mix: Mix) -> None:
         amounts = [(amount, self.ones[name]) for name, amount in mix if name in self.ones]
         value = added(self.base, amounts) if amounts else self.base
-        value = value.to(self.base.dtype) if self.rounds else value
         for write in self.writers:
             write(value)
 
@@ -131,9 +129,9 @@ def _weight(parameter: nn.Parameter, ones: Mapping[str, LowRank], writers: tuple
     """
     here = {key: _at(one, parameter.device) for key, one in ones.items()}
     if writers:
-        return _Weight(base=parameter.detach(), writers=writers, rounds=True, ones=here)
+        return _Weight(base=parameter.detach(), writers=writers, ones=here)
     base = parameter.detach().clone(memory_format=torch.contiguous_format)
-    return _Weight(base=base, writers=(parameter.copy_,), rounds=False, ones=here)
+    return _Weight(base=base, writers=(parameter.copy_,), ones=here)
 
 
 def _of_layer(module: nn.Module, name: str, parameter: nn.Parameter) -> tuple[WriteWeight, ...]:

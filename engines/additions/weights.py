@@ -12,15 +12,23 @@ from engines.core.additions import LowRank, LowRanks
 
 Amounts: TypeAlias = Iterable[tuple[float, LowRank]]
 """Low-rank products of one weight, with how much of each."""
+HALVES = (torch.bfloat16, torch.float16)
 
 
 def added(base: Tensor, amounts: Amounts) -> Tensor:
     """Returns ``base`` with what is added, float32, in its shape."""
-    sum_NK = base.to(torch.float32, copy=True).reshape(base.shape[0], -1)
+    sum_NK = base.reshape(base.shape[0], -1)
     for amount, one in amounts:
-        up_NR, down_RK = (x.to(base.device, torch.float32) for x in (one.up_NR, one.down_RK))
-        sum_NK.addmm_(up_NR, down_RK, alpha=amount * one.scale)
-    return sum_NK.view(base.shape)
+        sum_NK = torch.add(sum_NK, _product(one, base.device), alpha=amount * one.scale)
+    return sum_NK.float().view(base.shape)
+
+
+def _product(one: LowRank, device: torch.device) -> Tensor:
+    """``up @ down``, float32. GPUs do not need it widened before: products of two bfloat16 are exact in float32."""
+    up_NR, down_RK = one.up_NR.to(device), one.down_RK.to(device)
+    if device.type == "cuda" and up_NR.dtype == down_RK.dtype and up_NR.dtype in HALVES:
+        return torch.mm(up_NR, down_RK, out_dtype=torch.float32)
+    return up_NR.float() @ down_RK.float()
 
 
 def part_of(one: LowRank, slices: Mapping[str, Any], name: str) -> LowRank:

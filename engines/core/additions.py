@@ -32,7 +32,7 @@ Addition: TypeAlias = Mapping[str, LowRanks]
 """What is added to the modules of a model, by their names."""
 
 WriteWeight: TypeAlias = Callable[["Tensor"], object]
-"""Takes the new value of a parameter, in its shape and dtype."""
+"""Takes the new value of a parameter, in its shape, and rounds it to the parameter's dtype before anything else."""
 
 Writers: TypeAlias = Mapping["nn.Parameter", tuple[WriteWeight, ...]]
 """Who holds what of parameters in another form, such as quantised; the parameters themselves stay as they are."""

@@ -13,9 +13,8 @@ from torch.nn import functional
 
 from engines.core.additions import WriteWeight
 from engines.core.fast_model import Precision
-from engines.fast.kernels import QuantRows, Rows, gated, quantize_rows
-from engines.fast.kernels.rows import quantized
-from engines.quantization.scales import weight_scales
+from engines.fast.kernels import QuantRows, Rows, gated, quantize_rows, quantize_weight
+from engines.quantization.scales import FP8
 
 Activation = Literal["gelu", "swiglu"]
 """GELU in its tanh form; or SwiGLU, whose GEMM gives gates, then what they let through."""
@@ -99,9 +98,10 @@ class Float8Gemm:
         activation: Activation = "gelu",
         parts: Sequence[WeightPart] = (),
     ) -> None:
-        weight = quantized(weight_NK)
-        self._activation, self._parts = activation, tuple(parts)
-        self.weight_NK, self.scale_1N, self.bias_N = weight.values_RC, weight.scale_R1.t().contiguous(), bias_N
+        self._activation, self._parts, self.bias_N = activation, tuple(parts), bias_N
+        self.weight_NK = torch.empty_like(weight_NK, dtype=FP8, memory_format=torch.contiguous_format)
+        self.scale_1N = torch.empty(1, len(weight_NK), dtype=torch.float32, device=weight_NK.device)
+        quantize_weight(weight_NK, weight_NK.dtype, self._rows(ALL))
 
     def __call__(self, x: Rows, out: Tensor | None = None) -> Tensor:
         rows = x if isinstance(x, QuantRows) else quantize_rows(x)
@@ -134,10 +134,10 @@ class Float8Gemm:
 
     def _write(self, rows: slice, part: WeightPart, weight_NK: Tensor) -> None:
         """In place: steps that were captured see it."""
-        part_NK = part.of(weight_NK)
-        scale_N1 = weight_scales(part_NK, "fp8")
-        self.weight_NK[rows].copy_(part_NK / scale_N1)
-        self.scale_1N[:, rows].copy_(scale_N1.t())
+        quantize_weight(part.of(weight_NK), part.parameter.dtype, self._rows(rows))
+
+    def _rows(self, rows: slice) -> QuantRows:
+        return QuantRows(values_RC=self.weight_NK[rows], scale_R1=self.scale_1N[:, rows].t())
 
     def _emulated(self, rows: QuantRows, out: Tensor | None) -> Tensor:
         weight_NK = self.weight_NK.float() * self.scale_1N.t()

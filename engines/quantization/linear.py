@@ -30,7 +30,7 @@ class QuantLinear(nn.Module):
     def __init__(self, linear: nn.Linear, amax: float | None = None) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.bias = linear.bias
+        self.bias, self._loaded_in = linear.bias, linear.weight.dtype
         self.amax = amax
         values_NK, scale_N1 = self._scaled(linear.weight.detach())
         self.register_buffer("weight_NK", values_NK.to(self.dtype))
@@ -38,7 +38,7 @@ class QuantLinear(nn.Module):
 
     def write_weight(self, weight_NK: Tensor) -> None:
         """Takes another weight, in place: steps that were captured see it."""
-        values_NK, scale_N1 = self._scaled(weight_NK)
+        values_NK, scale_N1 = self._scaled(weight_NK.to(self._loaded_in))
         self.weight_NK.copy_(values_NK)
         self.scale_1N.copy_(scale_N1.t())
 

@@ -8,7 +8,7 @@ from engines.fast.kernels.gate import gated
 from engines.fast.kernels.heads import norm_and_rotate
 from engines.fast.kernels.join import collected_rows, join_columns, join_rows
 from engines.fast.kernels.norm import norm_modulate, residual_norm_modulate
-from engines.fast.kernels.quantize import quantize_rows
+from engines.fast.kernels.quantize import quantize_rows, quantize_weight
 from engines.fast.kernels.records import HeadNorms, Modulation
 from engines.fast.kernels.rows import QuantRows, Rows
 from engines.fast.kernels.sandwich import add_normed, scaled_norm
@@ -26,6 +26,7 @@ __all__ = [
     "norm_and_rotate",
     "norm_modulate",
     "quantize_rows",
+    "quantize_weight",
     "residual_norm_modulate",
     "scaled_norm",
 ]

@@ -1,7 +1,8 @@
-"""Rows to float8, with what comes before it in the same pass: joining column groups, GELU."""
+"""Rows to float8, with what comes before it in the same pass: joining column groups, GELU, rounding."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -20,3 +21,15 @@ def quantize_rows(x_GRC: Tensor, *, gelu: bool = False) -> QuantRows:
         return quantize_triton.launch(x_GRC, gelu=gelu)
     x_RC = x_GRC.movedim(0, 1).flatten(1).float()
     return quantized(functional.gelu(x_RC, approximate="tanh") if gelu else x_RC)
+
+
+def quantize_weight(weight_NK: Tensor, dtype: torch.dtype, into: QuantRows) -> None:
+    """Writes a weight, rounded to ``dtype``, to ``into``, which has a row for each output feature (contiguous)."""
+    if weight_NK.is_cuda:
+        from engines.fast.kernels import quantize_triton
+
+        quantize_triton.launch_into(weight_NK[None], into, rounded=dtype)
+    else:
+        rows = quantized(weight_NK.to(dtype))
+        into.values_RC.copy_(rows.values_RC)
+        into.scale_R1.copy_(rows.scale_R1)

@@ -12,17 +12,19 @@ from torch import Tensor
 from engines.fast.kernels.rows import QuantRows
 from engines.quantization.scales import FP8, LARGEST, SMALLEST_AMAX
 
+ROUNDED = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
 
 @triton.jit
 def _quantize(
     x_ptr, out_ptr, scale_ptr, columns_each, group_stride, row_stride, channels,
-    GELU: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, BLOCK: tl.constexpr,
+    ROUNDED: tl.constexpr, GELU: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < channels
     source = (columns // columns_each) * group_stride + row * row_stride + columns % columns_each
-    x = tl.load(x_ptr + source, inside, 0.0).to(tl.float32)
+    x = tl.load(x_ptr + source, inside, 0.0).to(ROUNDED).to(tl.float32)
     if GELU:
         # tanh form: x * sigmoid(2 u), u = sqrt(2/pi) (x + 0.044715 x^3)
         x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
@@ -33,13 +35,23 @@ def _quantize(
 
 def launch(x_GRC: Tensor, *, gelu: bool) -> QuantRows:
     groups, rows, columns_each = x_GRC.shape
-    assert x_GRC.stride(-1) == 1, x_GRC.stride()
+    into = QuantRows(
+        values_RC=torch.empty((rows, groups * columns_each), device=x_GRC.device, dtype=FP8),
+        scale_R1=torch.empty((rows, 1), device=x_GRC.device, dtype=torch.float32),
+    )
+    launch_into(x_GRC, into, gelu=gelu)
+    return into
+
+
+def launch_into(x_GRC: Tensor, into: QuantRows, *, gelu: bool = False, rounded: torch.dtype = torch.float32) -> None:
+    groups, rows, columns_each = x_GRC.shape
     channels = groups * columns_each
-    out_RC = torch.empty((rows, channels), device=x_GRC.device, dtype=FP8)
-    scale_R1 = torch.empty((rows, 1), device=x_GRC.device, dtype=torch.float32)
+    assert x_GRC.stride(-1) == 1, x_GRC.stride()
+    assert into.values_RC.stride() == (channels, 1), into.values_RC.stride()
+    assert into.scale_R1.stride(0) == 1, into.scale_R1.stride()
     block = triton.next_power_of_2(channels)
     _quantize[(rows,)](
-        x_GRC, out_RC, scale_R1, columns_each, x_GRC.stride(0), x_GRC.stride(1), channels,
-        GELU=gelu, LARGEST=LARGEST["fp8"], SMALLEST=SMALLEST_AMAX, BLOCK=block, num_warps=min(16, max(1, block // 512)),
+        x_GRC, into.values_RC, into.scale_R1, columns_each, x_GRC.stride(0), x_GRC.stride(1), channels,
+        ROUNDED=ROUNDED[rounded], GELU=gelu, LARGEST=LARGEST["fp8"], SMALLEST=SMALLEST_AMAX, BLOCK=block,
+        num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip
-    return QuantRows(values_RC=out_RC, scale_R1=scale_R1)

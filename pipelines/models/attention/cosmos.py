@@ -54,9 +54,8 @@ class GenerationProcessor:
         *_, cos_LD, sin_LD = rotary_emb
         q_LHD = rotate(attn.norm_added_q(in_heads(attn, attn.add_q_proj(gen_seq))), (cos_LD, sin_LD))
         k_LGD = rotate(attn.norm_added_k(in_heads(attn, attn.add_k_proj(gen_seq))), (cos_LD, sin_LD))
-        v_LGD = in_heads(attn, attn.add_v_proj(gen_seq))
-        own_21LGD = torch.stack((k_LGD, v_LGD))[:, None]
-        k_1MGD, v_1MGD = torch.cat((und_seq, own_21LGD), dim=2).unbind(0)
+        own = (k_LGD, in_heads(attn, attn.add_v_proj(gen_seq)))
+        k_1MGD, v_1MGD = (torch.cat((text, x[None]), dim=1) for text, x in zip(und_seq, own, strict=True))
         out_1LHD, _ = self.kernel(q_LHD[None], k_1MGD, v_1MGD)
         return gen_seq[:0], attn.to_add_out(out_1LHD[0].flatten(1))
 

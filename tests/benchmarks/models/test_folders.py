@@ -13,7 +13,8 @@ from benchmarks.models import folders
 from pipelines.checkpoint import Checkpoint
 from pipelines.run import load_pipeline
 from pipelines.size import Size
-from tests.pipelines.support.checkpoints import tiny, tiny_cosmos
+from tests.pipelines.support.checkpoints import tiny, tiny_cosmos, tiny_hunyuan
+from tests.pipelines.support.checkpoints.tiny_qwen import qwen_vl
 
 
 def tiny_clip() -> Any:
@@ -44,6 +45,19 @@ def test_what_is_written_makes_clips(tmp_path: Path, monkeypatch: pytest.MonkeyP
     folders.write_folder("Cosmos3-Nano", tmp_path / "written", torch.device("cpu"))
     checkpoint = Checkpoint(tmp_path / "written")
     request = checkpoint.defaults.request(Size(width=64, height=32, num_frames=5), num_inference_steps=1)
+    assert load_pipeline(checkpoint).run(request).shape == (5, 32, 64, 3)
+
+
+def test_hunyuan_video_reads_prompts_and_words_to_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "HunyuanVideo-1.5-480p_t2v"
+    published = without_weights(tiny_hunyuan.hunyuan_video(tmp_path / "published"))
+    monkeypatch.setattr(folders, "resolve_configuration", lambda _: published)
+    encoders = {"text_encoder": lambda: qwen_vl().model.language_model, "text_encoder_2": tiny_t5}
+    monkeypatch.setattr(folders, "ENCODERS", {name: encoders})
+    folders.write_folder(name, tmp_path / "written", torch.device("cpu"))
+    checkpoint = Checkpoint(tmp_path / "written")
+    size = Size(width=64, height=32, num_frames=5)
+    request = checkpoint.defaults.request(size, num_inference_steps=1, prompt='a wall with the words "no entry"')
     assert load_pipeline(checkpoint).run(request).shape == (5, 32, 64, 3)
 
 

@@ -27,10 +27,12 @@ from engines.fast.kernels import (
     norm_and_rotate,
     norm_modulate,
     quantize_rows,
+    quantize_weight,
     scaled_norm,
 )
 from engines.fast.kernels import residual_norm_modulate as residual
-from engines.fast.kernels.rows import QuantRows
+from engines.fast.kernels.rows import QuantRows, quantized
+from engines.quantization.scales import FP8
 from tests.support.patience import PATIENCE_S
 
 BATCH, TEXT, IMAGE, CHANNELS = 2, 3, 5, 24
@@ -125,6 +127,16 @@ def test_quantize_rows_joins_groups(gelu: bool) -> None:
     assert rows.values_RC.float().abs().amax(1).allclose(torch.tensor(448.0))
     largest = joined.abs().amax(1, keepdim=True)
     assert ((rows.dequantized() - joined).abs() / largest).max() < 2**-4  # half a step of a 3-bit mantissa
+
+
+def test_weights_are_rounded_before_they_are_quantised() -> None:
+    weight = torch.randn(3, 8)
+    into = QuantRows(values_RC=torch.empty(3, 8).to(FP8), scale_R1=torch.empty(1, 3).t())
+    quantize_weight(weight, torch.bfloat16, into)
+    expected = quantized(weight.bfloat16())
+    assert into.values_RC.float().equal(expected.values_RC.float())
+    assert into.scale_R1.equal(expected.scale_R1)
+    assert not into.scale_R1.equal(quantized(weight).scale_R1)
 
 
 def test_zero_rows_stay_zero() -> None:

@@ -27,12 +27,14 @@ from engines.fast.kernels import (
     push_triton,
     quantize_rows,
     quantize_triton,
+    quantize_weight,
     sandwich_triton,
     scaled_norm,
 )
 from engines.fast.kernels import residual_norm_modulate as residual
 from engines.fast.kernels.rows import QuantRows
 from engines.parallel.communication.collectives import Axis
+from engines.quantization.scales import FP8
 from engines.torch_engine.exchange.heads import attend_tokens_first, local_attention
 from engines.torch_engine.exchange.peer_heads import PeerHeads
 from engines.torch_engine.exchange.peer_memory import addresses_of
@@ -183,6 +185,24 @@ def check_exchange(device: str, *, world: int, by_runs: bool) -> None:
     close(torch.cat(results), expected.flatten(0, 1).flatten(1))
 
 
+def check_quantization(device: str) -> None:
+    wide = torch.randn(7, 40)
+    for gelu in (False, True):
+        x = torch.randn(4, 9, 12)
+        close(quantize_triton.launch(x.to(device), gelu=gelu), quantize_rows(x, gelu=gelu))
+        close(quantize_triton.launch(wide[None, :, :30].to(device), gelu=gelu), quantize_rows(wide[:, :30], gelu=gelu))
+    got, expected = (blank_rows(9, 30, where) for where in (device, "cpu"))
+    narrow = torch.bfloat16 if device == "cuda" else torch.float32  # the interpreter cuts bfloat16 off, too
+    quantize_triton.launch_into(wide[None, :, :30].to(device), got[1:8], rounded=narrow)
+    quantize_weight(wide[:, :30], narrow, expected[1:8])
+    close(got, expected)
+
+
+def blank_rows(rows: int, channels: int, device: str) -> QuantRows:
+    scale_R1 = torch.zeros(1, rows, device=device).t()
+    return QuantRows(values_RC=torch.zeros(rows, channels, device=device).to(FP8), scale_R1=scale_R1)
+
+
 def main(device: str) -> None:
     torch.manual_seed(0)
     check_norm(device, channels=48, first=4, gates=2, segments=2)
@@ -191,11 +211,7 @@ def main(device: str) -> None:
     check_sandwich(device)
     check_heads(device, heads=12, dim=16, outer=2, inner=2)
     check_heads(device, heads=6, dim=8, outer=1, inner=3)
-    for gelu in (False, True):
-        x = torch.randn(4, 9, 12)
-        close(quantize_triton.launch(x.to(device), gelu=gelu), quantize_rows(x, gelu=gelu))
-        wide = torch.randn(7, 40)
-        close(quantize_triton.launch(wide[None, :, :30].to(device), gelu=gelu), quantize_rows(wide[:, :30], gelu=gelu))
+    check_quantization(device)
     x = torch.randn(5, 2 * 2100)  # more columns than a program takes
     close(gate_triton.launch(x.to(device)), gated(x))
     check_peers(device, heads=12, dim=16, world=4)

@@ -95,6 +95,20 @@ def test_prefixes_and_other_heads_are_not(package: Package) -> None:
     assert package.shapes == []
 
 
+@pytest.fixture
+def few_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash3, "FEWEST_KEYS_MASKED", 13)
+
+
+def test_masks_of_few_keys_are_not(package: Package) -> None:
+    kernel = with_flash3(plain_attention, "cpu")
+    package.shapes.clear()
+    given, mask = qkv(128), torch.arange(13).expand(2, 13) < 9
+    assert kernel(*given, mask_BM=mask)[0].equal(plain_attention(*given, mask_BM=mask)[0])
+    assert package.shapes == []
+
+
+@pytest.mark.usefixtures("few_are_many")
 def test_keys_that_are_attended_come_first(package: Package) -> None:
     kernel = with_flash3(plain_attention, "cpu")
     package.shapes.clear()
@@ -108,6 +122,7 @@ def test_keys_that_are_attended_come_first(package: Package) -> None:
     assert len(package.shapes) == 3
 
 
+@pytest.mark.usefixtures("few_are_many")
 @pytest.mark.parametrize("package", [(1.0, 1.1)], indirect=True)
 def test_masks_are_another_kernels_where_a_number_of_keys_gives_a_wrong_answer(
     package: Package, caplog: pytest.LogCaptureFixture
@@ -181,6 +196,7 @@ def test_equal_to_cudnn_compiled_or_not(dim: int, key_heads: int, is_masked: boo
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.skipif(importlib.util.find_spec(flash3.MODULE) is None, reason="needs fa3-fwd")
+@pytest.mark.usefixtures("few_are_many")
 def test_without_keys_a_result_merges_to_nothing() -> None:
     kernel, given = local_kernel("cuda", torch.bfloat16), [x.cuda() for x in qkv(128)]
     mask = torch.arange(13, device="cuda").expand(2, 13) < torch.tensor([[0], [9]], device="cuda")
