@@ -6,6 +6,8 @@ derivable that training would never say, and none is missed that it could.
 
 import re
 from collections.abc import Mapping
+from functools import reduce
+from operator import or_
 
 from training.shapes.scenes import BACKGROUNDS, PLACES
 from training.shapes.wording.motions import FORMS, OWN_TOWARDS, OWN_VERBS, VERBS
@@ -56,30 +58,36 @@ class Grammar:
 
     def derives(self, text: str) -> bool:
         words = words_of(text)
-        return len(words) in _Derivation(self.rules, words).ends("{caption}", 0)
+        return bool(_Derivation(self.rules, words).ends("{caption}", 1) >> len(words))
 
 
 class _Derivation:
-    """One text, and where each rule can end that begins at one of its words."""
+    """One text, and where each rule can end. Places are bits of a number: bit 3 stands before the fourth word."""
 
     def __init__(self, rules: Mapping[str, list[list[list[Node]]]], words: list[str]) -> None:
-        self.rules, self.words = rules, words
-        self.known: dict[tuple[str, int], set[int]] = {}
+        self.rules = rules
+        self.places = {word: sum(1 << place for place, other in enumerate(words) if other == word) for word in words}
+        self.known: dict[tuple[str, int], int] = {}
 
-    def ends(self, node: Node, start: int) -> set[int]:
+    def ends(self, node: Node, starts: int) -> int:
+        """Returns the places where a node can end that begins at one of these."""
         if isinstance(node, list):
-            return set().union(*(self._after(sequence, start) for sequence in node))
+            return self._any(node, starts)
         if not node.startswith("{"):
-            return {start + 1} if self.words[start : start + 1] == [node] else set()
-        if (node, start) not in self.known:
-            self.known[node, start] = set().union(*(self.ends(template, start) for template in self.rules[node]))
-        return self.known[node, start]
+            return (starts & self.places.get(node, 0)) << 1
+        if (node, starts) not in self.known:
+            self.known[node, starts] = reduce(or_, (self._any(template, starts) for template in self.rules[node]), 0)
+        return self.known[node, starts]
 
-    def _after(self, sequence: list[Node], start: int) -> set[int]:
-        ends = {start}
+    def _any(self, alternatives: list[list[Node]], starts: int) -> int:
+        return reduce(or_, (self._after(sequence, starts) for sequence in alternatives), 0)
+
+    def _after(self, sequence: list[Node], starts: int) -> int:
         for node in sequence:
-            ends = set().union(*(self.ends(node, end) for end in ends))
-        return ends
+            if not starts:
+                break
+            starts = self.ends(node, starts)
+        return starts
 
 
 def _verbs(wording: Wording, form: int) -> tuple[str, ...]:
