@@ -18,9 +18,14 @@ from deployments.requests.errors import shown
 CONDITIONS = StaticFiles()
 """For its reading of ``If-None-Match`` and ``If-Modified-Since``; it serves nothing."""
 
+RANGE_HEADERS = (b"range", b"if-range")
+
 
 class HeadAsGet:
-    """Answers HEAD wherever GET is, with the same headers and no body (RFC 9110, section 9.3.2)."""
+    """Answers HEAD wherever GET is, with the same headers and no body (RFC 9110, section 9.3.2).
+
+    A range is for GET alone (section 14.2): HEAD tells of the whole.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -34,7 +39,8 @@ class HeadAsGet:
             await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
 
         state = {**scope.get("state", {}), "is_head": True}
-        asked = {**scope, "method": "GET", "state": state}
+        headers = [(name, value) for name, value in scope["headers"] if name not in RANGE_HEADERS]
+        asked = {**scope, "method": "GET", "headers": headers, "state": state}
         try:
             await self.app(asked, receive, send_head)
         finally:

@@ -74,6 +74,15 @@ async def test_head_of_what_only_takes_post_is_refused(client: httpx.AsyncClient
     assert (await client.patch("/v1/videos")).headers["allow"] == "GET, HEAD, POST"
 
 
+async def test_head_tells_of_the_whole_file_whatever_range_it_asks_for(client: httpx.AsyncClient) -> None:
+    path = f"/v1/videos/{(await finished(client, (await make(client))['id']))['id']}/content"
+    size = (await client.head(path)).headers["content-length"]
+    for given in ("bytes=0-1", f"bytes={int(size) + 1}-"):
+        head = await client.head(path, headers={"Range": given})
+        assert (head.status_code, head.headers["content-length"]) == (200, size)
+        assert "content-range" not in head.headers
+
+
 def test_head_over_a_real_server_leaves_the_connection_usable(tmp_path: Path) -> None:
     with serving(build(FakeStudio(), tmp_path)) as url:
         connection = http.client.HTTPConnection(url.removeprefix("http://"))
