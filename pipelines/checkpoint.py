@@ -174,7 +174,7 @@ class Checkpoint:
         """The branches of a step of the model's default request; none where ``first_steps`` are not known."""
         if self.architecture.blank_conditioning is None:
             return ()
-        return self.first_step(self.defaults.typical_request())
+        return self.first_step(self.defaults.request())
 
     def first_steps(
         self, sizes: Iterable[Size], modules: Iterable[str], *, fills_prompts: bool = False
@@ -190,7 +190,7 @@ class Checkpoint:
             return ()
         short = (*self.architecture.short_prompts, *(self.architecture.windowed_prompts if fills_prompts else ()))
         names, prompts = tuple(modules), (self.defaults.max_tokens, *short)
-        requests = [self.defaults.typical_request(size) for size in sizes]
+        requests = [self.defaults.request(size) for size in sizes]
         states = (self._begun(request, num_tokens) for request in requests for num_tokens in prompts)
         steps = [step for state in states for step in self._sampler.kinds(state)]
         return tuple(tuple(replace(branch, module=name) for branch in step) for step in steps for name in names)

@@ -89,10 +89,6 @@ class Defaults:
         self.check(request)
         return request
 
-    def typical_request(self, size: Size | None = None, **changes: Any) -> MediaRequest:
-        """``request`` with as many pictures as there must be: what most steps are like."""
-        return self.request(size, **{"num_pictures": self.min_pictures, **changes})
-
     def check(self, request: MediaRequest) -> None:
         if request.kind != self.kind:
             raise ValueError(f"this model makes {self.kind}s, not {request.kind}s")

@@ -52,9 +52,13 @@ def read_own(path: Path) -> dict[str, Any]:
     """What ``path/troupe.json`` says, nothing if there is none. ValueError if it is no JSON object."""
     file = path / FILE_NAME
     try:
-        own: Any = json.loads(file.read_text()) if file.is_file() else {}
+        own: Any = json.loads(file.read_text("utf-8"), parse_constant=_refuse) if file.is_file() else {}
     except ValueError as error:
         raise ValueError(f"{file} is no JSON: {error}") from error
     if not isinstance(own, dict):
         raise ValueError(f"{file} is no JSON object")
     return own
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON number")

@@ -42,7 +42,7 @@ class Case:
 
     @cached_property
     def request(self) -> MediaRequest:
-        return Checkpoint(self.folder).defaults.typical_request(self.size)
+        return Checkpoint(self.folder).defaults.request(self.size)
 
     @cached_property
     def latents(self) -> Mapping[str, Any]:

@@ -109,7 +109,7 @@ def result_of(name: str, num_jobs: int) -> dict[str, Any]:
     with torch.device("meta"):
         model = Checkpoint.of_configuration(name, "meta", torch.float32).outline()
     opened = OpenedPipeline(checkpoint.path, torch.device("cpu"), torch.float32)
-    request = checkpoint.defaults.typical_request(small_size(checkpoint.defaults))
+    request = checkpoint.defaults.request(small_size(checkpoint.defaults))
     sampler, predictions = BlocksSampler(opened), Predictions(model)
     conditioning = blank_conditioning(opened, request, opened.max_tokens(checkpoint.defaults.max_tokens))
     steps: list[Step] = []

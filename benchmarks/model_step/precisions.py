@@ -50,7 +50,7 @@ def way_of(model: PublishedModel, precision: str, num_steps: int | None = None) 
     """``model`` is quantised for good."""
     opened = model.opened
     defaults = Checkpoint.of_configuration(str(opened.path)).defaults
-    request = defaults.typical_request(model.size, num_inference_steps=num_steps or defaults.num_inference_steps)
+    request = defaults.request(model.size, num_inference_steps=num_steps or defaults.num_inference_steps)
     noise = torch.Generator().manual_seed(SEED)
     sampler = BlocksSampler(opened)
     state = sampler.begin(request, blank_conditioning(opened, request, model.num_tokens, noise))

@@ -63,7 +63,7 @@ class PublishedModel:
         """
         checkpoint = Checkpoint.of_configuration(name, device, dtype)
         opened = OpenedPipeline(checkpoint.path, device, dtype)
-        request = checkpoint.defaults.typical_request(size or _usual_size(checkpoint.defaults, device))
+        request = checkpoint.defaults.request(size or _usual_size(checkpoint.defaults, device))
         tokens = num_tokens or _usual_tokens(checkpoint.defaults)
         conditioning = blank_conditioning(opened, request, tokens, torch.Generator().manual_seed(SEED))
         sampler = BlocksSampler(opened)

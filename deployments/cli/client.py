@@ -121,6 +121,8 @@ class Client:
             while clip["status"] in ("queued", "in_progress"):
                 time.sleep(POLL_S)
                 clip = self._awaited(url, clip["id"]).json()
+                if clip["status"] == "queued":
+                    started_s = time.monotonic()
                 share, num_steps = clip["progress"] / 100, clip["num_inference_steps"]
                 if share:  # before the first step, nobody knows how long it will take
                     left_s = (time.monotonic() - started_s) * (1 - share) / share

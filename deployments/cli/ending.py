@@ -34,13 +34,15 @@ def interrupts_later() -> Iterator[None]:
 
     For blocks that fork (an interrupted child prints a traceback before it has become what it was forked for), and for
     those that set handlers of their own, as Ray does, which prints a stack trace on SIGTERM: afterwards all is as
-    before. In other threads than the main one, where Python handles no signals, it changes nothing.
+    before. One that is ignored, as under ``nohup``, stays so. In other threads than the main one, where Python handles
+    no signals, it changes nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     received: list[int] = []
-    before = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in SIGNALS}
+    heeded = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in heeded}
     try:
         yield
     finally:

@@ -59,8 +59,9 @@ class ImageRequest:
 
     @property
     def num_input_bytes(self) -> int:
-        """What the pictures take in memory."""
-        return sum(len(picture.data) for picture in self.pictures.pictures)
+        """What the pictures, and a mask, take in memory."""
+        mask = () if self.pictures.mask is None else (self.pictures.mask,)
+        return sum(len(picture.data) for picture in (*self.pictures.pictures, *mask))
 
     @property
     def size(self) -> str:

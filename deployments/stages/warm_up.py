@@ -63,13 +63,13 @@ def warm_decoder(decoder: BlocksDecoder, spec: StageSpec, checkpoint: Checkpoint
         logger.info("nothing is decoded before the first request: %s is not known here", checkpoint.architecture.family)
         return np.zeros((1, defaults.height, defaults.width, 3), np.uint8)
     with decoder.preparing():
-        for request in map(defaults.typical_request, sizes):
+        for request in map(defaults.request, sizes):
             decoder.decode_all(checkpoint.first_latents(request), request)
-    request = defaults.typical_request(sizes[0] if sizes else None)
+    request = defaults.request(sizes[0] if sizes else None)
     return decoder.preview(checkpoint.first_latents(request), request)[:1]
 
 
 def outputs(defaults: Defaults) -> tuple[tuple[MediaRequest, Output], ...]:
     """One in each format that clients may ask for."""
     formats: tuple[MediaFormat, ...] = ("mp4",) if defaults.kind == "video" else ("png", "jpeg", "webp")
-    return tuple((defaults.typical_request(), Output(format=format)) for format in formats)
+    return tuple((defaults.request(), Output(format=format)) for format in formats)

@@ -19,6 +19,7 @@ from pipelines.own_defaults import with_own_defaults
         ('{"max_steps": true}', "max_steps is true; it must be a value such as 100"),
         ('{"guidance_scale": null}', "guidance_scale is null; it must be a value such as 0.0"),
         ('{"max_pixels": 65536,}', "troupe.json is no JSON"),
+        ('{"guidance_scale": NaN}', "troupe.json is no JSON: NaN is no JSON number"),
         ("[]", "troupe.json is no JSON object"),
         ('{"size_multiple": 0}', "troupe.json: size_multiple is 0; it must be at least 1"),
         ('{"width": 1000}', "troupe.json: what it says does not go together: size is 1000x1024: width and height must"),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager, nullcontext
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from deployments.accounts.interface import Accounts
 from deployments.clips.clips import Clips
@@ -28,7 +28,8 @@ class KeyLimitGuard:
 
     def __init__(self, accounts: Accounts, clips: Clips) -> None:
         self._accounts, self._clips = accounts, clips
-        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """By key, for as long as somebody of it has the turn or waits for it."""
 
     async def pictures(self, key: str, num: int, events: AsyncGenerator[T]) -> AsyncGenerator[T, None]:
         """Yields ``events``, which make ``num`` pictures, if the key may have them."""
@@ -45,7 +46,9 @@ class KeyLimitGuard:
             yield
 
     def _turn(self, key: str) -> AbstractAsyncContextManager[object]:
-        return nullcontext() if self._accounts.limits_of(key).max_concurrent is None else self._turns[key]
+        if self._accounts.limits_of(key).max_concurrent is None:
+            return nullcontext()
+        return self._turns.setdefault(key, asyncio.Lock())
 
     async def _num_clips(self, key: str) -> int:
         """Returns how many clips of the key wait or are made. Without the database none are, and pictures go on."""

@@ -82,7 +82,7 @@ def video_routes(context: ApiContext) -> APIRouter:
         told = measures([end.timings], clip.request.cache)
         return clip_file(path, clip.id, "video", told | {"X-Troupe-Video-Id": clip.id})
 
-    @router.get("/v1/videos", responses=error_documents(400, 401, 404))
+    @router.get("/v1/videos", responses=error_documents(400, 401, 404, 503))
     async def list_videos(request: Request, query: Annotated[PageQuery, Query()]) -> VideoPage:
         """Clips, the newest first unless order is asc."""
         last = None if query.after is None else await find_clip(context, request, query.after, "after")
@@ -90,14 +90,14 @@ def video_routes(context: ApiContext) -> APIRouter:
         page = await context.clips.page(after=last, limit=query.limit, ascending=ascending, key_hash=key_hash)
         return VideoPage.of(*page)
 
-    @router.get("/v1/videos/{video_id}", responses=video_answers() | error_documents(401, 404))
+    @router.get("/v1/videos/{video_id}", responses=video_answers() | error_documents(401, 404, 503))
     async def read_video(video_id: str, request: Request, response: Response) -> Video:
         """One clip: where it is in the queue or in its steps, or why it failed."""
         clip = await find_clip(context, request, video_id)
         response.headers.update(told_of(clip))
         return Video.of(clip)
 
-    @router.delete("/v1/videos/{video_id}", responses=error_documents(401, 403, 404))
+    @router.delete("/v1/videos/{video_id}", responses=error_documents(401, 403, 404, 503))
     async def delete_video(video_id: str, request: Request) -> VideoDeleted:
         """Stop the clip if it is still being made, and delete its record and files."""
         await find_clip(context, request, video_id)
@@ -109,7 +109,7 @@ def video_routes(context: ApiContext) -> APIRouter:
         "/v1/videos/{video_id}/content",
         response_class=FileResponse,
         responses=file_answers(*CONTENT_TYPES.values(), headers=("X-Troupe-Gpu-Seconds",))
-        | error_documents(400, 401, 404, 409, 410, 416),
+        | error_documents(400, 401, 404, 409, 410, 416, 503),
     )
     async def read_content(
         video_id: str,
@@ -125,7 +125,7 @@ def video_routes(context: ApiContext) -> APIRouter:
             raise await not_there(context.clips, clip, variant)
         return clip_file(path, video_id, variant, gpu_header([clip.timings]) if clip.timings else {})
 
-    @router.get("/v1/videos/{video_id}/events", responses=stream_answers() | error_documents(401, 404, 429))
+    @router.get("/v1/videos/{video_id}/events", responses=stream_answers() | error_documents(401, 404, 429, 503))
     async def read_events(video_id: str, request: Request) -> Response:
         """Server-sent events while the clip is made, from now to its end; beyond OpenAI."""
         clip = await find_clip(context, request, video_id)

@@ -51,7 +51,7 @@ class EstimateOptions:
     def request(self, defaults: Defaults) -> MediaRequest:
         guided = defaults.true_cfg_scale > 1 if self.guided is None else self.guided
         scale = max(defaults.true_cfg_scale, GUIDED) if guided else 1.0
-        return defaults.typical_request(self.wanted_size(defaults), true_cfg_scale=scale)
+        return defaults.request(self.wanted_size(defaults), true_cfg_scale=scale)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

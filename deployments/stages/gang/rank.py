@@ -44,9 +44,7 @@ class LoadRankParts:
             wait_for_early_start()  # weights are copied to where its exchanges may be under way
         with timed("rank: weights", rank=context.rank), quick_imports():
             checkpoint = Checkpoint.open(self.model.source, context.device, self.model.dtype, loras=self.model.loras)
-            denoiser = checkpoint.denoiser(
-                sliced=is_sliced(config, checkpoint), typical=checkpoint.defaults.typical_request()
-            )
+            denoiser = checkpoint.denoiser(sliced=is_sliced(config, checkpoint), typical=checkpoint.defaults.request())
         return partial(_build, self.model, context, checkpoint, denoiser)
 
 

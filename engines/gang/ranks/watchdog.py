@@ -98,12 +98,13 @@ class Watchdog:
         """Returns the death of a rank, if one has died: its peers see a failed exchange before there is news of it, and
         that is the lesser explanation. Ranks that all answer a ping are alive, and nothing is waited for."""
         pings = [asyncio.ensure_future(answer_of(i, rank.ping.remote())) for i, rank in enumerate(self._ranks)]
-        alive = asyncio.gather(*pings, return_exceptions=True)
+        answered = asyncio.ensure_future(asyncio.wait(pings))
         try:
-            await self._wait((*self._watches, alive), DEATH_NOTICE_S, asyncio.FIRST_COMPLETED)
+            await self._wait((*self._watches, answered), DEATH_NOTICE_S, asyncio.FIRST_COMPLETED)
         finally:
-            alive.cancel()
-        return next(_errors((*self._watches, *pings)), error)
+            for task in (answered, *pings):
+                task.cancel()
+        return [*_errors((*self._watches, *pings)), error][0]
 
     async def _wait(self, tasks: Sequence[asyncio.Future[Any]], at_most_s: float, return_when: str) -> None:
         """Waits as ``asyncio.wait`` does, by the gang's clock: the tasks go on in any case."""

@@ -169,6 +169,18 @@ def test_a_server_that_is_away_meanwhile_is_waited_for() -> None:
 
 
 @pytest.mark.usefixtures("at_once")
+def test_the_time_left_is_that_of_the_steps_whatever_the_clip_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for 90 s, and has half of its steps behind it 10 s later."""
+    monkeypatch.setattr(client.time, "monotonic", iter([0.0, 0.0, 90.0, 90.0, 100.0, 100.0, 100.0]).__next__)
+    queued, half = (httpx.Response(200, json=clip) for clip in (QUEUED, HALF))
+    with Away(queued, half) as away_client:
+        progress = next(away_client.clip({"prompt": "a"}))
+        assert isinstance(progress, Progress)
+        assert progress.eta_s == 10.0
+        away_client.answers.append(httpx.Response(200, json=DONE))
+
+
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize(
     ("answer", "reason"), [(httpx.Response(502), "502 Bad Gateway"), (None, "reset by peer")], ids=["door", "nobody"]
 )

@@ -54,6 +54,15 @@ def test_afterwards_all_is_as_before() -> None:
         interrupt()
 
 
+def test_an_interrupt_that_is_ignored_stays_so() -> None:
+    """As with ``nohup``, and with what a shell runs in the background."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    reached: list[str] = []
+    interrupted(reached)
+    assert reached == ["the end of the block", "what follows"]
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
 def test_other_threads_may_use_it() -> None:
     entered = threading.Event()
 
