@@ -101,7 +101,7 @@ class Architecture:
 
     ``inputs(folder, request)`` are the pipeline's inputs that a request decides otherwise than by their names.
     ``idle_parts`` are transformers of the folder that no request needs, and nobody loads.
-    ``complete(pipeline)`` adds parts that are in no folder to a pipeline that encodes or decodes.
+    ``complete(pipeline)`` adds parts that are in no folder to a pipeline that encodes or decodes, and mends others.
     """
 
     family: str

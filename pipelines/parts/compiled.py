@@ -19,6 +19,8 @@ from pipelines.parts.known import check_decoder
 INDUCTOR = "inductor"
 ENCODERS = "text_encoder"
 """How the names begin of a pipeline's parts that read prompts."""
+BIAS = "compute_bias"
+"""The method of T5's attention, and of its kin's, that gives each head its bias for each distance of two tokens."""
 MAX_VARIANTS = 64
 """Compiled versions of one function, which several encoders may share: PyTorch's own limit of 8 is for accidents."""
 
@@ -72,12 +74,28 @@ def compile_encoders(pipeline: Any, backend: str = INDUCTOR) -> tuple[Prepared, 
     modules = [part for name, part in vars(pipeline).items() if name.startswith(ENCODERS)]
     parts = []
     for module in (module for module in modules if isinstance(module, nn.Module)):
+        _lay_out_bias(module)
         plain = module.forward
         mode = "reduce-overhead" if backend == INDUCTOR else None
         compiled = torch.compile(plain, dynamic=False, backend=backend, mode=mode)
         parts.append(Prepared(plain, _copied(compiled)))
         module.__dict__["forward"] = parts[-1]
     return tuple(parts)
+
+
+def _lay_out_bias(encoder: nn.Module) -> None:
+    """T5 computes what it adds to the scores in a layout that PyTorch's fused attention refuses: it would fall back on
+    products in float32, a third of the encoder's time."""
+    for module in encoder.modules():
+        if hasattr(module, BIAS):
+            module.__dict__[BIAS] = _contiguous(getattr(module, BIAS))
+
+
+def _contiguous(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run(*args: Any, **options: Any) -> Tensor:
+        return compute(*args, **options).contiguous()
+
+    return run
 
 
 def _copied(compiled: Callable[..., Any]) -> Callable[..., Any]:

@@ -55,6 +55,11 @@ def margins(decoder: Any) -> tuple[int, ...]:
     return tuple(reversed(needed))
 
 
+def scales(decoder: Any) -> bool:
+    """Returns whether it is ``nn.Upsample`` that makes rows more in ``decoder``, of which alone the factor is known."""
+    return any(isinstance(part, nn.Upsample) for part in decoder.modules())
+
+
 def _cut(rows: slice, module: nn.Module, inputs: Any, output_BCFHW: Tensor) -> Tensor:
     return output_BCFHW[..., rows, :].contiguous()
 

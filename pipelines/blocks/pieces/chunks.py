@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from diffusers.models.autoencoders.vae import DecoderOutput
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipelines.blocks.pieces.bands import Share, band_alone
 
@@ -38,7 +38,7 @@ def decode_bands(vae: Any, latents_BCFHW: Tensor, decoders: Sequence[Any]) -> It
 
     One thread has one device after the other begin with a chunk: calls on GPUs return long before their work is done.
     """
-    hidden_BCFHW, count = vae.post_quant_conv(latents_BCFHW), len(decoders)
+    hidden_BCFHW, count = getattr(vae, "post_quant_conv", nn.Identity())(latents_BCFHW), len(decoders)
     bands = [
         _decode_band(vae, decoder, hidden_BCFHW.to(_device(decoder)), Share(index=index, count=count))
         for index, decoder in enumerate(decoders)

@@ -10,7 +10,7 @@ import torch
 from diffusers.models.autoencoders.vae import DecoderOutput
 from torch import Tensor
 
-from pipelines.blocks.pieces.bands import margins
+from pipelines.blocks.pieces.bands import margins, scales
 from pipelines.blocks.pieces.chunks import decode_bands, decode_chunks, decodes_in_chunks
 from pipelines.parts.known import is_known, is_known_middle
 from pipelines.parts.rows import decode_in_bands, divide
@@ -36,7 +36,7 @@ def spread(
     can be divided.
     """
     whole: Any = getattr(vae, "decoder", None)
-    if decodes_in_chunks(vae):
+    if decodes_in_chunks(vae) and scales(whole):
         decoders = (whole, *_copies(whole, others))
         _check_chunks(vae, decoders)
         vae.__dict__["decode"] = _decode_together(vae, decoders)

@@ -111,6 +111,13 @@ def mend(blocks: Any) -> None:
     mend(blocks)
 
 
+def complete(pipeline: Any) -> None:
+    from pipelines.models.mended.hunyuan_video_frames import frame_by_frame
+
+    if getattr(pipeline, "vae", None) is not None:
+        frame_by_frame(pipeline.vae)
+
+
 def defaults(path: Path) -> Defaults:
     """From the model card (tencent/HunyuanVideo-1.5): 121 frames at 24 a second, 50 steps, a scale of 6."""
     vae, config = read_config(path, "vae"), read_config(path, "transformer")
@@ -146,4 +153,6 @@ ARCHITECTURE = Architecture(
     forward=forward,
     set_kernel=set_kernel,
     first_frame=first_latent_frame,
+    frames_apart=True,
+    complete=complete,
 )

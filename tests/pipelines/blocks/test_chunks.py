@@ -65,7 +65,7 @@ CLIPS: Mapping[str, tuple[Callable[[Path], Path], int]] = MappingProxyType(
         "wan": (tiny.wan, NUM_LATENT_FRAMES),
         "cosmos with sound": (tiny_cosmos.cosmos_with_sound, NUM_LATENT_FRAMES),
         "ltx": (tiny_ltx.ltx, 1),
-        "hunyuan": (tiny_hunyuan.hunyuan_video, 1),
+        "hunyuan": (tiny_hunyuan.hunyuan_video, NUM_LATENT_FRAMES),
     }
 )
 

@@ -56,6 +56,16 @@ def test_prompts_are_compiled_for_once_and_mean_the_same(tiny_flux: Path, graphs
     assert graphs[4:] == ["run"] * 8
 
 
+@torch.no_grad()
+def test_t5_adds_to_its_scores_what_fused_attention_takes(tiny_flux: Path, graphs: list[str]) -> None:
+    """It refuses a bias of which neighbouring keys do not lie side by side."""
+    checkpoint = Checkpoint(tiny_flux)
+    encoders = [checkpoint.text_encoder(compiled=compiled)._pipeline.text_encoder_2 for compiled in (False, True)]
+    biases = [encoder.encoder.block[0].layer[0].SelfAttention.compute_bias(8, 8) for encoder in encoders]
+    assert [bias.stride(-1) == 1 for bias in biases] == [False, True]
+    torch.testing.assert_close(biases[1], biases[0], rtol=0, atol=0)
+
+
 def test_results_are_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph's own memory is written again by its next call."""
     memory = torch.zeros(2)
