@@ -80,11 +80,33 @@ def _forward(module: nn.Module, kept: Kept, is_first: bool) -> Callable[[Tensor]
 def _convolve(kept: Kept, module: Any, hidden_BCFHW: Tensor) -> Tensor:
     """In front of the first frame stands the same one, again and again, as diffusers pads it."""
     *around, num_before, _ = module.time_causal_padding
-    first_BCFHW = hidden_BCFHW[:, :, :1].expand(-1, -1, num_before, -1, -1)
-    all_BCFHW = torch.cat([kept.get(module, first_BCFHW), hidden_BCFHW], 2)
-    kept[module] = all_BCFHW[:, :, all_BCFHW.shape[2] - num_before :].clone()
-    output: Tensor = module.conv(F.pad(all_BCFHW, (*around, 0, 0), mode=module.pad_mode))
+    padded_BCFHW, inner_BCFHW = _framed(hidden_BCFHW, around, num_before)
+    inner_BCFHW[:, :, :num_before] = kept.get(module, hidden_BCFHW[:, :, :1])
+    inner_BCFHW[:, :, num_before:] = hidden_BCFHW
+    _repeat_edges(padded_BCFHW, around)
+    kept[module] = inner_BCFHW[:, :, hidden_BCFHW.shape[2] :].clone()
+    output: Tensor = module.conv(padded_BCFHW)
     return output
+
+
+def _framed(hidden_BCFHW: Tensor, around: list[int], num_before: int) -> tuple[Tensor, Tensor]:
+    """Returns an empty tensor for ``hidden_BCFHW``, ``num_before`` frames before it and ``around`` of pixels (left,
+    right, top, bottom), and its part without these pixels. Written once: padding by PyTorch would copy all twice."""
+    left, right, top, bottom = around
+    batch, channels, frames, height, width = hidden_BCFHW.shape
+    padded_BCFHW = hidden_BCFHW.new_empty(
+        batch, channels, num_before + frames, top + height + bottom, left + width + right
+    )
+    return padded_BCFHW, padded_BCFHW[:, :, :, top : top + height, left : left + width]
+
+
+def _repeat_edges(padded_BCFHW: Tensor, around: list[int]) -> None:
+    left, right, top, bottom = around
+    height, width = padded_BCFHW.shape[3] - bottom, padded_BCFHW.shape[4] - right
+    padded_BCFHW[..., :left] = padded_BCFHW[..., left : left + 1]
+    padded_BCFHW[..., width:] = padded_BCFHW[..., width - 1 : width]
+    padded_BCFHW[..., :top, :] = padded_BCFHW[..., top : top + 1, :]
+    padded_BCFHW[..., height:, :] = padded_BCFHW[..., height - 1 : height, :]
 
 
 def _attend(kept: Kept, module: Any, hidden_BCFHW: Tensor) -> Tensor:
