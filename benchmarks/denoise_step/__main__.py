@@ -15,9 +15,7 @@ import json
 import os
 import platform
 import sys
-import time
 import traceback
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,9 +29,8 @@ from benchmarks.distributed import start_distributed
 from benchmarks.models import flux, wan
 from benchmarks.spread import Spread
 from benchmarks.timing import measure, rank_synchronize
+from benchmarks.turns import add_options, leave, meet
 
-MOST_WAITED_S = 600.0
-"""Longer than any stage lasts: who is stopped with its stage has timed nothing beside others."""
 MOST_SAID = 1500
 """Characters of an error."""
 REPEATS_A_ROUND = 5
@@ -66,7 +63,7 @@ def main() -> None:
     document: dict[str, Any] = {"hardware": f"{world} x {bench.device_name}", "torch": torch.__version__, "results": []}
     ready, errors = prepare_all(bench, chosen, say) if arguments.meet else ({}, {})
     if arguments.meet:
-        meet(Path(arguments.meet), *arguments.turn, rank=rank)
+        meet(arguments.meet, *arguments.turn, rank=rank)
     if arguments.rounds:
         document["results"] = in_turns(bench, chosen, arguments.rounds, say)
         chosen = []
@@ -81,7 +78,7 @@ def main() -> None:
             Path(arguments.out).write_text(json.dumps(document, indent=1))
     rank_synchronize()
     if arguments.meet and rank == 0:
-        (Path(arguments.meet) / f"done-{arguments.turn[1]}").touch()
+        leave(arguments.meet, arguments.turn[1])
     say(json.dumps(document), flush=True)
     os._exit(0)  # graphs hold the communicator: an orderly shutdown would wait for them
 
@@ -124,27 +121,6 @@ def in_turns(bench: Bench, cases: list[Case], rounds: int, say: Any) -> list[dic
     return results
 
 
-def meet(folder: Path, size: int, turn: int, *, rank: int) -> None:
-    """Wait until ``size`` gangs that compile at the same time are ready, then for the turns before this one.
-
-    Every rank watches the folder by itself: one that waited in an exchange would keep its GPU busy, and slow down the
-    gang whose turn it is. TimeoutError if the others take too long: times beside gangs at work would be wrong.
-    """
-    if rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"ready-{turn}").touch()
-    wait_until(lambda: len(list(folder.glob("ready-*"))) >= size, f"{size} gangs are ready")
-    wait_until(lambda: all((folder / f"done-{before}").exists() for before in range(turn)), f"{turn} turns are over")
-
-
-def wait_until(is_so: Callable[[], bool], what: str) -> None:
-    end_s = time.monotonic() + MOST_WAITED_S
-    while not is_so():
-        if time.monotonic() > end_s:
-            raise TimeoutError(f"waited {MOST_WAITED_S:g} s until {what}: nothing was timed; time fewer cases at once")
-        time.sleep(0.1)
-
-
 @torch.no_grad()
 def run_case(bench: Bench, case: Case, say: Any, step: Any = None) -> dict[str, Any]:
     try:
@@ -177,7 +153,7 @@ class Arguments(argparse.Namespace):
     out: str
     list: bool
     rounds: int
-    meet: str
+    meet: Path | None
     turn: tuple[int, int]
 
     def wants(self, case: Case) -> bool:
@@ -192,8 +168,7 @@ def parse(arguments: list[str]) -> Arguments:
     parser.add_argument("--skip", nargs="+", default=(), help="leave out cases that contain one of these")
     parser.add_argument("--only", nargs="+", default=(), help="cases by their whole names")
     parser.add_argument("--rounds", type=int, default=0, help="time all cases in turns, so many times")
-    parser.add_argument("--meet", default="", help="folder through which processes that prepare at one time take turns")
-    parser.add_argument("--turn", nargs=2, type=int, default=(1, 0), help="how many meet, and whose turn comes first")
+    add_options(parser)
     parser.add_argument("--out", default="", help="file for the JSON document")
     parser.add_argument("--list", action="store_true", help="print the names of the cases and stop")
     return parser.parse_args(arguments, namespace=Arguments())

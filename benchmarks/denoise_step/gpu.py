@@ -29,6 +29,7 @@ from typing import Any
 
 from benchmarks.denoise_step.stage import Run, Stage
 from benchmarks.denoise_step.stages import STAGES
+from benchmarks.turns import is_ready, leave
 
 SMALLEST_LIMIT_S = 15
 STOP_S = 35
@@ -149,17 +150,6 @@ def command_of(run: Run, num_gpus: int, out: Path) -> list[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
     written = ["--out", str(out / f"{run.name}.json")] if run.writes_json else []
     return [sys.executable, *launcher, "-m", run.module, *written, *run.arguments]
-
-
-def leave(meeting: Path, turn: int) -> None:
-    """Nobody waits for a gang that has ended, however it ended."""
-    if meeting.is_dir():
-        (meeting / f"ready-{turn}").touch()
-        (meeting / f"done-{turn}").touch()
-
-
-def is_ready(meeting: Path, turn: int) -> bool:
-    return (meeting / f"ready-{turn}").exists()
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from benchmarks.denoise_step.stage import FIRST, FOUR, FP8, LAST, ONE, Stage, alone, beside, ours, peer
+from benchmarks.denoise_step.model_stages import MODELS_OF_A_PAIR, MODELS_OF_ONE
+from benchmarks.denoise_step.stage import BF16, FIRST, FOUR, FP8, LAST, ONE, Stage, alone, beside, ours, peer
 
 
 def fp8_beside(name: str, gpus: tuple[int, ...], *, limit_s: int) -> Stage:
@@ -63,36 +64,26 @@ SLOW_PEERS = (
     ),
     fp8_beside("fp8_quad", FOUR, limit_s=250),
 )
-# The same for a host of two GPUs, by importance.
-PEERS_OF_A_PAIR = (
+# The same for a host of two GPUs, by importance. Each peer has a stage of its own: three copies of the model, of which
+# vLLM-Omni takes two, are what GPUs of 80 GB have room for.
+PEERS_OF_A_PAIR = tuple(
     beside(
-        "sglang_pair",
-        peer("pair_sglang", "sglang", FIRST, 1024, 2048),
-        peer("pair_sglang_blocks", "sglang-blocks", FIRST, 1024, 2048),
-        ours("pair_beside_sglang", FIRST, 1024, 2048),
-        limit_s=240,
-    ),
-    beside(
-        "vllm_omni_pair",
-        peer("pair_vllm_omni", "vllm-omni", FIRST, 1024, 2048),
-        peer("pair_vllm_omni_tensor", "vllm-omni-tensor", FIRST, 1024, 2048),
-        ours("pair_beside_vllm_omni", FIRST, 1024, 2048),
-        limit_s=200,
-    ),
-    fp8_beside("fp8_pair", FIRST, limit_s=200),
-    beside(
-        "sglang_compiled_pair",
-        peer("pair_sglang_compiled", "sglang-compiled", FIRST, 1024),
-        ours("pair_beside_sglang_compiled", FIRST),
-        limit_s=400,
-    ),
-    beside(
-        "diffusers_pair",
-        peer("pair_ulysses", "diffusers-ulysses", FIRST, 1024, 2048),
-        peer("pair_ring", "diffusers-ring", FIRST, 1024, 2048),
-        ours("pair_beside_diffusers", FIRST, 1024, 2048),
-        limit_s=130,
-    ),
+        f"{maker.replace('-', '_')}{'_fp8' * (precision == FP8)}_pair",
+        peer(f"pair_{maker}_{precision}", maker, FIRST, *sides, precision=precision),
+        ours(f"pair_beside_{maker}_{precision}", FIRST, *sides, precision=precision),
+        limit_s=limit_s,
+    )
+    for limit_s, maker, precision, *sides in (
+        (120, "sglang", BF16, 1024, 2048),
+        (150, "vllm-omni", BF16, 1024, 2048),
+        (120, "sglang", FP8, 1024, 2048),
+        (150, "vllm-omni", FP8, 1024, 2048),
+        (100, "diffusers-ulysses", BF16, 1024, 2048),
+        (150, "vllm-omni-tensor", BF16, 1024, 2048),
+        (240, "sglang-blocks", BF16, 1024, 2048),
+        (100, "diffusers-ring", BF16, 1024, 2048),
+        (400, "sglang-compiled", BF16, 1024),
+    )
 )
 # The first has what is certain to be ready: SGLang as it ships, and what compiles in half a minute. SGLang's
 # compilation tries many kernels for every product, and takes minutes.
@@ -125,24 +116,10 @@ PEERS_OF_ONE = (
         limit_s=400,
     ),
 )
-MODELS = tuple(
-    alone(
-        f"peers_of_{name}", model, *options, "--makers", "diffusers", "vllm-omni", "sglang", "ours",
-        module="benchmarks.model_step", gpus=ONE, limit_s=limit_s,
-    )
-    for limit_s, name, model, *options in (
-        (150, "klein", "FLUX.2-klein-4B"),
-        (150, "z_image", "Z-Image-Turbo"),
-        (150, "qwen", "Qwen-Image", "--branches", "2"),
-        (150, "wan", "Wan2.2-I2V-A14B", "--repeats", "3"),
-        (300, "cosmos", "Cosmos3-Nano", "--repeats", "2"),
-    )
-)  # fmt: skip
-"""Other models, each in one process, maker by maker."""
 ATTENTION = alone("attention", module="benchmarks.denoise_step.attention", gpus=ONE, limit_s=100)
 OF_HOST = {
-    1: (*PEERS_OF_ONE[:-1], *MODELS, ATTENTION, PEERS_OF_ONE[-1]),
-    2: (*PEERS_OF_A_PAIR, *PEERS_OF_ONE, ATTENTION),
+    1: (*PEERS_OF_ONE[:-1], *MODELS_OF_ONE, ATTENTION, PEERS_OF_ONE[-1]),
+    2: (*PEERS_OF_A_PAIR, *MODELS_OF_A_PAIR, *PEERS_OF_ONE, ATTENTION),
     4: (*SLOW_PEERS, *PEERS, *PEERS_OF_A_PAIR, ATTENTION),
 }
 """By the number of GPUs."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from benchmarks.denoise_step.peer_stages import ATTENTION, MODELS, PEERS, PEERS_OF_A_PAIR, PEERS_OF_ONE, SLOW_PEERS
+from benchmarks.denoise_step.model_stages import MODELS_OF_A_PAIR, MODELS_OF_ONE
+from benchmarks.denoise_step.peer_stages import ATTENTION, PEERS, PEERS_OF_A_PAIR, PEERS_OF_ONE, SLOW_PEERS
 from benchmarks.denoise_step.stage import DEFAULT, Run, Stage, alone
 
 PROFILE = "benchmarks.denoise_step.profile"
@@ -50,5 +51,6 @@ STAGES = (
     *SLOW_PEERS,
     *PEERS_OF_A_PAIR,
     *PEERS_OF_ONE,
-    *MODELS,
+    *MODELS_OF_ONE,
+    *MODELS_OF_A_PAIR,
 )  # fmt: skip

@@ -26,7 +26,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -43,12 +43,14 @@ from benchmarks.models.published import PublishedModel
 from benchmarks.peers.published import MAKERS as PEERS
 from benchmarks.peers.published import peer_of
 from benchmarks.timing import Times, measure, rank_synchronize
+from benchmarks.turns import add_options, leave, meet
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.options import TorchOptions
 from pipelines.size import Size
 
 MODELS = ("Z-Image-Turbo", "Qwen-Image", "FLUX.2-klein-4B", "FLUX.2-dev")
 CLIPS = ("Wan2.2-I2V-A14B", "HunyuanVideo-1.5-480p_t2v", "LTX-2", "Cosmos3-Nano")
+MAKERS = ("eager", "diffusers", *PEERS, "ours compiled", "ours", "ours filled")
 BF16_TFLOPS = 790.0
 """What an H200 reaches in a large bf16 product on random data."""
 MAX_ERROR = 0.05
@@ -61,7 +63,7 @@ MOST_SAID = 3000
 
 @torch.no_grad()
 def main() -> None:
-    arguments = parse()
+    arguments = parse(sys.argv[1:])
     rank, world = start_distributed()
     on_gpu = torch.cuda.is_available()
     device, dtype = (torch.device("cuda", rank), torch.bfloat16) if on_gpu else (torch.device("cpu"), torch.float32)
@@ -86,6 +88,8 @@ def main() -> None:
         torch._dynamo.reset()
         torch.cuda.empty_cache()
         rank_synchronize()
+    if arguments.meet and rank == 0:
+        leave(arguments.meet, arguments.turn[1])
     say(json.dumps(document), flush=True)
     os._exit(0)  # graphs hold the communicator: an orderly shutdown would wait for them
 
@@ -106,9 +110,9 @@ def results_of(
     reference = model.call()
     own = partial(ours, model, reference, arguments, world)
     runs: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
-        "eager": ("diffusers eager", lambda: timed(model.call, arguments.repeats)),
-        "diffusers": ("diffusers compiled", lambda: diffusers(model, reference, world, arguments.repeats)),
-        **{peer: (peer, partial(peer_times, model, reference, peer, arguments.repeats)) for peer in PEERS},
+        "eager": ("diffusers eager", lambda: timed(model.call, arguments)),
+        "diffusers": ("diffusers compiled", lambda: diffusers(model, reference, arguments, world)),
+        **{peer: (peer, partial(peer_times, model, reference, arguments, peer)) for peer in PEERS},
         "ours compiled": (f"ours compiled, {arguments.strategy}", lambda: own(False)),
         "ours": (f"ours, {arguments.strategy}", lambda: own(None)),
         "ours filled": (f"ours, prompts filled up, {arguments.strategy}", lambda: own(None, prompt_windows=True)),
@@ -127,7 +131,7 @@ def attempted(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return {"error": traceback.format_exc()[-MOST_SAID:]}
 
 
-def diffusers(model: PublishedModel, reference: Tensor, world: int, repeats: int) -> dict[str, Any]:
+def diffusers(model: PublishedModel, reference: Tensor, arguments: Arguments, world: int) -> dict[str, Any]:
     """Its blocks compiled; the module is as it was afterwards, but on several GPUs, where hooks stay."""
     model.module.set_attention_backend(CUDNN if torch.cuda.is_available() else "native")
     if world > 1 and model.module._cp_plan is None:
@@ -142,17 +146,17 @@ def diffusers(model: PublishedModel, reference: Tensor, world: int, repeats: int
     try:
         with torch.inference_mode():
             error = relative_error(model.call(), reference)
-            return {**timed(model.call, repeats), "relative_error": error}
+            return {**timed(model.call, arguments), "relative_error": error}
     finally:
         for part in model.module.modules():
             part._compiled_call_impl = None
 
 
-def peer_times(model: PublishedModel, reference: Tensor, maker: str, repeats: int) -> dict[str, Any]:
+def peer_times(model: PublishedModel, reference: Tensor, arguments: Arguments, maker: str) -> dict[str, Any]:
     """Of SGLang's or vLLM-Omni's transformer, on one GPU."""
     step = peer_of(model, maker)
     error = relative_error(step(), reference, MAX_ERROR)
-    return {**timed(step, repeats), "relative_error": error}
+    return {**timed(step, arguments), "relative_error": error}
 
 
 def ours(
@@ -169,15 +173,17 @@ def ours(
 
     allowed = MAX_ERROR if arguments.precision == "native" else MAX_FP8_ERROR
     error = relative_error(torch.cat([answer.flatten() for answer in step()]), reference, allowed)
-    times = timed(step, arguments.repeats)
+    times = timed(step, arguments)
     if arguments.profile and not (dist.is_initialized() and dist.get_rank()):
         profiled(model.name, step)
     engine.close()
     return {**times, "relative_error": error}
 
 
-def timed(step: Callable[[], object], repeats: int) -> dict[str, Any]:
-    times: Times = measure(step, repeats=repeats)
+def timed(step: Callable[[], object], arguments: Arguments) -> dict[str, Any]:
+    if arguments.meet:
+        meet(arguments.meet, *arguments.turn, rank=dist.get_rank() if dist.is_initialized() else 0)
+    times: Times = measure(step, repeats=arguments.repeats)
     return {name: round(value, 2) for name, value in asdict(times).items() if value is not None}
 
 
@@ -201,23 +207,26 @@ class Arguments(argparse.Namespace):
     strategy: str
     precision: str
     profile: bool
+    meet: Path | None = None
+    turn: tuple[int, int] = (1, 0)
     out: Path | None
 
 
-def parse() -> Arguments:
+def parse(words: Sequence[str]) -> Arguments:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=MODELS, help=f"clips: {', '.join(CLIPS)}")
     parser.add_argument("--size", type=Size.parse, help="WIDTHxHEIGHT, of clips WIDTHxHEIGHTxFRAMES")
     parser.add_argument("--tokens", type=int, help="of the prompt")
     parser.add_argument("--branches", type=int, default=1, help="forwards of one step: 2 with guidance")
     parser.add_argument("--repeats", type=int, default=20)
-    known = f"eager, diffusers, ours compiled, ours, ours filled; on one GPU {', '.join(PEERS)}"
-    parser.add_argument("--makers", nargs="+", default=("eager", "diffusers", "ours"), help=known)
+    known = f"{', '.join(MAKERS)}; {', '.join(PEERS)} on one GPU"
+    parser.add_argument("--makers", nargs="+", default=("eager", "diffusers", "ours"), choices=MAKERS, help=known)
     parser.add_argument("--strategy", default="ulysses")
     parser.add_argument("--precision", default="native", help="of ours")
     parser.add_argument("--profile", action="store_true", help="one rank alone: where ours spends its time")
+    add_options(parser)
     parser.add_argument("--out", type=Path)
-    return parser.parse_args(sys.argv[1:], namespace=Arguments())
+    return parser.parse_args(words, namespace=Arguments())
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
-"""Whose turn it is, what a step is timed under, and what its answer is compared with."""
+"""What a step is timed under, and what its answer is compared with."""
 
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,22 +19,6 @@ from benchmarks.peers import vllm_omni
 
 def case_of(maker: str) -> Case:
     return next(case for case in CASES if case.maker == maker)
-
-
-def test_a_gang_is_timed_when_all_are_ready_and_those_before_it_done(tmp_path: Path) -> None:
-    for name in ("ready-0", "done-0"):
-        (tmp_path / name).touch()
-    denoise_step.meet(tmp_path, 2, 1, rank=0)
-    assert (tmp_path / "ready-1").exists()
-
-
-@pytest.mark.parametrize("there", ["ready-2", "done-0"], ids=["a turn is not over", "one is not ready"])
-def test_a_gang_that_waits_in_vain_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, there: str) -> None:
-    monkeypatch.setattr(denoise_step, "MOST_WAITED_S", 0.2)
-    for name in ("ready-0", there):
-        (tmp_path / name).touch()
-    with pytest.raises(TimeoutError, match="nothing was timed"):
-        denoise_step.meet(tmp_path, 3, 1, rank=0)
 
 
 def test_prepared_steps_are_timed_as_they_were_prepared() -> None:

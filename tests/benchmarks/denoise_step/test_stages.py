@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.denoise_step.cases import CASES
+from benchmarks.denoise_step.model_stages import MODELS_OF_A_PAIR, MODELS_OF_ONE
 from benchmarks.denoise_step.peer_stages import (
     OF_HOST,
     PEERS,
@@ -15,6 +16,7 @@ from benchmarks.denoise_step.peer_stages import (
 )
 from benchmarks.denoise_step.stage import Run, Stage
 from benchmarks.denoise_step.stages import STAGES
+from benchmarks.model_step import __main__ as model_step
 
 BY_NAME = {case.name: case for case in CASES}
 BESIDE_EACH_OTHER = (*PEERS, *SLOW_PEERS, *PEERS_OF_A_PAIR, *PEERS_OF_ONE)
@@ -57,3 +59,11 @@ def test_peers_take_turns_with_ours_at_the_same_sizes_and_precisions(stage: Stag
 def test_no_run_overwrites_what_another_stage_has_written() -> None:
     names = [run.name for stage in STAGES for run in stage.runs]
     assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("run", [run for stage in (*MODELS_OF_ONE, *MODELS_OF_A_PAIR) for run in stage.runs])
+def test_models_that_are_timed_are_known(run: Run) -> None:
+    arguments = model_step.parse(run.arguments)
+    assert not set(arguments.makers) - set(model_step.MAKERS)
+    assert set(arguments.models) <= {*model_step.MODELS, *model_step.CLIPS}
+    assert arguments.strategy == "ulysses" or arguments.branches == len(run.gpus)

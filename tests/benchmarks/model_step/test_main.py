@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks.model_step.__main__ import diffusers
+from benchmarks.model_step.__main__ import Arguments, diffusers
 from benchmarks.models.published import PublishedModel
 from pipelines.size import Size
 from tests.pipelines.support.checkpoints import tiny_qwen
@@ -41,4 +41,4 @@ def test_what_diffusers_cannot_divide_is_said(folder: str) -> None:
     """It takes the accelerators' number for a divisor, and CPUs are none."""
     model = PublishedModel.made(folder, torch.device("cpu"), torch.float32, Size.parse("96x96"), 20, 1)
     with pytest.raises(ValueError, match="over GPUs alone, not over CPUs: leave it out of --makers"):
-        diffusers(model, torch.zeros(1), 2, 1)
+        diffusers(model, torch.zeros(1), Arguments(), 2)
