@@ -44,6 +44,7 @@ from benchmarks.peers.published import MAKERS as PEERS
 from benchmarks.peers.published import peer_of
 from benchmarks.timing import Times, measure, rank_synchronize
 from benchmarks.turns import add_options, leave, meet
+from engines.core.model import LATENTS
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.options import TorchOptions
 from pipelines.size import Size
@@ -73,7 +74,7 @@ def main() -> None:
     document: dict[str, Any] = {"hardware": hardware, "torch": torch.__version__, "results": []}
     for name in arguments.models:
         try:
-            sizes = (arguments.size, arguments.tokens, arguments.branches)
+            sizes = (arguments.size, arguments.tokens, arguments.branches, arguments.batch)
             model = PublishedModel.made(name, device, dtype, *sizes)
             said = facts_of(model, world)
             say(", ".join(f"{key} {value}" for key, value in said.items()), flush=True)
@@ -98,6 +99,7 @@ def facts_of(model: PublishedModel, world: int) -> dict[str, Any]:
     """What is known before anything is timed: the floor is all arithmetic at the rate above, shared by the ranks."""
     flop = model.flop()
     said = {"model": model.name, "size": str(model.size), "tokens": model.num_tokens, "branches": len(model.branches)}
+    said["batch"] = model.branch.inputs[LATENTS].shape[0] if LATENTS in model.branch.inputs else 1
     tera_flop, floor_ms = round(flop / 1e12, 1), round(flop / BF16_TFLOPS / 1e9 / world, 1)
     return said | {"ranks": world, "tera_flop": tera_flop, "floor_ms": floor_ms}
 
@@ -198,31 +200,37 @@ def profiled(name: str, step: Callable[[], object]) -> None:
 
 
 class Arguments(argparse.Namespace):
-    models: tuple[str, ...]
-    size: Size | None
-    tokens: int | None
-    branches: int
-    repeats: int
-    makers: tuple[str, ...]
-    strategy: str
-    precision: str
-    profile: bool
+    models: Sequence[str] = MODELS
+    size: Size | None = None
+    tokens: int | None = None
+    branches: int = 1
+    batch: int = 1
+    repeats: int = 20
+    makers: Sequence[str] = ("eager", "diffusers", "ours")
+    strategy: str = "ulysses"
+    precision: str = "native"
+    profile: bool = False
     meet: Path | None = None
     turn: tuple[int, int] = (1, 0)
-    out: Path | None
+    out: Path | None = None
 
 
 def parse(words: Sequence[str]) -> Arguments:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", default=MODELS, help=f"clips: {', '.join(CLIPS)}")
+    parser.add_argument("models", nargs="*", default=Arguments.models, help=f"clips: {', '.join(CLIPS)}")
     parser.add_argument("--size", type=Size.parse, help="WIDTHxHEIGHT, of clips WIDTHxHEIGHTxFRAMES")
     parser.add_argument("--tokens", type=int, help="of the prompt")
-    parser.add_argument("--branches", type=int, default=1, help="forwards of one step: 2 with guidance")
-    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument(
+        "--branches", type=int, default=Arguments.branches, help="forwards of one step: 2 with guidance"
+    )
+    parser.add_argument(
+        "--batch", type=int, default=Arguments.batch, help="pictures in one forward, of models that take several"
+    )
+    parser.add_argument("--repeats", type=int, default=Arguments.repeats)
     known = f"{', '.join(MAKERS)}; {', '.join(PEERS)} on one GPU"
-    parser.add_argument("--makers", nargs="+", default=("eager", "diffusers", "ours"), choices=MAKERS, help=known)
-    parser.add_argument("--strategy", default="ulysses")
-    parser.add_argument("--precision", default="native", help="of ours")
+    parser.add_argument("--makers", nargs="+", default=Arguments.makers, choices=MAKERS, help=known)
+    parser.add_argument("--strategy", default=Arguments.strategy)
+    parser.add_argument("--precision", default=Arguments.precision, help="of ours")
     parser.add_argument("--profile", action="store_true", help="one rank alone: where ours spends its time")
     add_options(parser)
     parser.add_argument("--out", type=Path)

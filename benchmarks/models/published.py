@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.models.making import default_dtype, draw_vectors
-from engines.core.model import Branch, DenoiserModel
+from engines.core.model import LATENTS, Branch, DenoiserModel
 from pipelines.blocks.blank import blank_conditioning
 from pipelines.blocks.denoiser import as_denoiser
 from pipelines.blocks.encoder import on_device
@@ -54,12 +54,14 @@ class PublishedModel:
         size: Size | None = None,
         num_tokens: int | None = None,
         num_branches: int = 1,
+        batch: int = 1,
     ) -> PublishedModel:
         """``size`` of the picture or clip and tokens of the prompt; unsaid they are ``PICTURE`` and ``PICTURE_TOKENS``,
         and of a clip the model's own; on a CPU the size is small. Where jobs fill prompts up (``Architecture.filled``),
         ``num_tokens`` is to be a length that needs no filling, or the two calls differ. Of a step's forwards the first
-        ``num_branches`` are kept. ValueError for unknown names, sizes that the model does not make, and more branches
-        than a step has.
+        ``num_branches`` are kept. Each is one of ``batch`` pictures with noise of their own and the same prompt.
+        ValueError for unknown names, sizes that the model does not make, more branches than a step has, and a batch
+        of what comes one by one.
         """
         checkpoint = Checkpoint.of_configuration(name, device, dtype)
         opened = OpenedPipeline(checkpoint.path, device, dtype)
@@ -71,7 +73,7 @@ class PublishedModel:
         calls, branches = [call for _, call in sampler.calls(state)], sampler.branches(state)
         if len(branches) < num_branches:
             raise ValueError(f"a step of {name} has {len(branches)} branches, not {num_branches}")
-        kept = list(zip(branches, calls, strict=True))[:num_branches]
+        kept = [in_batch(*pair, batch) for pair in zip(branches, calls, strict=True)][:num_branches]
         return cls(
             name=name,
             size=Size(width=request.width, height=request.height, num_frames=request.num_frames),
@@ -103,6 +105,24 @@ class PublishedModel:
         """The module with the project's plan; its attention is ours from now on."""
         (name, *_), config = self.opened.transformers, self.opened.part_config(self.opened.transformers[0])
         return as_denoiser({name: self.module}, self.opened.architecture, config, probe=tuple)
+
+
+def in_batch(branch: Branch, call: Mapping[str, Any], size: int) -> tuple[Branch, dict[str, Any]]:
+    """Returns both for ``size`` pictures. ValueError where the latents have no dim for them."""
+    if size == 1:
+        return branch, dict(call)
+    if LATENTS not in branch.inputs or branch.inputs[LATENTS].shape[0] != 1:
+        raise ValueError(f"this model's pictures come one by one, not {size} in one forward")
+    inputs = {name: _repeated(x, size) for name, x in branch.inputs.items()}
+    noise = torch.Generator(inputs[LATENTS].device).manual_seed(SEED)
+    inputs[LATENTS] = torch.empty_like(inputs[LATENTS]).normal_(generator=noise)
+    repeated = {name: _repeated(x, size) for name, x in call.items()}
+    return replace(branch, inputs=inputs), {**repeated, LATENTS: inputs[LATENTS]}
+
+
+def _repeated(x: Any, size: int) -> Any:
+    """What has one row a picture, with ``size`` rows."""
+    return x.repeat(size, *[1] * (x.ndim - 1)) if isinstance(x, Tensor) and x.ndim and x.shape[0] == 1 else x
 
 
 def small_size(defaults: Defaults) -> Size:

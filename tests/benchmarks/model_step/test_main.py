@@ -6,14 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.model_step.__main__ import Arguments, diffusers
+from benchmarks.model_step.__main__ import Arguments, diffusers, facts_of, results_of
 from benchmarks.models.published import PublishedModel
 from pipelines.size import Size
-from tests.pipelines.support.checkpoints import tiny_qwen
+from tests.pipelines.support.checkpoints import tiny_models, tiny_qwen
 
 
 @pytest.fixture(scope="module")
@@ -28,13 +29,30 @@ def test_the_floor_comes_before_the_times_and_counts_every_branch(folder: str, b
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     ended = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     _, floor, *results, last = ended.stdout.splitlines()
-    assert f"branches {branches}, ranks 1" in floor
+    assert f"branches {branches}, batch 1, ranks 1" in floor
     assert "floor_ms" in floor
     assert [json.loads(line)["maker"] for line in results] == ["diffusers eager", "ours, ulysses"]
     document = json.loads(last)
     assert document["results"] == [json.loads(line) for line in results]
     assert document["results"][1]["branches"] == branches
     assert document["results"][1]["relative_error"] < 1e-5
+
+
+def test_pictures_in_one_forward_are_as_good_as_diffusers_and_not_alike(folder: str) -> None:
+    model = PublishedModel.made(folder, torch.device("cpu"), torch.float32, Size.parse("96x96"), 20, 1, batch=2)
+    first, second = model.call().view(2, -1)
+    assert (first - second).norm() > 0.1 * first.norm()
+    said = facts_of(model, 1)
+    assert said["batch"] == 2
+    (result,) = results_of(model, said, Arguments(makers=("ours",), repeats=1), 1)
+    assert result["relative_error"] < 1e-5
+
+
+def test_what_takes_pictures_one_by_one_makes_no_batch(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="one by one, not 2"):
+        PublishedModel.made(
+            str(tiny_models.z_image(tmp_path)), torch.device("cpu"), torch.float32, None, 32, 1, batch=2
+        )
 
 
 def test_what_diffusers_cannot_divide_is_said(folder: str) -> None:
