@@ -46,12 +46,14 @@ def vllm_omni_step(
 
 @cache
 def _transformer(module: Any, compiled: bool, tensor: bool, precision: Precision) -> Any:
-    """Theirs, with a copy of the weights of ``module``."""
-    world = dist.get_world_size()
+    """Theirs, with a copy of the weights of ``module``, which is on the CPU from now on: a GPU of 80 GB has no room for
+    both beside another maker's."""
+    world, device = dist.get_world_size(), next(module.parameters()).device
     od_config = begin(next(module.parameters()).dtype, precision, world if tensor else 1)
     from vllm_omni.diffusion.models.flux.flux_transformer import FluxTransformer2DModel
 
-    transformer = loaded(FluxTransformer2DModel, architecture(module), module, od_config)
+    module.to("cpu")
+    transformer = loaded(FluxTransformer2DModel, architecture(module), module, od_config, device)
     if world > 1 and not tensor:
         _cut_sequence(transformer, world)
     if compiled:
@@ -59,12 +61,14 @@ def _transformer(module: Any, compiled: bool, tensor: bool, precision: Precision
     return transformer
 
 
-def loaded(transformer_class: Any, options: dict[str, Any], module: Any, od_config: Any) -> Any:
-    """Returns one of its transformers on the device of ``module``, with a copy of its weights."""
+def loaded(
+    transformer_class: Any, options: dict[str, Any], module: Any, od_config: Any, device: torch.device | None = None
+) -> Any:
+    """Returns one of its transformers on ``device`` (that of ``module``), with a copy of its weights."""
     from vllm_omni.diffusion.config import set_current_diffusion_config
 
     first, quant_config = next(module.parameters()), od_config.quantization_config
-    with default_dtype(first.dtype), set_current_diffusion_config(od_config), torch.device(first.device):
+    with default_dtype(first.dtype), set_current_diffusion_config(od_config), torch.device(device or first.device):
         transformer = transformer_class(**options, quant_config=quant_config)
         names = {name for name, _ in transformer.named_parameters()}
         with torch.no_grad():
