@@ -121,6 +121,11 @@ class Denoiser:
             except QueueFullError as refusal:
                 yield (refusal,)
 
+    async def spent_s(self, job_id: str) -> float:
+        """Returns how long ranks of this gang were at work for a job that was cancelled or has failed, once they have
+        told; 0 of a job that was not here, or whose gang broke."""
+        return await self._gang.spent_s(job_id)
+
     async def metrics(self) -> Counted:
         """Returns this replica's name, and what it has counted."""
         return counted_here()

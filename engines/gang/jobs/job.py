@@ -71,7 +71,7 @@ class JobQueued:
 class StepDone:
     """``step_ms`` is what the job's newest step took that is known to be over: on a GPU one before this, None at first.
     ``eta_s`` is the prediction for the steps that are left, those of other jobs before them included; None while that
-    would be a guess."""
+    would be a guess. In the steps that are known to be over ranks were at work for ``gpu_s``, all of them added up."""
 
     job_id: str
     step: int
@@ -79,6 +79,7 @@ class StepDone:
     step_ms: float | None
     num_ranks: int
     eta_s: float | None = None
+    gpu_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
