@@ -21,7 +21,9 @@ class KeyUsage(BaseModel):
     object: Literal["usage"] = "usage"
     started_at: int = Field(description="Since when is counted, in Unix seconds.")
     num_requests: int = Field(description="Finished pictures and clips.")
-    gpu_seconds: float = Field(description="How long ranks were at work in their steps, all of them added up.")
+    gpu_seconds: float = Field(
+        description="How long ranks were at work in their steps, and in those of others that the key left or stopped."
+    )
     gpu_seconds_last_minute: float
     gpu_seconds_per_minute: float | None = Field(description="How many may be; null: any.")
     max_concurrent: int | None = Field(description="Pictures and clips that may be under way; null: any.")
