@@ -71,7 +71,7 @@ class Denoiser:
             LoadRankParts(model=model),
             model=model.name,
             environment=partial(node_environment, model.denoiser.engine, spares=num_spares > 0),
-            step_times=partial(step_times_of, model),
+            step_times=partial(step_times_of, model, self._checkpoint.path),
         )
         self._is_watched = False
         if num_spares:
