@@ -23,7 +23,8 @@ class Job:
     For the scheduler's policy: ``estimates_s`` are what a step takes beside those of other jobs, by team size, up to a
     factor that all of them share (as the cost model says, or else its tokens); a job of ``priority`` 4 counts as if it
     took a quarter of its time; ``deadline_s`` after its request arrived it should be done, ``waited_s`` of which were
-    over when it came here; ``key`` is whose it is, and ``weight`` how much that one may have beside others.
+    over when it came here, or are needed for what follows; ``key`` is whose it is, and ``weight`` how much that one may
+    have beside others.
     ``idle_steps`` (counted from 1) make no forwards, and take next to no time.
     """
 
