@@ -59,10 +59,10 @@ demo: $(READY) ## Start everything, paint one picture and one clip into out/, st
 serve: $(READY) ## Serve CONFIG (deployments/configs/laptop.yaml) on 127.0.0.1:8000 until Ctrl-C
 	@$(PY) -m deployments.cli.main serve $(CONFIG)
 
-bench: $(READY) ## Measure on this machine's CPU; the last line of output is one JSON document
+bench: $(READY) ## Measure on this machine's CPU, with a plot in out/bench; the last line of output is one JSON document
 	@$(PY) -m benchmarks.denoise_step fast/1024/w1/bf16
 	@$(PY) -m benchmarks.serving
-	@$(PY) -m benchmarks.load
+	@$(PY) -m benchmarks.load --plot out/bench/load.png
 
 bench-gpu: $(READY) ## Measure a step on all GPUs of this host, beside its peers, into out/bench-gpu (10 minutes)
 	@$(PY) -m benchmarks.denoise_step.gpu out/bench-gpu

@@ -118,8 +118,8 @@ class Ingress:
         patience_s = {model.name: patience_for(model.denoiser) for model in config.models}
         self._accounts = make_accounts(config, keeper)
         readiness = Readiness(deployments, names_on_demand(config, stages))
-        deployed = DeployedStudio(cards, handles, readiness, patience_s)
-        self._studio = MeteredStudio(deployed, self._accounts)
+        deployed = DeployedStudio(cards, handles, readiness, patience_s, self._accounts)
+        self._studio, self._spending = MeteredStudio(deployed, self._accounts), deployed.spending
         self._clips = Clips(self._studio, self._clip_settings())
         self._drain = Drain()
         self._exposition = Exposition(
@@ -149,6 +149,7 @@ class Ingress:
 
         To be called on every replica before the application is deleted (``DeploymentHandle.broadcast``).
         """
+        self._spending.stop()
         draining = asyncio.create_task(self._drain.finish(grace_s))
         await self._clips.stop()
         await draining

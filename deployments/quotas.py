@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 EVERYBODY = "*"
 MINUTE_S = 60.0
 
-Use = tuple[float, float]
-"""How many seconds ago, and how many GPU-seconds."""
+Use = tuple[float, float, int]
+"""How many seconds ago, how many GPU-seconds, and how many requests they finished: 1, or 0 where one ended before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +68,8 @@ class _Account:
     num_requests: int = 0
     gpu_s: float = 0.0
     num_open: int = 0
-    latest: deque[tuple[float, float]] = field(default_factory=deque)
-    """When, and how many GPU-seconds; of the last minute."""
+    latest: deque[Use] = field(default_factory=deque)
+    """Of the last minute, each with the time when instead of how long ago."""
 
 
 class Quotas:
@@ -86,12 +86,12 @@ class Quotas:
         others = [one for one in self._limits if one.key == EVERYBODY]
         return next(iter([*own, *others]), NO_LIMITS)
 
-    def note(self, key: str, gpu_s: float) -> None:
-        """Counts a finished picture or clip."""
+    def note(self, key: str, gpu_s: float, num_finished: int = 1) -> None:
+        """Counts a finished picture or clip, or (0) what was used for one that ended before."""
         account = self._accounts[key]
-        account.num_requests += 1
+        account.num_requests += num_finished
         account.gpu_s += gpu_s
-        account.latest.append((self._clock(), gpu_s))
+        account.latest.append((self._clock(), gpu_s, num_finished))
         self._forget_old(account)  # nobody asks for those of a key without limits
 
     def latest(self) -> dict[str, list[Use]]:
@@ -100,7 +100,7 @@ class Quotas:
         for account in self._accounts.values():
             self._forget_old(account)
         return {
-            key: [(now_s - at_s, gpu_s) for at_s, gpu_s in account.latest]
+            key: [(now_s - at_s, gpu_s, num_finished) for at_s, gpu_s, num_finished in account.latest]
             for key, account in self._accounts.items()
             if account.latest
         }
@@ -108,16 +108,16 @@ class Quotas:
     def restore(self, key: str, uses: Sequence[Use]) -> None:
         """Counts what was noted elsewhere, some time ago."""
         account, now_s = self._accounts[key], self._clock()
-        account.num_requests += len(uses)
-        account.gpu_s += sum(gpu_s for _, gpu_s in uses)
-        entries = [*account.latest, *((now_s - ago_s, gpu_s) for ago_s, gpu_s in uses)]
+        account.num_requests += sum(num_finished for _, _, num_finished in uses)
+        account.gpu_s += sum(gpu_s for _, gpu_s, _ in uses)
+        entries = [*account.latest, *((now_s - ago_s, gpu_s, num) for ago_s, gpu_s, num in uses)]
         account.latest = deque(sorted(entries))
 
     def used(self, key: str) -> tuple[int, float, float]:
-        """Returns how many pictures and clips were finished, their GPU-seconds, and those of the last minute."""
+        """Returns how many pictures and clips were finished, all GPU-seconds, and those of the last minute."""
         account = self._accounts[key]
         self._forget_old(account)
-        return account.num_requests, account.gpu_s, sum(gpu_s for _, gpu_s in account.latest)
+        return account.num_requests, account.gpu_s, _gpu_s(account)
 
     def check(self, key: str, num: int = 1, num_clips: int = 0) -> None:
         """Raises LimitReachedError if the key may not have ``num`` more under way now, beside ``num_clips``."""
@@ -136,7 +136,7 @@ class Quotas:
         """The same, by what was used in the last minute alone."""
         account, allowed_s = self._accounts[key], self.limits_of(key).gpu_seconds_per_minute
         self._forget_old(account)
-        used_s = sum(gpu_s for _, gpu_s in account.latest)
+        used_s = _gpu_s(account)
         if allowed_s is not None and used_s >= allowed_s:
             message = f"this key has used {used_s:.1f} GPU-seconds in the last minute, and {allowed_s:g} may be"
             raise LimitReachedError(message, self._until_free_s(account, allowed_s))
@@ -157,8 +157,8 @@ class Quotas:
 
     def _until_free_s(self, account: _Account, allowed_s: float) -> float:
         """Until enough of the last minute's use is older than that."""
-        left_s = sum(gpu_s for _, gpu_s in account.latest)
-        for at_s, gpu_s in account.latest:
+        left_s = _gpu_s(account)
+        for at_s, gpu_s, _ in account.latest:
             left_s -= gpu_s
             if left_s < allowed_s:
                 return max(0.0, at_s + MINUTE_S - self._clock())
@@ -167,3 +167,8 @@ class Quotas:
     def _forget_old(self, account: _Account) -> None:
         while account.latest and account.latest[0][0] <= self._clock() - MINUTE_S:
             account.latest.popleft()
+
+
+def _gpu_s(account: _Account) -> float:
+    """Returns the GPU-seconds of the last minute, of an account that has forgotten older ones."""
+    return sum(gpu_s for _, gpu_s, _ in account.latest)

@@ -101,7 +101,8 @@ def say(document: dict[str, Any]) -> None:
         told = ", ".join(f"{point} {value:.2f}" for point, value in latency.items()) or "none answered"
         share = f"{100 * found['attainment']:.0f} % within {document['deadline_scale']:g} x {found['lone_s']:.2f} s"
         wrong = f"ETA wrong by {100 * found['eta']['median_error']:.0f} %" if found["eta"]["told"] else "no ETA"
-        parts = (f"{name:12} {found['right']:4} of {found['requests']:4}", told, share, wrong)
+        work = f"{found['gpu_s']['mean']:.2f} GPU-s a {found['kind']}" if found["gpu_s"] else "no GPU-s"
+        parts = (f"{name:12} {found['right']:4} of {found['requests']:4}", told, share, wrong, work)
         print("  ".join(parts), file=sys.stderr, flush=True)
 
 

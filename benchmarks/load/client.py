@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from benchmarks.load.arrivals import Arrival
-from benchmarks.load.mix import RequestClass
+from benchmarks.load.mix import Kind, RequestClass
 from benchmarks.serving.clients import stages_ms
 
 TIMEOUT_S = 1200.0
@@ -43,9 +43,12 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome(Answer):
-    """What became of a request that came ``at_s``. ``late_s`` is how late it was sent."""
+    """What became of a request for ``num_media`` of a ``kind`` that came ``at_s``. ``late_s`` is how late it was
+    sent."""
 
     name: str
+    kind: Kind = "picture"
+    num_media: int = 1
     at_s: float
     late_s: float
     latency_s: float
@@ -53,6 +56,11 @@ class Outcome(Answer):
     @property
     def is_right(self) -> bool:
         return self.status == httpx.codes.OK
+
+    @property
+    def each_gpu_s(self) -> float:
+        """GPU-seconds of one of its pictures or clips."""
+        return self.gpu_s / self.num_media
 
     @property
     def eta_error(self) -> float | None:
@@ -77,6 +85,8 @@ async def _send(client: httpx.AsyncClient, arrival: Arrival, start_s: float) -> 
     answer = await answered(client, arrival.kind, arrival.seed, headers)
     return Outcome(
         name=arrival.kind.name,
+        kind=arrival.kind.kind,
+        num_media=arrival.kind.num_media,
         at_s=arrival.at_s,
         late_s=sent_s - start_s - arrival.at_s,
         latency_s=time.perf_counter() - start_s - arrival.at_s,

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+Kind = Literal["picture", "clip"]
 MIXES = Path(__file__).parent / "mixes"
 
 
@@ -19,13 +20,18 @@ class RequestClass(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
-    kind: Literal["picture", "clip"] = "picture"
+    kind: Kind = "picture"
     share: Annotated[float, Field(gt=0)] = 1.0
     body: Mapping[str, Any]
 
     @property
     def path(self) -> str:
         return "/v1/images/generations" if self.kind == "picture" else "/v1/videos/sync"
+
+    @property
+    def num_media(self) -> int:
+        """How many pictures, or clips, a request makes."""
+        return int(self.body.get("n", 1))
 
 
 class Mix(BaseModel):

@@ -6,18 +6,20 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.load.client import Outcome
+from benchmarks.load.mix import Kind
 
 STEPS = "troupe_step_seconds"
 
 
 def summary(outcomes: Sequence[Outcome], lone_s: Mapping[str, float], scale: float) -> dict[str, Any]:
     """Latencies in seconds, from the time of arrival. A deadline is ``scale`` times what the class takes alone; what is
-    not answered right does not meet it. ``eta`` is how good the server's own predictions were."""
+    not answered right does not meet it. ``eta`` is how good the server's own predictions were, ``gpu_s`` what it says
+    that ranks worked for a picture and for a clip."""
     end_s = max(one.at_s + one.latency_s for one in outcomes)
     right = [one for one in outcomes if one.is_right]
     classes = {
@@ -33,6 +35,11 @@ def summary(outcomes: Sequence[Outcome], lone_s: Mapping[str, float], scale: flo
         "throughput_per_s": round(len(right) / end_s, 4),
         "latency_s": points([one.latency_s for one in right]),
         "eta": eta(outcomes),
+        "gpu_s": {
+            kind: round(statistics.fmean(of_kind), 4)
+            for kind in get_args(Kind)
+            if (of_kind := [one.each_gpu_s for one in right for _ in range(one.num_media) if one.kind == kind])
+        },
         "attainment": round(met / len(outcomes), 4),
         "deadline_scale": scale,
         "latest_send_s": round(max(one.late_s for one in outcomes), 4),
@@ -41,14 +48,17 @@ def summary(outcomes: Sequence[Outcome], lone_s: Mapping[str, float], scale: flo
 
 
 def _class(outcomes: Sequence[Outcome], lone_s: float, scale: float) -> dict[str, Any]:
-    right = [one.latency_s for one in outcomes if one.is_right]
+    right = [one for one in outcomes if one.is_right]
+    num_met = sum(one.latency_s <= scale * lone_s for one in right)
     return {
+        "kind": outcomes[0].kind,
         "eta": eta(outcomes),
         "requests": len(outcomes),
         "right": len(right),
         "lone_s": round(lone_s, 4),
-        "latency_s": points(right),
-        "attainment": round(sum(latency_s <= scale * lone_s for latency_s in right) / len(outcomes), 4),
+        "latency_s": points([one.latency_s for one in right]),
+        "gpu_s": points([one.each_gpu_s for one in right]),
+        "attainment": round(num_met / len(outcomes), 4),
     }
 
 
@@ -71,7 +81,8 @@ def points(values: Sequence[float]) -> dict[str, float]:
 
 
 def gpu_use(before: str, after: str, took_s: float, num_gpus: int, num_pictures: int) -> dict[str, float]:
-    """What ``/metrics`` says of the time between: ranks' seconds in steps for a picture, and their share of the time.
+    """What ``/metrics`` says of the time between: ranks' seconds in steps, of all requests, for each that was answered
+    right, and their share of the time.
 
     A rank on the CPU counts as a GPU. The metrics count steps of all ranks of a team.
     """
@@ -87,7 +98,8 @@ def _rank_seconds(text: str) -> float:
 
 
 def plot(outcomes: Sequence[Outcome], lone_s: Mapping[str, float], scale: float, path: Path) -> None:
-    """Latency against arrival, and the share of each class that was answered within a time. matplotlib is imported."""
+    """Latency against arrival, and the share of each class that was answered within a time. It makes the folder of
+    ``path``, and imports matplotlib."""
     import matplotlib.pyplot as plt
 
     figure, (times, shares) = plt.subplots(1, 2, figsize=(11, 4))
@@ -103,5 +115,6 @@ def plot(outcomes: Sequence[Outcome], lone_s: Mapping[str, float], scale: float,
     shares.set(xlabel="latency, in times the lone one", ylabel="share answered", xscale="log")
     shares.legend()
     figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     plt.close(figure)

@@ -11,7 +11,14 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from deployments.accounts.interface import AccountsUnavailableError, Balance, Refusal, Reservation, UnknownHolder
+from deployments.accounts.interface import (
+    AccountsUnavailableError,
+    Balance,
+    Refusal,
+    Reservation,
+    Spent,
+    UnknownHolder,
+)
 from deployments.accounts.keeper import AccountKeeper
 from deployments.quotas import KeyLimits, Use
 from deployments.replicas import prepare_replica
@@ -44,7 +51,7 @@ class DeployedKeeper:
         return answer
 
     async def settle(
-        self, holder: str, ended: Sequence[str], uses: Mapping[str, Sequence[float]]
+        self, holder: str, ended: Sequence[str], uses: Mapping[str, Sequence[Spent]]
     ) -> UnknownHolder | None:
         """See ``Keeper``."""
         answer: UnknownHolder | None = await self._call("settle", holder, ended, dict(uses))

@@ -9,10 +9,14 @@ from typing import Protocol
 
 from deployments.quotas import KeyLimits, Use
 
+Spent = tuple[float, int]
+"""GPU-seconds, and how many requests they finished: 1, or 0 where one ended before."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Balance:
-    """What a key has used ``since`` a Unix time: finished requests, their GPU-seconds, and those of the last minute."""
+    """What a key has used ``since`` a Unix time: finished requests, GPU-seconds of these and of those that ended before
+    by its doing, and how many of them in the last minute."""
 
     since: int
     num_requests: int
@@ -43,8 +47,8 @@ class Accounts(Protocol):
         """
         ...
 
-    def note(self, key: str, model: str, gpu_s: float) -> None:
-        """Counts a finished picture or clip."""
+    def note(self, key: str, model: str, gpu_s: float, *, is_finished: bool = True) -> None:
+        """Counts a finished picture or clip, or what was used for one that ended before by its key's doing."""
         ...
 
     async def used(self, key: str) -> Balance: ...
@@ -85,9 +89,9 @@ class Keeper(Protocol):
         ...
 
     async def settle(
-        self, holder: str, ended: Sequence[str], uses: Mapping[str, Sequence[float]]
+        self, holder: str, ended: Sequence[str], uses: Mapping[str, Sequence[Spent]]
     ) -> UnknownHolder | None:
-        """Ends reservations by their ids, and counts finished requests, by key the GPU-seconds of each."""
+        """Ends reservations by their ids, and counts what was used, by key."""
         ...
 
     async def renew(

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from deployments.accounts.interface import Balance, Refusal, Reservation, UnknownHolder
+from deployments.accounts.interface import Balance, Refusal, Reservation, Spent, UnknownHolder
 from deployments.quotas import KeyLimits, LimitReachedError, Quotas, Use
 
 LEASE_S = 15.0
@@ -46,7 +46,7 @@ class AccountKeeper:
         return None
 
     async def settle(
-        self, holder: str, ended: Sequence[str], uses: Mapping[str, Sequence[float]]
+        self, holder: str, ended: Sequence[str], uses: Mapping[str, Sequence[Spent]]
     ) -> UnknownHolder | None:
         """See ``Keeper``."""
         if holder not in self._heard_s:
@@ -54,9 +54,9 @@ class AccountKeeper:
         self._heard_s[holder] = self._clock()
         for reservation_id in ended:
             self._end(reservation_id)
-        for key, gpu_seconds in uses.items():
-            for gpu_s in gpu_seconds:
-                self._quotas.note(key, gpu_s)
+        for key, all_spent in uses.items():
+            for gpu_s, num_finished in all_spent:
+                self._quotas.note(key, gpu_s, num_finished)
         return None
 
     async def renew(

@@ -30,9 +30,9 @@ class OwnAccounts:
         with self.quotas.taken(key, num, num_clips):
             yield
 
-    def note(self, key: str, model: str, gpu_s: float) -> None:
+    def note(self, key: str, model: str, gpu_s: float, *, is_finished: bool = True) -> None:
         """See ``Accounts``."""
-        self.quotas.note(key, gpu_s)
+        self.quotas.note(key, gpu_s, int(is_finished))
         self._names.observe_gpu_seconds(model, key, gpu_s)
 
     async def used(self, key: str) -> Balance:

@@ -18,6 +18,7 @@ from deployments.accounts.interface import (
     Keeper,
     Refusal,
     Reservation,
+    Spent,
     UnknownHolder,
 )
 from deployments.accounts.own import OwnAccounts
@@ -52,7 +53,7 @@ class SharedAccounts:
         self._under_way: dict[str, Reservation] = {}
         self._asked: set[str] = set()
         self._ended: list[str] = []
-        self._uses: defaultdict[str, list[float]] = defaultdict(list)
+        self._uses: defaultdict[str, list[Spent]] = defaultdict(list)
         self._telling = asyncio.Lock()  # what is on its way to one keeper is not to be told to its successor as well
         self._settling: asyncio.Task[None] | None = None
         self._renewing: asyncio.Task[None] | None = None
@@ -78,11 +79,11 @@ class SharedAccounts:
             del self._under_way[held.id]
             self._end(held)
 
-    def note(self, key: str, model: str, gpu_s: float) -> None:
+    def note(self, key: str, model: str, gpu_s: float, *, is_finished: bool = True) -> None:
         """See ``Accounts``."""
-        self._own.note(key, model, gpu_s)
+        self._own.note(key, model, gpu_s, is_finished=is_finished)
         if self.limits_of(key).is_limited:
-            self._uses[key].append(gpu_s)
+            self._uses[key].append((gpu_s, int(is_finished)))
             self._settle_soon()
 
     async def used(self, key: str) -> Balance:
@@ -150,9 +151,9 @@ class SharedAccounts:
             self._tell_again(uses)
             raise
 
-    def _tell_again(self, uses: Mapping[str, Sequence[float]]) -> None:
-        for key, gpu_seconds in uses.items():
-            self._uses[key] += gpu_seconds
+    def _tell_again(self, uses: Mapping[str, Sequence[Spent]]) -> None:
+        for key, all_spent in uses.items():
+            self._uses[key] += all_spent
             self._settle_soon()
 
     async def _renew_often(self) -> None:

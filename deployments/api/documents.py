@@ -18,7 +18,7 @@ from deployments.api.answers import (
     StepProgress,
     VideoEvent,
 )
-from deployments.api.errors import ErrorBody, ErrorEvent
+from deployments.api.errors import GPU_HEADER, ErrorBody, ErrorEvent
 from deployments.requests.bodies import EditBody, ImageBody, MediaBody, VideoBody
 
 IMAGE_EVENTS = (PartialImage, CompletedImage, StepProgress, ErrorEvent)
@@ -86,19 +86,21 @@ HEADERS = {
     "X-Troupe-Warm": "true or false: whether everything was prepared for the shape",
     "X-Troupe-Cache": "off, conservative or fast: which steps made no forwards",
     "X-Troupe-Same-Bytes": "true or false: whether the seed gives these bytes again; else the same picture",
-    "X-Troupe-Gpu-Seconds": "How long ranks were at work in the steps, all of them added up",
+    GPU_HEADER: "How long ranks were at work in the steps, all of them added up; of an error, as far as is known",
     "X-Troupe-Eta": "Seconds in which it was predicted to be done, when it came to the gang; of a clip that is not "
     "done, from now; absent if nobody knew",
     "X-Troupe-Video-Id": "The clip's id",
     "openai-poll-after-ms": "How long to wait before the next look",
 }
 ERROR_HEADERS = {401: "WWW-Authenticate", 405: "Allow", 416: "Content-Range", 429: "Retry-After", 503: "Retry-After"}
+AFTER_WORK = (400, 409, 429, 500, 502, 503, 507)
+"""Errors that there may be when ranks have worked already."""
 MEASURES = (
     "Server-Timing",
     "X-Troupe-Warm",
     "X-Troupe-Cache",
     "X-Troupe-Same-Bytes",
-    "X-Troupe-Gpu-Seconds",
+    GPU_HEADER,
     "X-Troupe-Eta",
 )
 FILE_HEADERS = ("ETag", "Last-Modified", "Accept-Ranges")
@@ -111,14 +113,18 @@ def header_documents(*names: str) -> dict[str, Any]:
     return {name: {"description": HEADERS[name], "schema": {"type": "string"}} for name in names}
 
 
-def error_documents(*statuses: int) -> Responses:
-    return {status: _error_document(status) | {"model": ErrorBody} for status in statuses}
+def error_documents(*statuses: int, has_work: bool = False) -> Responses:
+    """``has_work``: ranks work for the route, and had perhaps when it failed."""
+    if has_work:
+        statuses = (*statuses, 500)
+    return {status: _error_document(status, has_work=has_work) | {"model": ErrorBody} for status in statuses}
 
 
-def _error_document(status: int) -> dict[str, Any]:
+def _error_document(status: int, *, has_work: bool = False) -> dict[str, Any]:
     codes = ", ".join(f"`{code}`" for code in CODES[status])
-    header = (ERROR_HEADERS[status],) if status in ERROR_HEADERS else ()
-    return {"description": f"{ERRORS[status]}. `code`: {codes}", "headers": header_documents(*header)}
+    headers = [ERROR_HEADERS[status]] if status in ERROR_HEADERS else []
+    headers += [GPU_HEADER] if has_work and status in AFTER_WORK else []
+    return {"description": f"{ERRORS[status]}. `code`: {codes}", "headers": header_documents(*headers)}
 
 
 def body_document(model: type[MediaBody], *content_types: str) -> dict[str, Any]:
@@ -158,7 +164,7 @@ def stream_answers() -> Responses:
 
 def video_answers() -> Responses:
     """Returns what the answer with a clip's record has beside it."""
-    headers = header_documents("openai-poll-after-ms", "X-Troupe-Eta", "X-Troupe-Gpu-Seconds")
+    headers = header_documents("openai-poll-after-ms", "X-Troupe-Eta", GPU_HEADER)
     return {200: {"description": "The clip's record", "headers": headers}}
 
 
@@ -225,7 +231,8 @@ def _complete(operation: dict[str, Any]) -> None:
     responses = operation["responses"]
     responses.pop("422", None)  # this API answers 400
     error = {"application/json": {"schema": _reference(ErrorBody)}}
-    responses |= {str(status): _error_document(status) | {"content": error} for status in EVERYWHERE}
+    everywhere = {str(status): _error_document(status) | {"content": error} for status in EVERYWHERE}
+    operation["responses"] = responses = everywhere | responses
     for response in responses.values():
         response["headers"] = header_documents("X-Request-Id") | response.get("headers", {})
     if "security" in operation:

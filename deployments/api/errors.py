@@ -38,6 +38,7 @@ FAILURES: tuple[type[Exception], ...] = (
 
 logger = logging.getLogger("troupe.api")
 
+GPU_HEADER = "X-Troupe-Gpu-Seconds"
 TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 STATUSES = {"model_not_found": 404, "picture_too_large": 413}
 """Of requests that are wrong, where it is not 400."""

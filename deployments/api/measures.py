@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Literal
 
 from fastapi import APIRouter, Depends
 from pydantic import BaseModel, Field
+from starlette.datastructures import State
 from starlette.requests import Request
 
 from deployments.api.context import ApiContext
 from deployments.api.documents import error_documents
-from deployments.studio.interface import StageTimes
+from deployments.api.errors import GPU_HEADER
+from deployments.studio.interface import Media, Progress, StageTimes, StudioEvent
 from pipelines.caching import CacheMode
 
 ETA_HEADER = "X-Troupe-Eta"
+
+Indexed = tuple[int, StudioEvent]
+"""An event, with the index of its request."""
 
 
 class KeyUsage(BaseModel):
     object: Literal["usage"] = "usage"
     started_at: int = Field(description="Since when is counted, in Unix seconds.")
     num_requests: int = Field(description="Finished pictures and clips.")
-    gpu_seconds: float = Field(description="How long ranks were at work in their steps, all of them added up.")
+    gpu_seconds: float = Field(
+        description="How long ranks were at work in their steps, and in those of others that the key left or stopped."
+    )
     gpu_seconds_last_minute: float
     gpu_seconds_per_minute: float | None = Field(description="How many may be; null: any.")
     max_concurrent: int | None = Field(description="Pictures and clips that may be under way; null: any.")
@@ -57,14 +65,27 @@ def measures(timings: list[StageTimes], cache: CacheMode) -> dict[str, str]:
         "X-Troupe-Warm": "true" if is_warm else "false",
         "X-Troupe-Cache": cache,
         "X-Troupe-Same-Bytes": "true" if all(one.same_bytes for one in timings) else "false",
-        **gpu_header(timings),
+        **gpu_header(sum(one.gpu_s for one in timings)),
         **eta_header([one.eta_s for one in timings]),
     }
 
 
-def gpu_header(timings: Sequence[StageTimes]) -> dict[str, str]:
-    """Returns the header that says how long ranks were at work."""
-    return {"X-Troupe-Gpu-Seconds": seconds(sum(one.gpu_s for one in timings))}
+def gpu_header(gpu_s: float | None) -> dict[str, str]:
+    """Returns the header that says how long ranks were at work; none where nobody knows."""
+    return {} if gpu_s is None else {GPU_HEADER: seconds(gpu_s)}
+
+
+async def noted(events: AsyncGenerator[Indexed], state: State) -> AsyncGenerator[Indexed]:
+    """Yields ``events``, and keeps in ``state`` how long ranks are known to have been at work for them all: of what
+    ends with an error, the answer says so (see ``RequestLog``)."""
+    spent_s: dict[int, float] = {}
+    async with aclosing(events):
+        async for index, event in events:
+            match event:
+                case Progress(gpu_s=gpu_s) | Media(timings=StageTimes(gpu_s=gpu_s)):
+                    spent_s[index] = gpu_s
+                    state.gpu_s = sum(spent_s.values())
+            yield index, event
 
 
 def eta_header(etas_s: Sequence[float | None]) -> dict[str, str]:

@@ -12,7 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deployments.api.errors import ApiError
+from deployments.api.errors import GPU_HEADER, ApiError
 from deployments.names import HEALTH
 from deployments.observability.logs import request_context
 from deployments.observability.metrics import observe_answer
@@ -34,7 +34,7 @@ class RequestLog:
 
     Without ``sends_request_id`` a proxy answers with the client's own whatever it is: then that one is logged, escaped
     and cut, and only where it is empty is one sent. An exception that nobody handled becomes a 500 in OpenAI's shape,
-    and its traceback a log record.
+    and its traceback a log record. An error says what ranks had done by then, if ``gpu_s`` in its request's state does.
 
     A proxy that dies under a request takes the connection with it: that is a client who is gone, no error.
     """
@@ -64,6 +64,8 @@ class RequestLog:
                 status = message["status"]
                 if sends_id:
                     MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                if status >= 400 and (gpu_s := scope["state"].get("gpu_s")):
+                    MutableHeaders(scope=message)[GPU_HEADER] = f"{gpu_s:.3f}"
             await send(message)
 
         try:

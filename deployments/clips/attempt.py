@@ -26,7 +26,7 @@ logger = logging.getLogger("troupe.clips")
 @dataclass(kw_only=True, slots=True)
 class Attempt:
     """``progress`` is 0–99 while the clip is made, ``num_previews`` counts the previews on the disk, ``eta_at_s`` is
-    when it will be done (Unix seconds), by prediction.
+    when it will be done (Unix seconds), by prediction. Ranks are known to have been at work for ``gpu_s``.
 
     ``admission``, if there is one, is for who waits to hear that a gang has taken the clip, or why none has: then
     that one, and not the record, is told.
@@ -42,6 +42,7 @@ class Attempt:
     progress: int = field(default=0, init=False)
     num_previews: int = field(default=0, init=False)
     eta_at_s: float | None = field(default=None, init=False)
+    gpu_s: float | None = field(default=None, init=False)
     _decode_s: float | None = field(default=None, init=False)
 
     async def run(self) -> None:
@@ -87,6 +88,7 @@ class Attempt:
                         await self._report()
                         self._admit()
                     case Progress():
+                        self.gpu_s = event.gpu_s
                         self.progress = min(99, 100 * event.step // event.num_steps)
                         if event.eta_s is not None and self._decode_s is not None:
                             self.eta_at_s = time.time() + event.eta_s + self._decode_s
@@ -145,7 +147,7 @@ class Attempt:
             await self._clean()
 
     async def _fail(self, error: ClipError) -> None:
-        if await self.claims.fail(self.claim, error):
+        if await self.claims.fail(self.claim, replace(error, gpu_s=self.gpu_s)):
             await asyncio.to_thread(self.folders.remove_inputs, self.claim.clip.id)
 
     async def _clean(self) -> None:

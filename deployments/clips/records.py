@@ -21,11 +21,13 @@ FILE_GONE = "file_gone"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipError:
-    """Why a clip failed: ``code`` for programs, ``message`` for people; ``retry_after_s`` if another may not."""
+    """Why a clip failed: ``code`` for programs, ``message`` for people; ``retry_after_s`` if another may not. Ranks had
+    been at work for ``gpu_s`` in the last attempt, None if nobody knows."""
 
     code: str
     message: str
     retry_after_s: float | None = None
+    gpu_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +56,13 @@ class ClipRecord:
     @property
     def created_at(self) -> int:
         return int(self.created_at_s)
+
+    @property
+    def gpu_s(self) -> float | None:
+        """How long ranks were at work for it, once it has ended; None as long as nobody knows."""
+        if self.timings is not None:
+            return self.timings.gpu_s
+        return None if self.error is None else self.error.gpu_s
 
     @property
     def is_open(self) -> bool:

@@ -32,7 +32,7 @@ ENCODINGS = Counter(
     "troupe_encodings", "Conditionings that jobs got: encoded, or kept from a request before", ("model", "source")
 )
 GPU_SECONDS = Counter(
-    "troupe_gpu_seconds", "Seconds of ranks in the steps of finished requests, by whose they were", ("model", "key")
+    "troupe_gpu_seconds", "Seconds of ranks in the steps of requests that keys pay for", ("model", "key")
 )
 
 QUEUES = Histogram(
@@ -80,7 +80,7 @@ def observe_answer(method: str, route: str, status: int) -> None:
 
 
 def observe_gpu_seconds(model: str, key: str, seconds: float) -> None:
-    """Counts ``seconds`` of ranks for a finished request; ``key`` is what ``KeyNames`` calls its API key."""
+    """Counts ``seconds`` of ranks for a request that has ended; ``key`` is what ``KeyNames`` calls its API key."""
     GPU_SECONDS.labels(model, key).inc(seconds)
 
 

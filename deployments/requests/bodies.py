@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -14,6 +14,7 @@ from deployments.requests.fields import (
     Loras,
     Name,
     NegativePrompt,
+    NoEffect,
     Off,
     OptionalPrompt,
     Picture,
@@ -34,8 +35,12 @@ SWITCH = "Another server's switch: accepted while it is off."
 class PeerFields(BaseModel):
     """Fields of other servers whose clients send them always. What would change the picture is refused."""
 
-    generator_device: Name | None = Field(None, description="Accepted: noise is drawn on the CPU, the same everywhere.")
-    bot_task: Name | None = Field(None, description="Accepted: how another server's model would rewrite the prompt.")
+    generator_device: Annotated[Name, NoEffect("cuda")] | None = Field(
+        None, description="Accepted: noise is drawn on the CPU, the same everywhere."
+    )
+    bot_task: Annotated[Name, NoEffect("think")] | None = Field(
+        None, description="Accepted: how another server's model would rewrite the prompt."
+    )
     extra_body: dict[str, object] | str | None = Field(
         None, description="Further fields, which count as if they stood beside it. In a form: the text of the JSON."
     )
@@ -103,10 +108,16 @@ class MediaBody(PeerFields):
         le=10**6,
         description="Seconds within which it must be done: refused with 429 at once if it will not be.",
     )
-    style: Literal["vivid", "natural"] | None = Field(None, description=ACCEPTED)
-    background: Literal["opaque", "auto"] | None = Field(None, description="Always opaque.")
-    moderation: Literal["low", "auto"] | None = Field(None, description="Accepted; there is no moderation.")
-    user: Name | None = Field(None, description="Given back as safety_identifier, with pictures.")
+    style: Annotated[Literal["vivid", "natural"], NoEffect("vivid")] | None = Field(None, description=ACCEPTED)
+    background: Annotated[Literal["opaque", "auto"], NoEffect("auto")] | None = Field(
+        None, description="Always opaque."
+    )
+    moderation: Annotated[Literal["low", "auto"], NoEffect("low")] | None = Field(
+        None, description="Accepted; there is no moderation."
+    )
+    user: Annotated[Name, NoEffect("somebody")] | None = Field(
+        None, description="Given back as safety_identifier, with pictures."
+    )
 
 
 class ImageBody(MediaBody):
@@ -119,7 +130,7 @@ class ImageBody(MediaBody):
     stream: bool | None = Field(None, description="Answer with server-sent events.")
     partial_images: int | None = Field(None, ge=0, le=3, description="Previews on the way; needs stream.")
     stream_progress: bool | None = Field(None, description="Add a troupe.progress event per step; needs stream.")
-    safety_identifier: Name | None = None
+    safety_identifier: Annotated[Name, NoEffect("somebody")] | None = None
 
 
 class EditBody(ImageBody):
@@ -139,7 +150,7 @@ class EditBody(ImageBody):
     layers: Count | None = Field(
         None, description="How many transparent pictures the picture is taken apart into, by models that do that."
     )
-    input_fidelity: Literal["high", "low"] | None = Field(None, description=ACCEPTED)
+    input_fidelity: Annotated[Literal["high", "low"], NoEffect("high")] | None = Field(None, description=ACCEPTED)
 
 
 class VideoBody(MediaBody):
@@ -156,8 +167,8 @@ class VideoBody(MediaBody):
         None,
         description="Whether the clip has a sound; by default as its model does, whose make_sound says it.",
     )
-    n: Count | None = Field(None, description="Only 1: a request makes one clip.")
-    num_outputs_per_prompt: Count | None = Field(None, description="The same as n.")
+    n: Annotated[Count, NoEffect(1)] | None = Field(None, description="Only 1: a request makes one clip.")
+    num_outputs_per_prompt: Annotated[Count, NoEffect(1)] | None = Field(None, description="The same as n.")
 
 
 class PageQuery(BaseModel):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, TypeAlias
 
 from pydantic import AfterValidator, PlainValidator, StringConstraints, WithJsonSchema
@@ -101,6 +102,14 @@ def _lora(written: object) -> AskedLora:
 
 LORA_SENTENCE = 'it must be a list such as [{"name": "watercolour", "scale": 0.8}]; scale may be left out'
 
+
+@dataclass(frozen=True, slots=True)
+class NoEffect:
+    """Marks a field that is accepted and changes nothing of what is made; ``example`` is what clients send."""
+
+    example: object
+
+
 Text = Annotated[str, AfterValidator(_without_nul)]
 Prompt = Annotated[
     str,
@@ -116,7 +125,7 @@ Name = Annotated[Text, StringConstraints(max_length=512)]
 Size = Annotated[str, WithJsonSchema({"type": "string", "pattern": f"^({PIXELS}|auto)?$"})]
 """What is written is looked at together with the model, whose own sizes make better examples."""
 Count = Annotated[int, AfterValidator(_countable), WithJsonSchema({"type": "integer", "minimum": 1})]
-Off = Annotated[bool, AfterValidator(_off), WithJsonSchema({"type": "boolean", "const": False})]
+Off = Annotated[bool, AfterValidator(_off), WithJsonSchema({"type": "boolean", "const": False}), NoEffect(False)]
 Seconds = Annotated[
     float,
     PlainValidator(_seconds),

@@ -27,14 +27,15 @@ def decoded_like(request: MediaRequest, output: Output) -> DecodedLike:
     return output.format, request.width * request.height * max(request.num_frames, request.num_layers)
 
 
-def decode_times_of(model: ModelConfig, devices: Sequence[str]) -> DecodeTimes:
-    """Returns what is known of the decodes of ``model`` on such devices of torch's, from a file in the data directory.
+def decode_times_of(model: ModelConfig, folder: Path, devices: Sequence[str]) -> DecodeTimes:
+    """Returns what is known of the decodes of ``model``, a checkpoint in ``folder``, on such devices of torch's, from a
+    file in the data directory.
 
     Its name has a digest of the devices, the model, its decoder as it is configured, and the software.
     """
     facts = {
         "devices": [device_name(device) for device in devices],
-        **model_facts(model),
+        **model_facts(model, folder),
         "decoder": {"compile": model.decoder.compile, "memory_gib": model.decoder.memory_gib, "stages": model.stages},
         **software_facts(),
     }

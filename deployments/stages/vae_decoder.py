@@ -42,7 +42,7 @@ class VaeDecoder:
                 compiled=options.compile, memory_bytes=options.memory_bytes, others=others
             )
         self._decoding, self._writing = Workers(1, "decoding"), Workers(NUM_ENCODINGS, "encoding")
-        self._times, self._keeping = decode_times_of(spec.model, devices), Workers(1, "keeping")
+        self._times, self._keeping = decode_times_of(spec.model, checkpoint.path, devices), Workers(1, "keeping")
         self._clips = ClipFinisher(self._decoder, self._decoding, self._writing)
         frames_FHWC = self._decoding.run(warm_decoder, self._decoder, spec, checkpoint)
         for request, output in outputs(checkpoint.defaults):

@@ -11,11 +11,14 @@ from types import MappingProxyType
 from ray import exceptions as ray_errors
 from ray.serve.exceptions import DeploymentUnavailableError
 
+from deployments.accounts.interface import Accounts
+from deployments.accounts.own import OwnAccounts
 from deployments.stages.decode_times import DecodeTimes
 from deployments.studio.interface import STATUS_MAX_AGE_S, ModelCard, ModelUnavailableError, Output, StudioEvent
 from deployments.studio.readiness import Readiness
 from deployments.studio.retries import RECOVERY_DEADLINE_S, RETRYABLE, Retries
 from deployments.studio.run import Run, StageHandles
+from deployments.studio.spending import Spending
 from engines.gang.errors import QueueFullError
 from pipelines.pictures import NO_PICTURES, InputPictures
 from pipelines.request import MediaRequest
@@ -27,7 +30,8 @@ NO_PATIENCE: Mapping[str, float] = MappingProxyType({})
 class DeployedStudio:
     """A ``Studio`` of Serve deployments: runs requests for all served models.
 
-    ``patience_s`` is how long requests for a model wait for a replica, where that is not RECOVERY_DEADLINE_S.
+    ``patience_s`` is how long requests for a model wait for a replica, where that is not RECOVERY_DEADLINE_S. What
+    requests cost that their clients end early goes into ``accounts``, by default into some of its own.
     """
 
     def __init__(
@@ -36,8 +40,10 @@ class DeployedStudio:
         stages: Mapping[str, StageHandles],
         readiness: Readiness,
         patience_s: Mapping[str, float] = NO_PATIENCE,
+        accounts: Accounts | None = None,
     ) -> None:
         self._cards, self._stages, self._readiness, self._patience_s = cards, stages, readiness, patience_s
+        self.spending = Spending(accounts or OwnAccounts())
         self._decode_times: defaultdict[str, DecodeTimes] = defaultdict(DecodeTimes)
 
     def cards(self) -> Mapping[str, ModelCard]:
@@ -69,7 +75,7 @@ class DeployedStudio:
                 decode_times=self._decode_times[request.model],
             )
             try:
-                with _unwrapped():
+                with self.spending.charged(run), _unwrapped():
                     async with aclosing(run.events()) as events:
                         async for event in events:
                             yield event

@@ -71,11 +71,13 @@ class Queued:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """After ``step`` of ``num_steps``; ``eta_s`` is the prediction for the rest of the denoising, None as above."""
+    """After ``step`` of ``num_steps``; ``eta_s`` is the prediction for the rest of the denoising, None as above.
+    ``gpu_s``: how long ranks were at work in its steps so far, as far as they have told."""
 
     step: int
     num_steps: int
     eta_s: float | None
+    gpu_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,7 +131,8 @@ STATUS_MAX_AGE_S = 10.0
 
 
 class Studio(Protocol):
-    """The application behind the API. ``perform`` may be closed at any time, which cancels the job on all ranks."""
+    """The application behind the API. ``perform`` may be closed at any time, which cancels the job on all ranks; what
+    these have spent on it by then is its key's to pay."""
 
     def cards(self) -> Mapping[str, ModelCard]: ...
 

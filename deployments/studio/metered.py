@@ -23,8 +23,8 @@ from pipelines.request import MediaRequest
 
 
 class MeteredStudio:
-    """A ``Studio`` around another, which tells ``accounts``, and metrics, what each finished request took. What failed,
-    or was closed early, costs its key nothing."""
+    """A ``Studio`` around another, which tells ``accounts``, and metrics, what each finished request took. What others
+    cost that end before is for who knows what ranks have done: see ``Spending``."""
 
     def __init__(self, studio: Studio, accounts: Accounts) -> None:
         self._studio, self._accounts = studio, accounts

@@ -64,6 +64,11 @@ class Run:
     waited_s: float = 0.0
     decode_times: DecodeTimes = field(default_factory=DecodeTimes)
     num_steps_seen: int = field(default=0, init=False)
+    job_id: str = field(default="", init=False)
+    """What its gang calls it; empty before any has heard of it."""
+    gpu_s: float = field(default=0.0, init=False)
+    """How long ranks are known to have been at work for it."""
+    is_finished: bool = field(default=False, init=False)
     _started_s: float = field(default_factory=lambda: time.perf_counter(), init=False)
     _previews: asyncio.Queue[PreviewReady | None] = field(default_factory=asyncio.Queue, init=False)
     """Latents to decode in this order; None after the last."""
@@ -90,6 +95,7 @@ class Run:
         self.decode_times.note(self._decoded_like, decoded.decode_s)
         timings = self._timings(self._done, decoded)
         _observe(self.request.model, timings)
+        self.is_finished = True
         yield Media(
             data=decoded.data,
             format=self.output.format,
@@ -114,11 +120,12 @@ class Run:
                         yield Queued(eta_s=self._eta_s, decode_s=decode_s)
                     case StepDone():
                         self.num_steps_seen += 1
-                        yield Progress(step=event.step, num_steps=event.num_steps, eta_s=event.eta_s)
+                        self.gpu_s = event.gpu_s
+                        yield Progress(step=event.step, num_steps=event.num_steps, eta_s=event.eta_s, gpu_s=event.gpu_s)
                     case PreviewReady():
                         self._previews.put_nowait(event)
                     case JobDone():
-                        self._done = event
+                        self._done, self.gpu_s = event, event.gpu_s
                         self._decoding = asyncio.create_task(self._decode(event))
                     case QueueFullError():
                         raise event
@@ -132,7 +139,6 @@ class Run:
         that was decoded before fits; of another one the decoder says so, and what it will take, while the encoder is at
         work.
         """
-        job_id = f"{self.request.request_id}-{uuid.uuid4().hex[:8]}"
         responses: list[Any] = [self.stages.text_encoder.encode.remote(self.request, SentPictures.of(self.pictures))]
         if is_new := not self.decode_times.has(self._decoded_like):
             responses.append(self.stages.decoder.expected_s.remote(self.request, self.output))
@@ -141,7 +147,8 @@ class Run:
             if is_new:
                 self._decoders_word_s = await self._answer(responses[1])
             denoise = self.stages.denoiser.options(stream=True).denoise
-            stream: Any = denoise.remote(job_id, self._with_time_waited(), encoded, self.exclusive)
+            self.job_id = f"{self.request.request_id}-{uuid.uuid4().hex[:8]}"
+            stream: Any = denoise.remote(self.job_id, self._with_time_for_steps(), encoded, self.exclusive)
             responses.append(stream)
             await self._taken(stream._to_object_ref_gen(), "denoiser")
             async for group in stream:
@@ -209,6 +216,11 @@ class Run:
         )
 
     @property
+    def is_denoised(self) -> bool:
+        """Whether ``gpu_s`` is all that ranks will do for it."""
+        return self._done is not None
+
+    @property
     def _elapsed_s(self) -> float:
         """Since the request came, however many runs of it have failed."""
         return self.waited_s + time.perf_counter() - self._started_s
@@ -223,11 +235,13 @@ class Run:
             return self._decoders_word_s
         return self.decode_times.predicted_s(self._decoded_like)
 
-    def _with_time_waited(self) -> MediaRequest:
-        """Its deadline counts from when it came, whatever it waited for and however often it began anew."""
+    def _with_time_for_steps(self) -> MediaRequest:
+        """Its deadline counts from when it came, whatever it waited for and however often it began anew, until it is
+        decoded."""
         if self.request.deadline_s is None:
             return self.request
-        return replace(self.request, waited_s=self.request.waited_s + self._elapsed_s)
+        not_for_steps_s = self._elapsed_s + (self._predicted_decode_s or 0.0)
+        return replace(self.request, waited_s=self.request.waited_s + not_for_steps_s)
 
 
 def _observe(model: str, timings: StageTimes) -> None:

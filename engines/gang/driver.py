@@ -103,6 +103,9 @@ class Driver:
         self._wake_schedule.set()
         return open_job
 
+    async def spent_s(self, job_id: str) -> float:
+        return await self._table.spent_s(job_id)
+
     def close(self, open_job: OpenJob) -> None:
         """The request no longer listens; a job that has not ended is cancelled."""
         if open_job.outcome is None:

@@ -129,6 +129,10 @@ class Gang:
         finally:
             self._driver.close(open_job)
 
+    async def spent_s(self, job_id: str) -> float:
+        """See ``JobTable.spent_s``."""
+        return await self._driver.spent_s(job_id)
+
     async def check_health(self) -> None:
         """Ping all ranks. ``RayActorError`` escapes as it is (a rank died, or is unavailable, where news is late),
         upon which Serve replaces the replica at once.

@@ -90,8 +90,18 @@ class Publisher:
         open_job.num_steps_done = done.step
         step_ms = None if open_job.step_s is None else 1e3 * open_job.step_s
         eta_s = self._outlook.eta_s(open_job, done.step)
-        step = {"step": done.step, "num_steps": num_steps, "step_ms": step_ms, "num_ranks": num_ranks, "eta_s": eta_s}
-        self._table.publish(job_id, StepDone(job_id=job_id, **step))  # type: ignore[arg-type]
+        self._table.publish(
+            job_id,
+            StepDone(
+                job_id=job_id,
+                step=done.step,
+                num_steps=num_steps,
+                step_ms=step_ms,
+                num_ranks=num_ranks,
+                eta_s=eta_s,
+                gpu_s=open_job.gpu_s,
+            ),
+        )
         if done.emit == "preview":
             self._table.publish(job_id, PreviewReady(job_id=job_id, step=done.step, latents=flight.latents[job_id]))
         if done.emit == "final":

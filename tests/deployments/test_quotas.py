@@ -57,12 +57,14 @@ def test_what_was_used_elsewhere_counts_by_its_age(clock: SetTime) -> None:
     clock.now_s += 20
     second.note(MINE, 5.0)
     clock.now_s += 30
-    assert first.latest() == {MINE: [(50.0, 4.0)]}
+    first.note(MINE, 1.5, 0)
+    assert first.latest() == {MINE: [(50.0, 4.0, 1), (0.0, 1.5, 0)]}
     for key, uses in first.latest().items():
         second.restore(key, uses)
-    assert second.used(MINE) == (2, 9.0, 9.0)
+    assert second.used(MINE) == (2, 10.5, 10.5), "what ended early is no finished request"
     clock.now_s += 11
-    assert second.used(MINE) == (2, 9.0, 5.0)
+    assert second.used(MINE) == (2, 10.5, 6.5)
+    clock.now_s += 60
     assert first.latest() == {}
 
 

@@ -26,16 +26,13 @@ from deployments.api.answers import (
 from deployments.api.context import ApiContext, waited_s
 from deployments.api.errors import from_failure
 from deployments.api.guards.hosts import base_url
-from deployments.api.measures import ETA_HEADER, eta_header, measures
+from deployments.api.measures import ETA_HEADER, Indexed, eta_header, measures, noted
 from deployments.api.streams import Event, start_stream, until_disconnect
 from deployments.asyncio_tools import merge
 from deployments.requests.bodies import ImageBody
 from deployments.requests.images import ImageRequest, image_request
 from deployments.studio.interface import Media, Preview, Progress, Queued, Studio, StudioEvent
 from pipelines.pictures import NO_PICTURES, InputPictures
-
-Indexed = tuple[int, StudioEvent]
-"""An event, with the index of its request."""
 
 
 async def draw(context: ApiContext, request: Request, body: ImageBody, inputs: InputPictures = NO_PICTURES) -> Response:
@@ -50,7 +47,7 @@ async def draw(context: ApiContext, request: Request, body: ImageBody, inputs: I
     num = len(pictures.requests)
     drawn = perform_all(context.studio, pictures)
     admitted = context.admission.pictures(pictures.model, num, drawn, pictures.num_input_bytes)
-    events = context.key_limits.pictures(key, num, admitted)
+    events = noted(context.key_limits.pictures(key, num, admitted), request.state)
     if body.stream:
         headers: dict[str, str] = {}
         return await start_stream(image_events(pictures, events, headers), request.receive, settings, headers)

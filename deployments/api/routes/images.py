@@ -35,7 +35,7 @@ def image_routes(context: ApiContext) -> APIRouter:
     @router.post(
         "/v1/images/generations",
         dependencies=[Depends(context.authorize)],
-        responses=image_answers(*IMAGE_EVENTS) | error_documents(*ERRORS),
+        responses=image_answers(*IMAGE_EVENTS) | error_documents(*ERRORS, has_work=True),
         openapi_extra=body_document(ImageBody),
     )
     async def generate_images(request: Request) -> Response:
@@ -46,7 +46,7 @@ def image_routes(context: ApiContext) -> APIRouter:
     @router.post(
         "/v1/images/edits",
         dependencies=[Depends(context.authorize)],
-        responses=image_answers(*EDIT_EVENTS) | error_documents(*ERRORS),
+        responses=image_answers(*EDIT_EVENTS) | error_documents(*ERRORS, has_work=True),
         openapi_extra=body_document(EditBody, JSON, *FORMS),
     )
     async def edit_images(request: Request) -> Response:

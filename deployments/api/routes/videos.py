@@ -42,6 +42,8 @@ from deployments.requests.errors import shown
 
 VIDEO_ID = re.compile(r"video_[0-9a-f]{32}")
 STATUS_OF_FAILURES = {"invalid_value": 400, "too_late": 429, "gang_broken": 502, "storage_full": 507}
+MAKING = (400, 401, 403, 404, 408, 413, 415, 429, 502, 503, 507)
+"""Errors of what makes clips."""
 POLL_MS = 500
 """What clients that poll are told to wait between two looks."""
 
@@ -51,7 +53,7 @@ def video_routes(context: ApiContext) -> APIRouter:
 
     @router.post(
         "/v1/videos",
-        responses=video_answers() | error_documents(400, 401, 403, 404, 408, 413, 415, 429, 502, 503, 507),
+        responses=video_answers() | error_documents(*MAKING, has_work=True),
         openapi_extra=body_document(VideoBody, JSON, *FORMS),
     )
     async def create_video(request: Request, response: Response) -> Video:
@@ -64,7 +66,7 @@ def video_routes(context: ApiContext) -> APIRouter:
     @router.post(
         "/v1/videos/sync",
         response_class=FileResponse,
-        responses=sync_answers() | error_documents(400, 401, 403, 404, 408, 413, 415, 429, 502, 503, 507),
+        responses=sync_answers() | error_documents(*MAKING, has_work=True),
         openapi_extra=body_document(VideoBody, JSON, *FORMS),
     )
     async def create_video_sync(request: Request) -> Response:
@@ -109,7 +111,7 @@ def video_routes(context: ApiContext) -> APIRouter:
         "/v1/videos/{video_id}/content",
         response_class=FileResponse,
         responses=file_answers(*CONTENT_TYPES.values(), headers=("X-Troupe-Gpu-Seconds",))
-        | error_documents(400, 401, 404, 409, 410, 416, 503),
+        | error_documents(400, 401, 404, 409, 410, 416, 503, has_work=True),
     )
     async def read_content(
         video_id: str,
@@ -123,7 +125,7 @@ def video_routes(context: ApiContext) -> APIRouter:
         path = await context.clips.file(video_id, variant) if may_be_there else None
         if path is None:
             raise await not_there(context.clips, clip, variant)
-        return clip_file(path, video_id, variant, gpu_header([clip.timings]) if clip.timings else {})
+        return clip_file(path, video_id, variant, gpu_header(clip.gpu_s))
 
     @router.get("/v1/videos/{video_id}/events", responses=stream_answers() | error_documents(401, 404, 429, 503))
     async def read_events(video_id: str, request: Request) -> Response:
@@ -174,8 +176,7 @@ async def begin_clip(context: ApiContext, request: Request, clip: ClipRequest) -
 
 def told_of(clip: ClipRecord) -> dict[str, str]:
     """Returns the headers of an answer about a clip."""
-    took = gpu_header([clip.timings]) if clip.timings else {}
-    return {"openai-poll-after-ms": str(POLL_MS), **eta_header([clip.eta_s]), **took}
+    return {"openai-poll-after-ms": str(POLL_MS), **eta_header([clip.eta_s]), **gpu_header(clip.gpu_s)}
 
 
 async def wait_for_end(context: ApiContext, request: Request, video_id: str) -> ClipRecord:
@@ -188,6 +189,7 @@ async def wait_for_end(context: ApiContext, request: Request, video_id: str) -> 
         status = STATUS_OF_FAILURES.get(clip.error.code, 500)
         retry_s = clip.error.retry_after_s
         headers = {"x-should-retry": "false"} if retry_s is None else retry_after(retry_s)
+        headers |= gpu_header(clip.gpu_s)
         raise ApiError(status, f"The clip failed: {clip.error.message}", code=clip.error.code, headers=headers)
     return clip
 
@@ -227,7 +229,7 @@ async def not_there(clips: Clips, clip: ClipRecord, variant: Variant) -> ApiErro
     if clip.status == "completed":
         return ApiError(410, f"There is no {variant} of this clip", param="variant", code="video_gone", headers=headers)
     if clip.status == "failed":
-        reason = clip.error.message if clip.error else "unknown"
+        reason, headers = clip.error.message if clip.error else "unknown", headers | gpu_header(clip.gpu_s)
         return ApiError(409, f"The clip failed: {reason}", param="video_id", code="video_failed", headers=headers)
     message = f"There is no {variant} yet; the clip is {clip.status}, {clip.progress} %"
     return ApiError(409, message, param="video_id", code="video_not_ready", headers={"Retry-After": "1"})

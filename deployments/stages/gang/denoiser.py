@@ -71,7 +71,7 @@ class Denoiser:
             LoadRankParts(model=model),
             model=model.name,
             environment=partial(node_environment, model.denoiser.engine, spares=num_spares > 0),
-            step_times=partial(step_times_of, model),
+            step_times=partial(step_times_of, model, self._checkpoint.path),
         )
         self._is_watched = False
         if num_spares:
@@ -120,6 +120,11 @@ class Denoiser:
                     first = ()
             except QueueFullError as refusal:
                 yield (refusal,)
+
+    async def spent_s(self, job_id: str) -> float:
+        """Returns how long ranks of this gang were at work for a job that was cancelled or has failed, once they have
+        told; 0 of a job that was not here, or whose gang broke."""
+        return await self._gang.spent_s(job_id)
 
     async def metrics(self) -> Counted:
         """Returns this replica's name, and what it has counted."""

@@ -78,7 +78,7 @@ def choosing_of(model: ModelConfig, checkpoint: Checkpoint) -> Choosing:
         typical_step=checkpoint.typical_step,
         folder=Settings().data_dir / FOLDER,
         name=model.name,
-        facts={**model_facts(model), **software_facts()},
+        facts={**model_facts(model, checkpoint.path), **software_facts()},
         every_team=model.denoiser.elastic,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from deployments.config import ModelConfig
 from deployments.settings import Settings
@@ -23,15 +24,18 @@ TIMED = ("engine", "strategy", "precision", "num_ranks", "num_nodes", "threads_p
 """Of a denoiser's configuration, what changes how long its steps take."""
 
 
-def step_times_of(model: ModelConfig, infos: Sequence[RankInfo], estimates: StepEstimates | None) -> StepTimes:
-    """Returns what is known of the steps of ``model`` on such ranks, from a file in the data directory.
+def step_times_of(
+    model: ModelConfig, folder: Path, infos: Sequence[RankInfo], estimates: StepEstimates | None
+) -> StepTimes:
+    """Returns what is known of the steps of ``model``, a checkpoint in ``folder``, on such ranks, from a file in the
+    data directory.
 
     Its name has a digest of the machine (the ranks' devices), the model as it is configured, the software, and of
     whether there are ``estimates``, since it holds what measured steps differ by from theirs.
     """
     facts = {
         "devices": [info.device_name for info in infos],
-        **model_facts(model),
+        **model_facts(model, folder),
         "denoiser": {name: repr(getattr(model.denoiser, name)) for name in TIMED},
         **software_facts(),
         **({"estimates": "of the cost model"} if estimates else {}),

@@ -23,7 +23,8 @@ class Job:
     For the scheduler's policy: ``estimates_s`` are what a step takes beside those of other jobs, by team size, up to a
     factor that all of them share (as the cost model says, or else its tokens); a job of ``priority`` 4 counts as if it
     took a quarter of its time; ``deadline_s`` after its request arrived it should be done, ``waited_s`` of which were
-    over when it came here; ``key`` is whose it is, and ``weight`` how much that one may have beside others.
+    over when it came here, or are needed for what follows; ``key`` is whose it is, and ``weight`` how much that one may
+    have beside others.
     ``idle_steps`` (counted from 1) make no forwards, and take next to no time.
     """
 
@@ -71,7 +72,7 @@ class JobQueued:
 class StepDone:
     """``step_ms`` is what the job's newest step took that is known to be over: on a GPU one before this, None at first.
     ``eta_s`` is the prediction for the steps that are left, those of other jobs before them included; None while that
-    would be a guess."""
+    would be a guess. In the steps that are known to be over ranks were at work for ``gpu_s``, all of them added up."""
 
     job_id: str
     step: int
@@ -79,6 +80,7 @@ class StepDone:
     step_ms: float | None
     num_ranks: int
     eta_s: float | None = None
+    gpu_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,10 +13,14 @@ from engines.gang.errors import GangBrokenError, QueueFullError
 from engines.gang.jobs.job import Job, JobDone, JobEvent, StepDone
 from engines.gang.metrics import GangMetrics, Outcome
 
+NUM_REMEMBERED = 1000
+"""Newest jobs that ended, of which the table still says what they took."""
+
 
 @dataclass(slots=True, eq=False)
 class OpenJob:
-    """A job, its events on their way to the request, and how it ended. Times are those of ``clock``.
+    """A job, its events on their way to the request, and how it ended. Times are those of ``clock``. ``forgotten`` is
+    set when no rank will tell more of it.
 
     Of the steps that are known to be over ranks were at work for ``gpu_s``, all of them added up; the newest took
     ``step_s``, and the newest forward that found all ready ``warm_step_s``; None while there is none.
@@ -34,6 +38,7 @@ class OpenJob:
     step_s: float | None = None
     warm_step_s: float | None = None
     outcome: Outcome | None = None
+    forgotten: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def next_events(self, until_s: float) -> list[JobEvent | Exception]:
         """Events that have come, at least one. Waits for more until ``until_s`` as long as they are mere steps."""
@@ -55,6 +60,8 @@ class JobTable:
         self._metrics = metrics
         self._clock = clock
         self._jobs: dict[str, OpenJob] = {}
+        self._spent_s: dict[str, float] = {}
+        """What jobs took that are forgotten."""
 
     @property
     def jobs(self) -> Mapping[str, Job]:
@@ -81,6 +88,15 @@ class JobTable:
 
     def get(self, job_id: str) -> OpenJob:
         return self._jobs[job_id]
+
+    async def spent_s(self, job_id: str) -> float:
+        """Returns how long ranks were at work for a job that has ended, or is about to, once they have told all.
+
+        0 of a job that was never here, that broke with its gang, or was forgotten long ago.
+        """
+        if (open_job := self._jobs.get(job_id)) is not None:
+            await open_job.forgotten.wait()
+        return self._spent_s.get(job_id, 0.0)
 
     def open(self, job: Job, retry_after_s: float) -> OpenJob:
         """``ValueError`` for a job that this gang cannot take, ``QueueFullError`` if too many wait."""
@@ -115,6 +131,7 @@ class JobTable:
         suspects = frozenset(in_flight)
         for job_id, open_job in self._jobs.items():
             self.fail(open_job, GangBrokenError(error.reason, error.cause, job_id in suspects), "broken")
+            open_job.forgotten.set()
         self._jobs.clear()
 
     def end(self, open_job: OpenJob, outcome: Outcome) -> None:
@@ -124,7 +141,11 @@ class JobTable:
 
     def forget(self, job_ids: Iterable[str]) -> None:
         for job_id in job_ids:
-            self._jobs.pop(job_id, None)
+            if (open_job := self._jobs.pop(job_id, None)) is not None:
+                self._spent_s[job_id] = open_job.gpu_s
+                open_job.forgotten.set()
+        for job_id in [*self._spent_s][:-NUM_REMEMBERED]:
+            del self._spent_s[job_id]
 
     def _tell_open(self) -> None:
         self._metrics.open_jobs(self.num_open - self.num_waiting, self.num_waiting)

@@ -71,7 +71,7 @@ class RankJobs:
             self._drop(job_id)
         for move in plan.moves:
             self._move(move)
-        if plan.moves:  # where a job came from may be told no more of it, and tells now what its step there took
+        if plan.moves or plan.drops:  # a rank may be told no more of a job, and tells now what its last step there took
             self._pace.wait(0)
         work = plan.work_of(self._context.rank)
         if work is not None:

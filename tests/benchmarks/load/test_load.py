@@ -12,10 +12,10 @@ import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from pydantic import ValidationError
 
-from benchmarks.load.__main__ import main, parse
+from benchmarks.load.__main__ import main, parse, say
 from benchmarks.load.arrivals import bursts, poisson, trace, trace_file
 from benchmarks.load.client import Outcome, send_all
-from benchmarks.load.mix import MIXES, Mix, RequestClass, load_mix
+from benchmarks.load.mix import MIXES, Kind, Mix, RequestClass, load_mix
 from benchmarks.load.summary import gpu_use, plot, summary
 from pipelines.request import ServiceTier
 from tests.benchmarks.load.support.server import Server
@@ -100,6 +100,7 @@ def test_requests_do_not_wait_for_answers(url: str) -> None:
     assert {one.status for one in outcomes if one.name == "b"} == {429}
     assert outcomes[0].stages_ms == {"queue": 2.5, "denoise": 5.0, "total": 10.0}
     assert outcomes[0].gpu_s == 0.125
+    assert {(one.name, one.kind, one.num_media) for one in outcomes} == {("a", "picture", 1), ("b", "clip", 1)}
     assert {(one.name, one.eta_s) for one in outcomes} == {("a", 0.012), ("b", None)}
     assert all(one.eta_error == pytest.approx(0.2) for one in outcomes if one.name == "a")
     paths = Counter(path for path, _ in Server.seen)
@@ -122,18 +123,46 @@ def test_the_summary_counts_what_is_not_answered_as_late(tmp_path: Path) -> None
     assert found["classes"]["a"]["attainment"] == 0.6
     assert found["classes"]["a"]["latency_s"] == {"mean": 5.5, "p50": 6.0, "p95": 10.0, "p99": 10.0}
     assert found["classes"]["b"] == {
+        "kind": "picture",
         "requests": 1,
         "right": 0,
         "lone_s": 1.0,
         "latency_s": {},
+        "gpu_s": {},
         "attainment": 0.0,
         "eta": {"told": 0},
     }
     assert set(found["classes"]) == {"a", "b"}
     assert found["attainment"] == round(6 / 11, 4)
     assert (found["statuses"], found["throughput_per_s"]) == ({"200": 10, "429": 1}, round(10 / 19, 4))
-    plot(outcomes(), {"a": 2.0, "b": 1.0}, 3.0, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    path = tmp_path / "out" / "plot.png"
+    plot(outcomes(), {"a": 2.0, "b": 1.0}, 3.0, path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_gpu_seconds_are_told_by_class_for_a_picture_and_for_a_clip(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of what was answered right. Four pictures of a request share what it took."""
+    pair = [spent("pictures", gpu_s, num_media=4) for gpu_s in (4.0, 8.0)]
+    failed = spent("pictures", 100.0, status=502)
+    found = summary([*pair, failed, spent("single", 0.5), spent("clip", 30.0, kind="clip")], LONE, scale=3.0)
+    classes = found["classes"]
+    assert classes["pictures"]["gpu_s"] == {"mean": 1.5, "p50": 2.0, "p95": 2.0, "p99": 2.0}
+    assert (classes["single"]["gpu_s"]["mean"], classes["clip"]["gpu_s"]["mean"]) == (0.5, 30.0)
+    assert found["gpu_s"] == {"picture": round(12.5 / 9, 4), "clip": 30.0}
+    say(found)
+    assert [line.split("  ")[-1] for line in capsys.readouterr().err.splitlines()] == [
+        "1.50 GPU-s a picture",
+        "0.50 GPU-s a picture",
+        "30.00 GPU-s a clip",
+    ]
+
+
+LONE = {"pictures": 1.0, "single": 1.0, "clip": 1.0}
+
+
+def spent(name: str, gpu_s: float, *, kind: Kind = "picture", num_media: int = 1, status: int = 200) -> Outcome:
+    shared = {"name": name, "kind": kind, "num_media": num_media, "status": status, "gpu_s": gpu_s}
+    return Outcome(at_s=0.0, late_s=0.0, latency_s=1.0, **shared)  # type: ignore[arg-type]
 
 
 def test_predictions_are_told_beside_what_was() -> None:

@@ -162,14 +162,15 @@ async def test_a_new_keeper_hears_what_is_under_way_and_was_used(pair: Pair, lin
         await stack.enter_async_context(first.taken(MINE, 1))
         first.note(MINE, "m", 3.0)
         await asyncio.sleep(0.02)
-        first.note(MINE, "m", 1.0)
+        first.note(MINE, "m", 1.0, is_finished=False)
         line.keeper = AccountKeeper(LIMITS, clock)
         await stack.enter_async_context(first.taken(MINE, 1))
         with pytest.raises(LimitReachedError, match="2 pictures and clips of this key are under way"):
             async with second.taken(MINE, 1):
                 pass
     await settled(first)
-    assert (await second.used(MINE)).last_minute_s == 4.0
+    balance = await second.used(MINE)
+    assert (balance.num_requests, balance.last_minute_s) == (1, 4.0)
     async with second.taken(MINE, 2):
         pass
 

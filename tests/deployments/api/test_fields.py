@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+import ast
+import re
+from typing import Any, get_args
 
 import httpx
 import openai
 import pytest
 
+from deployments.requests.bodies import EditBody, ImageBody, MediaBody, VideoBody
+from deployments.requests.fields import NoEffect
 from pipelines.request import MediaRequest
 from tests.deployments.api.routes.test_images import IMAGES
 from tests.deployments.api.routes.test_videos import finished, make
 from tests.deployments.api.support.events import sse
 from tests.deployments.support.fake_studio import FakeStudio
+from tests.support.fenced import ROOT
 
-EFFECTLESS = {
-    "style": "vivid",
-    "moderation": "low",
-    "background": "auto",
-    "user": "somebody",
-    "seed": -1,
-    "size": "",
-    "generator_device": "cuda",
-    "bot_task": "think",
-    "enable_teacache": False,
-    "enable_upscaling": False,
-    "enable_frame_interpolation": False,
-    "enhance_prompt": False,
-    "generate_sound": False,
-    "profile": False,
-    "profile_all_stages": False,
-    "return_stage_metrics": False,
-    "vae_use_slicing": False,
-    "vae_use_tiling": False,
-}
+BODIES = [ImageBody, EditBody, VideoBody]
+MEANS_THE_DEFAULT = {"seed": -1, "size": ""}
+UNFOLDED = {"extra_body"}
+"""Taken apart before the body is read."""
 RANDOM = {"request_id", "seed", "waited_s"}
 
 
@@ -41,8 +30,43 @@ def comparable(request: MediaRequest) -> dict[str, Any]:
     return {name: getattr(request, name) for name in request.__slots__ if name not in RANDOM}
 
 
+def effectless(body: type[MediaBody]) -> dict[str, Any]:
+    """The fields that are marked so, each with a value."""
+    marks = {name: _marks(field.annotation) for name, field in body.model_fields.items()}
+    return {name: found[0].example for name, found in marks.items() if found}
+
+
+def _marks(annotation: Any) -> list[NoEffect]:
+    own = [one for one in getattr(annotation, "__metadata__", ()) if isinstance(one, NoEffect)]
+    return [*own, *(mark for inner in get_args(annotation) for mark in _marks(inner))]
+
+
+def names_read() -> set[str]:
+    """Attributes that anything reads that has a body."""
+    files = [path for folder in ("requests", "api") for path in (ROOT / "deployments" / folder).rglob("*.py")]
+    nodes = (node for path in files for node in ast.walk(ast.parse(path.read_text())))
+    return {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_what_nobody_reads_is_marked(body: type[MediaBody]) -> None:
+    unread = body.model_fields.keys() - names_read() - UNFOLDED
+    assert {"bot_task", "vae_use_tiling"} <= unread <= effectless(body).keys()
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_what_is_marked_is_said_to_be_without_effect(body: type[MediaBody]) -> None:
+    """Switches in the sentence about them, the rest in the tables, or where answers give it back."""
+    text = (ROOT / "docs" / "api.md").read_text()
+    sentence = text[text.index("They are accepted while they are `false`") : text.index("What\nstands in `extra_body`")]
+    rows = [line for line in text.splitlines() if "without effect" in line or "given back" in line or "opaque" in line]
+    said = {word for part in (sentence, *rows) for word in re.findall(r"`(\w+)`", part)}
+    ones = {name for name, value in effectless(body).items() if value == 1}
+    assert effectless(body).keys() - ones - said == set()
+
+
 async def test_what_changes_nothing_is_accepted(client: httpx.AsyncClient, studio: FakeStudio) -> None:
-    for body in ({"prompt": "a"}, {"prompt": "a", **EFFECTLESS}):
+    for body in ({"prompt": "a"}, {"prompt": "a", **MEANS_THE_DEFAULT, **effectless(ImageBody)}):
         answer = await client.post(IMAGES, json=body)
         assert answer.status_code == 200, answer.text
     plain, full = studio.performed
@@ -55,8 +79,8 @@ async def test_what_changes_nothing_is_accepted(client: httpx.AsyncClient, studi
 async def test_what_changes_nothing_is_accepted_of_clips(
     client: httpx.AsyncClient, studio: FakeStudio, as_form: bool
 ) -> None:
-    full = {"prompt": "a", **EFFECTLESS, "n": 1, "num_outputs_per_prompt": 1}
-    del full["generate_sound"]  # which clips may have
+    full = {"prompt": "a", **MEANS_THE_DEFAULT, **effectless(VideoBody)}
+    assert "generate_sound" not in full, "clips may have one"
     form = {name: (None, str(value)) for name, value in full.items()}
     for body in ({"json": {"prompt": "a"}}, {"files": form} if as_form else {"json": full}):
         answer = await client.post("/v1/videos", **body)

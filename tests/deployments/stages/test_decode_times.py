@@ -68,17 +68,18 @@ def test_one_slow_decode_corrects_nothing(file: Path) -> None:
 
 
 def test_a_time_holds_for_its_machine_and_decoder_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TROUPE_DATA_DIR", str(tmp_path))
+    monkeypatch.setenv("TROUPE_DATA_DIR", str(tmp_path / "data"))
+    folder = tmp_path / "folder"
     monkeypatch.setattr(decode_times, "device_name", lambda device: {"cuda": "H200"}.get(device, device))
     plain = ModelConfig(name="m", path="folder")
-    measured = decode_times_of(plain, ["cuda"])
+    measured = decode_times_of(plain, folder, ["cuda"])
     measured.note(SMALL, 0.1)
     measured.save()
     compiled = plain.model_copy(update={"decoder": DecoderConfig(compile=True)})
     others = [(plain, ["cpu"]), (plain, ["cuda", "cuda"]), (compiled, ["cuda"])]
     others.append((plain.model_copy(update={"path": "another"}), ["cuda"]))
-    assert decode_times_of(plain, ["cuda"]).predicted_s(SMALL) == 0.1
-    assert [decode_times_of(model, devices).predicted_s(SMALL) for model, devices in others] == [None] * 4
+    assert decode_times_of(plain, folder, ["cuda"]).predicted_s(SMALL) == 0.1
+    assert [decode_times_of(model, folder, devices).predicted_s(SMALL) for model, devices in others] == [None] * 4
 
 
 def test_it_is_written_beside_a_decode_and_not_in_its_time(

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from deployments.stages.common import Decoded
-from deployments.studio import retries, run
+from deployments.studio import flow, retries, run
 from deployments.studio.flow import DeployedStudio
 from deployments.studio.interface import Media, Output, Queued, StudioEvent
 from deployments.studio.readiness import Readiness
+from engines.gang.errors import GangBrokenError
 from engines.gang.jobs.job import JobDone, JobQueued, StepDone
 from tests.deployments.studio.support.set_stages import Stages
 from tests.deployments.support.fake_studio import PICTURES
@@ -59,6 +60,27 @@ async def test_the_first_whole_time_after_a_start_is_predicted_by_what_the_decod
     (first, media), (second, _) = await all_told(monkeypatch, stages, REQUEST.width, REQUEST.width)
     assert (first.decode_s, second.decode_s) == (5.0, 0.1)
     assert first.eta_s == media.timings.eta_s == pytest.approx(7.0)
+
+
+@pytest.mark.parametrize(("deadline_s", "expected_s"), [(60.0, [4.0, 9.0, 2.0 + 2 * 0.1]), (None, [0.0, 0.0, 0.0])])
+async def test_a_deadline_is_that_of_the_whole(
+    monkeypatch: pytest.MonkeyPatch, deadline_s: float | None, expected_s: list[float]
+) -> None:
+    """A gang, which knows of steps alone, is told what they may not take: what is over, and what decoding will take."""
+    lost = GangBrokenError("rank 1 died", "death", in_flight=True)
+    stages = Stages([STEP, 5.0, lost], [STEP, DONE], [STEP, DONE])
+    stages.expected_s = 4.0
+    stages.set_clock_of(retries, run, patch=monkeypatch)
+    monkeypatch.setattr(flow, "RETRY_PAUSE_S", 0.0)
+    handles: Any = {"m": stages}
+    studio = DeployedStudio({}, handles, Readiness({"m": ()}))
+    for request in (REQUEST, replace(REQUEST, width=2 * REQUEST.width, waited_s=2.0 if deadline_s else 0.0)):
+        asked = replace(request, deadline_s=deadline_s)
+        _ = [event async for event in studio.perform(asked, Output(format="png"))]
+        stages.expected_s = None
+    told = [args[1] for args in stages.all_sent["denoise"]]
+    assert [one.waited_s for one in told] == pytest.approx(expected_s)
+    assert {one.deadline_s for one in told} == {deadline_s}
 
 
 async def test_one_slow_decode_says_nothing_of_the_next() -> None:

@@ -141,7 +141,10 @@ class FakeStudio:
                 await self.permits.acquire()
             self.at_step(request, step)
             yield Progress(
-                step=step, num_steps=request.num_inference_steps, eta_s=STEPS_S if self.knows_times else None
+                step=step,
+                num_steps=request.num_inference_steps,
+                eta_s=STEPS_S if self.knows_times else None,
+                gpu_s=GPU_S * step / request.num_inference_steps,
             )
             if step in request.preview_steps:
                 yield Preview(index=num_previews, step=step, data=picture(request, Output(format="png")))

@@ -48,9 +48,12 @@ class Request:
 
 @dataclass
 class Seen:
-    """``gpu_s`` is what jobs that were done are said to have taken, ``rank_s`` what devices worked for each job."""
+    """``gpu_s`` is what jobs that were done are said to have taken, ``left_s`` those whose requests went away, and
+    ``rank_s`` what devices worked for each job. ``so_far_s`` is what was said with each step."""
 
     gpu_s: dict[str, float] = field(default_factory=dict)
+    left_s: dict[str, float] = field(default_factory=dict)
+    so_far_s: dict[str, list[float]] = field(default_factory=dict)
     rank_s: dict[str, float] = field(default_factory=dict)
     step_ms: dict[str, list[float | None]] = field(default_factory=dict)
     counted_s: float = 0.0
@@ -88,9 +91,11 @@ async def _seen(requests: Sequence[Request], config: GangConfig, known: StepTime
                 async with asyncio.timeout(request.leaves_s):
                     events = await run(gang, request.job(name))
             except TimeoutError:
+                seen.left_s[name] = await gang.spent_s(name)
                 return
             (seen.gpu_s[name],) = (event.gpu_s for event in events if isinstance(event, JobDone))
             seen.step_ms[name] = [event.step_ms for event in events if isinstance(event, StepDone)]
+            seen.so_far_s[name] = [event.gpu_s for event in events if isinstance(event, StepDone)]
 
         await asyncio.gather(*(one(number, request) for number, request in enumerate(requests)))
     seen.rank_s, seen.counted_s = dict(ranks.rank_s), counted_s("seen") - before_s
@@ -103,7 +108,8 @@ def seen_of(*requests: Request, config: GangConfig = PAIR, known: StepTimes | No
 
 def assert_told_right(seen: Seen) -> None:
     """Each job that was done, and all together."""
-    assert seen.gpu_s == {job_id: pytest.approx(seen.rank_s[job_id], rel=NEAR) for job_id in seen.gpu_s}
+    told_s = seen.gpu_s | seen.left_s
+    assert told_s == {job_id: pytest.approx(seen.rank_s[job_id], rel=NEAR) for job_id in told_s}
     assert seen.counted_s == pytest.approx(sum(seen.rank_s.values()), rel=NEAR)
 
 
@@ -117,6 +123,8 @@ def test_a_job_took_what_its_steps_took(shape: str, is_known: bool) -> None:
     first, *others = seen.step_ms["0"]
     assert first is None, "its first step is under way"
     assert others == pytest.approx([1e3 * ALL[shape][2]] * (NUM_STEPS - 1), rel=0.1)
+    step_s = 2 * ALL[shape][2]
+    assert seen.so_far_s["0"] == pytest.approx([*(step_s * i for i in range(NUM_STEPS - 1)), seen.gpu_s["0"]], rel=0.1)
 
 
 @pytest.mark.parametrize("shape", ["clip", LARGE])
@@ -149,9 +157,9 @@ def test_a_gang_that_idles_works_for_nobody() -> None:
 
 @pytest.mark.parametrize("shape", ["clip", LARGE])
 def test_what_a_cancelled_job_took_is_counted_and_is_not_the_next_ones(shape: str) -> None:
-    """Its last step ends unheard, and is told of when the next job comes."""
+    """What its last step took is told as soon as that is over, before any other job comes."""
     left = Request(at_s=0.0, shape=shape, leaves_s=5.3 * ALL[shape][2])
     seen = seen_of(left, Request(at_s=1000.0, shape=SMALL))
     assert 5 * ALL[shape][2] < seen.rank_s["0"] / 2 < 8 * ALL[shape][2]
-    assert list(seen.gpu_s) == ["1"]
+    assert (list(seen.left_s), list(seen.gpu_s)) == (["0"], ["1"])
     assert_told_right(seen)

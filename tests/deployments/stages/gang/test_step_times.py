@@ -29,18 +29,19 @@ def model(**denoiser: object) -> ModelConfig:
 
 
 def test_a_gang_predicts_what_others_like_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TROUPE_DATA_DIR", str(tmp_path))
-    measured = step_times_of(model(), infos("H200"), None)
+    monkeypatch.setenv("TROUPE_DATA_DIR", str(tmp_path / "data"))
+    folder = tmp_path / "folder"
+    measured = step_times_of(model(), folder, infos("H200"), None)
     measured.note(JOB, 2, 0.07)
     measured.note(JOB, 2, 0.07)
     assert measured.changed()
     measured.save()
-    same = step_times_of(model(max_running_jobs=9, policy="arrival", elastic=True), infos("H200"), None)
+    same = step_times_of(model(max_running_jobs=9, policy="arrival", elastic=True), folder, infos("H200"), None)
     assert same.prediction().step_s(JOB, 2) == 0.07
-    others = (
-        step_times_of(model(), infos("H100"), None),
-        step_times_of(model(strategy="ring"), infos("H200"), None),
-        step_times_of(model(), infos("H200"), ESTIMATES),  # what was measured is kept beside what was estimated
+    others = (  # the last, since what was measured is kept beside what was estimated
+        step_times_of(model(), folder, infos("H100"), None),
+        step_times_of(model(strategy="ring"), folder, infos("H200"), None),
+        step_times_of(model(), folder, infos("H200"), ESTIMATES),
     )
     assert [one.prediction().measured for one in others] == [{}, {}, {}]
 

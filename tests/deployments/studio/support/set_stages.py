@@ -15,8 +15,8 @@ from deployments.stages.common import Decoded, EncodingDone
 from engines.gang.errors import QueueFullError
 from engines.gang.jobs.job import JobEvent
 
-Act = JobEvent | Exception | float
-"""What happens in an attempt: an event, the error it ends with, or seconds that pass."""
+Act = JobEvent | Exception | float | asyncio.Event
+"""What happens in an attempt: an event, the error it ends with, seconds that pass, or what is waited for."""
 
 
 class Answer:
@@ -52,7 +52,8 @@ class Stages:
 
     The first preview or decoding fails with what ``bad_previews`` and ``bad_decodings`` hold, one each, until there are
     no more. Of the stage ``absent`` there is no replica. Sizes are too large for the decoder if there is a
-    ``bad_size``; else it says that decoding takes ``expected_s``.
+    ``bad_size``; else it says that decoding takes ``expected_s``. Asked what a job took that was left, gangs answer
+    with ``spent_s``, or it is what asking them raises; ``asked`` are the jobs.
     """
 
     def __init__(self, *attempts: list[Act], absent: str = "") -> None:
@@ -71,8 +72,11 @@ class Stages:
         self.all_sent: defaultdict[str, list[tuple[Any, ...]]] = defaultdict(list)
         """And every time."""
         self.text_encoder = SimpleNamespace(encode=self._remote("encode", lambda: self._answer("encoder", never.wait)))
+        self.spent_s: list[Any] | Exception = []
+        self.asked: list[str] = []
         self.denoiser = SimpleNamespace(
-            options=lambda **_: SimpleNamespace(denoise=self._remote("denoise", self._denoise))
+            options=lambda **_: SimpleNamespace(denoise=self._remote("denoise", self._denoise)),
+            broadcast=lambda method, job_id: SimpleNamespace(results_async=partial(self._told, method, job_id)),
         )
         self.decoder = SimpleNamespace(
             decode=self._remote("decode", lambda: self._answer("decoder", self._decode)),
@@ -122,6 +126,13 @@ class Stages:
         self.answers.append(Stream(self._run(acts), self._taken["denoiser"]))
         return self.answers[-1]
 
+    async def _told(self, method: str, job_id: str, *, timeout_s: float, return_exceptions: bool) -> list[Any]:
+        assert (method, return_exceptions) == ("spent_s", True)
+        self.asked.append(job_id)
+        if isinstance(self.spent_s, list):
+            return self.spent_s
+        raise self.spent_s
+
     async def _run(self, acts: list[Act]) -> AsyncGenerator[tuple[Any, ...]]:
         first: tuple[Any, ...] = (EncodingDone(encode_s=0.5),)
         for act in acts:
@@ -131,6 +142,8 @@ class Stages:
                 raise act
             elif isinstance(act, float):
                 self.now_s += act
+            elif isinstance(act, asyncio.Event):
+                await act.wait()
             else:
                 yield (*first, act)
                 first = ()

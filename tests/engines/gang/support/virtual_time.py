@@ -162,6 +162,8 @@ class GpuRanks:
             if plan.moves:
                 await self._until(await self._met(("moves", plan.sequence), len(self._plans), before_s))
                 await asyncio.sleep(MOVE_S * len(plan.moves))
+            if plan.drops:
+                await self._until(before_s)
             work = plan.work_of(rank)
             if work is not None:
                 pace.begin(plan.sequence)
