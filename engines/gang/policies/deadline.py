@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from engines.gang.policies.candidate import Candidate, GangShape, Teams
@@ -41,6 +42,14 @@ class Deadline:
     def note(self, served: Candidate, gang_s: float, waiting: Sequence[Candidate]) -> bool:
         """See ``Policy.note``."""
         return self._late.note(served, gang_s, waiting)
+
+    def changes_in_s(
+        self, served: Sequence[tuple[Candidate, float]], waiting: Sequence[Candidate], now_s: float
+    ) -> float:
+        """See ``Policy.changes_in_s``."""
+        spare_s = (self._due_s(one, now_s) - now_s - one.shortest_left_s for one in waiting)
+        late_s = min((one_s for one_s in spare_s if one_s >= 0), default=math.inf)
+        return min(math.nextafter(late_s, math.inf), self._late.changes_in_s(served, waiting, now_s))
 
     def forget(self, job_id: str) -> None:
         """See ``Policy.forget``."""

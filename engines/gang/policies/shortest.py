@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -44,6 +45,15 @@ class Shortest:
                 num_old += self.is_old(candidate)
         return num_old > 0
 
+    def changes_in_s(
+        self, served: Sequence[tuple[Candidate, float]], waiting: Sequence[Candidate], now_s: float
+    ) -> float:
+        """See ``Policy.changes_in_s``."""
+        newest = max(one.number for one, _ in served)
+        young = [one for one in waiting if one.number < newest and not self.is_old(one)]
+        ages_s = ((self._limit_s(one) - self.overtaken_s(one.id)) / _share_of_later(served, one) for one in young)
+        return min(ages_s, default=math.inf)
+
     def forget(self, job_id: str) -> None:
         """See ``Policy.forget``."""
         self._overtaken_s.pop(job_id, None)
@@ -59,5 +69,11 @@ class Shortest:
 
     def is_old(self, candidate: Candidate) -> bool:
         """Returns whether it goes before all that came after it."""
-        limit_s = self._max_overtaken * candidate.whole_s / candidate.job.priority
-        return self.overtaken_s(candidate.id) >= limit_s
+        return self.overtaken_s(candidate.id) >= self._limit_s(candidate)
+
+    def _limit_s(self, candidate: Candidate) -> float:
+        return self._max_overtaken * candidate.whole_s / candidate.job.priority
+
+
+def _share_of_later(served: Sequence[tuple[Candidate, float]], candidate: Candidate) -> float:
+    return sum(share for one, share in served if one.number > candidate.number)

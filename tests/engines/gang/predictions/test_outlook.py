@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -50,9 +53,9 @@ class Door:
         self._traffic = Traffic(NUM_RANKS)
         self._outlook = Outlook(self._scheduler, self.table, self._traffic, self._clock, max_wait_s)
 
-    def open(self, name: str, shape: str, *, is_scheduled: bool = True) -> float | None:
+    def open(self, name: str, shape: str, *, is_scheduled: bool = True, **fields: Any) -> float | None:
         """Returns in how many seconds it will be done. TooLateError if it is refused."""
-        job = job_of(name, shape)
+        job = replace(job_of(name, shape), **fields)
         eta_s = self._outlook.admit(job)
         self.table.open(job, 1.0).is_scheduled = is_scheduled
         if is_scheduled:
@@ -107,6 +110,18 @@ def test_who_goes_before_the_others_does_not_wait_for_them() -> None:
     assert refused(door, "long too", LARGE).predicted_s == pytest.approx(2 * LARGE_S + SMALL_S)
 
 
+def test_who_has_a_turn_soon_does_not_wait_for_all_of_another_key() -> None:
+    """Twenty small ones of a greedy key are there; each key has two of them before it is another's turn."""
+    door = Door(max_wait_s=None, policy="fair")
+    for number in range(20):
+        door.open(f"greedy {number}", SMALL, key="greedy")
+    for _ in range(3):
+        door.begin_step()
+    eta_s = door.open("only one", SMALL, key="modest", deadline_s=10.0)
+    assert eta_s is not None
+    assert eta_s <= 2 * SMALL_S + SMALL_S + 1e-6
+
+
 def test_jobs_that_come_at_one_time_wait_for_each_other() -> None:
     """Those among them that the ranks have not admitted yet."""
     door = Door(max_wait_s=0.5)
@@ -159,7 +174,7 @@ async def test_who_comes_again_when_told_to_is_taken(monkeypatch: pytest.MonkeyP
     await settled()
     with pytest.raises(TooLateError, match=r"max_wait_s, is 0\.5") as caught:
         await run(gang, job_of("second", SMALL))
-    num_steps_to_wait = round(caught.value.retry_after_s / STEPS_S[SMALL])
+    num_steps_to_wait = math.ceil(caught.value.retry_after_s / STEPS_S[SMALL])
     assert num_steps_to_wait == NUM_STEPS / 2
     for _ in range(num_steps_to_wait):
         await ranks.finish_step(STEPS_S[SMALL])
