@@ -141,7 +141,8 @@ class Run:
             if is_new:
                 self._decoders_word_s = await self._answer(responses[1])
             denoise = self.stages.denoiser.options(stream=True).denoise
-            stream: Any = denoise.remote(job_id, self._with_time_waited(), encoded, self.exclusive)
+            decode_s = self._predicted_decode_s or 0.0  # of what nobody knows, nobody is refused
+            stream: Any = denoise.remote(job_id, self._with_time_waited(), encoded, self.exclusive, decode_s)
             responses.append(stream)
             await self._taken(stream._to_object_ref_gen(), "denoiser")
             async for group in stream:

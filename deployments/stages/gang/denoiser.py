@@ -79,14 +79,20 @@ class Denoiser:
             self._spares = asyncio.create_task(keep_spares(wanted, lambda: self._gang.is_idle))
 
     async def denoise(
-        self, job_id: str, request: MediaRequest, encoded: list[ray.ObjectRef[Encoded]], exclusive: bool = False
+        self,
+        job_id: str,
+        request: MediaRequest,
+        encoded: list[ray.ObjectRef[Encoded]],
+        exclusive: bool = False,
+        decode_s: float = 0.0,
     ) -> AsyncGenerator[tuple[StageEvent, ...]]:
         """Steps, previews and at last ``JobDone``. Closing the iterator cancels the job on all ranks.
 
         Events come in groups, ``EVENTS_EVERY_S`` apart: each group is a millisecond's work in two processes.
         ``encoded`` is a list of one reference, so that this call need not wait for the encoder to be sent. It belongs
         to the caller, which keeps it until the job has ended, whatever becomes of the encoder.
-        ``exclusive``: beside no other job, as a request runs whose gang broke under it.
+        ``exclusive``: beside no other job, as a request runs whose gang broke under it. Decoding will take
+        ``decode_s``, as far as that is known: its deadline leaves the steps so much less.
         """
         came_s = time.monotonic()
         encoding = await encoded[0]
@@ -108,6 +114,7 @@ class Denoiser:
             priority=PRIORITIES[request.service_tier],
             deadline_s=request.deadline_s,
             waited_s=request.waited_s + waited_s,
+            decode_s=decode_s,
             key=request.key,
             weight=request.weight,
         )

@@ -38,11 +38,7 @@ class Outlook:
         """
         knows_it = self._scheduler.prediction.knows(job)
         lone_s = self._scheduler.lone_s(job) if knows_it else 0.0
-        if job.deadline_s is not None and lone_s > job.deadline_s:
-            raise ValueError(
-                f"deadline_s is {job.deadline_s:.3g}, and the steps alone take {lone_s:.3g} s: allow more time, or "
-                "ask for fewer steps or a smaller size"
-            )
+        _check_alone(job, lone_s)
         self._check_deadline(job, lone_s)
         if not (knows_it and self._knows_all()):
             return None
@@ -87,9 +83,10 @@ class Outlook:
         return all(map(self._scheduler.prediction.knows, self._table.open_jobs))
 
     def _check_deadline(self, job: Job, at_least_s: float) -> None:
-        """Refuses what would be late if it took ``at_least_s`` from now. Its deadline counts from its arrival."""
+        """Refuses what would be late if its steps took ``at_least_s`` from now. Its deadline counts from its arrival to
+        the end of its decoding."""
         if job.deadline_s is not None:
-            predicted_s = job.waited_s + at_least_s
+            predicted_s = job.waited_s + at_least_s + job.decode_s
             self._check(predicted_s, DEADLINE, job.deadline_s, predicted_s - job.deadline_s)
 
     def _check(self, predicted_s: float, limit: str, limit_s: float, late_s: float) -> None:
@@ -108,3 +105,14 @@ class Outlook:
     def _step_s(self, job_ids: Sequence[str], num_ranks: int) -> float:
         jobs = [self._table.get(job_id).job for job_id in job_ids]
         return sum(self._scheduler.prediction.step_s(job, num_ranks) for job in jobs)
+
+
+def _check_alone(job: Job, lone_s: float) -> None:
+    """``ValueError`` for a deadline that could not be met if no other job were there."""
+    alone_s = lone_s + job.decode_s
+    if job.deadline_s is not None and alone_s > job.deadline_s:
+        what = "the steps and decoding" if job.decode_s else "the steps"
+        raise ValueError(
+            f"deadline_s is {job.deadline_s:.3g}, and {what} alone take {alone_s:.3g} s: allow more time, or "
+            "ask for fewer steps or a smaller size"
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from statistics import fmean
 
 import pytest
@@ -126,6 +127,14 @@ def test_who_comes_later_is_not_known(policy: str) -> None:
     latencies_s = simulation.run(arrivals)
     errors = sorted(abs(simulation.predicted_s[i] - latency_s) / latency_s for i, latency_s in latencies_s.items())
     assert errors[len(errors) // 2] <= 0.1 < errors[-1]
+
+
+def test_what_is_decoded_after_its_deadline_is_refused() -> None:
+    """28 steps of 68 ms are 1.9 s, and decoding takes two more."""
+    gang = SimulatedGang(steps=STEPS, num_ranks=2, decode_s=2.0, refuses_late=True)
+    load = [Arrival(at_s=at_s, shape="1024x1024", num_steps=28, fields={"deadline_s": 4.0}) for at_s in (0.0, 50.0)]
+    simulation = Simulation(gang=gang, policy=make_policy("deadline"))
+    assert simulation.run([*load, *(replace(one, fields={"deadline_s": 3.8}) for one in load)]).keys() == {0, 1}
 
 
 def lone_times_s(num_ranks: int) -> dict[str, float]:

@@ -39,6 +39,13 @@ def test_who_cannot_be_in_time_any_more_goes_last() -> None:
     assert order_of(subject) == ["possible", "hopeless"]
 
 
+def test_who_takes_long_to_decode_is_due_earlier() -> None:
+    subject = scheduler(num_ranks=2, policy=Deadline())
+    subject.add(due("picture", 9.0))
+    subject.add(due("clip", 14.0, decode_s=8.0))
+    assert order_of(subject) == ["clip", "picture"]
+
+
 def test_a_deadline_counts_from_when_the_job_came() -> None:
     subject = scheduler(num_ranks=2, policy=Deadline())
     subject.add(due("early", 20.0), now_s=100.0)
