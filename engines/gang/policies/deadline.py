@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from engines.gang.policies.candidate import Candidate, GangShape, Teams
-from engines.gang.policies.shortest import Shortest
+from engines.gang.policies.shortest import MAX_OVERTAKEN, Shortest
 from engines.gang.policies.teams import quickest_teams
 
 USUAL_STRETCH = 3.0
@@ -21,8 +21,8 @@ class Deadline:
     for that, and those that are over go where all wait least.
     """
 
-    def __init__(self) -> None:
-        self._late = Shortest()
+    def __init__(self, max_overtaken: float = MAX_OVERTAKEN) -> None:
+        self._late = Shortest(max_overtaken)
         self._soft_due_s: dict[str, float] = {}
 
     def order(self, candidates: Sequence[Candidate], now_s: float) -> list[Candidate]:

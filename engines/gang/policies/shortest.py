@@ -17,11 +17,13 @@ class Shortest:
     """The job with the least predicted work left goes first, from step to step (SRPT: the least mean latency there is
     on one server; Schrage 1968, "A proof of the optimality of the shortest remaining processing time discipline").
 
-    Ageing: a job that later ones have overtaken for ``max_overtaken`` times what it takes by itself goes before all
-    that came after it. So the gang-seconds that it waits for later ones are at most ``max_overtaken`` times its own
-    predicted time, and a step; beside them it waits for those that came before it alone. Two things add to that: jobs
-    that have begun keep their places where as many have begun as may, and a priority counts as what it says. A job
-    of priority p counts as if it took 1/p of its time, both for its turn and for its age.
+    A job of priority p counts as if it took 1/p of its time, both for its turn and for its age.
+
+    Ageing: a job that later ones have overtaken for ``max_overtaken`` / p times what it takes by itself goes before all
+    that came after it. So the gang-seconds in which it waits while later ones are served are at most that, and the step
+    of the gang with which it is reached. One thing adds to them: if the job has not begun by then, and as many have as
+    may, those later ones of these that had begun go on until there is room. Beside them it waits for those that came
+    before it alone.
     """
 
     def __init__(self, max_overtaken: float = MAX_OVERTAKEN) -> None:
