@@ -17,8 +17,9 @@ class Deadline:
     """The earliest deadline that can still be met goes first (EDF; Liu & Layland 1973). Behind these, those that cannot
     be met go by the least predicted work left, and as with ``Shortest`` nobody is overtaken for ever.
 
-    In an elastic gang teams are such that as few jobs as can be are late, by prediction; so each has as few ranks as do
-    for that, and those that are over go where all wait least.
+    In an elastic gang teams are such that as few jobs as can be are late, by prediction, and among those the ones by
+    which all wait least. To give each the smallest team that still meets its deadline spends all its time to spare, so
+    that fewer are in time when others come (``docs/scaling.md`` has the figures).
     """
 
     def __init__(self, max_overtaken: float = MAX_OVERTAKEN) -> None:
