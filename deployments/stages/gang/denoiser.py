@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Hashable, Mapping
 from contextlib import aclosing
 from functools import partial
 
@@ -21,6 +21,7 @@ from deployments.stages.gang.rank import LoadRankParts
 from deployments.stages.gang.spares import keep_spares, spare_environment
 from deployments.stages.gang.step_times import estimates_s_of, step_times_of
 from engines.core.phases import log_phase
+from engines.core.transport.parcel import Shapes
 from engines.gang.errors import QueueFullError
 from engines.gang.gang import Gang
 from engines.gang.jobs.job import Job
@@ -56,6 +57,13 @@ def node_environment(engine: str, *, spares: bool = False) -> Mapping[str, str]:
     own = {name: value for name, value in local.items() if name not in environment}
     prepared = spare_environment(environment) if spares else {}
     return {**own, **prepared, **rank_environment(engine, environment)}
+
+
+def shape_of(request: MediaRequest, encoded: Shapes) -> tuple[Hashable, ...]:
+    """Returns what the steps of equal ones have alike."""
+    num_frames = request.num_layers or request.num_frames
+    silence = ("silent",) if request.sound is False else ()  # fewer tokens, of some models
+    return request.width, request.height, num_frames, request.true_cfg_scale > 1, encoded, *silence
 
 
 class Denoiser:
@@ -97,9 +105,8 @@ class Denoiser:
         came_s = time.monotonic()
         encoding = await encoded[0]
         waited_s = time.monotonic() - came_s
-        num_steps, num_frames = self._checkpoint.num_steps(request), request.num_layers or request.num_frames
+        num_steps = self._checkpoint.num_steps(request)
         computed = computed_steps(request.cache, num_steps)
-        silence = ("silent",) if request.sound is False else ()  # fewer tokens, of some models
         job = Job(
             job_id=job_id,
             request=request,
@@ -107,7 +114,7 @@ class Denoiser:
             num_steps=num_steps,
             idle_steps=frozenset(step for step, makes_forwards in enumerate(computed, 1) if not makes_forwards),
             preview_steps=frozenset(request.preview_steps),
-            shape=(request.width, request.height, num_frames, request.true_cfg_scale > 1, encoding.shapes, *silence),
+            shape=shape_of(request, encoding.shapes),
             estimates_s=estimates_s_of(request, encoding.shapes, self._gang.estimates),
             exclusive=exclusive,
             request_id=request.request_id,

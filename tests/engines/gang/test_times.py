@@ -224,26 +224,6 @@ async def test_a_deadline_counts_from_when_the_request_came(gang: Gang, ranks: S
     await settled()
 
 
-async def test_a_deadline_leaves_time_to_decode(gang: Gang, ranks: SetRanks) -> None:
-    """A job takes 0.5 s, and decoding another 0.4: that is known though no step was measured yet."""
-    with pytest.raises(ValueError, match=r"deadline_s is 0\.3, and the steps and decoding alone take 0\.4 s"):
-        await opened(gang, shaped_job("never", deadline_s=0.3, decode_s=0.4))
-    with pytest.raises(TooLateError, match=r"about 0\.6 s, and deadline_s is 0\.5"):
-        await opened(gang, shaped_job("over", deadline_s=0.5, decode_s=0.4, waited_s=0.2))
-    await measured(gang, ranks)
-    with pytest.raises(ValueError, match=r"deadline_s is 0\.8, and the steps and decoding alone take 0\.9 s"):
-        await opened(gang, shaped_job("not even alone", deadline_s=0.8, decode_s=0.4))
-    eta_s, first = await opened(gang, shaped_job("in time", deadline_s=1.0, decode_s=0.4))
-    assert eta_s == pytest.approx(0.5), "of its steps: who asked adds the rest"
-    with pytest.raises(TooLateError, match=r"about 1\.4 s, and deadline_s is 1\.2"):
-        await opened(gang, shaped_job("late", deadline_s=1.2, decode_s=0.4))
-    second_s, second = await opened(gang, shaped_job("decodes quickly", deadline_s=1.2, decode_s=0.1))
-    assert second_s == pytest.approx(1.0)
-    for stream in (first, second):
-        await stream.aclose()
-    await settled()
-
-
 async def test_the_next_of_long_steps_is_sent_shortly_before_its_turn(
     gang: Gang, clock: SetClock, ranks: SetRanks
 ) -> None:

@@ -74,9 +74,9 @@ def job_of(name: str, shape: str) -> Job:
     return fake_job(name, FakeRequest(seed=1, num_steps=NUM_STEPS), shape=shape)
 
 
-def refused(door: Door, name: str, shape: str) -> TooLateError:
+def refused(door: Door, name: str, shape: str, **fields: Any) -> TooLateError:
     with pytest.raises(TooLateError) as caught:
-        door.open(name, shape)
+        door.open(name, shape, **fields)
     return caught.value
 
 
@@ -148,6 +148,26 @@ def test_without_a_longest_wait_all_wait() -> None:
     door = Door(max_wait_s=None)
     door.open("long", LARGE)
     assert door.open("behind it", SMALL) == pytest.approx(LARGE_S + SMALL_S)
+
+
+def test_a_deadline_leaves_time_to_decode() -> None:
+    """A small one takes a second, and decoding another 0.4; what is predicted is of the steps alone."""
+    door = Door(max_wait_s=None)
+    with pytest.raises(ValueError, match=r"deadline_s is 1\.3, and the steps and decoding alone take 1\.4 s"):
+        door.open("never", SMALL, deadline_s=1.3, decode_s=0.4)
+    assert refused(door, "came late", SMALL, deadline_s=1.5, decode_s=0.4, waited_s=0.2).predicted_s == 1.6
+    assert door.open("in time", SMALL, deadline_s=1.5, decode_s=0.4) == pytest.approx(SMALL_S)
+    refusal = refused(door, "behind it", SMALL, deadline_s=2.2, decode_s=0.4)
+    assert (refusal.predicted_s, refusal.retry_after_s) == pytest.approx((2.4, 0.2))
+    assert door.open("decodes quickly", SMALL, deadline_s=2.2, decode_s=0.1) == pytest.approx(2 * SMALL_S)
+
+
+def test_time_to_decode_is_known_before_steps_are() -> None:
+    door = Door(max_wait_s=None)
+    with pytest.raises(ValueError, match=r"deadline_s is 0\.3, and the steps and decoding alone take 0\.4 s"):
+        door.open("never", NEW, deadline_s=0.3, decode_s=0.4)
+    assert refused(door, "came late", NEW, deadline_s=0.5, decode_s=0.4, waited_s=0.2).limit_s == 0.5
+    assert door.open("perhaps", NEW, deadline_s=0.5, decode_s=0.4) is None
 
 
 def test_who_is_refused_is_counted_and_forgotten() -> None:
