@@ -33,9 +33,8 @@ class MediaRequest:
     steps take the predictions of the step before them again (``pipelines.caching``). ``sound`` says whether the clip
     gets one (None: as the model does by itself).
     ``service_tier`` says how urgent it is beside others, and ``deadline_s`` how long its client waits, in seconds from
-    when it came (None: as long as it takes), ``waited_s`` of which are over as it is handed on, or needed for what
-    follows there. ``key`` is whose it is: the hash of an API key, empty for everybody; ``weight`` is that one's share
-    beside others.
+    when it came (None: as long as it takes), ``waited_s`` of which are over as it is handed on. ``key`` is whose it is:
+    the hash of an API key, empty for everybody; ``weight`` is that one's share beside others.
     """
 
     request_id: str

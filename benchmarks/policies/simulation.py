@@ -127,12 +127,12 @@ class Simulation:
             conditioning=None,
             num_steps=arrival.num_steps,
             shape=arrival.shape,
-            **arrival.fields,  # type: ignore[arg-type]
+            **{"decode_s": self.gang.decode_s, **arrival.fields},  # type: ignore[arg-type]
         )
         under_way_s = max(0.0, max(self._ready_s) - self._now_s)
         times_s = scheduler.finish_times_s(self._now_s, beside=(job,))
-        done_s = self.gang.encode_s + under_way_s + times_s[job.job_id]
-        self.predicted_s[number] = done_s + self.gang.decode_s
+        done_s = self.gang.encode_s + under_way_s + times_s[job.job_id] + self.gang.decode_s
+        self.predicted_s[number] = done_s
         if not self.gang.refuses_late or job.deadline_s is None or done_s <= job.deadline_s:
             scheduler.add(job, now_s=self._now_s)
 

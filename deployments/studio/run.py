@@ -148,7 +148,8 @@ class Run:
                 self._decoders_word_s = await self._answer(responses[1])
             denoise = self.stages.denoiser.options(stream=True).denoise
             self.job_id = f"{self.request.request_id}-{uuid.uuid4().hex[:8]}"
-            stream: Any = denoise.remote(self.job_id, self._with_time_for_steps(), encoded, self.exclusive)
+            decode_s = self._predicted_decode_s or 0.0  # of what nobody knows, nobody is refused
+            stream: Any = denoise.remote(self.job_id, self._with_time_waited(), encoded, self.exclusive, decode_s)
             responses.append(stream)
             await self._taken(stream._to_object_ref_gen(), "denoiser")
             async for group in stream:
@@ -235,13 +236,11 @@ class Run:
             return self._decoders_word_s
         return self.decode_times.predicted_s(self._decoded_like)
 
-    def _with_time_for_steps(self) -> MediaRequest:
-        """Its deadline counts from when it came, whatever it waited for and however often it began anew, until it is
-        decoded."""
+    def _with_time_waited(self) -> MediaRequest:
+        """Its deadline counts from when it came, whatever it waited for and however often it began anew."""
         if self.request.deadline_s is None:
             return self.request
-        not_for_steps_s = self._elapsed_s + (self._predicted_decode_s or 0.0)
-        return replace(self.request, waited_s=self.request.waited_s + not_for_steps_s)
+        return replace(self.request, waited_s=self.request.waited_s + self._elapsed_s)
 
 
 def _observe(model: str, timings: StageTimes) -> None:

@@ -17,6 +17,16 @@ MAY_IMPORT = {
     "training": {"engines", "pipelines", "training"},
 }
 HTTP_LIBRARIES = {"aiohttp", "fastapi", "flask", "httpx", "openai", "requests", "starlette", "uvicorn"}
+PURE = (
+    "engines/gang/jobs/job.py",
+    "engines/gang/jobs/scheduler.py",
+    "engines/gang/jobs/step_plan.py",
+    "engines/gang/policies/",
+    "engines/gang/predictions/lead.py",
+    "engines/gang/predictions/prediction.py",
+    "engines/gang/predictions/rough.py",
+)
+"""What a gang's decisions are made of."""
 REGISTRY = "pipelines/models/registry.py"
 OWN_FILES = (
     "pipelines/models/attention/",
@@ -67,6 +77,38 @@ def test_nothing_that_is_served_imports_training_tests_or_benchmarks() -> None:
 def test_ray_is_known_to_deployments_and_gangs_alone() -> None:
     others = [name for name in python_files("engines", "pipelines") if not name.startswith("engines/gang/")]
     assert forbidden_imports(others, lambda _, module: top(module) == "ray") == []
+
+
+def is_impure(name: str, module: str) -> bool:
+    """Whether a module of what decides may not import it: time, chance, tasks and ranks, and who knows of them."""
+    if top(module) in {"asyncio", "datetime", "random", "ray", "threading", "time"}:
+        return True
+    is_own = top(module) in CODE and not module.startswith("engines.core.")
+    return is_own and not f"{module.partition(':')[0].replace('.', '/')}.py".startswith(PURE)
+
+
+def test_what_decides_in_a_gang_knows_no_clock_and_no_ranks() -> None:
+    """The same jobs in the same order get the same plans, in a gang that was rebuilt and in a simulation."""
+    files = [name for name in python_files("engines/gang") if name.startswith(PURE)]
+    assert len(files) > len(PURE), "files have other names"
+    assert forbidden_imports(files, is_impure) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "found"),
+    [
+        ("time", True),
+        ("ray.util", True),
+        ("asyncio", True),
+        ("engines.gang.clock", True),
+        ("engines.gang.predictions.step_times", True),
+        ("engines.gang.policies.fair:Fair", False),
+        ("engines.core.spec", False),
+        ("math", False),
+    ],
+)
+def test_an_impure_import_is_found(module: str, found: bool) -> None:
+    assert is_impure("engines/gang/policies/fair.py", module) is found
 
 
 def test_http_is_known_to_deployments_alone() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Hashable, Mapping
 from contextlib import aclosing
 from functools import partial
 
@@ -21,6 +21,7 @@ from deployments.stages.gang.rank import LoadRankParts
 from deployments.stages.gang.spares import keep_spares, spare_environment
 from deployments.stages.gang.step_times import estimates_s_of, step_times_of
 from engines.core.phases import log_phase
+from engines.core.transport.parcel import Shapes
 from engines.gang.errors import QueueFullError
 from engines.gang.gang import Gang
 from engines.gang.jobs.job import Job
@@ -58,6 +59,13 @@ def node_environment(engine: str, *, spares: bool = False) -> Mapping[str, str]:
     return {**own, **prepared, **rank_environment(engine, environment)}
 
 
+def shape_of(request: MediaRequest, encoded: Shapes) -> tuple[Hashable, ...]:
+    """Returns what the steps of equal ones have alike."""
+    num_frames = request.num_layers or request.num_frames
+    silence = ("silent",) if request.sound is False else ()  # fewer tokens, of some models
+    return request.width, request.height, num_frames, request.true_cfg_scale > 1, encoded, *silence
+
+
 class Denoiser:
     """Thin: the gang does the work. A broken gang fails ``check_health``, and Serve replaces the replica."""
 
@@ -79,21 +87,26 @@ class Denoiser:
             self._spares = asyncio.create_task(keep_spares(wanted, lambda: self._gang.is_idle))
 
     async def denoise(
-        self, job_id: str, request: MediaRequest, encoded: list[ray.ObjectRef[Encoded]], exclusive: bool = False
+        self,
+        job_id: str,
+        request: MediaRequest,
+        encoded: list[ray.ObjectRef[Encoded]],
+        exclusive: bool = False,
+        decode_s: float = 0.0,
     ) -> AsyncGenerator[tuple[StageEvent, ...]]:
         """Steps, previews and at last ``JobDone``. Closing the iterator cancels the job on all ranks.
 
         Events come in groups, ``EVENTS_EVERY_S`` apart: each group is a millisecond's work in two processes.
         ``encoded`` is a list of one reference, so that this call need not wait for the encoder to be sent. It belongs
         to the caller, which keeps it until the job has ended, whatever becomes of the encoder.
-        ``exclusive``: beside no other job, as a request runs whose gang broke under it.
+        ``exclusive``: beside no other job, as a request runs whose gang broke under it. Decoding will take
+        ``decode_s``, as far as that is known: its deadline leaves the steps so much less.
         """
         came_s = time.monotonic()
         encoding = await encoded[0]
         waited_s = time.monotonic() - came_s
-        num_steps, num_frames = self._checkpoint.num_steps(request), request.num_layers or request.num_frames
+        num_steps = self._checkpoint.num_steps(request)
         computed = computed_steps(request.cache, num_steps)
-        silence = ("silent",) if request.sound is False else ()  # fewer tokens, of some models
         job = Job(
             job_id=job_id,
             request=request,
@@ -101,13 +114,14 @@ class Denoiser:
             num_steps=num_steps,
             idle_steps=frozenset(step for step, makes_forwards in enumerate(computed, 1) if not makes_forwards),
             preview_steps=frozenset(request.preview_steps),
-            shape=(request.width, request.height, num_frames, request.true_cfg_scale > 1, encoding.shapes, *silence),
+            shape=shape_of(request, encoding.shapes),
             estimates_s=estimates_s_of(request, encoding.shapes, self._gang.estimates),
             exclusive=exclusive,
             request_id=request.request_id,
             priority=PRIORITIES[request.service_tier],
             deadline_s=request.deadline_s,
             waited_s=request.waited_s + waited_s,
+            decode_s=decode_s,
             key=request.key,
             weight=request.weight,
         )

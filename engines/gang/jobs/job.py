@@ -23,8 +23,8 @@ class Job:
     For the scheduler's policy: ``estimates_s`` are what a step takes beside those of other jobs, by team size, up to a
     factor that all of them share (as the cost model says, or else its tokens); a job of ``priority`` 4 counts as if it
     took a quarter of its time; ``deadline_s`` after its request arrived it should be done, ``waited_s`` of which were
-    over when it came here, or are needed for what follows; ``key`` is whose it is, and ``weight`` how much that one may
-    have beside others.
+    over when it came here, and ``decode_s`` of which decoding its latents will take, as far as that was measured;
+    ``key`` is whose it is, and ``weight`` how much that one may have beside others.
     ``idle_steps`` (counted from 1) make no forwards, and take next to no time.
     """
 
@@ -40,6 +40,7 @@ class Job:
     priority: float = 1.0
     deadline_s: float | None = None
     waited_s: float = 0.0
+    decode_s: float = 0.0
     key: str = ""
     weight: float = 1.0
     idle_steps: frozenset[int] = frozenset()
@@ -50,8 +51,8 @@ class Job:
 
     @property
     def left_s(self) -> float | None:
-        """What is left of its deadline as it comes to a gang; None without one."""
-        return None if self.deadline_s is None else self.deadline_s - self.waited_s
+        """What its deadline leaves for its steps as it comes to a gang; None without one."""
+        return None if self.deadline_s is None else self.deadline_s - self.waited_s - self.decode_s
 
     @property
     def log_fields(self) -> dict[str, object]:

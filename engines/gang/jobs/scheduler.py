@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 
 from engines.core.spec import tiling_sizes
 from engines.gang.jobs.job import Job
 from engines.gang.jobs.step_plan import Emit, JobStep, Move, StepPlan, Work
-from engines.gang.policies.candidate import Candidate, GangShape, Ranks, Teams
-from engines.gang.policies.forecast import finish_times_s
-from engines.gang.policies.policy import Policy
+from engines.gang.policies.candidate import Candidate, GangShape, Ranks, within_room
+from engines.gang.policies.policy import Policy, teams_of
+from engines.gang.policies.rehearsal import Rehearsal
 from engines.gang.policies.shortest import Shortest
 from engines.gang.predictions.prediction import StepPrediction
 
@@ -24,6 +24,8 @@ class _Entry:
     number: int
     due_s: float | None
     step_s: Mapping[int, float]
+    fastest_s: float
+    whole_s: float
     num_planned: int = 0
     ranks: Ranks = ()
     holders: Ranks = ()
@@ -90,7 +92,7 @@ class Scheduler:
         """Go by this one from now on."""
         self._prediction = prediction
         for entry in self._entries.values():
-            entry.step_s = prediction.by_size(entry.job, self._gang.team_sizes)
+            entry.step_s, entry.fastest_s, entry.whole_s = self._predicted_s(entry.job)
         self._is_settled = False
 
     def drop(self, job_id: str) -> None:
@@ -123,23 +125,31 @@ class Scheduler:
 
     def lone_s(self, job: Job) -> float:
         """Returns what the steps of ``job`` are predicted to take by themselves."""
-        return job.num_forwards_after(0) * min(self._prediction.by_size(job, self._gang.team_sizes).values())
+        *_, whole_s = self._predicted_s(job)
+        return whole_s
 
     def finish_times_s(self, now_s: float = 0.0, *, beside: Sequence[Job] = ()) -> dict[str, float]:
         """Returns when each job is predicted to have done its steps, in seconds from now, if no other comes.
 
         ``beside``: as if these came now. Steps that were planned already do not count.
         """
-        entries = list(self._entries.values())
-        number = max((entry.number for entry in entries), default=0) + 1
-        entries += [self._entry(job, number + i, now_s) for i, job in enumerate(beside)]
-        ordered = self._within_room(self._policy.order([_candidate(entry) for entry in entries], now_s))
+        return dict(self.ends_s(now_s, beside=beside))
+
+    def ends_s(self, now_s: float = 0.0, *, beside: Sequence[Job] = ()) -> Iterator[tuple[str, float]]:
+        """Yields the same one by one, the first to end first: who needs no more of them leaves the others."""
+        number = max((entry.number for entry in self._entries.values()), default=0) + 1
+        coming = [self._entry(job, number + i, now_s) for i, job in enumerate(beside)]
         is_known = self._is_settled and not beside
-        teams = {one.id: one.ranks for one in ordered if one.ranks} if is_known else self._teams_of(ordered, now_s)
-        for job in beside:
-            self._policy.forget(job.job_id)
-        seated = [(one, len(teams[one.id])) for one in ordered if one.id in teams]
-        return finish_times_s(seated, [one for one in ordered if one.id not in teams], self._gang)
+        entries = self._entries.items()
+        rehearsal = Rehearsal(
+            [_candidate(entry) for entry in (*self._entries.values(), *coming)],
+            policy=self._policy,
+            gang=self._gang,
+            max_running_jobs=self._max_running_jobs,
+            now_s=now_s,
+            teams={job_id: entry.ranks for job_id, entry in entries if entry.ranks} if is_known else {},
+        )
+        return rehearsal.ends()
 
     # Who runs where.
 
@@ -147,19 +157,12 @@ class Scheduler:
         allowed = self._allowed(is_idle)
         self._is_settled = bool(allowed)  # an exclusive job may wait for the gang to be idle
         ordered = self._policy.order([_candidate(entry) for entry in self._entries.values()], now_s)
-        ordered = self._within_room([one for one in ordered if one.id in allowed])
-        teams = self._teams_of(ordered, now_s)
+        num_begun = sum(bool(entry.holders) for entry in self._entries.values())
+        ordered = within_room([one for one in ordered if one.id in allowed], self._max_running_jobs, num_begun)
+        teams = teams_of(self._policy, ordered, self._gang, now_s)
         self._may_run = [self._entries[candidate.id] for candidate in ordered if candidate.may_run]
         for entry in self._entries.values():
             entry.ranks = teams.get(entry.job.job_id, ())
-
-    def _teams_of(self, ordered: Sequence[Candidate], now_s: float) -> Teams:
-        first = next((candidate for candidate in ordered if candidate.may_run), None)
-        if first is None:
-            return {}
-        if self._gang.is_elastic:
-            return self._policy.teams(ordered, self._gang, now_s)
-        return {first.id: self._gang.ranks}
 
     def _allowed(self, is_idle: bool) -> set[str]:
         """The jobs that no exclusive one keeps from running."""
@@ -172,15 +175,15 @@ class Scheduler:
             return {alone.job.job_id}
         return before
 
-    def _within_room(self, ordered: Sequence[Candidate]) -> list[Candidate]:
-        """The same; those that have begun may run, and the most urgent others that there is room for."""
-        room = self._max_running_jobs - sum(bool(entry.holders) for entry in self._entries.values())
-        starting = {candidate.id for candidate in [one for one in ordered if not one.has_begun][: max(0, room)]}
-        return [replace(one, may_run=one.has_begun or one.id in starting) for one in ordered]
-
     def _entry(self, job: Job, number: int, now_s: float) -> _Entry:
         due_s = None if job.left_s is None else now_s + job.left_s
-        return _Entry(job, number, due_s, self._prediction.by_size(job, self._gang.team_sizes))
+        return _Entry(job, number, due_s, *self._predicted_s(job))
+
+    def _predicted_s(self, job: Job) -> tuple[Mapping[int, float], float, float]:
+        """Returns the seconds of a step by team size, on the team that is fastest, and of all steps there."""
+        step_s = self._prediction.by_size(job, self._gang.team_sizes)
+        fastest_s = min(step_s.values())
+        return step_s, fastest_s, job.num_forwards_after(0) * fastest_s
 
     # What becomes of it.
 
@@ -218,6 +221,8 @@ def _candidate(entry: _Entry) -> Candidate:
         number=entry.number,
         num_left=entry.job.num_forwards_after(entry.num_planned),
         step_s=entry.step_s,
+        fastest_s=entry.fastest_s,
+        whole_s=entry.whole_s,
         ranks=entry.ranks,
         holders=entry.holders,
         due_s=entry.due_s,

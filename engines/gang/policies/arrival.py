@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from engines.gang.policies.candidate import Candidate, GangShape, Teams
@@ -22,6 +23,12 @@ class Arrival:
     def note(self, served: Candidate, gang_s: float, waiting: Sequence[Candidate]) -> bool:
         """See ``Policy.note``."""
         return False
+
+    def changes_in_s(
+        self, served: Sequence[tuple[Candidate, float]], waiting: Sequence[Candidate], now_s: float
+    ) -> float:
+        """See ``Policy.changes_in_s``."""
+        return math.inf
 
     def forget(self, job_id: str) -> None:
         """See ``Policy.forget``."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from engines.gang.jobs.job import Job
 
@@ -14,17 +14,21 @@ Teams = Mapping[str, Ranks]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A job that has steps left, of which ``num_left`` make forwards. ``number`` counts jobs in order; ``step_s`` is
-    what a step of it is predicted to take, in seconds by team size. ``ranks`` work on it now (() while it waits),
-    ``holders`` have its newest state (() before its first step). ``due_s`` is when it must be done, by the clock of who
-    calls the scheduler; None: any time. Who ``may_run`` can be given a team now; for the states of others there is no
-    room yet.
+    """A job that has steps left, of which ``num_left`` make forwards (in a forecast parts of steps count too).
+
+    ``number`` counts jobs in order. ``step_s`` is what a step of it is predicted to take, in seconds by team size,
+    ``fastest_s`` on the team that is fastest, where all steps of the job, those that are done included, take
+    ``whole_s``. ``ranks`` work on it now (() while it waits), ``holders`` have its newest state (() before its first
+    step). ``due_s`` is when it must be done, by the clock of who calls the scheduler; None: any time. Who ``may_run``
+    can be given a team now; for the states of others there is no room yet.
     """
 
     job: Job
     number: int
-    num_left: int
+    num_left: float
     step_s: Mapping[int, float]
+    fastest_s: float
+    whole_s: float
     ranks: Ranks = ()
     holders: Ranks = ()
     due_s: float | None = None
@@ -45,12 +49,7 @@ class Candidate:
     @property
     def shortest_left_s(self) -> float:
         """The same on the team that is fastest."""
-        return self.num_left * min(self.step_s.values())
-
-    @property
-    def whole_s(self) -> float:
-        """What all steps of the job take on the team that is fastest, those that are done included."""
-        return self.job.num_forwards_after(0) * min(self.step_s.values())
+        return self.num_left * self.fastest_s
 
     def useful_size(self, team_size: int) -> int:
         """The size up to ``team_size`` on which a step is fastest: more ranks may take longer."""
@@ -71,3 +70,15 @@ class GangShape:
     @property
     def is_elastic(self) -> bool:
         return self.team_sizes != (self.num_ranks,)
+
+
+def within_room(ordered: Sequence[Candidate], max_running_jobs: int, num_begun: int | None = None) -> list[Candidate]:
+    """Returns the same; those that have begun (in all ``num_begun``, by default of these) may run, and the most urgent
+    others that there is room for."""
+    room = max_running_jobs - (sum(one.has_begun for one in ordered) if num_begun is None else num_begun)
+    found = []
+    for one in ordered:
+        may_run = one.has_begun or room > 0
+        room -= not one.has_begun
+        found.append(one if one.may_run is may_run else replace(one, may_run=may_run))
+    return found

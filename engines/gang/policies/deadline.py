@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from engines.gang.policies.candidate import Candidate, GangShape, Teams
-from engines.gang.policies.shortest import Shortest
+from engines.gang.policies.shortest import MAX_OVERTAKEN, Shortest
 from engines.gang.policies.teams import quickest_teams
 
 USUAL_STRETCH = 3.0
@@ -16,12 +17,13 @@ class Deadline:
     """The earliest deadline that can still be met goes first (EDF; Liu & Layland 1973). Behind these, those that cannot
     be met go by the least predicted work left, and as with ``Shortest`` nobody is overtaken for ever.
 
-    In an elastic gang teams are such that as few jobs as can be are late, by prediction; so each has as few ranks as do
-    for that, and those that are over go where all wait least.
+    In an elastic gang teams are such that as few jobs as can be are late, by prediction, and among those the ones by
+    which all wait least. To give each the smallest team that still meets its deadline spends all its time to spare, so
+    that fewer are in time when others come (``docs/scaling.md`` has the figures).
     """
 
-    def __init__(self) -> None:
-        self._late = Shortest()
+    def __init__(self, max_overtaken: float = MAX_OVERTAKEN) -> None:
+        self._late = Shortest(max_overtaken)
         self._soft_due_s: dict[str, float] = {}
 
     def order(self, candidates: Sequence[Candidate], now_s: float) -> list[Candidate]:
@@ -41,6 +43,14 @@ class Deadline:
     def note(self, served: Candidate, gang_s: float, waiting: Sequence[Candidate]) -> bool:
         """See ``Policy.note``."""
         return self._late.note(served, gang_s, waiting)
+
+    def changes_in_s(
+        self, served: Sequence[tuple[Candidate, float]], waiting: Sequence[Candidate], now_s: float
+    ) -> float:
+        """See ``Policy.changes_in_s``."""
+        spare_s = (self._due_s(one, now_s) - now_s - one.shortest_left_s for one in waiting)
+        late_s = min((one_s for one_s in spare_s if one_s >= 0), default=math.inf)
+        return min(math.nextafter(late_s, math.inf), self._late.changes_in_s(served, waiting, now_s))
 
     def forget(self, job_id: str) -> None:
         """See ``Policy.forget``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from engines.gang.policies.candidate import Candidate, GangShape, Teams
@@ -46,9 +47,26 @@ class Fair:
         has_aged = self._within.note(served, gang_s, [one for one in waiting if one.job.key == key])
         return has_aged or self._left_s[key] <= 0
 
+    def changes_in_s(
+        self, served: Sequence[tuple[Candidate, float]], waiting: Sequence[Candidate], now_s: float
+    ) -> float:
+        """See ``Policy.changes_in_s``."""
+        shares: Counter[str] = Counter()
+        for one, share in served:
+            shares[one.job.key] += share  # type: ignore[assignment]
+        turns_s = [self._left_s[key] / share for key, share in shares.items() if self._left_s[key] > 0]
+        return min((min(turns_s, default=0.0), *(self._ages_s(key, served, waiting, now_s) for key in shares)))
+
     def forget(self, job_id: str) -> None:
         """See ``Policy.forget``."""
         self._within.forget(job_id)
+
+    def _ages_s(
+        self, key: str, served: Sequence[tuple[Candidate, float]], waiting: Sequence[Candidate], now_s: float
+    ) -> float:
+        """As its jobs are among each other."""
+        own = [(one, share) for one, share in served if one.job.key == key]
+        return self._within.changes_in_s(own, [one for one in waiting if one.job.key == key], now_s)
 
     def _take_turns(self) -> None:
         """Ends the turns of keys that have used them up, until one has something left."""

@@ -26,6 +26,22 @@ class Policy(Protocol):
         """
         ...
 
+    def changes_in_s(
+        self, served: Sequence[tuple[Candidate, float]], waiting: Sequence[Candidate], now_s: float
+    ) -> float:
+        """Returns in how many seconds the order may be another, while ranks work on ``served``, each by such a share of
+        the gang, and on none of ``waiting``; infinity if that takes the end of a job, or a new one."""
+        ...
+
     def forget(self, job_id: str) -> None:
         """Hears that a job has ended."""
         ...
+
+
+def teams_of(policy: Policy, ordered: Sequence[Candidate], gang: GangShape, now_s: float) -> Teams:
+    """Returns the teams of ``ordered``: those of ``policy`` in an elastic gang, else the whole gang for the first that
+    may run; none if none may."""
+    first = next((one for one in ordered if one.may_run), None)
+    if first is None:
+        return {}
+    return policy.teams(ordered, gang, now_s) if gang.is_elastic else {first.id: gang.ranks}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -16,11 +17,13 @@ class Shortest:
     """The job with the least predicted work left goes first, from step to step (SRPT: the least mean latency there is
     on one server; Schrage 1968, "A proof of the optimality of the shortest remaining processing time discipline").
 
-    Ageing: a job that later ones have overtaken for ``max_overtaken`` times what it takes by itself goes before all
-    that came after it. So the gang-seconds that it waits for later ones are at most ``max_overtaken`` times its own
-    predicted time, and a step; beside them it waits for those that came before it alone. Two things add to that: jobs
-    that have begun keep their places where as many have begun as may, and a priority counts as what it says. A job
-    of priority p counts as if it took 1/p of its time, both for its turn and for its age.
+    A job of priority p counts as if it took 1/p of its time, both for its turn and for its age.
+
+    Ageing: a job that later ones have overtaken for ``max_overtaken`` / p times what it takes by itself goes before all
+    that came after it. So the gang-seconds in which it waits while later ones are served are at most that, and the step
+    of the gang with which it is reached. One thing adds to them: if the job has not begun by then, and as many have as
+    may, those later ones of these that had begun go on until there is room. Beside them it waits for those that came
+    before it alone.
     """
 
     def __init__(self, max_overtaken: float = MAX_OVERTAKEN) -> None:
@@ -44,6 +47,15 @@ class Shortest:
                 num_old += self.is_old(candidate)
         return num_old > 0
 
+    def changes_in_s(
+        self, served: Sequence[tuple[Candidate, float]], waiting: Sequence[Candidate], now_s: float
+    ) -> float:
+        """See ``Policy.changes_in_s``."""
+        newest = max(one.number for one, _ in served)
+        young = [one for one in waiting if one.number < newest and not self.is_old(one)]
+        ages_s = ((self._limit_s(one) - self.overtaken_s(one.id)) / _share_of_later(served, one) for one in young)
+        return min(ages_s, default=math.inf)
+
     def forget(self, job_id: str) -> None:
         """See ``Policy.forget``."""
         self._overtaken_s.pop(job_id, None)
@@ -59,5 +71,11 @@ class Shortest:
 
     def is_old(self, candidate: Candidate) -> bool:
         """Returns whether it goes before all that came after it."""
-        limit_s = self._max_overtaken * candidate.whole_s / candidate.job.priority
-        return self.overtaken_s(candidate.id) >= limit_s
+        return self.overtaken_s(candidate.id) >= self._limit_s(candidate)
+
+    def _limit_s(self, candidate: Candidate) -> float:
+        return self._max_overtaken * candidate.whole_s / candidate.job.priority
+
+
+def _share_of_later(served: Sequence[tuple[Candidate, float]], candidate: Candidate) -> float:
+    return sum(share for one, share in served if one.number > candidate.number)

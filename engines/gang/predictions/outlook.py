@@ -14,7 +14,9 @@ from engines.gang.predictions.prediction import StepPrediction
 from engines.gang.ranks.traffic import Traffic
 
 RENEW_EVERY_S = 0.1
-"""Predictions for running jobs are as old as this at most."""
+RENEW_PER_JOB_S = 0.01
+"""Predictions for running jobs are as old as this at most, and so much older for each job that is open: a rehearsal
+of 36 jobs takes milliseconds, of hundreds tens of them."""
 
 
 class Outlook:
@@ -36,16 +38,13 @@ class Outlook:
         """
         knows_it = self._scheduler.prediction.knows(job)
         lone_s = self._scheduler.lone_s(job) if knows_it else 0.0
-        if job.deadline_s is not None and lone_s > job.deadline_s:
-            raise ValueError(
-                f"deadline_s is {job.deadline_s:.3g}, and the steps alone take {lone_s:.3g} s: allow more time, or "
-                "ask for fewer steps or a smaller size"
-            )
+        _check_alone(job, lone_s)
         self._check_deadline(job, lone_s)
         if not (knows_it and self._knows_all()):
             return None
         beside, now_s = [*self._table.coming, job], self._clock.now_s()
-        predicted_s = self._scheduler.finish_times_s(now_s, beside=beside)[job.job_id] + self._under_way_s()
+        ends_s = self._scheduler.ends_s(now_s, beside=beside)
+        predicted_s = next(end_s for job_id, end_s in ends_s if job_id == job.job_id) + self._under_way_s()
         self._check_deadline(job, predicted_s)
         if self._max_wait_s is not None:
             late_s = predicted_s - lone_s - self._max_wait_s
@@ -58,7 +57,8 @@ class Outlook:
         num_left, step_s = open_job.job.num_forwards_after(step), open_job.warm_step_s
         own_s = 0.0 if not num_left else None if step_s is None else num_left * step_s
         now_s = self._clock.now_s()
-        if now_s - self._renewed_s >= RENEW_EVERY_S or self._renewed_by is not self._scheduler.prediction:
+        every_s = RENEW_EVERY_S + RENEW_PER_JOB_S * self._table.num_open
+        if now_s - self._renewed_s >= every_s or self._renewed_by is not self._scheduler.prediction:
             self._renew(now_s)
         if self._times_s is None:
             return own_s if not num_left or self._table.num_open == 1 else None
@@ -69,7 +69,7 @@ class Outlook:
         """Returns when the first of all jobs will be done; None if there is none, or nobody knows."""
         if not self._knows_all():
             return None
-        return min(self._scheduler.finish_times_s(self._clock.now_s()).values(), default=None)
+        return next((end_s for _, end_s in self._scheduler.ends_s(self._clock.now_s())), None)
 
     def _renew(self, now_s: float) -> None:
         self._renewed_s, self._renewed_by, self._times_s = now_s, self._scheduler.prediction, None
@@ -83,9 +83,10 @@ class Outlook:
         return all(map(self._scheduler.prediction.knows, self._table.open_jobs))
 
     def _check_deadline(self, job: Job, at_least_s: float) -> None:
-        """Refuses what would be late if it took ``at_least_s`` from now. Its deadline counts from its arrival."""
+        """Refuses what would be late if its steps took ``at_least_s`` from now. Its deadline counts from its arrival to
+        the end of its decoding."""
         if job.deadline_s is not None:
-            predicted_s = job.waited_s + at_least_s
+            predicted_s = job.waited_s + at_least_s + job.decode_s
             self._check(predicted_s, DEADLINE, job.deadline_s, predicted_s - job.deadline_s)
 
     def _check(self, predicted_s: float, limit: str, limit_s: float, late_s: float) -> None:
@@ -104,3 +105,14 @@ class Outlook:
     def _step_s(self, job_ids: Sequence[str], num_ranks: int) -> float:
         jobs = [self._table.get(job_id).job for job_id in job_ids]
         return sum(self._scheduler.prediction.step_s(job, num_ranks) for job in jobs)
+
+
+def _check_alone(job: Job, lone_s: float) -> None:
+    """``ValueError`` for a deadline that could not be met if no other job were there."""
+    alone_s = lone_s + job.decode_s
+    if job.deadline_s is not None and alone_s > job.deadline_s:
+        what = "the steps and decoding" if job.decode_s else "the steps"
+        raise ValueError(
+            f"deadline_s is {job.deadline_s:.3g}, and {what} alone take {alone_s:.3g} s: allow more time, or "
+            "ask for fewer steps or a smaller size"
+        )

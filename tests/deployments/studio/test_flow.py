@@ -113,6 +113,15 @@ async def test_a_deadline_goes_on_while_a_gang_is_rebuilt(events_of: Callable[..
     assert [(one.deadline_s, one.waited_s) for one in requests] == [(60.0, 0.0), (60.0, 7.0)]
 
 
+async def test_a_gang_is_told_what_decoding_will_take(events_of: Callable[..., Any]) -> None:
+    """As the decoder says where the size is new to it, or 0 where nothing is known."""
+    for expected_s, told_s in ((None, 0.0), (2.5, 2.5)):
+        stages = Stages([STEP, DONE])
+        stages.expected_s = expected_s
+        await events_of(stages, deadline_s=60.0)
+        assert stages.sent["denoise"][4:] == (told_s,)
+
+
 async def test_the_whole_time_begins_when_the_request_came(events_of: Callable[..., Any]) -> None:
     """What passed on a gang that was lost belongs to it, and to what is predicted of it."""
     stages = Stages([STEP, 7.0, BROKEN], [2.0, JobQueued(job_id="j", eta_s=3.0), STEP, DONE])

@@ -40,7 +40,7 @@ async def events_of(*acts: StepDone | Exception) -> list[tuple[Any, ...]]:
 
 
 async def submitted(
-    request: MediaRequest, encoding: Encoded, *acts: StepDone | Exception
+    request: MediaRequest, encoding: Encoded, *acts: StepDone | Exception, decode_s: float = 0.0
 ) -> tuple[Job, list[tuple[Any, ...]]]:
     """The job that reaches the gang, and what becomes of it."""
     jobs: list[Job] = []
@@ -59,12 +59,17 @@ async def submitted(
     )
     encoded: asyncio.Future[Encoded] = asyncio.get_running_loop().create_future()
     encoded.set_result(encoding)
-    events = [group async for group in denoiser.denoise("j", request, [encoded])]  # type: ignore[list-item]
+    events = [group async for group in denoiser.denoise("j", request, [encoded], decode_s=decode_s)]  # type: ignore[list-item]
     return jobs[0], events
 
 
 async def test_the_first_group_says_how_long_the_encoding_took() -> None:
     assert await events_of(*STEPS) == [(EncodingDone(encode_s=0.5), STEPS[0]), (STEPS[1],)]
+
+
+async def test_a_job_says_what_decoding_will_take() -> None:
+    job, _ = await submitted(PICTURES.request(model="m", prompt="a", deadline_s=9.0), ENCODED, *STEPS, decode_s=3.0)
+    assert job.left_s == pytest.approx(6.0, abs=0.5)
 
 
 async def test_a_picture_to_paint_over_spares_steps() -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from engines.gang.jobs.step_plan import Move, StepPlan
+from engines.gang.policies.registry import POLICIES
 from tests.engines.gang.support.plans import all_plans, job, scheduler
 
 
@@ -193,6 +194,8 @@ def test_plans_are_numbered() -> None:
     assert [plan.sequence for plan in all_plans(numbered)] == [0, 1, 2, 3]
 
 
-def test_the_scheduler_does_not_import_ray() -> None:
-    check = "import sys, engines.gang.jobs.scheduler; sys.exit('ray' in sys.modules)"
+def test_neither_the_scheduler_nor_a_policy_imports_ray() -> None:
+    """However far away."""
+    modules = ["engines.gang.jobs.scheduler", *(place.partition(":")[0] for place in POLICIES.values())]
+    check = f"import sys, {', '.join(modules)}; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""Deadlines that can be met come before those that cannot, and small teams do where they meet them."""
+"""Deadlines that can be met come before those that cannot; teams are those by which fewest are late."""
 
 from __future__ import annotations
 
@@ -39,6 +39,13 @@ def test_who_cannot_be_in_time_any_more_goes_last() -> None:
     assert order_of(subject) == ["possible", "hopeless"]
 
 
+def test_who_takes_long_to_decode_is_due_earlier() -> None:
+    subject = scheduler(num_ranks=2, policy=Deadline())
+    subject.add(due("picture", 9.0))
+    subject.add(due("clip", 14.0, decode_s=8.0))
+    assert order_of(subject) == ["clip", "picture"]
+
+
 def test_a_deadline_counts_from_when_the_job_came() -> None:
     subject = scheduler(num_ranks=2, policy=Deadline())
     subject.add(due("early", 20.0), now_s=100.0)
@@ -55,12 +62,37 @@ def test_a_job_without_a_deadline_is_to_be_done_in_three_times_its_own_time() ->
         assert order_of(subject) == expected
 
 
-def test_teams_are_as_small_as_deadlines_allow() -> None:
+NEARLY_TWICE = {1: 1.0, 2: 0.51}
+"""Two ranks are 1.96 times as fast as one: all wait least one after the other."""
+
+
+def teams_of(*jobs: Job) -> dict[str, tuple[int, ...]]:
+    """By the first plan of an elastic gang of two ranks."""
+    subject = scheduler(num_ranks=2, elastic=True, policy=Deadline())
+    for one in jobs:
+        subject.add(one)
+    plan = subject.next_plan()
+    assert plan is not None
+    return {work.job_ids[0]: work.ranks for work in plan.works}
+
+
+def test_teams_are_those_by_which_fewest_are_late() -> None:
     """One rank is enough for both where there is time for that; else the one that is due first gets both."""
-    for deadline_s, expected in ((4.5, {"a": (0,), "b": (1,)}), (3.0, {"a": (0, 1)})):
-        subject = scheduler(num_ranks=2, elastic=True, policy=Deadline())
-        subject.add(due("a", deadline_s))
-        subject.add(due("b", 4.5))
-        plan = subject.next_plan()
-        assert plan is not None
-        assert {work.job_ids[0]: work.ranks for work in plan.works} == expected
+    assert teams_of(due("a", 4.5), due("b", 4.5)) == {"a": (0,), "b": (1,)}
+    assert teams_of(due("a", 3.0), due("b", 4.5)) == {"a": (0, 1)}
+
+
+def test_where_all_are_in_time_anyway_all_wait_least() -> None:
+    """So a job that would be in time on one rank has both, before another that has time as well."""
+    far = [due(name, 100.0, estimates_s=NEARLY_TWICE) for name in "ab"]
+    assert teams_of(*far) == {"a": (0, 1)}
+    assert teams_of(far[0]) == {"a": (0, 1)}
+
+
+def test_who_is_too_late_anyway_gets_what_the_others_can_spare() -> None:
+    """One rank, if the other does for who can be in time; else nothing, though it came first and is shorter."""
+    hopeless = due("hopeless", 0.5, num_steps=2)
+    assert teams_of(hopeless, due("possible", 3.0)) == {"possible": (0, 1)}
+    little = {1: 1.0, 2: 0.7}
+    spared = teams_of(due("hopeless", 0.5, estimates_s=little), due("possible", 9.0, estimates_s=little))
+    assert {job_id: len(ranks) for job_id, ranks in spared.items()} == {"possible": 1, "hopeless": 1}

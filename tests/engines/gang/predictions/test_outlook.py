@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -50,9 +53,9 @@ class Door:
         self._traffic = Traffic(NUM_RANKS)
         self._outlook = Outlook(self._scheduler, self.table, self._traffic, self._clock, max_wait_s)
 
-    def open(self, name: str, shape: str, *, is_scheduled: bool = True) -> float | None:
+    def open(self, name: str, shape: str, *, is_scheduled: bool = True, **fields: Any) -> float | None:
         """Returns in how many seconds it will be done. TooLateError if it is refused."""
-        job = job_of(name, shape)
+        job = replace(job_of(name, shape), **fields)
         eta_s = self._outlook.admit(job)
         self.table.open(job, 1.0).is_scheduled = is_scheduled
         if is_scheduled:
@@ -71,9 +74,9 @@ def job_of(name: str, shape: str) -> Job:
     return fake_job(name, FakeRequest(seed=1, num_steps=NUM_STEPS), shape=shape)
 
 
-def refused(door: Door, name: str, shape: str) -> TooLateError:
+def refused(door: Door, name: str, shape: str, **fields: Any) -> TooLateError:
     with pytest.raises(TooLateError) as caught:
-        door.open(name, shape)
+        door.open(name, shape, **fields)
     return caught.value
 
 
@@ -107,6 +110,18 @@ def test_who_goes_before_the_others_does_not_wait_for_them() -> None:
     assert refused(door, "long too", LARGE).predicted_s == pytest.approx(2 * LARGE_S + SMALL_S)
 
 
+def test_who_has_a_turn_soon_does_not_wait_for_all_of_another_key() -> None:
+    """Twenty small ones of a greedy key are there; each key has two of them before it is another's turn."""
+    door = Door(max_wait_s=None, policy="fair")
+    for number in range(20):
+        door.open(f"greedy {number}", SMALL, key="greedy")
+    for _ in range(3):
+        door.begin_step()
+    eta_s = door.open("only one", SMALL, key="modest", deadline_s=10.0)
+    assert eta_s is not None
+    assert eta_s <= 2 * SMALL_S + SMALL_S + 1e-6
+
+
 def test_jobs_that_come_at_one_time_wait_for_each_other() -> None:
     """Those among them that the ranks have not admitted yet."""
     door = Door(max_wait_s=0.5)
@@ -135,6 +150,26 @@ def test_without_a_longest_wait_all_wait() -> None:
     assert door.open("behind it", SMALL) == pytest.approx(LARGE_S + SMALL_S)
 
 
+def test_a_deadline_leaves_time_to_decode() -> None:
+    """A small one takes a second, and decoding another 0.4; what is predicted is of the steps alone."""
+    door = Door(max_wait_s=None)
+    with pytest.raises(ValueError, match=r"deadline_s is 1\.3, and the steps and decoding alone take 1\.4 s"):
+        door.open("never", SMALL, deadline_s=1.3, decode_s=0.4)
+    assert refused(door, "came late", SMALL, deadline_s=1.5, decode_s=0.4, waited_s=0.2).predicted_s == 1.6
+    assert door.open("in time", SMALL, deadline_s=1.5, decode_s=0.4) == pytest.approx(SMALL_S)
+    refusal = refused(door, "behind it", SMALL, deadline_s=2.2, decode_s=0.4)
+    assert (refusal.predicted_s, refusal.retry_after_s) == pytest.approx((2.4, 0.2))
+    assert door.open("decodes quickly", SMALL, deadline_s=2.2, decode_s=0.1) == pytest.approx(2 * SMALL_S)
+
+
+def test_time_to_decode_is_known_before_steps_are() -> None:
+    door = Door(max_wait_s=None)
+    with pytest.raises(ValueError, match=r"deadline_s is 0\.3, and the steps and decoding alone take 0\.4 s"):
+        door.open("never", NEW, deadline_s=0.3, decode_s=0.4)
+    assert refused(door, "came late", NEW, deadline_s=0.5, decode_s=0.4, waited_s=0.2).limit_s == 0.5
+    assert door.open("perhaps", NEW, deadline_s=0.5, decode_s=0.4) is None
+
+
 def test_who_is_refused_is_counted_and_forgotten() -> None:
     door = Door(max_wait_s=0.5)
     door.open("a", SMALL)
@@ -159,7 +194,7 @@ async def test_who_comes_again_when_told_to_is_taken(monkeypatch: pytest.MonkeyP
     await settled()
     with pytest.raises(TooLateError, match=r"max_wait_s, is 0\.5") as caught:
         await run(gang, job_of("second", SMALL))
-    num_steps_to_wait = round(caught.value.retry_after_s / STEPS_S[SMALL])
+    num_steps_to_wait = math.ceil(caught.value.retry_after_s / STEPS_S[SMALL])
     assert num_steps_to_wait == NUM_STEPS / 2
     for _ in range(num_steps_to_wait):
         await ranks.finish_step(STEPS_S[SMALL])

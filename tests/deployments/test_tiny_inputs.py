@@ -1,0 +1,131 @@
+"""Adapters, masks, first frames and sound in the whole application, on gangs of two rank actors over HTTP."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import av
+import httpx
+import numpy as np
+import openai
+import pytest
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+
+from deployments.cli.serving import parse_config
+from deployments.config import ServeConfig
+from pipelines.request import MediaRequest
+from tests.deployments.support.bare import assert_same_picture, bare_frames, frames_of
+from tests.deployments.support.files import file_of
+from tests.deployments.support.live import TIMEOUT_S, config_of, live, picture, pixels_of
+from tests.pipelines.lora.support.tiny_lora import loader, request_of, write_lora
+from tests.pipelines.support.checkpoints import tiny, tiny_ltx, tiny_pictures
+from tests.pipelines.support.references.own_call import as_it_is, own_state
+from tests.pipelines.support.references.own_clips import sounding_blocks
+from tests.pipelines.support.references.picture_cases import drawn, mask_of
+from tests.pipelines.support.references.video import Clip
+from tests.pipelines.support.references.video import picture as smooth
+
+pytestmark = pytest.mark.slow
+
+ADAPTER, SCALE = "ink", 0.8
+SIZE = (80, 64)
+CLIP = Clip(make=tiny_ltx.ltx2_few_layers, reference=sounding_blocks, num_pictures=1, changes={"true_cfg_scale": 1.0})
+MAKERS = {"drawing": tiny.flux, "painting": tiny_pictures.flux2_klein, "filming": CLIP.make}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: make(root / name) for name, make in MAKERS.items()}
+
+
+@pytest.fixture(scope="module")
+def adapter(folders: Mapping[str, Path]) -> Path:
+    return write_lora(folders["drawing"], folders["drawing"].parent / ADAPTER, seed=1)
+
+
+@pytest.fixture(scope="module")
+def url(folders: Mapping[str, Path], adapter: Path, ray_cluster: None) -> Iterator[str]:
+    with live(with_adapter(config_of(folders), adapter)) as url:
+        yield url
+
+
+def with_adapter(config: ServeConfig, adapter: Path) -> ServeConfig:
+    document = config.model_dump(mode="json")
+    model = document["applications"][0]["args"]["models"][0]
+    model["loras"] = [{"name": ADAPTER, "path": str(adapter), "scale": SCALE}]
+    return parse_config(document)
+
+
+def own_pixels(folder: Path, request: MediaRequest, adapters: Mapping[Path, float]) -> NDArray[Any]:
+    """diffusers' own pipeline with its own adapters."""
+    change = loader(adapters) if adapters else as_it_is
+    found: NDArray[Any] = own_state(folder, request, change=change).get("images")[0].movedim(0, -1).float().numpy()
+    return np.rint(255 * found).astype(np.uint8)
+
+
+def test_requests_with_and_without_an_adapter(url: str, folders: Mapping[str, Path], adapter: Path) -> None:
+    folder = folders["drawing"]
+    request = request_of(folder)
+    asked = {"prompt": request.prompt, "size": f"{request.width}x{request.height}", "seed": request.seed}
+    asked["num_inference_steps"] = request.num_inference_steps
+    plain = picture(url, model="drawing", **asked)
+    named = picture(url, model=f"drawing:{ADAPTER}", **asked)
+    scaled = picture(url, model="drawing", lora=[{"name": ADAPTER, "scale": -0.5}], **asked)
+    assert picture(url, model="drawing", **asked) == plain
+    for served, adapters in ((plain, {}), (named, {adapter: SCALE}), (scaled, {adapter: -0.5})):
+        assert_same_picture(pixels_of(served), own_pixels(folder, request, adapters))
+    assert np.abs(pixels_of(named).astype(int) - pixels_of(plain)).mean() > 1
+
+
+def test_adapters_are_listed_and_unknown_ones_refused(url: str) -> None:
+    cards = httpx.get(f"{url}/v1/models", timeout=TIMEOUT_S).json()["data"]
+    assert f"drawing:{ADAPTER}" in {card["id"] for card in cards}
+    asked = {"model": "drawing", "prompt": "a red circle", "lora": [{"name": "oil"}]}
+    refused = httpx.post(f"{url}/v1/images/generations", json=asked, timeout=TIMEOUT_S)
+    assert refused.status_code == httpx.codes.BAD_REQUEST
+    assert ADAPTER in refused.json()["error"]["message"]
+
+
+def opacity_of(mask: Image.Image) -> bytes:
+    """A file as OpenAI's client sends one: what is transparent is to be painted."""
+    picture = mask.convert("RGBA")
+    picture.putalpha(mask.point(lambda value: 255 - value))
+    return file_of(picture)
+
+
+def test_a_picture_is_painted_over_inside_a_mask(url: str, folders: Mapping[str, Path]) -> None:
+    sent, left = file_of(drawn(*SIZE, seed=0)), mask_of(*SIZE)
+    fields = {"size": f"{SIZE[0]}x{SIZE[1]}", "num_inference_steps": 4, "seed": 5, "strength": 0.7}
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="unused", timeout=TIMEOUT_S, max_retries=0)
+    words = {"model": "painting", "prompt": "a red circle", "image": sent}
+    answer = client.images.edit(**words, mask=opacity_of(left), extra_body=fields)
+    served = pixels_of(base64.b64decode(answer.data[0].b64_json))
+    for mask, is_same in ((left, True), (ImageOps.invert(left), False)):
+        (expected,) = bare_frames(dict(folders), **words, mask=opacity_of(mask), **fields)
+        assert (np.abs(served.astype(int) - expected).max() <= 1) is is_same
+
+
+def test_a_clip_with_sound_begins_with_a_picture(url: str, folders: Mapping[str, Path]) -> None:
+    request = CLIP.request(folders["filming"])
+    file = file_of(smooth(request.width, request.height))
+    fields = {"model": "filming", "prompt": request.prompt, "negative_prompt": request.negative_prompt}
+    fields |= {"size": f"{request.width}x{request.height}", "num_frames": str(request.num_frames), "seed": "5"}
+    fields |= {"num_inference_steps": "2", "guidance_scale": "1"}
+    reference = {"input_reference": ("first.png", file, "image/png")}
+    answer = httpx.post(f"{url}/v1/videos/sync", data=fields, files=reference, timeout=TIMEOUT_S)
+    assert answer.status_code == httpx.codes.OK, answer.text
+    expected = CLIP.own(folders["filming"])["videos"][0]
+    frames = np.stack(frames_of(answer.content))
+    assert len(frames) == request.num_frames
+    own = (255 * expected.movedim(1, -1).float().numpy()).clip(0, 255)
+    assert np.abs(frames.mean((1, 2)) - own.mean((1, 2))).max() < 12, "but for lossy compression"
+    with av.open(io.BytesIO(answer.content)) as container:
+        (sound,) = container.streams.audio
+        played_s = float(sum(frame.samples for frame in container.decode(sound)) / sound.rate)
+    assert played_s == pytest.approx(request.num_frames / request.fps, abs=0.2)

@@ -1,0 +1,64 @@
+"""What speaks for leaving teams as they are: each of it decides some case, and none decides more than it says."""
+
+from __future__ import annotations
+
+import pytest
+
+from engines.gang.policies.candidate import Candidate, GangShape, Ranks, Teams
+from engines.gang.policies.teams import quickest_teams
+from tests.engines.gang.support.plans import job
+
+GANG = GangShape(num_ranks=2, team_sizes=(1, 2))
+SIDE_BY_SIDE, FIRST_ALONE = {"a": (0,), "b": (1,)}, {"a": (0, 1)}
+
+
+def candidate(name: str, *, on_one_s: float, on_two_s: float, ranks: Ranks = (), holders: Ranks = ()) -> Candidate:
+    return Candidate(
+        job=job(name, num_steps=10),
+        number=ord(name),
+        num_left=10,
+        step_s={1: on_one_s, 2: on_two_s},
+        fastest_s=on_two_s,
+        whole_s=10 * on_two_s,
+        ranks=ranks,
+        holders=holders,
+    )
+
+
+def teams(on_one_s: float, on_two_s: float, *, run: bool) -> Teams:
+    """Of two jobs that are alike: both run side by side, or both are paused.
+
+    If they stay so, both end after ten steps on one rank, and who comes next waits as long: 30 ``on_one_s`` in all. If
+    the first gets both ranks, that is 10, 20 and 20 ``on_two_s``: 50, as much as 30 of five thirds of it.
+    """
+    places: list[Ranks] = [(0,), (1,)]
+    jobs = [
+        candidate(name, on_one_s=on_one_s, on_two_s=on_two_s, ranks=place if run else (), holders=place)
+        for name, place in zip("ab", places, strict=True)
+    ]
+    return quickest_teams(jobs, GANG)
+
+
+@pytest.mark.parametrize(
+    ("on_one_s", "expected"),
+    [
+        (1.66, SIDE_BY_SIDE),
+        (1.68, SIDE_BY_SIDE),  # 0.8 % are less than what a change must gain
+        (1.705, SIDE_BY_SIDE),  # 2.3 % are more, and less than it must gain where one is paused for it
+        (1.72, FIRST_ALONE),
+    ],
+)
+def test_teams_that_run_change_for_some_gain_and_jobs_are_paused_for_more(on_one_s: float, expected: Teams) -> None:
+    assert teams(on_one_s, 1.0, run=True) == expected
+
+
+@pytest.mark.parametrize(("on_one_s", "expected"), [(1.66, SIDE_BY_SIDE), (1.68, FIRST_ALONE)])
+def test_teams_of_paused_jobs_are_those_by_which_all_wait_least(on_one_s: float, expected: Teams) -> None:
+    assert teams(on_one_s, 1.0, run=False) == expected
+
+
+@pytest.mark.parametrize(("on_two_s", "expected"), [(0.001, SIDE_BY_SIDE), (0.1, FIRST_ALONE)])
+def test_a_state_is_moved_only_where_that_pays(on_two_s: float, expected: Teams) -> None:
+    """The move costs both jobs 2 ms. The second rank spares all of them 1.6 ms in all where steps take one, and a
+    hundred times that where these do."""
+    assert teams(1.72 * on_two_s, on_two_s, run=False) == expected
