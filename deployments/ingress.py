@@ -165,7 +165,7 @@ class Ingress:
             max_open_pictures={
                 model: limit
                 for model, limit in self._config.max_open_pictures.items()
-                if self._studio.cards()[model].defaults.kind == "image"
+                if "image" in self._studio.cards()[model].defaults.kinds
             },
             is_only_replica=self._config.api.num_replicas == 1,
             **self._config.api.part(ApiLimits),

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from deployments.requests.bodies import EditBody, VideoBody
+from deployments.requests.bodies import EditBody, ImageBody, VideoBody
+from deployments.requests.clips import clip_request
+from deployments.requests.images import image_request
 from pipelines.defaults import Defaults
 from tests.deployments.api.conftest import build
 from tests.deployments.api.support.browser import PAGE, SCRIPT, Form, needs_node, run_page
-from tests.deployments.support.fake_studio import BEGUN_CLIPS, CLIPS, EDITS, LAYERS, PICTURES, FakeStudio
+from tests.deployments.support.fake_studio import BEGUN_CLIPS, BOTH, CLIPS, EDITS, LAYERS, PICTURES, FakeStudio
 
 
 def test_nothing_comes_from_elsewhere() -> None:
@@ -93,6 +95,40 @@ def test_chosen_pictures_are_sent_as_files(tmp_path: Path, defaults: Defaults) -
     shape = "128x32" if defaults.max_pictures else "64x64"
     assert fields["size"] == shape, "in the shape of the first picture, if one is sent"
     assert ("strength" in fields) == defaults.takes_strength
+
+
+MAKE = """
+making.value = "KIND";
+making.onchange();
+const model = chosenModel();
+const numbers = ["n", "num_frames", "fps", "width"].filter((name) => !fields[name].disabled);
+const shown = { kind: model.kind, isHidden: making.disabled, numbers, body: wanted(model) };
+console.log(JSON.stringify({ ...shown, files: chosenFiles(model).length }));
+"""
+
+
+@needs_node
+@pytest.mark.parametrize(("kind", "size"), [("video", "32x32"), ("image", "96x64")])
+def test_of_a_model_of_both_one_says_what_to_make(tmp_path: Path, kind: str, size: str) -> None:
+    shown = run_page(tmp_path, MAKE.replace("KIND", kind), BOTH)
+    assert (shown["kind"], shown["isHidden"], shown["files"]) == (kind, False, 0)
+    assert shown["numbers"] == (["num_frames", "fps", "width"] if kind == "video" else ["n", "width"])
+    assert shown["body"]["size"] == size
+    assert ("fps" in shown["body"], "n" in shown["body"]) == (kind == "video", kind == "image")
+    body = shown["body"] | {"prompt": "a", "model": "fake-both"}
+    cards = FakeStudio(makes_both=True).cards()
+    if kind == "video":
+        assert clip_request(VideoBody.model_validate(body), cards, "id", 0).request.kind == "video"
+    else:
+        assert image_request(ImageBody.model_validate(body), cards, "id", 4).requests[0].kind == "image"
+
+
+@needs_node
+@pytest.mark.parametrize("defaults", [CLIPS, PICTURES], ids=["clips", "pictures"])
+def test_a_model_of_one_kind_leaves_no_choice(tmp_path: Path, defaults: Defaults) -> None:
+    for kind in ("video", "image"):
+        shown = run_page(tmp_path, MAKE.replace("KIND", kind), defaults)
+        assert (shown["kind"], shown["isHidden"]) == (defaults.kind, True)
 
 
 DRAW = """
