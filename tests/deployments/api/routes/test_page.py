@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -95,6 +96,69 @@ def test_chosen_pictures_are_sent_as_files(tmp_path: Path, defaults: Defaults) -
     shape = "128x32" if defaults.max_pictures else "64x64"
     assert fields["size"] == shape, "in the shape of the first picture, if one is sent"
     assert ("strength" in fields) == defaults.takes_strength
+
+
+DROP = """
+globalThis.createImageBitmap = async () => ({ width: 4000, height: 1000 });
+globalThis.DataTransfer = class {
+  files = [];
+  items = { add: (file) => this.files.push(file) };
+};
+const onLabel = (field) => ({ closest: () => ({ querySelector: () => field }) });
+const beside = { closest: () => null };
+const told = [];
+function drop(target, names, types = ["Files"]) {
+  const files = names.map((name) => new File(["one"], name, { type: `image/${name.split(".")[1]}` }));
+  const event = { target, dataTransfer: { types, files }, preventDefault() { this.isKept = true; } };
+  document.ondragover(event);
+  const over = [event.isKept ?? false, event.dataTransfer.dropEffect ?? null];
+  delete event.isKept;
+  document.ondrop(event);
+  told.push([...over, event.isKept ?? false]);
+}
+DROPS
+const names = (field) => [...(field.files ?? [])].map((file) => file.name);
+const seen = { told, image: names(fields.image), mask: names(fields.mask), note: state.textContent };
+setImmediate(() => console.log(JSON.stringify({ ...seen, size: `${fields.width.value}x${fields.height.value}` })));
+"""
+
+
+def dropped(folder: Path, drops: str, defaults: Defaults) -> Any:
+    """What the page does with files; of each drop whether it is kept from the browser, and how the pointer looks."""
+    return run_page(folder, DROP.replace("DROPS", drops), defaults)
+
+
+@needs_node
+def test_files_go_where_they_are_dropped(tmp_path: Path) -> None:
+    drops = """
+    drop(beside, ["a.png", "b.webp"]);
+    drop(onLabel(fields.mask), ["c.png"]);
+    drop(onLabel(null), [], ["text/plain"]);
+    """
+    seen = dropped(tmp_path, drops, EDITS)
+    assert seen["told"] == [[True, "copy", True], [True, "copy", True], [False, None, False]]
+    assert (seen["image"], seen["mask"]) == (["a.png", "b.webp"], ["c.png"])
+    assert seen["size"] == "128x32", "the shape of the picture"
+
+
+@needs_node
+@pytest.mark.parametrize(
+    ("defaults", "drops", "note", "effect"),
+    [
+        (EDITS, 'drop(beside, ["a.png", "b.gif"]);', "b.gif is no PNG, JPEG or WebP picture", "copy"),
+        (BEGUN_CLIPS, 'drop(beside, ["a.png", "b.png"]);', "one picture is taken here: drop one", "copy"),
+        (EDITS, 'drop(onLabel(fields.mask), ["a.png", "b.png"]);', "one picture is taken here: drop one", "copy"),
+        (PICTURES, 'drop(beside, ["a.png"]);', "", "none"),
+    ],
+)
+def test_no_file_is_opened_that_cannot_be_taken(
+    tmp_path: Path, defaults: Defaults, drops: str, note: str, effect: str
+) -> None:
+    seen = dropped(tmp_path, drops, defaults)
+    assert seen["told"] == [[True, effect, True]]
+    assert (seen["image"], seen["mask"]) == ([], [])
+    if note:
+        assert seen["note"] == note
 
 
 MAKE = """
