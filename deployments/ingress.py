@@ -130,7 +130,8 @@ class Ingress:
         """Serves Python handles: ``handle.options(stream=True).generate.remote("a red circle", seed=1)``.
 
         Yields ``Queued``, ``Progress`` for every step, ``Preview`` if asked for (``partial_images``; clips always have
-        some), and at last ``Media`` with the bytes. ``fields`` are those of the HTTP API; ValueError names a wrong one.
+        some), and at last ``Media`` with the bytes. ``fields`` are those of the HTTP API, and ``kind`` (image or video)
+        where a model makes both; ValueError names a wrong one.
         Pictures (``image``, ``mask``, ``input_reference``) are the bytes of their files.
         Cancelling the response stops the job on all ranks.
         """

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from deployments.config import ModelConfig
+from deployments.door.lane import may_draw
 from deployments.ingress import make_cards
 from deployments.requests.bodies import ImageBody
 from deployments.requests.images import ImageRequest, image_request
@@ -22,10 +23,12 @@ from deployments.stages.common import Decoded, StageSpec
 from deployments.stages.text_encoder import PromptEncoder
 from deployments.stages.vae_decoder import VaeDecoder
 from deployments.stages.warm_up import outputs, typical_requests
+from engines.core.model import Branch
 from engines.core.transport.parcel import Parcel
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
 from pipelines.request import MediaRequest
+from pipelines.size import Size
 from tests.deployments.support.live import config_of
 from tests.pipelines.support.checkpoints import tiny_cosmos
 
@@ -112,3 +115,19 @@ def test_stages_prepare_for_clips_and_pictures(folder: Path) -> None:
     }
     typical = [(request.kind, request.num_pictures) for request, _ in typical_requests(defaults, ())]
     assert typical == [("video", 0), ("video", 1), ("image", 0)]
+
+
+def test_a_warm_size_of_one_frame_is_a_picture_s(folder: Path) -> None:
+    checkpoint = Checkpoint(folder)
+    (warm,) = checkpoint.first_steps([Size(width=SIZE[0], height=SIZE[1], num_frames=1)], ("transformer",))
+    asked_for = checkpoint.first_step(checkpoint.defaults.of("image").request())
+    assert [shape_of(branch) for branch in warm] == [shape_of(branch) for branch in asked_for]
+
+
+def shape_of(branch: Branch) -> object:
+    return {name: x.shape for name, x in branch.inputs.items()}, branch.constants
+
+
+def test_such_a_model_has_places_at_the_door(folder: Path) -> None:
+    assert may_draw(ModelConfig(name="m", path=str(folder)))
+    assert not may_draw(ModelConfig(name="wan-shapes"))
