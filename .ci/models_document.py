@@ -6,7 +6,6 @@ PYTHONPATH=. python .ci/models_document.py
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -14,16 +13,17 @@ from typing import Any
 
 import diffusers
 from models_licences import NOT_FOUND, UNPUBLISHED, licence_of
-from models_proofs import proofs
-from models_text import FAMILIES, HEAD, MARKS, PUBLISHED_HEAD, UNCAPTURED, UNDECLARED, WORDS
-from torch import nn
+from models_memory import counted
+from models_proofs import built, proofs
+from models_served import beyond, served
+from models_text import FAMILIES, HEAD, MARKS, PUBLISHED_HEAD, UNCAPTURED
+from models_timings import timed
 
-from engines.core.model import DenoiserModel
 from engines.core.shard_plan import ShardPlan
 from engines.core.spec import STRATEGIES
-from engines.parallel.pipeline import pipeline_blocks
 from pipelines.blocks.tree import Sections
 from pipelines.checkpoint import Checkpoint
+from pipelines.defaults import Defaults
 from pipelines.loading import PUBLISHED, published_models
 from pipelines.models.registry import ARCHITECTURES, load_architecture
 from pipelines.modular import open_modular
@@ -35,7 +35,8 @@ COLUMNS = (
     "pipeline",
     "transformer",
     "family",
-    "workflows",
+    "from what to what",
+    "declared beyond",
     "strategies",
     "once a job",
     "models",
@@ -51,10 +52,10 @@ MODEL_COLUMNS = (
     "tensor 4",
     "pipeline 2",
     "pipeline 4",
+    "timed",
     "licence",
 )
 README_COLUMNS = ("models", "from what to what", "divided by")
-GIB = 2**30
 MODULAR = "ModularPipeline"
 
 
@@ -103,6 +104,7 @@ def is_denoiser(name: str) -> bool:
 
 def row(name: str) -> tuple[str, ...]:
     kind = transformer_of(name)
+    ways_of = strategies(kind)
     hoisted = load_architecture(kind.__name__).hoisted
     once = (inspect.getdoc(hoisted) or "yes").splitlines()[0].rstrip(".") if hoisted is not None else "—"
     models = [model for model in published_models() if pipeline_of(model) == name]
@@ -110,13 +112,23 @@ def row(name: str) -> tuple[str, ...]:
         f"`{shown(name)}`",
         f"`{kind.__name__}`",
         family_of(name) or "—",
-        ", ".join(workflows(name)) or "—",
-        strategies(kind) + (UNCAPTURED if is_uncaptured(kind) else ""),
+        ", ".join(served(defaults_of(name))) or "—",
+        ", ".join(beyond(workflows(name), served(defaults_of(name)))) or "—",
+        ways_of + (UNCAPTURED if is_uncaptured(kind) else ""),
         once,
         ", ".join(models) or "—",
         ", ".join(dict.fromkeys(map(licence_of, models or [UNPUBLISHED.get(shown(name), NOT_FOUND)]))),
-        ", ".join(proofs().get(name, ())) or "—",
+        ", ".join(str(proof.on_one_rank() if ways_of == "one rank" else proof) for proof in proofs().get(name, ()))
+        or "—",
     )
+
+
+@cache
+def defaults_of(name: str) -> tuple[Defaults, ...]:
+    """Those of the published models of a pipeline; where there are none, of the small ones that tests build."""
+    models = [model for model in published_models() if pipeline_of(model) == name]
+    published = tuple(Checkpoint.of_configuration(model).defaults for model in models)
+    return published or tuple(one.defaults for one in built() if one.pipeline == name)
 
 
 def shown(name: str) -> str:
@@ -167,53 +179,15 @@ def pipeline_of(model: str) -> str:
 
 
 def model_row(name: str) -> tuple[str, ...]:
-    number, shares = counted(configuration(name))
-    return (name, f"`{shown(pipeline_of(name))}`", f"{number / 1e9:.1f} B", *shares, licence_of(name))
-
-
-def configuration(name: str) -> str:
-    """Models with the same one have the same weights."""
-    parts = (json.loads(file.read_text()) for file in sorted((PUBLISHED / name).glob("*/config.json")))
-    own = [part for part in parts if is_denoiser_class(part["_class_name"])]
-    _SAME.setdefault(json.dumps(own), name)
-    return _SAME[json.dumps(own)]
-
-
-_SAME: dict[str, str] = {}
-
-
-def is_denoiser_class(name: str) -> bool:
-    return "Transformer" in name or name.startswith("UNet")
-
-
-@cache
-def counted(name: str) -> tuple[int, tuple[str, ...]]:
-    """Parameters, and the GiB of weights in bfloat16 that a rank has: all of them, or with weights divided."""
-    model = Checkpoint.of_configuration(name, "meta", "bfloat16").weightless()
-    number = sum(weight.numel() for module in model.modules.values() for weight in module.parameters())
-    divided = [(tensor, 1) for tensor in (2, 4)] + [(1, stages) for stages in (2, 4)]
-    whole = gib(model, 1, 1)
-    shares = (gib(model, *way) if allows(model, *way) else None for way in divided)
-    return number, (f"{whole:.1f}", *("—" if share is None else f"{share:.1f}" for share in shares))
-
-
-def allows(model: DenoiserModel, tensor: int, stages: int) -> bool:
-    if tensor > 1:
-        return bool(model.plan.linears) and model.num_heads % tensor == 0
-    return min(len(pipeline_blocks(module, model.plan)) for module in model.modules.values()) >= stages
-
-
-def gib(model: DenoiserModel, tensor: int, stages: int) -> float:
-    """As the cost model counts it: linears of the blocks by the tensor axis, blocks by the stages, the rest whole."""
-    total = 0.0
-    for module in model.modules.values():
-        inner = {id(weight) for block in model.plan.blocks_of(module) for weight in block.parameters()}
-        linears = ((name, layer) for name, layer in module.named_modules() if isinstance(layer, nn.Linear))
-        split = {id(layer.weight) for name, layer in linears if model.plan.rule_of(name) is not None}
-        for weight in module.parameters():
-            share = weight.nbytes / (tensor if id(weight) in split else 1)
-            total += share / (stages if id(weight) in inner else 1)
-    return total / GIB
+    number, shares = counted(name)
+    return (
+        name,
+        f"`{shown(pipeline_of(name))}`",
+        f"{number / 1e9:.1f} B",
+        *shares,
+        timed(name) or "—",
+        licence_of(name),
+    )
 
 
 def readme(written: str) -> str:
@@ -235,8 +209,7 @@ def families() -> Iterator[tuple[str, ...]]:
 
 
 def in_words(members: list[str]) -> list[str]:
-    declared = {flow for name in members for flow in (*workflows(name), *UNDECLARED.get(shown(name), ()))}
-    return [word for word, marks in WORDS.items() if any(mark in flow for flow in declared for mark in marks)]
+    return served(one for name in members for one in defaults_of(name))
 
 
 if __name__ == "__main__":

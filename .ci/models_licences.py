@@ -21,10 +21,12 @@ LICENCES = {
     "FLUX.1-schnell": APACHE,
     "FLUX.2-dev": FLUX,
     "FLUX.2-klein-4B": APACHE,
+    "Helios": APACHE,
     "HunyuanVideo-1.5": HUNYUAN,
     "Krea-2": KREA,
     "LTX-2": "LTX-2 Community License",
     "LTX-2.5": "LTX-2.x Community License",
+    "LTX-Video": "LTXV Open Weights License",
     "MiniMax-H3": "MiniMax H3 Community License",
     "Qwen-Image": APACHE,
     "Qwen-Image-2.1": QWEN21,
@@ -38,6 +40,8 @@ LICENCES = {
 """By the beginning of a model's name; the longest counts."""
 UNPUBLISHED = {
     "Cosmos3DistilledPipeline": "Cosmos3",
+    "HeliosPyramidDistilledPipeline": "Helios",
+    "HeliosPyramidPipeline": "Helios",
     "LTX25Pipeline": "LTX-2.5",
     "QwenImage21TurboPipeline": "Qwen-Image-2.1-Turbo",
 }

@@ -15,14 +15,17 @@ it. *see its page*: none is written here, for no source of its name was at hand.
 
 ## Pipelines
 
-- *Workflows* are those that the blocks declare (— : they declare none, and have one).
+- *From what to what* is what requests may ask for, as the models' defaults say (— : no model of it is here to ask).
+  *Declared beyond* are workflows of diffusers' blocks that are not served: no request brings what they want, such as a
+  clip, an action or a ControlNet's picture.
 - *Strategies* divide a step over the ranks of a gang. "one rank" serves one picture at a time on one GPU; more gangs
   serve more at once (`num_replicas`). "by diffusers' plan": diffusers says how, no file here. "not captured": on ranks
   that divide the weights no step is a CUDA graph, and each makes again what others make once a job; the log says so.
 - *Once a job* is what no step makes again.
 - *Models* are those of this very pipeline that `troupe estimate` knows by name.
-- *Proved by* are the tests that build this very pipeline and compare it with diffusers' own call. Without one, nobody
-  has tried it here.
+- *Proved by* are the tests that build this very pipeline and compare it with diffusers' own call, with small random
+  weights; in brackets on how many ranks those of the file do: of CPUs, with Gloo, unless it says GPU. Without one,
+  nobody has tried it here.
 
 """
 PUBLISHED_HEAD = """
@@ -33,6 +36,9 @@ neither weights nor a hub. Memory is that of the transformers' weights on each r
 what a rank has alone, and on any number of ranks that divide the tokens (`ulysses`, `ring`, `allgather_kv`, `hybrid`)
 or the branches (`guidance`); `tensor` and `pipeline` divide the weights, here over 2 and 4 ranks (— : the plan does
 not). Activations, the encoders and the auto-encoder come on top. Both transformers of a model that has two are counted.
+*Timed* are the newest reports of measurements on H200s that have a transformer of this size, with random weights (— :
+none has). Of those on "one rank" alone (Stable Diffusion XL, Ideogram 4) the estimate says parameters and memory, and
+no time: what a step does is not known before there is a request.
 
 """
 MARKS = ("<!-- models: .ci/models_document.py -->", "<!-- end of models -->")
@@ -57,21 +63,3 @@ FAMILIES = {
     "helios": "Helios",
 }
 """What people call the models of a family; its key is the family's in `pipelines/models/`."""
-WORDS = {
-    "text to picture": ("text2image",),
-    "picture to picture": ("image2image", "img2img", "image_conditioned"),
-    "inpainting": ("inpaint",),
-    "layers": ("layers",),
-    "text to clip": ("text2video", "t2va"),
-    "picture to clip": ("image2video", "flf2v", "fl2va"),
-    "clip to clip": ("video2video",),
-    "sound": ("sound", "t2va"),
-}
-"""What the names of workflows mean."""
-UNDECLARED = {
-    "QwenImageLayeredPipeline": ("layers",),
-    "WanPipeline": ("text2video",),
-    "Wan22Pipeline": ("text2video",),
-    "LTX2Pipeline": ("sound",),
-}
-"""What blocks do and do not declare."""

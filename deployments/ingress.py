@@ -130,7 +130,8 @@ class Ingress:
         """Serves Python handles: ``handle.options(stream=True).generate.remote("a red circle", seed=1)``.
 
         Yields ``Queued``, ``Progress`` for every step, ``Preview`` if asked for (``partial_images``; clips always have
-        some), and at last ``Media`` with the bytes. ``fields`` are those of the HTTP API; ValueError names a wrong one.
+        some), and at last ``Media`` with the bytes. ``fields`` are those of the HTTP API, and ``kind`` (image or video)
+        where a model makes both; ValueError names a wrong one.
         Pictures (``image``, ``mask``, ``input_reference``) are the bytes of their files.
         Cancelling the response stops the job on all ranks.
         """
@@ -166,7 +167,7 @@ class Ingress:
             max_open_pictures={
                 model: limit
                 for model, limit in self._config.max_open_pictures.items()
-                if self._studio.cards()[model].defaults.kind == "image"
+                if "image" in self._studio.cards()[model].defaults.kinds
             },
             is_only_replica=self._config.api.num_replicas == 1,
             **self._config.api.part(ApiLimits),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pipelines.caching import computed_steps
@@ -26,6 +26,8 @@ class Defaults:
     ``max_tokens`` of a prompt reach the model (0: as its pipeline says). Sides are ``min_side`` pixels at least.
     Clips are made in chunks of ``frames_per_chunk`` (0: as a whole), with all steps for each, and ``first_chunk_steps``
     times as many for the first.
+    A model of clips with a ``picture_width`` makes single pictures as well, of that size unless the request says
+    another; what else holds for them, ``of`` says.
     Each ``check`` raises ValueError for what the model cannot do; the message says what was given and what is allowed.
     """
 
@@ -61,6 +63,29 @@ class Defaults:
     min_frames: int = 1
     frames_per_chunk: int = 0
     first_chunk_steps: int = 1
+    picture_width: int = 0
+    picture_height: int = 0
+
+    @property
+    def kinds(self) -> tuple[MediaKind, ...]:
+        """What the model makes, its own kind first."""
+        return ("video", "image") if self.kind == "video" and self.picture_width else (self.kind,)
+
+    def of(self, kind: MediaKind) -> Defaults:
+        """What holds for requests of ``kind``. A model of clips makes pictures of one frame, of words alone.
+
+        ValueError if the model does not make it.
+        """
+        if kind == self.kind:
+            return self
+        if kind not in self.kinds:
+            raise ValueError(f"this model makes {self.kind}s, not {kind}s")
+        size = {"width": self.picture_width, "height": self.picture_height, "picture_width": 0, "picture_height": 0}
+        frame = {"num_frames": 1, "fps": 0, "frame_multiple": 1, "max_frames": 1, "min_frames": 1}
+        words = {"max_pictures": 0, "min_pictures": 0, "takes_mask": False, "takes_strength": False}
+        whole = {"frames_per_chunk": 0, "first_chunk_steps": 1, "make_sound": False}
+        changes: dict[str, Any] = {**size, **frame, **words, **whole}
+        return replace(self, kind=kind, **changes)
 
     def request(self, size: Size | None = None, **changes: Any) -> MediaRequest:
         """The request of somebody who says no more than ``size`` and ``changes`` (fields of ``MediaRequest``), and
@@ -90,8 +115,10 @@ class Defaults:
         return request
 
     def check(self, request: MediaRequest) -> None:
+        """Looks at all of it, also at a picture of a model that makes clips and pictures."""
         if request.kind != self.kind:
-            raise ValueError(f"this model makes {self.kind}s, not {request.kind}s")
+            self.of(request.kind).check(request)
+            return
         self.check_size(request.width, request.height)
         self.check_num_frames(request.num_frames)
         self.check_num_steps(request.num_inference_steps)
@@ -155,6 +182,8 @@ class Defaults:
 
         The arithmetic is that of diffusers' image-to-image blocks, whose rounding decides.
         """
+        if request.kind != self.kind:
+            return self.of(request.kind).num_steps_of(request)
         asked, strength = request.num_inference_steps, self.strength_of(request)
         if self.frames_per_chunk:
             return asked * (-(-request.num_frames // self.frames_per_chunk) - 1 + self.first_chunk_steps)

@@ -43,7 +43,8 @@ def with_own_defaults(path: Path, defaults: Defaults) -> Defaults:
 def check(defaults: Defaults, file: Path) -> None:
     """ValueError if a request that says nothing is one that the model refuses."""
     try:
-        defaults.request()
+        for kind in defaults.kinds:
+            defaults.of(kind).request()
     except ValueError as error:
         raise ValueError(f"{file}: what it says does not go together: {error}") from None
 

@@ -27,6 +27,7 @@ class Model(BaseModel):
     created: int
     owned_by: str = "troupe"
     kind: MediaKind = Field(description="image or video; beyond OpenAI")
+    kinds: tuple[MediaKind, ...] = Field(description="All that it makes, its kind first; beyond OpenAI.")
     family: str = Field(description="beyond OpenAI")
     aliases: tuple[str, ...] = Field(description="Other names that requests may give it; beyond OpenAI.")
     loras: tuple[Lora, ...] = Field(description="Adapters that requests may name, with their scales; beyond OpenAI.")
@@ -36,6 +37,9 @@ class Model(BaseModel):
     steps: dict[Quality, int] = Field(description="What each quality means in steps; beyond OpenAI.")
     prompts: tuple[str, ...] = Field(description="Prompts to begin with; beyond OpenAI.")
     defaults: Defaults = Field(description="Defaults and limits; beyond OpenAI.")
+    picture_defaults: Defaults | None = Field(
+        description="Those of pictures, of a model that makes clips and pictures; null of others. Beyond OpenAI."
+    )
 
     @classmethod
     def of(cls, card: ModelCard) -> Model:
@@ -44,6 +48,7 @@ class Model(BaseModel):
             id=card.name,
             created=card.created,
             kind=defaults.kind,
+            kinds=defaults.kinds,
             family=card.family,
             aliases=card.aliases,
             loras=card.loras,
@@ -52,6 +57,7 @@ class Model(BaseModel):
             steps={quality: quality_steps(quality, defaults) for quality in SHARES},
             prompts=description.prompts,
             defaults=defaults,
+            picture_defaults=defaults.of("image") if "image" in defaults.kinds[1:] else None,
         )
 
     @classmethod

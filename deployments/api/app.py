@@ -120,8 +120,8 @@ def add_guards(app: FastAPI, settings: ApiSettings, studio: Studio, drain: Drain
 
 def uploads(studio: Studio) -> list[str]:
     """Returns the routes where pictures may come along: those whose models take some."""
-    kinds = {card.defaults.kind for card in studio.cards().values() if card.defaults.max_pictures}
-    return [path for kind in kinds for path in UPLOADS[kind]]
+    made = [card.defaults.of(kind) for card in studio.cards().values() for kind in card.defaults.kinds]
+    return [path for kind in {one.kind for one in made if one.max_pictures} for path in UPLOADS[kind]]
 
 
 def file_shelf(settings: ApiSettings) -> FileShelf:

@@ -44,6 +44,11 @@ class Result:
     timings_s: Mapping[str, float] = field(default_factory=dict)
 
 
+def kinds_of(model: Mapping[str, Any]) -> Sequence[str]:
+    """Returns what a model makes, by its card: its own kind first."""
+    return list(model["kinds"])
+
+
 class Client:
     """Talks to one Troupe server, whose ``url`` may end in /v1 or not. Use as a context manager."""
 

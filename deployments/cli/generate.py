@@ -7,11 +7,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from deployments.cli.client import NO_FILES, Client, Files, Result
+from deployments.cli.client import NO_FILES, Client, Files, Result, kinds_of
 from deployments.cli.progress import console, follow, timings_line
 from deployments.studio.interface import Progress
 
 IMAGE_FORMATS = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}
+ENDINGS = {"video": (".mp4",), "image": tuple(IMAGE_FORMATS)}
+"""Of files, by what is in them."""
+WORDS = {"video": "clips", "image": "pictures"}
 
 
 def generate(
@@ -22,7 +25,8 @@ def generate(
     images: Sequence[Path] = (),
     mask: Path | None = None,
 ) -> None:
-    """Asks ``client`` for ``prompt``, shows its progress, writes ``out``. The model's kind decides the route.
+    """Asks ``client`` for ``prompt``, shows its progress, writes ``out``. The model's kind decides the
+    route, and ``out`` where it makes clips and pictures.
 
     ``images`` and ``mask`` are files that go along; of ``options``, ``lora`` is as it was written (NAME, NAME:SCALE).
     Of several pictures (``n``), or layers, each is written to a file of its own, ``out`` with its number at the end of
@@ -32,11 +36,12 @@ def generate(
     if written := options.get("lora"):
         options = {**options, "lora": [_asked_lora(one) for one in written]}
     model = _model(client, options.get("model"), len(images))
+    kind = _kind(model, out)
     body = {"prompt": prompt, **options, "model": model["id"]}
     console.print(f"{model['id']}: {prompt}")
     num_layers = options.get("layers", model["defaults"].get("num_layers", 0))
     num_results = options.get("n", 1) * max(1, num_layers)
-    results = follow(model["kind"], _events(client, model["kind"], body, out, files), num_results)
+    results = follow(kind, _events(client, kind, body, out, files), num_results)
     out.parent.mkdir(parents=True, exist_ok=True)
     for number, result in enumerate(sorted(results, key=lambda result: (result.index, result.layer)), 1):
         file = out if num_results == 1 else out.with_stem(f"{out.stem}-{number}")
@@ -74,21 +79,27 @@ def _model(client: Client, name: str | None, num_pictures: int) -> dict[str, Any
     raise ValueError(f"no model {name}; served: {', '.join(model['id'] for model in models)}")
 
 
+def _kind(model: dict[str, Any], out: Path) -> str:
+    """Returns what is to be made, by the ending of ``out``. ValueError if the model makes nothing that ends so."""
+    kinds, suffix = kinds_of(model), out.suffix.lower()
+    for kind in kinds:
+        if suffix in ENDINGS[kind]:
+            return kind
+    made = " and ".join(WORDS[kind] for kind in kinds)
+    allowed = ", ".join(ending for kind in kinds for ending in ENDINGS[kind])
+    raise ValueError(f"{model['id']} makes {made}: --out must end in {allowed}, not {suffix or 'nothing'}")
+
+
 def _events(
     client: Client, kind: str, body: dict[str, Any], out: Path, files: Files = NO_FILES
 ) -> Iterator[Progress | Result]:
-    suffix = out.suffix.lower()
     if kind == "video":
-        if suffix != ".mp4":
-            raise ValueError(f"{body['model']} makes clips: --out must end in .mp4, not {suffix or 'nothing'}")
         if body.get("n", 1) > 1:
             raise ValueError(f"{body['model']} makes clips, one at a time: --n is for pictures")
         if any(name == "mask" for name, _ in files):
             raise ValueError(f"{body['model']} makes clips: --mask is for pictures")
         pictures = [("input_reference", file) for _, file in files]
         return client.clip({name: value for name, value in body.items() if name != "n"}, pictures)
-    if suffix not in IMAGE_FORMATS:
-        raise ValueError(f"{body['model']} makes pictures: --out must end in {', '.join(IMAGE_FORMATS)}, not {suffix}")
     if not files and "strength" in body:
         raise ValueError("--strength is for pictures that go along: --image FILE")
-    return client.picture({**body, "output_format": IMAGE_FORMATS[suffix]}, files)
+    return client.picture({**body, "output_format": IMAGE_FORMATS[out.suffix.lower()]}, files)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Table
 
-from deployments.cli.client import Client
+from deployments.cli.client import Client, kinds_of
 from deployments.cli.progress import console
 
 
@@ -20,7 +21,7 @@ def print_models(url: str, api_key: str, config: str) -> None:
 
 def _served(url: str, api_key: str) -> list[tuple[Any, ...]]:
     with Client(url, api_key) as client:
-        return [_row(model["id"], model["family"], model["kind"], model["defaults"]) for model in client.models()]
+        return [_row(model["id"], model["family"], kinds_of(model), model["defaults"]) for model in client.models()]
 
 
 def _configured(config: str) -> list[tuple[Any, ...]]:
@@ -30,10 +31,10 @@ def _configured(config: str) -> list[tuple[Any, ...]]:
     from deployments.ingress import make_cards
 
     cards = make_cards(load_config(config).app)
-    return [_row(card.name, card.family, card.defaults.kind, asdict(card.defaults)) for card in cards.values()]
+    return [_row(card.name, card.family, card.defaults.kinds, asdict(card.defaults)) for card in cards.values()]
 
 
-def _row(name: str, family: str, kind: str, defaults: dict[str, Any]) -> tuple[Any, ...]:
+def _row(name: str, family: str, kinds: Sequence[str], defaults: dict[str, Any]) -> tuple[Any, ...]:
     size = f"{defaults['width']}x{defaults['height']}"
-    frames = defaults["num_frames"] if kind == "video" else "–"
-    return name, family, kind, size, frames, defaults["num_inference_steps"], defaults["size_multiple"]
+    frames = defaults["num_frames"] if kinds[0] == "video" else "–"
+    return name, family, ", ".join(kinds), size, frames, defaults["num_inference_steps"], defaults["size_multiple"]

@@ -70,9 +70,9 @@ class Lane:
 
 
 def may_draw(model: ModelConfig) -> bool:
-    """Returns False for a model of clips; True for one of pictures, and for one whose files are on other machines."""
+    """Returns False for a model of clips alone; True for others, and for one whose files are on other machines."""
     try:
-        return Checkpoint.open(model.source, weights=False).defaults.kind == "image"
+        return "image" in Checkpoint.open(model.source, weights=False).defaults.kinds
     except (OSError, ValueError):
         return True
 

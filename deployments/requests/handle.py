@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from deployments.requests.bodies import EditBody, VideoBody
-from deployments.requests.cards import find_card
+from deployments.requests.cards import choose_card, find_card
 from deployments.requests.clips import clip_request
-from deployments.requests.errors import validated
+from deployments.requests.errors import RequestError, shown, validated
 from deployments.requests.extra import unfolded
 from deployments.requests.images import image_request
 from deployments.requests.pictures.limits import PictureLimits
@@ -16,7 +16,7 @@ from deployments.requests.pictures.unpack import unpack
 from deployments.requests.rules import brought_along
 from deployments.studio.interface import ModelCard, Output
 from pipelines.pictures import InputPictures
-from pipelines.request import MediaRequest
+from pipelines.request import MediaKind, MediaRequest
 
 NUM_PREVIEWS = 3
 DEFAULT_LIMITS = PictureLimits()
@@ -27,12 +27,13 @@ def handle_request(
 ) -> tuple[MediaRequest, Output, InputPictures]:
     """Returns one picture or clip from the fields of ``POST /v1/images/edits`` or ``POST /v1/videos``.
 
-    Pictures that come along are bytes of files, or data URLs; to unpack them takes time. Without ``model``, the first
-    served one. RequestError says which value is wrong and what is allowed.
+    ``kind``, image or video, says which; without it, it is the model's own. Without ``model``, the first served one,
+    of that kind. Pictures that come along are bytes of files, or data URLs; to unpack them takes time.
+    RequestError says which value is wrong and what is allowed.
     """
-    fields = unfolded(fields)
-    card = find_card(cards, fields.get("model") or next(iter(cards)))
-    fields = {**fields, "model": fields.get("model") or card.name}
+    fields = dict(unfolded(fields))
+    card = card_for(cards, fields.get("model"), fields.pop("kind", None))
+    fields["model"] = fields.get("model") or card.name
     if card.defaults.kind == "video":
         video = validated(VideoBody, fields)
         clip = clip_request(video, cards, request_id, NUM_PREVIEWS, unpack(brought_along(video, card), limits))
@@ -41,3 +42,12 @@ def handle_request(
     inputs = unpack(brought_along(body, card), limits)
     pictures = image_request(body, cards, request_id, max_n=1, pictures=inputs)
     return pictures.requests[0], pictures.output, inputs
+
+
+def card_for(cards: Mapping[str, ModelCard], model: Any, kind: Any) -> ModelCard:
+    """Returns the card of the model asked for, with the defaults of ``kind``, by default its own."""
+    if kind is None:
+        return find_card(cards, model or next(iter(cards)))
+    if kind not in get_args(MediaKind):
+        raise RequestError(f"kind is {shown(kind)}; it must be {' or '.join(get_args(MediaKind))}", "kind")
+    return choose_card(cards, model or None, kind)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +14,7 @@ from deployments.studio.interface import MediaFormat, Output
 from pipelines.checkpoint import Checkpoint
 from pipelines.defaults import Defaults
 from pipelines.pictures import NO_PICTURES, InputPicture, InputPictures
-from pipelines.request import MediaRequest
+from pipelines.request import MediaKind, MediaRequest
 from pipelines.size import Size
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ PROMPT = "a red circle"
 CAPTURED_AFTER = 3
 """What is compiled runs once as it is, is then recorded as a CUDA graph, and from then on replayed."""
 GREY = b"\x80\x80\x80"
+FORMATS: Mapping[MediaKind, tuple[MediaFormat, ...]] = {"image": ("png", "jpeg", "webp"), "video": ("mp4",)}
 
 
 def typical_requests(defaults: Defaults, sizes: tuple[Size, ...]) -> Iterator[tuple[MediaRequest, InputPictures]]:
@@ -37,6 +38,8 @@ def typical_requests(defaults: Defaults, sizes: tuple[Size, ...]) -> Iterator[tu
         for size in sizes or (None,):
             request = defaults.request(size, prompt=PROMPT, num_pictures=max(1, defaults.min_pictures))
             yield request, InputPictures(pictures=(_grey(request),) * request.num_pictures)
+    for kind in defaults.kinds[1:]:
+        yield from typical_requests(defaults.of(kind), sizes)
 
 
 def _grey(request: MediaRequest) -> InputPicture:
@@ -71,5 +74,5 @@ def warm_decoder(decoder: BlocksDecoder, spec: StageSpec, checkpoint: Checkpoint
 
 def outputs(defaults: Defaults) -> tuple[tuple[MediaRequest, Output], ...]:
     """One in each format that clients may ask for."""
-    formats: tuple[MediaFormat, ...] = ("mp4",) if defaults.kind == "video" else ("png", "jpeg", "webp")
-    return tuple((defaults.request(), Output(format=format)) for format in formats)
+    requests = [defaults.of(kind).request() for kind in defaults.kinds]
+    return tuple((request, Output(format=format)) for request in requests for format in FORMATS[request.kind])

@@ -207,10 +207,12 @@ class BlocksSampler:
         self, state: BlocksState, loop_state: BlockState, expected: Mapping[str, Any] = MappingProxyType({})
     ) -> Mapping[str, Any]:
         loop_state = copied(loop_state)
-        for name, value in expected.items():
+        loop = tree.block_at(self._blocks, state.loop)
+        nothing_yet = {} if state.step else {made.name: None for made in loop.intermediate_outputs}
+        for name, value in {**nothing_yet, **vars(loop_state), **expected}.items():
             setattr(loop_state, name, value)
         values = PipelineState(dict(state.values.values), state.values.kwargs_mapping)
-        tree.block_at(self._blocks, state.loop).set_block_state(values, loop_state)
+        loop.set_block_state(values, loop_state)
         tree.run(self._blocks, state.left, with_parts(self._pipeline, state.parts), values)
         names = sorted(name for name in self._decoder_reads if values.get(name) is not None)
         return {name: on_cpu(values.get(name)) for name in names}

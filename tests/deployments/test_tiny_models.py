@@ -4,6 +4,7 @@ Pictures over HTTP are those of diffusers' own call."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from pipelines.checkpoint import Checkpoint
 from pipelines.request import MediaRequest
 from pipelines.size import Size
 from tests.deployments.support.live import config_of, live, picture, pixels_of
-from tests.pipelines.support.checkpoints import tiny_models, tiny_others
+from tests.pipelines.support.checkpoints import tiny_cosmos, tiny_models, tiny_others
 from tests.pipelines.support.references.own_call import own_state
+from tests.pipelines.support.references.own_clips import guided_blocks
 
 MAKERS: Mapping[str, Callable[[Path], Path]] = {
     "klein": tiny_models.flux2_klein,
@@ -61,3 +63,17 @@ def test_pictures_are_those_of_diffusers(
                 )
             )
             assert np.abs(served - pixels).max() <= LARGEST_DIFFERENCE, name
+
+
+@pytest.mark.slow
+def test_a_model_of_clips_draws_a_picture_as_diffusers_does(tmp_path: Path, ray_cluster: None) -> None:
+    folder = tiny_cosmos.cosmos_with_sound(tmp_path / "clips")
+    own = {"width": 32, "height": 32, "num_frames": 5, "picture_width": 48, "picture_height": 32}
+    (folder / "troupe.json").write_text(json.dumps(own))
+    request = Checkpoint(folder).defaults.of("image").request(prompt="a red circle", num_inference_steps=2, seed=SEED)
+    pixels = 255 * guided_blocks(folder, request, ())["videos"][0].movedim(0, -1).float().numpy()
+    assert pixels.std() > 1
+    with live(config_of({"clips": folder})) as url:
+        wanted = {"prompt": request.prompt, "size": "auto", "num_inference_steps": STEPS, "seed": SEED}
+        served = pixels_of(picture(url, model="clips", **wanted))
+    assert np.abs(served - pixels).max() <= LARGEST_DIFFERENCE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -62,12 +63,80 @@ def test_every_published_model_is_a_model_of_its_own_pipeline(program: ModuleTyp
 
 
 def test_proofs_are_found_by_what_tests_build(program: ModuleType) -> None:
-    found = program.proofs()
-    assert "`models/test_gangs.py`" in found["ZImageModularPipeline"]
-    layered = ("`models/pictures/test_layers.py`", "`models/pictures/test_picture_inputs.py`")
+    found = {pipeline: [str(proof) for proof in proofs] for pipeline, proofs in program.proofs().items()}
+    assert "`models/test_gangs.py` (1, 2, 4)" in found["ZImageModularPipeline"]
+    layered = ["`models/pictures/test_layers.py` (1)", "`models/pictures/test_picture_inputs.py` (1, 2, 4)"]
     assert found["QwenImageLayeredModularPipeline"] == layered
     assert "AnimaModularPipeline" not in found
     assert not any("test_start" in file for files in found.values() for file in files), "it compares with nothing"
+
+
+def test_proofs_say_on_how_many_ranks_and_on_what(program: ModuleType) -> None:
+    proofs = importlib.import_module("models_proofs")
+    written = """
+def test_it(): gang(3).run(work)
+def test_without_it(): gang(4).run(work)
+def test_refusal():
+    with pytest.raises(ValueError): gang(5).run(work)
+def test_one_rank(): work()
+"""
+    assert set(proofs._gangs(ast.parse(written))) == {1, 3}
+    values = [(2, "ring"), pytest.param(4, "ring", marks=pytest.mark.slow)]
+    assert list(proofs._numbers(pytest.mark.parametrize(("num_ranks", "strategy"), values).mark)) == [2, 4]
+    assert list(proofs._numbers(pytest.mark.parametrize("num_ranks", {8: "auto"}).mark)) == [8]
+    assert str(proofs.Proof(file="a.py", num_ranks=(1, 2), on_gpu=True)) == "`a.py` (1, 2, GPU)"
+    sdxl = program.row("StableDiffusionXLModularPipeline")[-1]
+    assert "`models/test_generic.py` (1)" in sdxl, "its plan allows one rank"
+
+
+def test_what_is_served_is_what_defaults_say(program: ModuleType) -> None:
+    served = {name: program.served(program.defaults_of(f"{name}ModularPipeline")) for name in ("Cosmos3Omni", "Wan22")}
+    assert served == {
+        "Cosmos3Omni": ["text to picture", "text to clip", "picture to clip", "sound"],
+        "Wan22": ["text to clip"],
+    }
+    assert "inpainting" in program.served(program.defaults_of("QwenImageModularPipeline"))
+    assert "layers" in program.served(program.defaults_of("QwenImageLayeredModularPipeline"))
+    assert "text to picture" not in program.served(program.defaults_of("QwenImageEditModularPipeline"))
+    assert "clip to clip" not in (ROOT / "README.md").read_text()
+
+
+def test_what_is_declared_and_not_served_is_said(program: ModuleType) -> None:
+    words = ["text to picture", "text to clip"]
+    assert program.beyond(["text2image", "text2video", "image2video"], words) == ["image2video"]
+    assert program.beyond(["video2video", "action_policy", "in_context"], words) == [
+        "video2video",
+        "action_policy",
+        "in_context",
+    ]
+    flows = ["controlnet_text2image", "controlnet_union_text2image", "ip_adapter_controlnet_text2image"]
+    assert program.beyond(flows, words) == ["controlnet_…", "ip_adapter_…"]
+
+
+@pytest.mark.parametrize(
+    ("report", "is_named"),
+    [
+        ("| FLUX.2-dev, 1024² | 358 | 452 |", True),
+        ("# A step of FLUX.2-dev", True),
+        ("    python -m benchmarks.model_step FLUX.2-dev --makers ours", True),
+        ("    python -m benchmarks.decode FLUX.2-dev", False),
+        ("| FLUX.2-dev-turbo | 358 |", False),
+        ("| MyFLUX.2-dev | 358 |", False),
+        ("| a step | as FLUX.2-dev |", False),
+        ("FLUX.2-dev was not measured.", False),
+    ],
+)
+def test_a_report_times_what_its_tables_title_or_commands_name(
+    program: ModuleType, report: str, is_named: bool
+) -> None:
+    assert importlib.import_module("models_timings").names(report, "FLUX.2-dev") is is_named
+
+
+def test_models_that_were_timed_link_to_reports(program: ModuleType) -> None:
+    timed = importlib.import_module("models_timings").timed
+    assert "model_step_h200_" in timed("Wan2.2-I2V-A14B")
+    assert "denoise_step_h200_" in timed("Wan2.1-T2V-14B"), "which reports call Wan2.1-14B"
+    assert timed("Helios-Base") == ""
 
 
 def test_a_model_whose_heads_alone_are_divided_is_not_called_one_rank(program: ModuleType) -> None:
@@ -91,4 +160,7 @@ def test_it_warns_of_licences_and_names_them(program: ModuleType) -> None:
     assert "Licences differ" in DOCUMENT.read_text()
     assert program.licence_of("FLUX.1-schnell") == "Apache-2.0"
     assert program.licence_of("Qwen-Image-2.1") != program.licence_of("Qwen-Image")
+    assert program.licence_of("Helios-Base") == "Apache-2.0"
+    assert program.licence_of("LTX-Video") == "LTXV Open Weights License"
+    assert program.licence_of("LTX-2") == "LTX-2 Community License"
     assert program.licence_of("nobody-knows") == "see its page"

@@ -10,6 +10,7 @@ import pytest
 from pipelines.checkpoint import Checkpoint
 from pipelines.defaults import Defaults
 from pipelines.loading import SHIPPED
+from pipelines.models.usual_defaults import CLIP, PICTURE
 
 
 @pytest.fixture
@@ -44,3 +45,35 @@ def test_an_editor_takes_what_it_can_use(words_alone: Defaults, given: dict[str,
     assert editor.request(num_pictures=3, has_mask=True, strength=1.0).num_pictures == 3
     with pytest.raises(ValueError, match=told):
         editor.request(**given)
+
+
+def test_a_model_of_clips_may_make_pictures_as_well() -> None:
+    """Of one frame, of words alone, without what is a clip's alone; what is nobody's own is the same."""
+    both = replace(CLIP, picture_width=640, picture_height=480, max_pictures=1, make_sound=True, frames_per_chunk=33)
+    assert both.kinds == ("video", "image")
+    assert both.of("video") is both
+    picture = both.of("image").request()
+    assert (picture.kind, picture.width, picture.height) == ("image", 640, 480)
+    assert (picture.num_frames, picture.fps, picture.num_pictures) == (1, 0, 0)
+    assert (picture.num_inference_steps, picture.true_cfg_scale) == (CLIP.num_inference_steps, CLIP.true_cfg_scale)
+    both.check(picture)
+    assert both.num_steps_of(replace(picture, num_inference_steps=7)) == 7
+    with pytest.raises(ValueError, match="1 pictures came along; this model takes words alone"):
+        both.check(replace(picture, num_pictures=1))
+    with pytest.raises(ValueError, match="num_frames is 5; it must be at most 1"):
+        both.check(replace(picture, num_frames=5))
+    with pytest.raises(ValueError, match="this model makes no sound"):
+        both.check(replace(picture, sound=True))
+
+
+def test_a_model_of_one_kind_makes_no_other() -> None:
+    assert (CLIP.kinds, PICTURE.kinds) == (("video",), ("image",))
+    with pytest.raises(ValueError, match="this model makes videos, not images"):
+        CLIP.of("image")
+    with pytest.raises(ValueError, match="this model makes images, not videos"):
+        replace(PICTURE, picture_width=64, picture_height=64).of("video")
+
+
+def test_pictures_of_a_published_model_are_by_its_pipeline_s_own_defaults() -> None:
+    picture = Checkpoint.of_configuration("Cosmos3-Nano").defaults.of("image").request()
+    assert (picture.width, picture.height, picture.num_frames, picture.num_inference_steps) == (1280, 720, 1, 35)

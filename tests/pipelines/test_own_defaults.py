@@ -41,3 +41,11 @@ def test_a_clip_has_a_rate(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"troupe.json: fps is 0; it must be at least 1"):
         with_own_defaults(tmp_path, CLIP)
     assert with_own_defaults(tmp_path, PICTURE).fps == 0
+
+
+def test_pictures_beside_clips_can_be(tmp_path: Path) -> None:
+    (tmp_path / "troupe.json").write_text('{"picture_width": 640, "picture_height": 480}')
+    assert with_own_defaults(tmp_path, CLIP).of("image").request().width == 640
+    (tmp_path / "troupe.json").write_text('{"picture_width": 640}')
+    with pytest.raises(ValueError, match="does not go together: size is 640x0"):
+        with_own_defaults(tmp_path, CLIP)

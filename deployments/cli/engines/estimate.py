@@ -64,7 +64,31 @@ class Estimate:
     origin: str
 
 
-def make_estimate(options: EstimateOptions) -> Estimate:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightsAlone:
+    """All that is known, on one rank, of a model of whose steps nothing is before there is a request."""
+
+    model: str
+    dtype: torch.dtype
+    num_parameters: int
+    weight_bytes: int
+
+    def lines(self) -> list[str]:
+        weights = f"{self.num_parameters / 1e9:.1f} B parameters, {self.weight_bytes / 2**30:.1f} GiB on the one rank"
+        return [f"{self.model}, {_name(self.dtype)}: {weights}", f"no time: {self.reason}"]
+
+    @property
+    def reason(self) -> str:
+        return f"a step of {self.model} is not known before there is a request"
+
+    def document(self) -> dict[str, Any]:
+        """The same for programs, which find no candidates."""
+        weights = {"num_parameters": self.num_parameters, "weight_bytes": self.weight_bytes}
+        told = {"model": self.model, "num_ranks": 1, "dtype": _name(self.dtype), **weights}
+        return {**told, "candidates": [], "chosen": None, "reason": self.reason}
+
+
+def make_estimate(options: EstimateOptions) -> Estimate | WeightsAlone:
     """Reads configurations only. ValueError for what the model, or the machine, does not allow."""
     import torch
 
@@ -82,8 +106,13 @@ def make_estimate(options: EstimateOptions) -> Estimate:
     model, request = checkpoint.weightless(), options.request(checkpoint.defaults)
     check_divisible(model, "one that fits", options.num_ranks)
     if checkpoint.architecture.blank_conditioning is None:
-        weights = f"its weights take {checkpoint.weights_bytes() / 2**30:.1f} GiB on every rank"
-        raise ValueError(f"a step of {options.model} is not known before there is a request; {weights}")
+        weights = [weight for module in model.modules.values() for weight in module.parameters()]
+        return WeightsAlone(
+            model=options.model,
+            dtype=dtype,
+            num_parameters=sum(weight.numel() for weight in weights),
+            weight_bytes=sum(weight.nbytes for weight in weights),
+        )
     counted = profile(model)
     machine, origin = find_machine(options, counted)
     work = workload(model, checkpoint.largest_step(request))
@@ -121,21 +150,31 @@ def kept_file(counted: ModelProfile, kind: str, num_ranks: int) -> Path:
 
 def print_estimate(options: EstimateOptions, *, as_json: bool) -> None:
     estimate = make_estimate(options)
+    if isinstance(estimate, WeightsAlone):
+        document, lines = estimate.document(), estimate.lines()
+    else:
+        document, lines = document_of(options, estimate), lines_of(options, estimate)
     if as_json:
-        print(json.dumps(document_of(options, estimate), indent=1))
-        return
+        print(json.dumps(document, indent=1))
+    else:
+        console.print("\n".join(lines), soft_wrap=True)
+
+
+def lines_of(options: EstimateOptions, estimate: Estimate) -> list[str]:
     request, step = estimate.request, estimate.forecast
     frames = f", {request.num_frames} frames" if request.num_frames > 1 else ""
     tokens = " + ".join(f"{number} {stream}" for stream, number in step.work.lengths)
-    dtype = str(estimate.dtype).removeprefix("torch.")
-    lines = [
-        f"{options.model}, {request.width}x{request.height}{frames}, {dtype}, linears {step.precision}",
+    return [
+        f"{options.model}, {request.width}x{request.height}{frames}, {_name(estimate.dtype)}, linears {step.precision}",
         f"tokens: {tokens}; branches: {step.work.num_branches}; ranks: {options.num_ranks}; times are predicted",
         step.table(),
         step.machine.describe(),
         f"figures: {estimate.origin}",
     ]
-    console.print("\n".join(lines), soft_wrap=True)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def document_of(options: EstimateOptions, estimate: Estimate) -> dict[str, Any]:
@@ -151,7 +190,7 @@ def document_of(options: EstimateOptions, estimate: Estimate) -> dict[str, Any]:
         "size": f"{estimate.request.width}x{estimate.request.height}",
         "num_frames": estimate.request.num_frames,
         "num_ranks": options.num_ranks,
-        "dtype": str(estimate.dtype).removeprefix("torch."),
+        "dtype": _name(estimate.dtype),
         "precision": step.precision,
         "tokens": dict(step.work.lengths),
         "num_branches": step.work.num_branches,

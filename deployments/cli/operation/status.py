@@ -10,7 +10,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from rich.table import Table
 
-from deployments.cli.client import Client
+from deployments.cli.client import Client, kinds_of
 from deployments.cli.operation.servers import the_server
 from deployments.cli.progress import console
 
@@ -38,7 +38,8 @@ def print_status(url: str, api_key: str, metrics_url: str) -> bool:
     table = Table("model", "kind", *GAUGES, "state")
     for model, state in health.items():
         numbers = (str(counts[column].get(model, 0)) if counts else UNKNOWN for column in GAUGES)
-        table.add_row(model, cards[model]["kind"] if model in cards else UNKNOWN, *numbers, state)
+        kinds = ", ".join(kinds_of(cards[model])) if model in cards else UNKNOWN
+        table.add_row(model, kinds, *numbers, state)
     is_ready = bool(health) and all(state == "ready" for state in health.values())
     console.print(f"{url} is {'ready' if is_ready else 'not ready'}", soft_wrap=True)
     console.print(table)

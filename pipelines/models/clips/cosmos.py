@@ -150,10 +150,13 @@ def first_frame(config: Config, latents: Mapping[str, Any]) -> Mapping[str, Any]
 
 
 def defaults(path: Path) -> Defaults:
-    """From the pipeline's arguments in diffusers, as on its page. Distilled models have a schedule of their own."""
+    """From the pipeline's arguments in diffusers, as on its page, where pictures are as large as clips. Distilled
+    models have a schedule of their own."""
     (spatial, temporal), sigmas = space_time_scales(path), read_index(path).get("distilled_sigmas")
     return replace(
         CLIP,
+        picture_width=CLIP.width,
+        picture_height=CLIP.height,
         num_frames=189,
         num_inference_steps=len(sigmas) if sigmas else 35,
         true_cfg_scale=1.0 if sigmas else 6.0,

@@ -78,6 +78,32 @@ def test_layers_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked(monkeypatch, *options) == {"prompt": "a red circle", **expected}
 
 
+@pytest.mark.parametrize(
+    ("kinds", "name", "kind"),
+    [
+        (["image"], "x.webp", "image"),
+        (["video"], "x.mp4", "video"),
+        (["video", "image"], "x.mp4", "video"),
+        (["video", "image"], "x.PNG", "image"),
+    ],
+)
+def test_the_ending_says_what_is_made(kinds: list[str], name: str, kind: str) -> None:
+    assert generate._kind({"id": "m", "kinds": kinds}, Path(name)) == kind
+
+
+@pytest.mark.parametrize(
+    ("kinds", "name", "message"),
+    [
+        (["image"], "x.mp4", "m makes pictures: --out must end in .png, .jpg, .jpeg, .webp, not .mp4"),
+        (["video"], "x.png", "m makes clips: --out must end in .mp4, not .png"),
+        (["video", "image"], "x", "m makes clips and pictures: --out must end in .mp4, .png, .* not nothing"),
+    ],
+)
+def test_another_ending_is_refused(kinds: list[str], name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        generate._kind({"id": "m", "kinds": kinds}, Path(name))
+
+
 class Served:
     def models(self) -> list[dict[str, Any]]:
         return [{"id": "small", "defaults": {}}, {"id": "large", "defaults": {}, "aliases": ["gpt-image-1"]}]

@@ -6,6 +6,7 @@ import pytest
 
 from deployments.requests.cards import choose_card
 from deployments.requests.errors import RequestError
+from pipelines.request import MediaKind
 from tests.deployments.support.fake_studio import FakeStudio
 
 CARDS = FakeStudio(takes_pictures=True).cards()
@@ -27,3 +28,28 @@ def test_without_a_name_a_model_for_the_pictures_is_taken(kind: str, num_picture
     assert choose_card(CARDS, "fake-pictures", "image", num_pictures).name == "fake-pictures"
     with pytest.raises(RequestError):
         choose_card({}, None, "image", num_pictures)
+
+
+BOTH = FakeStudio(makes_both=True).cards()
+
+
+@pytest.mark.parametrize(("kind", "size"), [("image", (96, 64)), ("video", (32, 32))])
+def test_of_a_model_of_both_the_defaults_are_those_of_what_is_made(kind: MediaKind, size: tuple[int, int]) -> None:
+    defaults = choose_card(BOTH, "fake-both", kind).defaults
+    assert (defaults.kind, (defaults.width, defaults.height)) == (kind, size)
+
+
+def test_a_model_of_pictures_alone_comes_before_one_of_both() -> None:
+    cards = dict(reversed(BOTH.items()))
+    assert next(iter(cards)) == "fake-both"
+    assert choose_card(cards, None, "image").name == "fake-pictures"
+    assert choose_card(cards, None, "video").name == "fake-both"
+    del cards["fake-pictures"]
+    assert choose_card(cards, None, "image").name == "fake-both"
+
+
+def test_a_model_of_clips_alone_makes_no_pictures() -> None:
+    with pytest.raises(
+        RequestError, match="'fake-clips' makes videos, not images; image models served: fake-pictures, fake-both"
+    ):
+        choose_card(BOTH, "fake-clips", "image")

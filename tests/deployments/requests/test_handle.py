@@ -30,6 +30,27 @@ def test_the_model_decides_what_is_made(model: str | None, format: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("fields", "made", "format"),
+    [
+        ({}, ("video", 32, 17, 8), "mp4"),
+        ({"kind": "video"}, ("video", 32, 17, 8), "mp4"),
+        ({"kind": "image"}, ("image", 96, 1, 0), "png"),
+        ({"kind": "image", "output_format": "webp"}, ("image", 96, 1, 0), "webp"),
+    ],
+)
+def test_the_kind_decides_where_a_model_makes_both(fields: dict[str, Any], made: tuple[Any, ...], format: str) -> None:
+    cards = FakeStudio(makes_both=True).cards()
+    request, output, _ = handle_request(cards, "id", {"prompt": "a", "model": "fake-both", **fields})
+    assert (request.kind, request.width, request.num_frames, request.fps) == made
+    assert output.format == format
+
+
+@pytest.mark.parametrize(("kind", "model"), [("image", "fake-pictures"), ("video", "fake-clips")])
+def test_without_a_model_the_kind_chooses_one(kind: str, model: str) -> None:
+    assert handle_request(CARDS, "id", {"prompt": "a", "kind": kind})[0].model == model
+
+
+@pytest.mark.parametrize(
     ("fields", "param", "code", "message"),
     [
         (
@@ -41,6 +62,8 @@ def test_the_model_decides_what_is_made(model: str | None, format: str) -> None:
         ({"model": ["fake-pictures"]}, "model", "model_not_found", "There is no model"),
         ({"n": 2}, "n", "invalid_value", "n is 2"),
         ({"model": "fake-clips", "n": 2}, "n", "invalid_value", "a request makes one clip"),
+        ({"kind": "clip"}, "kind", "invalid_value", "kind is 'clip'; it must be image or video"),
+        ({"model": "fake-clips", "kind": "image"}, "model", "wrong_kind", "'fake-clips' makes videos, not images"),
         ({"seed": "3"}, "seed", "invalid_value", "seed is '3'"),
     ],
 )

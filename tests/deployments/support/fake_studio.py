@@ -62,6 +62,7 @@ LAYERS = replace(
     num_layers=2,
     max_layers=5,
 )
+BOTH = replace(CLIPS, picture_width=96, picture_height=64, max_pictures=1, make_sound=True)
 BEGUN_CLIPS = replace(CLIPS, width=64, height=64, max_pictures=1)
 
 
@@ -72,7 +73,8 @@ class FakeStudio:
 
     Both may raise. Without ``knows_times`` nothing was measured yet, without ``same_bytes`` gangs are elastic.
     ``performed`` are the requests that came, ``inputs`` what came along with each, ``closed`` the ids of those closed
-    before their end. ``takes_pictures``: two more models do; ``takes_apart``: one takes them apart.
+    before their end. ``takes_pictures``: two more models do; ``takes_apart``:
+    one takes them apart; ``makes_both``: one makes clips and pictures.
     """
 
     step_s: float = 0.005
@@ -86,6 +88,7 @@ class FakeStudio:
     same_bytes: bool = True
     takes_pictures: bool = False
     takes_apart: bool = False
+    makes_both: bool = False
     performed: list[MediaRequest] = field(default_factory=list)
     inputs: list[InputPictures] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)
@@ -98,6 +101,8 @@ class FakeStudio:
             defaults |= {"fake-edits": EDITS, "fake-begun-clips": BEGUN_CLIPS}
         if self.takes_apart:
             defaults |= {"fake-layers": LAYERS}
+        if self.makes_both:
+            defaults |= {"fake-both": BOTH}
         return {
             name: ModelCard(
                 name=name,

@@ -33,7 +33,7 @@ class Element {
 }
 const { fields, parts } = PAGE;
 const inside = (kind) => Object.values(fields).filter((field) => field.kind === kind);
-const byId = Object.fromEntries(["gallery", "state", "key"].map((id) => [id, new Element()]));
+const byId = Object.fromEntries(["gallery", "state", "key", "making"].map((id) => [id, new Element()]));
 byId.form = {
   elements: fields,
   querySelectorAll: () => parts.map((kind) => ({ dataset: { kind }, querySelectorAll: () => inside(kind) })),
@@ -95,8 +95,9 @@ def run_page(folder: Path, then: str, defaults: Defaults | None = None) -> Any:
     browser = BROWSER.replace("PAGE", json.dumps({"fields": form.fields, "parts": form.parts}))
     shown = ""
     if defaults is not None:
-        model = json.dumps({"id": "m", "kind": defaults.kind, "defaults": asdict(defaults)})
-        shown = f'models.set("m", {model}); fields.model.value = "m"; showModel();'
+        pictures = asdict(defaults.of("image")) if "image" in defaults.kinds[1:] else None
+        model = {"id": "m", "kind": defaults.kind, "defaults": asdict(defaults), "picture_defaults": pictures}
+        shown = f'models.set("m", {json.dumps(model)}); fields.model.value = "m"; showModel();'
     script = folder / "page.js"
     script.write_text(f"(() => {{{browser}}})();\n{SCRIPT}\n{shown}\n{then}\n")
     done = subprocess.run(["node", script], check=True, capture_output=True, text=True)

@@ -115,6 +115,25 @@ def test_a_model_whose_tokens_are_not_divided_is_given_no_such_way() -> None:
     assert [one["strategy"] for one in alone["candidates"]] == ["single"]
 
 
+@pytest.mark.parametrize(
+    ("model", "weights", "gib"),
+    [
+        ("stable-diffusion-xl-base-1.0", "2.6 B parameters, 4.8 GiB on the one rank", 4.8),
+        ("ideogram-4", "18.6 B parameters, 34.6 GiB on the one rank", 34.6),
+    ],
+)
+def test_of_a_model_whose_steps_nobody_knows_it_says_what_it_weighs(model: str, weights: str, gib: float) -> None:
+    told = estimate("--model", model)
+    assert told.exit_code == 0, told.output
+    assert told.stdout.splitlines() == [
+        f"{model}, bfloat16: {weights}",
+        f"no time: a step of {model} is not known before there is a request",
+    ]
+    found = document("--model", model)
+    assert found["weight_bytes"] / 2**30 == pytest.approx(gib, abs=0.05)
+    assert (found["candidates"], found["chosen"], found["num_ranks"]) == ([], None, 1)
+
+
 def test_guidance_of_a_published_model_is_its_own() -> None:
     found = {
         name: document("--model", name, "--ranks", "1", "--machine", "h200") for name in ("Z-Image", "Z-Image-Turbo")
@@ -132,10 +151,6 @@ def mistake(*args: str) -> str:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (
-            ["--model", "stable-diffusion-xl-base-1.0"],
-            "a step of stable-diffusion-xl-base-1.0 is not known before there is a request; its weights take 4.8 GiB",
-        ),
         (["--model", "nonsense"], "or the name of a published model: Cosmos3-Nano"),
         (["--model", "FLUX.1-dev", "--size", "big"], "size 'big': write it as WIDTHxHEIGHT"),
         (["--model", "FLUX.1-dev", "--size", "1000x1024"], "positive multiples of 16"),

@@ -203,6 +203,15 @@ def test_a_gang_prepares_with_blank_values(name: str, loaded: Callable[[str], An
     assert all(prediction.isfinite().all() for prediction in pipeline.engine.predict(probe, (0,)))
 
 
+@pytest.mark.parametrize("name", ["from words", "with sound", "one frame"])
+def test_a_decoder_prepares_with_latents_of_no_step(name: str, loaded: Callable[[str], Any]) -> None:
+    """What steps alone make, and decoding does not read, is not there yet."""
+    request, pipeline = loaded(name)
+    latents = Checkpoint(pipeline.sampler._opened.path).first_latents(request)
+    assert pipeline.decoder.decode_all(latents, request).frames_FHWC.shape[0] == request.num_frames
+    assert pipeline.decoder.preview(latents, request).shape == (1, request.height, request.width, 3)
+
+
 def test_the_guardrail_is_asked_unless_the_folder_says_no(tmp_path: Path) -> None:
     folder = tiny_cosmos.cosmos(tmp_path)
     index = folder / "model_index.json"
