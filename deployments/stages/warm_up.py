@@ -31,15 +31,25 @@ FORMATS: Mapping[MediaKind, tuple[MediaFormat, ...]] = {"image": ("png", "jpeg",
 
 
 def typical_requests(defaults: Defaults, sizes: tuple[Size, ...]) -> Iterator[tuple[MediaRequest, InputPictures]]:
-    """One of words, unless the model wants pictures beside them; and where it takes some, with one of each size."""
+    """One of words, unless the model wants pictures beside them; and where it takes some, with one of each size.
+
+    Without sizes a clip that begins with a picture has few frames: some encoders read them all, which takes a CPU
+    minutes.
+    """
     if not defaults.min_pictures:
         yield defaults.request(prompt=PROMPT), NO_PICTURES
     if defaults.max_pictures:
-        for size in sizes or (None,):
+        for size in sizes or (_shortest(defaults),):
             request = defaults.request(size, prompt=PROMPT, num_pictures=max(1, defaults.min_pictures))
             yield request, InputPictures(pictures=(_grey(request),) * request.num_pictures)
     for kind in defaults.kinds[1:]:
         yield from typical_requests(defaults.of(kind), sizes)
+
+
+def _shortest(defaults: Defaults) -> Size:
+    """Returns the usual size, and of a clip as few frames as make one."""
+    num_frames = max(defaults.min_frames, 1 + defaults.frame_multiple) if defaults.kind == "video" else None
+    return Size(width=defaults.width, height=defaults.height, num_frames=num_frames)
 
 
 def _grey(request: MediaRequest) -> InputPicture:

@@ -117,6 +117,19 @@ def test_stages_prepare_for_clips_and_pictures(folder: Path) -> None:
     assert typical == [("video", 0), ("video", 1), ("image", 0)]
 
 
+@pytest.mark.parametrize("name", ["Cosmos3-Nano", "Wan2.2-I2V-A14B", "LTX-2", "Helios-Base", "MiniMax-H3"])
+def test_an_encoder_prepares_for_few_frames_where_no_size_is_named(name: str) -> None:
+    defaults = Checkpoint.of_configuration(name).defaults
+    begun = [request for request, _ in typical_requests(defaults, ()) if request.num_pictures]
+    assert begun
+    for request in begun:
+        assert (request.width, request.height) == (defaults.width, defaults.height)
+        assert request.num_frames <= max(defaults.min_frames, 1 + defaults.frame_multiple) < defaults.num_frames
+    size = Size(width=defaults.width, height=defaults.height, num_frames=defaults.num_frames)
+    named = [request for request, _ in typical_requests(defaults, (size,)) if request.num_pictures]
+    assert {request.num_frames for request in named} == {defaults.num_frames}
+
+
 def test_a_warm_size_of_one_frame_is_a_picture_s(folder: Path) -> None:
     checkpoint = Checkpoint(folder)
     (warm,) = checkpoint.first_steps([Size(width=SIZE[0], height=SIZE[1], num_frames=1)], ("transformer",))
