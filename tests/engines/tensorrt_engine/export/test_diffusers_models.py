@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -19,20 +19,35 @@ from engines.tensorrt_engine.export.trace import offline_team
 from pipelines.checkpoint import Checkpoint
 from tests.engines.tensorrt_engine.conftest import Build
 from tests.engines.tensorrt_engine.support.all_ranks import Case, relative_error
-from tests.pipelines.support.checkpoints import tiny_pictures, tiny_qwen, tiny_video
+from tests.pipelines.support.checkpoints import (
+    tiny_cosmos,
+    tiny_ltx,
+    tiny_minimax,
+    tiny_others,
+    tiny_pictures,
+    tiny_qwen,
+    tiny_video,
+)
 from tests.pipelines.support.checkpoints.first_steps import first_step
 
 BOUND = 1e-5
 MAKERS = {
+    "cosmos": tiny_cosmos.cosmos,
     "flux2": tiny_pictures.flux2_dev,
+    "ltx": tiny_ltx.ltx,
+    "ltx2": partial(tiny_ltx.ltx2, num_layers=2),
+    "minimax": tiny_minimax.minimax_h3,
     "qwen": tiny_qwen.qwen,
+    "sd3": tiny_others.sd3,
     "wan from a picture": tiny_video.wan_picture,
     "z image": tiny_pictures.z_image,
 }
+SLOW = ("cosmos", "flux2", "ltx", "ltx2", "minimax", "wan from a picture")
 EXPORTED = [
     ("qwen", "ulysses"),
-    *(pytest.param(name, "ulysses", marks=pytest.mark.slow) for name in ("flux2", "wan from a picture")),
-    *(pytest.param(name, "tensor", marks=pytest.mark.slow) for name in ("flux2", "qwen", "wan from a picture")),
+    ("sd3", "ulysses"),
+    *(pytest.param(name, "ulysses", marks=pytest.mark.slow) for name in SLOW),
+    *(pytest.param(name, "tensor", marks=pytest.mark.slow) for name in ("qwen", "sd3", *SLOW)),
 ]
 
 
