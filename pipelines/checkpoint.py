@@ -15,7 +15,7 @@ from pipelines.description import Description, read_description
 from pipelines.directory import part_folder
 from pipelines.loading import resolve_configuration, resolve_dtype, resolve_path
 from pipelines.lora.source import LoraSource
-from pipelines.models.registry import architecture_of
+from pipelines.models.registry import architecture_of, transformer_class
 from pipelines.own_defaults import with_own_defaults
 from pipelines.request import MediaRequest
 from pipelines.single_file import split_source
@@ -92,6 +92,14 @@ class Checkpoint:
     def defaults(self) -> Defaults:
         """The architecture's and the folder's own. Read without torch."""
         return with_own_defaults(self.path, self.architecture.defaults(self.path))
+
+    def eager_only(self, *, is_split: bool) -> str:
+        """Which class its transformer is of, and why its forward becomes no graph outside torch; empty if it does.
+
+        ``is_split``: ranks share the tokens.
+        """
+        reason = self.architecture.eager_only or (self.architecture.eager_split if is_split else "")
+        return f"{transformer_class(self.path)} {reason}" if reason else ""
 
     @cached_property
     def description(self) -> Description:

@@ -207,6 +207,13 @@ class DenoiserConfig(ScaledConfig, GangConfig):
         return 1 if self.strategy == "auto" else ParallelSpec.of(self.strategy, self.num_ranks).pipeline
 
     @property
+    def splits_tokens(self) -> bool:
+        """Whether ranks share the tokens of a step, as far as is known before there is a model."""
+        return self.num_ranks > 1 and (
+            self.strategy == "auto" or ParallelSpec.of(self.strategy, self.num_ranks).context > 1
+        )
+
+    @property
     def fills_prompts(self) -> bool:
         """Whether steps of prompts of many lengths are of one shape, where the model can (``TorchOptions``)."""
         return self.torch is not None and self.torch.prompt_windows
@@ -217,10 +224,13 @@ class DenoiserConfig(ScaledConfig, GangConfig):
         options: TorchOptions | TensorRTOptions | None = getattr(self, self.engine)
         return options
 
-    def check_engine(self, dtype: DataType, *, merges: bool = False, switches: bool = False) -> None:
+    def check_engine(
+        self, dtype: DataType, *, merges: bool = False, switches: bool = False, eager_only: str = ""
+    ) -> None:
         """ValueError if the engine cannot do what is asked of it, with a model of ``dtype``.
 
-        ``merges``: adapters are added to its weights at start; ``switches``: or from request to request.
+        ``merges``: adapters are added to its weights at start; ``switches``: or from request to request. ``eager_only``
+        is known of an opened checkpoint alone.
         """
         choice = EngineChoice(
             strategy=self.strategy,
@@ -231,5 +241,6 @@ class DenoiserConfig(ScaledConfig, GangConfig):
             dtype=dtype,
             merges=merges,
             switches=switches,
+            eager_only=eager_only,
         )
         check_engine(self.engine, choice)

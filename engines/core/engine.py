@@ -21,7 +21,8 @@ class EngineChoice:
     ``strategy`` is "auto" or what ``ParallelSpec.of`` takes; ``precision`` is that of the linears, in the engine's own
     words; ``options`` are the engine's own as well (None: their defaults). ``dtype`` is the model's as a configuration
     names it: "auto" is decided where it is loaded. ``merges``: something is added to its weights as they are loaded;
-    ``switches``: or while it runs (see ``core.additions``).
+    ``switches``: or while it runs (see ``core.additions``). ``eager_only`` says of a model whose forward becomes no
+    graph outside torch which it is, and why: a clause that begins with its class. Empty where it does, or nobody knows.
     """
 
     strategy: str = "auto"
@@ -32,6 +33,7 @@ class EngineChoice:
     dtype: str = "auto"
     merges: bool = False
     switches: bool = False
+    eager_only: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -125,6 +125,19 @@ class DenoiserModel:
     timestep: str = TIMESTEP
 
     @property
+    def class_name(self) -> str:
+        """The name of the class of its transformers, of which there may be several."""
+        return ", ".join(dict.fromkeys(type(module).__name__ for module in self.modules.values()))
+
+    def check_planned(self, num_ranks: int) -> None:
+        """ValueError for several ranks, and a model of which nobody has said how it is divided."""
+        if num_ranks > 1 and not self.plan.shards and not self.plan.linears:
+            raise ValueError(
+                f"there is no plan to divide {self.class_name} over {num_ranks} ranks: give it gangs of one rank "
+                "(num_ranks: 1), and more of them (num_replicas) for more pictures at once"
+            )
+
+    @property
     def device(self) -> torch.device:
         """Where the model computes."""
         if self.weights is not None:

@@ -106,7 +106,12 @@ class SplitTable(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         tables: tuple[Tensor, ...] = self.whole(*args, **kwargs)
-        return tuple(table.tensor_split(self._axis.size, self._dim)[self._axis.index] for table in tables)
+        return tuple(self.share(table, self._dim, self._axis) for table in tables)
+
+    @staticmethod
+    def share(table: Tensor, dim: int, axis: Axis) -> Tensor:
+        """Returns what rank ``axis.index`` holds of one of them; an export leaves a mark in its place."""
+        return table.tensor_split(axis.size, dim)[axis.index]
 
 
 def _split(name: str, layer: nn.Module, rule: ColumnLinear | RowLinear | FullWidthNorm, axis: Axis) -> nn.Module:

@@ -61,6 +61,7 @@ class TensorRTConfig:
 
     def resolve(self, model: DenoiserModel, num_ranks: int, target: Target) -> ResolvedConfig:
         """Concrete choices for a model, a number of ranks and a GPU. ValueError says why a combination cannot be."""
+        model.check_planned(num_ranks)
         spec = self.spec(num_ranks, num_heads=model.num_heads)
         spec.check(num_heads=model.num_heads, has_tensor_plan=bool(model.plan.linears))
         check_spec(spec, weights=self.weights)

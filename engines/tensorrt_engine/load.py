@@ -20,6 +20,7 @@ from engines.tensorrt_engine.build.bindings import load_bindings
 from engines.tensorrt_engine.build.builder import BuildOptions
 from engines.tensorrt_engine.build.engine_cache import EngineCache, cached_engine
 from engines.tensorrt_engine.build.export_cache import ExportCache
+from engines.tensorrt_engine.build.naming import told_of
 from engines.tensorrt_engine.build.targets import Target
 from engines.tensorrt_engine.config import TensorRTConfig
 from engines.tensorrt_engine.engine import TensorRTEngine
@@ -108,7 +109,8 @@ def engine_runners(config: TensorRTConfig, model: DenoiserModel, context: RankCo
     def make(graph: EngineGraph, weights: Mapping[str, Tensor], team: Team) -> EngineRunner:
         precision = config.resolve(model, len(team.ranks), target).precision
         options = BuildOptions(target=target)
-        engine = cached_engine(graph, options, cache, strategy=team.spec.name, precision=precision)
+        with told_of(model, team.spec.name):
+            engine = cached_engine(graph, options, cache, strategy=team.spec.name, precision=precision)
         check_engine_file(engine, rank=context.rank, target=target)
         group = team.context.group or team.tensor.group
         if group:

@@ -38,6 +38,7 @@ def check(choice: EngineChoice) -> None:
     options = choice.options or TensorRTOptions()
     assert isinstance(options, TensorRTOptions)
     check_device(gpus_per_rank=choice.gpus_per_rank)
+    check_model(choice.eager_only)
     if choice.merges or choice.switches:
         raise ValueError(
             "engine: tensorrt takes no loras: its engine files are for weights as published; use engine: torch"
@@ -45,6 +46,12 @@ def check(choice: EngineChoice) -> None:
     check_options(
         strategy=choice.strategy, precision=choice.precision, weights=options.weights, num_ranks=choice.num_ranks
     )
+
+
+def check_model(eager_only: str) -> None:
+    """Refuse a model of which it is known that no graph can be made; see ``EngineChoice``."""
+    if eager_only:
+        raise ValueError(f"{eager_only}, which no TensorRT engine does: use engine: torch")
 
 
 def check_options(*, strategy: str, precision: str, weights: str, num_ranks: int | None = None) -> None:

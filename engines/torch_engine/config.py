@@ -105,12 +105,7 @@ def divide(
 
 def check_divisible(model: DenoiserModel, strategy: str, num_ranks: int) -> None:
     """``ValueError`` for a model that cannot be divided over so many ranks, or for whose steps none can choose how."""
-    if num_ranks > 1 and not model.plan.shards and not model.plan.linears:
-        kinds = ", ".join(dict.fromkeys(type(module).__name__ for module in model.modules.values()))
-        raise ValueError(
-            f"there is no plan to divide {kinds} over {num_ranks} ranks: give it gangs of one rank (num_ranks: 1), and "
-            "more of them (num_replicas) for more pictures at once"
-        )
+    model.check_planned(num_ranks)
     if num_ranks > 1 and strategy == "auto" and not model.probe():
         raise ValueError("strategy 'auto' needs a step to choose by, and none is known: name one, such as 'ulysses'")
 

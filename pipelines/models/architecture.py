@@ -101,6 +101,8 @@ class Architecture:
 
     ``inputs(folder, request)`` are the pipeline's inputs that a request decides otherwise than by their names.
     ``idle_parts`` are transformers of the folder that no request needs, and nobody loads.
+    ``eager_only`` says why its forward becomes no graph outside torch (as TensorRT needs it): a verb and what follows
+    it, where the subject is the class; ``eager_split`` why it does not where ranks share the tokens. Or empty.
     ``complete(pipeline)`` adds parts that are in no folder to a pipeline that encodes or decodes, and mends others.
     """
 
@@ -137,4 +139,6 @@ class Architecture:
     frames_apart: bool = False
     inputs: Callable[[Path, MediaRequest], Mapping[str, Any]] = lambda folder, request: {}
     idle_parts: tuple[str, ...] = ()
+    eager_only: str = ""
+    eager_split: str = ""
     complete: Callable[[Any], None] = lambda pipeline: None

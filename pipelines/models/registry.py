@@ -33,10 +33,15 @@ ARCHITECTURES = {
 
 def architecture_of(path: Path) -> Architecture:
     """What is known of the transformer of a diffusers folder. ValueError for other folders and unknown classes."""
+    return load_architecture(transformer_class(path))
+
+
+def transformer_class(path: Path) -> str:
+    """The class of the transformer of a diffusers folder. ValueError for other folders."""
     named = [name for part in DENOISERS if (name := part_class(path, part)) is not None]
     if not named:
         raise ValueError(f"{path} holds a {read_index(path).get('_class_name')}, which has no transformer")
-    return load_architecture(named[0])
+    return named[0]
 
 
 def load_architecture(class_name: str) -> Architecture:

@@ -78,7 +78,10 @@ def _ports(config: ServeConfig) -> Iterator[str]:
 
 def _model(model: ModelConfig) -> Iterator[str]:
     try:
-        _ = Checkpoint.open(model.source, weights=False).defaults
+        checkpoint = Checkpoint.open(model.source, weights=False)
+        _ = checkpoint.defaults
+        eager_only = checkpoint.eager_only(is_split=model.denoiser.splits_tokens)
+        model.denoiser.check_engine(model.dtype, eager_only=eager_only)
     except (OSError, ValueError) as error:
         yield f"the model {model.name}: {error}"
 

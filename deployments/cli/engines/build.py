@@ -74,6 +74,8 @@ def engine_reports(order: Order, *, visible: bool = True) -> list[EngineReport]:
         checkpoint = Checkpoint.open(order.model, find_device(), dtype)
     else:
         checkpoint = Checkpoint.of_configuration(order.model, "cpu", dtype)
+    is_split = config.spec(order.num_ranks).context > 1
+    rules.check_model(checkpoint.eager_only(is_split=is_split))
     if order.calibrate:
         calibrate(checkpoint, read_prompts(order.prompts), next(iter(order.sizes), None), config.cache_dir)
     with model_for(order, checkpoint) as model:

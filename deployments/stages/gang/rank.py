@@ -44,6 +44,8 @@ class LoadRankParts:
             wait_for_early_start()  # weights are copied to where its exchanges may be under way
         with timed("rank: weights", rank=context.rank), quick_imports():
             checkpoint = Checkpoint.open(self.model.source, context.device, self.model.dtype, loras=self.model.loras)
+            eager_only = checkpoint.eager_only(is_split=config.splits_tokens)
+            config.check_engine(self.model.dtype, eager_only=eager_only)  # before weights are read
             denoiser = checkpoint.denoiser(sliced=is_sliced(config, checkpoint), typical=checkpoint.defaults.request())
         return partial(_build, self.model, context, checkpoint, denoiser)
 

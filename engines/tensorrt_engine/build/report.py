@@ -19,6 +19,7 @@ from engines.core.model import Branch, DenoiserModel
 from engines.parallel.communication.mesh import Team
 from engines.tensorrt_engine.build.builder import BuildOptions, Shape, check_target
 from engines.tensorrt_engine.build.engine_cache import CachedEngine, EngineCache, cached_engine
+from engines.tensorrt_engine.build.naming import told_of
 from engines.tensorrt_engine.build.progress import spinner
 from engines.tensorrt_engine.build.targets import Target
 from engines.tensorrt_engine.config import ResolvedConfig, TensorRTConfig
@@ -117,7 +118,8 @@ def build_engine(
     )
     cache = EngineCache(config.cache_dir)
     named = {"strategy": resolved.spec.name, "precision": resolved.precision}
-    engines = [cached_engine(graph, options, cache, **named, visible=visible) for graph in graphs]
+    with told_of(model, resolved.spec.name):
+        engines = [cached_engine(graph, options, cache, **named, visible=visible) for graph in graphs]
     return [_report(graph, resolved, engine, export_s) for graph, engine in zip(graphs, engines, strict=True)]
 
 

@@ -13,7 +13,7 @@ from engines.core.model import Branch, DenoiserModel, ModelInputs
 from engines.parallel.communication.mesh import Team
 from engines.parallel.division import shape_of
 from engines.tensorrt_engine.build.builder import Profile
-from engines.tensorrt_engine.export.exported import Exported
+from engines.tensorrt_engine.export.exported import Exported, place_of
 from engines.tensorrt_engine.export.trace import DynamicDims
 
 
@@ -79,7 +79,7 @@ def lies_between(
             sizes = [other.shape[dim] for other in others]
             if not min(sizes) <= size <= max(sizes):
                 return False
-    return exported.graph.takes(exported.engine_inputs(exported.run_prologue(branch.inputs, team.context.index)))
+    return exported.graph.takes(exported.engine_inputs(exported.run_prologue(branch.inputs, place_of(team))))
 
 
 def check_branches(buckets: Sequence[Branch]) -> tuple[Branch, ...]:

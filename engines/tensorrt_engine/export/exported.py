@@ -100,6 +100,12 @@ def rank_weights(model: DenoiserModel, module: str, team: Team) -> dict[str, Ten
     return dict(share.state_dict())
 
 
+def place_of(team: Team) -> int:
+    """Returns the rank's place among those that hold other tokens, or other weights: an engine's ranks share one."""
+    assert team.context.size == 1 or team.tensor.size == 1, team
+    return team.context.index if team.context.size > 1 else team.tensor.index
+
+
 def _exported(parts: Parts, graphs: tuple[EngineGraph, ...], segments: tuple[Segment, ...] = ()) -> Exported:
     return Exported(
         graphs=graphs,

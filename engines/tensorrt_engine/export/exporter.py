@@ -36,6 +36,12 @@ class Exporter:
 
         Every rank of the team makes this call at the same time. ValueError for what TensorRT cannot do.
         """
+        try:
+            return self._found_or_made(branches, team)
+        except ValueError as error:
+            raise ValueError(f"{self.model.class_name} in TensorRT: {error}") from error
+
+    def _found_or_made(self, branches: Sequence[Branch], team: Team) -> Exported:
         change = self.change(branches[0].module)
         cacheable = change is unchanged or isinstance(change, Quantization)
         if self.cache is None or not cacheable:

@@ -19,12 +19,12 @@ from engines.parallel.attention.local import as_many_as
 from engines.parallel.attention.strategy import team_kernel
 from engines.parallel.communication.mesh import Groups, Team, Teams
 from engines.parallel.copies import weight_sharing_copy
-from engines.parallel.tensor import split_weights
+from engines.parallel.tensor import SplitTable, split_weights
 from engines.parallel.token_hooks import TokenHooks
 from engines.tensorrt_engine.config import RingForm
 from engines.tensorrt_engine.export.group_free import group_free_kernel
 from engines.tensorrt_engine.export.native_ring import native_ring_kernel
-from engines.tensorrt_engine.export.parts.markers import MarkedLayout
+from engines.tensorrt_engine.export.parts.markers import MarkedLayout, cut_features
 from engines.tensorrt_engine.export.segments import ATTEND
 
 DynamicDims = Mapping[str, Any]
@@ -57,6 +57,9 @@ class _OneRank(nn.Module):
         self._team = team
         self._ring = ring
         self._hooks = TokenHooks(self.module, model.plan)
+        for table in self.module.modules():
+            if isinstance(table, SplitTable):
+                table.share = cut_features  # type: ignore[method-assign]
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         arguments = {**self._constants, **inputs}

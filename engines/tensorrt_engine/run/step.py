@@ -14,7 +14,7 @@ from engines.core.model import Branch, DenoiserModel, ModelInputs
 from engines.parallel.attention.local import local_kernel
 from engines.parallel.attention.strategy import team_kernel
 from engines.parallel.communication.mesh import Team
-from engines.tensorrt_engine.export.exported import Exported, rank_weights
+from engines.tensorrt_engine.export.exported import Exported, place_of, rank_weights
 from engines.tensorrt_engine.export.onnx.graph import EngineGraph
 from engines.tensorrt_engine.export.segments import Segment
 
@@ -91,7 +91,7 @@ def make_step(
     if exported.segments:
         return _segmented_step(exported, model, branch, team, make_runner, weights)
     runner = make_runner(exported.graph, {name: weights[name] for name in exported.graph.weights}, team)
-    return WholeStep(exported=exported, runner=runner, rank_index=team.context.index)
+    return WholeStep(exported=exported, runner=runner, rank_index=place_of(team))
 
 
 def _segmented_step(

@@ -176,4 +176,5 @@ ARCHITECTURE = Architecture(
     in_round=in_round,
     first_frame=first_frame,
     mend=mend,
+    eager_only="computes a part of itself under an autocast of its own",
 )

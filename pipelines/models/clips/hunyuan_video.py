@@ -155,4 +155,5 @@ ARCHITECTURE = Architecture(
     first_frame=first_latent_frame,
     frames_apart=True,
     complete=complete,
+    eager_only="masks keys (text of several lengths)",
 )

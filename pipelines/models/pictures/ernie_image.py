@@ -94,4 +94,5 @@ ARCHITECTURE = Architecture(
     heads=lambda config: (config["num_attention_heads"], config["hidden_size"] // config["num_attention_heads"]),
     blank_conditioning=blank_conditioning,
     set_kernel=set_kernel,
+    eager_only="computes a part of itself under an autocast of its own",
 )

@@ -111,4 +111,5 @@ ARCHITECTURE = Architecture(
     blank_pictures=blank_pictures,
     mend=mend,
     set_kernel=set_kernel,
+    eager_split="has blocks that see one stream of tokens alone",
 )

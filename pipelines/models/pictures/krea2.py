@@ -73,4 +73,5 @@ ARCHITECTURE = Architecture(
     stream_lengths=stream_lengths,
     blank_conditioning=blank_conditioning,
     local_attention=("text_fusion.layerwise_blocks.*.attn", "text_fusion.refiner_blocks.*.attn"),
+    eager_only="masks keys (text of several lengths)",
 )

@@ -107,4 +107,5 @@ ARCHITECTURE = Architecture(
     set_kernel=set_kernel,
     hoisted=hoisted,
     reads_values=True,
+    eager_only="finds out where words and pictures lie in a prompt",
 )

@@ -141,4 +141,5 @@ ARCHITECTURE = Architecture(
     fast=fast,
     latents="x.0",
     timestep="t",
+    eager_only="computes a part of itself under an autocast of its own",
 )

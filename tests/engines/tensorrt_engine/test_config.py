@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -52,6 +53,14 @@ def test_refused_when_read(options: dict[str, Any], message: str) -> None:
 def test_weights_are_inputs_or_constants() -> None:
     with pytest.raises(ValueError, match="weights is 'elsewhere'; it must be inputs or constants"):
         TensorRTOptions(weights="elsewhere")  # type: ignore[arg-type]
+
+
+def test_several_ranks_need_a_plan(model: Callable[[torch.dtype], DenoiserModel]) -> None:
+    """Without one, the ranks would do the same work and take each other's tokens for their own."""
+    planless = replace(flux := model(torch.bfloat16), plan=replace(flux.plan, shards=(), linears=()))
+    TensorRTConfig().resolve(planless, 1, SM89)
+    with pytest.raises(ValueError, match=r"no plan to divide FluxTransformer2DModel over 2 ranks: .*num_ranks: 1"):
+        TensorRTConfig().resolve(planless, 2, SM89)
 
 
 def test_fp8_needs_a_gpu_that_has_it(model: Callable[[torch.dtype], DenoiserModel]) -> None:

@@ -29,15 +29,17 @@ SETTINGS = {
     "tensor": Setting(num_ranks=2, strategy="tensor"),
     "tensor, sliced": Setting(num_ranks=2, strategy="tensor", sliced=True),
     "pipeline": Setting(num_ranks=2, strategy="pipeline"),
+    "four, ulysses": Setting(num_ranks=4),
+    "four, tensor and ulysses": Setting(num_ranks=4, strategy="tensor2xulysses"),
 }
-WITHOUT_TENSOR = ("flux2 klein", "z image")
+WITHOUT_PIPELINE = ("flux2 klein", "z image")
+"""Their plans have none."""
 QUICK = ("flux", "qwen")
 CASES = [
-    pytest.param(model, setting, marks=[] if model in QUICK else [pytest.mark.slow])
+    pytest.param(model, setting, marks=[] if model in QUICK and "four" not in setting else [pytest.mark.slow])
     for model in MODELS
     for setting in SETTINGS
-    if not (model in WITHOUT_TENSOR and setting.startswith(("tensor", "pipeline")))
-    and not (model == "wan" and SETTINGS[setting].fast)
+    if not (model in WITHOUT_PIPELINE and setting == "pipeline") and not (model == "wan" and SETTINGS[setting].fast)
 ]
 
 

@@ -30,7 +30,13 @@ QUANTISED = {
 }
 
 
-CASES = [("flux", name) for name in QUANTISED] + [(model, "fp8, alone, fast") for model in ("flux2 klein", "z image")]
+CASES = [
+    *(("flux", name) for name in QUANTISED),
+    ("flux2 klein", "fp8, alone, fast"),
+    pytest.param("qwen", "fp8, alone, fast", marks=pytest.mark.slow),
+    ("wan", "fp8, alone"),
+    ("z image", "fp8, alone, fast"),
+]
 
 
 @pytest.mark.parametrize(("model", "name"), CASES)

@@ -56,11 +56,11 @@ CASES = {
     "qwen": Case(make=tiny_models.qwen_image, tensor=True),
     "qwen without guidance": Case(make=tiny_models.qwen_image, changes={"true_cfg_scale": 1.0}),
     "z image": Case(make=tiny_models.z_image, tensor=True, max_tensor=2),
-    "z image with guidance": Case(make=tiny_models.z_image, changes={"true_cfg_scale": 3.0}),
+    "z image with guidance": Case(make=tiny_models.z_image, tensor=True, max_tensor=2, changes={"true_cfg_scale": 3.0}),
     "krea 2": Case(make=tiny_others.krea2),
     "ernie": Case(make=tiny_others.ernie_image),
     "sd 3": Case(make=tiny_others.sd3, tensor=True),
-    "sd 3.5 large": Case(make=tiny_others.sd35_large),
+    "sd 3.5 large": Case(make=tiny_others.sd35_large, tensor=True),
 }
 
 

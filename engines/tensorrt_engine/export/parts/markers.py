@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engines.core.layout import Rows, TokenLayout
+from engines.parallel.communication.collectives import Axis
 
 
 @torch.library.custom_op("troupe::cut", mutates_args=())
@@ -40,6 +41,13 @@ def join(gathered: Tensor, dim: int, length: int) -> Tensor:
 def _(gathered: Tensor, dim: int, length: int) -> Tensor:
     shape = gathered.shape[1:]
     return gathered.new_empty((*shape[:dim], length, *shape[dim + 1 :]))
+
+
+def cut_features(table: Tensor, dim: int, axis: Axis) -> Tensor:
+    """Returns this rank's equal share of the features along ``dim``, and leaves a marker."""
+    dim, length = dim % table.ndim, table.shape[dim]
+    share: Tensor = CUT(table, dim, length, length // axis.size, axis.index)
+    return share
 
 
 CUT = torch.ops.troupe.cut.default

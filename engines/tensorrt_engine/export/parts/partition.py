@@ -50,6 +50,7 @@ class Parts:
 def partition(traced: fx.GraphModule) -> Parts:
     """Cuts ``traced`` (of ``torch.export``, unlifted) at its markers. The core never depends on the rank."""
     _drop_assertions(traced.graph)
+    _drop_idle_squeezes(traced.graph)
     _refuse_regions(traced)
     write_complex_as_real(traced.graph)
     _mark_parameters(traced)
@@ -85,6 +86,16 @@ def _drop_assertions(graph: fx.Graph) -> None:
     graph.eliminate_dead_code()
 
 
+def _drop_idle_squeezes(graph: fx.Graph) -> None:
+    """torch leaves a dim that is not 1 as it is; ONNX's operator of the same name refuses it."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and _packet(node) == "squeeze":
+            (source,) = node.all_input_nodes
+            if node.meta["val"].ndim == source.meta["val"].ndim:
+                node.replace_all_uses_with(source)
+                graph.erase_node(node)
+
+
 def _refuse_regions(traced: fx.GraphModule) -> None:
     """ValueError for a part of the forward that is a graph of its own: under another autocast, or a condition."""
     for node in traced.graph.nodes:
@@ -102,11 +113,12 @@ def _mark_parameters(traced: fx.GraphModule) -> None:
 
 
 def _prologue(nodes: list[fx.Node]) -> set[fx.Node]:
-    """Returns the cuts, float64 arithmetic (TensorRT has none), all they need, and what then needs neither weight nor
-    exchange. So the sinusoids of a timestep are computed in torch, whatever the engine's precision. Views at the end go
-    back to the core: it takes one rotary table, not one per block.
+    """Returns the cuts, what TensorRT lacks, all they need, and what then needs neither weight nor exchange.
+
+    So the sinusoids of a timestep are computed in torch, whatever the engine's precision. Views at the end go back to
+    the core: it takes one rotary table, not one per block.
     """
-    prologue = _upstream([n for n in nodes if n.target is CUT or _takes_float64(n)])
+    prologue = _upstream([n for n in nodes if n.target is CUT or _is_lacking(n)])
     for node in nodes:
         is_computed = node.op == "call_function" and not _is_exchange(node)
         if is_computed and all(_is_known(source, prologue) for source in node.all_input_nodes):
@@ -122,6 +134,11 @@ def _is_known(source: fx.Node, prologue: set[fx.Node]) -> bool:
     if source.op == "get_attr":
         return not source.meta[_IS_PARAMETER]
     return source.op == "placeholder" or (source in prologue and source.target is not CUT)
+
+
+def _is_lacking(node: fx.Node) -> bool:
+    """Whether TensorRT has nothing like it: float64 arithmetic, and sums at places that other values name."""
+    return _takes_float64(node) or _packet(node) == "scatter_add"
 
 
 def _takes_float64(node: fx.Node) -> bool:

@@ -16,7 +16,7 @@ from engines.tensorrt_engine.export.parts.markers import CUT
 from engines.tensorrt_engine.export.parts.symbolic import Sizes
 
 RANK = "rank_index"
-"""Name of the extra input of a prologue: the caller's place on the context axis."""
+"""Name of the extra input of a prologue: the caller's place among those that share tokens or weights."""
 
 
 def input_name(placeholder: fx.Node) -> str:

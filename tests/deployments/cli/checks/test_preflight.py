@@ -11,6 +11,7 @@ import pytest
 import ray
 import torch
 
+import pipelines
 from deployments.cli.checks.preflight import check, num_gpus_needed, problems
 from deployments.cli.serving import load_config, parse_config
 from deployments.config import ServeConfig
@@ -31,9 +32,15 @@ def own_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
 
 
+UNGRAPHED = str(Path(pipelines.__file__).parent / "published" / "Z-Image")
+
 FAULTS: dict[str, tuple[Callable[[], ServeConfig], str]] = {
     "a folder that is not there": (lambda: with_model(path="/nowhere/flux"), "the model pictures: no model '/nowhere/"),
     "a hub id, offline": (lambda: with_model(path="owner/name"), "the model pictures: "),
+    "a model that its engine does not take": (
+        lambda: with_model(path=UNGRAPHED, denoiser={"engine": "tensorrt", "gpus_per_rank": 1}),
+        "which no TensorRT engine does: use engine: torch",
+    ),
     "more GPUs than there are": (
         lambda: with_model(denoiser={"num_ranks": 2, "gpus_per_rank": 0.8}),
         "asks for 2 GPUs and this machine has 1",

@@ -11,6 +11,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+import pipelines
 from deployments.config import AppConfig, ModelConfig
 from deployments.stages.gang import denoiser
 from deployments.stages.gang.denoiser import node_environment
@@ -33,6 +34,7 @@ from pipelines.run import PlainEngine
 from pipelines.size import Size
 from tests.engines.tensorrt_engine.support.gloo_runner import GlooRunner
 
+PUBLISHED = Path(pipelines.__file__).parent / "published"
 CPU, SM89 = torch.device("cpu"), Target.parse("sm89")
 HERE = RankContext(rank=0, num_ranks=1, device="cpu")
 
@@ -127,6 +129,15 @@ def test_on_one_machine_nccl_stays_on_it(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_rank_without_a_gpu_says_so() -> None:
     with pytest.raises(PreflightError, match=r"rank 0: a TensorRT engine runs on a GPU: found none.*engine: torch"):
         LoadRankParts(model=model_config(num_ranks=1))(HERE)()
+
+
+def test_a_rank_refuses_a_model_without_reading_weights() -> None:
+    """There are none in the folder, which would be another error."""
+    model = model_config(num_ranks=1).model_copy(update={"path": str(PUBLISHED / "Z-Image")})
+    with pytest.raises(
+        ValueError, match=r"ZImageTransformer2DModel .*, which no TensorRT engine does: .*engine: torch"
+    ):
+        LoadRankParts(model=model)(HERE)
 
 
 class Uncaptured:

@@ -1,10 +1,10 @@
-"""Models that run through diffusers' blocks as engines: each rank's answer, what the graph holds, what is refused."""
+"""Models that run through diffusers' blocks as engines: each rank's answer, what the graph holds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -19,20 +19,40 @@ from engines.tensorrt_engine.export.trace import offline_team
 from pipelines.checkpoint import Checkpoint
 from tests.engines.tensorrt_engine.conftest import Build
 from tests.engines.tensorrt_engine.support.all_ranks import Case, relative_error
-from tests.pipelines.support.checkpoints import tiny_pictures, tiny_qwen, tiny_video
+from tests.pipelines.support.checkpoints import (
+    tiny_cosmos,
+    tiny_flux3,
+    tiny_ltx,
+    tiny_minimax,
+    tiny_others,
+    tiny_pictures,
+    tiny_qwen,
+    tiny_video,
+)
 from tests.pipelines.support.checkpoints.first_steps import first_step
 
 BOUND = 1e-5
 MAKERS = {
+    "cosmos": tiny_cosmos.cosmos,
     "flux2": tiny_pictures.flux2_dev,
+    "flux3": tiny_flux3.flux3,
+    "ltx": tiny_ltx.ltx,
+    "ltx2": partial(tiny_ltx.ltx2, num_layers=2),
+    "minimax": tiny_minimax.minimax_h3,
     "qwen": tiny_qwen.qwen,
+    "sd3": tiny_others.sd3,
     "wan from a picture": tiny_video.wan_picture,
-    "z image": tiny_pictures.z_image,
+}
+TENSOR_ALONE = ("flux3",)
+QUICK = {
+    ("ltx", "tensor"): "it masks keys of the text, which each rank has whole; its heads have tables of their own",
+    ("qwen", "ulysses"): "two streams",
+    ("sd3", "ulysses"): "the picture before the text",
 }
 EXPORTED = [
-    ("qwen", "ulysses"),
-    *(pytest.param(name, "ulysses", marks=pytest.mark.slow) for name in ("flux2", "wan from a picture")),
-    *(pytest.param(name, "tensor", marks=pytest.mark.slow) for name in ("flux2", "qwen", "wan from a picture")),
+    pytest.param(name, strategy, marks=() if (name, strategy) in QUICK else (pytest.mark.slow,))
+    for name in MAKERS
+    for strategy in (("tensor",) if name in TENSOR_ALONE else ("ulysses", "tensor"))
 ]
 
 
@@ -96,9 +116,3 @@ def test_the_builder_takes_the_graph(
     text = read_engine_text(build_file(graph.serialized()))
     assert text is not None
     assert text.collectives == graph.collectives()
-
-
-def test_a_forward_with_a_region_of_its_own_is_refused(model_of: Callable[[str], Model]) -> None:
-    """Z-Image turns queries under another autocast."""
-    with pytest.raises(ValueError, match=r"region of its own .*engine: torch"):
-        model_of("z image").case("ulysses")

@@ -20,6 +20,8 @@ from engines.tensorrt_engine.export.onnx.nodes import FUSED_ONLY, register_schem
 from tests.engines.tensorrt_engine.support.collective_nodes import is_collective, read_collective
 
 Values = Mapping[str, Array]
+MASK = 3
+"""Its place among the inputs of ``Attention``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +73,7 @@ def cut_at_collectives(model: onnx.ModelProto, num_threads: int) -> Iterable[Sta
     register_schema()
     model = onnx.shape_inference.infer_shapes(model)  # a stage declares the types of what it takes
     graph = model.graph
+    _write_masks_out(graph)
     made_at: dict[str, int] = defaultdict(int)
     nodes: dict[int, list[onnx.NodeProto]] = defaultdict(list)
     for node in graph.node:
@@ -81,6 +84,23 @@ def cut_at_collectives(model: onnx.ModelProto, num_threads: int) -> Iterable[Sta
     wanted = _wanted(nodes, {output.name for output in graph.output})
     for stage in range(max(nodes) + 1):
         yield _stage(model, nodes[stage], wanted, num_threads)
+
+
+def _write_masks_out(graph: onnx.GraphProto) -> None:
+    """Gives a mask that is the same for all queries a row for each: onnxruntime does not repeat it, as ONNX has it."""
+    types = {value.name: value.type.tensor_type for value in (*graph.value_info, *graph.input)}
+    nodes = []
+    for node in graph.node:
+        if node.op_type == "Attention" and len(node.input) == MASK + 1:
+            query, mask, rows, whole = node.input[0], node.input[MASK], f"{node.name}.rows", f"{node.name}.mask"
+            shape = [types[query].shape.dim[2].dim_value, 1]
+            graph.initializer.append(helper.make_tensor(rows, onnx.TensorProto.INT64, [2], shape))
+            graph.value_info.append(helper.make_tensor_value_info(whole, types[mask].elem_type, [None] * 4))
+            nodes.append(helper.make_node("Expand", [mask, rows], [whole]))
+            node.input[MASK] = whole
+        nodes.append(node)
+    del graph.node[:]
+    graph.node.extend(nodes)
 
 
 def _wanted(nodes: Mapping[int, list[onnx.NodeProto]], outputs: set[str]) -> set[str]:

@@ -36,7 +36,7 @@ CLIPS = {
         make=tiny_video.wan_picture, reference=own_clips.blocks, num_pictures=1, strategies=("tensor",)
     ),
     "wan 2.1 from first and last frame": Clip(
-        make=tiny_video.wan_first_and_last, reference=own_clips.wan_pipeline, num_pictures=2
+        make=tiny_video.wan_first_and_last, reference=own_clips.wan_pipeline, num_pictures=2, strategies=("tensor",)
     ),
     "wan 2.2 from a picture": Clip(
         make=tiny_video.wan_picture_two_experts,
@@ -74,7 +74,10 @@ CLIPS = {
         changes={"true_cfg_scale": 1.0, "prompt": 'a sign that says "hello"'},
     ),
     "hunyuan from a picture": Clip(
-        make=tiny_hunyuan.hunyuan_video_picture, reference=own_clips.hunyuan_blocks, num_pictures=1
+        make=tiny_hunyuan.hunyuan_video_picture,
+        reference=own_clips.hunyuan_blocks,
+        num_pictures=1,
+        strategies=("tensor",),
     ),
 }
 

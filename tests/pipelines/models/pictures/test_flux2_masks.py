@@ -65,9 +65,9 @@ def expected_of(case: PictureCase, folder: Path, mask: Image) -> Tensor:
     return images
 
 
-def painted(folder: Path, case: PictureCase) -> Tensor:
+def painted(folder: Path, case: PictureCase, strategy: str = "ulysses") -> Tensor:
     checkpoint = Checkpoint(folder)
-    pipeline = load_pipeline(checkpoint, TorchEngine(checkpoint.denoiser(), strategy="ulysses"))
+    pipeline = load_pipeline(checkpoint, TorchEngine(checkpoint.denoiser(), strategy=strategy))
     return pipeline.decoder.pixels(ran(pipeline, checkpoint, case))
 
 
@@ -82,10 +82,14 @@ def test_it_paints_what_diffusers_own_pipeline_does(name: str, folders: Callable
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_a_gang_paints_the_same(num_ranks: int, folders: Callable[[Any], Path]) -> None:
-    case = CASES["distilled"]
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [*(("distilled", each) for each in ("ulysses", "ring", "allgather_kv", "tensor")), ("base", "guidance")],
+)
+def test_a_gang_paints_the_same(name: str, strategy: str, num_ranks: int, folders: Callable[[Any], Path]) -> None:
+    case = CASES[name]
     folder = folders(case.make)
-    for pixels in gang(num_ranks).run(painted, folder, case):
+    for pixels in gang(num_ranks).run(painted, folder, case, strategy):
         assert relative_difference(pixels, expected_of(case, folder, mask_of(*SIZE))) <= TOLERANCE
 
 

@@ -36,8 +36,6 @@ pytestmark = pytest.mark.slow
 
 TOLERANCE = 1e-4
 """Relative, in float32: sums are made in another order."""
-CONTEXT = ("ulysses", "ring", "allgather_kv")
-
 TWO = ((64, 72), (70, 85))
 FOUR = (*TWO, (80, 64), (96, 70))
 
@@ -45,16 +43,18 @@ CASES = {
     "flux": PictureCase(make=tiny_pictures.flux, tensor=True, num_steps=4, changes={"strength": 0.7}),
     "flux, the strength of its own": PictureCase(make=tiny_pictures.flux, num_steps=4),
     "flux kontext": PictureCase(make=tiny_pictures.flux_kontext, tensor=True),
-    "flux2 dev": PictureCase(make=tiny_pictures.flux2_dev, pictures=()),
-    "flux2 dev, one picture": PictureCase(make=tiny_pictures.flux2_dev, pictures=TWO[1:]),
+    "flux2 dev": PictureCase(make=tiny_pictures.flux2_dev, tensor=True, pictures=()),
+    "flux2 dev, one picture": PictureCase(make=tiny_pictures.flux2_dev, tensor=True, pictures=TWO[1:]),
     "flux2 dev, two pictures": PictureCase(make=tiny_pictures.flux2_dev, pictures=TWO),
     "flux2 dev, three pictures": PictureCase(make=tiny_pictures.flux2_dev, pictures=FOUR[:3]),
     "flux2 dev, four pictures": PictureCase(make=tiny_pictures.flux2_dev, pictures=FOUR),
     "flux2 klein, one picture": PictureCase(make=tiny_pictures.flux2_klein, pictures=TWO[1:]),
     "flux2 klein, two pictures": PictureCase(make=tiny_pictures.flux2_klein, pictures=TWO),
     "flux2 klein, four pictures": PictureCase(make=tiny_pictures.flux2_klein, tensor=True, pictures=FOUR),
-    "flux2 klein base": PictureCase(make=tiny_pictures.flux2_klein_base, pictures=()),
-    "flux2 klein base, two pictures": PictureCase(make=tiny_pictures.flux2_klein_base, pictures=TWO),
+    "flux2 klein base": PictureCase(make=tiny_pictures.flux2_klein_base, tensor=True, guidance=True, pictures=()),
+    "flux2 klein base, two pictures": PictureCase(
+        make=tiny_pictures.flux2_klein_base, tensor=True, guidance=True, pictures=TWO
+    ),
     "qwen": PictureCase(make=tiny_qwen.qwen, tensor=True, num_steps=4, changes={"strength": 0.7}),
     "qwen, the strength of its own": PictureCase(make=tiny_qwen.qwen, num_steps=4),
     "qwen, a mask": PictureCase(
@@ -116,8 +116,7 @@ def test_latents_equal_the_pipelines_own(name: str, num_ranks: int, folders: Cal
     case = CASES[name]
     folder = folders(case.make)
     expected = expected_of(name, folder)
-    several = (*CONTEXT, *(["tensor"] if case.tensor else [])) if num_ranks > 1 else ("ulysses",)
-    for strategy in several:
+    for strategy in case.strategies(num_ranks):
         for latents in gang(num_ranks).run(denoised, folder, name, strategy):
             assert relative_difference(latents, expected) <= TOLERANCE, strategy
 

@@ -32,7 +32,8 @@ QWEN_SIZES = "diffusers.modular_pipelines.qwenimage.encoders.calculate_dimension
 class PictureCase:
     """``sides`` are height and width in the model's multiples, ``pictures`` (width, height) of what comes along.
 
-    ``own`` are inputs of the pipeline's own call that no request has.
+    ``tensor``: the plan splits weights; ``guidance``: a step has two branches. ``own`` are inputs of the pipeline's own
+    call that no request has.
     """
 
     make: Callable[[Path], Path]
@@ -40,9 +41,17 @@ class PictureCase:
     pictures: tuple[tuple[int, int], ...] = ((40, 48),)
     has_mask: bool = False
     tensor: bool = False
+    guidance: bool = False
     num_steps: int = 2
     changes: Mapping[str, Any] = field(default_factory=dict)
     own: Mapping[str, Any] = field(default_factory=dict)
+
+    def strategies(self, num_ranks: int) -> tuple[str, ...]:
+        """All that the plan allows, of the kinds that the case is to try."""
+        if num_ranks == 1:
+            return ("ulysses",)
+        several = ("tensor" if self.tensor else "", "guidance" if self.guidance else "")
+        return ("ulysses", "ring", "allgather_kv", *filter(None, several))
 
 
 def drawn(width: int, height: int, seed: int) -> Image.Image:

@@ -1,0 +1,39 @@
+"""What docs/tensorrt.md says of each model is what the code refuses, and what tests prove."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from pipelines.models.registry import ARCHITECTURES, load_architecture
+from tests.engines.tensorrt_engine.export.test_diffusers_models import MAKERS, TENSOR_ALONE
+from tests.engines.tensorrt_engine.support.cases import KEYS
+from tests.support.fenced import ROOT
+
+CASES = {"test_diffusers_models.py": {*MAKERS}, "test_exported.py": {key.family for key in KEYS}}
+
+
+def rows() -> dict[str, tuple[str, str]]:
+    _, _, section = (ROOT / "docs" / "tensorrt.md").read_text().partition("\n## Models\n")
+    section, _, _ = section.partition("\n## ")
+    found = re.findall(r"^\| `(\w+)` \| (.*) \| (.*) \|$", section, re.MULTILINE)
+    return {name: (engines, proof) for name, engines, proof in found}
+
+
+def test_every_known_class_has_a_row() -> None:
+    assert list(rows()) == sorted(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("class_name", sorted(ARCHITECTURES))
+def test_a_row_says_what_the_code_does(class_name: str) -> None:
+    engines, why = rows()[class_name]
+    architecture = load_architecture(class_name)
+    if architecture.eager_only:
+        assert (engines, why) == ("refused", architecture.eager_only)
+        return
+    assert engines.startswith("on one rank, and with `tensor`" if architecture.eager_split else "yes")
+    file, case = re.findall(r"`(test_\w+\.py)`: (\w+)", f"{engines} {why}")[0]
+    assert case in CASES[file]
+    assert (case in TENSOR_ALONE) == bool(architecture.eager_split)
+    assert architecture.eager_split in why

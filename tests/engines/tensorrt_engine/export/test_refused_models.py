@@ -1,0 +1,59 @@
+"""Models of which no engine can be made: each is refused by its own sentence, and known before there are weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from engines.core.spec import ParallelSpec
+from engines.tensorrt_engine.export.exported import export
+from engines.tensorrt_engine.export.trace import offline_team
+from pipelines.checkpoint import Checkpoint
+from pipelines.models.registry import ARCHITECTURES, load_architecture
+from tests.pipelines.support.checkpoints import (
+    tiny_flux3,
+    tiny_helios,
+    tiny_hunyuan,
+    tiny_models,
+    tiny_others,
+    tiny_qwen,
+)
+from tests.pipelines.support.checkpoints.first_steps import first_step
+
+REGION = r"^the traced forward has a region of its own \(wrap_with_autocast\), which no engine can hold: use engine: "
+MASK = r"^this model masks keys \(text of several lengths\), which no TensorRT engine does: use engine: torch$"
+ALONE = "^this model has blocks that see one stream of tokens alone, which no TensorRT engine of several ranks does: "
+PROMPT = "^in this model words and pictures to look at lie where a prompt says, which no TensorRT engine finds out: "
+REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "ErnieImageTransformer2DModel": (tiny_others.ernie_image, REGION),
+    "Flux3Transformer2DModel": (tiny_flux3.flux3, ALONE),
+    "HeliosTransformer3DModel": (tiny_helios.helios, REGION),
+    "HunyuanVideo15Transformer3DModel": (tiny_hunyuan.hunyuan_video, MASK),
+    "Krea2Transformer2DModel": (tiny_others.krea2, MASK),
+    "QwenImage21Transformer2DModel": (tiny_qwen.qwen21, PROMPT),
+    "ZImageTransformer2DModel": (tiny_models.z_image, REGION),
+}
+
+
+SLOW = ("ErnieImageTransformer2DModel", "HeliosTransformer3DModel")
+"""Z-Image is refused for the same."""
+
+
+@pytest.mark.parametrize(
+    "class_name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in REFUSED]
+)
+def test_an_export_for_two_ranks_says_why_not(class_name: str, tmp_path: Path) -> None:
+    make, sentence = REFUSED[class_name]
+    folder = make(tmp_path)
+    assert Checkpoint(folder).eager_only(is_split=True).startswith(f"{class_name} ")
+    model, (branch, *_) = Checkpoint(folder).denoiser(), first_step(folder)
+    with offline_team(ParallelSpec(ulysses=2)) as team, pytest.raises(ValueError, match=sentence):
+        export(model, branch, team)
+
+
+def test_no_other_class_is_refused_before_it_is_tried() -> None:
+    known = {name: load_architecture(name) for name in ARCHITECTURES}
+    assert {name for name, one in known.items() if one.eager_only or one.eager_split} == {*REFUSED}
+    assert [name for name, one in known.items() if one.eager_split] == ["Flux3Transformer2DModel"]
