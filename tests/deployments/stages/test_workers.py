@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +29,7 @@ MODEL = ModelConfig(name="m")
 SPEC = StageSpec(model=MODEL, stage=MODEL.decoder)
 
 
-def test_many_callers_share_few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_callers_share_few_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Else each of Serve's threads would keep the memory of its decodings."""
     decodings, encodings, groups = set[int](), set[int](), set[int]()
 
@@ -46,7 +47,7 @@ def test_many_callers_share_few_threads(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(vae_decoder, "encode_frames", encode)
     monkeypatch.setattr(clip_finishing, "encode_thumbnail", encode)
     monkeypatch.setattr(clip, "encode_group", partial(counted, groups, clip.encode_group))
-    checkpoint = SimpleNamespace(decoder=lambda **_: decoder, defaults=CLIPS)
+    checkpoint = SimpleNamespace(decoder=lambda **_: decoder, defaults=CLIPS, path=tmp_path)
     monkeypatch.setattr(vae_decoder, "load_stage", lambda spec: checkpoint)
     monkeypatch.setattr(vae_decoder, "warm_decoder", lambda *_: decode())
     decoder = SimpleNamespace(decode_chunks=decode_chunks, decode=decode, preview=decode)
