@@ -12,7 +12,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deployments.api.errors import GPU_HEADER, ApiError
+from deployments.api.errors import ApiError
+from deployments.api.measures import gpu_header
 from deployments.names import HEALTH
 from deployments.observability.logs import request_context
 from deployments.observability.metrics import observe_answer
@@ -65,7 +66,7 @@ class RequestLog:
                 if sends_id:
                     MutableHeaders(scope=message)["X-Request-Id"] = request_id
                 if status >= 400 and (gpu_s := scope["state"].get("gpu_s")):
-                    MutableHeaders(scope=message)[GPU_HEADER] = f"{gpu_s:.3f}"
+                    MutableHeaders(scope=message).update(gpu_header(gpu_s))
             await send(message)
 
         try:

@@ -25,7 +25,7 @@ from deployments.api.documents import (
     sync_answers,
     video_answers,
 )
-from deployments.api.errors import ApiError, from_failure, retry_after
+from deployments.api.errors import GPU_HEADER, ApiError, from_failure, retry_after
 from deployments.api.measures import eta_header, gpu_header, measures
 from deployments.api.partial import RangedFile, is_head
 from deployments.api.reading.body import FORMS, JSON
@@ -110,7 +110,7 @@ def video_routes(context: ApiContext) -> APIRouter:
     @router.get(
         "/v1/videos/{video_id}/content",
         response_class=FileResponse,
-        responses=file_answers(*CONTENT_TYPES.values(), headers=("X-Troupe-Gpu-Seconds",))
+        responses=file_answers(*CONTENT_TYPES.values(), headers=(GPU_HEADER,))
         | error_documents(400, 401, 404, 409, 410, 416, 503, has_work=True),
     )
     async def read_content(
