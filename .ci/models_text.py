@@ -36,9 +36,9 @@ neither weights nor a hub. Memory is that of the transformers' weights on each r
 what a rank has alone, and on any number of ranks that divide the tokens (`ulysses`, `ring`, `allgather_kv`, `hybrid`)
 or the branches (`guidance`); `tensor` and `pipeline` divide the weights, here over 2 and 4 ranks (— : the plan does
 not). Activations, the encoders and the auto-encoder come on top. Both transformers of a model that has two are counted.
-*Timed* are the newest reports of measurements on H200s that have a transformer of this size, with random weights (— :
-none has). Of those on "one rank" alone (Stable Diffusion XL, Ideogram 4) the estimate says parameters and memory, and
-no time: what a step does is not known before there is a request.
+*Timed* are the newest reports of measurements on H100s and H200s that have a transformer of this size, with random
+weights (— : none has). Of those on "one rank" alone (Stable Diffusion XL, Ideogram 4) the estimate says parameters and
+memory, and no time: what a step does is not known before there is a request.
 
 """
 MARKS = ("<!-- models: .ci/models_document.py -->", "<!-- end of models -->")

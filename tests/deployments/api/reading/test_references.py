@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from pipelines.pictures import InputPicture, InputPictures
-from tests.deployments.api.conftest import build, client_of, serving
+from tests.deployments.api.conftest import build, serving
 from tests.deployments.api.routes.test_videos import finished
 from tests.deployments.api.test_errors import error_of
 from tests.deployments.support.fake_studio import FakeStudio
@@ -28,12 +28,6 @@ ONE = InputPictures(pictures=(InputPicture.of(PICTURE),))
 @pytest.fixture
 def studio() -> FakeStudio:
     return FakeStudio(takes_pictures=True)
-
-
-@pytest.fixture
-async def client(studio: FakeStudio, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    async with client_of(build(studio, tmp_path)) as client:
-        yield client
 
 
 @pytest.fixture

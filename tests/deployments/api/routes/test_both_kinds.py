@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import httpx
 import pytest
 from PIL import Image
 
 from deployments.api.app import uploads
-from tests.deployments.api.conftest import build, client_of
 from tests.deployments.api.support.events import sse
 from tests.deployments.support.fake_studio import FakeStudio
 from tests.deployments.support.files import data_url, file_of, noise
@@ -24,12 +21,6 @@ BODY = {"prompt": "a red circle", "model": "fake-both", "seed": 4}
 @pytest.fixture
 def studio() -> FakeStudio:
     return FakeStudio(makes_both=True)
-
-
-@pytest.fixture
-async def client(studio: FakeStudio, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    async with client_of(build(studio, tmp_path)) as client:
-        yield client
 
 
 @pytest.mark.parametrize("format", ["png", "jpeg", "webp"])
