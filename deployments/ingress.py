@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -40,6 +39,7 @@ from deployments.studio.readiness import Readiness
 from deployments.studio.retries import RECOVERY_DEADLINE_S
 from deployments.studio.run import StageHandles
 from pipelines.checkpoint import Checkpoint
+from pipelines.directory import changed_at_s
 from pipelines.lora.source import named
 
 
@@ -51,7 +51,7 @@ def make_cards(config: AppConfig) -> dict[str, ModelCard]:
         cards[model.name] = ModelCard(
             name=model.name,
             family=checkpoint.architecture.family,
-            created=int(time.time()),
+            created=changed_at_s(checkpoint.path),
             defaults=checkpoint.defaults,
             aliases=model.aliases,
             loras=named(model.loras),

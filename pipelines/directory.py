@@ -27,8 +27,12 @@ def read_config(path: Path, part: str) -> Mapping[str, Any]:
 
 def read_index(path: Path) -> Mapping[str, Any]:
     """What the folder's pipeline consists of, and its settings. ValueError if there is neither form of index."""
-    modular = path / MODULAR_INDEX
-    return _read_json(modular if modular.is_file() else path / CLASSIC_INDEX)
+    return _read_json(_index_file(path))
+
+
+def changed_at_s(path: Path) -> int:
+    """When the folder's index was last written, in Unix seconds. OSError if there is none."""
+    return int(_index_file(path).stat().st_mtime)
 
 
 def part_class(path: Path, part: str) -> str | None:
@@ -63,6 +67,11 @@ def repositories(path: Path) -> Iterator[tuple[str, str]]:
         elsewhere, inner = place.get(PLACE), place.get(SUBFOLDER) or ""
         if elsewhere is not None and not (path / (inner or part)).is_dir() and not Path(elsewhere).is_dir():
             yield elsewhere, inner
+
+
+def _index_file(path: Path) -> Path:
+    modular = path / MODULAR_INDEX
+    return modular if modular.is_file() else path / CLASSIC_INDEX
 
 
 def _place(entry: Any) -> Mapping[str, Any]:

@@ -24,7 +24,8 @@ class Output:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelCard:
-    """A served model: its name in the API, its family, its start (Unix seconds), its defaults and limits.
+    """A served model: its name in the API, its family, when its folder was written (Unix seconds, the same at every
+    replica and start), its defaults and limits.
 
     ``aliases`` are other names that requests may give it. ``loras`` are adapters that requests may name, each with how
     much of it is meant without a scale. ``description``: what it draws, and examples.

@@ -21,6 +21,7 @@ ETA_S = 20.0
 STEPS_S, DECODE_S = 0.1, 7.0
 """What is predicted for the rest of the steps after each, and for decoding."""
 GPU_S = 1.5
+CREATED_S = 1_763_690_000
 PICTURES = Defaults(
     kind="image",
     width=64,
@@ -95,7 +96,6 @@ class FakeStudio:
     finished: list[str] = field(default_factory=list)
 
     def cards(self) -> Mapping[str, ModelCard]:
-        created = int(time.time())
         defaults = {"fake-pictures": PICTURES, "fake-clips": CLIPS}
         if self.takes_pictures:
             defaults |= {"fake-edits": EDITS, "fake-begun-clips": BEGUN_CLIPS}
@@ -107,7 +107,7 @@ class FakeStudio:
             name: ModelCard(
                 name=name,
                 family="fake",
-                created=created,
+                created=CREATED_S,
                 defaults=one,
                 aliases=self.aliases.get(name, ()),
                 loras=self.loras.get(name, ()),
