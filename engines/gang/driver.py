@@ -16,9 +16,10 @@ from engines.gang.errors import GangBrokenError
 from engines.gang.jobs.job import Job, JobQueued
 from engines.gang.jobs.job_table import JobTable, OpenJob
 from engines.gang.jobs.scheduler import Scheduler
-from engines.gang.jobs.step_plan import JobFailure, StepPlan, Work
+from engines.gang.jobs.step_plan import JobFailure, StepPlan
 from engines.gang.metrics import GangMetrics
 from engines.gang.policies.registry import make_policy
+from engines.gang.predictions.moves import Moves
 from engines.gang.predictions.outlook import Outlook
 from engines.gang.predictions.step_times import StepTimes
 from engines.gang.publisher import Publisher
@@ -69,6 +70,7 @@ class Driver:
         self._publisher = Publisher(
             self._table, self._metrics, timesheet, self._step_times, self._outlook, clock, same_bytes=same_bytes
         )
+        self._moves = Moves(config.num_ranks, self._step_times)
         self._submitted: deque[OpenJob] = deque()
         self._wake_schedule = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -179,7 +181,7 @@ class Driver:
                 works=works,
                 reports={rank: reports[rank] for rank in team},
                 latents=latents,
-                predicted_s=sum(map(self._measured_s, works)),
+                predicted_s=sum(map(self._outlook.measured_s, works)),
             )
             for works, team in parts
         ]
@@ -190,11 +192,6 @@ class Driver:
             self._traffic.begin(flight)
         if plan.drops:
             self._spawn(self._forget(plan.drops, flights))
-
-    def _measured_s(self, work: Work) -> float:
-        steps = [(self._table.jobs[step.job_id], step.step) for step in work.job_steps]
-        busy = [job for job, step in steps if step not in job.idle_steps]
-        return self._scheduler.prediction.measured_s(busy, work.num_ranks)
 
     # The tasks that wait for ranks.
 
@@ -219,6 +216,7 @@ class Driver:
         reports = await self._watchdog.reports(flight, self._table.jobs)
         self._traffic.end(flight, self._clock.now_s())
         self._wake_schedule.set()
+        self._moves.hear(reports.values())
         for failed in self._publisher.publish(flight, reports, started_s):
             self._drop(failed)
         if any(work.ends_a_job for work in flight.works) and self._step_times.changed():

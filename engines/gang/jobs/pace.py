@@ -45,6 +45,10 @@ class Pace(Protocol):
         """Returns when no more of the steps so far are under way."""
         ...
 
+    def settle(self) -> None:
+        """Returns when all that was called for is done."""
+        ...
+
     def ended_ms(self) -> dict[int, float]:
         """Returns what the steps took that are over and were not told of before, by the sequences of their plans."""
         ...
@@ -67,6 +71,8 @@ class HostPace:
     def end(self) -> None: ...
 
     def wait(self, num_under_way: int) -> None: ...
+
+    def settle(self) -> None: ...
 
     def ended_ms(self) -> dict[int, float]:
         sequence, self._sequence = self._sequence, None
@@ -107,6 +113,11 @@ class DevicePace:
     def wait(self, num_under_way: int) -> None:
         for timed in list(self._under_way)[: max(0, len(self._under_way) - num_under_way)]:
             timed.end.synchronize()
+
+    def settle(self) -> None:
+        mark = self._new_mark()
+        mark.record()
+        mark.synchronize()
 
     def ended_ms(self) -> dict[int, float]:
         """Asks without waiting: of a step before which the rank did not wait, a later report tells."""

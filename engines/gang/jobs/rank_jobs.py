@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -69,10 +69,9 @@ class RankJobs:
         self._was_warm, self._predicted = True, False
         for job_id in plan.drops:
             self._drop(job_id)
-        for move in plan.moves:
-            self._move(move)
         if plan.moves or plan.drops:  # a rank may be told no more of a job, and tells now what its last step there took
             self._pace.wait(0)
+        move_ms = self._make(plan.moves)
         work = plan.work_of(self._context.rank)
         if work is not None:
             self._pace.begin(plan.sequence)
@@ -82,7 +81,7 @@ class RankJobs:
         self._release_moved(plan)
         emitted = tuple(self._emit(job_step) for job_step in plan.emits_of(self._context.rank))
         self._forget_finished(plan)
-        return self._report(plan), emitted
+        return self._report(plan, move_ms), emitted
 
     def close(self) -> None:
         """Drop all states and release the engine. The communicator must still be alive."""
@@ -96,15 +95,26 @@ class RankJobs:
                 "job is dropped", extra=self._log_fields(resident.job) | {"num_steps_done": resident.num_steps_done}
             )
 
-    def _report(self, plan: StepPlan) -> StepReport:
+    def _report(self, plan: StepPlan, move_ms: float) -> StepReport:
         return StepReport(
             rank=self._context.rank,
             sequence=plan.sequence,
             ended_ms=self._pace.ended_ms(),
+            move_ms=move_ms,
             was_warm=self._was_warm,
             predicted=self._predicted,
             failures=tuple(self._failures),
         )
+
+    def _make(self, moves: Sequence[Move]) -> float:
+        """Returns the milliseconds that each took, from when this rank was there for the first."""
+        if not moves:
+            return 0.0
+        started_s = time.perf_counter()
+        for move in moves:
+            self._move(move)
+        self._pace.settle()
+        return 1e3 * (time.perf_counter() - started_s) / len(moves)
 
     def _move(self, move: Move) -> None:
         """Every rank of the gang makes the call; if the state cannot travel, all of them fail the job."""

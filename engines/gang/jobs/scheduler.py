@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 from engines.core.spec import tiling_sizes
@@ -66,10 +66,14 @@ class Scheduler:
         max_batch: int = 1,
     ) -> None:
         known_sizes = team_sizes or tiling_sizes(num_ranks)
-        self._gang = GangShape(num_ranks=num_ranks, team_sizes=known_sizes if elastic else (num_ranks,))
         self._max_running_jobs = max_running_jobs
         self._policy: Policy = policy or Shortest()
         self._prediction = prediction or StepPrediction()
+        self._gang = GangShape(
+            num_ranks=num_ranks,
+            team_sizes=known_sizes if elastic else (num_ranks,),
+            move_s=self._prediction.move_s,
+        )
         self._max_batch = max_batch
         self._entries: dict[str, _Entry] = {}
         self._may_run: list[_Entry] = []
@@ -91,6 +95,7 @@ class Scheduler:
     def learn(self, prediction: StepPrediction) -> None:
         """Go by this one from now on."""
         self._prediction = prediction
+        self._gang = replace(self._gang, move_s=prediction.move_s)
         for entry in self._entries.values():
             entry.step_s, entry.fastest_s, entry.whole_s = self._predicted_s(entry.job)
         self._is_settled = False

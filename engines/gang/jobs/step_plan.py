@@ -93,6 +93,7 @@ class StepReport:
     """A rank's answer to a plan. ``ended_ms`` is what the rank's steps took that are over and were not told of before,
     by the sequences of their plans: its own, if it works as a CPU does; else those before it (see ``DevicePace``).
 
+    ``move_ms`` is what each of the plan's moves took it, waiting for the other ranks included; 0 without any.
     ``was_warm``: the engine found everything ready for what it predicted (true of a rank without work). ``predicted``:
     it made a forward; of a step without any, nothing is learned about what is ready.
     """
@@ -100,6 +101,7 @@ class StepReport:
     rank: int
     sequence: int
     ended_ms: Mapping[int, float] = field(default_factory=dict)
+    move_ms: float = 0.0
     was_warm: bool = True
     predicted: bool = True
     failures: tuple[JobFailure, ...] = ()

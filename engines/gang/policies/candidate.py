@@ -58,10 +58,12 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GangShape:
-    """``num_ranks`` ranks that form teams of ``team_sizes``, the whole gang alone if it is not elastic."""
+    """``num_ranks`` ranks that form teams of ``team_sizes``, the whole gang alone if it is not elastic. A job's state
+    goes from rank to rank in ``move_s``."""
 
     num_ranks: int
     team_sizes: tuple[int, ...]
+    move_s: float
 
     @property
     def ranks(self) -> Ranks:

@@ -11,9 +11,6 @@ from engines.gang.policies.layouts import Sizes, divisions, num_moves, placed
 
 NO_LIMITS: Mapping[str, float] = MappingProxyType({})
 
-MOVE_S = 0.002
-"""What a change of a job's team costs every job: 0.9 and 1.2 ms were measured on H200s (512 x 512 pixels)."""
-
 PAUSE_SHARE = 0.005
 """A running job is paused for others, rather than narrowed, only if that makes the predicted waits so much shorter.
 More costs the small ones much and helps the large ones little (``docs/scaling.md`` has the figures)."""
@@ -46,7 +43,8 @@ def quickest_teams(
         if teams is not None:
             times_s = finish_times_s(seated, [one for one in near if one.id not in teams], gang)
             num_late = sum(times_s[job_id] > limit_s for job_id, limit_s in limits_s.items() if job_id in times_s)
-            options.append((num_late, _cost_s(times_s, teams, near), number, teams))
+            moving_s = gang.move_s * num_moves(teams, near)
+            options.append((num_late, _cost_s(times_s, moving_s, teams, near), number, teams))
     *_, best = min(options, key=lambda option: option[:3])
     return best
 
@@ -78,11 +76,12 @@ def _seated(jobs: Sequence[Candidate], sizes: Sizes) -> list[tuple[Candidate, in
     return [(one, one.useful_size(size)) for one, size in zip(jobs, sizes, strict=True)]
 
 
-def _cost_s(times_s: Mapping[str, float], teams: Mapping[str, Ranks], ordered: Sequence[Candidate]) -> float:
-    """Returns the sum of predicted waits, and what speaks for leaving things as they are."""
-    sum_s = (
-        sum(times_s.values()) + NUM_TO_COME * max(times_s.values()) + MOVE_S * num_moves(teams, ordered) * len(ordered)
-    )
+def _cost_s(
+    times_s: Mapping[str, float], moving_s: float, teams: Mapping[str, Ranks], ordered: Sequence[Candidate]
+) -> float:
+    """Returns the sum of predicted waits, and what speaks for leaving things as they are: all wait while states go from
+    rank to rank."""
+    sum_s = sum(times_s.values()) + NUM_TO_COME * max(times_s.values()) + moving_s * len(ordered)
     running = [one for one in ordered if one.ranks]
     if any(one.has_begun and one.id not in teams for one in running):
         sum_s *= 1 + PAUSE_SHARE

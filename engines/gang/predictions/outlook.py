@@ -10,6 +10,7 @@ from engines.gang.errors import DEADLINE, TooLateError
 from engines.gang.jobs.job import Job
 from engines.gang.jobs.job_table import JobTable, OpenJob
 from engines.gang.jobs.scheduler import Scheduler
+from engines.gang.jobs.step_plan import Work
 from engines.gang.predictions.prediction import StepPrediction
 from engines.gang.ranks.traffic import Traffic
 
@@ -64,6 +65,12 @@ class Outlook:
             return own_s if not num_left or self._table.num_open == 1 else None
         known_s = self._times_s.get(open_job.job.job_id)  # not there if its last step is under way
         return own_s if known_s is None else max(0.0, known_s - (now_s - self._renewed_s))
+
+    def measured_s(self, work: Work) -> float:
+        """Returns what ``work`` will take, by steps that were measured; 0 where one of them was not."""
+        steps = [(self._table.jobs[step.job_id], step.step) for step in work.job_steps]
+        busy = [job for job, step in steps if step not in job.idle_steps]
+        return self._scheduler.prediction.measured_s(busy, work.num_ranks)
 
     def next_end_s(self) -> float | None:
         """Returns when the first of all jobs will be done; None if there is none, or nobody knows."""

@@ -16,6 +16,9 @@ NEAR = 8.0
 """Steps whose estimates differ by no more than so many times are near enough for one to say what the other takes, once
 it was measured: of 512 x 512 and 2048 x 2048 pixels, each beside 1024 x 1024, that was within 7 % on H200s."""
 
+USUAL_MOVE_S = 0.002
+"""What a change of a job's team takes until one was measured: 0.9 and 1.2 ms were on H200s (512 x 512 pixels)."""
+
 StepKey = tuple[str, int]
 """A shape as ``shape_name`` writes it, and the size of a team."""
 
@@ -30,13 +33,14 @@ class StepPrediction:
     """A value: whoever learns more makes another one. ``measured`` has the seconds of a step, ``estimated`` what their
     jobs said of the same ones (``Job.estimates_s``); what is estimated is multiplied by ``scale``, by which measured
     steps differ from their estimates. A step of which nothing is known takes ``usual_s`` on one rank: the number of
-    steps decides.
+    steps decides. A job's state goes from rank to rank in ``move_s``.
     """
 
     measured: Mapping[StepKey, float] = field(default_factory=dict)
     estimated: Mapping[StepKey, float] = field(default_factory=dict)
     scale: float = 1.0
     usual_s: float = 1.0
+    move_s: float = USUAL_MOVE_S
 
     def step_s(self, job: Job, team_size: int) -> float:
         """Returns the predicted seconds of a step of ``job`` on so many ranks."""

@@ -12,12 +12,17 @@ import torch
 from engines.gang.config import GangConfig
 from engines.gang.gang import Gang
 from engines.gang.jobs.job import JobDone, StepDone
+from engines.gang.predictions.prediction import USUAL_MOVE_S
+from engines.gang.predictions.step_times import StepTimes
 from tests.engines.gang.support.checks import assert_equal
 from tests.engines.gang.support.fakes import FakeRequest, fake_job, reference_latents
 from tests.engines.gang.support.helpers import gang_of, run
 
 HARDLY_FASTER = {1: 1.0, 2: 0.95, 4: 0.94}
 """What steps take on larger teams, by estimate: it pays to run jobs side by side."""
+
+
+LEARNED = StepTimes()
 
 
 class InPairs(GangConfig):
@@ -35,7 +40,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 async def four(ray_cluster: None) -> AsyncIterator[Gang]:
     """Elastic, and in batches of two."""
     config = InPairs(num_ranks=4, cpus_per_rank=0.1, max_running_jobs=6, elastic=True)
-    async with gang_of(config) as gang:
+    async with gang_of(config, step_times=LEARNED) as gang:
         yield gang
         assert gang.broken is None
 
@@ -67,6 +72,7 @@ async def test_teams_shrink_and_grow_as_jobs_come_and_go(four: Gang) -> None:
 
     results = await asyncio.gather(*(follow(i) for i in range(len(requests))))
     assert results[0][0] == {4, 2, 1}
+    assert LEARNED.prediction().move_s != USUAL_MOVE_S, "it was measured"
     for request, (_, result) in zip(requests, results, strict=True):
         assert_equal(result, reference_latents(request, conditioning_L))
 

@@ -20,7 +20,7 @@ from engines.gang.policies.registry import POLICIES, make_policy
 from engines.gang.predictions.step_times import StepTimes
 from tests.engines.gang.support.fakes import FakeRequest, fake_job
 from tests.engines.gang.support.helpers import run
-from tests.engines.gang.support.virtual_time import GpuRanks, run_in_virtual_time, virtual_gang
+from tests.engines.gang.support.virtual_time import LOOK_S, MOVE_S, GpuRanks, run_in_virtual_time, virtual_gang
 
 NUM_RANKS, NUM_STEPS, NUM_ARRIVALS = 2, 28, 60
 MEAN_GAP_S = 2.0
@@ -102,3 +102,4 @@ def test_what_steps_take_is_learned(preview_steps: frozenset[int], monkeypatch: 
     assert wrong == []
     for (name, size), step_s in learned.prediction().measured.items():
         assert step_s == pytest.approx(STEPS[literal_eval(name)][size], rel=0.02)
+    assert learned.prediction().move_s == pytest.approx(MOVE_S, abs=2 * LOOK_S), "whatever ranks wait for each other"

@@ -27,7 +27,7 @@ GUIDED = TeamSpecs(
 
 
 def division(specs: TeamSpecs, *, rank: int = 0, num_ranks: int = 1) -> Division:
-    return Division(specs, models.model("flux").plan, rank=rank, num_ranks=num_ranks, groups=Groups(num_ranks))
+    return Division(specs, models.model("flux").plan, rank=rank, num_ranks=num_ranks, groups=Groups.of_gang())
 
 
 def numbered() -> tuple[Branch, ...]:

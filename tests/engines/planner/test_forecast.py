@@ -20,7 +20,7 @@ from tests.engines.support.gloo import gang
 
 def forecast_for(work: Workload) -> StepForecast:
     counted = profile(models.model("wan"))
-    teams = Teams(rank=dist.get_rank(), num_ranks=2, specs=[ParallelSpec(ulysses=2)], groups=Groups(2))
+    teams = Teams(rank=dist.get_rank(), num_ranks=2, specs=[ParallelSpec(ulysses=2)], groups=Groups.of_gang())
     return forecast(counted, work, 2, measure(counted, teams, torch.device("cpu")))
 
 

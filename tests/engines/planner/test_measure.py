@@ -33,7 +33,7 @@ def test_in_a_gang() -> None:
 
 def measure_in_gang() -> Machine:
     specs = [ParallelSpec(ulysses=2), ParallelSpec(ulysses=4)]
-    teams = Teams(rank=dist.get_rank(), num_ranks=4, specs=specs, groups=Groups(4))
+    teams = Teams(rank=dist.get_rank(), num_ranks=4, specs=specs, groups=Groups.of_gang())
     return measure(profile(models.model("wan")), teams, torch.device("cpu"))
 
 

@@ -53,7 +53,7 @@ STRATEGIES = [("ulysses", 2), ("ulysses", 4), ("ring", 2), ("allgather_kv", 4), 
 @cache
 def teams() -> Teams:
     specs = [ParallelSpec.of(strategy, width) for strategy, width in STRATEGIES]
-    return Teams(rank=torch.distributed.get_rank(), num_ranks=4, specs=specs, groups=Groups(4))
+    return Teams(rank=torch.distributed.get_rank(), num_ranks=4, specs=specs, groups=Groups.of_gang())
 
 
 def rank_step(strategy: str, width: int, length: str, break_exchange: bool = False) -> Tensor | None:

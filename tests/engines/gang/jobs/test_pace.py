@@ -93,6 +93,7 @@ class DeviceRank:
         pace = DevicePace(lambda: SetMark(self.device))
         self._jobs = RankJobs(parts, RankContext(rank=0, num_ranks=1, device="cpu"), pace)
         self.told_ms: dict[int, float] = {}
+        self.moved_ms: list[float] = []
         self._steps: dict[str, int] = {}
 
     def admit(self, job_id: str, step_s: float) -> None:
@@ -120,6 +121,7 @@ class DeviceRank:
         """A plan in which this rank works on nothing; what is told with it."""
         self.device.now_s = max(self.device.now_s, at_s)
         report, _ = self._jobs.execute(plan)
+        self.moved_ms.append(report.move_ms)
         return dict(report.ended_ms)
 
     def _is_last(self, job_id: str) -> bool:
@@ -191,6 +193,21 @@ def test_who_gives_a_job_away_tells_of_its_step_there_and_then(communicator: Non
     rank.admit("a", LONG_S)
     rank.step("a", at_s=0.0)
     assert rank.give_away("a", at_s=1.0) == launched(LONG_S)
+
+
+def test_what_a_move_takes_begins_as_the_step_before_has_ended(
+    communicator: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And ends when the device has done what the move gave it."""
+    rank = DeviceRank()
+    monkeypatch.setattr("engines.gang.jobs.rank_jobs.time.perf_counter", lambda: rank.device.now_s)
+    monkeypatch.setattr("engines.gang.jobs.rank_jobs.transfer", lambda state, **_: rank.device.launch(SHORT_S))
+    for job_id in ("a", "b"):
+        rank.admit(job_id, LONG_S)
+        rank.step(job_id, at_s=0.0)
+    rank.give_away("a", at_s=1.0)
+    rank.drop("b", at_s=1.0)
+    assert rank.moved_ms == [pytest.approx(1e3 * (LAUNCH_S + SHORT_S)), 0.0]
 
 
 def test_steps_of_a_host_are_over_with_their_calls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from engines.gang.jobs.step_plan import Move, StepPlan
 from engines.gang.policies.registry import POLICIES
+from engines.gang.predictions.prediction import StepPrediction, shape_name
 from tests.engines.gang.support.plans import all_plans, job, scheduler
 
 
@@ -112,6 +113,23 @@ def test_an_elastic_gang_is_shared_out_anew_when_a_job_begins_or_ends() -> None:
         (Move(job_id="c", source=3, ranks=(2,)),),
         (Move(job_id="a", source=0, ranks=(2, 3)),),
     ]
+
+
+@pytest.mark.parametrize(("move_s", "expected"), [(0.001, {"a": (0, 1)}), (100.0, {"a": (0,), "b": (1,)})])
+def test_a_state_stays_where_it_is_once_moves_are_known_to_be_dear(
+    move_s: float, expected: dict[str, tuple[int, ...]]
+) -> None:
+    """Two ranks turn out to be three times as fast as one, when both jobs have begun on one each."""
+    elastic = scheduler(num_ranks=2, elastic=True, prediction=StepPrediction(measured=steps_s(on_two_s=0.95)))
+    for name in "ab":
+        elastic.add(replace(job(name, num_steps=9), shape="known"))
+    assert served(elastic.next_plan()) == {"a": (0,), "b": (1,)}
+    elastic.learn(StepPrediction(measured=steps_s(on_two_s=0.33), move_s=move_s))
+    assert served(elastic.next_plan()) == expected
+
+
+def steps_s(*, on_two_s: float) -> dict[tuple[str, int], float]:
+    return {(shape_name("known"), 1): 1.0, (shape_name("known"), 2): on_two_s}
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from engines.gang.policies.candidate import Candidate, GangShape, Ranks, Teams
 from engines.gang.policies.teams import quickest_teams
 from tests.engines.gang.support.plans import job
 
-GANG = GangShape(num_ranks=2, team_sizes=(1, 2))
+GANG = GangShape(num_ranks=2, team_sizes=(1, 2), move_s=0.002)
 SIDE_BY_SIDE, FIRST_ALONE = {"a": (0,), "b": (1,)}, {"a": (0, 1)}
 
 
@@ -25,7 +27,7 @@ def candidate(name: str, *, on_one_s: float, on_two_s: float, ranks: Ranks = (),
     )
 
 
-def teams(on_one_s: float, on_two_s: float, *, run: bool) -> Teams:
+def teams(on_one_s: float, on_two_s: float, *, run: bool, gang: GangShape = GANG) -> Teams:
     """Of two jobs that are alike: both run side by side, or both are paused.
 
     If they stay so, both end after ten steps on one rank, and who comes next waits as long: 30 ``on_one_s`` in all. If
@@ -36,7 +38,7 @@ def teams(on_one_s: float, on_two_s: float, *, run: bool) -> Teams:
         candidate(name, on_one_s=on_one_s, on_two_s=on_two_s, ranks=place if run else (), holders=place)
         for name, place in zip("ab", places, strict=True)
     ]
-    return quickest_teams(jobs, GANG)
+    return quickest_teams(jobs, gang)
 
 
 @pytest.mark.parametrize(
@@ -57,8 +59,11 @@ def test_teams_of_paused_jobs_are_those_by_which_all_wait_least(on_one_s: float,
     assert teams(on_one_s, 1.0, run=False) == expected
 
 
-@pytest.mark.parametrize(("on_two_s", "expected"), [(0.001, SIDE_BY_SIDE), (0.1, FIRST_ALONE)])
-def test_a_state_is_moved_only_where_that_pays(on_two_s: float, expected: Teams) -> None:
-    """The move costs both jobs 2 ms. The second rank spares all of them 1.6 ms in all where steps take one, and a
+@pytest.mark.parametrize(
+    ("move_s", "on_two_s", "expected"),
+    [(0.002, 0.001, SIDE_BY_SIDE), (0.0005, 0.001, FIRST_ALONE), (0.002, 0.1, FIRST_ALONE), (0.1, 0.1, SIDE_BY_SIDE)],
+)
+def test_a_state_is_moved_only_where_that_pays(move_s: float, on_two_s: float, expected: Teams) -> None:
+    """The move costs both jobs its time. The second rank spares all of them 1.6 ms in all where steps take one, and a
     hundred times that where these do."""
-    assert teams(1.72 * on_two_s, on_two_s, run=False) == expected
+    assert teams(1.72 * on_two_s, on_two_s, run=False, gang=replace(GANG, move_s=move_s)) == expected

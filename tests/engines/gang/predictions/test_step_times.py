@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engines.gang.jobs.job import Job
-from engines.gang.predictions.prediction import StepPrediction
+from engines.gang.predictions.prediction import USUAL_MOVE_S, StepPrediction
 from engines.gang.predictions.rough import rough_step_s
 from engines.gang.predictions.step_times import StepTimes
 
@@ -79,6 +79,20 @@ def test_a_job_of_which_nothing_is_known_takes_the_usual_time() -> None:
     assert times.prediction().step_s(job(None), 1) == 1.0
     heard(times, job(), 1, 0.03, 0.03)
     assert times.prediction().step_s(job(None), 1) == pytest.approx(0.03)
+
+
+def test_what_a_move_takes_is_kept_and_no_time_of_a_step(tmp_path: Path) -> None:
+    times = StepTimes(tmp_path / "model.json")
+    heard(times, job(), 1, 0.03, 0.03)
+    assert times.prediction().move_s == USUAL_MOVE_S
+    for move_s in (0.004, 0.006, 0.1):
+        times.note_move(move_s)
+    assert times.changed()
+    times.save()
+    for prediction in (times.prediction(), StepTimes(tmp_path / "model.json").prediction()):
+        assert prediction.move_s == 0.006
+        assert list(prediction.measured) == [(repr(SHAPE), 1)]
+        assert prediction.usual_s == pytest.approx(0.03)
 
 
 def test_rough_estimates_grow_as_steps_do() -> None:

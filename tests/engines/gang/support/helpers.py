@@ -17,6 +17,7 @@ from engines.gang.clock import Clock
 from engines.gang.config import GangConfig
 from engines.gang.gang import Gang
 from engines.gang.jobs.job import Job, JobDone, JobEvent
+from engines.gang.predictions.step_times import StepTimes
 from engines.gang.ranks.placement import gang_bundles, gang_strategy
 from tests.engines.gang.support.fakes import load_fake
 from tests.engines.gang.support.set_clock import SetClock
@@ -33,14 +34,17 @@ def group_for(config: GangConfig) -> Iterator[PlacementGroup]:
 
 
 @asynccontextmanager
-async def gang_of(config: GangConfig, clock: Clock | None = None) -> AsyncIterator[Gang]:
+async def gang_of(
+    config: GangConfig, clock: Clock | None = None, step_times: StepTimes | None = None
+) -> AsyncIterator[Gang]:
     """A gang of fakes in a placement group of its own; nothing of either is left behind.
 
     Unless ``clock`` moves no deadline passes, so that a busy machine breaks no gang.
     """
     with group_for(config) as group:
         options = {"model": "fake", "placement_group": group, "clock": clock or SetClock()}
-        gang = await Gang.start(config, load_fake, **options)
+        known = step_times or StepTimes()
+        gang = await Gang.start(config, load_fake, step_times=lambda *_: known, **options)
         try:
             yield gang
         finally:

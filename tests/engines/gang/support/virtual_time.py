@@ -159,11 +159,9 @@ class GpuRanks:
         before_s, pace = 0.0, DevicePace(partial(VirtualMark, self._device_ends_s, rank))
         while True:
             plan, (report, *latents) = await self._plans[rank].get()
-            if plan.moves:
-                await self._until(await self._met(("moves", plan.sequence), len(self._plans), before_s))
-                await asyncio.sleep(MOVE_S * len(plan.moves))
-            if plan.drops:
+            if plan.drops or plan.moves:
                 await self._until(before_s)
+            move_ms = await self._make(plan)
             work = plan.work_of(rank)
             if work is not None:
                 pace.begin(plan.sequence)
@@ -172,11 +170,20 @@ class GpuRanks:
                 pace.end()
                 await self._until(ends_s if latents else before_s)
                 before_s = ends_s
-            told = {"ended_ms": pace.ended_ms(), "was_warm": True, "predicted": work is not None}
+            told = {"ended_ms": pace.ended_ms(), "move_ms": move_ms, "predicted": work is not None}
             done = StepReport(rank=rank, sequence=plan.sequence, **told)  # type: ignore[arg-type]
             self._loop.call_later(CALL_S, _settle, report, done)
             for each, job_step in zip(latents, plan.emits_of(rank), strict=True):
                 self._loop.call_later(CALL_S, _settle, each, job_step)
+
+    async def _make(self, plan: StepPlan) -> float:
+        """Returns the milliseconds that each move takes the rank, which waits for the others."""
+        if not plan.moves:
+            return 0.0
+        started_s = self._loop.time()
+        await self._until(await self._met(("moves", plan.sequence), len(self._plans), started_s))
+        await asyncio.sleep(MOVE_S * len(plan.moves))
+        return 1e3 * (self._loop.time() - started_s) / len(plan.moves)
 
     async def _device_end_s(self, sequence: int, ranks: tuple[int, ...], job_id: str) -> float:
         begin_s = await self._met((sequence, ranks), len(ranks), max(self._device_ends_s[rank] for rank in ranks))

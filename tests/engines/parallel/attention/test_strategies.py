@@ -48,7 +48,7 @@ def attend(name: str, heads: tuple[int, int]) -> tuple[Tensor, Tensor]:
 
 
 def make_kernel(name: str, rank: int) -> Kernel:
-    groups = Groups(4)
+    groups = Groups.of_gang()
     world = Axis(ranks=(0, 1, 2, 3), index=rank, group=groups.name((0, 1, 2, 3)))
     if name == "ring":
         return ring(cpu_flash, world, (None,) * 4)

@@ -62,7 +62,7 @@ def predict_on_team(folder: Path, family: str, strategy: str, ranks: tuple[int, 
     spec = ParallelSpec.of(strategy, len(ranks))
     model, made = SPECIMENS[family].model(), []
     specs = TeamSpecs(by_size={len(ranks): spec.by_branches()})
-    division = Division(specs, model.plan, rank=rank, num_ranks=num_ranks, groups=Groups(num_ranks))
+    division = Division(specs, model.plan, rank=rank, num_ranks=num_ranks, groups=Groups.of_gang())
 
     def make(graph: EngineGraph, weights: Mapping[str, Tensor], team: Team) -> GlooRunner:
         made.append(GlooRunner(graph, weights, team))
@@ -88,7 +88,7 @@ def predict_sizes(folder: Path, sizes: tuple[str, ...]) -> tuple[list[Tensor], l
     spec = ParallelSpec.of("ulysses", num_ranks)
     model, graphs = SPECIMENS["flux"].model(), []
     specs = TeamSpecs(by_size={num_ranks: (spec, spec)})
-    division = Division(specs, model.plan, rank=dist.get_rank(), num_ranks=num_ranks, groups=Groups(num_ranks))
+    division = Division(specs, model.plan, rank=dist.get_rank(), num_ranks=num_ranks, groups=Groups.of_gang())
 
     def make(graph: EngineGraph, weights: Mapping[str, Tensor], team: Team) -> GlooRunner:
         graphs.append(hashlib.sha256(graph.serialized()).hexdigest())
