@@ -6,18 +6,20 @@ from benchmarks.denoise_step.stage import FIRST, ONE, Run, alone, beside
 
 MODEL_STEP = "benchmarks.model_step"
 
+PEERS = ("vllm-omni", "sglang", "ours")
+BESIDE_PEERS = (
+    (150, "klein", "FLUX.2-klein-4B"),
+    (150, "z_image", "Z-Image-Turbo"),
+    (150, "qwen", "Qwen-Image", "--branches", "2"),
+    (150, "wan", "Wan2.2-I2V-A14B", "--repeats", "3"),
+    (300, "cosmos", "Cosmos3-Nano", "--repeats", "2"),
+)
 MODELS_OF_ONE = tuple(
     alone(
-        f"peers_of_{name}", model, *options, "--makers", "diffusers", "vllm-omni", "sglang", "ours",
+        f"peers_of_{name}", model, *options, "--makers", "diffusers", *PEERS,
         module=MODEL_STEP, gpus=ONE, limit_s=limit_s,
     )
-    for limit_s, name, model, *options in (
-        (150, "klein", "FLUX.2-klein-4B"),
-        (150, "z_image", "Z-Image-Turbo"),
-        (150, "qwen", "Qwen-Image", "--branches", "2"),
-        (150, "wan", "Wan2.2-I2V-A14B", "--repeats", "3"),
-        (300, "cosmos", "Cosmos3-Nano", "--repeats", "2"),
-    )
+    for limit_s, name, model, *options in BESIDE_PEERS
 )  # fmt: skip
 """Each in one process, maker by maker."""
 
@@ -50,5 +52,13 @@ MODELS_OF_A_PAIR = (
         pair("hunyuan", "HunyuanVideo-1.5-480p_t2v", "ours", *FEW),
         limit_s=240,
     ),
-)
-"""What is in one stage fits into GPUs of 80 GB together; diffusers has no plan for Cosmos 3 and HunyuanVideo 1.5."""
+    *(
+        alone(
+            f"peers_of_{name}_pair", model, *options, "--makers", *PEERS,
+            module=MODEL_STEP, gpus=FIRST, min_gpus=2, limit_s=limit_s,
+        )
+        for limit_s, name, model, *options in BESIDE_PEERS
+    ),
+)  # fmt: skip
+"""What is in one stage fits into GPUs of 80 GB together; diffusers has no plan for Cosmos 3 and HunyuanVideo 1.5, and a
+process that it has divided a model in can time no other maker."""

@@ -1,11 +1,11 @@
-"""SGLang's and vLLM-Omni's transformers of FLUX.2, Z-Image, Qwen-Image, Wan and Cosmos 3 as published, on one GPU."""
+"""SGLang's and vLLM-Omni's transformers of FLUX.2, Z-Image, Qwen-Image, Wan and Cosmos 3 as published, on one GPU or
+with their own Ulysses on several."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -18,12 +18,10 @@ MAKERS = ("vllm-omni", "vllm-omni-eager", "sglang", "sglang-blocks")
 def peer_of(model: PublishedModel, maker: str) -> Callable[[], Tensor]:
     """Returns a step of all branches that gives what ``model.call`` gives, in inference mode.
 
-    ValueError for makers and transformers that are not here, and beside other ranks.
+    ValueError for makers and transformers that are not here.
     """
     if maker not in MAKERS:
         raise ValueError(f"unknown peer {maker!r}; known: {', '.join(MAKERS)}")
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        raise ValueError("peers are timed with this model on one GPU")
     project = sglang_models if maker.startswith("sglang") else vllm_omni_models
     transformer, prepare = project.transformer_of(model, maker)
     calls = [prepare(transformer, own) for own in model.own_calls]

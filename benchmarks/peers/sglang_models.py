@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from benchmarks.models.published import PublishedModel
 from benchmarks.peers import sglang
@@ -19,7 +21,7 @@ def transformer_of(model: PublishedModel, maker: str) -> tuple[Any, Prepare]:
     module, name = model.module, type(model.module).__name__
     place, configs, prepare = known(MODELS, name)
     begin_alone()
-    sglang.begin(1)
+    sglang.begin(dist.get_world_size())
     transformer_class = getattr(importlib.import_module(f"sglang.multimodal_gen.runtime.models.dits.{place}"), name)
     config_module, config_class = configs.split(":")
     config = getattr(
@@ -47,14 +49,33 @@ def _call(transformer: Any, batch: Any = None, *, autocast: bool = False, **argu
     return call
 
 
+def _in_parts(transformer: Any, tokens_BSD: Tensor, **arguments: Any) -> Call:
+    """The tokens of a picture are cut among the ranks, and what is predicted of them gathered; what of ``arguments``
+    belongs to them was cut before. Those of text the transformer cuts itself."""
+    from sglang.multimodal_gen.runtime.distributed.sp_shard_utils import gather_seq, shard_seq
+
+    mine, plan = shard_seq(tokens_BSD)
+    call = _call(transformer, hidden_states=mine, **arguments)
+    return lambda: gather_seq(call(), plan.orig_len)
+
+
 def _flux2(transformer: Any, own: Mapping[str, Any]) -> Call:
+    from sglang.multimodal_gen.configs.pipeline_configs.base import shard_rotary_emb_for_sp
+
     text, picture = (transformer.rotary_emb(own[ids].flatten(0, -2)) for ids in ("txt_ids", "img_ids"))
-    rotary = tuple(torch.cat(pair, dim=0) for pair in zip(text, picture, strict=True))
-    kept = {name: own[name] for name in ("hidden_states", "encoder_hidden_states", "guidance")}
-    return _call(transformer, **kept, timestep=own["timestep"] * sglang.TRAINED_STEPS, freqs_cis=rotary)
+    mine = map(shard_rotary_emb_for_sp, picture)
+    return _in_parts(
+        transformer,
+        own["hidden_states"],
+        encoder_hidden_states=own["encoder_hidden_states"],
+        guidance=own["guidance"],
+        timestep=own["timestep"] * sglang.TRAINED_STEPS,
+        freqs_cis=tuple(torch.cat(pair, dim=0) for pair in zip(text, mine, strict=True)),
+    )
 
 
 def _qwen(transformer: Any, own: Mapping[str, Any]) -> Call:
+    from sglang.multimodal_gen.configs.pipeline_configs.base import shard_rotary_emb_for_sp
     from sglang.multimodal_gen.configs.pipeline_configs.qwen_image import QwenImagePipelineConfig
 
     hidden, text = own["hidden_states"], own["encoder_hidden_states"]
@@ -62,15 +83,16 @@ def _qwen(transformer: Any, own: Mapping[str, Any]) -> Call:
     caches, freqs = QwenImagePipelineConfig.get_freqs_cis(
         own["img_shapes"], lengths, transformer.rotary_emb, hidden.device, hidden.dtype
     )
-    return _call(
+    (cache, text_cache), (complex_, text_complex) = caches, freqs
+    return _in_parts(
         transformer,
-        hidden_states=hidden,
+        hidden,
         encoder_hidden_states=text,
         timestep=own["timestep"] * sglang.TRAINED_STEPS,
         img_shapes=own["img_shapes"],
         txt_seq_lens=lengths,
-        freqs_cis=caches,
-        freqs_complex=freqs,
+        freqs_cis=(shard_rotary_emb_for_sp(cache), text_cache),
+        freqs_complex=(shard_rotary_emb_for_sp(complex_), text_complex),
     )
 
 
@@ -78,36 +100,41 @@ def _z_image(transformer: Any, own: Mapping[str, Any]) -> Call:
     from sglang.multimodal_gen.configs.pipeline_configs.zimage import ZImagePipelineConfig
 
     (latents,), (text,) = own["x"], own["cap_feats"]
-    config = ZImagePipelineConfig()
+    config, whole = ZImagePipelineConfig(), latents.unsqueeze(0)
+    batch = sglang.Arguments(raw_latent_shape=tuple(whole.shape))
     compression = config.vae_config.arch_config.spatial_compression_ratio
     height, width = (compression * size for size in latents.shape[-2:])
-    rotary = config.get_freqs_cis(text, width, height, latents.device, transformer.rotary_emb, batch=None)
+    rotary = config.get_freqs_cis(text, width, height, latents.device, transformer.rotary_emb, batch=batch)
+    mine, _ = config.shard_latents_for_sp(batch, whole)
     call = _call(
         transformer,
-        hidden_states=[latents],
+        hidden_states=[*mine],
         encoder_hidden_states=[text],
         timestep=sglang.TRAINED_STEPS * (1 - own["t"]),
         freqs_cis=rotary,
         caption_valid_lens=torch.tensor([text.shape[0]], device=latents.device),
     )
-    return lambda: -call()  # its pipeline wants the opposite
+    return lambda: -config.gather_noise_pred_for_sp(batch, call())  # its pipeline wants the opposite
 
 
 def _wan(transformer: Any, own: Mapping[str, Any]) -> Call:
     kept = {name: own[name] for name in ("hidden_states", "encoder_hidden_states", "timestep")}
     pictures = own.get("encoder_hidden_states_image")
-    batch = sglang.Arguments(extra={}, enable_sequence_shard=False, enable_teacache=False, enable_spectrum=False)
+    batch = sglang.Arguments(extra={}, enable_sequence_shard=dist.get_world_size() > 1, enable_teacache=False)
     images = None if pictures is None else [pictures]
     return _call(transformer, batch, autocast=True, encoder_hidden_states_image=images, **kept)
 
 
 def _cosmos(transformer: Any, own: Mapping[str, Any]) -> Call:
-    """The transformer keeps each branch's text under a name."""
+    """The transformer keeps each branch's text under a name, and the positions of this rank's part of the clip."""
+    from sglang.multimodal_gen.runtime.distributed.sp_shard_utils import shard_seq
+
     clip, text, branch = ClipOfText.of(own), transformer.language_model, f"branch {len(transformer.cached_kv)}"
     mask = torch.ones_like(clip.text_ids)
     with torch.inference_mode():
         transformer.cached_kv[branch] = text(clip.text_ids, mask, clip.text_positions)
-        rotary = text.rotary_emb.build_rope_cache_inputs(clip.positions, cache_dtype=clip.latents.dtype)
+        mine, _ = shard_seq(clip.positions, dim=2, pad_mode="repeat_last")
+        rotary = text.rotary_emb.build_rope_cache_inputs(mine, cache_dtype=clip.latents.dtype)
         transformer.cached_gen_rope_inputs[branch] = rotary
     return _call(
         transformer,

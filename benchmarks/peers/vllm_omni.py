@@ -55,7 +55,7 @@ def _transformer(module: Any, compiled: bool, tensor: bool, precision: Precision
     module.to("cpu")
     transformer = loaded(FluxTransformer2DModel, architecture(module), module, od_config, device)
     if world > 1 and not tensor:
-        _cut_sequence(transformer, world)
+        cut_sequence(transformer, _plan_of_flux())
     if compiled:
         compile_blocks(transformer, od_config)
     return transformer
@@ -108,19 +108,21 @@ def _quantize(transformer: Any) -> None:
             method.process_weights_after_loading(layer)
 
 
-def _cut_sequence(transformer: Any, world: int) -> None:
-    """Text and picture among the ranks, the prediction gathered: what diffusers declares for the same model."""
-    from vllm_omni.diffusion.distributed.sp_plan import (
-        SequenceParallelConfig,
-        SequenceParallelInput,
-        SequenceParallelOutput,
-    )
+def cut_sequence(transformer: Any, plan: dict[str, Any]) -> None:
+    """Among all ranks, as its registry of models does it."""
+    from vllm_omni.diffusion.distributed.sp_plan import SequenceParallelConfig
     from vllm_omni.diffusion.hooks.sequence_parallel import apply_sequence_parallel
+
+    apply_sequence_parallel(transformer, SequenceParallelConfig(ulysses_degree=dist.get_world_size()), plan)
+
+
+def _plan_of_flux() -> dict[str, Any]:
+    """Text and picture among the ranks, the prediction gathered: what diffusers declares for the same model."""
+    from vllm_omni.diffusion.distributed.sp_plan import SequenceParallelInput, SequenceParallelOutput
 
     dims = {"hidden_states": (1, 3), "encoder_hidden_states": (1, 3), "img_ids": (0, 2), "txt_ids": (0, 2)}
     cuts = {name: SequenceParallelInput(split_dim=dim, expected_dims=rank) for name, (dim, rank) in dims.items()}
-    plan = {"": cuts, "proj_out": SequenceParallelOutput(gather_dim=1, expected_dims=3)}
-    apply_sequence_parallel(transformer, SequenceParallelConfig(ulysses_degree=world), plan)
+    return {"": cuts, "proj_out": SequenceParallelOutput(gather_dim=1, expected_dims=3)}
 
 
 def make_importable() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.models.published import PublishedModel
@@ -17,7 +18,8 @@ from benchmarks.peers.step import begin_alone
 
 
 def transformer_of(model: PublishedModel, maker: str) -> tuple[Any, Prepare]:
-    """Its blocks compiled as it ships, or eager; the weights are copies."""
+    """Its blocks compiled as it ships, or eager; the weights are copies of those of ``model``, whose module is on the
+    CPU from now on."""
     module, name = model.module, type(model.module).__name__
     place, prepare = known(MODELS, name)
     if name.startswith("Flux2") and module.config.guidance_embeds:
@@ -30,10 +32,22 @@ def transformer_of(model: PublishedModel, maker: str) -> tuple[Any, Prepare]:
         transformer_class = getattr(importlib.import_module(f"vllm_omni.diffusion.models.{place}"), name)
         settings = {**module.config, "od_config": od_config}
         options = {key: settings[key] for key in inspect.signature(transformer_class).parameters if key in settings}
-    transformer = vllm_omni.loaded(transformer_class, options, module, od_config)
+    device = next(module.parameters()).device
+    module.to("cpu")  # a GPU of 80 GB has no room for two of the larger ones
+    transformer = vllm_omni.loaded(transformer_class, options, module, od_config, device)
+    if dist.get_world_size() > 1:
+        _cut_by_its_plan(transformer)
     if "eager" not in maker:
         vllm_omni.compile_blocks(transformer, od_config)
     return transformer, prepare
+
+
+def _cut_by_its_plan(transformer: Any) -> None:
+    """What lies outside of the plan's modules is whole on each rank, and its attention is told so."""
+    from vllm_omni.diffusion.forward_context import get_forward_context
+
+    vllm_omni.cut_sequence(transformer, transformer._sp_plan)
+    get_forward_context().sp_plan_hooks_applied = True
 
 
 def _cosmos_class() -> Any:

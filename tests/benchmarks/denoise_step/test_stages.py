@@ -67,3 +67,4 @@ def test_models_that_are_timed_are_known(run: Run) -> None:
     assert not set(arguments.makers) - set(model_step.MAKERS)
     assert set(arguments.models) <= {*model_step.MODELS, *model_step.CLIPS}
     assert arguments.strategy == "ulysses" or arguments.branches == len(run.gpus)
+    assert "diffusers" not in arguments.makers or len(run.gpus) == 1 or len(arguments.makers) == 1

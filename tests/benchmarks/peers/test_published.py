@@ -31,12 +31,5 @@ def test_an_unknown_transformer_is_told_the_known_ones_and_starts_nothing(maker:
     assert not dist.is_initialized()
 
 
-def test_several_ranks_are_told_that_one_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    with pytest.raises(ValueError, match="on one GPU"):
-        peer_of(MODEL, "sglang")
-
-
 def test_both_projects_are_timed_for_the_same_models() -> None:
     assert set(sglang_models.MODELS) == set(vllm_omni_models.MODELS)
