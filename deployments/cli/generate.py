@@ -35,7 +35,7 @@ def generate(
     files = _read(images, mask)
     if written := options.get("lora"):
         options = {**options, "lora": [_asked_lora(one) for one in written]}
-    model = _model(client, options.get("model"), len(images))
+    model = _model(client, options.get("model"), out, len(images))
     kind = _kind(model, out)
     body = {"prompt": prompt, **options, "model": model["id"]}
     console.print(f"{model['id']}: {prompt}")
@@ -69,25 +69,37 @@ def _read(images: Sequence[Path], mask: Path | None) -> Files:
         raise ValueError(f"{error.filename} cannot be read: {error.strerror}") from None
 
 
-def _model(client: Client, name: str | None, num_pictures: int) -> dict[str, Any]:
-    """Returns the model of that name; without one the first, or with pictures the first that takes some."""
+def _model(client: Client, name: str | None, out: Path, num_pictures: int) -> dict[str, Any]:
+    """Returns the model of that name; without one the first that makes what ``out`` ends in, of words alone or with
+    pictures; the first of all, if none does."""
     models = client.models()
-    fitting = [model for model in models if num_pictures and model["defaults"].get("max_pictures", 0)]
+    fitting = [model for model in models if _fits(model, out, num_pictures)]
     for model in models if name is not None else fitting or models:
         if name is None or name in (model["id"], *model.get("aliases", ())):
             return model
     raise ValueError(f"no model {name}; served: {', '.join(model['id'] for model in models)}")
 
 
+def _fits(model: dict[str, Any], out: Path, num_pictures: int) -> bool:
+    kind = _kind_of(model, out)
+    if kind is None:
+        return False
+    limits = model["defaults"] if kind == kinds_of(model)[0] else model["picture_defaults"]
+    return bool(limits.get("max_pictures")) if num_pictures else not limits.get("min_pictures")
+
+
 def _kind(model: dict[str, Any], out: Path) -> str:
     """Returns what is to be made, by the ending of ``out``. ValueError if the model makes nothing that ends so."""
-    kinds, suffix = kinds_of(model), out.suffix.lower()
-    for kind in kinds:
-        if suffix in ENDINGS[kind]:
-            return kind
+    if kind := _kind_of(model, out):
+        return kind
+    kinds = kinds_of(model)
     made = " and ".join(WORDS[kind] for kind in kinds)
     allowed = ", ".join(ending for kind in kinds for ending in ENDINGS[kind])
-    raise ValueError(f"{model['id']} makes {made}: --out must end in {allowed}, not {suffix or 'nothing'}")
+    raise ValueError(f"{model['id']} makes {made}: --out must end in {allowed}, not {out.suffix.lower() or 'nothing'}")
+
+
+def _kind_of(model: dict[str, Any], out: Path) -> str | None:
+    return next((kind for kind in kinds_of(model) if out.suffix.lower() in ENDINGS[kind]), None)
 
 
 def _events(

@@ -51,7 +51,7 @@ def troupe(
 def generate(
     prompt: str,
     out: Annotated[Path, typer.Option(help="PNG, JPEG, WebP or MP4 by its ending.")],
-    model: Annotated[str | None, typer.Option(help="Served model; the first one by default.")] = None,
+    model: Annotated[str | None, typer.Option(help="Served model; by default the first that fits --out.")] = None,
     size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT in pixels.")] = None,
     steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same bytes.")] = None,

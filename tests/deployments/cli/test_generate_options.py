@@ -105,13 +105,37 @@ def test_another_ending_is_refused(kinds: list[str], name: str, message: str) ->
 
 
 class Served:
+    def __init__(self, *models: dict[str, Any]) -> None:
+        self._models = models
+
     def models(self) -> list[dict[str, Any]]:
-        return [{"id": "small", "defaults": {}}, {"id": "large", "defaults": {}, "aliases": ["gpt-image-1"]}]
+        return [{"kinds": ["image"], "defaults": {}, **model} for model in self._models]
 
 
 def test_a_model_answers_to_its_other_names() -> None:
-    served: Any = Served()
-    found = [generate._model(served, name, 0)["id"] for name in (None, "large", "gpt-image-1")]
+    served: Any = Served({"id": "small"}, {"id": "large", "aliases": ["gpt-image-1"]})
+    found = [generate._model(served, name, Path("x.png"), 0)["id"] for name in (None, "large", "gpt-image-1")]
     assert found == ["small", "large", "large"]
     with pytest.raises(ValueError, match="no model gpt-image-2; served: small, large"):
-        generate._model(served, "gpt-image-2", 0)
+        generate._model(served, "gpt-image-2", Path("x.png"), 0)
+
+
+@pytest.mark.parametrize(
+    ("out", "num_pictures", "expected"),
+    [
+        ("x.mp4", 0, "clips"),
+        ("x.mp4", 1, "begun clips"),
+        ("x.png", 0, "both"),
+        ("x.png", 2, "editor"),
+        ("x.gif", 0, "clips"),  # which then says what it makes
+    ],
+)
+def test_without_a_name_it_is_the_first_that_fits(out: str, num_pictures: int, expected: str) -> None:
+    served: Any = Served(
+        {"id": "clips", "kinds": ["video"]},
+        {"id": "begun clips", "kinds": ["video"], "defaults": {"min_pictures": 1, "max_pictures": 1}},
+        {"id": "editor", "defaults": {"min_pictures": 1, "max_pictures": 3}},
+        {"id": "both", "kinds": ["video", "image"], "defaults": {"min_pictures": 1}, "picture_defaults": {}},
+        {"id": "pictures"},
+    )
+    assert generate._model(served, None, Path(out), num_pictures)["id"] == expected
