@@ -40,7 +40,8 @@ MISTAKES = {
     "size": (["--size", "63x64", "--out", "a.png"], "size is 63x64: width and height must be positive multiples"),
     "steps": (["--steps", "0", "--out", "a.png"], "num_inference_steps is 0"),
     "model": (["--model", "dall-e", "--out", "a.png"], f"no model dall-e; served: {PICTURES}, {CLIPS}, {EDITS}"),
-    "ending": (["--out", "a.mp4"], f"{PICTURES} makes pictures: --out must end in .png, .jpg, .jpeg, .webp"),
+    "ending": (["--out", "a.gif"], f"{PICTURES} makes pictures: --out must end in .png, .jpg, .jpeg, .webp"),
+    "picture": (["--model", PICTURES, "--out", "a.mp4"], f"{PICTURES} makes pictures: --out must end in .png"),
     "clip": (["--model", CLIPS, "--out", "a.png"], f"{CLIPS} makes clips: --out must end in .mp4"),
 }
 
