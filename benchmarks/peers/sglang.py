@@ -22,6 +22,7 @@ from torch import Tensor
 
 from benchmarks.models.flux import architecture
 from benchmarks.models.making import default_dtype, without_init
+from benchmarks.peers.sglang_calls import call_in_parts, rotary_in_parts
 from engines.core.fast_model import Precision
 
 Compiled = Literal["", "whole", "blocks"]
@@ -39,24 +40,10 @@ def sglang_step(
     Text and picture are cut among the ranks, the prediction is gathered, all by its own functions.
     """
     transformer = _transformer(module, compiled, precision)
-    from sglang.multimodal_gen.configs.pipeline_configs.base import shard_rotary_emb_for_sp
-    from sglang.multimodal_gen.runtime.distributed.sp_shard_utils import gather_seq, shard_seq
-    from sglang.multimodal_gen.runtime.managers.forward_context import set_forward_context
-
-    picture = [shard_rotary_emb_for_sp(x) for x in transformer.rotary_emb(inputs["img_ids"])]
-    text = transformer.rotary_emb(inputs["txt_ids"])
-    mine, plan = shard_seq(inputs["hidden_states"])
     kept = {name: inputs[name] for name in ("encoder_hidden_states", "pooled_projections")}
     times = {name: inputs[name] * TRAINED_STEPS for name in ("timestep", "guidance")}
-    rotary = tuple(torch.cat(pair, dim=0) for pair in zip(text, picture, strict=True))
-
-    def step() -> Tensor:
-        with set_forward_context(current_timestep=0, attn_metadata=None):
-            part_BSD = transformer(hidden_states=mine, freqs_cis=rotary, **kept, **times)
-        whole: Tensor = gather_seq(part_BSD, plan.orig_len)
-        return whole
-
-    return step
+    rotary = rotary_in_parts(transformer, inputs["txt_ids"], inputs["img_ids"])
+    return call_in_parts(transformer, inputs["hidden_states"], freqs_cis=rotary, **kept, **times)
 
 
 @cache

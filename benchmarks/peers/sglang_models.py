@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from benchmarks.models.published import PublishedModel
 from benchmarks.peers import sglang
 from benchmarks.peers.calls import Call, ClipOfText, Prepare, known
+from benchmarks.peers.sglang_calls import call_in_parts, call_of, rotary_in_parts
 from benchmarks.peers.step import SGLANG_COMPILED, begin_alone
 
 
@@ -32,45 +32,14 @@ def transformer_of(model: PublishedModel, maker: str) -> tuple[Any, Prepare]:
     return sglang.loaded(transformer_class, config, module, SGLANG_COMPILED[maker]), prepare
 
 
-def _call(transformer: Any, batch: Any = None, *, autocast: bool = False, **arguments: Any) -> Call:
-    """``batch``: its request, whose steps keep there what they share. ``autocast``: as its pipeline calls this one."""
-    from sglang.multimodal_gen.runtime.managers.forward_context import set_forward_context
-
-    parameter = next(transformer.parameters())
-    casts = autocast and parameter.dtype != torch.float32
-
-    def call() -> Any:
-        with (
-            set_forward_context(current_timestep=0, attn_metadata=None, forward_batch=batch),
-            torch.autocast(parameter.device.type, parameter.dtype, enabled=casts),
-        ):
-            return transformer(**arguments)
-
-    return call
-
-
-def _in_parts(transformer: Any, tokens_BSD: Tensor, **arguments: Any) -> Call:
-    """The tokens of a picture are cut among the ranks, and what is predicted of them gathered; what of ``arguments``
-    belongs to them was cut before. Those of text the transformer cuts itself."""
-    from sglang.multimodal_gen.runtime.distributed.sp_shard_utils import gather_seq, shard_seq
-
-    mine, plan = shard_seq(tokens_BSD)
-    call = _call(transformer, hidden_states=mine, **arguments)
-    return lambda: gather_seq(call(), plan.orig_len)
-
-
 def _flux2(transformer: Any, own: Mapping[str, Any]) -> Call:
-    from sglang.multimodal_gen.configs.pipeline_configs.base import shard_rotary_emb_for_sp
-
-    text, picture = (transformer.rotary_emb(own[ids].flatten(0, -2)) for ids in ("txt_ids", "img_ids"))
-    mine = map(shard_rotary_emb_for_sp, picture)
-    return _in_parts(
+    return call_in_parts(
         transformer,
         own["hidden_states"],
         encoder_hidden_states=own["encoder_hidden_states"],
         guidance=own["guidance"],
         timestep=own["timestep"] * sglang.TRAINED_STEPS,
-        freqs_cis=tuple(torch.cat(pair, dim=0) for pair in zip(text, mine, strict=True)),
+        freqs_cis=rotary_in_parts(transformer, own["txt_ids"], own["img_ids"]),
     )
 
 
@@ -84,7 +53,7 @@ def _qwen(transformer: Any, own: Mapping[str, Any]) -> Call:
         own["img_shapes"], lengths, transformer.rotary_emb, hidden.device, hidden.dtype
     )
     (cache, text_cache), (complex_, text_complex) = caches, freqs
-    return _in_parts(
+    return call_in_parts(
         transformer,
         hidden,
         encoder_hidden_states=text,
@@ -106,7 +75,7 @@ def _z_image(transformer: Any, own: Mapping[str, Any]) -> Call:
     height, width = (compression * size for size in latents.shape[-2:])
     rotary = config.get_freqs_cis(text, width, height, latents.device, transformer.rotary_emb, batch=batch)
     mine, _ = config.shard_latents_for_sp(batch, whole)
-    call = _call(
+    call = call_of(
         transformer,
         hidden_states=[*mine],
         encoder_hidden_states=[text],
@@ -122,7 +91,7 @@ def _wan(transformer: Any, own: Mapping[str, Any]) -> Call:
     pictures = own.get("encoder_hidden_states_image")
     batch = sglang.Arguments(extra={}, enable_sequence_shard=dist.get_world_size() > 1, enable_teacache=False)
     images = None if pictures is None else [pictures]
-    return _call(transformer, batch, autocast=True, encoder_hidden_states_image=images, **kept)
+    return call_of(transformer, batch, autocast=True, encoder_hidden_states_image=images, **kept)
 
 
 def _cosmos(transformer: Any, own: Mapping[str, Any]) -> Call:
@@ -136,7 +105,7 @@ def _cosmos(transformer: Any, own: Mapping[str, Any]) -> Call:
         mine, _ = shard_seq(clip.positions, dim=2, pad_mode="repeat_last")
         rotary = text.rotary_emb.build_rope_cache_inputs(mine, cache_dtype=clip.latents.dtype)
         transformer.cached_gen_rope_inputs[branch] = rotary
-    return _call(
+    return call_of(
         transformer,
         hidden_states=clip.latents,
         encoder_hidden_states=None,

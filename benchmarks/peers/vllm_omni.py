@@ -46,14 +46,11 @@ def vllm_omni_step(
 
 @cache
 def _transformer(module: Any, compiled: bool, tensor: bool, precision: Precision) -> Any:
-    """Theirs, with a copy of the weights of ``module``, which is on the CPU from now on: a GPU of 80 GB has no room for
-    both beside another maker's."""
-    world, device = dist.get_world_size(), next(module.parameters()).device
+    world = dist.get_world_size()
     od_config = begin(next(module.parameters()).dtype, precision, world if tensor else 1)
     from vllm_omni.diffusion.models.flux.flux_transformer import FluxTransformer2DModel
 
-    module.to("cpu")
-    transformer = loaded(FluxTransformer2DModel, architecture(module), module, od_config, device)
+    transformer = loaded(FluxTransformer2DModel, architecture(module), module, od_config)
     if world > 1 and not tensor:
         cut_sequence(transformer, _plan_of_flux())
     if compiled:
@@ -61,14 +58,14 @@ def _transformer(module: Any, compiled: bool, tensor: bool, precision: Precision
     return transformer
 
 
-def loaded(
-    transformer_class: Any, options: dict[str, Any], module: Any, od_config: Any, device: torch.device | None = None
-) -> Any:
-    """Returns one of its transformers on ``device`` (that of ``module``), with a copy of its weights."""
+def loaded(transformer_class: Any, options: dict[str, Any], module: Any, od_config: Any) -> Any:
+    """Returns one of its transformers where ``module`` is, with a copy of its weights. The module is on the CPU from
+    now on: a GPU of 80 GB has no room for both beside another maker's."""
     from vllm_omni.diffusion.config import set_current_diffusion_config
 
-    first, quant_config = next(module.parameters()), od_config.quantization_config
-    with default_dtype(first.dtype), set_current_diffusion_config(od_config), torch.device(device or first.device):
+    device, quant_config = next(module.parameters()).device, od_config.quantization_config
+    module.to("cpu")
+    with default_dtype(next(module.parameters()).dtype), set_current_diffusion_config(od_config), device:
         transformer = transformer_class(**options, quant_config=quant_config)
         names = {name for name, _ in transformer.named_parameters()}
         with torch.no_grad():

@@ -32,9 +32,7 @@ def transformer_of(model: PublishedModel, maker: str) -> tuple[Any, Prepare]:
         transformer_class = getattr(importlib.import_module(f"vllm_omni.diffusion.models.{place}"), name)
         settings = {**module.config, "od_config": od_config}
         options = {key: settings[key] for key in inspect.signature(transformer_class).parameters if key in settings}
-    device = next(module.parameters()).device
-    module.to("cpu")  # a GPU of 80 GB has no room for two of the larger ones
-    transformer = vllm_omni.loaded(transformer_class, options, module, od_config, device)
+    transformer = vllm_omni.loaded(transformer_class, options, module, od_config)
     if dist.get_world_size() > 1:
         _cut_by_its_plan(transformer)
     if "eager" not in maker:

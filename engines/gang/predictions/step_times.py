@@ -22,9 +22,8 @@ logger = logging.getLogger(__name__)
 NUM_NEEDED = 2
 """Below that many a median says nothing."""
 
-MOVE = "a move"
-"""Named as no shape is, whose ``repr`` would have quotation marks."""
-_MOVE_KIND = (MOVE, 0)
+MOVE = ("a move", 0)
+"""Among the kinds of times. Named as no shape is, whose ``repr`` would have quotation marks."""
 
 
 class StepTimes(KeptTimes):
@@ -40,7 +39,7 @@ class StepTimes(KeptTimes):
 
     def note_move(self, move_s: float) -> None:
         """Hears how long the ranks of a gang were at a job's state, from when the last of them was there."""
-        self.hear(_MOVE_KIND, move_s)
+        self.hear(MOVE, move_s)
 
     def changed(self) -> bool:
         """Returns whether what was heard since makes another prediction, which it is from then on."""
@@ -53,7 +52,7 @@ class StepTimes(KeptTimes):
     def prediction(self) -> StepPrediction:
         """Returns what follows from all that is known."""
         known = self.known
-        move_s, _ = known.pop(_MOVE_KIND, (USUAL_MOVE_S, None))
+        move_s, _ = known.pop(MOVE, (USUAL_MOVE_S, None))
         usual = [step_s * speedup(team_size) for (_, team_size), (step_s, _) in known.items()]
         return StepPrediction(
             measured={key: step_s for key, (step_s, _) in known.items()},
