@@ -1,6 +1,7 @@
 """The same load live and simulated: what the application does under each policy, beside its plans gone through.
 
-    python -m benchmarks.policies.live [--policies shortest,fair] [--mix laptop] [--rate 0.8 | --load 0.75 | --trace T]
+    python -m benchmarks.policies.live [--policies shortest,fair] [--mix laptop]
+                                       [--rate 0.8 | --load 0.75 0.9 | --trace T]
                                        [--set denoiser.elastic=true] [--folder FOLDER --model FLUX.1-dev] [--out FILE]
                                        [--owners three | none]
 
@@ -8,10 +9,10 @@ Serves ``--config`` under each policy. What each class takes alone is measured b
 reused (``--alone``: what an earlier run of this or of ``benchmarks.load`` printed or kept); the others begin with a
 request of each class. What the application itself measures and decides is kept from policy to policy (``--data-dir``:
 and for the next run). The load is sent over HTTP, and the same arrivals go through ``benchmarks.policies.comparison``;
-``--load`` is the share of the time in which the requests, one after the other, would keep everything busy. With the
-policy ``deadline`` requests must be done in ``--scale`` times what they take alone. Each comes with the API key of one
-of ``--owners``, whose weights the policy ``fair`` goes by. ``--out`` is written after each policy. The last line is one
-JSON document.
+``--load`` is the share of the time in which the requests, one after the other, would keep everything busy; several are
+sent to the same application one after the other. With the policy ``deadline`` requests must be done in ``--scale``
+times what they take alone. Each comes with the API key of one of ``--owners``, whose weights the policy ``fair`` goes
+by. ``--out`` is written after each load. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -59,12 +60,14 @@ def classes_of(arguments: argparse.Namespace) -> Sequence[RequestClass]:
     return tuple({one.kind.name: one.kind for one in arrivals_of(arguments, {})}.values())
 
 
-def arrivals_of(arguments: argparse.Namespace, known: Mapping[str, Alone]) -> tuple[Arrival, ...]:
-    """What comes; a load is one beside the lone times that are ``known``."""
+def arrivals_of(
+    arguments: argparse.Namespace, known: Mapping[str, Alone], load: float | None = None
+) -> tuple[Arrival, ...]:
+    """What comes; a ``load`` is one beside the lone times that are ``known``."""
     mix, seed = load_mix(arguments.mix), arguments.seed
     if arguments.trace:
         return owned(trace(mix, arguments.trace, seed), arguments.owners, seed)
-    rate = arguments.load / mean_lone_s(mix, known) if arguments.load else arguments.rate
+    rate = load / mean_lone_s(mix, known) if load else arguments.rate
     return owned(poisson(mix, rate, arguments.duration_s, seed), arguments.owners, seed)
 
 
@@ -103,10 +106,10 @@ def run(
             visit = Visit(application, f"http://127.0.0.1:{port}/metrics", served, policy, owners.headers)
             known = visit.knowing(known, classes_of(arguments))
             keep(known)
-            arrivals = arrivals_of(arguments, known)
-            known, row = visit.sent(known, arrivals, arguments.scale)
-        keep(known, row)
-        print(line(row), file=sys.stderr, flush=True)
+            for offered in arguments.load or (None,):
+                known, row = visit.sent(known, arrivals_of(arguments, known, offered), arguments.scale)
+                keep(known, row | ({"offered": offered} if offered else {}))
+                print(line(row), file=sys.stderr, flush=True)
     return document
 
 
@@ -169,7 +172,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--policies", type=told_as(policies), default=list(POLICIES))
     parser.add_argument("--mix", default="laptop", help="a YAML file of classes, or the name of a known one")
     parser.add_argument("--rate", type=float, default=0.8, help="requests a second, at random (Poisson)")
-    parser.add_argument("--load", type=float, help="instead, in times what there is: 0.75")
+    parser.add_argument("--load", type=float, nargs="+", help="instead, in times what there is: 0.75")
     parser.add_argument("--duration-s", type=float, default=60.0)
     parser.add_argument(
         "--trace", type=told_as(trace_file), help='lines of {"at_s": 1, "class": "small"}, or a known name'

@@ -123,12 +123,16 @@ def test_a_load_is_beside_what_classes_take_alone(
 ) -> None:
     """Each takes 0.6 s here, so that 300 s at a load of 0.5 are some 250 requests, under every policy the same ones."""
     served = Served(monkeypatch)
-    words = ["--load", "0.5", "--duration-s", "300", "--set", "denoiser.elastic=true"]
+    words = ["--load", "0.5", "1", "--duration-s", "300", "--set", "denoiser.elastic=true"]
     live.main([*words, "--policies", "shortest,arrival"])
     assert served.measured == [one.name for one in load_mix("laptop").classes], "also what may not come"
-    first, second = map(len, served.sent)
-    assert first == second == pytest.approx(250, rel=0.2)
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["load"] == 0.5
+    assert served.policies == ["shortest", "arrival"], "one application for all loads"
+    half, whole, *others = map(len, served.sent)
+    assert (half, whole) == (pytest.approx(250, rel=0.2), pytest.approx(500, rel=0.2))
+    assert others == [half, whole]
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert document["load"] == [0.5, 1.0]
+    assert [row["offered"] for row in document["rows"]] == [0.5, 1.0, 0.5, 1.0]
 
 
 def test_a_run_that_was_cut_off_is_gone_on_with(
