@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-
 from engines.gang.clock import Clock
 from engines.gang.errors import DEADLINE, TooLateError
 from engines.gang.jobs.job import Job
@@ -101,17 +98,12 @@ class Outlook:
             self._table.refuse(TooLateError(self._table.num_waiting, late_s, predicted_s, limit, limit_s))
 
     def _under_way_s(self) -> float:
-        """Returns how long the ranks will be at what they were sent; of the first step of each, half is over."""
-        by_rank: Counter[int] = Counter()
-        for work in self._traffic.works:
-            step_s = self._step_s(work.job_ids, work.num_ranks)
-            for rank in work.ranks:
-                by_rank[rank] += step_s if by_rank[rank] else step_s / 2  # type: ignore[assignment]
-        return max(by_rank.values(), default=0.0)
+        """Returns how long the ranks will be at what they were sent."""
+        return self._traffic.busy_s(self._clock.now_s(), self._step_s)
 
-    def _step_s(self, job_ids: Sequence[str], num_ranks: int) -> float:
-        jobs = [self._table.get(job_id).job for job_id in job_ids]
-        return sum(self._scheduler.prediction.step_s(job, num_ranks) for job in jobs)
+    def _step_s(self, work: Work) -> float:
+        jobs = [self._table.get(job_id).job for job_id in work.job_ids]
+        return sum(self._scheduler.prediction.step_s(job, work.num_ranks) for job in jobs)
 
 
 def _check_alone(job: Job, lone_s: float) -> None:

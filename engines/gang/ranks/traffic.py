@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,16 +63,32 @@ class Traffic:
         return min((wait_s for wait_s in waits_s if 0 < wait_s < math.inf), default=None)
 
     def _free_in_s(self, rank: int, plans_ahead: int, now_s: float) -> float:
-        before = [flight for flight in self._under_way if flight.works and rank in flight.reports]
+        before = self._before(rank)
         if len(before) >= plans_ahead:
             return math.inf
-        reported_s = max(0.0, self._busy_until_s.get(rank, now_s) - now_s)
-        left_s = reported_s + sum(self._left_s(flight, now_s) for flight in before)
+        left_s = self._reported_s(rank, now_s) + sum(self._left_s(one, one.predicted_s, now_s) for one in before)
         last_s = self._last[rank].predicted_s if rank in self._last else 0.0
         return max(0.0, left_s - lead_s(last_s))
 
-    def _left_s(self, flight: Flight, now_s: float) -> float:
-        return max(0.0, flight.predicted_s - (now_s - self._started_s.get(flight, now_s)))
+    def busy_s(self, now_s: float, step_s: Callable[[Work], float]) -> float:
+        """Returns after how long all ranks will have done what they were sent; ``step_s`` says what was never
+        measured."""
+        expected_s = {one: one.predicted_s or sum(map(step_s, one.works)) for one in self._under_way}
+        return max(
+            self._reported_s(rank, now_s) + sum(self._left_s(one, expected_s[one], now_s) for one in self._before(rank))
+            for rank in range(self._num_ranks)
+        )
+
+    def _before(self, rank: int) -> list[Flight]:
+        """Steps that it has not reported of."""
+        return [flight for flight in self._under_way if flight.works and rank in flight.reports]
+
+    def _reported_s(self, rank: int, now_s: float) -> float:
+        """How long it will be at a step that it has reported of."""
+        return max(0.0, self._busy_until_s.get(rank, now_s) - now_s)
+
+    def _left_s(self, flight: Flight, expected_s: float, now_s: float) -> float:
+        return max(0.0, expected_s - (now_s - self._started_s.get(flight, now_s)))
 
     def ends(self, ranks: Iterable[int]) -> list[asyncio.Event]:
         """Returns what is set when these ranks have done what they were sent so far."""

@@ -6,7 +6,8 @@ import asyncio
 from ast import literal_eval
 from collections.abc import Sequence
 from random import Random
-from statistics import fmean
+from statistics import fmean, median
+from typing import NamedTuple
 
 import pytest
 
@@ -15,11 +16,10 @@ from benchmarks.policies.simulation import Arrival, SimulatedGang, Simulation
 from engines.gang import gang as gang_module
 from engines.gang.config import GangConfig
 from engines.gang.gang import Gang
-from engines.gang.jobs.job import Job
+from engines.gang.jobs.job import Job, JobQueued
 from engines.gang.policies.registry import POLICIES, make_policy
 from engines.gang.predictions.step_times import StepTimes
 from tests.engines.gang.support.fakes import FakeRequest, fake_job
-from tests.engines.gang.support.helpers import run
 from tests.engines.gang.support.virtual_time import LOOK_S, MOVE_S, GpuRanks, run_in_virtual_time, virtual_gang
 
 NUM_RANKS, NUM_STEPS, NUM_ARRIVALS = 2, 28, 60
@@ -47,27 +47,34 @@ def known_times() -> StepTimes:
     return known
 
 
-async def latencies_s(
+class Told(NamedTuple):
+    """Seconds that a job's latents were predicted to take when it came, and those that they took."""
+
+    eta_s: float | None
+    took_s: float
+
+
+async def went_through(
     load: Sequence[Arrival],
     policy: str,
     known: StepTimes,
     *,
     elastic: bool,
     preview_steps: frozenset[int] = frozenset(),
-) -> list[float]:
-    """Seconds until each has its latents."""
+) -> list[Told]:
     ranks = GpuRanks(NUM_RANKS, STEPS, {str(number): one.shape for number, one in enumerate(load)})
     config = GangConfig(
         num_ranks=NUM_RANKS, gpus_per_rank=1.0, elastic=elastic, policy=policy, max_waiting_jobs=NUM_ARRIVALS
     )
 
-    async def one(gang: Gang, number: int, arrival: Arrival) -> float:
+    async def one(gang: Gang, number: int, arrival: Arrival) -> Told:
         await asyncio.sleep(arrival.at_s)
         job = fake_job(
             str(number), FakeRequest(seed=number, num_steps=NUM_STEPS), shape=arrival.shape, preview_steps=preview_steps
         )
-        await run(gang, job)
-        return asyncio.get_running_loop().time() - arrival.at_s
+        events = [event async for group in gang.submit_grouped(job, every_s=0.0) for event in group]
+        assert isinstance(events[0], JobQueued)
+        return Told(events[0].eta_s, asyncio.get_running_loop().time() - arrival.at_s)
 
     async with virtual_gang(config, ranks, model="load", step_times=known) as gang:
         return await asyncio.gather(*(one(gang, number, arrival) for number, arrival in enumerate(load)))
@@ -78,10 +85,14 @@ async def latencies_s(
 def test_a_load_ends_and_takes_what_is_simulated(policy: str, elastic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gang_module, "kill_ranks", lambda _: None)
     load = arrivals(seed=1)
-    in_gang = fmean(run_in_virtual_time(latencies_s(load, policy, known_times(), elastic=elastic)))
+    told = run_in_virtual_time(went_through(load, policy, known_times(), elastic=elastic))
+    in_gang = fmean(one.took_s for one in told)
     shape = SimulatedGang(steps=STEPS, num_ranks=NUM_RANKS, elastic=elastic)
     simulated = fmean(Simulation(gang=shape, policy=make_policy(policy)).run(load).values())
     assert in_gang == pytest.approx(simulated, rel=0.1)
+    errors = [abs(one.eta_s - one.took_s) / one.took_s for one in told if one.eta_s is not None]
+    assert len(errors) == len(load)
+    assert median(errors) < 0.015, "who comes later may pass some of them"
 
 
 @pytest.mark.parametrize("preview_steps", [frozenset[int](), frozenset({7, 14, 21})])
@@ -98,7 +109,7 @@ def test_what_steps_take_is_learned(preview_steps: frozenset[int], monkeypatch: 
         note(job, team_size, step_s)
 
     monkeypatch.setattr(learned, "note", checked)
-    run_in_virtual_time(latencies_s(arrivals(seed=2), "shortest", learned, elastic=True, preview_steps=preview_steps))
+    run_in_virtual_time(went_through(arrivals(seed=2), "shortest", learned, elastic=True, preview_steps=preview_steps))
     assert wrong == []
     for (name, size), step_s in learned.prediction().measured.items():
         assert step_s == pytest.approx(STEPS[literal_eval(name)][size], rel=0.02)

@@ -67,7 +67,11 @@ class Door:
         assert plan is not None
         flight = Flight(works=plan.works, reports=dict.fromkeys(plan.working_ranks), latents={})
         self._traffic.begin(flight)
+        self._traffic.start(flight, self._clock.now_s())
         return flight
+
+    async def advance(self, by_s: float) -> None:
+        await self._clock.advance(by_s)
 
 
 def job_of(name: str, shape: str) -> Job:
@@ -129,12 +133,15 @@ def test_jobs_that_come_at_one_time_wait_for_each_other() -> None:
     assert refused(door, "b", SMALL).retry_after_s == pytest.approx(SMALL_S - 0.5)
 
 
-def test_the_step_under_way_is_waited_for_whoever_is_next() -> None:
-    """Half of it is over, as far as anybody knows."""
+async def test_what_is_left_of_the_step_under_way_is_waited_for_whoever_is_next() -> None:
     door = Door(max_wait_s=0.9, policy="shortest")
     door.open("long", LARGE)
     door.begin_step()
-    assert refused(door, "short", SMALL).retry_after_s == pytest.approx(STEPS_S[LARGE] / 2 - 0.9)
+    assert refused(door, "short", SMALL).retry_after_s == pytest.approx(STEPS_S[LARGE] - 0.9)
+    await door.advance(0.5)
+    assert refused(door, "short", SMALL).retry_after_s == pytest.approx(STEPS_S[LARGE] - 0.5 - 0.9)
+    await door.advance(0.7)
+    assert door.open("short", SMALL) == pytest.approx(STEPS_S[LARGE] - 1.2 + SMALL_S)
 
 
 def test_nobody_is_refused_by_a_guess() -> None:

@@ -60,6 +60,33 @@ def test_a_rank_with_a_gpu_works_on_after_its_report() -> None:
     assert traffic.free_ranks(2, 10.5 + LONG_S - 0.99 * LEAD_OF_LONG_S) == set(), "another one, all of it"
 
 
+@pytest.mark.parametrize("predicted_s", [0.0, LONG_S])
+def test_ranks_are_busy_until_the_last_has_done_what_it_was_sent(predicted_s: float) -> None:
+    """Where nothing was measured, what is asked says what steps take."""
+    traffic = Traffic(3)
+
+    def busy_s(now_s: float) -> float:
+        return traffic.busy_s(now_s, lambda _: LONG_S)
+
+    assert busy_s(10.0) == 0.0
+    first = sent(traffic, flight(predicted_s))
+    assert busy_s(10.0) == LONG_S, "it may not even have begun"
+    traffic.start(first, 10.0)
+    sent(traffic, flight(predicted_s, ranks=(1,)), flight(0.25 * LONG_S, ranks=(2,)))
+    assert busy_s(11.0) == 2 * LONG_S - 1, "rank 1 does both"
+    traffic.end(first, 11.5)
+    assert busy_s(12.0) == LONG_S
+
+
+def test_a_rank_with_a_gpu_is_busy_after_its_report() -> None:
+    traffic = Traffic(2, reports_early=True)
+    traffic.end(sent(traffic, flight(LONG_S)), 10.0)
+    assert traffic.busy_s(11.0, lambda _: LONG_S) == LONG_S - 1
+    sent(traffic, flight(SHORT_S))
+    assert traffic.busy_s(11.0, lambda _: LONG_S) == LONG_S - 1 + SHORT_S
+    assert traffic.busy_s(20.0, lambda _: LONG_S) == SHORT_S
+
+
 def test_what_ranks_do_beside_the_teams_of_a_plan_takes_them_no_time() -> None:
     traffic = Traffic(2, reports_early=True)
     traffic.end(sent(traffic, flight(LONG_S)), 10.0)
