@@ -1,4 +1,4 @@
-"""Which devices a stage computes on."""
+"""Which devices a stage computes on, and when."""
 
 from __future__ import annotations
 
@@ -6,13 +6,22 @@ from collections.abc import Mapping
 
 import ray
 
-from deployments.settings import process_environment
+from deployments.settings import Settings, process_environment
 from deployments.stages.config import StageConfig
+from engines.core.storage.host_turns import HostTurns
 
 ALL_GPUS: Mapping[str, str] = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 """With it Ray 2.60 leaves a process the GPUs that its node sees (``set_current_process_visible_accelerator_ids`` of its
 ``NvidiaGPUAcceleratorManager``), and shows it its own alone without."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+TURNS = "turns"
+"""Folder in the data directory."""
+
+
+def host_turns(num_gpus: float) -> HostTurns | None:
+    """Returns in what turns one with so many GPUs makes itself ready on them, beside others of its host; None for one
+    without any."""
+    return HostTurns(Settings().data_dir / TURNS) if num_gpus else None
 
 
 def stage_devices(stage: StageConfig) -> tuple[str, ...]:

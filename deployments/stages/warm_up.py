@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deployments.stages.common import StageSpec
+from deployments.stages.config import StageConfig
+from deployments.stages.devices import host_turns
 from deployments.studio.interface import MediaFormat, Output
 from pipelines.checkpoint import Checkpoint
 from pipelines.defaults import Defaults
@@ -60,7 +63,7 @@ def _grey(request: MediaRequest) -> InputPicture:
 def warm_encoder(encoder: BlocksEncoder, spec: StageSpec, checkpoint: Checkpoint) -> None:
     """Encodes what is typical of the model."""
     num_runs = CAPTURED_AFTER if spec.model.text_encoder.compile else 1
-    with encoder.preparing():
+    with in_turn(spec.stage), encoder.preparing():
         for request, pictures in typical_requests(checkpoint.defaults, spec.model.denoiser.warm_sizes):
             for _ in range(num_runs):
                 encoder.encode(request, pictures)
@@ -75,11 +78,20 @@ def warm_decoder(decoder: BlocksDecoder, spec: StageSpec, checkpoint: Checkpoint
     if checkpoint.architecture.blank_conditioning is None:
         logger.info("nothing is decoded before the first request: %s is not known here", checkpoint.architecture.family)
         return np.zeros((1, defaults.height, defaults.width, 3), np.uint8)
-    with decoder.preparing():
-        for request in map(defaults.request, sizes):
-            decoder.decode_all(checkpoint.first_latents(request), request)
-    request = defaults.request(sizes[0] if sizes else None)
-    return decoder.preview(checkpoint.first_latents(request), request)[:1]
+    with in_turn(spec.stage):
+        with decoder.preparing():
+            for request in map(defaults.request, sizes):
+                decoder.decode_all(checkpoint.first_latents(request), request)
+        request = defaults.request(sizes[0] if sizes else None)
+        return decoder.preview(checkpoint.first_latents(request), request)[:1]
+
+
+@contextmanager
+def in_turn(stage: StageConfig) -> Iterator[None]:
+    """What a stage does on a GPU inside disturbs no gang that times its steps there."""
+    turns = host_turns(stage.num_gpus)
+    with turns.beside_others() if turns is not None else nullcontext():
+        yield
 
 
 def outputs(defaults: Defaults) -> tuple[tuple[MediaRequest, Output], ...]:

@@ -29,6 +29,7 @@ from engines.planner.kept import MIN_BRANCHES, Decision, KeptDecision
 from engines.torch_engine.config import check_divisible, check_spec, usual_exchange
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.options import TorchOptions
+from engines.torch_engine.quiet import Quiet
 from engines.torch_engine.trial import Trial
 
 T = TypeVar("T")
@@ -56,8 +57,10 @@ def decided_engine(
     gang: dict[str, Any] = {"rank": context.rank, "num_ranks": context.num_ranks, "groups": gang_groups()}
     branches = choosing.typical_step()
     known: dict[str, Any] = {"device": model.device, "num_branches": max(len(branches), MIN_BRANCHES)}
-    plans = forecasts(model, precision=scheme_of(precision) or "native", **known, **gang)
-    trial = Trial(model, branches, plans, every_team=choosing.every_team)
+    quiet = Quiet(choosing.turns, model.device)
+    with quiet.alone():
+        plans = forecasts(model, precision=scheme_of(precision) or "native", **known, **gang)
+    trial = Trial(model, branches, plans, every_team=choosing.every_team, quiet=quiet)
     engine = make(strategy=as_predicted(plans), others=trial.candidates)
     engine.division.use(trial.decide(engine, context))
     exchange = trial.decide_exchange(engine, peer_memory=options.peer_memory == "auto")

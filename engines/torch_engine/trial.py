@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from engines.planner.forecast import StepForecast
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.exchange.alternatives import DividedForward, alternatives
 from engines.torch_engine.fast_step import can_run
+from engines.torch_engine.quiet import Quiet
 from engines.torch_engine.steps import RUNS_BEFORE_CAPTURE
 
 Way = tuple[ParallelSpec, ...]
@@ -31,7 +31,8 @@ NOISE = 0.03
 alphabet; of ways to exchange heads the usual one."""
 
 NUM_TIMED = 5
-"""Steps of each candidate whose median counts, after as many as it takes until they are replayed."""
+"""Steps of each candidate of which the shortest counts, what else runs there can only add to it; after as many as it
+takes until they are replayed, and one more, as the device may have waited for its turn."""
 
 
 class Trial:
@@ -44,11 +45,13 @@ class Trial:
         plans: Mapping[int, tuple[StepForecast, ...]],
         *,
         every_team: bool,
+        quiet: Quiet,
     ) -> None:
-        """``branches`` are those of a typical step, of which ``plans`` forecast one, two, and so on."""
+        """``branches`` are those of a typical step, of which ``plans`` forecast one, two, and so on. Steps are timed
+        where it is ``quiet``."""
         self._model, self._plans = model, plans
         self._branches = branches if model.weights is None else ()
-        self._largest = max(plans)
+        self._largest, self._quiet = max(plans), quiet
         self._sizes = [size for size in plans if size > 1 and (every_team or size == self._largest)]
         self.times_ms: dict[str, float] = {}
 
@@ -120,20 +123,22 @@ class Trial:
         return self._time(engine, branches, ranks)
 
     def _time(self, engine: TorchEngine, branches: tuple[Branch, ...], ranks: tuple[int, ...], way: str = "") -> float:
-        time_s = step_time_s(engine, branches, ranks)
+        time_s = step_time_s(engine, branches, ranks, self._quiet)
         engine.release_steps()
         name = engine.division.team(ranks, len(branches)).spec.name
         self.times_ms[f"{name} on {len(ranks)}, branches: {len(branches)}{way}"] = round(1e3 * time_s, 3)
         return time_s
 
 
-def step_time_s(engine: TorchEngine, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> float:
+def step_time_s(engine: TorchEngine, branches: tuple[Branch, ...], ranks: tuple[int, ...], quiet: Quiet) -> float:
     """Seconds of a step on the slowest rank of the gang, whose teams all work at the same time."""
     for _ in range(RUNS_BEFORE_CAPTURE + 2):
         engine.predict(branches, ranks)
-    times_s = torch.tensor([_timed_s(engine, branches, ranks) for _ in range(NUM_TIMED)], device=engine.device)
-    dist.all_reduce(times_s, op=dist.ReduceOp.MAX)
-    return float(median(times_s.tolist()))
+    with quiet.alone():
+        times = [_timed_s(engine, branches, ranks) for _ in range(1 + NUM_TIMED)]
+        times_s = torch.tensor(times[1:], device=engine.device)
+        dist.all_reduce(times_s, op=dist.ReduceOp.MAX)
+        return float(times_s.min())
 
 
 def _timed_s(engine: TorchEngine, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> float:

@@ -10,6 +10,7 @@ from importlib import import_module
 from deployments.config import ModelConfig
 from deployments.settings import Settings
 from deployments.stages.config import DenoiserConfig
+from deployments.stages.devices import host_turns
 from deployments.stages.gang.facts import model_facts, software_facts
 from engines.core.engine import Choosing
 from engines.core.model import DenoiserModel
@@ -82,6 +83,7 @@ def choosing_of(model: ModelConfig, checkpoint: Checkpoint) -> Choosing:
         name=model.name,
         facts={**model_facts(model, checkpoint.path), **software_facts()},
         every_team=model.denoiser.elastic,
+        turns=host_turns(model.denoiser.gpus_per_rank),
     )
 
 

@@ -7,17 +7,19 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from deployments.config import ModelConfig
 from deployments.stages import vae_decoder
 from deployments.stages.common import StageSpec
 from deployments.stages.config import DenoiserConfig, EncoderConfig
+from deployments.stages.devices import host_turns
 from deployments.stages.text_encoder import PromptEncoder
 from deployments.stages.vae_decoder import VaeDecoder
-from deployments.stages.warm_up import PROMPT, warm_encoder
+from deployments.stages.warm_up import PROMPT, warm_decoder, warm_encoder
 from deployments.studio.interface import Output
 from engines.core.transport.parcel import Parcel
 from pipelines.blocks.decoder import BlocksDecoder
@@ -105,3 +107,28 @@ def test_what_is_captured_has_been_replayed(pictures: Path, compiles: bool, num_
     encoder: Any = SimpleNamespace(preparing=nullcontext, encode=lambda request, _: prompts.append(request.prompt))
     warm_encoder(encoder, replace(spec, model=model), checkpoint)
     assert prompts == [PROMPT] * 2 * num_runs, "of words alone, and with a picture"
+
+
+@pytest.mark.parametrize("num_gpus", [0.0, 0.1])
+def test_stages_on_gpus_prepare_while_nobody_times_steps(
+    num_gpus: float, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those on CPUs share them with all that runs anyway."""
+    monkeypatch.setenv("TROUPE_DATA_DIR", str(tmp_path))
+    was_free: list[bool] = []
+
+    def look(*_: Any) -> Any:
+        turns = host_turns(1.0)
+        assert turns is not None
+        lock = turns.try_alone()
+        was_free.append(lock is not None)
+        if lock is not None:
+            lock.close()
+        return np.zeros((1, 8, 8, 3), np.uint8)
+
+    spec, checkpoint = spec_of(pictures, "64x48"), Checkpoint(pictures)
+    on_gpu = replace(spec, stage=replace(spec.stage, num_gpus=num_gpus))
+    warm_encoder(cast(Any, SimpleNamespace(preparing=nullcontext, encode=look)), on_gpu, checkpoint)
+    warm_decoder(cast(Any, SimpleNamespace(preparing=nullcontext, decode_all=look, preview=look)), on_gpu, checkpoint)
+    assert len(was_free) == 4
+    assert set(was_free) == {not num_gpus}
