@@ -6,7 +6,7 @@ import logging
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -46,14 +46,14 @@ class Quiet:
 
     def _has_taken(self, turns: HostTurns, held: ExitStack) -> bool:
         """On all hosts or on none: two gangs that are on both of two hosts would each wait for the other's."""
-        mine = turns.try_alone() if self._speaks else None
-        is_there = torch.tensor(int(mine is not None or not self._speaks), device=self._device)
+        mine = turns.try_alone() if self._speaks else nullcontext()
+        is_there = torch.tensor(int(mine is not None), device=self._device)
         dist.all_reduce(is_there, op=dist.ReduceOp.MIN)
-        if mine is not None:
+        with ExitStack() as taken:
+            if mine is not None:
+                taken.enter_context(mine)
             if is_there:
-                held.enter_context(mine)
-            else:
-                mine.close()
+                held.enter_context(taken.pop_all())
         return bool(is_there)
 
 

@@ -11,9 +11,8 @@ import fcntl
 import logging
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import TextIO
 
 logger = logging.getLogger(__name__)
 
@@ -28,29 +27,25 @@ class HostTurns:
     @contextmanager
     def beside_others(self) -> Iterator[None]:
         """Waits until nobody is alone; inside the block nobody will be."""
-        lock = self._opened()
-        if lock is None:
-            yield
-            return
-        with lock:
-            fcntl.flock(lock, fcntl.LOCK_SH)
+        with self._locked(fcntl.LOCK_SH):
             yield
 
-    def try_alone(self) -> TextIO | None:
-        """Returns what is to be closed by who is alone until then; None where others are there."""
-        lock = self._opened()
-        if lock is not None:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                lock.close()
-                return None
-        return lock
-
-    def _opened(self) -> TextIO | None:
+    def try_alone(self) -> AbstractContextManager[object] | None:
+        """Returns what is to be left by who is alone until then; None where others are there."""
         try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            return self._file.open("a")
-        except OSError as error:
-            logger.warning("processes that share GPUs cannot take turns: %s", error)
+            return self._locked(fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
             return None
+
+    def _locked(self, operation: int) -> AbstractContextManager[object]:
+        with ExitStack() as opened:
+            try:
+                self._file.parent.mkdir(parents=True, exist_ok=True)
+                file = opened.enter_context(self._file.open("a"))
+                fcntl.flock(file, operation)
+                opened.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a child that was forked meanwhile has it open, too
+            except BlockingIOError:
+                raise
+            except OSError as error:
+                logger.warning("processes that share GPUs cannot take turns: %s", error)
+            return opened.pop_all()

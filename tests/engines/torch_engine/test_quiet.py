@@ -18,6 +18,7 @@ from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.quiet import Quiet
 from tests.engines.support.gloo import gang
 from tests.engines.torch_engine.support.decisions import Times, choosing, start
+from tests.support.turns import could_be_alone
 
 NUM_LOOKS = 3
 CPU = torch.device("cpu")
@@ -49,11 +50,7 @@ def looked(folder: Path, hosts: tuple[str, str], busy: tuple[str, ...], patience
 
     def look(pause_s: float) -> None:
         nonlocal was_free
-        if host not in busy:
-            lock = turns.try_alone()
-            was_free = was_free or lock is not None
-            if lock is not None:
-                lock.close()
+        was_free = was_free or (host not in busy and could_be_alone(turns))
         dist.barrier()
         others.look(pause_s)
 
@@ -66,7 +63,7 @@ def looked(folder: Path, hosts: tuple[str, str], busy: tuple[str, ...], patience
         dist.barrier()
         alone = Quiet(turns, CPU)
         with alone.alone():
-            is_taken = turns.try_alone() is None
+            is_taken = not could_be_alone(turns)
             dist.barrier()
         others.close()
     return others.num_looks, was_free, is_taken
@@ -101,10 +98,7 @@ class Watched(Times):
     turns: HostTurns
 
     def of(self, engine: TorchEngine, branches: tuple[object, ...], ranks: tuple[int, ...]) -> float:
-        lock = self.turns.try_alone()
-        if lock is not None:
-            lock.close()
-            raise AssertionError("a step is timed, and others may prepare")
+        assert not could_be_alone(self.turns), "a step is timed, and others may prepare"
         return super().of(engine, branches, ranks)
 
 
@@ -113,8 +107,7 @@ def decided(folder: Path) -> tuple[str, int]:
     times = Watched(strategies_ms={"ring2": 71.4, "allgather_kv2": 61.6, "ulysses2": 61.6})
     started = start(replace(choosing(folder), turns=turns), 1, times)
     dist.barrier()
-    lock = turns.try_alone() if dist.get_rank() == 0 else None
-    assert dist.get_rank() or lock is not None, "afterwards they may"
+    assert dist.get_rank() or could_be_alone(turns), "afterwards they may"
     return started.strategy, started.num_timed
 
 

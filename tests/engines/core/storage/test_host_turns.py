@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import multiprocessing as mp
 import os
 from pathlib import Path
 from threading import Event, Thread
+from unittest.mock import Mock
 
 import pytest
 
 from engines.core.storage.host_turns import HostTurns
 from tests.support.patience import PATIENCE_S
+from tests.support.turns import could_be_alone
 
 
 def test_many_prepare_side_by_side_and_none_beside_who_is_alone(tmp_path: Path) -> None:
@@ -20,7 +23,6 @@ def test_many_prepare_side_by_side_and_none_beside_who_is_alone(tmp_path: Path) 
         assert turns.try_alone() is None
     lock = turns.try_alone()
     assert lock is not None
-    assert others.try_alone() is None
     has_begun = Event()
 
     def prepare() -> None:
@@ -28,9 +30,10 @@ def test_many_prepare_side_by_side_and_none_beside_who_is_alone(tmp_path: Path) 
             has_begun.set()
 
     thread = Thread(target=prepare)
-    thread.start()
-    assert not has_begun.wait(0.2)
-    lock.close()
+    with lock:
+        assert others.try_alone() is None
+        thread.start()
+        assert not has_begun.wait(0.2)
     thread.join(PATIENCE_S)
     assert has_begun.is_set()
 
@@ -39,7 +42,7 @@ def test_hosts_that_share_a_folder_do_not_wait_for_each_other(tmp_path: Path, mo
     here = HostTurns(tmp_path)
     monkeypatch.setattr("socket.gethostname", lambda: "another")
     with here.beside_others():
-        assert HostTurns(tmp_path).try_alone() is not None
+        assert could_be_alone(HostTurns(tmp_path))
 
 
 def die_alone(folder: Path) -> None:
@@ -56,11 +59,27 @@ def test_a_process_that_ends_is_waited_for_by_nobody(tmp_path: Path) -> None:
         pass
 
 
-def test_a_folder_that_cannot_be_written_keeps_nobody_from_anything(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_child_keeps_nobody_waiting(tmp_path: Path) -> None:
+    """Compilers are started while a stage prepares, and live on."""
+    context = mp.get_context("fork")
+    ends = context.Event()
+    with HostTurns(tmp_path).beside_others():
+        child = context.Process(target=ends.wait)
+        child.start()
+    assert could_be_alone(HostTurns(tmp_path))
+    ends.set()
+    child.join(PATIENCE_S)
+
+
+@pytest.mark.parametrize("can_be_written", [False, True])
+def test_a_folder_without_locks_keeps_nobody_from_anything(
+    can_be_written: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "file"
-    file.touch()
+    if can_be_written:
+        monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(errno.ENOLCK, "no locks here")))
+    else:
+        file.touch()
     with caplog.at_level(logging.WARNING), HostTurns(file).beside_others():
-        assert HostTurns(file).try_alone() is None
+        assert could_be_alone(HostTurns(file))
     assert "processes that share GPUs cannot take turns" in caplog.text
