@@ -13,7 +13,9 @@ BESIDE_PEERS = (
     (150, "qwen", "Qwen-Image", "--branches", "2"),
     (150, "wan", "Wan2.2-I2V-A14B", "--repeats", "3"),
     (300, "cosmos", "Cosmos3-Nano", "--repeats", "2"),
+    (300, "flux2", "FLUX.2-dev", "--repeats", "5"),
 )
+"""The last wants a GPU of 141 GB: a peer's copy is made beside the 64 GB of the module."""
 MODELS_OF_ONE = tuple(
     alone(
         f"peers_of_{name}", model, *options, "--makers", "diffusers", *PEERS,
