@@ -65,9 +65,7 @@ class Outlook:
 
     def measured_s(self, work: Work) -> float:
         """Returns what ``work`` will take, by steps that were measured; 0 where one of them was not."""
-        steps = [(self._table.jobs[step.job_id], step.step) for step in work.job_steps]
-        busy = [job for job, step in steps if step not in job.idle_steps]
-        return self._scheduler.prediction.measured_s(busy, work.num_ranks)
+        return self._scheduler.prediction.measured_s(self._busy(work), work.num_ranks)
 
     def next_end_s(self) -> float | None:
         """Returns when the first of all jobs will be done; None if there is none, or nobody knows."""
@@ -102,8 +100,12 @@ class Outlook:
         return self._traffic.busy_s(self._clock.now_s(), self._step_s)
 
     def _step_s(self, work: Work) -> float:
-        jobs = [self._table.get(job_id).job for job_id in work.job_ids]
-        return sum(self._scheduler.prediction.step_s(job, work.num_ranks) for job in jobs)
+        return sum(self._scheduler.prediction.step_s(job, work.num_ranks) for job in self._busy(work))
+
+    def _busy(self, work: Work) -> list[Job]:
+        """Returns the jobs whose step in it makes forwards."""
+        steps = [(self._table.get(step.job_id).job, step.step) for step in work.job_steps]
+        return [job for job, step in steps if step not in job.idle_steps]
 
 
 def _check_alone(job: Job, lone_s: float) -> None:

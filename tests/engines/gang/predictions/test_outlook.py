@@ -144,6 +144,13 @@ async def test_what_is_left_of_the_step_under_way_is_waited_for_whoever_is_next(
     assert door.open("short", SMALL) == pytest.approx(STEPS_S[LARGE] - 1.2 + SMALL_S)
 
 
+def test_a_step_without_forwards_takes_nobody_any_time() -> None:
+    door = Door(max_wait_s=None, policy="shortest")
+    door.open("long", LARGE, idle_steps=frozenset({1}))
+    door.begin_step()
+    assert door.open("short", SMALL) == pytest.approx(SMALL_S)
+
+
 def test_nobody_is_refused_by_a_guess() -> None:
     door = Door(max_wait_s=0.1)
     door.open("a", SMALL)
