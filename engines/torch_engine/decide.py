@@ -8,12 +8,9 @@ exchange heads is decided with it, by steps of the strategy that was the fastest
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
-
-import torch.distributed as dist
+from typing import Any
 
 from engines.core.engine import Choosing
 from engines.core.model import DenoiserModel
@@ -26,13 +23,12 @@ from engines.planner.auto import as_predicted, forecasts, lengths_of_choice, pos
 from engines.planner.estimates import estimates_of
 from engines.planner.exchange_rules import ExchangeRules
 from engines.planner.kept import MIN_BRANCHES, Decision, KeptDecision
+from engines.torch_engine.agreement import gathered, of_rank_0
 from engines.torch_engine.config import check_divisible, check_spec, usual_exchange
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.options import TorchOptions
 from engines.torch_engine.quiet import Quiet
 from engines.torch_engine.trial import Trial
-
-T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +46,7 @@ def decided_engine(
     make = partial(TorchEngine, model, precision=precision, options=options)
     kept = _kept_decision(model, choosing, precision, options)
     sizes = possible_team_sizes(model, context.num_ranks)
-    decision = _of_rank_0(lambda: kept.find(sizes))
+    decision = of_rank_0(lambda: kept.find(sizes))
     if decision is not None and _suits(model, decision.specs):
         logger.info("strategy as it was decided: %s", _told(decision), extra={"file": str(kept.file)})
         return _as_decided(make(strategy=decision.specs), decision, options)
@@ -66,7 +62,7 @@ def decided_engine(
     exchange = trial.decide_exchange(engine, peer_memory=options.peer_memory == "auto")
     specs = engine.division.specs
     fastest = Decision(specs=specs, exchange=exchange, estimates=estimates_of(plans, specs))
-    decision = _of_rank_0(lambda: kept.keep(fastest, trial.times_ms))
+    decision = of_rank_0(lambda: kept.keep(fastest, trial.times_ms))
     logger.info("strategy is decided: %s", _told(decision), extra={"file": str(kept.file), "times_ms": trial.times_ms})
     if engine.division.knows(decision.specs):
         engine.division.use(decision.specs)
@@ -90,7 +86,7 @@ def _kept_decision(model: DenoiserModel, choosing: Choosing, precision: str, opt
     kept = KeptDecision(folder=choosing.folder, name=choosing.name, facts=choosing.facts)
     return kept.about(
         {
-            "devices": ", ".join(_gathered(device_name(str(model.device)))),
+            "devices": ", ".join(gathered(device_name(str(model.device)))),
             "precision": precision,
             "peer_memory": str(options.peer_memory is not False),
             "tokens": str(dict(lengths_of_choice(model, model.device))),
@@ -107,19 +103,6 @@ def _suits(model: DenoiserModel, specs: TeamSpecs) -> bool:
         logger.warning("what was decided does not suit the model (%s): it is decided anew", error)
         return False
     return True
-
-
-def _of_rank_0(ask: Callable[[], T]) -> T:
-    """What ``ask`` answers on rank 0, on all ranks."""
-    shared: list[Any] = [ask() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(shared, src=0)
-    return shared[0]  # type: ignore[no-any-return]
-
-
-def _gathered(name: str) -> Iterable[str]:
-    names: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(names, name)
-    return names
 
 
 def _told(decision: Decision) -> str:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from engines.core.storage.host_turns import HostTurns
+from engines.torch_engine.agreement import gathered, is_everywhere
 
 logger = logging.getLogger(__name__)
 
@@ -47,17 +48,15 @@ class Quiet:
     def _has_taken(self, turns: HostTurns, held: ExitStack) -> bool:
         """On all hosts or on none: two gangs that are on both of two hosts would each wait for the other's."""
         mine = turns.try_alone() if self._speaks else nullcontext()
-        is_there = torch.tensor(int(mine is not None), device=self._device)
-        dist.all_reduce(is_there, op=dist.ReduceOp.MIN)
+        is_there = is_everywhere(mine is not None, self._device)
         with ExitStack() as taken:
             if mine is not None:
                 taken.enter_context(mine)
             if is_there:
                 held.enter_context(taken.pop_all())
-        return bool(is_there)
+        return is_there
 
 
 def _is_first_of_host() -> bool:
-    hosts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, socket.gethostname())
-    return hosts.index(socket.gethostname()) == dist.get_rank()
+    host = socket.gethostname()
+    return gathered(host).index(host) == dist.get_rank()

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 
 from engines.parallel.communication.mesh import Team
 from engines.planner.exchange_rules import ExchangeRules
+from engines.torch_engine.agreement import is_anywhere
 from engines.torch_engine.exchange.choose import goes_in_parts
 from engines.torch_engine.exchange.peer_memory import reachable
 
@@ -57,8 +57,9 @@ def alternatives(
     def otherwise_through_memory(rules: ExchangeRules) -> ExchangeRules | None:
         if not peer_memory:
             return None
+        # Teams of one gang may lie on several hosts.
         reached = [_reaches_peers(each, rules, device, dtype) for each in forwards]
-        return replace(rules, peer_memory=not rules.peer_memory) if _anywhere(any(reached), device) else None
+        return replace(rules, peer_memory=not rules.peer_memory) if is_anywhere(any(reached), device) else None
 
     def otherwise_beside(rules: ExchangeRules) -> ExchangeRules | None:
         changes = any(each.is_fast and each.team.context.size > 1 for each in forwards)
@@ -79,10 +80,3 @@ def _reaches_peers(forward: DividedForward, rules: ExchangeRules, device: torch.
         return False
     has_way = forward.is_fast or goes_in_parts(rules, forward.num_tokens)
     return has_way and reachable(team.ulysses, device, dtype)
-
-
-def _anywhere(mine: bool, device: torch.device) -> bool:
-    """Whether it is true of any rank: teams of one gang may lie on several hosts."""
-    flag = torch.tensor(int(mine), device=device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    return bool(flag)

@@ -221,7 +221,7 @@ def changes(each: DividedForward, rules: ExchangeRules = USUAL, peer_memory: boo
     with (
         patch(f"{where}.reachable", lambda *_: True),
         patch(f"{where}.runs_beside", lambda _: True),
-        patch(f"{where}.dist.all_reduce", lambda *_, **__: None),
+        patch("engines.torch_engine.agreement.dist.all_reduce", lambda *_, **__: None),
     ):
         several = alternatives((each,), torch.device("cpu"), torch.float32, peer_memory=peer_memory)
         return [None if (changed := change(rules)) is None else changed.describe() for change in several]

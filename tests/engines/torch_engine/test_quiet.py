@@ -27,9 +27,9 @@ CPU = torch.device("cpu")
 class Others(ExitStack):
     """A process that prepares on the hosts named ``names``, until a rank has looked so often whether it still does."""
 
-    def __init__(self, folder: Path, *names: str, num_looks: int = NUM_LOOKS) -> None:
+    def __init__(self, folder: Path, *names: str) -> None:
         super().__init__()
-        self.num_looks, self._left = 0, num_looks
+        self.num_looks = 0
         for name in names:
             with patch("socket.gethostname", lambda name=name: name):
                 turns = HostTurns(folder)
@@ -37,7 +37,7 @@ class Others(ExitStack):
 
     def look(self, _: float) -> None:
         self.num_looks += 1
-        if self.num_looks == self._left:
+        if self.num_looks == NUM_LOOKS:
             self.close()
 
 
