@@ -1,6 +1,7 @@
 """Gangs of several processes that prepare at the same time on the same GPUs, and are timed one after the other.
 
-They meet in a folder: ``ready-N`` says that the gang of turn N waits to be timed, ``done-N`` that its times are taken.
+They meet in a folder, once or in rounds: ``ready-N-R`` says that the gang of turn N waits to be timed in round R,
+``done-N-R`` that its times are taken, and ``left-N`` that it comes no more.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 MOST_WAITED_S = 600.0
@@ -20,32 +22,64 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--turn", nargs=2, type=int, default=(1, 0), help="how many meet, and whose turn comes first")
 
 
-def meet(folder: Path, size: int, turn: int, *, rank: int) -> None:
-    """Wait until ``size`` gangs that compile at the same time are ready, then for the turns before this one.
+@dataclass(kw_only=True, slots=True)
+class Meeting:
+    """``size`` gangs in ``folder``, of which this process's has the place ``turn``.
 
-    Every rank watches the folder by itself: one that waited in an exchange would keep its GPU busy, and slow down the
-    gang whose turn it is. TimeoutError if the others take too long: times beside gangs at work would be wrong.
+    Every rank watches the folder by itself, and the first one speaks for its gang: a rank that waited in an exchange
+    would keep its GPU busy, and slow down the gang whose turn it is.
     """
-    if rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        _path(folder, "ready", turn).touch()
-    _wait_until(lambda: len(list(folder.glob("ready-*"))) >= size, f"{size} gangs are ready")
-    _wait_until(lambda: all(_path(folder, "done", before).exists() for before in range(turn)), f"{turn} turns are over")
+
+    folder: Path
+    size: int
+    turn: int
+    rank: int = 0
+    round: int = 0
+
+    def begin(self) -> None:
+        """Wait until all gangs are ready, then for the turns before this one.
+
+        TimeoutError if the others take too long: times beside gangs at work would be wrong.
+        """
+        self._say("ready")
+        self._wait("ready", range(self.size), f"{self.size} gangs are ready")
+        self._wait("done", range(self.turn), f"{self.turn} turns are over")
+
+    def end(self) -> None:
+        """Wait until all gangs are done: what this one prepares for the next round would disturb them. A gang that
+        failed before it was ready ends its turn all the same."""
+        self._say("ready")
+        self._say("done")
+        self._wait("done", range(self.size), f"{self.size} turns are over")
+        self.round += 1
+
+    def leave(self) -> None:
+        """Nobody waits for a gang that has ended, however it ended."""
+        if self.rank == 0 and self.folder.is_dir():
+            (self.folder / f"left-{self.turn}").touch()
+
+    def was_ready(self) -> bool:
+        """Whether this gang was ready once."""
+        return self._has_said("ready", self.turn, round=0)
+
+    def _say(self, state: str) -> None:
+        if self.rank == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / f"{state}-{self.turn}-{self.round}").touch()
+
+    def _has_said(self, state: str, turn: int, *, round: int) -> bool:
+        return (self.folder / f"{state}-{turn}-{round}").exists() or (self.folder / f"left-{turn}").exists()
+
+    def _wait(self, state: str, turns: range, what: str) -> None:
+        _wait_until(lambda: all(self._has_said(state, turn, round=self.round) for turn in turns), what)
 
 
-def leave(folder: Path, turn: int) -> None:
-    """Nobody waits for a gang that has ended, however it ended; nor for one whose times are taken."""
-    if folder.is_dir():
-        _path(folder, "ready", turn).touch()
-        _path(folder, "done", turn).touch()
-
-
-def is_ready(folder: Path, turn: int) -> bool:
-    return _path(folder, "ready", turn).exists()
-
-
-def _path(folder: Path, state: str, turn: int) -> Path:
-    return folder / f"{state}-{turn}"
+def meeting_of(arguments: argparse.Namespace, rank: int) -> Meeting | None:
+    """Returns where ``rank`` of a gang meets others; None without ``--meet``."""
+    if arguments.meet is None:
+        return None
+    size, turn = arguments.turn
+    return Meeting(folder=arguments.meet, size=size, turn=turn, rank=rank)
 
 
 def _wait_until(is_so: Callable[[], bool], what: str) -> None:

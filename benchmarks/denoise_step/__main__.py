@@ -29,7 +29,7 @@ from benchmarks.distributed import start_distributed
 from benchmarks.models import flux, wan
 from benchmarks.spread import Spread
 from benchmarks.timing import measure, rank_synchronize
-from benchmarks.turns import add_options, leave, meet
+from benchmarks.turns import add_options, meeting_of
 
 MOST_SAID = 1500
 """Characters of an error."""
@@ -61,9 +61,10 @@ def main() -> None:
     bench = Bench(rank=rank, world=world, small=not torch.cuda.is_available())
     say(f"{platform.node()}: {world} x {bench.device_name}, torch {torch.__version__}", flush=True)
     document: dict[str, Any] = {"hardware": f"{world} x {bench.device_name}", "torch": torch.__version__, "results": []}
-    ready, errors = prepare_all(bench, chosen, say) if arguments.meet else ({}, {})
-    if arguments.meet:
-        meet(arguments.meet, *arguments.turn, rank=rank)
+    meeting = meeting_of(arguments, rank)
+    ready, errors = prepare_all(bench, chosen, say) if meeting else ({}, {})
+    if meeting:
+        meeting.begin()
     if arguments.rounds:
         document["results"] = in_turns(bench, chosen, arguments.rounds, say)
         chosen = []
@@ -77,8 +78,8 @@ def main() -> None:
         if rank == 0 and arguments.out:  # after every case: a later one may hang
             Path(arguments.out).write_text(json.dumps(document, indent=1))
     rank_synchronize()
-    if arguments.meet and rank == 0:
-        leave(arguments.meet, arguments.turn[1])
+    if meeting:
+        meeting.leave()
     say(json.dumps(document), flush=True)
     os._exit(0)  # graphs hold the communicator: an orderly shutdown would wait for them
 

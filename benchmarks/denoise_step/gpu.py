@@ -1,11 +1,12 @@
 """Everything about the denoising step that a GPU host can tell: right first, then fast, then the peers.
 
-    python -m benchmarks.denoise_step.gpu OUT_DIR [--limit-s 560] [--stages NAME ...]
+    python -m benchmarks.denoise_step.gpu OUT_DIR [--limit-s 560] [--stages NAME ... [--together]]
 
 Stages run in order (that of ``--stages``, where it is given), each in processes of its own with a limit, so that one
 that fails or hangs costs no other; a stage that the time left does not allow is passed over and named. ``peers`` are
 several gangs that compile at the same time and are timed one after the other; one that is not ready when most of its
-stage's time is over is stopped, and the others are timed without it. Every case is written as it ends:
+stage's time is over is stopped, and the others are timed without it. ``--together`` makes such a stage of all that are
+named, where GPUs have the memory. CUDA_VISIBLE_DEVICES says which GPUs are taken. Every case is written as it ends:
 OUT_DIR/<stage>.json and .log. The last line is one JSON document with all results.
 """
 
@@ -21,15 +22,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.denoise_step.stage import Run, Stage
+from benchmarks.denoise_step.stage import Run, Stage, joined
 from benchmarks.denoise_step.stages import STAGES
-from benchmarks.turns import is_ready, leave
+from benchmarks.turns import Meeting
 
 SMALLEST_LIMIT_S = 15
 STOP_S = 35
@@ -68,7 +70,8 @@ def main() -> None:
     num_gpus = count_gpus()
     outcome: dict[str, str] = {}
     by_name = {stage.name: stage for stage in STAGES}
-    for stage in (by_name[name] for name in arguments.stages or by_name):
+    stages = [by_name[name] for name in arguments.stages or by_name]
+    for stage in [joined(stages)] if arguments.together else stages:
         left_s = int(end_s - time.monotonic())
         if num_gpus < stage.min_gpus or left_s < SMALLEST_LIMIT_S:
             outcome[stage.name] = f"passed over: {num_gpus} GPUs, {left_s} s left"
@@ -86,18 +89,19 @@ def perform(stage: Stage, num_gpus: int, limit_s: int, out: Path) -> dict[str, s
     meeting = out / f"meeting-{stage.name}"
     shutil.rmtree(meeting, ignore_errors=True)  # an earlier call's: nobody would wait for anybody
     started = [start(run, turn, stage, num_gpus, out, meeting) for turn, run in enumerate(stage.runs)]
+    meetings = [Meeting(folder=meeting, size=len(started), turn=each.turn) for each in started]
     waiting, outcome = list(started), {}
     while waiting and (passed_s := time.monotonic() - start_s) < limit_s:
         for each in list(waiting):
             if each.process.poll() is not None:
                 outcome[each.run.name] = f"exit {each.process.returncode} after {passed_s:.0f} s"
-            elif stage.takes_turns and passed_s > READY_SHARE * limit_s and not is_ready(meeting, each.turn):
+            elif stage.takes_turns and passed_s > READY_SHARE * limit_s and not meetings[each.turn].was_ready():
                 stop(each.process)
                 outcome[each.run.name] = f"not ready, stopped after {passed_s:.0f} s"
             else:
                 continue
             waiting.remove(each)
-            leave(meeting, each.turn)
+            meetings[each.turn].leave()
         time.sleep(POLL_S)
     for each in waiting:
         stop(each.process)
@@ -120,7 +124,7 @@ def ending(ended: Started, out: Path) -> list[str]:
 def start(run: Run, turn: int, stage: Stage, num_gpus: int, out: Path, meeting: Path) -> Started:
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "4"}
     if run.gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, run.gpus))
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible(run.gpus))
     if run.own_caches:
         environment |= {name: f"{own_caches()}/{name}" for name in CACHES}
         environment.pop("PYTHONDONTWRITEBYTECODE", None)  # images set it, and no start would ever find bytecode
@@ -138,6 +142,12 @@ def start(run: Run, turn: int, stage: Stage, num_gpus: int, out: Path, meeting: 
             command, stdout=stream, stderr=subprocess.STDOUT, env=environment, process_group=0
         )  # stopped with all that it started
     return Started(run=run, turn=turn, process=process, log=log)
+
+
+def visible(gpus: Sequence[int]) -> Iterator[str]:
+    """Yields names of ``gpus``, which are counted among those that this process sees."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return (seen.split(",")[gpu] if seen else str(gpu) for gpu in gpus)
 
 
 @cache
@@ -196,6 +206,7 @@ class Arguments(argparse.Namespace):
     out: Path
     limit_s: int
     stages: tuple[str, ...]
+    together: bool
 
 
 def parse() -> Arguments:
@@ -203,6 +214,7 @@ def parse() -> Arguments:
     parser.add_argument("out", type=Path)
     names = [stage.name for stage in STAGES]
     parser.add_argument("--stages", nargs="+", default=(), choices=names, help="all by default")
+    parser.add_argument("--together", action="store_true", help="the stages prepare at one time and take turns")
     parser.add_argument("--limit-s", type=int, default=560)
     return parser.parse_args(namespace=Arguments())
 

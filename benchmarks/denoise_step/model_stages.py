@@ -1,8 +1,8 @@
-"""Published transformers beside other makers' on the same GPUs, for hosts of one and two."""
+"""Published transformers beside other makers' on the same GPUs, for hosts of one, two and four."""
 
 from __future__ import annotations
 
-from benchmarks.denoise_step.stage import FIRST, ONE, Run, alone, beside
+from benchmarks.denoise_step.stage import FIRST, FOUR, ONE, Run, Stage, alone, beside
 
 MODEL_STEP = "benchmarks.model_step"
 
@@ -16,14 +16,22 @@ BESIDE_PEERS = (
     (300, "flux2", "FLUX.2-dev", "--repeats", "5"),
 )
 """The last wants a GPU of 141 GB: a peer's copy is made beside the 64 GB of the module."""
-MODELS_OF_ONE = tuple(
-    alone(
-        f"peers_of_{name}", model, *options, "--makers", "diffusers", *PEERS,
-        module=MODEL_STEP, gpus=ONE, limit_s=limit_s,
-    )
-    for limit_s, name, model, *options in BESIDE_PEERS
-)  # fmt: skip
-"""Each in one process, maker by maker."""
+A_BRANCH_EACH = "guidance"
+
+
+def peers_of_models(word: str, gpus: tuple[int, ...], *makers: str) -> tuple[Stage, ...]:
+    """Each model in one process a GPU, maker by maker."""
+    return tuple(
+        alone(
+            f"peers_of_{name}{word}", model, *options, *_strategies(options, len(gpus)), "--makers", *makers,
+            module=MODEL_STEP, gpus=gpus, min_gpus=len(gpus), limit_s=limit_s,
+        )
+        for limit_s, name, model, *options in BESIDE_PEERS
+    )  # fmt: skip
+
+
+def _strategies(options: list[str], num_gpus: int) -> tuple[str, ...]:
+    return ("--strategies", "ulysses", A_BRANCH_EACH) if "--branches" in options and num_gpus > 1 else ()
 
 
 def pair(name: str, model: str, maker: str, *options: str) -> Run:
@@ -33,18 +41,18 @@ def pair(name: str, model: str, maker: str, *options: str) -> Run:
 
 FEW = ("--repeats", "3")
 GUIDED = (*FEW, "--branches", "2")
-A_BRANCH_EACH = (*GUIDED, "--strategy", "guidance")
+MODELS_OF_ONE = peers_of_models("", ONE, "diffusers", *PEERS)
 MODELS_OF_A_PAIR = (
     beside("flux2_pair", pair("flux2", "FLUX.2-dev", "ours"), limit_s=150),
     beside(
         "wan_pair",
-        pair("wan", "Wan2.2-I2V-A14B", "ours", *A_BRANCH_EACH),
+        pair("wan", "Wan2.2-I2V-A14B", "ours", *GUIDED, "--strategies", A_BRANCH_EACH),
         pair("wan_diffusers", "Wan2.2-I2V-A14B", "diffusers", *GUIDED),
         limit_s=240,
     ),
     beside(
         "cosmos_pair",
-        pair("cosmos", "Cosmos3-Nano", "ours", *A_BRANCH_EACH),
+        pair("cosmos", "Cosmos3-Nano", "ours", *GUIDED, "--strategies", A_BRANCH_EACH),
         pair("ltx2", "LTX-2", "ours"),
         limit_s=240,
     ),
@@ -54,13 +62,8 @@ MODELS_OF_A_PAIR = (
         pair("hunyuan", "HunyuanVideo-1.5-480p_t2v", "ours", *FEW),
         limit_s=240,
     ),
-    *(
-        alone(
-            f"peers_of_{name}_pair", model, *options, "--makers", *PEERS,
-            module=MODEL_STEP, gpus=FIRST, min_gpus=2, limit_s=limit_s,
-        )
-        for limit_s, name, model, *options in BESIDE_PEERS
-    ),
-)  # fmt: skip
+    *peers_of_models("_pair", FIRST, *PEERS),
+)
 """What is in one stage fits into GPUs of 80 GB together; diffusers has no plan for Cosmos 3 and HunyuanVideo 1.5, and a
 process that it has divided a model in can time no other maker."""
+MODELS_OF_FOUR = peers_of_models("_quad", FOUR, *PEERS)

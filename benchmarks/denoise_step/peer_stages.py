@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.denoise_step.model_stages import MODELS_OF_A_PAIR, MODELS_OF_ONE
+from benchmarks.denoise_step.model_stages import MODELS_OF_A_PAIR, MODELS_OF_FOUR, MODELS_OF_ONE
 from benchmarks.denoise_step.stage import BF16, FIRST, FOUR, FP8, LAST, ONE, Stage, alone, beside, ours, peer
 
 
@@ -32,59 +32,33 @@ PEERS = (
         limit_s=100,
     ),
 )
-# Minutes each: SGLang compiles its transformer whole, with trials of every product; vLLM-Omni compiles in one thread,
-# copies the weights, and its tensor parallelism wants a process of its own.
-SLOW_PEERS = (
-    beside(
-        "sglang",
-        peer("sglang4", "sglang", FOUR, 1024, 2048),
-        peer("sglang_compiled4", "sglang-compiled", FOUR, 1024),
-        ours("ours4", FOUR),
-        limit_s=400,
-    ),
-    beside(
-        "sglang_of_two",
-        peer("sglang2", "sglang", FIRST, 1024),
-        peer("sglang_compiled2", "sglang-compiled", LAST, 1024),
-        ours("beside_sglang2", FIRST),
-        limit_s=400,
-    ),
-    beside(
-        "vllm_omni",
-        peer("vllm_omni4", "vllm-omni", FOUR, 1024, 2048),
-        peer("vllm_omni_tensor4", "vllm-omni-tensor", FOUR, 1024),
-        limit_s=350,
-    ),
-    beside(
-        "vllm_omni_of_two",
-        peer("vllm_omni2", "vllm-omni", FIRST, 1024),
-        peer("vllm_omni_tensor2", "vllm-omni-tensor", LAST, 1024),
-        ours("beside_vllm_omni2", FIRST),
-        limit_s=350,
-    ),
-    fp8_beside("fp8_quad", FOUR, limit_s=250),
-)
-# The same for a host of two GPUs, by importance. Each peer has a stage of its own: three copies of the model, of which
-# vLLM-Omni takes two, are what GPUs of 80 GB have room for.
-PEERS_OF_A_PAIR = tuple(
-    beside(
-        f"{maker.replace('-', '_')}{'_fp8' * (precision == FP8)}_pair",
-        peer(f"pair_{maker}_{precision}", maker, FIRST, *sides, precision=precision),
-        ours(f"pair_beside_{maker}_{precision}", FIRST, *sides, precision=precision),
-        limit_s=limit_s,
+
+
+def peers_on(word: str, gpus: tuple[int, ...]) -> tuple[Stage, ...]:
+    """By importance. Each peer has a stage of its own: three copies of the model, of which vLLM-Omni takes two for a
+    while, are what GPUs of 80 GB have room for."""
+    return tuple(
+        beside(
+            f"{maker.replace('-', '_')}{'_fp8' * (precision == FP8)}_{word}",
+            peer(f"{word}_{maker}_{precision}", maker, gpus, *sides, precision=precision),
+            ours(f"{word}_beside_{maker}_{precision}", gpus, *sides, precision=precision),
+            limit_s=limit_s,
+        )
+        for limit_s, maker, precision, *sides in (
+            (120, "sglang", BF16, 1024, 2048),
+            (150, "vllm-omni", BF16, 1024, 2048),
+            (120, "sglang", FP8, 1024, 2048),
+            (150, "vllm-omni", FP8, 1024, 2048),
+            (100, "diffusers-ulysses", BF16, 1024, 2048),
+            (150, "vllm-omni-tensor", BF16, 1024, 2048),
+            (240, "sglang-blocks", BF16, 1024, 2048),
+            (100, "diffusers-ring", BF16, 1024, 2048),
+            (400, "sglang-compiled", BF16, 1024),
+        )
     )
-    for limit_s, maker, precision, *sides in (
-        (120, "sglang", BF16, 1024, 2048),
-        (150, "vllm-omni", BF16, 1024, 2048),
-        (120, "sglang", FP8, 1024, 2048),
-        (150, "vllm-omni", FP8, 1024, 2048),
-        (100, "diffusers-ulysses", BF16, 1024, 2048),
-        (150, "vllm-omni-tensor", BF16, 1024, 2048),
-        (240, "sglang-blocks", BF16, 1024, 2048),
-        (100, "diffusers-ring", BF16, 1024, 2048),
-        (400, "sglang-compiled", BF16, 1024),
-    )
-)
+
+
+PEERS_OF_A_PAIR, PEERS_OF_FOUR = peers_on("pair", FIRST), peers_on("quad", FOUR)
 # The first has what is certain to be ready: SGLang as it ships, and what compiles in half a minute. SGLang's
 # compilation tries many kernels for every product, and takes minutes.
 PEERS_OF_ONE = (
@@ -120,7 +94,7 @@ ATTENTION = alone("attention", module="benchmarks.denoise_step.attention", gpus=
 OF_HOST = {
     1: (*PEERS_OF_ONE[:-1], *MODELS_OF_ONE, ATTENTION, PEERS_OF_ONE[-1]),
     2: (*PEERS_OF_A_PAIR, *MODELS_OF_A_PAIR, *PEERS_OF_ONE, ATTENTION),
-    4: (*SLOW_PEERS, *PEERS, *PEERS_OF_A_PAIR, ATTENTION),
+    4: (*PEERS_OF_FOUR[:4], *MODELS_OF_FOUR, *PEERS, *PEERS_OF_FOUR[4:], *PEERS_OF_A_PAIR, ATTENTION),
 }
 """By the number of GPUs."""
 

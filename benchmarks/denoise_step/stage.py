@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 STEP = "benchmarks.denoise_step"
@@ -66,3 +67,15 @@ def beside(name: str, *runs: Run, limit_s: int) -> Stage:
     """Peers on the same GPUs, timed one after the other."""
     num_gpus = 1 + max(gpu for run in runs for gpu in run.gpus)
     return Stage(name=name, runs=runs, limit_s=limit_s, min_gpus=num_gpus, takes_turns=True)
+
+
+def joined(stages: Sequence[Stage]) -> Stage:
+    """One stage of all runs of ``stages``, which take turns; the same on the same GPUs is run once."""
+    runs = {(run.module, run.arguments, run.gpus): run for stage in reversed(stages) for run in reversed(stage.runs)}
+    return Stage(
+        name="-".join(stage.name for stage in stages),
+        runs=tuple(reversed(runs.values())),
+        limit_s=sum(stage.limit_s for stage in stages),
+        min_gpus=max(stage.min_gpus for stage in stages),
+        takes_turns=True,
+    )

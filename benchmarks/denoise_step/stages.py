@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from benchmarks.denoise_step.model_stages import MODELS_OF_A_PAIR, MODELS_OF_ONE
-from benchmarks.denoise_step.peer_stages import ATTENTION, PEERS, PEERS_OF_A_PAIR, PEERS_OF_ONE, SLOW_PEERS
+from benchmarks.denoise_step.model_stages import MODELS_OF_A_PAIR, MODELS_OF_FOUR, MODELS_OF_ONE
+from benchmarks.denoise_step.peer_stages import ATTENTION, PEERS, PEERS_OF_A_PAIR, PEERS_OF_FOUR, PEERS_OF_ONE
 from benchmarks.denoise_step.stage import DEFAULT, Run, Stage, alone
 
 PROFILE = "benchmarks.denoise_step.profile"
@@ -48,9 +48,10 @@ STAGES = (
     alone("parts", module="benchmarks.denoise_step.parts", all_gpus=False, limit_s=60),
     ATTENTION,
     alone("exchanges", "none", "nccl-", limit_s=60, min_gpus=4),
-    *SLOW_PEERS,
+    *PEERS_OF_FOUR,
     *PEERS_OF_A_PAIR,
     *PEERS_OF_ONE,
     *MODELS_OF_ONE,
     *MODELS_OF_A_PAIR,
+    *MODELS_OF_FOUR,
 )  # fmt: skip

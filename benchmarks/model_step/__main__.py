@@ -6,7 +6,7 @@
 With ``--branches 2`` both forwards of a guided step are timed, as a job makes them; on two GPUs each can be one's:
 
     python -m benchmarks.model_step Qwen-Image --branches 2
-    torchrun --nproc_per_node 2 -m benchmarks.model_step Qwen-Image --branches 2 --strategy guidance
+    torchrun --nproc_per_node 2 -m benchmarks.model_step Qwen-Image --branches 2 --strategies guidance
 
 SGLang's and vLLM-Omni's transformers of FLUX.2, Z-Image, Qwen-Image, Wan and Cosmos 3 are timed where they are
 installed, with their Ulysses on several GPUs:
@@ -22,15 +22,13 @@ Ours is the engine as a gang calls it, with what is made once a job made before.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,19 +38,16 @@ from torch import Tensor
 from benchmarks.denoise_step.profile import NUM_STEPS, show
 from benchmarks.distributed import start_distributed
 from benchmarks.model_step.errors import relative_error
+from benchmarks.model_step.options import Arguments, parse
 from benchmarks.models.published import PublishedModel
 from benchmarks.peers.published import MAKERS as PEERS
 from benchmarks.peers.published import peer_of
 from benchmarks.timing import Times, measure, rank_synchronize
-from benchmarks.turns import add_options, leave, meet
+from benchmarks.turns import meeting_of
 from engines.core.model import LATENTS
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.options import TorchOptions
-from pipelines.size import Size
 
-MODELS = ("Z-Image-Turbo", "Qwen-Image", "FLUX.2-klein-4B", "FLUX.2-dev")
-CLIPS = ("Wan2.2-I2V-A14B", "HunyuanVideo-1.5-480p_t2v", "LTX-2", "Cosmos3-Nano")
-MAKERS = ("eager", "diffusers", *PEERS, "ours compiled", "ours", "ours filled")
 BF16_TFLOPS = 790.0
 """What an H200 reaches in a large bf16 product on random data."""
 MAX_ERROR = 0.05
@@ -65,7 +60,7 @@ MOST_SAID = 3000
 
 @torch.no_grad()
 def main() -> None:
-    arguments = parse(sys.argv[1:])
+    arguments = parse(sys.argv[1:], __doc__)
     rank, world = start_distributed()
     on_gpu = torch.cuda.is_available()
     device, dtype = (torch.device("cuda", rank), torch.bfloat16) if on_gpu else (torch.device("cpu"), torch.float32)
@@ -73,6 +68,7 @@ def main() -> None:
     hardware = f"{world} x {torch.cuda.get_device_name(device) if on_gpu else 'CPU'}"
     say(f"{hardware}, torch {torch.__version__}", flush=True)
     document: dict[str, Any] = {"hardware": hardware, "torch": torch.__version__, "results": []}
+    arguments.meeting = meeting_of(arguments, rank)
     for name in arguments.models:
         try:
             sizes = (arguments.size, arguments.tokens, arguments.branches, arguments.batch)
@@ -90,8 +86,8 @@ def main() -> None:
         torch._dynamo.reset()
         torch.cuda.empty_cache()
         rank_synchronize()
-    if arguments.meet and rank == 0:
-        leave(arguments.meet, arguments.turn[1])
+    if arguments.meeting:
+        arguments.meeting.leave()
     say(json.dumps(document), flush=True)
     os._exit(0)  # graphs hold the communicator: an orderly shutdown would wait for them
 
@@ -108,21 +104,27 @@ def facts_of(model: PublishedModel, world: int) -> dict[str, Any]:
 def results_of(
     model: PublishedModel, said: dict[str, Any], arguments: Arguments, world: int
 ) -> Iterator[dict[str, Any]]:
-    """Yields ``said`` with each maker's times."""
+    """Yields ``said`` with each maker's times: a round of the meeting for each, where others are met."""
     said = {**said, "precision": arguments.precision}
     reference = model.call()
-    own = partial(ours, model, reference, arguments, world)
+    own = partial(ours, model, reference, arguments)
     runs: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
         "eager": ("diffusers eager", lambda: timed(model.call, arguments)),
         "diffusers": ("diffusers compiled", lambda: diffusers(model, reference, arguments, world)),
         **{peer: (peer, partial(peer_times, model, reference, arguments, peer)) for peer in PEERS},
-        "ours compiled": (f"ours compiled, {arguments.strategy}", lambda: own(False)),
-        "ours": (f"ours, {arguments.strategy}", lambda: own(None)),
-        "ours filled": (f"ours, prompts filled up, {arguments.strategy}", lambda: own(None, prompt_windows=True)),
     }
-    for name, (maker, run) in runs.items():
-        if name in arguments.makers:
-            yield {**said, "maker": maker, **attempted(run)}
+    chosen = [run for name, run in runs.items() if name in arguments.makers]
+    for strategy in arguments.strategies:
+        ways = {
+            "ours compiled": (f"ours compiled, {strategy}", partial(own, strategy, False)),
+            "ours": (f"ours, {strategy}", partial(own, strategy, None)),
+            "ours filled": (f"ours, prompts filled up, {strategy}", partial(own, strategy, None, prompt_windows=True)),
+        }
+        chosen += [run for name, run in ways.items() if name in arguments.makers]
+    for maker, run in chosen:
+        yield {**said, "maker": maker, **attempted(run)}
+        if arguments.meeting:
+            arguments.meeting.end()
 
 
 def attempted(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -169,12 +171,12 @@ def peer_times(model: PublishedModel, reference: Tensor, arguments: Arguments, m
 
 
 def ours(
-    model: PublishedModel, reference: Tensor, arguments: Arguments, world: int, fast: bool | None, **options: bool
+    model: PublishedModel, reference: Tensor, arguments: Arguments, strategy: str, fast: bool | None, **options: bool
 ) -> dict[str, Any]:
     """Hand-ordered where there is such a step, unless ``fast`` is False: then the module, its blocks compiled."""
-    asked: dict[str, Any] = {"strategy": arguments.strategy, "precision": arguments.precision, "fast": fast}
+    asked: dict[str, Any] = {"strategy": strategy, "precision": arguments.precision, "fast": fast}
     engine = TorchEngine(model.denoiser(), options=TorchOptions(**options), **asked)
-    ranks = tuple(range(world))
+    ranks = tuple(range(dist.get_world_size() if dist.is_initialized() else 1))
     engine.warm_up(model.branches, ranks)
 
     def step() -> tuple[Tensor, ...]:
@@ -190,8 +192,8 @@ def ours(
 
 
 def timed(step: Callable[[], object], arguments: Arguments) -> dict[str, Any]:
-    if arguments.meet:
-        meet(arguments.meet, *arguments.turn, rank=dist.get_rank() if dist.is_initialized() else 0)
+    if arguments.meeting:
+        arguments.meeting.begin()
     times: Times = measure(step, repeats=arguments.repeats)
     return {name: round(value, 2) for name, value in asdict(times).items() if value is not None}
 
@@ -204,44 +206,6 @@ def profiled(name: str, step: Callable[[], object]) -> None:
             step()
         torch.cuda.synchronize()
     show(name, profiler)
-
-
-class Arguments(argparse.Namespace):
-    models: Sequence[str] = MODELS
-    size: Size | None = None
-    tokens: int | None = None
-    branches: int = 1
-    batch: int = 1
-    repeats: int = 20
-    makers: Sequence[str] = ("eager", "diffusers", "ours")
-    strategy: str = "ulysses"
-    precision: str = "native"
-    profile: bool = False
-    meet: Path | None = None
-    turn: tuple[int, int] = (1, 0)
-    out: Path | None = None
-
-
-def parse(words: Sequence[str]) -> Arguments:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", default=Arguments.models, help=f"clips: {', '.join(CLIPS)}")
-    parser.add_argument("--size", type=Size.parse, help="WIDTHxHEIGHT, of clips WIDTHxHEIGHTxFRAMES")
-    parser.add_argument("--tokens", type=int, help="of the prompt")
-    parser.add_argument(
-        "--branches", type=int, default=Arguments.branches, help="forwards of one step: 2 with guidance"
-    )
-    parser.add_argument(
-        "--batch", type=int, default=Arguments.batch, help="pictures in one forward, of models that take several"
-    )
-    parser.add_argument("--repeats", type=int, default=Arguments.repeats)
-    known = ", ".join(MAKERS)
-    parser.add_argument("--makers", nargs="+", default=Arguments.makers, choices=MAKERS, help=known)
-    parser.add_argument("--strategy", default=Arguments.strategy)
-    parser.add_argument("--precision", default=Arguments.precision, help="of ours")
-    parser.add_argument("--profile", action="store_true", help="one rank alone: where ours spends its time")
-    add_options(parser)
-    parser.add_argument("--out", type=Path)
-    return parser.parse_args(words, namespace=Arguments())
 
 
 if __name__ == "__main__":

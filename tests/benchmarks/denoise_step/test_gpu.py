@@ -63,7 +63,7 @@ def test_what_an_earlier_call_has_left_is_neither_waited_for_nor_reported(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     meeting = tmp_path / "meeting-stage"
     meeting.mkdir()
-    for left in (meeting / "ready-0", meeting / "done-0"):
+    for left in (meeting / "ready-0-0", meeting / "done-0-0"):
         left.touch()
     (tmp_path / "run.json").write_text(json.dumps({"results": [{"case": "an earlier call's"}]}))
     stage = Stage(name="stage", runs=(Run(name="run", module="started", all_gpus=False),), limit_s=60, takes_turns=True)
@@ -78,8 +78,8 @@ TIMED_LAST = """
 import json, pathlib, sys, time
 value = lambda name, offset=1: sys.argv[sys.argv.index(name) + offset]
 meeting = pathlib.Path(value("--meet"))
-(meeting / f"ready-{value('--turn', 2)}").touch()
-while len(list(meeting.glob("done-*"))) < 1:
+(meeting / f"ready-{value('--turn', 2)}-0").touch()
+while not (meeting / "left-0").exists():
     time.sleep(0.05)
 results = [{"case": "good", "median_ms": 1.0}, {"case": "bad", "error": "first\\nlast"}]
 pathlib.Path(value("--out")).write_text(json.dumps({"results": results}))
@@ -92,9 +92,8 @@ def test_who_is_not_ready_in_time_is_stopped_and_the_others_are_timed(
     (tmp_path / "never_ready.py").write_text(NEVER_READY)
     (tmp_path / "timed_last.py").write_text(TIMED_LAST)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    ready = gpu.is_ready
     monkeypatch.setattr(gpu, "READY_SHARE", 0.0)
-    monkeypatch.setattr(gpu, "is_ready", lambda meeting, turn: turn == 1 or ready(meeting, turn))  # as soon as it can
+    monkeypatch.setattr(gpu.Meeting, "was_ready", lambda meeting: meeting.turn == 1)  # as soon as it can
     runs = tuple(Run(name=name, module=name, all_gpus=False) for name in ("never_ready", "timed_last"))
     limit_s = int(PATIENCE_S)
     outcome = gpu.perform(Stage(name="s", runs=runs, limit_s=limit_s, takes_turns=True), 0, limit_s, tmp_path)
@@ -106,6 +105,13 @@ def test_who_is_not_ready_in_time_is_stopped_and_the_others_are_timed(
         "first",
         "last",
     ]
+
+
+def test_gpus_are_counted_among_those_that_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert list(gpu.visible((0, 1))) == ["0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-8932f937")
+    assert list(gpu.visible((1, 0))) == ["GPU-8932f937", "2"]
 
 
 def test_a_result_that_was_being_written_costs_no_other(tmp_path: Path) -> None:

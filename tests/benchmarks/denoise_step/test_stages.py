@@ -5,21 +5,21 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.denoise_step.cases import CASES
-from benchmarks.denoise_step.model_stages import MODELS_OF_A_PAIR, MODELS_OF_ONE
+from benchmarks.denoise_step.model_stages import MODELS_OF_A_PAIR, MODELS_OF_FOUR, MODELS_OF_ONE
 from benchmarks.denoise_step.peer_stages import (
     OF_HOST,
     PEERS,
     PEERS_OF_A_PAIR,
+    PEERS_OF_FOUR,
     PEERS_OF_ONE,
-    SLOW_PEERS,
     stages_of_host,
 )
-from benchmarks.denoise_step.stage import Run, Stage
+from benchmarks.denoise_step.stage import Run, Stage, joined
 from benchmarks.denoise_step.stages import STAGES
-from benchmarks.model_step import __main__ as model_step
+from benchmarks.model_step import options
 
 BY_NAME = {case.name: case for case in CASES}
-BESIDE_EACH_OTHER = (*PEERS, *SLOW_PEERS, *PEERS_OF_A_PAIR, *PEERS_OF_ONE)
+BESIDE_EACH_OTHER = (*PEERS, *PEERS_OF_FOUR, *PEERS_OF_A_PAIR, *PEERS_OF_ONE)
 
 
 def wanted(run: Run) -> tuple[str, ...]:
@@ -48,7 +48,7 @@ def test_a_host_without_a_gpu_is_asked_for_nothing() -> None:
         stages_of_host(0)
 
 
-@pytest.mark.parametrize("stage", [*PEERS_OF_A_PAIR, *PEERS_OF_ONE], ids=lambda stage: stage.name)
+@pytest.mark.parametrize("stage", [*PEERS_OF_FOUR, *PEERS_OF_A_PAIR, *PEERS_OF_ONE], ids=lambda stage: stage.name)
 def test_peers_take_turns_with_ours_at_the_same_sizes_and_precisions(stage: Stage) -> None:
     asked = {run.name: {(BY_NAME[name].side, BY_NAME[name].precision) for name in wanted(run)} for run in stage.runs}
     (mine,) = (name for name in asked if "beside" in name)
@@ -56,15 +56,30 @@ def test_peers_take_turns_with_ours_at_the_same_sizes_and_precisions(stage: Stag
     assert set.union(*asked.values()) == asked[mine]
 
 
+def test_stages_together_take_turns_and_do_once_what_is_the_same() -> None:
+    sglang, vllm_omni = PEERS_OF_FOUR[:2]
+    both = joined([sglang, vllm_omni])
+    assert both.takes_turns
+    assert both.min_gpus == 4
+    assert both.limit_s == sglang.limit_s + vllm_omni.limit_s
+    assert [run.name for run in both.runs] == [
+        "peer_quad_sglang_bf16",
+        "peer_quad_vllm-omni_bf16",
+        "quad_beside_sglang_bf16",
+    ]
+
+
 def test_no_run_overwrites_what_another_stage_has_written() -> None:
     names = [run.name for stage in STAGES for run in stage.runs]
     assert len(set(names)) == len(names)
 
 
-@pytest.mark.parametrize("run", [run for stage in (*MODELS_OF_ONE, *MODELS_OF_A_PAIR) for run in stage.runs])
+@pytest.mark.parametrize(
+    "run", [run for stage in (*MODELS_OF_ONE, *MODELS_OF_A_PAIR, *MODELS_OF_FOUR) for run in stage.runs]
+)
 def test_models_that_are_timed_are_known(run: Run) -> None:
-    arguments = model_step.parse(run.arguments)
-    assert not set(arguments.makers) - set(model_step.MAKERS)
-    assert set(arguments.models) <= {*model_step.MODELS, *model_step.CLIPS}
-    assert arguments.strategy == "ulysses" or arguments.branches == len(run.gpus)
+    arguments = options.parse(run.arguments)
+    assert not set(arguments.makers) - set(options.MAKERS)
+    assert set(arguments.models) <= {*options.MODELS, *options.CLIPS}
+    assert "guidance" not in arguments.strategies or (arguments.branches == 2 and len(run.gpus) > 1)
     assert "diffusers" not in arguments.makers or len(run.gpus) == 1 or len(arguments.makers) == 1

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.model_step.__main__ import Arguments, diffusers, facts_of, results_of
+from benchmarks.model_step.__main__ import diffusers, facts_of, results_of
+from benchmarks.model_step.options import Arguments
 from benchmarks.models.published import PublishedModel
 from pipelines.size import Size
 from tests.pipelines.support.checkpoints import tiny_models, tiny_qwen
