@@ -22,6 +22,7 @@ Ours is the engine as a gang calls it, with what is made once a job made before.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -167,6 +168,8 @@ def peer_times(model: PublishedModel, reference: Tensor, arguments: Arguments, m
     finally:
         step = None  # type: ignore[assignment]
         torch._dynamo.reset()  # which keeps what it compiled
+        gc.collect()  # modules with hooks hold themselves
+        torch.cuda.empty_cache()
         model.module.to(device)
 
 

@@ -22,6 +22,8 @@ from benchmarks.models.flux import architecture
 from benchmarks.models.making import default_dtype, without_init
 from engines.core.fast_model import Precision
 
+ROOM = 2.0
+"""Free memory that is room enough, in times a module's weights."""
 OPEN = ExitStack()
 """Contexts that last as long as the process."""
 
@@ -60,11 +62,12 @@ def _transformer(module: Any, compiled: bool, tensor: bool, precision: Precision
 
 def loaded(transformer_class: Any, options: dict[str, Any], module: Any, od_config: Any) -> Any:
     """Returns one of its transformers where ``module`` is, with a copy of its weights. The module is on the CPU from
-    now on: a GPU of 80 GB has no room for both beside another maker's."""
+    now on where its GPU has no room for both beside what others hold there."""
     from vllm_omni.diffusion.config import set_current_diffusion_config
 
     device, quant_config = next(module.parameters()).device, od_config.quantization_config
-    module.to("cpu")
+    if not has_room(device, module):
+        module.to("cpu")  # which takes longer than all else
     with default_dtype(next(module.parameters()).dtype), set_current_diffusion_config(od_config), device:
         transformer = transformer_class(**options, quant_config=quant_config)
         names = {name for name, _ in transformer.named_parameters()}
@@ -74,6 +77,14 @@ def loaded(transformer_class: Any, options: dict[str, Any], module: Any, od_conf
                 _quantize(transformer)
     assert names <= found, f"weights not loaded: {sorted(names - found)}"
     return transformer.eval().requires_grad_(False)
+
+
+def has_room(device: torch.device, module: Any) -> bool:
+    """Whether there is room on ``device`` for a copy of ``module``, and for what a step needs besides."""
+    if device.type != "cuda":
+        return True
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return free_bytes > ROOM * sum(parameter.nbytes for parameter in module.parameters())
 
 
 def compile_blocks(transformer: Any, od_config: Any) -> None:

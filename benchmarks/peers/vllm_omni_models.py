@@ -18,8 +18,8 @@ from benchmarks.peers.step import begin_alone
 
 
 def transformer_of(model: PublishedModel, maker: str) -> tuple[Any, Prepare]:
-    """Its blocks compiled as it ships, or eager; the weights are copies of those of ``model``, whose module is on the
-    CPU from now on."""
+    """Its blocks compiled as it ships, or eager; the weights are copies of those of ``model``, whose module may be on
+    the CPU from now on."""
     module, name = model.module, type(model.module).__name__
     place, prepare = known(MODELS, name)
     if name.startswith("Flux2") and module.config.guidance_embeds:

@@ -11,13 +11,12 @@ from engines.gang.predictions.step_times import StepTimes
 
 class Moves:
     """All of ``num_ranks`` ranks meet for the moves of a plan. The last one to come waits for no other, so the shortest
-    time that is told is what they took: ``step_times`` hears it, but for the first, which connects ranks besides."""
+    time that is told is what they took: ``step_times`` hears it."""
 
     def __init__(self, num_ranks: int, step_times: StepTimes) -> None:
         self._num_ranks, self._step_times = num_ranks, step_times
         self._told_ms: defaultdict[int, list[float]] = defaultdict(list)
         """By the sequence of the plan, as long as not all ranks have told."""
-        self._are_connected = False
 
     def hear(self, reports: Iterable[StepReport]) -> None:
         for report in reports:
@@ -26,6 +25,4 @@ class Moves:
                 told_ms.append(report.move_ms)
                 if len(told_ms) == self._num_ranks:
                     del self._told_ms[report.sequence]
-                    if self._are_connected:
-                        self._step_times.note_move(min(told_ms) / 1e3)
-                    self._are_connected = True
+                    self._step_times.note_move(min(told_ms) / 1e3)

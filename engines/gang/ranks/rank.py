@@ -17,7 +17,7 @@ import psutil
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from engines.core.phases import log_phase
+from engines.core.phases import log_phase, timed
 from engines.core.rank import RankContext
 from engines.core.resources import open_rank_resources
 from engines.core.storage.devices import device_name
@@ -111,12 +111,15 @@ class Rank:
     def build(self) -> BuiltRank:
         """Makes the engine, and all that a job needs."""
         from engines.gang.jobs.rank_jobs import RankJobs
+        from engines.gang.jobs.transfer import rehearse
         from engines.parallel.communication.early_start import wait_for_early_start
 
         assert self._build is not None
         parts = self._build()
         self._build = None  # and the weights that it holds are the engine's
         wait_for_early_start()  # in case no engine did
+        with timed("rank: rehearsed transfers", rank=self._context.rank):
+            rehearse(self._context)
         self._runner = RankJobs(parts, self._context)
         logger.info("rank is built", extra={"rank": self._context.rank})
         return BuiltRank(team_sizes=parts.engine.team_sizes, estimates=parts.estimates)

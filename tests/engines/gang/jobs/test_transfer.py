@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from engines.gang.config import RankParts
 from engines.gang.jobs.job import Job
 from engines.gang.jobs.rank_jobs import RankJobs
 from engines.gang.jobs.scheduler import Scheduler
-from engines.gang.jobs.transfer import transfer
+from engines.gang.jobs.transfer import rehearse, transfer
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
 from pipelines.run import PlainEngine
@@ -126,6 +127,29 @@ def test_every_kind_of_value_arrives_once() -> None:
 def transfer_state() -> Any:
     rank = dist.get_rank()
     return transfer(STATE if rank == 1 else None, source=1, rank=rank, device=CPU)
+
+
+def test_a_rehearsal_sends_skeleton_and_tensors_from_every_rank() -> None:
+    assert gang(2).run(rehearsed) == [[0, 1], [0, 1]]
+
+
+def rehearsed() -> list[int]:
+    """The ranks from which tensors went."""
+    sources: list[int] = []
+    broadcast = dist.broadcast
+
+    def noted(tensor: Tensor, src: int, *args: Any, **options: Any) -> Any:
+        sources.append(src)
+        return broadcast(tensor, src, *args, **options)
+
+    with patch.object(dist, "broadcast", noted):
+        rehearse(RankContext(rank=dist.get_rank(), num_ranks=2, device="cpu"))
+    return sources
+
+
+def test_one_rank_rehearses_nothing() -> None:
+    with patch.object(dist, "broadcast_object_list", side_effect=AssertionError):
+        rehearse(RankContext(rank=0, num_ranks=1, device="cpu"))
 
 
 def test_a_state_without_tensors() -> None:
