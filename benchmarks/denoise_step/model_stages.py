@@ -11,7 +11,7 @@ BESIDE_PEERS = (
     (150, "klein", "FLUX.2-klein-4B"),
     (150, "z_image", "Z-Image-Turbo"),
     (150, "qwen", "Qwen-Image", "--branches", "2"),
-    (150, "wan", "Wan2.2-I2V-A14B", "--repeats", "3"),
+    (240, "wan", "Wan2.2-I2V-A14B", "--repeats", "3"),
     (300, "cosmos", "Cosmos3-Nano", "--repeats", "2"),
     (300, "flux2", "FLUX.2-dev", "--repeats", "5"),
 )

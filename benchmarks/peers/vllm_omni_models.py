@@ -41,11 +41,22 @@ def transformer_of(model: PublishedModel, maker: str) -> tuple[Any, Prepare]:
 
 
 def _cut_by_its_plan(transformer: Any) -> None:
-    """What lies outside of the plan's modules is whole on each rank, and its attention is told so."""
+    """What lies outside of the plan's modules is whole on each rank, and its attention is told so.
+
+    Each forward begins as the first of a request: hooks of Wan's plan count two cuts and one gather, so what they count
+    grows with the forwards of a request, and blocks that were compiled for a number are compiled anew, or not at all.
+    """
     from vllm_omni.diffusion.forward_context import get_forward_context
 
     vllm_omni.cut_sequence(transformer, transformer._sp_plan)
-    get_forward_context().sp_plan_hooks_applied = True
+    context = get_forward_context()
+    context.sp_plan_hooks_applied = True
+
+    def begin(*_: Any) -> None:
+        context._sp_shard_depth = 0
+        context._sp_equal_pad_stack.clear()
+
+    transformer.register_forward_pre_hook(begin)
 
 
 def _cosmos_class() -> Any:
