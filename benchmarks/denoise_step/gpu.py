@@ -216,7 +216,10 @@ def parse() -> Arguments:
     parser.add_argument("--stages", nargs="+", default=(), choices=names, help="all by default")
     parser.add_argument("--together", action="store_true", help="the stages prepare at one time and take turns")
     parser.add_argument("--limit-s", type=int, default=560)
-    return parser.parse_args(namespace=Arguments())
+    arguments = parser.parse_args(namespace=Arguments())
+    if arguments.together and not arguments.stages:
+        parser.error("--together is for stages that are named: give --stages")
+    return arguments
 
 
 if __name__ == "__main__":

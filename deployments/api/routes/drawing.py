@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from base64 import b64encode
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from fastapi.responses import JSONResponse
+from pybase64 import b64encode_as_string
+from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -52,9 +52,19 @@ async def draw(context: ApiContext, request: Request, body: ImageBody, inputs: I
         headers: dict[str, str] = {}
         return await start_stream(image_events(pictures, events, headers), request.receive, settings, headers)
     media = await until_disconnect(request.receive, collect(events, num))
+    body_json = await asyncio.to_thread(_answer_json, context, pictures, media, request)  # megabytes: others would wait
+    headers = measures([one.timings for one in media], pictures.cache)
+    return Response(body_json, media_type="application/json", headers=headers)
+
+
+def files_url(context: ApiContext, request: Request) -> str:
+    return f"{base_url(request, context.settings)}/v1/files"
+
+
+def _answer_json(context: ApiContext, pictures: ImageRequest, media: list[Media], request: Request) -> bytes:
     answer = ImagesResponse(
         created=int(time.time()),
-        data=await asyncio.to_thread(_hand_over, context, pictures, media, request),
+        data=_hand_over(context, pictures, media, request),
         output_format=pictures.output.format,
         size=pictures.size,
         background="transparent" if pictures.num_layers else "opaque",
@@ -63,17 +73,13 @@ async def draw(context: ApiContext, request: Request, body: ImageBody, inputs: I
         cache=pictures.cache,
         safety_identifier=pictures.safety_identifier,
     )
-    return JSONResponse(answer.model_dump(), headers=measures([one.timings for one in media], pictures.cache))
-
-
-def files_url(context: ApiContext, request: Request) -> str:
-    return f"{base_url(request, context.settings)}/v1/files"
+    return to_json(answer)
 
 
 def _hand_over(context: ApiContext, pictures: ImageRequest, media: list[Media], request: Request) -> list[Image]:
     files = [(data, layer, one) for one in media for layer, data in _layers(pictures, one)]
     if not pictures.by_url:
-        return [Image(b64_json=b64encode(data).decode(), seed=one.seed, layer=layer) for data, layer, one in files]
+        return [Image(b64_json=b64encode_as_string(data), seed=one.seed, layer=layer) for data, layer, one in files]
     names = [context.files.put(data, one.format, request.state.key_hash) for data, _, one in files]
     url, named = files_url(context, request), zip(names, files, strict=True)
     return [Image(url=f"{url}/{name}", seed=one.seed, layer=layer) for name, (_, layer, one) in named]
@@ -152,7 +158,7 @@ def translate(pictures: ImageRequest, index: int, event: StudioEvent) -> Sequenc
 def _completed(pictures: ImageRequest, index: int, media: Media, layer: int | None, data: bytes) -> CompletedPicture:
     completed = CompletedEdit if pictures.is_edit else CompletedImage
     return completed(
-        b64_json=b64encode(data).decode(),
+        b64_json=b64encode_as_string(data),
         created_at=int(time.time()),
         output_format=media.format,
         size=pictures.size,
@@ -171,7 +177,7 @@ def _completed(pictures: ImageRequest, index: int, media: Media, layer: int | No
 def _partial(pictures: ImageRequest, index: int, preview: Preview) -> PartialPicture:
     partial = PartialEdit if pictures.is_edit else PartialImage
     return partial(
-        b64_json=b64encode(preview.data).decode(),
+        b64_json=b64encode_as_string(preview.data),
         partial_image_index=preview.index,
         created_at=int(time.time()),
         size=pictures.size,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import binascii
 import re
-from base64 import b64decode
 from dataclasses import dataclass
 from urllib.parse import unquote_to_bytes
+
+from pybase64 import b64decode
 
 from deployments.requests.errors import RequestError, shown
 from deployments.requests.pictures.fetch import fetched, origin_of

@@ -114,6 +114,17 @@ def test_gpus_are_counted_among_those_that_are_seen(monkeypatch: pytest.MonkeyPa
     assert list(gpu.visible((1, 0))) == ["GPU-8932f937", "2"]
 
 
+def test_only_stages_that_are_named_are_run_together(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["gpu", "out", "--together", "--stages", "sglang_quad", "vllm_omni_quad"])
+    assert gpu.parse().together
+    monkeypatch.setattr("sys.argv", ["gpu", "out", "--together"])
+    with pytest.raises(SystemExit):
+        gpu.parse()
+    assert "give --stages" in capsys.readouterr().err
+
+
 def test_a_result_that_was_being_written_costs_no_other(tmp_path: Path) -> None:
     (tmp_path / "half.json").write_text('{"results": [{"ca')
     (tmp_path / "whole.json").write_text(json.dumps({"results": [{"case": "whole"}]}))
