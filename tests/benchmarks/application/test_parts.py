@@ -51,11 +51,9 @@ class Server(httpx.MockTransport):
         self.asked.append(body)
         _, _, number = body["prompt"].partition("number ")
         denoise = 9 if number and int(number) > 7 else 6
-        return httpx.Response(
-            self.status,
-            json={"data": [{"b64_json": base64.b64encode(body["prompt"].encode()).decode()}]},
-            headers={"server-timing": STAGES.format(denoise=denoise)},
-        )
+        answer = {"data": [{"b64_json": base64.b64encode(body["prompt"].encode()).decode()}]}
+        headers = {"server-timing": STAGES.format(denoise=denoise)}
+        return httpx.Response(self.status, content=iter([json.dumps(answer).encode()]), headers=headers)
 
 
 def test_timings_are_read_from_the_answer() -> None:
@@ -70,6 +68,7 @@ def test_pictures_alone_are_drawn_once_for_all_parts() -> None:
     visit = server.visit()
     found = parts.pictures(visit)
     assert found["same_bytes"] is True
+    assert found["answered_ms"]["num"] == 5
     assert (found["first"]["denoise"], found["new_prompt"]["denoise"]["num"], found["picture"]["total"]["num"]) == (
         6,
         8,
