@@ -53,7 +53,7 @@ class StageHandles:
 class Run:
     """``pictures`` are for the encoder alone. ``exclusive``: beside no other job of its gang. Each deployment has
     ``wait_s`` to take the request, which waits for ``waited_s`` already. ``decode_times`` are what runs took to
-    decode, and learn from it; of what is new to them the decoder is asked."""
+    decode, with the ways from stage to stage, and learn from it; of what is new to them the decoder is asked."""
 
     stages: StageHandles
     request: MediaRequest
@@ -73,6 +73,7 @@ class Run:
     _previews: asyncio.Queue[PreviewReady | None] = field(default_factory=asyncio.Queue, init=False)
     """Latents to decode in this order; None after the last."""
     _encode_s: float = field(default=0.0, init=False)
+    _queued_at_s: float = field(default=0.0, init=False)
     _decoders_word_s: float | None = field(default=None, init=False)
     """How long the decoder takes, as it says itself."""
     _eta_s: float | None = field(default=None, init=False)
@@ -92,8 +93,9 @@ class Run:
         finally:
             if self._decoding is not None:
                 await cancel(self._decoding)
-        self.decode_times.note(self._decoded_like, decoded.decode_s)
         timings = self._timings(self._done, decoded)
+        rest_s = timings.total_s - self._queued_at_s - timings.queue_s - timings.denoise_s
+        self.decode_times.note(self._decoded_like, max(decoded.decode_s, rest_s))
         _observe(self.request.model, timings)
         self.is_finished = True
         yield Media(
@@ -114,9 +116,10 @@ class Run:
                         self._encode_s = event.encode_s
                         observe_encoding(self.request.model, was_kept=event.was_kept)
                     case JobQueued():
+                        self._queued_at_s = self._elapsed_s
                         decode_s = self._predicted_decode_s
                         if event.eta_s is not None and decode_s is not None:
-                            self._eta_s = self._elapsed_s + event.eta_s + decode_s
+                            self._eta_s = self._queued_at_s + event.eta_s + decode_s
                         yield Queued(eta_s=self._eta_s, decode_s=decode_s)
                     case StepDone():
                         self.num_steps_seen += 1
@@ -232,9 +235,8 @@ class Run:
 
     @property
     def _predicted_decode_s(self) -> float | None:
-        if self._decoders_word_s is not None:
-            return self._decoders_word_s
-        return self.decode_times.predicted_s(self._decoded_like)
+        word_s = self._decoders_word_s
+        return self.decode_times.predicted_s(self._decoded_like) if word_s is None else word_s
 
     def _with_time_waited(self) -> MediaRequest:
         """Its deadline counts from when it came, whatever it waited for and however often it began anew."""

@@ -62,12 +62,21 @@ async def test_the_first_whole_time_after_a_start_is_predicted_by_what_the_decod
     assert first.eta_s == media.timings.eta_s == pytest.approx(7.0)
 
 
+async def test_the_ways_from_stage_to_stage_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a second before the gang hears of the job is over when it is told; of the 1.3 after it, it takes one."""
+    stages = Stages([0.5, KNOWN, STEP, 1.3, DONE])
+    (_, media), (second, _) = await all_told(monkeypatch, stages, REQUEST.width, REQUEST.width)
+    assert media.timings.total_s == pytest.approx(1.8)
+    assert second.decode_s == pytest.approx(0.3)
+    assert second.eta_s == pytest.approx(0.5 + 2.0 + 0.3)
+
+
 @pytest.mark.parametrize("deadline_s", [60.0, None])
 async def test_a_deadline_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatch, deadline_s: float | None) -> None:
     """A gang, which knows of steps alone, is told what is over already, and what decoding will take: by the decoder's
     word, and by what was decoded since."""
     lost = GangBrokenError("rank 1 died", "death", in_flight=True)
-    stages = Stages([STEP, 5.0, lost], [STEP, DONE], [STEP, DONE])
+    stages = Stages([GUESSED, STEP, 5.0, lost], [GUESSED, STEP, DONE])
     stages.expected_s = 4.0
     stages.set_clock_of(retries, run, patch=monkeypatch)
     monkeypatch.setattr(flow, "RETRY_PAUSE_S", 0.0)
