@@ -5,14 +5,6 @@ from __future__ import annotations
 from benchmarks.denoise_step.model_stages import MODELS_OF_A_PAIR, MODELS_OF_FOUR, MODELS_OF_ONE
 from benchmarks.denoise_step.stage import BF16, FIRST, FOUR, FP8, LAST, ONE, Stage, alone, beside, ours, peer
 
-
-def fp8_beside(name: str, gpus: tuple[int, ...], *, limit_s: int) -> Stage:
-    """Each in the float8 that it offers, and in the form that takes it least time to be ready."""
-    makers, sides = ("sglang", "vllm-omni"), (1024, 2048)
-    peers = (peer(f"{name}_{maker}", maker, gpus, *sides, precision=FP8) for maker in makers)
-    return beside(name, *peers, ours(f"beside_{name}", gpus, *sides, precision=FP8), limit_s=limit_s)
-
-
 # In two stages: each run holds the whole model on its GPUs, and three of them are what fits. On four the goals' own
 # stage is what they stand beside; on 2 ranks their GPUs are cooler than there, so Troupe takes its turn with them.
 PEERS = (
@@ -82,7 +74,13 @@ PEERS_OF_ONE = (
         ours("one_beside_diffusers", ONE, 1024, 2048),
         limit_s=100,
     ),
-    fp8_beside("fp8_of_one", ONE, limit_s=200),
+    beside(  # each in the float8 that it offers, and in the form that takes it least time to be ready
+        "fp8_of_one",
+        peer("fp8_of_one_sglang", "sglang", ONE, 1024, 2048, precision=FP8),
+        peer("fp8_of_one_vllm-omni", "vllm-omni", ONE, 1024, 2048, precision=FP8),
+        ours("beside_fp8_of_one", ONE, 1024, 2048, precision=FP8),
+        limit_s=200,
+    ),
     beside(
         "sglang_compiled_of_one",
         peer("one_sglang_compiled", "sglang-compiled", ONE, 1024),

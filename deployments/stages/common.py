@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pickle import PickleBuffer
-from typing import Any, SupportsIndex
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from deployments.config import ModelConfig
 from deployments.settings import set_defaults
@@ -15,9 +17,6 @@ from engines.core.transport.parcel import Parcel, Shapes
 from engines.gang.errors import QueueFullError
 from engines.gang.jobs.job import JobEvent
 from pipelines.checkpoint import Checkpoint
-
-PROTOCOL_WITH_BUFFERS = 5
-"""Of pickle (PEP 574)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,16 +58,15 @@ class Decoded:
     decode_s: float
     further: tuple[bytes, ...] = ()
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        """Files go beside what is pickled: Ray copies them once on either side, and bytes in a pickle five times."""
-        files = (self.data, *self.further)
-        if protocol.__index__() >= PROTOCOL_WITH_BUFFERS:
-            return _decoded, (tuple(map(PickleBuffer, files)), self.thumbnail, self.decode_s)
-        return _decoded, (files, self.thumbnail, self.decode_s)
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Files travel as arrays, as pictures do on their way to the encoder: Ray copies them once on either side, and
+        bytes in a pickle five times."""
+        files_B = tuple(np.frombuffer(file, np.uint8) for file in (self.data, *self.further))
+        return _decoded, (files_B, self.thumbnail, self.decode_s)
 
 
-def _decoded(files: Sequence[bytes | memoryview], thumbnail: bytes, decode_s: float) -> Decoded:
-    data, *further = map(bytes, files)
+def _decoded(files_B: Sequence[NDArray[np.uint8]], thumbnail: bytes, decode_s: float) -> Decoded:
+    data, *further = (file_B.tobytes() for file_B in files_B)
     return Decoded(data=data, thumbnail=thumbnail, decode_s=decode_s, further=tuple(further))
 
 

@@ -77,6 +77,7 @@ class Rank:
             timeout_s=2 * config.start_deadline_s + config.step_deadline_s,
             nccl=config.nccl,
         )
+        self._moves_jobs = config.elastic
         self._build: BuildRank | None = None
         self._runner: RankJobs | None = None
 
@@ -118,8 +119,9 @@ class Rank:
         parts = self._build()
         self._build = None  # and the weights that it holds are the engine's
         wait_for_early_start()  # in case no engine did
-        with timed("rank: rehearsed transfers", rank=self._context.rank):
-            rehearse(self._context)
+        if self._moves_jobs:
+            with timed("rank: rehearsed transfers", rank=self._context.rank):
+                rehearse(self._context)
         self._runner = RankJobs(parts, self._context)
         logger.info("rank is built", extra={"rank": self._context.rank})
         return BuiltRank(team_sizes=parts.engine.team_sizes, estimates=parts.estimates)
