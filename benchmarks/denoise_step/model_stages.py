@@ -15,8 +15,9 @@ BESIDE_PEERS = (
     (300, "cosmos", "Cosmos3-Nano", "--repeats", "2"),
     (300, "flux2", "FLUX.2-dev", "--repeats", "5"),
 )
-"""The last wants a GPU of 141 GB: a peer's copy is made beside the 64 GB of the module."""
-A_BRANCH_EACH = "guidance"
+"""On GPUs of 80 GB a large module waits in the host's memory while vLLM-Omni has its turn: 64 GB a GPU for the last."""
+A_BRANCH_EACH = {2: "guidance", 4: "guidance2xulysses2"}
+"""By number of GPUs."""
 
 
 def peers_of_models(word: str, gpus: tuple[int, ...], *makers: str) -> tuple[Stage, ...]:
@@ -31,7 +32,7 @@ def peers_of_models(word: str, gpus: tuple[int, ...], *makers: str) -> tuple[Sta
 
 
 def _strategies(options: list[str], num_gpus: int) -> tuple[str, ...]:
-    return ("--strategies", "ulysses", A_BRANCH_EACH) if "--branches" in options and num_gpus > 1 else ()
+    return ("--strategies", "ulysses", A_BRANCH_EACH[num_gpus]) if "--branches" in options and num_gpus > 1 else ()
 
 
 def pair(name: str, model: str, maker: str, *options: str) -> Run:
@@ -46,13 +47,13 @@ MODELS_OF_A_PAIR = (
     beside("flux2_pair", pair("flux2", "FLUX.2-dev", "ours"), limit_s=150),
     beside(
         "wan_pair",
-        pair("wan", "Wan2.2-I2V-A14B", "ours", *GUIDED, "--strategies", A_BRANCH_EACH),
+        pair("wan", "Wan2.2-I2V-A14B", "ours", *GUIDED, "--strategies", A_BRANCH_EACH[2]),
         pair("wan_diffusers", "Wan2.2-I2V-A14B", "diffusers", *GUIDED),
         limit_s=240,
     ),
     beside(
         "cosmos_pair",
-        pair("cosmos", "Cosmos3-Nano", "ours", *GUIDED, "--strategies", A_BRANCH_EACH),
+        pair("cosmos", "Cosmos3-Nano", "ours", *GUIDED, "--strategies", A_BRANCH_EACH[2]),
         pair("ltx2", "LTX-2", "ours"),
         limit_s=240,
     ),

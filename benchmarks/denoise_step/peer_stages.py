@@ -37,7 +37,7 @@ def peers_on(word: str, gpus: tuple[int, ...]) -> tuple[Stage, ...]:
             limit_s=limit_s,
         )
         for limit_s, maker, precision, *sides in (
-            (120, "sglang", BF16, 1024, 2048),
+            (200, "sglang", BF16, 1024, 2048),  # on a new host it reads its many modules for the first time
             (150, "vllm-omni", BF16, 1024, 2048),
             (120, "sglang", FP8, 1024, 2048),
             (150, "vllm-omni", FP8, 1024, 2048),

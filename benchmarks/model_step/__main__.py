@@ -9,7 +9,7 @@ With ``--branches 2`` both forwards of a guided step are timed, as a job makes t
     torchrun --nproc_per_node 2 -m benchmarks.model_step Qwen-Image --branches 2 --strategies guidance
 
 SGLang's and vLLM-Omni's transformers of FLUX.2, Z-Image, Qwen-Image, Wan and Cosmos 3 are timed where they are
-installed, with their Ulysses on several GPUs:
+installed, on several GPUs divided as they do it (benchmarks/peers/layout.py):
 
     python -m benchmarks.model_step Qwen-Image --branches 2 --makers sglang vllm-omni sglang-blocks diffusers ours
     torchrun --nproc_per_node 2 -m benchmarks.model_step Qwen-Image --branches 2 --makers sglang vllm-omni ours
@@ -133,8 +133,10 @@ def attempted(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return run()
     except Exception:
-        torch.cuda.empty_cache()
-        return {"error": traceback.format_exc()[-MOST_SAID:]}
+        said = traceback.format_exc()[-MOST_SAID:]
+    gc.collect()  # once nothing holds the frames of what failed
+    torch.cuda.empty_cache()
+    return {"error": said}
 
 
 def diffusers(model: PublishedModel, reference: Tensor, arguments: Arguments, world: int) -> dict[str, Any]:
@@ -162,11 +164,10 @@ def peer_times(model: PublishedModel, reference: Tensor, arguments: Arguments, m
     """Of SGLang's or vLLM-Omni's transformer; the module is where it was afterwards."""
     device = next(model.module.parameters()).device
     try:
-        step = peer_of(model, maker)
-        error = relative_error(step(), reference, MAX_ERROR)
-        return {**timed(step, arguments), "relative_error": error}
+        with peer_of(model, maker) as step:
+            error = relative_error(step(), reference, MAX_ERROR)
+            return {**timed(step, arguments), "relative_error": error}
     finally:
-        step = None  # type: ignore[assignment]
         torch._dynamo.reset()  # which keeps what it compiled
         gc.collect()  # modules with hooks hold themselves
         torch.cuda.empty_cache()

@@ -1,34 +1,58 @@
 """SGLang's and vLLM-Omni's transformers of FLUX.2, Z-Image, Qwen-Image, Wan and Cosmos 3 as published, on one GPU or
-with their own Ulysses on several."""
+divided among several as the projects do it themselves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.models.published import PublishedModel
 from benchmarks.peers import sglang_models, vllm_omni_models
+from benchmarks.peers.calls import known
+from benchmarks.peers.layout import Layout
+from benchmarks.peers.step import begin_alone
 
 MAKERS = ("vllm-omni", "vllm-omni-eager", "sglang", "sglang-blocks")
 
 
-def peer_of(model: PublishedModel, maker: str) -> Callable[[], Tensor]:
-    """Returns a step of all branches that gives what ``model.call`` gives, in inference mode.
+@contextmanager
+def peer_of(model: PublishedModel, maker: str) -> Iterator[Callable[[], Tensor]]:
+    """A step of all branches that gives what ``model.call`` gives, in inference mode, as long as the context lasts: the
+    memory of a peer's weights is free afterwards.
 
     ValueError for makers and transformers that are not here.
     """
     if maker not in MAKERS:
         raise ValueError(f"unknown peer {maker!r}; known: {', '.join(MAKERS)}")
     project = sglang_models if maker.startswith("sglang") else vllm_omni_models
-    transformer, prepare = project.transformer_of(model, maker)
-    calls = [prepare(transformer, own) for own in model.own_calls]
+    known(project.MODELS, type(model.module).__name__)
+    begin_alone()
+    layout = Layout.of(model.module.config, len(model.branches), dist.get_world_size())
+    transformer, prepare = project.transformer_of(model, maker, layout)
+    mine = dist.get_rank() // layout.sequence  # its place among the ranks of one branch after the other
+    calls = [prepare(transformer, own) for own in model.own_calls[mine :: layout.branches]]
 
     @torch.inference_mode()
     def step() -> Tensor:
         outputs = [call() for call in calls]
-        return torch.cat([x.flatten() for x in tree_leaves(outputs) if isinstance(x, Tensor)])
+        answers = torch.cat([x.flatten() for x in tree_leaves(outputs) if isinstance(x, Tensor)])
+        return answers if layout.branches == 1 else project.gather_branches(answers)
 
-    return step
+    try:
+        yield step
+    finally:
+        empty(transformer)
+
+
+def empty(transformer: Any) -> None:
+    """Frees the weights that are its own, whoever holds it: projects keep layers in tables, and compilers what they
+    compiled."""
+    for tensor in itertools.chain(transformer.parameters(), transformer.buffers()):
+        tensor.data = tensor.data.new_empty(0)

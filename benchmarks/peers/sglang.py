@@ -22,6 +22,7 @@ from torch import Tensor
 
 from benchmarks.models.flux import architecture
 from benchmarks.models.making import default_dtype, without_init
+from benchmarks.peers.layout import Layout
 from benchmarks.peers.sglang_calls import call_in_parts, rotary_in_parts
 from engines.core.fast_model import Precision
 
@@ -49,7 +50,7 @@ def sglang_step(
 @cache
 def _transformer(module: Any, compiled: Compiled, precision: Precision) -> Any:
     """Theirs, whose parameters are those of ``module``: the names are the same. Quantised ones are copies."""
-    begin(dist.get_world_size())
+    begin(Layout(ulysses=dist.get_world_size()))
     from sglang.multimodal_gen.configs.models.dits.flux import FluxArchConfig, FluxConfig
     from sglang.multimodal_gen.runtime.models.dits.flux import FluxTransformer2DModel
 
@@ -115,15 +116,22 @@ def _quantization(precision: Precision) -> Any:
 
 
 @cache
-def begin(world: int) -> None:
+def begin(layout: Layout) -> None:
+    """Two ranks that share a sequence gather keys and values instead of exchanging heads, which is its default."""
     make_importable()
     allowed: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     from sglang.multimodal_gen.runtime.distributed import parallel_state
     from sglang.multimodal_gen.runtime.server_args import server_args
 
-    server_args.set_global_server_args(Arguments(tp_size=1, sp_degree=world, kv_gather_degree=1))
+    gathers = layout.ulysses == layout.sequence == 2
+    degrees = {"kv_gather_degree": 2 if gathers else 1, "sp_split_auto": gathers}
+    server_args.set_global_server_args(Arguments(tp_size=1, sp_degree=layout.sequence, **degrees))
     parallel_state.maybe_init_distributed_environment_and_model_parallel(
-        tp_size=1, sp_size=world, ulysses_degree=world, ring_degree=1
+        tp_size=1,
+        sp_size=layout.sequence,
+        cfg_degree=layout.branches,
+        ulysses_degree=layout.ulysses,
+        ring_degree=layout.ring,
     )
     if not (torch.cuda.is_available() and importlib.util.find_spec("cutlass")):
         _make_do_without_cute()
@@ -208,16 +216,16 @@ def _add_and_rms_norm(x_RC: Tensor, residual_RC: Tensor, weight_C: Tensor, eps: 
     norm.fused_add_rmsnorm(x_RC, residual_RC, weight_C, eps)
 
 
-def _attention_of(flash: Any) -> Callable[..., Tensor]:
-    """FlashAttention-3 under the name and arguments that SGLang calls it by: whole sequences, (batch, tokens, ...)."""
+def _attention_of(flash: Any) -> Callable[..., Any]:
+    """FlashAttention-3 under the name and arguments that SGLang calls it by: whole sequences, (batch, tokens, ...). A
+    ring asks for the logarithms of the sums, too."""
     forward = flash._flash_attn_forward
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None, causal: bool, **rest: Any) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None, causal: bool, **rest: Any) -> Any:
         assert not causal
-        assert not rest.get("return_softmax_lse")
         assert rest.get("cu_seqlens_q") is None
-        out: Tensor = forward(q, k, v, softmax_scale=softmax_scale or q.shape[-1] ** -0.5)[0]
-        return out
+        out, logsumexp, *_ = forward(q, k, v, softmax_scale=softmax_scale or q.shape[-1] ** -0.5)
+        return (out, logsumexp) if rest.get("return_softmax_lse") else out
 
     return attend
 

@@ -7,21 +7,21 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
 from benchmarks.models.published import PublishedModel
 from benchmarks.peers import sglang
 from benchmarks.peers.calls import Call, ClipOfText, Prepare, known
+from benchmarks.peers.layout import Layout
 from benchmarks.peers.sglang_calls import call_in_parts, call_of, rotary_in_parts
-from benchmarks.peers.step import SGLANG_COMPILED, begin_alone
+from benchmarks.peers.step import SGLANG_COMPILED
 
 
-def transformer_of(model: PublishedModel, maker: str) -> tuple[Any, Prepare]:
+def transformer_of(model: PublishedModel, maker: str, layout: Layout) -> tuple[Any, Prepare]:
     """Eager as it ships, or its blocks compiled."""
     module, name = model.module, type(model.module).__name__
     place, configs, prepare = known(MODELS, name)
-    begin_alone()
-    sglang.begin(dist.get_world_size())
+    sglang.begin(layout)
     transformer_class = getattr(importlib.import_module(f"sglang.multimodal_gen.runtime.models.dits.{place}"), name)
     config_module, config_class = configs.split(":")
     config = getattr(
@@ -30,6 +30,14 @@ def transformer_of(model: PublishedModel, maker: str) -> tuple[Any, Prepare]:
     options = {NAMES.get(key, key): value for key, value in module.config.items() if not key.startswith("_")}
     config.update_model_arch(options)
     return sglang.loaded(transformer_class, config, module, SGLANG_COMPILED[maker]), prepare
+
+
+def gather_branches(answers_V: Tensor) -> Tensor:
+    """Of all ranks of a guided step, (values,) each, in the order of its branches."""
+    from sglang.multimodal_gen.runtime.distributed.parallel_state import get_cfg_group
+
+    gathered: Tensor = get_cfg_group().all_gather(answers_V)
+    return gathered
 
 
 def _flux2(transformer: Any, own: Mapping[str, Any]) -> Call:
@@ -89,7 +97,9 @@ def _z_image(transformer: Any, own: Mapping[str, Any]) -> Call:
 def _wan(transformer: Any, own: Mapping[str, Any]) -> Call:
     kept = {name: own[name] for name in ("hidden_states", "encoder_hidden_states", "timestep")}
     pictures = own.get("encoder_hidden_states_image")
-    batch = sglang.Arguments(extra={}, enable_sequence_shard=dist.get_world_size() > 1, enable_teacache=False)
+    from sglang.multimodal_gen.runtime.distributed.parallel_state import get_sp_world_size
+
+    batch = sglang.Arguments(extra={}, enable_sequence_shard=get_sp_world_size() > 1, enable_teacache=False)
     images = None if pictures is None else [pictures]
     return call_of(transformer, batch, autocast=True, encoder_hidden_states_image=images, **kept)
 

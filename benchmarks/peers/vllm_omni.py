@@ -20,6 +20,7 @@ from torch import Tensor
 
 from benchmarks.models.flux import architecture
 from benchmarks.models.making import default_dtype, without_init
+from benchmarks.peers.layout import Layout
 from engines.core.fast_model import Precision
 
 ROOM = 2.0
@@ -49,12 +50,13 @@ def vllm_omni_step(
 @cache
 def _transformer(module: Any, compiled: bool, tensor: bool, precision: Precision) -> Any:
     world = dist.get_world_size()
-    od_config = begin(next(module.parameters()).dtype, precision, world if tensor else 1)
+    layout = Layout(tensor=world) if tensor else Layout(ulysses=world)
+    od_config = begin(next(module.parameters()).dtype, precision, layout)
     from vllm_omni.diffusion.models.flux.flux_transformer import FluxTransformer2DModel
 
     transformer = loaded(FluxTransformer2DModel, architecture(module), module, od_config)
     if world > 1 and not tensor:
-        cut_sequence(transformer, _plan_of_flux())
+        cut_sequence(transformer, _plan_of_flux(), layout)
     if compiled:
         compile_blocks(transformer, od_config)
     return transformer
@@ -116,12 +118,13 @@ def _quantize(transformer: Any) -> None:
             method.process_weights_after_loading(layer)
 
 
-def cut_sequence(transformer: Any, plan: dict[str, Any]) -> None:
-    """Among all ranks, as its registry of models does it."""
+def cut_sequence(transformer: Any, plan: dict[str, Any], layout: Layout) -> None:
+    """As its registry of models does it."""
     from vllm_omni.diffusion.distributed.sp_plan import SequenceParallelConfig
     from vllm_omni.diffusion.hooks.sequence_parallel import apply_sequence_parallel
 
-    apply_sequence_parallel(transformer, SequenceParallelConfig(ulysses_degree=dist.get_world_size()), plan)
+    config = SequenceParallelConfig(ulysses_degree=layout.ulysses, ring_degree=layout.ring)
+    apply_sequence_parallel(transformer, config, plan)
 
 
 def _plan_of_flux() -> dict[str, Any]:
@@ -144,10 +147,10 @@ def make_importable() -> None:
 
 
 @cache
-def begin(dtype: torch.dtype, precision: Precision, tensor: int = 1) -> Any:
+def begin(dtype: torch.dtype, precision: Precision, layout: Layout) -> Any:
     """Returns its configuration, with groups and contexts as its worker makes them; the contexts stay open.
 
-    Ranks that do not split by tensor parallelism split by Ulysses. Another configuration needs a process of its own.
+    Another configuration needs a process of its own.
     """
     allowed: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     make_importable()
@@ -160,8 +163,13 @@ def begin(dtype: torch.dtype, precision: Precision, tensor: int = 1) -> Any:
     from vllm_omni.diffusion.vllm_config import create_diffusion_vllm_config
     from vllm_omni.platforms import current_omni_platform
 
-    ulysses = dist.get_world_size() // tensor
-    sizes = {"ulysses_degree": ulysses, "sequence_parallel_size": ulysses, "tensor_parallel_size": tensor}
+    sizes = {
+        "ulysses_degree": layout.ulysses,
+        "ring_degree": layout.ring,
+        "sequence_parallel_size": layout.sequence,
+        "tensor_parallel_size": layout.tensor,
+        "cfg_parallel_size": layout.branches,
+    }
     od_config = OmniDiffusionConfig(
         parallel_config=DiffusionParallelConfig(**sizes),
         num_gpus=dist.get_world_size(),

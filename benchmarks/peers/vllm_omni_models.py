@@ -8,24 +8,22 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.models.published import PublishedModel
 from benchmarks.peers import vllm_omni
 from benchmarks.peers.calls import Call, ClipOfText, Prepare, known
-from benchmarks.peers.step import begin_alone
+from benchmarks.peers.layout import Layout
 
 
-def transformer_of(model: PublishedModel, maker: str) -> tuple[Any, Prepare]:
+def transformer_of(model: PublishedModel, maker: str, layout: Layout) -> tuple[Any, Prepare]:
     """Its blocks compiled as it ships, or eager; the weights are copies of those of ``model``, whose module may be on
     the CPU from now on."""
     module, name = model.module, type(model.module).__name__
     place, prepare = known(MODELS, name)
     if name.startswith("Flux2") and module.config.guidance_embeds:
         place = "flux2.flux2_transformer"  # klein has a file of its own
-    begin_alone()
-    od_config = vllm_omni.begin(next(module.parameters()).dtype, "native")
+    od_config = vllm_omni.begin(next(module.parameters()).dtype, "native", layout)
     if name.startswith("Cosmos3"):
         transformer_class, options = _cosmos_class(), _cosmos_options(module, od_config)
     else:
@@ -33,14 +31,14 @@ def transformer_of(model: PublishedModel, maker: str) -> tuple[Any, Prepare]:
         settings = {**module.config, "od_config": od_config}
         options = {key: settings[key] for key in inspect.signature(transformer_class).parameters if key in settings}
     transformer = vllm_omni.loaded(transformer_class, options, module, od_config)
-    if dist.get_world_size() > 1:
-        _cut_by_its_plan(transformer)
+    if layout.sequence > 1:
+        _cut_by_its_plan(transformer, layout)
     if "eager" not in maker:
         vllm_omni.compile_blocks(transformer, od_config)
     return transformer, prepare
 
 
-def _cut_by_its_plan(transformer: Any) -> None:
+def _cut_by_its_plan(transformer: Any, layout: Layout) -> None:
     """What lies outside of the plan's modules is whole on each rank, and its attention is told so.
 
     Each forward begins as the first of a request: hooks of Wan's plan count two cuts and one gather, so what they count
@@ -48,7 +46,7 @@ def _cut_by_its_plan(transformer: Any) -> None:
     """
     from vllm_omni.diffusion.forward_context import get_forward_context
 
-    vllm_omni.cut_sequence(transformer, transformer._sp_plan)
+    vllm_omni.cut_sequence(transformer, transformer._sp_plan, layout)
     context = get_forward_context()
     context.sp_plan_hooks_applied = True
 
@@ -57,6 +55,14 @@ def _cut_by_its_plan(transformer: Any) -> None:
         context._sp_equal_pad_stack.clear()
 
     transformer.register_forward_pre_hook(begin)
+
+
+def gather_branches(answers_V: Tensor) -> Tensor:
+    """Of all ranks of a guided step, (values,) each, in the order of its branches."""
+    from vllm_omni.diffusion.distributed.parallel_state import get_cfg_group
+
+    gathered: Tensor = get_cfg_group().all_gather(answers_V)
+    return gathered
 
 
 def _cosmos_class() -> Any:

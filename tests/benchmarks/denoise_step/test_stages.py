@@ -81,5 +81,8 @@ def test_models_that_are_timed_are_known(run: Run) -> None:
     arguments = options.parse(run.arguments)
     assert not set(arguments.makers) - set(options.MAKERS)
     assert set(arguments.models) <= {*options.MODELS, *options.CLIPS}
-    assert "guidance" not in arguments.strategies or (arguments.branches == 2 and len(run.gpus) > 1)
+    for strategy in arguments.strategies:
+        num_groups, _, rest = strategy.removeprefix("guidance").partition("xulysses")
+        assert "guidance" not in strategy or arguments.branches == 2
+        assert "guidance" not in strategy or int(num_groups or 2) * int(rest or 1) == len(run.gpus)
     assert "diffusers" not in arguments.makers or len(run.gpus) == 1 or len(arguments.makers) == 1

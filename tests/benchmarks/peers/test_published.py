@@ -6,10 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from benchmarks.peers import sglang_models, vllm_omni_models
-from benchmarks.peers.published import MAKERS, peer_of
+from benchmarks.peers.published import MAKERS, empty, peer_of
 
 
 class Wan3DModel:
@@ -21,15 +22,27 @@ MODEL: Any = SimpleNamespace(module=Wan3DModel(), own_calls=())
 
 def test_an_unknown_maker_is_told_the_known_ones() -> None:
     with pytest.raises(ValueError, match="known: vllm-omni"):
-        peer_of(MODEL, "diffusers")
+        peer_of(MODEL, "diffusers").__enter__()
 
 
 @pytest.mark.parametrize("maker", MAKERS)
 def test_an_unknown_transformer_is_told_the_known_ones_and_starts_nothing(maker: str) -> None:
     with pytest.raises(ValueError, match=r"Flux2Transformer2DModel, .* not for Wan3DModel"):
-        peer_of(MODEL, maker)
+        peer_of(MODEL, maker).__enter__()
     assert not dist.is_initialized()
 
 
 def test_both_projects_are_timed_for_the_same_models() -> None:
     assert set(sglang_models.MODELS) == set(vllm_omni_models.MODELS)
+
+
+def test_a_peers_memory_is_free_whoever_holds_it_and_what_it_shares_is_whole() -> None:
+    module, peer = torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(3)
+    weight = module.weight
+    peer.load_state_dict({**peer.state_dict(), "weight": module.state_dict()["weight"]}, assign=True)
+    bias = peer.bias
+    assert peer.weight.data_ptr() == weight.data_ptr()
+    empty(peer)
+    assert {tensor.numel() for tensor in (*peer.parameters(), *peer.buffers(), bias)} == {0}
+    assert module.weight is weight
+    assert weight.tolist() == [1, 1, 1]

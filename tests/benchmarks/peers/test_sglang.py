@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.peers import sglang
 
-ATTENTION = "_flash_attn_forward = lambda q, k, v, softmax_scale: (softmax_scale,)"
+ATTENTION = "_flash_attn_forward = lambda q, k, v, softmax_scale: (softmax_scale, -softmax_scale, None, None)"
 UNLOADABLE = "raise ImportError('undefined symbol')"
 
 
@@ -22,9 +22,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     package.mkdir()
     (package / "__init__.py").write_text(UNLOADABLE)
     (package / "scalar_type.py").write_text("scalar_types = 'plain Python'")
-    (tmp_path / "fa3_fwd_interface.py").write_text(
-        "_flash_attn_forward = lambda q, k, v, softmax_scale: (softmax_scale,)"
-    )
+    (tmp_path / "fa3_fwd_interface.py").write_text(ATTENTION)
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("sgl_kernel", "sgl_kernel.flash_attn", "sgl_kernel.scalar_type", "fa3_fwd_interface"):
         monkeypatch.setitem(sys.modules, name, None)
@@ -47,7 +45,9 @@ def test_what_needs_no_library_is_theirs_and_attention_is_that_of_fa3_fwd() -> N
 
     assert scalar_types == "plain Python"
     x = torch.zeros(1, 2, 3, 16)
-    assert flash_attn_varlen_func(x, x, x, softmax_scale=None, causal=False, cu_seqlens_q=None) == 0.25
+    usual = {"causal": False, "cu_seqlens_q": None}
+    assert flash_attn_varlen_func(x, x, x, softmax_scale=None, **usual) == 0.25
+    assert flash_attn_varlen_func(x, x, x, softmax_scale=None, return_softmax_lse=True, **usual) == (0.25, -0.25)
     with pytest.raises(AssertionError):
         flash_attn_varlen_func(x, x, x, softmax_scale=None, causal=True)
 
