@@ -42,7 +42,9 @@ class LoadRankParts:
             with quick_imports():
                 import_module("diffusers.pipelines.auto_pipeline")
         with timed("rank: first exchanges", rank=context.rank):
-            wait_for_early_start()  # weights are copied to where its exchanges may be under way
+            early = wait_for_early_start()  # weights are copied to where its exchanges may be under way
+        for part, took_s in early.items():
+            log_phase(f"rank: early, {part}", took_s, rank=context.rank)
         with timed("rank: weights", rank=context.rank), quick_imports():
             checkpoint = Checkpoint.open(self.model.source, context.device, self.model.dtype, loras=self.model.loras)
             eager_only = checkpoint.eager_only(is_split=config.splits_tokens)

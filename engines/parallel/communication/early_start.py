@@ -12,7 +12,10 @@ random numbers.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from threading import Thread
 
 import torch
@@ -26,10 +29,20 @@ from engines.parallel.communication.mesh import Groups
 
 
 class EarlyStart:
-    """The start that is under way, or is over; None before."""
+    """``future``: the start that is under way, or is over; None before. ``seconds``: of its parts, as they end."""
 
     def __init__(self) -> None:
         self.future: Future[None] | None = None
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def timed(self, part: str, device: torch.device) -> Iterator[None]:
+        """The block's time, and that of what it has sent to ``device``."""
+        begun_s = time.monotonic()
+        yield
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self.seconds[part] = time.monotonic() - begun_s
 
 
 def start_early(device: torch.device) -> None:
@@ -42,14 +55,16 @@ def start_early(device: torch.device) -> None:
     assert start.future is None or start.future.done(), "the early start is under way already"
     start.future = Future()
     # A daemon: where an exchange hangs, the process can still end.
-    Thread(target=_fulfil, args=(start.future, device), name="early start", daemon=True).start()
+    Thread(target=_fulfil, args=(start, device), name="early start", daemon=True).start()
 
 
-def wait_for_early_start() -> None:
-    """Return once ``start_early``'s thread is done, at once if there is none; what it raised is raised here."""
-    future = rank_resources().get(EarlyStart).future
-    if future is not None:
-        future.result()
+def wait_for_early_start() -> dict[str, float]:
+    """Return once ``start_early``'s thread is done, at once if there is none: the seconds of its parts. What it raised
+    is raised here."""
+    start = rank_resources().get(EarlyStart)
+    if start.future is not None:
+        start.future.result()
+    return start.seconds
 
 
 def gang_groups() -> Groups:
@@ -58,41 +73,43 @@ def gang_groups() -> Groups:
     return Groups.of_gang()
 
 
-def _fulfil(future: Future[None], device: torch.device) -> None:
+def _fulfil(start: EarlyStart, device: torch.device) -> None:
+    assert start.future is not None
     try:
-        _work(device)
-        future.set_result(None)
+        _work(start, device)
+        start.future.set_result(None)
     except BaseException as error:  # else the main thread would wait for ever
-        future.set_exception(error)
+        start.future.set_exception(error)
 
 
-def _work(device: torch.device) -> None:
+def _work(start: EarlyStart, device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)  # each thread has its own current device
     if dist.is_initialized():
-        _exchange(device)
-    _compute(device)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        _exchange(start, device)
+    with start.timed("first kernels", device):
+        _compute(device)
 
 
-def _exchange(device: torch.device) -> None:
+def _exchange(start: EarlyStart, device: torch.device) -> None:
     """Every kind on every aligned run of ranks that this one is in, at a small and a large size: NCCL connects them
     differently.
     """
     groups, rank, num_ranks = Groups.of_gang(), dist.get_rank(), dist.get_world_size()
     runs = [ranks for team_size in tiling_sizes(num_ranks)[1:] for ranks in aligned_runs(num_ranks, team_size)]
     # Groups first: ranks outside a new one wait until those inside have made it, some with the interpreter locked.
-    names = {ranks: groups.name(ranks) for ranks in runs}
+    with start.timed("groups", device):
+        names = {ranks: groups.name(ranks) for ranks in runs}
     sizes_bytes = (2**16, 2**24) if device.type == "cuda" else (2**10,)
     for ranks, name in names.items():
         if rank not in ranks:
             continue
         axis = Axis(ranks=ranks, index=ranks.index(rank), group=name)
-        for size_bytes in sizes_bytes:
-            x = torch.zeros(axis.size, size_bytes // axis.size // 4, device=device)
-            for exchange in EXCHANGES.values():
-                exchange(x, axis)
+        with start.timed(f"first exchanges of {axis.size}", device):
+            for size_bytes in sizes_bytes:
+                x = torch.zeros(axis.size, size_bytes // axis.size // 4, device=device)
+                for exchange in EXCHANGES.values():
+                    exchange(x, axis)
 
 
 def _compute(device: torch.device) -> None:

@@ -61,7 +61,9 @@ def exchanges_seen() -> Seen:
 
     with as_at_start(), patch.object(early_start, "EXCHANGES", {kind: watched(kind) for kind in EXCHANGES}):
         start_early(CPU)
-        wait_for_early_start()
+        seconds = wait_for_early_start()
+    assert list(seconds) == ["groups", "first exchanges of 2", "first exchanges of 4", "first kernels"]
+    assert min(seconds.values()) > 0
     return seen
 
 
@@ -129,7 +131,7 @@ def test_what_the_thread_raised_is_raised_where_it_is_waited_for() -> None:
 
 def test_without_an_early_start_there_is_nothing_to_wait_for() -> None:
     with as_at_start():
-        wait_for_early_start()
+        assert wait_for_early_start() == {}
         assert gang_groups().name((0,)) == ""
 
 
