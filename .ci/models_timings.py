@@ -9,7 +9,7 @@ from pathlib import Path
 REPORTS = Path(__file__).parents[1] / "benchmarks" / "reports"
 GPUS = "h[12]00"
 """In the names of reports of machines with GPUs, as a pattern."""
-SUBJECTS = ("application", "denoise_step", "model_step", "pairs", "peers")
+SUBJECTS = ("application", "denoise_step", "model_step", "pairs", "peers", "quad")
 """Of reports that time whole transformers: others are of small models, or of parts."""
 CALLED = {"Wan2.1-T2V-14B": "Wan2.1-14B"}
 """What reports call a model, where that is not its name."""
