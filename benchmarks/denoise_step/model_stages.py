@@ -18,20 +18,24 @@ BESIDE_PEERS = (
 """On GPUs of 80 GB a large module waits in the host's memory while vLLM-Omni has its turn: 64 GB a GPU for the last."""
 A_BRANCH_EACH = {2: "guidance", 4: "guidance2xulysses2"}
 """By number of GPUs."""
+UNEVEN = "Z-Image-Turbo"
+"""Its 30 heads do not divide by four."""
 
 
 def peers_of_models(word: str, gpus: tuple[int, ...], *makers: str) -> tuple[Stage, ...]:
     """Each model in one process a GPU, maker by maker."""
     return tuple(
         alone(
-            f"peers_of_{name}{word}", model, *options, *_strategies(options, len(gpus)), "--makers", *makers,
+            f"peers_of_{name}{word}", model, *options, *_strategies(model, options, len(gpus)), "--makers", *makers,
             module=MODEL_STEP, gpus=gpus, min_gpus=len(gpus), limit_s=limit_s,
         )
         for limit_s, name, model, *options in BESIDE_PEERS
     )  # fmt: skip
 
 
-def _strategies(options: list[str], num_gpus: int) -> tuple[str, ...]:
+def _strategies(model: str, options: list[str], num_gpus: int) -> tuple[str, ...]:
+    if model == UNEVEN and num_gpus > 2:
+        return ("--strategies", "ulysses", "hybrid")
     return ("--strategies", "ulysses", A_BRANCH_EACH[num_gpus]) if "--branches" in options and num_gpus > 1 else ()
 
 
