@@ -21,6 +21,7 @@ from benchmarks.application.memory import peak_memory
 from benchmarks.faults.timeline import rank_pids
 from benchmarks.serving.application import Application
 from benchmarks.spread import Spread
+from deployments.api.measures import ETA_HEADER
 
 NUM_REPEATS, NUM_NEW, NUM_LARGE = 5, 8, 3
 NUM_CLIPS = 3
@@ -81,6 +82,7 @@ def pictures(visit: Visit) -> Document:
         "picture": medians([timing(one) for one in same]),
         "new_prompt": medians(visit.new_prompts),
         "answered_ms": answered_ms(same),
+        "eta_error": eta_error(same),
         "same_bytes": all(data_of(one) == expected for one in same),
         "bytes": len(expected),
     }
@@ -89,6 +91,13 @@ def pictures(visit: Visit) -> Document:
 def answered_ms(answers: Sequence[httpx.Response]) -> dict[str, float]:
     """Until the client had all of each, which says less of itself: its total ends before its bytes are written."""
     return Spread.of([1e3 * one.elapsed.total_seconds() for one in answers]).rounded(1)
+
+
+def eta_error(answers: Sequence[httpx.Response]) -> dict[str, float] | None:
+    """How far what each was predicted to take, when it came to the gang, is from what it took, as a share of that; None
+    where nothing was predicted."""
+    told = [(float(one.headers[ETA_HEADER]), timing(one)["total"]) for one in answers if ETA_HEADER in one.headers]
+    return Spread.of([abs(1e3 * eta_s / total_ms - 1) for eta_s, total_ms in told]).rounded(3) if told else None
 
 
 def jpeg(visit: Visit) -> Document:
@@ -119,9 +128,9 @@ def at_once(visit: Visit) -> Document:
     """Pictures that come together."""
     num = visit.at_once
     took_s, answers = _side_by_side(num, [{"seed": seed} for seed in range(num)], visit.client)
-    totals_ms = [one["total"] for one in answers]
+    totals_ms = [timing(one)["total"] for one in answers]
     told = {"total_ms": Spread.of(totals_ms).rounded(0), "mean_ms": round(fmean(totals_ms))}
-    return {"at_once": {"num": num, "per_s": round(num / took_s, 3), **told}}
+    return {"at_once": {"num": num, "per_s": round(num / took_s, 3), **told, "eta_error": eta_error(answers)}}
 
 
 def clips(visit: Visit) -> Document:
@@ -148,7 +157,7 @@ def overlap(visit: Visit) -> Document:
     alone = medians(visit.new_prompts)
     asked = [{"prompt": visit.new_prompt(), "seed": number} for number in range(NUM_OVERLAPPING)]
     took_s, answers = _side_by_side(NUM_CLIENTS, asked, visit.client)
-    both = medians(answers)
+    both = medians([timing(one) for one in answers])
     stages = ("encode", "denoise", "decode")
     return {
         "overlap": {
@@ -174,11 +183,13 @@ def kill(visit: Visit) -> Document:
     return {"after_a_kill": {"answered_s": round(took_s, 1), "same_bytes": data_of(answer) == expected}}
 
 
-def _side_by_side(num_clients: int, asked: Sequence[Mapping[str, Any]], client: Client) -> tuple[float, list[Timing]]:
-    """Seconds until all are there, and what each says."""
+def _side_by_side(
+    num_clients: int, asked: Sequence[Mapping[str, Any]], client: Client
+) -> tuple[float, list[httpx.Response]]:
+    """Seconds until all are there, and each."""
     with ThreadPoolExecutor(num_clients) as pool:
         start_s = time.perf_counter()
-        answers = list(pool.map(lambda fields: timing(client.painted(**fields)), asked))
+        answers = list(pool.map(lambda fields: client.painted(**fields), asked))
         return time.perf_counter() - start_s, answers
 
 
