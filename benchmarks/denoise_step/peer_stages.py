@@ -5,13 +5,13 @@ from __future__ import annotations
 from benchmarks.denoise_step.model_stages import MODELS_OF_A_PAIR, MODELS_OF_FOUR, MODELS_OF_ONE
 from benchmarks.denoise_step.stage import BF16, FIRST, FOUR, FP8, LAST, ONE, Stage, alone, beside, ours, peer
 
-# In two stages: each run holds the whole model on its GPUs, and three of them are what fits. On four the goals' own
-# stage is what they stand beside; on 2 ranks their GPUs are cooler than there, so Troupe takes its turn with them.
+# Each run holds the whole model on its GPUs, and two of them are what 80 GB have room for: diffusers' ring on four has
+# a stage of its own below. On four the goals' own stage is what these stand beside; on 2 ranks their GPUs are cooler
+# than there, so Troupe takes its turn with them.
 PEERS = (
     beside(
         "peers",
         peer("ulysses4", "diffusers-ulysses", FOUR, 1024, 2048),
-        peer("ring4", "diffusers-ring", FOUR, 1024, 2048),
         peer("xdit4", "xdit", FOUR, 1024, 2048),
         limit_s=130,
     ),
