@@ -37,15 +37,15 @@ def peer_of(model: PublishedModel, maker: str) -> Iterator[Callable[[], Tensor]]
     layout = Layout.of(model.module.config, len(model.branches), dist.get_world_size())
     transformer, prepare = project.transformer_of(model, maker, layout)
     mine = dist.get_rank() // layout.sequence  # its place among the ranks of one branch after the other
-    calls = [prepare(transformer, own) for own in model.own_calls[mine :: layout.branches]]
-
-    @torch.inference_mode()
-    def step() -> Tensor:
-        outputs = [call() for call in calls]
-        answers = torch.cat([x.flatten() for x in tree_leaves(outputs) if isinstance(x, Tensor)])
-        return answers if layout.branches == 1 else project.gather_branches(answers)
-
     try:
+        calls = [prepare(transformer, own) for own in model.own_calls[mine :: layout.branches]]
+
+        @torch.inference_mode()
+        def step() -> Tensor:
+            outputs = [call() for call in calls]
+            answers = torch.cat([x.flatten() for x in tree_leaves(outputs) if isinstance(x, Tensor)])
+            return answers if layout.branches == 1 else project.gather_branches(answers)
+
         yield step
     finally:
         empty(transformer)

@@ -95,10 +95,10 @@ def _z_image(transformer: Any, own: Mapping[str, Any]) -> Call:
 
 
 def _wan(transformer: Any, own: Mapping[str, Any]) -> Call:
-    kept = {name: own[name] for name in ("hidden_states", "encoder_hidden_states", "timestep")}
-    pictures = own.get("encoder_hidden_states_image")
     from sglang.multimodal_gen.runtime.distributed.parallel_state import get_sp_world_size
 
+    kept = {name: own[name] for name in ("hidden_states", "encoder_hidden_states", "timestep")}
+    pictures = own.get("encoder_hidden_states_image")
     batch = sglang.Arguments(extra={}, enable_sequence_shard=get_sp_world_size() > 1, enable_teacache=False)
     images = None if pictures is None else [pictures]
     return call_of(transformer, batch, autocast=True, encoder_hidden_states_image=images, **kept)
