@@ -16,8 +16,7 @@ BESIDE_PEERS = (
     (300, "flux2", "FLUX.2-dev", "--repeats", "5"),
 )
 """On GPUs of 80 GB a large module waits in the host's memory while vLLM-Omni has its turn: 64 GB a GPU for the last."""
-A_BRANCH_EACH = {2: "guidance", 4: "guidance2xulysses2"}
-"""By number of GPUs."""
+A_BRANCH_EACH = "guidance"
 UNEVEN = "Z-Image-Turbo"
 """Its 30 heads do not divide by four."""
 
@@ -36,7 +35,7 @@ def peers_of_models(word: str, gpus: tuple[int, ...], *makers: str) -> tuple[Sta
 def _strategies(model: str, options: list[str], num_gpus: int) -> tuple[str, ...]:
     if model == UNEVEN and num_gpus > 2:
         return ("--strategies", "ulysses", "hybrid")
-    return ("--strategies", "ulysses", A_BRANCH_EACH[num_gpus]) if "--branches" in options and num_gpus > 1 else ()
+    return ("--strategies", "ulysses", A_BRANCH_EACH) if "--branches" in options and num_gpus > 1 else ()
 
 
 def pair(name: str, model: str, maker: str, *options: str) -> Run:
@@ -51,13 +50,13 @@ MODELS_OF_A_PAIR = (
     beside("flux2_pair", pair("flux2", "FLUX.2-dev", "ours"), limit_s=150),
     beside(
         "wan_pair",
-        pair("wan", "Wan2.2-I2V-A14B", "ours", *GUIDED, "--strategies", A_BRANCH_EACH[2]),
+        pair("wan", "Wan2.2-I2V-A14B", "ours", *GUIDED, "--strategies", A_BRANCH_EACH),
         pair("wan_diffusers", "Wan2.2-I2V-A14B", "diffusers", *GUIDED),
         limit_s=240,
     ),
     beside(
         "cosmos_pair",
-        pair("cosmos", "Cosmos3-Nano", "ours", *GUIDED, "--strategies", A_BRANCH_EACH[2]),
+        pair("cosmos", "Cosmos3-Nano", "ours", *GUIDED, "--strategies", A_BRANCH_EACH),
         pair("ltx2", "LTX-2", "ours"),
         limit_s=240,
     ),

@@ -3,6 +3,7 @@ divided among several as the projects do it themselves."""
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.models.published import PublishedModel
 from benchmarks.peers import sglang_models, vllm_omni_models
 from benchmarks.peers.calls import known
-from benchmarks.peers.layout import Layout
+from benchmarks.peers.layout import layout_of
 from benchmarks.peers.step import begin_alone
 
 MAKERS = ("vllm-omni", "vllm-omni-eager", "sglang", "sglang-blocks")
@@ -34,17 +35,21 @@ def peer_of(model: PublishedModel, maker: str) -> Iterator[Callable[[], Tensor]]
     project = sglang_models if maker.startswith("sglang") else vllm_omni_models
     known(project.MODELS, type(model.module).__name__)
     begin_alone()
-    layout = Layout.of(model.module.config, len(model.branches), dist.get_world_size())
+    layout = layout_of(model.module.config, len(model.branches), dist.get_world_size())
     transformer, prepare = project.transformer_of(model, maker, layout)
-    mine = dist.get_rank() // layout.sequence  # its place among the ranks of one branch after the other
+    mine = dist.get_rank() // layout.context  # its place among the ranks of one branch after the other
     try:
-        calls = [prepare(transformer, own) for own in model.own_calls[mine :: layout.branches]]
+        calls = [prepare(transformer, own) for own in model.own_calls[mine :: layout.guidance]]
 
         @torch.inference_mode()
         def step() -> Tensor:
             outputs = [call() for call in calls]
             answers = torch.cat([x.flatten() for x in tree_leaves(outputs) if isinstance(x, Tensor)])
-            return answers if layout.branches == 1 else project.gather_branches(answers)
+            return (
+                answers
+                if layout.guidance == 1
+                else importlib.import_module(project.GROUPS).get_cfg_group().all_gather(answers)
+            )
 
         yield step
     finally:

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from benchmarks.models.flux import architecture
 from benchmarks.models.making import default_dtype, without_init
-from benchmarks.peers.layout import Layout
 from benchmarks.peers.sglang_calls import call_in_parts, rotary_in_parts
 from engines.core.fast_model import Precision
+from engines.core.spec import ParallelSpec
 
 Compiled = Literal["", "whole", "blocks"]
 ROTARY_IN_CUTE = "sglang.kernels.ops.diffusion.rope.rmsnorm_interleaved_rope_cutedsl"
@@ -50,7 +50,7 @@ def sglang_step(
 @cache
 def _transformer(module: Any, compiled: Compiled, precision: Precision) -> Any:
     """Theirs, whose parameters are those of ``module``: the names are the same. Quantised ones are copies."""
-    begin(Layout(ulysses=dist.get_world_size()))
+    begin(ParallelSpec(ulysses=dist.get_world_size()))
     from sglang.multimodal_gen.configs.models.dits.flux import FluxArchConfig, FluxConfig
     from sglang.multimodal_gen.runtime.models.dits.flux import FluxTransformer2DModel
 
@@ -116,20 +116,20 @@ def _quantization(precision: Precision) -> Any:
 
 
 @cache
-def begin(layout: Layout) -> None:
+def begin(layout: ParallelSpec) -> None:
     """Two ranks that share a sequence gather keys and values instead of exchanging heads, which is its default."""
     make_importable()
     allowed: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     from sglang.multimodal_gen.runtime.distributed import parallel_state
     from sglang.multimodal_gen.runtime.server_args import server_args
 
-    gathers = layout.ulysses == layout.sequence == 2
+    gathers = layout.ulysses == layout.context == 2
     degrees = {"kv_gather_degree": 2 if gathers else 1, "sp_split_auto": gathers}
-    server_args.set_global_server_args(Arguments(tp_size=1, sp_degree=layout.sequence, **degrees))
+    server_args.set_global_server_args(Arguments(tp_size=1, sp_degree=layout.context, **degrees))
     parallel_state.maybe_init_distributed_environment_and_model_parallel(
         tp_size=1,
-        sp_size=layout.sequence,
-        cfg_degree=layout.branches,
+        sp_size=layout.context,
+        cfg_degree=layout.guidance,
         ulysses_degree=layout.ulysses,
         ring_degree=layout.ring,
     )

@@ -7,17 +7,19 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.models.published import PublishedModel
 from benchmarks.peers import sglang
 from benchmarks.peers.calls import Call, ClipOfText, Prepare, known
-from benchmarks.peers.layout import Layout
 from benchmarks.peers.sglang_calls import call_in_parts, call_of, rotary_in_parts
 from benchmarks.peers.step import SGLANG_COMPILED
+from engines.core.spec import ParallelSpec
+
+GROUPS = "sglang.multimodal_gen.runtime.distributed.parallel_state"
+"""The module of its groups of ranks."""
 
 
-def transformer_of(model: PublishedModel, maker: str, layout: Layout) -> tuple[Any, Prepare]:
+def transformer_of(model: PublishedModel, maker: str, layout: ParallelSpec) -> tuple[Any, Prepare]:
     """Eager as it ships, or its blocks compiled."""
     module, name = model.module, type(model.module).__name__
     place, configs, prepare = known(MODELS, name)
@@ -30,14 +32,6 @@ def transformer_of(model: PublishedModel, maker: str, layout: Layout) -> tuple[A
     options = {NAMES.get(key, key): value for key, value in module.config.items() if not key.startswith("_")}
     config.update_model_arch(options)
     return sglang.loaded(transformer_class, config, module, SGLANG_COMPILED[maker]), prepare
-
-
-def gather_branches(answers_V: Tensor) -> Tensor:
-    """Of all ranks of a guided step, (values,) each, in the order of its branches."""
-    from sglang.multimodal_gen.runtime.distributed.parallel_state import get_cfg_group
-
-    gathered: Tensor = get_cfg_group().all_gather(answers_V)
-    return gathered
 
 
 def _flux2(transformer: Any, own: Mapping[str, Any]) -> Call:

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from benchmarks.models.flux import architecture
 from benchmarks.models.making import default_dtype, without_init
-from benchmarks.peers.layout import Layout
 from engines.core.fast_model import Precision
+from engines.core.spec import ParallelSpec
 
 ROOM = 2.0
 """Free memory that is room enough, in times a module's weights."""
@@ -50,7 +50,7 @@ def vllm_omni_step(
 @cache
 def _transformer(module: Any, compiled: bool, tensor: bool, precision: Precision) -> Any:
     world = dist.get_world_size()
-    layout = Layout(tensor=world) if tensor else Layout(ulysses=world)
+    layout = ParallelSpec(tensor=world) if tensor else ParallelSpec(ulysses=world)
     od_config = begin(next(module.parameters()).dtype, precision, layout)
     from vllm_omni.diffusion.models.flux.flux_transformer import FluxTransformer2DModel
 
@@ -118,7 +118,7 @@ def _quantize(transformer: Any) -> None:
             method.process_weights_after_loading(layer)
 
 
-def cut_sequence(transformer: Any, plan: dict[str, Any], layout: Layout) -> None:
+def cut_sequence(transformer: Any, plan: dict[str, Any], layout: ParallelSpec) -> None:
     """As its registry of models does it."""
     from vllm_omni.diffusion.distributed.sp_plan import SequenceParallelConfig
     from vllm_omni.diffusion.hooks.sequence_parallel import apply_sequence_parallel
@@ -147,7 +147,7 @@ def make_importable() -> None:
 
 
 @cache
-def begin(dtype: torch.dtype, precision: Precision, layout: Layout) -> Any:
+def begin(dtype: torch.dtype, precision: Precision, layout: ParallelSpec) -> Any:
     """Returns its configuration, with groups and contexts as its worker makes them; the contexts stay open.
 
     Another configuration needs a process of its own.
@@ -166,9 +166,9 @@ def begin(dtype: torch.dtype, precision: Precision, layout: Layout) -> Any:
     sizes = {
         "ulysses_degree": layout.ulysses,
         "ring_degree": layout.ring,
-        "sequence_parallel_size": layout.sequence,
+        "sequence_parallel_size": layout.context,
         "tensor_parallel_size": layout.tensor,
-        "cfg_parallel_size": layout.branches,
+        "cfg_parallel_size": layout.guidance,
     }
     od_config = OmniDiffusionConfig(
         parallel_config=DiffusionParallelConfig(**sizes),

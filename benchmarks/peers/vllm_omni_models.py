@@ -13,10 +13,13 @@ from torch import Tensor
 from benchmarks.models.published import PublishedModel
 from benchmarks.peers import vllm_omni
 from benchmarks.peers.calls import Call, ClipOfText, Prepare, known
-from benchmarks.peers.layout import Layout
+from engines.core.spec import ParallelSpec
+
+GROUPS = "vllm_omni.diffusion.distributed.parallel_state"
+"""The module of its groups of ranks."""
 
 
-def transformer_of(model: PublishedModel, maker: str, layout: Layout) -> tuple[Any, Prepare]:
+def transformer_of(model: PublishedModel, maker: str, layout: ParallelSpec) -> tuple[Any, Prepare]:
     """Its blocks compiled as it ships, or eager; the weights are copies of those of ``model``, whose module may be on
     the CPU from now on."""
     module, name = model.module, type(model.module).__name__
@@ -31,14 +34,14 @@ def transformer_of(model: PublishedModel, maker: str, layout: Layout) -> tuple[A
         settings = {**module.config, "od_config": od_config}
         options = {key: settings[key] for key in inspect.signature(transformer_class).parameters if key in settings}
     transformer = vllm_omni.loaded(transformer_class, options, module, od_config)
-    if layout.sequence > 1:
+    if layout.context > 1:
         _cut_by_its_plan(transformer, layout)
     if "eager" not in maker:
         vllm_omni.compile_blocks(transformer, od_config)
     return transformer, prepare
 
 
-def _cut_by_its_plan(transformer: Any, layout: Layout) -> None:
+def _cut_by_its_plan(transformer: Any, layout: ParallelSpec) -> None:
     """What lies outside of the plan's modules is whole on each rank, and its attention is told so.
 
     Each forward begins as the first of a request: hooks of Wan's plan count two cuts and one gather, so what they count
@@ -55,14 +58,6 @@ def _cut_by_its_plan(transformer: Any, layout: Layout) -> None:
         context._sp_equal_pad_stack.clear()
 
     transformer.register_forward_pre_hook(begin)
-
-
-def gather_branches(answers_V: Tensor) -> Tensor:
-    """Of all ranks of a guided step, (values,) each, in the order of its branches."""
-    from vllm_omni.diffusion.distributed.parallel_state import get_cfg_group
-
-    gathered: Tensor = get_cfg_group().all_gather(answers_V)
-    return gathered
 
 
 def _cosmos_class() -> Any:

@@ -17,6 +17,7 @@ from benchmarks.denoise_step.peer_stages import (
 from benchmarks.denoise_step.stage import Run, Stage, joined
 from benchmarks.denoise_step.stages import STAGES
 from benchmarks.model_step import options
+from engines.core.spec import ParallelSpec
 
 BY_NAME = {case.name: case for case in CASES}
 BESIDE_EACH_OTHER = (*PEERS, *PEERS_OF_FOUR, *PEERS_OF_A_PAIR, *PEERS_OF_ONE)
@@ -82,7 +83,7 @@ def test_models_that_are_timed_are_known(run: Run) -> None:
     assert not set(arguments.makers) - set(options.MAKERS)
     assert set(arguments.models) <= {*options.MODELS, *options.CLIPS}
     for strategy in arguments.strategies:
-        num_groups, _, rest = strategy.removeprefix("guidance").partition("xulysses")
-        assert "guidance" not in strategy or arguments.branches == 2
-        assert "guidance" not in strategy or int(num_groups or 2) * int(rest or 1) == len(run.gpus)
+        spec = ParallelSpec.of(strategy, len(run.gpus))
+        assert spec.num_ranks == len(run.gpus)
+        assert "guidance" not in strategy or spec.guidance == arguments.branches == 2
     assert "diffusers" not in arguments.makers or len(run.gpus) == 1 or len(arguments.makers) == 1
