@@ -19,9 +19,9 @@ from benchmarks.application.client import PROMPT, Client, Timing, data_of, media
 from benchmarks.application.clip_shape import ANY_CLIP, ClipShape
 from benchmarks.application.memory import peak_memory
 from benchmarks.faults.timeline import rank_pids
+from benchmarks.load.client import Answer
 from benchmarks.serving.application import Application
 from benchmarks.spread import Spread
-from deployments.api.measures import ETA_HEADER
 
 NUM_REPEATS, NUM_NEW, NUM_LARGE = 5, 8, 3
 NUM_CLIPS = 3
@@ -94,10 +94,9 @@ def answered_ms(answers: Sequence[httpx.Response]) -> dict[str, float]:
 
 
 def eta_error(answers: Sequence[httpx.Response]) -> dict[str, float] | None:
-    """How far what each was predicted to take, when it came to the gang, is from what it took, as a share of that; None
-    where nothing was predicted."""
-    told = [(float(one.headers[ETA_HEADER]), timing(one)["total"]) for one in answers if ETA_HEADER in one.headers]
-    return Spread.of([abs(1e3 * eta_s / total_ms - 1) for eta_s, total_ms in told]).rounded(3) if told else None
+    """Of those that were told when they would be there, as a share of what they took; None where none was."""
+    errors = [error for one in answers if (error := Answer.of(one).eta_error) is not None]
+    return Spread.of(errors).rounded(3) if errors else None
 
 
 def jpeg(visit: Visit) -> Document:

@@ -40,6 +40,12 @@ class Answer:
             gpu_s=float(headers.get("x-troupe-gpu-seconds", 0.0)),
         )
 
+    @property
+    def eta_error(self) -> float | None:
+        """By how much of what the server says that it took its prediction was wrong; None if there was none."""
+        total_s = self.stages_ms.get("total", 0.0) / 1e3
+        return None if self.eta_s is None or not total_s else abs(self.eta_s - total_s) / total_s
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome(Answer):
@@ -61,12 +67,6 @@ class Outcome(Answer):
     def each_gpu_s(self) -> float:
         """GPU-seconds of one of its pictures or clips."""
         return self.gpu_s / self.num_media
-
-    @property
-    def eta_error(self) -> float | None:
-        """By how much of what the server says that it took its prediction was wrong; None if there was none."""
-        total_s = self.stages_ms.get("total", 0.0) / 1e3
-        return None if self.eta_s is None or not total_s else abs(self.eta_s - total_s) / total_s
 
 
 async def send_all(url: str, arrivals: Sequence[Arrival], headers: dict[str, str]) -> list[Outcome]:

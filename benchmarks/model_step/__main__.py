@@ -45,7 +45,6 @@ from benchmarks.peers.published import MAKERS as PEERS
 from benchmarks.peers.published import peer_of
 from benchmarks.timing import Times, measure, rank_synchronize
 from benchmarks.turns import meeting_of
-from engines.core.model import LATENTS
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.options import TorchOptions
 
@@ -97,7 +96,7 @@ def facts_of(model: PublishedModel, world: int) -> dict[str, Any]:
     """What is known before anything is timed: the floor is all arithmetic at the rate above, shared by the ranks."""
     flop = model.flop()
     said = {"model": model.name, "size": str(model.size), "tokens": model.num_tokens, "branches": len(model.branches)}
-    said["batch"] = model.branch.inputs[LATENTS].shape[0] if LATENTS in model.branch.inputs else 1
+    said["batch"] = model.branch.batch
     tera_flop, floor_ms = round(flop / 1e12, 1), round(flop / BF16_TFLOPS / 1e9 / world, 1)
     return said | {"ranks": world, "tera_flop": tera_flop, "floor_ms": floor_ms}
 

@@ -67,6 +67,11 @@ class Branch:
     def arguments(self) -> Arguments:
         return {**self.constants, **self.inputs} if self.constants else self.inputs
 
+    @property
+    def batch(self) -> int:
+        """Of its latents, whose first dim it is; those with a name of a model's own come one by one."""
+        return self.inputs[LATENTS].shape[0] if LATENTS in self.inputs else 1
+
 
 class WeightSource(Protocol):
     """Where a rank reads its share of weights that it does not hold whole: see ``parallel.weight_files``."""

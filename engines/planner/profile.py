@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from engines.core.kernel import Prefix
 from engines.core.layout import TokenLayout
-from engines.core.model import LATENTS, Branch, DenoiserModel, dtype_of
+from engines.core.model import Branch, DenoiserModel, dtype_of
 from engines.core.shard_plan import FullWidthNorm, RowLinear, ShardPlan
 from engines.parallel.copies import on_cpu, weightless_copy
 from engines.parallel.pipeline import pipeline_blocks
@@ -135,8 +135,7 @@ def profile(model: DenoiserModel) -> ModelProfile:
     module = weightless_copy(source)
     inputs = {name: on_cpu(x) for name, x in branch.inputs.items()}
     lengths = dict(model.stream_lengths(branch.arguments))
-    batch = inputs[LATENTS].shape[0] if LATENTS in inputs else 1  # latents under other names come one by one
-    counter = _Counter(_names_by_length(lengths), model.plan, batch=batch)
+    counter = _Counter(_names_by_length(lengths), model.plan, batch=branch.batch)
     model.set_kernel(module, counter.attend)
     out_features = 0
 
