@@ -39,17 +39,15 @@ def peer_of(model: PublishedModel, maker: str) -> Iterator[Callable[[], Tensor]]
     transformer, prepare = project.transformer_of(model, maker, layout)
     mine = dist.get_rank() // layout.context  # its place among the ranks of one branch after the other
     try:
+        gather = importlib.import_module(project.GROUPS).get_cfg_group().all_gather  # branch after branch
         calls = [prepare(transformer, own) for own in model.own_calls[mine :: layout.guidance]]
 
         @torch.inference_mode()
         def step() -> Tensor:
             outputs = [call() for call in calls]
             answers = torch.cat([x.flatten() for x in tree_leaves(outputs) if isinstance(x, Tensor)])
-            return (
-                answers
-                if layout.guidance == 1
-                else importlib.import_module(project.GROUPS).get_cfg_group().all_gather(answers)
-            )
+            gathered: Tensor = gather(answers)
+            return gathered
 
         yield step
     finally:
