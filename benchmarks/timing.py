@@ -65,19 +65,40 @@ class _Samples:
             return
 
 
-def measure(call: Callable[[], object], *, repeats: int = 20, warm_up: int = 3, num_ranks: int | None = None) -> Times:
+def measure(
+    call: Callable[[], object],
+    *,
+    repeats: int = 20,
+    warm_up: int = 3,
+    num_ranks: int | None = None,
+    heat_s: float = 0.0,
+) -> Times:
     """``call`` again and again on all ranks at once; a repeat's time is the time between two events round it.
 
     Runs of ``num_ranks`` ranks (None: all) are teams that work by themselves: a team's repeat takes as long as on its
-    slowest rank, and the repeats of all teams count.
+    slowest rank, and the repeats of all teams count. Before them devices work for ``heat_s``: at its power limit a GPU
+    that has rested is faster than one at work, by more than makers of long steps differ.
     """
     for _ in range(warm_up):
         call()
     rank_synchronize()
+    if heat_s > 0:
+        _heat(call, heat_s)
     samples = _Samples([], [])
     times = _cuda_times(call, repeats, samples) if torch.cuda.is_available() else _cpu_times(call, repeats)
     clock_mhz, power_w = _mean_of_ranks(samples.clocks_mhz), _mean_of_ranks(samples.powers_w)
     return Times.of(_times_of_teams(times, num_ranks), repeats, clock_mhz, power_w)
+
+
+def _heat(call: Callable[[], object], heat_s: float) -> None:
+    """As many calls as fill the time on the slowest rank: every rank must make the same number."""
+    start_s = time.perf_counter()
+    call()
+    rank_synchronize()
+    longest_s = max(taken_s for (taken_s,) in _of_all_ranks([time.perf_counter() - start_s]))
+    for _ in range(math.ceil(heat_s / longest_s) - 1):
+        call()
+    rank_synchronize()
 
 
 def rank_synchronize() -> None:

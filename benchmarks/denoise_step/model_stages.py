@@ -11,9 +11,9 @@ BESIDE_PEERS = (
     (150, "klein", "FLUX.2-klein-4B"),
     (150, "z_image", "Z-Image-Turbo"),
     (150, "qwen", "Qwen-Image", "--branches", "2"),
-    (240, "wan", "Wan2.2-I2V-A14B", "--repeats", "3"),
-    (300, "cosmos", "Cosmos3-Nano", "--repeats", "2"),
-    (300, "flux2", "FLUX.2-dev", "--repeats", "5"),
+    (240, "wan", "Wan2.2-I2V-A14B", "--repeats", "7"),
+    (300, "cosmos", "Cosmos3-Nano", "--repeats", "7"),
+    (300, "flux2", "FLUX.2-dev"),
 )
 """On GPUs of 80 GB a large module waits in the host's memory while vLLM-Omni has its turn: 64 GB a GPU for the last."""
 A_BRANCH_EACH = "guidance"

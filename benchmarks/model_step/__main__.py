@@ -197,7 +197,8 @@ def ours(
 def timed(step: Callable[[], object], arguments: Arguments) -> dict[str, Any]:
     if arguments.meeting:
         arguments.meeting.begin()
-    times: Times = measure(step, repeats=arguments.repeats)
+    heat_s = arguments.heat_s if torch.cuda.is_available() else 0.0
+    times: Times = measure(step, repeats=arguments.repeats, heat_s=heat_s)
     return {name: round(value, 2) for name, value in asdict(times).items() if value is not None}
 
 

@@ -22,6 +22,7 @@ class Arguments(argparse.Namespace):
     branches: int = 1
     batch: int = 1
     repeats: int = 20
+    heat_s: float = 5.0
     makers: Sequence[str] = ("eager", "diffusers", "ours")
     strategies: Sequence[str] = ("ulysses",)
     precision: str = "native"
@@ -44,6 +45,7 @@ def parse(words: Sequence[str], about: str | None = None) -> Arguments:
         "--batch", type=int, default=Arguments.batch, help="pictures in one forward, of models that take several"
     )
     parser.add_argument("--repeats", type=int, default=Arguments.repeats)
+    parser.add_argument("--heat-s", type=float, default=Arguments.heat_s, help="for which GPUs work before them")
     known = ", ".join(MAKERS)
     parser.add_argument("--makers", nargs="+", default=Arguments.makers, choices=MAKERS, help=known)
     parser.add_argument("--strategies", nargs="+", default=Arguments.strategies, help="of ours, one after the other")

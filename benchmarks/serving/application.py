@@ -58,9 +58,11 @@ class Application:
         makes processes that stand by: seconds in which steps on the same cores take twice as long."""
         num_looks, end_s = 0, time.monotonic() + AT_REST_WITHIN_S
         while num_looks < REST_LOOKS:
-            num_looks = num_looks + 1 if self.cpu_share(LOOK_S) < REST_CORES else 0
+            cores = self.cpu_share(LOOK_S)
+            num_looks = num_looks + 1 if cores < REST_CORES else 0
             if time.monotonic() > end_s:
-                print(f"not at rest within {AT_REST_WITHIN_S:g} s of its start", file=sys.stderr, flush=True)
+                said = f"not at rest within {AT_REST_WITHIN_S:g} s of its start: {cores:.1f} cores are in use"
+                print(said, file=sys.stderr, flush=True)
                 return
 
 
