@@ -89,9 +89,8 @@ class StepCost:
 
     @property
     def _is_fast(self) -> bool:
-        """Whether the engine would run the hand-ordered step: with whole weights, as many heads everywhere, no int8."""
-        is_even = self.profile.num_heads % self.spec.ulysses == 0
-        is_known = self.precision in ("native", "fp8") and not self.spec.divides_weights and is_even
+        """Whether the engine would run the hand-ordered step: with whole weights, no int8."""
+        is_known = self.precision in ("native", "fp8") and not self.spec.divides_weights
         return self.profile.has_fast_path and self.machine.fast_path and is_known
 
     @property
@@ -106,7 +105,7 @@ class StepCost:
         passes = 0.0
         if self.spec.ulysses > 1:
             filled = self.heads.all_queries * self.spec.tensor / self.profile.num_heads
-            passes += FAST_ULYSSES_PASSES if self._exchanges_beside_products else 14 * filled
+            passes += (FAST_ULYSSES_PASSES if self._exchanges_beside_products else 14) * filled
         passes += 4 + 4 * self.spec.allgather_kv if self.spec.allgather_kv > 1 else 0
         passes += 4 + 17 * (self.spec.ring - 1) if self.spec.ring > 1 else 0
         return passes

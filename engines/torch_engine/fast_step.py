@@ -19,14 +19,8 @@ from engines.torch_engine.exchange.peer_heads import PeerHeads
 from engines.torch_engine.exchange.peer_memory import reachable
 
 
-def can_run(team: Team, num_heads: int) -> bool:
-    """Says whether the fast path knows how this team divides a step: by tokens, whichever strategy, not by weights, and
-    with as many heads on every rank.
-    """
-    return has_whole_weights(team) and num_heads % team.ulysses.size == 0
-
-
 def has_whole_weights(team: Team) -> bool:
+    """Says whether the fast path knows how this team divides a step: by tokens, whichever strategy."""
     return team.tensor.size == 1 and team.pipeline.size == 1
 
 

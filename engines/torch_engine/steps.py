@@ -18,7 +18,7 @@ from engines.parallel.communication.mesh import Team
 from engines.parallel.division import shape_of
 from engines.parallel.sharded import ShardedModel
 from engines.torch_engine.config import TorchChoices
-from engines.torch_engine.fast_step import FastStep, can_run, has_whole_weights
+from engines.torch_engine.fast_step import FastStep, has_whole_weights
 from engines.torch_engine.hoisted import HoistedCache
 
 logger = logging.getLogger(__name__)
@@ -151,7 +151,7 @@ class StepRunner:
 
     def _fast_weights(self, module: str, team: Team) -> FastWeights | None:
         """Returns what the team's steps read; None where the module itself runs."""
-        is_fast = self._config.fast and can_run(team, self._model.num_heads)
+        is_fast = self._config.fast and has_whole_weights(team)
         return self.weights(module) if is_fast else None
 
     def quantised_weights(self, module: str, team: Team) -> FastWeights | None:

@@ -19,7 +19,7 @@ from engines.planner.exchange_rules import ExchangeRules
 from engines.planner.forecast import StepForecast
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.exchange.alternatives import DividedForward, alternatives
-from engines.torch_engine.fast_step import can_run
+from engines.torch_engine.fast_step import has_whole_weights
 from engines.torch_engine.quiet import Quiet
 from engines.torch_engine.steps import RUNS_BEFORE_CAPTURE
 
@@ -108,12 +108,12 @@ class Trial:
         return rules
 
     def _forward(self, engine: TorchEngine, branch: Branch, team: Team) -> DividedForward:
-        lengths, num_heads = self._model.stream_lengths(branch.arguments), self._model.num_heads
+        lengths = self._model.stream_lengths(branch.arguments)
         return DividedForward(
             team=team,
             num_tokens=TokenLayout.of(self._model.plan.streams, lengths, team.context.size).num_tokens,
-            is_fast=engine.config.fast and can_run(team, num_heads),
-            is_even=num_heads % team.ulysses.size == 0,
+            is_fast=engine.config.fast and has_whole_weights(team),
+            is_even=self._model.num_heads % team.ulysses.size == 0,
         )
 
     def _time_way(

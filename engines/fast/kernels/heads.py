@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from engines.fast.kernels.records import HeadNorms
 
@@ -11,7 +14,8 @@ from engines.fast.kernels.records import HeadNorms
 def norm_and_rotate(qkv_R3HD: Tensor, norms: HeadNorms, out_LB3HD: Tensor) -> None:
     """Writes q and k (normalised, turned) and v (as it is) of all rows into ``out``, a view with any strides.
 
-    Rows are tokens × batch, batch innermost. ``out`` has dims (L, B, 3, ..., D) whose middle dims number the heads.
+    Rows are tokens × batch, batch innermost. ``out`` has dims (L, B, 3, ..., D) whose middle dims number the heads; if
+    there is room for more heads than there are, what lies there afterwards means nothing.
     When ``out`` is a view of ``qkv`` itself, v stays where it is, and there must be no bias.
     """
     assert norms.bias_3HD is None or out_LB3HD.data_ptr() != qkv_R3HD.data_ptr(), "v would not get its bias"
@@ -36,4 +40,6 @@ def norm_and_rotate(qkv_R3HD: Tensor, norms: HeadNorms, out_LB3HD: Tensor) -> No
     cos, sin = (table_LP.repeat_interleave(batch, 0)[:, None, None] for table_LP in (norms.cos_LP, norms.sin_LP))
     turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
     both_R3HD = torch.cat((turned.to(qkv_R3HD.dtype), qkv_R3HD[:, 2:]), dim=1)
+    missing = math.prod(out_LB3HD.shape[3:-1]) - both_R3HD.shape[2]
+    both_R3HD = functional.pad(both_R3HD, (0, 0, 0, missing))
     out_LB3HD.copy_(both_R3HD.view(out_LB3HD.shape[0], batch, 3, *out_LB3HD.shape[3:-1], dim))

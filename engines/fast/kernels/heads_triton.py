@@ -85,10 +85,11 @@ def launch_to_peers(qkv_R3HD: Tensor, norms: HeadNorms, batch: int, addresses_W:
     """Writes my rows straight into the inbox of the rank that attends to each head.
 
     ``addresses_W`` (int64, on the device) are the inboxes of all ranks as this one sees them; each is contiguous
-    (all tokens, B, 3, H / W, D), and mine is the run of tokens from ``first_token``.
+    (all tokens, B, 3, H / W rounded up, D), and mine is the run of tokens from ``first_token``. What lies in the place
+    of heads that are not there stays as it is.
     """
     rows, _, num_heads, dim = qkv_R3HD.shape
-    each = num_heads // addresses_W.shape[0]
+    each = -(-num_heads // addresses_W.shape[0])
     assert qkv_R3HD.stride()[2:] == (dim, 1), qkv_R3HD.stride()
     assert dim & (dim - 1) == 0, f"head dim {dim} is not a power of two"
     token = batch * 3 * each * dim

@@ -76,7 +76,7 @@ def runs_beside(device: torch.device) -> bool:
 def _reaches_peers(forward: DividedForward, rules: ExchangeRules, device: torch.device, dtype: torch.dtype) -> bool:
     """As ``fast_step`` and ``choose`` have it."""
     team = forward.team
-    if not forward.splits_heads or team.ulysses.size != team.context.size or not forward.is_even:
+    if not forward.splits_heads or team.ulysses.size != team.context.size:
         return False
-    has_way = forward.is_fast or goes_in_parts(rules, forward.num_tokens)
+    has_way = forward.is_fast or (forward.is_even and goes_in_parts(rules, forward.num_tokens))
     return has_way and reachable(team.ulysses, device, dtype)

@@ -1,6 +1,8 @@
 """Attention over the tokens of a team: on one rank alone, and through one all-to-all each way.
 
-Dims: L my tokens, B batch, R = L × B rows (batch innermost), H heads, D head dim, W ranks, h = H / W heads of one rank.
+Dims: L my tokens, B batch, R = L × B rows (batch innermost), H heads, D head dim, W ranks, h heads of one rank: H / W,
+rounded up. Where W × h is more than H, the last ranks attend with some that are not there: whatever lies in their
+place is exchanged and attended like the others, and the results are left out.
 """
 
 from __future__ import annotations
@@ -11,9 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engines.core.heads import share_heads
 from engines.core.kernel import Kernel
 from engines.core.layout import Rows as TokenRows
-from engines.fast.kernels import HeadNorms, norm_and_rotate
+from engines.fast.kernels import HeadNorms, join_columns, norm_and_rotate
 from engines.parallel.attention.local import cudnn_flash, local_kernel, take_rows
 from engines.parallel.communication.collectives import Axis, start_all_to_all, wait
 
@@ -76,11 +79,16 @@ class UlyssesHeads:
     def send(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms) -> UlyssesSent:
         rows, _, heads, dim = qkv_R3HD.shape
         world = self._axis.size
-        assert heads % world == 0, f"{heads} heads cannot be divided over {world} ranks"
-        sent_WLB3hD = qkv_R3HD.new_empty(world, rows // batch, batch, 3, heads // world, dim)
+        sent_WLB3hD = qkv_R3HD.new_empty(world, rows // batch, batch, 3, heads_of_one(heads, world), dim)
         norm_and_rotate(qkv_R3HD, norms, sent_WLB3hD.permute(1, 2, 3, 0, 4, 5))
         pending_WLB3hD = start_all_to_all(sent_WLB3hD, self._axis)
-        return UlyssesSent(kernel=self._attend, axis=self._axis, pending_WLB3hD=pending_WLB3hD, num_rows=rows)
+        return UlyssesSent(
+            kernel=self._attend,
+            axis=self._axis,
+            pending_WLB3hD=pending_WLB3hD,
+            num_rows=rows,
+            num_columns=heads * dim,
+        )
 
     def send_run(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms, start: int, stop: int) -> None:
         """Sends nothing: all rows go together, in ``send_rest``."""
@@ -91,17 +99,18 @@ class UlyssesHeads:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UlyssesSent:
-    """An all-to-all under way: (source, its tokens, batch, which, my heads, D)."""
+    """An all-to-all under way: (source, its tokens, batch, which, my heads, D). ``num_columns`` are all heads'."""
 
     kernel: Attend
     axis: Axis
     pending_WLB3hD: Tensor
     num_rows: int
+    num_columns: int
 
     def attend(self) -> UlyssesAttended:
         out_LBhD = attend_tokens_first(self.kernel, wait(self.pending_WLB3hD).flatten(0, 1)).contiguous()
         out_WRC = out_LBhD.view(self.axis.size, self.num_rows, -1)
-        return UlyssesAttended(pending_WRC=start_all_to_all(out_WRC, self.axis))
+        return UlyssesAttended(pending_WRC=start_all_to_all(out_WRC, self.axis), num_columns=self.num_columns)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,9 +118,21 @@ class UlyssesAttended:
     """An all-to-all under way: (rank of the heads, my rows, columns of its heads)."""
 
     pending_WRC: Tensor
+    num_columns: int
 
     def collect(self) -> Tensor:
-        return wait(self.pending_WRC)
+        return there(wait(self.pending_WRC), self.num_columns)
+
+
+def heads_of_one(num_heads: int, num_ranks: int) -> int:
+    """As many on every rank."""
+    return share_heads(num_heads, num_heads, num_ranks).queries
+
+
+def there(x_GRC: Tensor, num_columns: int) -> Tensor:
+    """Returns the columns of heads that are there, in groups: all as they are, or one group of the first."""
+    groups, _, columns = x_GRC.shape
+    return x_GRC if groups * columns == num_columns else join_columns(x_GRC)[None, :, :num_columns]
 
 
 def attend_tokens_first(attend: Attend, qkv_LB3HD: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from engines.core.resources import rank_resources
 from engines.fast.kernels import HeadNorms
 from engines.fast.side_streams import SideStream, wait_for
 from engines.parallel.communication.collectives import Axis
-from engines.torch_engine.exchange.heads import Attend, attend_tokens_first
+from engines.torch_engine.exchange.heads import Attend, attend_tokens_first, heads_of_one, there
 from engines.torch_engine.exchange.peer_memory import PeerMemory, addresses_of
 
 Copies = tuple[torch.cuda.Event | None, ...]
@@ -30,7 +30,7 @@ Copies = tuple[torch.cuda.Event | None, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Memory:
-    """What one shape needs: W ranks, h heads of one rank.
+    """What one shape needs: W ranks, h heads of one rank (see ``heads``).
 
     ``inbox`` is read as (all tokens, B, 3, h, D); ``outbox`` as (W, rows, h x D), or, pushed, as (rows, W x h x D).
     ``staging_WN`` holds what is copied. A kernel adds the place of my rows in an inbox to the addresses it is given:
@@ -48,13 +48,15 @@ class _Memory:
 class PeerSent:
     """Queries that other ranks are writing into ``qkv_LB3hD`` (all tokens, my heads), and this one into theirs.
 
-    ``copies`` are reached when the copies of this rank's have left; empty: they were pushed.
+    ``copies`` are reached when the copies of this rank's have left; empty: they were pushed. ``num_columns`` are those
+    of all heads.
     """
 
     exchange: PeerHeads
     memory: _Memory
     qkv_LB3hD: Tensor
     num_rows: int
+    num_columns: int
     copies: Copies
 
     def attend(self) -> PeerAttended:
@@ -68,6 +70,7 @@ class PeerAttended:
     exchange: PeerHeads
     memory: _Memory
     out_WRC: Tensor
+    num_columns: int
     is_copied: bool
 
     def collect(self) -> Tensor:
@@ -117,7 +120,9 @@ class PeerHeads:
         out_WRC = out_LBhD.view(self._axis.size, sent.num_rows, -1)
         is_copied = bool(sent.copies)
         (self._copy_result if is_copied else self._push_result)(sent.memory, out_WRC)
-        return PeerAttended(exchange=self, memory=sent.memory, out_WRC=out_WRC, is_copied=is_copied)
+        return PeerAttended(
+            exchange=self, memory=sent.memory, out_WRC=out_WRC, num_columns=sent.num_columns, is_copied=is_copied
+        )
 
     def collect(self, attended: PeerAttended) -> Tensor:
         """Returns my rows when all ranks have written them: a group of columns a rank, or, pushed, a single one."""
@@ -126,12 +131,20 @@ class PeerHeads:
                 stream.wait()
         attended.memory.outbox.barrier(channel=0)
         result, (_, rows, _) = attended.memory.outbox.mine, attended.out_WRC.shape
-        return result.view(attended.out_WRC.shape) if attended.is_copied else result.view(1, rows, -1)
+        result_GRC = result.view(attended.out_WRC.shape) if attended.is_copied else result.view(1, rows, -1)
+        return there(result_GRC, attended.num_columns)
 
     def _sent(self, qkv_R3HD: Tensor, batch: int, copies: Copies) -> PeerSent:
         memory, (rows, _, heads, dim) = self._memory(qkv_R3HD), qkv_R3HD.shape
-        received = memory.inbox.mine.view(self._axis.size * rows // batch, batch, 3, heads // self._axis.size, dim)
-        return PeerSent(exchange=self, memory=memory, qkv_LB3hD=received, num_rows=rows, copies=copies)
+        received = memory.inbox.mine.view(self._axis.size * rows // batch, batch, 3, -1, dim)
+        return PeerSent(
+            exchange=self,
+            memory=memory,
+            qkv_LB3hD=received,
+            num_rows=rows,
+            num_columns=heads * dim,
+            copies=copies,
+        )
 
     def _copy_queries(self, memory: _Memory) -> Copies:
         for peer, stream in self._streams.items():
@@ -161,10 +174,11 @@ class PeerHeads:
 
     def _open(self, qkv_R3HD: Tensor) -> _Memory:
         world, mine = self._axis.size, self._axis.index
-        assert qkv_R3HD.shape[2] % world == 0, f"{qkv_R3HD.shape[2]} heads cannot be divided over {world} ranks"
-        inbox = PeerMemory.open(qkv_R3HD.numel(), qkv_R3HD, self._axis, use="queries")
-        outbox = PeerMemory.open(qkv_R3HD.numel() // 3, qkv_R3HD, self._axis, use="results")
-        staging_WN = _staging(qkv_R3HD).view(world, -1)
+        rows, _, heads, dim = qkv_R3HD.shape
+        num_results = rows * world * heads_of_one(heads, world) * dim
+        inbox = PeerMemory.open(3 * num_results, qkv_R3HD, self._axis, use="queries")
+        outbox = PeerMemory.open(num_results, qkv_R3HD, self._axis, use="results")
+        staging_WN = _staging(3 * num_results, qkv_R3HD).view(world, -1)
         pushed_W = addresses_of(inbox.views_W)
         place = mine * staging_WN.shape[1] * staging_WN.element_size()
         staged_W = addresses_of(staging_WN.unbind(0)) - place
@@ -176,12 +190,12 @@ class StagingMemory(dict[Hashable, list[Tensor]]):
     """Memory by dtype and device, each larger than the one before; kept, for captured steps hold their addresses."""
 
 
-def _staging(sample: Tensor) -> Tensor:
-    """Returns as many elements as ``sample`` has, shared by all shapes and teams: their steps run one after the other.
+def _staging(num_elements: int, sample: Tensor) -> Tensor:
+    """Returns so many elements, shared by all shapes and teams: their steps run one after the other.
 
     In powers of two, so that all sizes together take less than four times what the largest needs.
     """
     memories = rank_resources().get(StagingMemory).setdefault((sample.dtype, sample.device), [])
-    if not memories or memories[-1].numel() < sample.numel():
-        memories.append(sample.new_empty(1 << (sample.numel() - 1).bit_length()))
-    return next(memory for memory in memories if memory.numel() >= sample.numel())[: sample.numel()]
+    if not memories or memories[-1].numel() < num_elements:
+        memories.append(sample.new_empty(1 << (num_elements - 1).bit_length()))
+    return next(memory for memory in memories if memory.numel() >= num_elements)[:num_elements]

@@ -44,14 +44,15 @@ def model(family: str) -> DenoiserModel:
 
 def transformer(family: str) -> Any:
     """Diffusers' module with attention processors of its own."""
-    return {"flux": _flux, "wan": _wan}[family]()
+    return {"flux": flux, "wan": _wan}[family]()
 
 
-def _flux() -> Any:
+def flux(num_heads: int = 8, num_blocks: int = 2) -> Any:
+    """``num_blocks`` of each kind."""
     from diffusers import FluxTransformer2DModel
 
-    depth = {"num_layers": 2, "num_single_layers": 2}
-    heads = {"num_attention_heads": 8, "attention_head_dim": 16, "axes_dims_rope": (4, 6, 6)}
+    depth = {"num_layers": num_blocks, "num_single_layers": num_blocks}
+    heads = {"num_attention_heads": num_heads, "attention_head_dim": 16, "axes_dims_rope": (4, 6, 6)}
     sizes = {"in_channels": 16, "joint_attention_dim": 48, "pooled_projection_dim": 32, "guidance_embeds": True}
     return shake(FluxTransformer2DModel(**depth, **heads, **sizes))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -26,13 +27,8 @@ from tests.engines.support.gloo import gang
 EVERYONE = (0, 1, 2, 3)
 
 
-def six_heads() -> torch.nn.Module:
-    from diffusers import FluxTransformer2DModel
-
-    heads = {"num_attention_heads": 6, "attention_head_dim": 16, "axes_dims_rope": (4, 6, 6)}
-    sizes = {"in_channels": 16, "joint_attention_dim": 48, "pooled_projection_dim": 32, "guidance_embeds": True}
-    module: torch.nn.Module = models.shake(FluxTransformer2DModel(num_layers=1, num_single_layers=1, **heads, **sizes))
-    return module
+def six_heads() -> Any:
+    return models.flux(num_heads=6, num_blocks=1)
 
 
 @cache
@@ -42,15 +38,25 @@ def model() -> DenoiserModel:
     return as_denoiser(six_heads())
 
 
-@pytest.mark.parametrize("strategy", ["ulysses", "ulysses in parts", "hybrid", "auto"])
-def test_equals_the_unsharded_module(strategy: str) -> None:
-    for answer in gang(4).run(predict, strategy):
+STRATEGIES = ("ulysses", "ulysses in parts", "hybrid", "auto")
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_equals_the_unsharded_module(strategy: str, fast: bool) -> None:
+    for answer in gang(4).run(predict, strategy, fast):
         assert relative_difference(answer, expected()) <= 1e-5
 
 
-def test_control_with_an_exchange_left_out_fails() -> None:
-    for answer in gang(4).run(predict, "ulysses", True):
+@pytest.mark.parametrize("fast", [True, False])
+def test_control_with_an_exchange_left_out_fails(fast: bool) -> None:
+    for answer in gang(4).run(predict, "ulysses", fast, True):
         assert relative_difference(answer, expected()) > 0.01
+
+
+def test_float8_of_uneven_heads_is_that_of_one_rank() -> None:
+    for answer, alone in gang(4).run(in_float8):
+        assert relative_difference(answer, alone) <= 1e-3
 
 
 def test_the_gang_passes_its_checks_at_start() -> None:
@@ -80,15 +86,24 @@ def expected() -> Tensor:
     return prediction
 
 
-def predict(strategy: str, broken: bool = False) -> Tensor:
-    engine = TorchEngine(model(), strategy=strategy.split()[0], fast=True)
+def predict(strategy: str, fast: bool, broken: bool = False) -> Tensor:
+    engine = TorchEngine(model(), strategy=strategy.split()[0], fast=fast)
     with no_exchange(broken), in_parts("in parts" in strategy):
         with patch("pipelines.fast.mmdit.FastMMDiT.step", autospec=True, side_effect=FastMMDiT.step) as step:
             (prediction,) = engine.predict(models.branches("flux", "uneven"), EVERYONE)
-        is_even = 6 % engine.division.team(EVERYONE).spec.ulysses == 0
-        assert bool(step.call_count) == is_even, "the fast path wants as many heads on every rank"
+        assert bool(step.call_count) == fast
     engine.close()
     return prediction
+
+
+def in_float8() -> tuple[Tensor, Tensor]:
+    """The gang's answer, and that of a rank alone."""
+    engine = TorchEngine(model(), strategy="ulysses", fast=True, precision="fp8")
+    answers = tuple(
+        engine.predict(models.branches("flux", "uneven"), ranks)[0] for ranks in (EVERYONE, (dist.get_rank(),))
+    )
+    engine.close()
+    return answers[0], answers[1]
 
 
 def start() -> None:
@@ -101,7 +116,10 @@ def no_exchange(broken: bool) -> Iterator[None]:
     if not broken:
         yield
         return
-    with patch("engines.parallel.attention.ulysses.all_to_all", lambda x, axis: x):
+    with (
+        patch("engines.torch_engine.exchange.heads.start_all_to_all", lambda x, axis: x),
+        patch("engines.parallel.attention.ulysses.all_to_all", lambda x, axis: x),
+    ):
         yield
 
 

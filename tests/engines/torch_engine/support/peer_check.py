@@ -8,6 +8,7 @@ wrong.
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from dataclasses import replace
@@ -34,6 +35,8 @@ PATHS: dict[str, tuple[bool | None, ExchangeRules]] = {
     "module, NCCL": (False, ExchangeRules(peer_memory=False, parts_from_tokens=1)),
 }
 """Whether the fast path, and how ranks exchange heads."""
+NUM_HEADS = (8, 7)
+"""The ranks divide the first alone."""
 NUM_RUNS = 4
 """As it comes, captured, and two replays: the second finds what the first left in the others' memory."""
 BOUND = 1e-4
@@ -50,9 +53,10 @@ def main() -> None:
     device = torch.device("cuda", 0 if "hidden" in sys.argv else rank)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
-    model = as_denoiser(models.transformer("flux").to(device))
+    several = {num_heads: as_denoiser(models.flux(num_heads).to(device)) for num_heads in NUM_HEADS}
     everyone, wrong = tuple(range(world)), []
-    for label, (fast, rules) in PATHS.items():
+    for (num_heads, model), (path, (fast, rules)) in itertools.product(several.items(), PATHS.items()):
+        label = f"{path}, {num_heads} heads"
         engine = TorchEngine(model, strategy="ulysses", compiled=False, fast=fast)
         engine.use(rules)
         axis = engine.division.team(everyone).ulysses
