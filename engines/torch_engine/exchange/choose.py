@@ -59,8 +59,8 @@ def _in_parts(
 
 
 def where_even(even: Kernel, other: Kernel, num_ranks: int) -> Kernel:
-    """``even`` for calls without mask and prefix whose queries, keys and values have one number of heads, a multiple of
-    the ranks'; ``other`` for all others. Ranks decide alike.
+    """``even`` for calls without mask and prefix whose heads, of queries and of keys, are a multiple of the ranks;
+    ``other`` for all others. Ranks decide alike.
     """
 
     def chosen(
@@ -72,7 +72,7 @@ def where_even(even: Kernel, other: Kernel, num_ranks: int) -> Kernel:
         mask_BM: Tensor | None = None,
         prefix: Prefix | None = None,
     ) -> tuple[Tensor, Tensor]:
-        is_even = q_BLHD.shape == k_BLGD.shape and q_BLHD.shape[2] % num_ranks == 0
+        is_even = q_BLHD.shape[2] % num_ranks == 0 == k_BLGD.shape[2] % num_ranks
         if mask_BM is None and prefix is None and is_even:
             return even(q_BLHD, k_BLGD, v_BLGD)
         return other(q_BLHD, k_BLGD, v_BLGD, mask_BM=mask_BM, prefix=prefix)

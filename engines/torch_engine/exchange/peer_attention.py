@@ -1,20 +1,28 @@
 """Ulysses for modules that run as they are: copy engines carry some heads while others are attended.
 
 What is seen of the exchange is the first part's way there, the last one's way back and a barrier a part. So there are
-three parts, and the first and the last are single heads. Nothing is packed: rows go from where the projections left
+three parts, and the first and the last are single key heads. Nothing is packed: rows go from where the projections left
 them to where attention reads them, and from there into the columns of the result. To a compiler it is one operation.
 
 One memory each way is enough: a rank writes into an inbox only after a barrier that its owner passes after having read
 it. Queries are sent after the last barrier of the call before, which the owner reaches after attention; results are
 sent after a barrier of this call's queries, which the owner reaches after it has read the last result.
 
-Dims: B batch, L my tokens, M = W x L all tokens, H heads, D head dim, W ranks, h heads of one rank in one part.
+Parts are attended on two streams in turn: multiprocessors that have done with one go on with the next. Key heads are
+sent with all queries that they serve.
+
+Dims: B batch, L my queries, M = W x L all queries, K my keys, N = W x K all keys, W ranks, D head dim; H and G heads of
+queries and of keys, h and g those of one rank in one part.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,7 +46,7 @@ class PeerOperations(list["PeerUlysses"]):
 def peer_ulysses(attend: Attend, axis: Axis, device: torch.device) -> Kernel:
     """Attention for the ranks of one host (see ``peer_memory.reachable``), which all make the same calls.
 
-    No LSE, no mask and no prefix; queries, keys and values have one number of heads, a multiple of the axis' size.
+    No LSE, no mask and no prefix; queries and keys have heads in multiples of the axis' size.
     """
     operations = rank_resources().get(PeerOperations)
     number = len(operations)
@@ -46,8 +54,8 @@ def peer_ulysses(attend: Attend, axis: Axis, device: torch.device) -> Kernel:
 
     def exchanged(
         q_BLHD: Tensor,
-        k_BLHD: Tensor,
-        v_BLHD: Tensor,
+        k_BKGD: Tensor,
+        v_BKGD: Tensor,
         /,
         *,
         mask_BM: Tensor | None = None,
@@ -55,39 +63,52 @@ def peer_ulysses(attend: Attend, axis: Axis, device: torch.device) -> Kernel:
     ) -> tuple[Tensor, Tensor]:
         assert mask_BM is None
         assert prefix is None
-        assert q_BLHD.shape == k_BLHD.shape, (q_BLHD.shape, k_BLHD.shape)
-        return _run(q_BLHD, k_BLHD, v_BLHD, number), q_BLHD.new_empty(0)
+        return _run(q_BLHD, k_BKGD, v_BKGD, number), q_BLHD.new_empty(0)
 
     return exchanged
 
 
 @torch.library.custom_op("troupe::peer_ulysses", mutates_args=())
-def _run(q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor, number: int) -> Tensor:
-    return rank_resources().get(PeerOperations)[number](q_BLHD, k_BLHD, v_BLHD)
+def _run(q_BLHD: Tensor, k_BKGD: Tensor, v_BKGD: Tensor, number: int) -> Tensor:
+    return rank_resources().get(PeerOperations)[number](q_BLHD, k_BKGD, v_BKGD)
 
 
 @_run.register_fake
-def _(q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor, number: int) -> Tensor:
+def _(q_BLHD: Tensor, k_BKGD: Tensor, v_BKGD: Tensor, number: int) -> Tensor:
     return torch.empty_like(q_BLHD, memory_format=torch.contiguous_format)
 
 
-def parts_of(heads: int) -> tuple[slice, ...]:
-    """Returns slices of one rank's heads, in the order in which they are sent and attended."""
-    return tuple(slice(start, stop) for start, stop in itertools.pairwise(sorted({0, 1, heads - 1, heads})))
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """Slices of one rank's heads."""
+
+    queries: slice
+    keys: slice
+
+
+def parts_of(heads: int, key_heads: int) -> tuple[Part, ...]:
+    """Returns what is sent and attended at a time, in that order."""
+    each = heads // key_heads
+    bounds = itertools.pairwise(sorted({0, 1, key_heads - 1, key_heads}))
+    return tuple(Part(queries=slice(each * start, each * stop), keys=slice(start, stop)) for start, stop in bounds)
+
+
+class Inbox(NamedTuple):
+    """One part's of one rank."""
+
+    q_BMhD: Tensor
+    k_BNgD: Tensor
+    v_BNgD: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Memory:
-    """What one shape needs. ``inboxes`` are a part's of all ranks, each (q k v, B, M, h, D); ``outboxes``
-    (B, L, W, H / W, D).
-
-    ``parts`` are the heads of each part among a rank's.
-    """
+    """What one shape needs. ``inboxes`` are a part's of all ranks; ``outboxes`` all ranks' (B, L, W, H / W, D)."""
 
     inbox: PeerMemory
     outbox: PeerMemory
-    parts: tuple[slice, ...]
-    inboxes: tuple[tuple[Tensor, ...], ...]
+    parts: tuple[Part, ...]
+    inboxes: tuple[tuple[Inbox, ...], ...]
     outboxes: tuple[Tensor, ...]
 
 
@@ -99,65 +120,83 @@ class PeerUlysses:
         # Others first, each rank from its right-hand neighbour on, so that no inbox is written by all at once.
         targets = ((axis.index + turn) % axis.size for turn in (*range(1, axis.size), 0))
         self._streams = {rank: SideStream(device, f"copies {turn}") for turn, rank in enumerate(targets)}
+        self._every_other = SideStream(device, "every other part")
         self._memories: dict[tuple[int, ...], _Memory] = {}
 
-    def __call__(self, q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor) -> Tensor:
-        """My tokens' result, contiguous."""
-        memory = self._memory(q_BLHD)
-        qkv = tuple(
-            torch.unflatten(x_BLHD.contiguous(), 2, (self._axis.size, -1)) for x_BLHD in (q_BLHD, k_BLHD, v_BLHD)
-        )
+    def __call__(self, q_BLHD: Tensor, k_BKGD: Tensor, v_BKGD: Tensor) -> Tensor:
+        """My queries' result, contiguous."""
+        memory = self._memory(q_BLHD, k_BKGD)
+        qkv = tuple(torch.unflatten(x.contiguous(), 2, (self._axis.size, -1)) for x in (q_BLHD, k_BKGD, v_BKGD))
         left = [self._send(qkv, memory, part) for part in range(len(memory.parts))]
+        with self._every_other.run():
+            pass  # it waits for all that came before this call, and for no part of it
         kept = []  # until the copies have left
         for part, marks in enumerate(left):
-            for mark in marks:
-                wait_for(mark)
-            memory.inbox.barrier(channel=part)
-            kept.append(self._attend(*memory.inboxes[part][self._axis.index].unbind(0)).contiguous())
-            self._send_back(kept[-1], memory, part)
-        for stream in self._streams.values():
+            with self._every_other.run(after_current=False) if part % 2 else nullcontext():
+                kept.append(self._attend_part(memory, part, marks))
+        for stream in (self._every_other, *self._streams.values()):
             stream.wait()
         memory.outbox.barrier(channel=0)
         return memory.outboxes[self._axis.index].reshape(q_BLHD.shape).clone()
 
-    def _send(self, qkv: tuple[Tensor, ...], memory: _Memory, part: int) -> list[torch.cuda.Event | None]:
+    def _send(self, qkv: tuple[Tensor, ...], memory: _Memory, number: int) -> list[torch.cuda.Event | None]:
         """Start one part's copies; the marks after which they have left."""
-        heads, length = memory.parts[part], qkv[0].shape[1]
-        mine = slice(self._axis.index * length, (self._axis.index + 1) * length)
+        part = memory.parts[number]
         for rank, stream in self._streams.items():
             with stream.run():
-                for target_BMhD, x_BLWHD in zip(memory.inboxes[part][rank], qkv, strict=True):
-                    _copy(target_BMhD[:, mine], x_BLWHD[:, :, rank, heads])
+                for target, x, heads in zip(
+                    memory.inboxes[number][rank], qkv, (part.queries, part.keys, part.keys), strict=True
+                ):
+                    first = self._axis.index * x.shape[1]
+                    _copy(target[:, first : first + x.shape[1]], x[:, :, rank, heads])
         return [stream.record() for stream in self._streams.values()]
 
-    def _send_back(self, out_BMhD: Tensor, memory: _Memory, part: int) -> None:
+    def _attend_part(self, memory: _Memory, number: int, marks: list[torch.cuda.Event | None]) -> Tensor:
+        """The result, on its way back."""
+        for mark in marks:
+            wait_for(mark)
+        memory.inbox.barrier(channel=number)
+        out_BMhD = self._attend(*memory.inboxes[number][self._axis.index]).contiguous()
         out_BWLhD = torch.unflatten(out_BMhD, 1, (self._axis.size, -1))
         for rank, stream in self._streams.items():
             with stream.run():
-                _copy(memory.outboxes[rank][:, :, self._axis.index, memory.parts[part]], out_BWLhD[:, rank])
+                _copy(memory.outboxes[rank][:, :, self._axis.index, memory.parts[number].queries], out_BWLhD[:, rank])
+        return out_BMhD
 
-    def _memory(self, q_BLHD: Tensor) -> _Memory:
-        key = tuple(q_BLHD.shape)
+    def _memory(self, q_BLHD: Tensor, k_BKGD: Tensor) -> _Memory:
+        key = (*q_BLHD.shape, *k_BKGD.shape)
         if key not in self._memories:
-            self._memories[key] = self._open(q_BLHD)
+            self._memories[key] = self._open(q_BLHD, k_BKGD)
         return self._memories[key]
 
-    def _open(self, q_BLHD: Tensor) -> _Memory:
-        batch, length, heads, dim = q_BLHD.shape
-        world = self._axis.size
-        assert heads % world == 0, f"{heads} heads cannot be divided over {world} ranks"
-        parts = parts_of(heads // world)
-        inbox = PeerMemory.open(3 * q_BLHD.numel(), q_BLHD, self._axis, use="queries of a module")
+    def _open(self, q_BLHD: Tensor, k_BKGD: Tensor) -> _Memory:
+        (batch, length, heads, dim), (_, num_keys, key_heads, _), world = q_BLHD.shape, k_BKGD.shape, self._axis.size
+        for number in (heads, key_heads):
+            assert number % world == 0, f"{number} heads cannot be divided over {world} ranks"
+        parts = parts_of(heads // world, key_heads // world)
+        inbox = PeerMemory.open(q_BLHD.numel() + 2 * k_BKGD.numel(), q_BLHD, self._axis, use="queries of a module")
         outbox = PeerMemory.open(q_BLHD.numel(), q_BLHD, self._axis, use="results of a module")
-        sizes = [(part.stop - part.start) * 3 * batch * world * length * dim for part in parts]
-        several = zip(*(torch.split(view, sizes) for view in inbox.views_W), strict=True)
+        shapes = [
+            (batch, world * rows, some.stop - some.start, dim)
+            for part in parts
+            for rows, some in ((length, part.queries), (num_keys, part.keys), (num_keys, part.keys))
+        ]
+        ranks = [_divided(view, shapes) for view in inbox.views_W]
         return _Memory(
             inbox=inbox,
             outbox=outbox,
             parts=parts,
-            inboxes=tuple(tuple(x.view(3, batch, world * length, -1, dim) for x in inboxes) for inboxes in several),
+            inboxes=tuple(
+                tuple(Inbox(*each[first : first + 3]) for each in ranks) for first in range(0, len(shapes), 3)
+            ),
             outboxes=tuple(view.view(batch, length, world, -1, dim) for view in outbox.views_W),
         )
+
+
+def _divided(x_N: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """One tensor after the other."""
+    pieces = torch.split(x_N, [math.prod(shape) for shape in shapes])
+    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 def _copy(target_BLhD: Tensor, source_BLhD: Tensor) -> None:

@@ -71,7 +71,9 @@ def test_others_than_peers_take_what_peers_do_not() -> None:
 
     kernel = where_even(numbered(1), numbered(2), num_ranks=4)
     eight, six, two = (torch.zeros(1, 3, heads, 8) for heads in (8, 6, 2))
+    four_keys = torch.zeros(1, 5, 4, 8)
     assert kernel(eight, eight, eight)[0] == 1
+    assert kernel(eight, four_keys, four_keys)[0] == 1
     assert kernel(six, six, six)[0] == 2
     assert kernel(eight, two, two)[0] == 2
     assert kernel(eight, eight, eight, mask_BM=torch.ones(1, 3, dtype=torch.bool))[0] == 2

@@ -56,9 +56,11 @@ def axis_of(rank: int, world: int = WORLD) -> Axis:
     return Axis(ranks=tuple(range(world)), index=rank)
 
 
-def qkv(seed: int, heads_each: int = 6) -> tuple[Tensor, ...]:
+def qkv(seed: int, heads_each: int = 6, keys_each: int = 0, num_keys: int = LENGTH) -> tuple[Tensor, ...]:
+    """``keys_each``: key heads of a rank, 0 for as many as queries have; ``num_keys`` of a rank."""
     generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(BATCH, WORLD * LENGTH, WORLD * heads_each, DIM, generator=generator) for _ in "qkv")
+    shapes = [(LENGTH, heads_each), *[(num_keys, keys_each or heads_each)] * 2]
+    return tuple(torch.randn(BATCH, WORLD * rows, WORLD * heads, DIM, generator=generator) for rows, heads in shapes)
 
 
 def on_all_ranks(function: Callable[[int], Any]) -> list[Any]:
@@ -70,19 +72,27 @@ def kernels() -> list[Kernel]:
     return [peer_ulysses(without_lse(plain_attention), axis_of(rank), CPU) for rank in range(WORLD)]
 
 
-def together(several: list[Kernel], seed: int, heads_each: int = 6) -> Tensor:
+def together(several: list[Kernel], seed: int, *sizes: int) -> Tensor:
     """The result of all ranks, each with its tokens."""
-    cut = [x_BLHD.chunk(WORLD, dim=1) for x_BLHD in qkv(seed, heads_each)]
+    cut = [x_BLHD.chunk(WORLD, dim=1) for x_BLHD in qkv(seed, *sizes)]
     return torch.cat(on_all_ranks(lambda rank: several[rank](*(chunks[rank] for chunks in cut))[0]), dim=1)
 
 
-@pytest.mark.parametrize("heads_each", [1, 2, 3, 6])
-def test_equals_attention_on_one_rank(heads_each: int) -> None:
-    """Call after call: the second finds what the first left in the others' memory."""
+@pytest.mark.parametrize("sizes", [(1,), (2,), (3,), (6,), (8, 2), (8, 1), (4, 4, 7), (8, 4, 3)], ids=str)
+def test_equals_attention_on_one_rank(sizes: tuple[int, ...]) -> None:
+    """Of all heads, of grouped ones, with more and with fewer keys than queries; call after call: the second finds what
+    the first left in the others' memory."""
     several = kernels()
     for seed in (1, 2, 3):
-        expected, _ = plain_attention(*qkv(seed, heads_each))
-        torch.testing.assert_close(together(several, seed, heads_each), expected)
+        expected, _ = plain_attention(*qkv(seed, *sizes))
+        torch.testing.assert_close(together(several, seed, *sizes), expected)
+
+
+def test_shapes_take_turns() -> None:
+    several = kernels()
+    for seed, sizes in enumerate(((8, 2), (6,), (8, 2, 7), (8, 2))):
+        expected, _ = plain_attention(*qkv(seed, *sizes))
+        torch.testing.assert_close(together(several, seed, *sizes), expected)
 
 
 def test_control_with_a_part_that_never_leaves_fails() -> None:
@@ -97,11 +107,16 @@ def test_control_with_a_part_that_never_leaves_fails() -> None:
     assert not torch.allclose(result, plain_attention(*qkv(1))[0])
 
 
-@pytest.mark.parametrize(("heads", "sizes"), [(1, [1]), (2, [1, 1]), (3, [1, 1, 1]), (10, [1, 8, 1])])
-def test_first_and_last_part_are_single_heads(heads: int, sizes: list[int]) -> None:
-    parts = parts_of(heads)
-    assert [part.stop - part.start for part in parts] == sizes
-    assert (parts[0].start, parts[-1].stop) == (0, heads)
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "sizes"),
+    [(1, 1, [1]), (2, 2, [1, 1]), (3, 3, [1, 1, 1]), (10, 10, [1, 8, 1]), (8, 2, [1, 1]), (12, 4, [1, 2, 1])],
+)
+def test_first_and_last_part_are_single_key_heads(heads: int, key_heads: int, sizes: list[int]) -> None:
+    parts = parts_of(heads, key_heads)
+    assert [part.keys.stop - part.keys.start for part in parts] == sizes
+    assert (parts[0].keys.start, parts[-1].keys.stop) == (0, key_heads)
+    each = heads // key_heads
+    assert [part.queries for part in parts] == [slice(each * part.keys.start, each * part.keys.stop) for part in parts]
 
 
 def test_a_compiler_sees_one_operation() -> None:
@@ -119,5 +134,7 @@ def test_a_compiler_sees_one_operation() -> None:
 
 def test_another_number_of_heads_is_our_mistake() -> None:
     (kernel, *_) = kernels()
-    with pytest.raises(AssertionError, match="6 heads cannot be divided over 4 ranks"):
-        kernel(*(torch.zeros(1, 3, 6, 8) for _ in "qkv"))
+    four, six = (torch.zeros(1, 3, heads, 8) for heads in (4, 6))
+    for q, k in ((six, four), (four, six)):
+        with pytest.raises(AssertionError, match="6 heads cannot be divided over 4 ranks"):
+            kernel(q, k, k)
