@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
@@ -101,8 +101,8 @@ def predict_after_early_start() -> tuple[bool, Tensor]:
 
     with as_at_start(), patch(WORK, work):
         start_early(CPU)
-        engine = TorchEngine(model, strategy="ulysses")
-        return bool(over), engine.predict(branches, (0, 1))[0]
+        with closing(TorchEngine(model, strategy="ulysses")) as engine:  # other tests know nothing of its kernels
+            return bool(over), engine.predict(branches, (0, 1))[0]
 
 
 def test_groups_go_with_their_process_group(tmp_path: Path) -> None:
