@@ -25,6 +25,11 @@ class HeadShare(NamedTuple):
         return self.num_ranks * self.keys
 
 
+def heads_of_one(num_heads: int, num_ranks: int) -> int:
+    """The heads of each rank, where all get as many; those of the last may be more than there are."""
+    return -(-num_heads // num_ranks)
+
+
 def share_heads(num_heads: int, num_key_heads: int, num_ranks: int) -> HeadShare:
     """Equal shares of ``num_heads`` query heads, with the ``num_key_heads`` key heads that these need.
 
@@ -39,7 +44,7 @@ def share_heads(num_heads: int, num_key_heads: int, num_ranks: int) -> HeadShare
     for repeats in range(1, group + 1):
         if group % repeats:
             continue
-        keys = -(-num_key_heads * repeats // num_ranks)
+        keys = heads_of_one(num_key_heads * repeats, num_ranks)
         share = HeadShare(num_ranks=num_ranks, queries=keys * (group // repeats), keys=keys, repeats=repeats)
         if best is None or (share.queries, share.keys) < (best.queries, best.keys):
             best = share

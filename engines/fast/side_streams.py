@@ -47,9 +47,14 @@ class SideStream:
             yield
             return
         if after_current:
-            self._stream.wait_stream(torch.cuda.current_stream())
+            self.follow()
         with torch.cuda.stream(self._stream):
             yield
+
+    def follow(self) -> None:
+        """Makes the side stream wait for everything that the current stream was given so far."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
 
     def record(self) -> torch.cuda.Event | None:
         """Returns what ``wait_for`` takes, reached when all that was given so far is done (None: it ran in line)."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from engines.core.heads import heads_of_one
 from engines.core.model import DenoiserModel, dtype_of
 from engines.core.precision import scheme_of
 from engines.core.spec import ParallelSpec
@@ -69,7 +70,7 @@ class TensorRTConfig:
         if scheme_of(self.precision) == "fp8" and not target.has_fp8:
             raise ValueError(f"fp8 needs compute capability 8.9; {target.name} has none: use int8-static or native")
         precision = self.precision if scheme_of(self.precision) else _dtype_name(model)
-        heads = -(-model.num_heads // (spec.ulysses * spec.tensor))
+        heads = heads_of_one(model.num_heads, spec.ulysses * spec.tensor)
         if spec.num_ranks > 1 and heads < MIN_FUSED_HEADS and precision != "float32":
             raise ValueError(
                 f"{spec.name} leaves {heads} of {model.num_heads} heads on a rank; TensorRT fuses half-precision "

@@ -19,11 +19,6 @@ from engines.torch_engine.exchange.peer_heads import PeerHeads
 from engines.torch_engine.exchange.peer_memory import reachable
 
 
-def has_whole_weights(team: Team) -> bool:
-    """Says whether the fast path knows how this team divides a step: by tokens, whichever strategy."""
-    return team.tensor.size == 1 and team.pipeline.size == 1
-
-
 class FastStep:
     """A fast model for one team and one shape of latents. Every rank of the team makes the same calls."""
 

@@ -18,7 +18,7 @@ from engines.parallel.communication.mesh import Team
 from engines.parallel.division import shape_of
 from engines.parallel.sharded import ShardedModel
 from engines.torch_engine.config import TorchChoices
-from engines.torch_engine.fast_step import FastStep, has_whole_weights
+from engines.torch_engine.fast_step import FastStep
 from engines.torch_engine.hoisted import HoistedCache
 
 logger = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ class StepRunner:
         return _Step(prepare=prepare, function=lambda tensors: fast(tensors[latents], tensors))
 
     def _module_step(self, like: Branch, team: Team) -> _Step:
-        hoist = self._model.hoisted if has_whole_weights(team) else None
+        hoist = None if team.spec.divides_weights else self._model.hoisted
         module, constants = like.module, like.constants
 
         def prepare(branch: Branch) -> StepTensors:
@@ -151,7 +151,7 @@ class StepRunner:
 
     def _fast_weights(self, module: str, team: Team) -> FastWeights | None:
         """Returns what the team's steps read; None where the module itself runs."""
-        is_fast = self._config.fast and has_whole_weights(team)
+        is_fast = self._config.fast and not team.spec.divides_weights
         return self.weights(module) if is_fast else None
 
     def quantised_weights(self, module: str, team: Team) -> FastWeights | None:

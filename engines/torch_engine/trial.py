@@ -19,7 +19,6 @@ from engines.planner.exchange_rules import ExchangeRules
 from engines.planner.forecast import StepForecast
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.exchange.alternatives import DividedForward, alternatives
-from engines.torch_engine.fast_step import has_whole_weights
 from engines.torch_engine.quiet import Quiet
 from engines.torch_engine.steps import RUNS_BEFORE_CAPTURE
 
@@ -112,7 +111,7 @@ class Trial:
         return DividedForward(
             team=team,
             num_tokens=TokenLayout.of(self._model.plan.streams, lengths, team.context.size).num_tokens,
-            is_fast=engine.config.fast and has_whole_weights(team),
+            is_fast=engine.config.fast and not team.spec.divides_weights,
             is_even=self._model.num_heads % team.ulysses.size == 0,
         )
 

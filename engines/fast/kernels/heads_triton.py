@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engines.core.heads import heads_of_one
 from engines.fast.kernels.records import HeadNorms
 
 
@@ -89,7 +90,7 @@ def launch_to_peers(qkv_R3HD: Tensor, norms: HeadNorms, batch: int, addresses_W:
     of heads that are not there stays as it is.
     """
     rows, _, num_heads, dim = qkv_R3HD.shape
-    each = -(-num_heads // addresses_W.shape[0])
+    each = heads_of_one(num_heads, addresses_W.shape[0])
     assert qkv_R3HD.stride()[2:] == (dim, 1), qkv_R3HD.stride()
     assert dim & (dim - 1) == 0, f"head dim {dim} is not a power of two"
     token = batch * 3 * each * dim

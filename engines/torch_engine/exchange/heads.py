@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engines.core.heads import share_heads
+from engines.core.heads import heads_of_one
 from engines.core.kernel import Kernel
 from engines.core.layout import Rows as TokenRows
 from engines.fast.kernels import HeadNorms, join_columns, norm_and_rotate
@@ -122,11 +122,6 @@ class UlyssesAttended:
 
     def collect(self) -> Tensor:
         return there(wait(self.pending_WRC), self.num_columns)
-
-
-def heads_of_one(num_heads: int, num_ranks: int) -> int:
-    """As many on every rank."""
-    return share_heads(num_heads, num_heads, num_ranks).queries
 
 
 def there(x_GRC: Tensor, num_columns: int) -> Tensor:

@@ -85,6 +85,10 @@ class Part:
     queries: slice
     keys: slice
 
+    @property
+    def qkv(self) -> tuple[slice, slice, slice]:
+        return self.queries, self.keys, self.keys
+
 
 def parts_of(heads: int, key_heads: int) -> tuple[Part, ...]:
     """Returns what is sent and attended at a time, in that order."""
@@ -128,8 +132,7 @@ class PeerUlysses:
         memory = self._memory(q_BLHD, k_BKGD)
         qkv = tuple(torch.unflatten(x.contiguous(), 2, (self._axis.size, -1)) for x in (q_BLHD, k_BKGD, v_BKGD))
         left = [self._send(qkv, memory, part) for part in range(len(memory.parts))]
-        with self._every_other.run():
-            pass  # it waits for all that came before this call, and for no part of it
+        self._every_other.follow()  # all that came before this call, and no part of it
         kept = []  # until the copies have left
         for part, marks in enumerate(left):
             with self._every_other.run(after_current=False) if part % 2 else nullcontext():
@@ -141,12 +144,9 @@ class PeerUlysses:
 
     def _send(self, qkv: tuple[Tensor, ...], memory: _Memory, number: int) -> list[torch.cuda.Event | None]:
         """Start one part's copies; the marks after which they have left."""
-        part = memory.parts[number]
         for rank, stream in self._streams.items():
             with stream.run():
-                for target, x, heads in zip(
-                    memory.inboxes[number][rank], qkv, (part.queries, part.keys, part.keys), strict=True
-                ):
+                for target, x, heads in zip(memory.inboxes[number][rank], qkv, memory.parts[number].qkv, strict=True):
                     first = self._axis.index * x.shape[1]
                     _copy(target[:, first : first + x.shape[1]], x[:, :, rank, heads])
         return [stream.record() for stream in self._streams.values()]
@@ -179,7 +179,7 @@ class PeerUlysses:
         shapes = [
             (batch, world * rows, some.stop - some.start, dim)
             for part in parts
-            for rows, some in ((length, part.queries), (num_keys, part.keys), (num_keys, part.keys))
+            for rows, some in zip((length, num_keys, num_keys), part.qkv, strict=True)
         ]
         ranks = [_divided(view, shapes) for view in inbox.views_W]
         return _Memory(

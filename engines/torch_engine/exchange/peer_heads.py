@@ -18,11 +18,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engines.core.heads import heads_of_one
 from engines.core.resources import rank_resources
 from engines.fast.kernels import HeadNorms
 from engines.fast.side_streams import SideStream, wait_for
 from engines.parallel.communication.collectives import Axis
-from engines.torch_engine.exchange.heads import Attend, attend_tokens_first, heads_of_one, there
+from engines.torch_engine.exchange.heads import Attend, attend_tokens_first, there
 from engines.torch_engine.exchange.peer_memory import PeerMemory, addresses_of
 
 Copies = tuple[torch.cuda.Event | None, ...]

@@ -38,11 +38,8 @@ def model() -> DenoiserModel:
     return as_denoiser(six_heads())
 
 
-STRATEGIES = ("ulysses", "ulysses in parts", "hybrid", "auto")
-
-
 @pytest.mark.parametrize("fast", [True, False])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["ulysses", "ulysses in parts", "hybrid", "auto"])
 def test_equals_the_unsharded_module(strategy: str, fast: bool) -> None:
     for answer in gang(4).run(predict, strategy, fast):
         assert relative_difference(answer, expected()) <= 1e-5
