@@ -12,13 +12,13 @@ BESIDE_PEERS = (
     (150, "z_image", "Z-Image-Turbo"),
     (150, "qwen", "Qwen-Image", "--branches", "2"),
     (240, "wan", "Wan2.2-I2V-A14B", "--repeats", "7"),
-    (300, "cosmos", "Cosmos3-Nano", "--repeats", "7"),
+    (330, "cosmos", "Cosmos3-Nano", "--repeats", "7"),
     (300, "flux2", "FLUX.2-dev"),
 )
 """On GPUs of 80 GB a large module waits in the host's memory while vLLM-Omni has its turn: 64 GB a GPU for the last."""
 A_BRANCH_EACH = "guidance"
-UNEVEN = "Z-Image-Turbo"
-"""Its 30 heads do not divide by four."""
+FEW_KEY_HEADS = ("Cosmos3-Nano",)
+"""Their keys and values are little beside their queries."""
 
 
 def peers_of_models(word: str, gpus: tuple[int, ...], *makers: str) -> tuple[Stage, ...]:
@@ -33,9 +33,11 @@ def peers_of_models(word: str, gpus: tuple[int, ...], *makers: str) -> tuple[Sta
 
 
 def _strategies(model: str, options: list[str], num_gpus: int) -> tuple[str, ...]:
-    if model == UNEVEN and num_gpus > 2:
-        return ("--strategies", "ulysses", "hybrid")
-    return ("--strategies", "ulysses", A_BRANCH_EACH) if "--branches" in options and num_gpus > 1 else ()
+    if num_gpus == 1:
+        return ()
+    if model in FEW_KEY_HEADS:
+        return ("--strategies", "ulysses", "allgather_kv")
+    return ("--strategies", "ulysses", A_BRANCH_EACH) if "--branches" in options else ()
 
 
 def pair(name: str, model: str, maker: str, *options: str) -> Run:

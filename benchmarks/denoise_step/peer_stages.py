@@ -31,7 +31,7 @@ def peers_on(word: str, gpus: tuple[int, ...]) -> tuple[Stage, ...]:
     while, are what GPUs of 80 GB have room for."""
     return tuple(
         beside(
-            f"{maker.replace('-', '_')}{'_fp8' * (precision == FP8)}_{word}",
+            f"{maker.replace('-', '_')}{'_fp8' * (precision == FP8)}{'_2048' * (sides == [2048])}_{word}",
             peer(f"{word}_{maker}_{precision}", maker, gpus, *sides, precision=precision),
             ours(f"{word}_beside_{maker}_{precision}", gpus, *sides, precision=precision),
             limit_s=limit_s,
@@ -43,7 +43,8 @@ def peers_on(word: str, gpus: tuple[int, ...]) -> tuple[Stage, ...]:
             (150, "vllm-omni", FP8, 1024, 2048),
             (100, "diffusers-ulysses", BF16, 1024, 2048),
             (150, "vllm-omni-tensor", BF16, 1024, 2048),
-            (400, "sglang-blocks", BF16, 1024, 2048),  # not ready within 160 s on four H100s
+            (350, "sglang-blocks", BF16, 1024),  # ready after 180 s on four H100s, and after 285 with both sizes
+            (350, "sglang-blocks", BF16, 2048),
             (100, "diffusers-ring", BF16, 1024, 2048),
             (400, "sglang-compiled", BF16, 1024),
         )

@@ -13,7 +13,7 @@ import torch
 from engines.parallel.communication.mesh import Team
 from engines.planner.exchange_rules import ExchangeRules
 from engines.torch_engine.agreement import is_anywhere
-from engines.torch_engine.exchange.choose import goes_in_parts
+from engines.torch_engine.exchange.choose import goes_in_parts, meets_peers
 from engines.torch_engine.exchange.peer_memory import reachable
 
 
@@ -76,7 +76,8 @@ def runs_beside(device: torch.device) -> bool:
 def _reaches_peers(forward: DividedForward, rules: ExchangeRules, device: torch.device, dtype: torch.dtype) -> bool:
     """As ``fast_step`` and ``choose`` have it."""
     team = forward.team
-    if not forward.splits_heads or team.ulysses.size != team.context.size:
-        return False
-    has_way = forward.is_fast or (forward.is_even and goes_in_parts(rules, forward.num_tokens))
-    return has_way and reachable(team.ulysses, device, dtype)
+    if forward.is_fast:
+        has_way = team.ulysses.size == team.context.size
+    else:
+        has_way = forward.is_even and goes_in_parts(rules, forward.num_tokens)
+    return has_way and meets_peers(team) and reachable(team.context, device, dtype)

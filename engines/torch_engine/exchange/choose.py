@@ -1,4 +1,4 @@
-"""Attention of models that run as their module: how a team exchanges heads, by the length of the step."""
+"""Attention of models that run as their module: how a team exchanges heads or keys, by the length of the step."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from engines.parallel.communication.mesh import Team
 from engines.planner.exchange_rules import ExchangeRules
 from engines.torch_engine.exchange.heads import local_attention
 from engines.torch_engine.exchange.peer_attention import peer_ulysses
+from engines.torch_engine.exchange.peer_keys import peer_allgather_kv
 from engines.torch_engine.exchange.peer_memory import reachable
 
 PARTS_FROM_TOKENS = 16384
-"""Steps of so many tokens exchange heads in parts, some beside the attention of others (docs/denoise_step.md)."""
+"""Steps of so many tokens exchange heads in parts, some beside the attention of others, and use the memory that ranks
+share (docs/denoise_step.md)."""
 
 NUM_PARTS = 2
 """So many parts go through NCCL; ranks that write into each other's memory divide them as ``peer_attention`` says."""
@@ -25,7 +27,7 @@ NUM_PARTS = 2
 
 def module_kernels(peer_memory: bool, device: torch.device, dtype: torch.dtype) -> tuple[MakeKernel, ...]:
     """What ``kernel_by_length`` chooses from, so that all can be checked."""
-    return team_kernel, partial(_in_parts, peer_memory=peer_memory, device=device, dtype=dtype)
+    return team_kernel, partial(_of_long_steps, peer_memory=peer_memory, device=device, dtype=dtype)
 
 
 @cache
@@ -47,15 +49,22 @@ def goes_in_parts(rules: ExchangeRules, num_tokens: int) -> bool:
     return num_tokens >= from_tokens
 
 
-def _in_parts(
+def _of_long_steps(
     local: Kernel, team: Team, layout: TokenLayout, *, peer_memory: bool, device: torch.device, dtype: torch.dtype
 ) -> Kernel:
-    splits_heads_alone = team.ulysses.size == team.context.size > 1
-    if splits_heads_alone and peer_memory and reachable(team.ulysses, device, dtype):
+    usual = team_kernel(local, team, layout, num_parts=NUM_PARTS)
+    if not (peer_memory and meets_peers(team) and reachable(team.context, device, dtype)):
+        return usual
+    if team.ulysses.size > 1:
         attend = local_attention(device, dtype, layout.valid_rows(0, layout.num_chunks))
         peers = peer_ulysses(attend, team.ulysses, device)
-        return where_even(peers, team_kernel(local, team, layout, num_parts=NUM_PARTS), team.ulysses.size)
-    return team_kernel(local, team, layout, num_parts=NUM_PARTS)
+        return where_even(peers, usual, team.ulysses.size)
+    return where_even(peer_allgather_kv(local_attention(device, dtype), team.allgather_kv, layout, device), usual, 1)
+
+
+def meets_peers(team: Team) -> bool:
+    """Whether a rank's attention meets all others of its team at once: by Ulysses or AllGather-KV, and nothing else."""
+    return team.context.size > 1 and team.context.size in (team.ulysses.size, team.allgather_kv.size)
 
 
 def where_even(even: Kernel, other: Kernel, num_ranks: int) -> Kernel:

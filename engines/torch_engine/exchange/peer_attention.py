@@ -2,7 +2,7 @@
 
 What is seen of the exchange is the first part's way there, the last one's way back and a barrier a part. So there are
 three parts, and the first and the last are single key heads. Nothing is packed: rows go from where the projections left
-them to where attention reads them, and from there into the columns of the result. To a compiler it is one operation.
+them to where attention reads them, and from there into the columns of the result.
 
 One memory each way is enough: a rank writes into an inbox only after a barrier that its owner passes after having read
 it. Queries are sent after the last barrier of the call before, which the owner reaches after attention; results are
@@ -27,20 +27,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engines.core.kernel import Kernel, Prefix
-from engines.core.resources import rank_resources
+from engines.core.kernel import Kernel
 from engines.fast.side_streams import SideStream, wait_for
 from engines.parallel.communication.collectives import Axis
 from engines.torch_engine.exchange.copy_rows import copy_rows
 from engines.torch_engine.exchange.heads import Attend
 from engines.torch_engine.exchange.peer_memory import PeerMemory
-
-
-class PeerOperations(list["PeerUlysses"]):
-    """The operations of a rank, by their number in the graph of a compiled module.
-
-    None is dropped before the rank ends: a captured step may hold its memory.
-    """
+from engines.torch_engine.exchange.peer_operation import one_operation
 
 
 def peer_ulysses(attend: Attend, axis: Axis, device: torch.device) -> Kernel:
@@ -48,34 +41,7 @@ def peer_ulysses(attend: Attend, axis: Axis, device: torch.device) -> Kernel:
 
     No LSE, no mask and no prefix; queries and keys have heads in multiples of the axis' size.
     """
-    operations = rank_resources().get(PeerOperations)
-    number = len(operations)
-    operations.append(PeerUlysses(attend, axis, device))
-
-    def exchanged(
-        q_BLHD: Tensor,
-        k_BKGD: Tensor,
-        v_BKGD: Tensor,
-        /,
-        *,
-        mask_BM: Tensor | None = None,
-        prefix: Prefix | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        assert mask_BM is None
-        assert prefix is None
-        return _run(q_BLHD, k_BKGD, v_BKGD, number), q_BLHD.new_empty(0)
-
-    return exchanged
-
-
-@torch.library.custom_op("troupe::peer_ulysses", mutates_args=())
-def _run(q_BLHD: Tensor, k_BKGD: Tensor, v_BKGD: Tensor, number: int) -> Tensor:
-    return rank_resources().get(PeerOperations)[number](q_BLHD, k_BKGD, v_BKGD)
-
-
-@_run.register_fake
-def _(q_BLHD: Tensor, k_BKGD: Tensor, v_BKGD: Tensor, number: int) -> Tensor:
-    return torch.empty_like(q_BLHD, memory_format=torch.contiguous_format)
+    return one_operation(PeerUlysses(attend, axis, device))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -205,9 +205,10 @@ def test_side_streams_are_of_teams_alone() -> None:
 
 
 def divided(
-    *, ulysses: int = 2, ring: int = 1, fast: bool = False, even: bool = True, num_tokens: int = 40
+    *, ulysses: int = 2, ring: int = 1, gather: int = 1, fast: bool = False, even: bool = True, num_tokens: int = 40
 ) -> DividedForward:
-    team = replace(team_of_one(), ulysses=axis(ulysses), ring=axis(ring), context=axis(ulysses * ring))
+    axes = {"ulysses": ulysses, "ring": ring, "allgather_kv": gather, "context": ulysses * ring * gather}
+    team = replace(team_of_one(), **{name: axis(size) for name, size in axes.items()})
     return DividedForward(team=team, num_tokens=num_tokens, is_fast=fast, is_even=even)
 
 
@@ -239,6 +240,10 @@ def test_only_what_would_change_the_step_is_tried() -> None:
     assert changes(divided(fast=True, ulysses=1, ring=2)) == [None, None, NO_STREAMS]
     assert changes(divided(fast=True, ulysses=1)) == [None, None, None]
     assert changes(divided(ulysses=1, ring=2)) == [None, None, None]
+    assert changes(divided(ulysses=1, gather=2)) == [None, None, None]
+    assert changes(divided(ulysses=1, gather=2, num_tokens=long)) == [None, NO_MEMORY, None]
+    assert changes(divided(ulysses=2, gather=2, num_tokens=long))[1] is None
+    assert changes(divided(ulysses=1, gather=2, num_tokens=long, fast=True))[1] is None
 
 
 def test_a_cpu_has_no_choice() -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -15,35 +12,12 @@ from torch import Tensor
 
 from engines.core.kernel import Kernel
 from engines.parallel.attention.local import plain_attention
-from engines.parallel.communication.collectives import Axis
 from engines.torch_engine.exchange.copy_rows import copy_rows
 from engines.torch_engine.exchange.heads import without_lse
 from engines.torch_engine.exchange.peer_attention import parts_of, peer_ulysses
-from tests.support.patience import PATIENCE_S
+from tests.engines.torch_engine.support.thread_memory import CPU, WORLD, ThreadMemory, axis_of, on_all_ranks
 
-WORLD, BATCH, LENGTH, DIM = 4, 2, 5, 8
-CPU = torch.device("cpu")
-
-
-class ThreadMemory:
-    """Stands for ``PeerMemory`` where ranks are threads of one process."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._barriers: dict[tuple[str, int], threading.Barrier] = {}
-        self._memories: dict[tuple[str, int], list[Tensor]] = {}
-
-    def open(self, numel: int, sample: Tensor, axis: Axis, *, use: str) -> Any:
-        with self._lock:
-            fresh = [sample.new_full((numel,), float("nan")) for _ in axis.ranks]
-            views = self._memories.setdefault((use, numel), fresh)
-
-        def barrier(channel: int) -> None:
-            with self._lock:
-                meeting = self._barriers.setdefault((use, channel), threading.Barrier(axis.size))
-            meeting.wait(timeout=PATIENCE_S)
-
-        return SimpleNamespace(mine=views[axis.index], views_W=tuple(views), barrier=barrier)
+BATCH, LENGTH, DIM = 2, 5, 8
 
 
 @pytest.fixture(autouse=True)
@@ -52,20 +26,11 @@ def shared_memory() -> Iterator[None]:
         yield
 
 
-def axis_of(rank: int, world: int = WORLD) -> Axis:
-    return Axis(ranks=tuple(range(world)), index=rank)
-
-
 def qkv(seed: int, heads_each: int = 6, keys_each: int = 0, num_keys: int = LENGTH) -> tuple[Tensor, ...]:
     """``keys_each``: key heads of a rank, 0 for as many as queries have; ``num_keys`` of a rank."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(LENGTH, heads_each), *[(num_keys, keys_each or heads_each)] * 2]
     return tuple(torch.randn(BATCH, WORLD * rows, WORLD * heads, DIM, generator=generator) for rows, heads in shapes)
-
-
-def on_all_ranks(function: Callable[[int], Any]) -> list[Any]:
-    with ThreadPoolExecutor(WORLD) as threads:
-        return list(threads.map(function, range(WORLD)))
 
 
 def kernels() -> list[Kernel]:
@@ -129,7 +94,7 @@ def test_a_compiler_sees_one_operation() -> None:
 
     compiled = torch.compile(lambda q, k, v: kernel(q, k, v)[0], backend=backend, fullgraph=True)
     torch.testing.assert_close(compiled(*qkv(1)), plain_attention(*qkv(1))[0])
-    assert targets == [torch.ops.troupe.peer_ulysses.default]
+    assert targets == [torch.ops.troupe.peer_attention.default]
 
 
 def test_another_number_of_heads_is_our_mistake() -> None:

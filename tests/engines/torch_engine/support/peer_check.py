@@ -20,24 +20,27 @@ import torch
 import torch.distributed as dist
 
 from engines.core.differences import relative_difference
+from engines.core.layout import TokenLayout
 from engines.core.model import Branch
 from engines.parallel.communication.collectives import Axis
 from engines.planner.exchange_rules import ExchangeRules
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.exchange.heads import local_attention
 from engines.torch_engine.exchange.peer_attention import peer_ulysses
+from engines.torch_engine.exchange.peer_keys import peer_allgather_kv
 from engines.torch_engine.exchange.peer_memory import reachable
 from pipelines.models.bare.flux import as_denoiser
 from tests.engines.support import models
 
-PATHS: dict[str, tuple[bool | None, ExchangeRules]] = {
-    "fast": (None, ExchangeRules()),
-    "NCCL": (None, ExchangeRules(peer_memory=False)),
-    "in line": (None, ExchangeRules(side_streams=False)),
-    "module": (False, ExchangeRules(parts_from_tokens=1)),
-    "module, NCCL": (False, ExchangeRules(peer_memory=False, parts_from_tokens=1)),
+PATHS: dict[str, tuple[str, bool | None, ExchangeRules]] = {
+    "fast": ("ulysses", None, ExchangeRules()),
+    "NCCL": ("ulysses", None, ExchangeRules(peer_memory=False)),
+    "in line": ("ulysses", None, ExchangeRules(side_streams=False)),
+    "module": ("ulysses", False, ExchangeRules(parts_from_tokens=1)),
+    "module, NCCL": ("ulysses", False, ExchangeRules(peer_memory=False, parts_from_tokens=1)),
+    "module, keys": ("allgather_kv", False, ExchangeRules(parts_from_tokens=1)),
 }
-"""Whether the fast path, and how ranks exchange heads."""
+"""The strategy, whether the fast path, and how ranks exchange heads or keys."""
 NUM_HEADS = (8, 7)
 """The ranks divide the first alone."""
 NUM_RUNS = 4
@@ -51,11 +54,12 @@ def branch_of(length: str, device: torch.device) -> Branch:
 
 
 def grouped_difference(axis: Axis, device: torch.device) -> float:
-    """Of attention with grouped heads to more keys than there are queries: this rank's answer, and one rank's alone."""
+    """Of attention with grouped heads to more keys than there are queries: this rank's answers and one rank's alone."""
     attend = local_attention(device, torch.float32)
-    kernel, generator = peer_ulysses(attend, axis, device), torch.Generator().manual_seed(1)
-    worst = 0.0
-    for _ in range(NUM_RUNS):
+    layout = TokenLayout(lengths=(("text", 16 * axis.size), ("picture", 192 * axis.size)), num_chunks=axis.size)
+    kernels = peer_ulysses(attend, axis, device), peer_allgather_kv(attend, axis, layout, device)
+    generator, worst = torch.Generator().manual_seed(1), 0.0
+    for kernel, _ in itertools.product(kernels, range(NUM_RUNS)):
         shapes = [(192, 12), *[(208, 4)] * 2]
         qkv = [torch.randn(1, axis.size * rows, heads, 16, generator=generator).to(device) for rows, heads in shapes]
         (mine, _), expected = kernel(*(x.chunk(axis.size, 1)[axis.index] for x in qkv)), attend(*qkv)
@@ -71,11 +75,11 @@ def main() -> None:
     dist.init_process_group("nccl", device_id=device)
     several = {num_heads: as_denoiser(models.flux(num_heads).to(device)) for num_heads in NUM_HEADS}
     everyone, wrong = tuple(range(world)), []
-    for (num_heads, model), (path, (fast, rules)) in itertools.product(several.items(), PATHS.items()):
+    for (num_heads, model), (path, (strategy, fast, rules)) in itertools.product(several.items(), PATHS.items()):
         label = f"{path}, {num_heads} heads"
-        engine = TorchEngine(model, strategy="ulysses", compiled=False, fast=fast)
+        engine = TorchEngine(model, strategy=strategy, compiled=False, fast=fast)
         engine.use(rules)
-        axis = engine.division.team(everyone).ulysses
+        axis = engine.division.team(everyone).context
         shared = rules.peer_memory and reachable(axis, device, torch.float32)
         branches = (branch_of("even", device), branch_of("uneven", device))
         worst = 0.0

@@ -1,0 +1,79 @@
+"""Which teams write into each other's memory, and by which of the two ways."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from engines.core.layout import TokenLayout
+from engines.parallel.attention.local import plain_attention
+from engines.parallel.communication.mesh import Team, team_of_one
+from engines.planner.exchange_rules import ExchangeRules
+from engines.torch_engine.exchange.choose import kernel_by_length
+from tests.engines.torch_engine.support.thread_memory import CPU, axis_of
+
+WHERE = "engines.torch_engine.exchange.choose"
+AXES = ("ulysses", "ring", "allgather_kv")
+LAYOUT = TokenLayout(lengths=(("text", 8), ("clip", 20)), num_chunks=4)
+
+
+@pytest.fixture(autouse=True)
+def peers_within_reach() -> Iterator[None]:
+    """Kernels that say their names in the place of an answer."""
+
+    def named(name: str) -> Any:
+        return lambda *_, **__: lambda *_, **__: (name, None)
+
+    ways = {name: named(name) for name in ("peer_ulysses", "peer_allgather_kv", "team_kernel")}
+    with patch.multiple(WHERE, **ways, reachable=lambda *_: True):
+        kernel_by_length.cache_clear()
+        yield
+    kernel_by_length.cache_clear()
+
+
+def team_of(**sizes: int) -> Team:
+    context = 1
+    for size in sizes.values():
+        context *= size
+    axes = {name: axis_of(0, sizes.get(name, 1)) for name in AXES}
+    return replace(team_of_one(), **axes, context=axis_of(0, context))
+
+
+def chosen(team: Team, rules: ExchangeRules, **options: Tensor) -> str:
+    x = torch.zeros(1, 7, 8, 4)
+    kernel = kernel_by_length(rules, CPU, torch.float32)(plain_attention, team, LAYOUT)
+    answer: Any = kernel(x, x, x, **options)[0]
+    return str(answer)
+
+
+LONG = ExchangeRules(parts_from_tokens=28)
+
+
+def test_long_steps_of_one_strategy_share_memory() -> None:
+    assert chosen(team_of(ulysses=4), LONG) == "peer_ulysses"
+    assert chosen(team_of(allgather_kv=4), LONG) == "peer_allgather_kv"
+
+
+@pytest.mark.parametrize("rules", [ExchangeRules(), replace(LONG, peer_memory=False)], ids=["short", "NCCL"])
+@pytest.mark.parametrize("axis", ["ulysses", "allgather_kv"])
+def test_short_steps_and_those_that_may_not_exchange_as_all(axis: str, rules: ExchangeRules) -> None:
+    assert chosen(team_of(**{axis: 4}), rules) == "team_kernel"
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"ring": 4}, {"ulysses": 2, "ring": 2}, {"ulysses": 2, "allgather_kv": 2}, {"ulysses": 1}], ids=str
+)
+def test_several_strategies_do_not(sizes: dict[str, int]) -> None:
+    assert chosen(team_of(**sizes), LONG) == "team_kernel"
+
+
+@pytest.mark.parametrize("axis", ["ulysses", "allgather_kv"])
+def test_masks_are_for_the_others(axis: str) -> None:
+    mask_BM = torch.ones(1, 7, dtype=torch.bool)
+    assert chosen(team_of(**{axis: 4}), LONG, mask_BM=mask_BM) == "team_kernel"

@@ -1,0 +1,84 @@
+"""AllGather-KV through each other's memory, with threads for ranks and plain tensors for what they share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from engines.core.kernel import Kernel
+from engines.core.layout import TokenLayout
+from engines.parallel.attention.local import plain_attention
+from engines.torch_engine.exchange.copy_rows import copy_rows
+from engines.torch_engine.exchange.heads import without_lse
+from engines.torch_engine.exchange.peer_keys import peer_allgather_kv
+from tests.engines.torch_engine.support.thread_memory import CPU, WORLD, ThreadMemory, axis_of, on_all_ranks
+
+BATCH, DIM = 2, 8
+EVEN = TokenLayout(lengths=(("text", 8), ("clip", 20)), num_chunks=WORLD)
+UNEVEN = TokenLayout(lengths=(("text", 5), ("clip", 18)), num_chunks=WORLD)
+"""The last rank has no text, and less of the clip than the others."""
+WHERE = "engines.torch_engine.exchange.peer_keys"
+
+
+@pytest.fixture(autouse=True)
+def shared_memory() -> Iterator[None]:
+    with patch(f"{WHERE}.PeerMemory", ThreadMemory()):
+        yield
+
+
+def kernels(layout: TokenLayout) -> list[Kernel]:
+    attend = without_lse(plain_attention)
+    return [peer_allgather_kv(attend, axis_of(rank), layout, CPU) for rank in range(WORLD)]
+
+
+def qkv(layout: TokenLayout, seed: int, heads: int, key_heads: int) -> tuple[Tensor, ...]:
+    """Of the clip's queries and all streams' keys and values."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(layout.length("clip"), heads), *[(layout.num_tokens, key_heads)] * 2]
+    return tuple(torch.randn(BATCH, *shape, DIM, generator=generator) for shape in shapes)
+
+
+def together(several: list[Kernel], layout: TokenLayout, seed: int, heads: int, key_heads: int) -> Tensor:
+    """The result of all ranks, each with its tokens and, in the place of those that fill them up, large numbers."""
+    whole = qkv(layout, seed, heads, key_heads)
+
+    def one(rank: int) -> Tensor:
+        names = (("clip",), ("text", "clip"), ("text", "clip"))
+        given = [layout.cut_streams(x, dim=1, streams=each, index=rank) for x, each in zip(whole, names, strict=True)]
+        filled = [torch.where(x.any(-1, keepdim=True), x, 1e3) for x in given]
+        return several[rank](*filled)[0]
+
+    return layout.join(torch.stack(on_all_ranks(one)), dim=1, stream="clip")
+
+
+@pytest.mark.parametrize("layout", [EVEN, UNEVEN], ids=["even", "uneven"])
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2), (3, 1), (5, 5)], ids=str)
+def test_equals_attention_on_one_rank(layout: TokenLayout, heads: tuple[int, int]) -> None:
+    """Call after call: the second finds what the first left in the others' memory."""
+    several = kernels(layout)
+    for seed in (1, 2, 3):
+        expected, _ = plain_attention(*qkv(layout, seed, *heads))
+        torch.testing.assert_close(together(several, layout, seed, *heads), expected)
+
+
+def test_shapes_take_turns() -> None:
+    several = kernels(EVEN)
+    for seed, heads in enumerate(((8, 2), (6, 6), (8, 2))):
+        expected, _ = plain_attention(*qkv(EVEN, seed, *heads))
+        torch.testing.assert_close(together(several, EVEN, seed, *heads), expected)
+
+
+def test_control_with_keys_that_never_leave_fails() -> None:
+    num_calls = iter(range(10**6))
+
+    def forgetful(target_RC: Tensor, source_RC: Tensor) -> None:
+        if next(num_calls) != 7:
+            copy_rows(target_RC, source_RC)
+
+    with patch(f"{WHERE}.copy_rows", forgetful):
+        result = together(kernels(EVEN), EVEN, 1, 8, 2)
+    assert not torch.allclose(result, plain_attention(*qkv(EVEN, 1, 8, 2))[0])
