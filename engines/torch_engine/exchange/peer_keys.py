@@ -46,9 +46,7 @@ class PeerKeys:
 
     def __init__(self, attend: Attend, axis: Axis, layout: TokenLayout, device: torch.device) -> None:
         self._attend, self._axis = attend, axis
-        self._rows: tuple[Rows, ...] = tuple(
-            layout.valid_rows(rank, 1) or ((0, layout.chunk_length),) for rank in range(axis.size)
-        )
+        self._rows = tuple(_rows_of(layout, rank) for rank in range(axis.size))
         self._firsts = tuple(itertools.accumulate(map(_number, self._rows), initial=0))
         # Others first, each rank from its right-hand neighbour on, so that no memory is written by all at once.
         targets = ((axis.index + turn) % axis.size for turn in (*range(1, axis.size), 0))
@@ -87,6 +85,12 @@ class PeerKeys:
                 shared=shared, keys_values=tuple(view.view(shape) for view in shared.views_W)
             )
         return self._memories[k_BKGD.shape]
+
+
+def _rows_of(layout: TokenLayout, rank: int) -> Rows:
+    """Those of a rank's chunk that are no padding; none where there are fewer tokens than ranks."""
+    rows = layout.valid_rows(rank, 1)
+    return ((0, layout.chunk_length),) if rows is None else rows
 
 
 def _number(rows: Rows) -> int:

@@ -21,6 +21,8 @@ BATCH, DIM = 2, 8
 EVEN = TokenLayout(lengths=(("text", 8), ("clip", 20)), num_chunks=WORLD)
 UNEVEN = TokenLayout(lengths=(("text", 5), ("clip", 18)), num_chunks=WORLD)
 """The last rank has no text, and less of the clip than the others."""
+FEW = TokenLayout(lengths=(("text", 2), ("clip", 5)), num_chunks=WORLD)
+"""The last rank has nothing of either."""
 WHERE = "engines.torch_engine.exchange.peer_keys"
 
 
@@ -55,7 +57,7 @@ def together(several: list[Kernel], layout: TokenLayout, seed: int, heads: int, 
     return layout.join(torch.stack(on_all_ranks(one)), dim=1, stream="clip")
 
 
-@pytest.mark.parametrize("layout", [EVEN, UNEVEN], ids=["even", "uneven"])
+@pytest.mark.parametrize("layout", [EVEN, UNEVEN, FEW], ids=["even", "uneven", "few"])
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2), (3, 1), (5, 5)], ids=str)
 def test_equals_attention_on_one_rank(layout: TokenLayout, heads: tuple[int, int]) -> None:
     """Call after call: the second finds what the first left in the others' memory."""
