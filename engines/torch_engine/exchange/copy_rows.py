@@ -9,7 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engines.fast.side_streams import SideStream
+from engines.parallel.communication.collectives import Axis
+
 _ANY_DIRECTION = 4  # cudaMemcpyDefault: the addresses tell
+
+
+def copy_streams(axis: Axis, device: torch.device, *, to_self: bool) -> dict[int, SideStream]:
+    """A stream to each other rank, from the right-hand neighbour on, so that no rank is written to by all at once; with
+    ``to_self`` one more, the last, to this rank."""
+    turns = (*range(1, axis.size), *[0] * to_self)
+    return {(axis.index + turn) % axis.size: SideStream(device, f"copies {turn}") for turn in turns}
 
 
 def copy_rows(target_RC: Tensor, source_RC: Tensor) -> None:

@@ -30,7 +30,7 @@ from torch import Tensor
 from engines.core.kernel import Kernel
 from engines.fast.side_streams import SideStream, wait_for
 from engines.parallel.communication.collectives import Axis
-from engines.torch_engine.exchange.copy_rows import copy_rows
+from engines.torch_engine.exchange.copy_rows import copy_rows, copy_streams
 from engines.torch_engine.exchange.heads import Attend
 from engines.torch_engine.exchange.peer_memory import PeerMemory
 from engines.torch_engine.exchange.peer_operation import one_operation
@@ -87,9 +87,7 @@ class PeerUlysses:
 
     def __init__(self, attend: Attend, axis: Axis, device: torch.device) -> None:
         self._attend, self._axis = attend, axis
-        # Others first, each rank from its right-hand neighbour on, so that no inbox is written by all at once.
-        targets = ((axis.index + turn) % axis.size for turn in (*range(1, axis.size), 0))
-        self._streams = {rank: SideStream(device, f"copies {turn}") for turn, rank in enumerate(targets)}
+        self._streams = copy_streams(axis, device, to_self=True)
         self._every_other = SideStream(device, "every other part")
         self._memories: dict[tuple[int, ...], _Memory] = {}
 

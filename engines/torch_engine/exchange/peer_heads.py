@@ -21,8 +21,9 @@ from torch import Tensor
 from engines.core.heads import heads_of_one
 from engines.core.resources import rank_resources
 from engines.fast.kernels import HeadNorms
-from engines.fast.side_streams import SideStream, wait_for
+from engines.fast.side_streams import wait_for
 from engines.parallel.communication.collectives import Axis
+from engines.torch_engine.exchange.copy_rows import copy_streams
 from engines.torch_engine.exchange.heads import Attend, attend_tokens_first, there
 from engines.torch_engine.exchange.peer_memory import PeerMemory, addresses_of
 
@@ -88,8 +89,7 @@ class PeerHeads:
 
     def __init__(self, attend: Attend, axis: Axis, device: torch.device) -> None:
         self._attend, self._axis = attend, axis
-        turns = range(1, axis.size)
-        self._streams = {(axis.index + turn) % axis.size: SideStream(device, f"copies {turn}") for turn in turns}
+        self._streams = copy_streams(axis, device, to_self=False)
         self._memories: dict[tuple[int, ...], _Memory] = {}
 
     def send(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms) -> PeerSent:

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from engines.core.kernel import Kernel
 from engines.core.layout import Rows, TokenLayout
-from engines.fast.side_streams import SideStream
 from engines.parallel.communication.collectives import Axis
-from engines.torch_engine.exchange.copy_rows import copy_rows
+from engines.torch_engine.exchange.copy_rows import copy_rows, copy_streams
 from engines.torch_engine.exchange.heads import Attend
 from engines.torch_engine.exchange.peer_memory import PeerMemory
 from engines.torch_engine.exchange.peer_operation import one_operation
@@ -48,9 +47,7 @@ class PeerKeys:
         self._attend, self._axis = attend, axis
         self._rows = tuple(_rows_of(layout, rank) for rank in range(axis.size))
         self._firsts = tuple(itertools.accumulate(map(_number, self._rows), initial=0))
-        # Others first, each rank from its right-hand neighbour on, so that no memory is written by all at once.
-        targets = ((axis.index + turn) % axis.size for turn in (*range(1, axis.size), 0))
-        self._streams = {rank: SideStream(device, f"copies {turn}") for turn, rank in enumerate(targets)}
+        self._streams = copy_streams(axis, device, to_self=True)
         self._memories: dict[torch.Size, _Memory] = {}
 
     def __call__(self, q_BLHD: Tensor, k_BKGD: Tensor, v_BKGD: Tensor) -> Tensor:
