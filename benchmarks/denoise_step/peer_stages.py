@@ -31,9 +31,9 @@ def peers_on(word: str, gpus: tuple[int, ...]) -> tuple[Stage, ...]:
     while, are what GPUs of 80 GB have room for."""
     return tuple(
         beside(
-            f"{maker.replace('-', '_')}{'_fp8' * (precision == FP8)}{'_2048' * (sides == [2048])}_{word}",
-            peer(f"{word}_{maker}_{precision}", maker, gpus, *sides, precision=precision),
-            ours(f"{word}_beside_{maker}_{precision}", gpus, *sides, precision=precision),
+            f"{maker.replace('-', '_')}{'_fp8' * (precision == FP8)}{_of_size(sides)}_{word}",
+            peer(f"{word}_{maker}_{precision}{_of_size(sides)}", maker, gpus, *sides, precision=precision),
+            ours(f"{word}_beside_{maker}_{precision}{_of_size(sides)}", gpus, *sides, precision=precision),
             limit_s=limit_s,
         )
         for limit_s, maker, precision, *sides in (
@@ -49,6 +49,11 @@ def peers_on(word: str, gpus: tuple[int, ...]) -> tuple[Stage, ...]:
             (400, "sglang-compiled", BF16, 1024),
         )
     )
+
+
+def _of_size(sides: list[int]) -> str:
+    """What names carry that 1024 is not in."""
+    return "" if 1024 in sides else f"_{sides[0]}"
 
 
 PEERS_OF_A_PAIR, PEERS_OF_FOUR = peers_on("pair", FIRST), peers_on("quad", FOUR)
