@@ -1,0 +1,39 @@
+"""Copies of rows, and the streams to other ranks; what copy engines do is for GPUs to show (``test_gpu``)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engines.torch_engine.exchange.copy_rows import copy_rows, copy_streams
+from tests.engines.torch_engine.support.thread_memory import CPU, WORLD, axis_of
+
+
+def test_rows_at_any_distance() -> None:
+    """Between the columns of two wider tensors, whose other columns stay."""
+    source_RC, target_RC = torch.arange(24.0).view(4, 6), torch.zeros(4, 5)
+    copy_rows(target_RC[:, 1:3], source_RC[:, 3:5])
+    expected_RC = torch.zeros(4, 5)
+    expected_RC[:, 1:3] = source_RC[:, 3:5]
+    assert torch.equal(target_RC, expected_RC)
+
+
+@pytest.mark.parametrize(
+    "source_RC",
+    [torch.zeros(4, 3), torch.zeros(4, 2, dtype=torch.float64), torch.zeros(2, 4).T],
+    ids=["other columns", "other dtype", "columns apart"],
+)
+def test_what_is_no_row_is_our_mistake(source_RC: torch.Tensor) -> None:
+    with pytest.raises(AssertionError):
+        copy_rows(torch.zeros(4, 2), source_RC)
+
+
+def test_no_rank_is_written_to_by_all_at_once() -> None:
+    """In each turn all ranks have different targets; the last is a rank itself, where that is asked for."""
+    targets = [list(copy_streams(axis_of(rank), CPU, to_self=True)) for rank in range(WORLD)]
+    for turn in zip(*targets, strict=True):
+        assert sorted(turn) == list(range(WORLD))
+    assert [each[-1] for each in targets] == list(range(WORLD))
+    assert [list(copy_streams(axis_of(rank), CPU, to_self=False)) for rank in range(WORLD)] == [
+        each[:-1] for each in targets
+    ]
