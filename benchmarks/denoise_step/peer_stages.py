@@ -43,7 +43,7 @@ def peers_on(word: str, gpus: tuple[int, ...]) -> tuple[Stage, ...]:
             (150, "vllm-omni", FP8, 1024, 2048),
             (100, "diffusers-ulysses", BF16, 1024, 2048),
             (150, "vllm-omni-tensor", BF16, 1024, 2048),
-            (350, "sglang-blocks", BF16, 1024),  # ready after 180 s on four H100s, and after 285 with both sizes
+            (350, "sglang-blocks", BF16, 1024),  # ready within 200 s on four H100s, and with both sizes not after 266
             (350, "sglang-blocks", BF16, 2048),
             (100, "diffusers-ring", BF16, 1024, 2048),
             (400, "sglang-compiled", BF16, 1024),
