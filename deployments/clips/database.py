@@ -41,7 +41,8 @@ async def open_database(url: str) -> AsyncEngine:
                 raise
     event.listen(engine.sync_engine, "handle_error", _name_full_disk)
     if engine.dialect.name == "sqlite" and parsed.database:
-        event.listen(engine.sync_engine, "checkout", _DatabaseFile(Path(parsed.database)).check)
+        # At "checkout" a failure would end the connection, and one that is cancelled meanwhile may never be over.
+        event.listen(engine.sync_engine, "begin", _DatabaseFile(Path(parsed.database)).check)
     return engine
 
 
@@ -81,7 +82,7 @@ class _DatabaseFile:
     def __init__(self, path: Path) -> None:
         self._path, self._place, self._is_lost = path, _place(path), False
 
-    def check(self, *_connection: Any) -> None:
+    def check(self, _connection: Connection) -> None:
         self._is_lost = self._is_lost or _place(self._path) != self._place
         if self._is_lost:
             raise StorageLostError(f"the database {self._path} was deleted or replaced under the server: restart it")

@@ -1,12 +1,16 @@
-"""A database of an earlier version is one of this version after a start."""
+"""A database of an earlier version is one of this version after a start, and one that is lost ends no connection."""
 
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
-from sqlalchemy import text
+import pytest
+from sqlalchemy import event, text
 
 from deployments.clips.database import open_database
+from deployments.clips.records import ClipError
+from deployments.clips.storage import StorageLostError
 from deployments.clips.store import ClipStore
 from tests.deployments.clips.test_claims import REQUEST
 
@@ -35,3 +39,27 @@ async def test_clips_from_before_there_were_keys_are_kept(database_url: str) -> 
     assert other.key_hash == ""
     for engine in engines:
         await engine.dispose()
+
+
+FAILED = ClipError(code="any", message="any")
+
+
+async def test_a_lost_database_ends_no_connection(tmp_path: Path) -> None:
+    """What is cancelled while SQLAlchemy ends an aiosqlite connection may never be over."""
+    engine = await open_database(f"sqlite+aiosqlite:///{tmp_path / 'jobs.sqlite3'}")
+    store, num_ended = ClipStore(engine=engine), 0
+
+    def count(*_: object) -> None:
+        nonlocal num_ended
+        num_ended += 1
+
+    for name in ("close", "invalidate"):
+        event.listen(engine.sync_engine, name, count)
+    for path in tmp_path.glob("jobs.sqlite3*"):
+        path.unlink()
+    for work in (store.get("any"), store.create(REQUEST, "1"), store.fail_completed("any", FAILED)):
+        with pytest.raises(StorageLostError, match="deleted or replaced under the server"):
+            await work
+    assert num_ended == 0
+    await engine.dispose()
+    assert num_ended == 1, "one connection is what they all had"
