@@ -44,6 +44,12 @@ def copy_rows(target_RC: Tensor, source_RC: Tensor) -> None:
         raise RuntimeError(f"cudaMemcpy2DAsync of {rows} rows of {columns * size} bytes failed with code {code}")
 
 
+def copy_heads(target_BLHD: Tensor, source_BLHD: Tensor) -> None:
+    """``copy_rows`` of what has its heads side by side, in both."""
+    for target_LHD, source_LHD in zip(target_BLHD, source_BLHD, strict=True):
+        copy_rows(target_LHD.flatten(1), source_LHD.flatten(1))
+
+
 @cache
 def _runtime() -> Any:
     """The CUDA runtime that PyTorch has loaded."""

@@ -30,7 +30,7 @@ from torch import Tensor
 from engines.core.kernel import Kernel
 from engines.fast.side_streams import SideStream, wait_for
 from engines.parallel.communication.collectives import Axis
-from engines.torch_engine.exchange.copy_rows import copy_rows, copy_streams
+from engines.torch_engine.exchange.copy_rows import copy_heads, copy_streams
 from engines.torch_engine.exchange.heads import Attend
 from engines.torch_engine.exchange.peer_memory import PeerMemory
 from engines.torch_engine.exchange.peer_operation import one_operation
@@ -112,7 +112,7 @@ class PeerUlysses:
             with stream.run():
                 for target, x, heads in zip(memory.inboxes[number][rank], qkv, memory.parts[number].qkv, strict=True):
                     first = self._axis.index * x.shape[1]
-                    _copy(target[:, first : first + x.shape[1]], x[:, :, rank, heads])
+                    copy_heads(target[:, first : first + x.shape[1]], x[:, :, rank, heads])
         return [stream.record() for stream in self._streams.values()]
 
     def _attend_part(self, memory: _Memory, number: int, marks: list[torch.cuda.Event | None]) -> Tensor:
@@ -124,7 +124,8 @@ class PeerUlysses:
         out_BWLhD = torch.unflatten(out_BMhD, 1, (self._axis.size, -1))
         for rank, stream in self._streams.items():
             with stream.run():
-                _copy(memory.outboxes[rank][:, :, self._axis.index, memory.parts[number].queries], out_BWLhD[:, rank])
+                mine = memory.outboxes[rank][:, :, self._axis.index, memory.parts[number].queries]
+                copy_heads(mine, out_BWLhD[:, rank])
         return out_BMhD
 
     def _memory(self, q_BLHD: Tensor, k_BKGD: Tensor) -> _Memory:
@@ -161,9 +162,3 @@ def _divided(x_N: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     """One tensor after the other."""
     pieces = torch.split(x_N, [math.prod(shape) for shape in shapes])
     return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
-
-
-def _copy(target_BLhD: Tensor, source_BLhD: Tensor) -> None:
-    """Heads lie side by side in both."""
-    for target_LhD, source_LhD in zip(target_BLhD, source_BLhD, strict=True):
-        copy_rows(target_LhD.flatten(1), source_LhD.flatten(1))

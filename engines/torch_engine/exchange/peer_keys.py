@@ -10,7 +10,6 @@ Dims: B batch, L my queries, K my keys, M all keys; H and G heads of queries and
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from torch import Tensor
 from engines.core.kernel import Kernel
 from engines.core.layout import Rows, TokenLayout
 from engines.parallel.communication.collectives import Axis
-from engines.torch_engine.exchange.copy_rows import copy_rows, copy_streams
+from engines.torch_engine.exchange.copy_rows import copy_heads, copy_streams
 from engines.torch_engine.exchange.heads import Attend
 from engines.torch_engine.exchange.peer_memory import PeerMemory
 from engines.torch_engine.exchange.peer_operation import one_operation
@@ -32,14 +31,6 @@ def peer_allgather_kv(attend: Attend, axis: Axis, layout: TokenLayout, device: t
     return one_operation(PeerKeys(attend, axis, layout, device))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Memory:
-    """What one shape needs. ``keys_values`` are each rank's (2, B, M, G x D)."""
-
-    shared: PeerMemory
-    keys_values: tuple[Tensor, ...]
-
-
 class PeerKeys:
     """Attention to the keys of all ranks. Memory is made at a shape's first (uncaptured) call."""
 
@@ -48,40 +39,33 @@ class PeerKeys:
         self._rows = tuple(_rows_of(layout, rank) for rank in range(axis.size))
         self._firsts = tuple(itertools.accumulate(map(_number, self._rows), initial=0))
         self._streams = copy_streams(axis, device, to_self=True)
-        self._memories: dict[torch.Size, _Memory] = {}
 
     def __call__(self, q_BLHD: Tensor, k_BKGD: Tensor, v_BKGD: Tensor) -> Tensor:
         """My queries' result, contiguous."""
-        memory = self._memory(k_BKGD)
-        memory.shared.barrier(channel=0)  # all have read what was sent in the call before
-        sent = k_BKGD.flatten(2), v_BKGD.flatten(2)
+        shared, keys_values = self._memory(k_BKGD)
+        shared.barrier(channel=0)  # all have read what was sent in the call before
+        sent = k_BKGD.contiguous(), v_BKGD.contiguous()
         for rank, stream in self._streams.items():
             with stream.run():
-                self._send(sent, memory.keys_values[rank])
+                self._send(sent, keys_values[rank])
         for stream in self._streams.values():
             stream.wait()
-        memory.shared.barrier(channel=1)
-        k_BMGD, v_BMGD = torch.unflatten(memory.keys_values[self._axis.index], 3, k_BKGD.shape[2:])
-        return self._attend(q_BLHD, k_BMGD, v_BMGD).contiguous()
+        shared.barrier(channel=1)
+        return self._attend(q_BLHD, *keys_values[self._axis.index]).contiguous()
 
-    def _send(self, sent: tuple[Tensor, Tensor], target_2BMC: Tensor) -> None:
-        for (mine_BKC, theirs_BMC), batch in itertools.product(
-            zip(sent, target_2BMC, strict=True), range(len(sent[0]))
-        ):
+    def _send(self, sent: tuple[Tensor, Tensor], target_2BMGD: Tensor) -> None:
+        for mine_BKGD, theirs_BMGD in zip(sent, target_2BMGD, strict=True):
             first = self._firsts[self._axis.index]
             for start, stop in self._rows[self._axis.index]:
-                copy_rows(theirs_BMC[batch, first : first + stop - start], mine_BKC[batch, start:stop])
+                copy_heads(theirs_BMGD[:, first : first + stop - start], mine_BKGD[:, start:stop])
                 first += stop - start
 
-    def _memory(self, k_BKGD: Tensor) -> _Memory:
-        if k_BKGD.shape not in self._memories:
-            batch, _, heads, dim = k_BKGD.shape
-            shape = (2, batch, self._firsts[-1], heads * dim)
-            shared = PeerMemory.open(torch.Size(shape).numel(), k_BKGD, self._axis, use="keys of a module")
-            self._memories[k_BKGD.shape] = _Memory(
-                shared=shared, keys_values=tuple(view.view(shape) for view in shared.views_W)
-            )
-        return self._memories[k_BKGD.shape]
+    def _memory(self, k_BKGD: Tensor) -> tuple[PeerMemory, tuple[Tensor, ...]]:
+        """What is shared, and in it each rank's ``keys_values_2BMGD``."""
+        batch, _, *head = k_BKGD.shape
+        shape = torch.Size((2, batch, self._firsts[-1], *head))
+        shared = PeerMemory.open(shape.numel(), k_BKGD, self._axis, use="keys of a module")
+        return shared, tuple(view.view(shape) for view in shared.views_W)
 
 
 def _rows_of(layout: TokenLayout, rank: int) -> Rows:

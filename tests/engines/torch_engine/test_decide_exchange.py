@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from engines.parallel.attention.ulysses import ulysses_in_parts
-from engines.parallel.communication.mesh import Axis, team_of_one
 from engines.planner.exchange_rules import ExchangeRules
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.exchange.alternatives import DividedForward, alternatives
@@ -23,6 +22,7 @@ from engines.torch_engine.options import TorchOptions
 from tests.engines.support import models
 from tests.engines.support.gloo import gang
 from tests.engines.torch_engine.support.decisions import EVERYONE, Started, Times, choice_of_exchange, choosing, start
+from tests.engines.torch_engine.support.teams import team_of
 
 NUM_TOKENS = {"even": 40, "uneven": 34}
 """Of the two steps of the model; the first is the typical one."""
@@ -207,13 +207,8 @@ def test_side_streams_are_of_teams_alone() -> None:
 def divided(
     *, ulysses: int = 2, ring: int = 1, gather: int = 1, fast: bool = False, even: bool = True, num_tokens: int = 40
 ) -> DividedForward:
-    axes = {"ulysses": ulysses, "ring": ring, "allgather_kv": gather, "context": ulysses * ring * gather}
-    team = replace(team_of_one(), **{name: axis(size) for name, size in axes.items()})
+    team = team_of(ulysses=ulysses, ring=ring, allgather_kv=gather)
     return DividedForward(team=team, num_tokens=num_tokens, is_fast=fast, is_even=even)
-
-
-def axis(size: int) -> Axis:
-    return Axis(ranks=tuple(range(size)), index=0)
 
 
 def changes(each: DividedForward, rules: ExchangeRules = USUAL, peer_memory: bool = True) -> list[str | None]:

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from engines.core.layout import TokenLayout
 from engines.parallel.attention.local import plain_attention
-from engines.parallel.communication.mesh import Team, team_of_one
+from engines.parallel.communication.mesh import Team
 from engines.planner.exchange_rules import ExchangeRules
 from engines.torch_engine.exchange.choose import kernel_by_length
-from tests.engines.torch_engine.support.thread_memory import CPU, axis_of
+from tests.engines.torch_engine.support.teams import team_of
+from tests.engines.torch_engine.support.thread_memory import CPU
 
 WHERE = "engines.torch_engine.exchange.choose"
-AXES = ("ulysses", "ring", "allgather_kv")
 LAYOUT = TokenLayout(lengths=(("text", 8), ("clip", 20)), num_chunks=4)
 
 
@@ -35,14 +35,6 @@ def peers_within_reach() -> Iterator[None]:
         kernel_by_length.cache_clear()
         yield
     kernel_by_length.cache_clear()
-
-
-def team_of(**sizes: int) -> Team:
-    context = 1
-    for size in sizes.values():
-        context *= size
-    axes = {name: axis_of(0, sizes.get(name, 1)) for name in AXES}
-    return replace(team_of_one(), **axes, context=axis_of(0, context))
 
 
 def chosen(team: Team, rules: ExchangeRules, **options: Tensor) -> str:

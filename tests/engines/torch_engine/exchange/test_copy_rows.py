@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from engines.torch_engine.exchange.copy_rows import copy_rows, copy_streams
-from tests.engines.torch_engine.support.thread_memory import CPU, WORLD, axis_of
+from tests.engines.torch_engine.support.teams import WORLD, axis_of
+from tests.engines.torch_engine.support.thread_memory import CPU
 
 
 def test_rows_at_any_distance() -> None:

@@ -15,7 +15,8 @@ from engines.parallel.attention.local import plain_attention
 from engines.torch_engine.exchange.copy_rows import copy_rows
 from engines.torch_engine.exchange.heads import without_lse
 from engines.torch_engine.exchange.peer_attention import parts_of, peer_ulysses
-from tests.engines.torch_engine.support.thread_memory import CPU, WORLD, ThreadMemory, axis_of, on_all_ranks
+from tests.engines.torch_engine.support.teams import WORLD, axis_of
+from tests.engines.torch_engine.support.thread_memory import CPU, ThreadMemory, on_all_ranks
 
 BATCH, LENGTH, DIM = 2, 5, 8
 
@@ -67,7 +68,7 @@ def test_control_with_a_part_that_never_leaves_fails() -> None:
         if next(num_calls) != 7:
             copy_rows(target_RC, source_RC)
 
-    with patch("engines.torch_engine.exchange.peer_attention.copy_rows", forgetful):
+    with patch("engines.torch_engine.exchange.copy_rows.copy_rows", forgetful):
         result = together(kernels(), seed=1)
     assert not torch.allclose(result, plain_attention(*qkv(1))[0])
 

@@ -15,7 +15,8 @@ from engines.parallel.attention.local import plain_attention
 from engines.torch_engine.exchange.copy_rows import copy_rows
 from engines.torch_engine.exchange.heads import without_lse
 from engines.torch_engine.exchange.peer_keys import peer_allgather_kv
-from tests.engines.torch_engine.support.thread_memory import CPU, WORLD, ThreadMemory, axis_of, on_all_ranks
+from tests.engines.torch_engine.support.teams import WORLD, axis_of
+from tests.engines.torch_engine.support.thread_memory import CPU, ThreadMemory, on_all_ranks
 
 BATCH, DIM = 2, 8
 EVEN = TokenLayout(lengths=(("text", 8), ("clip", 20)), num_chunks=WORLD)
@@ -23,12 +24,11 @@ UNEVEN = TokenLayout(lengths=(("text", 5), ("clip", 18)), num_chunks=WORLD)
 """The last rank has no text, and less of the clip than the others."""
 FEW = TokenLayout(lengths=(("text", 2), ("clip", 5)), num_chunks=WORLD)
 """The last rank has nothing of either."""
-WHERE = "engines.torch_engine.exchange.peer_keys"
 
 
 @pytest.fixture(autouse=True)
 def shared_memory() -> Iterator[None]:
-    with patch(f"{WHERE}.PeerMemory", ThreadMemory()):
+    with patch("engines.torch_engine.exchange.peer_keys.PeerMemory", ThreadMemory()):
         yield
 
 
@@ -81,6 +81,6 @@ def test_control_with_keys_that_never_leave_fails() -> None:
         if next(num_calls) != 7:
             copy_rows(target_RC, source_RC)
 
-    with patch(f"{WHERE}.copy_rows", forgetful):
+    with patch("engines.torch_engine.exchange.copy_rows.copy_rows", forgetful):
         result = together(kernels(EVEN), EVEN, 1, 8, 2)
     assert not torch.allclose(result, plain_attention(*qkv(EVEN, 1, 8, 2))[0])

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from engines.parallel.communication.collectives import Axis
+from tests.engines.torch_engine.support.teams import WORLD
 from tests.support.patience import PATIENCE_S
 
-WORLD = 4
 CPU = torch.device("cpu")
 
 
@@ -37,10 +37,6 @@ class ThreadMemory:
             meeting.wait(timeout=PATIENCE_S)
 
         return SimpleNamespace(mine=views[axis.index], views_W=tuple(views), barrier=barrier)
-
-
-def axis_of(rank: int, world: int = WORLD) -> Axis:
-    return Axis(ranks=tuple(range(world)), index=rank)
 
 
 def on_all_ranks(function: Callable[[int], Any]) -> list[Any]:

@@ -1,0 +1,21 @@
+"""Teams and their axes as one rank sees them, without process groups."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from engines.parallel.communication.collectives import Axis
+from engines.parallel.communication.mesh import Team, team_of_one
+
+WORLD = 4
+
+
+def axis_of(rank: int, world: int = WORLD) -> Axis:
+    return Axis(ranks=tuple(range(world)), index=rank)
+
+
+def team_of(**sizes: int) -> Team:
+    """The first rank's, of context axes of these sizes."""
+    axes = {name: axis_of(0, size) for name, size in sizes.items()}
+    return replace(team_of_one(), **axes, context=axis_of(0, math.prod(sizes.values())))
