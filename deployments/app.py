@@ -12,11 +12,12 @@ from ray.serve.config import DEFAULT_METRICS_INTERVAL_S
 
 from deployments.accounts.deployment import AccountsReplica
 from deployments.config import AppConfig, ModelConfig
+from deployments.forked_workers import Level, Pythons, worker_pythons
 from deployments.ingress import Ingress
 from deployments.names import ACCOUNTS, CODEC, INGRESS, deployment_name
 from deployments.stages.codec import Codec
 from deployments.stages.common import StageSpec
-from deployments.stages.config import AutoscalingConfig, DenoiserConfig, StageConfig
+from deployments.stages.config import AutoscalingConfig, StageConfig
 from deployments.stages.devices import ALL_GPUS
 from deployments.stages.gang.denoiser import Denoiser
 from deployments.stages.text_encoder import PromptEncoder
@@ -35,58 +36,68 @@ REPORTS_IN_A_LOOK_BACK = 3
 def build_app(args: AppConfig) -> serve.Application:
     """Bind one ingress and, for each model, a text encoder, a denoiser (a gang a replica) and a decoder; and who keeps
     account, if keys have limits."""
+    pythons = worker_pythons() if args.fork_workers else {}
     ingress = serve.deployment(
         name=INGRESS,
         num_replicas=args.api.num_replicas,
-        ray_actor_options={"num_cpus": args.api.num_cpus},
+        ray_actor_options=_actor("base", pythons, num_cpus=args.api.num_cpus),
         max_ongoing_requests=args.api.max_ongoing_requests,
         **HEALTH,
     )(Ingress)
-    return ingress.bind(args, {model.name: _bind_model(model) for model in args.models}, _bind_accounts(args))
+    models = {model.name: _bind_model(model, pythons) for model in args.models}
+    return ingress.bind(args, models, _bind_accounts(args, pythons))
 
 
-def _bind_accounts(args: AppConfig) -> serve.Application | None:
+def _actor(level: Level, pythons: Pythons, **options: Any) -> dict[str, Any]:
+    """Return ``ray_actor_options`` for a process with the libraries of ``level``."""
+    python = {"py_executable": pythons[level]} if pythons else {}
+    runtime_env = {**python, **options.pop("runtime_env", {})}
+    return {**options, **({"runtime_env": runtime_env} if runtime_env else {})}
+
+
+def _bind_accounts(args: AppConfig, pythons: Pythons) -> serve.Application | None:
     if not any(limits.is_limited for limits in args.api.key_limits):
         return None
     deployment = serve.deployment(
         name=ACCOUNTS,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options=_actor("base", pythons, num_cpus=0),
         max_ongoing_requests=args.api.num_replicas * args.api.max_ongoing_requests,
         **HEALTH,
     )(AccountsReplica)
     return deployment.bind(args.api.key_limits)
 
 
-def _bind_model(model: ModelConfig) -> dict[str, serve.Application]:
+def _bind_model(model: ModelConfig, pythons: Pythons) -> dict[str, serve.Application]:
+    def bind(name: str, stage_class: Callable[..., Any], config: StageConfig) -> serve.Application:
+        return _bind_stage(name, stage_class, StageSpec(model=model, stage=config), pythons)
+
     if model.stages == "together":
-        encoder = decoder = _bind_stage(f"{CODEC}-{model.name}", Codec, model, model.text_encoder)
+        encoder = decoder = bind(f"{CODEC}-{model.name}", Codec, model.text_encoder)
     else:
-        encoder = _bind_stage(deployment_name("text_encoder", model.name), PromptEncoder, model, model.text_encoder)
-        decoder = _bind_stage(deployment_name("decoder", model.name), VaeDecoder, model, model.decoder)
-    return {"text_encoder": encoder, "denoiser": _bind_denoiser(model, model.denoiser), "decoder": decoder}
+        encoder = bind(deployment_name("text_encoder", model.name), PromptEncoder, model.text_encoder)
+        decoder = bind(deployment_name("decoder", model.name), VaeDecoder, model.decoder)
+    return {"text_encoder": encoder, "denoiser": _bind_denoiser(model, pythons), "decoder": decoder}
 
 
-def _bind_stage(
-    name: str, stage_class: Callable[..., Any], model: ModelConfig, config: StageConfig
-) -> serve.Application:
-    options: dict[str, Any] = {"num_cpus": config.num_cpus, "num_gpus": config.num_gpus}
-    if config.sees_all_gpus:
-        options["runtime_env"] = {"env_vars": dict(ALL_GPUS)}
+def _bind_stage(name: str, stage_class: Callable[..., Any], spec: StageSpec, pythons: Pythons) -> serve.Application:
+    config = spec.stage
+    environment = {"runtime_env": {"env_vars": dict(ALL_GPUS)}} if config.sees_all_gpus else {}
     deployment = serve.deployment(
         name=name,
-        ray_actor_options=options,
+        ray_actor_options=_actor("model", pythons, num_cpus=config.num_cpus, num_gpus=config.num_gpus, **environment),
         max_ongoing_requests=64,
         **_scale(config.num_replicas, config.autoscaling),
         **HEALTH,
     )(stage_class)
-    return deployment.bind(StageSpec(model=model, stage=config))
+    return deployment.bind(spec)
 
 
-def _bind_denoiser(model: ModelConfig, config: DenoiserConfig) -> serve.Application:
+def _bind_denoiser(model: ModelConfig, pythons: Pythons) -> serve.Application:
     """The deployment's placement group holds the gang: bundle 0 the replica, the rest a rank each."""
+    config = model.denoiser
     deployment = serve.deployment(
         name=deployment_name("denoiser", model.name),
-        ray_actor_options={"num_cpus": REPLICA_CPUS},
+        ray_actor_options=_actor("base", pythons, num_cpus=REPLICA_CPUS),
         placement_group_bundles=gang_bundles(config, replica_cpus=REPLICA_CPUS),
         placement_group_strategy=gang_strategy(config),
         # Far above what the gang takes: the gang refuses with a reason, Serve would only queue.

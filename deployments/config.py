@@ -115,9 +115,13 @@ class ApiConfig(ApiLimits, ClipLimits):
 
 
 class AppConfig(_Config):
-    """Everything that ``build_app`` needs: the ``args`` of the application in a Serve config file."""
+    """Everything that ``build_app`` needs: the ``args`` of the application in a Serve config file.
+
+    ``fork_workers``: workers are forked from one process a node that has their libraries, where that can be done.
+    """
 
     models: tuple[ModelConfig, ...] = Field(min_length=1)
+    fork_workers: bool = True
     api: ApiConfig = ApiConfig()
     door: DoorSettings = DoorSettings()
     metrics: MetricsSettings = MetricsSettings()
@@ -157,13 +161,6 @@ class ServeConfig(_Config):
         """The same with its metrics on another port, or without them."""
         document = self.model_dump()
         document["applications"][0]["args"]["metrics"]["port"] = port
-        return self.model_validate(document)
-
-    def without_spares(self) -> Self:
-        """The same without processes that stand by for gangs that break."""
-        document = self.model_dump()
-        for model in document["applications"][0]["args"]["models"]:
-            model["denoiser"]["num_spares"] = 0
         return self.model_validate(document)
 
     def with_http(self, **options: Any) -> Self:

@@ -65,6 +65,21 @@ def process_environment() -> dict[str, str]:
 
 
 @contextmanager
+def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set ``variables`` inside the block, for this process and all that it starts."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
 def settings_unset() -> Iterator[None]:
     """Unsets all ``TROUPE_*`` variables inside the block: for an application that is nobody's but the block's.
 

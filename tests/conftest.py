@@ -9,6 +9,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,14 +37,17 @@ def ray_cluster() -> Iterator[None]:
     import ray
 
     from deployments.cli.cluster import LOCAL_ENVIRONMENT, LOCAL_SYSTEM, SERVE_ENVIRONMENT, only_servers_that_are_asked
+    from deployments.forked_workers import forking_cluster
 
     with (
         tempfile.TemporaryDirectory(prefix="troupe_ray_", dir="/tmp", ignore_cleanup_errors=True) as temp_dir,
         pytest.MonkeyPatch.context() as patch,
+        ExitStack() as stack,
     ):
         patch.setenv("TROUPE_DATA_DIR", f"{temp_dir}/data")  # workers inherit the environment of this moment
         for name, value in (SERVE_ENVIRONMENT | LOCAL_ENVIRONMENT).items():
             patch.setenv(name, value)
+        stack.enter_context(forking_cluster())
         with only_servers_that_are_asked():
             ray.init(
                 address="local",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import ray
@@ -15,6 +15,7 @@ from ray._private.node import Node
 from deployments.app import REPLICA_CPUS
 from deployments.cli.ending import interrupts_later
 from deployments.config import ServeConfig
+from deployments.forked_workers import forking_cluster
 from deployments.settings import set_defaults
 
 SERVE_ENVIRONMENT: Mapping[str, str] = {
@@ -50,7 +51,8 @@ def local_cluster(config: ServeConfig) -> Iterator[None]:
     set_defaults(SERVE_ENVIRONMENT)
     set_defaults(LOCAL_ENVIRONMENT)
     _log_what_ray_prints()
-    try:
+    forking = forking_cluster() if config.app.fork_workers else nullcontext()
+    with forking, _ended():
         with interrupts_later(), only_servers_that_are_asked():
             ray.init(
                 address="local",  # whatever RAY_ADDRESS says: `serve deploy` is for clusters that run already
@@ -62,6 +64,12 @@ def local_cluster(config: ServeConfig) -> Iterator[None]:
                 logging_level=logging.WARNING,
                 _system_config=dict(LOCAL_SYSTEM),
             )
+        yield
+
+
+@contextmanager
+def _ended() -> Iterator[None]:
+    try:
         yield
     finally:
         ray.shutdown()

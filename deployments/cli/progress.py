@@ -72,7 +72,7 @@ def started_for_itself(config: ServeConfig) -> Iterator[str]:
     with ExitStack() as stack:
         stack.enter_context(settings_unset())
         data_dir = Path(stack.enter_context(TemporaryDirectory(prefix="troupe_")))
-        own = config.with_http(port=0).with_data_dir(data_dir).with_metrics(None).without_spares()
+        own = config.with_http(port=0).with_data_dir(data_dir).with_metrics(None)
         yield stack.enter_context(started(own))
 
 

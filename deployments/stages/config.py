@@ -16,7 +16,6 @@ from pydantic import (
     ConfigDict,
     Field,
     NonNegativeFloat,
-    NonNegativeInt,
     PlainSerializer,
     PositiveFloat,
     PositiveInt,
@@ -166,12 +165,8 @@ class DenoiserConfig(ScaledConfig, GangConfig):
     ``load``: "whole" gives every rank all weights, so that teams of any size can form; "sliced" lets each rank read
     its share alone, for a model that fits no single device (with the engine torch, and a strategy that divides weights:
     tensor, pipeline). "auto" is "sliced" if the strategy says so, or is "auto" and whole weights would not fit.
-
-    ``num_spares`` processes that have imported what ranks do stand by on the gang's node, for any gang there that
-    starts with the same variables; by default one for each rank. A gang over several nodes has none.
     """
 
-    num_spares: NonNegativeInt | None = None
     engine: Annotated[str, AfterValidator(_engine)] = "torch"
     strategy: str = "auto"
     precision: str = "auto"
@@ -190,15 +185,6 @@ class DenoiserConfig(ScaledConfig, GangConfig):
                     "or change the other"
                 )
         self.check_engine("auto")
-
-    @property
-    def num_spares_kept(self) -> int:
-        """What ``num_spares`` means."""
-        if self.num_nodes > 1:
-            return 0
-        if self.num_spares is None:
-            return self.num_ranks
-        return self.num_spares
 
     @property
     def max_batch(self) -> int:

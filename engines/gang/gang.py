@@ -62,6 +62,7 @@ class Gang:
         *,
         model: str = "unnamed",
         environment: Callable[[], Environment] | None = None,
+        python: str = "",
         placement_group: PlacementGroup | None = None,
         step_times: Callable[[Sequence[RankInfo], StepEstimates | None], StepTimes] | None = None,
         clock: Clock | None = None,
@@ -69,21 +70,22 @@ class Gang:
         """Spawn the ranks in the replica's own placement group, connect them, run ``load`` on each and what it returns.
 
         ``model`` names what the gang serves, in logs and metrics. ``environment`` is asked on each node for variables
-        that its ranks must be started with. ``step_times`` gives what is known of the times of steps on such ranks,
-        of which the jobs' estimates are these, or of another source.
+        that its ranks must be started with; ``python`` is the command that runs them (``spawn_ranks``). ``step_times``
+        gives what is known of the times of steps on such ranks, of which the jobs' estimates are these, or of another
+        source.
 
         All or nothing: on an error, on a deadline of the start (``GangBrokenError``) and on cancellation, what was
         started is killed. An exception of ``load`` or of what it returns comes out as it was raised on the rank.
         """
         group, clock = placement_group or current_group(), clock or Clock()
         begun_s = clock.now_s()
-        ranks = spawn_ranks(config, group, await rank_environments(config, group, environment, clock))
+        ranks = spawn_ranks(config, group, await rank_environments(config, group, environment, clock), python)
         try:
             infos, built = await Start(config, ranks, clock, model).run(load)
             start_s = clock.now_s() - begun_s
             observe_start(model, start_s)
-            fields = {"pids": [info.pid for info in infos], "ages_s": [round(info.process_age_s, 1) for info in infos]}
-            logger.info("gang is ready", extra={"model": model, "start_s": round(start_s, 3), **fields})
+            pids = [info.pid for info in infos]
+            logger.info("gang is ready", extra={"model": model, "start_s": round(start_s, 3), "pids": pids})
             known = step_times(infos, built.estimates) if step_times is not None else None
             return cls(config, ranks, infos, built.team_sizes, model, clock, known, built.estimates)
         except BaseException:

@@ -235,9 +235,3 @@ def test_a_server_is_waited_for_as_long_as_its_gangs_may_take() -> None:
 )
 def test_as_many_jobs_advance_together_as_a_pipeline_has_stages(strategy: str, num_ranks: int, expected: int) -> None:
     assert DenoiserConfig(strategy=strategy, num_ranks=num_ranks).max_batch == expected
-
-
-def test_nothing_stands_by_in_an_application_for_one_command() -> None:
-    config = load_config("laptop")
-    assert all(model.denoiser.num_spares_kept for model in config.app.models)
-    assert [model.denoiser.num_spares_kept for model in config.without_spares().app.models] == [0, 0, 0]

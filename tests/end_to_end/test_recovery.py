@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import time
@@ -15,7 +14,6 @@ import httpx
 import psutil
 import pytest
 
-from deployments.stages.gang.spares import spare_environment, spares_of
 from tests.deployments.support.live import (
     IMAGES,
     PROMPT,
@@ -30,13 +28,11 @@ from tests.deployments.support.live import (
     stream_of,
     wait_until,
 )
-from tests.deployments.support.spares import is_idle
-from tests.end_to_end.conftest import PICTURES, config
+from tests.end_to_end.conftest import PICTURES
 from tests.engines.gang.support.helpers import alive, num_placement_groups
 
 NUM_STEPS = 100
 """As many as may be: the job is to be under way still when its gang is struck."""
-NUM_SPARES = next(one.denoiser.num_spares_kept for one in config().app.models if one.name == PICTURES)
 
 
 @pytest.fixture(autouse=True)
@@ -91,14 +87,6 @@ def gangs() -> list[list[int]]:
     return [line["pids"] for line in log_lines("gang is ready") if line["model"] == PICTURES]
 
 
-def spares() -> list[psutil.Process]:
-    """The processes that stand by for ranks, in the node of the application."""
-    raylet = psutil.Process(rank_pids(PICTURES)[0]).parent()
-    assert raylet is not None
-    hook = {name: value for name, value in spare_environment({}).items() if name != "PYTHONPATH"}
-    return [one for one in spares_of(raylet, json.dumps({"env_vars": hook})) if is_idle(one)]
-
-
 BREAKS: dict[str, tuple[signal.Signals, Callable[[], int]]] = {
     "kill rank 0": (signal.SIGKILL, lambda: rank_pids(PICTURES)[0]),
     "kill rank 1": (signal.SIGKILL, lambda: rank_pids(PICTURES)[1]),
@@ -122,15 +110,14 @@ async def test_a_request_survives_its_gang(
 ) -> None:
     reference = picture(url, seed=1, num_inference_steps=NUM_STEPS)
     pids = [*rank_pids(PICTURES), replica_pid(f"Denoiser-{PICTURES}")]
-    wait_until(lambda: len(spares()) >= NUM_SPARES, "processes stand by")
-    standing_by = {one.pid for one in spares()}
+    (zygote,) = {psutil.Process(pid).ppid() for pid in rank_pids(PICTURES)}
     strike, find_victim = BREAKS[name]
     victim = find_victim()  # now: the job goes on while logs are read
     data, delay_s, statuses = await drawn_in_spite_of(url, lambda: os.kill(victim, strike), seed=1)
     assert data == reference
     assert set(statuses) == {200, 503}
     wait_until(lambda: not alive(pids), "the old gang is gone")
-    assert len(standing_by.intersection(rank_pids(PICTURES))) >= NUM_SPARES, "they are ranks of the new gang"
+    assert {psutil.Process(pid).ppid() for pid in rank_pids(PICTURES)} == {zygote}, "new ranks are forked, too"
     record_property("delay_s", round(delay_s, 2))
     with capsys.disabled():
         print(f"{name}: the client waited {delay_s:.2f} s")

@@ -11,7 +11,7 @@ from tests.layout.support.source import CODE, ROOT, python_files, repository_fil
 
 CHECKPOINTS = "pipelines/checkpoints/"
 
-MAX_FILE_LINES = 250
+MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 40
 MAX_CHECKPOINT_BYTES = 42_000_000
 MAX_REPOSITORY_BYTES = 48_000_000

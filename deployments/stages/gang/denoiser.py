@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Hashable, Mapping
@@ -13,19 +12,18 @@ import psutil
 import ray
 
 from deployments.config import ModelConfig
+from deployments.forked_workers import python_like_own
 from deployments.observability.exposition import Counted, counted_here
 from deployments.replicas import is_on_loopback, prepare_replica
 from deployments.settings import process_environment
 from deployments.stages.common import Encoded, EncodingDone, StageEvent
 from deployments.stages.gang.rank import LoadRankParts
-from deployments.stages.gang.spares import keep_spares, spare_environment
 from deployments.stages.gang.step_times import estimates_s_of, step_times_of
 from engines.core.phases import log_phase
 from engines.core.transport.parcel import Shapes
 from engines.gang.errors import QueueFullError
 from engines.gang.gang import Gang
 from engines.gang.jobs.job import Job
-from engines.gang.ranks.rank import own_runtime_env
 from engines.registry import rank_environment
 from pipelines.caching import computed_steps
 from pipelines.checkpoint import Checkpoint
@@ -46,17 +44,15 @@ WATCHED_S = 0.8
 LOOPBACK = {"NCCL_SOCKET_IFNAME": "lo"}
 
 
-def node_environment(engine: str, *, spares: bool = False) -> Mapping[str, str]:
-    """Returns the variables to start ranks with on the node where it is called, from that node's own.
+def node_environment(engine: str) -> Mapping[str, str]:
+    """Return the variables to start ranks with on the node where it is called, from that node's own.
 
-    NCCL's own sockets, which go to the address of the machine by default, stay on a cluster's loopback. ``spares``:
-    processes that stand by can become ranks.
+    NCCL's own sockets, which go to the address of the machine by default, stay on a cluster's loopback.
     """
     environment = process_environment()
     local = LOOPBACK if is_on_loopback() else {}
     own = {name: value for name, value in local.items() if name not in environment}
-    prepared = spare_environment(environment) if spares else {}
-    return {**own, **prepared, **rank_environment(engine, environment)}
+    return {**own, **rank_environment(engine, environment)}
 
 
 def shape_of(request: MediaRequest, encoded: Shapes) -> tuple[Hashable, ...]:
@@ -72,19 +68,16 @@ class Denoiser:
     async def __init__(self, model: ModelConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         prepare_replica()
         log_phase("replica: process", time.time() - psutil.Process().create_time(), model=model.name)
-        num_spares = model.denoiser.num_spares_kept
         self._checkpoint = Checkpoint.open(model.source, weights=False)
         self._gang = await Gang.start(
             model.denoiser,
             LoadRankParts(model=model),
             model=model.name,
-            environment=partial(node_environment, model.denoiser.engine, spares=num_spares > 0),
+            environment=partial(node_environment, model.denoiser.engine),
+            python=python_like_own("model"),
             step_times=partial(step_times_of, model, self._checkpoint.path),
         )
         self._is_watched = False
-        if num_spares:
-            wanted = {self._gang.infos[0].runtime_env: num_spares, own_runtime_env(): 1}  # ranks, a replica
-            self._spares = asyncio.create_task(keep_spares(wanted, lambda: self._gang.is_idle))
 
     async def denoise(
         self,
@@ -155,8 +148,6 @@ class Denoiser:
 
     async def __del__(self) -> None:
         """Serve awaits it when a replica is stopped: engines are released before communicators, then ranks end."""
-        spares, gang = getattr(self, "_spares", None), getattr(self, "_gang", None)
-        if spares is not None:
-            spares.cancel()
+        gang = getattr(self, "_gang", None)
         if gang is not None:
             await gang.close()

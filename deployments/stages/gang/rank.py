@@ -32,15 +32,12 @@ class LoadRankParts:
 
     def __call__(self, context: RankContext) -> BuildRank:
         from deployments.observability.logs import configure_logs
-        from deployments.stages.gang.spares import wait_until_prepared
         from engines.parallel.communication.early_start import wait_for_early_start
 
         configure_logs()
         config = self.model.denoiser
-        with timed("rank: libraries", rank=context.rank):
-            wait_until_prepared()  # before anything is imported here
-            with quick_imports():
-                import_module("diffusers.pipelines.auto_pipeline")
+        with timed("rank: libraries", rank=context.rank), quick_imports():
+            import_module("diffusers.pipelines.auto_pipeline")
         with timed("rank: first exchanges", rank=context.rank):
             early = wait_for_early_start()  # weights are copied to where its exchanges may be under way
         for part, took_s in early.items():

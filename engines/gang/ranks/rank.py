@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import ray
 from ray.util.placement_group import PlacementGroup
 
@@ -47,10 +46,6 @@ class RankInfo:
     node_id: str
     device: str
     device_name: str = ""
-    process_age_s: float = 0.0
-    """How long its process ran before it was a rank's."""
-    runtime_env: str = ""
-    """What its process was started with, as Ray writes it."""
 
 
 class Rank:
@@ -58,7 +53,6 @@ class Rank:
 
     def __init__(self, config: GangConfig, rank: int) -> None:
         begun_s = time.monotonic()
-        self._process_age_s = time.time() - psutil.Process().create_time()
         import torch
 
         from engines.gang.ranks.communicator import Communicator
@@ -100,8 +94,6 @@ class Rank:
             node_id=node_id,
             device=self._context.device,
             device_name=device_name(self._context.device),
-            process_age_s=self._process_age_s,
-            runtime_env=own_runtime_env(),
         )
 
     def load(self, load: LoadRank) -> None:
@@ -166,8 +158,15 @@ class Rank:
         threading.Event().wait()
 
 
-def spawn_ranks(config: GangConfig, group: PlacementGroup, environments: Sequence[Mapping[str, str]]) -> list[Any]:
-    """One actor handle per rank. The actors end with the process that spawned them, and are never restarted."""
+def spawn_ranks(
+    config: GangConfig, group: PlacementGroup, environments: Sequence[Mapping[str, str]], python: str = ""
+) -> list[Any]:
+    """Return one actor handle per rank. The actors end with the process that spawned them, and are never restarted.
+
+    ``environments`` are the variables of each rank's process, and ``python`` the command that runs it (Ray's
+    ``py_executable``), by default the caller's.
+    """
+    executable = {"py_executable": python} if python else {}
     # Ray's types do not know of concurrency groups.
     actor: Any = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups=CONCURRENCY_GROUPS)(Rank)  # type: ignore[call-overload]
     return [
@@ -175,7 +174,7 @@ def spawn_ranks(config: GangConfig, group: PlacementGroup, environments: Sequenc
             num_cpus=config.cpus_per_rank,
             num_gpus=config.gpus_per_rank,
             scheduling_strategy=rank_strategy(config, rank, group),
-            **({"runtime_env": {"env_vars": dict(environment)}} if environment else {}),
+            runtime_env={**executable, **({"env_vars": dict(environment)} if environment else {})},
         ).remote(config, rank)
         for rank, environment in enumerate(environments)
     ]
@@ -189,11 +188,6 @@ def kill_ranks(ranks: Sequence[Any]) -> None:
 
 def _node_ip() -> str:
     return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
-
-
-def own_runtime_env() -> str:
-    """Returns what this process was started with, as Ray writes it."""
-    return str(ray.get_runtime_context().get_runtime_env_string())  # type: ignore[no-untyped-call]
 
 
 def _here(conditioning: Any) -> Any:

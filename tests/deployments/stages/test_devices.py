@@ -100,7 +100,7 @@ def test_several_gpus_of_its_own() -> None:
 def test_only_who_computes_on_several_gpus_sees_them_all() -> None:
     for decoder, expected in (({"num_devices": 2, "num_gpus": 0.1}, ALL_GPUS), ({"num_gpus": 1}, None)):
         spec = spec_of("flux-shapes", **decoder)
-        deployment: Any = _bind_stage("decoder", VaeDecoder, spec.model, spec.stage)._bound_deployment
+        deployment: Any = _bind_stage("decoder", VaeDecoder, spec, {})._bound_deployment
         assert deployment.ray_actor_options.get("runtime_env", {}).get("env_vars") == expected
 
 

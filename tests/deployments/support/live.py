@@ -40,7 +40,7 @@ def config_of(models: Mapping[str, Path], *, api: Mapping[str, Any] | None = Non
 
     Nothing stands by for a gang that breaks: these applications end before one could.
     """
-    gang = {"num_ranks": 2, "cpus_per_rank": 0.1, "strategy": "ulysses", "engine": "torch", "num_spares": 0}
+    gang = {"num_ranks": 2, "cpus_per_rank": 0.1, "strategy": "ulysses", "engine": "torch"}
     gang |= {"ping_deadline_s": 30.0, **denoiser}  # ranks may wait for a core
     args = {
         "models": [{"name": name, "path": str(path), "denoiser": gang} for name, path in models.items()],

@@ -13,10 +13,8 @@ import pytest
 
 from deployments.app import HEALTH
 from deployments.stages.common import Encoded, EncodingDone
-from deployments.stages.config import DenoiserConfig
 from deployments.stages.gang import denoiser as stage
 from deployments.stages.gang.denoiser import Denoiser, node_environment
-from deployments.stages.gang.spares import spare_environment
 from engines.gang.errors import GangBrokenError, QueueFullError
 from engines.gang.jobs.job import Job, StepDone
 from pipelines.request import MediaRequest
@@ -123,15 +121,6 @@ async def test_a_health_check_under_way_fails_as_soon_as_the_gang_breaks() -> No
         await denoiser.check_health()
 
 
-def test_spares_are_one_a_rank_unless_told_and_none_over_several_nodes() -> None:
-    assert DenoiserConfig(num_ranks=4).num_spares_kept == 4
-    assert DenoiserConfig(num_ranks=4, gpus_per_rank=1).num_spares_kept == 4
-    assert DenoiserConfig(num_ranks=4, num_spares=1).num_spares_kept == 1
-    assert DenoiserConfig(num_ranks=4, num_spares=0).num_spares_kept == 0
-    assert DenoiserConfig(num_ranks=4, num_nodes=2).num_spares_kept == 0
-
-
-def test_ranks_without_spares_start_with_the_variables_of_their_engine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_start_with_the_variables_of_their_engine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage, "is_on_loopback", lambda: False)
     assert node_environment("torch") == {}
-    assert node_environment("torch", spares=True).keys() == spare_environment({}).keys()

@@ -1,0 +1,105 @@
+"""Workers that are forked from a process with their libraries: what an application and a cluster are told for it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Literal
+
+import ray
+
+from deployments.forked_worker import ROOT
+from deployments.ray_private import workers_set_up_by
+from deployments.settings import process_environment, variables_set
+from deployments.worker_shim import DIRECTORY_VARIABLE
+
+Level = Literal["base", "model"]
+"""Libraries that a worker has from its start: "model" is for those that import torch."""
+Pythons = Mapping[Level, str]
+LEVELS: tuple[Level, ...] = ("base", "model")
+SHIM = Path(__file__).with_name("worker_shim.py")
+OWN_PYTHON = frozenset({"py_executable", "pip", "uv", "conda", "container", "image_uri"})
+"""Fields of a runtime environment that bring another interpreter, whose workers cannot be forks of this one."""
+SOCKETS_WITHIN_S, END_WITHIN_S = 10.0, 15.0
+
+logger = logging.getLogger("troupe.serving")
+
+
+def worker_pythons() -> Pythons:
+    """Return the command that runs a worker of each level; empty where the job brings a Python of its own."""
+    if ray.is_initialized() and OWN_PYTHON & ray.get_runtime_context().runtime_env.keys():
+        return {}
+    return {level: forking_python(level) for level in LEVELS}
+
+
+def forking_python(level: Level) -> str:
+    """Return the command that has a process of ``level`` forked; it takes a script and arguments as ``python`` does."""
+    return f"{sys.executable} -I -S {SHIM} {level}"
+
+
+def python_like_own(level: Level) -> str:
+    """Return the command for workers of ``level`` that this worker starts: empty unless it is forked itself."""
+    own = ray.get_runtime_context().runtime_env.get("py_executable")
+    return forking_python(level) if own == forking_python("base") else ""
+
+
+@contextmanager
+def forking_cluster() -> Iterator[None]:
+    """Run a zygote for the workers of the cluster that is started inside the block, all of which are forked from it.
+
+    Ends the zygote, and workers that are left, when the block ends or this process does.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="troupe_zygotes_"))  # 0700
+    lifeline, held = os.pipe()
+    zygote = _start_zygote(directory, lifeline)
+    os.close(lifeline)
+    _await_sockets(directory, zygote)
+    try:
+        with workers_set_up_by(SHIM), variables_set({DIRECTORY_VARIABLE: str(directory)}):
+            yield
+    finally:
+        os.close(held)
+        _wait(zygote)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _start_zygote(directory: Path, lifeline: int) -> subprocess.Popen[bytes]:
+    environment = process_environment()
+    path = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
+    with (directory / "log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "deployments.zygote", directory, *LEVELS, "--lifeline", str(lifeline)],
+            env={**environment, "PYTHONPATH": path},
+            pass_fds=[lifeline],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
+def _await_sockets(directory: Path, zygote: subprocess.Popen[bytes]) -> None:
+    """Return once workers can be asked for; libraries may not be imported yet."""
+    end_s = time.monotonic() + SOCKETS_WITHIN_S
+    while not all((directory / level).exists() for level in LEVELS):
+        if zygote.poll() is not None or time.monotonic() > end_s:
+            logger.warning("no workers can be forked: %s", (directory / "log").read_text().strip() or "no answer")
+            return
+        time.sleep(0.01)
+
+
+def _wait(zygote: subprocess.Popen[bytes]) -> None:
+    with suppress(subprocess.TimeoutExpired):
+        zygote.wait(END_WITHIN_S)
+        return
+    logger.warning("the zygote did not end within %g s and is killed", END_WITHIN_S)
+    zygote.kill()
+    zygote.wait()

@@ -1,0 +1,271 @@
+"""Start a Ray worker as a fork of the node's zygote: a stand-in for ``python``, and for Ray's own set-up of a worker.
+
+Asks the zygote (``deployments/zygote.py``) for a fork that runs the worker's command, passes signals on to it, and ends
+as it ends. Where there is no zygote, or it cannot serve this worker, the shim executes Python itself and says why.
+
+Runs in two ways: ``worker_shim.py LEVEL SCRIPT ARGUMENTS…`` as ``py_executable`` of a runtime environment, and as
+``worker_shim.py SCRIPT ARGUMENTS… --serialized-runtime-env-context=JSON`` in place of Ray's ``setup_worker.py``, which
+imports all of Ray to do the little that is done here.
+
+Imports the standard library only, and as little of it as possible: it runs once for each worker.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import os
+import re
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+CONTEXT = "--serialized-runtime-env-context="
+LANGUAGE = "--language="
+BASE, MODEL = LEVELS = ("base", "model")
+DIRECTORY_VARIABLE = "TROUPE_ZYGOTES"
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+LIMITS = tuple(name for name in dir(resource) if name.startswith("RLIMIT_"))
+LENGTH = struct.Struct("!I")
+CREDENTIALS = struct.Struct("3i")
+START_WITHIN_S = 20.0
+ANSWER_WITHIN_S = 45.0
+"""Libraries may have to be imported first. Ray waits a minute for a worker."""
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+class UnavailableError(Exception):
+    """No zygote can fork this worker; the message says why."""
+
+
+def main() -> None:
+    if sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
+        del sys.path[0]  # its modules are no libraries
+    command = sys.argv[1:]
+    if command[0] in LEVELS:
+        run(command[0], command[1:], fallback=[sys.executable, *command[1:]])
+    set_up(command)
+
+
+def set_up(command: list[str]) -> None:
+    """Do what Ray's ``setup_worker.py`` does for workers without containers, and run the worker."""
+    script, context, rest = command[0], {}, []
+    for part in command[1:]:
+        if part.startswith(CONTEXT):
+            context = json.loads(part.removeprefix(CONTEXT) or "{}")
+        elif part != f"{LANGUAGE}PYTHON":
+            rest.append(part)
+    original = [sys.executable, os.path.join(os.path.dirname(script), "setup_worker.py"), *command]
+    level = level_of(context.get("py_executable") or "")
+    if level is None or context.get("command_prefix") or context.get("override_worker_entrypoint"):
+        os.execv(sys.executable, original)
+    for name, value in (context.get("env_vars") or {}).items():
+        os.environ[name] = re.sub(r"\$\{[A-Z0-9_]+\}", "", os.path.expandvars(value))
+    run(level, [script, *rest], fallback=[sys.executable, script, *rest])
+
+
+def level_of(executable: str) -> str | None:
+    """Return the level that ``executable`` asks for; None if it is another program than this interpreter or shim."""
+    if executable in ("", sys.executable):
+        return BASE
+    *_, program, level = ["", *executable.split()]
+    return level if program.strip("'\"") == os.path.abspath(__file__) and level in LEVELS else None
+
+
+def run(level: str, command: list[str], fallback: list[str]) -> None:
+    """Run ``command`` in a fork and end as it ends, or execute ``fallback``. Never returns."""
+    directory = zygote_directory()
+    try:
+        connection = connect(directory, level)
+        pid = request_fork(connection, command)
+    except (UnavailableError, OSError) as error:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        say_once(directory, f"a worker is started without a fork ({level}): {error}")
+        os.execv(sys.executable, fallback)
+    end_like(supervise(connection, pid))
+
+
+def zygote_directory() -> str:
+    """Return the folder of this node's sockets: given by whoever started the cluster, or named for the raylet."""
+    given = os.environ.get(DIRECTORY_VARIABLE)
+    if given:
+        return given
+    raylet = os.environ.get("RAY_RAYLET_PID", str(os.getppid()))
+    place = "".join(character if character.isalnum() else "_" for character in ROOT)[-24:]
+    return os.path.join(os.environ.get("TMPDIR", "/tmp"), f"troupe_{os.getuid()}_{raylet}_{place}")
+
+
+def connect(directory: str, level: str) -> socket.socket:
+    """Return a connection to the zygote of ``level``, started if need be. UnavailableError if it is not there."""
+    path = os.path.join(directory, level)
+    connection = connection_to(path)
+    if connection is None and not os.environ.get(DIRECTORY_VARIABLE):
+        connection = start_zygote(directory, level, path)
+    if connection is None:
+        raise UnavailableError(f"no zygote listens at {path}")
+    _, user, _ = CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
+    if user != os.getuid():
+        raise UnavailableError(f"{path} belongs to user {user}")
+    return connection
+
+
+def connection_to(path: str) -> socket.socket | None:
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(path)
+    except OSError:
+        connection.close()
+        return None
+    return connection
+
+
+def start_zygote(directory: str, level: str, path: str) -> socket.socket | None:
+    """Start the node's zygote in a session of its own, unless another worker is doing so, and connect to it."""
+    import fcntl
+    import subprocess
+    import time
+
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(directory, 0o700)
+    found = os.lstat(directory)
+    if found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise UnavailableError(f"{directory} can be entered by other users")
+    with open(os.path.join(directory, f"{level}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        connection = connection_to(path)
+        if connection is not None:
+            return connection
+        with open(os.path.join(directory, f"{level}.log"), "ab") as log:
+            subprocess.Popen(
+                [sys.executable, "-P", "-m", "deployments.zygote", directory, level],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for it
+        end_s = time.monotonic() + START_WITHIN_S
+        while connection is None and time.monotonic() < end_s:
+            time.sleep(0.05)
+            connection = connection_to(path)
+    return connection
+
+
+def request_fork(connection: socket.socket, command: list[str]) -> int:
+    """Return the process id of the fork that runs ``command``. UnavailableError if the zygote refuses."""
+    message = json.dumps(
+        {
+            "command": command,
+            "environment": dict(os.environ),
+            "folder": os.getcwd(),
+            "umask": own_umask(),
+            "niceness": os.getpriority(os.PRIO_PROCESS, 0),
+            "oom_score_adj": read("/proc/self/oom_score_adj"),
+            "limits": {name: resource.getrlimit(getattr(resource, name)) for name in LIMITS},
+            "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+            "ignored": [number for number in FORWARDED if signal.getsignal(number) == signal.SIG_IGN],
+        }
+    ).encode()
+    streams = array.array("i", (0, 1, 2))
+    connection.settimeout(ANSWER_WITHIN_S)
+    connection.sendmsg([LENGTH.pack(len(message))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
+    connection.sendall(message)
+    answer = read_message(connection)
+    connection.settimeout(None)
+    if answer is None or "refusal" in answer:
+        raise UnavailableError(answer["refusal"] if answer else "the zygote ended")
+    return int(answer["pid"])
+
+
+def supervise(connection: socket.socket, pid: int) -> int:
+    """Pass signals on to ``pid`` until it has ended. Return its exit code, negative for a signal's number."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        process = None
+    if process is not None:
+        descriptor = process
+
+        def forward(number: int, frame: object) -> None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(descriptor, number)
+
+        for number in FORWARDED:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, forward)
+    answer = read_message(connection)
+    if answer is not None:
+        return int(answer["status"])
+    if process is not None:  # the zygote is dead, and the worker may go on
+        select.select([process], [], [])
+    return 1
+
+
+def end_like(status: int) -> None:
+    """End this process with an exit code, or by the signal that a negative one names. Never returns."""
+    if status < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with contextlib.suppress(OSError):
+            signal.signal(-status, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {-status})
+        os.kill(os.getpid(), -status)
+    os._exit(status if status >= 0 else 128 - status)
+
+
+def read_message(connection: socket.socket) -> dict[str, Any] | None:
+    """Return the next message; None at the end."""
+    head = read_exactly(connection, LENGTH.size)
+    body = head and read_exactly(connection, LENGTH.unpack(head)[0])
+    return json.loads(body) if body else None
+
+
+def read_exactly(connection: socket.socket, num_bytes: int) -> bytes:
+    """Return so many bytes; none if the other side ends before."""
+    data = b""
+    while len(data) < num_bytes:
+        try:
+            part = connection.recv(num_bytes - len(data))
+        except ConnectionError:
+            return b""
+        if not part:
+            return b""
+        data += part
+    return data
+
+
+def own_umask() -> int:
+    umask = os.umask(0o077)
+    os.umask(umask)
+    return umask
+
+
+def read(path: str) -> str:
+    with open(path) as file:
+        return file.read().strip()
+
+
+def say_once(directory: str, line: str) -> None:
+    """Write ``line`` to stderr, unless a worker of this node has written it before."""
+    import zlib
+
+    marker = os.path.join(directory, f"said_{zlib.crc32(line.encode()):08x}")
+    try:
+        os.close(os.open(marker, os.O_CREAT | os.O_EXCL, 0o600))
+    except FileExistsError:
+        return
+    except OSError:  # nowhere to note it
+        pass
+    print(f"worker_shim: {line}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

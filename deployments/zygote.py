@@ -1,0 +1,272 @@
+"""A process that has imported what workers import, and forks for each worker that asks.
+
+``python -m deployments.zygote DIRECTORY LEVEL…`` listens on a socket ``DIRECTORY/LEVEL`` for each level: ``base`` has
+what every worker of Ray Serve needs, ``model`` torch, diffusers and transformers too. ``deployments/worker_shim.py`` is
+the client. A zygote imports neither Ray, whose threads and signal handlers survive no fork, nor anything that starts
+threads, and never touches CUDA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+from deployments.forked_worker import OWN_VARIABLES, ForkedWorker
+from deployments.worker_shim import CREDENTIALS, LENGTH, LEVELS, MODEL, read_exactly
+from pipelines.libraries import quick_imports
+
+LIBRARIES: Mapping[str, tuple[str, ...]] = {
+    "base": (
+        "PIL.Image",
+        "fastapi_offline",
+        "filelock",
+        "google.protobuf.json_format",
+        "google.protobuf.timestamp_pb2",
+        "grpc.aio",
+        "grpc_reflection.v1alpha.reflection",
+        "jsonschema",
+        "logging.config",
+        "msgpack",
+        "opentelemetry.sdk.resources",
+        "opentelemetry.sdk.trace.export",
+        "opentelemetry.semconv.trace",
+        "packaging.version",
+        "pdb",
+        "psutil",
+        "pydantic_settings",
+        "requests",
+        "tarfile",
+        "tqdm.auto",
+        "unittest.mock",
+        "uvicorn",
+        "uvicorn.lifespan.on",
+        "uvloop",
+        "wcwidth",
+        "yaml",
+        "deployments.api.documents",
+        "deployments.clips.clips",
+        "deployments.config",
+        "deployments.requests.handle",
+        "pipelines.checkpoint",
+    ),
+    "model": (
+        "torch",
+        "engines.gang.ranks.communicator",
+        "engines.gang.jobs.rank_jobs",
+        "engines.parallel.communication.early_start",
+        "engines.registry",
+        "engines.torch_engine.load",
+        "engines.warm_up",
+        "pipelines.blocks.blank",
+        "pipelines.blocks.decoder",
+        "pipelines.blocks.denoiser",
+        "pipelines.blocks.encoder",
+        "pipelines.blocks.opened",
+        "pipelines.blocks.sampler",
+        "diffusers.guiders",
+        "diffusers.pipelines.auto_pipeline",
+        "av",
+    ),
+}
+"""Modules that a worker of each level imports, whatever its model. A level has those of the levels before it, too."""
+IDLE_S = 30.0
+"""A zygote without a lifeline ends when it has had no worker for so long."""
+END_WITHIN_S = 3.0
+"""Time that workers have to end by themselves once the application's process is gone."""
+ANSWER_WITHIN_S = 5.0
+LOOK_EVERY_S = 1.0
+MAX_WAITING_CALLS = 128
+NUM_STREAMS = 3
+
+
+class Zygote:
+    """Accepts calls at ``listener`` and forks. Has no threads; everything happens in ``run``.
+
+    ``lifeline`` is the reading end of a pipe, whose other end the application's process holds as long as it lives.
+    ``environment`` is what libraries were imported with.
+    """
+
+    def __init__(self, listener: socket.socket, lifeline: int | None, environment: Mapping[str, str]) -> None:
+        self._environment = environment
+        self._listener, self._lifeline = listener, lifeline
+        self._workers: dict[int, socket.socket] = {}
+        self._end_s: float | None = None
+        self._busy_s = time.monotonic()
+        self._wakeups, self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._wakeups, selectors.EVENT_READ, self._reap)
+        if lifeline is not None:
+            self._selector.register(lifeline, selectors.EVENT_READ, self._lose_lifeline)
+
+    def run(self) -> ForkedWorker | None:
+        """Return None at the zygote's end; in a fork, the worker that it is to run."""
+        while not self._is_over():
+            for key, _ in self._selector.select(timeout=LOOK_EVERY_S):
+                handle: Callable[[Any], ForkedWorker | None] = key.data
+                if (worker := handle(key.fileobj)) is not None:
+                    return worker
+        for pid in self._workers:
+            os.kill(pid, signal.SIGKILL)
+        return None
+
+    def _is_over(self) -> bool:
+        now_s = time.monotonic()
+        if self._workers:
+            self._busy_s = now_s
+        if self._end_s is not None:
+            return not self._workers or now_s > self._end_s
+        return self._lifeline is None and now_s - self._busy_s > IDLE_S
+
+    def _lose_lifeline(self, lifeline: int) -> None:
+        self._selector.unregister(lifeline)
+        self._selector.unregister(self._listener)
+        self._end_s = time.monotonic() + END_WITHIN_S
+
+    def _accept(self, listener: socket.socket) -> ForkedWorker | None:
+        connection, _ = listener.accept()
+        connection.settimeout(ANSWER_WITHIN_S)
+        streams: list[int] = []
+        try:
+            head, streams, _, _ = socket.recv_fds(connection, LENGTH.size, NUM_STREAMS)
+            if peer_of(connection) == os.getuid() and len(head) == LENGTH.size and len(streams) == NUM_STREAMS:
+                worker = ForkedWorker.parsed(read_exactly(connection, LENGTH.unpack(head)[0]), streams)
+                reason = worker.refusal(self._environment)
+                if not reason:
+                    return self._fork(worker, connection)
+                send(connection, {"refusal": reason})
+        except (OSError, ValueError, KeyError) as error:
+            print(f"zygote: a call could not be answered: {error!r}", file=sys.stderr, flush=True)
+        finally:
+            for stream in streams:
+                os.close(stream)
+        connection.close()
+        return None
+
+    def _fork(self, worker: ForkedWorker, connection: socket.socket) -> ForkedWorker | None:
+        pid = os.fork()
+        if pid:
+            self._workers[pid] = connection
+            self._selector.register(connection, selectors.EVENT_READ, self._lose_shim)
+            send(connection, {"pid": pid})
+            return None
+        signal.set_wakeup_fd(-1)
+        worker.take_streams()
+        for held in (*self._workers.values(), connection, self._listener):
+            held.close()
+        self._selector.close()
+        for descriptor in (self._wakeups, self._wakeup, self._lifeline):
+            if descriptor is not None:
+                os.close(descriptor)
+        return worker
+
+    def _reap(self, wakeups: int) -> None:
+        """Tell shims how their workers ended."""
+        with suppress(BlockingIOError):
+            os.read(wakeups, 4096)
+        with suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                connection = self._workers.pop(ended[0], None)
+                if connection is None:  # the zygote of the next level
+                    continue
+                with suppress(KeyError):
+                    self._selector.unregister(connection)
+                send(connection, {"status": os.waitstatus_to_exitcode(ended[1])})
+                connection.close()
+
+    def _lose_shim(self, connection: socket.socket) -> None:
+        """A worker dies with its shim, which Ray takes for the worker until it has heard of it."""
+        self._selector.unregister(connection)
+        for pid, held in self._workers.items():
+            if held is connection:
+                os.kill(pid, signal.SIGKILL)
+
+
+def peer_of(connection: socket.socket) -> int:
+    """Return the user id of the process at the other end."""
+    _, user, _ = CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
+    return int(user)
+
+
+def send(connection: socket.socket, message: Mapping[str, Any]) -> None:
+    """Send ``message`` to a shim, if it still lives."""
+    data = json.dumps(message).encode()
+    with suppress(OSError):
+        connection.sendall(LENGTH.pack(len(data)) + data)
+
+
+def listen(path: Path) -> socket.socket:
+    """Listen at ``path`` and nowhere else; calls wait there until libraries are imported."""
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen(MAX_WAITING_CALLS)
+    return listener
+
+
+def import_libraries(level: str) -> None:
+    """Import what workers of ``level`` do. A worker that cannot do without a missing one will say so itself."""
+    with quick_imports() if level == MODEL else nullcontext():
+        for name in LIBRARIES[level]:
+            try:
+                importlib.import_module(name)
+            except Exception:
+                traceback.print_exc()
+    gc.collect()
+    gc.freeze()
+
+
+def serve(
+    directory: Path, levels: Sequence[str], lifeline: int | None, environment: Mapping[str, str]
+) -> ForkedWorker | None:
+    """Serve the first of ``levels`` here, and each further one in a fork that has the libraries of those before it."""
+    listeners = [listen(directory / level) for level in levels]
+    for level in LEVELS[: LEVELS.index(levels[0])]:
+        import_libraries(level)
+    for place, level in enumerate(levels):
+        import_libraries(level)
+        successor = os.fork() if place + 1 < len(levels) else None
+        if successor != 0:
+            break
+        listeners[place].close()
+    for other in listeners[place + 1 :]:
+        other.close()
+    worker = Zygote(listeners[place], lifeline, environment).run()
+    if worker is None:
+        (directory / level).unlink(missing_ok=True)
+        if successor is not None:
+            os.waitpid(successor, 0)
+    return worker
+
+
+def main() -> None:
+    """Serve until the end, or run a worker in a fork."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("levels", nargs="+", choices=LEVELS)
+    parser.add_argument("--lifeline", type=int)
+    chosen = parser.parse_args()
+    environment = dict(os.environ)
+    os.environ.update(OWN_VARIABLES)
+    worker = serve(chosen.directory, chosen.levels, chosen.lifeline, environment)
+    if worker is not None:
+        worker.run({name: value for name, value in os.environ.items() if name not in environment})
+
+
+if __name__ == "__main__":
+    main()

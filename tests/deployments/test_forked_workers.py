@@ -1,0 +1,279 @@
+"""Workers that are forked: what a fork has of its own, how it ends, and who runs it where it cannot be forked."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import psutil
+import pytest
+
+from deployments.forked_worker import ROOT
+from deployments.forked_workers import SHIM, forking_cluster
+from deployments.settings import process_environment
+from deployments.worker_shim import DIRECTORY_VARIABLE, level_of
+from tests.deployments.support.live import wait_until
+from tests.support.patience import PATIENCE_S
+
+TELL = """
+import json, os, random, resource, signal, sys
+told = {
+    "pid": os.getpid(), "parent": os.getppid(), "argv": sys.argv[1:], "folder": os.getcwd(), "umask": os.umask(0),
+    "niceness": os.nice(0), "files": resource.getrlimit(resource.RLIMIT_NOFILE), "own": os.environ.get("OWN"),
+    "oom": open("/proc/self/oom_score_adj").read().strip(), "path": sys.path, "main": __name__,
+    "libraries": sorted({"torch", "diffusers", "uvicorn", "ray"} & set(sys.modules)), "session": os.getsid(0),
+    "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())), "chance": random.random(),
+    "tasks": os.listdir("/proc/self/task"),
+}
+if "numpy" in sys.modules:
+    import numpy
+    told["numpy"] = numpy.random.random()
+print(json.dumps(told))
+"""
+
+
+@pytest.fixture(scope="module")
+def directory() -> Iterator[str]:
+    with forking_cluster():
+        yield process_environment()[DIRECTORY_VARIABLE]
+
+
+def begin(code: str, *arguments: str, level: str = "base", **options: object) -> subprocess.Popen[str]:
+    """Start ``code`` by a shim, whose pid is that of the returned process."""
+    script = Path(process_environment()[DIRECTORY_VARIABLE]) / f"{abs(hash(code))}.py"
+    script.write_text(code)
+    command = [sys.executable, "-I", "-S", str(SHIM), level, str(script), *arguments]
+    pipes: dict[str, object] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, **{**pipes, **options})  # type: ignore[call-overload,no-any-return]
+
+
+def end_of(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=PATIENCE_S)
+    return process.returncode, out, err
+
+
+def told(process: subprocess.Popen[str]) -> dict[str, object]:
+    status, out, err = end_of(process)
+    assert status == 0, err
+    answer: dict[str, object] = json.loads(out)
+    return answer | {"said": err}
+
+
+def zygotes(directory: str) -> list[psutil.Process]:
+    """Those of both levels: the first and its fork."""
+    (first,) = [one for one in psutil.Process().children() if directory in one.cmdline()]
+    return [first, *(one for one in first.children() if directory in one.cmdline())]
+
+
+def with_environment(**variables: str) -> Mapping[str, str]:
+    return {**process_environment(), **variables}
+
+
+def test_a_fork_has_its_libraries_and_everything_else_of_its_own(directory: str, tmp_path: Path) -> None:
+    def prepare() -> None:
+        os.umask(0o027)
+        os.nice(3)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 100, hard))
+        Path("/proc/self/oom_score_adj").write_text("321")
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
+    (tmp_path / "library").mkdir()
+    environment = with_environment(OWN="yes", PYTHONPATH=str(tmp_path / "library"), OMP_NUM_THREADS="1")
+    options = {"cwd": tmp_path, "env": environment, "preexec_fn": prepare}
+    answer = told(begin(TELL, "one", "two words", **options))
+    assert answer["parent"] == zygotes(directory)[0].pid, answer["said"]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    expected = {
+        "argv": ["one", "two words"],
+        "folder": str(tmp_path),
+        "umask": 0o027,
+        "niceness": os.nice(0) + 3,
+        "files": [soft - 100, hard],
+        "own": "yes",
+        "oom": "321",
+        "main": "__main__",
+        "libraries": ["uvicorn"],
+        "blocked": [signal.SIGINT],
+        "session": answer["pid"],
+    }
+    assert {name: answer[name] for name in expected} == expected
+    path = answer["path"]
+    assert isinstance(path, list)
+    assert path[:2] == [directory, str(tmp_path / "library")]
+    plain = subprocess.run([sys.executable, "-c", "import sys; print(sys.path[-1])"], capture_output=True, text=True)
+    assert path[-1] == plain.stdout.strip(), "libraries where a new interpreter looks for them"
+
+
+def test_a_model_s_worker_has_torch_in_one_thread_and_chance_of_its_own(directory: str) -> None:
+    first, second = (told(begin(TELL, level="model")) for _ in range(2))
+    assert first["libraries"] == ["diffusers", "torch", "uvicorn"]
+    assert first["parent"] == second["parent"] == zygotes(directory)[1].pid
+    assert first["tasks"] == [str(first["pid"])], "nothing that survives no fork was started before it"
+    assert first["chance"] != second["chance"]
+    assert first["numpy"] != second["numpy"]
+
+
+def test_zygotes_have_one_thread_each_and_neither_ray_nor_cuda(directory: str) -> None:
+    told(begin(TELL, level="model"))  # both are there
+    for zygote in zygotes(directory):
+        assert zygote.num_threads() == 1
+        mapped = Path(f"/proc/{zygote.pid}/maps").read_text()
+        assert "libcuda.so" not in mapped
+        assert "_raylet.so" not in mapped
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("raise SystemExit(7)", 7),
+        ("raise ValueError('lost')", 1),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+        ("import faulthandler, ctypes; faulthandler.enable(); ctypes.string_at(0)", -signal.SIGSEGV),
+        ("import atexit, os; atexit.register(print, 'at the end')", 0),
+    ],
+)
+def test_a_shim_ends_as_its_worker_does(directory: str, code: str, status: int) -> None:
+    ended, out, err = end_of(begin(code))
+    assert ended == status
+    assert ("lost" in err) == (status == 1)
+    assert ("Segmentation fault" in err) == (status == -signal.SIGSEGV), "told by faulthandler"
+    assert out == ("at the end\n" if status == 0 else "")
+
+
+WAIT = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(42))
+print(os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+def waiting_worker() -> tuple[subprocess.Popen[str], int]:
+    shim = begin(WAIT)
+    assert shim.stdout is not None
+    return shim, int(shim.stdout.readline())
+
+
+def test_signals_reach_the_worker(directory: str) -> None:
+    shim, _ = waiting_worker()
+    shim.send_signal(signal.SIGTERM)
+    assert end_of(shim)[0] == 42
+
+
+def test_a_worker_dies_with_its_shim(directory: str) -> None:
+    shim, worker = waiting_worker()
+    shim.kill()
+    end_of(shim)
+    wait_until(lambda: not psutil.pid_exists(worker), "the worker is gone")
+
+
+def test_what_cannot_be_forked_runs_by_itself_and_says_why_once(directory: str) -> None:
+    own = {"env": with_environment(LD_LIBRARY_PATH="/somewhere/else")}
+    (status, out, err), again = end_of(begin(TELL, "a", **own)), end_of(begin(TELL, "a", **own))
+    assert status == again[0] == 0
+    assert json.loads(out)["libraries"] == []
+    assert json.loads(out)["argv"] == ["a"]
+    assert "LD_LIBRARY_PATH" in err
+    assert again[2] == ""
+    measured = end_of(begin(TELL, env=with_environment(COVERAGE_PROCESS_START="/none")))
+    assert json.loads(measured[1])["libraries"] == []
+
+
+def test_another_copy_of_the_project_is_not_served(directory: str, tmp_path: Path) -> None:
+    copy = tmp_path / "deployments"
+    copy.mkdir()
+    (copy / "zygote.py").touch()
+    _, out, err = end_of(begin(TELL, env=with_environment(PYTHONPATH=str(tmp_path))))
+    assert json.loads(out)["libraries"] == []
+    assert str(tmp_path) in err
+
+
+def test_levels_are_known_by_the_shim_s_own_command() -> None:
+    assert level_of("") == level_of(sys.executable) == "base"
+    assert level_of(f"{sys.executable} -I -S {SHIM} model") == "model"
+    assert level_of("/elsewhere/bin/python") is None
+    assert level_of("conda run python") is None
+
+
+def lone(code: str, environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    command = [sys.executable, "-I", "-S", str(SHIM), "base", "-c" if code.startswith("import") else code]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def test_the_first_shims_of_a_node_start_one_zygote_and_do_without_a_dead_one(tmp_path: Path) -> None:
+    """As on a node of a cluster, where nobody starts it before. Workers outlive it."""
+    script = tmp_path / "wait.py"
+    script.write_text(WAIT)
+    environment = {name: value for name, value in process_environment().items() if name != DIRECTORY_VARIABLE}
+    environment |= {"TMPDIR": str(tmp_path), "RAY_RAYLET_PID": "12345", "PYTHONPATH": str(ROOT)}
+    shims = [lone(str(script), environment) for _ in range(2)]
+    workers = [psutil.Process(int(shim.stdout.readline())) for shim in shims if shim.stdout is not None]
+    zygote = workers[0].parent()
+    assert zygote is not None
+    assert zygote.pid == workers[1].ppid()
+    assert "deployments.zygote" in zygote.cmdline()
+    (directory,) = tmp_path.glob("troupe_*")
+    assert directory.stat().st_mode & 0o777 == 0o700
+    zygote.kill()
+    wait_until(lambda: not zygote.is_running(), "the zygote is gone")
+    assert all(worker.is_running() for worker in workers)
+    for shim in shims:
+        shim.send_signal(signal.SIGTERM)
+    for shim in shims:
+        end_of(shim)
+    wait_until(lambda: not any(worker.is_running() for worker in workers), "signals reach them")
+
+
+def test_everything_ends_with_the_process_that_holds_the_zygotes(tmp_path: Path) -> None:
+    """Whatever ends it: here SIGKILL."""
+    code = f"""
+import subprocess, sys, time
+from deployments.forked_workers import SHIM, forking_cluster
+with forking_cluster():
+    command = [sys.executable, str(SHIM), "base", {str(tmp_path / "wait.py")!r}]
+    worker = subprocess.Popen(command, start_new_session=True)
+    time.sleep(600)
+"""
+    (tmp_path / "wait.py").write_text(WAIT)
+    environment = with_environment(PYTHONPATH=str(ROOT))
+    holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
+    assert holder.stdout is not None
+    worker = psutil.Process(int(holder.stdout.readline()))
+    started = [worker, *psutil.Process(holder.pid).children(recursive=True)]
+    assert len(started) >= 4, "a worker, its shim, and two zygotes"
+    holder.kill()
+    holder.wait()
+    wait_until(lambda: not any(one.is_running() for one in started), "nothing is left")
+
+
+LATER = """
+import json, sys
+before = set(sys.modules)
+from deployments.config import ModelConfig
+from deployments.stages.gang.rank import LoadRankParts
+from engines.core.rank import RankContext
+from engines.gang.ranks.rank import Rank
+import deployments.app
+
+alone = {"engine": "torch", "strategy": "ulysses", "num_ranks": 1}
+LoadRankParts(model=ModelConfig(name="flux-shapes", denoiser=alone))(RankContext(rank=0, num_ranks=1, device="cpu"))()
+tops = {name.partition(".")[0] for name in set(sys.modules) - before} - {name.partition(".")[0] for name in before}
+print(json.dumps(sorted(tops)))
+"""
+ONLY_LATER = {"ray", "colorama", "tracemalloc", "_tracemalloc"}
+"""Ray itself, and what it brings along; Cython's own modules have a version in their names."""
+
+
+def test_a_rank_imports_no_library_after_its_fork_but_ray(directory: str) -> None:
+    """What it would import, each worker of a node would: name it in ``LIBRARIES``."""
+    status, out, err = end_of(begin(LATER, level="model", env=with_environment(PYTHONPATH=str(ROOT))))
+    assert status == 0, err
+    later = {name for name in json.loads(out.splitlines()[-1]) if not name.startswith("_cython")}
+    assert later <= ONLY_LATER
