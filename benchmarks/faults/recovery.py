@@ -4,7 +4,7 @@
                                          [--steps 60] [--repeats 1] [--rest-s 30] [--out FILE]
 
 Kills a rank, kills the replica, and stops a rank (SIGSTOP), each at the picture's third step, and prints a table for
-each; ``--rest-s`` are between them, so that spare processes are there again. ``--out`` is written after each.
+each, with ``--rest-s`` between them. ``--out`` is written after each.
 Ends with 1 if an answer has other bytes than without the fault. The last line is one JSON document.
 """
 
@@ -58,7 +58,7 @@ def main() -> None:
     add_options(parser)
     parser.add_argument("--steps", type=int, default=60, help="of the picture")
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--rest-s", type=float, default=30.0)
+    parser.add_argument("--rest-s", type=float, default=5.0)
     parser.add_argument("--out", type=Path, help="where the document is kept, as far as it is")
     arguments = parser.parse_args()
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}", flush=True)

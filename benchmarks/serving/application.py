@@ -25,8 +25,8 @@ READY_WITHIN_S = 600.0
 STOPPED_WITHIN_S = 60.0
 POLL_S = 0.5
 """Of the health of what starts: each look takes it some 20 ms of CPU."""
-REST_CORES, REST_LOOKS, LOOK_S = 0.5, 9, 1.0
-"""At rest it uses less for longer than gangs wait before they have processes made that stand by."""
+REST_CORES, REST_LOOKS, LOOK_S = 0.5, 3, 1.0
+"""At rest it uses less for so many looks."""
 AT_REST_WITHIN_S = 120.0
 
 
@@ -54,8 +54,7 @@ class Application:
         return (cpu_s(self.processes()) - before) / over_s
 
     def rest(self) -> None:
-        """Returns when it is at rest, and says so if it never is. After a start, once nobody asks for anything, it
-        makes processes that stand by: seconds in which steps on the same cores take twice as long."""
+        """Return when it is at rest, and say so if it never is."""
         num_looks, end_s = 0, time.monotonic() + AT_REST_WITHIN_S
         while num_looks < REST_LOOKS:
             cores = self.cpu_share(LOOK_S)

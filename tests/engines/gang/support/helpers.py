@@ -13,6 +13,7 @@ import torch
 from ray.util import placement_group_table
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
+from deployments.forked_workers import forking_python
 from engines.gang.clock import Clock
 from engines.gang.config import GangConfig
 from engines.gang.gang import Gang
@@ -22,6 +23,10 @@ from engines.gang.ranks.placement import gang_bundles, gang_strategy
 from tests.engines.gang.support.fakes import load_fake
 from tests.engines.gang.support.set_clock import SetClock
 from tests.support.patience import PATIENCE_S
+
+
+PYTHON = forking_python("model")
+"""Ranks import torch, which the cluster's zygote has."""
 
 
 @contextmanager
@@ -42,7 +47,7 @@ async def gang_of(
     Unless ``clock`` moves no deadline passes, so that a busy machine breaks no gang.
     """
     with group_for(config) as group:
-        options = {"model": "fake", "placement_group": group, "clock": clock or SetClock()}
+        options = {"model": "fake", "placement_group": group, "clock": clock or SetClock(), "python": PYTHON}
         known = step_times or StepTimes()
         gang = await Gang.start(config, load_fake, step_times=lambda *_: known, **options)
         try:
