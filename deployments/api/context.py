@@ -24,7 +24,7 @@ from deployments.keys import KeyRing
 from deployments.requests.bodies import MediaBody
 from deployments.requests.cards import choose_card
 from deployments.requests.pictures.unpack import unpack
-from deployments.requests.rules import brought_along, sources_of
+from deployments.requests.rules import brought_along, needs_of
 from deployments.studio.interface import Studio
 from pipelines.pictures import NO_PICTURES, InputPictures
 from pipelines.request import MediaKind
@@ -66,7 +66,7 @@ class ApiContext:
 
     async def unpacked(self, body: MediaBody, kind: MediaKind) -> InputPictures:
         """Returns the pictures that came along. RequestError if the model takes others, or they are none."""
-        card = choose_card(self.studio.cards(), body.model, kind, len(sources_of(body).pictures))
+        card = choose_card(self.studio.cards(), body.model, kind, needs_of(body))
         sources = brought_along(body, card)
         if not sources.all:
             return NO_PICTURES

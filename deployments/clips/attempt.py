@@ -19,6 +19,7 @@ from deployments.studio.interface import Media, ModelUnavailableError, Output, P
 from engines.gang import errors
 from engines.gang.errors import GangBrokenError, QueueFullError, TooLateError
 from pipelines.pictures import NO_PICTURES, InputPictures
+from pipelines.wording import counted
 
 logger = logging.getLogger("troupe.clips")
 
@@ -49,7 +50,8 @@ class Attempt:
         """Makes the clip, or writes down why not. Only cancellation gets out, after the clip was queued again."""
         clip = self.claim.clip
         if clip.attempts > self.settings.max_attempts:
-            message = f"The application ended {clip.attempts - 1} times while this clip was made; it is not tried again"
+            times = counted(clip.attempts - 1, "time", "times")
+            message = f"The application ended {times} while this clip was made; it is not tried again"
             await self._fail(ClipError(code="gave_up", message=message))
             return
         try:
@@ -185,7 +187,11 @@ def final_error(failure: Exception) -> ClipError | None:
 
 def _last_error(failure: Exception, attempts: int) -> ClipError:
     if is_full(failure):
-        return ClipError(code="storage_full", message=f"There was no room for the clip on the disk, {attempts} times")
+        return ClipError(
+            code="storage_full",
+            message=f"There was no room for the clip on the disk, {counted(attempts, 'time', 'times')}",
+        )
     return ClipError(
-        code="internal", message=f"The clip failed {attempts} times, the last time with {type(failure).__name__}"
+        code="internal",
+        message=f"The clip failed {counted(attempts, 'time', 'times')}, the last time with {type(failure).__name__}",
     )

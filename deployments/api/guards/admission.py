@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from deployments.api.errors import ApiError
 from deployments.api.settings import ApiSettings
 from deployments.names import FULL_HEADER
+from pipelines.wording import counted
 
 T = TypeVar("T")
 
@@ -77,7 +78,8 @@ class Admission:
         """Yields ``events`` to one who watches a clip. ApiError 429 if as many watch as may."""
         limit = self._settings.max_watchers
         if self._num_watchers >= limit:
-            message = f"{limit} streams of events are open already; ask GET /v1/videos/{{video_id}} for the progress"
+            streams = counted(limit, "stream", "streams")
+            message = f"{streams} of events may be open, and no more; ask GET /v1/videos/{{video_id}} for the progress"
             raise ApiError(429, message, code="too_many_watchers", headers={"Retry-After": str(WATCHER_RETRY_S)})
         self._num_watchers += 1
         try:
@@ -146,7 +148,8 @@ class Places:
         """
         self._num_refused += num
         wait_s = self._wait_s(min(self._num_refused, self._num_open))
-        message = f"{self._num_open} pictures are being made or wait for it; try again in about {wait_s} s"
+        pictures = counted(self._num_open, "picture is", "pictures are")
+        message = f"{pictures} being made or waiting; try again in about {wait_s} s"
         return ApiError(429, message, code="queue_full", headers={"Retry-After": str(wait_s)})
 
     def _wait_s(self, num: int) -> int:
@@ -196,7 +199,8 @@ class OpenRequests:
             await self.app(scope, receive, send)
             return
         if self.num_open >= self.limit:
-            message = f"{self.limit} requests are under way already; try again in about {FULL_RETRY_S} s"
+            requests = counted(self.limit, "request is", "requests are")
+            message = f"{requests} under way already; try again in about {FULL_RETRY_S} s"
             error = ApiError(503, message, code="server_full", headers={"Retry-After": str(FULL_RETRY_S)})
             await error.response()(scope, receive, send)
             return
