@@ -70,18 +70,21 @@ class ApiContext:
         sources = brought_along(body, card)
         if not sources.all:
             return NO_PICTURES
-        await self.check_ready(card.name)
+        gang_in_s = await self.check_ready(card.name)
         if kind == "image":
-            self.admission.check_place(card.name)
+            self.admission.check_place(card.name, gang_in_s)
         return await asyncio.get_running_loop().run_in_executor(self.unpacking, unpack, sources, self.settings)
 
-    async def check_ready(self, model: str) -> None:
-        """Raises ApiError 503 while ``model`` cannot take requests."""
+    async def check_ready(self, model: str) -> float:
+        """Returns in how many seconds ``model`` begins work that comes now, 0 while it is ready: a request waits while
+        a gang is rebuilt. ApiError 503 where there is nothing to wait for."""
         reason = (await self.studio.not_ready()).get(model)
-        if reason is not None:
-            message = f"{model} is not ready: {reason}"
-            headers = retry_after(self.studio.retry_after_s(model))
-            raise ApiError(503, message, code="model_not_ready", headers=headers)
+        if reason is None:
+            return 0.0
+        wait_s = self.studio.retry_after_s(model)
+        if self.studio.may_wait_for(model):
+            return wait_s
+        raise ApiError(503, f"{model} is not ready: {reason}", code="model_not_ready", headers=retry_after(wait_s))
 
 
 def waited_s(request: Request) -> float:

@@ -68,7 +68,7 @@ def evenly_spaced(groups: Iterable[Packets]) -> Iterator[Packets]:
     delay = num_packets = 0
     for number, packets in enumerate(groups):
         if number == 0:
-            delay = -packets[0].dts
+            delay = -(packets[0].dts or 0)
         for packet in packets:
             packet.dts, packet.duration = num_packets - delay, 1
             num_packets += 1
