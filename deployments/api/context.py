@@ -52,12 +52,14 @@ class ApiContext:
         if self.settings.keys and credentials is None:
             raise _refusal("An API key is needed: send it as Authorization: Bearer KEY", "missing_api_key")
         await self.recognize(request, credentials)
+        if self.settings.keys and not request.state.key_hash:
+            raise _refusal("This API key is not known here", "invalid_api_key")
 
     async def recognize(self, request: Request, credentials: Credentials) -> None:
-        """Raises ApiError 401 for a key that is not known: a dependency of routes that do without one."""
-        request.state.key_hash = ""
-        if self.settings.keys and credentials is not None:
-            request.state.key_hash = check_key(self.settings.keys, credentials.credentials)
+        """Notes whose the key is: a dependency of routes that do without one. An unknown key is as good as none: it may
+        be meant for a gateway in front of this server."""
+        key = None if credentials is None else credentials.credentials
+        request.state.key_hash = "" if key is None else find_key(self.settings.keys, key) or ""
 
     def viewer(self, request: Request) -> str | None:
         """Returns whose clips and files the client may see, by the hash of its key; None if everybody's."""
@@ -92,13 +94,10 @@ def waited_s(request: Request) -> float:
     return time.monotonic() - float(request.state.came_s)
 
 
-def check_key(keys: KeyRing, key: str) -> str:
-    """Returns the hash of ``key``. ApiError 401 unless it is one of ``keys``."""
+def find_key(keys: KeyRing, key: str) -> str | None:
+    """Returns the hash of ``key``; None unless it is one of ``keys``."""
     # Headers arrive as Latin-1, whatever was sent; keys are UTF-8.
-    key_hash = keys.find(key.encode("latin-1").decode(errors="replace"))
-    if key_hash is None:
-        raise _refusal("This API key is not known here", "invalid_api_key")
-    return key_hash
+    return keys.find(key.encode("latin-1").decode(errors="replace"))
 
 
 def _refusal(message: str, code: str) -> ApiError:
