@@ -45,6 +45,7 @@ class Attempt:
     eta_at_s: float | None = field(default=None, init=False)
     gpu_s: float | None = field(default=None, init=False)
     _decode_s: float | None = field(default=None, init=False)
+    _made_s: float = field(default_factory=lambda: time.monotonic(), init=False)
 
     async def run(self) -> None:
         """Makes the clip, or writes down why not. Only cancellation gets out, after the clip was queued again."""
@@ -76,7 +77,7 @@ class Attempt:
         request = replace(
             clip.request,
             request_id=f"{clip.request.request_id}-{owner[:8]}",
-            waited_s=clip.request.waited_s + max(0.0, time.time() - clip.created_at_s),
+            waited_s=clip.request.waited_s + self._age_s,
         )
         pictures, began_s = await self._inputs(), time.time()
         async with aclosing(self.studio.perform(request, Output(format="mp4"), pictures)) as events:
@@ -98,6 +99,14 @@ class Attempt:
                         await asyncio.to_thread(self.folders.write, clip.id, "preview", event.data)
                         self.num_previews = event.index + 1
         raise RuntimeError("the studio ended without a clip")
+
+    @property
+    def _age_s(self) -> float:
+        """How long ago the clip was made. What was begun at once is of this process, whose clock no one sets; only of
+        what waited on the disk the clock of all machines must tell."""
+        if self.admission is not None:
+            return time.monotonic() - self._made_s
+        return max(0.0, time.time() - self.claim.clip.created_at_s)
 
     async def _inputs(self) -> InputPictures:
         """Returns what came along with the request. ValueError if it is gone: another attempt would not find it."""
