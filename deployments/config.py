@@ -74,11 +74,14 @@ class ModelConfig(_Config):
         return self
 
     @property
+    def max_jobs(self) -> int:
+        """How many jobs the gangs take, the running ones included."""
+        return self.denoiser.max_num_replicas * (self.denoiser.max_running_jobs + self.denoiser.max_waiting_jobs)
+
+    @property
     def max_open_pictures(self) -> int:
         """How many pictures the gangs take, and a quarter more for those that are encoded or decoded meanwhile."""
-        num_jobs = self.denoiser.max_running_jobs + self.denoiser.max_waiting_jobs
-        num_pictures = self.denoiser.max_num_replicas * num_jobs
-        return num_pictures + max(4, num_pictures // 4)
+        return self.max_jobs + max(4, self.max_jobs // 4)
 
     @property
     def source(self) -> str:

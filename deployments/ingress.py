@@ -32,7 +32,7 @@ from deployments.replicas import prepare_replica
 from deployments.requests.handle import handle_request
 from deployments.settings import Settings
 from deployments.stages.config import DenoiserConfig
-from deployments.studio.flow import DeployedStudio
+from deployments.studio.flow import DeployedStudio, QueueLimits
 from deployments.studio.interface import ModelCard, StudioEvent
 from deployments.studio.metered import MeteredStudio
 from deployments.studio.readiness import Readiness
@@ -118,7 +118,11 @@ class Ingress:
         patience_s = {model.name: patience_for(model.denoiser) for model in config.models}
         self._accounts = make_accounts(config, keeper)
         readiness = Readiness(deployments, names_on_demand(config, stages))
-        deployed = DeployedStudio(cards, handles, readiness, patience_s, self._accounts)
+        limits = {
+            model.name: QueueLimits(max_jobs=model.max_jobs, max_wait_s=model.denoiser.max_wait_s)
+            for model in config.models
+        }
+        deployed = DeployedStudio(cards, handles, readiness, patience_s, self._accounts, limits)
         self._studio, self._spending = MeteredStudio(deployed, self._accounts), deployed.spending
         self._clips = Clips(self._studio, self._clip_settings())
         self._drain = Drain()

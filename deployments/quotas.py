@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from pipelines.wording import counted
+
 EVERYBODY = "*"
 MINUTE_S = 60.0
 
@@ -129,7 +131,8 @@ class Quotas:
         limits, account = self.limits_of(key), self._accounts[key]
         num_open = account.num_open + num_clips
         if limits.max_concurrent is not None and num_open + num > limits.max_concurrent:
-            message = f"{num_open} pictures and clips of this key are under way, and {limits.max_concurrent} may be"
+            under_way = counted(num_open, "picture or clip", "pictures and clips")
+            message = f"{under_way} of this key under way; the limit is {limits.max_concurrent}"
             raise LimitReachedError(message, 1.0)
 
     def check_minute(self, key: str) -> None:

@@ -9,6 +9,9 @@ from typing import Any
 from pipelines.caching import computed_steps
 from pipelines.request import MediaKind, MediaRequest
 from pipelines.size import MAX_SIDES, Size, SizeLimits
+from pipelines.wording import counted
+
+PICTURES = ("picture", "pictures")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +73,13 @@ class Defaults:
     def kinds(self) -> tuple[MediaKind, ...]:
         """What the model makes, its own kind first."""
         return ("video", "image") if self.kind == "video" and self.picture_width else (self.kind,)
+
+    @property
+    def edits(self) -> bool:
+        """Whether a picture that comes along is changed as the words say. False where words alone are taken, where it
+        is painted over by the strength of noise, and where it is taken apart."""
+        paints_over = self.takes_strength and not self.strength_needs_mask
+        return self.max_pictures > 0 and not paints_over and not self.max_layers
 
     def of(self, kind: MediaKind) -> Defaults:
         """What holds for requests of ``kind``. A model of clips makes pictures of one frame, of words alone.
@@ -200,12 +210,13 @@ class Defaults:
     def check_pictures(self, request: MediaRequest) -> None:
         number = request.num_pictures
         if not self.min_pictures <= number <= self.max_pictures:
-            raise ValueError(f"{number} pictures came along; this model takes {self._pictures_taken()}")
+            raise ValueError(f"{counted(number, *PICTURES)} came along; this model takes {self._pictures_taken()}")
         if request.has_mask and not (self.takes_mask and number):
-            raise ValueError(f"this model takes a mask {self._beside_pictures(self.takes_mask)}")
+            raise ValueError(f"this model takes {'a mask with a picture' if self.takes_mask else 'no mask'}")
         if request.strength is not None and not self._may_have_strength(request):
-            needed = " and a mask" if self.takes_strength and self.strength_needs_mask else ""
-            raise ValueError(f"this model takes strength {self._beside_pictures(self.takes_strength)}{needed}")
+            needed = " and a mask" if self.strength_needs_mask else ""
+            allowed = f"strength with a picture{needed}" if self.takes_strength else "no strength"
+            raise ValueError(f"this model takes {allowed}")
         if request.strength is not None and not 0 < request.strength <= 1:
             raise ValueError(f"strength is {request.strength}; it must be above 0 and at most 1")
         if self.num_steps_of(request) < 1:
@@ -215,9 +226,6 @@ class Defaults:
     def _may_have_strength(self, request: MediaRequest) -> bool:
         has_what_it_needs = request.has_mask or not self.strength_needs_mask
         return self.takes_strength and request.num_pictures > 0 and has_what_it_needs
-
-    def _beside_pictures(self, may_be: bool) -> str:
-        return "with a picture" if may_be else "never"
 
     def _pictures_taken(self) -> str:
         if self.max_pictures == 0:

@@ -36,6 +36,10 @@ class Model(BaseModel):
     sizes: tuple[str, ...] = Field(description="Good values of size; others within the limits may do. Beyond OpenAI.")
     steps: dict[Quality, int] = Field(description="What each quality means in steps; beyond OpenAI.")
     prompts: tuple[str, ...] = Field(description="Prompts to begin with; beyond OpenAI.")
+    edits: bool = Field(
+        description="Whether it changes pictures that come along as the prompt says, rather than painting over them by "
+        "strength; beyond OpenAI."
+    )
     defaults: Defaults = Field(description="Defaults and limits; beyond OpenAI.")
     picture_defaults: Defaults | None = Field(
         description="Those of pictures, of a model that makes clips and pictures; null of others. Beyond OpenAI."
@@ -56,6 +60,7 @@ class Model(BaseModel):
             sizes=description.sizes_within(defaults),
             steps={quality: quality_steps(quality, defaults) for quality in SHARES},
             prompts=description.prompts,
+            edits=defaults.edits,
             defaults=defaults,
             picture_defaults=defaults.of("image") if "image" in defaults.kinds[1:] else None,
         )

@@ -103,8 +103,6 @@ def add_guards(app: FastAPI, settings: ApiSettings, studio: Studio, drain: Drain
     """Puts what looks at every request around the routes, from the inside out."""
     app.add_middleware(HeadAsGet)
     app.add_middleware(OriginCheck, settings=settings)
-    if settings.allowed_origins:
-        app.add_middleware(Cors, allowed_origins=settings.allowed_origins)
     app.add_middleware(HostCheck, settings=settings)
     app.add_middleware(OpenRequests, limit=settings.max_open_requests)
     app.add_middleware(
@@ -114,6 +112,8 @@ def add_guards(app: FastAPI, settings: ApiSettings, studio: Studio, drain: Drain
         uploads=dict.fromkeys(uploads(studio), settings.max_upload_bytes),
     )
     app.add_middleware(Draining, drain=drain)
+    if settings.allowed_origins:
+        app.add_middleware(Cors, allowed_origins=settings.allowed_origins)  # around refusals of all the others
     app.add_middleware(RequestLog, sends_request_id=settings.sends_request_id)
     app.add_middleware(Liveness, drain=drain)
 

@@ -24,7 +24,7 @@ from deployments.keys import KeyRing
 from deployments.requests.bodies import MediaBody
 from deployments.requests.cards import choose_card
 from deployments.requests.pictures.unpack import unpack
-from deployments.requests.rules import brought_along, sources_of
+from deployments.requests.rules import brought_along, needs_of
 from deployments.studio.interface import Studio
 from pipelines.pictures import NO_PICTURES, InputPictures
 from pipelines.request import MediaKind
@@ -52,12 +52,14 @@ class ApiContext:
         if self.settings.keys and credentials is None:
             raise _refusal("An API key is needed: send it as Authorization: Bearer KEY", "missing_api_key")
         await self.recognize(request, credentials)
+        if self.settings.keys and not request.state.key_hash:
+            raise _refusal("This API key is not known here", "invalid_api_key")
 
     async def recognize(self, request: Request, credentials: Credentials) -> None:
-        """Raises ApiError 401 for a key that is not known: a dependency of routes that do without one."""
-        request.state.key_hash = ""
-        if self.settings.keys and credentials is not None:
-            request.state.key_hash = check_key(self.settings.keys, credentials.credentials)
+        """Notes whose the key is: a dependency of routes that do without one. An unknown key is as good as none: it may
+        be meant for a gateway in front of this server."""
+        key = None if credentials is None else credentials.credentials
+        request.state.key_hash = "" if key is None else find_key(self.settings.keys, key) or ""
 
     def viewer(self, request: Request) -> str | None:
         """Returns whose clips and files the client may see, by the hash of its key; None if everybody's."""
@@ -66,22 +68,25 @@ class ApiContext:
 
     async def unpacked(self, body: MediaBody, kind: MediaKind) -> InputPictures:
         """Returns the pictures that came along. RequestError if the model takes others, or they are none."""
-        card = choose_card(self.studio.cards(), body.model, kind, len(sources_of(body).pictures))
+        card = choose_card(self.studio.cards(), body.model, kind, needs_of(body))
         sources = brought_along(body, card)
         if not sources.all:
             return NO_PICTURES
-        await self.check_ready(card.name)
+        gang_in_s = await self.check_ready(card.name)
         if kind == "image":
-            self.admission.check_place(card.name)
+            self.admission.check_place(card.name, gang_in_s)
         return await asyncio.get_running_loop().run_in_executor(self.unpacking, unpack, sources, self.settings)
 
-    async def check_ready(self, model: str) -> None:
-        """Raises ApiError 503 while ``model`` cannot take requests."""
+    async def check_ready(self, model: str) -> float:
+        """Returns in how many seconds ``model`` begins work that comes now, 0 while it is ready: a request waits while
+        a gang is rebuilt. ApiError 503 where there is nothing to wait for."""
         reason = (await self.studio.not_ready()).get(model)
-        if reason is not None:
-            message = f"{model} is not ready: {reason}"
-            headers = retry_after(self.studio.retry_after_s(model))
-            raise ApiError(503, message, code="model_not_ready", headers=headers)
+        if reason is None:
+            return 0.0
+        wait_s = self.studio.retry_after_s(model)
+        if self.studio.may_wait_for(model):
+            return wait_s
+        raise ApiError(503, f"{model} is not ready: {reason}", code="model_not_ready", headers=retry_after(wait_s))
 
 
 def waited_s(request: Request) -> float:
@@ -89,13 +94,10 @@ def waited_s(request: Request) -> float:
     return time.monotonic() - float(request.state.came_s)
 
 
-def check_key(keys: KeyRing, key: str) -> str:
-    """Returns the hash of ``key``. ApiError 401 unless it is one of ``keys``."""
+def find_key(keys: KeyRing, key: str) -> str | None:
+    """Returns the hash of ``key``; None unless it is one of ``keys``."""
     # Headers arrive as Latin-1, whatever was sent; keys are UTF-8.
-    key_hash = keys.find(key.encode("latin-1").decode(errors="replace"))
-    if key_hash is None:
-        raise _refusal("This API key is not known here", "invalid_api_key")
-    return key_hash
+    return keys.find(key.encode("latin-1").decode(errors="replace"))
 
 
 def _refusal(message: str, code: str) -> ApiError:

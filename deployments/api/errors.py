@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -159,13 +160,20 @@ async def _on_failure(request: Request, failure: Exception) -> JSONResponse:
 async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     message = {
-        404: f"There is nothing at {shown(request.url.path)}",
+        404: f"There is nothing at {shown(request.url.path)}{_without_slashes(request)}",
         405: f"{request.method} is not allowed at {shown(request.url.path)}",
     }.get(error.status_code, str(error.detail))
     headers = dict(error.headers or {})
     if error.status_code == 405 and (methods := methods_at(request.app, request.url.path)):
         headers["Allow"] = ", ".join(methods)  # Starlette names those of one route, and a path may have several
     return ApiError(error.status_code, message, headers=headers).response()
+
+
+def _without_slashes(request: Request) -> str:
+    """Returns where there is something, if slashes too many are all that is wrong: many base URLs end in one."""
+    path = re.sub("/+", "/", request.url.path).rstrip("/")
+    is_there = path not in ("", request.url.path) and methods_at(request.app, path)
+    return f"; did you mean {shown(path)}?" if is_there else ""
 
 
 def methods_at(app: FastAPI, path: str) -> list[str]:

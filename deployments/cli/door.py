@@ -23,7 +23,7 @@ def stand(to: str, host: str, port: int, config: str) -> None:
     lane = Lane.of(app) if config else None
     listener = listen(host, port)
     own_url = url_at(host, listener.getsockname()[1])  # of port 0 the one that was free
-    with Door(listener, backend, app.door, app.api.trusted_proxies, lane):
+    with Door(listener, backend, app.door, app.api.trusted_proxies, lane, app.api.allowed_origins):
         console.print(f"Standing at {own_url} in front of {to}. Ctrl-C ends it.")
         signal.pause()
 

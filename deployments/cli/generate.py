@@ -3,8 +3,9 @@ the purpose."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from deployments.cli.client import NO_FILES, Client, Files, Result, kinds_of
@@ -14,6 +15,7 @@ from deployments.studio.interface import Progress
 IMAGE_FORMATS = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}
 ENDINGS = {"video": (".mp4",), "image": tuple(IMAGE_FORMATS)}
 """Of files, by what is in them."""
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 WORDS = {"video": "clips", "image": "pictures"}
 
 
@@ -35,7 +37,7 @@ def generate(
     files = _read(images, mask)
     if written := options.get("lora"):
         options = {**options, "lora": [_asked_lora(one) for one in written]}
-    model = _model(client, options.get("model"), out, len(images))
+    model = _model(client, options.get("model"), out, len(images), options | ({} if mask is None else {"mask": mask}))
     kind = _kind(model, out)
     body = {"prompt": prompt, **options, "model": model["id"]}
     console.print(f"{model['id']}: {prompt}")
@@ -69,11 +71,18 @@ def _read(images: Sequence[Path], mask: Path | None) -> Files:
         raise ValueError(f"{error.filename} cannot be read: {error.strerror}") from None
 
 
-def _model(client: Client, name: str | None, out: Path, num_pictures: int) -> dict[str, Any]:
+def _model(
+    client: Client, name: str | None, out: Path, num_pictures: int, options: Mapping[str, Any] = NO_OPTIONS
+) -> dict[str, Any]:
     """Returns the model of that name; without one the first that makes what ``out`` ends in, of words alone or with
-    pictures; the first of all, if none does."""
+    pictures; the first of all, if none does.
+
+    Of those that take pictures one that changes them comes first, unless ``options`` need another.
+    """
     models = client.models()
     fitting = [model for model in models if _fits(model, out, num_pictures)]
+    if num_pictures:
+        fitting.sort(key=lambda model: _is_second_choice(model, num_pictures, options))
     for model in models if name is not None else fitting or models:
         if name is None or name in (model["id"], *model.get("aliases", ())):
             return model
@@ -86,6 +95,16 @@ def _fits(model: dict[str, Any], out: Path, num_pictures: int) -> bool:
         return False
     limits = model["defaults"] if kind == kinds_of(model)[0] else model["picture_defaults"]
     return bool(limits.get("max_pictures")) if num_pictures else not limits.get("min_pictures")
+
+
+def _is_second_choice(model: dict[str, Any], num_pictures: int, options: Mapping[str, Any]) -> bool:
+    """As the server has it (``Needs.rank``)."""
+    limits = model["defaults"]
+    if num_pictures > limits.get("max_pictures", 0) or ("mask" in options and not limits.get("takes_mask")):
+        return True
+    if "strength" in options:
+        return not limits.get("takes_strength")
+    return not (limits.get("max_layers") if "layers" in options else model.get("edits"))
 
 
 def _kind(model: dict[str, Any], out: Path) -> str:

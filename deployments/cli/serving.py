@@ -120,7 +120,9 @@ class Entrance:
             return
         with held_port(LOOPBACK) as own_port:
             backend = (LOOPBACK, own_port)
-            with Door(listener, backend, config.app.door, config.app.api.trusted_proxies, Lane.of(config.app)) as door:
+            api = config.app.api
+            lane = Lane.of(config.app)
+            with Door(listener, backend, config.app.door, api.trusted_proxies, lane, api.allowed_origins) as door:
                 yield cls(url=url, backend=backend, door=door)
 
 

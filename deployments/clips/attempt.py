@@ -19,6 +19,7 @@ from deployments.studio.interface import Media, ModelUnavailableError, Output, P
 from engines.gang import errors
 from engines.gang.errors import GangBrokenError, QueueFullError, TooLateError
 from pipelines.pictures import NO_PICTURES, InputPictures
+from pipelines.wording import counted
 
 logger = logging.getLogger("troupe.clips")
 
@@ -44,12 +45,14 @@ class Attempt:
     eta_at_s: float | None = field(default=None, init=False)
     gpu_s: float | None = field(default=None, init=False)
     _decode_s: float | None = field(default=None, init=False)
+    _made_s: float = field(default_factory=lambda: time.monotonic(), init=False)
 
     async def run(self) -> None:
         """Makes the clip, or writes down why not. Only cancellation gets out, after the clip was queued again."""
         clip = self.claim.clip
         if clip.attempts > self.settings.max_attempts:
-            message = f"The application ended {clip.attempts - 1} times while this clip was made; it is not tried again"
+            times = counted(clip.attempts - 1, "time", "times")
+            message = f"The application ended {times} while this clip was made; it is not tried again"
             await self._fail(ClipError(code="gave_up", message=message))
             return
         try:
@@ -74,7 +77,7 @@ class Attempt:
         request = replace(
             clip.request,
             request_id=f"{clip.request.request_id}-{owner[:8]}",
-            waited_s=clip.request.waited_s + max(0.0, time.time() - clip.created_at_s),
+            waited_s=clip.request.waited_s + self._age_s,
         )
         pictures, began_s = await self._inputs(), time.time()
         async with aclosing(self.studio.perform(request, Output(format="mp4"), pictures)) as events:
@@ -96,6 +99,14 @@ class Attempt:
                         await asyncio.to_thread(self.folders.write, clip.id, "preview", event.data)
                         self.num_previews = event.index + 1
         raise RuntimeError("the studio ended without a clip")
+
+    @property
+    def _age_s(self) -> float:
+        """How long ago the clip was made. What was begun at once is of this process, whose clock no one sets; only of
+        what waited on the disk the clock of all machines must tell."""
+        if self.admission is not None:
+            return time.monotonic() - self._made_s
+        return max(0.0, time.time() - self.claim.clip.created_at_s)
 
     async def _inputs(self) -> InputPictures:
         """Returns what came along with the request. ValueError if it is gone: another attempt would not find it."""
@@ -185,7 +196,11 @@ def final_error(failure: Exception) -> ClipError | None:
 
 def _last_error(failure: Exception, attempts: int) -> ClipError:
     if is_full(failure):
-        return ClipError(code="storage_full", message=f"There was no room for the clip on the disk, {attempts} times")
+        return ClipError(
+            code="storage_full",
+            message=f"There was no room for the clip on the disk, {counted(attempts, 'time', 'times')}",
+        )
     return ClipError(
-        code="internal", message=f"The clip failed {attempts} times, the last time with {type(failure).__name__}"
+        code="internal",
+        message=f"The clip failed {counted(attempts, 'time', 'times')}, the last time with {type(failure).__name__}",
     )

@@ -9,7 +9,7 @@ from http import HTTPStatus
 from pathlib import Path
 
 from deployments.api.errors import ApiError
-from deployments.api.guards.body_limit import too_slow
+from deployments.api.guards.body_limit import STRAY_BYTES, too_slow
 
 RETRY: Mapping[str, str] = {"Retry-After": "2"}
 
@@ -57,7 +57,8 @@ LOST = Answer(status=502, message="The server ended while it worked on this", co
 ANSWERS = (
     Answer(
         status=400,
-        message="This is no HTTP request, or its head (request line and headers) is too large",
+        message="This is no HTTP request, its head (request line and headers) is too large, or the client closed its "
+        "side of the connection before the answer",
         code="bad_request",
     ),
     Answer(status=408, message="The head of the request did not arrive in time", code="request_timeout"),
@@ -70,8 +71,11 @@ HEAD_TOO_LARGE = Answer(
     status=431, message="The head of the request (its line and headers) is too large", code="head_too_large"
 )
 BODY_UNWANTED = Answer(
-    status=413, message="A GET, HEAD, DELETE or OPTIONS request takes no body", code="body_too_large"
+    status=413,
+    message=f"A GET, HEAD, DELETE or OPTIONS request takes no body, and more than {STRAY_BYTES} bytes came along",
+    code="body_too_large",
 )
+NOTHING = Answer(status=404, message="There is nothing at this path", code="not_found")
 FULL = Answer(
     status=503, message="There are too many open connections; ask again in a moment", code="server_full",
     headers=RETRY,

@@ -56,7 +56,8 @@ def _refusal(host: str, port: int, error: OSError) -> str:
 
 class Door:
     """HAProxy on ``listener``, in front of Ray's proxy at ``backend`` (host, port), which need not be there yet. What
-    ``trusted_proxies`` (addresses or networks) say of their clients' host and scheme is passed on. With a ``lane``,
+    ``trusted_proxies`` (addresses or networks) say of their clients' host and scheme is passed on; pages of
+    ``allowed_origins`` may read its answers. With a ``lane``,
     requests for pictures wait at the door while as many as the application has places for are in it.
 
     It ends with this process, however that ends. RuntimeError without HAProxy, or with one that refuses its
@@ -70,6 +71,7 @@ class Door:
         settings: DoorSettings,
         trusted_proxies: Sequence[str] = (),
         lane: Lane | None = None,
+        allowed_origins: Sequence[str] = (),
     ) -> None:
         self._listener, self._settings = listener, settings
         self._closed = threading.Event()
@@ -86,6 +88,7 @@ class Door:
                 backend=backend,
                 folder=_new_folder(),
                 trusted_proxies=trusted_proxies,
+                allowed_origins=allowed_origins,
                 lane=lane,
             )
             stack.callback(self._remove_folder)

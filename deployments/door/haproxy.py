@@ -8,7 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deployments.door.answers import BODY_UNWANTED, FULL, HEAD_TOO_LARGE, LOST, write_pages
+from deployments.api.guards.body_limit import STRAY_BYTES
+from deployments.api.guards.origins import CORS_METHODS
+from deployments.door.answers import BODY_UNWANTED, FULL, HEAD_TOO_LARGE, LOST, NOTHING, write_pages
 from deployments.door.lane import Lane
 from deployments.door.settings import DoorSettings
 from deployments.names import LIVE
@@ -27,18 +29,24 @@ RAYS_OWN_HEADERS = (
 be a plain 500.
 """
 
+IS_PLAIN = "{ status 500 } !{ res.hdr(content-type) -m beg application/json }"
+"""Ray's proxy says so, in plain text, of a replica that died under a request."""
+EXPOSED = ("Retry-After", "X-Request-Id")
+"""What pages may read of the door's own answers."""
 FORWARDED_HEADERS = ("x-forwarded-host", "x-forwarded-proto")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wiring:
     """Where things are: the socket to listen on, by its descriptor; the proxy behind the door; the folder of this run's
-    files. Without a ``lane``, pictures are asked for like all else."""
+    files. Pages of ``allowed_origins`` may read the answers. Without a ``lane``, pictures are asked for like all else.
+    """
 
     listener: int
     backend: tuple[str, int]
     folder: Path
     trusted_proxies: Sequence[str] = ()
+    allowed_origins: Sequence[str] = ()
     lane: Lane | None = None
 
     @property
@@ -65,6 +73,7 @@ def render(settings: DoorSettings, wiring: Wiring, is_draining: bool = False) ->
         _defaults(settings, wiring),
         _frontend(settings, wiring),
         _backend(wiring, is_draining),
+        _patient_backend(wiring),
     ]
     if wiring.lane is not None:
         sections.append(wiring.lane.sections(wiring.folder))
@@ -107,6 +116,8 @@ def _defaults(settings: DoorSettings, wiring: Wiring) -> Iterator[str]:
     yield "    timeout http-keep-alive 90s"
     yield f"    timeout check {_ms(CHECK_S)}"
     yield "    option abortonclose"
+    # Clients connect ahead of their requests: what never spoke is closed without a word.
+    yield "    option http-ignore-probes"
     yield "    option http-no-delay"
     for status, file in write_pages(wiring.folder).items():
         yield f"    errorfile {status} {file}"
@@ -118,12 +129,15 @@ def _frontend(settings: DoorSettings, wiring: Wiring) -> Iterator[str]:
     yield from _request_id()
     num_clients = max_connections(settings, wiring.lane)
     yield f"    maxconn {num_clients}"
-    crowded = max(1, int(FULL_SHARE * num_clients))
-    yield f"    http-request {FULL.action} if {{ fe_conn gt {crowded} }} !{{ path /health }}"
+    yield f"    acl crowded fe_conn gt {max(1, int(FULL_SHARE * num_clients))}"
+    yield from _origins(wiring)
+    yield f"    http-request {FULL.action} if crowded !{{ path /health }}"
     yield f"    http-request {HEAD_TOO_LARGE.action} if {{ req.hdrs,length gt {settings.max_head_bytes} }}"
     yield "    acl bodiless method GET HEAD DELETE OPTIONS"
     yield f"    http-request {BODY_UNWANTED.action} if bodiless {{ req.hdr(transfer-encoding) -m found }}"
-    yield f"    http-request {BODY_UNWANTED.action} if bodiless {{ req.hdr_val(content-length) gt 0 }}"
+    yield f"    http-request {BODY_UNWANTED.action} if bodiless {{ req.hdr_val(content-length) gt {STRAY_BYTES} }}"
+    # Ray's proxy has pages of its own there, which ask for no key.
+    yield f"    http-request {NOTHING.action} if {{ path,url_dec -m beg /-/ }}"
     for name in RAYS_OWN_HEADERS:
         yield f"    http-request del-header {name}"
     yield "    http-request del-header x-serve-router- -m beg"
@@ -131,7 +145,36 @@ def _frontend(settings: DoorSettings, wiring: Wiring) -> Iterator[str]:
     yield from _forwarded(wiring.trusted_proxies)
     if wiring.lane is not None:
         yield from wiring.lane.choice(settings.max_head_bytes)
+    yield "    use_backend application_patient if bodiless !{ path_end /events }"
     yield "    default_backend application"
+
+
+def _origins(wiring: Wiring) -> Iterator[str]:
+    """Yields rules by which allowed pages can read every answer, those of the door too (Fetch Standard, section 3.2).
+
+    Where the application is not there, or is not asked, the door lets their requests come, to be told so.
+    """
+    if not wiring.allowed_origins:
+        return
+    if "*" in wiring.allowed_origins:
+        yield "    acl allowed_origin req.fhdr(origin) -m found"
+        yield "    http-request set-var(txn.origin) str(*) if allowed_origin"
+    else:
+        file = wiring.folder / "origins"
+        file.write_text("".join(f"{origin}\n" for origin in wiring.allowed_origins))
+        yield f"    acl allowed_origin req.fhdr(origin) -m str -f {file}"
+        yield "    http-request set-var(txn.origin) req.fhdr(origin) if allowed_origin"
+    headers = (
+        f"hdr Access-Control-Allow-Methods {','.join(CORS_METHODS)} "
+        "hdr Access-Control-Allow-Headers %[req.fhdr(access-control-request-headers)]"
+    )
+    preflight = "METH_OPTIONS allowed_origin { req.hdr(access-control-request-method) -m found }"
+    for unasked in ("crowded", "{ nbsrv(application) eq 0 }"):
+        yield f"    http-request return status 200 {headers} if {preflight} {unasked}"
+    lacks_it = "if { var(txn.origin) -m found } !{ res.hdr(access-control-allow-origin) -m found }"
+    yield f"    http-after-response set-header Access-Control-Expose-Headers {','.join(EXPOSED)} {lacks_it}"
+    yield f"    http-after-response add-header Vary Origin {lacks_it}"
+    yield f"    http-after-response set-header Access-Control-Allow-Origin %[var(txn.origin)] {lacks_it}"
 
 
 def _forwarded(trusted_proxies: Sequence[str]) -> Iterator[str]:
@@ -157,11 +200,21 @@ def _backend(wiring: Wiring, is_draining: bool) -> Iterator[str]:
     # Of a replica that is not there Ray's proxy says 404, 500 or, for long, nothing.
     yield f"    option httpchk GET {LIVE}"
     yield "    http-check expect status 200"
-    # Ray's proxy says so, in plain text, of a replica that died under a request.
-    is_plain = "{ status 500 } !{ res.hdr(content-type) -m beg application/json }"
-    yield f"    http-response {LOST.action} if {is_plain}"
+    yield f"    http-response {LOST.action} if {IS_PLAIN}"
     state = " disabled" if is_draining else ""
     yield f"    server proxy {host}:{port} check inter 1s fastinter 250ms downinter 250ms fall 2 rise 1{state}"
+
+
+def _patient_backend(wiring: Wiring) -> Iterator[str]:
+    """Yields the same for what is answered at once, also for clients that closed their side after the request.
+
+    Elsewhere that counts as the client's end, as for most servers: what it asked for is not made any more.
+    """
+    host, port = wiring.backend
+    yield "backend application_patient"
+    yield "    no option abortonclose"
+    yield f"    http-response {LOST.action} if {IS_PLAIN}"
+    yield f"    server proxy {host}:{port} track application/proxy"
 
 
 def _ms(seconds: float) -> str:

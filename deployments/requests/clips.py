@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from deployments.requests.bodies import VideoBody
 from deployments.requests.cards import choose_card
 from deployments.requests.errors import RequestError, blaming
-from deployments.requests.rules import media_request
+from deployments.requests.rules import media_request, needs_of
 from deployments.studio.interface import ModelCard
 from pipelines.defaults import Defaults, largest_num_frames
 from pipelines.pictures import NO_PICTURES, InputPictures
@@ -36,7 +36,7 @@ def clip_request(
 
     ``pictures`` are those that came along.
     """
-    card = choose_card(cards, body.model, "video", len(pictures.pictures))
+    card = choose_card(cards, body.model, "video", needs_of(body))
     check_one(body)
     num_frames, fps = clip_length(body.seconds, body.num_frames, body.fps, card.defaults)
     request = media_request(body, card, request_id, pictures, num_frames=num_frames, fps=fps, num_previews=num_previews)

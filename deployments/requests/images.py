@@ -11,7 +11,7 @@ from deployments.requests.cards import choose_card
 from deployments.requests.errors import RequestError
 from deployments.requests.fields import MAX_SEED
 from deployments.requests.quality import MEANINGS, Quality
-from deployments.requests.rules import media_request
+from deployments.requests.rules import media_request, needs_of
 from deployments.studio.interface import ModelCard, Output
 from pipelines.caching import CacheMode
 from pipelines.pictures import NO_PICTURES, InputPictures
@@ -79,7 +79,7 @@ def image_request(
 
     ``pictures`` are those that came along.
     """
-    card = choose_card(cards, body.model, "image", len(pictures.pictures))
+    card = choose_card(cards, body.model, "image", needs_of(body))
     n = 1 if body.n is None else body.n
     if not 1 <= n <= max_n:
         raise RequestError(f"n is {n}; it must be from 1 to {max_n}", "n")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from deployments.requests.bodies import EditBody, MediaBody, VideoBody
+from deployments.requests.cards import Needs
 from deployments.requests.errors import RequestError, blaming, shown
 from deployments.requests.fields import BLANK, RANDOM_SEED
 from deployments.requests.loras import choose_loras
@@ -48,6 +49,17 @@ def sources_of(body: MediaBody) -> Sources:
         case VideoBody():
             return Sources(param="input_reference", pictures=body.input_reference or ())
     return Sources(param="model")
+
+
+def needs_of(body: MediaBody) -> Needs:
+    """Returns what decides which model ``body`` is for, where it names none."""
+    sources = sources_of(body)
+    return Needs(
+        num_pictures=len(sources.pictures),
+        has_mask=sources.mask is not None,
+        strength=strength_of(body),
+        num_layers=body.layers if isinstance(body, EditBody) else None,
+    )
 
 
 def strength_of(body: MediaBody) -> float | None:

@@ -148,6 +148,11 @@ class Studio(Protocol):
         """Returns when a ``model`` that is not ready is likely to be, in seconds from now."""
         ...
 
+    def may_wait_for(self, model: str) -> bool:
+        """Returns whether requests for a ``model`` that is not ready may come all the same: it is being rebuilt, and
+        they wait for it."""
+        ...
+
     def perform(
         self, request: MediaRequest, output: Output, pictures: InputPictures = NO_PICTURES
     ) -> AsyncGenerator[StudioEvent]:

@@ -40,6 +40,10 @@ class MeteredStudio:
         """See ``Studio.retry_after_s``."""
         return self._studio.retry_after_s(model)
 
+    def may_wait_for(self, model: str) -> bool:
+        """See ``Studio.may_wait_for``."""
+        return self._studio.may_wait_for(model)
+
     async def perform(
         self, request: MediaRequest, output: Output, pictures: InputPictures = NO_PICTURES
     ) -> AsyncGenerator[StudioEvent]:

@@ -40,6 +40,10 @@ class Readiness:
         self._missing_since_s = dict.fromkeys(models, time.monotonic())
         self._took_s: dict[str, float] = {}
         """How long each model was missing the last time."""
+        self._were_ready: set[str] = set()
+        self._rebuilt: frozenset[str] = frozenset()
+        self._bare: frozenset[str] = frozenset()
+        """Models of which a deployment has no replica that runs, whether it takes requests or not."""
         self._asked_s = self._lost_s = -math.inf
         self._asking: asyncio.Task[None] | None = None
         self._controller = OneThread(application_status)
@@ -56,11 +60,22 @@ class Readiness:
         return self._reasons
 
     def retry_after_s(self, model: str) -> float:
-        """Returns when ``model`` is likely to be there again: as long after it went as the last time."""
-        if model not in self._missing_since_s or model not in self._took_s:
+        """Returns when ``model`` is likely to be there again: as long after it went as the last time.
+
+        What takes longer, or was never seen, is expected to take as long again as it is late already.
+        """
+        if model not in self._missing_since_s:
             return RETRY_AFTER_S
-        left_s = self._missing_since_s[model] + self._took_s[model] - time.monotonic()
-        return left_s if left_s > 0 else RETRY_AFTER_S
+        left_s = self._missing_since_s[model] + self._took_s.get(model, 0.0) - time.monotonic()
+        return left_s if left_s > 0 else max(RETRY_AFTER_S, -left_s)
+
+    def is_rebuilt(self, model: str) -> bool:
+        """Returns whether ``model``, which is not ready, was so before, and lost a replica that is being replaced."""
+        return model in self._rebuilt
+
+    def is_bare(self, model: str) -> bool:
+        """Returns whether a request for ``model`` has to wait for a replica, as far as the controller has said."""
+        return model in self._bare
 
     def gang_lost(self) -> None:
         """Says that what was known of the deployments is no longer so. The controller may hear of it later, and what it
@@ -72,6 +87,7 @@ class Readiness:
             status = await self._controller.answer(ANSWER_DEADLINE_S)
             if status is not None:  # else Serve found no controller
                 self._note(find_reasons(status, self._models, self._on_demand))
+                self._look_for_replicas(status)
         except Exception as error:  # of Ray, Serve or its schema: whatever an actor that is gone looks like
             logger.warning("Serve's controller gives no answer: %r", error)
         finally:
@@ -83,9 +99,23 @@ class Readiness:
         for model in self._models:
             if model in reasons:
                 self._missing_since_s.setdefault(model, now_s)
-            elif model in self._missing_since_s:
-                self._took_s[model] = now_s - self._missing_since_s.pop(model)
+                continue
+            self._were_ready.add(model)
+            since_s = self._missing_since_s.pop(model, now_s)
+            if now_s > since_s + POLL_S:  # else it was there when this process began to ask
+                self._took_s[model] = now_s - since_s
         self._reasons = reasons
+
+    def _look_for_replicas(self, status: ApplicationStatusOverview) -> None:
+        known = {model: [status.deployments.get(name) for name in names] for model, names in self._models.items()}
+        self._bare = frozenset(
+            model for model, found in known.items() if not all(one is not None and num_running(one) for one in found)
+        )
+        replaced = {
+            model: all(one is not None and takes_requests(one, on_demand=True) for one in found)
+            for model, found in known.items()
+        }
+        self._rebuilt = frozenset(model for model in self._were_ready.intersection(self._reasons) if replaced[model])
 
 
 def find_reasons(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 
 from ray import exceptions as ray_errors
@@ -19,16 +20,31 @@ MAX_LOSSES = 4
 RECOVERY_DEADLINE_S = 180.0
 """From the loss of a gang that ran the request, or the first loss, until a step of it must have run again; and for each
 deployment until a replica has taken the request."""
+MIN_WAIT_S = 10.0
+"""A replica that is there takes a request within this, however busy its machine is."""
+HELD_S = 2.0
+"""Whoever was kept waiting for a replica longer than this was accepted by that, and hears no refusal any more."""
 RETRYABLE = (GangBrokenError, ray_errors.RayActorError, ray_errors.ObjectLostError)
 
 logger = logging.getLogger("troupe.flow")
 
 
 class Retries:
-    """What has gone wrong with one request so far."""
+    """What has gone wrong with one request so far. It waits ``max_wait_s`` for its first replica, by default
+    ``patience_s``. ``accepted``: there was no gang when it came, and it was let in to wait for one."""
 
-    def __init__(self, request: MediaRequest, readiness: Readiness, patience_s: float = RECOVERY_DEADLINE_S) -> None:
+    def __init__(
+        self,
+        request: MediaRequest,
+        readiness: Readiness,
+        patience_s: float = RECOVERY_DEADLINE_S,
+        max_wait_s: float | None = None,
+        *,
+        accepted: bool = False,
+    ) -> None:
         self._request, self._readiness, self._patience_s = request, readiness, patience_s
+        self._max_wait_s = min(patience_s, math.inf if max_wait_s is None else max(max_wait_s, MIN_WAIT_S))
+        self._is_accepted = accepted
         self._came_s = time.monotonic()
         self._give_up_s: float | None = None
         self._num_broken = self._num_lost = 0
@@ -39,6 +55,11 @@ class Retries:
         return self._num_broken > 0
 
     @property
+    def accepted(self) -> bool:
+        """Whether no gang may refuse it for its queue: it waited for one, or lost one that had taken it."""
+        return self._is_accepted or self._give_up_s is not None
+
+    @property
     def waited_s(self) -> float:
         """How long ago it came."""
         return time.monotonic() - self._came_s
@@ -47,14 +68,15 @@ class Retries:
     def wait_s(self) -> float:
         """How long it may wait for a replica from now on."""
         if self._give_up_s is None:
-            return self._patience_s
+            return self._max_wait_s
         return max(0.0, min(self._patience_s, self._give_up_s - time.monotonic()))
 
-    def after_refusal(self, refusal: QueueFullError) -> None:
-        """Raises it, unless the gang that the request lost had room for it: then it waits for room in the new one.
+    def after_refusal(self, refusal: QueueFullError, held_s: float = 0.0) -> None:
+        """Raises it, unless the request was accepted before, or is by how long it was held: the next gang must take it.
         What its deadline does not allow is not waited for."""
         is_final = isinstance(refusal, TooLateError) and refusal.limit == DEADLINE
-        if is_final or self._give_up_s is None or time.monotonic() > self._give_up_s:
+        self._is_accepted = self.accepted or held_s > HELD_S
+        if is_final or not self._is_accepted or time.monotonic() > (self._give_up_s or math.inf):
             raise refusal
 
     def after(self, error: Exception, num_steps_seen: int) -> None:

@@ -51,9 +51,9 @@ class StageHandles:
 
 @dataclass(kw_only=True, slots=True)
 class Run:
-    """``pictures`` are for the encoder alone. ``exclusive``: beside no other job of its gang. Each deployment has
-    ``wait_s`` to take the request, which waits for ``waited_s`` already. ``decode_times`` are what runs took to
-    decode, with the ways from stage to stage, and learn from it; of what is new to them the decoder is asked."""
+    """``pictures`` are for the encoder alone. ``exclusive``: beside no other job of its gang; ``accepted``: no queue
+    refuses it. Each deployment has ``wait_s`` to take the request, which waits for ``waited_s`` already. To decode took
+    runs ``decode_times``, with the ways from stage to stage; of what is new to them the decoder is asked."""
 
     stages: StageHandles
     request: MediaRequest
@@ -61,13 +61,15 @@ class Run:
     pictures: InputPictures
     exclusive: bool
     wait_s: float
+    accepted: bool = False
     waited_s: float = 0.0
     decode_times: DecodeTimes = field(default_factory=DecodeTimes)
     num_steps_seen: int = field(default=0, init=False)
     job_id: str = field(default="", init=False)
     """What its gang calls it; empty before any has heard of it."""
     gpu_s: float = field(default=0.0, init=False)
-    """How long ranks are known to have been at work for it."""
+    """How long ranks are known to have been at work for it; ``held_s``: how long it waited for replicas to take it."""
+    held_s: float = field(default=0.0, init=False)
     is_finished: bool = field(default=False, init=False)
     _started_s: float = field(default_factory=lambda: time.perf_counter(), init=False)
     _previews: asyncio.Queue[PreviewReady | None] = field(default_factory=asyncio.Queue, init=False)
@@ -96,7 +98,8 @@ class Run:
         timings = self._timings(self._done, decoded)
         rest_s = timings.total_s - self._queued_at_s - timings.queue_s - timings.denoise_s
         self.decode_times.note(self._decoded_like, max(decoded.decode_s, rest_s))
-        _observe(self.request.model, timings)
+        for stage in ("queue", "encode", "denoise", "decode", "total"):
+            observe_stage(stage, self.request.model, getattr(timings, f"{stage}_s"))
         self.is_finished = True
         yield Media(
             data=decoded.data,
@@ -151,8 +154,8 @@ class Run:
                 self._decoders_word_s = await self._answer(responses[1])
             denoise = self.stages.denoiser.options(stream=True).denoise
             self.job_id = f"{self.request.request_id}-{uuid.uuid4().hex[:8]}"
-            decode_s = self._predicted_decode_s or 0.0  # of what nobody knows, nobody is refused
-            stream: Any = denoise.remote(self.job_id, self._with_time_waited(), encoded, self.exclusive, decode_s)
+            request, decode_s = self._with_time_waited(), self._predicted_decode_s or 0.0  # unknown: refuses nobody
+            stream: Any = denoise.remote(self.job_id, request, encoded, self.exclusive, decode_s, self.accepted)
             responses.append(stream)
             await self._taken(stream._to_object_ref_gen(), "denoiser")
             async for group in stream:
@@ -176,18 +179,16 @@ class Run:
             yield Preview(index=index, step=ready.step, data=data)
             index += 1
 
-    async def _decode(self, done: JobDone) -> Decoded:
-        for _ in range(NUM_DECODINGS - 1):
-            try:
-                return await self._decode_once(done)
-            except RayActorError as error:
-                logger.warning("request %s lost its decoder: %s", self.request.request_id, error)
-        return await self._decode_once(done)
-
-    async def _decode_once(self, done: JobDone) -> Decoded:
-        response = self.stages.decoder.decode.remote(done.latents, self.request, self.output)
-        decoded: Decoded = await self._answer(response)
-        return decoded
+    async def _decode(self, done: JobDone, num_left: int = NUM_DECODINGS) -> Decoded:
+        try:
+            response = self.stages.decoder.decode.remote(done.latents, self.request, self.output)
+            decoded: Decoded = await self._answer(response)
+            return decoded
+        except RayActorError as error:
+            logger.warning("request %s lost its decoder: %s", self.request.request_id, error)
+            if num_left == 1:
+                raise
+            return await self._decode(done, num_left - 1)
 
     async def _answer(self, response: Any) -> Any:
         try:
@@ -199,12 +200,15 @@ class Run:
 
     async def _taken(self, reference: Awaitable[Any], stage: str) -> Any:
         """Returns the ``reference`` that there is once a replica has taken the request."""
+        asked_s = time.perf_counter()
         try:
             async with asyncio.timeout(self.wait_s):
                 return await reference
         except TimeoutError:
             reason = f"no {stage} took this request within {self.wait_s:.0f} s"
             raise ModelUnavailableError(f"{self.request.model}: {reason}") from None
+        finally:
+            self.held_s += time.perf_counter() - asked_s
 
     def _timings(self, done: JobDone, decoded: Decoded) -> StageTimes:
         return StageTimes(
@@ -243,8 +247,3 @@ class Run:
         if self.request.deadline_s is None:
             return self.request
         return replace(self.request, waited_s=self.request.waited_s + self._elapsed_s)
-
-
-def _observe(model: str, timings: StageTimes) -> None:
-    for stage in ("queue", "encode", "denoise", "decode", "total"):
-        observe_stage(stage, model, getattr(timings, f"{stage}_s"))

@@ -34,7 +34,8 @@ class QueueFullError(RuntimeError):
         self.retry_after_s = retry_after_s
 
     def __str__(self) -> str:
-        return f"{self.num_waiting} jobs are waiting already; try again in about {self.retry_after_s:.0f} s"
+        jobs = "1 job is" if self.num_waiting == 1 else f"{self.num_waiting} jobs are"
+        return f"{jobs} waiting already; try again in about {self.retry_after_s:.0f} s"
 
 
 DEADLINE = "deadline_s"

@@ -14,7 +14,7 @@ import av
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.media.groups import CODEC, QUALITY, Packets, configure, encode_group, group_length
+from pipelines.media.groups import CODEC, QUALITY, Packets, configure, encode_group, evenly_spaced, group_length
 from pipelines.media.sound import Sound
 
 SOUND_QUALITY = {"b": "192k", "flags": "+bitexact"}
@@ -88,7 +88,7 @@ def _write(file: Path, groups: Iterable[Packets], size: tuple[int, int], fps: in
         configure(stream.codec_context, size, fps)
         sounding = () if sound is None else ((_add_sound(container, sound), _sound_frame(sound)),)
         container.start_encoding()  # for its headers: the packets come from encoders like it
-        for packets in groups:
+        for packets in evenly_spaced(groups):
             for packet in packets:
                 packet.stream = stream
             container.mux(packets)

@@ -4,7 +4,7 @@ apart from the others (closed GOPs, ITU-T H.264).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any, TypeAlias
 
@@ -56,6 +56,23 @@ def encode_group(frames_HWC: Sequence[NDArray[np.uint8]], first: int, fps: int) 
         packets += context.encode(_video_frame(frame_HWC, index))
     packets += context.encode(None)
     return packets if first == 0 else [*_without_notes(packets[0]), *packets[1:]]
+
+
+def evenly_spaced(groups: Iterable[Packets]) -> Iterator[Packets]:
+    """Yield the groups of a clip, in order, with one frame between any two packets, as one encoder would write them.
+
+    A container derives the duration of a sample from the decoding time of the next one (ISO/IEC 14496-12, 8.6.1.2). An
+    encoder delays its packets to reorder frames, but not in a group that is too short for that: at its begin the clip
+    would halt.
+    """
+    delay = num_packets = 0
+    for number, packets in enumerate(groups):
+        if number == 0:
+            delay = -(packets[0].dts or 0)
+        for packet in packets:
+            packet.dts, packet.duration = num_packets - delay, 1
+            num_packets += 1
+        yield packets
 
 
 def _without_notes(packet: av.Packet[Any]) -> Packets:

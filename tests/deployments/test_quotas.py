@@ -71,7 +71,7 @@ def test_what_was_used_elsewhere_counts_by_its_age(clock: SetTime) -> None:
 def test_so_many_are_under_way_and_no_more(clock: SetTime) -> None:
     quotas = quotas_of(clock, KeyLimits(max_concurrent=3))
     with quotas.taken(MINE, 2):
-        with pytest.raises(LimitReachedError, match="2 pictures and clips of this key are under way, and 3 may be"):
+        with pytest.raises(LimitReachedError, match="2 pictures and clips of this key under way; the limit is 3"):
             quotas.check(MINE, 2)
         with quotas.taken(MINE, 1), quotas.taken(OTHER, 3), pytest.raises(LimitReachedError):
             quotas.check(MINE)

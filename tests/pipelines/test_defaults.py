@@ -22,8 +22,8 @@ def words_alone() -> Defaults:
     ("given", "told"),
     [
         ({"num_pictures": 1}, "takes words alone"),
-        ({"has_mask": True}, "takes a mask never"),
-        ({"strength": 0.5}, "takes strength never"),
+        ({"has_mask": True}, "takes no mask"),
+        ({"strength": 0.5}, "takes no strength"),
     ],
 )
 def test_a_model_of_words_takes_nothing_else(words_alone: Defaults, given: dict[str, Any], told: str) -> None:
@@ -58,7 +58,7 @@ def test_a_model_of_clips_may_make_pictures_as_well() -> None:
     assert (picture.num_inference_steps, picture.true_cfg_scale) == (CLIP.num_inference_steps, CLIP.true_cfg_scale)
     both.check(picture)
     assert both.num_steps_of(replace(picture, num_inference_steps=7)) == 7
-    with pytest.raises(ValueError, match="1 pictures came along; this model takes words alone"):
+    with pytest.raises(ValueError, match="1 picture came along; this model takes words alone"):
         both.check(replace(picture, num_pictures=1))
     with pytest.raises(ValueError, match="num_frames is 5; it must be at most 1"):
         both.check(replace(picture, num_frames=5))

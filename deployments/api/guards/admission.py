@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from deployments.api.errors import ApiError
 from deployments.api.settings import ApiSettings
 from deployments.names import FULL_HEADER
+from pipelines.wording import counted
 
 T = TypeVar("T")
 
@@ -38,46 +39,49 @@ class Admission:
         self._num_watchers = 0
         self.memory = Memory(settings.max_open_upload_bytes)
 
-    async def pictures(self, model: str, num: int, events: AsyncGenerator[T], num_bytes: int = 0) -> AsyncGenerator[T]:
+    async def pictures(
+        self, model: str, num: int, events: AsyncGenerator[T], num_bytes: int = 0, gang_in_s: float = 0.0
+    ) -> AsyncGenerator[T]:
         """Yields ``events``, which make ``num`` pictures of ``num_bytes`` that came along, while there is a place for
-        each. Else ApiError 429."""
+        each. Else ApiError 429. Nothing is made for ``gang_in_s``."""
         async with aclosing(events):
-            with self._taken(model, num), self.memory.taken() as take:
+            with self._taken(model, num, gang_in_s), self.memory.taken() as take:
                 take(num_bytes)
                 async for event in events:
                     yield event
 
-    def check_place(self, model: str) -> None:
+    def check_place(self, model: str, gang_in_s: float = 0.0) -> None:
         """Raises ApiError 429 if there is no place for a picture: for who is about to do much before he takes one."""
         if model in self._pictures:
-            with self._told_to_the_door():
-                self._pictures[model].check(1)
+            with self._told_to_the_door(gang_in_s):
+                self._pictures[model].check(1, gang_in_s)
 
     @contextmanager
-    def _taken(self, model: str, num: int) -> Iterator[None]:
+    def _taken(self, model: str, num: int, gang_in_s: float) -> Iterator[None]:
         if model not in self._pictures:
             yield
             return
         with ExitStack() as stack:
-            with self._told_to_the_door():
-                stack.enter_context(self._pictures[model].taken(num))
+            with self._told_to_the_door(gang_in_s):
+                stack.enter_context(self._pictures[model].taken(num, gang_in_s))
             yield
 
     @contextmanager
-    def _told_to_the_door(self) -> Iterator[None]:
+    def _told_to_the_door(self, gang_in_s: float) -> Iterator[None]:
         try:
             yield
         except ApiError as refusal:
             if self._settings.is_only_replica and all(places.is_full for places in self._pictures.values()):
                 empty_s = max(places.until_empty_s for places in self._pictures.values())
-                refusal.headers[FULL_HEADER] = str(empty_s)
+                refusal.headers[FULL_HEADER] = str(empty_s + math.ceil(gang_in_s))
             raise
 
     async def watcher(self, events: AsyncGenerator[T]) -> AsyncGenerator[T]:
         """Yields ``events`` to one who watches a clip. ApiError 429 if as many watch as may."""
         limit = self._settings.max_watchers
         if self._num_watchers >= limit:
-            message = f"{limit} streams of events are open already; ask GET /v1/videos/{{video_id}} for the progress"
+            streams = counted(limit, "stream", "streams")
+            message = f"{streams} of events may be open, and no more; ask GET /v1/videos/{{video_id}} for the progress"
             raise ApiError(429, message, code="too_many_watchers", headers={"Retry-After": str(WATCHER_RETRY_S)})
         self._num_watchers += 1
         try:
@@ -109,12 +113,13 @@ class Places:
         return self._wait_s(self._num_open)
 
     @contextmanager
-    def taken(self, num: int) -> Iterator[None]:
-        """Holds ``num`` places inside the block. ApiError 429 if there are not as many.
+    def taken(self, num: int, gang_in_s: float = 0.0) -> Iterator[None]:
+        """Holds ``num`` places inside the block. ApiError 429 if there are not as many; none is freed for
+        ``gang_in_s``.
 
         One request always fits into an empty house, however many pictures it asks for.
         """
-        self.check(num)
+        self.check(num, gang_in_s)
         if not self._num_open:
             self._last_s = self._clock()
         self._num_open += num
@@ -125,10 +130,10 @@ class Places:
             self._num_open -= num
             self._num_refused = max(0, self._num_refused - num)
 
-    def check(self, num: int) -> None:
+    def check(self, num: int, gang_in_s: float = 0.0) -> None:
         """Raises ApiError 429 if there are not ``num`` places."""
         if self._num_open and self._num_open + num > self._limit:
-            raise self._refusal(num)
+            raise self._refusal(num, gang_in_s)
 
     def _learn(self, num: int) -> None:
         """Takes note of ``num`` finished pictures. Since ``_last_s``, some were under way all the time."""
@@ -138,15 +143,16 @@ class Places:
         self._interval_s = before_s + SMOOTHING * (interval_s - before_s)
         self._last_s = now_s
 
-    def _refusal(self, num: int) -> ApiError:
+    def _refusal(self, num: int, gang_in_s: float) -> ApiError:
         """Returns the refusal of ``num`` pictures, with the time until it makes sense to ask again.
 
         Those refused before will ask first: each is told the time until there is a place behind them, but none more
         than it takes to finish all that is under way.
         """
         self._num_refused += num
-        wait_s = self._wait_s(min(self._num_refused, self._num_open))
-        message = f"{self._num_open} pictures are being made or wait for it; try again in about {wait_s} s"
+        wait_s = self._wait_s(min(self._num_refused, self._num_open)) + math.ceil(gang_in_s)
+        pictures = counted(self._num_open, "picture is", "pictures are")
+        message = f"{pictures} being made or waiting; try again in about {wait_s} s"
         return ApiError(429, message, code="queue_full", headers={"Retry-After": str(wait_s)})
 
     def _wait_s(self, num: int) -> int:
@@ -196,7 +202,8 @@ class OpenRequests:
             await self.app(scope, receive, send)
             return
         if self.num_open >= self.limit:
-            message = f"{self.limit} requests are under way already; try again in about {FULL_RETRY_S} s"
+            requests = counted(self.limit, "request is", "requests are")
+            message = f"{requests} under way already; try again in about {FULL_RETRY_S} s"
             error = ApiError(503, message, code="server_full", headers={"Retry-After": str(FULL_RETRY_S)})
             await error.response()(scope, receive, send)
             return

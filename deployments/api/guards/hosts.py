@@ -76,7 +76,8 @@ def is_address(name: str) -> bool:
 def base_url(connection: HTTPConnection, settings: ApiSettings) -> str:
     """Returns where the client finds this server, without a slash at the end.
 
-    That is ``public_url`` if there is one, else the name that the client used, which was checked. What the
+    That is ``public_url`` if there is one, else the name that the client used. ``HostCheck`` has looked at it: where
+    keys are asked for and no names are configured, it may be any that the holder of a key sent. What the
     ``X-Forwarded`` headers say counts if they come from one of ``trusted_proxies``.
     """
     if settings.public_url:

@@ -20,6 +20,7 @@ from deployments.api.guards.hosts import forwarded, is_from_proxy, place_of
 from deployments.api.settings import ApiSettings
 from deployments.requests.errors import shown
 
+CORS_METHODS = ("GET", "HEAD", "POST", "DELETE")
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
 
@@ -74,15 +75,23 @@ class Cors(CORSMiddleware):
     """Lets pages of allowed origins read answers (Fetch Standard, section 3.2). Its refusals have OpenAI's shape."""
 
     def __init__(self, app: ASGIApp, *, allowed_origins: Collection[str]) -> None:
-        methods = ("GET", "HEAD", "POST", "DELETE")
         super().__init__(
             app,
             allow_origins=tuple(allowed_origins),
-            allow_methods=methods,
+            allow_methods=CORS_METHODS,
             allow_headers=("*",),
+            allow_private_network=True,  # of these origins alone: the configuration names them
             expose_headers=tuple(HEADERS),
         )
 
     def preflight_response(self, request_headers: Headers) -> Response:
         answer = super().preflight_response(request_headers)
-        return answer if answer.status_code == 200 else refusal(request_headers).response()
+        if answer.status_code == 200:
+            return answer
+        if not self.is_allowed_origin(request_headers["origin"]):
+            return refusal(request_headers).response()
+        method, allowed = shown(request_headers["access-control-request-method"]), ", ".join(CORS_METHODS)
+        error = ApiError(405, f"Pages may not send {method} here; allowed: {allowed}", headers={"Allow": allowed})
+        response = error.response()
+        response.headers["Access-Control-Allow-Origin"] = answer.headers["Access-Control-Allow-Origin"]
+        return response

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 import sys
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from urllib.parse import unquote_to_bytes
 
+from python_multipart.multipart import parse_options_header
 from starlette.datastructures import FormData, UploadFile
-from starlette.formparsers import FormParser, MultiPartException, MultiPartParser
+from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
 from deployments.requests.bodies import MediaBody
-from deployments.requests.errors import RequestError
+from deployments.requests.errors import RequestError, printable, shown
 
 MAX_FILES, MAX_FIELDS = 100, 100
 MAX_TEXT_BYTES = sys.maxsize
@@ -33,6 +36,13 @@ class Form:
 
 class _MemoryParser(MultiPartParser):
     spool_max_size = 0  # none goes to the disk
+
+    def on_part_end(self) -> None:
+        """Starlette would take a text that is not UTF-8 for Latin-1."""
+        part = self._current_part
+        if part.file is None:
+            _check_utf8(part.data, part.field_name)
+        super().on_part_end()
 
 
 async def read_form(request: Request, body_type: type[MediaBody]) -> Form:
@@ -61,20 +71,44 @@ async def _picture(value: UploadFile | str) -> bytes | str | None:
 
 
 async def _parse(request: Request) -> FormData:
-    parser: FormParser | MultiPartParser
-    is_multipart = request.headers["content-type"].lower().startswith("multipart/")
+    content_type = request.headers["content-type"]
+    _check_charset(content_type)
+    if not content_type.lower().startswith("multipart/"):
+        return _parse_query(await request.body())
+    limits = {"max_files": MAX_FILES, "max_fields": MAX_FIELDS, "max_part_size": MAX_TEXT_BYTES}
     async with aclosing(request.stream()) as stream:
-        if is_multipart:
-            parser = _MemoryParser(
-                request.headers,
-                stream,
-                max_files=MAX_FILES,
-                max_fields=MAX_FIELDS,
-                max_part_size=MAX_TEXT_BYTES,
-            )
-        else:
-            parser = FormParser(request.headers, stream, max_fields=MAX_FIELDS, max_part_size=MAX_TEXT_BYTES)
         try:
-            return await parser.parse()
+            return await _MemoryParser(request.headers, stream, **limits).parse()
         except MultiPartException as error:
             raise RequestError(f"The body is no form that can be read: {error.message}") from None
+
+
+def _check_charset(content_type: str) -> None:
+    """Raises RequestError unless a form is in UTF-8, as both kinds are without a word (RFC 7578, section 5.1.2)."""
+    charset = parse_options_header(content_type)[1].get(b"charset", b"utf-8").decode("latin-1")
+    try:
+        is_utf8 = codecs.lookup(charset).name in ("utf-8", "ascii")
+    except (LookupError, ValueError):
+        is_utf8 = False
+    if not is_utf8:
+        raise RequestError(f"The form's charset is {shown(charset)}; send it in UTF-8")
+
+
+def _check_utf8(text: bytes | bytearray, name: str) -> None:
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{printable(name)} is not in UTF-8: {error.reason}", printable(name)) from None
+
+
+def _parse_query(raw: bytes) -> FormData:
+    """Returns the fields of a form that is written as a query (URL Standard, section 5.1)."""
+    fields: list[tuple[str, UploadFile | str]] = []
+    for pair in filter(None, raw.split(b"&", MAX_FIELDS)):
+        name, _, text = (unquote_to_bytes(part.replace(b"+", b" ")) for part in pair.partition(b"="))
+        _check_utf8(name, "The name of a field")
+        _check_utf8(text, name.decode())
+        fields.append((name.decode(), text.decode()))
+    if len(fields) > MAX_FIELDS:
+        raise RequestError(f"The form has too many fields; the limit is {MAX_FIELDS}")
+    return FormData(fields)

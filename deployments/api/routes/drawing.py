@@ -43,10 +43,10 @@ async def draw(context: ApiContext, request: Request, body: ImageBody, inputs: I
     max_n = min(settings.max_images_per_request, limits.max_concurrent or settings.max_images_per_request)
     pictures = image_request(body, cards, request.state.request_id, max_n, inputs)
     pictures = pictures.of_key(key, limits.weight, waited_s(request))
-    await context.check_ready(pictures.model)
+    gang_in_s = await context.check_ready(pictures.model)
     num = len(pictures.requests)
     drawn = perform_all(context.studio, pictures)
-    admitted = context.admission.pictures(pictures.model, num, drawn, pictures.num_input_bytes)
+    admitted = context.admission.pictures(pictures.model, num, drawn, pictures.num_input_bytes, gang_in_s)
     events = noted(context.key_limits.pictures(key, num, admitted), request.state)
     if body.stream:
         headers: dict[str, str] = {}

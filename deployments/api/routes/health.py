@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Depends
 from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deployments.api.answers import Health, Model, ModelList
@@ -70,6 +71,8 @@ def model_routes(context: ApiContext) -> APIRouter:
     @router.get("/v1/models/{model:path}", responses=error_documents(401, 404))
     async def read_model(model: str) -> Model:
         """One model, by its name or an alias: its kind, defaults, limits, and prompts to begin with."""
+        if not model:
+            raise HTTPException(404)
         card = find_card(context.studio.cards(), model)
         lora = split_name(model)[1]
         if lora is None:

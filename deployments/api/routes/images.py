@@ -60,7 +60,7 @@ def image_routes(context: ApiContext) -> APIRouter:
         "/v1/files/{name}",
         dependencies=[Depends(context.recognize)],
         response_class=FileResponse,
-        responses=file_answers("image/png", "image/jpeg", "image/webp") | error_documents(401, 404, 416),
+        responses=file_answers("image/png", "image/jpeg", "image/webp") | error_documents(404, 416),
     )
     async def read_file(name: str, request: Request) -> Response:
         """A picture made with ``response_format=url``. Its name is the secret; it is gone after a while."""

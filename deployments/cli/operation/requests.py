@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 POLL_S = 0.25
+HEAD_BYTES = 512
 MARK = '"logger": "troupe.access"'
 """In the lines that are about a request (``deployments.api.middleware``)."""
 
@@ -44,32 +46,45 @@ def show_requests(folder: Path, log_format: LogFormat, write: Callable[[str], ob
 
 
 class Follower:
-    """Reads what is added to the logs of a folder, from its own beginning on, by whole lines."""
+    """Reads what is added to the logs of a folder, from its own beginning on, by whole lines.
+
+    Ray renames one that is full, and goes on in a new one of its name. So files are known by their inodes, and, as the
+    number of one that was deleted may come again, by how they begin.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._read_bytes = dict[Path, int]()
+        self._read = dict[int, tuple[bytes, int]]()
+        """By inode: how the file begins, and how many bytes of it were read."""
         for _ in self.new_lines():
             pass
 
     def new_lines(self) -> Iterator[str]:
         """Yields the lines about requests that have come since the last call."""
-        for file in self._files():
-            with suppress(FileNotFoundError):  # Ray has just put it away
-                yield from (line for line in self._added(file).splitlines() if MARK in line)
+        found = list[tuple[int, int, BinaryIO]]()
+        with ExitStack() as stack:
+            for file in self._files():
+                with suppress(FileNotFoundError):  # Ray has just put it away
+                    log = stack.enter_context(file.open("rb"))
+                    stat = os.fstat(log.fileno())
+                    found.append((stat.st_mtime_ns, stat.st_ino, log))
+            inodes = {inode for _, inode, _ in found}
+            self._read = {inode: known for inode, known in self._read.items() if inode in inodes}
+            for _, inode, log in sorted(found, key=lambda one: one[:2]):  # what was put away came before
+                yield from (line for line in self._added(inode, log).splitlines() if MARK in line)
 
-    def _added(self, file: Path) -> str:
-        begin, num_bytes = self._read_bytes.get(file, 0), file.stat().st_size
-        if num_bytes < begin:  # Ray has begun it anew
+    def _added(self, inode: int, log: BinaryIO) -> str:
+        before, begin = self._read.get(inode, (b"", 0))
+        head, num_bytes = log.read(HEAD_BYTES), os.fstat(log.fileno()).st_size
+        if not head.startswith(before) or num_bytes < begin:
             begin = 0
-        with file.open("rb") as log:
-            log.seek(begin)
-            text, newline, _ = log.read(num_bytes - begin).rpartition(b"\n")
-        self._read_bytes[file] = begin + len(text) + len(newline)
+        log.seek(begin)
+        text, newline, _ = log.read(num_bytes - begin).rpartition(b"\n")
+        self._read[inode] = head, begin + len(text) + len(newline)
         return text.decode(errors="replace")
 
     def _files(self) -> list[Path]:
-        return sorted(self._folder.glob("worker-*.err"))
+        return sorted(self._folder.glob("worker-*.err*"))
 
 
 def format_line(line: str, log_format: LogFormat) -> str:

@@ -32,7 +32,7 @@ def unpack(sources: Sources, limits: PictureLimits) -> InputPictures:
     """
     num_pictures = len(sources.pictures)
     if num_pictures > limits.max_input_pictures:
-        message = f"{num_pictures} pictures came along; at most {limits.max_input_pictures} are allowed"
+        message = f"{num_pictures} pictures came along; the limit is {limits.max_input_pictures}"
         raise RequestError(message, sources.param)
     if not sources.all:
         return NO_PICTURES

@@ -86,6 +86,7 @@ class Denoiser:
         encoded: list[ray.ObjectRef[Encoded]],
         exclusive: bool = False,
         decode_s: float = 0.0,
+        accepted: bool = False,
     ) -> AsyncGenerator[tuple[StageEvent, ...]]:
         """Steps, previews and at last ``JobDone``. Closing the iterator cancels the job on all ranks.
 
@@ -93,7 +94,7 @@ class Denoiser:
         ``encoded`` is a list of one reference, so that this call need not wait for the encoder to be sent. It belongs
         to the caller, which keeps it until the job has ended, whatever becomes of the encoder.
         ``exclusive``: beside no other job, as a request runs whose gang broke under it. Decoding will take
-        ``decode_s``, as far as that is known: its deadline leaves the steps so much less.
+        ``decode_s``, as far as that is known: its deadline leaves the steps so much less. ``accepted``: see ``Job``.
         """
         came_s = time.monotonic()
         encoding = await encoded[0]
@@ -117,6 +118,7 @@ class Denoiser:
             decode_s=decode_s,
             key=request.key,
             weight=request.weight,
+            accepted=accepted,
         )
         first: tuple[StageEvent, ...] = (EncodingDone(encode_s=encoding.encode_s, was_kept=encoding.was_kept),)
         logger.info("job is queued", extra=job.log_fields)

@@ -25,6 +25,7 @@ class Job:
     took a quarter of its time; ``deadline_s`` after its request arrived it should be done, ``waited_s`` of which were
     over when it came here, and ``decode_s`` of which decoding its latents will take, as far as that was measured;
     ``key`` is whose it is, and ``weight`` how much that one may have beside others.
+    ``accepted``: neither the length of the queue nor the wait refuses it, since its client was kept waiting already.
     ``idle_steps`` (counted from 1) make no forwards, and take next to no time.
     """
 
@@ -43,6 +44,7 @@ class Job:
     decode_s: float = 0.0
     key: str = ""
     weight: float = 1.0
+    accepted: bool = False
     idle_steps: frozenset[int] = frozenset()
 
     def num_forwards_after(self, step: int) -> int:

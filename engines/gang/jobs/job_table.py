@@ -99,10 +99,11 @@ class JobTable:
         return self._spent_s.get(job_id, 0.0)
 
     def open(self, job: Job, retry_after_s: float) -> OpenJob:
-        """``ValueError`` for a job that this gang cannot take, ``QueueFullError`` if too many wait."""
+        """``ValueError`` for a job that this gang cannot take, ``QueueFullError`` if too many wait and it was not
+        ``accepted`` before."""
         self.check(job)
         num_waiting = self.num_waiting
-        if self.num_open >= self._config.max_running_jobs + self._config.max_waiting_jobs:
+        if not job.accepted and self.num_open >= self._config.max_running_jobs + self._config.max_waiting_jobs:
             self.refuse(QueueFullError(num_waiting, retry_after_s))
         open_job = OpenJob(job=job, clock=self._clock, submitted_s=self._clock.now_s())
         self._jobs[job.job_id] = open_job

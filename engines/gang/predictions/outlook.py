@@ -44,7 +44,7 @@ class Outlook:
         ends_s = self._scheduler.ends_s(now_s, beside=beside)
         predicted_s = next(end_s for job_id, end_s in ends_s if job_id == job.job_id) + self._under_way_s()
         self._check_deadline(job, predicted_s)
-        if self._max_wait_s is not None:
+        if self._max_wait_s is not None and not job.accepted:
             late_s = predicted_s - lone_s - self._max_wait_s
             self._check(predicted_s, "the longest wait, max_wait_s,", self._max_wait_s, late_s)
         return predicted_s

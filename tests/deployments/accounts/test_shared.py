@@ -91,7 +91,7 @@ async def test_what_is_under_way_counts_together(pair: Pair) -> None:
     first, second = pair
     async with first.taken(MINE, 1), second.taken(MINE, 1):
         for accounts in pair:
-            with pytest.raises(LimitReachedError, match="2 pictures and clips of this key are under way, and 2 may be"):
+            with pytest.raises(LimitReachedError, match="2 pictures and clips of this key under way; the limit is 2"):
                 await begin(accounts)
     await settled(*pair)
     async with second.taken(MINE, 1, 1):
@@ -165,7 +165,7 @@ async def test_a_new_keeper_hears_what_is_under_way_and_was_used(pair: Pair, lin
         first.note(MINE, "m", 1.0, is_finished=False)
         line.keeper = AccountKeeper(LIMITS, clock)
         await stack.enter_async_context(first.taken(MINE, 1))
-        with pytest.raises(LimitReachedError, match="2 pictures and clips of this key are under way"):
+        with pytest.raises(LimitReachedError, match="2 pictures and clips of this key under way"):
             async with second.taken(MINE, 1):
                 pass
     await settled(first)

@@ -10,6 +10,7 @@ import pytest
 
 from tests.deployments.api.conftest import build, client_of, serving
 from tests.deployments.api.routes.test_images import IMAGES
+from tests.deployments.api.test_errors import error_of
 from tests.deployments.support.fake_studio import FakeStudio
 
 ALIASES = {"fake-pictures": ("gpt-image-1", "dall-e-3"), "fake-clips": ("sora-2", "default")}
@@ -40,3 +41,11 @@ async def test_cards_say_what_to_ask_for(client: httpx.AsyncClient, tmp_path: Pa
         for size in pictures["sizes"]:
             made = await client.post(IMAGES, json={"prompt": "a", "size": size})
             assert made.json()["size"] == size
+
+
+async def test_slashes_too_many_are_named(client: httpx.AsyncClient) -> None:
+    """Base URLs of clients often end in one."""
+    for path in ("/v1/models/", "//v1/models", "/v1//models//"):
+        message = error_of(await client.get(f"http://localhost{path}"), 404)["message"]
+        assert message == f"There is nothing at '{path}'; did you mean '/v1/models'?"
+    assert error_of(await client.get("/nowhere/"), 404)["message"] == "There is nothing at '/nowhere/'"

@@ -139,3 +139,24 @@ def test_without_a_name_it_is_the_first_that_fits(out: str, num_pictures: int, e
         {"id": "pictures"},
     )
     assert generate._model(served, None, Path(out), num_pictures)["id"] == expected
+
+
+@pytest.mark.parametrize(
+    ("num_pictures", "options", "expected"),
+    [
+        (1, {}, "one"),
+        (2, {}, "many"),
+        (1, {"mask": "m.png"}, "many"),
+        (1, {"strength": 0.5}, "over"),
+        (1, {"layers": 2}, "apart"),
+        (4, {}, "over"),
+    ],
+)
+def test_pictures_go_to_a_model_that_edits(num_pictures: int, options: dict[str, Any], expected: str) -> None:
+    served: Any = Served(
+        {"id": "over", "edits": False, "defaults": {"max_pictures": 1, "takes_strength": True}},
+        {"id": "apart", "edits": False, "defaults": {"min_pictures": 1, "max_pictures": 1, "max_layers": 4}},
+        {"id": "one", "edits": True, "defaults": {"max_pictures": 1}},
+        {"id": "many", "edits": True, "defaults": {"min_pictures": 1, "max_pictures": 3, "takes_mask": True}},
+    )
+    assert generate._model(served, None, Path("x.png"), num_pictures, options)["id"] == expected

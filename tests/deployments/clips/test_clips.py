@@ -7,11 +7,13 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from deployments.clips import attempt
 from deployments.clips.records import ClipRecord
 from deployments.studio.interface import ModelUnavailableError
 from engines.gang.errors import GangBrokenError, QueueFullError
@@ -32,6 +34,18 @@ async def test_stop_and_start_again(tmp_path: Path, database_url: str) -> None:
         assert (await clips.file(record.id, "video")).read_bytes() == clip(REQUEST)
         assert (await the(clips, record.id)).attempts == 1  # a restart is no failure
     assert second.performed[0].seed == 77
+
+
+async def test_a_deadline_does_not_go_by_a_clock_that_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two hours forward, after the clip's record was written."""
+    jumped = SimpleNamespace(time=lambda: time.time() + 7200, monotonic=time.monotonic)
+    monkeypatch.setattr(attempt, "time", jumped)
+    studio = FakeStudio()
+    async with running(studio, tmp_path) as clips:
+        clip_id, admission = await clips.begin(replace(REQUEST, deadline_s=600.0), "1")
+        await admission
+        await ended(clips, clip_id)
+    assert studio.performed[0].waited_s < 600
 
 
 async def test_a_clip_that_was_begun_between_two_stops_is_queued_again(tmp_path: Path) -> None:

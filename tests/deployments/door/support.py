@@ -34,6 +34,7 @@ class Backend:
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
+                self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 backend.seen.append(self.path)
                 if self.path == "/slow":
                     backend.release.wait(PATIENCE_S)
@@ -44,8 +45,9 @@ class Backend:
                 self.wfile.write(own)
 
             def do_POST(self) -> None:
-                self.rfile.read(int(self.headers["Content-Length"]))
                 self.do_GET()
+
+            do_DELETE = do_POST
 
             def log_message(self, format: str, *args: object) -> None:
                 pass
@@ -81,11 +83,12 @@ def doored(
     settings: DoorSettings = SETTINGS,
     trusted_proxies: tuple[str, ...] = (),
     lane: Lane | None = None,
+    allowed_origins: tuple[str, ...] = (),
 ) -> Iterator[tuple[Door, httpx.Client]]:
     listener = listen("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     with (
-        Door(listener, address, settings, trusted_proxies, lane) as door,
+        Door(listener, address, settings, trusted_proxies, lane, allowed_origins) as door,
         httpx.Client(base_url=url, timeout=PATIENCE_S) as client,
     ):
         yield door, client

@@ -12,6 +12,7 @@ from tempfile import mkdtemp
 import httpx
 import pytest
 
+from deployments.api.guards.body_limit import STRAY_BYTES
 from deployments.door.door import Door, listen
 from deployments.door.settings import DoorSettings
 from tests.deployments.door.support import SETTINGS, Backend, address_of, assert_error, doored, served
@@ -67,7 +68,7 @@ def test_a_body_where_none_belongs(client: httpx.Client, backend: Backend, metho
     def endless() -> Iterator[bytes]:
         yield b"a"
 
-    for body in (b"a" * 10, endless()):
+    for body in (b"a" * (STRAY_BYTES + 1), endless()):
         answer = client.request(method, "/", content=body)
         assert answer.status_code == 413
     assert "/" not in backend.seen

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from deployments.requests.cards import choose_card
+from deployments.requests.cards import Needs, choose_card
 from deployments.requests.errors import RequestError
+from deployments.studio.interface import ModelCard
+from pipelines.checkpoint import Checkpoint
+from pipelines.loading import resolve_configuration
 from pipelines.request import MediaKind
 from tests.deployments.support.fake_studio import FakeStudio
 
@@ -24,10 +27,38 @@ CARDS = FakeStudio(takes_pictures=True).cards()
     ],
 )
 def test_without_a_name_a_model_for_the_pictures_is_taken(kind: str, num_pictures: int, name: str) -> None:
-    assert choose_card(CARDS, None, kind, num_pictures).name == name  # type: ignore[arg-type]
-    assert choose_card(CARDS, "fake-pictures", "image", num_pictures).name == "fake-pictures"
+    needs = Needs(num_pictures=num_pictures)
+    assert choose_card(CARDS, None, kind, needs).name == name  # type: ignore[arg-type]
+    assert choose_card(CARDS, "fake-pictures", "image", needs).name == "fake-pictures"
     with pytest.raises(RequestError):
-        choose_card({}, None, "image", num_pictures)
+        choose_card({}, None, "image", needs)
+
+
+PUBLISHED = ("FLUX.1-dev", "Qwen-Image-Layered", "FLUX.1-Kontext-dev", "Qwen-Image-Edit-2509")
+
+
+@pytest.fixture(scope="module")
+def published() -> dict[str, ModelCard]:
+    defaults = {name: Checkpoint.open(str(resolve_configuration(name)), weights=False).defaults for name in PUBLISHED}
+    return {name: ModelCard(name=name, family="", created=0, defaults=one) for name, one in defaults.items()}
+
+
+@pytest.mark.parametrize(
+    ("needs", "name"),
+    [
+        (Needs(), "FLUX.1-dev"),
+        (Needs(num_pictures=1), "FLUX.1-Kontext-dev"),
+        (Needs(num_pictures=2), "Qwen-Image-Edit-2509"),
+        (Needs(num_pictures=1, strength=0.5), "FLUX.1-dev"),
+        (Needs(num_pictures=2, has_mask=True), "Qwen-Image-Edit-2509"),
+        (Needs(num_pictures=1, num_layers=3), "Qwen-Image-Layered"),
+    ],
+)
+def test_a_picture_goes_to_the_model_that_was_published_for_it(
+    published: dict[str, ModelCard], needs: Needs, name: str
+) -> None:
+    """By the models' own pages: Kontext and Edit change pictures, FLUX.1 paints over them, Layered takes them apart."""
+    assert choose_card(published, None, "image", needs).name == name
 
 
 BOTH = FakeStudio(makes_both=True).cards()

@@ -45,6 +45,13 @@ def test_the_kind_decides_where_a_model_makes_both(fields: dict[str, Any], made:
     assert output.format == format
 
 
+@pytest.mark.parametrize(
+    ("field", "model"), [("image", "fake-edits"), ("images", "fake-edits"), ("input_reference", "fake-begun-clips")]
+)
+def test_without_a_model_pictures_choose_one(field: str, model: str) -> None:
+    assert handle_request(WITH_PICTURES, "id", {"prompt": "a", field: FILE})[0].model == model
+
+
 @pytest.mark.parametrize(("kind", "model"), [("image", "fake-pictures"), ("video", "fake-clips")])
 def test_without_a_model_the_kind_chooses_one(kind: str, model: str) -> None:
     assert handle_request(CARDS, "id", {"prompt": "a", "kind": kind})[0].model == model
@@ -101,7 +108,7 @@ def test_a_mask_comes_along() -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({"image": FILE}, "image", "1 pictures came along; this model takes words alone"),
+        ({"model": "fake-pictures", "image": FILE}, "image", "1 picture came along; this model takes words alone"),
         ({"model": "fake-edits"}, "image", "0 pictures came along; this model takes from 1 to 3"),
         ({"model": "fake-edits", "image": FILE[:500]}, "image", "image is broken"),
         ({"model": "fake-edits", "image": bytes(3001)}, "image", "a picture may have 3000 at most"),

@@ -72,7 +72,8 @@ class FakeStudio:
     """``step_s`` is how long a step takes; where there are ``permits``, a step waits for one as well. ``before`` runs
     first in each request, ``at_step`` in each step.
 
-    Both may raise. Without ``knows_times`` nothing was measured yet, without ``same_bytes`` gangs are elastic.
+    Both may raise. Of the models that are not ready for ``reasons`` requests may wait for those that are ``rebuilt``.
+    Without ``knows_times`` nothing was measured yet, without ``same_bytes`` gangs are elastic.
     ``performed`` are the requests that came, ``inputs`` what came along with each, ``closed`` the ids of those closed
     before their end. ``takes_pictures``: two more models do; ``takes_apart``:
     one takes them apart; ``makes_both``: one makes clips and pictures.
@@ -83,6 +84,7 @@ class FakeStudio:
     before: Callable[[MediaRequest], None] = lambda request: None
     at_step: Callable[[MediaRequest, int], None] = lambda request, step: None
     reasons: dict[str, str] = field(default_factory=dict)
+    rebuilt: frozenset[str] = frozenset()
     aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
     loras: dict[str, tuple[Lora, ...]] = field(default_factory=dict)
     knows_times: bool = True
@@ -120,6 +122,9 @@ class FakeStudio:
 
     def retry_after_s(self, model: str) -> float:
         return 2.0
+
+    def may_wait_for(self, model: str) -> bool:
+        return model in self.rebuilt
 
     async def perform(
         self, request: MediaRequest, output: Output, pictures: InputPictures = NO_PICTURES

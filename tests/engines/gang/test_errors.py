@@ -20,6 +20,7 @@ def test_errors_survive_pickling(error: Exception) -> None:
 
 def test_the_queue_says_when_to_come_back() -> None:
     assert str(QueueFullError(32, 4.6)) == "32 jobs are waiting already; try again in about 5 s"
+    assert str(QueueFullError(1, 0.2)) == "1 job is waiting already; try again in about 0 s"
 
 
 class TwoArgumentsError(Exception):

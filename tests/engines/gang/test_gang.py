@@ -7,6 +7,7 @@ import logging
 import random
 from collections import Counter
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,8 @@ async def test_a_full_queue_turns_jobs_away(gang: Gang) -> None:
         await run(gang, fake_job("too many", FakeRequest(seed=0, num_steps=1)))
     assert caught.value.num_waiting == 60
     assert caught.value.retry_after_s >= 1
+    was_accepted = replace(fake_job("accepted", FakeRequest(seed=0, num_steps=1)), accepted=True)
+    assert isinstance((await run(gang, was_accepted))[-1], JobDone)
     await asyncio.gather(*jobs)
 
 

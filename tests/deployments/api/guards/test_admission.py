@@ -164,11 +164,11 @@ async def test_a_full_server_says_so_and_is_healthy(studio: FakeStudio, tmp_path
         assert (await client.get("/v1/models")).status_code == 200
 
 
-def waits(places: Places, num: int) -> list[int]:
+def waits(places: Places, num: int, gang_in_s: float = 0.0) -> list[int]:
     """What ``num`` refused ones are told to wait, in seconds."""
     told = []
     for _ in range(num):
-        with pytest.raises(ApiError) as caught, places.taken(1):
+        with pytest.raises(ApiError) as caught, places.taken(1, gang_in_s):
             pass
         told.append(int(caught.value.headers["Retry-After"]))
     return told
@@ -193,6 +193,7 @@ def test_the_time_to_wait_is_that_of_places_becoming_free() -> None:
     blocks[0].__exit__(None, None, None)
     with places.taken(1):
         assert waits(places, 1) == [15]
+        assert waits(places, 1, gang_in_s=30.2) == [15 + 31], "no place becomes free before there is a gang"
 
 
 def test_places_are_what_the_gangs_take_and_a_little_more() -> None:

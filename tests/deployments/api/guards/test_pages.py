@@ -97,6 +97,14 @@ async def test_pages_of_allowed_origins_may_give_orders_and_read_answers(studio:
         assert (wrong.status_code, wrong.headers["access-control-allow-origin"]) == (400, own)
         assert error_of(await client.options(IMAGES, headers={"Origin": EVIL} | ask), 403)
         assert error_of(await client.post(IMAGES, json={"prompt": "a"}, headers={"Origin": EVIL}), 403)
+        other = await client.options(IMAGES, headers={"Origin": own} | ask | {"Access-Control-Request-Method": "PATCH"})
+        error = error_of(other, 405)
+        assert error["message"] == "Pages may not send 'PATCH' here; allowed: GET, HEAD, POST, DELETE"
+        assert other.headers["access-control-allow-origin"] == own
+        private = {"Origin": own, "Access-Control-Request-Private-Network": "true"} | ask
+        assert (await client.options(IMAGES, headers=private)).headers["access-control-allow-private-network"] == "true"
+        named = await client.post(IMAGES, json={}, headers={"Origin": own, "Host": "evil.example"})
+        assert (named.status_code, named.headers["access-control-allow-origin"]) == (403, own), "it may read why"
     async with client_of(build(studio, tmp_path, allowed_origins=("*",))) as client:
         made = await client.post(IMAGES, json={"prompt": "a"}, headers={"Origin": EVIL})
         assert (made.status_code, made.headers["access-control-allow-origin"]) == (200, "*")

@@ -60,7 +60,7 @@ async def test_clips_are_under_way_as_pictures_are(studio: FakeStudio, tmp_path:
         assert sorted(answer.status_code for answer in answers) == [200, 200, 429]
         picture = await client.post(IMAGES, json={"prompt": "a"})
         assert (picture.status_code, picture.json()["error"]["code"]) == (429, "key_limit")
-        assert "2 pictures and clips of this key are under way, and 2 may be" in picture.text
+        assert "2 pictures and clips of this key under way; the limit is 2" in picture.text
         clip, other = (answer.json()["id"] for answer in answers if answer.status_code == 200)
         await client.delete(f"/v1/videos/{clip}")
         await client.delete(f"/v1/videos/{other}")

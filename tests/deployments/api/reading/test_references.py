@@ -65,7 +65,7 @@ async def test_a_clip_in_one_request(client: httpx.AsyncClient, studio: FakeStud
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model": "fake-clips", "input_reference": URL}, "1 pictures came along; this model takes words alone"),
+        ({"model": "fake-clips", "input_reference": URL}, "1 picture came along; this model takes words alone"),
         ({"input_reference": [URL, URL]}, "2 pictures came along; this model takes"),
         ({"input_reference": {"file_id": "x"}}, "it must be a picture"),
     ],

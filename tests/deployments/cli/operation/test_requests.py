@@ -71,6 +71,24 @@ def test_lines_are_taken_whole_and_once(tmp_path: Path) -> None:
     assert list(follower.new_lines()) == [line(path="/d")]
 
 
+@pytest.mark.parametrize("backup", ["worker-1.{}.err", "worker-1.err.{}"])
+def test_nothing_is_lost_nor_told_twice_as_logs_are_put_away(tmp_path: Path, backup: str) -> None:
+    """A log of two lines, of which two more are kept: as Ray puts them away, and as Python's logging does."""
+    log, backups = tmp_path / "worker-1.err", [tmp_path / backup.format(number) for number in (1, 2)]
+    follower, told, written = Follower(tmp_path), list[str](), list[str]()
+    for number in range(40):
+        if number % 2 == 0 and log.exists():
+            if backups[0].exists():
+                backups[0].replace(backups[1])
+            log.replace(backups[0])
+        written.append(line(path=f"/{number}"))
+        with log.open("a") as file:
+            file.write(f"{written[-1]}\n")
+        if number % 3 == 2:
+            told += follower.new_lines()
+    assert told + list(follower.new_lines()) == written
+
+
 def test_a_log_that_is_put_away_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "worker-1.err"
     follower = Follower(tmp_path)

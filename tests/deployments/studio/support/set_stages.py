@@ -37,14 +37,18 @@ class Answer:
 
 
 class Stream(Answer):
-    def __init__(self, groups: AsyncGenerator[tuple[Any, ...]], taken: asyncio.Event | None) -> None:
+    def __init__(
+        self, groups: AsyncGenerator[tuple[Any, ...]], taken: asyncio.Event | None, wait: Callable[[], None]
+    ) -> None:
         super().__init__(asyncio.Event().wait, taken)
-        self._groups = groups
+        self._groups, self._wait = groups, wait
 
     def __aiter__(self) -> AsyncGenerator[tuple[Any, ...]]:
         return self._groups
 
-    _to_object_ref_gen = Answer._to_object_ref
+    async def _to_object_ref_gen(self) -> None:
+        await self._to_object_ref()
+        self._wait()
 
 
 class Stages:
@@ -52,7 +56,8 @@ class Stages:
 
     The first preview or decoding fails with what ``bad_previews`` and ``bad_decodings`` hold, one each, until there are
     no more. Of the stage ``absent`` there is no replica. Sizes are too large for the decoder if there is a
-    ``bad_size``; else it says that decoding takes ``expected_s``. Asked what a job took that was left, gangs answer
+    ``bad_size``; else it says that decoding takes ``expected_s``. A gang takes each request
+    after ``taken_after_s``. Asked what a job took that was left, gangs answer
     with ``spent_s``, or it is what asking them raises; ``asked`` are the jobs.
     """
 
@@ -64,6 +69,7 @@ class Stages:
         self.decoded = Decoded(data=b"png", thumbnail=b"", decode_s=0.1)
         self.expected_s: float | None = None
         self.bad_size: Exception | None = None
+        self.taken_after_s = 0.0
         self.answers: list[Answer] = []
         never = asyncio.Event()
         self._taken = {stage: never if stage == absent else None for stage in ("encoder", "denoiser", "decoder")}
@@ -123,8 +129,11 @@ class Stages:
     def _denoise(self) -> Any:
         acts = self._attempts[min(self.num_attempts, len(self._attempts) - 1)]
         self.num_attempts += 1
-        self.answers.append(Stream(self._run(acts), self._taken["denoiser"]))
+        self.answers.append(Stream(self._run(acts), self._taken["denoiser"], self._pass))
         return self.answers[-1]
+
+    def _pass(self) -> None:
+        self.now_s += self.taken_after_s
 
     async def _told(self, method: str, job_id: str, *, timeout_s: float, return_exceptions: bool) -> list[Any]:
         assert (method, return_exceptions) == ("spent_s", True)

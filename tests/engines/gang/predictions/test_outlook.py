@@ -92,6 +92,7 @@ def test_who_would_wait_longer_is_refused_and_told_when_that_is_over() -> None:
     assert refusal.retry_after_s == pytest.approx(2 * SMALL_S - 1.6)
     assert refusal.predicted_s == pytest.approx(3 * SMALL_S)
     assert "it would take about 3.0 s, and the longest wait, max_wait_s, is 1.6" in str(refusal)
+    assert door.open("c", SMALL, accepted=True) == pytest.approx(3 * SMALL_S), "it was kept waiting already"
 
 
 def test_who_would_wait_just_so_long_is_taken() -> None:

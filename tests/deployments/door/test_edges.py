@@ -1,0 +1,88 @@
+"""HTTP at its edges, at the real HAProxy: clients that close early, stray bodies, pages of other origins."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from deployments.door.settings import DoorSettings
+from tests.deployments.door.support import SETTINGS, Backend, address_of, assert_error, doored, served
+from tests.support.patience import PATIENCE_S
+
+IMAGES = "/v1/images/generations"
+
+
+@pytest.fixture
+def client(backend: Backend) -> Iterator[httpx.Client]:
+    with served(backend) as address, doored(address) as (_, client):
+        yield client
+
+
+@pytest.mark.parametrize("method", ["GET", "DELETE"])
+def test_a_small_body_that_means_nothing_passes(client: httpx.Client, method: str) -> None:
+    """Some clients send {} with every request."""
+    assert client.request(method, "/", content=b"{}").status_code == 200
+
+
+def test_a_connection_that_is_opened_early_is_closed_without_a_word(backend: Backend) -> None:
+    settings = DoorSettings(head_timeout_s=0.2)
+    with (
+        served(backend) as address,
+        doored(address, settings) as (_, client),
+        socket.create_connection(address_of(client)) as connection,
+    ):
+        connection.settimeout(PATIENCE_S)
+        assert connection.recv(1000) == b""
+
+
+@pytest.mark.parametrize("method", ["GET", "DELETE"])
+def test_who_closes_its_side_after_the_request_is_answered(client: httpx.Client, method: str) -> None:
+    """RFC 9112, section 9.6: it reads until the server closes."""
+    with socket.create_connection(address_of(client)) as connection:
+        connection.settimeout(PATIENCE_S)
+        connection.sendall(f"{method} / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n".encode())
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.recv(1000).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("path", ["/-/routes", "/-/healthz", "/%2d/routes", "/-%2Froutes", "/-/"])
+def test_pages_of_ray_stay_outside(client: httpx.Client, backend: Backend, path: str) -> None:
+    assert_error(client.get(path), 404, "not_found")
+    assert path not in backend.seen
+
+
+PAGE = "http://ui.example:3000"
+ASKS = {"Origin": PAGE, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+
+
+@pytest.mark.parametrize(("allowed", "told"), [((PAGE, "null"), PAGE), (("*",), "*")])
+def test_allowed_pages_read_what_the_door_says(backend: Backend, allowed: tuple[str, ...], told: str) -> None:
+    """The names are those of the Fetch Standard, section 3.2."""
+    backend.live = 503
+    with served(backend) as address, doored(address, allowed_origins=allowed) as (_, client):
+        preflight = client.options(IMAGES, headers=ASKS)
+        assert (preflight.status_code, preflight.headers["access-control-allow-origin"]) == (200, told)
+        assert "POST" in preflight.headers["access-control-allow-methods"].split(",")
+        assert preflight.headers["access-control-allow-headers"] == "authorization"
+        refused = client.post(IMAGES, content=b"{}", headers={"Origin": PAGE})
+        assert_error(refused, 503, "server_unavailable")
+        assert refused.headers["access-control-allow-origin"] == told
+        assert "Retry-After" in refused.headers["access-control-expose-headers"].split(",")
+        too_large = client.get("/", headers={"Origin": PAGE, "X-Long": "a" * SETTINGS.max_head_bytes})
+        assert (too_large.status_code, too_large.headers["access-control-allow-origin"]) == (431, told)
+        assert "access-control-allow-origin" not in client.get("/").headers
+
+
+@pytest.mark.parametrize("origin", ["http://other.example", "http://UI.example:3000", f"{PAGE}, http://other.example"])
+def test_other_pages_read_nothing(backend: Backend, origin: str) -> None:
+    backend.live = 503
+    with served(backend) as address, doored(address, allowed_origins=(PAGE,)) as (_, client):
+        for answer in (
+            client.options(IMAGES, headers=ASKS | {"Origin": origin}),
+            client.get("/", headers={"Origin": origin}),
+        ):
+            assert_error(answer, 503, "server_unavailable")
+            assert "access-control-allow-origin" not in answer.headers
