@@ -17,12 +17,10 @@ from torch import Tensor, nn
 from pipelines.loading import resolve_file
 from pipelines.lora.differences import by_parameter, split_differences
 from pipelines.lora.kronecker import MARK
-from pipelines.lora.source import LoraSource
+from pipelines.lora.source import ADAPTER_FILES, LoraSource
 from pipelines.lora.spelling import ALPHA, DOWN, UP, are_layers_of, as_pairs, layer_of, read_adapter, shown
 from pipelines.lora.translation import MAKERS_PREFIXES, by_loader, by_weights
 
-FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
-"""What diffusers and PEFT call them."""
 PEFT_CONFIG = "adapter_config.json"
 PEFT_PREFIX = "base_model.model."
 TRANSFORMER = "transformer"
@@ -75,7 +73,7 @@ def read_layers(source: LoraSource, pipeline_class: Any, module: nn.Module) -> L
     ``module``. ValueError for files of another kind, for keys that belong to other parts of the pipeline, and for keys
     that nothing reads.
     """
-    path = resolve_file(source.path, source.file, FILES, beside=(PEFT_CONFIG,))
+    path = resolve_file(source.path, source.file, ADAPTER_FILES, beside=(PEFT_CONFIG,))
     tensors = read_adapter(path)
     for mark, kind in OTHER_KINDS.items():
         if strange := [key for key in tensors if mark in key]:
