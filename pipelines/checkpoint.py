@@ -234,9 +234,12 @@ class Checkpoint:
 
     def _without_weights(self) -> DenoiserModel:
         from engines.parallel.weight_files import WeightFiles
+        from pipelines.parts.folders import check_names
 
         if self.file is not None:
             raise ValueError(f"every rank would read its share of {self.file}, which is read whole: say load: whole")
         empty = self.weightless()
         folders = {part: part_folder(self.path, part) for part in empty.modules}
+        for part, module in empty.modules.items():
+            check_names(module, folders[part])
         return replace(empty, weights=WeightFiles(folders=folders, device=self.device))

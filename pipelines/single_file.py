@@ -5,13 +5,28 @@ It is named ``FILE.safetensors@BASE``, where ``BASE`` is whatever a model may be
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
 SUFFIX, AT = ".safetensors", "@"
+OWN = "model.diffusion_model."
+"""What the transformer's keys begin with in a file with all parts of a pipeline."""
+UNUSED = (
+    "norm_final.weight",
+    "_extra_state",
+    ".seq",
+    "_range",
+    "accum_iteration",
+    "_counter",
+    "_in_hours",
+    "rope.freqs",
+)
+"""Ends of keys that no forward reads: diffusers' translations take them out by name, or compute them anew."""
 
 
 def with_base(file: str, base: str) -> str:
@@ -42,24 +57,70 @@ def split_source(source: str) -> tuple[Path | None, str]:
     return file, base
 
 
-def load_single_file(kind: Any, file: Path, config: Path, device: torch.device) -> Any:
+def load_single_file(kind: Any, file: Path, config: Path, device: torch.device, dtype: torch.dtype) -> Any:
     """Loads a model of diffusers' class ``kind`` by the configuration in the folder ``config``, in the file's dtypes.
 
-    The file is in diffusers' names or in those of the model's makers, which diffusers knows. ValueError where diffusers
-    reads no such class from one file, or where it is another model's.
+    The file is in diffusers' names or in those of the model's makers, which diffusers knows. Eight-bit weights with a
+    scale beside them come in ``dtype``. ValueError where diffusers reads no such class from one file, where it is
+    another model's, or where it has keys that nothing reads.
     """
     from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
+
+    from pipelines.parts.checked import check_finite
 
     if kind.__name__ not in SINGLE_FILE_LOADABLE_CLASSES:
         known = ", ".join(sorted(SINGLE_FILE_LOADABLE_CLASSES))
         raise ValueError(f"diffusers reads no {kind.__name__} from one file ({file}): give a folder; it reads {known}")
+    tensors = _read_file(file, dtype)
     try:
-        return kind.from_single_file(str(file), config=str(config), device=device)
-    except (
-        LookupError,
-        RuntimeError,
-        ValueError,
-    ) as error:  # a weight that is missing stays on "meta", and fails there
+        if faults := _faults(kind, tensors, config):
+            raise ValueError(faults)
+        model = kind.from_single_file(dict(tensors), config=str(config), device=device)
+    except (LookupError, RuntimeError, ValueError) as error:
         raise ValueError(
-            f"{file} is not the whole {kind.__name__} that {config} describes: give the base it was made of ({error})"
+            f"{file} is not the whole {kind.__name__} that {config} describes, or more than that ({error}): give the "
+            "base it was made of, or a file in a layout that is known"
         ) from error
+    check_finite(model, lambda name: file)
+    return model
+
+
+def _read_file(file: Path, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The transformer's tensors; of a file with all parts of a pipeline, those alone."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    from engines.quantization.scaled_files import dequantised
+
+    try:
+        tensors = load_file(file)
+    except SafetensorError as error:
+        raise ValueError(f"{file} is no safetensors file, or not the whole of one ({error})") from error
+    if any(name.startswith(OWN) for name in tensors):
+        tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(OWN)}
+    return dequantised(tensors, dtype)
+
+
+def _faults(kind: Any, tensors: Mapping[str, Tensor], config: Path) -> str:
+    """What the model would lack, and of which keys nothing would get into it: by diffusers' own translation of names,
+    run on shapes alone. Empty if the file fits."""
+    from accelerate import init_empty_weights  # type: ignore[import-untyped]
+    from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
+
+    from pipelines.parts.checked import faults_of
+    from pipelines.parts.traced import sources_of, traced
+
+    written = kind.load_config(str(config))
+    with init_empty_weights():
+        model = kind.from_config(written)
+    own = set(model.state_dict())
+    translated = traced({name: tensor.to("meta") for name, tensor in tensors.items()}, set())
+    if not own <= set(tensors):
+        translate = SINGLE_FILE_LOADABLE_CLASSES[kind.__name__]["checkpoint_mapping_fn"]
+        translated = translate(config=written, checkpoint=translated)
+    used = frozenset[str]().union(*(sources_of(x) for name, x in translated.items() if name in own))
+    return faults_of(
+        kind.__name__,
+        missing=[name for name, _ in model.named_parameters() if name not in translated],
+        unread=[name for name in set(tensors) - used if not name.endswith(UNUSED)],
+    )

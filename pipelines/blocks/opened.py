@@ -19,6 +19,7 @@ from diffusers.configuration_utils import FrozenDict
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
 from torch import nn
 
+from engines.parallel.weight_files import files_of
 from pipelines.blocks.requests import PICTURES, inputs_of
 from pipelines.blocks.steps.stand_in import StandIn
 from pipelines.blocks.tree import Sections
@@ -26,6 +27,8 @@ from pipelines.directory import part_class, part_folder, read_config, read_index
 from pipelines.models.architecture import Architecture
 from pipelines.models.registry import load_architecture
 from pipelines.modular import open_modular
+from pipelines.parts.checked import check_finite
+from pipelines.parts.folders import file_of, has_scales, load_folder
 from pipelines.parts.gpu_weights import fill
 from pipelines.pictures import NO_PICTURES, InputPictures
 from pipelines.request import MediaRequest
@@ -131,32 +134,33 @@ class OpenedPipeline:
             return _loaded(spec)
         if self._file is not None and name in self.transformers:
             return self._load_file(name, self._file)
+        folder = part_folder(self.path, name)
         is_on_gpu = self.models_device.type == "cuda" and name in self.transformers
-        if is_on_gpu and (model := self._read_part(name)) is not None:
+        is_read_here = issubclass(spec.type_hint, ModelMixin) and (is_on_gpu or has_scales(folder))
+        if is_read_here and (model := self._read_part(name, folder)) is not None:
             return model
         dtype = torch.float32 if name in self.architecture.float32_parts else self.dtype
-        model = spec.load(dtype=dtype, device_map={"": str(self.models_device)})
-        return model.eval().requires_grad_(False)
+        return load_folder(spec, folder, self.models_device, dtype).eval().requires_grad_(False)
 
-    def _read_part(self, name: str) -> Any:
+    def _read_part(self, name: str, folder: Path) -> Any:
         """The model as diffusers would load it, sooner; None for files that only diffusers can read."""
-        from engines.parallel.weight_files import files_of  # encoders and decoders do without
-
-        folder = part_folder(self.path, name)
         with init_empty_weights():
             model = self.outline(name)
         try:
             fill(model, files_of(folder), self.models_device)
         except ValueError as error:
+            if has_scales(folder):
+                raise ValueError(f"{folder} cannot be read: {error}") from error
             logger.info("diffusers reads %s, for it has not what its class does: %s", folder, error)
             return None
+        check_finite(model, lambda weight: file_of(folder, weight))
         return model
 
     def _load_file(self, name: str, file: Path) -> Any:
         if len(self.transformers) > 1:
             raise ValueError(f"{file} is one transformer, and {self.path} has {', '.join(self.transformers)}")
         folder = part_folder(self.path, name)
-        return self._as_loaded(load_single_file(self.part_class(name), file, folder, self.models_device))
+        return self._as_loaded(load_single_file(self.part_class(name), file, folder, self.models_device, self.dtype))
 
     def outline(self, name: str) -> Any:
         """The model by its configuration alone, its weights' values unset; dtypes are those it would be loaded in.

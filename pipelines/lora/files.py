@@ -1,46 +1,47 @@
-"""From a file of an adapter, in any layout that diffusers reads, to pairs by the names of layers."""
+"""From a file of an adapter, in any layout that is known, to what it adds by the names of layers."""
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
-from diffusers.utils import convert_unet_state_dict_to_peft
 from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from pipelines.loading import resolve_file
-from pipelines.lora.source import LoraSource
+from pipelines.lora.differences import by_parameter, split_differences
+from pipelines.lora.kronecker import MARK
+from pipelines.lora.source import ADAPTER_FILES, LoraSource
+from pipelines.lora.spelling import ALPHA, DOWN, UP, are_layers_of, as_pairs, layer_of, read_adapter, shown
+from pipelines.lora.translation import MAKERS_PREFIXES, by_loader, by_weights
 
-FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
-"""What diffusers and PEFT call them."""
 PEFT_CONFIG = "adapter_config.json"
 PEFT_PREFIX = "base_model.model."
 TRANSFORMER = "transformer"
-OTHER_KINDS = {"dora_scale": "DoRA", "lora_magnitude_vector": "DoRA", ".lokr_": "LoKr", ".hada_": "LoHa"}
+OTHER_KINDS = {"dora_scale": "DoRA", "lora_magnitude_vector": "DoRA", ".hada_": "LoHa"}
 """Adapters of other kinds, by what their keys contain."""
-UP, DOWN, UP_BIAS, ALPHA = ".lora_B.weight", ".lora_A.weight", ".lora_B.bias", ".alpha"
-NUM_SHOWN = 3
+OTHER_PARTS = ("text_encoder", "text_model", "transformer", "unet", "connectors", "image_encoder", "vae", "controlnet")
+"""What names of parts of a pipeline begin with."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layers:
-    """What a file says: tensors by ``LAYER.lora_A.weight``, ``LAYER.lora_B.weight`` and ``LAYER.lora_B.bias``.
+    """What a file says: tensors by ``LAYER.lora_A.weight``, ``LAYER.lora_B.weight`` and ``LAYER.lora_B.bias``, or by
+    ``LAYER.lokr_w1`` and its like.
 
-    ``alphas`` are by layer; ``config`` is PEFT's own, if it is known.
+    ``alphas`` are by layer; ``config`` is PEFT's own, if it is known. ``whole`` are differences of whole parameters.
     """
 
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
     alphas: Mapping[str, float] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
+    whole: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -54,39 +55,89 @@ class Layers:
         alpha = _by_pattern(patterns, layer, self.config.get("lora_alpha", rank))
         return float(alpha) / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
+    def kronecker_scale(self, layer: str) -> float:
+        """The same of LoKr, whose alphas diffusers' loaders multiply into the factors."""
+        if not self.config:
+            return 1.0
+        alpha, rank = (
+            _by_pattern(self.config.get(f"{name}_pattern") or {}, layer, self.config.get(key, 1.0))
+            for name, key in (("alpha", "alpha"), ("rank", "r"))
+        )
+        return float(alpha) / float(rank)
+
 
 def read_layers(source: LoraSource, pipeline_class: Any, module: nn.Module) -> Layers:
     """Returns what the file of ``source`` has for ``module``, the transformer or the U-Net that is meant.
 
-    The loader of ``pipeline_class`` translates layouts of others. ValueError for files of another kind, and for keys
-    that belong to other parts of the pipeline.
+    The loader of ``pipeline_class`` translates layouts of others, and so does what translates the weights of
+    ``module``. ValueError for files of another kind, for keys that belong to other parts of the pipeline, and for keys
+    that nothing reads.
     """
-    path = resolve_file(source.path, source.file, FILES, beside=(PEFT_CONFIG,))
-    with safe_open(path, framework="pt") as opened:
-        keys = list(opened.keys())
+    path = resolve_file(source.path, source.file, ADAPTER_FILES, beside=(PEFT_CONFIG,))
+    tensors = read_adapter(path)
     for mark, kind in OTHER_KINDS.items():
-        if strange := [key for key in keys if mark in key]:
+        if strange := [key for key in tensors if mark in key]:
             raise ValueError(
-                f"{path} is a {kind} adapter ({shown(strange)}), and only LoRA can be added to weights here"
+                f"{path} is a {kind} adapter ({shown(strange)}), and only LoRA and LoKr can be added to weights here"
             )
+    differences, rest = split_differences(tensors)
+    whole = by_parameter(differences, module, path)
+    layers = _layers(rest, source, path, pipeline_class, module) if rest else Layers()
+    return replace(layers, whole=whole)
+
+
+def _layers(tensors: Mapping[str, Tensor], source: LoraSource, path: Path, pipeline_class: Any, module: Any) -> Layers:
+    if (direct := _in_own_names(tensors, path, module)) is not None:
+        return direct
+    refusal: ValueError | None = None
+    layers = Layers()
+    try:
+        layers = _of_part(_as_parts(tensors, path, pipeline_class, module), source, path, pipeline_class, module)
+    except ValueError as error:
+        refusal = error
+    if refusal is None and (any(MARK in key for key in tensors) or are_layers_of(module, layers.tensors)):
+        return layers
+    if (found := by_weights(tensors, module)) is not None:
+        return Layers(tensors=found.tensors, alphas=found.alphas)
+    if refusal is not None:
+        raise refusal
+    return layers
+
+
+def _in_own_names(tensors: Mapping[str, Tensor], path: Path, module: nn.Module) -> Layers | None:
+    """Layers as ``module`` itself calls them, with or without a prefix; None if they are called otherwise."""
     for prefix, config_of in CONFIGS.items():
-        if _names_layers(module, (key.removeprefix(prefix) for key in keys if key.startswith(prefix))):
-            tensors = {key.removeprefix(prefix): tensor for key, tensor in load_file(path).items()}
-            return Layers(tensors=tensors, config=config_of(path))
-    if not hasattr(pipeline_class, "lora_state_dict"):
-        return _of_part(_as_saved(path, pipeline_class), source, path, TRANSFORMER)
-    return _of_part(_translated(path, pipeline_class, module), source, path, _denoiser_name(pipeline_class))
+        if _names_layers(module, as_pairs({key: x for key, x in tensors.items() if key.startswith(prefix)}, prefix)):
+            return replace(_with_alphas(as_pairs(tensors, prefix)), config=config_of(path))
+    for prefix in MAKERS_PREFIXES:  # a file that says alphas in its head has none among its tensors
+        pairs = as_pairs(tensors, prefix)
+        is_whole = all(key.startswith(prefix) for key in tensors) and not any(MARK in key for key in tensors)
+        if is_whole and any(key.endswith(ALPHA) for key in pairs) and are_layers_of(module, pairs):
+            return _with_alphas(pairs)
+    return None
 
 
-def layer_of(key: str) -> str:
-    return key.split(".lora_")[0]
+def _with_alphas(pairs: Mapping[str, Tensor]) -> Layers:
+    known = {layer_of(key) for key in pairs if not key.endswith(ALPHA)}
+    alphas = {key: x for key, x in pairs.items() if key.endswith(ALPHA) and layer_of(key) in known}
+    return Layers(
+        tensors={key: x for key, x in pairs.items() if key not in alphas},
+        alphas={layer_of(key): float(x) for key, x in alphas.items()},
+    )
 
 
-def shown(keys: Iterable[str]) -> str:
-    """Returns the first of ``keys``, and how many more there are."""
-    every = sorted(keys)
-    more = len(every) - NUM_SHOWN
-    return ", ".join(every[:NUM_SHOWN]) + (f" and {more} more" if more > 0 else "")
+def _as_parts(tensors: Mapping[str, Tensor], path: Path, pipeline_class: Any, module: nn.Module) -> Layers:
+    """Keys begin with the names of parts: as pipelines of diffusers save them, or as their loaders translate them."""
+    if hasattr(pipeline_class, "lora_state_dict"):
+        found = by_loader(path, tensors, pipeline_class, module)
+        config = found.config if found.config is not None else _written_config(path)
+        return Layers(tensors=found.tensors, alphas=found.alphas, config=config)
+    if not any(key.startswith(f"{TRANSFORMER}.") for key in tensors):
+        raise ValueError(
+            f"diffusers has no loader of adapters for {pipeline_class.__name__} that could translate {path}: save it "
+            f"as its transformer does (save_lora_adapter), or as PEFT does; it has {shown(tensors)}"
+        )
+    return Layers(tensors=tensors, config=_written_config(path))
 
 
 def _denoiser_name(pipeline_class: Any) -> str:
@@ -99,48 +150,20 @@ def _names_layers(module: nn.Module, keys: Iterable[str]) -> bool:
     return any(key.endswith((UP, DOWN)) and f"{layer_of(key)}.weight" in parameters for key in keys)
 
 
-def _as_saved(path: Path, pipeline_class: Any) -> Layers:
-    """What pipelines of diffusers save: keys begin with the name of the part."""
-    tensors = load_file(path)
-    if not any(key.startswith(f"{TRANSFORMER}.") for key in tensors):
-        raise ValueError(
-            f"diffusers has no loader of adapters for {pipeline_class.__name__} that could translate {path}: save it "
-            f"as its transformer does (save_lora_adapter), or as PEFT does; it has {shown(tensors)}"
-        )
-    return Layers(tensors=tensors, config=_written_config(path))
-
-
-def _translated(path: Path, pipeline_class: Any, module: nn.Module) -> Layers:
-    """Keys still begin with the names of parts."""
-    read = pipeline_class.lora_state_dict
-    asked = {"return_alphas": True} if "return_alphas" in inspect.signature(read).parameters else {}
-    numbered = {"unet_config": getattr(module, "config", None)} if hasattr(pipeline_class, "unet_name") else {}
-    try:
-        tensors, *alphas, config = read(str(path), use_safetensors=True, return_lora_metadata=True, **asked, **numbered)
-    except (KeyError, IndexError, ValueError) as error:
-        raise ValueError(
-            f"diffusers cannot read {path} as an adapter for {pipeline_class.__name__}: {error}"
-        ) from error
-    written = {**{key: tensors[key] for key in tensors if key.endswith(ALPHA)}, **((alphas and alphas[0]) or {})}
-    tensors = {key: tensor for key, tensor in tensors.items() if key not in written}
-    alphas_of = {key.removesuffix(ALPHA): float(alpha) for key, alpha in written.items()}
-    if tensors and not any(".lora_A" in key for key in tensors):
-        tensors, alphas_of = map(convert_unet_state_dict_to_peft, (tensors, alphas_of))
-    by_layer = {layer_of(key): alpha for key, alpha in alphas_of.items()}
-    return Layers(tensors=tensors, alphas=by_layer, config=config or {})
-
-
-def _of_part(layers: Layers, source: LoraSource, path: Path, name: str) -> Layers:
-    """The layers of the transformer or the U-Net, which the file calls ``name``."""
+def _of_part(layers: Layers, source: LoraSource, path: Path, pipeline_class: Any, module: nn.Module) -> Layers:
+    """The layers of the transformer or the U-Net: what the file calls so, and what is named as that names it."""
+    name = _denoiser_name(pipeline_class) if hasattr(pipeline_class, "lora_state_dict") else TRANSFORMER
     prefix = f"{name}."
-    others = [key for key in layers.tensors if not key.startswith(prefix)]
+    others = [key for key in layers.tensors if not key.startswith(prefix) and not are_layers_of(module, [key])]
+    if unknown := [key for key in others if not key.startswith(OTHER_PARTS)]:
+        raise ValueError(f"{path} has {shown(unknown)}, for which no part of the model has a place")
     if others and not source.part:
         raise ValueError(
             f"{path} is not for the {name} alone: {shown(others)} belong to other parts, which are served as they "
             f"are. If the picture can do without, say part: {name}, and they are left out"
         )
     return Layers(
-        tensors={key.removeprefix(prefix): x for key, x in layers.tensors.items() if key.startswith(prefix)},
+        tensors={key.removeprefix(prefix): x for key, x in layers.tensors.items() if key not in others},
         alphas={key.removeprefix(prefix): alpha for key, alpha in layers.alphas.items()},
         config={key.removeprefix(prefix): value for key, value in layers.config.items()},
     )

@@ -13,8 +13,10 @@ from engines.additions.files import MergingSource
 from engines.additions.weights import merge
 from engines.core.additions import Addition, LowRank, LowRanks
 from engines.core.model import DenoiserModel
-from pipelines.lora.files import DOWN, UP, UP_BIAS, Layers, layer_of, read_layers, shown
+from pipelines.lora.files import Layers, read_layers
+from pipelines.lora.kronecker import MARK, low_ranks
 from pipelines.lora.source import LoraSource
+from pipelines.lora.spelling import DOWN, UP, UP_BIAS, layer_of, shown
 
 
 def with_loras(model: DenoiserModel, sources: Iterable[LoraSource], pipeline_class: Any) -> DenoiserModel:
@@ -28,13 +30,15 @@ def with_loras(model: DenoiserModel, sources: Iterable[LoraSource], pipeline_cla
         part = source.part or next(iter(model.modules))
         if part not in model.modules:
             raise ValueError(f"an adapter for part {part!r}: the model has {', '.join(model.modules)}")
-        low_ranks = read_low_ranks(source, model.modules[part], pipeline_class)
+        found = read_low_ranks(source, model.modules[part], pipeline_class)
+        if source.name and model.fast is not None:
+            _check_linears(source, model.modules[part], found)
         if not source.name:
-            merged.append((source.scale, {part: low_ranks}))
+            merged.append((source.scale, {part: found}))
         elif part in additions.setdefault(source.name, {}):
             raise ValueError(f"two adapters for {part} are named {source.name!r}: give each its own name")
         else:
-            additions[source.name][part] = low_ranks
+            additions[source.name][part] = found
     return replace(_merged(model, merged), additions=additions)
 
 
@@ -42,37 +46,73 @@ def read_low_ranks(source: LoraSource, module: nn.Module, pipeline_class: Any) -
     """Returns what an adapter adds to the parameters of ``module``. ValueError if it is made for another one."""
     parameters = dict(module.named_parameters())
     layers = read_layers(source, pipeline_class, module)
-    low_ranks = dict(_low_ranks(layers))
-    if not low_ranks:
+    found = dict(_of_pairs(layers)) | _of_factors(layers, parameters)
+    for name, one in _of_differences(layers):
+        if name in found:
+            raise ValueError(
+                f"{source.path} has a pair and a whole difference for {name}: only one of them can be added"
+            )
+        found[name] = one
+    if not found:
         raise ValueError(f"{source.path} has no layers for {type(module).__name__}: is it a LoRA adapter?")
-    if strange := [name for name in low_ranks if name not in parameters]:
+    if strange := [name for name in found if name not in parameters]:
         raise ValueError(
             f"{source.path} is for another model: it has {shown(strange)}, and {type(module).__name__} has no such "
             f"parameters, but {shown(parameters)}"
         )
-    wrong = [name for name, one in low_ranks.items() if not _fits(one, parameters[name])]
+    wrong = [name for name, one in found.items() if not _fits(one, parameters[name])]
     if wrong:
         raise ValueError(
-            f"{source.path} is for another model: {len(wrong)} of its {len(low_ranks)} parameters have other shapes "
-            f"than those of {type(module).__name__}, {wrong[0]} {_shape(low_ranks[wrong[0]])} for "
+            f"{source.path} is for another model: {len(wrong)} of its {len(found)} parameters have other shapes "
+            f"than those of {type(module).__name__}, {wrong[0]} {_shape(found[wrong[0]])} for "
             f"{tuple(parameters[wrong[0]].shape)}"
         )
-    return low_ranks
+    return found
 
 
-def _low_ranks(layers: Layers) -> Iterable[tuple[str, LowRank]]:
+def _of_pairs(layers: Layers) -> Iterable[tuple[str, LowRank]]:
     """Yields what is added, by parameter. ValueError for keys that make no pair."""
-    known = {f"{layer}{end}" for layer in layers.names for end in (UP, DOWN, UP_BIAS)}
-    lone = [layer for layer in layers.names if not {layer + UP, layer + DOWN} <= set(layers.tensors)]
-    if strange := sorted((set(layers.tensors) - known) | {key for key in layers.tensors if layer_of(key) in lone}):
+    tensors = {key: tensor for key, tensor in layers.tensors.items() if MARK not in key}
+    names = tuple(dict.fromkeys(layer_of(key) for key in tensors))
+    known = {f"{layer}{end}" for layer in names for end in (UP, DOWN, UP_BIAS)}
+    lone = [layer for layer in names if not {layer + UP, layer + DOWN} <= set(tensors)]
+    if strange := sorted((set(tensors) - known) | {key for key in tensors if layer_of(key) in lone}):
         raise ValueError(f"an adapter's keys come in pairs of lora_A and lora_B; these are none: {shown(strange)}")
-    for layer in layers.names:
-        down_RK, up_NR = (layers.tensors[layer + end].flatten(1) for end in (DOWN, UP))
+    for layer in names:
+        down_RK, up_NR = (tensors[layer + end].flatten(1) for end in (DOWN, UP))
         scale = layers.scale(layer, down_RK.shape[0])
         yield f"{layer}.weight", LowRank(up_NR=up_NR, down_RK=down_RK, scale=scale)
-        if layer + UP_BIAS in layers.tensors:
-            bias_N1 = layers.tensors[layer + UP_BIAS][:, None]
+        if layer + UP_BIAS in tensors:
+            bias_N1 = tensors[layer + UP_BIAS][:, None]
             yield f"{layer}.bias", LowRank(up_NR=bias_N1, down_RK=torch.ones(1, 1), scale=scale)
+
+
+def _of_factors(layers: Layers, parameters: Mapping[str, nn.Parameter]) -> dict[str, LowRank]:
+    factors = {key: tensor for key, tensor in layers.tensors.items() if MARK in key}
+    rows = {name.removesuffix(".weight"): len(x) for name, x in parameters.items() if name.endswith(".weight")}
+    products = low_ranks(factors, rows)
+    return {f"{layer}.weight": replace(x, scale=layers.kronecker_scale(layer)) for layer, x in products.items()}
+
+
+def _of_differences(layers: Layers) -> Iterable[tuple[str, LowRank]]:
+    """A whole difference is a product with ones on a diagonal, which is exact: sums have one term."""
+    for name, difference in layers.whole.items():
+        whole_NK = difference.flatten(1) if difference.ndim > 1 else difference.reshape(-1, 1)
+        num_rows, num_columns = whole_NK.shape
+        diagonal = torch.eye(min(num_rows, num_columns), dtype=whole_NK.dtype)
+        halves = (diagonal, whole_NK) if num_rows < num_columns else (whole_NK, diagonal)
+        yield name, LowRank(up_NR=halves[0], down_RK=halves[1])
+
+
+def _check_linears(source: LoraSource, module: nn.Module, found: LowRanks) -> None:
+    """Hand-ordered steps hold copies of what is no matrix, which no job can change."""
+    matrices = {name for name, x in module.named_parameters() if x.ndim > 1}
+    biases = {f"{name.removesuffix('.weight')}.bias" for name in matrices}
+    if others := set(found) - matrices - biases:
+        raise ValueError(
+            f"{source.path} changes {shown(others)}, which cannot change from request to request for "
+            f"{type(module).__name__}: serve it without a name, and it is always there"
+        )
 
 
 def _fits(one: LowRank, weight: nn.Parameter) -> bool:

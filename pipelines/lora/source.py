@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from pipelines.request import Lora
 
+ADAPTER_FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
+"""What diffusers and PEFT call their files."""
 MAX_SCALE = 10.0
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 

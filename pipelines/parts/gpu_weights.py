@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engines.quantization.scaled_files import check_format, find_scales, multiplied
+
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -47,15 +49,24 @@ NUM_BUFFERS = 2
 def fill(module: nn.Module, files: Iterable[Path], device: torch.device) -> None:
     """Gives ``module``, its parameters on "meta", the values in ``files``, on ``device`` and in the parameters' dtypes.
 
-    ValueError if a tensor has no place in it, or a place no tensor; ``module`` is to be thrown away then.
+    Eight-bit weights with a scale beside them are multiplied out (``engines.quantization.scaled_files``). ValueError if
+    a tensor has no place in it, or a place no tensor; ``module`` is to be thrown away then.
     """
     dtypes = {name: value.dtype for name, value in module.state_dict().items()}
+    every = tuple(files)
+    scales = find_scales(name for file in every for name, *_ in _contents(file))
     values: dict[str, Tensor] = {}
-    for file in files:  # one after the other: what has other dtypes in the files is there twice until it is converted
+    for file in every:  # one after the other: what has other dtypes in the files is there twice until it is converted
         read = read_tensors(file, device)
         while read:
             name, value = read.popitem()
-            values[name] = value.to(dtypes.get(name, value.dtype))
+            waits = name in scales.of_weight or name in scales.beside  # a scale may be in another file
+            values[name] = value if waits else value.to(dtypes.get(name, value.dtype))
+    for name in scales.formats:
+        check_format(name, values[name])
+    for name, scale in scales.of_weight.items():
+        values[name] = multiplied(values[name], values[scale], name).to(dtypes.get(name, torch.float32))
+    values = {name: value for name, value in values.items() if name not in scales.beside}
     try:
         module.load_state_dict(values, assign=True)
     except RuntimeError as error:

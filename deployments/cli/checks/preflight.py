@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 from deployments.config import ModelConfig, ServeConfig
 from deployments.door.door import listen
 from deployments.settings import Settings
 from deployments.stages.config import ScaledConfig
 from pipelines.checkpoint import Checkpoint
+from pipelines.preconditions import adapter_problems, decoder_problems, weight_problems
+from pipelines.single_file import split_source
 
 
 def check(config: ServeConfig) -> None:
@@ -78,12 +81,30 @@ def _ports(config: ServeConfig) -> Iterator[str]:
 
 def _model(model: ModelConfig) -> Iterator[str]:
     try:
-        checkpoint = Checkpoint.open(model.source, weights=False)
-        _ = checkpoint.defaults
-        eager_only = checkpoint.eager_only(is_split=model.denoiser.splits_tokens)
-        model.denoiser.check_engine(model.dtype, eager_only=eager_only)
+        for problem in _model_problems(model):
+            yield f"the model {model.name}: {problem}"
     except (OSError, ValueError) as error:
         yield f"the model {model.name}: {error}"
+
+
+def _model_problems(model: ModelConfig) -> Iterator[str]:
+    checkpoint = Checkpoint.open(model.source, weights=False)
+    _ = checkpoint.defaults
+    yield from adapter_problems(checkpoint, model.loras)
+    _, base = split_source(model.source)
+    if Path(base).is_dir():  # a hub's weights may still have to be downloaded
+        yield from weight_problems(checkpoint)
+    if model.denoiser.load == "sliced" and checkpoint.file is not None:
+        yield f"denoiser.load is sliced, and {checkpoint.file} is read whole: say load: whole"
+    decoder = model.decoder
+    yield from decoder_problems(
+        checkpoint.path,
+        compiled=decoder.compile,
+        limits_memory=decoder.memory_gib is not None,
+        num_devices=decoder.num_devices,
+    )
+    eager_only = checkpoint.eager_only(is_split=model.denoiser.splits_tokens)
+    model.denoiser.check_engine(model.dtype, eager_only=eager_only)
 
 
 def _gpus(config: ServeConfig) -> Iterator[str]:

@@ -35,22 +35,32 @@ def spread(
     Known noise is decoded first, whole and in bands. ValueError if these are unlike, or the auto-encoder is none that
     can be divided.
     """
-    whole: Any = getattr(vae, "decoder", None)
-    if decodes_in_chunks(vae) and scales(whole):
+    check_divisible(vae)
+    whole: Any = vae.decoder
+    if _goes_frame_by_frame(vae):
         decoders = (whole, *_copies(whole, others))
         _check_chunks(vae, decoders)
         vae.__dict__["decode"] = _decode_together(vae, decoders)
         return decoders
-    if not (is_known(whole) and is_known_middle(whole.mid_block)):
-        raise ValueError(
-            "decoder.num_devices is for auto-encoders of pictures with group norms, such as AutoencoderKL, and for "
-            f"those that decode frame by frame, and this model's is {type(vae).__name__}: leave the key out"
-        )
     decoders = (whole, *_copies(whole, others))
     noise_BCHW = _noise(vae, vae.config.latent_channels, NUM_CHECKED_ROWS * len(decoders), 8)
     _check(whole(noise_BCHW), decode_in_bands(decoders, noise_BCHW))
     divide(decoders, limit_bytes, is_ready)
     return decoders
+
+
+def check_divisible(vae: Any) -> None:
+    """Raise ValueError if the decoder of ``vae`` is none that several devices can share. Values are not read."""
+    whole: Any = getattr(vae, "decoder", None)
+    if not (_goes_frame_by_frame(vae) or (is_known(whole) and is_known_middle(whole.mid_block))):
+        raise ValueError(
+            "decoder.num_devices is for auto-encoders of pictures with group norms, such as AutoencoderKL, and for "
+            f"those that decode frame by frame, and this model's is {type(vae).__name__}: leave the key out"
+        )
+
+
+def _goes_frame_by_frame(vae: Any) -> bool:
+    return hasattr(vae, "decoder") and decodes_in_chunks(vae) and scales(vae.decoder)
 
 
 def _copies(decoder: Any, devices: Sequence[torch.device]) -> list[Any]:

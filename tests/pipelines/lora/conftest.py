@@ -2,11 +2,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import pytest
 
 from tests.pipelines.lora.support.jobs import MODELS, Served
 from tests.pipelines.lora.support.tiny_lora import write_lora
+from tests.pipelines.support.checkpoints import tiny, tiny_models
+
+SMALL = {
+    "flux": tiny.flux,
+    "klein": tiny_models.flux2_klein,
+    "qwen": tiny_models.qwen_image,
+    "wan": tiny.wan,
+    "z": tiny_models.z_image,
+}
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folders of models by short names, each made once."""
+    return cache(lambda name: SMALL[name](tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture(scope="module")

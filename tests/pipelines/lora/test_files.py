@@ -17,16 +17,10 @@ from pipelines.checkpoint import Checkpoint
 from pipelines.lora.source import LoraSource
 from pipelines.run import load_pipeline
 from tests.pipelines.lora.support.tiny_lora import adapted, reference, request_of, write_lora, write_peft
-from tests.pipelines.support.checkpoints import tiny, tiny_models
+from tests.pipelines.support.checkpoints import tiny
 
 TOLERANCE = 1e-4
 DIFFUSERS = "pytorch_lora_weights.safetensors"
-MODELS = {"flux": tiny.flux, "klein": tiny_models.flux2_klein, "wan": tiny.wan}
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    return cache(lambda name: MODELS[name](tmp_path_factory.mktemp("model")))
 
 
 def painted(folder: Path, *sources: LoraSource) -> Tensor:
@@ -59,10 +53,8 @@ PATTERNS = {"rank_pattern": {"attn.to_q": 2, "proj_out": 3}, "alpha_pattern": {"
     ],
     ids=["patterns", "rslora", "biases", "a convolution", "no alpha"],
 )
-def test_what_peft_can_write(
-    folders: Callable[[str], Path], tmp_path: Path, model: str, config: dict[str, Any]
-) -> None:
-    check(folders(model), write_lora(folders(model), tmp_path, seed=1, **config))
+def test_what_peft_can_write(small: Callable[[str], Path], tmp_path: Path, model: str, config: dict[str, Any]) -> None:
+    check(small(model), write_lora(small(model), tmp_path, seed=1, **config))
 
 
 def kohya(path: Path, *, alpha: float) -> Path:
@@ -83,20 +75,20 @@ def kohya(path: Path, *, alpha: float) -> Path:
     return path
 
 
-def test_kohyas_layout(folders: Callable[[str], Path], tmp_path: Path) -> None:
-    check(folders("flux"), kohya(tmp_path / "any-name.safetensors", alpha=3.0))
+def test_kohyas_layout(small: Callable[[str], Path], tmp_path: Path) -> None:
+    check(small("flux"), kohya(tmp_path / "any-name.safetensors", alpha=3.0))
 
 
-def test_pefts_own_folder_equals_what_diffusers_saves(folders: Callable[[str], Path], tmp_path: Path) -> None:
-    folder = folders("klein")
+def test_pefts_own_folder_equals_what_diffusers_saves(small: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = small("klein")
     same = write_lora(folder, tmp_path / "diffusers", seed=1, **PATTERNS)
     transformer = adapted(folder, seed=1, **PATTERNS)
     own = write_peft(transformer, tmp_path / "peft")
     assert painted(folder, LoraSource(path=str(own))).equal(painted(folder, LoraSource(path=str(same))))
 
 
-def test_other_parts_are_left_out_if_a_part_is_named(folders: Callable[[str], Path], tmp_path: Path) -> None:
-    folder, text = folders("flux"), torch.zeros(2, 2)
+def test_other_parts_are_left_out_if_a_part_is_named(small: Callable[[str], Path], tmp_path: Path) -> None:
+    folder, text = small("flux"), torch.zeros(2, 2)
     path = write_lora(folder, tmp_path, seed=1, says_alpha=False)
     expected = painted(folder, LoraSource(path=str(path)))
     save_file(load_file(path / DIFFUSERS) | {"text_encoder.layer.lora_A.weight": text}, path / DIFFUSERS)
@@ -136,15 +128,15 @@ BROKEN: dict[str, tuple[Change, str]] = {
         r"pairs of lora_A and lora_B; these are none: single_transformer_blocks\.0\.attn\.to_q\.lora_A\.weight",
     ),
     "nothing": (lambda x: {"transformer.lora_A": torch.zeros(1)}, "lora_A"),
-    "weights of a model": (lambda x: {"proj_out.weight": torch.zeros(1)}, "belong to other parts"),
+    "weights of a model": (lambda x: {"proj_out.weight": torch.zeros(1)}, "for which no part of the model has a place"),
     "DoRA": (lambda x: x | {"transformer.proj_out.dora_scale": torch.zeros(1)}, "is a DoRA adapter"),
-    "LoKr": (lambda x: {"transformer.proj_out.lokr_w1": torch.zeros(1)}, "is a LoKr adapter"),
+    "LoKr": (lambda x: {"transformer.proj_out.lokr_w1": torch.zeros(1)}, "which make no LoKr of two matrices"),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_does_not_fit_is_told_at_start(folders: Callable[[str], Path], tmp_path: Path, name: str) -> None:
-    folder, (change, message) = folders("flux"), BROKEN[name]
+def test_what_does_not_fit_is_told_at_start(small: Callable[[str], Path], tmp_path: Path, name: str) -> None:
+    folder, (change, message) = small("flux"), BROKEN[name]
     path = write_lora(folder, tmp_path, seed=1, says_alpha=False)
     save_file({key: x.contiguous() for key, x in change(load_file(path / DIFFUSERS)).items()}, path / DIFFUSERS)
     for source in (LoraSource(path=str(path)), LoraSource(path=str(path), name="ink")):
@@ -152,14 +144,14 @@ def test_what_does_not_fit_is_told_at_start(folders: Callable[[str], Path], tmp_
             Checkpoint(folder, loras=[source]).denoiser()
 
 
-def test_an_adapter_of_another_model_is_told(folders: Callable[[str], Path], tmp_path: Path) -> None:
-    path = write_lora(folders("wan"), tmp_path, seed=1)
+def test_an_adapter_of_another_model_is_told(small: Callable[[str], Path], tmp_path: Path) -> None:
+    path = write_lora(small("wan"), tmp_path, seed=1)
     with pytest.raises(ValueError, match=r"is for another model: it has blocks\.0\.attn1\.to_k\.weight"):
-        Checkpoint(folders("flux"), loras=[LoraSource(path=str(path))]).denoiser()
+        Checkpoint(small("flux"), loras=[LoraSource(path=str(path))]).denoiser()
 
 
-def test_which_file_is_meant(folders: Callable[[str], Path], tmp_path: Path) -> None:
-    folder = folders("klein")
+def test_which_file_is_meant(small: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = small("klein")
     written = write_lora(folder, tmp_path / "one", seed=1) / DIFFUSERS
     expected = painted(folder, LoraSource(path=str(written)))
     (several := tmp_path / "several").mkdir()

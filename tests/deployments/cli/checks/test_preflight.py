@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,8 @@ from deployments.cli.checks.preflight import check, num_gpus_needed, problems
 from deployments.cli.serving import load_config, parse_config
 from deployments.config import ServeConfig
 from deployments.door.door import listen
+from pipelines.checkpoint import Checkpoint
+from pipelines.loading import SHIPPED
 from tests.deployments.support.commands import assert_one_line, config_file, troupe
 from tests.deployments.support.live import config_of
 
@@ -40,6 +44,18 @@ FAULTS: dict[str, tuple[Callable[[], ServeConfig], str]] = {
     "a model that its engine does not take": (
         lambda: with_model(path=UNGRAPHED, denoiser={"engine": "tensorrt", "gpus_per_rank": 1}),
         "which no TensorRT engine does: use engine: torch",
+    ),
+    "an adapter that is not there": (
+        lambda: with_model(loras=[{"path": "/nowhere/ink.safetensors"}]),
+        "the model pictures: no adapter '/nowhere/ink.safetensors'",
+    ),
+    "an adapter for a part that is not there": (
+        lambda: with_model(loras=[{"path": "owner/name", "part": "transformer_2"}]),
+        "an adapter for part 'transformer_2', which the model does not have",
+    ),
+    "memory of a decoder that has no such thing": (
+        lambda: with_model(path="wan-shapes", decoder={"memory_gib": 4}),
+        "decoder.memory_gib is for auto-encoders of pictures with group norms",
     ),
     "more GPUs than there are": (
         lambda: with_model(denoiser={"num_ranks": 2, "gpus_per_rank": 0.8}),
@@ -118,3 +134,41 @@ def test_a_port_for_metrics_that_is_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "expected"), [("laptop", 0), ("gpu1", 1), ("gpu2", 2), ("gpu4", 4), ("gpu8", 8)])
 def test_gpus_that_a_start_needs(name: str, expected: int) -> None:
     assert num_gpus_needed(load_config(name)) == expected
+
+
+def problems_of(folder: Path) -> str:
+    return "; ".join(problems(config_of({"pictures": folder})))
+
+
+def test_weights_that_are_not_there_are_told(tmp_path: Path) -> None:
+    folder = tmp_path / "flux"
+    shutil.copytree(SHIPPED / "flux-shapes", folder)
+    assert problems_of(folder) == ""
+    (encoder,) = (folder / "text_encoder").glob("*.safetensors")
+    encoder.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 1\n")
+    (decoder,) = (folder / "vae").glob("*.safetensors")
+    decoder.write_bytes(decoder.read_bytes()[:-1])
+    (transformer,) = (folder / "transformer").glob("*.safetensors")
+    transformer.unlink()
+    told = problems_of(folder)
+    assert f"{encoder} is no safetensors file" in told
+    assert f"{decoder} is no safetensors file, or not the whole of one" in told
+    assert f"{transformer.parent} has no weights" in told
+    index = {"weight_map": {"proj_out.weight": "diffusion_pytorch_model-00002-of-00002.safetensors"}}
+    transformer.with_name(f"{transformer.name}.index.json").write_text(json.dumps(index))
+    assert "names files that are not there: diffusion_pytorch_model-00002-of-00002" in problems_of(folder)
+
+
+@pytest.mark.parametrize("options", [{"memory_gib": 4}, {"compile": True}, {"num_devices": 2}])
+def test_what_a_decoder_can_do_is_known_before_it_is_loaded(options: dict[str, Any]) -> None:
+    """The same that the decoder itself says when it is made."""
+    for path in ("flux-shapes", "wan-shapes"):
+        own = ""
+        try:
+            checkpoint = Checkpoint.open(path)
+            memory_bytes = 2**32 if "memory_gib" in options else None
+            others = ["cpu"] if "num_devices" in options else []
+            checkpoint.decoder(compiled="compile" in options, memory_bytes=memory_bytes, others=others)
+        except ValueError as error:
+            own = f"the model pictures: {error}"
+        assert "; ".join(problems(with_model(path=path, decoder=options))) == own

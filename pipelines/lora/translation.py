@@ -1,0 +1,148 @@
+"""Adapters in the names of a model's makers, by diffusers' translations: of adapters, or of the weights themselves.
+
+A translation that leaves keys out does so in silence. Here each is asked which keys it used.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
+from diffusers.utils import convert_unet_state_dict_to_peft
+from torch import Tensor, nn
+
+from pipelines.lora.spelling import ALPHA, DOWN, UP, are_layers_of, as_pairs, layer_of, shown
+from pipelines.parts.traced import plain, sources_of, traced
+
+ERRORS = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+"""What diffusers' translations raise for files of other models."""
+MAKERS_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "transformer.", "")
+REPEATED = {"qkv": "to_q", "out": "to_out_0"}
+"""Layers that some trainers write twice, by the ends of their names: as one, and as the model has them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Translated:
+    """Tensors by diffusers' keys, alphas by layer, and PEFT's config where the file has one."""
+
+    tensors: Mapping[str, Tensor]
+    alphas: Mapping[str, float]
+    config: Mapping[str, Any] | None = None
+
+
+def by_loader(path: Path, tensors: Mapping[str, Tensor], pipeline_class: Any, module: nn.Module) -> Translated:
+    """Return what the loader of ``pipeline_class`` makes of a file; keys begin with the names of parts.
+
+    ``tensors`` are what is read of the file at ``path``. ValueError for a file that it cannot read, or of which it
+    leaves something out.
+    """
+    numbers: set[str] = set()
+    try:
+        values = _load(pipeline_class, module, str(path) if _is_whole(path, tensors) else dict(tensors))
+        followed = _load(pipeline_class, module, traced(tensors, numbers))
+    except ERRORS as error:
+        raise ValueError(
+            f"{path} is for another model, or in a layout that is not known: diffusers cannot read it as an adapter "
+            f"for {pipeline_class.__name__} ({type(error).__name__}: {error})"
+        ) from error
+    used = numbers.union(*(sources_of(x) for part in followed for x in part.values()))
+    ignored = _ignored_alphas(tensors, used, followed[0])
+    used |= {key for key, _ in ignored}
+    if lost := [key for key in tensors if key not in used and not _is_no_loss(key, tensors)]:
+        raise ValueError(f"{path} has parts that nothing here reads: {shown(lost)}. Without them it is another adapter")
+    found, alphas, config = values
+    written = {**{key: found[key] for key in found if key.endswith(ALPHA)}, **alphas}
+    found = {key: tensor for key, tensor in found.items() if key not in written}
+    alphas_of = {key.removesuffix(ALPHA): float(alpha) for key, alpha in written.items()}
+    if found and not any(".lora_A" in key or ".lokr_" in key for key in found):
+        found, alphas_of = map(convert_unet_state_dict_to_peft, (found, alphas_of))
+    by_layer = {layer_of(key): alpha for key, alpha in alphas_of.items()}
+    by_layer |= {layer: float(tensors[key]) for key, layer in ignored}
+    return Translated(tensors=found, alphas=by_layer, config=config or None)
+
+
+def by_weights(tensors: Mapping[str, Tensor], module: nn.Module) -> Translated | None:
+    """Return pairs in the names of the model's makers as those of ``module``, where diffusers translates its weights.
+
+    Layers that are one for the makers and several in diffusers share their first half. None if not all become layers
+    of ``module``.
+    """
+    prefix = next(prefix for prefix in MAKERS_PREFIXES if all(key.startswith(prefix) for key in tensors))
+    pairs = as_pairs(tensors, prefix)
+    layers = dict.fromkeys(layer_of(key) for key in pairs)
+    known = {layer + end for layer in layers for end in (UP, DOWN, ALPHA)}
+    if not set(pairs) <= known or not all({layer + UP, layer + DOWN} <= set(pairs) for layer in layers):
+        return None
+    found: dict[str, Tensor] = {}
+    alphas: dict[str, float] = {}
+    for name, up_NR, source in translate_weights({f"{layer}.weight": pairs[layer + UP] for layer in layers}, module):
+        layer, origin = name.removesuffix(".weight"), source.removesuffix(".weight")
+        found |= {layer + UP: up_NR, layer + DOWN: pairs[origin + DOWN]}
+        if origin + ALPHA in pairs:
+            alphas[layer] = float(pairs[origin + ALPHA])
+        layers.pop(origin, None)
+    is_all = bool(found) and not layers and are_layers_of(module, found)
+    return Translated(tensors=found, alphas=alphas) if is_all else None
+
+
+def translate_weights(weights: Mapping[str, Tensor], module: Any) -> Iterator[tuple[str, Tensor, str]]:
+    """Yield ``weights``, which are in the names of the model's makers, as diffusers names them: name, value, and the
+    name that it had. Nothing where diffusers has no translation, or it makes one weight of several."""
+    known = SINGLE_FILE_LOADABLE_CLASSES.get(type(module).__name__)
+    if known is None or not weights:
+        return
+    try:
+        translated = known["checkpoint_mapping_fn"](config=dict(module.config), checkpoint=traced(weights, set()))
+    except ERRORS:
+        return
+    for name, value in translated.items():
+        if len(sources_of(value)) == 1:
+            (source,) = sources_of(value)
+            yield name, plain(value), source
+
+
+def _load(pipeline_class: Any, module: Any, source: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Tensors, alphas and config as diffusers' loader returns them."""
+    read = pipeline_class.lora_state_dict
+    asked = {"return_alphas": True} if "return_alphas" in inspect.signature(read).parameters else {}
+    numbered = {"unet_config": getattr(module, "config", None)} if hasattr(pipeline_class, "unet_name") else {}
+    tensors, *alphas, config = read(source, use_safetensors=True, return_lora_metadata=True, **asked, **numbered)
+    return tensors, (alphas and alphas[0]) or {}, config or {}
+
+
+def _ignored_alphas(
+    tensors: Mapping[str, Tensor], used: Collection[str], followed: Mapping[str, Any]
+) -> list[tuple[str, str]]:
+    """Alphas that a loader takes away unread while it uses their layers (those of FLUX.1's last layer), each with the
+    layer that it scales."""
+    origins = {key: layer_of(next(iter(as_pairs({key: x})))) for key, x in tensors.items()}
+    scaled = {
+        (origins[source] + ALPHA, layer_of(key))
+        for key, x in followed.items()
+        if key.endswith((DOWN, UP))
+        for source in sources_of(x)
+    }
+    return [(key, layer) for key, layer in sorted(scaled) if key in tensors and key not in used]
+
+
+def _is_whole(path: Path, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether the file has these keys and no others: then diffusers reads it with what its head says."""
+    from engines.parallel.weight_files import tensor_names
+
+    return set(tensor_names(path)) == set(tensors)
+
+
+def _is_no_loss(key: str, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether a key may go unread: zeros, what is there twice, and an alpha that Kronecker factors do not use."""
+    if not torch.count_nonzero(tensors[key]):
+        return True
+    if key.endswith(ALPHA) and {key.removesuffix(ALPHA) + end for end in (".lokr_w1", ".lokr_w2")} <= set(tensors):
+        return True
+    layers = {layer_of(other) for other in as_pairs(tensors)}
+    layer = layer_of(next(iter(as_pairs({key: tensors[key]}))))
+    return any(layer.endswith(one) and layer.removesuffix(one) + same in layers for one, same in REPEATED.items())

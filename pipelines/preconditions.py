@@ -1,0 +1,89 @@
+"""What keeps a model from being loaded, told by its configurations and its files' heads before anything starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from pipelines.checkpoint import Checkpoint
+from pipelines.directory import DENOISERS, part_class, part_folder, read_index
+from pipelines.loading import resolve_file
+from pipelines.lora.source import ADAPTER_FILES, LoraSource
+
+INDEX = "*.safetensors.index.json"
+OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.msgpack")
+
+
+def weight_problems(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield what is wrong with the weights of the folder, and of the one file beside it, a sentence each."""
+    parts = (part for part, entry in read_index(checkpoint.path).items() if isinstance(entry, list))
+    for part in parts:
+        is_replaced = checkpoint.file is not None and part in DENOISERS
+        if part not in checkpoint.architecture.idle_parts and not is_replaced:
+            yield from _folder_problems(part_folder(checkpoint.path, part))
+    if checkpoint.file is not None:
+        yield from _file_problems(checkpoint.file)
+
+
+def adapter_problems(checkpoint: Checkpoint, sources: Iterable[LoraSource]) -> Iterator[str]:
+    """Yield what is wrong with adapters that lie here; those of a hub are downloaded when they are read."""
+    for source in sources:
+        if source.part and part_class(checkpoint.path, source.part) is None:
+            yield f"an adapter for part {source.part!r}, which the model does not have"
+        if (
+            Path(source.path).exists()
+            or source.path.startswith(("/", ".", "~"))
+            or source.path.endswith(".safetensors")
+        ):
+            try:
+                yield from _file_problems(resolve_file(source.path, source.file, ADAPTER_FILES))
+            except ValueError as error:
+                yield str(error)
+
+
+def decoder_problems(path: Path, *, compiled: bool, limits_memory: bool, num_devices: int) -> Iterator[str]:
+    """Yield why the decoder of the folder ``path`` cannot do what is asked of it. Imports torch if anything is."""
+    if not (compiled or limits_memory or num_devices > 1) or part_class(path, "vae") is None:
+        return
+    import torch
+    from accelerate import init_empty_weights  # type: ignore[import-untyped]
+
+    from pipelines.blocks.opened import OpenedPipeline
+    from pipelines.blocks.pieces.devices import check_divisible
+    from pipelines.parts.known import check_decoder
+
+    with init_empty_weights():
+        vae = OpenedPipeline(path, torch.device("meta"), torch.bfloat16).outline("vae")
+    try:
+        for key, is_asked in (("compile", compiled), ("memory_gib", limits_memory)):
+            if is_asked:
+                check_decoder(vae, key)
+        if num_devices > 1:
+            check_divisible(vae)
+    except ValueError as error:
+        yield str(error)
+
+
+def _folder_problems(folder: Path) -> Iterator[str]:
+    if not (folder / "config.json").is_file():
+        return  # a scheduler or a tokenizer, or a part that is not there and that others may do without
+    for index in folder.glob(INDEX):
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        if absent := sorted(name for name in names if not (folder / name).is_file()):
+            yield f"{index} names files that are not there: {', '.join(absent)}. Download the model again"
+    files = sorted(folder.glob("*.safetensors"))
+    for file in files:
+        yield from _file_problems(file)
+    if not files and not any(True for pattern in OTHER_FORMATS for _ in folder.glob(pattern)):
+        yield f"{folder} has no weights: download the model, not its configuration alone"
+
+
+def _file_problems(file: Path) -> Iterator[str]:
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            opened.keys()
+    except (SafetensorError, OSError) as error:
+        yield f"{file} is no safetensors file, or not the whole of one ({error}): download it again"

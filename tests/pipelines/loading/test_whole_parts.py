@@ -1,0 +1,115 @@
+"""Every part is read whole: what its files lack, what nothing reads, and values that are no numbers are told."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipelines.checkpoint import Checkpoint
+from tests.pipelines.support.checkpoints import tiny_models
+from tests.pipelines.support.checkpoints.damage import Tensors, changed
+
+LOAD: dict[str, Callable[[Checkpoint], Any]] = {
+    "text_encoder": lambda checkpoint: checkpoint.text_encoder(),
+    "transformer": lambda checkpoint: checkpoint.denoiser(),
+    "vae": lambda checkpoint: checkpoint.decoder(),
+}
+SLICED = "transformer, sliced"
+PARTS = [*LOAD, SLICED]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.z_image(tmp_path_factory.mktemp("z_image"))
+
+
+def load(part: str, folder: Path) -> Any:
+    if part != SLICED:
+        return LOAD[part](Checkpoint(folder))
+    model = Checkpoint(folder).denoiser(sliced=True)
+    assert model.weights is not None
+    for name, module in model.modules.items():
+        model.weights.fill(name, module, {})
+    return model
+
+
+def a_weight(tensors: Tensors) -> str:
+    return next(name for name, x in tensors.items() if name.endswith(".weight") and x.ndim > 1)
+
+
+def without_one(tensors: Tensors) -> Tensors:
+    return {name: x for name, x in tensors.items() if name != a_weight(tensors)}
+
+
+def with_another(tensors: Tensors) -> Tensors:
+    return tensors | {f"{a_weight(tensors).removesuffix('.weight')}.zero_point": torch.zeros(1)}
+
+
+def with_another_shape(tensors: Tensors) -> Tensors:
+    name = a_weight(tensors)
+    return tensors | {name: tensors[name][:-1].contiguous()}
+
+
+def with_nan(tensors: Tensors) -> Tensors:
+    name = a_weight(tensors)
+    return tensors | {name: tensors[name].clone().index_fill_(0, torch.tensor([0]), torch.nan)}
+
+
+def with_infinity(tensors: Tensors) -> Tensors:
+    name = a_weight(tensors)
+    return tensors | {name: tensors[name].clone().index_fill_(0, torch.tensor([0]), -torch.inf)}
+
+
+FAULTS: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
+    "missing": (without_one, "{name}"),
+    "unread": (with_another, "no place for {layer}.zero_point"),
+    "shape": (with_another_shape, "{name}"),
+    "NaN": (with_nan, "model.safetensors has values that are not finite in {name}"),
+    "infinity": (with_infinity, "model.safetensors has values that are not finite in {name}"),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_damaged_part_is_told_with_the_tensors_name(base: Path, tmp_path: Path, part: str, fault: str) -> None:
+    change, message = FAULTS[fault]
+    named: list[str] = []
+
+    def remembered(tensors: Tensors) -> Tensors:
+        named.append(a_weight(tensors))
+        return change(tensors)
+
+    folder = changed(base, part.split(",")[0], tmp_path / "damaged", remembered)
+    (name,) = named
+    told = re.escape(message.format(name=name, layer=name.removesuffix(".weight")))
+    with pytest.raises(ValueError, match=rf"damaged.*{told}"):
+        load(part, folder)
+
+
+def test_a_head_that_an_encoder_goes_without_is_no_loss(base: Path, tmp_path: Path) -> None:
+    """As encoders are published that were saved as the whole language model, or with its tower for pictures."""
+    others = {"lm_head.weight": torch.zeros(4, 4), "visual.blocks.0.attn.qkv.weight": torch.zeros(4, 4)}
+    load("text_encoder", changed(base, "text_encoder", tmp_path / "more", lambda tensors: tensors | others))
+
+
+def test_what_is_tied_need_not_be_in_a_file(tmp_path: Path) -> None:
+    """T5's embedding is saved once and used under two names."""
+    from tests.pipelines.support.checkpoints import tiny
+
+    folder = tiny.flux(tmp_path / "flux")
+    encoder = Checkpoint(folder).text_encoder()._pipeline.text_encoder_2
+    assert encoder.shared.weight is encoder.encoder.embed_tokens.weight
+
+
+def test_a_file_that_is_none_is_told(base: Path, tmp_path: Path) -> None:
+    for part in PARTS:
+        folder = changed(base, part.split(",")[0], tmp_path / part, dict)
+        (file,) = (folder / part.split(",")[0]).glob("*.safetensors")
+        file.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 1\n")
+        with pytest.raises(ValueError, match=part.split(",")[0]):
+            load(part, folder)

@@ -1,0 +1,70 @@
+"""Adapters of which something would be lost, or that are damaged, are refused at start by their keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipelines.checkpoint import Checkpoint
+from pipelines.lora.source import LoraSource
+from tests.pipelines.lora.support.keys import Tensors, added, check, pair, plain, written
+
+LOST: dict[str, tuple[str, Callable[[str], Tensors], str]] = {
+    "a bias that diffusers drops": (
+        "flux",
+        lambda _: pair("lora_unet_double_blocks_0_img_attn_proj", 64, 64) | {"lora_unet_img_in.diff_b": torch.ones(64)},
+        r"has parts that nothing here reads: lora_unet_img_in\.diff_b",
+    ),
+    "no part's": (
+        "flux",
+        lambda _: pair("transformer.proj_out", 16, 64, "A") | pair("refiner.0", 4, 4, "A"),
+        r"has refiner\.0\.lora_A\.weight, refiner\.0\.lora_B\.weight, for which no part of the model has a place",
+    ),
+    "another model's": (
+        "flux",
+        lambda _: pair("lora_unet_single_blocks_1_linear1", 576, 64),
+        r"is for another model, or in a layout that is not known: diffusers cannot read it as an adapter for Flux",
+    ),
+    "LoHa": ("flux", lambda _: {"transformer.proj_out.hada_w1_a": torch.ones(1)}, "is a LoHa adapter"),
+}
+
+
+@pytest.mark.parametrize("part", ["", "transformer"])
+@pytest.mark.parametrize("name", LOST)
+def test_what_nothing_reads_is_named(small: Callable[[str], Path], tmp_path: Path, name: str, part: str) -> None:
+    model, make, message = LOST[name]
+    with pytest.raises(ValueError, match=message):
+        added(small(model), written(make(model), tmp_path), part)
+
+
+@pytest.mark.parametrize(
+    "data", [b"<!DOCTYPE html><html>login</html>", b"version https://git-lfs.github.com/spec/v1\n"]
+)
+def test_a_file_that_is_none_is_named(small: Callable[[str], Path], tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "adapter.safetensors").write_bytes(data)
+    with pytest.raises(ValueError, match=r"adapter\.safetensors is no safetensors file"):
+        added(small("flux"), tmp_path / "adapter.safetensors")
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_values_that_are_no_numbers_are_named(small: Callable[[str], Path], tmp_path: Path, value: float) -> None:
+    tensors = pair("transformer.proj_out", *plain(small("flux"))["proj_out.weight"].shape, "A")
+    tensors["transformer.proj_out.lora_B.weight"][1, 1] = value
+    for name in ("", "ink"):
+        source = LoraSource(path=str(written(tensors, tmp_path)), name=name)
+        with pytest.raises(ValueError, match=r"not finite in transformer\.proj_out\.lora_B\.weight"):
+            Checkpoint(small("flux"), loras=[source]).denoiser()
+
+
+def test_a_norm_cannot_change_from_job_to_job_in_a_hand_ordered_step(
+    small: Callable[[str], Path], tmp_path: Path
+) -> None:
+    name = "transformer_blocks.0.attn.norm_q.weight"
+    key = f"transformer.{name.removesuffix('.weight')}.diff"
+    file = written({key: torch.ones(plain(small("flux"))[name].shape)}, tmp_path)
+    check(added(small("flux"), file), {name: torch.ones(plain(small("flux"))[name].shape)})
+    with pytest.raises(ValueError, match=rf"changes {name}.*serve it without a name"):
+        Checkpoint(small("flux"), loras=[LoraSource(path=str(file), name="ink")]).denoiser()
