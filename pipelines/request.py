@@ -25,6 +25,7 @@ class MediaRequest:
 
     ``guidance_scale`` is the distilled scale that guidance-distilled models take as an input; ``true_cfg_scale`` above
     1 runs a second branch with ``negative_prompt`` (classifier-free guidance, Ho & Salimans 2022, arXiv:2207.12598).
+    Where nothing is said (None) it is what the pipeline takes by itself, which need not be the empty prompt.
     ``preview_steps`` are the steps (1 = after the first) whose latents are wanted as previews.
     ``num_pictures`` come along beside it, and a mask if it ``has_mask`` (``pictures.InputPictures``: the encoder alone
     gets them). ``strength`` in (0, 1] is how much of the picture is painted anew (image-to-image; None: the model's).
@@ -41,7 +42,7 @@ class MediaRequest:
     model: str
     kind: MediaKind
     prompt: str
-    negative_prompt: str = ""
+    negative_prompt: str | None = None
     width: int
     height: int
     num_frames: int = 1

@@ -67,7 +67,7 @@ CODES = {
     415: ("unsupported_content_type", "unsupported_content_encoding"),
     416: ("range_not_satisfiable",),
     429: ("queue_full", "too_late", "key_limit", "too_many_watchers"),
-    500: ("internal", "gave_up"),
+    500: ("internal", "job_failed", "gave_up"),
     502: ("gang_broken",),
     503: ("model_not_ready", "server_full", "server_stopping", "storage_unavailable", "accounts_unavailable"),
     507: ("storage_full",),

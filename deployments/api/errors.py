@@ -22,6 +22,7 @@ from deployments.clips.storage import DATABASE_FAILURES, StorageFullError, Stora
 from deployments.quotas import LimitReachedError
 from deployments.requests.errors import RequestError, field_error, shown
 from deployments.studio.interface import ModelUnavailableError
+from engines.core.failures import JobFailedError
 from engines.gang.errors import GangBrokenError, QueueFullError, TooLateError
 
 FAILURES: tuple[type[Exception], ...] = (
@@ -30,6 +31,7 @@ FAILURES: tuple[type[Exception], ...] = (
     LimitReachedError,
     AccountsUnavailableError,
     GangBrokenError,
+    JobFailedError,
     ModelUnavailableError,
     StorageFullError,
     StorageLostError,
@@ -128,6 +130,9 @@ def from_failure(failure: Exception) -> ApiError | None:
             # The gang was rebuilt and the job run again already: a client that retries by itself breaks more gangs.
             message = f"The ranks that worked on this request failed: {failure}"
             return ApiError(502, message, code="gang_broken", headers={"x-should-retry": "false"})
+        case JobFailedError():
+            message = f"The model failed at this request: {failure}"
+            return ApiError(500, message, code="job_failed", headers={"x-should-retry": "false"})
         case UnicodeError() | ValidationError():
             return None
         case ValueError():

@@ -16,6 +16,7 @@ from deployments.clips.records import ClipError
 from deployments.clips.settings import ClipSettings
 from deployments.clips.storage import DATABASE_FAILURES, StorageFullError, is_full
 from deployments.studio.interface import Media, ModelUnavailableError, Output, Preview, Progress, Queued, Studio
+from engines.core.failures import JobFailedError
 from engines.gang import errors
 from engines.gang.errors import GangBrokenError, QueueFullError, TooLateError
 from pipelines.pictures import NO_PICTURES, InputPictures
@@ -186,6 +187,8 @@ def final_error(failure: Exception) -> ClipError | None:
     match failure:
         case GangBrokenError():  # raised only after the clip was run on a second gang
             return ClipError(code="gang_broken", message=f"The ranks that worked on this clip failed: {failure}")
+        case JobFailedError():
+            return ClipError(code="job_failed", message=f"The model failed at this clip: {failure}")
         case TooLateError(limit=errors.DEADLINE):
             message = f"The clip is not made: {failure}"
             return ClipError(code="too_late", message=message, retry_after_s=failure.retry_after_s)

@@ -86,7 +86,7 @@ def media_request(
         model=card.name,
         kind=card.defaults.kind,
         prompt=choose_prompt(body, card),
-        negative_prompt=body.negative_prompt or "",
+        negative_prompt=body.negative_prompt,
         width=width,
         height=height,
         num_frames=num_frames,

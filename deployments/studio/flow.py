@@ -15,12 +15,14 @@ from ray.serve.exceptions import DeploymentUnavailableError
 
 from deployments.accounts.interface import Accounts
 from deployments.accounts.own import OwnAccounts
+from deployments.observability.metrics import observe_failure
 from deployments.stages.decode_times import DecodeTimes
 from deployments.studio.interface import STATUS_MAX_AGE_S, Media, ModelCard, ModelUnavailableError, Output, StudioEvent
 from deployments.studio.readiness import Readiness
 from deployments.studio.retries import RECOVERY_DEADLINE_S, RETRYABLE, Retries
 from deployments.studio.run import Run, StageHandles
 from deployments.studio.spending import Spending
+from engines.core.failures import JobFailedError
 from engines.gang.errors import QueueFullError
 from pipelines.pictures import NO_PICTURES, InputPictures
 from pipelines.request import MediaRequest
@@ -137,6 +139,9 @@ class DeployedStudio:
                 return
             except QueueFullError as refusal:
                 retries.after_refusal(refusal, run.held_s)
+            except JobFailedError as error:  # it would on any gang
+                observe_failure(request.model, type(error).__name__)
+                raise
             except RETRYABLE as error:
                 retries.after(error, run.num_steps_seen)
             await asyncio.sleep(RETRY_PAUSE_S)

@@ -59,6 +59,8 @@ class Engine(Protocol):
         """One prediction (noise or velocity, whole, on the device) per branch, equal on all of ``ranks``.
 
         ``ranks`` are sorted global ranks of the gang and contain the caller; their number is the size of the team.
+        ``ValueError`` and ``JobFailedError`` say that all of ``ranks`` failed alike, before they exchanged anything.
+        Any other error leaves their communicator in an unknown state.
         """
         ...
 

@@ -33,7 +33,10 @@ class Sampler(Protocol[State]):
         ...
 
     def latents(self, state: State) -> Any:
-        """The finished latents, with what else the decoder takes (tensors on the CPU)."""
+        """The finished latents, with what else the decoder takes (tensors on the CPU).
+
+        ``ValueError`` or ``JobFailedError`` if they are not finite.
+        """
         ...
 
     def preview(self, state: State) -> Any:

@@ -22,6 +22,7 @@ from engines.core.spec import ParallelSpec
 from engines.parallel.communication.early_start import gang_groups
 from engines.parallel.communication.mesh import Team
 from engines.parallel.division import Division, TeamSpecs, shape_of
+from engines.parallel.failures import forward_fails_alone
 from engines.parallel.sharded import ShardedModel
 from engines.planner.exchange_rules import ExchangeRules
 from engines.quantization.calibration import load_calibration
@@ -95,8 +96,13 @@ class TorchEngine:
         """See ``Engine.predict``. Neighbouring branches of equal shape may run at the same time (guidance).
 
         ``ValueError``, on all ranks and before any exchange, for a step that certainly does not fit their memory.
+        ``JobFailedError`` likewise for one that the module cannot compute.
         """
         self._check_memory(branches, ranks)
+        with forward_fails_alone():
+            return self._predict(branches, ranks)
+
+    def _predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> tuple[Tensor, ...]:
         if self.division.team(ranks).pipeline.size > 1:
             shapes = (ranks, *map(shape_of, branches))
             self._was_warm = shapes in self._pipelined

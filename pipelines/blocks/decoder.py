@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pipelines.blocks import tree
 from pipelines.blocks.encoder import on_device
+from pipelines.blocks.finite import check_finite, finite_flags
 from pipelines.blocks.opened import OpenedPipeline
 from pipelines.blocks.pieces.chunks import PiecewiseVae, decodes_in_chunks
 from pipelines.blocks.pieces.devices import spread
@@ -113,20 +114,20 @@ class BlocksDecoder:
             self._run_blocks([path], pipeline, values)
             while vae.num_left:
                 pixels_FCHW = _pixels(values)
-                yield DecodedMedia(frames_FHWC=_to_frames(_asked(pixels_FCHW, request, num_frames)))
+                yield DecodedMedia(frames_FHWC=_to_frames(_asked(pixels_FCHW, request, num_frames), request))
                 num_frames += len(pixels_FCHW)
                 values.values = dict(before)
                 self._run_blocks([path], pipeline, values)
         pixels_FCHW = _pixels(values)
         sound = self._sound(values, request, min(1.0, request.num_frames / (num_frames + len(pixels_FCHW))))
-        media = DecodedMedia(frames_FHWC=_to_frames(_asked(pixels_FCHW, request, num_frames)), sound=sound)
+        media = DecodedMedia(frames_FHWC=_to_frames(_asked(pixels_FCHW, request, num_frames), request), sound=sound)
         self._give_back()
         yield media
 
     def decode(self, latents: Mapping[str, Any], request: MediaRequest) -> NDArray[np.uint8]:
         """All frames, uint8 (frames, height, width, 3), from what ``BlocksSampler.latents`` gives; layers as in
         ``DecodedMedia``."""
-        frames_FHWC = _to_frames(_asked(self.pixels(latents), request), has_opacity=request.num_layers > 0)
+        frames_FHWC = _to_frames(_asked(self.pixels(latents), request), request)
         self._give_back()
         return frames_FHWC
 
@@ -169,7 +170,7 @@ class BlocksDecoder:
         pixels_FCHW = _pixels(values)
         asked_FCHW = _asked(pixels_FCHW, request)
         sound = self._sound(values, request, len(asked_FCHW) / len(pixels_FCHW))
-        frames_FHWC = _to_frames(asked_FCHW, has_opacity=request.num_layers > 0)
+        frames_FHWC = _to_frames(asked_FCHW, request)
         return DecodedMedia(frames_FHWC=frames_FHWC, sound=sound)
 
     def _give_back(self) -> None:
@@ -206,11 +207,17 @@ def _asked(pixels_FCHW: Tensor, request: MediaRequest, num_before: int = 0) -> T
     return pixels_FCHW[: max(0, request.num_frames - num_before)] if request.kind == "video" else pixels_FCHW
 
 
-def _to_frames(pixels_FCHW: Tensor, *, has_opacity: bool = False) -> NDArray[np.uint8]:
-    """Frame by frame, since what lies between is float32; turned where the pixels are, which is quicker than here."""
+def _to_frames(pixels_FCHW: Tensor, request: MediaRequest) -> NDArray[np.uint8]:
+    """Frame by frame, since what lies between is float32; turned where the pixels are, which is quicker than here.
+
+    ValueError or JobFailedError if they are not finite.
+    """
+    has_opacity, sums = request.num_layers > 0, []
     frames_FHWC = np.empty((len(pixels_FCHW), *pixels_FCHW.shape[-2:], 4 if has_opacity else 3), np.uint8)
     for frame_HWC, pixels_CHW in zip(torch.from_numpy(frames_FHWC), pixels_FCHW, strict=True):
         unit_HWC = pixels_CHW.movedim(-3, -1).float()
         unit_HWC = unit_HWC if has_opacity else on_white(unit_HWC)
+        sums.append(unit_HWC.sum())  # one pass, and no tensor of flags
         frame_HWC.copy_((unit_HWC * 255).round_().to(torch.uint8).contiguous())
+    check_finite(finite_flags({"sums": sums}), request, "pixels")
     return frames_FHWC

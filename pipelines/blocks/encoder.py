@@ -77,7 +77,7 @@ class BlocksEncoder:
         state, noise = self._encoded(request, pictures)
         negative = None
         if request.true_cfg_scale > 1 and not self._guides_itself():
-            other, _ = self._encoded(replace(request, prompt=request.negative_prompt), pictures)
+            other, _ = self._encoded(replace(request, prompt=request.negative_prompt or ""), pictures)
             negative = self._values(other)
         return Conditioning(
             values=self._values(state),

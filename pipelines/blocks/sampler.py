@@ -21,6 +21,7 @@ from engines.core.recent import Recent
 from engines.parallel.division import shape_of
 from pipelines.blocks import arguments, tree
 from pipelines.blocks.encoder import Conditioning, on_cpu, on_device
+from pipelines.blocks.finite import check_finite, finite_flags
 from pipelines.blocks.guidance import guided, set_scale
 from pipelines.blocks.noise import put_away, taken_out
 from pipelines.blocks.opened import OpenedPipeline
@@ -116,8 +117,13 @@ class BlocksSampler:
         return replace(state, **changes, step=state.step + 1, kept=kept)
 
     def latents(self, state: BlocksState) -> Mapping[str, Any]:
-        """What the decoding blocks read, on the CPU."""
-        return self._finished(state, state.loop_state)
+        """What the decoding blocks read, on the CPU. ValueError or JobFailedError if it is not finite: the flag is read
+        behind the copies, which wait for the device anyway."""
+        made = self._finished(state, state.loop_state)
+        flags = finite_flags(made)
+        values = _on_cpu(made)
+        check_finite(flags, state.request, "latents")
+        return values
 
     def preview(self, state: BlocksState) -> Mapping[str, Any]:
         """The same from a running job, as its last step makes one expect them.
@@ -127,14 +133,15 @@ class BlocksSampler:
         """
         if state.is_over_rounds and state.step < len(state.steps):
             noted, *_ = self._note(state)
-            return self._finished(state, noted.loop_state, self._architecture.in_round(noted.loop_state, noted.call))
+            in_round = self._architecture.in_round(noted.loop_state, noted.call)
+            return _on_cpu(self._finished(state, noted.loop_state, in_round))
         solver = state.parts.get("scheduler")
         sigmas, place = (getattr(solver, name, None) for name in ("sigmas", "step_index"))
         if sigmas is None or place is None:
             return self.latents(state)
         # The solver's own place: where a picture is painted over, its schedule begins in the middle.
         expected = self._architecture.estimate(state.loop_state, float(sigmas[min(place, len(sigmas) - 1)]))
-        return self._finished(state, state.loop_state, expected or {})
+        return _on_cpu(self._finished(state, state.loop_state, expected or {}))
 
     def _values(self, request: MediaRequest, conditioning: Conditioning) -> PipelineState:
         inputs = self._opened.inputs_of(request)
@@ -205,7 +212,8 @@ class BlocksSampler:
 
     def _finished(
         self, state: BlocksState, loop_state: BlockState, expected: Mapping[str, Any] = MappingProxyType({})
-    ) -> Mapping[str, Any]:
+    ) -> dict[str, Any]:
+        """What the decoding blocks read, where it was made."""
         loop_state = copied(loop_state)
         loop = tree.block_at(self._blocks, state.loop)
         nothing_yet = {} if state.step else {made.name: None for made in loop.intermediate_outputs}
@@ -215,4 +223,8 @@ class BlocksSampler:
         loop.set_block_state(values, loop_state)
         tree.run(self._blocks, state.left, with_parts(self._pipeline, state.parts), values)
         names = sorted(name for name in self._decoder_reads if values.get(name) is not None)
-        return {name: on_cpu(values.get(name)) for name in names}
+        return {name: values.get(name) for name in names}
+
+
+def _on_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: on_cpu(value) for name, value in values.items()}

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engines.core.failures import JobFailedError
 from engines.core.model import Branch
 from engines.core.rank import RankContext
 from engines.gang.config import RankParts
@@ -38,8 +39,9 @@ class ResidentJob:
 class RankJobs:
     """Executes plans in order. Every rank of a team holds equal states and so sees equal failures.
 
-    What goes wrong in a job's own maths (its sampler, or a ValueError of the engine) fails the job alone. Any other
-    error of ``predict`` leaves the communicator in an unknown state, so it is raised, and breaks the gang.
+    What goes wrong in a job's own maths (its sampler, or a ValueError or JobFailedError of the engine) fails the job
+    alone. Any other error of ``predict`` leaves the communicator in an unknown state, so it is raised, and breaks the
+    gang.
     """
 
     def __init__(self, parts: RankParts, context: RankContext, pace: Pace | None = None) -> None:
@@ -177,7 +179,7 @@ class RankJobs:
         try:
             predictions = iter(self._engine.predict(branches, ranks))
             self._was_warm, self._predicted = self._engine.was_warm, True
-        except ValueError as error:
+        except (ValueError, JobFailedError) as error:
             for resident, of_job in forwards:
                 if of_job:
                     self._fail(resident, error)

@@ -8,12 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-_ops = torch.ops._c10d_functional
+_num_started = 0
+
+
+def num_started() -> int:
+    """How many exchanges this process has started by itself: those inside of compiled code are not counted."""
+    return _num_started
+
+
+def _ops() -> Any:
+    """The functional ops, of which one is called next."""
+    global _num_started
+    if not torch.compiler.is_compiling():
+        _num_started += 1
+    return torch.ops._c10d_functional
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,14 +54,14 @@ def start_all_to_all(x: Tensor, axis: Axis) -> Tensor:
     """Start ``all_to_all`` on an axis of several ranks; pass the result to ``wait`` before reading it."""
     assert x.shape[0] == axis.size, (x.shape, axis)
     ones = [1] * axis.size
-    return cast(Tensor, _ops.all_to_all_single(x, ones, ones, axis.group))
+    return cast(Tensor, _ops().all_to_all_single(x, ones, ones, axis.group))
 
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
     """The ``x`` of every rank, stacked in rank order along a new first dim."""
     if axis.size == 1:
         return x[None]
-    gathered = wait(_ops.all_gather_into_tensor(x.contiguous()[None], axis.size, axis.group))
+    gathered = wait(_ops().all_gather_into_tensor(x.contiguous()[None], axis.size, axis.group))
     assert gathered.shape == (axis.size, *x.shape), (gathered.shape, x.shape, axis)
     return gathered
 
@@ -77,7 +90,7 @@ def all_reduce_sum(x: Tensor, axis: Axis) -> Tensor:
     """The sum of ``x`` over the axis, bitwise the same on every rank."""
     if axis.size == 1:
         return x
-    return wait(_ops.all_reduce(x.contiguous(), "sum", axis.group))
+    return wait(_ops().all_reduce(x.contiguous(), "sum", axis.group))
 
 
 def start_rotation(x: Tensor, axis: Axis) -> Tensor:
@@ -90,27 +103,27 @@ def start_rotation(x: Tensor, axis: Axis) -> Tensor:
     receive = [0] * axis.size
     send[(axis.index + 1) % axis.size] = x.shape[0]
     receive[(axis.index - 1) % axis.size] = x.shape[0]
-    return cast(Tensor, _ops.all_to_all_single(x.contiguous(), receive, send, axis.group))
+    return cast(Tensor, _ops().all_to_all_single(x.contiguous(), receive, send, axis.group))
 
 
 def start_send(x: Tensor, pair: Axis) -> Tensor:
     """Start sending a flat ``x`` to rank 1 of a pair; pass the result to ``wait`` before ``x`` is let go."""
-    return cast(Tensor, _ops.all_to_all_single(x.contiguous(), [0, 0], [0, x.numel()], pair.group))
+    return cast(Tensor, _ops().all_to_all_single(x.contiguous(), [0, 0], [0, x.numel()], pair.group))
 
 
 def receive(num: int, like: Tensor, pair: Axis) -> Tensor:
     """``num`` elements of the dtype and device of ``like`` from rank 0 of a pair."""
-    return wait(_ops.all_to_all_single(like.new_empty(0), [num, 0], [0, 0], pair.group))
+    return wait(_ops().all_to_all_single(like.new_empty(0), [num, 0], [0, 0], pair.group))
 
 
 def broadcast(x: Tensor, axis: Axis, source: int) -> Tensor:
     """The ``x`` of rank ``source`` (its place on the axis) on every rank; all ranks pass a tensor of its shape."""
-    return x if axis.size == 1 else wait(_ops.broadcast(x.contiguous(), source, axis.group))
+    return x if axis.size == 1 else wait(_ops().broadcast(x.contiguous(), source, axis.group))
 
 
 def wait(x: Tensor) -> Tensor:
     """Make the current stream (the caller, on the CPU) wait for an exchange."""
-    return cast(Tensor, _ops.wait_tensor(x))
+    return cast(Tensor, torch.ops._c10d_functional.wait_tensor(x))
 
 
 Exchange = Callable[[Tensor, Axis], Tensor]

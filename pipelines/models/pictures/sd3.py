@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import Defaults
@@ -14,6 +14,7 @@ from pipelines.image_sizes import vae_scale
 from pipelines.models.architecture import Architecture, Config, num_patches
 from pipelines.models.linears import joint_attention_linears, mlp_linears
 from pipelines.models.usual_defaults import PICTURE
+from pipelines.request import MediaRequest
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -86,8 +87,14 @@ def defaults(path: Path) -> Defaults:
     return replace(known, size_multiple=vae_scale(path) * config.get("patch_size", 2))
 
 
+def inputs(path: Path, request: MediaRequest) -> Mapping[str, Any]:
+    """Diffusers' blocks leave guidance without its second prompt where nothing is said; its pipeline takes ""."""
+    return {"negative_prompt": request.negative_prompt or ""} if request.true_cfg_scale > 1 else {}
+
+
 ARCHITECTURE = Architecture(
     family="sd3",
+    inputs=inputs,
     defaults=defaults,
     shard_plan=shard_plan,
     stream_lengths=stream_lengths,

@@ -16,6 +16,7 @@ import pytest
 from deployments.clips import attempt
 from deployments.clips.records import ClipRecord
 from deployments.studio.interface import ModelUnavailableError
+from engines.core.failures import JobFailedError
 from engines.gang.errors import GangBrokenError, QueueFullError
 from tests.deployments.clips.support.runs import REQUEST, Looking, ended, running, started, the
 from tests.deployments.support.fake_studio import FailingStudio, FakeStudio, clip
@@ -114,6 +115,7 @@ async def test_a_deployment_that_is_away_is_no_attempt(tmp_path: Path) -> None:
     ("failures", "code", "attempts", "message"),
     [
         ([GangBrokenError("rank 1 died")], "gang_broken", 1, "rank 1 died"),
+        ([JobFailedError("latents are NaN")], "job_failed", 1, "latents are NaN"),
         ([ValueError("prompt has 900 tokens")], "invalid_value", 1, "900 tokens"),
         ([RuntimeError("secret")] * 3, "internal", 3, "failed 3 times, the last time with RuntimeError"),
     ],

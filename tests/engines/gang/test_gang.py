@@ -15,6 +15,7 @@ import pytest_asyncio
 import ray
 import torch
 
+from engines.core.failures import JobFailedError
 from engines.gang.clock import Clock
 from engines.gang.config import GangConfig
 from engines.gang.errors import QueueFullError
@@ -109,6 +110,7 @@ async def test_a_failed_conditioning_fails_the_job_with_its_error(gang: Gang) ->
     [
         ({"bad_begin": True}, "this request has no beginning"),
         ({"fault": "value_error", "fault_step": 3}, "the engine cannot take this shape"),
+        ({"fault": "job_failed", "fault_step": 3}, "the forward cannot be computed"),
         ({"bad_preview": True}, "this request has no preview"),
     ],
 )
@@ -116,7 +118,7 @@ async def test_a_job_that_fails_in_its_maths_fails_alone(gang: Gang, fault: dict
     bad = fake_job(f"bad {message}", FakeRequest(seed=1, num_steps=6, **fault), preview_steps=frozenset({2}))  # type: ignore[arg-type]
     good = FakeRequest(seed=2, num_steps=6)
     beside = asyncio.ensure_future(latents(gang, fake_job(f"beside {message}", good)))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, JobFailedError), match=message):
         await run(gang, bad)
     assert_equal(await beside, reference_latents(good))
     await assert_unharmed(gang, f"after {message}")

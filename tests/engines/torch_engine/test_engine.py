@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines.core.differences import relative_difference
+from engines.core.failures import JobFailedError
 from engines.core.model import Branch
 from engines.parallel.self_check import WrongAnswerError
 from engines.quantization.calibration import recording, save_calibration
@@ -53,6 +54,35 @@ def job_branches(job: int) -> tuple[Branch, ...]:
 
 def alone(branches: tuple[Branch, ...]) -> tuple[Tensor, ...]:
     return TorchEngine(models.model("flux")).predict(branches, (0,))
+
+
+def fail_and_go_on() -> tuple[str, str, Tensor]:
+    """What inputs of another width raise, what a last layer that fails raises, and a right prediction after both."""
+    model, ranks = models.model("flux"), (0, 1)
+    (right,) = models.branches("flux", "even")
+    engine = TorchEngine(model, strategy="ulysses", fast=False)
+    wide = torch.zeros(*right.inputs["hidden_states"].shape[:2], 17)
+    told = []
+    with pytest.raises(JobFailedError, match="17") as before:
+        engine.predict((replace(right, inputs={**right.inputs, "hidden_states": wide}),), ranks)
+    told.append(str(before.value))
+    broken = patch.object(model.modules["transformer"].norm_out, "forward", side_effect=RuntimeError("no more"))
+    with broken, pytest.raises(RuntimeError) as after:
+        engine.predict((right,), ranks)
+    told.append(type(after.value).__name__)
+    (prediction,) = engine.predict((right,), ranks)
+    return told[0], told[1], prediction
+
+
+def test_a_forward_that_fails_before_any_exchange_fails_its_job_alone() -> None:
+    """All ranks tell the same, and go on; one that fails later is no job's failure."""
+    (expected,) = alone(models.branches("flux", "even"))
+    (first, *_), *others = results = gang(2).run(fail_and_go_on)
+    assert "mat1 and mat2 shapes cannot be multiplied" in first
+    assert all(told == first for told, *_ in others)
+    for _, later, prediction in results:
+        assert later == "RuntimeError"
+        assert relative_difference(prediction, expected) <= 1e-5
 
 
 @pytest.mark.parametrize("strategy", ["ulysses", "ring", "guidance", "ulysses2xtensor2"])

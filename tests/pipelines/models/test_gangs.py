@@ -51,6 +51,9 @@ class Case:
         return (*CONTEXT, *([tensor] if self.tensor else []))
 
 
+NEGATIVE: Mapping[str, Any] = {"negative_prompt": "blue"}
+"""For models whose blocks, called as a whole, do not guide without it; their pipelines do."""
+
 CASES = {
     "flux2 klein": Case(make=tiny_models.flux2_klein, tensor=True),
     "qwen": Case(make=tiny_models.qwen_image, tensor=True),
@@ -59,8 +62,8 @@ CASES = {
     "z image with guidance": Case(make=tiny_models.z_image, tensor=True, max_tensor=2, changes={"true_cfg_scale": 3.0}),
     "krea 2": Case(make=tiny_others.krea2),
     "ernie": Case(make=tiny_others.ernie_image),
-    "sd 3": Case(make=tiny_others.sd3, tensor=True),
-    "sd 3.5 large": Case(make=tiny_others.sd35_large, tensor=True),
+    "sd 3": Case(make=tiny_others.sd3, tensor=True, changes=NEGATIVE),
+    "sd 3.5 large": Case(make=tiny_others.sd35_large, tensor=True, changes=NEGATIVE),
 }
 
 

@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines.core.estimates import StepEstimates
+from engines.core.failures import JobFailedError
 from engines.core.model import Branch
 from engines.core.rank import RankContext
 from engines.gang.config import BuildRank, RankParts
 from engines.gang.jobs.job import Job
 
-Fault = Literal["exit", "hang", "error", "value_error"]
+Fault = Literal["exit", "hang", "error", "value_error", "job_failed"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,6 +159,8 @@ def strike(fault: str) -> None:
         time.sleep(10**6)
     if fault == "error":
         raise RuntimeError("the engine is broken")
+    if fault == "job_failed":
+        raise JobFailedError("the forward cannot be computed")
     if fault == "value_error":
         raise ValueError("the engine cannot take this shape")
 

@@ -22,7 +22,8 @@ def wan21(tiny_wan: Path) -> Pair:
 REQUESTS = {
     "plain": clip(),
     "guided": clip(true_cfg_scale=4.0, negative_prompt="green, blurred", num_inference_steps=7),
-    "guided, empty negative prompt": clip(true_cfg_scale=3.0),
+    "guided, nothing to avoid": clip(true_cfg_scale=3.0),
+    "guided, empty negative prompt": clip(true_cfg_scale=3.0, negative_prompt=""),
     "one step": clip(num_inference_steps=1),
     "one frame": clip(num_frames=1, num_inference_steps=4),
     "more frames, tall": clip(num_frames=9, width=16, height=64, num_inference_steps=5),

@@ -57,7 +57,6 @@ def expected_of(case: PictureCase, folder: Path, mask: Image) -> Tensor:
         image_reference=others[0] if others else None,
         num_inference_steps=request.num_inference_steps,
         guidance_scale=request.true_cfg_scale,
-        max_sequence_length=Checkpoint(folder).text_encoder().max_tokens,
         generator=torch.Generator().manual_seed(request.seed),
         output_type="pt",
         **said,

@@ -86,7 +86,6 @@ def theirs(checkpoint: Checkpoint, request: MediaRequest, picture: Image.Image) 
             generator=torch.Generator().manual_seed(request.seed),
             cfg_normalize=True,
             use_en_prompt=True,
-            max_sequence_length=checkpoint.defaults.max_tokens,
             callback_on_step_end=after_step,
         )
     return latents[-1], output.images[0]

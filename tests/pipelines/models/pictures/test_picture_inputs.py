@@ -21,6 +21,7 @@ from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
 from pipelines.run import load_pipeline
 from tests.engines.support.gloo import gang
+from tests.pipelines.models.test_gangs import NEGATIVE
 from tests.pipelines.support.checkpoints import tiny_others, tiny_pictures, tiny_qwen
 from tests.pipelines.support.references.picture_cases import (
     PictureCase,
@@ -75,8 +76,8 @@ CASES = {
     "qwen layered": PictureCase(
         make=tiny_qwen.qwen_layered, tensor=True, sides=(1, 2), pictures=((60, 31),), changes={"num_layers": 3}
     ),
-    "sd 3": PictureCase(make=tiny_others.sd3, tensor=True, num_steps=4, changes={"strength": 0.7}),
-    "sd 3, the strength of its own": PictureCase(make=tiny_others.sd3, num_steps=4),
+    "sd 3": PictureCase(make=tiny_others.sd3, tensor=True, num_steps=4, changes={"strength": 0.7, **NEGATIVE}),
+    "sd 3, the strength of its own": PictureCase(make=tiny_others.sd3, num_steps=4, changes=NEGATIVE),
     "z image": PictureCase(make=tiny_pictures.z_image, num_steps=4, changes={"strength": 0.7}),
     "z image, the strength of its own": PictureCase(make=tiny_pictures.z_image, num_steps=4),
 }

@@ -45,6 +45,9 @@ CASES = {
     "sdxl made for masks": Case(make=partial(tiny_unknown.sdxl, in_channels=9), **MASK),
 }
 
+WORDS = {"sd 3": "StableDiffusion3Pipeline", "sdxl": "StableDiffusionXLPipeline"}
+"""The classes that paint from words alone."""
+
 
 def with_own_strength(case: Case) -> Case:
     return replace(case, changes={"negative_prompt": "blue"})
@@ -75,17 +78,15 @@ def classic(case: Case, checkpoint: Checkpoint, output_type: str) -> Any:
     pipeline = getattr(diffusers, case.classic).from_pretrained(checkpoint.path)
     pipeline.set_progress_bar_config(disable=True)
     more: dict[str, Any] = {"mask_image": mask_of(*case.pictures[0])} if case.has_mask else {}
-    if case.make is tiny_others.sd3:
-        more["max_sequence_length"] = checkpoint.text_encoder().max_tokens
+    if case.pictures:
+        more |= {"image": images_of(case)[0], "strength": checkpoint.defaults.strength_of(request)}
     return pipeline(
         prompt=request.prompt,
         negative_prompt=request.negative_prompt,
-        image=images_of(case)[0],
         height=request.height,
         width=request.width,
         num_inference_steps=request.num_inference_steps,
         guidance_scale=request.true_cfg_scale,
-        strength=checkpoint.defaults.strength_of(request),
         generator=torch.Generator().manual_seed(request.seed),
         output_type=output_type,
         **more,
@@ -107,6 +108,19 @@ def test_latents_and_pixels_equal_the_classic_pipelines(
     assert relative_difference(latents["latents"], classic(case, checkpoint, "latent")) <= TOLERANCE
     pixels_FHWC = pipeline.decoder.pixels(latents).movedim(1, -1).numpy()
     np.testing.assert_allclose(pixels_FHWC, classic(case, checkpoint, "np"), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("negative", [None, "", "blue"])
+@pytest.mark.parametrize("name", ["sd 3", "sdxl"])
+def test_a_negative_prompt_is_what_the_request_said(
+    name: str, negative: str | None, loaded: Callable[[Any], tuple[Checkpoint, Pipeline]]
+) -> None:
+    """Where nothing is said SDXL has zeros, which the empty prompt does not give."""
+    case = replace(CASES[name], classic=WORDS[name], pictures=(), changes={"negative_prompt": negative})
+    checkpoint, pipeline = loaded(case.make)
+    request = request_of(case, checkpoint.path)
+    assert request.true_cfg_scale > 1
+    assert relative_difference(pipeline.denoise(request)["latents"], classic(case, checkpoint, "latent")) <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipelines.checkpoint import Checkpoint
 from pipelines.modular import open_modular
 from pipelines.request import MediaRequest
 
@@ -34,14 +33,13 @@ def own_state(folder: Path, request: MediaRequest, *, change: Change = as_it_is,
     pipeline = open_modular(folder)
     pipeline.load_components(dtype=torch.float32)
     change(pipeline)
-    known = {spec.name for spec in pipeline.blocks.inputs}
+    known = {spec.name: spec.default for spec in pipeline.blocks.inputs}
     for name in ("guider", "guider_2"):
         if (guider := getattr(pipeline, name, None)) is not None:
             scaled = guider.new(guidance_scale=request.true_cfg_scale, enabled=request.true_cfg_scale > 1)
             pipeline.update_components(**{name: scaled})
     for block in pipeline.blocks.sub_blocks.values():
         silence(block)
-    checkpoint = Checkpoint(folder)
     inputs = {
         "prompt": request.prompt,
         "negative_prompt": request.negative_prompt,
@@ -50,12 +48,20 @@ def own_state(folder: Path, request: MediaRequest, *, change: Change = as_it_is,
         "num_frames": request.num_frames,
         "num_inference_steps": request.num_inference_steps,
         "guidance_scale": request.guidance_scale,
-        "max_sequence_length": checkpoint.text_encoder().max_tokens,
+        "max_sequence_length": longest_prompt(pipeline, known.get("max_sequence_length")),
         "generator": torch.Generator().manual_seed(request.seed),
         "output_type": "pt",
         **more,
     }
-    return pipeline(**{name: value for name, value in inputs.items() if name in known})
+    return pipeline(**{name: value for name, value in inputs.items() if name in known and value is not None})
+
+
+def longest_prompt(pipeline: Any, usual: int | None) -> int | None:
+    """The usual number of tokens, or as many as the folder's tokenizers give: tiny ones give fewer, and some encoders
+    fill prompts up to it."""
+    parts = (getattr(pipeline, name, None) for name in ("tokenizer", "tokenizer_2", "tokenizer_3", "processor"))
+    limits = [getattr(one, "tokenizer", one).model_max_length for one in parts if one is not None]
+    return min(usual, max(limits)) if usual is not None and limits else None
 
 
 def silence(block: Any) -> None:

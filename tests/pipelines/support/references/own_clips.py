@@ -49,7 +49,6 @@ def sounding_blocks(folder: Path, request: MediaRequest, images: Images, change:
         num_frames=request.num_frames,
         frame_rate=request.fps,
         num_inference_steps=request.num_inference_steps,
-        max_sequence_length=pipeline.tokenizer.model_max_length,
         generator=torch.Generator().manual_seed(request.seed),
         output_type="pt",
         **({"image": images[0]} if images else {}),
@@ -72,7 +71,7 @@ def hunyuan_blocks(folder: Path, request: MediaRequest, images: Images, change: 
         _show(pipeline, images[0])
     state = pipeline(
         prompt=request.prompt,
-        negative_prompt=request.negative_prompt if request.true_cfg_scale > 1 else None,
+        negative_prompt=request.negative_prompt,
         width=request.width,
         height=request.height,
         num_frames=request.num_frames,
