@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from deployments.clips.storage import data_folder
 from engines.core.storage.files import write_atomically
 
 NAME = re.compile(r"[0-9a-f]{32}\.(png|jpeg|webp)")
@@ -21,7 +22,8 @@ class FileShelf:
     """Files in ``folder``, gone ``lifetime_s`` after they were written, the oldest first if above ``max_bytes``.
 
     Names hold 128 random bits: who knows one may read the file, as with the signed URLs of OpenAI, but for holders of
-    other keys than that it was made with. What was made with a key lies in a folder of that key's.
+    other keys than that it was made with. What was made with a key lies in a folder of that key's. What fails there is a
+    StorageFullError or StorageLostError, never an OSError.
     """
 
     folder: Path
@@ -30,20 +32,22 @@ class FileShelf:
 
     def put(self, data: bytes, suffix: str, key_hash: str = "") -> str:
         """Stores ``data``, for the holder of a key, and returns the name under which it can be found."""
-        self.sweep(len(data))
         name = f"{secrets.token_hex(16)}.{suffix}"
-        write_atomically(self.folder / key_hash / name, data)
+        with data_folder(self.folder):
+            self.sweep(len(data))
+            write_atomically(self.folder / key_hash / name, data)
         return name
 
     def find(self, name: str, key_hash: str | None = None) -> Path | None:
         """Returns where ``name`` lies; None if it is unknown or too old, or not of the key, if one is given."""
         if not NAME.fullmatch(name):
             return None
-        any_key = (self.folder / name, *self.folder.glob(f"*/{name}"))
-        for path in any_key if key_hash is None else (self.folder / key_hash / name,):
-            stat = _stat(path)
-            if stat is not None and time.time() - stat.st_mtime < self.lifetime_s:
-                return path
+        with data_folder(self.folder):
+            any_key = (self.folder / name, *self.folder.glob(f"*/{name}"))
+            for path in any_key if key_hash is None else (self.folder / key_hash / name,):
+                stat = _stat(path)
+                if stat is not None and time.time() - stat.st_mtime < self.lifetime_s:
+                    return path
         return None
 
     def sweep(self, num_new_bytes: int = 0) -> None:

@@ -14,7 +14,7 @@ from deployments.clips.folders import ClipFolders
 from deployments.clips.outlook import ClipTimes
 from deployments.clips.records import ClipError
 from deployments.clips.settings import ClipSettings
-from deployments.clips.storage import DATABASE_FAILURES, StorageFullError, is_full
+from deployments.clips.storage import DATABASE_FAILURES, StorageFullError, is_full, is_lost
 from deployments.studio.interface import Media, ModelUnavailableError, Output, Preview, Progress, Queued, Studio
 from engines.core.failures import JobFailedError
 from engines.gang import errors
@@ -173,6 +173,9 @@ class Attempt:
         if error is None and isinstance(failure, QueueFullError | ModelUnavailableError):  # it says nothing of the clip
             await self.claims.give_back(self.claim, wait_s=failure.retry_after_s, counts=False)
             return
+        if is_lost(failure):  # nor does this
+            await self._queue_again(failure)
+            return
         logger.warning("clip %s failed, attempt %d", clip.id, clip.attempts, exc_info=failure)
         if error is None and clip.attempts >= self.settings.max_attempts:
             error = _last_error(failure, clip.attempts)
@@ -180,6 +183,17 @@ class Attempt:
             await self._fail(error)
         else:
             await self.claims.give_back(self.claim, wait_s=self.settings.retry_s, counts=True)
+
+
+    async def _queue_again(self, failure: Exception) -> None:
+        """Queue the clip as if it had not been tried, once the database can be written."""
+        logger.warning("clip %s waits for the data directory", self.claim.clip.id, exc_info=failure)
+        while True:
+            try:
+                await self.claims.give_back(self.claim, wait_s=self.settings.retry_s, counts=False)
+                return
+            except (*DATABASE_FAILURES, StorageFullError):
+                await asyncio.sleep(self.settings.progress_s)
 
 
 def final_error(failure: Exception) -> ClipError | None:

@@ -56,7 +56,7 @@ class Clips:
         self._times = ClipTimes()
         self._tasks: list[asyncio.Task[None]] = []
         self._submitting = asyncio.Lock()
-        self._disk = OneThread(lambda: storage_problem(settings.data_dir))
+        self._disk = OneThread(lambda: storage_problem(settings.data_dir, self._folders.root))
 
     async def start(self) -> None:
         """Opens the database and goes on with what was left unfinished. ValueError for a bad database URL."""

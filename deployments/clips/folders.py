@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from deployments.clips.storage import StorageLostError
+from deployments.clips.storage import StorageLostError, data_folder
 from engines.core.storage.files import write_atomically
 from pipelines.pictures import InputPicture, InputPictures
 
@@ -24,40 +25,49 @@ PNG_LEVEL = 0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipFolders:
+    """All clips' folders in ``root``. What fails there is a StorageFullError or StorageLostError, never an OSError."""
+
     root: Path
 
     def path(self, clip_id: str, variant: Variant) -> Path:
         return self.root / clip_id / FILE_NAMES[variant]
 
     def write(self, clip_id: str, variant: Variant, data: bytes) -> None:
-        write_atomically(self.path(clip_id, variant), data)
+        with data_folder(self.root):
+            write_atomically(self.path(clip_id, variant), data)
 
     def has(self, clip_id: str, variant: Variant) -> bool:
         """Returns whether the file is there. StorageLostError if no clip's is: then it may be there again later."""
-        if self.path(clip_id, variant).is_file():
-            return True
+        with data_folder(self.root):
+            if self.path(clip_id, variant).is_file():
+                return True
         if not self.root.is_dir():
             raise lost(self.root)
         return False
 
     def write_inputs(self, clip_id: str, inputs: InputPictures) -> None:
         """Keeps what a clip is made from: every pixel as it is."""
-        for index, picture in enumerate(inputs.pictures):
-            write_atomically(self.root / clip_id / input_name(index), png(picture))
+        files = {input_name(index): picture for index, picture in enumerate(inputs.pictures)}
         if inputs.mask is not None:
-            write_atomically(self.root / clip_id / MASK_NAME, png(inputs.mask))
+            files[MASK_NAME] = inputs.mask
+        for name, picture in files.items():
+            data = png(picture)
+            with data_folder(self.root):
+                write_atomically(self.root / clip_id / name, data)
 
     def read_inputs(self, clip_id: str, num_pictures: int, has_mask: bool) -> InputPictures:
         """Returns what ``write_inputs`` kept. FileNotFoundError without; StorageLostError if no clip's is there."""
         if not self.root.is_dir():
             raise lost(self.root)
         folder = self.root / clip_id
-        pictures = tuple(read_png(folder / input_name(index)) for index in range(num_pictures))
-        return InputPictures(pictures=pictures, mask=read_png(folder / MASK_NAME) if has_mask else None)
+        with data_folder(self.root, but=FileNotFoundError):
+            pictures = tuple(read_png(folder / input_name(index)) for index in range(num_pictures))
+            return InputPictures(pictures=pictures, mask=read_png(folder / MASK_NAME) if has_mask else None)
 
     def remove_inputs(self, clip_id: str) -> None:
-        for path in (self.root / clip_id).glob("input-*.png"):
-            path.unlink(missing_ok=True)
+        with suppress(OSError):  # they go with the clip's folder at the latest
+            for path in (self.root / clip_id).glob("input-*.png"):
+                path.unlink(missing_ok=True)
 
     def remove(self, clip_id: str) -> None:
         """Deletes all files of the clip, if there are any."""

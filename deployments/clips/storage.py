@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +17,8 @@ from sqlalchemy import exc
 MIN_FREE_BYTES = 32 << 20
 """Below that the disk counts as full: room for the records of what is under way, and for its deletion."""
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+OF_THE_FILE = frozenset({errno.EFBIG, errno.ENAMETOOLONG})
+"""Errors that one file alone has: another attempt to write it cannot help, and other files are not affected."""
 DATABASE_FAILURES = (exc.DBAPIError, exc.TimeoutError)
 """What the database raises that is away or locked, and its pool of connections that are all waited with."""
 
@@ -30,20 +36,57 @@ def is_full(failure: BaseException) -> bool:
     return isinstance(failure, StorageFullError) or (isinstance(failure, OSError) and failure.errno in FULL)
 
 
-def storage_problem(folder: Path) -> StorageFullError | StorageLostError | None:
-    """Returns why nothing more can be kept in ``folder``; None if it can."""
+def is_lost(failure: BaseException) -> bool:
+    """Return whether ``failure`` says that files or records cannot be got at now, whatever they hold."""
+    if isinstance(failure, exc.DataError | exc.IntegrityError | exc.ProgrammingError):
+        return False
+    return isinstance(failure, (StorageLostError, *DATABASE_FAILURES))
+
+
+@contextmanager
+def data_folder(folder: Path, *, but: type[OSError] | tuple[()] = ()) -> Iterator[None]:
+    """Raise StorageFullError or StorageLostError for an OSError of ``folder`` inside the block.
+
+    The place is at fault then, not what is read or written. Errors without a number (a picture that cannot be decoded),
+    those of one file alone, and the kind ``but`` pass unchanged.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.errno in OF_THE_FILE or isinstance(error, but):
+            raise
+        if error.errno in FULL:
+            raise StorageFullError(f"there is no room in {folder}: {os.strerror(error.errno)}") from error
+        raise StorageLostError(f"the folder {folder} cannot be used: {os.strerror(error.errno)}") from error
+
+
+def storage_problem(*folders: Path) -> StorageFullError | StorageLostError | None:
+    """Return why nothing more can be kept in one of ``folders``; None if it can.
+
+    Each is written to: a file system that has become read-only says how much room it has as before.
+    """
+    for folder in folders:
+        try:
+            with data_folder(folder):
+                _write_to(folder)
+        except (StorageFullError, StorageLostError) as problem:
+            return problem
+    return None
+
+
+def _write_to(folder: Path) -> None:
+    """Write a byte to a file of ``folder`` that has no name. StorageFullError if little room is left."""
     try:
         free_bytes = shutil.disk_usage(folder).free
     except FileNotFoundError:  # made with the first file
-        return None
-    except OSError as error:
-        return StorageLostError(f"the disk of {folder} cannot be looked at: {error.strerror}")
-    if free_bytes >= MIN_FREE_BYTES:
-        return None
-    left, needed = f"{free_bytes >> 20} MiB", f"{MIN_FREE_BYTES >> 20} MiB"
-    return StorageFullError(
-        f"the disk of {folder} has {left} left, and {needed} are needed: delete clips, or make room"
-    )
+        return
+    if free_bytes < MIN_FREE_BYTES:
+        left, needed = f"{free_bytes >> 20} MiB", f"{MIN_FREE_BYTES >> 20} MiB"
+        raise StorageFullError(
+            f"the disk of {folder} has {left} left, and {needed} are needed: delete clips, or make room"
+        )
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        file.write(b"\0")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
+from deployments.api.errors import from_failure
 from deployments.api.files import FileShelf
+from deployments.clips.storage import StorageLostError
 
 
 def test_a_file_that_another_sweep_has_deleted_is_no_error(tmp_path: Path) -> None:
@@ -17,6 +21,16 @@ def test_a_file_that_another_sweep_has_deleted_is_no_error(tmp_path: Path) -> No
     assert found is not None
     assert found.read_bytes() == b"picture"
     assert shelf.find(gone) is None
+
+
+def test_a_folder_that_refuses_files_is_unavailable(tmp_path: Path) -> None:
+    (tmp_path / "files").touch()
+    shelf = FileShelf(folder=tmp_path / "files", lifetime_s=100, max_bytes=10)
+    with pytest.raises(StorageLostError, match="cannot be used") as raised:
+        shelf.put(b"picture", "png")
+    answer = from_failure(raised.value)
+    assert answer is not None
+    assert (answer.status, answer.code) == (503, "storage_unavailable")
 
 
 def test_names_that_were_never_handed_out_find_nothing(tmp_path: Path) -> None:
