@@ -26,7 +26,7 @@ from engines.gang.ranks.placement import gang_bundles, gang_strategy
 
 HEALTH: dict[str, Any] = {
     "health_check_period_s": 1.0,
-    "health_check_timeout_s": 10.0,
+    "health_check_timeout_s": 2.0,
     "graceful_shutdown_wait_loop_s": 0.1,
 }
 REPLICA_CPUS = 0.1

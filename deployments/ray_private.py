@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import ray
 from ray._private import ray_constants
+from ray.serve.context import _get_global_client
 
 
 @contextmanager
@@ -22,3 +25,24 @@ def workers_set_up_by(script: Path) -> Iterator[None]:
         yield
     finally:
         ray_constants.SETUP_WORKER_FILENAME = own
+
+
+def controller_answers(within_s: float) -> bool:
+    """Return whether Serve's controller answers a call in time. False where there is no Serve."""
+    controller = _controller()
+    if controller is None:
+        return False
+    ready, _ = ray.wait([controller.check_alive.remote()], timeout=within_s)
+    return bool(ready)
+
+
+def restart_controller() -> None:
+    """Kill the process of Serve's controller. Ray starts another, which goes on from what the first one has kept."""
+    controller = _controller()
+    if controller is not None:
+        ray.kill(controller, no_restart=False)
+
+
+def _controller() -> Any:
+    client: Any = _get_global_client(raise_if_no_controller_running=False)
+    return None if client is None else client._controller

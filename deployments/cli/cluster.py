@@ -21,14 +21,16 @@ from deployments.settings import set_defaults
 SERVE_ENVIRONMENT: Mapping[str, str] = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
-    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "5",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "2",
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000",
 }
 """To be set where a cluster's nodes are started, since replicas inherit it from there.
 
 One event loop per replica instead of two: nothing that is awaited here takes long, and each way between loops costs a
-request time. A proxy that died is replaced after seconds: its door waits for it. And replicas at rest wake up once a
-second, not ten times, for metrics that Ray shows every ten seconds.
+request time. A proxy that died or hangs is replaced after seconds: its door waits for it. A replica that answers no
+health check is killed, since it may be stopped and hear of nothing. Replicas at rest wake up once a second, not ten
+times, for metrics that Ray shows every ten seconds.
 """
 LOCAL_ENVIRONMENT: Mapping[str, str] = {"SCAN_EVENT_DIR_INTERVAL_SECONDS": "3600"}
 """Read by Ray's agent, which looks every other second for events to tell a dashboard of."""

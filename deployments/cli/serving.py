@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -28,8 +29,10 @@ from deployments.config import AppConfig, ServeConfig
 from deployments.door.door import Door, listen
 from deployments.door.haproxy import find_binary
 from deployments.door.lane import Lane
+from deployments.heartbeat import ANSWER_WITHIN_S, Heartbeat
 from deployments.mistakes import mistakes
 from deployments.names import APPLICATION, INGRESS, url_at
+from deployments.ray_private import controller_answers, restart_controller
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 READY_DEADLINE_S = 900.0
@@ -38,6 +41,8 @@ START_MARGIN_S = 300.0
 """What comes before and after the slowest gang's start."""
 DRAIN_MARGIN_S = 15.0
 """For the last answers of a drained application, and the way there and back."""
+DELETE_WITHIN_S = 60.0
+"""For replicas to release their engines; what is left is killed with the cluster."""
 LOOPBACK, ANY_NETWORK = "127.0.0.1", ("0.0.0.0/0", "::/0")
 
 logger = logging.getLogger("troupe.serving")
@@ -91,6 +96,7 @@ def running(config: ServeConfig, *, on_wait: Callable[[str], None] = lambda reas
             stack.callback(serve.shutdown)
         _deploy(config, entrance)
         wait_ready(entrance.url, on_wait, ready_deadline_s(config))
+        stack.enter_context(Heartbeat("Serve's controller", _controller_answers, restart_controller))
         stack.callback(end_application, entrance, config.app.door.drain_s)
         yield entrance.url
 
@@ -135,8 +141,25 @@ def end_application(entrance: Entrance, drain_s: float) -> None:
         entrance.door.drain()
     with suppress(RayServeException, RayError, TimeoutError):  # there is no Serve any more, or no ingress
         outside_loops(lambda: _drain(drain_s))
-    with suppress(RayServeException):
+    _within(DELETE_WITHIN_S, _delete)
+
+
+def _delete() -> None:
+    with suppress(RayServeException, RayError, TimeoutError):
         serve.delete(APPLICATION)
+
+
+def _controller_answers() -> bool:
+    return controller_answers(ANSWER_WITHIN_S)
+
+
+def _within(seconds: float, work: Callable[[], None]) -> None:
+    """Do ``work`` in a thread, and go on without it if it takes longer."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        logger.warning("an end is not waited for any longer", extra={"waited_s": seconds})
 
 
 def _drain(drain_s: float) -> None:

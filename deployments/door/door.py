@@ -21,9 +21,11 @@ from typing import Self
 from deployments.door.haproxy import Wiring, find_binary, render
 from deployments.door.lane import Lane
 from deployments.door.settings import DoorSettings
+from deployments.heartbeat import ANSWER_WITHIN_S, Heartbeat
 
 BACKLOG = 1024
 ADMIN_TIMEOUT_S, ADMIN_POLL_S = 5.0, 0.05
+END_WITHIN_S = 5.0
 PR_SET_PDEATHSIG = 1
 SHORT_LIFE_S = 1.0
 """A process that ends so soon waits as long before it is started again: it may not be able to start at all."""
@@ -97,6 +99,8 @@ class Door:
             self._process = self._start(command)
             self._at_end = stack.pop_all()
         threading.Thread(target=self._keep_running, daemon=True, name="door").start()
+        self._heartbeat = Heartbeat("HAProxy", self._answers, self._kill)
+        self._heartbeat.start()
 
     def __enter__(self) -> Self:
         return self
@@ -126,16 +130,27 @@ class Door:
         if self._closed.is_set():
             return
         self._closed.set()
+        self._heartbeat.stop()
         with self._starting:
             process = self._process  # the last one
         process.terminate()
-        process.wait()
+        try:
+            process.wait(END_WITHIN_S)
+        except subprocess.TimeoutExpired:  # it is stopped
+            process.kill()
+            process.wait()
         self._at_end.close()
 
-    def _ask(self, command: str) -> str:
+    def _answers(self) -> bool:
+        return bool(self._ask("show version", ANSWER_WITHIN_S))
+
+    def _kill(self) -> None:
+        self._process.kill()  # and ``_keep_running`` starts another
+
+    def _ask(self, command: str, within_s: float = ADMIN_TIMEOUT_S) -> str:
         """Returns HAProxy's answer to a command of its Runtime API; empty if it is not there."""
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as admin:
-            admin.settimeout(ADMIN_TIMEOUT_S)
+            admin.settimeout(within_s)
             admin.connect(str(self._wiring.admin_socket))
             admin.sendall(f"{command}\n".encode())
             return b"".join(iter(lambda: admin.recv(65536), b"")).decode()
@@ -202,4 +217,4 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 def _end_with_parent() -> None:
     """Runs in the child before HAProxy: the kernel is to end it when its parent is gone, killed or not (Linux)."""
     if hasattr(_LIBC, "prctl"):
-        _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

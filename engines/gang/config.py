@@ -42,7 +42,7 @@ class GangConfig:
     connect_deadline_s: float = 120.0
     load_deadline_s: float | None = None
     build_deadline_s: float | None = None
-    silence_deadline_s: float = 60.0
+    silence_deadline_s: float = 10.0
     ping_deadline_s: float = 5.0
     plans_ahead: int = 2
     max_running_jobs: int = 4

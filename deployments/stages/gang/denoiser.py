@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Hashable, Mapping
@@ -78,6 +79,7 @@ class Denoiser:
             step_times=partial(step_times_of, model, self._checkpoint.path),
         )
         self._is_watched = False
+        self._check: asyncio.Future[None] | None = None
 
     async def denoise(
         self,
@@ -140,10 +142,18 @@ class Denoiser:
         return counted_here()
 
     async def check_health(self) -> None:
-        """See ``Gang.check_health``. All but the first, for which Serve waits, go on until it is almost time for the
-        next: Serve, which looks ten times a second whether a check has ended, hears of a broken gang at once.
+        """See ``Gang.check_health``, which may take ranks a while: it goes on from one call to the next.
+
+        A call ends within two seconds, so that Serve takes only a replica that hangs for one. All calls but the first,
+        for which Serve waits, last until it is almost time for the next: Serve, which looks ten times a second whether
+        a check has ended, hears of a broken gang at once.
         """
-        await self._gang.check_health()
+        if self._check is None:
+            self._check = asyncio.ensure_future(self._gang.check_health())
+        await asyncio.wait({self._check}, timeout=WATCHED_S)
+        if self._check.done():
+            check, self._check = self._check, None
+            check.result()
         if self._is_watched and await self._gang.breaks_within(WATCHED_S):
             await self._gang.check_health()
         self._is_watched = True

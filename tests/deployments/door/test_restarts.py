@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from deployments import heartbeat
 from deployments.door import door as doors
 from deployments.door.door import SHORT_LIFE_S
 from deployments.door.haproxy import find_binary
@@ -28,6 +29,23 @@ def test_it_is_started_again_and_ends_with_its_owner(backend: Backend) -> None:
         os.kill(first, signal.SIGKILL)
         assert client.get("/").status_code == 200, "the socket stayed open meanwhile"
         wait_until(lambda: door.pid != first, "another process")
+        last = door.pid
+    assert not psutil.pid_exists(last)
+
+
+def test_one_that_is_stopped_is_replaced_and_does_not_hold_up_the_end(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "EVERY_S", 0.1)
+    monkeypatch.setattr(doors, "ANSWER_WITHIN_S", 0.5)
+    monkeypatch.setattr(doors, "END_WITHIN_S", 0.5)
+    with served(backend) as address, doored(address) as (door, client):
+        first = door.pid
+        os.kill(first, signal.SIGSTOP)
+        wait_until(lambda: door.pid != first, "another process")
+        assert client.get("/").status_code == 200
+        monkeypatch.setattr(doors.Door, "_answers", lambda door: True)
+        os.kill(door.pid, signal.SIGSTOP)
         last = door.pid
     assert not psutil.pid_exists(last)
 

@@ -24,7 +24,6 @@ from tests.engines.gang.support.fakes import load_fake
 from tests.engines.gang.support.set_clock import SetClock
 from tests.support.patience import PATIENCE_S
 
-
 PYTHON = forking_python("model")
 """Ranks import torch, which the cluster's zygote has."""
 
