@@ -14,6 +14,8 @@ from pipelines.loading import resolve_file
 from pipelines.lora.source import ADAPTER_FILES, LoraSource
 
 INDEX = "*.safetensors.index.json"
+PLAIN, PLAIN_BLOCK = ("AutoencoderKL", "AutoencoderKLFlux2"), "UpDecoderBlock2D"
+"""Auto-encoders of pictures with group norms, when they have no other blocks."""
 OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.msgpack")
 
 
@@ -49,6 +51,9 @@ def decoder_problems(path: Path, *, compiled: bool, limits_memory: bool, num_dev
     name = part_class(path, "vae")
     if not (compiled or limits_memory or num_devices > 1) or name is None:
         return
+    written = read_config(path, "vae")
+    if name in PLAIN and set(written.get("up_block_types", ())) == {PLAIN_BLOCK}:
+        return  # it can do all of that, and imports take seconds
     import diffusers
     from accelerate import init_empty_weights  # type: ignore[import-untyped]
 
@@ -56,7 +61,7 @@ def decoder_problems(path: Path, *, compiled: bool, limits_memory: bool, num_dev
     from pipelines.parts.known import check_decoder
 
     with init_empty_weights():
-        vae = getattr(diffusers, name).from_config(dict(read_config(path, "vae")))
+        vae = getattr(diffusers, name).from_config(dict(written))
     try:
         for key, is_asked in (("compile", compiled), ("memory_gib", limits_memory)):
             if is_asked:
