@@ -14,8 +14,8 @@ from pipelines.loading import resolve_file
 from pipelines.lora.source import ADAPTER_FILES, LoraSource
 
 INDEX = "*.safetensors.index.json"
-PLAIN, PLAIN_BLOCK = ("AutoencoderKL", "AutoencoderKLFlux2"), "UpDecoderBlock2D"
-"""Auto-encoders of pictures with group norms, when they have no other blocks."""
+PLAIN, PLAIN_BLOCK = "AutoencoderKL", "UpDecoderBlock2D"
+"""The auto-encoder of pictures with group norms, when it has no other blocks."""
 OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.msgpack")
 
 
@@ -52,7 +52,7 @@ def decoder_problems(path: Path, *, compiled: bool, limits_memory: bool, num_dev
     if not (compiled or limits_memory or num_devices > 1) or name is None:
         return
     written = read_config(path, "vae")
-    if name in PLAIN and set(written.get("up_block_types", ())) == {PLAIN_BLOCK}:
+    if name == PLAIN and set(written.get("up_block_types", ())) == {PLAIN_BLOCK}:
         return  # it can do all of that, and imports take seconds
     import diffusers
     from accelerate import init_empty_weights  # type: ignore[import-untyped]
