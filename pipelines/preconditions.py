@@ -9,11 +9,13 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from pipelines.checkpoint import Checkpoint
-from pipelines.directory import DENOISERS, part_class, part_folder, read_index
+from pipelines.directory import DENOISERS, part_class, part_folder, read_config, read_index
 from pipelines.loading import resolve_file
 from pipelines.lora.source import ADAPTER_FILES, LoraSource
 
 INDEX = "*.safetensors.index.json"
+PLAIN, PLAIN_BLOCK = "AutoencoderKL", "UpDecoderBlock2D"
+"""The auto-encoder of pictures with group norms, when it has no other blocks."""
 OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.msgpack")
 
 
@@ -46,17 +48,20 @@ def adapter_problems(checkpoint: Checkpoint, sources: Iterable[LoraSource]) -> I
 
 def decoder_problems(path: Path, *, compiled: bool, limits_memory: bool, num_devices: int) -> Iterator[str]:
     """Yield why the decoder of the folder ``path`` cannot do what is asked of it. Imports torch if anything is."""
-    if not (compiled or limits_memory or num_devices > 1) or part_class(path, "vae") is None:
+    name = part_class(path, "vae")
+    if not (compiled or limits_memory or num_devices > 1) or name is None:
         return
-    import torch
+    written = read_config(path, "vae")
+    if name == PLAIN and set(written.get("up_block_types", ())) == {PLAIN_BLOCK}:
+        return  # it can do all of that, and imports take seconds
+    import diffusers
     from accelerate import init_empty_weights  # type: ignore[import-untyped]
 
-    from pipelines.blocks.opened import OpenedPipeline
     from pipelines.blocks.pieces.devices import check_divisible
     from pipelines.parts.known import check_decoder
 
     with init_empty_weights():
-        vae = OpenedPipeline(path, torch.device("meta"), torch.bfloat16).outline("vae")
+        vae = getattr(diffusers, name).from_config(dict(written))
     try:
         for key, is_asked in (("compile", compiled), ("memory_gib", limits_memory)):
             if is_asked:

@@ -5,6 +5,7 @@ It is named ``FILE.safetensors@BASE``, where ``BASE`` is whatever a model may be
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,17 +17,13 @@ if TYPE_CHECKING:
 SUFFIX, AT = ".safetensors", "@"
 OWN = "model.diffusion_model."
 """What the transformer's keys begin with in a file with all parts of a pipeline."""
-UNUSED = (
-    "norm_final.weight",
-    "_extra_state",
-    ".seq",
-    "_range",
-    "accum_iteration",
-    "_counter",
-    "_in_hours",
-    "rope.freqs",
+UNUSED = re.compile(
+    r"(^|\.)(rope\.(inv_)?freqs?|norm_final\.weight|_extra_state|pos_embedder\.\w+|logvar\.\d\.\w+|accum_\w+)$"
+    r"|^(repa_projectors|vae|audio_vae|vocoder|text_encoders?|text_embedding_projection|first_stage_model|conditioner)\."
+    r"|_embeddings_connector\."
 )
-"""Ends of keys that no forward reads: diffusers' translations take them out by name, or compute them anew."""
+"""Keys that are no loss. diffusers' translations take them out by name: what is computed anew, what training alone
+needs, and other parts of a pipeline."""
 
 
 def with_base(file: str, base: str) -> str:
@@ -122,5 +119,5 @@ def _faults(kind: Any, tensors: Mapping[str, Tensor], config: Path) -> str:
     return faults_of(
         kind.__name__,
         missing=[name for name, _ in model.named_parameters() if name not in translated],
-        unread=[name for name in set(tensors) - used if not name.endswith(UNUSED)],
+        unread=[name for name in set(tensors) - used if not UNUSED.search(name)],
     )

@@ -19,7 +19,7 @@ from pipelines.lora.differences import by_parameter, split_differences
 from pipelines.lora.kronecker import MARK
 from pipelines.lora.source import ADAPTER_FILES, LoraSource
 from pipelines.lora.spelling import ALPHA, DOWN, UP, are_layers_of, as_pairs, layer_of, read_adapter, shown
-from pipelines.lora.translation import MAKERS_PREFIXES, by_loader, by_weights
+from pipelines.lora.translation import MAKERS_PREFIXES, as_flat_pairs, by_loader, by_weights
 
 PEFT_CONFIG = "adapter_config.json"
 PEFT_PREFIX = "base_model.model."
@@ -89,19 +89,34 @@ def read_layers(source: LoraSource, pipeline_class: Any, module: nn.Module) -> L
 def _layers(tensors: Mapping[str, Tensor], source: LoraSource, path: Path, pipeline_class: Any, module: Any) -> Layers:
     if (direct := _in_own_names(tensors, path, module)) is not None:
         return direct
-    refusal: ValueError | None = None
-    layers = Layers()
     try:
         layers = _of_part(_as_parts(tensors, path, pipeline_class, module), source, path, pipeline_class, module)
-    except ValueError as error:
-        refusal = error
-    if refusal is None and (any(MARK in key for key in tensors) or are_layers_of(module, layers.tensors)):
+    except ValueError:
+        if (other := _in_makers_names(tensors, source, path, pipeline_class, module)) is None:
+            raise
+        return other
+    if any(MARK in key for key in tensors) or are_layers_of(module, layers.tensors):
         return layers
+    return _in_makers_names(tensors, source, path, pipeline_class, module) or layers
+
+
+def _in_makers_names(
+    tensors: Mapping[str, Tensor], source: LoraSource, path: Path, pipeline_class: Any, module: nn.Module
+) -> Layers | None:
+    """Pairs by the names that the model's makers have for layers, with points as ComfyUI writes them; None for others.
+
+    They are translated as weights are, or as the same names in kohya's spelling.
+    """
     if (found := by_weights(tensors, module)) is not None:
         return Layers(tensors=found.tensors, alphas=found.alphas)
-    if refusal is not None:
-        raise refusal
-    return layers
+    flat = as_flat_pairs(tensors)
+    if flat is None or not hasattr(pipeline_class, "lora_state_dict"):
+        return None
+    try:
+        layers = _of_part(_as_parts(flat, path, pipeline_class, module), source, path, pipeline_class, module)
+    except ValueError:
+        return None
+    return layers if are_layers_of(module, layers.tensors) else None
 
 
 def _in_own_names(tensors: Mapping[str, Tensor], path: Path, module: nn.Module) -> Layers | None:

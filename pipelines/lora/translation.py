@@ -90,6 +90,18 @@ def by_weights(tensors: Mapping[str, Tensor], module: nn.Module) -> Translated |
     return Translated(tensors=found, alphas=alphas) if is_all else None
 
 
+def as_flat_pairs(tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    """Return pairs of layers that are named with points in kohya's spelling; None if they are no such pairs."""
+    prefix = next(prefix for prefix in MAKERS_PREFIXES if all(key.startswith(prefix) for key in tensors))
+    ends = {DOWN: ".lora_down.weight", UP: ".lora_up.weight", ALPHA: ALPHA}
+    flat: dict[str, Tensor] = {}
+    for key, tensor in as_pairs(tensors, prefix).items():
+        if (end := next((end for end in ends if key.endswith(end)), None)) is None or not prefix:
+            return None
+        flat[f"lora_unet_{key.removesuffix(end).replace('.', '_')}{ends[end]}"] = tensor
+    return flat
+
+
 def translate_weights(weights: Mapping[str, Tensor], module: Any) -> Iterator[tuple[str, Tensor, str]]:
     """Yield ``weights``, which are in the names of the model's makers, as diffusers names them: name, value, and the
     name that it had. Nothing where diffusers has no translation, or it makes one weight of several."""

@@ -10,6 +10,7 @@ from deployments.config import ModelConfig, ServeConfig
 from deployments.door.door import listen
 from deployments.settings import Settings
 from deployments.stages.config import ScaledConfig
+from deployments.stages.slicing import must_slice
 from pipelines.checkpoint import Checkpoint
 from pipelines.preconditions import adapter_problems, decoder_problems, weight_problems
 from pipelines.single_file import split_source
@@ -94,8 +95,8 @@ def _model_problems(model: ModelConfig) -> Iterator[str]:
     _, base = split_source(model.source)
     if Path(base).is_dir():  # a hub's weights may still have to be downloaded
         yield from weight_problems(checkpoint)
-    if model.denoiser.load == "sliced" and checkpoint.file is not None:
-        yield f"denoiser.load is sliced, and {checkpoint.file} is read whole: say load: whole"
+    if must_slice(model.denoiser) and checkpoint.file is not None:
+        yield f"every rank would read its share of {checkpoint.file}, which is read whole: say load: whole"
     decoder = model.decoder
     yield from decoder_problems(
         checkpoint.path,

@@ -12,6 +12,7 @@ from deployments.settings import Settings
 from deployments.stages.config import DenoiserConfig
 from deployments.stages.devices import host_turns
 from deployments.stages.gang.facts import model_facts, software_facts
+from deployments.stages.slicing import must_slice
 from engines.core.engine import Choosing
 from engines.core.model import DenoiserModel
 from engines.core.phases import log_phase, timed
@@ -88,18 +89,10 @@ def choosing_of(model: ModelConfig, checkpoint: Checkpoint) -> Choosing:
 
 def is_sliced(config: DenoiserConfig, checkpoint: Checkpoint) -> bool:
     """What ``config.load`` means. ValueError if it asks for what its engine cannot do."""
-    from engines.core.spec import ParallelSpec
     from engines.planner.cost_model import USABLE
     from engines.planner.measure import memory_bytes
 
-    can_slice = config.engine != "tensorrt" and config.num_ranks > 1
-    if config.load == "sliced" and not can_slice:
-        raise ValueError(
-            f"load: sliced needs the engine torch and several ranks, not {config.engine} on {config.num_ranks}"
-        )
-    if config.load != "auto" or not can_slice:
-        return config.load == "sliced"
-    if config.strategy != "auto":
-        return ParallelSpec.of(config.strategy, config.num_ranks).divides_weights
+    if (is_decided := must_slice(config)) is not None:
+        return is_decided
     times_held = 2 if named(checkpoint.loras) else 1  # what changes from job to job is kept as it was loaded, too
     return times_held * checkpoint.weights_bytes() > USABLE * memory_bytes(checkpoint.device)

@@ -119,3 +119,22 @@ def test_a_configuration_names_file_and_base() -> None:
     assert ModelConfig(name="flux-shapes").source == "flux-shapes"
     with pytest.raises(ValueError, match=r"base is 'owner/name', which stands beside a .safetensors file"):
         ModelConfig(name="flux-shapes", base="owner/name")
+
+
+def test_other_parts_and_what_training_needs_may_lie_in_the_file(
+    base: Path, tuned: dict[str, Tensor], tmp_path: Path
+) -> None:
+    """As whole pipelines in one file, and files with a tensor that diffusers' translation takes out by name."""
+    file = tmp_path / "whole.safetensors"
+    more = ("first_stage_model.decoder.conv_in.weight", "model_ema.decay", "model.diffusion_model.norm_final.weight")
+    save_file(as_its_makers_have_it(tuned) | {name: torch.ones(1) for name in more}, file)
+    torch.testing.assert_close(weights_of(f"{file}@{base}")["cap_pad_token"], tuned["cap_pad_token"])
+
+
+@pytest.mark.parametrize("written", [dict, as_its_makers_have_it], ids=["diffusers' names", "its makers' names"])
+def test_a_key_that_nothing_reads_is_named(base: Path, tuned: dict[str, Tensor], written: Any, tmp_path: Path) -> None:
+    file, tensors = tmp_path / "more.safetensors", written(tuned)
+    key = next(name for name in tensors if name.endswith("feed_forward.w1.weight")).replace("w1", "w4")
+    save_file(tensors | {key: torch.ones(1)}, file)
+    with pytest.raises(ValueError, match=rf"has no place for {key}"):
+        Checkpoint.open(f"{file}@{base}").denoiser()

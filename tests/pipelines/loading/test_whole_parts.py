@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pipelines.checkpoint import Checkpoint
-from tests.pipelines.support.checkpoints import tiny_models
+from tests.pipelines.support.checkpoints import tiny_models, tiny_others
 from tests.pipelines.support.checkpoints.damage import Tensors, changed
 
 LOAD: dict[str, Callable[[Checkpoint], Any]] = {
@@ -113,3 +113,16 @@ def test_a_file_that_is_none_is_told(base: Path, tmp_path: Path) -> None:
         file.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 1\n")
         with pytest.raises(ValueError, match=part.split(",")[0]):
             load(part, folder)
+
+
+def test_a_rank_that_reads_its_share_reads_tables_too(tmp_path: Path) -> None:
+    """SD 3 keeps its table of positions, which files hold and nothing trains, among the buffers."""
+    folder = tiny_others.sd3(tmp_path / "base")
+    name = "pos_embed.pos_embed"
+    other = changed(folder, "transformer", tmp_path / "other", lambda tensors: tensors | {name: tensors[name] + 1})
+    model = load(SLICED, other)
+    (whole,) = Checkpoint(other).denoiser().modules.values()
+    (module,) = model.modules.values()
+    assert torch.equal(module.state_dict()[name], whole.state_dict()[name])
+    (plain,) = Checkpoint(folder).denoiser().modules.values()
+    assert not torch.equal(module.state_dict()[name], plain.state_dict()[name])

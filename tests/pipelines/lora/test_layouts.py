@@ -185,3 +185,15 @@ def test_layers_that_are_written_twice_count_once(small: Callable[[str], Path], 
     assert added(small("z"), written(tensors, tmp_path)).keys() == {
         f"layers.0.attention.to_{name}.weight" for name in "qkv"
     }
+
+
+def test_flux_in_comfyuis_names(small: Callable[[str], Path], tmp_path: Path) -> None:
+    base, place = plain(small("flux")), "diffusion_model.double_blocks.0.img_attn"
+    rows, columns = base["transformer_blocks.0.attn.to_q.weight"].shape
+    tensors = pair(f"{place}.qkv", 3 * rows, columns, "A") | pair(f"{place}.proj", rows, columns, "A", alpha=3.0)
+    expected = {
+        f"transformer_blocks.0.attn.to_{name}.weight": x
+        for name, x in zip("qkv", product(tensors, f"{place}.qkv").split(rows), strict=True)
+    }
+    expected["transformer_blocks.0.attn.to_out.0.weight"] = product(tensors, f"{place}.proj", 3.0 / RANK)
+    check(added(small("flux"), written(tensors, tmp_path)), expected)

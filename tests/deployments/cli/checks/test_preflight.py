@@ -57,6 +57,10 @@ FAULTS: dict[str, tuple[Callable[[], ServeConfig], str]] = {
         lambda: with_model(path="wan-shapes", decoder={"memory_gib": 4}),
         "decoder.memory_gib is for auto-encoders of pictures with group norms",
     ),
+    "shares of weights on one rank": (
+        lambda: with_model(denoiser={"load": "sliced", "num_ranks": 1}),
+        "the model pictures: load: sliced needs the engine torch and several ranks, not torch on 1",
+    ),
     "more GPUs than there are": (
         lambda: with_model(denoiser={"num_ranks": 2, "gpus_per_rank": 0.8}),
         "asks for 2 GPUs and this machine has 1",
