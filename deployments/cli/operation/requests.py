@@ -62,6 +62,7 @@ class Follower:
     def new_lines(self) -> Iterator[str]:
         """Yields the lines about requests that have come since the last call."""
         found = list[tuple[int, int, BinaryIO]]()
+        log: BinaryIO
         with ExitStack() as stack:
             for file in self._files():
                 with suppress(FileNotFoundError):  # Ray has just put it away
