@@ -36,10 +36,7 @@ class Model(BaseModel):
     sizes: tuple[str, ...] = Field(description="Good values of size; others within the limits may do. Beyond OpenAI.")
     steps: dict[Quality, int] = Field(description="What each quality means in steps; beyond OpenAI.")
     prompts: tuple[str, ...] = Field(description="Prompts to begin with; beyond OpenAI.")
-    edits: bool = Field(
-        description="Whether it changes pictures that come along as the prompt says, rather than painting over them by "
-        "strength; beyond OpenAI."
-    )
+    edits: bool = Field(description="Whether it changes pictures as the prompt says, not by strength; beyond OpenAI.")
     defaults: Defaults = Field(description="Defaults and limits; beyond OpenAI.")
     picture_defaults: Defaults | None = Field(
         description="Those of pictures, of a model that makes clips and pictures; null of others. Beyond OpenAI."
@@ -191,9 +188,7 @@ class Video(BaseModel):
     seed: int = Field(description="The seed that makes this clip again; beyond OpenAI.")
     num_frames: int = Field(description="beyond OpenAI")
     fps: int = Field(description="beyond OpenAI")
-    num_outputs: Literal[1] = Field(
-        default=1, description="Clips of the request, as other servers count; beyond OpenAI."
-    )
+    num_outputs: Literal[1] = Field(default=1, description="Clips of the request, as others count; beyond OpenAI.")
     num_inference_steps: int = Field(description="beyond OpenAI")
     cache: CacheMode = Field(description=CACHE)
     eta_s: float | None = Field(

@@ -22,6 +22,7 @@ from deployments.api.guards.body_limit import BodyLimit
 from deployments.api.guards.hosts import HostCheck
 from deployments.api.guards.key_limits import KeyLimitGuard
 from deployments.api.guards.origins import Cors, OriginCheck
+from deployments.api.idempotency import KnownRequests
 from deployments.api.lookout import Lookout
 from deployments.api.measures import usage_routes
 from deployments.api.middleware import CLIENT_GONE, RequestLog
@@ -70,6 +71,7 @@ def create_api(
         unpacking=ThreadPoolExecutor(NUM_UNPACKINGS, "unpacking"),
         accounts=accounts,
         key_limits=KeyLimitGuard(accounts, clips),
+        known=KnownRequests(settings.data_dir / "answers"),
     )
 
     @asynccontextmanager

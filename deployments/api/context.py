@@ -17,6 +17,7 @@ from deployments.api.errors import ApiError, retry_after
 from deployments.api.files import FileShelf
 from deployments.api.guards.admission import Admission
 from deployments.api.guards.key_limits import KeyLimitGuard
+from deployments.api.idempotency import KnownRequests
 from deployments.api.lookout import Lookout
 from deployments.api.settings import ApiSettings
 from deployments.clips.clips import Clips
@@ -46,6 +47,7 @@ class ApiContext:
     unpacking: Executor
     accounts: Accounts
     key_limits: KeyLimitGuard
+    known: KnownRequests
 
     async def authorize(self, request: Request, credentials: Credentials) -> None:
         """Raises ApiError 401 without a known key: a dependency of every route behind one."""

@@ -35,7 +35,7 @@ ERRORS = {
     404: "There is no such model, clip or file",
     405: "The path has other methods",
     408: "The body was not there in time",
-    409: "The clip is not finished",
+    409: "The clip is not finished, or the Idempotency-Key came with another body",
     410: "The file was there, and is gone",
     413: "The body is too large, or a picture in it",
     415: "The content type is not supported",
@@ -61,7 +61,7 @@ CODES = {
     404: ("model_not_found", "video_not_found", "not_found"),
     405: ("method_not_allowed",),
     408: ("body_timeout",),
-    409: ("video_not_ready", "video_failed"),
+    409: ("video_not_ready", "video_failed", "idempotency_key_reused"),
     410: ("video_gone",),
     413: ("body_too_large", "picture_too_large"),
     415: ("unsupported_content_type", "unsupported_content_encoding"),
@@ -90,6 +90,7 @@ HEADERS = {
     "X-Troupe-Eta": "Seconds in which it was predicted to be done, when it came to the gang; of a clip that is not "
     "done, from now; absent if nobody knew",
     "X-Troupe-Video-Id": "The clip's id",
+    "Idempotent-Replayed": "true of an answer that is that to the same request before",
     "openai-poll-after-ms": "How long to wait before the next look",
 }
 ERROR_HEADERS = {401: "WWW-Authenticate", 405: "Allow", 416: "Content-Range", 429: "Retry-After", 503: "Retry-After"}

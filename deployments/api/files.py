@@ -6,6 +6,7 @@ import os
 import re
 import secrets
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,14 +53,20 @@ class FileShelf:
 
     def sweep(self, num_new_bytes: int = 0) -> None:
         """Deletes what is too old, then the oldest, until ``num_new_bytes`` more fit; half-written files, too."""
-        stats = ((path, _stat(path)) for path in self.folder.rglob("*") if OWN.fullmatch(path.name))
-        files = sorted((stat.st_mtime, stat.st_size, path) for path, stat in stats if stat is not None)
-        num_bytes = sum(size for _, size, _ in files) + num_new_bytes
-        for modified_s, size, path in files:
-            if time.time() - modified_s < self.lifetime_s and num_bytes <= self.max_bytes:
-                break
-            path.unlink(missing_ok=True)
-            num_bytes -= size
+        own = [path for path in self.folder.rglob("*") if OWN.fullmatch(path.name)]
+        sweep(own, self.lifetime_s, self.max_bytes, num_new_bytes)
+
+
+def sweep(paths: Iterable[Path], lifetime_s: float, max_bytes: int, num_new_bytes: int) -> None:
+    """Deletes of ``paths`` what is older than ``lifetime_s``, then the oldest, until ``num_new_bytes`` more fit."""
+    stats = ((path, _stat(path)) for path in paths)
+    files = sorted((stat.st_mtime, stat.st_size, path) for path, stat in stats if stat is not None)
+    num_bytes = sum(size for _, size, _ in files) + num_new_bytes
+    for modified_s, size, path in files:
+        if time.time() - modified_s < lifetime_s and num_bytes <= max_bytes:
+            break
+        path.unlink(missing_ok=True)
+        num_bytes -= size
 
 
 def _stat(path: Path) -> os.stat_result | None:

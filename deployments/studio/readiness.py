@@ -51,7 +51,7 @@ class Readiness:
     async def not_ready(self, max_age_s: float = STATUS_MAX_AGE_S) -> Mapping[str, str]:
         """Returns the models with a deployment that takes no requests, each with the first such deployment."""
         now_s = time.monotonic()
-        if self._reasons or now_s - self._lost_s < STATUS_MAX_AGE_S:
+        if self._reasons or self._bare or now_s - self._lost_s < STATUS_MAX_AGE_S:
             max_age_s = min(max_age_s, POLL_S)
         if now_s - self._asked_s >= max_age_s and self._asking is None:
             self._asking = asyncio.create_task(self._ask())

@@ -26,6 +26,7 @@ from deployments.api.answers import (
 from deployments.api.context import ApiContext, waited_s
 from deployments.api.errors import from_failure
 from deployments.api.guards.hosts import base_url
+from deployments.api.idempotency import REPLAYED
 from deployments.api.measures import ETA_HEADER, Indexed, eta_header, measures, noted
 from deployments.api.streams import Event, start_stream, until_disconnect
 from deployments.asyncio_tools import merge
@@ -33,6 +34,18 @@ from deployments.requests.bodies import ImageBody
 from deployments.requests.images import ImageRequest, image_request
 from deployments.studio.interface import Media, Preview, Progress, Queued, Studio, StudioEvent
 from pipelines.pictures import NO_PICTURES, InputPictures
+
+
+async def draw_once(
+    context: ApiContext, request: Request, body: ImageBody, inputs: InputPictures, idempotency_key: str | None
+) -> Response:
+    """Returns what ``draw`` does, or what it did for the same request before. A stream is drawn anew."""
+    async with context.known.turn(request, None if body.stream else idempotency_key, body) as turn:
+        if turn.answer is not None:
+            return Response(turn.answer, media_type="application/json", headers=dict(REPLAYED))
+        response = await draw(context, request, body, inputs)
+        await context.known.keep(turn, bytes(response.body) if turn.file is not None else b"")
+        return response
 
 
 async def draw(context: ApiContext, request: Request, body: ImageBody, inputs: InputPictures = NO_PICTURES) -> Response:

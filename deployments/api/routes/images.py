@@ -19,14 +19,15 @@ from deployments.api.documents import (
     image_answers,
 )
 from deployments.api.errors import ApiError
+from deployments.api.idempotency import IdempotencyKey
 from deployments.api.partial import RangedFile
 from deployments.api.reading.body import FORMS, JSON, read_json
 from deployments.api.reading.uploads import read_upload
-from deployments.api.routes.drawing import draw
+from deployments.api.routes.drawing import draw_once
 from deployments.requests.bodies import EditBody, ImageBody
 from deployments.requests.errors import RequestError, shown
 
-ERRORS = (400, 401, 403, 404, 408, 413, 415, 429, 502, 503, 507)
+ERRORS = (400, 401, 403, 404, 408, 409, 413, 415, 429, 502, 503, 507)
 
 
 def image_routes(context: ApiContext) -> APIRouter:
@@ -38,10 +39,10 @@ def image_routes(context: ApiContext) -> APIRouter:
         responses=image_answers(*IMAGE_EVENTS) | error_documents(*ERRORS, has_work=True),
         openapi_extra=body_document(ImageBody),
     )
-    async def generate_images(request: Request) -> Response:
+    async def generate_images(request: Request, idempotency_key: IdempotencyKey = None) -> Response:
         """Draw pictures. With ``stream``, the answer is server-sent events instead of one JSON object."""
         body = await read_json(request, ImageBody)
-        return await draw(context, request, body, await context.unpacked(body, "image"))
+        return await draw_once(context, request, body, await context.unpacked(body, "image"), idempotency_key)
 
     @router.post(
         "/v1/images/edits",
@@ -49,12 +50,12 @@ def image_routes(context: ApiContext) -> APIRouter:
         responses=image_answers(*EDIT_EVENTS) | error_documents(*ERRORS, has_work=True),
         openapi_extra=body_document(EditBody, JSON, *FORMS),
     )
-    async def edit_images(request: Request) -> Response:
+    async def edit_images(request: Request, idempotency_key: IdempotencyKey = None) -> Response:
         """Change pictures that come along, or draw after them. Models say in their defaults what they take."""
         body, inputs = await read_upload(context, request, EditBody, "image")
         if not inputs.pictures:
             raise RequestError("image is required: the picture to change", "image", code="missing_field")
-        return await draw(context, request, body, inputs)
+        return await draw_once(context, request, body, inputs, idempotency_key)
 
     @router.get(
         "/v1/files/{name}",

@@ -26,6 +26,7 @@ from deployments.api.documents import (
     video_answers,
 )
 from deployments.api.errors import GPU_HEADER, ApiError, from_failure, retry_after
+from deployments.api.idempotency import IdempotencyKey
 from deployments.api.measures import eta_header, gpu_header, measures
 from deployments.api.partial import RangedFile, is_head
 from deployments.api.reading.body import FORMS, JSON
@@ -39,10 +40,11 @@ from deployments.clips.records import FILE_GONE, ClipRecord
 from deployments.requests.bodies import ContentQuery, PageQuery, VideoBody
 from deployments.requests.clips import ClipRequest, clip_request
 from deployments.requests.errors import shown
+from pipelines.pictures import InputPictures
 
 VIDEO_ID = re.compile(r"video_[0-9a-f]{32}")
 STATUS_OF_FAILURES = {"invalid_value": 400, "too_late": 429, "gang_broken": 502, "storage_full": 507}
-MAKING = (400, 401, 403, 404, 408, 413, 415, 429, 502, 503, 507)
+MAKING = (400, 401, 403, 404, 408, 409, 413, 415, 429, 502, 503, 507)
 """Errors of what makes clips."""
 POLL_MS = 500
 """What clients that poll are told to wait between two looks."""
@@ -56,10 +58,10 @@ def video_routes(context: ApiContext) -> APIRouter:
         responses=video_answers() | error_documents(*MAKING, has_work=True),
         openapi_extra=body_document(VideoBody, JSON, *FORMS),
     )
-    async def create_video(request: Request, response: Response) -> Video:
+    async def create_video(request: Request, response: Response, idempotency_key: IdempotencyKey = None) -> Video:
         """Queue a clip. Its record is on disk before the answer, and survives a restart. One with ``deadline_s`` begins
         at once, or is refused."""
-        clip = await submit_clip(context, request)
+        clip = await submit_clip(context, request, idempotency_key)
         response.headers.update(told_of(clip))
         return Video.of(clip)
 
@@ -69,9 +71,9 @@ def video_routes(context: ApiContext) -> APIRouter:
         responses=sync_answers() | error_documents(*MAKING, has_work=True),
         openapi_extra=body_document(VideoBody, JSON, *FORMS),
     )
-    async def create_video_sync(request: Request) -> Response:
+    async def create_video_sync(request: Request, idempotency_key: IdempotencyKey = None) -> Response:
         """Make a clip and answer with its MP4, once it is there. Closing the connection deletes it; beyond OpenAI."""
-        clip = await submit_clip(context, request, is_awaited=True)
+        clip = await submit_clip(context, request, idempotency_key, is_awaited=True)
         try:
             end = await until_disconnect(request.receive, wait_for_end(context, request, clip.id))
         except (ClientGoneError, asyncio.CancelledError):
@@ -139,12 +141,23 @@ def video_routes(context: ApiContext) -> APIRouter:
     return router
 
 
-async def submit_clip(context: ApiContext, request: Request, *, is_awaited: bool = False) -> ClipRecord:
-    """Returns the record of the clip that the body asks for, queued; where it is awaited, or has a deadline, begun.
-
-    Then what its gang does not take is refused as a picture is.
-    """
+async def submit_clip(
+    context: ApiContext, request: Request, idempotency_key: str | None, *, is_awaited: bool = False
+) -> ClipRecord:
+    """Returns the record of the clip that the body asks for, or asked for before, if that is still there."""
     body, inputs = await read_upload(context, request, VideoBody, "video")
+    async with context.known.turn(request, idempotency_key, body) as turn:
+        clip = None if turn.answer is None else await context.clips.get(turn.answer.decode())
+        if clip is None:
+            clip = await new_clip(context, request, body, inputs, is_awaited=is_awaited)
+            await context.known.keep(turn, clip.id.encode())
+        return clip
+
+
+async def new_clip(
+    context: ApiContext, request: Request, body: VideoBody, inputs: InputPictures, *, is_awaited: bool
+) -> ClipRecord:
+    """Returns the record of a new clip, queued; where it is awaited, or has a deadline, begun, or refused by gangs."""
     num_previews = context.settings.num_clip_previews
     clip = clip_request(body, context.studio.cards(), request.state.request_id, num_previews, inputs)
     await context.check_ready(clip.request.model)

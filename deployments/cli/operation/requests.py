@@ -61,11 +61,12 @@ class Follower:
 
     def new_lines(self) -> Iterator[str]:
         """Yields the lines about requests that have come since the last call."""
-        found: list[tuple[int, int, BinaryIO]] = []
+        found = list[tuple[int, int, BinaryIO]]()
+        log: BinaryIO
         with ExitStack() as stack:
             for file in self._files():
                 with suppress(FileNotFoundError):  # Ray has just put it away
-                    log: BinaryIO = stack.enter_context(file.open("rb"))
+                    log = stack.enter_context(file.open("rb"))
                     stat = os.fstat(log.fileno())
                     found.append((stat.st_mtime_ns, stat.st_ino, log))
             inodes = {inode for _, inode, _ in found}

@@ -63,6 +63,12 @@ def shape_of(request: MediaRequest, encoded: Shapes) -> tuple[Hashable, ...]:
     return request.width, request.height, num_frames, request.true_cfg_scale > 1, encoded, *silence
 
 
+def idle_steps(request: MediaRequest, num_steps: int) -> frozenset[int]:
+    """Returns the steps, counted from 1, that make no forwards."""
+    computed = computed_steps(request.cache, num_steps)
+    return frozenset(step for step, makes_forwards in enumerate(computed, 1) if not makes_forwards)
+
+
 class Denoiser:
     """Thin: the gang does the work. A broken gang fails ``check_health``, and Serve replaces the replica."""
 
@@ -98,17 +104,15 @@ class Denoiser:
         ``exclusive``: beside no other job, as a request runs whose gang broke under it. Decoding will take
         ``decode_s``, as far as that is known: its deadline leaves the steps so much less. ``accepted``: see ``Job``.
         """
-        came_s = time.monotonic()
-        encoding = await encoded[0]
+        came_s, encoding = time.monotonic(), await encoded[0]
         waited_s = time.monotonic() - came_s
         num_steps = self._checkpoint.num_steps(request)
-        computed = computed_steps(request.cache, num_steps)
         job = Job(
             job_id=job_id,
             request=request,
             conditioning=encoded[0],
             num_steps=num_steps,
-            idle_steps=frozenset(step for step, makes_forwards in enumerate(computed, 1) if not makes_forwards),
+            idle_steps=idle_steps(request, num_steps),
             preview_steps=frozenset(request.preview_steps),
             shape=shape_of(request, encoding.shapes),
             estimates_s=estimates_s_of(request, encoding.shapes, self._gang.estimates),

@@ -11,8 +11,7 @@ import pytest
 from ray.exceptions import ActorDiedError, ReferenceCountingAssertionError
 
 from deployments.stages.pictures import SentPicture, SentPictures
-from deployments.studio import flow, retries, run
-from deployments.studio.flow import DeployedStudio, QueueLimits
+from deployments.studio.flow import DeployedStudio
 from deployments.studio.interface import (
     Media,
     ModelUnavailableError,
@@ -22,7 +21,7 @@ from deployments.studio.interface import (
     StudioEvent,
 )
 from deployments.studio.readiness import Readiness
-from deployments.studio.retries import HELD_S, MAX_LOSSES, RECOVERY_DEADLINE_S
+from deployments.studio.retries import MAX_LOSSES, RECOVERY_DEADLINE_S
 from engines.gang.errors import DEADLINE, GangBrokenError, QueueFullError, TooLateError
 from engines.gang.jobs.job import JobDone, JobQueued, PreviewReady, StepDone
 from pipelines.pictures import InputPicture, InputPictures
@@ -35,40 +34,10 @@ STEP = StepDone(job_id="j", step=1, num_steps=1, step_ms=1.0, num_ranks=2)
 DONE = JobDone(job_id="j", latents="latents", queue_s=0.0, denoise_s=1.0, was_warm=True)  # type: ignore[arg-type]
 BROKEN = GangBrokenError("rank 1 died", "death", in_flight=True)
 WAITED_BESIDE = GangBrokenError("rank 1 died", "death", in_flight=False)
-FULL = QueueFullError(4, 1.0)
 LOST = ReferenceCountingAssertionError("00ff", None, "")
 DIED = ActorDiedError()
+pytestmark = pytest.mark.usefixtures("no_metrics")
 FIRST, SECOND = (PreviewReady(job_id="j", step=step, latents=f"latents {step}") for step in (1, 2))  # type: ignore[arg-type]
-
-
-@pytest.fixture(autouse=True)
-def no_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flow, "RETRY_PAUSE_S", 0.0)
-    monkeypatch.setattr(retries, "observe_failure", lambda *_: None)
-    monkeypatch.setattr(run, "observe_stage", lambda *_: None)
-
-
-@pytest.fixture
-def events_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Runs a request through ``Stages``, by their clock; all that comes."""
-
-    async def run_all(stages: Stages, **fields: Any) -> list[StudioEvent]:
-        stages.set_clock_of(retries, run, patch=monkeypatch)
-        request = replace(PICTURES.request(model="m", prompt="a red circle"), **fields)
-        async with asyncio.timeout(PATIENCE_S):
-            return [event async for event in studio_of(stages).perform(request, Output(format="png"))]
-
-    return run_all
-
-
-@pytest.fixture
-def perform(events_of: Callable[..., Any]) -> Callable[[Stages], Any]:
-    """What comes at the end."""
-
-    async def run_to_end(stages: Stages) -> Any:
-        return (await events_of(stages))[-1]
-
-    return run_to_end
 
 
 def studio_of(stages: Stages, **patience_s: float) -> DeployedStudio:
@@ -159,65 +128,6 @@ async def test_a_full_queue_is_told_at_once(perform: Callable[[Stages], Any]) ->
     with pytest.raises(QueueFullError):
         await perform(stages)
     assert stages.num_attempts == 1
-
-
-async def test_a_request_that_was_kept_waiting_for_a_replica_is_refused_by_none(
-    perform: Callable[[Stages], Any],
-) -> None:
-    """It came before anybody knew that the gang is lost, and the next one has as many as it takes."""
-    stages = Stages([FULL], [STEP, DONE])
-    stages.taken_after_s = HELD_S + 0.1
-    assert isinstance(await perform(stages), Media)
-    assert [args[5] for args in stages.all_sent["denoise"]] == [False, True]
-
-
-async def test_what_lost_its_gang_is_refused_by_none(perform: Callable[[Stages], Any]) -> None:
-    stages = Stages([STEP, BROKEN], [STEP, DONE])
-    assert isinstance(await perform(stages), Media)
-    assert [args[5] for args in stages.all_sent["denoise"]] == [False, True]
-
-
-class Rebuilt(Readiness):
-    """The gang of each model is lost, and will be there in 30 s."""
-
-    def is_bare(self, model: str) -> bool:
-        return True
-
-    def is_rebuilt(self, model: str) -> bool:
-        return True
-
-    def retry_after_s(self, model: str) -> float:
-        return 30.0
-
-
-def rebuilt(stages: Stages, **limits: Any) -> DeployedStudio:
-    asked = {"m": QueueLimits(**limits)}
-    return DeployedStudio({}, {"m": stages}, Rebuilt({"m": ()}), limits=asked)  # type: ignore[dict-item]
-
-
-async def test_what_waits_for_a_gang_counts_before_it_is_accepted() -> None:
-    """Two may wait: the third is told at once, and when to come, and the others are taken for certain."""
-    comes = asyncio.Event()
-    stages = Stages([comes, STEP, DONE])
-    studio, request = rebuilt(stages, max_jobs=2), PICTURES.request(model="m", prompt="a red circle")
-
-    async def end() -> StudioEvent:
-        return [event async for event in studio.perform(request, Output(format="png"))][-1]
-
-    waiting = [asyncio.create_task(end()) for _ in range(2)]
-    await asyncio.sleep(0)
-    with pytest.raises(QueueFullError, match="2 jobs are waiting already; try again in about 30 s"):
-        await end()
-    comes.set()
-    async with asyncio.timeout(PATIENCE_S):
-        ends = await asyncio.gather(*waiting)
-        assert [type(one) for one in (*ends, await end())] == [Media] * 3
-    assert [args[5] for args in stages.all_sent["denoise"]] == [True] * 3
-
-
-@pytest.mark.parametrize(("max_wait_s", "may"), [(None, True), (30.0, True), (29.0, False)])
-def test_requests_wait_for_a_gang_as_long_as_they_may(max_wait_s: float | None, may: bool) -> None:
-    assert rebuilt(Stages([DONE]), max_wait_s=max_wait_s).may_wait_for("m") == may
 
 
 async def test_lost_objects_are_no_broken_gangs(perform: Callable[[Stages], Any]) -> None:

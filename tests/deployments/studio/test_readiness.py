@@ -2,75 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
-from ray.exceptions import ActorDiedError
 from ray.serve.schema import DeploymentStatusOverview
 
-from deployments.names import STAGES, deployment_name
 from deployments.studio import readiness
 from deployments.studio.interface import STATUS_MAX_AGE_S
-from deployments.studio.readiness import POLL_S, RETRY_AFTER_S, Readiness, takes_requests
+from deployments.studio.readiness import POLL_S, Readiness, takes_requests
+from tests.deployments.studio.support.controller import MODELS, Clock, Controller, settled
 from tests.support.patience import PATIENCE_S
-
-MODELS = {"m": tuple(deployment_name(stage, "m") for stage in STAGES)}
-
-
-class Controller:
-    """Answers for one model; counts how often it was asked."""
-
-    def __init__(self) -> None:
-        self.num_asked, self.is_running = 0, True
-        self.deployment_status, self.trigger = "UPDATING", "UNSPECIFIED"
-        self.fault: str | None = None
-        self.may_answer = threading.Event()
-
-    def status(self) -> Any:
-        self.num_asked += 1
-        if self.fault == "raises":
-            raise ActorDiedError
-        if self.fault == "hangs":
-            self.may_answer.wait(PATIENCE_S)
-        if self.fault == "is nowhere":
-            return None
-        state = {"RUNNING": 1} if self.is_running else {"STARTING": 1}
-        overview = SimpleNamespace(replica_states=state, status=self.deployment_status, status_trigger=self.trigger)
-        deployments = dict.fromkeys(MODELS["m"], overview)
-        return SimpleNamespace(deployments=deployments)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def monotonic(self) -> float:
-        return self.now_s
-
-
-@pytest.fixture
-def controller(monkeypatch: pytest.MonkeyPatch) -> Controller:
-    controller = Controller()
-    monkeypatch.setattr(readiness, "application_status", controller.status)
-    return controller
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(readiness, "time", clock)
-    return clock
-
-
-async def settled(models: Readiness) -> dict[str, str]:
-    """The answer once nothing is being asked any more."""
-    await models.not_ready()
-    while models._asking is not None:
-        await asyncio.sleep(0.001)
-    return dict(await models.not_ready())
 
 
 async def test_requests_do_not_ask_while_all_is_well(controller: Controller, clock: Clock) -> None:
@@ -165,72 +104,6 @@ async def test_a_controller_that_does_not_answer_keeps_one_thread_busy(
     controller.may_answer.set()
     monkeypatch.setattr(readiness, "ANSWER_DEADLINE_S", PATIENCE_S)
     assert await settled(models) == {}
-
-
-async def test_how_long_a_model_was_missing_says_when_it_may_be_back(controller: Controller, clock: Clock) -> None:
-    controller.is_running = False
-    models = Readiness(MODELS)
-    assert list(await models.not_ready()) == ["m"]
-    assert models.retry_after_s("m") == RETRY_AFTER_S, "nobody knows"
-    clock.now_s += 40.0
-    controller.is_running = True
-    assert await settled(models) == {}
-    controller.is_running = False
-    models.gang_lost()
-    assert list(await settled(models)) == ["m"]
-    assert models.retry_after_s("m") == 40.0, "as long as the start took"
-    clock.now_s += 30.0
-    assert models.retry_after_s("m") == 10.0
-    clock.now_s += 30.0
-    assert models.retry_after_s("m") == 20.0, "as long again as it is late: nobody may come too early all the time"
-
-
-async def test_of_a_first_start_nobody_is_told_to_come_all_the_time(controller: Controller, clock: Clock) -> None:
-    controller.is_running = False
-    models = Readiness(MODELS)
-    told_s = []
-    for _ in range(30):
-        assert list(await models.not_ready()) == ["m"]
-        told_s.append(models.retry_after_s("m"))
-        clock.now_s += 2.0
-    assert told_s == [max(RETRY_AFTER_S, 2.0 * number) for number in range(30)]
-
-
-async def test_a_replica_that_was_there_before_tells_nothing_of_starts(controller: Controller, clock: Clock) -> None:
-    """As a new ingress finds it, beside a gang that runs."""
-    models = Readiness(MODELS)
-    assert await settled(models) == {}
-    controller.is_running = False
-    models.gang_lost()
-    assert list(await settled(models)) == ["m"]
-    clock.now_s += 30.0
-    assert models.retry_after_s("m") == 30.0
-
-
-@pytest.mark.parametrize(
-    ("status", "trigger", "is_rebuilt"),
-    [
-        ("HEALTHY", "UNSPECIFIED", True),
-        ("UNHEALTHY", "HEALTH_CHECK_FAILED", True),
-        ("UNHEALTHY", "REPLICA_STARTUP_FAILED", False),
-        ("DEPLOY_FAILED", "REPLICA_STARTUP_FAILED", False),
-    ],
-)
-async def test_what_was_ready_is_rebuilt_unless_its_start_fails(
-    controller: Controller, clock: Clock, status: str, trigger: str, is_rebuilt: bool
-) -> None:
-    controller.is_running, controller.deployment_status, controller.trigger = False, status, trigger
-    models = Readiness(MODELS)
-    assert list(await settled(models)) == ["m"]
-    assert (models.is_rebuilt("m"), models.is_bare("m")) == (False, True), "it starts for the first time"
-    controller.is_running = True
-    clock.now_s += POLL_S
-    assert await settled(models) == {}
-    assert (models.is_rebuilt("m"), models.is_bare("m")) == (False, False)
-    controller.is_running = False
-    models.gang_lost()
-    assert list(await settled(models)) == ["m"]
-    assert (models.is_rebuilt("m"), models.is_bare("m")) == (is_rebuilt, True)
 
 
 @pytest.mark.parametrize(

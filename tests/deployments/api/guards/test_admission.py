@@ -212,3 +212,11 @@ def test_serve_lets_more_in_than_are_worked_on() -> None:
     assert api().max_ongoing_requests > api().max_open_requests > api().max_watchers > NUM_WATCHERS
     with pytest.raises(ValueError, match="max_ongoing_requests is 256; it must be above max_open_requests"):
         api(max_ongoing_requests=256)
+
+
+async def test_requests_wait_for_a_gang_that_is_rebuilt(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+    studio.reasons["fake-pictures"] = "no running replica"
+    assert (await client.post(IMAGES, json={"prompt": "a"})).status_code == 503
+    studio.rebuilt = frozenset({"fake-pictures"})
+    assert (await client.post(IMAGES, json={"prompt": "a"})).status_code == 200
+    assert (await client.get("/health")).status_code == 503, "which tells what there is"
