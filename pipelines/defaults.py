@@ -26,6 +26,8 @@ class Defaults:
     With ``describes_pictures`` a prompt may be empty: the model makes its own from the picture.
     A picture is taken apart into ``num_layers`` with opacity, at most ``max_layers`` (0: it is opaque and whole).
     Clips of models that ``make_sound`` have one, unless the request wants none.
+    ``guidance_offset`` is what clients' ``guidance_scale`` lacks to be a ``true_cfg_scale``: 1 where diffusers and the
+    model's page count guidance from the prompt's own prediction, of which 0 is none.
     ``max_tokens`` of a prompt reach the model (0: as its pipeline says). Sides are ``min_side`` pixels at least.
     Clips are made in chunks of ``frames_per_chunk`` (0: as a whole), with all steps for each, and ``first_chunk_steps``
     times as many for the first.
@@ -42,6 +44,7 @@ class Defaults:
     num_inference_steps: int
     guidance_scale: float
     true_cfg_scale: float
+    guidance_offset: float = 0.0
     size_multiple: int
     frame_multiple: int
     max_pixels: int

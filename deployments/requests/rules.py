@@ -157,23 +157,24 @@ def choose_scales(body: MediaBody, card: ModelCard) -> tuple[float, float]:
 
     Among clients both are known as ``guidance_scale``: a model has one of them, or none.
     """
-    defaults, scale = card.defaults, body.guidance_scale
+    defaults, scale, offset = card.defaults, body.guidance_scale, card.defaults.guidance_offset
     true_cfg_scale = defaults.true_cfg_scale if body.true_cfg_scale is None else body.true_cfg_scale
     if scale is None:
         return defaults.guidance_scale, true_cfg_scale
     if defaults.guidance_scale:
         return scale, true_cfg_scale
     if body.true_cfg_scale is None and defaults.true_cfg_scale > 1:
-        return 0.0, max(1.0, scale)  # up to 1 it is off, as in diffusers
+        return 0.0, max(1.0, scale + offset)  # up to 1 it is off, as in diffusers
     # 0 beside a true scale says that there is no distilled one.
-    if scale > 1 and scale != body.true_cfg_scale:
+    if scale + offset > 1 and scale + offset != body.true_cfg_scale:
         raise RequestError(_useless_scale(scale, body.true_cfg_scale, card), "guidance_scale")
     return 0.0, true_cfg_scale
 
 
 def _useless_scale(scale: float, true_cfg_scale: float | None, card: ModelCard) -> str:
     if true_cfg_scale is None:
-        return f"guidance_scale is {scale:g}, but {card.name} was made to need none; leave it out, or set it to 1"
+        none = 1 - card.defaults.guidance_offset
+        return f"guidance_scale is {scale:g}, but {card.name} was made to need none; leave it out, or set it to {none:g}"
     return (
         f"guidance_scale is {scale:g} and true_cfg_scale {true_cfg_scale:g}; {card.name} has one guidance, which both "
         "name: give one of them"

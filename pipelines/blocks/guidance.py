@@ -17,13 +17,21 @@ def guiders_of(pipeline: Any) -> tuple[str, ...]:
 
 
 def set_scale(pipeline: Any, scale: float) -> None:
-    """Gives ``pipeline`` guiders of its own, of this scale; at 1 they ask for one branch. Sound keeps its own scale."""
+    """Gives ``pipeline`` guiders of its own, of this scale; at 1 they ask for one branch. Sound keeps its own scale.
+
+    A guider that counts from the prompt's own prediction takes one less for the same picture.
+    """
     for name in guiders_of(pipeline):
         guider = copy.copy(getattr(pipeline, name))
         if name != SOUND_GUIDER:
-            guider.guidance_scale = scale
+            guider.guidance_scale = scale - counts_from_prompt(guider)
         guider.enable() if scale > 1 else guider.disable()
         setattr(pipeline, name, guider)
+
+
+def counts_from_prompt(guider: Any) -> bool:
+    """Whether its scale is added to the prompt's own prediction, and not to that of the negative one."""
+    return bool(getattr(guider, "use_original_formulation", False))
 
 
 def guided(predictions: tuple[Tensor, ...], scale: float) -> Tensor:

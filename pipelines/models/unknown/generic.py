@@ -157,7 +157,7 @@ def defaults(path: Path) -> Defaults:
         fps=int(_first(inputs.get("fps"), inputs.get("frame_rate"), FPS)) if is_video else 0,
         num_inference_steps=int(_first(inputs.get("num_inference_steps"), NUM_STEPS)),
         guidance_scale=float(_first(inputs.get("guidance_scale"), 0.0)),
-        true_cfg_scale=float(getattr(guider, "guidance_scale", 1.0)) if guider is not None and guider._enabled else 1.0,
+        **_guidance(guider),
         size_multiple=_size_multiple(pipeline, path),
         frame_multiple=temporal,
         max_pixels=max(2048 * 2048 if not is_video else 1280 * 720, width * height),
@@ -170,6 +170,15 @@ def defaults(path: Path) -> Defaults:
         rounds_steps_down=part_class(path, U_NET) is not None,
         max_tokens=int(_first(inputs.get("max_sequence_length"), 0)),
     )
+
+
+def _guidance(guider: Any) -> dict[str, Any]:
+    from pipelines.blocks.guidance import counts_from_prompt
+
+    if guider is None or not guider._enabled:
+        return {"true_cfg_scale": 1.0}
+    offset = float(counts_from_prompt(guider))
+    return {"true_cfg_scale": float(getattr(guider, "guidance_scale", 1.0)) + offset, "guidance_offset": offset}
 
 
 def _size(pipeline: Any, inputs: Mapping[str, Any], usual: tuple[int, int]) -> tuple[int, int]:

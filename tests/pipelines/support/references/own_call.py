@@ -36,7 +36,8 @@ def own_state(folder: Path, request: MediaRequest, *, change: Change = as_it_is,
     known = {spec.name: spec.default for spec in pipeline.blocks.inputs}
     for name in ("guider", "guider_2"):
         if (guider := getattr(pipeline, name, None)) is not None:
-            scaled = guider.new(guidance_scale=request.true_cfg_scale, enabled=request.true_cfg_scale > 1)
+            scale = request.true_cfg_scale - guider.use_original_formulation
+            scaled = guider.new(guidance_scale=scale, enabled=request.true_cfg_scale > 1)
             pipeline.update_components(**{name: scaled})
     for block in pipeline.blocks.sub_blocks.values():
         silence(block)
