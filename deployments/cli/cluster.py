@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import ray
@@ -14,6 +14,8 @@ from ray._private.node import Node
 
 from deployments.app import REPLICA_CPUS
 from deployments.cli.ending import interrupts_later
+from deployments.cli.local.prepared import prepared
+from deployments.cli.local.sessions import own_sessions
 from deployments.config import ServeConfig
 from deployments.settings import set_defaults
 
@@ -50,8 +52,9 @@ def local_cluster(config: ServeConfig) -> Iterator[None]:
     set_defaults(SERVE_ENVIRONMENT)
     set_defaults(LOCAL_ENVIRONMENT)
     _log_what_ray_prints()
-    try:
-        with interrupts_later(), only_servers_that_are_asked():
+    with prepared() as temp_dir, ExitStack() as stack:
+        stack.callback(ray.shutdown)
+        with interrupts_later(), only_servers_that_are_asked(), own_sessions():
             ray.init(
                 address="local",  # whatever RAY_ADDRESS says: `serve deploy` is for clusters that run already
                 runtime_env=config.applications[0].runtime_env or None,
@@ -61,10 +64,9 @@ def local_cluster(config: ServeConfig) -> Iterator[None]:
                 configure_logging=True,
                 logging_level=logging.WARNING,
                 _system_config=dict(LOCAL_SYSTEM),
+                _temp_dir=str(temp_dir),
             )
         yield
-    finally:
-        ray.shutdown()
 
 
 @contextmanager

@@ -172,7 +172,6 @@ class Attempt:
         else:
             await self.claims.give_back(self.claim, wait_s=self.settings.retry_s, counts=True)
 
-
     async def _queue_again(self, failure: Exception) -> None:
         """Queue the clip as if it had not been tried, once the database can be written."""
         logger.warning("clip %s waits for the data directory", self.claim.clip.id, exc_info=failure)

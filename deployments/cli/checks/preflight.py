@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from deployments.cli.checks.environment import environment_problems
+from deployments.cli.local.proxies import client_problem
 from deployments.config import ModelConfig, ServeConfig
 from deployments.door.door import listen
-from deployments.settings import Settings
 from deployments.stages.config import ScaledConfig
 from pipelines.checkpoint import Checkpoint
 
@@ -20,7 +21,7 @@ def check(config: ServeConfig) -> None:
 
 def problems(config: ServeConfig) -> Iterator[str]:
     """Yields what is wrong and what to change, a sentence each."""
-    yield from _keys()
+    yield from environment_problems(config)
     for model in config.app.models:
         yield from _model(model)
     yield from _gpus(config)
@@ -46,13 +47,6 @@ def num_gpus_needed(config: ServeConfig) -> int:
 
 def _num_at_start(scaled: ScaledConfig) -> int:
     return scaled.num_replicas if scaled.autoscaling is None else scaled.autoscaling.min_replicas
-
-
-def _keys() -> Iterator[str]:
-    try:
-        Settings().key_ring()
-    except (OSError, ValueError) as error:
-        yield f"the API keys cannot be read: {error}"
 
 
 def _ports(config: ServeConfig) -> Iterator[str]:
@@ -84,6 +78,10 @@ def _model(model: ModelConfig) -> Iterator[str]:
         model.denoiser.check_engine(model.dtype, eager_only=eager_only)
     except (OSError, ValueError) as error:
         yield f"the model {model.name}: {error}"
+    except Exception:  # as of httpx, which makes no client where it cannot read the environment
+        if (problem := client_problem()) is None:
+            raise
+        yield f"the model {model.name} cannot be fetched: {problem}"
 
 
 def _gpus(config: ServeConfig) -> Iterator[str]:
