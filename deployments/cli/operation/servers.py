@@ -11,7 +11,7 @@ from typing import TextIO
 from urllib.parse import urlsplit
 
 from deployments.cli.progress import console
-from deployments.places import make_private
+from deployments.places import make_private, make_private_file
 from deployments.settings import Settings
 
 
@@ -42,6 +42,7 @@ def announce(url: str, metrics_url: str = "") -> None:
     file = file_of(url)
     try:
         make_private(file.parent)
+        make_private_file(file)
         record = file.open("a+")
     except OSError as error:
         console.print(f"Other commands will not find this server: {error}", soft_wrap=True)
