@@ -28,7 +28,7 @@ class Settings(BaseSettings):
     api_keys: SecretStr = SecretStr("")
     api_keys_file: Path | None = None
     api_key: SecretStr = SecretStr("")
-    data_dir: Path = Field(default_factory=lambda: Path.home() / ".local" / "share" / "troupe")
+    data_dir: Path = Field(default_factory=lambda: _home() / ".local" / "share" / "troupe")
     database_url: str = ""
 
     def key_ring(self) -> KeyRing:
@@ -49,6 +49,13 @@ class Settings(BaseSettings):
         return keys[0]
 
 
+def _home() -> Path:
+    try:
+        return Path.home()
+    except RuntimeError:
+        raise ValueError("this user has no home folder: set TROUPE_DATA_DIR, for clips and pictures") from None
+
+
 ON_ONE_MACHINE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Read when Ray is imported. Its name tells where Ray sets it by itself: its processes listen on 127.0.0.1 alone."""
 
@@ -65,6 +72,7 @@ def process_environment() -> dict[str, str]:
 
 
 @contextmanager
+<<<<<<< HEAD
 def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
     """Set ``variables`` inside the block, for this process and all that it starts."""
     before = {name: os.environ.get(name) for name in variables}
@@ -77,6 +85,24 @@ def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+=======
+def variables_set(variables: Mapping[str, str | None]) -> Iterator[None]:
+    """Sets ``variables`` inside the block (None unsets one), for this process and all that it starts."""
+    before = {name: os.environ.get(name) for name in variables}
+    try:
+        _set(variables)
+        yield
+    finally:
+        _set(before)
+
+
+def _set(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+>>>>>>> h-env
 
 
 @contextmanager

@@ -122,7 +122,7 @@ def serving(config: ServeConfig, data_dir: Path | None = None, keys: Sequence[st
             url = f"http://127.0.0.1:{port}"
             wait_ready(url, process, folder / "log")
             ready_s = time.perf_counter() - started_s
-            (session,) = (folder / "ray").glob("session_2*")
+            (session,) = folder.glob("tr_*/r/session_2*")
             server = psutil.Process(process.pid)
             yield Application(url=url, ready_s=ready_s, process=server, logs=session / "logs", data_dir=data_dir)
         except BaseException:
@@ -150,7 +150,7 @@ def _exit_on_sigterm() -> Iterator[None]:
 def errors(folder: Path) -> Iterator[str]:
     """The end of the server's output, and the errors that its processes logged; all of it goes with the server."""
     yield (folder / "log").read_text(errors="replace")[-4000:]
-    for file in (folder / "ray").glob("session_2*/logs/**/*.err"):
+    for file in folder.glob("tr_*/r/session_2*/logs/**/*.err"):
         with suppress(FileNotFoundError):
             lines = file.read_text(errors="replace").splitlines()
             yield from (line[:4000] for line in lines if '"level": "error"' in line or "Traceback" in line)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deployments.clips.storage import data_folder
+from deployments.places import PRIVATE_FILE, make_private
 from engines.core.storage.files import write_atomically
 
 NAME = re.compile(r"[0-9a-f]{32}\.(png|jpeg|webp)")
@@ -22,9 +23,14 @@ OWN = re.compile(rf"{NAME.pattern}|\.{NAME.pattern}\.[0-9a-f]{{8}}")
 class FileShelf:
     """Files in ``folder``, gone ``lifetime_s`` after they were written, the oldest first if above ``max_bytes``.
 
-    Names hold 128 random bits: who knows one may read the file, as with the signed URLs of OpenAI, but for holders of
-    other keys than that it was made with. What was made with a key lies in a folder of that key's. What fails there is
-    a StorageFullError or StorageLostError, never an OSError.
+        Names hold 128 random bits: who knows one may read the file, as with the signed URLs of OpenAI, but for holders of
+    <<<<<<< HEAD
+        other keys than that it was made with. What was made with a key lies in a folder of that key's. What fails there is
+        a StorageFullError or StorageLostError, never an OSError.
+    =======
+        other keys than that it was made with. What was made with a key lies in a folder of that key's. What fails
+        there is a StorageFullError or StorageLostError, never an OSError.
+    >>>>>>> h-env
     """
 
     folder: Path
@@ -35,8 +41,9 @@ class FileShelf:
         """Stores ``data``, for the holder of a key, and returns the name under which it can be found."""
         name = f"{secrets.token_hex(16)}.{suffix}"
         with data_folder(self.folder):
+            make_private(self.folder)
             self.sweep(len(data))
-            write_atomically(self.folder / key_hash / name, data)
+            write_atomically(self.folder / key_hash / name, data, mode=PRIVATE_FILE)
         return name
 
     def find(self, name: str, key_hash: str | None = None) -> Path | None:

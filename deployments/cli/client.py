@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from deployments.cli.local.proxies import http_client
 from deployments.studio.interface import Progress
 
 POLL_S = 0.2
@@ -50,11 +51,15 @@ def kinds_of(model: Mapping[str, Any]) -> Sequence[str]:
 
 
 class Client:
-    """Talks to one Troupe server, whose ``url`` may end in /v1 or not. Use as a context manager."""
+    """Talks to one Troupe server, whose ``url`` may end in /v1 or not. Use as a context manager.
+
+    ValueError names a proxy of the environment that cannot be used.
+    """
 
     def __init__(self, url: str, api_key: str = "") -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http = httpx.Client(base_url=root_of(url), headers=headers, timeout=REQUEST_TIMEOUT_S)
+        root = root_of(url)
+        self._http = http_client(root, base_url=root, headers=headers, timeout=REQUEST_TIMEOUT_S)
 
     def __enter__(self) -> Client:
         return self

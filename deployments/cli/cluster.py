@@ -5,7 +5,11 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping
+<<<<<<< HEAD
 from contextlib import contextmanager, nullcontext
+=======
+from contextlib import ExitStack, contextmanager
+>>>>>>> h-env
 from typing import Any
 
 import ray
@@ -14,6 +18,8 @@ from ray._private.node import Node
 
 from deployments.app import REPLICA_CPUS
 from deployments.cli.ending import interrupts_later
+from deployments.cli.local.prepared import prepared
+from deployments.cli.local.sessions import own_sessions
 from deployments.config import ServeConfig
 from deployments.forked_workers import forking_cluster
 from deployments.settings import set_defaults
@@ -53,9 +59,15 @@ def local_cluster(config: ServeConfig) -> Iterator[None]:
     set_defaults(SERVE_ENVIRONMENT)
     set_defaults(LOCAL_ENVIRONMENT)
     _log_what_ray_prints()
+<<<<<<< HEAD
     forking = forking_cluster() if config.app.fork_workers else nullcontext()
     with forking, _ended():
         with interrupts_later(), only_servers_that_are_asked():
+=======
+    with prepared() as temp_dir, ExitStack() as stack:
+        stack.callback(ray.shutdown)
+        with interrupts_later(), only_servers_that_are_asked(), own_sessions():
+>>>>>>> h-env
             ray.init(
                 address="local",  # whatever RAY_ADDRESS says: `serve deploy` is for clusters that run already
                 runtime_env=config.applications[0].runtime_env or None,
@@ -65,8 +77,10 @@ def local_cluster(config: ServeConfig) -> Iterator[None]:
                 configure_logging=True,
                 logging_level=logging.WARNING,
                 _system_config=dict(LOCAL_SYSTEM),
+                _temp_dir=str(temp_dir),
             )
         yield
+<<<<<<< HEAD
 
 
 @contextmanager
@@ -75,6 +89,8 @@ def _ended() -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+=======
+>>>>>>> h-env
 
 
 @contextmanager

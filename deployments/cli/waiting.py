@@ -9,6 +9,7 @@ import httpx
 from ray.serve.schema import ApplicationStatus
 
 from deployments.cli.client import PASSING
+from deployments.cli.local.proxies import http_client
 from deployments.serve_status import application_status
 
 SERVE_POLL_S = 1.0
@@ -20,7 +21,7 @@ HEALTH_POLL_S = 0.5
 def wait_ready(url: str, on_wait: Callable[[str], None], deadline_s: float) -> None:
     """Polls ``GET /health`` until it answers 200. TimeoutError carries the last reason."""
     end_s, reason, asked_serve_s = time.monotonic() + deadline_s, "starting", 0.0
-    with httpx.Client(base_url=url, timeout=5.0) as client:  # making one takes as long as many polls
+    with http_client(url, base_url=url, timeout=5.0) as client:  # making one takes as long as many polls
         while (now_s := time.monotonic()) < end_s:
             reason = _not_ready(client)
             if not reason:

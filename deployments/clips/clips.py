@@ -29,6 +29,7 @@ from deployments.clips.storage import (
     storage_problem,
 )
 from deployments.clips.store import ClipStore, new_clip_id
+from deployments.places import PRIVATE_FILE, close_to_others, make_folder, make_private
 from deployments.studio.interface import Studio
 from engines.gang.errors import QueueFullError
 from pipelines.pictures import NO_PICTURES, InputPictures
@@ -60,8 +61,8 @@ class Clips:
 
     async def start(self) -> None:
         """Opens the database and goes on with what was left unfinished. ValueError for a bad database URL."""
+        await asyncio.to_thread(self._make_folders)
         self._engine = await open_database(self._settings.url)
-        await asyncio.to_thread(self._folders.root.mkdir, parents=True, exist_ok=True)
         self._store = ClipStore(engine=self._engine)
         self._claims = Claims(store=self._store, lease_s=self._settings.lease_s)
         await self._learn()
@@ -76,6 +77,13 @@ class Clips:
             poll_s=limits.poll_s,
         )
         self._tasks = [asyncio.create_task(self._runner.run()), asyncio.create_task(self._sweep())]
+
+    def _make_folders(self) -> None:
+        make_folder(self._settings.data_dir)
+        make_private(self._folders.root)
+        if not self._settings.database_url:
+            for ending in ("", "-wal", "-shm"):
+                close_to_others(Path(f"{self._settings.database_file}{ending}"), PRIVATE_FILE)
 
     async def stop(self) -> None:
         """Stops the clips that are being made; they are queued again, with nothing lost but the steps they had made."""

@@ -13,6 +13,7 @@ from sqlalchemy.schema import CreateColumn
 
 from deployments.clips.records import Base
 from deployments.clips.storage import StorageFullError, StorageLostError, is_full
+from deployments.places import make_private_file
 
 SQLITE_PRAGMAS = ("journal_mode = WAL", "busy_timeout = 30000", "synchronous = FULL")
 """Readers do not wait for the writer, writers wait for each other, and what was committed survives a power cut."""
@@ -29,6 +30,7 @@ async def open_database(url: str) -> AsyncEngine:
     parsed = make_url(url)
     if parsed.get_backend_name() == "sqlite" and parsed.database:
         Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
+        make_private_file(Path(parsed.database))  # SQLite gives its other files the permissions of this one
     engine = create_async_engine(parsed, pool_pre_ping=True)
     if engine.dialect.name == "sqlite":
         event.listen(engine.sync_engine, "connect", _tell_sqlite)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from deployments.clips.storage import StorageLostError, data_folder
+from deployments.places import PRIVATE_FILE
 from engines.core.storage.files import write_atomically
 from pipelines.pictures import InputPicture, InputPictures
 
@@ -34,7 +35,7 @@ class ClipFolders:
 
     def write(self, clip_id: str, variant: Variant, data: bytes) -> None:
         with data_folder(self.root):
-            write_atomically(self.path(clip_id, variant), data)
+            write_atomically(self.path(clip_id, variant), data, mode=PRIVATE_FILE)
 
     def has(self, clip_id: str, variant: Variant) -> bool:
         """Returns whether the file is there. StorageLostError if no clip's is: then it may be there again later."""
@@ -53,7 +54,7 @@ class ClipFolders:
         for name, picture in files.items():
             data = png(picture)
             with data_folder(self.root):
-                write_atomically(self.root / clip_id / name, data)
+                write_atomically(self.root / clip_id / name, data, mode=PRIVATE_FILE)
 
     def read_inputs(self, clip_id: str, num_pictures: int, has_mask: bool) -> InputPictures:
         """Returns what ``write_inputs`` kept. FileNotFoundError without; StorageLostError if no clip's is there."""

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from deployments.checks import check_positive
 
+DATABASE = "jobs.sqlite3"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClipLimits:
@@ -52,4 +54,9 @@ class ClipSettings(ClipLimits):
 
     @property
     def url(self) -> str:
-        return self.database_url or f"sqlite+aiosqlite:///{self.data_dir.resolve() / 'jobs.sqlite3'}"
+        return self.database_url or f"sqlite+aiosqlite:///{self.database_file}"
+
+    @property
+    def database_file(self) -> Path:
+        """Where SQLite keeps the records, unless ``database_url`` says otherwise."""
+        return self.data_dir.resolve() / DATABASE

@@ -27,6 +27,8 @@ BACKLOG = 1024
 ADMIN_TIMEOUT_S, ADMIN_POLL_S = 5.0, 0.05
 END_WITHIN_S = 5.0
 PR_SET_PDEATHSIG = 1
+FOLDER = Path("/tmp")
+"""Where the process has its files, in a folder that is closed to others; short, since sockets are among them."""
 SHORT_LIFE_S = 1.0
 """A process that ends so soon waits as long before it is started again: it may not be able to start at all."""
 
@@ -208,7 +210,7 @@ class Door:
 
 
 def _new_folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="troupe_door_", dir="/tmp"))
+    return Path(tempfile.mkdtemp(prefix="troupe_door_", dir=FOLDER))
 
 
 _LIBC = ctypes.CDLL(None, use_errno=True)

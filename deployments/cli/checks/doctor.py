@@ -38,7 +38,7 @@ class Finding:
 def print_report(config: str | None = None) -> bool:
     """Prints every finding; returns True if nothing that the CPU path needs is missing, and ``config`` can run."""
     own = [] if config is None else _configuration(config)
-    findings = [*_software(), *_bytecode(), *_devices(), *_engines(), *_models(), *own]
+    findings = [*_software(), *_bytecode(), *_devices(), *_engines(), *_models(), *_privacy(), *own]
     table = Table("", "subject", "found")
     for finding in findings:
         mark = {True: Text("yes", "green"), False: Text("no", "red"), None: Text()}[finding.ok]
@@ -178,6 +178,22 @@ def _configuration(name: str) -> list[Finding]:
     if found:
         return [Finding(subject=f"config {name}", detail=problem, ok=False) for problem in found]
     return [Finding(subject=f"config {name}", detail="can run here", ok=True)]
+
+
+def _privacy() -> list[Finding]:
+    """Whether other users of this machine can read what a server keeps."""
+    from deployments.cli.checks.environment import open_to_others
+
+    try:
+        paths = " ".join(map(str, open_to_others()))
+    except ValueError as error:  # there is no home folder
+        return [Finding(subject="privacy", detail=str(error), ok=False)]
+    if paths:
+        detail = (
+            f"other users can read {paths}: the next start closes what is this user's, as does `chmod -R go= {paths}`"
+        )
+        return [Finding(subject="privacy", detail=detail, ok=False)]
+    return [Finding(subject="privacy", detail="other users of this machine can read nothing that is kept", ok=True)]
 
 
 def _models() -> list[Finding]:

@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
+from deployments.cli.checks.environment import environment_problems
+from deployments.cli.local.proxies import client_problem
 from deployments.config import ModelConfig, ServeConfig
 from deployments.door.door import listen
-from deployments.settings import Settings
 from deployments.stages.config import ScaledConfig
 from deployments.stages.slicing import must_slice
 from pipelines.checkpoint import Checkpoint
@@ -24,7 +25,7 @@ def check(config: ServeConfig) -> None:
 
 def problems(config: ServeConfig) -> Iterator[str]:
     """Yields what is wrong and what to change, a sentence each."""
-    yield from _keys()
+    yield from environment_problems(config)
     for model in config.app.models:
         yield from _model(model)
     yield from _gpus(config)
@@ -50,13 +51,6 @@ def num_gpus_needed(config: ServeConfig) -> int:
 
 def _num_at_start(scaled: ScaledConfig) -> int:
     return scaled.num_replicas if scaled.autoscaling is None else scaled.autoscaling.min_replicas
-
-
-def _keys() -> Iterator[str]:
-    try:
-        Settings().key_ring()
-    except (OSError, ValueError) as error:
-        yield f"the API keys cannot be read: {error}"
 
 
 def _ports(config: ServeConfig) -> Iterator[str]:
@@ -86,6 +80,10 @@ def _model(model: ModelConfig) -> Iterator[str]:
             yield f"the model {model.name}: {problem}"
     except (OSError, ValueError) as error:
         yield f"the model {model.name}: {error}"
+    except Exception:  # as of httpx, which makes no client where it cannot read the environment
+        if (problem := client_problem()) is None:
+            raise
+        yield f"the model {model.name} cannot be fetched: {problem}"
 
 
 def _model_problems(model: ModelConfig) -> Iterator[str]:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TextIO
 from urllib.parse import urlsplit
 
+from deployments.cli.progress import console
+from deployments.places import make_private, make_private_file
 from deployments.settings import Settings
 
 
@@ -38,8 +40,13 @@ _own: list[TextIO] = []
 def announce(url: str, metrics_url: str = "") -> None:
     """Lets other commands find this process as the server at ``url``, as long as it runs."""
     file = file_of(url)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    record = file.open("a+")
+    try:
+        make_private(file.parent)
+        make_private_file(file)
+        record = file.open("a+")
+    except OSError as error:
+        console.print(f"Other commands will not find this server: {error}", soft_wrap=True)
+        return
     fcntl.flock(record, fcntl.LOCK_EX)
     record.truncate(0)
     record.write(json.dumps(asdict(Server(pid=os.getpid(), url=url, metrics_url=metrics_url))))

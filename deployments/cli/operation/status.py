@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.table import Table
 
 from deployments.cli.client import Client, kinds_of
+from deployments.cli.local.proxies import http_client
 from deployments.cli.operation.servers import the_server
 from deployments.cli.progress import console
 
@@ -54,7 +55,8 @@ def _counts(metrics_url: str) -> Counts:
     if not metrics_url:
         return {}
     try:
-        page = httpx.get(metrics_url, timeout=TIMEOUT_S)
+        with http_client(metrics_url, timeout=TIMEOUT_S) as http:
+            page = http.get(metrics_url)
     except httpx.RequestError:
         return {}
     return counts_of(page.text) if page.is_success else {}

@@ -29,6 +29,8 @@ from tests.support.ports import own_port
 pytestmark = pytest.mark.ray
 
 KEY = "a-secret"
+PROXIES = {"HTTP_PROXY": "http://127.0.0.1:9", "ALL_PROXY": "socks5://127.0.0.1:9", "no_proxy": "[::1]"}
+"""Nothing listens there, and the last is no address to the client library."""
 METRICS_PORT = own_port("metrics of the server")
 CLIP = {"model": "clips", "prompt": PROMPT, "seed": 3, "num_inference_steps": 60}
 
@@ -42,7 +44,9 @@ def server(clips: Path) -> Iterator[Command]:
     with short_folder() as folder, serve(clips, folder) as server:
         server.wait_for(SERVING)
         yield server
-        assert server.interrupt() == 130
+        assert server.terminate_group() == 143, server.output
+        assert "Traceback" not in server.output
+        assert "GCS" not in server.output
 
 
 @pytest.fixture
@@ -51,9 +55,9 @@ def url(server: Command) -> str:
 
 
 def serve(clips: Path, folder: Path) -> AbstractContextManager[Command]:
-    """``troupe serve``, of clips alone, for those that have the key. Its jobs lie in ``folder``."""
+    """``troupe serve``, of clips alone, for those that have the key, behind a proxy. Its jobs lie in ``folder``."""
     config = config_file(config_of({"clips": clips}, num_ranks=1).with_metrics(METRICS_PORT), folder)
-    return command("serve", config, folder=folder, env={"TROUPE_API_KEYS": KEY})
+    return command("serve", config, folder=folder, env={"TROUPE_API_KEYS": KEY, **PROXIES})
 
 
 def begin_clip(server: Command) -> str:
@@ -79,7 +83,7 @@ def test_a_clip_outlives_a_server_that_is_killed(clips: Path):
     with short_folder() as folder:
         with serve(clips, folder) as first:
             clip_id = begin_clip(first)
-            first.kill_all()
+            first.kill()
         with serve(clips, folder) as second, client_of(second.wait_for(SERVING)) as http:
             undisturbed = str(http.post("/v1/videos", json=CLIP).raise_for_status().json()["id"])
             assert undisturbed != clip_id
@@ -117,6 +121,8 @@ def test_it_is_found_and_looked_at(server: Command, url: str, monkeypatch: pytes
     folder = next(parent for parent in logs.parents if parent.name.startswith("troupe_"))
     monkeypatch.setenv("TROUPE_DATA_DIR", str(folder / "data"))
     monkeypatch.setenv("TROUPE_API_KEY", KEY)
+    for name, value in PROXIES.items():
+        monkeypatch.setenv(name, value)
     row, seen = r"│ clips +│ video +│ 1 +│ 0 +│ 0 +│ ready", list[Result]()
 
     def is_shown() -> bool:
@@ -128,6 +134,16 @@ def test_it_is_found_and_looked_at(server: Command, url: str, monkeypatch: pytes
     assert seen[-1].exit_code == 0, seen[-1].output
     assert f"{url} is ready" in seen[-1].output
     assert "clips" in troupe("clips").output
+
+
+def test_other_users_of_the_machine_see_nothing(server: Command):
+    logs = Path(server.wait_for(r"(?<=Logs of its processes: ).+"))
+    own, folder = logs.parents[2], logs.parents[3]
+    assert (own.parent, own.stat().st_mode & 0o777) == (folder, 0o700)
+    data = folder / "data"
+    assert data.stat().st_mode & 0o777 == 0o700
+    kept = [data / "jobs.sqlite3", *(path for name in ("videos", "servers") for path in (data / name).rglob("*"))]
+    assert {path.stat().st_mode & 0o077 for path in kept} == {0}
 
 
 def test_it_listens_on_this_machine_alone(url: str):

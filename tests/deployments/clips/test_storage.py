@@ -7,8 +7,7 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager, suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from deployments.api.errors import from_failure
 from deployments.clips.clips import Clips
 from deployments.clips.folders import ClipFolders
 from deployments.clips.storage import Orphans, StorageFullError, StorageLostError, storage_problem
-from tests.deployments.clips.support.runs import QUICK, REQUEST, ended, running, started, the
+from tests.deployments.clips.support.runs import REQUEST, ended, running, started
 from tests.deployments.support.fake_studio import FakeStudio, clip
 from tests.support.patience import PATIENCE_S
 
@@ -163,72 +162,6 @@ async def test_a_disk_that_fills_up_under_a_clip(tmp_path: Path, monkeypatch: py
     async with running(FakeStudio(), tmp_path) as clips:
         record = await ended(clips, (await clips.submit(REQUEST, "1")).id)
     assert (record.status, record.error.code, record.attempts) == ("failed", "storage_full", 3)
-
-
-@contextmanager
-def refusing(folder: Path) -> Iterator[None]:
-    """Inside the block the kernel refuses all work in ``folder``, whoever asks: a file has its place."""
-    aside = folder.with_name("aside")
-    folder.rename(aside)
-    folder.touch()
-    yield
-    folder.unlink()
-    aside.rename(folder)
-
-
-async def test_a_folder_that_refuses_files_costs_no_attempt(tmp_path: Path) -> None:
-    """As one that becomes read-only: the clip under way and the one that waits are both made later."""
-    studio = FakeStudio(permits=asyncio.Semaphore(0))
-    async with running(studio, tmp_path, max_concurrent_videos=1) as clips:
-        first, second = [await clips.submit(REQUEST, "1") for _ in range(2)]
-        await started(studio)
-        with refusing(tmp_path / "videos"):
-            assert "cannot be used: Not a directory" in str(await clips.storage_problem())
-            with pytest.raises(StorageLostError):
-                await clips.submit(REQUEST, "1")
-            for _ in range(REQUEST.num_inference_steps * 9):
-                studio.permits.release()
-            async with asyncio.timeout(PATIENCE_S):
-                while (await the(clips, first.id)).status != "queued":
-                    await asyncio.sleep(0.01)
-            await asyncio.sleep(QUICK["retry_s"] + 4 * QUICK["poll_s"])  # time to make another mistake
-            assert [(await the(clips, one.id)).attempts for one in (first, second)] == [0, 0]
-            assert len(studio.performed) == 1, "no step is made for what could not be kept"
-        for one in (first, second):
-            record = await ended(clips, one.id)
-            assert (record.status, record.attempts) == ("completed", 1)
-
-
-async def test_a_read_only_database_costs_no_attempt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """SQLite itself refuses to write, as on a read-only file system."""
-    studio, queries_only = FakeStudio(permits=asyncio.Semaphore(0)), [False]
-    async with running(studio, tmp_path) as clips:
-        engine = clips._store.engine.sync_engine
-        event.listen(
-            engine, "begin", lambda connection: connection.exec_driver_sql(f"PRAGMA query_only = {queries_only[0]:d}")
-        )
-        record = await clips.submit(REQUEST, "1")
-        await started(studio)
-        queries_only[0] = True
-        with pytest.raises(exc.OperationalError, match="readonly database") as raised:
-            await clips.submit(REQUEST, "1")
-        answer = from_failure(raised.value)
-        assert answer is not None
-        assert (answer.status, answer.code) == (503, "storage_unavailable")
-        for _ in range(REQUEST.num_inference_steps * 9):
-            studio.permits.release()
-        async with asyncio.timeout(PATIENCE_S):
-            while "waits for the data directory" not in caplog.text:
-                await asyncio.sleep(0.01)
-        queries_only[0] = False
-        record = await ended(clips, record.id)
-    assert (record.status, record.attempts) == ("completed", 1)
-
-
-def test_a_fault_of_one_file_is_not_the_place_s(tmp_path: Path) -> None:
-    folders = ClipFolders(root=tmp_path)
-    with pytest.raises(OSError, match="File name too long"):
-        folders.write("a" * 300, "video", b"")
 
 
 async def test_a_full_database_refuses_clips_and_lets_others_go(tmp_path: Path) -> None:

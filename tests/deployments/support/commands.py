@@ -99,6 +99,16 @@ class Command:
         """SIGTERM to the command itself, as service managers send it."""
         self._process.terminate()
 
+    def terminate_group(self) -> int:
+        """SIGTERM to all of the command's group, as ``timeout`` and supervisors send it; the exit code at its end."""
+        os.killpg(self._process.pid, signal.SIGTERM)
+        return self.wait()
+
+    def kill(self) -> None:
+        """SIGKILL to the command itself; returns once all that it started has ended as well."""
+        self._process.kill()
+        self.wait()
+
     def kill_all(self) -> None:
         """SIGKILL to every process, until there is none."""
         while left := self.processes():
