@@ -72,20 +72,6 @@ def process_environment() -> dict[str, str]:
 
 
 @contextmanager
-<<<<<<< HEAD
-def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set ``variables`` inside the block, for this process and all that it starts."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-=======
 def variables_set(variables: Mapping[str, str | None]) -> Iterator[None]:
     """Sets ``variables`` inside the block (None unsets one), for this process and all that it starts."""
     before = {name: os.environ.get(name) for name in variables}
@@ -102,7 +88,6 @@ def _set(variables: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
->>>>>>> h-env
 
 
 @contextmanager

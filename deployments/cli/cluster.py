@@ -5,11 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping
-<<<<<<< HEAD
-from contextlib import contextmanager, nullcontext
-=======
 from contextlib import ExitStack, contextmanager
->>>>>>> h-env
 from typing import Any
 
 import ray
@@ -59,15 +55,11 @@ def local_cluster(config: ServeConfig) -> Iterator[None]:
     set_defaults(SERVE_ENVIRONMENT)
     set_defaults(LOCAL_ENVIRONMENT)
     _log_what_ray_prints()
-<<<<<<< HEAD
-    forking = forking_cluster() if config.app.fork_workers else nullcontext()
-    with forking, _ended():
-        with interrupts_later(), only_servers_that_are_asked():
-=======
     with prepared() as temp_dir, ExitStack() as stack:
+        if config.app.fork_workers:
+            stack.enter_context(forking_cluster())
         stack.callback(ray.shutdown)
         with interrupts_later(), only_servers_that_are_asked(), own_sessions():
->>>>>>> h-env
             ray.init(
                 address="local",  # whatever RAY_ADDRESS says: `serve deploy` is for clusters that run already
                 runtime_env=config.applications[0].runtime_env or None,
@@ -80,17 +72,6 @@ def local_cluster(config: ServeConfig) -> Iterator[None]:
                 _temp_dir=str(temp_dir),
             )
         yield
-<<<<<<< HEAD
-
-
-@contextmanager
-def _ended() -> Iterator[None]:
-    try:
-        yield
-    finally:
-        ray.shutdown()
-=======
->>>>>>> h-env
 
 
 @contextmanager

@@ -81,9 +81,9 @@ def _model(model: ModelConfig) -> Iterator[str]:
     except (OSError, ValueError) as error:
         yield f"the model {model.name}: {error}"
     except Exception:  # as of httpx, which makes no client where it cannot read the environment
-        if (problem := client_problem()) is None:
+        if (reason := client_problem()) is None:
             raise
-        yield f"the model {model.name} cannot be fetched: {problem}"
+        yield f"the model {model.name} cannot be fetched: {reason}"
 
 
 def _model_problems(model: ModelConfig) -> Iterator[str]:
