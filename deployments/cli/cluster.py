@@ -22,8 +22,8 @@ from deployments.settings import set_defaults
 
 SERVE_ENVIRONMENT: Mapping[str, str] = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
-    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
-    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "2",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.5",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "1.5",
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000",
 }
@@ -36,8 +36,9 @@ times, for metrics that Ray shows every ten seconds.
 """
 LOCAL_ENVIRONMENT: Mapping[str, str] = {"SCAN_EVENT_DIR_INTERVAL_SECONDS": "3600"}
 """Read by Ray's agent, which looks every other second for events to tell a dashboard of."""
-LOCAL_SYSTEM: Mapping[str, Any] = {"task_events_report_interval_ms": 0}
-"""No process notes each call and sends its notes once a second: a dashboard alone shows them."""
+LOCAL_SYSTEM: Mapping[str, Any] = {"task_events_report_interval_ms": 0, "kill_worker_timeout_milliseconds": 500}
+"""No process notes each call and sends its notes once a second: a dashboard alone shows them. A process that is stopped
+is killed after half a second, not five."""
 UNASKED_SERVERS = ("start_log_monitor", "start_monitor", "start_api_server")
 """How Ray's node starts who reads all logs ten times a second for the driver, which does not want them; who would order
 machines; and the dashboard, of which it leaves reports about its usage without one."""
