@@ -9,8 +9,8 @@ from pathlib import Path
 
 from tests.layout.support.source import CODE, PACKAGES, python_files, tree_of
 
-MAX_FILES = 18
-"""Python files in one folder, ``__init__.py`` not counted: the widest of torchtitan's."""
+MAX_FILES = 23
+"""Python files in one folder, ``__init__.py`` not counted: as in the widest of starlette's."""
 
 
 def module_of(name: str) -> str:
