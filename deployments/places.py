@@ -7,6 +7,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from engines.core.storage.files import write_atomically
+
 PRIVATE_FILE = 0o600
 OTHERS = 0o077
 """Permissions of all users but the owner."""
@@ -20,7 +22,8 @@ def refusal(folder: Path) -> str | None:
             return None
     except OSError as error:
         reason = os.strerror(error.errno or 0)
-        return f"{folder} cannot be written ({reason})" if nearest == folder else f"{nearest} is refused ({reason})"
+        told = f"{nearest} cannot be written ({reason})"
+        return told if nearest == folder else f"{folder} cannot be made: {told}"
 
 
 def file_refusal(file: Path) -> str | None:
@@ -48,6 +51,13 @@ def make_private(folder: Path) -> None:
     """Make ``folder``, which only its owner can use; close one that is there to others, if this user owns it."""
     make_folder(folder)
     close_to_others(folder, 0o700)
+
+
+def write_privately(root: Path, path: Path, data: bytes) -> None:
+    """Write ``data`` to ``path``, as ``write_atomically`` does; only its owner can use it, its folder and ``root``."""
+    for folder in (root, path.parent):
+        make_folder(folder)
+    write_atomically(path, data, mode=PRIVATE_FILE)
 
 
 def make_private_file(file: Path) -> None:

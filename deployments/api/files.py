@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deployments.clips.storage import data_folder
-from deployments.places import PRIVATE_FILE, make_private
-from engines.core.storage.files import write_atomically
+from deployments.places import make_private, write_privately
 
 NAME = re.compile(r"[0-9a-f]{32}\.(png|jpeg|webp)")
 OWN = re.compile(rf"{NAME.pattern}|\.{NAME.pattern}\.[0-9a-f]{{8}}")
@@ -38,7 +37,7 @@ class FileShelf:
         with data_folder(self.folder):
             make_private(self.folder)
             self.sweep(len(data))
-            write_atomically(self.folder / key_hash / name, data, mode=PRIVATE_FILE)
+            write_privately(self.folder, self.folder / key_hash / name, data)
         return name
 
     def find(self, name: str, key_hash: str | None = None) -> Path | None:

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from deployments.clips.storage import StorageLostError, data_folder
-from deployments.places import PRIVATE_FILE
-from engines.core.storage.files import write_atomically
+from deployments.places import write_privately
 from pipelines.pictures import InputPicture, InputPictures
 
 Variant = Literal["video", "thumbnail", "preview"]
@@ -35,7 +34,7 @@ class ClipFolders:
 
     def write(self, clip_id: str, variant: Variant, data: bytes) -> None:
         with data_folder(self.root):
-            write_atomically(self.path(clip_id, variant), data, mode=PRIVATE_FILE)
+            write_privately(self.root, self.path(clip_id, variant), data)
 
     def has(self, clip_id: str, variant: Variant) -> bool:
         """Returns whether the file is there. StorageLostError if no clip's is: then it may be there again later."""
@@ -54,7 +53,7 @@ class ClipFolders:
         for name, picture in files.items():
             data = png(picture)
             with data_folder(self.root):
-                write_atomically(self.root / clip_id / name, data, mode=PRIVATE_FILE)
+                write_privately(self.root, self.root / clip_id / name, data)
 
     def read_inputs(self, clip_id: str, num_pictures: int, has_mask: bool) -> InputPictures:
         """Returns what ``write_inputs`` kept. FileNotFoundError without; StorageLostError if no clip's is there."""

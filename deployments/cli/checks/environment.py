@@ -30,9 +30,9 @@ def environment_problems(config: ServeConfig) -> Iterator[str]:
         yield f"the API keys cannot be read: {error}"
     folder, given_by = data_directory(config, settings)
     if reason := _refusal(folder, has_database=not settings.database_url):
-        yield f"the data directory {folder}: {reason}; let this user write there, or set {given_by} to another folder"
+        yield f"{reason}; clips and pictures are kept there: let this user write, or set {given_by} to another folder"
     if reason := refusal(DOOR_FOLDER):
-        yield f"{reason}, and HAProxy's files lie there"
+        yield f"{reason}; HAProxy's files lie there: let this user write"
     variables = process_environment()
     yield from filter(None, (folder_problem(variables), token_problem(variables)))
 
