@@ -16,7 +16,7 @@ from models_licences import NOT_FOUND, UNPUBLISHED, licence_of
 from models_memory import counted
 from models_proofs import built, proofs
 from models_served import beyond, served
-from models_text import FAMILIES, HEAD, MARKS, PUBLISHED_HEAD, UNCAPTURED
+from models_text import FAMILIES, HEAD, MARKS, NOT_TRIED, OTHERS, PUBLISHED_HEAD, UNCAPTURED
 from models_timings import timed
 
 from engines.core.shard_plan import ShardPlan
@@ -198,14 +198,23 @@ def readme(written: str) -> str:
 
 
 def families() -> Iterator[tuple[str, ...]]:
-    """A row for each family with a file of its own, and one for all others."""
+    """A row for each family with a file of its own, and one for all others of which requests may ask the same."""
     for family, title in FAMILIES.items():
         members = [name for name in names() if family_of(name) == family]
         assert members, f"no pipeline of family {family}"
         known = {way for name in members for way in strategies(transformer_of(name)).split(", ")}
         yield title, ", ".join(in_words(members)), ", ".join(way for way in STRATEGIES if way in known - {"hybrid"})
-    others = [name for name in names() if not family_of(name)]
-    yield "Stable Diffusion XL, Ideogram 4, Anima, Wan Animate 2", ", ".join(in_words(others)), "one rank a gang"
+    rows: dict[str, list[str]] = {}
+    for name in names():
+        if not family_of(name):
+            rows.setdefault(", ".join(in_words([name])) or NOT_TRIED, []).append(name)
+    for words, members in rows.items():
+        yield ", ".join(dict.fromkeys(map(title_of, members))), words, "one rank a gang"
+
+
+def title_of(name: str) -> str:
+    (title,) = (title for mark, title in OTHERS.items() if name.startswith(mark))
+    return title
 
 
 def in_words(members: list[str]) -> list[str]:

@@ -63,3 +63,12 @@ FAMILIES = {
     "helios": "Helios",
 }
 """What people call the models of a family; its key is the family's in `pipelines/models/`."""
+OTHERS = {
+    "StableDiffusionXL": "Stable Diffusion XL",
+    "Ideogram4": "Ideogram 4",
+    "Anima": "Anima",
+    "WanAnimate2": "Wan Animate 2",
+}
+"""The same of pipelines whose transformers have no file there; its key is how their names begin."""
+NOT_TRIED = "not tried: no model of it is here"
+"""For pipelines of which nothing can be asked here."""

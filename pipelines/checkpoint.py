@@ -18,6 +18,7 @@ from pipelines.lora.source import LoraSource
 from pipelines.models.registry import architecture_of, transformer_class
 from pipelines.own_defaults import with_own_defaults
 from pipelines.request import MediaRequest
+from pipelines.schedules import with_schedule
 from pipelines.single_file import split_source
 from pipelines.size import Size
 
@@ -90,8 +91,8 @@ class Checkpoint:
 
     @cached_property
     def defaults(self) -> Defaults:
-        """The architecture's and the folder's own. Read without torch."""
-        return with_own_defaults(self.path, self.architecture.defaults(self.path))
+        """The architecture's, the scheduler's and the folder's own. Read without torch."""
+        return with_own_defaults(self.path, with_schedule(self.path, self.architecture.defaults(self.path)))
 
     def eager_only(self, *, is_split: bool) -> str:
         """Which class its transformer is of, and why its forward becomes no graph outside torch; empty if it does.

@@ -18,14 +18,15 @@ PICTURES = ("picture", "pictures")
 class Defaults:
     """Sizes in pixels, frames per second, steps, scales, and the limits of sizes, frames and steps.
 
-    A request brings ``min_pictures`` to ``max_pictures`` along, with a mask or a strength where the model takes them;
-    ``strength`` is what strength is if it says none; with ``strength_needs_mask`` there is none without a mask. It
-    leaves that share of the steps, rounded up, or down with ``rounds_steps_down``.
+    A request brings ``min_pictures`` to ``max_pictures`` along, with a mask or a strength where the model takes them
+    (``needs_mask``: always a mask). ``strength`` is what it is if none is said; with ``strength_needs_mask`` there is
+    none without a mask. It leaves that share of the steps, rounded up, or down with ``rounds_steps_down``.
     With ``fits_pictures`` pictures are cut to the request's size, where the pipeline's own blocks would bring them to
     sizes that this model does not know; with ``enlarges_pictures`` a small one asks for as many pixels as a large one.
     With ``describes_pictures`` a prompt may be empty: the model makes its own from the picture.
     A picture is taken apart into ``num_layers`` with opacity, at most ``max_layers`` (0: it is opaque and whole).
     Clips of models that ``make_sound`` have one, unless the request wants none.
+    Each step of a request takes ``solver_order`` forwards of a branch, and all of them ``extra_steps`` more (or fewer).
     ``guidance_offset`` is what clients' ``guidance_scale`` lacks to be a ``true_cfg_scale``: 1 where diffusers and the
     model's page count guidance from the prompt's own prediction, of which 0 is none.
     ``max_tokens`` of a prompt reach the model (0: as its pipeline says). Sides are ``min_side`` pixels at least.
@@ -53,6 +54,7 @@ class Defaults:
     max_pictures: int = 0
     min_pictures: int = 0
     takes_mask: bool = False
+    needs_mask: bool = False
     takes_strength: bool = False
     strength: float = 1.0
     strength_needs_mask: bool = False
@@ -64,6 +66,8 @@ class Defaults:
     max_layers: int = 0
     make_sound: bool = False
     max_tokens: int = 0
+    solver_order: int = 1
+    extra_steps: int = 0
     min_steps: int = 1
     min_side: int = 1
     min_frames: int = 1
@@ -95,8 +99,8 @@ class Defaults:
             raise ValueError(f"this model makes {self.kind}s, not {kind}s")
         size = {"width": self.picture_width, "height": self.picture_height, "picture_width": 0, "picture_height": 0}
         frame = {"num_frames": 1, "fps": 0, "frame_multiple": 1, "max_frames": 1, "min_frames": 1}
-        words = {"max_pictures": 0, "min_pictures": 0, "takes_mask": False, "takes_strength": False}
-        whole = {"frames_per_chunk": 0, "first_chunk_steps": 1, "make_sound": False}
+        words = {"max_pictures": 0, "min_pictures": 0, "takes_mask": False, "needs_mask": False}
+        whole = {"takes_strength": False, "frames_per_chunk": 0, "first_chunk_steps": 1, "make_sound": False}
         changes: dict[str, Any] = {**size, **frame, **words, **whole}
         return replace(self, kind=kind, **changes)
 
@@ -121,6 +125,7 @@ class Defaults:
             "true_cfg_scale": self.true_cfg_scale,
             "seed": 0,
             "num_pictures": self.min_pictures,
+            "has_mask": self.needs_mask,
             "num_layers": self.num_layers,
         }
         request = MediaRequest(**(unsaid | changes))
@@ -200,9 +205,9 @@ class Defaults:
         asked, strength = request.num_inference_steps, self.strength_of(request)
         if self.frames_per_chunk:
             return asked * (-(-request.num_frames // self.frames_per_chunk) - 1 + self.first_chunk_steps)
-        if strength is None:
-            return asked
-        return int(asked * strength) if self.rounds_steps_down else asked - int(asked - asked * strength)
+        if strength is not None:
+            asked = int(asked * strength) if self.rounds_steps_down else asked - int(asked - asked * strength)
+        return asked * self.solver_order + self.extra_steps if asked else 0
 
     def strength_of(self, request: MediaRequest) -> float | None:
         """Returns how much of its picture ``request`` paints anew; None where all begins with noise."""
@@ -216,6 +221,8 @@ class Defaults:
             raise ValueError(f"{counted(number, *PICTURES)} came along; this model takes {self._pictures_taken()}")
         if request.has_mask and not (self.takes_mask and number):
             raise ValueError(f"this model takes {'a mask with a picture' if self.takes_mask else 'no mask'}")
+        if self.needs_mask and not request.has_mask:
+            raise ValueError("this model paints what a mask marks, and none came along: send a mask with the picture")
         if request.strength is not None and not self._may_have_strength(request):
             needed = " and a mask" if self.strength_needs_mask else ""
             allowed = f"strength with a picture{needed}" if self.takes_strength else "no strength"

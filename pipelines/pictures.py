@@ -33,11 +33,21 @@ class InputPicture:
 
         return Image.frombytes(self.mode, (self.width, self.height), self.data)
 
+    def on_white(self) -> Image:
+        """Its colours on a white ground: what lies beneath transparency is arbitrary, often black."""
+        from PIL import Image
+
+        image = self.image()
+        if self.mode != "RGBA":
+            return image.convert("RGB")
+        ground = Image.new("RGBA", image.size, "white")
+        return Image.alpha_composite(ground, image).convert("RGB")
+
     def cut_to(self, width: int, height: int) -> InputPicture:
         """See ``InputPictures.cut_to``."""
         from PIL import Image, ImageOps
 
-        colours = self.image().convert("RGB")
+        colours = self.on_white()
         return self.of(ImageOps.fit(colours, (width, height), Image.Resampling.LANCZOS))
 
 

@@ -174,9 +174,8 @@ def choose_scales(body: MediaBody, card: ModelCard) -> tuple[float, float]:
 def _useless_scale(scale: float, true_cfg_scale: float | None, card: ModelCard) -> str:
     if true_cfg_scale is None:
         none = 1 - card.defaults.guidance_offset
-        return (
-            f"guidance_scale is {scale:g}, but {card.name} was made to need none; leave it out, or set it to {none:g}"
-        )
+        given = f"guidance_scale is {scale:g}, but {card.name} was made to need none"
+        return f"{given}; leave it out, or set it to {none:g}"
     return (
         f"guidance_scale is {scale:g} and true_cfg_scale {true_cfg_scale:g}; {card.name} has one guidance, which both "
         "name: give one of them"

@@ -16,7 +16,7 @@ from deployments.stages.devices import host_turns
 from deployments.studio.interface import MediaFormat, Output
 from pipelines.checkpoint import Checkpoint
 from pipelines.defaults import Defaults
-from pipelines.pictures import NO_PICTURES, InputPicture, InputPictures
+from pipelines.pictures import NO_PICTURES, InputPicture, InputPictures, Mode
 from pipelines.request import MediaKind, MediaRequest
 from pipelines.size import Size
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 PROMPT = "a red circle"
 CAPTURED_AFTER = 3
 """What is compiled runs once as it is, is then recorded as a CUDA graph, and from then on replayed."""
-GREY = b"\x80\x80\x80"
+GREY = b"\x80"
 FORMATS: Mapping[MediaKind, tuple[MediaFormat, ...]] = {"image": ("png", "jpeg", "webp"), "video": ("mp4",)}
 
 
@@ -44,7 +44,8 @@ def typical_requests(defaults: Defaults, sizes: tuple[Size, ...]) -> Iterator[tu
     if defaults.max_pictures:
         for size in sizes or (_shortest(defaults),):
             request = defaults.request(size, prompt=PROMPT, num_pictures=max(1, defaults.min_pictures))
-            yield request, InputPictures(pictures=(_grey(request),) * request.num_pictures)
+            mask = _grey(request, "L") if request.has_mask else None
+            yield request, InputPictures(pictures=(_grey(request),) * request.num_pictures, mask=mask)
     for kind in defaults.kinds[1:]:
         yield from typical_requests(defaults.of(kind), sizes)
 
@@ -55,9 +56,9 @@ def _shortest(defaults: Defaults) -> Size:
     return Size(width=defaults.width, height=defaults.height, num_frames=num_frames)
 
 
-def _grey(request: MediaRequest) -> InputPicture:
-    data = GREY * (request.width * request.height)
-    return InputPicture(width=request.width, height=request.height, mode="RGB", data=data)
+def _grey(request: MediaRequest, mode: Mode = "RGB") -> InputPicture:
+    data = GREY * (request.width * request.height * len(mode))
+    return InputPicture(width=request.width, height=request.height, mode=mode, data=data)
 
 
 def warm_encoder(encoder: BlocksEncoder, spec: StageSpec, checkpoint: Checkpoint) -> None:

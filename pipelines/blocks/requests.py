@@ -42,7 +42,7 @@ def inputs_of(request: MediaRequest, known: Collection[str], pictures: InputPict
 
 def _image(picture: InputPicture, request: MediaRequest) -> Image:
     """Only what is taken apart into layers is seen with its opacity: other auto-encoders have no channel for it."""
-    return picture.image() if request.num_layers else picture.image().convert("RGB")
+    return picture.image() if request.num_layers else picture.on_white()
 
 
 def _picture_inputs(images: list[Image], mask: Image | None, known: Collection[str]) -> Mapping[str, Any]:

@@ -36,6 +36,8 @@ from pipelines.request import MediaRequest
 
 MAX_JOBS = 32
 """As many as an engine keeps values of."""
+COUNTED = "num_inference_steps"
+"""By which guiders know where they are. Schedules of second order have more, and guidance would end half-way."""
 
 
 class BlocksSampler:
@@ -65,6 +67,8 @@ class BlocksSampler:
         if is_over_rounds:
             rehearsed = passes.rehearse_rounds(block, pipeline, taken_out(copied(loop_state)), steps)
             steps = tuple(step for step, _ in rehearsed)
+        elif getattr(loop_state, COUNTED, len(steps)) < len(steps):
+            setattr(loop_state, COUNTED, len(steps))
         values.set("generator", None)
         return BlocksState(
             request=request,

@@ -21,14 +21,16 @@ ANIMATED = ("PNG", "WEBP")
 """Formats whose further frames are an animation. In a JPEG they are views of a camera; the first is the picture."""
 KINDS = "a PNG, JPEG or WebP file"
 OPAQUE = 255
+PROFILE = "icc_profile"
+COLOURED = ("L", "RGB", "RGBA", "CMYK")
 
 
 def unpack(sources: Sources, limits: PictureLimits) -> InputPictures:
     """Returns upright pictures of 8 bits, "RGB" (or "RGBA" where something shows through), and the mask.
 
-    Metadata is dropped; palettes, CMYK and 16 bits are converted. RequestError for what is no still picture of the
-    formats, is broken or above a limit, and for a mask that does not fit the first picture. It takes time: not for an
-    event loop.
+    Metadata is dropped; palettes, CMYK, 16 bits and the colours of ICC profiles are converted. RequestError for what is
+    no still picture of the formats, is broken or above a limit, and for a mask that does not fit the first picture. It
+    takes time: not for an event loop.
     """
     num_pictures = len(sources.pictures)
     if num_pictures > limits.max_input_pictures:
@@ -78,8 +80,33 @@ def _upright(param: str, image: Image) -> Image:
 
     with _blaming(param):
         image.load()
+        profile = image.info.get(PROFILE)
         ImageOps.exif_transpose(image, in_place=True)
-        return _plain(image)
+        return _plain(image if profile is None else _as_srgb(image, profile))
+
+
+def _as_srgb(image: Image, profile: bytes) -> Image:
+    """Returns the picture in the colours that models know, with its opacity, from those of an ICC ``profile``.
+
+    As it is where the profile is for another kind of picture, as grey ones in coloured files, or cannot be read.
+    """
+    from PIL import ImageCms
+
+    if image.mode == "P":
+        image = image.convert("RGBA" if image.has_transparency_data else "RGB")
+    if image.mode not in COLOURED:
+        return image
+    opacity = image.getchannel("A") if image.mode == "RGBA" else None
+    colours = image.convert("RGB") if opacity is not None else image
+    try:
+        source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        converted = ImageCms.profileToProfile(colours, source, ImageCms.createProfile("sRGB"), outputMode="RGB")
+    except (ImageCms.PyCMSError, OSError):
+        return image
+    assert converted is not None
+    if opacity is not None:
+        converted.putalpha(opacity)
+    return converted
 
 
 def _plain(image: Image) -> Image:

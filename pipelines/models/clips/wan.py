@@ -16,6 +16,7 @@ from pipelines.defaults import Defaults
 from pipelines.directory import read_config, read_index
 from pipelines.image_sizes import latent_sizes, space_time_scales
 from pipelines.models.architecture import Architecture, Config, first_latent_frame, num_patches
+from pipelines.models.channels import check_channels
 from pipelines.models.linears import attention_linears, mlp_linears, query_key_norms
 from pipelines.models.predictions import of_fewer_channels
 from pipelines.models.usual_defaults import CLIP
@@ -153,13 +154,17 @@ def defaults(path: Path) -> Defaults:
 
 
 def _known_defaults(path: Path) -> Defaults:
-    """Wan 2.2 A14B has two transformers, TI2V 5B a timestep a token; Wan 2.1 comes with 30 or 40 layers."""
-    index = read_index(path)
+    """Wan 2.2 A14B has two transformers, TI2V 5B a timestep a token; Wan 2.1 comes with 30 or 40 layers.
+
+    ValueError for a transformer that sees more than the latents of a clip.
+    """
+    config, index = read_config(path, "transformer"), read_index(path)
+    check_channels(path, "transformer", given=config.get("out_channels", config.get("in_channels")))
     if index.get("boundary_ratio") is not None:
         return TWO_EXPERTS
     if index.get("expand_timesteps"):
         return PER_TOKEN_TIME
-    return SMALL if read_config(path, "transformer")["num_layers"] <= SMALL_LAYERS else LARGE
+    return SMALL if config["num_layers"] <= SMALL_LAYERS else LARGE
 
 
 def begins_with_pictures(path: Path) -> bool:

@@ -15,6 +15,7 @@ from pipelines.defaults import Defaults
 from pipelines.directory import read_config, read_index
 from pipelines.image_sizes import vae_scale
 from pipelines.models.architecture import Architecture, Config, text_and_image
+from pipelines.models.channels import check_channels
 from pipelines.models.linears import QUERY_KEY_VALUE, Linears, joint_attention_linears, mlp_linears
 from pipelines.models.usual_defaults import PICTURE
 
@@ -87,7 +88,9 @@ EDITOR: Mapping[str, Any] = {"guidance_scale": 2.5, "takes_strength": False, "st
 
 def defaults(path: Path) -> Defaults:
     """FLUX.1-dev's if the model takes a guidance scale, else FLUX.1-schnell's."""
-    distilled: bool = read_config(path, "transformer")["guidance_embeds"]
+    config = read_config(path, "transformer")
+    check_channels(path, "transformer", given=config.get("out_channels") or config["in_channels"])
+    distilled: bool = config["guidance_embeds"]
     known = replace(
         PICTURE,
         num_inference_steps=28 if distilled else 4,

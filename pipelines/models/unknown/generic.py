@@ -20,6 +20,7 @@ from engines.core.shard_plan import ShardPlan
 from pipelines.defaults import Defaults
 from pipelines.directory import DENOISERS, part_class, read_config
 from pipelines.models.architecture import Architecture, Config
+from pipelines.models.channels import check_channels
 from pipelines.models.predictions import blank_like
 from pipelines.models.unknown.outline import empty, repeated_blocks
 from pipelines.modular import open_modular
@@ -46,6 +47,8 @@ TEMPORAL_SCALES = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio"
 PICTURE, CLIP = (1024, 1024), (832, 480)
 NUM_FRAMES, FPS, NUM_STEPS = 81, 24, 50
 LONGEST_CLIP = 257
+LATENT_CHANNELS = 4
+"""What diffusers' auto-encoder for pictures has where its configuration does not say."""
 U_NET = "unet"
 """Pipelines of these round down the steps that a picture's strength leaves, and those of transformers up."""
 
@@ -164,12 +167,24 @@ def defaults(path: Path) -> Defaults:
         max_frames=max(LONGEST_CLIP, num_frames) if is_video else 1,
         max_steps=100,
         max_pictures=int("image" in inputs),
+        **_masks(path),
         takes_mask="mask_image" in inputs,
         takes_strength="strength" in inputs,
         strength=float(_first(inputs.get("strength"), 1.0)),
         rounds_steps_down=part_class(path, U_NET) is not None,
         max_tokens=int(_first(inputs.get("max_sequence_length"), 0)),
     )
+
+
+def _masks(path: Path) -> dict[str, Any]:
+    """A U-Net for masks sees the mask and what it leaves beside its own latents. ValueError for other channels."""
+    if part_class(path, U_NET) is None:
+        return {}
+    latents = int(read_config(path, "vae").get("latent_channels", LATENT_CHANNELS))
+    if read_config(path, U_NET).get("in_channels", latents) == 2 * latents + 1:
+        return {"min_pictures": 1, "needs_mask": True}
+    check_channels(path, U_NET, latents)
+    return {}
 
 
 def _guidance(guider: Any) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import pytest
 from fastapi import FastAPI
 
 from deployments.studio.interface import ModelUnavailableError, Output, StudioEvent
-from engines.core.failures import JobFailedError
 from engines.gang.errors import GangBrokenError, QueueFullError
 from pipelines.request import MediaRequest
 from tests.deployments.api.conftest import build, client_of, serving
@@ -159,7 +158,6 @@ FAILURES = [
     (ModelUnavailableError("VaeDecoder-a failed to deploy"), 503, "model_not_ready", {"retry-after": "10"}),
     (QueueFullError(7, 3.2), 429, "queue_full", {"retry-after": "4"}),
     (GangBrokenError("rank 1 died"), 502, "gang_broken", {"x-should-retry": "false"}),
-    (JobFailedError("its latents are NaN"), 500, "job_failed", {"x-should-retry": "false"}),
     (ValueError("prompt has 900 tokens; 512 are allowed"), 400, "invalid_value", {}),
     (RuntimeError("secret detail"), 500, "internal", {}),
     (UnicodeDecodeError("utf-8", b"", 0, 1, "secret detail"), 500, "internal", {}),

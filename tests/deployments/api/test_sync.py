@@ -10,6 +10,7 @@ import os
 import httpx
 import pytest
 
+from engines.core.failures import JobFailedError
 from engines.gang.errors import GangBrokenError
 from pipelines.request import MediaRequest
 from tests.deployments.api.test_disconnect import until
@@ -37,6 +38,7 @@ async def test_the_file_is_the_answer(client: httpx.AsyncClient, how: str) -> No
     ("failure", "status", "code"),
     [
         (GangBrokenError("rank 1 died"), 502, "gang_broken"),
+        (JobFailedError("its latents are not finite"), 500, "job_failed"),
         (ValueError("prompt has 900 tokens; 512 are allowed"), 400, "invalid_value"),
     ],
 )

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -121,6 +122,23 @@ def test_a_negative_prompt_is_what_the_request_said(
     request = request_of(case, checkpoint.path)
     assert request.true_cfg_scale > 1
     assert relative_difference(pipeline.denoise(request)["latents"], classic(case, checkpoint, "latent")) <= TOLERANCE
+
+
+def test_what_a_u_net_takes_is_what_its_channels_say(
+    loaded: Callable[[Any], tuple[Checkpoint, Pipeline]], tmp_path: Path
+) -> None:
+    checkpoint, _ = loaded(CASES["sdxl made for masks"].make)
+    defaults = checkpoint.defaults
+    assert (defaults.min_pictures, defaults.takes_mask, defaults.needs_mask) == (1, True, True)
+    defaults.check(defaults.request(num_pictures=1, has_mask=True))
+    with pytest.raises(ValueError, match="0 pictures came along"):
+        defaults.request(num_pictures=0, has_mask=False)
+    with pytest.raises(ValueError, match="paints what a mask marks, and none came along"):
+        defaults.request(num_pictures=1, has_mask=False)
+    usual = loaded(CASES["sdxl"].make)[0].defaults
+    assert (usual.min_pictures, usual.needs_mask) == (0, False)
+    with pytest.raises(ValueError, match=r"unet of .* takes 8 channels, and a StableDiffusionXLPipeline gives it 4"):
+        _ = Checkpoint(tiny_unknown.sdxl(tmp_path, in_channels=8)).defaults
 
 
 @pytest.mark.parametrize("name", CASES)
