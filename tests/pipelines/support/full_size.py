@@ -19,7 +19,6 @@ from engines.core.fast_model import StepTensors
 from engines.core.model import Branch, DenoiserModel
 from engines.core.shard_plan import ShardPlan
 from engines.parallel.attention import local
-from engines.parallel.attention.flash3 import with_flash3
 from engines.parallel.communication.mesh import Team
 from engines.parallel.copies import truncated
 from engines.parallel.sharded import ShardedModel
@@ -142,7 +141,10 @@ class Recorded:
 
 
 def trace(model: DenoiserModel, call: Call) -> None:
-    """Traces one block's forward whole, as ``compile_blocks`` has it; the kernel is chosen as a GPU chooses it."""
+    """Traces one block's forward whole, as ``compile_blocks`` has it.
+
+    A kernel is chosen by what a host has, devices and packages: some releases of Dynamo trace that, others refuse.
+    """
     block, args, kwargs = call
     for module in model.modules.values():
         model.set_kernel(module, local.plain_attention)
@@ -150,7 +152,7 @@ def trace(model: DenoiserModel, call: Call) -> None:
     copied = copy.deepcopy(block, memo | {id(x): _shape(x) for x in block.buffers()})
     forward = types.MethodType(type(copied).forward, copied)
     torch._dynamo.reset()
-    with patch.object(local, "_kernel_for", lambda *_: with_flash3(local.plain_attention, "cpu")):
+    with patch.object(local, "_kernel_for", torch.compiler.disable(lambda *_: local.plain_attention)):
         torch.compile(forward, dynamic=False, fullgraph=True, backend="eager")(*args, **kwargs)
 
 
