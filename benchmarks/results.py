@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+
+def status_of(results: Iterable[Mapping[str, Any]]) -> int:
+    """Returns what a program ends with: 1 if each of ``results`` is an "error", or there are none, else 0."""
+    return 0 if any("error" not in result for result in results) else 1
 
 
 def tell(document: dict[str, Any], results: Iterable[Any], out: Path | None) -> None:

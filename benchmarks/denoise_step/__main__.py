@@ -27,6 +27,7 @@ from benchmarks.denoise_step.elastic import NUM_JOBS
 from benchmarks.denoise_step.runners import Bench
 from benchmarks.distributed import start_distributed
 from benchmarks.models import flux, wan
+from benchmarks.results import status_of
 from benchmarks.spread import Spread
 from benchmarks.timing import measure, rank_synchronize
 from benchmarks.turns import add_options, meeting_of
@@ -81,7 +82,7 @@ def main() -> None:
     if meeting:
         meeting.leave()
     say(json.dumps(document), flush=True)
-    os._exit(0)  # graphs hold the communicator: an orderly shutdown would wait for them
+    os._exit(status_of(document["results"]))  # graphs hold the communicator: an orderly shutdown would wait for them
 
 
 @torch.no_grad()

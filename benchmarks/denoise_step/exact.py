@@ -23,6 +23,7 @@ from torch import Tensor
 
 from benchmarks.distributed import start_distributed
 from benchmarks.models import flux
+from benchmarks.results import status_of
 from benchmarks.timing import rank_synchronize
 from engines.core.differences import relative_difference
 from engines.core.model import Branch
@@ -125,7 +126,7 @@ def main() -> None:
     if rank == 0:
         print(json.dumps(document), flush=True)
     rank_synchronize()
-    os._exit(0)  # groups of several engines: an orderly shutdown would take its time
+    os._exit(status_of(document["results"]))  # groups of several engines: an orderly shutdown would take its time
 
 
 def result_of(label: str, case: tuple[str, int], error: float, base: dict[str, float]) -> dict[str, Any]:

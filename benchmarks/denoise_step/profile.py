@@ -46,18 +46,20 @@ def main() -> None:
     bench = Bench(rank=rank, world=world, small=not torch.cuda.is_available())
     if world == 1:
         accuracy(bench, 256 if bench.small else SIDE)
+    failed = 0
     for name in sys.argv[1:]:
         (case,) = (case for case in CASES if case.name == name)
         try:
             profiler = profiled(bench, case)
         except Exception:
             print(f"rank {rank}, {name}: failed\n{traceback.format_exc()[-1500:]}", flush=True)
+            failed = 1
             continue
         if rank == 0:
             show(name, profiler)
     rank_synchronize()
     sys.stdout.flush()
-    os._exit(0)  # graphs hold the communicator: an orderly shutdown would wait for them
+    os._exit(failed)  # graphs hold the communicator: an orderly shutdown would wait for them
 
 
 def profiled(bench: Bench, case: Case) -> Any:

@@ -17,7 +17,8 @@ installed, on several GPUs divided as they do it (benchmarks/peers/layout.py):
 Pictures are of 1024 x 1024 pixels, clips of their models' usual sizes, and both small on a CPU. Of diffusers: eager,
 and its blocks compiled, with cuDNN's attention; on several GPUs (on several CPUs it has none) its Ulysses, where it has
 a plan, after which a process can time nothing else.
-Ours is the engine as a gang calls it, with what is made once a job made before. The last line is one JSON document.
+Ours is the engine as a gang calls it, with what is made once a job made before. The last line is one JSON document; the
+program ends with 1 if nothing was measured of one of the models.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from benchmarks.model_step.options import Arguments, parse
 from benchmarks.models.published import PublishedModel
 from benchmarks.peers.published import MAKERS as PEERS
 from benchmarks.peers.published import peer_of
+from benchmarks.results import status_of
 from benchmarks.timing import Times, measure, rank_synchronize
 from benchmarks.turns import meeting_of
 from engines.torch_engine.engine import TorchEngine
@@ -89,7 +91,9 @@ def main() -> None:
     if arguments.meeting:
         arguments.meeting.leave()
     say(json.dumps(document), flush=True)
-    os._exit(0)  # graphs hold the communicator: an orderly shutdown would wait for them
+    by_model = ([one for one in document["results"] if one["model"] == name] for name in arguments.models)
+    status = max(map(status_of, by_model))
+    os._exit(status)  # graphs hold the communicator: an orderly shutdown would wait for them
 
 
 def facts_of(model: PublishedModel, world: int) -> dict[str, Any]:

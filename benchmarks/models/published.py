@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.models.making import default_dtype, draw_vectors
-from engines.core.model import LATENTS, Branch, DenoiserModel
+from engines.core.model import LATENTS, TIMESTEP, Branch, DenoiserModel
 from pipelines.blocks.blank import blank_conditioning
 from pipelines.blocks.denoiser import as_denoiser
 from pipelines.blocks.encoder import on_device
@@ -146,8 +146,13 @@ def _usual_tokens(defaults: Defaults) -> int:
 
 
 def _rounded_as(branch: Branch, call: Mapping[str, Any]) -> dict[str, Any]:
-    """``call`` with the timestep of ``branch``: some of diffusers' blocks round it to bfloat16, another step."""
+    """``call`` with the timestep of ``branch``: some of diffusers' blocks round it to bfloat16, another step.
+
+    Where a branch has one for each token, all of them alike, the call has it once.
+    """
     same = {name: x for name, x in branch.inputs.items() if name in call and call[name].shape == x.shape}
+    if TIMESTEP in call and TIMESTEP in branch.inputs and call[TIMESTEP].ndim < branch.inputs[TIMESTEP].ndim:
+        same[TIMESTEP] = branch.inputs[TIMESTEP].flatten(1)[:, 0]
     return {**call, **same}
 
 
@@ -164,4 +169,4 @@ def _random(opened: OpenedPipeline, device: torch.device, dtype: torch.dtype) ->
     with torch.device(device), default_dtype(dtype):
         module = opened.part_class(name).from_config(dict(read_config(opened.path, name)))
         draw_vectors(module)
-    return module.to(dtype).eval().requires_grad_(False)
+    return opened.as_loaded(module)

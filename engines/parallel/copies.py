@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from engines.core.model import DenoiserModel
+from engines.core.shard_plan import ShardPlan
 
 WEIGHTLESS = "is_weightless"
 """The mark of a copy without weights."""
@@ -66,7 +67,17 @@ def truncated(model: DenoiserModel, num_blocks: int) -> DenoiserModel:
 
     Small enough to be held whole beside a rank's share of all of it.
     """
-    return replace(model, modules={name: _cut(module, model, num_blocks) for name, module in model.modules.items()})
+    modules = {name: _cut(module, model, num_blocks) for name, module in model.modules.items()}
+    return replace(model, modules=modules, plan=_renamed_last(model, num_blocks))
+
+
+def _renamed_last(model: DenoiserModel, num_blocks: int) -> ShardPlan:
+    """The plan for the first ``num_blocks``: what it says of a list's last block is then said of another."""
+    some = next(iter(model.modules.values()))
+    lengths = {name: len(list(some.get_submodule(name).children())) for name in model.plan.blocks}
+    last = {f"{name}.{length - 1}": f"{name}.{min(length, num_blocks) - 1}" for name, length in lengths.items()}
+    gathers = tuple(replace(gather, module=last.get(gather.module, gather.module)) for gather in model.plan.gathers)
+    return replace(model.plan, gathers=gathers)
 
 
 def _cut(module: nn.Module, model: DenoiserModel, num_blocks: int) -> nn.Module:

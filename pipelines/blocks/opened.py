@@ -160,17 +160,17 @@ class OpenedPipeline:
         if len(self.transformers) > 1:
             raise ValueError(f"{file} is one transformer, and {self.path} has {', '.join(self.transformers)}")
         folder = part_folder(self.path, name)
-        return self._as_loaded(load_single_file(self.part_class(name), file, folder, self.models_device, self.dtype))
+        return self.as_loaded(load_single_file(self.part_class(name), file, folder, self.models_device, self.dtype))
 
     def outline(self, name: str) -> Any:
         """The model by its configuration alone, its weights' values unset; dtypes are those it would be loaded in.
 
         Under fake tensors, or ``init_empty_weights``, it takes no memory.
         """
-        return self._as_loaded(self.part_class(name).from_config(dict(read_config(self.path, name))))
+        return self.as_loaded(self.part_class(name).from_config(dict(read_config(self.path, name))))
 
-    def _as_loaded(self, model: Any) -> Any:
-        """In the dtypes that a folder's model is loaded in."""
+    def as_loaded(self, model: Any) -> Any:
+        """In the dtypes that a folder's model is loaded in: what its class keeps in float32 is not cast."""
         wide = set(model._keep_in_fp32_modules or ())
         for key, parameter in model.named_parameters():
             parameter.data = parameter.data.to(torch.float32 if wide & set(key.split(".")) else self.dtype)

@@ -7,10 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from engines.core.spec import ParallelSpec
+from engines.parallel.communication.mesh import team_of_one
+from engines.tensorrt_engine.export.trace import offline_team
 from pipelines.blocks.opened import OpenedPipeline
 from pipelines.checkpoint import Checkpoint
 from pipelines.directory import read_config
 from pipelines.loading import published_models, resolve_configuration, shipped_checkpoints
+from tests.pipelines.support.full_size import Recorded, first_step, model_on_gpu, trace
 from tests.pipelines.support.real_configs import FLUX, WAN, model_of
 
 REAL = FLUX | WAN
@@ -122,9 +126,53 @@ def test_the_configuration_is_the_published_one(name: str) -> None:
     ],
 )
 def test_tokens_of_the_default_size(name: str, tokens: dict[str, int]) -> None:
-    checkpoint = Checkpoint.of_configuration(name, "cpu")
-    branches = checkpoint.first_step(checkpoint.defaults.request())
-    assert model_of(name).stream_lengths(branches[0].arguments) == tokens
+    assert model_of(name).stream_lengths(first_step(name)[0].arguments) == tokens
+
+
+KINDS = {
+    "Cosmos3-Nano": "tensor2",
+    "ERNIE-Image": "ring2",
+    "FLUX.1-dev": "tensor2",
+    "FLUX.2-klein-4B": "tensor2",
+    "Helios-Base": "ulysses2",
+    "HunyuanVideo-1.5-480p_i2v": "ulysses2",
+    "Krea-2-Turbo": "ulysses2",
+    "LTX-2": "tensor2",
+    "LTX-Video": "ring2",
+    "MiniMax-H3": "ulysses2",
+    "Qwen-Image-2.1": "tensor2",
+    "Qwen-Image-Edit-2511": "tensor2",
+    "Wan2.1-I2V-14B-480P": "tensor2",
+    "Wan2.2-TI2V-5B": "ulysses2",
+    "Z-Image-Turbo": "ring2",
+    "flux-3-image-klein": "ulysses2",
+    "stable-diffusion-3.5-large": "ulysses2",
+}
+"""One of each class, or two where blocks get other inputs, and how two ranks divide it."""
+
+
+@pytest.mark.parametrize("name", published_models())
+@torch.no_grad()
+def test_a_step_is_what_a_gpu_can_record(name: str) -> None:
+    """It begins on the device, copies nothing from the host or to it, and reads no values back."""
+    branch, model = first_step(name)[0], model_on_gpu(name)
+    for fast in (False, True) if model.fast is not None else (False,):
+        recorded = Recorded(model, branch, team_of_one(), fast=fast).run()
+        assert (recorded.found, recorded.is_recorded) == ([], True)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@torch.no_grad()
+def test_two_ranks_record_it_and_blocks_are_compiled_whole(name: str) -> None:
+    """Steps over divided weights are not recorded where each of them makes what others make once a job."""
+    with offline_team(ParallelSpec.of(KINDS[name], 2)) as team:
+        divided = Recorded(model_on_gpu(name), first_step(name)[0], team).run()
+    assert divided.is_recorded != (team.spec.divides_weights and divided.model.reads_values)
+    assert divided.found == []
+    alone = Recorded(model_on_gpu(name), first_step(name)[0], team_of_one()).run()
+    assert alone.calls
+    for call in alone.calls.values():
+        trace(alone.model, call)
 
 
 def test_folders_and_shipped_models_come_first(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21Attention, apply_rotary_emb_qwen
@@ -30,6 +30,14 @@ Segment = tuple[int, int, bool]
 """Where a run of tokens begins and ends, and whether it is text."""
 
 
+class Segments(NamedTuple):
+    """The runs of what is seen, and the kernel that they attend by. It is chosen before a block runs: a compiled one
+    cannot look for packages and devices."""
+
+    kernel: Kernel
+    runs: tuple[Segment, ...]
+
+
 class PaintedProcessor:
     """Attention of the painted tokens to those that are seen and to their own, by ``kernel``."""
 
@@ -43,13 +51,14 @@ class PaintedProcessor:
         attention_mask: Tensor,
         rotary_emb: Tensor,
         layer_cache: list[Tensor] | None = None,
-        segments: tuple[Segment, ...] = (),
+        segments: Segments | None = None,
         **unused: None,
     ) -> Tensor:
         """In place of a mask it takes ``seen_2BPHD``. With ``segments`` the tokens are those that are seen, of which
         it appends that to ``layer_cache``."""
         q_BLHD, k_BLHD, v_BLHD = _queries_keys_values(attn, hidden_states, rotary_emb)
         if layer_cache is not None:
+            assert segments is not None, "only what is seen is kept"
             layer_cache.append(torch.stack((k_BLHD, v_BLHD)))
             out_BLHD = _attend_seen(q_BLHD, k_BLHD, v_BLHD, segments)
         else:
@@ -101,8 +110,10 @@ def seen(module: Any, call: Mapping[str, Any], timestep: Tensor) -> dict[str, Te
             "use engine: torch"
         )
     text_BTC, is_place_T = module.txt_in(call[TEXT]), call[PLACES][0]
-    repeats_T = torch.where(is_place_T, SLOT, 1)
-    x_BPC, is_place_P = (torch.repeat_interleave(x, repeats_T, dim) for x, dim in ((text_BTC, 1), (is_place_T, 0)))
+    repeats_T, num = torch.where(is_place_T, SLOT, 1), num_seen(call)
+    x_BPC, is_place_P = (
+        torch.repeat_interleave(x, repeats_T, dim, output_size=num) for x, dim in ((text_BTC, 1), (is_place_T, 0))
+    )
     if CONDITION in call:
         x_BPC[:, is_place_P] = module.img_in.forward(call[CONDITION])
     grids = call[GRIDS][0]
@@ -111,8 +122,9 @@ def seen(module: Any, call: Mapping[str, Any], timestep: Tensor) -> dict[str, Te
     numbers_M, _ = module.build_token_metadata(is_picture_M, grids)
     time = timestep.new_zeros(1) if module.config.causal_condition else timestep
     _, modulation_BC = _modulation(module, time, x_BPC)
-    num, kept = len(is_place_P), list[Tensor]()
-    segments = tuple(_segments(numbers_M[:num].tolist()))
+    kept = list[Tensor]()
+    runs = tuple(_segments(numbers_M[:num].tolist()))
+    segments = Segments(kernel=local_kernel(x_BPC.device, x_BPC.dtype), runs=runs)
     for block in module.transformer_blocks:
         how = {"rotary_emb": rotation_MD[:num], "layer_cache": kept, "segments": segments}
         x_BPC = block.forward(x_BPC, modulation_BC, **how)
@@ -146,13 +158,13 @@ def _segments(numbers: list[int]) -> Iterator[Segment]:
         start = end
 
 
-def _attend_seen(q_BPHD: Tensor, k_BPHD: Tensor, v_BPHD: Tensor, segments: tuple[Segment, ...]) -> Tensor:
+def _attend_seen(q_BPHD: Tensor, k_BPHD: Tensor, v_BPHD: Tensor, segments: Segments) -> Tensor:
     """Each token sees all of the segments before its own, and of its own all if it is a picture."""
-    kernel, places_P = local_kernel(q_BPHD.device, q_BPHD.dtype), torch.arange(q_BPHD.shape[1], device=q_BPHD.device)
+    places_P = torch.arange(q_BPHD.shape[1], device=q_BPHD.device)
     out = []
-    for start, end, is_text in segments:
+    for start, end, is_text in segments.runs:
         prefix = Prefix(reach_L=places_P[start:end] + 1, place_M=places_P[:end]) if is_text else None
-        out.append(kernel(q_BPHD[:, start:end], k_BPHD[:, :end], v_BPHD[:, :end], prefix=prefix)[0])
+        out.append(segments.kernel(q_BPHD[:, start:end], k_BPHD[:, :end], v_BPHD[:, :end], prefix=prefix)[0])
     return torch.cat(out, dim=1)
 
 

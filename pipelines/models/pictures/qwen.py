@@ -121,6 +121,12 @@ def mend(blocks: Any) -> None:
     qwen_layers.mend(blocks)
 
 
+def forward(module: nn.Module, call: Mapping[str, Any]) -> Tensor:
+    from pipelines.models.attention.qwen import forward
+
+    return forward(module, call)
+
+
 def fast(config: Config) -> ArrangeWeights | None:
     from pipelines.fast.qwen import UNKNOWN
 
@@ -142,6 +148,7 @@ ARCHITECTURE = Architecture(
     blank_conditioning=blank_conditioning,
     blank_pictures=blank_pictures,
     adapted=without_prompt_mask,
+    forward=forward,
     mend=mend,
     inputs=inputs,
     fast=fast,

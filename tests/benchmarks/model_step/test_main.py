@@ -7,11 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from benchmarks.model_step.__main__ import diffusers, facts_of, results_of
+from benchmarks.model_step.__main__ import diffusers, facts_of, main, results_of
 from benchmarks.model_step.options import Arguments
 from benchmarks.models.published import PublishedModel
 from pipelines.size import Size
@@ -47,6 +48,21 @@ def test_pictures_in_one_forward_are_as_good_as_diffusers_and_not_alike(folder: 
     assert said["batch"] == 2
     (result,) = results_of(model, said, Arguments(makers=("ours",), repeats=1), 1)
     assert result["relative_error"] < 1e-5
+
+
+def test_what_measured_nothing_does_not_end_with_0(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for models, makers in (
+        (["no/such/model"], ["eager"]),
+        ([folder, "no/such/model"], ["eager"]),
+        ([folder], ["sglang"]),
+    ):
+        words = ["benchmarks.model_step", *models, "--size", "96x96", "--tokens", "20", "--repeats", "1"]
+        called = patch.object(sys, "argv", [*words, "--makers", *makers])
+        with called, patch("os._exit", side_effect=SystemExit) as end, pytest.raises(SystemExit):
+            main()
+        end.assert_called_once_with(1)
+        said = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert [one["model"] for one in said["results"] if "error" not in one] == models[:-1]
 
 
 def test_what_takes_pictures_one_by_one_makes_no_batch(tmp_path: Path) -> None:

@@ -12,8 +12,10 @@ from torch import nn
 from benchmarks.models.published import PublishedModel
 from engines.core.differences import relative_difference
 from engines.torch_engine.engine import TorchEngine
+from pipelines.checkpoint import Checkpoint
 from pipelines.size import Size
 from tests.pipelines.support.checkpoints import (
+    tiny,
     tiny_cosmos,
     tiny_hunyuan,
     tiny_ltx,
@@ -44,6 +46,30 @@ def test_its_step(name: str, tmp_path: Path) -> None:
     engine = TorchEngine(model.denoiser(), strategy="ulysses")
     (answer,) = engine.predict((model.branch,), (0,))
     assert relative_difference(answer.flatten(), expected) < 1e-5
+
+
+def test_what_its_class_keeps_in_float32_is_not_cast(tmp_path: Path) -> None:
+    """As ``from_pretrained`` of diffusers has it: Wan's embedding of time, norms and modulation."""
+    from diffusers import WanTransformer3DModel
+
+    folder = tiny.wan(tmp_path)
+    theirs = WanTransformer3DModel.from_pretrained(folder, subfolder="transformer", torch_dtype=torch.bfloat16)
+    ours = PublishedModel.made(str(folder), CPU, torch.bfloat16, CLIP, num_tokens=32).module
+    dtypes = {name: weight.dtype for name, weight in theirs.named_parameters()}
+    assert {name: weight.dtype for name, weight in ours.named_parameters()} == dtypes
+    assert len({*dtypes.values()}) == 2
+
+
+@pytest.mark.parametrize("expand_timesteps", [False, True])
+def test_diffusers_is_called_at_the_time_of_its_own_schedule(expand_timesteps: bool, tmp_path: Path) -> None:
+    """Its blocks round it to the dtype of the prompt: 999 becomes 1000, a few percent of an answer."""
+    from diffusers import UniPCMultistepScheduler
+
+    folder = tiny.wan(tmp_path, expand_timesteps=expand_timesteps)
+    model = PublishedModel.made(str(folder), CPU, torch.bfloat16, CLIP, num_tokens=32)
+    schedule = UniPCMultistepScheduler.from_pretrained(folder, subfolder="scheduler")
+    schedule.set_timesteps(Checkpoint(folder).defaults.num_inference_steps)
+    assert model.own_calls[0]["timestep"].tolist() == [float(schedule.timesteps[0])]
 
 
 @torch.no_grad()

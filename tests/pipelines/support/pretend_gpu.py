@@ -1,0 +1,191 @@
+"""A device for tests that behaves as a GPU does towards its host, on a machine without one.
+
+Its tensors have their values on the CPU, or none ("meta": shapes alone, as of the weights of large models).
+An operation on a tensor of the host and one of the device fails as it does with CUDA. What a recording into a CUDA
+graph refuses is noted: copies from and to the host, tensors of Python values, values and sizes that are read back.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+GPU = torch.device("lazy", 0)
+"""A device type without a backend, which torch tries to start nothing of."""
+_aten = torch.ops.aten
+READS = {_aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonzero.default}
+SIZED_BY_VALUES = {_aten.nonzero.default, _aten.masked_select.default, _aten._unique2.default}
+INDEXED = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default}
+
+
+class OtherDeviceError(RuntimeError):
+    """As CUDA says it: "Expected all tensors to be on the same device"."""
+
+
+class GpuTensor(Tensor):
+    """``values`` on the CPU or on "meta", for all the world on ``GPU``."""
+
+    values: Tensor
+
+    @staticmethod
+    def __new__(cls, values: Tensor) -> GpuTensor:
+        how: dict[str, Any] = {"strides": values.stride(), "storage_offset": values.storage_offset()}
+        made = Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype, device=GPU, **how)  # type: ignore[attr-defined]
+        made.values = values
+        return made  # type: ignore[no-any-return]
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {}, [])
+
+
+class PretendGpu(TorchDispatchMode):
+    """Within it, what is made on ``GPU`` is a ``GpuTensor``; ``found`` is what ``recording`` would have refused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self._is_recording = False
+
+    def __enter__(self) -> PretendGpu:
+        self._lifted = torch._C._only_lift_cpu_tensors()
+        torch._C._set_only_lift_cpu_tensors(True)  # or torch.tensor(..., device=GPU) would ask for a backend
+        self._patched = patch.multiple(torch, autocast=_autocast), patch.object(torch.amp, "autocast", _autocast)
+        for each in self._patched:
+            each.start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for each in self._patched:
+            each.stop()
+        torch._C._set_only_lift_cpu_tensors(self._lifted)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        self._is_recording = True
+        try:
+            yield
+        finally:
+            self._is_recording = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        noted: list[str] = []
+        try:
+            return _run(func, args, kwargs or {}, noted)
+        finally:
+            if self._is_recording and noted:
+                self.found += [f"{what} at {_place()}" for what in noted]
+
+
+def _autocast(device_type: str, enabled: bool = True, **how: Any) -> AbstractContextManager[Any]:
+    """Torch's own knows no devices without a backend."""
+    assert not enabled, "models are served in their own dtypes"
+    return nullcontext()
+
+
+def put_on_gpu(module: nn.Module) -> None:
+    """Makes parameters and buffers tensors of ``GPU``. Other tensors stay on the host, as ``to`` has it."""
+    for each in module.modules():
+        for tensors in (each._parameters, each._buffers):
+            for name, x in tensors.items():
+                if x is not None and not isinstance(x, GpuTensor):
+                    made = GpuTensor(x.detach())
+                    tensors[name] = nn.Parameter(made, requires_grad=False) if tensors is each._parameters else made
+
+
+def _run(func: Any, args: Any, kwargs: Mapping[str, Any], noted: list[str]) -> Any:
+    """Does ``func`` where the values are, and says in ``noted`` what a graph cannot record of it."""
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    mine = [x for x in tensors if isinstance(x, GpuTensor)]
+    asked = kwargs.get("device")
+    target = None if asked is None else torch.device(asked).type == GPU.type
+    noted += _refused(func, args, kwargs, tensors, mine, target)
+    has_shapes_alone = any(x.values.is_meta for x in mine)
+    owners = {id(x.values): x for x in mine}
+
+    def inner(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        values = x.values if isinstance(x, GpuTensor) else x
+        return values.to("meta") if has_shapes_alone and values.ndim and not values.is_meta else values
+
+    named = dict(tree_map(inner, kwargs))
+    if target or (mine and asked is not None):
+        named["device"] = torch.device("meta" if has_shapes_alone or any(x.is_meta for x in tensors) else "cpu")
+    if func is _aten.repeat_interleave.Tensor and has_shapes_alone:
+        raise RuntimeError("repeat_interleave without output_size")
+    result = func(*tree_map(inner, args), **named)
+    on_gpu = target if target is not None else bool(mine)
+
+    def outer(x: Any) -> Any:
+        return owners.get(id(x)) if id(x) in owners else GpuTensor(x) if isinstance(x, Tensor) and on_gpu else x
+
+    return tree_map(outer, result)
+
+
+def _refused(
+    func: Any, args: Any, kwargs: Mapping[str, Any], tensors: list[Tensor], mine: list[GpuTensor], target: bool | None
+) -> list[str]:
+    """``OtherDeviceError`` where CUDA has an error whether or not it records."""
+    host = [x for x in tensors if not isinstance(x, GpuTensor) and x.ndim]
+    if target and kwargs.get("generator") is not None:
+        raise OtherDeviceError("a generator of the host draws on the device")
+    if func is _aten.copy_.default:
+        return _copied(args[0], isinstance(args[1], GpuTensor), isinstance(args[0], GpuTensor))
+    if func is _aten._to_copy.default:
+        return _copied(
+            args[0], isinstance(args[0], GpuTensor), isinstance(args[0], GpuTensor) if target is None else target
+        )
+    if not mine:
+        return []
+    if func in READS:
+        return ["a value is read back"]
+    if func in INDEXED:
+        return _indexed(*args)
+    if host:
+        shapes = ", ".join(str(tuple(x.shape)) for x in host)
+        raise OtherDeviceError(f"{func} of a tensor of the device and of one of the host, {shapes}")
+    is_sized = func in SIZED_BY_VALUES or (func is _aten.repeat_interleave.Tensor and not kwargs.get("output_size"))
+    return ["a size is read back"] if is_sized else []
+
+
+def _copied(x: Tensor, from_gpu: bool, to_gpu: bool) -> list[str]:
+    if from_gpu == to_gpu or not x.numel():
+        return []
+    return [f"{tuple(x.shape)} is copied {'from' if to_gpu else 'to'} the host"]
+
+
+def _indexed(x: Tensor, indices: list[Tensor | None], value: Tensor | None = None, *_: Any) -> list[str]:
+    """A mask is brought to numbers, but where one value is written."""
+    present = [index for index in indices if index is not None]
+    others = [*present, value] if value is not None and value.ndim else present
+    if not isinstance(x, GpuTensor) and any(isinstance(other, GpuTensor) for other in others):
+        raise OtherDeviceError("a tensor of the host is indexed by, or given, values of the device")
+    if value is not None and value.ndim and not isinstance(value, GpuTensor):
+        raise OtherDeviceError("a tensor of the device is given values of the host")
+    is_masked = any(index.dtype in (torch.bool, torch.uint8) for index in present)
+    noted = [
+        f"an index {tuple(index.shape)} is copied from the host"
+        for index in present
+        if not isinstance(index, GpuTensor)
+    ]
+    return [*noted, *(["a size is read back"] if is_masked and (value is None or value.numel() > 1) else [])]
+
+
+def _place() -> str:
+    frames = (frame for frame in traceback.extract_stack() if "/torch/" not in frame.filename)
+    *_, last = (frame for frame in frames if frame.filename != __file__)
+    return f"{last.filename.rpartition('site-packages/')[2]}:{last.lineno}: {last.line}"
