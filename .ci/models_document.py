@@ -15,6 +15,7 @@ import diffusers
 from models_licences import NOT_FOUND, UNPUBLISHED, licence_of
 from models_memory import counted
 from models_proofs import built, proofs
+from models_seen import seen, state
 from models_served import beyond, served
 from models_text import FAMILIES, HEAD, MARKS, NOT_TRIED, OTHERS, PUBLISHED_HEAD, UNCAPTURED
 from models_timings import timed
@@ -53,6 +54,7 @@ MODEL_COLUMNS = (
     "pipeline 2",
     "pipeline 4",
     "timed",
+    "seen on a GPU",
     "licence",
 )
 README_COLUMNS = ("models", "from what to what", "divided by")
@@ -65,7 +67,7 @@ def text() -> str:
 
 def pipelines_text() -> str:
     """Returns all but the table of published models, whose weights take long to count."""
-    return HEAD + table(COLUMNS, filter(None, map(row, names()))) + PUBLISHED_HEAD
+    return HEAD + table(COLUMNS, filter(None, map(row, names()))) + PUBLISHED_HEAD + state()
 
 
 def table(columns: tuple[str, ...], rows: Iterable[Any]) -> str:
@@ -186,6 +188,7 @@ def model_row(name: str) -> tuple[str, ...]:
         f"{number / 1e9:.1f} B",
         *shares,
         timed(name) or "—",
+        seen(name),
         licence_of(name),
     )
 

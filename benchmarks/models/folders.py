@@ -130,6 +130,22 @@ def _umt5() -> Any:
     return UMT5EncoderModel(UMT5Config(**sizes, vocab_size=256384, feed_forward_proj="gated-gelu"))
 
 
+def _clip_with_projection() -> Any:
+    """The text part of CLIP ViT-L/14, and what follows it."""
+    from transformers import CLIPTextModelWithProjection
+
+    return CLIPTextModelWithProjection(_clip().config)
+
+
+def _clip_large() -> Any:
+    """The text part of OpenCLIP ViT-bigG/14, and what follows it."""
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+
+    sizes = {"hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 20}
+    more = {"projection_dim": 1280, "hidden_act": "gelu", "max_position_embeddings": CLIP_LENGTH}
+    return CLIPTextModelWithProjection(CLIPTextConfig(**sizes, **more, eos_token_id=101))
+
+
 def _byt5() -> Any:
     """The encoder of Glyph-ByT5, small."""
     from transformers import T5Config, T5EncoderModel
@@ -148,18 +164,38 @@ def _qwen25() -> Any:
     return Qwen2_5_VLTextModel(Qwen2_5_VLTextConfig(**sizes, **heads, rope_parameters=rotary))
 
 
-WAN: Mapping[str, Callable[[], Any]] = {"text_encoder": _umt5}
+Encoders = Mapping[str, Callable[[], Any]]
 
-ENCODERS: Mapping[str, Mapping[str, Callable[[], Any]]] = {
+WAN: Encoders = {"text_encoder": _umt5}
+FLUX: Encoders = {"text_encoder": _clip, "text_encoder_2": _t5}
+HUNYUAN: Encoders = {"text_encoder": _qwen25, "text_encoder_2": _byt5}
+SD3: Encoders = {"text_encoder": _clip_with_projection, "text_encoder_2": _clip_large, "text_encoder_3": _t5}
+Z_IMAGE: Encoders = {"text_encoder": lambda: _qwen3("Qwen3Model")}
+
+ENCODERS: Mapping[str, Encoders] = {
     "Cosmos3-Nano": {},
-    "FLUX.1-dev": {"text_encoder": _clip, "text_encoder_2": _t5},
+    "Cosmos3-Super": {},
+    **dict.fromkeys(("FLUX.1-Kontext-dev", "FLUX.1-dev", "FLUX.1-schnell"), FLUX),
     "FLUX.2-klein-4B": {"text_encoder": lambda: _qwen3("Qwen3ForCausalLM")},
-    "HunyuanVideo-1.5-480p_t2v": {"text_encoder": _qwen25, "text_encoder_2": _byt5},
+    "Helios-Base": WAN,
+    **dict.fromkeys(("HunyuanVideo-1.5-480p_t2v", "HunyuanVideo-1.5-720p_t2v"), HUNYUAN),
+    "LTX-Video": {"text_encoder": _t5},
     **dict.fromkeys(("Wan2.1-T2V-1.3B", "Wan2.1-T2V-14B", "Wan2.2-I2V-A14B", "Wan2.2-T2V-A14B", "Wan2.2-TI2V-5B"), WAN),
-    "Z-Image-Turbo": {"text_encoder": lambda: _qwen3("Qwen3Model")},
+    **dict.fromkeys(("Z-Image", "Z-Image-Turbo"), Z_IMAGE),
+    **dict.fromkeys(("stable-diffusion-3-medium", "stable-diffusion-3.5-large", "stable-diffusion-3.5-medium"), SD3),
+    "stable-diffusion-xl-base-1.0": {"text_encoder": _clip, "text_encoder_2": _clip_large},
 }
 """Text encoders by model and part."""
-LENGTHS: Mapping[str, Mapping[str, int]] = {"FLUX.1-dev": {"tokenizer": CLIP_LENGTH}}
+TWO_CLIPS = ("stable-diffusion-3-medium", "stable-diffusion-3.5-large", "stable-diffusion-3.5-medium")
+LENGTHS: Mapping[str, Mapping[str, int]] = {
+    **{name: {"tokenizer": CLIP_LENGTH} for name in ("FLUX.1-Kontext-dev", "FLUX.1-dev", "FLUX.1-schnell")},
+    **{
+        name: {"tokenizer": CLIP_LENGTH, "tokenizer_2": CLIP_LENGTH}
+        for name in (*TWO_CLIPS, "stable-diffusion-xl-base-1.0")
+    },
+}
 """What tokenizers cut prompts to by model and part, where it is not the usual length."""
-UNGUARDED: Mapping[str, Mapping[str, Any]] = {"Cosmos3-Nano": {"enable_safety_checker": False}}
+UNGUARDED: Mapping[str, Mapping[str, Any]] = {
+    name: {"enable_safety_checker": False} for name in ("Cosmos3-Nano", "Cosmos3-Super")
+}
 """Settings of the pipeline: what a guardrail makes of noise tells nothing."""

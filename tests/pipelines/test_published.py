@@ -129,50 +129,65 @@ def test_tokens_of_the_default_size(name: str, tokens: dict[str, int]) -> None:
     assert model_of(name).stream_lengths(first_step(name)[0].arguments) == tokens
 
 
-KINDS = {
+KINDS = (
+    "Cosmos3-Nano",
+    "ERNIE-Image",
+    "FLUX.1-dev",
+    "FLUX.2-klein-4B",
+    "Helios-Base",
+    "HunyuanVideo-1.5-480p_i2v",
+    "Krea-2-Turbo",
+    "LTX-2",
+    "LTX-Video",
+    "MiniMax-H3",
+    "Qwen-Image-2.1",
+    "Qwen-Image-Edit-2511",
+    "Wan2.1-I2V-14B-480P",
+    "Wan2.2-TI2V-5B",
+    "Z-Image-Turbo",
+    "flux-3-image-klein",
+    "stable-diffusion-3.5-large",
+)
+"""One of each class, or two where blocks get other inputs."""
+DIVIDED = {
     "Cosmos3-Nano": "tensor2",
-    "ERNIE-Image": "ring2",
-    "FLUX.1-dev": "tensor2",
     "FLUX.2-klein-4B": "tensor2",
-    "Helios-Base": "ulysses2",
     "HunyuanVideo-1.5-480p_i2v": "ulysses2",
     "Krea-2-Turbo": "ulysses2",
-    "LTX-2": "tensor2",
-    "LTX-Video": "ring2",
-    "MiniMax-H3": "ulysses2",
+    "MiniMax-H3": "ring2",
     "Qwen-Image-2.1": "tensor2",
     "Qwen-Image-Edit-2511": "tensor2",
     "Wan2.1-I2V-14B-480P": "tensor2",
-    "Wan2.2-TI2V-5B": "ulysses2",
-    "Z-Image-Turbo": "ring2",
-    "flux-3-image-klein": "ulysses2",
-    "stable-diffusion-3.5-large": "ulysses2",
 }
-"""One of each class, or two where blocks get other inputs, and how two ranks divide it."""
+"""How two ranks divide some of them: those with masks, with places of their own, or with what comes once a job."""
+HAND_ORDERED = {*KINDS, "FLUX.1-Kontext-dev", "Qwen-Image", "Qwen-Image-Edit-2509"}
+"""Whose hand-ordered steps are recorded, where they have one: all others are another size of one of these."""
 
 
 @pytest.mark.parametrize("name", published_models())
 @torch.no_grad()
-def test_a_step_is_what_a_gpu_can_record(name: str) -> None:
+def test_a_step_is_what_a_gpu_can_record_and_compile(name: str) -> None:
     """It begins on the device, copies nothing from the host or to it, and reads no values back."""
     branch, model = first_step(name)[0], model_on_gpu(name)
-    for fast in (False, True) if model.fast is not None else (False,):
-        recorded = Recorded(model, branch, team_of_one(), fast=fast).run()
-        assert (recorded.found, recorded.is_recorded) == ([], True)
+    recorded = Recorded(model, branch, team_of_one()).run()
+    assert (recorded.found, recorded.is_recorded) == ([], True)
+    if name in HAND_ORDERED and model.fast is not None:
+        fast = Recorded(model, branch, team_of_one(), fast=True).run()
+        assert (fast.found, fast.is_recorded) == ([], True)
+    if name in KINDS:
+        assert recorded.calls
+        for call in recorded.calls.values():
+            trace(model, call)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", DIVIDED)
 @torch.no_grad()
-def test_two_ranks_record_it_and_blocks_are_compiled_whole(name: str) -> None:
+def test_two_ranks_record_it(name: str) -> None:
     """Steps over divided weights are not recorded where each of them makes what others make once a job."""
-    with offline_team(ParallelSpec.of(KINDS[name], 2)) as team:
-        divided = Recorded(model_on_gpu(name), first_step(name)[0], team).run()
-    assert divided.is_recorded != (team.spec.divides_weights and divided.model.reads_values)
-    assert divided.found == []
-    alone = Recorded(model_on_gpu(name), first_step(name)[0], team_of_one()).run()
-    assert alone.calls
-    for call in alone.calls.values():
-        trace(alone.model, call)
+    with offline_team(ParallelSpec.of(DIVIDED[name], 2)) as team:
+        recorded = Recorded(model_on_gpu(name), first_step(name)[0], team).run()
+    assert recorded.is_recorded != (team.spec.divides_weights and recorded.model.reads_values)
+    assert recorded.found == []
 
 
 def test_folders_and_shipped_models_come_first(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from transformers import AutoTokenizer
 
 from benchmarks.models import folders
 from pipelines.checkpoint import Checkpoint
+from pipelines.directory import read_index
+from pipelines.loading import resolve_configuration
 from pipelines.run import load_pipeline
 from pipelines.size import Size
 from tests.pipelines.support.checkpoints import tiny, tiny_cosmos, tiny_hunyuan
@@ -85,6 +88,20 @@ def test_the_published_clip_has_places_for_no_more() -> None:
         assert folders.ENCODERS["FLUX.1-dev"]["text_encoder"]().config.max_position_embeddings == 77
 
 
+def test_every_encoder_is_of_the_class_that_the_pipeline_names() -> None:
+    made = {make: cache(make) for encoders in folders.ENCODERS.values() for make in encoders.values()}
+    with torch.device("meta"):
+        for name, encoders in folders.ENCODERS.items():
+            index = read_index(resolve_configuration(name))
+            named = {part: entry[1] for part, entry in index.items() if isinstance(entry, list) and "coder" in part}
+            models = {part: kind for part, kind in named.items() if index[part][0] == "transformers"}
+            if name != "Wan2.2-I2V-A14B":
+                assert models.keys() == encoders.keys(), name
+            assert {part: type(made[make]()).__name__ for part, make in encoders.items()} == models
+
+
 def test_a_model_whose_encoders_are_not_known_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no text encoders are known for LTX-2; known: Cosmos3-Nano, FLUX"):
+    with pytest.raises(
+        ValueError, match="no text encoders are known for LTX-2; known: Cosmos3-Nano, Cosmos3-Super, FLUX"
+    ):
         folders.write_folder("LTX-2", tmp_path / "written", torch.device("cpu"))

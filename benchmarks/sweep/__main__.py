@@ -1,0 +1,140 @@
+"""Every published model at full size with random weights, once: through the whole application, on each number of GPUs.
+
+    python -m benchmarks.sweep [MODEL ...] [--ranks 1 2] [--out FILE] [--limit-s 3000] [--again]
+
+A model is written to ``--scratch`` with random weights, served by ``troupe serve``, asked for a picture or a clip three
+times and, where it takes pictures, for one that is made of some, and deleted. Models whose text encoders are not known
+(``benchmarks.models.folders``) run without: their steps and their decoding (``benchmarks.sweep.lone``).
+
+Each is one line of JSON in ``--out``: its times, or the "error" that says why there are none. A sweep that is started
+again goes on with those that have no line (with ``--again``, also those that have an error). It begins none after
+``--limit-s``. It ends with 1 if it measured nothing. ``.ci/models_document.py`` makes a column of docs/models.md of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.models.folders import ENCODERS
+from benchmarks.results import status_of
+from benchmarks.serving.settings import write_model
+from benchmarks.sweep import whole
+from benchmarks.sweep.kept import ERROR, Kept, Result
+from benchmarks.sweep.whole import FEW_STEPS, Asked
+from pipelines.checkpoint import Checkpoint
+from pipelines.loading import published_models
+from pipelines.size import Size
+
+OUT = Path("benchmarks/reports/sweep.jsonl")
+LONE = "benchmarks.sweep.lone"
+SPARE_BYTES = 24 * 2**30
+"""On the disk, beside a transformer: its text encoders and auto-encoder, and what Ray keeps."""
+LONE_S = 1200.0
+MOST_SAID = 2000
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    arguments = parse(words)
+    kept, begun_s, results = Kept(arguments.out), time.monotonic(), list[Result]()
+    for ranks, name in left(arguments, kept):
+        if time.monotonic() - begun_s > arguments.limit_s:
+            print(f"the time is over: {name} on {ranks} and what follows are left", file=sys.stderr, flush=True)
+            break
+        result = {**facts(name, ranks), **result_of(name, ranks, arguments)}
+        kept.add(result)
+        print(json.dumps(result), flush=True)
+        results.append(result)
+    sys.exit(status_of(results))
+
+
+def left(arguments: argparse.Namespace, kept: Kept) -> Iterator[tuple[int, str]]:
+    """What is to be done: all models on the fewest GPUs first."""
+    for ranks in arguments.ranks:
+        for name in arguments.models:
+            if not kept.has(name, ranks, failed=not arguments.again):
+                yield ranks, name
+
+
+def facts(name: str, ranks: int) -> Result:
+    hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    return {"model": name, "ranks": ranks, "date": today, "hardware": hardware, "torch": torch.__version__}
+
+
+def result_of(name: str, ranks: int, arguments: argparse.Namespace) -> Result:
+    """Its times, or an error: the others get their turn whatever happens to one."""
+    began_s = time.monotonic()
+    try:
+        found = measured(name, ranks, arguments)
+    except Exception as error:
+        found = {ERROR: f"{type(error).__name__}: {error}"[-MOST_SAID:]}
+    return {**found, "took_s": round(time.monotonic() - began_s, 1)}
+
+
+def measured(name: str, ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """ValueError, RuntimeError and the like say why it cannot be."""
+    if torch.cuda.is_available() and ranks > torch.cuda.device_count():
+        raise ValueError(f"{ranks} GPUs are asked for, {torch.cuda.device_count()} are here")
+    asked = Asked(size=arguments.size, num_steps=arguments.steps)
+    if Path(name).is_dir():
+        return whole.measured(Path(name), ranks, asked)
+    if name not in ENCODERS:
+        return lone(name, ranks, arguments)
+    with tempfile.TemporaryDirectory(prefix="troupe_sweep_", dir=arguments.scratch) as scratch:
+        check_room(name, Path(scratch))
+        write_model(name, Path(scratch) / name)
+        return whole.measured(Path(scratch) / name, ranks, asked)
+
+
+def check_room(name: str, scratch: Path) -> None:
+    """ValueError for a model that the disk has no room for."""
+    needed = Checkpoint.of_configuration(name, "meta", "bfloat16").weights_bytes() + SPARE_BYTES
+    free = shutil.disk_usage(scratch).free
+    if needed > free:
+        raise ValueError(
+            f"{name} takes {needed / 2**30:.0f} GiB on the disk, {free / 2**30:.0f} are free in {scratch.parent}: "
+            "name another folder with --scratch"
+        )
+
+
+def lone(name: str, ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """In processes of their own, whose memory is free afterwards. RuntimeError says what they said."""
+    launch = ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks)] if ranks > 1 else []
+    size = ["--size", str(arguments.size)] if arguments.size else []
+    command = [sys.executable, *launch, "-m", LONE, name, "--steps", str(arguments.steps), *size]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=LONE_S)
+    if ended.returncode:
+        raise RuntimeError(f"{LONE} ended with {ended.returncode}: {ended.stderr[-MOST_SAID:]}")
+    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=published_models(), help="published, or folders")
+    parser.add_argument(
+        "--ranks", nargs="+", type=int, default=[1], help="GPUs that work together, one after the other"
+    )
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="after which no model is begun")
+    parser.add_argument("--again", action="store_true", help="those that failed as well")
+    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="where models are written to")
+    parser.add_argument("--steps", type=int, default=FEW_STEPS, help="of each picture or clip, as far as a model may")
+    parser.add_argument("--size", type=Size.parse, help="of all: by default each model's own")
+    return parser.parse_args(words)
+
+
+if __name__ == "__main__":
+    main()

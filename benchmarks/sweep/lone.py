@@ -1,0 +1,126 @@
+"""One model without its encoders: begin, steps and decoding in this process, or in those that ``torchrun`` starts.
+
+    python -m benchmarks.sweep.lone MODEL [--steps 6] [--size 1024x1024]
+
+For models whose text encoders are not known here. The last line is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.distributed import start_distributed
+from benchmarks.models.folders import write_vae
+from benchmarks.models.published import SEED, PublishedModel
+from benchmarks.sweep.whole import FEW_STEPS, Asked
+from benchmarks.timing import rank_synchronize
+from engines.torch_engine.engine import TorchEngine
+from pipelines.blocks.blank import blank_conditioning
+from pipelines.blocks.sampler import BlocksSampler
+from pipelines.checkpoint import Checkpoint
+from pipelines.request import MediaRequest
+from pipelines.size import Size
+
+
+@torch.no_grad()
+def measured(name: str, asked: Asked, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """``name`` is a published model or a folder. All ranks make the call; decoding is the first one's."""
+    defaults = Checkpoint.of_configuration(name).defaults
+    size = asked.size_of(defaults)
+    model = PublishedModel.made(name, device, dtype, size)
+    request = defaults.request(size, num_inference_steps=asked.steps_of(defaults))
+    engine = TorchEngine(model.denoiser(), strategy="ulysses")
+    first, again = (Job.run(model, request, engine) for _ in range(2))
+    found = {
+        "through": "transformer and decoder",
+        "size": str(size),
+        "steps": len(first.steps_ms),
+        "first_ms": {"begin": first.begin_ms, "step": first.steps_ms[0]},
+        "step_ms": round(median(again.steps_ms), 1),
+        "captured": engine.config.capture and engine.was_warm,
+        "same_bytes": all(torch.equal(x, again.tensors[key]) for key, x in first.tensors.items()),
+        "gpu_gib": {"highest": round(torch.cuda.max_memory_allocated() / 2**30, 2) if device.type == "cuda" else 0.0},
+    }
+    engine.close()
+    del model, engine
+    gc.collect()
+    torch.cuda.empty_cache()
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    return found | (decoded(name, again.latents, request, device, dtype) if is_first else {})
+
+
+class Job:
+    """One job's times in milliseconds, and the latents after its last step."""
+
+    def __init__(self, begin_ms: float, steps_ms: Sequence[float], latents: Mapping[str, Any]) -> None:
+        self.begin_ms, self.steps_ms, self.latents = begin_ms, steps_ms, latents
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return {key: x for key, x in self.latents.items() if isinstance(x, Tensor)}
+
+    @classmethod
+    def run(cls, model: PublishedModel, request: MediaRequest, engine: TorchEngine) -> Job:
+        sampler, ranks = BlocksSampler(model.opened), tuple(range(engine.team_sizes[-1]))
+        noise = torch.Generator().manual_seed(SEED)
+        times = [time.perf_counter()]
+        state = sampler.begin(request, blank_conditioning(model.opened, request, model.num_tokens, noise))
+        rank_synchronize()
+        times.append(time.perf_counter())
+        for _ in range(sampler.num_steps(state)):
+            state = sampler.advance(state, engine.predict(sampler.branches(state), ranks))
+            rank_synchronize()
+            times.append(time.perf_counter())
+        begin_ms, *steps_ms = (round(1e3 * (end - start), 1) for start, end in pairwise(times))
+        return cls(begin_ms, steps_ms, sampler.latents(state))
+
+
+def decoded(
+    name: str, latents: Mapping[str, Any], request: MediaRequest, device: torch.device, dtype: torch.dtype
+) -> dict[str, Any]:
+    """How long decoding took, the second time; or why it cannot be done, which leaves the rest as it is."""
+    with tempfile.TemporaryDirectory(prefix="troupe_sweep_", dir="/tmp") as scratch:
+        try:
+            folder = Path(name) if Path(name).is_dir() else Path(scratch) / "vae"
+            if not folder.exists():
+                write_vae(name, folder, device)
+            decoder = Checkpoint(folder, device, dtype).decoder()
+            for _ in range(2):
+                start_s = time.perf_counter()
+                decoder.decode(latents, request)
+            return {"decode_ms": round(1e3 * (time.perf_counter() - start_s), 1)}
+        except Exception as error:  # the steps tell something without it
+            return {"decode_error": f"{type(error).__name__}: {error}"[:1000]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--steps", type=int, default=FEW_STEPS)
+    parser.add_argument("--size", type=Size.parse)
+    arguments = parser.parse_args()
+    rank, _ = start_distributed()
+    on_gpu = torch.cuda.is_available()
+    device, dtype = (torch.device("cuda", rank), torch.bfloat16) if on_gpu else (torch.device("cpu"), torch.float32)
+    found = measured(arguments.model, Asked(size=arguments.size, num_steps=arguments.steps), device, dtype)
+    if rank == 0:
+        print(json.dumps(found), flush=True)
+    os._exit(0)  # graphs hold the communicator: an orderly shutdown would wait for them
+
+
+if __name__ == "__main__":
+    main()

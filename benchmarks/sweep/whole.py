@@ -1,0 +1,127 @@
+"""One model behind ``troupe serve``: its first picture or clip, the same again, and one made of pictures."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx
+import torch
+from PIL import Image
+
+from benchmarks.application.client import CLIPS, EDITS, IMAGES, PROMPT, TIMEOUT_S, data_of, timing
+from benchmarks.application.memory import peak_memory
+from benchmarks.faults.timeline import records_of
+from benchmarks.serving.application import serving
+from deployments.cli.serving import parse_config
+from deployments.config import ServeConfig
+from pipelines.checkpoint import Checkpoint
+from pipelines.defaults import Defaults
+from pipelines.size import Size
+
+NUM_REPEATS = 2
+FEW_STEPS = 6
+CAPTURED = "captured a step"
+"""What a rank says in its log."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What every model is asked for: its own size, or ``size``; ``num_steps`` of those that it makes by default."""
+
+    size: Size | None = None
+    num_steps: int = FEW_STEPS
+
+    def steps_of(self, defaults: Defaults) -> int:
+        return max(defaults.min_steps, min(self.num_steps, defaults.num_inference_steps))
+
+    def size_of(self, defaults: Defaults) -> Size:
+        """What requests are made with; of a picture one frame."""
+        size = self.size or Size(width=defaults.width, height=defaults.height)
+        frames = size.num_frames or defaults.num_frames
+        return Size(width=size.width, height=size.height, num_frames=frames if defaults.kind == "video" else None)
+
+
+def measured(folder: Path, ranks: int, asked: Asked) -> dict[str, Any]:
+    """What the application says of its own times, in milliseconds. RuntimeError where it does not make one of them."""
+    defaults = Checkpoint(folder).defaults
+    with peak_memory() as peak, serving(config_of(folder, ranks)) as application:
+        with httpx.Client(base_url=application.url, timeout=TIMEOUT_S) as client:
+            found = answers_of(client, defaults, asked)
+        messages = {str(record["message"]) for record in records_of(application.logs)}
+        ready_s = round(application.ready_s, 1)
+    return {
+        "through": "application",
+        "ready_s": ready_s,
+        **found,
+        "captured": CAPTURED in messages,
+        "gpu_gib": peak.rounded(),
+    }
+
+
+def answers_of(client: httpx.Client, defaults: Defaults, asked: Asked) -> dict[str, Any]:
+    steps, size = asked.steps_of(defaults), asked.size_of(defaults)
+    counts = {"first": defaults.min_pictures, "pictures": max(defaults.min_pictures, 1)}
+    plain = [made(client, defaults, steps, size, counts["first"]) for _ in range(1 + NUM_REPEATS)]
+    first, *again = map(timing, plain)
+    denoise_ms = median(one["denoise"] for one in again)
+    found: dict[str, Any] = {
+        "size": str(size),
+        "steps": steps,
+        "first_ms": first,
+        "again_ms": {stage: median(one[stage] for one in again) for stage in first},
+        "step_ms": round(denoise_ms / steps, 1),
+        "same_bytes": len({data_of(one) for one in plain}) == 1,
+        "bytes": len(data_of(plain[0])),
+    }
+    if defaults.max_pictures and not defaults.min_pictures:
+        found["with_picture_ms"] = timing(made(client, defaults, steps, size, counts["pictures"]))
+    return found
+
+
+def made(client: httpx.Client, defaults: Defaults, steps: int, size: Size, num_pictures: int) -> httpx.Response:
+    """A picture or a clip, of as many pictures of noise. RuntimeError says what came instead."""
+    fields: dict[str, Any] = {"prompt": PROMPT, "seed": 1, "num_inference_steps": steps}
+    fields["size"] = f"{size.width}x{size.height}"
+    is_clip = defaults.kind == "video"
+    fields |= {"num_frames": size.num_frames} if is_clip else {}
+    if num_pictures:
+        name = "input_reference" if is_clip else "image"
+        files = [(name, (f"noise{number}.png", noise(size), "image/png")) for number in range(num_pictures)]
+        text = {key: str(value) for key, value in fields.items()}
+        answer = client.post(CLIPS if is_clip else EDITS, data=text, files=files)
+    else:
+        answer = client.post(CLIPS if is_clip else IMAGES, json=fields)
+    if answer.status_code != httpx.codes.OK:
+        raise RuntimeError(f"no picture or clip, but {answer.status_code}: {answer.text[:1000]}")
+    return answer
+
+
+def noise(size: Size) -> bytes:
+    file = io.BytesIO()
+    Image.effect_noise((size.width, size.height), 60).convert("RGB").save(file, "PNG")
+    return file.getvalue()
+
+
+def config_of(folder: Path, ranks: int) -> ServeConfig:
+    """One gang; on GPUs encoder and decoder share the first one's memory with a rank."""
+    on_gpu = torch.cuda.is_available()
+    share: dict[str, Any] = {"num_cpus": 1, "num_gpus": 0.1, "num_threads": 4} if on_gpu else {}
+    gang: dict[str, Any] = {"num_ranks": ranks, "engine": "torch", "start_deadline_s": 900, "num_spares": 0}
+    if on_gpu:
+        gang |= {"gpus_per_rank": 0.8, "cpus_per_rank": 2, "threads_per_rank": 4, "step_deadline_s": 300}
+    else:
+        gang |= {"cpus_per_rank": 0.1, "strategy": "ulysses", "ping_deadline_s": 30}
+    model = {"name": "swept", "path": str(folder.resolve()), "denoiser": gang}
+    apart = {"dtype": "bfloat16", "text_encoder": share, "decoder": share}
+    model |= apart if on_gpu else {"stages": "together"}
+    return parse_config({"http_options": {"port": 0}, "applications": [application_of([model])]})
+
+
+def application_of(models: Sequence[Any]) -> dict[str, Any]:
+    args = {"models": list(models), "metrics": {"port": None}}
+    return {"name": "troupe", "route_prefix": "/", "import_path": "deployments.app:build_app", "args": args}
