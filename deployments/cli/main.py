@@ -87,23 +87,33 @@ def generate(
 
 @app.command()
 def serve(
-    config: Annotated[str, typer.Argument(help="A config file, or the name of a shipped one.")] = "laptop",
+    config: Annotated[
+        str, typer.Argument(help="A config file, the name of a shipped one, or a model: folder, file@base, hub id.")
+    ] = "laptop",
+    num_ranks: Annotated[int | None, typer.Option("--ranks", help="Of a model: ranks of its gang; all GPUs.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to bind; 127.0.0.1 unless the config says else.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to bind.")] = None,
     metrics_port: Annotated[int | None, typer.Option(help="Port of /metrics; 0 for none.")] = None,
     log_format: Annotated[LogFormat, typer.Option(help="Of the line for each request.")] = LogFormat.plain,
+    print_config: Annotated[bool, typer.Option("--print-config", help="Print the YAML, and serve nothing.")] = False,
 ) -> None:
     """Serve until Ctrl-C or SIGTERM; then what is under way has a while to end (the configuration's door.drain_s)."""
+    from deployments.cli.checks.preflight import warnings
+    from deployments.cli.configuration import config_for, to_yaml
     from deployments.cli.operation.requests import logs_folder, show_requests
     from deployments.cli.operation.servers import announce
     from deployments.cli.progress import console, started
-    from deployments.cli.serving import load_config
 
     chosen: dict[str, Any] = {name: value for name, value in (("host", host), ("port", port)) if value is not None}
     with errors():
-        settings = load_config(config).with_http(**chosen)
+        settings = config_for(config, num_ranks).with_http(**chosen)
         if metrics_port is not None:
             settings = settings.with_metrics(metrics_port or None)
+        if print_config:
+            typer.echo(to_yaml(settings), nl=False)
+            return
+        for warning in warnings(settings):
+            typer.echo(f"troupe: warning: {warning}", err=True)
         with started(settings) as url:
             announce(url, settings.app.metrics.url)
             console.print(f"Serving at {url} (docs at {url}/docs). Ctrl-C ends it.")

@@ -170,14 +170,15 @@ def _engines() -> list[Finding]:
 
 def _configuration(name: str) -> list[Finding]:
     """Returns what keeps a configuration from running here, or that nothing does. ValueError if it is none."""
-    from deployments.cli.checks.preflight import problems
+    from deployments.cli.checks.preflight import problems, warnings
     from deployments.cli.serving import load_config
 
     config = load_config(name)
     found = list(problems(config))
+    slow = [Finding(subject=f"config {name}", detail=f"warning: {warning}") for warning in warnings(config)]
     if found:
-        return [Finding(subject=f"config {name}", detail=problem, ok=False) for problem in found]
-    return [Finding(subject=f"config {name}", detail="can run here", ok=True)]
+        return [*(Finding(subject=f"config {name}", detail=problem, ok=False) for problem in found), *slow]
+    return [Finding(subject=f"config {name}", detail="can run here", ok=True), *slow]
 
 
 def _privacy() -> list[Finding]:

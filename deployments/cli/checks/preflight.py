@@ -32,6 +32,20 @@ def problems(config: ServeConfig) -> Iterator[str]:
     yield from _ports(config)
 
 
+def warnings(config: ServeConfig) -> Iterator[str]:
+    """Yield what runs here and is slow, and what to change, a sentence each."""
+    for model in config.app.models:
+        stages = {"text_encoder": model.text_encoder}
+        if model.stages == "apart":
+            stages["decoder"] = model.decoder
+        without = [name for name, stage in stages.items() if not stage.num_gpus]
+        if model.denoiser.gpus_per_rank and without:
+            yield (
+                f"the model {model.name}: its ranks have GPUs, and {' and '.join(without)} on CPU cores will be slow: "
+                "say num_gpus: 0.1 there, with gpus_per_rank: 0.8"
+            )
+
+
 def num_gpus_needed(config: ServeConfig) -> int:
     """Returns the GPUs that the application starts with: no two ranks share one, encoders and decoders may.
 
