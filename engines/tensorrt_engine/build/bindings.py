@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 INSTALL_HINT = (
-    "install TensorRT 11 (`pip install 'troupe-serve[gpu]'`) or TensorRT-RTX (`pip install 'troupe-serve[rtx]'`)"
+    "install TensorRT 11 (`pip install '.[gpu]'`) or TensorRT-RTX (`pip install '.[rtx]'`)"
 )
 
 
