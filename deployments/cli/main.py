@@ -35,6 +35,7 @@ LoraOption = Annotated[list[str] | None, typer.Option(help="An adapter, NAME or 
 CacheOption = Annotated[
     Literal["off", "conservative", "fast"] | None, typer.Option(help="Save time where steps hardly differ.")
 ]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")]
 RunningOption = Annotated[str, typer.Option("--url", help="A running server; the one that runs here by default.")]
 
 
@@ -142,13 +143,14 @@ def models(
     api_key_file: KeyOption = None,
     api_key: OldKeyOption = None,
     config: ConfigOption = "laptop",
+    as_json: JsonOption = False,
 ) -> None:
     """Served models with their defaults: of a running server, or those a config would serve."""
     from deployments.cli.models import print_models
     from deployments.settings import Settings
 
     with errors():
-        print_models(url, Settings().own_key(api_key_file), config)
+        print_models(url, Settings().own_key(api_key_file), config, as_json=as_json)
 
 
 @app.command()
@@ -156,13 +158,14 @@ def status(
     url: RunningOption = "",
     api_key_file: KeyOption = None,
     metrics_url: Annotated[str, typer.Option(help="Its metrics, where `troupe serve` did not start it here.")] = "",
+    as_json: JsonOption = False,
 ) -> None:
     """Whether a running server is ready, with its models, their gangs, and what runs and waits there."""
     from deployments.cli.operation.status import print_status
     from deployments.settings import Settings
 
     with errors():
-        is_ready = print_status(url, Settings().own_key(api_key_file), metrics_url)
+        is_ready = print_status(url, Settings().own_key(api_key_file), metrics_url, as_json=as_json)
     raise typer.Exit(0 if is_ready else 1)
 
 
@@ -174,6 +177,7 @@ def clips(
     delete: Annotated[list[str] | None, typer.Option(help="Delete the clip of this id, even while it is made.")] = None,
     download: Annotated[str, typer.Option(help="Fetch the clip of this id into --out.")] = "",
     out: Annotated[Path | None, typer.Option(help="The file; ID.mp4 by default.")] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Clips of a running server; or one is fetched, or some are deleted."""
     from deployments.cli.operation.clips import delete_clips, download_clip, print_clips
@@ -186,7 +190,7 @@ def clips(
         if download:
             download_clip(url, api_key, download, out or Path(f"{download}.mp4"))
         if not delete and not download:
-            print_clips(url, api_key, limit)
+            print_clips(url, api_key, limit, as_json=as_json)
 
 
 @app.command()
@@ -200,12 +204,16 @@ def doctor(
     config: Annotated[
         str | None, typer.Option("--config", help="Whether this one can run here: a file, or a shipped one's name.")
     ] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """What is installed, which devices and which NCCL there are, what can run here and what cannot and why."""
     from deployments.cli.checks.doctor import first_model, print_proofs, print_report
 
     with errors():
-        fine = print_proofs(model or first_model(config or "laptop")) if tensorrt else print_report(config)
+        if tensorrt and as_json:
+            raise ValueError("--json is for the report, not for --tensorrt: leave one of them out")
+        source = model or first_model(config or "laptop") if tensorrt else ""
+        fine = print_proofs(source) if tensorrt else print_report(config, as_json=as_json)
     raise typer.Exit(0 if fine else 1)
 
 

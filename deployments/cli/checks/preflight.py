@@ -10,7 +10,7 @@ from deployments.cli.checks.environment import environment_problems
 from deployments.cli.local.proxies import client_problem
 from deployments.config import ModelConfig, ServeConfig
 from deployments.door.door import listen
-from deployments.stages.config import ScaledConfig
+from deployments.stages.config import ScaledConfig, StageConfig
 from deployments.stages.slicing import must_slice
 from pipelines.checkpoint import Checkpoint
 from pipelines.preconditions import adapter_problems, decoder_problems, weight_problems
@@ -35,7 +35,7 @@ def problems(config: ServeConfig) -> Iterator[str]:
 def warnings(config: ServeConfig) -> Iterator[str]:
     """Yield what runs here and is slow, and what to change, a sentence each."""
     for model in config.app.models:
-        stages = {"text_encoder": model.text_encoder}
+        stages: dict[str, StageConfig] = {"text_encoder": model.text_encoder}
         if model.stages == "apart":
             stages["decoder"] = model.decoder
         without = [name for name, stage in stages.items() if not stage.num_gpus]
