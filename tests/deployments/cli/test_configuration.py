@@ -101,3 +101,14 @@ def config_with(**model: object) -> ServeConfig:
     document = load_config("laptop").model_dump(mode="json")
     document["applications"][0]["args"]["models"] = [{"name": "flux-shapes", **model}]
     return parse_config(document)
+
+
+def test_warns_of_an_open_address_without_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TROUPE_API_KEYS_FILE", raising=False)
+    monkeypatch.delenv("TROUPE_API_KEYS", raising=False)
+    laptop = load_config("laptop")
+    (warning,) = warnings(laptop.with_http(host="0.0.0.0"))
+    assert "0.0.0.0" in warning
+    assert not list(warnings(laptop))
+    monkeypatch.setenv("TROUPE_API_KEYS", "secret")
+    assert not list(warnings(laptop.with_http(host="0.0.0.0")))
