@@ -17,7 +17,6 @@ from pipelines.checkpoint import Checkpoint
 from pipelines.preconditions import adapter_problems, decoder_problems, weight_problems
 from pipelines.single_file import split_source
 
-
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
