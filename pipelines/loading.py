@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 SHIPPED = Path(__file__).parent / "checkpoints"
 PUBLISHED = Path(__file__).parent / "published"
 """Published models' configurations, without weights: a folder each."""
+HUB_IDS = Path(__file__).parent / "published_hubs.json"
+"""Where published models lie on the hub."""
 DTYPES = ("float32", "bfloat16", "float16")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 TOP_FILES = [CLASSIC_INDEX, MODULAR_INDEX, "troupe.json"]
@@ -56,6 +59,20 @@ def resolve_configuration(source: str) -> Path:
         return resolve_path(source, weights=False)
     except ValueError as error:
         raise ValueError(f"{error}; or the name of a published model: {', '.join(published_models())}") from error
+
+
+def hub_id_of(source: str) -> str:
+    """The hub id of a published model by its name, in any case; a hub id is itself. ValueError for other names."""
+    if _HUB_ID.fullmatch(source):
+        return source
+    known: dict[str, str] = json.loads(HUB_IDS.read_text())
+    for name, hub_id in known.items():
+        if name.lower() == source.lower():
+            return hub_id
+    raise ValueError(
+        f"no model {source!r}: give a diffusers folder, a hub id like owner/name, {_shipped_names()}, or the name of "
+        f"a published model: {', '.join(known)}"
+    )
 
 
 def published_models() -> tuple[str, ...]:

@@ -35,6 +35,7 @@ LoraOption = Annotated[list[str] | None, typer.Option(help="An adapter, NAME or 
 CacheOption = Annotated[
     Literal["off", "conservative", "fast"] | None, typer.Option(help="Save time where steps hardly differ.")
 ]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")]
 RunningOption = Annotated[str, typer.Option("--url", help="A running server; the one that runs here by default.")]
 
 
@@ -87,23 +88,33 @@ def generate(
 
 @app.command()
 def serve(
-    config: Annotated[str, typer.Argument(help="A config file, or the name of a shipped one.")] = "laptop",
+    config: Annotated[
+        str, typer.Argument(help="A config file, the name of a shipped one, or a model: folder, file@base, hub id.")
+    ] = "laptop",
+    num_ranks: Annotated[int | None, typer.Option("--ranks", help="Of a model: ranks of its gang; all GPUs.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to bind; 127.0.0.1 unless the config says else.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to bind.")] = None,
     metrics_port: Annotated[int | None, typer.Option(help="Port of /metrics; 0 for none.")] = None,
     log_format: Annotated[LogFormat, typer.Option(help="Of the line for each request.")] = LogFormat.plain,
+    print_config: Annotated[bool, typer.Option("--print-config", help="Print the YAML, and serve nothing.")] = False,
 ) -> None:
     """Serve until Ctrl-C or SIGTERM; then what is under way has a while to end (the configuration's door.drain_s)."""
+    from deployments.cli.checks.preflight import warnings
+    from deployments.cli.configuration import config_for, to_yaml
     from deployments.cli.operation.requests import logs_folder, show_requests
     from deployments.cli.operation.servers import announce
     from deployments.cli.progress import console, started
-    from deployments.cli.serving import load_config
 
     chosen: dict[str, Any] = {name: value for name, value in (("host", host), ("port", port)) if value is not None}
     with errors():
-        settings = load_config(config).with_http(**chosen)
+        settings = config_for(config, num_ranks).with_http(**chosen)
         if metrics_port is not None:
             settings = settings.with_metrics(metrics_port or None)
+        if print_config:
+            typer.echo(to_yaml(settings), nl=False)
+            return
+        for warning in warnings(settings):
+            typer.echo(f"troupe: warning: {warning}", err=True)
         with started(settings) as url:
             announce(url, settings.app.metrics.url)
             console.print(f"Serving at {url} (docs at {url}/docs). Ctrl-C ends it.")
@@ -132,13 +143,14 @@ def models(
     api_key_file: KeyOption = None,
     api_key: OldKeyOption = None,
     config: ConfigOption = "laptop",
+    as_json: JsonOption = False,
 ) -> None:
     """Served models with their defaults: of a running server, or those a config would serve."""
     from deployments.cli.models import print_models
     from deployments.settings import Settings
 
     with errors():
-        print_models(url, Settings().own_key(api_key_file), config)
+        print_models(url, Settings().own_key(api_key_file), config, as_json=as_json)
 
 
 @app.command()
@@ -146,13 +158,14 @@ def status(
     url: RunningOption = "",
     api_key_file: KeyOption = None,
     metrics_url: Annotated[str, typer.Option(help="Its metrics, where `troupe serve` did not start it here.")] = "",
+    as_json: JsonOption = False,
 ) -> None:
     """Whether a running server is ready, with its models, their gangs, and what runs and waits there."""
     from deployments.cli.operation.status import print_status
     from deployments.settings import Settings
 
     with errors():
-        is_ready = print_status(url, Settings().own_key(api_key_file), metrics_url)
+        is_ready = print_status(url, Settings().own_key(api_key_file), metrics_url, as_json=as_json)
     raise typer.Exit(0 if is_ready else 1)
 
 
@@ -164,6 +177,7 @@ def clips(
     delete: Annotated[list[str] | None, typer.Option(help="Delete the clip of this id, even while it is made.")] = None,
     download: Annotated[str, typer.Option(help="Fetch the clip of this id into --out.")] = "",
     out: Annotated[Path | None, typer.Option(help="The file; ID.mp4 by default.")] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Clips of a running server; or one is fetched, or some are deleted."""
     from deployments.cli.operation.clips import delete_clips, download_clip, print_clips
@@ -176,7 +190,7 @@ def clips(
         if download:
             download_clip(url, api_key, download, out or Path(f"{download}.mp4"))
         if not delete and not download:
-            print_clips(url, api_key, limit)
+            print_clips(url, api_key, limit, as_json=as_json)
 
 
 @app.command()
@@ -190,12 +204,16 @@ def doctor(
     config: Annotated[
         str | None, typer.Option("--config", help="Whether this one can run here: a file, or a shipped one's name.")
     ] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """What is installed, which devices and which NCCL there are, what can run here and what cannot and why."""
     from deployments.cli.checks.doctor import first_model, print_proofs, print_report
 
     with errors():
-        fine = print_proofs(model or first_model(config or "laptop")) if tensorrt else print_report(config)
+        if tensorrt and as_json:
+            raise ValueError("--json is for the report, not for --tensorrt: leave one of them out")
+        source = model or first_model(config or "laptop") if tensorrt else ""
+        fine = print_proofs(source) if tensorrt else print_report(config, as_json=as_json)
     raise typer.Exit(0 if fine else 1)
 
 

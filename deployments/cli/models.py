@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,10 +11,19 @@ from rich.table import Table
 from deployments.cli.client import Client, kinds_of
 from deployments.cli.progress import console
 
+NONE = "–"
+COLUMNS = ("model", "family", "kind", "size", "frames", "steps", "size in multiples of")
+KEYS = ("id", "family", "kinds", "size", "frames", "steps", "size_multiple")
 
-def print_models(url: str, api_key: str, config: str) -> None:
+
+def print_models(url: str, api_key: str, config: str, *, as_json: bool = False) -> None:
+    """Print a row for each model, or the same as one JSON array."""
     rows = _served(url, api_key) if url else _configured(config)
-    table = Table("model", "family", "kind", "size", "frames", "steps", "size in multiples of")
+    if as_json:
+        print(json.dumps([_document(row) for row in rows], indent=2))
+        return
+    table = Table(*COLUMNS)
+    table.columns[0].overflow = "fold"
     for row in rows:
         table.add_row(*(str(cell) for cell in row))
     console.print(table)
@@ -34,7 +44,12 @@ def _configured(config: str) -> list[tuple[Any, ...]]:
     return [_row(card.name, card.family, card.defaults.kinds, asdict(card.defaults)) for card in cards.values()]
 
 
+def _document(row: tuple[Any, ...]) -> dict[str, Any]:
+    told = dict(zip(KEYS, row, strict=True))
+    return told | {"kinds": told["kinds"].split(", "), "frames": None if told["frames"] == NONE else told["frames"]}
+
+
 def _row(name: str, family: str, kinds: Sequence[str], defaults: dict[str, Any]) -> tuple[Any, ...]:
     size = f"{defaults['width']}x{defaults['height']}"
-    frames = defaults["num_frames"] if kinds[0] == "video" else "–"
+    frames = defaults["num_frames"] if kinds[0] == "video" else NONE
     return name, family, ", ".join(kinds), size, frames, defaults["num_inference_steps"], defaults["size_multiple"]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import cache_from_source, find_spec
 from pathlib import Path
@@ -35,17 +36,26 @@ class Finding:
     ok: bool | None = None
 
 
-def print_report(config: str | None = None) -> bool:
-    """Prints every finding; returns True if nothing that the CPU path needs is missing, and ``config`` can run."""
+def print_report(config: str | None = None, *, as_json: bool = False) -> bool:
+    """Prints every finding, or all as one JSON array.
+
+    Returns True if nothing that the CPU path needs is missing, and ``config`` can run."""
     own = [] if config is None else _configuration(config)
     findings = [*_software(), *_bytecode(), *_devices(), *_engines(), *_models(), *_privacy(), *own]
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        console.print(_table(findings))
+    needed = ("ray", "torch", "diffusers", *(finding.subject for finding in own))
+    return not any(finding.ok is False and finding.subject in needed for finding in findings)
+
+
+def _table(findings: list[Finding]) -> Table:
     table = Table("", "subject", "found")
     for finding in findings:
         mark = {True: Text("yes", "green"), False: Text("no", "red"), None: Text()}[finding.ok]
         table.add_row(mark, finding.subject, finding.detail)
-    console.print(table)
-    needed = ("ray", "torch", "diffusers", *(finding.subject for finding in own))
-    return not any(finding.ok is False and finding.subject in needed for finding in findings)
+    return table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,14 +180,15 @@ def _engines() -> list[Finding]:
 
 def _configuration(name: str) -> list[Finding]:
     """Returns what keeps a configuration from running here, or that nothing does. ValueError if it is none."""
-    from deployments.cli.checks.preflight import problems
+    from deployments.cli.checks.preflight import problems, warnings
     from deployments.cli.serving import load_config
 
     config = load_config(name)
     found = list(problems(config))
+    slow = [Finding(subject=f"config {name}", detail=f"warning: {warning}") for warning in warnings(config)]
     if found:
-        return [Finding(subject=f"config {name}", detail=problem, ok=False) for problem in found]
-    return [Finding(subject=f"config {name}", detail="can run here", ok=True)]
+        return [*(Finding(subject=f"config {name}", detail=problem, ok=False) for problem in found), *slow]
+    return [Finding(subject=f"config {name}", detail="can run here", ok=True), *slow]
 
 
 def _privacy() -> list[Finding]:

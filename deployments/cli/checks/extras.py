@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from deployments.names import DISTRIBUTION
-
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "export": ("onnx", "onnx_ir", "onnxscript", "onnxruntime", "filelock", "sympy"),
     "gpu": ("tensorrt",),
@@ -17,7 +15,8 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
 
 
 def install_hint(extra: str) -> str:
-    return f"pip install '{DISTRIBUTION}[{extra}]'"
+    """Return the command for the root of a clone: the package is on no index."""
+    return f"pip install '.[{extra}]'"
 
 
 def hint_for(module: str) -> str | None:

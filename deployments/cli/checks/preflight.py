@@ -10,11 +10,14 @@ from deployments.cli.checks.environment import environment_problems
 from deployments.cli.local.proxies import client_problem
 from deployments.config import ModelConfig, ServeConfig
 from deployments.door.door import listen
-from deployments.stages.config import ScaledConfig
+from deployments.settings import Settings
+from deployments.stages.config import ScaledConfig, StageConfig
 from deployments.stages.slicing import must_slice
 from pipelines.checkpoint import Checkpoint
 from pipelines.preconditions import adapter_problems, decoder_problems, weight_problems
 from pipelines.single_file import split_source
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def check(config: ServeConfig) -> None:
@@ -30,6 +33,34 @@ def problems(config: ServeConfig) -> Iterator[str]:
         yield from _model(model)
     yield from _gpus(config)
     yield from _ports(config)
+
+
+def warnings(config: ServeConfig) -> Iterator[str]:
+    """Yield what runs here, and is slow or open to others, and what to change, a sentence each."""
+    host = config.http_options.host
+    if host not in LOOPBACK and not _asks_for_keys():
+        yield (
+            f"anybody who reaches {host} can use this server, which asks for no key: set TROUPE_API_KEYS_FILE or "
+            "TROUPE_API_KEYS, or say --host 127.0.0.1"
+        )
+    for model in config.app.models:
+        stages: dict[str, StageConfig] = {"text_encoder": model.text_encoder}
+        if model.stages == "apart":
+            stages["decoder"] = model.decoder
+        without = [name for name, stage in stages.items() if not stage.num_gpus]
+        if model.denoiser.gpus_per_rank and without:
+            yield (
+                f"the model {model.name}: its ranks have GPUs, and {' and '.join(without)} on CPU cores will be slow: "
+                "say num_gpus: 0.1 there, with gpus_per_rank: 0.8"
+            )
+
+
+def _asks_for_keys() -> bool:
+    try:
+        settings = Settings()
+    except ValueError:
+        return True  # which `environment_problems` says
+    return bool(settings.api_keys.get_secret_value()) or settings.api_keys_file is not None
 
 
 def num_gpus_needed(config: ServeConfig) -> int:

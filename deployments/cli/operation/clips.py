@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from deployments.cli.client import Client
 from deployments.cli.operation.servers import the_server
@@ -17,11 +18,22 @@ from deployments.requests.errors import printable
 MAX_PROMPT_CHARS = 40
 
 
-def print_clips(url: str, api_key: str, limit: int) -> None:
-    """Prints the newest ``limit`` clips."""
+def print_clips(url: str, api_key: str, limit: int, *, as_json: bool = False) -> None:
+    """Print the newest ``limit`` clips as a table, or as the server's own objects in a JSON array."""
     with _client(url, api_key) as client:
         clips = client.clips(limit)
-    table = Table("id", "model", "status", "size", "seconds", "created", "prompt")
+    if as_json:
+        print(json.dumps(clips, indent=2))
+        return
+    table = Table(
+        Column("id", no_wrap=True, overflow="ignore", min_width=max([2, *(len(c["id"]) for c in clips)])),
+        "model",
+        "status",
+        "size",
+        "seconds",
+        "created",
+        "prompt",
+    )
     for clip in clips:
         table.add_row(*_row(clip))
     console.print(table)

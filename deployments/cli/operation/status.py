@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -24,10 +25,10 @@ Counts = Mapping[str, Mapping[str, int]]
 """Model to count, by column."""
 
 
-def print_status(url: str, api_key: str, metrics_url: str) -> bool:
-    """Prints a line for each model; returns whether all of them are ready. Without ``url``: of the one that runs here.
+def print_status(url: str, api_key: str, metrics_url: str, *, as_json: bool = False) -> bool:
+    """Prints a line for each model, or one JSON object; returns whether all of them are ready.
 
-    ValueError if that is not clear; httpx's errors if nobody answers.
+    Without ``url`` it is the server that runs here. ValueError if that is not clear; httpx's errors if nobody answers.
     """
     if not url:
         server = the_server()
@@ -36,18 +37,29 @@ def print_status(url: str, api_key: str, metrics_url: str) -> bool:
         health = client.health()
         cards = {card["id"]: card for card in client.models()}
     counts = _counts(metrics_url)
+    is_ready = bool(health) and all(state == "ready" for state in health.values())
+    if as_json:
+        states = [_document(model, state, cards, counts) for model, state in health.items()]
+        print(json.dumps({"url": url, "ready": is_ready, "models": states}, indent=2))
+        return is_ready
     table = Table("model", "kind", *GAUGES, "state")
+    table.columns[0].overflow = "fold"
     for model, state in health.items():
         numbers = (str(counts[column].get(model, 0)) if counts else UNKNOWN for column in GAUGES)
         kinds = ", ".join(kinds_of(cards[model])) if model in cards else UNKNOWN
         table.add_row(model, kinds, *numbers, state)
-    is_ready = bool(health) and all(state == "ready" for state in health.values())
     console.print(f"{url} is {'ready' if is_ready else 'not ready'}", soft_wrap=True)
     console.print(table)
     if not counts:
         where = f"{metrics_url} does not answer" if metrics_url else "give --metrics-url"
         console.print(f"No numbers of gangs and jobs: {where}", soft_wrap=True)
     return is_ready
+
+
+def _document(model: str, state: str, cards: Mapping[str, dict[str, Any]], counts: Counts) -> dict[str, Any]:
+    """Return what is known of a model; null for what is not."""
+    numbers = {column: counts[column].get(model, 0) if counts else None for column in GAUGES}
+    return {"id": model, "kinds": list(kinds_of(cards[model])) if model in cards else None, **numbers, "state": state}
 
 
 def _counts(metrics_url: str) -> Counts:

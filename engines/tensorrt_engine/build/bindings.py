@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-INSTALL_HINT = (
-    "install TensorRT 11 (`pip install 'troupe-serve[gpu]'`) or TensorRT-RTX (`pip install 'troupe-serve[rtx]'`)"
-)
+INSTALL_HINT = "install TensorRT 11 (`pip install '.[gpu]'`) or TensorRT-RTX (`pip install '.[rtx]'`)"
 
 
 class TensorRTMissingError(RuntimeError):

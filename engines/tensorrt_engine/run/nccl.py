@@ -117,7 +117,7 @@ def _in_wheel() -> Path:
     folder = wheel_folder()
     if folder is None:
         wheels = " or ".join(_WHEELS)
-        raise NcclError(f"no {VERSIONED} on LD_LIBRARY_PATH nor in pip's {wheels}: pip install 'troupe-serve[gpu]'")
+        raise NcclError(f"no {VERSIONED} on LD_LIBRARY_PATH nor in pip's {wheels}: pip install '.[gpu]'")
     return folder / VERSIONED
 
 

@@ -59,7 +59,7 @@ def test_what_is_not_installed_is_told_with_the_extra_that_has_it() -> None:
     (line,) = refused.stderr.splitlines()
     assert refused.returncode == 2
     assert line.startswith("troupe: onnx_ir is not installed")
-    assert "pip install 'troupe-serve[export]'" in line
+    assert "pip install '.[export]'" in line
 
 
 def test_a_server_without_its_keys_does_not_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -36,9 +36,9 @@ def test_each_gpu_and_the_one_nccl_are_named(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("missing", "told"),
     [
-        ("tensorrt", "needs tensorrt (pip install 'troupe-serve[gpu]')"),
-        ("onnxscript", "needs onnxscript (pip install 'troupe-serve[export]')"),
-        ("onnx-ir", "needs onnx-ir (pip install 'troupe-serve[export]')"),
+        ("tensorrt", "needs tensorrt (pip install '.[gpu]')"),
+        ("onnxscript", "needs onnxscript (pip install '.[export]')"),
+        ("onnx-ir", "needs onnx-ir (pip install '.[export]')"),
     ],
 )
 def test_tensorrt_is_not_ready_without_what_it_exports_with(
@@ -61,7 +61,7 @@ def test_without_a_gpu_tensorrt_rtx_is_enough_to_build(monkeypatch: pytest.Monke
     assert host(monkeypatch, installed=builder, num_gpus=0)["engine tensorrt"].detail.startswith("builds engines here")
     neither = tuple(name for name in builder if name != doctor.RTX)
     finding = host(monkeypatch, installed=neither, num_gpus=0)["engine tensorrt"]
-    assert finding.detail == "needs tensorrt (pip install 'troupe-serve[rtx]')"
+    assert finding.detail == "needs tensorrt (pip install '.[rtx]')"
 
 
 def bytecode(monkeypatch: pytest.MonkeyPatch, folder: Path, *, writes: bool) -> doctor.Finding:
@@ -120,5 +120,5 @@ def test_the_report_shows_brackets_and_warns_of_bytecode_without_failing(
     bytecode(monkeypatch, tmp_path, writes=False)
     assert doctor.print_report() is True
     shown = capsys.readouterr().out
-    assert "needs tensorrt (pip install 'troupe-serve[rtx]')" in shown
+    assert "needs tensorrt (pip install '.[rtx]')" in shown
     assert "│ no  │ bytecode" in shown

@@ -1,0 +1,125 @@
+"""The configuration of one model on this machine, for ``troupe serve MODEL``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from deployments.cli.serving import CONFIGS, load_config, parse_config
+from deployments.config import ServeConfig
+from pipelines.loading import SHIPPED, hub_id_of, resolve_configuration
+from pipelines.preconditions import decoder_problems
+from pipelines.single_file import split_source, with_base
+
+ENDINGS = (".yaml", ".yml", ".json")
+START_DEADLINE_S = 900
+"""A gang of a large model reads, compiles and captures for minutes."""
+
+
+def is_config(name: str) -> bool:
+    """Whether ``name`` means a config file or a shipped config, not a model."""
+    path = Path(name)
+    is_file = path.is_file() and path.suffix != ".safetensors"
+    return is_file or path.suffix in ENDINGS or (CONFIGS / f"{name}.yaml").is_file()
+
+
+def config_for(name: str, num_ranks: int | None = None) -> ServeConfig:
+    """Return the configuration that ``name`` means, or the one made for the model ``name``.
+
+    ``num_ranks`` is for models; by default all GPUs of this machine, and one rank without any. ValueError if ``name``
+    is neither, and for ranks beside a config.
+    """
+    if is_config(name):
+        if num_ranks is not None:
+            raise ValueError(f"--ranks is for a model, and {name} is a config: change num_ranks in it")
+        return load_config(name)
+    if num_ranks is not None and num_ranks < 1:
+        raise ValueError(f"--ranks is {num_ranks}; it must be at least 1")
+    source = _source(name)
+    import torch  # two seconds, not for those who have a config
+
+    num_gpus = torch.cuda.device_count()
+    if num_gpus:
+        return _on_gpus(source, num_ranks or num_gpus)
+    gang = {"num_ranks": num_ranks or 1, "cpus_per_rank": 0.2, "engine": "torch", "strategy": "auto"}
+    return _config(source, {"stages": "together", "denoiser": gang})
+
+
+def to_yaml(config: ServeConfig) -> str:
+    """Return ``config`` as a config file without what has its default value."""
+    written = config.model_dump(mode="json", exclude_defaults=True)
+    for model, own in zip(written["applications"][0]["args"]["models"], config.app.models, strict=True):
+        model["denoiser"] = {"num_ranks": own.denoiser.num_ranks} | model.get("denoiser", {})
+    http = config.http_options
+    written["http_options"] = {"host": http.host, "port": http.port} | written["http_options"]
+    (application,) = written["applications"]
+    whole = config.applications[0]
+    fixed = {"name": whole.name, "route_prefix": whole.route_prefix, "import_path": whole.import_path}
+    written = {"proxy_location": config.proxy_location, **written, "applications": [fixed | application]}
+    return yaml.safe_dump(written, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _source(name: str) -> str:
+    """Return what ``path`` of a model says. ValueError if ``name`` is no model."""
+    try:
+        file, base = split_source(name)
+        if not Path(base).is_dir() and not (SHIPPED / base).is_dir():
+            base = hub_id_of(base)
+    except ValueError as error:
+        shipped = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.yaml")))
+        raise ValueError(f"{name} is neither a file nor a shipped config ({shipped}), nor a model: {error}") from error
+    return with_base(str(file), base) if file else base
+
+
+def _on_gpus(source: str, num_ranks: int) -> ServeConfig:
+    """Return what the shipped configs for GPUs say, with what the model's decoder can do alone."""
+    path = resolve_configuration(source)
+
+    def can(**asked: Any) -> bool:
+        return not list(decoder_problems(path, **{"compiled": False, "limits_memory": False, "num_devices": 1} | asked))
+
+    decoder: dict[str, Any] = {"num_cpus": 1, "num_gpus": 0.1, "num_threads": 4}
+    if can(compiled=True):
+        decoder["compile"] = True
+    if can(limits_memory=True):
+        decoder["memory_gib"] = 6 if num_ranks == 1 else 4
+    if num_ranks > 1 and can(num_devices=2):
+        decoder["num_devices"] = 2
+    encoder = {"num_cpus": 1, "num_gpus": 0.1, "num_threads": 4, "conditionings_mib": 1024, "compile": True}
+    from pipelines.checkpoint import Checkpoint
+
+    defaults = Checkpoint.of_configuration(source).defaults
+    gang = {
+        "num_ranks": num_ranks,
+        "cpus_per_rank": 2,
+        "gpus_per_rank": 0.8,
+        "threads_per_rank": 4,
+        "engine": "torch",
+        "strategy": "auto",
+        "warm_sizes": [f"{defaults.width}x{defaults.height}"],
+        "step_deadline_s": 30,
+        "ping_deadline_s": 2.5,
+        "start_deadline_s": START_DEADLINE_S,
+    }
+    return _config(source, {"dtype": "bfloat16", "text_encoder": encoder, "decoder": decoder, "denoiser": gang})
+
+
+def _config(source: str, model: dict[str, Any]) -> ServeConfig:
+    file, base = split_source(source)
+    own: dict[str, Any] = {"name": _name(file.stem if file else Path(base).resolve().name)}
+    own |= {"path": str(file), "base": base} if file else {"path": base}
+    application = {
+        "name": "troupe",
+        "route_prefix": "/",
+        "import_path": "deployments.app:build_app",
+        "args": {"models": [own | model]},
+    }
+    return parse_config({"http_options": {"host": "127.0.0.1", "port": 8000}, "applications": [application]})
+
+
+def _name(text: str) -> str:
+    """Return ``text`` as a model's name: what may not be in one becomes a dash."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).lstrip("-._") or "model"

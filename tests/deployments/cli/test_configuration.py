@@ -1,0 +1,114 @@
+"""``troupe serve MODEL``: the configuration that the shipped ones for GPUs would be, and what it warns of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from huggingface_hub.utils import validate_repo_id
+
+from deployments.cli.checks.preflight import warnings
+from deployments.cli.configuration import config_for, to_yaml
+from deployments.cli.serving import load_config, parse_config
+from deployments.config import ServeConfig
+from pipelines.loading import SHIPPED, hub_id_of, published_models
+from tests.deployments.support.commands import assert_one_line, troupe
+
+FLUX, KLEIN, WAN = "FLUX.1-dev", "FLUX.2-klein-4B", "Wan2.1-T2V-14B"
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+
+
+@pytest.mark.usefixtures("gpus")
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8, None])
+def test_is_the_shipped_one_for_as_many_gpus(num_ranks: int | None) -> None:
+    (made,) = config_for(FLUX, num_ranks).app.models
+    (shipped,) = load_config(f"gpu{num_ranks or 4}").app.models
+    assert made.model_dump(exclude={"name"}) == shipped.model_dump(exclude={"name"})
+
+
+@pytest.mark.usefixtures("gpus")
+@pytest.mark.parametrize("name", [KLEIN, KLEIN.lower(), WAN, str(SHIPPED / "wan-shapes"), "owner/name"])
+def test_printed_it_is_read_as_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "owner/name":
+        monkeypatch.setattr("deployments.cli.configuration.resolve_configuration", lambda _: SHIPPED / "flux-shapes")
+        monkeypatch.setattr("pipelines.checkpoint.resolve_configuration", lambda _: SHIPPED / "flux-shapes")
+    made = config_for(name, 2)
+    printed = to_yaml(made)
+    assert parse_config(yaml.safe_load(printed)) == made
+    assert yaml.safe_load(printed)["applications"][0]["args"]["models"][0]["denoiser"]["num_ranks"] == 2
+    assert not list(warnings(made))
+
+
+@pytest.mark.usefixtures("gpus")
+def test_asks_a_decoder_for_nothing_that_it_cannot_do() -> None:
+    decoder = config_for(WAN).app.models[0].decoder
+    assert (decoder.compile, decoder.memory_gib, decoder.num_gpus) == (False, None, 0.1)
+
+
+def test_has_cpu_ranks_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    shown = troupe("serve", "flux-shapes", "--ranks", "3", "--port", "9001", "--print-config")
+    assert shown.exit_code == 0, shown.output
+    config = parse_config(yaml.safe_load(shown.stdout))
+    (model,) = config.app.models
+    assert (model.path, model.denoiser.num_ranks, model.denoiser.gpus_per_rank) == ("flux-shapes", 3, 0)
+    assert config.http_options.port == 9001
+
+
+def test_takes_one_file_beside_its_base(tmp_path: Path) -> None:
+    file = tmp_path / "my tune.safetensors"
+    file.touch()
+    (model,) = config_for(f"{file}@flux-shapes", 1).app.models
+    assert (model.name, model.path, model.base) == ("my-tune", str(file), "flux-shapes")
+
+
+def test_a_config_is_a_config_still(tmp_path: Path) -> None:
+    assert config_for("laptop") == load_config("laptop")
+    assert_one_line(troupe("serve", "laptop", "--ranks", "2", "--print-config"), "--ranks is for a model", "num_ranks")
+    assert_one_line(troupe("serve", str(tmp_path / "no.yaml")), "neither a file nor a shipped config")
+    assert_one_line(troupe("serve", "nothing"), "neither a file nor a shipped config", "nor a model", KLEIN)
+    assert_one_line(troupe("serve", "flux-shapes", "--ranks", "0"), "it must be at least 1")
+
+
+def test_hub_ids_are_of_published_models() -> None:
+    for name in published_models():
+        try:
+            hub_id = hub_id_of(name)
+        except ValueError:
+            continue  # no address is known: it has to be given
+        validate_repo_id(hub_id)
+        assert hub_id.split("/")[1].lower().removesuffix("-diffusers") == name.lower()
+
+
+def test_warns_of_stages_on_cpu_cores_beside_ranks_with_gpus() -> None:
+    gang = {"num_ranks": 1, "gpus_per_rank": 1}
+    (warning,) = warnings(config_with(denoiser=gang))
+    assert "text_encoder and decoder on CPU cores" in warning
+    (warning,) = warnings(config_with(denoiser=gang, text_encoder={"num_gpus": 0.1}))
+    assert "GPUs, and decoder on CPU" in warning
+    (warning,) = warnings(config_with(denoiser=gang, stages="together"))
+    assert "GPUs, and text_encoder on CPU" in warning
+    assert not list(warnings(config_with(denoiser={"num_ranks": 1})))
+
+
+def config_with(**model: object) -> ServeConfig:
+    document = load_config("laptop").model_dump(mode="json")
+    document["applications"][0]["args"]["models"] = [{"name": "flux-shapes", **model}]
+    return parse_config(document)
+
+
+def test_warns_of_an_open_address_without_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TROUPE_API_KEYS_FILE", raising=False)
+    monkeypatch.delenv("TROUPE_API_KEYS", raising=False)
+    laptop = load_config("laptop")
+    (warning,) = warnings(laptop.with_http(host="0.0.0.0"))
+    assert "0.0.0.0" in warning
+    assert not list(warnings(laptop))
+    monkeypatch.setenv("TROUPE_API_KEYS", "secret")
+    assert not list(warnings(laptop.with_http(host="0.0.0.0")))
