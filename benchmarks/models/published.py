@@ -92,7 +92,13 @@ class PublishedModel:
     def call(self) -> Tensor:
         """All values that diffusers' module predicts, branch after branch; not once ``denoiser`` was asked for."""
         outputs = [self.module(**call, return_dict=False) for call in self.own_calls]
-        return torch.cat([x.flatten() for x in tree_leaves(outputs) if isinstance(x, Tensor)])
+        return torch.cat([self._painted(x).flatten() for x in tree_leaves(outputs) if isinstance(x, Tensor)])
+
+    def _painted(self, x: Tensor) -> Tensor:
+        """``x`` without what a module says of tokens before those of the picture, which no job uses."""
+        latents = self.branch.inputs.get(LATENTS)
+        is_longer = latents is not None and x.ndim == latents.ndim == 3 and x.shape[1] > latents.shape[1]
+        return x[:, -latents.shape[1] :] if is_longer else x
 
     def flop(self) -> int:
         """Of matrix products and attention in ``call``: each weight times the tokens that it sees."""
