@@ -111,7 +111,7 @@ def config_of(folder: Path, ranks: int) -> ServeConfig:
     """One gang; on GPUs encoder and decoder share the first one's memory with a rank."""
     on_gpu = torch.cuda.is_available()
     share: dict[str, Any] = {"num_cpus": 1, "num_gpus": 0.1, "num_threads": 4} if on_gpu else {}
-    gang: dict[str, Any] = {"num_ranks": ranks, "engine": "torch", "start_deadline_s": 900, "num_spares": 0}
+    gang: dict[str, Any] = {"num_ranks": ranks, "engine": "torch", "start_deadline_s": 900}
     if on_gpu:
         gang |= {"gpus_per_rank": 0.8, "cpus_per_rank": 2, "threads_per_rank": 4, "step_deadline_s": 300}
     else:
