@@ -10,13 +10,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from deployments.cli.serving import held_port, parse_config
 from tests.deployments.support.bare import assert_same_picture, bare_frames
 from tests.deployments.support.commands import short_folder
-from tests.deployments.support.fake_nodes import HOST, ROOT, FakeNodes, fake_nodes
+from tests.deployments.support.fake_nodes import HOST, ROOT, FakeNodes, fake_nodes, raylet_of
 from tests.deployments.support.live import TIMEOUT_S, config_of, picture, pixels_of, wait_until
 
 pytestmark = pytest.mark.ray
@@ -120,7 +119,7 @@ def test_a_gang_over_two_nodes_paints_a_picture(cluster: FakeNodes, url: str) ->
     data = picture(url, model="wide", seed=0)
     with asked_for(url, [data], model="wide"):
         wait_until(lambda: cluster.gangs("Denoiser-wide"), "the gang, which nobody had told to stay")
-        raylets = [psutil.Process(pid).ppid() for pid in cluster.rank_pids("wide")[-1]]
+        raylets = [raylet_of(pid) for pid in cluster.rank_pids("wide")[-1]]
         assert len(set(raylets)) == 2
         assert set(raylets) <= {node.raylet.pid for node in cluster.workers()}, "neither is the head"
     assert_right(data, seed=0)

@@ -10,6 +10,7 @@ import pytest
 
 from deployments.door.settings import DoorSettings
 from tests.deployments.door.support import SETTINGS, Backend, address_of, assert_error, doored, served
+from tests.deployments.support.live import wait_until
 from tests.support.patience import PATIENCE_S
 
 IMAGES = "/v1/images/generations"
@@ -63,6 +64,7 @@ def test_allowed_pages_read_what_the_door_says(backend: Backend, allowed: tuple[
     """The names are those of the Fetch Standard, section 3.2."""
     backend.live = 503
     with served(backend) as address, doored(address, allowed_origins=allowed) as (_, client):
+        wait_until(lambda: client.get("/").status_code == 503, "the door knows that nobody is there")
         preflight = client.options(IMAGES, headers=ASKS)
         assert (preflight.status_code, preflight.headers["access-control-allow-origin"]) == (200, told)
         assert "POST" in preflight.headers["access-control-allow-methods"].split(",")
@@ -80,6 +82,7 @@ def test_allowed_pages_read_what_the_door_says(backend: Backend, allowed: tuple[
 def test_other_pages_read_nothing(backend: Backend, origin: str) -> None:
     backend.live = 503
     with served(backend) as address, doored(address, allowed_origins=(PAGE,)) as (_, client):
+        wait_until(lambda: client.get("/").status_code == 503, "the door knows that nobody is there")
         for answer in (
             client.options(IMAGES, headers=ASKS | {"Origin": origin}),
             client.get("/", headers={"Origin": origin}),

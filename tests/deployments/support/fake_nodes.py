@@ -24,6 +24,7 @@ from ray.autoscaler._private.fake_multi_node.node_provider import (
 from deployments.cli.cluster import SERVE_ENVIRONMENT
 from deployments.cli.serving import free_port
 from deployments.config import ServeConfig
+from deployments.worker_shim import DIRECTORY_VARIABLE
 from tests.deployments.support.commands import command, config_file
 from tests.deployments.support.live import TIMEOUT_S, log_lines, log_texts
 
@@ -83,7 +84,7 @@ class FakeNodes:
     def busy_nodes(self) -> set[str]:
         """The worker nodes that have ranks which have begun a job."""
         names = [name for name, text in log_texts(self._logs).items() if '"job begins"' in text]
-        raylets = {_parent(int(name.rsplit("-", 1)[1])) for name in names}
+        raylets = {raylet_of(int(name.rsplit("-", 1)[1])) for name in names}
         return {node.node_id for node in self.workers() if node.raylet.pid in raylets}
 
     def lost_requests(self) -> list[dict[str, Any]]:
@@ -107,10 +108,13 @@ class FakeNodes:
         return Node(node_id=environment["RAY_CLOUD_INSTANCE_ID"], node_type=node_type, raylet=process)
 
 
-def _parent(pid: int) -> int | None:
-    """None where there is no such process any more."""
+def raylet_of(pid: int) -> int | None:
+    """Return the node manager of a worker, whose zygote the first worker of a node starts; None if it has ended.
+
+    The zygote's environment is that of the worker which started it.
+    """
     try:
-        return psutil.Process(pid).ppid()
+        return int(psutil.Process(pid).environ()["RAY_RAYLET_PID"])
     except psutil.Error:
         return None
 
@@ -137,7 +141,7 @@ def fake_nodes(folder: Path, *, idle_timeout_s: float) -> Iterator[FakeNodes]:
         "temp-dir": folder,
     }
     flags = [f"--{name}={value}" for name, value in options.items()]
-    environment = SERVE_ENVIRONMENT | ENVIRONMENT
+    environment = SERVE_ENVIRONMENT | ENVIRONMENT | {DIRECTORY_VARIABLE: ""}  # each node has a zygote of its own
     with command("start", "--head", "--block", *flags, folder=folder, env=environment, program=RAY) as head:
         head.wait_for("Ray runtime started")
         yield FakeNodes(folder=folder, dashboard=f"http://{HOST}:{dashboard_port}")

@@ -75,8 +75,9 @@ def test_serve_says_it_at_once(fault: str, tmp_path: Path, monkeypatch: pytest.M
     config = config_file(make(), tmp_path)
     result = troupe("serve", config, "--port", "0")
     assert result.exit_code == 2, result.output
-    (line,) = result.stderr.splitlines()
+    *warnings, line = result.stderr.splitlines()
     assert told in line
+    assert all("on CPU cores" in warning for warning in warnings), result.stderr
     doctor = troupe("doctor", "--config", config)
     assert doctor.exit_code == 1
 

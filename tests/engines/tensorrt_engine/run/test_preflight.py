@@ -107,5 +107,5 @@ def test_the_missing_name_is_linked_and_told(tmp_path: Path, caplog: pytest.LogC
 
 def test_no_nccl_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl, "wheel_folder", lambda: None)
-    with pytest.raises(NcclError, match="install 'troupe-serve"):
+    with pytest.raises(NcclError, match=r"pip install '.\[gpu\]'"):
         rank_environment({}, tmp_path)

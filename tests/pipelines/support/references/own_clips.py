@@ -49,6 +49,8 @@ def sounding_blocks(folder: Path, request: MediaRequest, images: Images, change:
         num_frames=request.num_frames,
         frame_rate=request.fps,
         num_inference_steps=request.num_inference_steps,
+        # Prompts are filled up to it, and a tiny tokenizer has fewer.
+        max_sequence_length=pipeline.tokenizer.model_max_length,
         generator=torch.Generator().manual_seed(request.seed),
         output_type="pt",
         **({"image": images[0]} if images else {}),
