@@ -61,8 +61,8 @@ def forking_cluster() -> Iterator[None]:
     lifeline, held = os.pipe()
     zygote = _start_zygote(directory, lifeline)
     os.close(lifeline)
-    _await_sockets(directory, zygote)
     try:
+        _await_sockets(directory, zygote)
         with workers_set_up_by(SHIM), variables_set({DIRECTORY_VARIABLE: str(directory)}):
             yield
     finally:

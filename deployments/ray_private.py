@@ -1,4 +1,4 @@
-"""The private names of Ray that this project touches, one function each, with a test each."""
+"""Private names of Ray, one function each. Those of other files are still to come here."""
 
 from __future__ import annotations
 
