@@ -19,7 +19,7 @@ import ray
 from deployments.forked_worker import ROOT
 from deployments.ray_private import workers_set_up_by
 from deployments.settings import process_environment, variables_set
-from deployments.worker_shim import DIRECTORY_VARIABLE
+from deployments.worker_shim import DIRECTORY_VARIABLE, FOLDER
 
 Level = Literal["base", "model"]
 """Libraries that a worker has from its start: "model" is for those that import torch."""
@@ -57,7 +57,7 @@ def forking_cluster() -> Iterator[None]:
 
     Ends the zygote, and workers that are left, when the block ends or this process does.
     """
-    directory = Path(tempfile.mkdtemp(prefix="troupe_zygotes_"))  # 0700
+    directory = Path(tempfile.mkdtemp(prefix="troupe_zygotes_", dir=FOLDER))  # 0700
     lifeline, held = os.pipe()
     zygote = _start_zygote(directory, lifeline)
     os.close(lifeline)

@@ -39,6 +39,7 @@ CREDENTIALS = struct.Struct("3i")
 START_WITHIN_S = 20.0
 ANSWER_WITHIN_S = 45.0
 """Libraries may have to be imported first. Ray waits a minute for a worker."""
+FOLDER = "/tmp"
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
@@ -94,13 +95,17 @@ def run(level: str, command: list[str], fallback: list[str]) -> None:
 
 
 def zygote_directory() -> str:
-    """Return the folder of this node's sockets: given by whoever started the cluster, or named for the raylet."""
+    """Return the folder of this node's sockets: given by whoever started the cluster, or named for the raylet.
+
+    It lies in FOLDER and its name is short, since the path of a socket has at most 107 bytes.
+    """
+    import zlib
+
     given = os.environ.get(DIRECTORY_VARIABLE)
     if given:
         return given
     raylet = os.environ.get("RAY_RAYLET_PID", str(os.getppid()))
-    place = "".join(character if character.isalnum() else "_" for character in ROOT)[-24:]
-    return os.path.join(os.environ.get("TMPDIR", "/tmp"), f"troupe_{os.getuid()}_{raylet}_{place}")
+    return os.path.join(FOLDER, f"troupe_{os.getuid()}_{raylet}_{zlib.crc32(ROOT.encode()):08x}")
 
 
 def connect(directory: str, level: str) -> socket.socket:

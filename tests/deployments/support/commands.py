@@ -17,6 +17,7 @@ from types import MappingProxyType
 
 import psutil
 import pytest
+import ray
 from typer.testing import CliRunner, Result
 
 from deployments.cli.main import app
@@ -31,8 +32,9 @@ COMMAND = (sys.executable, "-m", "deployments.cli.main")
 
 
 def troupe(*args: str) -> Result:
-    """In this process, for a terminal of 200 columns without colours."""
+    """In this process, as if it had no cluster of a test's, for a terminal of 200 columns without colours."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray, "is_initialized", lambda: False)
         patch.setattr(console, "width", 200)  # it looked at the terminal when it was made
         return CliRunner().invoke(app, args, env={"COLUMNS": "200", "TERM": "dumb"})
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import torch
 
 import pipelines
@@ -28,12 +27,6 @@ def with_model(**model: Any) -> ServeConfig:
     document = config_of({"pictures": Path("flux-shapes")}).model_dump(mode="json")
     document["applications"][0]["args"]["models"][0] |= model
     return parse_config(document)
-
-
-@pytest.fixture(autouse=True)
-def own_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests before these may have connected this process to a cluster, of which no machine is checked."""
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
 
 
 UNGRAPHED = str(Path(pipelines.__file__).parent / "published" / "Z-Image")
