@@ -250,9 +250,11 @@ with forking_cluster():
     worker = psutil.Process(int(holder.stdout.readline()))
     started = [worker, *psutil.Process(holder.pid).children(recursive=True)]
     assert len(started) >= 4, "a worker, its shim, and two zygotes"
+    (folder,) = {Path(word) for one in started for word in one.cmdline() if word.startswith("/tmp/troupe_zygotes_")}
     holder.kill()
     holder.wait()
-    wait_until(lambda: not any(one.is_running() for one in started), "nothing is left")
+    wait_until(lambda: not any(one.is_running() for one in started), "no process is left")
+    wait_until(lambda: not folder.exists(), "no folder is left")
 
 
 LATER = """
